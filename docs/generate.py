@@ -6,16 +6,16 @@ They are in the clone, so that they can be read without building anything; a tes
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from megatron_muon.megatron_lm.flags.table import FLAGS, Flag  # noqa: E402
+
 from megatron_muon.settings.coefficients import (  # noqa: E402 after the path is set
     GRAM_ERROR,
     GRAM_LEAST,
@@ -23,23 +23,25 @@ from megatron_muon.settings.coefficients import (  # noqa: E402 after the path i
     SETS,
     CoefficientSet,
 )
-from megatron_muon.settings.config import MuonConfig  # noqa: E402
-from megatron_muon.settings.names import FLAG_OF  # noqa: E402
+from megatron_muon.settings.config import ROWS, MuonConfig  # noqa: E402
+from megatron_muon.settings.rows import Flag, Row  # noqa: E402
+from megatron_muon.settings.run_flags import RUN_ROWS  # noqa: E402
 
 WRITTEN = "<!-- Written by docs/generate.py from {source}; change that. -->\n\n"
 
 
 def flags_page() -> str:
     """Every flag of Muon's: its values, the setting that it is, its help."""
-    fields = {flag: field for field, flag in FLAG_OF.items()}
     rows = [
-        [f"`{flag.option}`", _values(flag), _setting(flag, fields), _cell(flag.help)]
-        for flag in FLAGS
+        [f"`{flag.option}`", _values(flag), setting, _cell(flag.help)]
+        for row in (*ROWS.values(), *RUN_ROWS)
+        for flag, setting in _settings(row)
     ]
     return WRITTEN.format(source="the table of flags") + (
         "# Flags\n\n"
         "Every flag that the plugin adds to Megatron-LM's command line, as `--help` explains it. "
-        "*Setting* is the field of [`MuonConfig`](python_api.md#settings) that the flag sets.\n\n"
+        "*Setting* is the field of [`MuonConfig`](usage.md#settings) that the flag sets, with "
+        "its default.\n\n"
         "A flag of the proof of concept or of Megatron's own Muon means here what it means there. "
         "Where it cannot, it is an error that says why. No flag is accepted and then ignored.\n\n"
         + _table(["flag", "values", "setting", "help"], rows)
@@ -55,17 +57,19 @@ def coefficients_page() -> str:
         "The published sets for `--muon-ns-coefficients` and `MuonConfig(ns_coefficients=…)`. One "
         "Newton-Schulz step is X ← aX + (bA + cA²)X with A = XXᵀ. It takes a singular value σ to "
         "aσ + bσ³ + cσ⁵.\n\n"
-        "*Interval* holds the singular values, of a matrix of Frobenius norm 1, that the given "
-        "number of steps brings into *band*. *Beyond* says which coefficients further steps use. "
-        "`gram` lists the numbers of steps with a known, accurate restart list for the Gram "
-        "iteration in bf16, fp16 and fp32. With another combination `gram` is an error, and `auto` "
-        "takes `standard` and says so at the start.\n\n"
-        "Restarts are chosen by 10,000 drawn matrices, as GPUs and CPUs round them "
-        "(`tests/figures/restart_errors.py`). On each the Gram iteration's error, relative to the "
-        f"exact result in Frobenius norm, is at most {GRAM_ERROR:g} times the standard iteration's "
-        f"in the same dtype, or {GRAM_ERROR:g} times {least} where that has less. Its largest "
-        f"singular value is at most {GRAM_TOP} times the larger of standard's and the exact one's, "
-        "also where a GPU adds parts of sums in 16 bits.\n\n",
+        "The given number of steps brings singular values in *interval*, of a matrix with "
+        "Frobenius norm 1, into *band*. *Beyond* names the coefficients of further steps. *gram* "
+        "lists the numbers of steps with known, accurate restarts of the Gram iteration in each "
+        "dtype. With any other combination `gram` is an error, and `auto` uses `standard` and says "
+        "so at the start.\n\n"
+        "Restarts were chosen on 10,000 drawn matrices, rounded as GPUs and CPUs do "
+        "(`tests/figures/restart_errors.py`). On each of them two bounds hold, also if a GPU adds "
+        "parts of sums in 16 bits:\n\n"
+        "- The Gram iteration's error, relative to the exact result in Frobenius norm, is at most "
+        f"{GRAM_ERROR:g} times the standard iteration's in the same dtype, or {GRAM_ERROR:g} times "
+        f"{least} if that is larger.\n"
+        f"- Its largest singular value is at most {GRAM_TOP} times the larger of standard's and "
+        "the exact one's.\n\n",
         _table(
             ["set", "steps", "interval", "band", "beyond", "gram, bf16", "fp16", "fp32"],
             [_set_row(name, coefficients) for name, coefficients in SETS.items()],
@@ -86,26 +90,9 @@ def coefficients_page() -> str:
     return "".join(parts)
 
 
-def tutorial_page() -> str:
-    """The notebook of examples/tutorial, with what its cells printed."""
-    notebook = HERE.parent / "examples" / "tutorial" / "one_step.ipynb"
-    parts = [WRITTEN.format(source="examples/tutorial/one_step.ipynb").strip()]
-    for cell in json.loads(notebook.read_text())["cells"]:
-        source = "".join(cell["source"]).replace("](../../docs/", "](")
-        if cell["cell_type"] == "markdown":
-            parts.append(source)
-            continue
-        parts.append(f"```python\n{source}\n```")
-        printed = "".join(line for output in cell["outputs"] for line in output["text"])
-        if printed:
-            parts.append(f"```text\n{printed.rstrip()}\n```")
-    return "\n\n".join(parts) + "\n"
-
-
 PAGES = {
     "flags.md": flags_page,
     "coefficients.md": coefficients_page,
-    "tutorial.md": tutorial_page,
 }
 
 
@@ -119,17 +106,18 @@ def stale() -> list[str]:
 
 
 def _values(flag: Flag) -> str:
-    if "choices" in flag.keywords:
-        return ", ".join(f"`{choice}`" for choice in flag.keywords["choices"])
-    if "action" in flag.keywords and flag.keywords["action"] != "append":
+    if flag.kind.choices:
+        return ", ".join(f"`{choice}`" for choice in flag.kind.choices)
+    if flag.is_switch:
         return "switch"
-    kind = getattr(flag.keywords.get("type"), "__name__", "")
-    named = {"int": "whole number", "float": "number"}.get(kind)
-    return named or str(flag.keywords.get("metavar", "name")).lower().replace("|", " or ")
+    named = {int: "whole number", float: "number"}.get(flag.kind.type)
+    return named or (flag.kind.metavar or "name").lower().replace("|", " or ")
 
 
-def _setting(flag: Flag, fields: dict[str, str]) -> str:
-    return f"`{fields[flag.option]}`" if flag.option in fields else ""
+def _settings(row: Row) -> Iterator[tuple[Flag, str]]:
+    """The flags of a row, each with the setting where messages name it by that flag."""
+    for flag in row.flags:
+        yield flag, f"`{row.field}={row.default!r}`" if f"({flag.option})" in row.named else ""
 
 
 def _set_row(name: str, coefficients: CoefficientSet) -> list[str]:

@@ -6,6 +6,7 @@ link to a page or picture of the site is rewritten to it; one to another file be
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -16,15 +17,34 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = ("*.md", "examples/**/*.md", "examples/*/figures/*.png", "patches/*.md")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
-OVERVIEW = "index.md"  # the site's first page, in the README's place
+OVERVIEW = "index.md"  # the site's first page is the README
+NOTEBOOK = "examples/tutorial/one_step.ipynb"
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages and pictures outside docs/ under their paths in the clone."""
     for path in _elsewhere():
         name = path.relative_to(ROOT).as_posix()
+        name = OVERVIEW if name == "README.md" else name
         files.append(File.generated(config, name, abs_src_path=str(path)))
+    name = NOTEBOOK.replace(".ipynb", ".md")
+    files.append(File.generated(config, name, content=_notebook()))
     return files
+
+
+def _notebook() -> str:
+    """The notebook as a page, with what its cells printed."""
+    parts = []
+    for cell in json.loads((ROOT / NOTEBOOK).read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        printed = "".join(line for output in cell["outputs"] for line in output["text"])
+        if printed:
+            parts.append(f"```text\n{printed.rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
@@ -35,7 +55,7 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
 
 def _elsewhere() -> list[Path]:
     pages = {path for pattern in ELSEWHERE for path in ROOT.glob(pattern)}
-    return sorted(path for path in pages if "out" not in path.parts and path != ROOT / "README.md")
+    return sorted(path for path in pages if "out" not in path.parts)
 
 
 def _rewritten(link: re.Match[str], here: str, files: Any) -> str:
@@ -48,6 +68,7 @@ def _rewritten(link: re.Match[str], here: str, files: Any) -> str:
     if not (ROOT / path).exists():
         return link[0]  # mkdocs warns
     uri = OVERVIEW if path == "README.md" else path.removeprefix("docs/")
+    uri = uri.replace(".ipynb", ".md")
     if files.get_file_from_path(uri) is None:
         return text
     return f"{mark}[{text}]({posixpath.relpath(uri, posixpath.dirname(here) or '.')}{anchor})"

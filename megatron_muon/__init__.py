@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_muon.presence import require_core
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.version import __version__
 
@@ -40,13 +41,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _require_core() -> None:
-    """Raise an error where there is no megatron.core of a supported version; it has the way out."""
-    from megatron_muon.presence import require_core
-
-    require_core()
-
-
 def install(config: MuonConfig | None = None) -> None:
     """Make ``optimizer='muon'`` mean Distributed Muon in the Megatron of this process.
 
@@ -64,7 +58,7 @@ def install(config: MuonConfig | None = None) -> None:
         TypeError: ``config`` is no MuonConfig.
         NotImplementedError: ``align_shards`` with a Megatron that takes no layout (before 0.18).
     """
-    _require_core()
+    require_core()
     if "megatron_muon.mcore.wiring.install" not in sys.modules:
         from megatron_muon.mcore.seams.rows import check_hooks
 
@@ -79,7 +73,7 @@ def uninstall() -> None:
 
     Optimizers already built stay as they are.
     """
-    _require_core()
+    require_core()
     training = sys.modules.get("megatron_muon.megatron_lm.install")
     if training is not None:
         training.uninstall_training()
@@ -104,7 +98,7 @@ def reading_adamw(
         ValueError: main parameters do not round to the model's; names one.
         RuntimeError: another rank has an error, and this one has none.
     """
-    _require_core()
+    require_core()
     from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw as reading
 
     return reading(optimizer, momentum)
@@ -126,7 +120,7 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> AbstractContext
             model's; names what is wrong.
         RuntimeError: another rank has an error, and this one has none.
     """
-    _require_core()
+    require_core()
     from megatron_muon.mcore.checkpoint.interop.switch import reading_megatron_muon as reading
 
     return reading(optimizer, folder)
@@ -144,11 +138,11 @@ def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[N
         ValueError: the checkpoint lacks something; names it.
         RuntimeError: another rank has an error, and this one has none.
     """
-    _require_core()
+    require_core()
     from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon as reading
-    from megatron_muon.mcore.checkpoint.interop.switch import record_of
+    from megatron_muon.mcore.checkpoint.interop.saved import Saved
 
-    return reading(optimizer, record_of(folder)["settings"])
+    return reading(optimizer, Saved.of(folder).record()["settings"])
 
 
 def meter(optimizer: Any) -> Meter:
@@ -160,7 +154,7 @@ def meter(optimizer: Any) -> Meter:
     Raises:
         TypeError: the optimizer is not Muon's.
     """
-    _require_core()
+    require_core()
     from megatron_muon.mcore.wiring.install import meter as meter_of
 
     return meter_of(optimizer)
@@ -180,7 +174,7 @@ def step_traces(steps: str, folder: str | Path) -> MegatronTraces:
         ValueError: ``steps`` has another form, or the folder has a trace of this rank already.
         OSError: the folder cannot be made.
     """
-    _require_core()
+    require_core()
     from megatron_muon.mcore.wiring.step_traces import MegatronTraces
 
     return MegatronTraces(steps, folder)

@@ -42,18 +42,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     gpu.addoption("--ranks", type=int)
     gpu.addoption("--hardware", default="h100")
     gpu.addoption("--set", action="append", default=[])
-    parser.addoption("--table", action="store_true", help="print what was verified, in Markdown")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m says
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark those of ``slow.txt``."""
-    with open(os.path.join(HERE, "slow.txt")) as file:
-        patterns = [line.strip() for line in file if not line.startswith("#")]
+    slow: dict[str, list[str]] = {}
+    with open(os.path.join(HERE, "slow.txt")) as lines:
+        for line in lines:
+            file, _, pattern = line.strip().partition("::")
+            slow.setdefault(file, []).append(pattern)
     for item in items:
-        file, _, test = item.nodeid.partition("::")
-        name = f"{file.rpartition('/')[2]}::{test}"  # a test's own name can have a slash
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+        path, _, test = item.nodeid.partition("::")
+        patterns = slow.get(path.rpartition("/")[2], ())
+        if any(fnmatch.fnmatchcase(test, pattern) for pattern in patterns):
             item.add_marker("slow")
 
 
@@ -64,10 +66,3 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if terminalreporter.config.getoption("--table"):
-        from support.runs.table import table
-
-        terminalreporter.write_line("\n".join(table()))

@@ -4,9 +4,10 @@
 # `bash tests/run.sh te` runs the lines of te.txt, over the Python of Transformer Engine.
 # `bash tests/run.sh ARGS` hands its arguments to one pytest, `CORE=0.12.3 bash tests/run.sh ARGS`
 # with another core (or with a checkout, by its path), and `TE=2.12.0 bash tests/run.sh ARGS` over the
-# Python of that Transformer Engine. Two files run side by side where it chooses the tests itself, and
-# where the first of ARGS is a folder: many wait for one of their ranks, or have one process only. No
-# file's tests are parted. WORKERS=4 takes four; 0 runs one after another, as --pdb and -s want it.
+# Python of that Transformer Engine. Three files run side by side where it chooses the tests itself, and
+# where the first of ARGS is a folder: ranks wait for each other half of their time, so two cores have
+# work for three. No file's tests are parted. WORKERS=4 takes four; 0 runs one after another, as --pdb
+# and -s want it.
 # Makes .venv-tests/ at the first call (Python 3.10 or newer, about 450 MB of downloads with a CPU
 # build of torch); pip's own environment variables and configuration are honoured.
 set -euo pipefail
@@ -79,8 +80,26 @@ over_te() { # the lines of te.txt
     done < <(grep -v '^#' tests/te.txt)
 }
 
+over_cores() { # tests/cores with each core of cores.txt, all of them side by side
+    local core folder at=0 failed=0
+    local -a started=()
+    folder="$(mktemp -d)"
+    for core in $CORES; do
+        run "${core#*==}" tests/cores >"$folder/$core" 2>&1 &
+        started+=($!)
+    done
+    for core in $CORES; do
+        wait "${started[at++]}" || failed=1
+        echo "tests: with $core"
+        cat "$folder/$core"
+    done
+    rm -rf "$folder"
+    return "$failed"
+}
+
 export OMP_NUM_THREADS=1
-SIDE_BY_SIDE=(-n "${WORKERS:-2}" --dist loadfile)
+CORES="$(grep -o '^megatron-core==[0-9.]*' tests/cores.txt)"
+SIDE_BY_SIDE=(-n "${WORKERS:-3}" --dist loadfile)
 if [[ $* == --mass ]]; then # lines and words against their limits
     exec "$VENV/bin/python" tests/support/mass.py
 elif [[ $* == te ]]; then
@@ -94,11 +113,8 @@ elif (($#)); then
     exit
 fi
 # on the installed core the claims of test_versions.py are those of tests/ranks, in more cases
-# Files in their own order: tests/unit, whose tests are short, leaves neither of two idle at the end.
+# Files in their own order: tests/unit, whose tests are short, leaves none of three idle at the end.
 run "" "${SIDE_BY_SIDE[@]}" --no-loadscope-reorder --ignore tests/cores/test_versions.py
-for core in $(grep -o '^megatron-core==[0-9.]*' tests/cores.txt); do
-    echo "tests: with $core"
-    run "${core#*==}" "${SIDE_BY_SIDE[@]}" tests/cores
-done
+over_cores
 echo "tests: triton's kernels, with the triton of a core in cores.txt"
 run 0.19.0 tests/unit/runtime/test_fused.py tests/unit/orthogonalize/test_normalization.py

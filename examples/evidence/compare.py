@@ -29,14 +29,17 @@ import topologies
 import torch
 
 import megatron_muon.cpu
+from megatron_muon.lab.bench import seams as bench_seams
 from megatron_muon.lab.bench.ranks import RankError, Task, gpus_for, run_ranks, threads_for
 from megatron_muon.lab.bench.step.flags import add_limits, add_model, model_flags
 from megatron_muon.lab.bench.step.rows import rows
+from megatron_muon.lab.dry_run import seams as dry_run_seams
 from megatron_muon.lab.routes.model_flags import REFUSALS, megatron_is_quiet
 from megatron_muon.lab.writable import require_writable
 from megatron_muon.mcore.load_check.durable import write_text
-from megatron_muon.mcore.seams.rows import SeamError, check_part, megatron_version
+from megatron_muon.mcore.seams.rows import check_rows, megatron_version
 from megatron_muon.orthogonalize.matmul import plan_device
+from megatron_muon.presence import SeamError
 from megatron_muon.settings.config import MuonConfig
 
 USUAL = ("dp4", "tp4", "tp2-dp2", "pp2-dp2", "tp2-pp2-dp2")
@@ -189,7 +192,7 @@ def planned_jobs(given: Namespace, of_megatron: list[str], device: Any) -> tuple
     """Trainings and planned bytes by topology; planning makes groups, so before a launcher's."""
     from planned import planned as planned_bytes
 
-    check_part("dry_run", "bench")
+    check_rows((*dry_run_seams.ROWS, *bench_seams.ROWS))
     jobs, planned = {}, {}
     for name, sizes in chosen(given.topologies).items():
         jobs[name] = both = jobs_over(name, sizes, given, of_megatron)

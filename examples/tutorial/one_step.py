@@ -42,13 +42,13 @@ class RankStep:
     """What one rank held before, during and after the step.
 
     Attributes:
-        shard: for each parameter that it owns a piece of: (first, last + 1) of its elements.
+        shard: for each parameter with a slice on it: (first, last + 1) of its elements.
         sizes: elements of each parameter of the model on this rank.
         whose: for each parameter of ``shard``: "Muon" or "AdamW".
         grads: its own gradient of each parameter before the reduction, fp32.
-        reduced: its piece of the reduced and clipped gradients.
-        before, after: its piece of the fp32 main parameters.
-        momentum: its piece of the momentum, after the step.
+        reduced: its slice of the reduced and clipped gradients.
+        before, after: its slice of the fp32 main parameters.
+        momentum: its slice of the momentum, after the step.
         weights: the model's bf16 parameters after the step.
         staged: the matrices whose home it is, before Newton-Schulz.
         directions: the same after it.
@@ -175,7 +175,7 @@ def _planned(part: Any) -> RankStep:
     step = RankStep()
     for matrix, flops in zip(plan.matrices, plan.flops, strict=True):
         step.homes[_short(matrix.name)] = (matrix.home, (matrix.rows, matrix.cols), flops)
-    for segment in plan.segments:
+    for segment in plan.slices:
         matrix = plan.matrices[segment.matrix]
         if segment.rank == rank != matrix.home and not segment.replica:
             count = segment.elements.size

@@ -21,8 +21,7 @@ import torch
 
 from megatron_muon.cpu import torch_cuda
 from megatron_muon.cpu.fused_adam import FusedAdam
-from megatron_muon.cpu.replacement import Replacement
-from megatron_muon.cpu.table import REPLACEMENTS
+from megatron_muon.cpu.table import REPLACEMENTS, Replacement
 from megatron_muon.presence import require_core
 from megatron_muon.runtime.patches import Patches
 

@@ -5,13 +5,15 @@ Source of the interface and formulas: NVIDIA TransformerEngine,
 """
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 _STATES = ("exp_avg", "exp_avg_sq")
+_SWITCHES = ("amsgrad", "capturable", "master_weights", "use_decoupled_grad")
+_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype")
+_NOT_HERE = {*_SWITCHES, "store_param_remainders", *_DTYPES}
 _CHUNK = 1 << 20  # elements worked on at a time: bounds the temporaries to three times 4 MiB
 
 
@@ -19,8 +21,8 @@ class FusedAdam(torch.optim.Optimizer):
     """AdamW (or Adam with L2 decay) in fp32, stepping as Transformer Engine's kernel does.
 
     ``step`` is an int in each parameter group, 1 after the first step, also in a group that has no
-    parameters here: up to Transformer Engine 2.18 the step of such a group stays behind.
-    ``exp_avg`` and ``exp_avg_sq`` are fp32 tensors shaped like the parameter.
+    parameters here: up to Transformer Engine 2.18 the step of such a group stays behind. States
+    are fp32 tensors shaped like the parameter.
 
     Every operation rounds once and works element by element. So the result for an element does not
     depend on how a parameter is cut into shards. (addcmul, addcdiv and lerp may fuse the multiply
@@ -30,7 +32,6 @@ class FusedAdam(torch.optim.Optimizer):
         params: parameters or groups; fp32, fp16 or bf16, any shape.
         lr, betas, eps, weight_decay, bias_correction: Adam's numbers, settable per group.
         adam_w_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
-        set_grad_none: deprecated by Transformer Engine, use ``zero_grad(set_to_none=...)``.
 
     Raises:
         NotImplementedError: an option of Transformer Engine that this CPU version does not have:
@@ -45,46 +46,15 @@ class FusedAdam(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        amsgrad: bool = False,
         *,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
-        set_grad_none: bool | None = None,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
-        master_weight_dtype: torch.dtype = torch.float32,
-        **unsupported: bool,
+        **unsupported: Any,
     ) -> None:
-        _refuse(amsgrad=amsgrad, **unsupported)
-        for name, dtype in (
-            ("exp_avg_dtype", exp_avg_dtype),
-            ("exp_avg_sq_dtype", exp_avg_sq_dtype),
-            ("master_weight_dtype", master_weight_dtype),
-        ):
-            if dtype != torch.float32:
-                raise NotImplementedError(f"{name}={dtype}: the CPU FusedAdam keeps fp32 state")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
+        _refuse(unsupported)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {"bias_correction": bias_correction, **numbers})
         self.adam_w_mode = 1 if adam_w_mode else 0
-        self.set_grad_none = set_grad_none
-        if set_grad_none is not None:
-            warnings.warn(
-                "set_grad_none is deprecated; use zero_grad(set_to_none=...)",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Reset gradients: to None unless ``set_to_none`` or the old ``set_grad_none`` is False."""
-        if set_to_none is None:
-            set_to_none = True if self.set_grad_none is None else self.set_grad_none
-        super().zero_grad(set_to_none=set_to_none)
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
         """Give ``param`` zero fp32 moments; the second argument, False here, has no default."""
@@ -146,12 +116,12 @@ def _require_known(state_dict: dict[str, Any]) -> None:
                 raise KeyError(name)
 
 
-def _refuse(**options: bool) -> None:
-    known = {"amsgrad", "capturable", "master_weights", "use_decoupled_grad"}
+def _refuse(options: dict[str, Any]) -> None:
+    """Refuse what only Transformer Engine's own has, unless it is left at its default."""
     for name, value in options.items():
-        if name not in known | {"store_param_remainders"}:
+        if name not in _NOT_HERE:
             raise TypeError(f"FusedAdam has no option {name!r}")
-        if value:
+        if value not in (False, torch.float32):
             raise NotImplementedError(
                 f"{name}={value}: not in the CPU FusedAdam; run on a GPU with Transformer Engine"
             )

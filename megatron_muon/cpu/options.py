@@ -37,38 +37,35 @@ class Refused(NamedTuple):
     Attributes:
         dest: the argument's name.
         option: the flag, as it is written.
-        needs_gpu: whether the argument's value needs a GPU.
         why: it needs a GPU.
         instead: the words for what takes its place.
+        needs_gpu: whether the argument's value needs a GPU.
     """
 
     dest: str
     option: str
-    needs_gpu: Callable[[Any], bool]
     why: str
-    instead: str
+    instead: str = "leave it out"
+    needs_gpu: Callable[[Any], bool] = bool
 
 
 _NCCL = "NCCL connects GPUs only"
 _TE = "it is Transformer Engine's, which is CUDA code"
-_OUT = "leave it out"
+_CAPTURES = "it captures kernels"
+_TE_LAYERS = "Transformer Engine's layers are CUDA code"
+_PERMUTATION = "the fused permutation of tokens is Transformer Engine's"
+_BF16 = "leave it out, for --bf16"
+_UNFUSED, _NO_ROPE = "--attention-backend unfused", "--no-rope-fusion"
+_CHOSEN = "it is a kernel that Transformer Engine chooses"
+_APEX = "it is a CUDA extension of Apex"
+_NO_ACCUMULATION = "--no-gradient-accumulation-fusion"
 
 REPLACED = (
     Replaced("distributed_backend", ("nccl",), "gloo", "--distributed-backend gloo", _NCCL),
     Replaced(
-        "transformer_impl",
-        ("transformer_engine",),
-        "local",
-        "--transformer-impl local",
-        "Transformer Engine's layers are CUDA code",
+        "transformer_impl", ("transformer_engine",), "local", "--transformer-impl local", _TE_LAYERS
     ),
-    Replaced(
-        "attention_backend",
-        ("flash", "fused"),
-        "unfused",
-        "--attention-backend unfused",
-        "it is a kernel that Transformer Engine chooses",
-    ),
+    Replaced("attention_backend", ("flash", "fused"), "unfused", _UNFUSED, _CHOSEN),
     Replaced(
         "no_persist_layer_norm",
         (False,),
@@ -76,108 +73,58 @@ REPLACED = (
         "--no-persist-layer-norm",
         "the persistent LayerNorm is Apex's",
     ),
-    Replaced(
-        "gradient_accumulation_fusion",
-        (True,),
-        False,
-        "--no-gradient-accumulation-fusion",
-        "it is a CUDA extension of Apex",
-    ),
+    Replaced("gradient_accumulation_fusion", (True,), False, _NO_ACCUMULATION, _APEX),
     Replaced(
         "masked_softmax_fusion", (True,), False, "--no-masked-softmax-fusion", "it is a CUDA kernel"
     ),
-    Replaced(
-        "apply_rope_fusion",
-        (True,),
-        False,
-        "--no-rope-fusion",
-        "it is a kernel of Transformer Engine",
-    ),
-    Replaced(
-        "moe_permute_fusion",
-        (True,),
-        False,
-        "no --moe-permute-fusion",
-        "the fused permutation of tokens is Transformer Engine's",
-    ),
+    Replaced("apply_rope_fusion", (True,), False, _NO_ROPE, "it is a kernel of Transformer Engine"),
+    Replaced("moe_permute_fusion", (True,), False, "no --moe-permute-fusion", _PERMUTATION),
 )
-
-
-def _is_on(value: Any) -> bool:
-    return bool(value)
 
 
 def _is(*names: str) -> Callable[[Any], bool]:
     return lambda value: _name(value) in names
 
 
+def _captures(value: Any) -> bool:
+    return value not in (None, "none")
+
+
 def _name(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
+_LOCAL, _NATIVE = "--transformer-impl local", "--cross-entropy-fusion-impl native"
+_ALLTOALL = "--moe-token-dispatcher-type alltoall"
+_DISPATCHER, _CROSS_ENTROPY = "--moe-token-dispatcher-type", "--cross-entropy-fusion-impl"
+_DEEPEP = "its kernels are DeepEP's or HybridEP's"
+_ACCUMULATES = "it needs the fused gradient accumulation of Apex"
+
 REFUSED = (
-    Refused(
-        "transformer_impl",
-        "--transformer-impl",
-        _is("inference_optimized"),
-        _TE,
-        "--transformer-impl local",
-    ),
-    Refused("fp8", "--fp8-format", _is_on, "a CPU has no fp8 products", f"{_OUT}, for --bf16"),
-    Refused("fp4", "--fp4-format", _is_on, "a CPU has no fp4 products", f"{_OUT}, for --bf16"),
-    Refused("fp8_param_gather", "--fp8-param-gather", _is_on, _TE, _OUT),
-    Refused("fp4_param", "--fp4-param-gather", _is_on, _TE, _OUT),
-    Refused("enable_cuda_graph", "--enable-cuda-graph", _is_on, "it captures kernels", _OUT),
-    Refused("external_cuda_graph", "--external-cuda-graph", _is_on, "it captures kernels", _OUT),
-    Refused(
-        "cuda_graph_impl",
-        "--cuda-graph-impl",
-        lambda value: value not in (None, "none"),
-        "it captures kernels",
-        "--cuda-graph-impl none",
-    ),
-    Refused("optimizer_cuda_graph", "--optimizer-cuda-graph", _is_on, "it captures kernels", _OUT),
-    Refused("tp_comm_overlap", "--tp-comm-overlap", _is_on, _TE, _OUT),
-    Refused("te_rng_tracker", "--te-rng-tracker", _is_on, _TE, _OUT),
-    Refused("delay_wgrad_compute", "--delay-wgrad-compute", _is_on, _TE, _OUT),
-    Refused("cpu_offloading", "--cpu-offloading", _is_on, _TE, _OUT),
-    Refused("use_precision_aware_optimizer", "--use-precision-aware-optimizer", _is_on, _TE, _OUT),
-    Refused(
-        "defer_embedding_wgrad_compute",
-        "--defer-embedding-wgrad-compute",
-        _is_on,
-        "it needs the fused gradient accumulation of Apex",
-        _OUT,
-    ),
-    Refused(
-        "cross_entropy_fusion_impl",
-        "--cross-entropy-fusion-impl",
-        _is("te"),
-        _TE,
-        "--cross-entropy-fusion-impl native",
-    ),
-    Refused("moe_router_fusion", "--moe-router-fusion", _is_on, _TE, _OUT),
-    Refused(
-        "moe_token_dispatcher_type",
-        "--moe-token-dispatcher-type",
-        _is("flex"),
-        "its kernels are DeepEP's or HybridEP's",
-        "--moe-token-dispatcher-type alltoall",
-    ),
-    Refused("moe_enable_deepep", "--moe-enable-deepep", _is_on, "DeepEP is CUDA code", _OUT),
-    Refused("nccl_ub", "--use-nccl-ub", _is_on, _NCCL, _OUT),
-    Refused("use_sharp", "--use-sharp", _is_on, _NCCL, _OUT),
-    Refused(
-        "nccl_communicator_config_path", "--nccl-communicator-config-path", _is_on, _NCCL, _OUT
-    ),
-    Refused("high_priority_stream_groups", "--high-priority-stream-groups", _is_on, _NCCL, _OUT),
-    Refused(
-        "record_memory_history",
-        "--record-memory-history",
-        _is_on,
-        "it records the GPU's allocator",
-        _OUT,
-    ),
+    Refused("transformer_impl", "--transformer-impl", _TE, _LOCAL, _is("inference_optimized")),
+    Refused("fp8", "--fp8-format", "a CPU has no fp8 products", _BF16),
+    Refused("fp4", "--fp4-format", "a CPU has no fp4 products", _BF16),
+    Refused("fp8_param_gather", "--fp8-param-gather", _TE),
+    Refused("fp4_param", "--fp4-param-gather", _TE),
+    Refused("enable_cuda_graph", "--enable-cuda-graph", _CAPTURES),
+    Refused("external_cuda_graph", "--external-cuda-graph", _CAPTURES),
+    Refused("cuda_graph_impl", "--cuda-graph-impl", _CAPTURES, "--cuda-graph-impl none", _captures),
+    Refused("optimizer_cuda_graph", "--optimizer-cuda-graph", _CAPTURES),
+    Refused("tp_comm_overlap", "--tp-comm-overlap", _TE),
+    Refused("te_rng_tracker", "--te-rng-tracker", _TE),
+    Refused("delay_wgrad_compute", "--delay-wgrad-compute", _TE),
+    Refused("cpu_offloading", "--cpu-offloading", _TE),
+    Refused("use_precision_aware_optimizer", "--use-precision-aware-optimizer", _TE),
+    Refused("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _ACCUMULATES),
+    Refused("cross_entropy_fusion_impl", _CROSS_ENTROPY, _TE, _NATIVE, _is("te")),
+    Refused("moe_router_fusion", "--moe-router-fusion", _TE),
+    Refused("moe_token_dispatcher_type", _DISPATCHER, _DEEPEP, _ALLTOALL, _is("flex")),
+    Refused("moe_enable_deepep", "--moe-enable-deepep", "DeepEP is CUDA code"),
+    Refused("nccl_ub", "--use-nccl-ub", _NCCL),
+    Refused("use_sharp", "--use-sharp", _NCCL),
+    Refused("nccl_communicator_config_path", "--nccl-communicator-config-path", _NCCL),
+    Refused("high_priority_stream_groups", "--high-priority-stream-groups", _NCCL),
+    Refused("record_memory_history", "--record-memory-history", "it records the GPU's allocator"),
 )
 
 _LOGITS = "Megatron's own way has the logits from Transformer Engine; the plugin has its own for "
@@ -185,8 +132,8 @@ _LOGITS += "the distributed optimizer"
 _SHARDS = "--use-distributed-optimizer, or leave it out"
 # Options that the plugin does on a CPU, over the distributed optimizer alone.
 _WITHOUT_SHARDS = (
-    Refused("qk_clip", "--qk-clip", _is_on, _LOGITS, _SHARDS),
-    Refused("log_max_attention_logit", "--log-max-attention-logit", _is_on, _LOGITS, _SHARDS),
+    Refused("qk_clip", "--qk-clip", _LOGITS, _SHARDS),
+    Refused("log_max_attention_logit", "--log-max-attention-logit", _LOGITS, _SHARDS),
 )
 
 

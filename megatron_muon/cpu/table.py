@@ -3,9 +3,30 @@
 Line numbers are those of core 0.16.1 where no other version is named.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
 from megatron_muon.cpu import attention, experts, gathers, matmul, megatron_core, torch_cuda
-from megatron_muon.cpu.replacement import Replacement
 from megatron_muon.runtime.patches import Patches
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One thing that stands in for the GPU: a name, the reason, and what puts it in place.
+
+    Attributes:
+        when: whether it needs Megatron imported.
+        for_modules: local modules are not built without it, whatever the device: a GPU run has
+            Transformer Engine's in their place.
+    """
+
+    name: str
+    why: str
+    apply: Callable[[Patches], None] = field(repr=False)
+    when: Literal["before megatron", "after megatron"] = "before megatron"
+    for_modules: bool = False
+
 
 REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(

@@ -116,51 +116,42 @@ def rng(patches: Patches) -> None:
         patches.set(module, "manual_seed", manual_seed)
 
 
-class Event:
-    """A point in time: work on the CPU is done when the call returns, so nothing waits."""
+class _InOrder:
+    """Work on the CPU is done when a call returns, so nothing waits."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._seconds = time.perf_counter()
 
-    def record(self, stream: object = None) -> None:
-        """Note the time."""
-        self._seconds = time.perf_counter()
-
-    def wait(self, stream: object = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    def _nothing(self, *args: object) -> None:
+        pass
 
     def query(self) -> bool:
         """Always done."""
         return True
+
+    synchronize = _nothing
+
+
+class Event(_InOrder):
+    """A point in time."""
+
+    wait = _InOrder._nothing
+
+    def record(self, stream: object = None) -> None:
+        """Note the time."""
+        self._seconds = time.perf_counter()
 
     def elapsed_time(self, end_event: "Event") -> float:
         """Milliseconds between the two ``record()`` calls."""
         return (end_event._seconds - self._seconds) * 1e3
 
 
-class Stream:
+class Stream(_InOrder):
     """The one order in which a CPU thread works."""
 
     cuda_stream = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: object) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: object) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """Always done."""
-        return True
+    wait_stream = wait_event = _InOrder._nothing
+    __exit__ = _InOrder._nothing
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record and return ``event``, a new one if none is given."""
@@ -170,9 +161,6 @@ class Stream:
 
     def __enter__(self) -> "Stream":
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
 
 
 def streams(patches: Patches) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.cpu.replacement import Replacement
+from megatron_muon.cpu.table import Replacement
 from megatron_muon.runtime.patches import Patches
 
 _MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")

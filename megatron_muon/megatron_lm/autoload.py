@@ -60,9 +60,9 @@ def _stop_muon() -> None:
     words = [word for argument in sys.argv[1:] for word in argument.split("=", 1)]
     if ("--optimizer", "muon") in itertools.pairwise(words):
         _refuse(Namespace(optimizer="muon"))
-    for name, wrapper in (("parse_args", _parse_or_refuse), ("validate_args", _refuse_or_validate)):
+    for name in ("parse_args", "validate_args"):
         with contextlib.suppress(ImportError, AttributeError):
-            wrap("megatron.training.arguments", name, wrapper)
+            wrap("megatron.training.arguments", name, _refuse_around)
 
 
 def _refuse(args: Any) -> None:
@@ -70,15 +70,13 @@ def _refuse(args: Any) -> None:
         raise _fault
 
 
-def _parse_or_refuse(original: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:
+def _refuse_around(original: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:
+    """Parsing, of a YAML file too, returns the arguments; validation is given them."""
+    for args in given:
+        _refuse(args)
     args = original(*given, **kwargs)
-    _refuse(args)  # of a YAML file, too
-    return args
-
-
-def _refuse_or_validate(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
     _refuse(args)
-    return original(args, *rest, **kwargs)
+    return args
 
 
 def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -86,9 +84,8 @@ def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs
     if asks_for_muon(args):
         if _fault is not None:
             raise _fault
-        training = importlib.import_module("megatron.training")
-        assert training.__file__ is not None
-        check_installation(Path(training.__file__).resolve().parents[2])
+        training = str(importlib.import_module("megatron.training").__file__)
+        check_installation(Path(training).resolve().parents[2])
     if _runs_on_cpu(args):
         without_gpu(late=True)
     return original(args, *rest, **kwargs)

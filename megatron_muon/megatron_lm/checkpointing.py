@@ -13,8 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_muon.megatron_lm import shifted, switching, tracker
-from megatron_muon.megatron_lm.namespace import is_on
+from megatron_muon.mcore.load_check.digest import iteration_of
+from megatron_muon.megatron_lm import switching, tracker
+from megatron_muon.megatron_lm.flags.namespace import is_on
 
 # The optimizer's name in a checkpoint's arguments. The saver of tools/checkpoint hands them to
 # validate_args of a Megatron without the plugin. In 0.16 and 0.17 it refuses a name with "muon" in
@@ -40,16 +41,11 @@ def save_checkpoint(
     """Megatron's save. With ``--ckpt-format torch`` the digest is written after it.
 
     For other formats ``mcore.load_check.save`` does so before Megatron writes its tracker.
-
-    Raises:
-        OSError: the digest cannot be written, or a file to be hashed cannot be read.
-        RuntimeError: only another rank has an error, or another save has written there meanwhile.
     """
     given = importlib.import_module("megatron.training").get_args()
-    named = inspect.signature(original).bind(iteration, model, *args, **kwargs).arguments
     if not is_on(given):
-        shifted.warn_of_save(given, named["optimizer"])
         return original(iteration, model, *args, **kwargs)
+    named = inspect.signature(original).bind(iteration, model, *args, **kwargs).arguments
     with _vocabulary(), _digest_of_torch(given, named):
         return original(iteration, model, *args, **kwargs)
 
@@ -60,7 +56,7 @@ def _digest_of_torch(given: Any, named: dict[str, Any]) -> Iterator[None]:
     if given.use_dist_ckpt or named.get("non_persistent_ckpt") or "://" in given.save:
         yield  # the digest comes from the wrapped dist_checkpointing
         return
-    from megatron_muon.mcore.load_check.models import owner_of_chunks
+    from megatron_muon.mcore.load_check.models import owner
     from megatron_muon.mcore.load_check.save import sealed
 
     module = _checkpointing()
@@ -70,7 +66,7 @@ def _digest_of_torch(given: Any, named: dict[str, Any]) -> Iterator[None]:
     state = Path(module.get_distributed_optimizer_checkpoint_name(str(model)))
     folder = model.parent.parent
     names = [str(file.relative_to(folder)) for file in (model, state)]
-    with sealed(lambda: owner_of_chunks(_chunks(named["model"])), folder, names):
+    with sealed(owner(named["model"]), folder, names):
         yield
 
 
@@ -95,10 +91,6 @@ def load_checkpoint(
     the scheduler's, while those that the checkpoint gives to the groups have precedence. With
     0.12.3 a run of AdamW goes on with the old rates. With 0.19.0 and main it ends in a KeyError,
     since no saved group has the new ones.
-
-    Raises:
-        DigestError: the checkpoint is not complete, not intact or of another model.
-        RuntimeError: another rank has an error and this one has none.
     """
     from megatron_muon.mcore.checkpoint.param_groups import SCHEDULE
 
@@ -107,9 +99,7 @@ def load_checkpoint(
     load_dir = getattr(given, kwargs.get("load_arg", args[0] if args else "load"))
     if not muon and not getattr(given, "adamw_from_muon", False):
         with _explained_to_adamw(load_dir, _step(given)):
-            result = original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
-        shifted.warn_of_loaded(given, optimizer)
-        return result
+            return original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
     folder = _loaded_from(given, load_dir)
     groups = optimizer.param_groups if optimizer is not None and muon else []
     rates = [{key: group[key] for key in SCHEDULE if key in group} for group in groups]
@@ -127,22 +117,18 @@ def load_checkpoint(
 
 @contextmanager
 def _explained_to_adamw(load_dir: str | None, step: int | None) -> Iterator[None]:
-    """Explain a failed load of AdamW's where the checkpoint is Muon's; until then do nothing.
-
-    Raises:
-        ValueError: replaces Megatron's error, which only names a key, on the ranks that have it.
-    """
+    """Explain a failed load of AdamW's where the checkpoint is Muon's; until then do nothing."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        from megatron_muon.mcore.checkpoint.interop.switch import writer_of
+        from megatron_muon.mcore.checkpoint.interop.saved import Saved
 
         folder, whose = None, None
         with suppress(Exception):  # then Megatron's own error is raised
             folder = _latest(str(load_dir), step)
-            whose = writer_of(folder) if folder is not None else None
+            whose = Saved.of(folder).writer if folder is not None else None
         if whose != "muon":
             raise
         raise ValueError(
@@ -155,67 +141,42 @@ def _explained_to_adamw(load_dir: str | None, step: int | None) -> Iterator[None
 def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[None]:
     """Check the checkpoint in ``folder``, if there is one, before Megatron reads it."""
     from megatron_muon.mcore.load_check.check import check, checked
-    from megatron_muon.mcore.load_check.models import owner_of_chunks
+    from megatron_muon.mcore.load_check.models import owner
 
     with _vocabulary():
         if folder is None:
             yield
             return
         exact = not (given.finetune or given.no_load_optim)
-        check(lambda: owner_of_chunks(_chunks(model)), str(folder), exact)
+        check(owner(model), str(folder), exact)
         with checked(str(folder)):
             yield
 
 
 def _loaded_from(given: Any, load_dir: str | None) -> Path | None:
     """The folder that Megatron will read, as rank 0 sees it; None for none or a local one."""
-    _require_settled(load_dir)
-    pretrained = getattr(given, "pretrained_checkpoint", None)
-    if pretrained and not _is_checkpoint(load_dir):
-        load_dir = pretrained
-        _require_settled(load_dir)
-    kind = given.non_persistent_ckpt_type
-    where = None
-    if kind == "global" and (given.non_persistent_global_ckpt_dir or load_dir):
-        directory = given.non_persistent_global_ckpt_dir
-        where = _non_persistent(directory, load_dir)
-        _require_settled(where)
-    elif kind not in (None, "global"):
-        return None
-    told = _by_rank_0(lambda: str(_newest(load_dir, _step(given), where) or ""))
+    told = _by_rank_0(lambda: str(_newest(given, load_dir) or ""))
     return Path(told) if told else None
 
 
-def _newest(load_dir: str | None, step: int | None, beside_dir: str | None) -> Path | None:
-    own = None if load_dir is None else _latest(load_dir, step)
-    beside = None if beside_dir is None else _latest(beside_dir, None)
+def _newest(given: Any, load_dir: str | None) -> Path | None:
+    module = _checkpointing()
+    own = _latest(load_dir, _step(given))
+    pretrained = getattr(given, "pretrained_checkpoint", None)
+    if pretrained and not (load_dir and module.checkpoint_exists(load_dir)):
+        load_dir = pretrained
+        own = _latest(load_dir, _step(given))
+    kind, where = given.non_persistent_ckpt_type, given.non_persistent_global_ckpt_dir
+    if kind not in (None, "global"):
+        return None
+    if kind is None or not (where or load_dir):
+        return own
+    where = where or os.path.join(str(load_dir), module._NON_PERSISTENT_CKPT_SUBDIR)
+    beside = _latest(where, None)
     if own is None or beside is None:
         return own or beside
-    return beside if _number(beside) >= _number(own) and own.name != "release" else own
-
-
-def _number(folder: Path) -> int:
-    return int(folder.name.removeprefix("iter_")) if folder.name != "release" else -1
-
-
-def _is_checkpoint(load_dir: str | None) -> bool:
-    if not load_dir:
-        return False
-    exists = _checkpointing().checkpoint_exists
-    return _by_rank_0(lambda: "yes" if exists(load_dir) else "no") == "yes"
-
-
-def _require_settled(load_dir: str | None) -> None:
-    """Refuse a folder with a mark of an earlier version: see ``tracker.require_settled``."""
-    if load_dir is None or "://" in load_dir:
-        return
-    folder = Path(load_dir)
-
-    def check() -> str:
-        tracker.require_settled(folder)
-        return ""
-
-    _by_rank_0(check)
+    numbers = [iteration_of(folder.name) for folder in (own, beside)]
+    return own if None in numbers or numbers[0] > numbers[1] else beside  # type: ignore[operator]
 
 
 def _step(given: Any) -> int | None:
@@ -223,16 +184,22 @@ def _step(given: Any) -> int | None:
     return getattr(given, "ckpt_step", None) or None
 
 
-def _latest(load_dir: str, step: int | None) -> Path | None:
-    if "://" in load_dir:
+def _latest(load_dir: str | None, step: int | None) -> Path | None:
+    """The folder of a step, or the one that the tracker names; None without one.
+
+    Raises:
+        ValueError: an earlier version left a mark there: see ``tracker.require_settled``.
+    """
+    if load_dir is None or "://" in load_dir:
         return None
-    if step is not None:
-        return _folder(load_dir, step, False)
-    name = tracker.named_by(Path(load_dir))
+    tracker.require_settled(Path(load_dir))
+    name = f"iter_{step:07d}" if step is not None else tracker.named_by(Path(load_dir))
     if name is None:
         return None
     release = name == "release"
-    return _folder(load_dir, 0 if release else int(name.removeprefix("iter_")), release)
+    number = 0 if release else int(name.removeprefix("iter_"))
+    find = _checkpointing().get_checkpoint_name
+    return Path(find(load_dir, number, release=release, return_base_dir=True))
 
 
 # --- both ------------------------------------------------------------------------------------
@@ -242,35 +209,14 @@ def _checkpointing() -> Any:
     return importlib.import_module("megatron.training.checkpointing")
 
 
-def _folder(save_dir: str, iteration: int, release: bool) -> Path | None:
-    if "://" in save_dir:
-        return None
-    name = _checkpointing().get_checkpoint_name
-    return Path(name(save_dir, iteration, release=release, return_base_dir=True))
-
-
-def _non_persistent(directory: str | None, beside: str | None) -> str:
-    subfolder = _checkpointing()._NON_PERSISTENT_CKPT_SUBDIR
-    return directory or os.path.join(str(beside), subfolder)
-
-
-def _chunks(model: Any) -> list[Any]:
-    return list(model) if isinstance(model, (list, tuple)) else [model]
-
-
 def _by_rank_0(find: Callable[[], str]) -> str:
     """Rank 0's result of ``find`` on all ranks, since ranks may see different files."""
+    from megatron_muon.mcore.wiring.buffers.shards import device_of
     from megatron_muon.runtime.collectives import all_gather_texts
     from megatron_muon.runtime.consensus import together
 
-    own = together(lambda: find() if dist.get_rank() == 0 else "", None, _device())
+    own = together(lambda: find() if dist.get_rank() == 0 else "", None, device_of([]))
     return all_gather_texts(own, None)[0]
-
-
-def _device() -> Any:
-    from megatron_muon.mcore.wiring.buffers.shards import device_of
-
-    return device_of([])
 
 
 @contextmanager

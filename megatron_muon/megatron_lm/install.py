@@ -13,19 +13,23 @@ from typing import Any
 
 from megatron_muon.console import say
 from megatron_muon.mcore.seams.rows import (
-    check_arguments,
     check_hooks,
     check_row,
     megatron_version,
-    training_hooks_of,
+    rows_of,
 )
-from megatron_muon.megatron_lm import bucketing, checkpointing, namespace, shifted
-from megatron_muon.megatron_lm.flags.differences import differences
-from megatron_muon.megatron_lm.flags.parser import add_flags, mend_help, muon_backend
+from megatron_muon.mcore.seams.training import ROWS, check_arguments
+from megatron_muon.megatron_lm import bucketing, checkpointing, writers
+from megatron_muon.megatron_lm.flags import namespace
+from megatron_muon.megatron_lm.flags.parser import (
+    add_flags,
+    given_on,
+    mend_help,
+    muon_backend,
+)
 from megatron_muon.megatron_lm.flags.settings import muon_config, qk_clip_alpha
 from megatron_muon.megatron_lm.flags.values import KEPT
 from megatron_muon.megatron_lm.loop import early_gathers, memory, step_traces
-from megatron_muon.megatron_lm.watching import writers
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.runtime.patches import Patches, around
@@ -46,7 +50,7 @@ def install_training() -> None:
         SeamError: names a function that megatron.training lacks or has with another signature.
     """
     text, version = megatron_version()
-    for seam in training_hooks_of(version):  # the parser first: a later one may fail
+    for seam in rows_of(version, ROWS):  # the parser first: a later one may fail
         check_row(seam, text)
         if seam.name in _WRAPPERS:
             wrap(seam.module, seam.name, _WRAPPERS[seam.name])
@@ -55,12 +59,7 @@ def install_training() -> None:
 def wrap(module_name: str, name: str, wrapper: Callable[..., Any]) -> None:
     """Put ``wrapper`` around a function of megatron.training until ``uninstall_training``.
 
-    A second call with the same wrapper has no effect.
-
-    Args:
-        module_name: the module that defines the function or looks it up.
-        name: the function's name.
-        wrapper: takes Megatron's function, then the arguments of that function.
+    It takes Megatron's function, then the arguments of that function. Idempotent.
     """
     global _is_on
     _is_on = True
@@ -82,17 +81,12 @@ def uninstall_training() -> None:
     global _is_on
     writers.disconnect()
     step_traces.forget()
-    shifted.forget()
     _patches.undo()
     _is_on = False
 
 
 def asks_for_muon(args: Any) -> bool:
-    """Whether parsed arguments ask for this package's Muon, not for Megatron's own.
-
-    Raises:
-        ValueError: see ``muon_backend``.
-    """
+    """Whether parsed arguments ask for this package's Muon, not for Megatron's own."""
     return getattr(args, "optimizer", None) == "muon" and muon_backend(args) == "plugin"
 
 
@@ -112,7 +106,7 @@ def _parse_args(
         parser = parser if extra_args_provider is None else extra_args_provider(parser)
         add_flags(parser)
         mend_help(parser)
-        given.extend(namespace.given_on(parser, sys.argv[1:]))
+        given.extend(given_on(parser, sys.argv[1:]))
         if any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
             _refuse_yaml(None, given)  # before the YAML reader of Megatron main, which fails
         return parser
@@ -130,32 +124,21 @@ def _validate_args(
 
     It has Megatron's branches for its own Muon: assertions up to 0.17, later a rewrite of
     ``use_distributed_optimizer``.
-
-    Raises:
-        SeamError: the plugin does not know this Megatron.
-        ValueError: the flags contradict each other or need something that is missing; names the
-            flag and the way out.
-        NotImplementedError: Muon does not support an option yet; names it and the way out.
     """
     step_traces.check(args)
-    if not asks_for_muon(args):
-        told = [*_leave_out(args), *_on_the_cpu(args)]
-        with _without_a_need_of_te(args):
-            result = original(args, defaults or {}, **kwargs)
-        _tell(told)
-        return result
-    again = namespace.is_on(args)  # a namespace may be validated twice
-    told = [] if again else _turn_on(args)
-    told += _on_the_cpu(args)
-    args.optimizer = "adam"
-    try:
-        with _without_a_need_of_te(args):
-            result = original(args, defaults or {}, **kwargs)
-    finally:
-        args.optimizer = "muon"
-    check_arguments(args)
-    if not again:
-        told += bucketing.choose_buckets(args)
+    is_muon = asks_for_muon(args)
+    again = is_muon and namespace.is_on(args)  # a namespace may be validated twice
+    told = [] if again else _turn_on(args) if is_muon else _leave_out(args)
+    hidden: dict[str, Any] = {"optimizer": "adam"} if is_muon else {}
+    if _is_on_cpu():
+        told += _on_the_cpu(args)
+        # Megatron's checks of options on logits want Transformer Engine.
+        hidden |= {name: False for name in _LOGITS if getattr(args, name, False)}
+    with _hidden(args, hidden):
+        result = original(args, defaults or {}, **kwargs)
+    if is_muon:
+        check_arguments(args)
+        told += [] if again else bucketing.choose_buckets(args)
     _tell(told)
     return result
 
@@ -166,10 +149,12 @@ def _tell(lines: list[str]) -> None:
             say(f"[megatron_muon] {line}")
 
 
+def _is_on_cpu() -> bool:
+    return bool(importlib.import_module("megatron_muon.cpu").enabled())
+
+
 def _on_the_cpu(args: Any) -> list[str]:
-    """Where the CPU runtime is on, replace options that need a GPU; return a line for each."""
-    if not importlib.import_module("megatron_muon.cpu").enabled():
-        return []
+    """Replace options that need a GPU; return a line for each."""
     options = importlib.import_module("megatron_muon.cpu.options")
     options.refuse(args)
     told: list[str] = options.replace(args)
@@ -177,18 +162,14 @@ def _on_the_cpu(args: Any) -> list[str]:
 
 
 @contextmanager
-def _without_a_need_of_te(args: Any) -> Iterator[None]:
-    """On the CPU, hide options on logits from Megatron's checks, which want Transformer Engine."""
-    on = [name for name in _LOGITS if getattr(args, name, False)]
-    if not importlib.import_module("megatron_muon.cpu").enabled():
-        on = []
-    for name in on:
-        setattr(args, name, False)
+def _hidden(args: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Within it the arguments have these values in place of their own."""
+    own = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
     try:
         yield
     finally:
-        for name in on:
-            setattr(args, name, True)
+        vars(args).update(own)
 
 
 def _leave_out(args: Any) -> list[str]:
@@ -208,21 +189,24 @@ def _leave_out(args: Any) -> list[str]:
         told += ["--weight-decay-all-params: AdamW decays norms' gammas and biases, too"]
     threshold = getattr(args, "muon_qk_clip", None)
     if threshold is not None:
-        _require_shards(args, "--muon-qk-clip")
+        if not args.use_distributed_optimizer:
+            raise ValueError(
+                "--muon-qk-clip clips the distributed optimizer's shards: add "
+                "--use-distributed-optimizer, or leave it out"
+            )
         told += [f"--muon-qk-clip {threshold:g}: attention logits are clipped after AdamW's steps"]
     if args.use_distributed_optimizer:
-        told += [_LOGITS[name] for name in _taken_over() if getattr(args, name, False)]
+        told += [
+            text
+            for name, text in _LOGITS.items()
+            # on a GPU Megatron logs logits by itself
+            if getattr(args, name, False) and (name == "qk_clip" or _is_on_cpu())
+        ]
     if told:
         importlib.import_module("megatron_muon.mcore.wiring.install").install(
             MuonConfig(weight_decay_all_params=decayed, qk_clip=threshold, qk_clip_alpha=alpha)
         )
     return [] if again else told
-
-
-def _taken_over() -> tuple[str, ...]:
-    """Megatron's options that need the plugin; on a GPU Megatron logs logits by itself."""
-    on_cpu = importlib.import_module("megatron_muon.cpu").enabled()
-    return ("qk_clip", "log_max_attention_logit") if on_cpu else ("qk_clip",)
 
 
 # Megatron's options about attention logits, and what the plugin says of them without Muon.
@@ -232,20 +216,8 @@ _LOGITS = {
 }
 
 
-def _require_shards(args: Any, option: str) -> None:
-    if not args.use_distributed_optimizer:
-        raise ValueError(
-            f"{option} clips what the distributed optimizer has of the weights: add "
-            "--use-distributed-optimizer, or leave it out"
-        )
-
-
 def _turn_on(args: Any) -> list[str]:
-    """Check a run with Muon, install Muon, and write its settings into ``args``.
-
-    Returns:
-        Lines to print: the differences from Megatron's own defaults.
-    """
+    """Check a run with Muon, install Muon, and write its settings into ``args``; lines to print."""
     check_hooks()  # before the import below, which already imports names of Megatron's
     from megatron_muon.mcore.wiring.install import install
 
@@ -253,7 +225,7 @@ def _turn_on(args: Any) -> list[str]:
     config = muon_config(args)
     if bucketing.aligns_shards(args):
         config = dataclasses.replace(config, align_shards=True)
-    told = differences(args)
+    told = namespace.differences(args)
     install(config)
     writers.connect()
     namespace.put_in_force(args, config)
@@ -323,22 +295,16 @@ def _get_megatron_muon_optimizer(
 ) -> Any:
     """Build Distributed Muon by the hooked factory: 0.16 and 0.17 call this one for any Muon."""
     given = importlib.import_module("megatron.training").get_args()
-    if namespace.is_on(given):
-        hooked = importlib.import_module("megatron.core.optimizer").get_megatron_optimizer
-        dump = given.dump_param_to_param_group_map  # Megatron passes it only to AdamW's factory
-        return hooked(config, model_chunks, *args, dump_param_to_param_group_map=dump, **kwargs)
-    layer_wise = layer_wise_distributed_optimizer
-    return original(
-        config, model_chunks, *args, layer_wise_distributed_optimizer=layer_wise, **kwargs
-    )
+    if not namespace.is_on(given):
+        kwargs["layer_wise_distributed_optimizer"] = layer_wise_distributed_optimizer
+        return original(config, model_chunks, *args, **kwargs)
+    hooked = importlib.import_module("megatron.core.optimizer").get_megatron_optimizer
+    dump = given.dump_param_to_param_group_map  # Megatron passes it only to AdamW's factory
+    return hooked(config, model_chunks, *args, dump_param_to_param_group_map=dump, **kwargs)
 
 
 def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Megatron's; then all ranks compare what their flags ask of the plugin.
-
-    Raises:
-        PlanMismatchError: names the first setting that differs.
-    """
+    """Megatron's; then all ranks compare what their flags ask of the plugin."""
     result = original(*args, **kwargs)
     core = sys.modules.get("megatron_muon.mcore.wiring.install")  # imported where anything is asked
     config = None if core is None else core.settings()

@@ -49,9 +49,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: no script is given.
         FileNotFoundError: the script, or its checkout, is not there.
-        MixedInstallationError: another megatron.core than the checkout's would be imported.
-        SeamError: the checkout's version is not supported, whatever optimizer the run asks for.
-        LostGpuError: see ``without_gpu``.
+        MixedInstallationError, SeamError, LostGpuError: see what is called here.
     """
     if argv and argv[0] == ON_CPU:
         argv = [*argv[1:2], ON_CPU, *argv[2:]]
@@ -78,17 +76,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def checkout_of(script: Path) -> Path:
-    """The folder above the script, or else on the import path, that has ``megatron/training``.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-    """
-    for folder in script.parents:
+    """The folder above the script, or else on the import path, that has ``megatron/training``."""
+    for folder in (*script.parents, *map(Path, sys.path)):
         if (folder / "megatron" / "training").is_dir():
-            return folder
-    for entry in map(Path, sys.path):
-        if (entry / "megatron" / "training").is_dir():
-            return entry.resolve()
+            return folder.resolve()
     raise FileNotFoundError(
         f"{script} is in no Megatron-LM checkout (a folder with megatron/training), and none is on "
         "PYTHONPATH"
@@ -96,37 +87,29 @@ def checkout_of(script: Path) -> Path:
 
 
 def check_installation(checkout: Path) -> None:
-    """Stop where Python would import megatron.core from elsewhere than megatron.training.
+    """Raise MixedInstallationError if megatron.core would come from elsewhere.
 
     Equal versions from different places are refused, too: either may have been edited.
-
-    Raises:
-        MixedInstallationError: names both, with their versions.
     """
     spec = importlib.util.find_spec("megatron.core")
     where = Path(spec.origin).resolve() if spec is not None and spec.origin else None
-    if where is None or checkout.resolve() not in where.parents:
-        own = version_of(checkout / "megatron" / "core")
-        first = "put the checkout first on PYTHONPATH"
-        if where is None:
-            raise MixedInstallationError(
-                f"megatron.training is that of {checkout} (core {own}), but Python finds no "
-                f"megatron.core: {first}, or, where it has no megatron/core, get all of it"
-            )
-        raise MixedInstallationError(
-            f"megatron.training is that of {checkout} (core {own}), but megatron.core would be "
-            f"imported from {where.parent} (core {version_of(where.parent)}): {first}, or "
-            "uninstall that megatron-core"
-        )
+    if where is not None and checkout.resolve() in where.parents:
+        return
+    fault = "Python finds no megatron.core"
+    way_out = "where it has no megatron/core, get all of it"
+    if where is not None:
+        other = where.parent
+        fault = f"megatron.core would be imported from {other} (core {version_of(other)})"
+        way_out = "uninstall that megatron-core"
+    raise MixedInstallationError(
+        f"megatron.training is in {checkout} (core {version_of(checkout / 'megatron' / 'core')}), "
+        f"but {fault}: put the checkout first on PYTHONPATH, or {way_out}"
+    )
 
 
 @contextlib.contextmanager
 def naming_python(core: Path) -> Iterator[None]:
-    """Within it Megatron is imported; where that fails, one line says if this Python is too old.
-
-    Raises:
-        SystemExit: an import failed, and the core asks for a newer Python; carries the line.
-    """
+    """Within it Megatron is imported; where that fails, one line says if this Python is too old."""
     try:
         yield
     except LostGpuError:
@@ -142,8 +125,7 @@ def naming_python(core: Path) -> Iterator[None]:
 def older_python(core: Path) -> str | None:
     """An error text where this Python is older than a folder ``megatron/core`` asks for, else None.
 
-    The source is ``requires-python`` in the checkout's pyproject.toml, or the metadata of the
-    distribution that the folder was installed from.
+    A checkout's pyproject.toml says it, or the metadata of an installed distribution.
     """
     root = core.parent.parent
     for file in (root / "pyproject.toml", *sorted(root.glob("megatron_core-*.dist-info/METADATA"))):
@@ -167,11 +149,7 @@ def version_of(core: Path) -> str:
 
 
 def hide_gpus() -> None:
-    """Hide the GPUs from torch.
-
-    Raises:
-        RuntimeError: torch has already found them.
-    """
+    """Hide the GPUs from torch; a RuntimeError where it has already found them."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -209,10 +187,7 @@ def without_gpu(*, late: bool = False) -> None:
 
 
 def sign_of_gpu() -> str | None:
-    """The reason to expect a GPU where torch sees none, or None.
-
-    A build of torch for CUDA on a machine with NVIDIA's driver is one, and so are several nodes.
-    """
+    """The reason to expect a GPU where torch sees none, or None."""
     torch = importlib.import_module("torch")
     if torch.version.cuda is not None and _has_driver():
         return f"this torch is built for CUDA {torch.version.cuda} and NVIDIA's driver is installed"

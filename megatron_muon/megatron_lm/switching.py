@@ -15,11 +15,13 @@ from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import replaced
 
+# What is printed of each way to read a checkpoint that is converted.
 _SAID = {
     "momentum": "AdamW's: Muon's momentum starts as exp_avg / (1 - β1)",
     "fresh": "AdamW's: Muon's momentum starts at zero",
     "sum": "of the proof of concept of this work: its momentum goes on",
     "megatron's": "of Megatron's own Muon: its momentum, a mean, goes on as the sum M / (1 - μ)",
+    "muon's": "Muon's: Adam's moments of what Muon had start at zero",
 }
 
 
@@ -29,13 +31,12 @@ def from_other(
 ) -> Iterator[None]:
     """Within it ``optimizer`` loads the checkpoint, converted if another optimizer wrote it.
 
-    Every rank of the world calls it.
+    Every rank of the world calls it. Nothing is done without an optimizer or a folder.
 
     Args:
-        args: Megatron's arguments; ``muon_from_adamw``, ``no_muon_checkpoint_digest``, ``finetune``
-            and ``no_load_optim`` are read.
-        optimizer: the chain of optimizers, or None; nothing is done without it.
-        folder: the checkpoint that Megatron will read, or None; nothing is done without it.
+        args: Megatron's arguments.
+        optimizer: the chain of optimizers, or None.
+        folder: the checkpoint that Megatron will read, or None.
         muon: the run is Muon's, not AdamW's.
 
     Raises:
@@ -45,42 +46,30 @@ def from_other(
     if optimizer is None or folder is None or args.finetune or args.no_load_optim:
         yield
         return
-    with ExitStack() as reading:
-        device = _device(optimizer)
-        how = _agreed(lambda: _into_muon(args, folder) if muon else _into_adamw(folder), device)
-        if how == "muon's":
-            from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
-            from megatron_muon.mcore.checkpoint.interop.switch import record_of
-            from megatron_muon.mcore.load_check.check import check_files
+    from megatron_muon.mcore.checkpoint.interop import adamw_after_muon, switch
+    from megatron_muon.mcore.checkpoint.interop.saved import Saved
+    from megatron_muon.mcore.load_check.check import check_files
+    from megatron_muon.mcore.wiring.buffers.shards import device_of
 
+    device = device_of(optimizer.chained_optimizers[0].model_chunks)
+    saved = together(lambda: Saved.of(folder), None, device)
+    how = _agreed(lambda: _into_muon(args, saved) if muon else _into_adamw(saved), device)
+    if how in _SAID and dist.get_rank() == 0:
+        say(f"[megatron_muon] {folder} is {_SAID[how]}")
+    with ExitStack() as reading:
+        if how == "muon's":
             if not getattr(args, "no_muon_checkpoint_digest", False):
                 check_files(folder, device)
-            _say(f"{folder} is Muon's: Adam's moments of what Muon had start at zero")
-            settings = together(lambda: record_of(folder)["settings"], None, device)
-            reading.enter_context(reading_muon(optimizer, settings))
+            settings = together(lambda: saved.record()["settings"], None, device)
+            reading.enter_context(adamw_after_muon.reading_muon(optimizer, settings))
         elif how == "after muon":
-            from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import (
-                YOUNG,
-                go_on_after_muon,
-            )
-            from megatron_muon.mcore.checkpoint.interop.switch import record_of
-
-            together(
-                lambda: go_on_after_muon(optimizer, record_of(folder, YOUNG)["former"]),
-                None,
-                device,
-            )
+            former = together(lambda: saved.record(adamw_after_muon.YOUNG)["former"], None, device)
+            adamw_after_muon.go_on_after_muon(optimizer, former)
         elif how == "megatron's":
-            from megatron_muon.mcore.checkpoint.interop.switch import reading_megatron_muon
-
-            _say(f"{folder} is {_SAID[how]}")
             reading.enter_context(_metadata_of_whole_weights())
-            reading.enter_context(reading_megatron_muon(optimizer, folder))
-        elif how in _SAID:
-            from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
-
-            _say(f"{folder} is {_SAID[how]}")
-            reading.enter_context(reading_adamw(optimizer, how))
+            reading.enter_context(switch.reading_megatron_muon(optimizer, folder))
+        elif how != "own":
+            reading.enter_context(switch.reading_adamw(optimizer, how))
         yield
 
 
@@ -96,27 +85,33 @@ def _agreed(find: Callable[[], str], device: Any) -> Any:
     return how
 
 
-def _into_muon(args: Namespace, folder: Path) -> str:
+def _into_muon(args: Namespace, saved: Any) -> str:
     """How a run with Muon reads the checkpoint: ``own`` (unconverted), or a key of ``_SAID``."""
     from megatron_muon.mcore.checkpoint.interop.foreign import refuse
-    from megatron_muon.mcore.checkpoint.interop.switch import foreign_writer, writer_of
 
-    if writer_of(folder) != "adamw":
+    if saved.writer != "adamw":
         return "own"
-    foreign = foreign_writer(folder)
-    if foreign == "moonshot":
-        return "sum"
+    foreign = saved.foreign_writer
+    refuse(foreign)
     if foreign is not None:
-        refuse(foreign)
-        return "megatron's"
-    how = args.muon_from_adamw
+        return "sum" if foreign == "moonshot" else "megatron's"
+    how = str(args.muon_from_adamw)
     if how == "refuse":
         raise ValueError(
-            f"{folder} has AdamW's optimizer state: give --muon-from-adamw momentum (Muon's "
+            f"{saved.folder} has AdamW's optimizer state: give --muon-from-adamw momentum (Muon's "
             "momentum starts as Adam's first moment, scaled) or --muon-from-adamw fresh (at zero), "
             "or load the model alone (--no-load-optim)"
         )
-    return str(how)
+    return how
+
+
+def _into_adamw(saved: Any) -> str:
+    """How a run with AdamW reads the checkpoint: ``own``, ``muon's`` or ``after muon``."""
+    from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import YOUNG
+
+    if saved.writer == "muon":
+        return "muon's"
+    return "after muon" if saved.has(YOUNG) else "own"
 
 
 @contextmanager
@@ -139,23 +134,3 @@ def _metadata_of_whole_weights() -> Iterator[None]:
 
     with replaced(dist_checkpointing, load_content_metadata=load_content_metadata):
         yield
-
-
-def _into_adamw(folder: Path) -> str:
-    from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import YOUNG
-    from megatron_muon.mcore.checkpoint.interop.switch import has_record, writer_of
-
-    if writer_of(folder) == "muon":
-        return "muon's"
-    return "after muon" if has_record(folder, YOUNG) else "own"
-
-
-def _device(optimizer: Any) -> Any:
-    from megatron_muon.mcore.wiring.buffers.shards import device_of
-
-    return device_of(optimizer.chained_optimizers[0].model_chunks)
-
-
-def _say(line: str) -> None:
-    if dist.get_rank() == 0:
-        say(f"[megatron_muon] {line}")

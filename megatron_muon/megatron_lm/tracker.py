@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.mcore.load_check import digest
-from megatron_muon.mcore.load_check.regular_files import read_regular
+from megatron_muon.mcore.load_check.regular_files import open_regular
 from megatron_muon.runtime.patches import replaced
 
 NAME = "latest_checkpointed_iteration.txt"
@@ -26,17 +26,12 @@ _MOST = 4096  # cap on a tracker's bytes; a number has few
 
 @contextmanager
 def naming(checkpointing: Any, load_dir: str | None, step: int | None) -> Iterator[None]:
-    """Within it Megatron reads ``step`` from the tracker in ``load_dir``.
+    """Within it Megatron reads ``step``, of ``--ckpt-step``, from the tracker in ``load_dir``.
 
-    With ``--ckpt-step`` and ``--ckpt-format torch`` Megatron loads the model and the parameter
-    groups of that step. It loads the rest of a distributed optimizer's state, also AdamW's, from
-    the checkpoint that the tracker names. Source: ``load_checkpoint`` of core_v0.16.1 ("NOTE: this
-    is a manual read of the tracker file").
-
-    Args:
-        checkpointing: the module ``megatron.training.checkpointing``.
-        load_dir: the folder that is loaded from; None changes nothing.
-        step: ``--ckpt-step``; None changes nothing.
+    With ``--ckpt-format torch`` Megatron loads the model and the parameter groups of that step. It
+    loads the rest of a distributed optimizer's state, also AdamW's, from the checkpoint that the
+    tracker names. Source: ``load_checkpoint`` of core_v0.16.1 ("NOTE: this is a manual read of the
+    tracker file").
     """
     if load_dir is None or step is None:
         yield
@@ -61,7 +56,8 @@ def named_by(save_dir: Path) -> str | None:
     """
     path = save_dir / NAME
     try:
-        text = read_regular(path, _MOST).decode("utf-8", "replace").strip()
+        with open_regular(path) as file:
+            text = file.read(_MOST).decode("utf-8", "replace").strip()
     except FileNotFoundError:
         return None
     if text == "release":
@@ -84,32 +80,28 @@ def require_settled(load_dir: Path) -> None:
     Raises:
         ValueError: has the commands that put it back, or that remove what is left of it.
     """
-    names = sorted(
-        match[1] for path in load_dir.glob("*") if (match := _SET_ASIDE.fullmatch(path.name))
-    )
-    if not names:
+    marks = (_SET_ASIDE.fullmatch(path.name) for path in load_dir.glob("*"))
+    name = min((mark[1] for mark in marks if mark), default=None)
+    if name is None:
         return
-    folder, tracker = load_dir / names[0], load_dir / NAME
-    aside, mark = (folder.with_name(f"{folder.name}.{end}") for end in ("before", "anew"))
+    folder, aside, mark = (load_dir / f"{name}{end}" for end in ("", ".before", ".anew"))
     try:
         named = named_by(load_dir)
     except ValueError:
         named = None
-    number = digest.iteration_of(folder.name)
+    here, there = shlex.quote(str(folder)), shlex.quote(str(aside))
     ways = []
-    if aside.is_dir() and not digest.says_complete(folder) and named != folder.name:
-        ways += [f"mv {_quoted(folder)} {_quoted(folder)}.stopped"] if folder.exists() else []
-        ways.append(f"mv {_quoted(aside)} {_quoted(folder)}")
+    if aside.is_dir() and not digest.says_complete(folder) and named != name:
+        ways += [f"mv {here} {here}.stopped"] if folder.exists() else []
+        ways.append(f"mv {there} {here}")
     elif aside.exists():
-        ways.append(f"mv {_quoted(aside)} {_quoted(folder)}.older")
-    if named != folder.name:
-        ways.append(f"echo {'release' if number is None else number} > {_quoted(tracker)}")
-    ways += [f"rm {_quoted(mark)}"] if mark.exists() else []
+        ways.append(f"mv {there} {here}.older")
+    if named != name:
+        number = digest.iteration_of(name)
+        tracker = shlex.quote(str(load_dir / NAME))
+        ways.append(f"echo {'release' if number is None else number} > {tracker}")
+    ways += [f"rm {shlex.quote(str(mark))}"] if mark.exists() else []
     raise ValueError(
         f"a save into {folder} by an earlier megatron_muon was stopped, or still runs; it had "
         f"moved the checkpoint there to {aside}. If it was stopped: {' && '.join(ways)}"
     )
-
-
-def _quoted(path: Path) -> str:
-    return shlex.quote(str(path))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_muon.orthogonalize.iteration import Segments, squares_outside
+from megatron_muon.orthogonalize.iteration import squares_outside
 from megatron_muon.orthogonalize.matmul import Products
+from megatron_muon.orthogonalize.numerics import Segments
 from megatron_muon.settings.coefficients import Triple
 
 

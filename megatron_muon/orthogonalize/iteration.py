@@ -1,4 +1,4 @@
-"""The Newton-Schulz iteration that a matrix gets, its restarts, and its cost.
+"""The Newton-Schulz iteration that a matrix gets, and its cost.
 
 Plain integers, the same on every rank. With m the short and n the long side, X of shape (m, n):
 
@@ -12,25 +12,14 @@ gram
     since R has the squares of the singular values: its rounding errors grow from step to step.
 auto
     one of the two, by the matrix's shape.
-
-``iteration_of`` says which of them a run takes.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
 
-from megatron_muon.settings.coefficients import NsDtype, Triple, restarts_of, schedule
-from megatron_muon.settings.config import MuonConfig, NsIteration, SplitMatrices
-from megatron_muon.settings.names import named
-
-# cpu_bf16 has instructions for products in bf16; on cpu, all products are made in fp32.
-# cuda_symmetric has a library's kernel for symmetric products in 16 bits (``matmul``).
-Device = Literal["cpu", "cpu_bf16", "cuda", "cuda_symmetric"]
-Segments = tuple[tuple[Triple, ...], ...]
+from megatron_muon.orthogonalize.numerics import Device, Numerics, Segments, is_cuda
 
 # On a CPU a symmetric product of at least 384 rows is made in four panels of rows, each up to the
 # diagonal only: 10 of 16 blocks. On one thread that is 1.25 to 1.6 times as fast in fp32, 1.05 to
@@ -74,8 +63,8 @@ _AUTO: dict[Device, tuple[tuple[int, float], ...]] = {
         *((704, 0.9), (896, 0.95), (1024, 0.97), (1408, 1.0)),
     ),
 }
-# The same where linear terms are folded (``is_folded``), and where c is 0 in a step, so that only
-# the standard iteration has folded ones.
+# The same where linear terms are folded (``Numerics.folded``), and where c is 0 in a step, so that
+# only the standard iteration has folded ones.
 _AUTO_FOLDED: dict[Device, tuple[tuple[int, float], ...]] = {
     "cuda": (
         (0, 0.0),
@@ -103,11 +92,6 @@ _AUTO_HALF_FOLDED: dict[Device, tuple[tuple[int, float], ...]] = {
 }
 
 
-def is_cuda(device: Device) -> bool:
-    """Whether the device is a GPU, of either kind."""
-    return device in ("cuda", "cuda_symmetric")
-
-
 def fits_kernel(size: int, inner: int) -> bool:
     """Whether a library's kernel takes a symmetric ``(size, inner) @ (inner, size)``.
 
@@ -117,179 +101,72 @@ def fits_kernel(size: int, inner: int) -> bool:
     return size > _KERNEL_TILE and aligned
 
 
-def iteration_of(config: MuonConfig, device: Device) -> NsIteration:
-    """The iteration that a run takes on a device.
-
-    It is ``ns_iteration``, unless that is None: then ``auto`` on a GPU, ``standard`` on a CPU. In
-    place of ``auto`` it is ``standard`` where no restarts are known for the coefficients, the
-    number of steps and the dtype.
-    """
-    asked = config.ns_iteration or ("auto" if is_cuda(device) else "standard")
-    return "standard" if asked == "auto" and _restarts(config, device) is None else asked
-
-
-def dtype_of(config: MuonConfig, device: Device) -> NsDtype:
-    """The dtype to which a run rounds its matrices on a device.
-
-    It is ``ns_dtype``, unless that is None. Then it is fp16 on a GPU, where both have one speed and
-    fp16 rounds eight times as finely, so that the Gram iteration restarts less often. On a CPU it
-    is bf16: some multiply bf16 by instructions of their own.
-    """
-    if config.ns_dtype is not None:
-        return config.ns_dtype
-    return "fp16" if is_cuda(device) else "bf16"
-
-
-def held_dtype(ns_dtype: NsDtype, device: Device) -> NsDtype:
-    """The dtype in which matrices are held and multiplied, the Gram iteration's squares too."""
-    if is_cuda(device) or (device == "cpu_bf16" and ns_dtype == "bf16"):
-        return ns_dtype
-    return "fp32"
-
-
-def layout_free(config: MuonConfig, *, is_deterministic: bool) -> MuonConfig:
-    """The settings of a run; in torch's deterministic mode no bit may depend on the layout.
-
-    By default the layout decides which matrices are shared, so none is.
-    """
-    if is_deterministic and config.split_matrices is None:
-        return replace(config, split_matrices="off")
-    return config
-
-
-def split_of(config: MuonConfig, device: Device) -> SplitMatrices:
-    """How many ranks share a matrix on a device.
-
-    It is ``split_matrices``, unless that is None. Then it is ``auto`` on a GPU, where no numbers of
-    matrices are logged, and ``off`` elsewhere. ``layout_free`` has torch's deterministic mode.
-    """
-    if config.split_matrices is not None:
-        return config.split_matrices
-    return "auto" if is_cuda(device) and config.log_interval is None else "off"
-
-
-def is_folded(ns_dtype: NsDtype, device: Device) -> bool:
-    """Whether the standard iteration makes aX + BX as (a + B)X, and Gram's squares likewise.
-
-    CUDA's matmul copies a linear term into its result: a pass over X in each step, and B is
-    smaller. It rounds a + B, so that where the plain step is nearly exact the error is up to 64
-    units of the dtype: as much as 8 of bf16's in fp16, too much in bf16. The Gram iteration's
-    error grows with no list of restarts.
-    """
-    return is_cuda(device) and ns_dtype == "fp16"
-
-
-def itemsize_of(config: MuonConfig) -> int:
-    """Bytes of an element that travels: of bf16, or of fp32 with that ``ns_dtype``."""
-    return 4 if config.ns_dtype == "fp32" else 2
-
-
-def schedule_of(config: MuonConfig) -> tuple[Triple, ...]:
-    """(a, b, c) of each step, the same on every device: bf16 and fp16 have the same headroom."""
-    return schedule(config.ns_coefficients, config.ns_steps, config.ns_dtype or "bf16")
-
-
-def segments(config: MuonConfig, device: Device) -> Segments:
-    """The steps' coefficients, cut where the Gram iteration restarts."""
-    steps, restarts = schedule_of(config), _restarts(config, device)
-    if restarts is None:  # MuonConfig refuses gram then
-        raise ValueError(
-            f"no restarts are known for {named('ns_coefficients')} {config.ns_coefficients!r}"
-        )
-    cuts = (0, *restarts, config.ns_steps)
-    return tuple(steps[start:stop] for start, stop in itertools.pairwise(cuts))
-
-
 @lru_cache(65536)
-def takes_gram(rows: int, cols: int, config: MuonConfig, device: Device) -> bool:
+def takes_gram(rows: int, cols: int, numerics: Numerics) -> bool:
     """Whether a matrix of this shape gets the Gram iteration."""
-    iteration = iteration_of(config, device)
-    if iteration != "auto":
-        return iteration == "gram"
-    short, kind = min(rows, cols), _kind(config, device)
-    if kind == "cuda_symmetric" and not fits_kernel(short, short):
-        kind = "cuda"
+    if numerics.iteration != "auto":
+        return numerics.iteration == "gram"
+    short, kind = min(rows, cols), _products_of_squares(min(rows, cols), numerics)
     table = _AUTO
-    if is_folded(dtype_of(config, device), device):
-        all_squared = all(c != 0 for _, _, c in schedule_of(config))
+    if numerics.folded:
+        all_squared = all(c != 0 for _, _, c in numerics.steps)
         table = _AUTO_FOLDED if all_squared else _AUTO_HALF_FOLDED
     limit = max(entry for entry in table[kind] if entry[0] <= short)[1]
     square = symmetric_flops(short, short, kind)
-    gram = _gram_flops(short, max(rows, cols), segments(config, device), kind, square)
-    return gram <= limit * _standard_flops(short, max(rows, cols), config, kind)
+    gram = _gram_flops(short, max(rows, cols), numerics.segments, kind, square)
+    return gram <= limit * _standard_flops(short, max(rows, cols), numerics, kind)
 
 
-def ns_flops(rows: int, cols: int, config: MuonConfig, device: Device = "cuda") -> int:
+def ns_flops(rows: int, cols: int, numerics: Numerics) -> int:
     """Floating-point operations of a matrix's Newton-Schulz, 2 per multiply-add.
 
     Only products count, symmetric ones as in ``symmetric_flops``. torch's flop counter does not see
     those of a library (``matmul``).
     """
-    return strip_flops(rows, cols, max(rows, cols), config, device)
+    return strip_flops(rows, cols, max(rows, cols), numerics)
 
 
 @lru_cache(65536)
 def strip_flops(
-    rows: int,
-    cols: int,
-    long: int,
-    config: MuonConfig,
-    device: Device,
-    *,
-    number: int = 0,
-    count: int = 1,
+    rows: int, cols: int, long: int, numerics: Numerics, *, number: int = 0, count: int = 1
 ) -> int:
-    """``ns_flops`` of a rank that has a strip, a range of a matrix's long side.
+    """``ns_flops`` of a rank that has strip ``number`` of ``count``, ``long`` of the long side.
 
     It makes the whole squares, or its rows of them (``makes_rows``).
-
-    Args:
-        rows, cols: size of the whole matrix.
-        long: length of the strip.
-        config, device: see ``ns_flops``.
-        number, count: the strip's number, and that of all strips.
     """
-    short, kind = min(rows, cols), _kind(config, device)
-    if not strips_take_gram(rows, cols, count, config, device):
-        return _standard_flops(short, long, config, kind)
-    parts, square = segments(config, device), symmetric_flops(short, short, kind)
-    if makes_rows(rows, cols, count, config, device):
+    short, kind = min(rows, cols), numerics.products
+    if not strips_take_gram(rows, cols, count, numerics):
+        return _standard_flops(short, long, numerics, kind)
+    square = symmetric_flops(short, short, kind)
+    if makes_rows(rows, cols, count, numerics):
         start, stop = square_rows(short, number, count)
         square = 2 * (stop - start) * short * short
-    return _gram_flops(short, long, parts, kind, square)
+    return _gram_flops(short, long, numerics.segments, kind, square)
 
 
-def repeated_flops(rows: int, cols: int, count: int, config: MuonConfig, device: Device) -> int:
+def repeated_flops(rows: int, cols: int, count: int, numerics: Numerics) -> int:
     """The part of ``strip_flops`` that a home with several strips of a matrix makes once."""
-    by_rows = makes_rows(rows, cols, count, config, device)
-    return 0 if by_rows else strip_flops(rows, cols, 0, config, device)
+    by_rows = makes_rows(rows, cols, count, numerics)
+    return 0 if by_rows else strip_flops(rows, cols, 0, numerics)
 
 
 @lru_cache(4096)
-def makes_rows(rows: int, cols: int, count: int, config: MuonConfig, device: Device) -> bool:
-    """Whether each home of a shared matrix makes rows of its squares, which are put together.
+def makes_rows(rows: int, cols: int, count: int, numerics: Numerics) -> bool:
+    """Whether each home of a matrix in ``count`` strips makes rows of its squares.
 
     Such a matrix gets the Gram iteration wherever ``ns_iteration`` leaves the choice.
-
-    Args:
-        rows, cols: size of the whole matrix.
-        count: number of its strips.
-        config, device: see ``ns_flops``.
     """
-    is_far = is_cuda(device) and count > config.node_ranks
-    if is_far or iteration_of(config, device) == "standard":
+    is_far = numerics.on_gpu and count > numerics.config.node_ranks
+    if is_far or numerics.iteration == "standard":
         return False
-    short, kind = min(rows, cols), _kind(config, device)
-    if kind == "cuda_symmetric" and not fits_kernel(short, short):
-        kind = "cuda"
-    limits = [least for counts, least in _BY_ROWS[kind] if count in counts]
-    return bool(limits) and short >= limits[0]
+    short = min(rows, cols)
+    kind = _products_of_squares(short, numerics)
+    return any(count in counts and short >= least for counts, least in _BY_ROWS[kind])
 
 
-def strips_take_gram(rows: int, cols: int, count: int, config: MuonConfig, device: Device) -> bool:
+def strips_take_gram(rows: int, cols: int, count: int, numerics: Numerics) -> bool:
     """``takes_gram`` of a matrix in ``count`` strips."""
-    by_rows = makes_rows(rows, cols, count, config, device)
-    return by_rows or takes_gram(rows, cols, config, device)
+    return makes_rows(rows, cols, count, numerics) or takes_gram(rows, cols, numerics)
 
 
 def square_rows(short: int, number: int, count: int) -> tuple[int, int]:
@@ -297,26 +174,16 @@ def square_rows(short: int, number: int, count: int) -> tuple[int, int]:
     return number * short // count, (number + 1) * short // count
 
 
-def gathers_of_rows(
-    rows: int, cols: int, count: int, config: MuonConfig, device: Device
-) -> tuple[int, ...]:
+def gathers_of_rows(rows: int, cols: int, count: int, numerics: Numerics) -> tuple[int, ...]:
     """How often rows are put together after each sum of squares: P and R of a step, and Q.
 
     Squares are added in each step of the standard iteration, or in each Gram segment.
     """
-    if not strips_take_gram(rows, cols, count, config, device):
-        return (0,) * config.ns_steps
-    parts = segments(config, device)
-    if not makes_rows(rows, cols, count, config, device):
-        return (0,) * len(parts)
-    return tuple(sum(c != 0 for _, _, c in part) + len(part) for part in parts)
-
-
-def costs_follow_device(config: MuonConfig, device: Device) -> bool:
-    """Whether a plan's costs do; not with whole matrices, standard steps and plain products."""
-    squares = not is_cuda(device) and split_of(config, device) != "off"  # in bf16 or in fp32
-    has_kernel = _kind(config, device) == "cuda_symmetric"
-    return squares or has_kernel or iteration_of(config, device) != "standard"
+    if not strips_take_gram(rows, cols, count, numerics):
+        return (0,) * len(numerics.steps)
+    if not makes_rows(rows, cols, count, numerics):
+        return (0,) * len(numerics.segments)
+    return tuple(sum(c != 0 for _, _, c in part) + len(part) for part in numerics.segments)
 
 
 def scratch_elements(rows: int, cols: int) -> int:
@@ -363,30 +230,18 @@ def symmetric_flops(size: int, inner: int, device: Device) -> int:
     return sum(2 * (stop - start) * stop * inner for start, stop in panels(size))
 
 
-def _kind(config: MuonConfig, device: Device) -> Device:
-    """The device whose products these are: fp32 uses neither bf16 instructions nor a library."""
-    if held_dtype(dtype_of(config, device), device) != "fp32":
-        return device
-    return "cuda" if is_cuda(device) else "cpu"
+def _products_of_squares(short: int, numerics: Numerics) -> Device:
+    """The kind of device whose products of ``(short, short)`` these are."""
+    has_kernel = numerics.products == "cuda_symmetric"
+    return "cuda" if has_kernel and not fits_kernel(short, short) else numerics.products
 
 
-def _restarts(config: MuonConfig, device: Device) -> tuple[int, ...] | None:
-    """The steps after which the Gram iteration restarts; None where they are not known."""
-    lists = restarts_of(config.ns_coefficients, config.ns_steps)
-    dtype = dtype_of(config, device)
-    squares: str = held_dtype(dtype, device)
-    kind = squares if squares == dtype else "fp32_squares"
-    restarts: tuple[int, ...] | None = getattr(lists, kind, None)
-    return restarts
-
-
-def _standard_flops(short: int, long: int, config: MuonConfig, device: Device) -> int:
+def _standard_flops(short: int, long: int, numerics: Numerics, device: Device) -> int:
     """Each step is XXᵀ (2m²n), AA (2m³; none where c is 0) and BX (2m²n); a CPU uses no panels."""
-    steps = schedule_of(config)
-    squares = sum(c != 0 for _, _, c in steps)
+    squares = sum(c != 0 for _, _, c in numerics.steps)
     kind = device if is_cuda(device) else "cuda"
     whole = symmetric_flops(short, long, kind) + 2 * short * short * long
-    return len(steps) * whole + squares * symmetric_flops(short, short, kind)
+    return len(numerics.steps) * whole + squares * symmetric_flops(short, short, kind)
 
 
 def _gram_flops(short: int, long: int, parts: Segments, device: Device, square: int) -> int:

@@ -22,19 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.orthogonalize.iteration import (
-    Device,
-    dtype_of,
-    fits_kernel,
-    held_dtype,
-    is_cuda,
-    is_folded,
-    panels,
-)
+from megatron_muon.orthogonalize.iteration import fits_kernel, panels
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.settings.coefficients import NsDtype, Triple
-from megatron_muon.settings.config import MuonConfig, NsIteration
+from megatron_muon.settings.config import MuonConfig
 
-_TORCH_DTYPE: dict[NsDtype, torch.dtype] = {
+TORCH_DTYPE: dict[NsDtype, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
@@ -48,27 +41,9 @@ _KERNEL_ROWS = 512  # of the trial product
 _KERNEL_CAPABILITY = (9, 0)  # Hopper: every release that has the kernel supports it from there on
 
 
-def torch_dtype(ns_dtype: NsDtype) -> torch.dtype:
-    """The torch dtype that matrices are orthogonalized in."""
-    return _TORCH_DTYPE[ns_dtype]
-
-
 def scale_of(ns_dtype: NsDtype) -> float:
     """The power of two by which an iterate is multiplied where it is held in a dtype."""
     return _FP16_NORM if ns_dtype == "fp16" else 1.0
-
-
-def travel_dtype(config: MuonConfig) -> torch.dtype:
-    """The dtype of pieces: bf16, whose exponents are fp32's, or fp32 itself."""
-    return torch.float32 if config.ns_dtype == "fp32" else torch.bfloat16
-
-
-def direction_dtype(config: MuonConfig, device: torch.device) -> torch.dtype:
-    """The dtype of directions, whose entries are of at most the singular values' size.
-
-    It is Newton-Schulz's, so that an iterate is a direction as it is.
-    """
-    return torch_dtype(dtype_of(config, plan_device(device)))
 
 
 class KernelError(RuntimeError):
@@ -93,8 +68,7 @@ class Products:
         squares: the dtype to which the Gram iteration's square matrices are rounded.
         held: the dtype in which matrices are held and multiplied.
         scale: an iterate X is held as ``scale``·X, a power of two. Square matrices are not scaled.
-        folded: whether aX + SX is made as (a + S)X. CUDA's matmul copies a linear term into its
-            result, and S is smaller than X.
+        folded: see ``Numerics``.
         blocked: whether symmetric products are made in panels up to the diagonal, and mirrored.
         kernel: a library's symmetric product; None for torch's matmul.
     """
@@ -161,12 +135,8 @@ class Products:
     def fold(self, square: Tensor, beta: float, alpha: float) -> float | None:
         """Make ``beta·X + alpha·SX`` a product alone where it is ``folded``.
 
-        Args:
-            square: S, ``(m, m)`` or a batch; ``beta/alpha`` is added to its diagonal.
-            beta, alpha: factors of X and of the product.
-
-        Returns:
-            The factor of the linear term that is left, or None.
+        Then ``beta/alpha`` is added to S's diagonal; returns the factor of the linear term that is
+        left, or None.
         """
         if not self.folded:
             return beta
@@ -184,15 +154,9 @@ class Products:
         is_tall: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """``beta·X + alpha·SX``.
+        """``beta·X + alpha·SX``, or XS where it ``is_tall``; beta None: no linear term.
 
-        Args:
-            square: S, symmetric.
-            x: X.
-            beta: factor of the linear term; None for no such term.
-            alpha: factor of the product.
-            is_tall: whether the product is XS.
-            out: takes the result; not ``x``.
+        ``out``, not ``x``, takes the result.
         """
         left, right = (x, square) if is_tall else (square, x)
         linear = None if beta is None else x
@@ -248,25 +212,32 @@ def plan_device(device: torch.device) -> Device:
     return "cpu_bf16" if multiplies_bf16() else "cpu"
 
 
-def products_on(device: torch.device, ns_dtype: NsDtype) -> Products:
+def numerics_on(device: torch.device, config: MuonConfig) -> Numerics:
+    """What settings mean on a device; see ``plan_device``."""
+    return Numerics(config, plan_device(device))
+
+
+def products_on(device: torch.device, numerics: Numerics) -> Products:
     """The products that a device has."""
-    dtype, kind = torch_dtype(ns_dtype), plan_device(device)
-    held, scale = torch_dtype(held_dtype(ns_dtype, kind)), scale_of(ns_dtype)
-    if is_cuda(kind):
-        kernel = _quack_on(device) if dtype != torch.float32 else None
-        folded = is_folded(ns_dtype, kind)
-        return Products(dtype, held, held, scale=scale, folded=folded, kernel=kernel)
-    return Products(dtype, squares=held, held=held, scale=scale, blocked=True)
+    held = TORCH_DTYPE[numerics.held]
+    return Products(
+        TORCH_DTYPE[numerics.dtype],
+        squares=held,
+        held=held,
+        scale=scale_of(numerics.dtype),
+        folded=numerics.folded,
+        blocked=not numerics.on_gpu,
+        kernel=_quack_on(device) if numerics.products == "cuda_symmetric" else None,
+    )
 
 
 @contextmanager
 def fp32_is_fp32(device: torch.device) -> Iterator[None]:
     """A context in which fp32 products are made in fp32, whatever the process allows elsewhere.
 
-    It sets options that the host reads when it starts a product, so the host waits for no GPU.
-    Since 2.9 torch has one for each backend beside the old one for all, and some of its products
-    raise where the two say different things. TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which NVIDIA's
-    containers set, is the old one.
+    The host reads its options when it starts a product, and waits for no GPU. Since 2.9 torch has
+    one for each backend beside the old one for all (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which
+    NVIDIA's containers set), and some of its products raise where the two differ.
     """
     backends: dict[str, Any] = {"cpu": torch.backends.mkldnn, "cuda": torch.backends.cuda}
     options = {
@@ -295,33 +266,31 @@ def _old_precision() -> str | None:
         return None
 
 
-def try_products(device: torch.device, ns_dtype: NsDtype) -> None:
+def try_products(device: torch.device, numerics: Numerics) -> None:
     """Make products with the library's kernel, where there is one, before a step needs it.
 
     Raises:
         KernelError: the library is installed and does not work.
     """
+    products = products_on(device, numerics)
+    if products.kernel is None:
+        return
     try:
-        products = products_on(device, ns_dtype)
-        if products.kernel is not None:
-            x = torch.zeros(_KERNEL_ROWS, _KERNEL_ROWS, dtype=products.held, device=device)
-            products.symmetric(x, x.mT)
-            products.symmetric(x, x, x)
-            torch.cuda.synchronize(device)
-    except KernelError:
-        raise
+        x = torch.zeros(_KERNEL_ROWS, _KERNEL_ROWS, dtype=products.held, device=device)
+        products.symmetric(x, x.mT)
+        products.symmetric(x, x, x)
+        torch.cuda.synchronize(device)
     except Exception as error:  # of any type: the library has a compiler of its own
         raise KernelError.of(error) from error
 
 
-def said_of_products(device: torch.device, ns_dtype: NsDtype, iteration: NsIteration) -> str:
+def said_of_products(numerics: Numerics) -> str:
     """The log's words for the library that makes the symmetric products."""
-    products = products_on(device, ns_dtype)
-    if products.kernel is not None:
+    if numerics.products == "cuda_symmetric":
         return "quack-kernels"
-    if not products.blocked or iteration == "standard":
+    if numerics.on_gpu or numerics.iteration == "standard":
         return "torch, plain matmul"
-    of_gram = " in the Gram iteration" if iteration == "auto" else ""
+    of_gram = " in the Gram iteration" if numerics.iteration == "auto" else ""
     return f"torch, in panels up to the diagonal{of_gram}"
 
 

@@ -16,21 +16,16 @@ import torch
 from torch import Tensor
 
 from megatron_muon.orthogonalize.gram import gram_iteration
-from megatron_muon.orthogonalize.iteration import (
-    dtype_of,
-    schedule_of,
-    scratch_elements,
-    segments,
-    takes_gram,
-)
+from megatron_muon.orthogonalize.iteration import scratch_elements, takes_gram
 from megatron_muon.orthogonalize.matmul import (
+    TORCH_DTYPE,
     Products,
-    direction_dtype,
     fp32_is_fp32,
-    plan_device,
+    numerics_on,
     products_on,
 )
 from megatron_muon.orthogonalize.normalization import enter
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.soundness import Soundness, largest_of
 from megatron_muon.settings.coefficients import Triple
 from megatron_muon.settings.config import MuonConfig
@@ -45,7 +40,7 @@ def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
         config: the settings whose names begin with ``ns_`` are read.
 
     Returns:
-        ``(rows, cols)`` in ``matmul.direction_dtype``.
+        ``(rows, cols)`` in ``Numerics.dtype``.
 
     Raises:
         ValueError: ``matrix`` is not 2-D.
@@ -59,13 +54,6 @@ def orthogonalize_at_once(matrices: Sequence[Tensor], config: MuonConfig) -> lis
     A batch's products may round otherwise than those of a single matrix. For a single matrix the
     result is that of ``orthogonalize``.
 
-    Args:
-        matrices: each ``(rows, cols)``, on one device.
-        config: see ``orthogonalize``.
-
-    Returns:
-        Directions, each ``(rows, cols)`` in ``matmul.direction_dtype``.
-
     Raises:
         ValueError: there are none, or they are not 2-D or not of one shape.
     """
@@ -75,15 +63,16 @@ def orthogonalize_at_once(matrices: Sequence[Tensor], config: MuonConfig) -> lis
     if len(shapes) != 1:
         raise ValueError(f"a batch is of 2-D matrices of one shape, got {sorted(shapes)}")
     batch = torch.stack(list(matrices))
-    directions = batch.new_empty(batch.shape, dtype=direction_dtype(config, batch.device))
-    _orthogonalize_into(directions, batch, config, None)
+    numerics = numerics_on(batch.device, config)
+    directions = batch.new_empty(batch.shape, dtype=TORCH_DTYPE[numerics.dtype])
+    _orthogonalize_into(directions, batch, numerics, None)
     return list(directions)
 
 
 def orthogonalize_staged(
     staged: Tensor,
     moves: Tensor,
-    config: MuonConfig,
+    numerics: Numerics,
     *,
     rows: int,
     cols: int,
@@ -99,40 +88,37 @@ def orthogonalize_staged(
     more is needed, and memory for the short side's squares.
 
     Args:
-        staged: ``(k·rows·cols,)`` in ``matmul.travel_dtype``: k matrices, each with its column
-            parts one after another (``planning.segments``).
+        staged: ``(k·rows·cols,)`` in ``Numerics.travels``: k matrices, each with its column
+            parts one after another (``planning.slices``).
         moves: ``(k,)`` bool; where it is False the direction is zero.
-        config: the settings whose names begin with ``ns_`` are read.
+        numerics: of the run and the device.
         rows, cols, column_parts, column_blocks: layout of each matrix (``segments.Matrix``).
         apart: each column block is orthogonalized as a matrix of its own.
         is_tight: memory counts more than a copy of a square (``gram``).
         soundness: takes the numbers of the matrices.
 
     Returns:
-        ``staged``'s memory in ``matmul.direction_dtype``, whose elements are of the same size.
+        ``staged``'s memory in ``Numerics.dtype``, whose elements are of the same size.
     """
     width = cols // (column_parts * column_blocks)
     cut = staged.view(-1, column_parts, rows, column_blocks, width)
     in_rows = cut.permute(0, 2, 3, 1, 4)
-    directions = staged.view(direction_dtype(config, staged.device))
+    directions = staged.view(TORCH_DTYPE[numerics.dtype])
     out = directions.view(cut.shape).permute(0, 2, 3, 1, 4)
     soundness = soundness or Soundness()
     if apart:
         units = Soundness()
-        for block in range(column_blocks):
-            _orthogonalize_into(
-                out[:, :, block], in_rows[:, :, block], config, moves, soundness=units
-            )
+        for at in range(column_blocks):
+            _orthogonalize_into(out[:, :, at], in_rows[:, :, at], numerics, moves, soundness=units)
         soundness.of_units(units)
         return directions
-    is_direct = column_parts == 1
     _orthogonalize_into(
         out,
         in_rows,
-        config,
+        numerics,
         moves,
         memory=staged,
-        is_direct=is_direct,
+        is_direct=column_parts == 1,
         is_tight=is_tight,
         soundness=soundness,
     )
@@ -148,26 +134,22 @@ def takes_batches(device: torch.device) -> bool:
     return not (_is_cpu(device) or torch.are_deterministic_algorithms_enabled())
 
 
-def at_once_on(device: torch.device, config: MuonConfig, rows: int, cols: int, most: int) -> int:
+def at_once_on(device: torch.device, numerics: Numerics, rows: int, cols: int, most: int) -> int:
     """The most matrices of a shape that go through the iteration together.
 
-    Args:
-        device: the device that they are on.
-        config: ``ns_batch`` is read.
-        rows, cols: size of each matrix.
-        most: elements of scratch memory for them where ``ns_batch`` is None.
+    Where ``ns_batch`` is None they have at most ``most`` elements of scratch memory.
     """
     if not takes_batches(device):
         return 1
-    if config.ns_batch is not None:
-        return config.ns_batch
+    if numerics.config.ns_batch is not None:
+        return numerics.config.ns_batch
     return max(1, most // scratch_elements(rows, cols))
 
 
 def _orthogonalize_into(
     out: Tensor,
     source: Tensor,
-    config: MuonConfig,
+    numerics: Numerics,
     moves: Tensor | None,
     *,
     memory: Tensor | None = None,
@@ -180,14 +162,12 @@ def _orthogonalize_into(
     Args:
         out: ``(k, rows, ...)``, whose last dims are a matrix's columns; takes the directions.
         source: the matrices, in the same shape; may have the memory of ``out``.
-        config: see ``orthogonalize``.
-        moves: see ``orthogonalize_staged``.
+        numerics, moves: see ``orthogonalize_staged``.
         memory: flat memory that may be overwritten once ``source`` is read.
         is_direct: whether ``memory`` is that of ``source``, which is row-major.
         is_tight, soundness: see ``orthogonalize_staged``.
     """
-    kind = plan_device(source.device)
-    products = products_on(source.device, dtype_of(config, kind))
+    products = products_on(source.device, numerics)
     rows, cols = source.size(1), source[0, 0].numel()
     # A GPU multiplies tall matrices as they are; on a CPU the short side is first.
     is_mirrored = _is_cpu(source.device) and rows > cols
@@ -197,8 +177,8 @@ def _orthogonalize_into(
     def like_source(x: Tensor) -> Tensor:
         return torch.unflatten(x.mT if is_mirrored else x, 2, source.shape[2:])
 
-    gram = takes_gram(rows, cols, config, kind)
-    iterates = len(segments(config, kind)) if gram else config.ns_steps
+    gram = takes_gram(rows, cols, numerics)
+    iterates = len(numerics.segments if gram else numerics.steps)
     first = torch.empty(shape, dtype=products.held, device=source.device)
     second: Tensor | None = None
     if memory is not None and memory.element_size() == first.element_size():
@@ -207,8 +187,8 @@ def _orthogonalize_into(
     if starts_in_memory and second is not None:
         first, second = second, first
     into = source.view(products.held) if starts_in_memory else like_source(first)
-    norms = enter(first, into, source, moves, products, config)
-    x = _iterated(first, second, config, is_tight)
+    norms = enter(first, into, source, moves, products, numerics)
+    x = _iterated(first, second, products, numerics, gram=gram, is_tight=is_tight)
     if soundness is not None:
         soundness.norms.append(norms)
         is_tall = x.size(1) > x.size(2)
@@ -220,17 +200,23 @@ def _orthogonalize_into(
     out.copy_(like_source(x))
 
 
-def _iterated(x: Tensor, spare: Tensor | None, config: MuonConfig, is_tight: bool) -> Tensor:
-    device = plan_device(x.device)
-    products = products_on(x.device, dtype_of(config, device))
+def _iterated(
+    x: Tensor,
+    spare: Tensor | None,
+    products: Products,
+    numerics: Numerics,
+    *,
+    gram: bool,
+    is_tight: bool,
+) -> Tensor:
     alone = x.size(0) == 1  # products of a single matrix are not batched
     if alone:
         x, spare = x[0], None if spare is None else spare[0]
     with fp32_is_fp32(x.device):
-        if takes_gram(x.size(-2), x.size(-1), config, device):
-            x = gram_iteration(x, segments(config, device), products, spare, is_tight=is_tight)
+        if gram:
+            x = gram_iteration(x, numerics.segments, products, spare, is_tight=is_tight)
         else:
-            x = standard_iteration(x, schedule_of(config), products, spare)
+            x = standard_iteration(x, numerics.steps, products, spare)
     return x[None] if alone else x
 
 

@@ -9,18 +9,18 @@ read 6 (``normalization_kernels``). The two differ in the order of the norm's su
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from megatron_muon.orthogonalize.iteration import dtype_of
-from megatron_muon.orthogonalize.matmul import Products, scale_of, torch_dtype, travel_dtype
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, Products, scale_of
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.triton_operations import (
     define,
     launching_beside,
     takes_kernels,
 )
-from megatron_muon.settings.config import MuonConfig
 
 _EXPONENT = 0x7F800000  # exponent bits of an fp32 number
 _SMALLEST = 2.0**-126  # smallest normal fp32 number
@@ -33,7 +33,7 @@ def enter(
     source: Tensor,
     moves: Tensor | None,
     products: Products,
-    config: MuonConfig,
+    numerics: Numerics,
 ) -> Tensor:
     """Fill ``x`` with the matrices of ``source``, each divided by its norm, as products hold them.
 
@@ -45,7 +45,7 @@ def enter(
         source: ``(k, rows, ...)``, at most three dims of columns; may be overwritten.
         moves: ``(k,)`` bool, or None.
         products: products of x's device.
-        config: says whether kernels are used.
+        numerics: says whether kernels are used.
 
     Returns:
         ``(k,)``, NaN for each matrix with an entry that is not finite.
@@ -59,7 +59,7 @@ def enter(
         ]
         x.copy_(products.enter(whole))
         return torch.stack(norms)
-    if source.dtype in _KERNEL_DTYPES and takes_kernels(source.device, config):
+    if source.dtype in _KERNEL_DTYPES and takes_kernels(source.device, numerics):
         norm = enter_by_kernels(into, source, moves, products.scale)
     else:
         norm = enter_by_torch(into, source, moves, products.scale)
@@ -68,15 +68,7 @@ def enter(
 
 
 def enter_by_torch(into: Tensor, source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
-    """``enter`` by torch's operations; ``source`` is overwritten.
-
-    Args:
-        into, source, moves: see ``enter``.
-        scale: the norm of what is written.
-
-    Returns:
-        See ``enter``.
-    """
+    """``enter`` by torch's operations, with a norm of ``scale``; ``source`` is overwritten."""
     dims = tuple(range(1, source.dim()))
     largest = torch.linalg.vector_norm(source, math.inf, dim=dims, keepdim=True).float()
     source.div_(power_of_two(largest))
@@ -84,10 +76,10 @@ def enter_by_torch(into: Tensor, source: Tensor, moves: Tensor | None, scale: fl
     norm: Tensor = torch.linalg.vector_norm(source, dim=dims, keepdim=True, dtype=dtype)
     if scale != 1.0:
         norm.div_(scale)
-    moving = norm > 0
+    has_direction = norm > 0
     if moves is not None:
-        moving &= moves.view(norm.shape)
-    torch.div(source, torch.where(moving, norm, math.inf), out=into)
+        has_direction &= moves.view(norm.shape)
+    torch.div(source, torch.where(has_direction, norm, math.inf), out=into)
     return norm.view(-1)
 
 
@@ -113,13 +105,6 @@ def _in_five_dims(x: Tensor) -> Tensor:
 def power_of_two(largest: Tensor) -> Tensor:
     """The power of two below each entry of an fp32 tensor, the smallest normal one at least."""
     return (largest.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_min(_SMALLEST)
-
-
-def normalize(x: Tensor) -> Tensor:
-    """A new fp32 matrix: ``x`` divided by its Frobenius norm; zero stays zero."""
-    made = x.to(torch.float32, copy=True)
-    normalize_(made)
-    return made
 
 
 def normalize_(x: Tensor, moves: Tensor | None = None) -> Tensor:
@@ -173,20 +158,34 @@ define("divisors(Tensor source, Tensor? moves, float scale) -> Tensor", _divisor
 define("divide(Tensor source, Tensor(a!) into, Tensor divisors) -> ()", _divide)
 
 
-def trial(device: torch.device, config: MuonConfig, *, by_kernels: bool) -> Tensor:
-    """Matrices over their norms, of several tiles; their sums are exact in any order.
+def trial_widths(widths: Iterable[int]) -> list[int]:
+    """Of matrices to try, the widths that take each variant of the kernels that these take.
 
-    They are in the dtypes of a GPU with these settings, on any device.
+    A tile has 1,024 columns, or fewer where a matrix has. One matrix whose rows are no multiples of
+    8 elements may put the others off 16 bytes.
+    """
+    every = {min(width, 1032 - 2 * bool(width % 8)) for width in widths}
+    if any(width % 8 for width in every):
+        every |= {width - 1 for width in every if width % 8 == 0}
+    return sorted(every)
+
+
+def trial(
+    device: torch.device, numerics: Numerics, cols: int = 1030, *, by_kernels: bool
+) -> Tensor:
+    """Matrices over their norms, of several tiles; their sums are exact in any order.
 
     Of four matrices the second has a scale whose squares are none of fp32, the third is zero, and
     the fourth does not move.
     """
-    rows, cols = 20, 1030
+    rows = 20
     numbers = torch.arange(rows * cols, dtype=torch.float64).mul(7).remainder(5).sub(2)
     scales = torch.tensor([1.0, 2.0**100, 0.0, 1.0], dtype=torch.float64)
-    ns_dtype = dtype_of(config, "cuda")
-    source = (scales[:, None] * numbers).view(4, rows, 1, 1, cols).to(device, travel_dtype(config))
-    into = torch.empty_like(source, dtype=torch_dtype(ns_dtype))
+    source = (scales[:, None] * numbers).view(4, rows, 1, 1, cols)
+    source = source.to(device, TORCH_DTYPE[numerics.travels])
+    into = torch.empty_like(source, dtype=TORCH_DTYPE[numerics.dtype])
     moves = torch.tensor([True, True, True, False], device=device)
-    (enter_by_kernels if by_kernels else enter_by_torch)(into, source, moves, scale_of(ns_dtype))
+    (enter_by_kernels if by_kernels else enter_by_torch)(
+        into, source, moves, scale_of(numerics.dtype)
+    )
     return into

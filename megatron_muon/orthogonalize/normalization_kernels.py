@@ -28,6 +28,23 @@ EXPONENT = tl.constexpr(0x7F800000)  # exponent bits of an fp32 number
 LEAST, MOST, ONE = tl.constexpr(1 << 23), tl.constexpr(253 << 23), tl.constexpr(254 << 23)
 
 
+# Triton would compile a variant wherever one of these is 1 or a multiple of 16, so at new shapes in
+# the middle of a step. ``EIGHTS`` says of all of them what matters: rows start at 16 bytes.
+_ARGUMENTS = [
+    *("source", "into", "rows", "width", "parts", "per_matrix"),
+    *("matrix_stride", "row_stride", "block_stride", "part_stride"),
+    *("into_matrix_stride", "into_row_stride", "into_block_stride", "into_part_stride"),
+]
+
+
+@triton.jit
+def _eights(x, EIGHTS: tl.constexpr):
+    """``x``, and where it is a multiple of 8 the compiler sees that."""
+    if EIGHTS:
+        x = x // 8 * 8
+    return x
+
+
 @triton.jit
 def _tile(rows, width, parts, per_matrix, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
     """This program's matrix, block, part, rows and columns, and which elements there are."""
@@ -47,7 +64,7 @@ def _reciprocal(bits):
     return (-bits + ONE).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ARGUMENTS)
 def squares_kernel(
     source,
     made,
@@ -61,14 +78,17 @@ def squares_kernel(
     per_matrix,
     TILE_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
+    EIGHTS: tl.constexpr,
 ):
     """For each tile the power of two below its largest entry, and the sum of (x / power)²."""
     matrix, block, part, row, col, here = _tile(
-        rows, width, parts, per_matrix, TILE_ROWS, TILE_COLS
+        rows, _eights(width, EIGHTS), parts, per_matrix, TILE_ROWS, TILE_COLS
     )
-    start = matrix * matrix_stride + block * block_stride + part * part_stride
-    at = start + row[:, None] * row_stride + col[None, :]
-    x = tl.load(source + at, mask=here, other=0.0).to(tl.float32)
+    start = source + matrix * matrix_stride + block * block_stride + part * part_stride
+    if EIGHTS:
+        start = tl.multiple_of(start, 16)
+    at = start + row[:, None] * _eights(row_stride, EIGHTS) + col[None, :]
+    x = tl.load(at, mask=here, other=0.0).to(tl.float32)
     largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
     bits = largest.to(tl.int32, bitcast=True) & EXPONENT
     bits = tl.minimum(tl.maximum(bits, LEAST), MOST)
@@ -87,7 +107,6 @@ def norm_kernel(
     scale,
     HAS_MOVES: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    PASSES: tl.constexpr,
 ):
     """Two divisors of each matrix: a power of two, and its norm in units of it over ``scale``.
 
@@ -97,30 +116,32 @@ def norm_kernel(
     matrix = tl.program_id(0)
     first = tiles + 2 * matrix.to(tl.int64) * per_matrix
     powers = tl.zeros((AT_ONCE,), tl.float32)
-    at = tl.arange(0, AT_ONCE)
-    for _ in range(PASSES):
+    start = 0
+    while start < per_matrix:
+        at = start + tl.arange(0, AT_ONCE)
         powers = tl.maximum(powers, tl.load(first + 2 * at, mask=at < per_matrix, other=0.0))
-        at += AT_ONCE
+        start += AT_ONCE
     power = tl.max(powers, axis=0)
     inverse = _reciprocal(power.to(tl.int32, bitcast=True))
     squares = tl.zeros((AT_ONCE,), tl.float32)
-    at = tl.arange(0, AT_ONCE)
-    for _ in range(PASSES):
+    start = 0
+    while start < per_matrix:
+        at = start + tl.arange(0, AT_ONCE)
         own = tl.load(first + 2 * at, mask=at < per_matrix, other=0.0) * inverse
         one = tl.load(first + 2 * at + 1, mask=at < per_matrix, other=0.0)
         squares = squares + (one * own) * own
-        at += AT_ONCE
+        start += AT_ONCE
     norm = tl.math.sqrt_rn(tl.sum(squares, axis=0)) * scale
-    moving = norm > 0.0
+    has_direction = norm > 0.0
     if HAS_MOVES:
-        moving = moving & (tl.load(moves + matrix) != 0)
+        has_direction = has_direction & (tl.load(moves + matrix) != 0)
     tl.store(made + 2 * matrix, power)
-    by = tl.where(moving, norm, float("inf"))
+    by = tl.where(has_direction, norm, float("inf"))
     is_finite = (norm.to(tl.int32, bitcast=True) & EXPONENT) != EXPONENT
     tl.store(made + 2 * matrix + 1, tl.where(is_finite, by, float("nan")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ARGUMENTS)
 def divide_kernel(
     source,
     into,
@@ -139,20 +160,26 @@ def divide_kernel(
     per_matrix,
     TILE_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
+    EIGHTS: tl.constexpr,
 ):
     """Each entry over both divisors of its matrix; the first division rounds nothing."""
     matrix, block, part, row, col, here = _tile(
-        rows, width, parts, per_matrix, TILE_ROWS, TILE_COLS
+        rows, _eights(width, EIGHTS), parts, per_matrix, TILE_ROWS, TILE_COLS
     )
     power = tl.load(divisors + 2 * matrix).to(tl.int32, bitcast=True)
     norm = tl.load(divisors + 2 * matrix + 1)
-    start = matrix * matrix_stride + block * block_stride + part * part_stride
-    x = tl.load(source + start + row[:, None] * row_stride + col[None, :], mask=here, other=0.0)
+    start = source + matrix * matrix_stride + block * block_stride + part * part_stride
+    if EIGHTS:
+        start = tl.multiple_of(start, 16)
+    at = start + row[:, None] * _eights(row_stride, EIGHTS) + col[None, :]
+    x = tl.load(at, mask=here, other=0.0)
     x = x.to(tl.float32) * _reciprocal(power)
     x = tl.math.div_rn(x, tl.zeros_like(x) + norm)
-    start = matrix * into_matrix_stride + block * into_block_stride + part * into_part_stride
-    at = start + row[:, None] * into_row_stride + col[None, :]
-    tl.store(into + at, x.to(into.dtype.element_ty), mask=here)
+    start = into + matrix * into_matrix_stride + block * into_block_stride + part * into_part_stride
+    if EIGHTS:
+        start = tl.multiple_of(start, 16)
+    at = start + row[:, None] * _eights(into_row_stride, EIGHTS) + col[None, :]
+    tl.store(at, x.to(into.dtype.element_ty), mask=here)
 
 
 def launch_norms(source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
@@ -161,7 +188,13 @@ def launch_norms(source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
     count, per_matrix = source.size(0), of_matrix["per_matrix"]
     tiles = source.new_empty((count * per_matrix, 2), dtype=torch.float32)
     squares_kernel[(count * per_matrix,)](
-        source, tiles, *_strides(source), **of_matrix, **tile, **LAUNCH
+        source,
+        tiles,
+        *_strides(source),
+        **of_matrix,
+        **tile,
+        EIGHTS=_in_eights(source),
+        **LAUNCH,
     )
     made = source.new_empty((count, 2), dtype=torch.float32)
     norm_kernel[(count,)](
@@ -172,7 +205,6 @@ def launch_norms(source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
         scale,
         HAS_MOVES=moves is not None,
         AT_ONCE=_AT_ONCE,
-        PASSES=triton.cdiv(per_matrix, _AT_ONCE),
         **LAUNCH,
     )
     return made
@@ -189,8 +221,15 @@ def launch_divide(source: Tensor, into: Tensor, divisors: Tensor) -> None:
         *_strides(into),
         **of_matrix,
         **tile,
+        EIGHTS=_in_eights(source) and _in_eights(into),
         **LAUNCH,
     )
+
+
+def _in_eights(x: Tensor) -> bool:
+    """Whether each row of a part starts at 16 bytes, and is a multiple of 8 elements."""
+    strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    return x.data_ptr() % 16 == 0 and not any(n % 8 for n in (x.size(4), *strides[:-1]))
 
 
 def _strides(x: Tensor) -> tuple[int, int, int, int]:

@@ -17,25 +17,12 @@ import torch
 from torch import Tensor
 
 from megatron_muon.orthogonalize.gram import factor_of
-from megatron_muon.orthogonalize.iteration import (
-    dtype_of,
-    makes_rows,
-    schedule_of,
-    segments,
-    square_rows,
-    strips_take_gram,
-)
-from megatron_muon.orthogonalize.matmul import (
-    Products,
-    direction_dtype,
-    fp32_is_fp32,
-    plan_device,
-    products_on,
-)
+from megatron_muon.orthogonalize.iteration import makes_rows, square_rows, strips_take_gram
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, Products, fp32_is_fp32, products_on
 from megatron_muon.orthogonalize.normalization import power_of_two
+from megatron_muon.orthogonalize.numerics import Numerics, Segments
 from megatron_muon.orthogonalize.soundness import Soundness, largest_of
 from megatron_muon.settings.coefficients import Triple
-from megatron_muon.settings.config import MuonConfig
 
 
 class Sharing(Protocol):
@@ -53,35 +40,23 @@ class Sharing(Protocol):
     def count(self) -> int: ...
 
     def all_numbers(self, mine: Tensor) -> Tensor:
-        """The numbers of all strips.
-
-        Args:
-            mine: ``(strips here, k)`` fp32.
-
-        Returns:
-            ``(strips, k)`` in the order of strips.
-        """
+        """``(strips, k)`` in the order of strips, from ``(strips here, k)`` fp32."""
 
     def add(self, squares: Sequence[Tensor]) -> Tensor:
-        """The sum over all strips, added in fp32 in their order, and rounded to their dtype.
+        """The sum of the squares of all strips, from those that are here, each ``(m, m)``.
 
-        Args:
-            squares: ``(m, m)`` of each strip that is here.
+        It is added in fp32 in the order of strips, and rounded to the dtype of squares.
         """
 
-    def together(self, parts: Sequence[Tensor]) -> Tensor:
-        """A square, ``(m, m)``, of which each strip makes rows.
-
-        Args:
-            parts: ``(rows, m)`` of each strip that is here (``iteration.square_rows``).
-        """
+    def together(self, rows_here: Sequence[Tensor]) -> Tensor:
+        """A square, ``(m, m)``, from the rows of each strip here (``iteration.square_rows``)."""
 
 
 def orthogonalize_strips(
     strips: Sequence[Tensor],
     whole: tuple[int, int],
     moves: Tensor,
-    config: MuonConfig,
+    numerics: Numerics,
     sharing: Sharing,
     soundness: Soundness | None = None,
 ) -> None:
@@ -89,29 +64,27 @@ def orthogonalize_strips(
 
     Args:
         strips: each a view whose first dim is the matrix's rows or a range of them, and whose other
-            dims are its columns or a range of them, in ``matmul.travel_dtype``. How it lies in
-            memory changes no bit. Its memory takes the directions, in ``matmul.direction_dtype``.
+            dims are its columns or a range of them, in ``Numerics.travels``. How it lies in memory
+            changes no bit. Its memory takes the directions, in ``Numerics.dtype``.
         whole: rows and columns of the matrix.
         moves: ``(len(strips),)`` bool: whether a strip has a gradient. Without any, the direction
             is zero.
-        config: the settings whose names begin with ``ns_`` are read.
+        numerics: of the run and the device.
         sharing: the matrix's other homes.
         soundness: takes the matrix's numbers for each of these strips, the same at all homes.
     """
-    device = strips[0].device
-    kind = plan_device(device)
-    products = products_on(device, dtype_of(config, kind))
+    products = products_on(strips[0].device, numerics)
     is_tall = whole[0] >= whole[1]  # strips of a square one are ranges of rows, too
     entered, norm = _entered(strips, moves, products, sharing)
     # (m, n) with the short side first; a tall strip is a view, and stays as it is in memory
     x = [one.mT if is_tall else one for one in entered]
     del entered
-    with fp32_is_fp32(device):
-        if strips_take_gram(*whole, sharing.count, config, kind):
-            by_rows = makes_rows(*whole, sharing.count, config, kind)
-            _gram(x, config, products, sharing, by_rows=by_rows)
+    with fp32_is_fp32(strips[0].device):
+        if strips_take_gram(*whole, sharing.count, numerics):
+            by_rows = makes_rows(*whole, sharing.count, numerics)
+            _gram(x, numerics.segments, products, sharing, by_rows=by_rows)
         else:
-            _standard(x, config, products.plain(), sharing)
+            _standard(x, numerics.steps, products.plain(), sharing)
     # every home's line shows what is wrong with Q, and only its own what its product overflows
     lines = torch.stack([largest_of(one[:, 0]) for one in x]).float()
     line = sharing.all_numbers(lines[:, None]).amax()
@@ -120,7 +93,7 @@ def orthogonalize_strips(
         soundness.lines.append(line.expand(len(strips)))
     for strip, direction in zip(strips, x, strict=True):
         made = (direction.mT if is_tall else direction).reshape(strip.shape)
-        strip.view(direction_dtype(config, device)).copy_(made)
+        strip.view(TORCH_DTYPE[numerics.dtype]).copy_(made)
 
 
 def _entered(
@@ -139,17 +112,16 @@ def _entered(
     made = [one.flatten(1).to(torch.float32, copy=True).div_(power) for one in strips]
     squares = torch.stack([torch.linalg.vector_norm(one).square() for one in made])
     norm = sharing.all_numbers(squares[:, None]).sum().sqrt()
-    moving = (norm > 0) & (every[:, 1].sum() > 0)
-    by = torch.where(moving, norm, math.inf) / products.scale
+    has_direction = (norm > 0) & (every[:, 1].sum() > 0)
+    by = torch.where(has_direction, norm, math.inf) / products.scale
     return [products.enter(one.div_(by), is_scaled=True) for one in made], norm
 
 
 def _gram(
-    x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing, *, by_rows: bool
+    x: list[Tensor], parts: Segments, products: Products, sharing: Sharing, *, by_rows: bool
 ) -> None:
     """The Gram iteration (``gram.gram_iteration``), which replaces the strips of ``x``."""
-    kind, of_squares = plan_device(x[0].device), products.of_squares()
-    parts = segments(config, kind)
+    of_squares = products.of_squares()
     for number, part in enumerate(parts):
         leave = products.leave(is_last=number == len(parts) - 1)
         gram = [of_squares.rounded(sharing.add([of_squares.square(one) for one in x]))]
@@ -207,9 +179,10 @@ def _plus_diagonal(power: Tensor, alpha: float, a: float, start: int, products: 
     return products.rounded(made)
 
 
-def _standard(x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing) -> None:
+def _standard(
+    x: list[Tensor], steps: tuple[Triple, ...], products: Products, sharing: Sharing
+) -> None:
     """The standard iteration (``newton_schulz.standard_iteration``); see ``_gram``."""
-    steps = schedule_of(config)
     for step, (a, b, c) in enumerate(steps):
         leave = products.leave(is_last=step == len(steps) - 1)
         square = products.rounded(sharing.add([products.square(one) for one in x]))

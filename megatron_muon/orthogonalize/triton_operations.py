@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.settings.config import MuonConfig
+from megatron_muon.orthogonalize.numerics import Numerics
 
 _LIBRARY: Any = torch.library.Library("megatron_muon", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -46,9 +46,10 @@ def launching_beside(tensor: Tensor) -> AbstractContextManager[None]:
     return torch.cuda.device(tensor.get_device() if tensor.is_cuda else -1)
 
 
-def takes_kernels(device: torch.device, config: MuonConfig) -> bool:
+def takes_kernels(device: torch.device, numerics: Numerics) -> bool:
     """Whether triton's kernels do what is not a product; else torch's operations do it."""
-    return config.elementwise == "auto" and device.type == "cuda" and has_triton()
+    wanted = numerics.config.elementwise == "auto"
+    return wanted and device.type == "cuda" and has_triton()
 
 
 @cache

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import fields
 
-from megatron_muon.orthogonalize.iteration import Device, costs_follow_device
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.config import MuonConfig
@@ -15,8 +15,7 @@ from megatron_muon.version import __version__
 
 def description(
     parameters: Sequence[Parameter],
-    config: MuonConfig,
-    device: Device = "cuda",
+    numerics: Numerics,
     earlier: Sequence[ExchangePlan] = (),
     later: int = 0,
 ) -> list[str]:
@@ -27,10 +26,10 @@ def description(
     iteration and plain products, kinds may differ. Of ``earlier`` plans, whose homes this plan's
     depend on, there is a fingerprint; of the work that comes ``later``, its flops.
     """
-    devices = [f"kind of device: {device}"] if costs_follow_device(config, device) else []
+    devices = [f"kind of device: {numerics.device}"] if numerics.costs_follow_device else []
     before = [f"homes of optimizer {at}: {_homes(plan)}" for at, plan in enumerate(earlier)]
     after = [f"flops of later optimizers: {later}"] if later else []
-    return [*settings(config), *devices, *before, *after, *map(_describe, parameters)]
+    return [*settings(numerics.config), *devices, *before, *after, *map(_describe, parameters)]
 
 
 def settings(config: MuonConfig) -> list[str]:
@@ -39,13 +38,7 @@ def settings(config: MuonConfig) -> list[str]:
 
 
 def of_run(config: MuonConfig, optimizer: str, core: str) -> list[str]:
-    """What all ranks of a run must have, one per line.
-
-    Args:
-        config: the settings.
-        optimizer: the optimizer's name, as Megatron has it.
-        core: the version of megatron-core.
-    """
+    """What all ranks of a run must have, one per line; Megatron's optimizer, and its version."""
     return [
         f"version of megatron-muon: {__version__}",
         f"version of megatron-core: {core}",

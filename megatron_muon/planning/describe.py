@@ -4,65 +4,55 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field
 from math import prod
 
-from megatron_muon.orthogonalize.iteration import (
-    NODE,
-    Device,
-    dtype_of,
-    is_cuda,
-    iteration_of,
-)
+from megatron_muon.orthogonalize.iteration import NODE
+from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.gathers import ADAMW
 from megatron_muon.settings.coefficients import spelled
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 PREFIX = "[megatron_muon]"
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Trainable elements of a pipeline stage or a model, each counted once over all ranks.
+    """Muon's share of a pipeline stage or a model: trainable elements, each once over all ranks.
 
     Attributes:
         total, muon: elements of all parameters, and of Muon's.
         active, active_muon: elements that one token goes through: only as many of a layer's routed
             experts as the router picks.
+        kept: elements of AdamW's 2-D weights, by what they are.
+        unsplit: the keys of ``UNSPLIT`` that it has.
+        unknown_fusions: names of fused projections that are not split, since their order of rows is
+            not known.
     """
 
     total: int = 0
     muon: int = 0
     active: int = 0
     active_muon: int = 0
-
-    def numbers(self) -> list[int]:
-        """The numbers that ``of`` takes."""
-        return list(astuple(self))
-
-    @staticmethod
-    def of(numbers: Sequence[int]) -> Share:
-        """The inverse of ``numbers``."""
-        return Share(*numbers)
-
-    @property
-    def is_small(self) -> bool:
-        """Whether less than half is Muon's, of all or of what a token activates."""
-        return min(_ratio(self.muon, self.total), _ratio(self.active_muon, self.active)) < 0.5
+    kept: Mapping[str, int] = field(default_factory=dict)
+    unsplit: Sequence[str] = ()
+    unknown_fusions: Sequence[str] = ()
 
     def __add__(self, other: Share) -> Share:
-        return Share(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Share(
+            self.total + other.total,
+            self.muon + other.muon,
+            self.active + other.active,
+            self.active_muon + other.active_muon,
+            dict(Counter(self.kept) + Counter(other.kept)),
+            [leaf for leaf in UNSPLIT if leaf in self.unsplit or leaf in other.unsplit],
+            list(dict.fromkeys([*self.unknown_fusions, *other.unknown_fusions])),
+        )
 
 
 def active_line(version: str, core: str) -> str:
-    """One line for the log: this package's Muon runs, and not Megatron's own.
-
-    Args:
-        version: version of megatron-muon.
-        core: version of megatron-core.
-    """
+    """This package's Muon runs, and not Megatron's own; both packages' versions."""
     return (
         f"{PREFIX} megatron-muon {version} is active: Distributed Muon over the "
         f"DistributedOptimizer of megatron-core {core}"
@@ -77,75 +67,53 @@ UNSPLIT = {
 }
 
 
-def share_lines(
-    stages: Sequence[Share], unsplit: Sequence[str], kept: Sequence[Mapping[str, int]]
-) -> list[str]:
-    """A line with Muon's share of the model, and a warning where that is less than half.
-
-    Args:
-        stages: the share of each pipeline stage.
-        unsplit: the keys of ``UNSPLIT`` that the model has.
-        kept: for each stage the elements of AdamW's 2-D weights, by what they are.
+def share_lines(share: Share) -> list[str]:
+    """Lines about a model: Muon's share, less than half of it, and fusions that are not split.
 
     Raises:
         ValueError: the share is zero.
     """
-    share = sum(stages, start=Share())
-    require_muons(share, kept)
+    require_muons(share)
     all_of_it, activated = _ratio(share.muon, share.total), _ratio(share.active_muon, share.active)
     lines = [
         f"{PREFIX} Muon has {all_of_it:.1%} of the model's {_count(share.total)} parameters and "
         f"{activated:.1%} of the {_count(share.active)} that a token activates, AdamW the rest"
-        + "".join(f"; {UNSPLIT[leaf]} are one matrix each, not split" for leaf in unsplit)
+        + "".join(f"; {UNSPLIT[leaf]} are one matrix each, not split" for leaf in share.unsplit)
     ]
-    if share.is_small:
+    if min(all_of_it, activated) < 0.5:
         lines.append(
-            f"{PREFIX} warning: less than half is Muon's; {_kept(kept, share)}: expect little "
-            "difference from AdamW"
+            f"{PREFIX} warning: less than half is Muon's; {_kept(share)}: expect little difference "
+            "from AdamW"
+        )
+    if share.unknown_fusions:
+        lines.append(
+            f"{PREFIX} {named('split_qkv')} has no effect on {', '.join(share.unknown_fusions)}: "
+            "the order of rows is known only of Megatron's SelfAttention and CrossAttention, so "
+            "each is one matrix"
         )
     return lines
 
 
-def require_muons(share: Share, kept: Sequence[Mapping[str, int]]) -> None:
+def require_muons(share: Share) -> None:
     """Refuse a model of which Muon has nothing.
-
-    Args:
-        share: that of the whole model.
-        kept: see ``share_lines``.
 
     Raises:
         ValueError: see above; names what AdamW has.
     """
     if share.total and not share.muon:
         raise ValueError(
-            f"Muon has none of the model's {_count(share.total)} parameters; {_kept(kept, share)}: "
+            f"Muon has none of the model's {_count(share.total)} parameters; {_kept(share)}: "
             f"change {named('muon_include')} or {named('muon_exclude')} of MuonConfig so that "
             "Muon has some of these, or choose optimizer='adam'"
         )
 
 
-def _kept(kept: Sequence[Mapping[str, int]], share: Share) -> str:
+def _kept(share: Share) -> str:
     """What AdamW's 2-D weights are, by their part of the model, the largest first."""
-    total: Counter[str] = Counter()
-    for stage in kept:
-        total.update(stage)
-    parts = [f"{what}, {_ratio(size, share.total):.1%}" for what, size in total.most_common(5)]
-    more = f"; and {len(total) - 5} more kinds" if len(total) > 5 else ""
+    largest = Counter(share.kept).most_common()
+    parts = [f"{what}, {_ratio(size, share.total):.1%}" for what, size in largest[:5]]
+    more = f"; and {len(largest) - 5} more kinds" if len(largest) > 5 else ""
     return f"AdamW has the 2-D weights of {'; '.join(parts)}{more}" if parts else "none is 2-D"
-
-
-def fused_lines(names: Sequence[str]) -> list[str]:
-    """A line about fused projections that are not split, if there are any.
-
-    Args:
-        names: names of these projections.
-    """
-    if not names:
-        return []
-    return [
-        f"{PREFIX} {named('split_qkv')} has no effect on {', '.join(names)}: the order of rows is "
-        "known only of Megatron's SelfAttention and CrossAttention, so each is one matrix"
-    ]
 
 
 def not_shared_lines(config: MuonConfig, device: Device, *, is_deterministic: bool) -> list[str]:
@@ -158,18 +126,15 @@ def not_shared_lines(config: MuonConfig, device: Device, *, is_deterministic: bo
     return [f"{PREFIX} {named('split_matrices')} is off, not auto, with {why}"]
 
 
-def newton_schulz_line(
-    config: MuonConfig, device: Device, products: str, *, in_batches: bool
-) -> str:
-    """One line about the iteration.
+def newton_schulz_line(numerics: Numerics, products: str, *, in_batches: bool) -> str:
+    """The iteration.
 
     Args:
-        config: the settings.
-        device: the ranks' kind of device.
+        numerics: of the run.
         products: the library that makes the symmetric products.
         in_batches: whether matrices of one shape are orthogonalized together (``ns_batch``).
     """
-    batches = ""
+    batches, config = "", numerics.config
     if in_batches and config.ns_batch != 1:
         most = "as many" if config.ns_batch is None else f"up to {config.ns_batch}"
         fit = " as fit" if config.ns_batch is None else ""
@@ -181,41 +146,28 @@ def newton_schulz_line(
         )
     return (
         f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {config.ns_steps} steps, "
-        f"{_dtype(config, device)}, {_iteration(config, device)}; symmetric products: {products}"
+        f"{_dtype(numerics)}, {_iteration(numerics)}; symmetric products: {products}"
         f"{batches}"
     )
 
 
-def _dtype(config: MuonConfig, device: Device) -> str:
+def _dtype(numerics: Numerics) -> str:
     """The dtype's name; whether it is a GPU's default."""
-    default = " (the default on a GPU)" if config.ns_dtype is None and is_cuda(device) else ""
-    return f"{dtype_of(config, device)}{default}"
+    is_default = numerics.config.ns_dtype is None and numerics.on_gpu
+    return f"{numerics.dtype}{' (the default on a GPU)' if is_default else ''}"
 
 
-def _iteration(config: MuonConfig, device: Device) -> str:
+def _iteration(numerics: Numerics) -> str:
     """The iteration's name, and why it is not the one that was asked for, or a GPU's default."""
-    name = iteration_of(config, device)
-    if config.ns_iteration == name or (config.ns_iteration is None and not is_cuda(device)):
+    name, wanted = numerics.iteration, numerics.config.ns_iteration
+    if wanted == name or (wanted is None and not numerics.on_gpu):
         return name
     if name == "auto":
         return "auto (the default on a GPU)"
-    asked = "auto" if config.ns_iteration else "the default, auto,"
+    asked = "auto" if wanted else "the default, auto,"
     return (
         f"standard (in place of {asked} since the Gram iteration has not been found accurate with "
         "these coefficients, steps and dtype)"
-    )
-
-
-def elementwise_line(by: str) -> str:
-    """One line about the operations that do momentum, norm and update."""
-    return f"{PREFIX} momentum, norm and update: {by}"
-
-
-def connected_line(*, stage: int, peers: int, seconds: float) -> str:
-    """One line about the connections that were made before the first step."""
-    return (
-        f"{PREFIX} pipeline stage {stage}: connected to {peers} peer(s) of the exchange in "
-        f"{seconds:.1f} s"
     )
 
 

@@ -69,13 +69,9 @@ class RankGrid:
 
 
 def neighbours_of(nodes: Sequence[int]) -> int:
-    """How many ranks of a stage in a row are of one node, wherever one counts them off.
+    """How many ranks of a stage in a row are of one node, by the node of ranks 0, 1, … of it.
 
-    Args:
-        nodes: the node of ranks 0, 1, … of the stage.
-
-    Returns:
-        A power of two, at most ``NODE``: homes of one matrix are no more than that.
+    It is a power of two, at most ``NODE``: homes of one matrix are no more than that.
     """
     count = NODE
     while any(len(set(nodes[at : at + count])) > 1 for at in range(0, len(nodes), count)):
@@ -83,8 +79,8 @@ def neighbours_of(nodes: Sequence[int]) -> int:
     return count
 
 
-def held_pieces(parameter: Parameter, grid: RankGrid) -> Iterator[tuple[int, Span]]:
+def held_shards(parameter: Parameter, grid: RankGrid) -> Iterator[tuple[int, Span]]:
     """``(rank, elements of the parameter)`` for every rank of the stage that holds some."""
-    for dp_rank, piece in parameter.pieces(grid.dp_size):
+    for dp_rank, shard in parameter.shards(grid.dp_size):
         for rank in grid.holders(parameter.ep_rank, dp_rank):
-            yield rank, piece
+            yield rank, shard

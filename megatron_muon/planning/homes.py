@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megatron_muon.orthogonalize.iteration import NODE
-from megatron_muon.settings.config import HomePolicy, MuonConfig
+from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.settings.config import HomePolicy
 
 # A rank keeps a matrix that it holds most of until its work would pass SLACK × max(ideal, largest
 # matrix); up to LIMIT × that, where another rank would end later.
@@ -52,7 +53,7 @@ class Work:
     shared: int = 0
     waits: int = 0
 
-    def moved(self, home: int) -> int:
+    def travelling(self, home: int) -> int:
         """Elements that a home receives and sends: pieces it lacks, directions of all others."""
         pieces = self.numel + sum(self.held.values()) - 2 * self.held.get(home, 0)
         return pieces + self.shared
@@ -83,13 +84,9 @@ class Loads:
         return Loads((0,) * size, (0,) * size)
 
 
-def prices(config: MuonConfig, itemsize: int) -> Price:
-    """Prices from the two speeds, in a unit in which nothing is rounded.
-
-    Args:
-        config: ``rank_tflops`` and ``link_gbytes``.
-        itemsize: bytes of an element that travels.
-    """
+def prices(numerics: Numerics) -> Price:
+    """Prices from ``rank_tflops`` and ``link_gbytes``, in a unit in which nothing is rounded."""
+    config, itemsize = numerics.config, numerics.itemsize
     flops, per_flops = config.rank_tflops.as_integer_ratio()  # per picosecond
     bytes_, per_bytes = config.link_gbytes.as_integer_ratio()  # per nanosecond
     flop, element = per_flops * bytes_, 1000 * itemsize * per_bytes * flops
@@ -119,7 +116,7 @@ def choose_homes(
             Ties go to the rank with the least time (under TP all holders tie), then the lowest.
         price: the prices of work and of bytes.
         chosen: homes that are chosen already, by matrix.
-        before: what ranks have to do for other optimizers of the stage; None: nothing.
+        before: what ranks have to do for other optimizers of the stage.
         neighbours: see ``RankGrid``.
     """
     chosen = {} if chosen is None else chosen
@@ -134,29 +131,22 @@ def choose_homes(
     for _, alike in itertools.groupby(
         left, lambda index: matrices[index].flops if joint else index
     ):
-        moved = []
+        leaving = []
         for index in alike:
             home = ranks.holder(index)
             if policy == "balanced" and not ranks.has_room(index, home):
-                moved.append(index)
+                leaving.append(index)
                 continue
             homes[index] = home
             ranks.give(index, home)
-        for index in moved:
+        for index in leaving:
             homes[index] = ranks.elsewhere(index)
             ranks.give(index, homes[index])
     return [homes[index] for index in range(len(matrices))]
 
 
 class _Ranks:
-    """What ranks have to do, while homes are chosen one by one.
-
-    Args:
-        matrices: all matrices that get homes.
-        before: what ranks have to do already.
-        price: the prices of work and of bytes.
-        neighbours: see ``RankGrid``.
-    """
+    """What ranks have to do, while homes are chosen one by one."""
 
     def __init__(
         self, matrices: Sequence[Work], before: Loads, price: Price, neighbours: int
@@ -207,7 +197,7 @@ class _Ranks:
 
 def _time(matrix: Work, home: int, price: Price) -> int:
     at_home = matrix.flops * price.flop + matrix.waits * price.picosecond
-    return at_home + matrix.moved(home) * price.element
+    return at_home + matrix.travelling(home) * price.element
 
 
 def _of_ideal(factor: Fraction, matrices: Sequence[Work], before: Loads) -> int:

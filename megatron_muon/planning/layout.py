@@ -1,4 +1,4 @@
-"""The places of elements, as plain integers: shards, pieces, and the matrices in a parameter.
+"""The places of elements, as plain integers: shards, and the matrices in a parameter.
 
 A parameter is Megatron's: the local tensor-parallel slice, a flat range of a bucket. A bucket is
 cut into ``dp_size`` equal shards. A matrix is one 2-D block that is orthogonalized as a unit: a
@@ -164,10 +164,15 @@ class Parameter:
         return len(self.blocks) if self.partition_dim == 1 else 1
 
     @property
+    def widths(self) -> set[int]:
+        """Columns of its matrices' parts and blocks: what lies together in a staged row."""
+        return {m.cols // (self.column_parts * m.column_blocks) for m in self.matrices}
+
+    @property
     def replicated(self) -> bool:
         return self.partition_dim is None and len(self.blocks) > 1
 
-    def pieces(self, dp_size: int) -> Iterator[tuple[int, Span]]:
+    def shards(self, dp_size: int) -> Iterator[tuple[int, Span]]:
         """``(dp_rank, elements of the parameter)`` for each shard that has some of it.
 
         Megatron cuts each bucket into ``dp_size`` equal shards
@@ -185,8 +190,8 @@ class Parameter:
             yield dp_rank, Span(max(first, start) - start, min(last, stop) - start)
 
     def is_boundary(self, dp_size: int) -> bool:
-        """True where more than one DP rank holds a piece."""
-        return sum(1 for _ in self.pieces(dp_size)) > 1
+        """True where more than one DP rank holds some of it."""
+        return sum(1 for _ in self.shards(dp_size)) > 1
 
 
 Matrices = tuple[tuple[MatrixShape, ...], tuple[tuple[Block, ...], ...]]
@@ -196,24 +201,13 @@ def whole_matrix(
     name: str, shape: tuple[int, int], partition_dim: int | None, tp_size: int
 ) -> Matrices:
     """The parameter is one matrix; TP slices it into equal ranges of rows or columns, or not."""
-    rows, cols = shape
-    parts = 1 if partition_dim is None else tp_size
-    matrix = MatrixShape(
-        name,
-        rows * (parts if partition_dim == 0 else 1),
-        cols * (parts if partition_dim == 1 else 1),
-    )
-    blocks = tuple(
-        (Block(0, Span(0, rows), tp_rank * rows if partition_dim == 0 else 0),)
-        for tp_rank in range(tp_size)
-    )
-    return (matrix,), blocks
+    return batched_matrices((name,), shape, partition_dim, tp_size)
 
 
 def batched_matrices(
     names: tuple[str, ...],
     shape: tuple[int, int],
-    partition_dim: int,
+    partition_dim: int | None,
     tp_size: int,
     column_blocks: int = 1,
     *,
@@ -224,25 +218,16 @@ def batched_matrices(
     Args:
         names: the matrices' names.
         shape: local (rows of all matrices, cols).
-        partition_dim: the dim of each matrix that TP splits.
+        partition_dim: the dim of each matrix that TP splits; None where TP ranks hold replicas.
         tp_size: number of TP ranks.
         column_blocks, apart: see ``MatrixShape``.
     """
     rows, cols = shape
     if rows % len(names):
         raise ValueError(f"{names[0]}: {rows} local rows are not {len(names)} equal matrices")
-    each = rows // len(names)
-    by_rows = partition_dim == 0
-    matrices = tuple(
-        MatrixShape(
-            name,
-            each * (tp_size if by_rows else 1),
-            cols * (1 if by_rows else tp_size),
-            column_blocks,
-            apart,
-        )
-        for name in names
-    )
+    each, by_rows = rows // len(names), partition_dim == 0
+    whole = each * (tp_size if by_rows else 1), cols * (tp_size if partition_dim == 1 else 1)
+    matrices = tuple(MatrixShape(name, *whole, column_blocks, apart) for name in names)
     blocks = tuple(
         tuple(
             Block(index, Span(index * each, (index + 1) * each), tp_rank * each if by_rows else 0)

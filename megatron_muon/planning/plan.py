@@ -1,4 +1,4 @@
-"""The exchange plan: which rank orthogonalizes which matrix, and every run of elements that moves.
+"""The exchange plan: which rank orthogonalizes which matrix, and every slice that travels.
 
 Plain integers, a pure function of the stage's parameters, its grid of ranks and the settings. So
 every rank makes the same plan without communication, and tests can count its messages.
@@ -12,25 +12,26 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from megatron_muon.orthogonalize.iteration import (
-    Device,
-    dtype_of,
     gathers_of_rows,
-    held_dtype,
-    itemsize_of,
     ns_flops,
     repeated_flops,
-    split_of,
     strip_flops,
 )
-from megatron_muon.planning.grid import RankGrid, held_pieces
+from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.planning.grid import RankGrid, held_shards
 from megatron_muon.planning.homes import Loads, Work, choose_homes, prices
 from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 from megatron_muon.planning.rank_plan import RankPlan, rank_plan
 from megatron_muon.planning.rounds.stage import stage_rounds
-from megatron_muon.planning.runs import all_runs, held_elements, segments_of
-from megatron_muon.planning.segments import Matrix, Segment, gather_message
 from megatron_muon.planning.sharing.stage_time import stage_time
 from megatron_muon.planning.sharing.strip_time import StripTime, strip_time
+from megatron_muon.planning.slices import (
+    Matrix,
+    Slice,
+    all_slices,
+    gather_message,
+    held_elements,
+)
 from megatron_muon.planning.strips import (
     LEAST_SHARED_PS,
     Counts,
@@ -40,7 +41,6 @@ from megatron_muon.planning.strips import (
     in_strips,
     strip_homes,
 )
-from megatron_muon.settings.config import MuonConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ExchangePlan:
 
     parameters: tuple[Parameter, ...]
     matrices: tuple[Matrix, ...]
-    segments: tuple[Segment, ...]
+    slices: tuple[Slice, ...]
     grid: RankGrid
     itemsize: int
     flops: tuple[int, ...]
@@ -70,17 +70,15 @@ class ExchangePlan:
 
     def for_rank(self, rank: int) -> RankPlan:
         """The part of one rank of the stage."""
-        return rank_plan(
-            rank, self.grid, self.parameters, self.matrices, self.segments, self.rounds
-        )
+        return rank_plan(rank, self.grid, self.parameters, self.matrices, self.slices, self.rounds)
 
     def silent_rounds(self) -> list[bool]:
-        """For each round, whether nothing moves between ranks in it."""
+        """For each round, whether nothing travels in it."""
         silent = [True] * len(self.rounds)
         round_of = self.round_of()
-        for segment in self.segments:
-            if self.matrices[segment.matrix].home != segment.rank:
-                silent[round_of[segment.parameter]] = False
+        for one in self.slices:
+            if self.matrices[one.matrix].home != one.rank:
+                silent[round_of[one.parameter]] = False
         return silent
 
     def round_of(self) -> dict[int, int]:
@@ -95,113 +93,119 @@ class ExchangePlan:
         return flops
 
     def sent_bytes(self) -> list[int]:
-        """Bytes that each rank sends to others in a step: pieces there, directions back.
+        """Bytes that each rank sends to others in a step: slices there, directions back.
 
         Homes of one matrix also send squares to each other, and turn it.
         """
         sent = [0] * self.size
-        for one in self.shared:
-            for message in one.messages():
+        for shared in self.shared:
+            for message in shared.messages():
                 for (rank, _), nbytes in message.sizes.items():
                     sent[rank] += nbytes
-        for segment in self.segments:
-            home = self.matrices[segment.matrix].home
-            if home == segment.rank:
+        for one in self.slices:
+            home = self.matrices[one.matrix].home
+            if home == one.rank:
                 continue
-            sent[home] += segment.elements.size * self.itemsize
+            sent[home] += one.elements.size * self.itemsize
         for (_, rank, _), elements in self.gathered_elements().items():
             sent[rank] += elements * self.itemsize
         return sent
 
     def gathered_elements(self) -> dict[tuple[int, int, int], int]:
         """Elements of each gather message, by (round, sender, home); see ``gather_message``."""
-        round_of, runs = self.round_of(), defaultdict[tuple[int, int, int], list[int]](list)
-        for segment in self.segments:
-            home = self.matrices[segment.matrix].home
-            if home != segment.rank and not segment.replica:
-                message = round_of[segment.parameter], segment.rank, home
-                runs[message].append(segment.elements.size)
-        return {message: gather_message(sum(sizes), len(sizes)) for message, sizes in runs.items()}
+        round_of, slices = self.round_of(), defaultdict[tuple[int, int, int], list[int]](list)
+        for one in self.slices:
+            home = self.matrices[one.matrix].home
+            if home != one.rank and not one.replica:
+                message = round_of[one.parameter], one.rank, home
+                slices[message].append(one.elements.size)
+        return {
+            message: gather_message(sum(sizes), len(sizes)) for message, sizes in slices.items()
+        }
 
     def boundary_parameters(self) -> list[Parameter]:
-        dp_size = self.grid.dp_size
-        return [p for p in self.parameters if p.is_boundary(dp_size)]
+        """Those with shards on more than one DP rank."""
+        return [p for p in self.parameters if p.is_boundary(self.grid.dp_size)]
 
     def validate(self) -> None:
-        """Check that each matrix's elements are gathered once, and each piece gets directions once.
+        """Check that each matrix's elements are gathered once, and each shard gets directions once.
 
         Raises:
             ValueError: names the first matrix or parameter with a hole or an overlap.
         """
         gathered: dict[int, list[Span]] = defaultdict(list)
         returned: dict[tuple[int, int], list[Span]] = defaultdict(list)
-        for segment in self.segments:
-            if not segment.replica:
-                gathered[segment.matrix].append(segment.staged)
-            returned[segment.parameter, segment.rank].append(segment.elements)
+        for one in self.slices:
+            if not one.replica:
+                gathered[one.matrix].append(one.staged)
+            returned[one.parameter, one.rank].append(one.elements)
         for index, matrix in enumerate(self.matrices):
             _require_cover(matrix.name, gathered[index], Span(0, matrix.numel))
         for index, parameter in enumerate(self.parameters):
-            for rank, piece in held_pieces(parameter, self.grid):
-                _require_cover(parameter.name, returned.pop((index, rank), []), piece)
+            for rank, shard in held_shards(parameter, self.grid):
+                _require_cover(parameter.name, returned.pop((index, rank), []), shard)
         if returned:
             index, rank = min(returned)
-            raise ValueError(f"{self.parameters[index].name}: rank {rank} holds no piece of it")
+            raise ValueError(f"{self.parameters[index].name}: rank {rank} holds none of it")
 
 
 def make_plan(
     parameters: Sequence[Parameter],
     grid: RankGrid,
-    config: MuonConfig,
-    device: Device = "cuda",
+    numerics: Numerics,
     earlier: Sequence[ExchangePlan] = (),
     later: int = 0,
 ) -> ExchangePlan:
-    """Choose the homes and lay out every segment.
+    """Choose the homes and lay out every slice.
 
     Args:
         parameters: the stage's Muon parameters, in an order that is the same on all ranks.
         grid: the stage's ranks.
-        config: ``homes``, the two speeds, ``round_bytes`` and the Newton-Schulz settings are read.
-        device: the kind of device of all ranks, on which an iteration's cost depends.
+        numerics: of the run; with it ``homes``, the two speeds and ``round_bytes``.
         earlier: plans of the stage's optimizers that step before this one. Homes balance the work
             of all of them.
         later: ``flops_of`` those that step after it. Where they fill the ranks, it gains nothing
             to share a matrix.
 
     Raises:
-        ValueError: the pieces do not cover a parameter exactly once, or the plans have other ranks.
+        ValueError: the shards do not cover a parameter exactly once, or the plans have other ranks.
     """
-    before = _loads(earlier, grid, config, device)
-    cut = _in_strips(parameters, grid, config, device, before, later)
+    stage = _Stage(grid, numerics, _loads(earlier, grid, numerics))
+    cut = _in_strips(parameters, stage, later)
     parameters, works = [parameter for parameter, _ in cut], _all_works(cut)
     shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
-    homes = _homes(cut, grid, config, before)
+    owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
+    homes = stage.homes(cut)
     matrices = tuple(
         _homed(parameter, shape, home)
         for (parameter, shape), home in zip(shapes, homes, strict=True)
     )
-    itemsize = itemsize_of(config)
-    owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
     plan = ExchangePlan(
         parameters=tuple(parameters),
         matrices=matrices,
-        segments=tuple(segments_of(parameters, matrices, all_runs(parameters, grid), grid)),
+        slices=tuple(all_slices(parameters, matrices, grid)),
         grid=grid,
-        itemsize=itemsize,
-        flops=tuple(_flops_at_homes(works, matrices, config, device)),
-        rounds=stage_rounds(owner, matrices, works, grid.size, config),
-        shared=tuple(_shared(parameters, matrices, config, device)),
+        itemsize=numerics.itemsize,
+        flops=tuple(_flops_at_homes(works, matrices, numerics)),
+        rounds=stage_rounds(owner, matrices, works, grid.size, numerics),
+        shared=tuple(_shared(owner, matrices, numerics)),
     )
     plan.validate()
     return plan
 
 
-def flops_of(parameters: Sequence[Parameter], config: MuonConfig, device: Device) -> int:
+def flops_of(parameters: Sequence[Parameter], numerics: Numerics) -> int:
     """Newton-Schulz flops of whole matrices."""
-    return sum(
-        flops_of_matrix(m, config, device) for parameter in parameters for m in parameter.matrices
-    )
+    return sum(flops_of_matrix(m, numerics) for each in parameters for m in each.matrices)
+
+
+def flops_of_matrix(shape: MatrixShape | Matrix, numerics: Numerics) -> int:
+    """Newton-Schulz flops of a matrix, or of a strip at its home."""
+    strip = shape.strip
+    if strip is None:
+        return shape.units * ns_flops(*shape.unit, numerics)
+    place = {"number": strip.number, "count": strip.count}
+    return strip_flops(strip.rows, strip.cols, strip.long.size, numerics, **place)
 
 
 _Cut = tuple[Parameter, Sequence[Work]]  # a parameter, and the work of its matrices
@@ -211,66 +215,69 @@ def _all_works(cut: Sequence[_Cut]) -> list[Work]:
     return [work for _, works in cut for work in works]
 
 
-def _works(
-    parameter: Parameter, grid: RankGrid, config: MuonConfig, device: Device
-) -> Sequence[Work]:
-    held = held_elements(parameter, grid)
-    return [
-        Work(
-            flops_of_matrix(shape, config, device),
-            shape.rows * shape.cols,
-            by_rank,
-            *_strip_time(shape, grid, config, device),
-        )
-        for shape, by_rank in zip(parameter.matrices, held, strict=True)
-    ]
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """The ranks of a stage, and what they have to do before the optimizer that is planned."""
+
+    grid: RankGrid
+    numerics: Numerics
+    before: Loads
+
+    def works(self, parameter: Parameter) -> list[Work]:
+        """The work of each matrix of a parameter."""
+        held = held_elements(parameter, self.grid)
+        return [
+            Work(
+                flops_of_matrix(shape, self.numerics),
+                shape.rows * shape.cols,
+                by_rank,
+                *_strip_time(shape, self.grid, self.numerics),
+            )
+            for shape, by_rank in zip(parameter.matrices, held, strict=True)
+        ]
+
+    def homes(self, cut: Sequence[_Cut]) -> Sequence[int]:
+        """The home of each matrix."""
+        works, grid = _all_works(cut), self.grid
+        strips = [shape.strip for parameter, _ in cut for shape in parameter.matrices]
+        chosen = strip_homes(strips, works, self.before.flops)
+        policy, price = self.numerics.config.homes, prices(self.numerics)
+        return choose_homes(works, grid.size, policy, price, chosen, self.before, grid.neighbours)
+
+    def time(self, cut: Sequence[_Cut], later: int) -> int:
+        """The time of the stage's step with these strips."""
+        works, price = _all_works(cut), prices(self.numerics)
+        homes = self.homes(cut)
+        return stage_time(works, homes, price, self.before, later, self.grid.neighbours)
 
 
-def _homes(cut: Sequence[_Cut], grid: RankGrid, config: MuonConfig, before: Loads) -> Sequence[int]:
-    works = _all_works(cut)
-    strips = [shape.strip for parameter, _ in cut for shape in parameter.matrices]
-    price = prices(config, itemsize_of(config))
-    chosen = strip_homes(strips, works, before.flops)
-    return choose_homes(works, grid.size, config.homes, price, chosen, before, grid.neighbours)
-
-
-def _strip_time(
-    shape: MatrixShape | Matrix, grid: RankGrid, config: MuonConfig, device: Device
-) -> StripTime:
+def _strip_time(shape: MatrixShape | Matrix, grid: RankGrid, numerics: Numerics) -> StripTime:
     own = shape.rows * shape.cols
-    return strip_time(shape.strip, own, grid.size, config, device, grid.neighbours)
+    return strip_time(shape.strip, own, grid.size, numerics, grid.neighbours)
 
 
-def _loads(
-    plans: Sequence[ExchangePlan], grid: RankGrid, config: MuonConfig, device: Device
-) -> Loads:
+def _loads(plans: Sequence[ExchangePlan], grid: RankGrid, numerics: Numerics) -> Loads:
     """What each rank has to do by some plans: their Newton-Schulz, and its link as a home."""
-    size, price = grid.size, prices(config, itemsize_of(config))
+    size, price = grid.size, prices(numerics)
     flops, times = [0] * size, [0] * size
     for plan in plans:
         if plan.size != size:
             raise ValueError(f"a stage's optimizers have its {size} ranks, not {plan.size}")
-        strips = [_strip_time(matrix, grid, config, device) for matrix in plan.matrices]
-        moved = [strip.elements for strip in strips]
-        for segment in plan.segments:
-            if segment.rank != plan.matrices[segment.matrix].home:
-                moved[segment.matrix] += segment.elements.size * (1 if segment.replica else 2)
+        strips = [_strip_time(matrix, grid, numerics) for matrix in plan.matrices]
+        elements = [strip.elements for strip in strips]
+        for one in plan.slices:
+            if one.rank != plan.matrices[one.matrix].home:
+                elements[one.matrix] += one.elements.size * (1 if one.replica else 2)
         for at, (matrix, work) in enumerate(zip(plan.matrices, plan.flops, strict=True)):
             flops[matrix.home] += work
-            times[matrix.home] += work * price.flop + moved[at] * price.element
+            times[matrix.home] += work * price.flop + elements[at] * price.element
             times[matrix.home] += strips[at].waits * price.picosecond
     return Loads(tuple(flops), tuple(times))
 
 
-def _in_strips(
-    parameters: Sequence[Parameter],
-    grid: RankGrid,
-    config: MuonConfig,
-    device: Device,
-    before: Loads,
-    later: int,
-) -> Sequence[_Cut]:
-    """The parameters with the matrices cut that several homes share (``split_of``)."""
+def _in_strips(parameters: Sequence[Parameter], stage: _Stage, later: int) -> Sequence[_Cut]:
+    """The parameters with the matrices cut that several homes share (``Numerics.split``)."""
+    numerics = stage.numerics
 
     @cache
     def cut(index: int, counts: tuple[int, ...]) -> _Cut:
@@ -281,10 +288,10 @@ def _in_strips(
 
         def strips(shape: MatrixShape) -> int:
             count = count_of[shape.rows, shape.cols]
-            return count if can_share(shape.rows, shape.cols, count, config, device) else 1
+            return count if can_share(shape.rows, shape.cols, count, numerics) else 1
 
         made = in_strips(parameter, strips)
-        return made, _works(made, grid, config, device)
+        return made, stage.works(made)
 
     def cut_all(counts: Counts, others: int = 1) -> Sequence[_Cut]:
         return [
@@ -292,34 +299,28 @@ def _in_strips(
             for index, parameter in enumerate(parameters)
         ]
 
-    asked = split_of(config, device)
-    if asked != "auto":
-        return cut_all({}, 1 if asked == "off" else asked)
-
-    def time_of(counts: Counts) -> int:
-        tried, price = cut_all(counts), prices(config, itemsize_of(config))
-        homes = _homes(tried, grid, config, before)
-        return stage_time(_all_works(tried), homes, price, before, later, grid.neighbours)
-
-    least = LEAST_SHARED_PS * config.rank_tflops  # flops
+    if numerics.split != "auto":
+        return cut_all({}, 1 if numerics.split == "off" else numerics.split)
+    least = LEAST_SHARED_PS * numerics.config.rank_tflops  # flops
     shapes = {
         (m.rows, m.cols)
         for parameter in parameters
         if in_strips(parameter, lambda _: 2) is not parameter
         for m in parameter.matrices
-        if ns_flops(*m.unit, config, device) >= least
+        if ns_flops(*m.unit, numerics) >= least
     }
-    can = partial(can_share, config=config, device=device)
-    return cut_all(choose_counts(sorted(shapes), grid.size, time_of, can) if shapes else {})
+    if not shapes:
+        return cut_all({})
+    can = partial(can_share, numerics=numerics)
+    chosen = choose_counts(
+        sorted(shapes), stage.grid.size, lambda counts: stage.time(cut_all(counts), later), can
+    )
+    return cut_all(chosen)
 
 
 def _shared(
-    parameters: Sequence[Parameter],
-    matrices: Sequence[Matrix],
-    config: MuonConfig,
-    device: Device,
+    owner: Sequence[int], matrices: Sequence[Matrix], numerics: Numerics
 ) -> Iterator[SharedMatrix]:
-    owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
     for index, matrix in enumerate(matrices):
         if matrix.strip is not None and matrix.strip.number == 0:
             strips = matrices[index : index + matrix.strip.count]
@@ -328,30 +329,21 @@ def _shared(
                 homes=tuple(strip.home for strip in strips),
                 rows=matrix.strip.rows,
                 cols=matrix.strip.cols,
-                gathers=gathers_of_rows(*matrix.whole, len(strips), config, device),
-                itemsize=4 if held_dtype(dtype_of(config, device), device) == "fp32" else 2,
-                turns=itemsize_of(config) if matrix.strip.is_turned else 0,
+                gathers=gathers_of_rows(*matrix.whole, len(strips), numerics),
+                itemsize=4 if numerics.held == "fp32" else 2,
+                turns=numerics.itemsize if matrix.strip.is_turned else 0,
             )
 
 
-def flops_of_matrix(shape: MatrixShape | Matrix, config: MuonConfig, device: Device) -> int:
-    """Newton-Schulz flops of a matrix, or of a strip at its home."""
-    strip = shape.strip
-    if strip is None:
-        return shape.units * ns_flops(*shape.unit, config, device)
-    place = {"number": strip.number, "count": strip.count}
-    return strip_flops(strip.rows, strip.cols, strip.long.size, config, device, **place)
-
-
 def _flops_at_homes(
-    works: Sequence[Work], matrices: Sequence[Matrix], config: MuonConfig, device: Device
+    works: Sequence[Work], matrices: Sequence[Matrix], numerics: Numerics
 ) -> Iterator[int]:
     """A home that has several strips of a matrix, where ranks are few, makes whole squares once."""
     for index, (matrix, work) in enumerate(zip(matrices, works, strict=True)):
         again = matrix.strip is not None and matrix.strip.number > 0
         again = again and matrices[index - 1].home == matrix.home
         strips = 1 if matrix.strip is None else matrix.strip.count
-        whole = repeated_flops(*matrix.whole, strips, config, device) if again else 0
+        whole = repeated_flops(*matrix.whole, strips, numerics) if again else 0
         yield work.flops - whole
 
 
@@ -368,9 +360,9 @@ def _homed(parameter: Parameter, shape: MatrixShape, home: int) -> Matrix:
     )
 
 
-def _require_cover(name: str, spans: list[Span], whole: Span) -> None:
+def _require_cover(name: str, ranges: list[Span], whole: Span) -> None:
     position = whole.start
-    for span in sorted(spans):
+    for span in sorted(ranges):
         if span.start != position:
             kind = "is not covered" if span.start > position else "is covered twice"
             raise ValueError(f"{name}: element {min(span.start, position)} {kind}")

@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_muon.planning.grid import RankGrid, held_pieces
+from megatron_muon.planning.grid import RankGrid, held_shards
 from megatron_muon.planning.layout import Parameter, Span
-from megatron_muon.planning.segments import Matrix, Segment
+from megatron_muon.planning.slices import Matrix, Slice
 
-_BySegments = dict[int, list[Segment]]
+_ByRank = dict[int, list[Slice]]
 
 
-def _by_rank() -> _BySegments:
+def _by_rank() -> _ByRank:
     return defaultdict(list)
 
 
@@ -21,25 +21,25 @@ def _by_rank() -> _BySegments:
 class RankRound:
     """The matrices that a rank orthogonalizes in a round, and what it sends, receives and keeps.
 
-    Lists are in the order of the plan's segments.
+    Lists are in the order of the plan's slices.
 
     Attributes:
         homes: indices of the matrices that it orthogonalizes.
-        gather_to: by home, the segments that it sends there.
-        gather_from: by rank, the segments that it receives as their home.
-        scatter_to: by rank, the segments whose directions it sends there as their home: those of
+        gather_to: by home, the slices that it sends there.
+        gather_from: by rank, the slices that it receives as their home.
+        scatter_to: by rank, the slices whose directions it sends there as their home: those of
             ``gather_from``, and replicas, which only receive.
-        scatter_from: by home, the segments whose directions it receives: those of ``gather_to``,
+        scatter_from: by home, the slices whose directions it receives: those of ``gather_to``,
             and replicas.
-        kept: the segments that are home already.
+        kept: the slices that are home already.
     """
 
     homes: list[int] = field(default_factory=list)
-    gather_to: _BySegments = field(default_factory=_by_rank)
-    gather_from: _BySegments = field(default_factory=_by_rank)
-    scatter_to: _BySegments = field(default_factory=_by_rank)
-    scatter_from: _BySegments = field(default_factory=_by_rank)
-    kept: list[Segment] = field(default_factory=list)
+    gather_to: _ByRank = field(default_factory=_by_rank)
+    gather_from: _ByRank = field(default_factory=_by_rank)
+    scatter_to: _ByRank = field(default_factory=_by_rank)
+    scatter_from: _ByRank = field(default_factory=_by_rank)
+    kept: list[Slice] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class RankPlan:
 
     Attributes:
         rank: its number in the stage.
-        pieces: by parameter index, the elements that it holds; only of parameters that it holds.
+        shards: by parameter index, the elements that it holds; only of parameters that it holds.
         rounds: its part of each round.
     """
 
     rank: int
-    pieces: Mapping[int, Span]
+    shards: Mapping[int, Span]
     rounds: tuple[RankRound, ...]
 
     @property
@@ -67,7 +67,7 @@ def rank_plan(
     grid: RankGrid,
     parameters: Sequence[Parameter],
     matrices: Sequence[Matrix],
-    segments: Sequence[Segment],
+    slices: Sequence[Slice],
     rounds: Sequence[Sequence[int]],
 ) -> RankPlan:
     """One rank's part of the plan that has these fields; see ``plan.ExchangePlan``."""
@@ -77,25 +77,25 @@ def rank_plan(
     for index, parameter in enumerate(parameters):
         own = [next(numbers) for _ in parameter.matrices]
         round_of[index].homes.extend(i for i in own if matrices[i].home == rank)
-    for segment in segments:
-        home = matrices[segment.matrix].home
-        if rank in (home, segment.rank):
-            _route(round_of[segment.parameter], segment, rank, home)
-    pieces = {
-        index: piece
+    for one in slices:
+        home = matrices[one.matrix].home
+        if rank in (home, one.rank):
+            _route(round_of[one.parameter], one, rank, home)
+    shards = {
+        index: shard
         for index, parameter in enumerate(parameters)
-        for holder, piece in held_pieces(parameter, grid)
+        for holder, shard in held_shards(parameter, grid)
         if holder == rank
     }
-    return RankPlan(rank, pieces, made)
+    return RankPlan(rank, shards, made)
 
 
-def _route(round: RankRound, segment: Segment, rank: int, home: int) -> None:
-    if home == segment.rank:
-        round.kept.append(segment)  # no replica: replicas are on other TP ranks than the home
+def _route(round: RankRound, one: Slice, rank: int, home: int) -> None:
+    if home == one.rank:
+        round.kept.append(one)  # no replica: replicas are on other TP ranks than the home
         return
-    mine = segment.rank == rank
-    other = home if mine else segment.rank
-    (round.scatter_from if mine else round.scatter_to)[other].append(segment)
-    if not segment.replica:
-        (round.gather_to if mine else round.gather_from)[other].append(segment)
+    mine = one.rank == rank
+    other = home if mine else one.rank
+    (round.scatter_from if mine else round.scatter_to)[other].append(one)
+    if not one.replica:
+        (round.gather_to if mine else round.gather_from)[other].append(one)

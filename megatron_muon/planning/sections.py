@@ -39,12 +39,7 @@ def sectioned(
 ) -> Matrices:
     """A weight whose rows belong to several matrices. A matrix has its rows in their order.
 
-    Args:
-        name: the parameter's name.
-        shape: local (rows, cols).
-        partition_dim: the dim that TP splits; None where TP ranks hold replicas.
-        tp_size: number of TP ranks.
-        sections: all rows of the whole weight.
+    For the arguments see ``layout.batched_matrices``.
 
     Raises:
         ValueError: the sections have another number of rows, or TP cannot split one equally.
@@ -127,8 +122,6 @@ def _continues(one: Block, other: Block) -> bool:
 def repeated(groups: int, group_rows: Sequence[tuple[str, int]]) -> Sections:
     """Rows that repeat group by group, e.g. (q, k, v) per query group: a matrix for each part.
 
-    Args:
-        groups: number of groups.
-        group_rows: ``(part, rows of it in one group)``.
+    ``group_rows`` are ``(part, rows of it in one group)``.
     """
     return (tuple(Rows(part, count) for part, count in group_rows) * groups,)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
-from megatron_muon.orthogonalize.iteration import NODE, Device, makes_rows
+from megatron_muon.orthogonalize.iteration import NODE, makes_rows
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import Work
 from megatron_muon.planning.layout import (
     Block,
@@ -26,10 +27,9 @@ from megatron_muon.planning.layout import (
     Strip,
     range_of,
 )
-from megatron_muon.settings.config import MuonConfig
 
 # Where every home multiplies all squares of the short side and the long side is shorter than this
-# many short ones, they are most of the work, and the time model has no gain (docs/time_model.md).
+# many short ones, they are most of the work, and the time model has no gain (docs/plan.md).
 _LONG = 2
 # With rows of squares others gain, too, by the time model, with so many strips or more.
 _LARGE = 4
@@ -50,10 +50,6 @@ def in_strips(parameter: Parameter, count_of: Callable[[MatrixShape], int]) -> P
     cuts its columns into a multiple of as many parts, those come as they are. Experts' matrices
     stay whole, and so do those with a side shorter than the number of strips: each home adds rows
     of the short side's square.
-
-    Args:
-        parameter: of one stage.
-        count_of: number of strips of a matrix (``can_share``); 1 for a whole one.
     """
     if _EXPERTS in parameter.name:
         return parameter
@@ -117,8 +113,7 @@ def strip_homes(
     most of it, then to the first. Its strips go to the team's ranks in order.
 
     Args:
-        strips: of each matrix of the stage, in order; None for a whole one.
-        works: their work.
+        strips, works: of each matrix of the stage, in order; a whole one has no strip.
         before: flops that each rank of the stage has to do already.
     """
     size, loads = len(before), list(before)
@@ -246,11 +241,11 @@ class SharedMatrix:
 Counts = Mapping[tuple[int, int], int]  # strips of the matrices of a shape; others are whole
 
 
-def can_share(rows: int, cols: int, count: int, config: MuonConfig, device: Device) -> bool:
+def can_share(rows: int, cols: int, count: int, numerics: Numerics) -> bool:
     """Whether so many strips pay: of a long matrix, or of a large one with rows of squares."""
     if max(rows, cols) >= _LONG * min(rows, cols):
         return True
-    return count >= _LARGE and makes_rows(rows, cols, count, config, device)
+    return count >= _LARGE and makes_rows(rows, cols, count, numerics)
 
 
 def choose_counts(

@@ -19,6 +19,9 @@ Around steps that are traced the ranks meet in ``all_gather_numbers`` over the w
 
 Only ``bench``, examples and tests call ``all_gather_flat`` and ``start_all_to_all``;
 ``bench`` and Megatron on a CPU call ``start_broadcasts``.
+
+In what follows ``name`` is that of the phase, for errors and traces. All ranks of ``group`` call a
+function together; None is the world. ``device`` is the one that the group communicates from.
 """
 
 from __future__ import annotations
@@ -94,40 +97,38 @@ class Route:
         sent_to: Sequence[tuple[int, int]],
         received_from: Sequence[tuple[int, int]],
     ) -> Route:
-        """Messages that send consecutive runs of one buffer, and fill another one likewise.
+        """Messages that send consecutive ranges of one buffer, and fill another one likewise.
 
         They start in the order of distance between ranks, so that ranks begin with different peers.
 
         Args:
-            group: the process group of the exchange.
             world: ``world_ranks(group)``.
             rank: this rank's number in the group.
             sent_to, received_from: ``(rank of the group, elements)`` by peer, in buffer order.
         """
         total = sum(count for _, count in received_from)
-        return Route(group, _in_turn(world, rank, _runs(sent_to), _runs(received_from)), total)
+        return Route(group, _in_turn(world, rank, _places(sent_to), _places(received_from)), total)
 
     @staticmethod
     def gather(
-        group: Group, world: Sequence[int], rank: int, spans: Mapping[int, tuple[int, int]]
+        group: Group, world: Sequence[int], rank: int, places: Mapping[int, tuple[int, int]]
     ) -> Route:
         """Messages that send all of one buffer to each peer, and receive theirs in place.
 
         Args:
-            group, world, rank: see ``of``.
-            spans: start and stop of each rank's in the received buffer; this rank's own stays.
+            places: start and stop of each rank's in the received buffer; this rank's own stays.
         """
-        start, stop = spans[rank]
-        sent = [(other, 0, stop - start) for other in spans if other != rank]
-        received = [(other, *span) for other, span in spans.items() if other != rank]
-        total = max(stop for _, stop in spans.values())
+        start, stop = places[rank]
+        sent = [(other, 0, stop - start) for other in places if other != rank]
+        received = [(other, *place) for other, place in places.items() if other != rank]
+        total = max(stop for _, stop in places.values())
         return Route(group, _in_turn(world, rank, sent, received), total)
 
 
-_Run = tuple[int, int, int]  # rank of the group, start and stop in a buffer
+_Place = tuple[int, int, int]  # rank of the group, start and stop in a buffer
 
 
-def _runs(counts: Sequence[tuple[int, int]]) -> Iterator[_Run]:
+def _places(counts: Sequence[tuple[int, int]]) -> Iterator[_Place]:
     start = 0
     for rank, count in counts:
         yield rank, start, start + count
@@ -135,13 +136,13 @@ def _runs(counts: Sequence[tuple[int, int]]) -> Iterator[_Run]:
 
 
 def _in_turn(
-    world: Sequence[int], rank: int, sent: Iterable[_Run], received: Iterable[_Run]
+    world: Sequence[int], rank: int, sent: Iterable[_Place], received: Iterable[_Place]
 ) -> tuple[Message, ...]:
     placed = [
-        ((sign * (other - rank) % len(world), sign > 0), Message(sign > 0, world[other], *span))
-        for sign, runs in ((-1, received), (1, sent))
-        for other, *span in runs
-        if span[0] < span[1]
+        ((sign * (other - rank) % len(world), sign > 0), Message(sign > 0, world[other], *place))
+        for sign, places in ((-1, received), (1, sent))
+        for other, *place in places
+        if place[0] < place[1]
     ]
     return tuple(message for _, message in sorted(placed, key=lambda each: each[0]))
 
@@ -152,16 +153,11 @@ def world_ranks(group: Group) -> list[int]:
 
 
 def start_messages(name: str, sent: Tensor, route: Route) -> Pending | None:
-    """Start to send runs of ``sent``, and to receive.
+    """Start to send ranges of ``sent``, and to receive.
 
     torch's own all-to-all is not used. With NCCL 2.14 or later it posts a send and a receive to
     every rank, even empty ones. So each call is a barrier of the group. With gloo it goes from rank
     to rank and takes four times as long.
-
-    Args:
-        name: name of the phase, for errors and traces.
-        sent: ``(n,)``.
-        route: the messages.
 
     Returns:
         The messages under way; None where this rank has none.
@@ -197,13 +193,11 @@ def _start_messages(sent: Tensor, received: Tensor, route: Route) -> list[dist.W
 def start_all_to_all(
     name: str, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], group: Group
 ) -> Pending:
-    """Start to send consecutive runs of ``sent`` to the group's ranks in order.
+    """Start to send consecutive ranges of ``sent`` to the group's ranks in order.
 
     Args:
-        name: name of the phase, for errors and traces.
         sent: ``(sum(sent_sizes),)``.
         sent_sizes, received_sizes: elements for and from each rank of the group; 0 is fine.
-        group: all its ranks call this together, and wait in the order of the calls.
     """
     here = group.rank()
     world = world_ranks(group)
@@ -244,14 +238,9 @@ class Broadcasts:
 
 
 def start_broadcasts(name: str, tensors: Sequence[Sequence[Tensor]], group: Group) -> Broadcasts:
-    """Start to fill part r of each of ``tensors`` with rank r's values.
+    """Start to fill each tensor's r-th range, of any size, with rank r's values.
 
-    torch does the same over NCCL for an all-gather of unequal parts, which gloo refuses.
-
-    Args:
-        name: name of the phase, for errors and traces.
-        tensors: the parts of each tensor, of any size, one per rank.
-        group: all its ranks call this together.
+    torch does the same over NCCL for an all-gather of unequal ranges, which gloo refuses.
     """
     with _named(name, group):
         works: list[dist.Work | None] = [
@@ -264,13 +253,7 @@ def start_broadcasts(name: str, tensors: Sequence[Sequence[Tensor]], group: Grou
 
 
 def any_rank(name: str, flag: Tensor, group: Group | None) -> bool:
-    """True on every rank of the group if ``flag`` is True on one.
-
-    Args:
-        name: name of the phase, for errors and traces.
-        flag: bool scalar on the device that the group communicates from.
-        group: all its ranks call this together; None for the world.
-    """
+    """True on every rank of the group if ``flag``, a bool scalar, is True on one."""
     vote = flag.to(torch.int32)
     with _named(name, group):
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group)
@@ -278,25 +261,13 @@ def any_rank(name: str, flag: Tensor, group: Group | None) -> bool:
 
 
 def add_up(name: str, numbers: Tensor, group: Group | None) -> None:
-    """Replace ``numbers`` by their sums over the group's ranks.
-
-    Args:
-        name: name of the phase, for errors and traces.
-        numbers: ``(n,)`` on the device that the group communicates from, equally many on all ranks.
-        group: all its ranks call this together; None for the world.
-    """
+    """Replace ``numbers``, ``(n,)`` on all ranks, by their sums over the ranks."""
     with _named(name, group):
         dist.all_reduce(numbers, group=group)
 
 
 def max_over(name: str, numbers: Tensor, group: Group | None) -> None:
-    """Put the largest of all ranks' numbers into ``numbers``, element by element.
-
-    Args:
-        name: name of the phase, for errors and traces.
-        numbers: (n,), the same n on all ranks.
-        group: all its ranks call this together; None for the world.
-    """
+    """Replace ``numbers``, ``(n,)`` on all ranks, by the largest of all ranks, one by one."""
     with _named(name, group):
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
 
@@ -304,13 +275,7 @@ def max_over(name: str, numbers: Tensor, group: Group | None) -> None:
 def all_gather_numbers(
     numbers: Sequence[int], group: Group | None, device: torch.device
 ) -> list[list[int]]:
-    """Every rank's ``numbers``, in the order of the group.
-
-    Args:
-        numbers: 64-bit integers, equally many on all ranks.
-        group: all its ranks call this together; None for the world.
-        device: the device that the group communicates from.
-    """
+    """Every rank's ``numbers``, in the order of the group."""
     mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     with _named("muon/agree", group):
@@ -332,12 +297,9 @@ def world_rank(rank: int, group: Group | None) -> int:
 
 
 def split_world(color: Sequence[int], like: Group, device: torch.device) -> Group:
-    """A new group of all ranks that give the same color; every rank of the world calls this.
+    """A new group of all ranks that give the same color, with the timeout of the group ``like``.
 
-    Args:
-        color: integers, equally many on all ranks.
-        like: a group whose timeout the new groups get.
-        device: the device that the groups communicate from.
+    Every rank of the world calls this, with equally many integers.
     """
     timeout = like._get_backend(device).options._timeout
     members: dict[tuple[int, ...], list[int]] = {}
@@ -352,12 +314,7 @@ def split_world(color: Sequence[int], like: Group, device: torch.device) -> Grou
 
 
 def in_megatrons(name: str, group: Group | None) -> AbstractContextManager[None]:
-    """A context that marks a collective of Megatron's own in traces, and names it if it fails.
-
-    Args:
-        name: the name for Megatron's operation.
-        group: its process group; None for the world.
-    """
+    """A context that marks a collective of Megatron's own in traces, and names it if it fails."""
     return _named(name, group)
 
 
@@ -380,15 +337,11 @@ def raise_named(
 ) -> NoReturn:
     """Raise the error of a collective with the name of its phase.
 
-    Args:
-        name: name of the phase.
-        group: the collective's process group; None for the world.
-        error: the error. It is raised as it is where it names a phase already, and where it is one
-            of this rank's own device.
-        what: the collective, for the text.
+    It is raised as it is where it names a phase already, and where it is one of this rank's own
+    device.
 
     Raises:
-        PhaseError: names the phase and this rank, and quotes ``error``.
+        PhaseError: names the phase, this rank and ``what`` failed, and quotes ``error``.
     """
     if isinstance(error, (PhaseError, *_OWN_FAULT)):
         raise error

@@ -16,7 +16,7 @@ from megatron_muon.planning.agreed import fingerprint
 from megatron_muon.planning.grid import RankGrid, neighbours_of
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import named
 
 T = TypeVar("T")
 
@@ -40,13 +40,7 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What ranks compare, for the error about a difference.
-
-    Attributes:
-        name: of what they compare.
-        whose: what the ranks are of.
-        way_out: what to do.
-    """
+    """What ranks compare, what the ranks are of, and what to do where they differ."""
 
     name: str
     whose: str
@@ -87,11 +81,6 @@ def agree_on_settings(
     communicates, unless one that asks came before it. The first rank to come leaves in torch's
     store whether it asks. Where it did not, a rank that asks raises alone, and ends the others with
     its process.
-
-    Args:
-        settings: one per line.
-        asks: whether this rank asks anything of the plugin.
-        device: returns the device that the world communicates from.
 
     Raises:
         PlanMismatchError: names the first setting that differs, with the values and ranks.
@@ -134,11 +123,7 @@ def agree_on_grid(
     Args:
         coordinates: this rank's coordinates.
         description: the plan's inputs, one per line (``agreed.description``).
-        group: process group of the stage.
-        device: the device that the group communicates from.
-
-    Returns:
-        The ranks of the group, each in its place.
+        group, device: the stage's group, and the device that it communicates from.
 
     Raises:
         PlanMismatchError: on every rank of the stage; names the first line that differs.
@@ -155,11 +140,6 @@ def agree_everywhere(
     description: Sequence[str], device: torch.device, subject: Subject = PLAN
 ) -> None:
     """Raise an error on every rank of the world if two ranks have different descriptions.
-
-    Args:
-        description: the lines that must be the same on all ranks.
-        device: the device that the world communicates from.
-        subject: what the lines are about.
 
     Raises:
         PlanMismatchError: on every rank; names the first line that differs.
@@ -187,14 +167,8 @@ def attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 def together(act: Callable[[], T], group: Group | None, device: torch.device) -> T:
     """The result of ``act`` on every rank of the group; an error on one rank stops all of them.
 
-    Args:
-        act: does not communicate: the other ranks may be at the vote already.
-        group: all its ranks call this together; None for the world.
-        device: the device that the group communicates from.
-
-    Raises:
-        BaseException: the error of ``act`` on this rank.
-        RuntimeError: on ranks without an error; quotes the first one.
+    ``act`` does not communicate, since the other ranks may be at the vote already. For what is
+    raised see ``raise_together``.
     """
     result, error = attempt(act)
     raise_together(error, group, device)
@@ -225,12 +199,7 @@ def raise_together(error: BaseException | None, group: Group | None, device: tor
 
 
 def raise_quoting(error: BaseException | None, group: Group | None) -> NoReturn:
-    """Raise on every rank of the group, at least one of which has an error.
-
-    Raises:
-        BaseException: ``error`` where there is one.
-        RuntimeError: on the other ranks; quotes the first error.
-    """
+    """``raise_together`` where at least one rank is known to have an error."""
     texts = collectives.all_gather_texts("" if error is None else _text(error), group)
     if error is not None:
         raise error
@@ -245,13 +214,7 @@ def _text(error: BaseException) -> str:
 
 
 def grid_of(every: Sequence[Coordinates]) -> RankGrid:
-    """The ranks of a stage by their coordinates.
-
-    Args:
-        every: the coordinates of ranks 0, 1, … of the stage.
-
-    Returns:
-        Each rank in its place.
+    """The ranks of a stage by the coordinates of ranks 0, 1, … of it.
 
     Raises:
         PlanMismatchError: a place has no rank, or more than one.
@@ -296,9 +259,7 @@ def _first_difference(texts: Mapping[int, str], subject: Subject) -> str:
 def _both(theirs: tuple[int, str | None], ours: tuple[int, str | None], whose: str) -> str:
     """``setting momentum: rank 1 of the run has 0.9 where rank 0 has 0.95``.
 
-    Args:
-        theirs, ours: a rank, and its line; None where a description has ended.
-        whose: what the ranks are of.
+    A line is None where a description has ended.
     """
     name = (ours[1] or theirs[1] or "").split(": ", 1)[0]
     values = [_value(line, name) for _, line in (theirs, ours)]

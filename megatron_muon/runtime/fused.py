@@ -1,6 +1,6 @@
 """Elementwise work on CUDA with triton: one fused kernel for momentum, one for the update.
 
-Each is one launch for all runs of a round, through a table of their addresses. It makes the same
+Each is one launch for all slices of a round, through a table of their addresses. It makes the same
 bits as ``update.Foreach``, since each product and each sum rounds by itself. With bf16 messages the
 two read and write 14 and 10 bytes per element, foreach 50 and 34. They take no scratch memory.
 
@@ -11,26 +11,30 @@ first step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import random
+import time
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor, split_with_sizes
 
 from megatron_muon.orthogonalize import normalization
-from megatron_muon.orthogonalize.matmul import travel_dtype
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.triton_operations import (
     define,
     launching_beside,
     takes_kernels,
 )
 from megatron_muon.runtime.update import Elementwise, Foreach
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import named
 
+T = TypeVar("T")
 _BLOCK = 2048  # elements; the same as in fused_kernels, whose import needs triton
 _FP32 = (torch.float32,)
-_PIECES = (torch.float32, torch.bfloat16)  # and gradients
+_TRAVELS = (torch.float32, torch.bfloat16)  # and gradients
 _DIRECTIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,7 +44,7 @@ def _advance_momentum(
     into: list[Tensor],
     moves: Tensor,
     rows: Tensor,
-    run_of_block: Tensor,
+    slice_of_block: Tensor,
     momentum: float,
     nesterov: bool,
 ) -> None:
@@ -49,7 +53,7 @@ def _advance_momentum(
     with launching_beside(rows):
         launch_momentum(
             rows,
-            run_of_block,
+            slice_of_block,
             moves,
             grad=grads[0].dtype,
             into=into[0].dtype if into else moves.dtype,
@@ -62,29 +66,29 @@ def _apply_updates(
     params: list[Tensor],
     directions: list[Tensor],
     rows: Tensor,
-    run_of_block: Tensor,
+    slice_of_block: Tensor,
     factors: Tensor,
 ) -> None:
     from megatron_muon.runtime.fused_kernels import launch_update
 
     with launching_beside(rows):
-        launch_update(rows, run_of_block, factors, direction=directions[0].dtype)
+        launch_update(rows, slice_of_block, factors, direction=directions[0].dtype)
 
 
 define(
     "advance_momentum(Tensor(a!)[] buffers, Tensor[] grads, Tensor(b!)[] into, Tensor(c!) moves, "
-    "Tensor rows, Tensor run_of_block, float momentum, bool nesterov) -> ()",
+    "Tensor rows, Tensor slice_of_block, float momentum, bool nesterov) -> ()",
     _advance_momentum,
 )
 define(
-    "apply_updates(Tensor(a!)[] params, Tensor[] directions, Tensor rows, Tensor run_of_block, "
+    "apply_updates(Tensor(a!)[] params, Tensor[] directions, Tensor rows, Tensor slice_of_block, "
     "Tensor factors) -> ()",
     _apply_updates,
 )
 
 
 class Fused:
-    """An ``update.Elementwise`` for one list of runs, whose tables stay on the device.
+    """An ``update.Elementwise`` for one list of slices, whose tables stay on the device.
 
     A table is made anew where an address or a size differs from the last call's. It is copied to
     the device from pinned memory, and the host does not wait; torch keeps that memory until then.
@@ -100,7 +104,7 @@ class Fused:
         grads: Sequence[Tensor],
         into: Sequence[Tensor | None],
         moves: Tensor,
-        moving: Sequence[int],
+        leaving: Sequence[int],
         *,
         momentum: float,
         nesterov: bool,
@@ -109,14 +113,14 @@ class Fused:
         moves.zero_()
         buffers, targets = list(momentum_buffers), [x for x in into if x is not None]
         places = [-1] * len(buffers)
-        for place, run in enumerate(moving):
-            places[run] = place
-        table, run_of_block = self._momentum.on_device(
-            [buffers, grads, into], places, allowed=(_FP32, _PIECES, _PIECES)
+        for place, number in enumerate(leaving):
+            places[number] = place
+        table, slice_of_block = self._momentum.on_device(
+            [buffers, grads, into], places, allowed=(_FP32, _TRAVELS, _TRAVELS)
         )
-        if run_of_block.numel():
+        if slice_of_block.numel():
             torch.ops.megatron_muon.advance_momentum(
-                buffers, list(grads), targets, moves, table, run_of_block, momentum, nesterov
+                buffers, list(grads), targets, moves, table, slice_of_block, momentum, nesterov
             )
 
     def apply_updates(
@@ -129,27 +133,27 @@ class Fused:
         """See ``update.Elementwise``; directions in fp32 are not overwritten."""
         if not params:
             return
-        table, run_of_block = self._update.on_device(
+        table, slice_of_block = self._update.on_device(
             [params, directions], allowed=(_FP32, _DIRECTIONS)
         )
         scalars = [*factors, *(1.0 - decay for decay in decays)]
         if self._factors is None or self._factors[0] != scalars:
             made = torch.tensor(scalars, dtype=torch.float32)
             self._factors = scalars, _on_device(made, params[0].device)
-        if run_of_block.numel():
+        if slice_of_block.numel():
             torch.ops.megatron_muon.apply_updates(
-                list(params), list(directions), table, run_of_block, self._factors[1]
+                list(params), list(directions), table, slice_of_block, self._factors[1]
             )
 
 
 class _Table:
-    """Sizes, first blocks and addresses of runs, and the run of each block, on the device."""
+    """Sizes, first blocks and addresses of slices, and the slice of each block, on the device."""
 
     def __init__(self) -> None:
         self._sizes: list[int] | None = None
         self._numbers: list[list[int]] = []
         self._firsts: list[int] = []
-        self._rows = self._run_of_block = torch.empty(0)
+        self._rows = self._slice_of_block = torch.empty(0)
 
     def on_device(
         self,
@@ -158,7 +162,7 @@ class _Table:
         *,
         allowed: Sequence[tuple[torch.dtype, ...]],
     ) -> tuple[Tensor, Tensor]:
-        """``(rows, run of each block)``.
+        """``(rows, slice of each block)``.
 
         Args:
             lists: parallel lists of tensors; the first has no None.
@@ -167,26 +171,26 @@ class _Table:
 
         Raises:
             ValueError: a list has several dtypes or one that is not allowed, a tensor's size
-                differs from its run's, or a tensor is not contiguous.
+                differs from its slice's, or a tensor is not contiguous.
         """
         sizes = [0 if tensor is None else tensor.numel() for tensor in lists[0]]
         numbers = [] if places is None else [places]
         numbers += [[0 if x is None else x.data_ptr() for x in tensors] for tensors in lists]
         if sizes == self._sizes and numbers == self._numbers:
-            return self._rows, self._run_of_block
+            return self._rows, self._slice_of_block
         for tensors, dtypes in zip(lists, allowed, strict=True):
             _check(tensors, sizes, dtypes)
         device = next((x.device for x in lists[0] if x is not None), torch.device("cpu"))
         if sizes != self._sizes:
             blocks = [-(-size // _BLOCK) for size in sizes]
             self._firsts = [0, *accumulate(blocks)][:-1]
-            runs = torch.arange(len(sizes), dtype=torch.int32)
-            of_blocks = torch.repeat_interleave(runs, torch.tensor(blocks, dtype=torch.int64))
-            self._run_of_block = _on_device(of_blocks, device)
+            every = torch.arange(len(sizes), dtype=torch.int32)
+            of_blocks = torch.repeat_interleave(every, torch.tensor(blocks, dtype=torch.int64))
+            self._slice_of_block = _on_device(of_blocks, device)
         table = torch.tensor([sizes, self._firsts, *numbers], dtype=torch.int64)
         self._rows = _on_device(table, device)
         self._sizes, self._numbers = sizes, numbers
-        return self._rows, self._run_of_block
+        return self._rows, self._slice_of_block
 
 
 def _check(
@@ -201,7 +205,7 @@ def _check(
     for tensor, size in zip(tensors, sizes, strict=True):
         if tensor is not None and (tensor.numel() != size or not tensor.is_contiguous()):
             raise ValueError(
-                f"a fused kernel takes contiguous runs of {size} elements, got shape "
+                f"a fused kernel takes contiguous slices of {size} elements, got shape "
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}; {_WAY_OUT}"
             )
 
@@ -218,35 +222,43 @@ def _on_device(table: Tensor, device: torch.device) -> Tensor:
 _WAY_OUT = f"set {named('elementwise')} foreach: torch's operations on lists take its place"
 
 
-def elementwise_on(device: torch.device, config: MuonConfig) -> Callable[[], Elementwise]:
+def elementwise_on(device: torch.device, numerics: Numerics) -> Callable[[], Elementwise]:
     """``Fused`` on CUDA where triton is installed and ``elementwise`` is auto; else ``Foreach``."""
-    return Fused if takes_kernels(device, config) else Foreach
+    return Fused if takes_kernels(device, numerics) else Foreach
 
 
-def said_of_elementwise(device: torch.device, config: MuonConfig) -> str:
+def said_of_elementwise(device: torch.device, numerics: Numerics) -> str:
     """The log's words for the elementwise operations in use."""
-    if elementwise_on(device, config) is Fused:
+    if elementwise_on(device, numerics) is Fused:
         return "fused kernels (triton)"
-    missing = device.type == "cuda" and config.elementwise == "auto"
+    missing = device.type == "cuda" and numerics.config.elementwise == "auto"
     return "torch's foreach" + (", since triton is not installed" if missing else "")
 
 
-def try_elementwise(device: torch.device, config: MuonConfig) -> None:
+def try_elementwise(device: torch.device, numerics: Numerics, widths: Collection[int] = ()) -> None:
     """Compile the fused kernels, where they would be used, and compare them with foreach.
+
+    All variants that a step launches are made here, so that none is compiled within the step, where
+    a rank that cannot would leave others waiting.
+
+    Args:
+        widths: columns, of one part and one block, of the matrices of the stage.
 
     Raises:
         RuntimeError: they do not compile or run, or make other bits; names the way out.
     """
-    if elementwise_on(device, config) is Foreach:
+    if elementwise_on(device, numerics) is Foreach:
         return
     try:
-        made, expected = (trial(kind, device, config) for kind in (Fused(), Foreach()))
+        made = _patiently(lambda: trial(Fused(), device, numerics, widths))
+        expected = trial(Foreach(), device, numerics, widths)
         differ = not all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
     except Exception as error:  # of any type: triton calls two compilers
         raise RuntimeError(
             "the fused kernels of momentum, norm and update do not run: "
             f"{type(error).__name__}: {error}. Install a release of triton that fits this GPU and "
-            f"torch, and a C compiler, or {_WAY_OUT}"
+            "torch, and a C compiler, set TRITON_CACHE_DIR to a folder on the node's own disk, or "
+            f"{_WAY_OUT}"
         ) from error
     if differ:
         raise RuntimeError(
@@ -255,39 +267,54 @@ def try_elementwise(device: torch.device, config: MuonConfig) -> None:
         )
 
 
-def trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[Tensor]:
-    """All results of two steps, with runs at odd offsets, whole blocks and a gradient of zeros.
+def _patiently(work: Callable[[], T]) -> T:
+    """The result of ``work``, which compiles: again where the cache's file system refuses.
 
-    Directions are in the dtype of pieces in the first and in fp16 in the second, in which that of a
-    run is not finite. The last results are those of ``normalization.trial``.
+    All ranks write the same files at once. On a shared file system one then gets EBUSY or ESTALE,
+    or finds a file gone; moments later what it wanted is there.
+    """
+    for seconds in (0.1, 0.3, 1.0, 3.0, 9.0):
+        try:
+            return work()
+        except OSError:
+            time.sleep(seconds * random.uniform(0.5, 1.5))
+    return work()
+
+
+def trial(
+    kind: Elementwise, device: torch.device, numerics: Numerics, widths: Collection[int] = ()
+) -> list[Tensor]:
+    """All results of two steps, with slices at odd offsets, whole blocks and a gradient of zeros.
+
+    Gradients are in fp32 in the first and in bf16 in the second. Directions are in the dtype
+    that travels in the first and in fp16 in the second, in which that of a slice is not finite. The
+    last results are those of ``normalization.trial``, for each of its widths.
     """
     sizes = [3, 3 * _BLOCK + 5, 2 * _BLOCK, 7]
     elements = math.sqrt(2) * torch.arange(1, sum(sizes) + 1, dtype=torch.float64)
     values = [torch.sin(factor * elements).float().to(device) for factor in (1, 3, 5)]
     buffers, grads, params = (list(split_with_sizes(x, sizes)) for x in values)
     grads[3].zero_()
-    sent = torch.zeros(sum(sizes), dtype=travel_dtype(config), device=device)
+    sent = torch.zeros(sum(sizes), dtype=TORCH_DTYPE[numerics.travels], device=device)
     targets: list[Tensor | None] = [None, *split_with_sizes(sent, sizes)[1:]]
     moves = torch.zeros(3, dtype=sent.dtype, device=device)
-    for dtype in (sent.dtype, torch.float16):
+    for dtype, of_grads in ((sent.dtype, torch.float32), (torch.float16, torch.bfloat16)):
         kind.advance_momentum(
             buffers,
-            grads,
+            [grad.to(of_grads) for grad in grads],
             targets,
             moves,
             (3, 1, 2),
-            momentum=config.momentum,
-            nesterov=config.nesterov,
+            momentum=numerics.config.momentum,
+            nesterov=numerics.config.nesterov,
         )
         directions = list(split_with_sizes(sent.to(dtype, copy=True), sizes))
         if dtype == torch.float16:
             directions[1][0] = math.inf
         kind.apply_updates(params, directions, [0.3, 0.007, 0.1, 1e-4], [0.0, 1e-3, 0.1, 0.0])
     by_kernels = isinstance(kind, Fused)
-    return [
-        values[0],
-        values[2],
-        sent,
-        moves,
-        normalization.trial(device, config, by_kernels=by_kernels),
+    norms = [
+        normalization.trial(device, numerics, width, by_kernels=by_kernels)
+        for width in normalization.trial_widths(widths or [1030])
     ]
+    return [values[0], values[2], sent, moves, *norms]

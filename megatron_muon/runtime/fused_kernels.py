@@ -1,8 +1,8 @@
 """The triton source of the two fused kernels. Only ``fused`` imports it, and only for a launch.
 
-Both take a table of addresses, so that one launch does a whole list of runs of any sizes at any
-offsets. A block does ``BLOCK`` elements of one run. Whole blocks of runs that begin at multiples of
-16 bytes are read and written 16 bytes at a time, others element by element.
+Both take a table of addresses, so that one launch does a whole list of slices of any sizes at any
+offsets. A block does ``BLOCK`` elements of one slice. Whole blocks of slices that begin at
+multiples of 16 bytes are read and written 16 bytes at a time, others element by element.
 
 Each product and each sum is rounded by itself: launches pass ``enable_fp_fusion=False``. Triton has
 it since 2.2 (triton-lang/triton#2495); its default is True until 3.8 at least. Casts to bf16 are
@@ -32,32 +32,32 @@ OF_TORCH = {
 }
 
 
-@triton.jit(do_not_specialize=["runs"])
+@triton.jit(do_not_specialize=["slices"])
 def momentum_kernel(
     rows,
-    run_of_block,
+    slice_of_block,
     moves,
-    runs,
+    slices,
     momentum,
     GRAD: tl.constexpr,
     INTO: tl.constexpr,
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """M ← μM + G; copy the input of Newton-Schulz; note runs whose gradient is not all zero.
+    """M ← μM + G; copy the input of Newton-Schulz; note slices whose gradient is not all zero.
 
-    ``rows`` has rows of ``runs`` numbers: sizes, first blocks, places in ``moves`` (-1: none), and
-    addresses of momentum buffers, of gradients and of the copies (0: none). All blocks of a run
-    that find a gradient write the same 1, so their order does not matter.
+    ``rows`` has rows of ``slices`` numbers: sizes, first blocks, places in ``moves`` (-1: none),
+    and addresses of momentum buffers, of gradients and of the copies (0: none). All blocks of a
+    slice that find a gradient write the same 1, so their order does not matter.
     """
     block = tl.program_id(0)
-    run = tl.load(run_of_block + block)
-    size = tl.load(rows + run)
-    start = (block - tl.load(rows + runs + run)) * BLOCK
-    place = tl.load(rows + 2 * runs + run)
-    buffer_at = tl.load(rows + 3 * runs + run)
-    grad_at = tl.load(rows + 4 * runs + run)
-    into_at = tl.load(rows + 5 * runs + run)
+    one = tl.load(slice_of_block + block)
+    size = tl.load(rows + one)
+    start = (block - tl.load(rows + slices + one)) * BLOCK
+    place = tl.load(rows + 2 * slices + one)
+    buffer_at = tl.load(rows + 3 * slices + one)
+    grad_at = tl.load(rows + 4 * slices + one)
+    into_at = tl.load(rows + 5 * slices + one)
     buffer = buffer_at.to(tl.pointer_type(tl.float32))
     # triton 3.0 and 3.1 take the constant's value alone
     grad = grad_at.to(tl.pointer_type(GRAD.value))
@@ -116,28 +116,28 @@ def _advance(
     return tl.max((g != 0.0).to(tl.int32), axis=0)
 
 
-@triton.jit(do_not_specialize=["runs"])
+@triton.jit(do_not_specialize=["slices"])
 def update_kernel(
     rows,
-    run_of_block,
+    slice_of_block,
     factors,
-    runs,
+    slices,
     DIRECTION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """W ← keep·W - factor·direction; nothing where the run's direction begins with NaN or Inf.
+    """W ← keep·W - factor·direction; nothing where the slice's direction begins with NaN or Inf.
 
-    ``rows`` has rows of ``runs`` numbers: sizes, first blocks, addresses of main parameters and of
-    directions. ``factors`` has a factor for each run, then a ``keep`` for each: 1 - lr·λ.
+    ``rows`` has rows of ``slices`` numbers: sizes, first blocks, addresses of main parameters and
+    of directions. ``factors`` has a factor for each slice, then a ``keep`` for each: 1 - lr·λ.
     """
     block = tl.program_id(0)
-    run = tl.load(run_of_block + block)
-    size = tl.load(rows + run)
-    start = (block - tl.load(rows + runs + run)) * BLOCK
-    param_at = tl.load(rows + 2 * runs + run)
-    direction_at = tl.load(rows + 3 * runs + run)
-    factor = tl.load(factors + run)
-    keep = tl.load(factors + runs + run)
+    one = tl.load(slice_of_block + block)
+    size = tl.load(rows + one)
+    start = (block - tl.load(rows + slices + one)) * BLOCK
+    param_at = tl.load(rows + 2 * slices + one)
+    direction_at = tl.load(rows + 3 * slices + one)
+    factor = tl.load(factors + one)
+    keep = tl.load(factors + slices + one)
     param = param_at.to(tl.pointer_type(tl.float32))
     direction = direction_at.to(tl.pointer_type(DIRECTION.value))
     first = tl.load(direction).to(tl.float32).to(tl.int32, bitcast=True)
@@ -159,7 +159,7 @@ def update_kernel(
 
 def launch_momentum(
     rows: Tensor,
-    run_of_block: Tensor,
+    slice_of_block: Tensor,
     moves: Tensor,
     *,
     grad: torch.dtype,
@@ -168,9 +168,9 @@ def launch_momentum(
     nesterov: bool,
 ) -> None:
     """One launch of ``momentum_kernel`` on the current stream of the current device."""
-    momentum_kernel[(run_of_block.numel(),)](
+    momentum_kernel[(slice_of_block.numel(),)](
         rows,
-        run_of_block,
+        slice_of_block,
         moves,
         rows.size(1),
         momentum,
@@ -183,12 +183,12 @@ def launch_momentum(
 
 
 def launch_update(
-    rows: Tensor, run_of_block: Tensor, factors: Tensor, *, direction: torch.dtype
+    rows: Tensor, slice_of_block: Tensor, factors: Tensor, *, direction: torch.dtype
 ) -> None:
     """One launch of ``update_kernel`` on the current stream of the current device."""
-    update_kernel[(run_of_block.numel(),)](
+    update_kernel[(slice_of_block.numel(),)](
         rows,
-        run_of_block,
+        slice_of_block,
         factors,
         rows.size(1),
         DIRECTION=OF_TORCH[direction],

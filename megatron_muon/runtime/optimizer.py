@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rank_plan import RankPlan
 from megatron_muon.planning.rounds.gathers import ADAMW
+from megatron_muon.runtime.exchange.messages import Exchange, Staged
 from megatron_muon.runtime.exchange.meter import Meter
-from megatron_muon.runtime.exchange.pieces import Exchange, Staged
 from megatron_muon.runtime.nonfinite import Nonfinite
 from megatron_muon.runtime.round import Observer, Round, Shard, Shards, StepTools
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.runtime.update import Elementwise, Foreach
-from megatron_muon.settings.config import MuonConfig
 
 # The momentum has the key of Adam's first moment, and there is no second one: fused Adam classes
 # refuse to save or load a state under a key that they do not know.
@@ -35,18 +34,15 @@ class DistributedMuon:
     Megatron. A whole matrix exists only at its home, between gather and scatter.
 
     Args:
-        config: the settings.
-        plan: the stage's exchange plan.
-        own: this rank's part of the plan.
-        exchange: moves this rank's pieces and directions.
-        main_params: for each parameter of the plan that has a piece here, its flat fp32 shard.
+        numerics: of the run.
+        plan, own: the stage's exchange plan, and this rank's part of it.
+        exchange: moves this rank's slices and directions.
+        main_params: for each parameter of the plan that has a shard here, its flat fp32 shard.
         meter: counts the work done.
         phase: names the parts of a step.
         elementwise: makes the elementwise operations of a round, once per round.
 
     Attributes:
-        elementwise: see above.
-        exchange: see above.
         nonfinite: counts the steps that left a matrix of this home where it was.
         rounds: the rounds of a step, in order.
         start_next: starts the next optimizer's step while the last directions travel (``start`` or
@@ -55,12 +51,12 @@ class DistributedMuon:
             are updated up to it.
 
     Raises:
-        ValueError: ``main_params`` do not have the sizes of the plan's pieces.
+        ValueError: ``main_params`` do not have the sizes of the plan's shards.
     """
 
     def __init__(
         self,
-        config: MuonConfig,
+        numerics: Numerics,
         plan: ExchangePlan,
         own: RankPlan,
         exchange: Exchange,
@@ -70,22 +66,21 @@ class DistributedMuon:
         elementwise: Callable[[], Elementwise] = Foreach,
     ) -> None:
         sizes = {index: shard.numel() for index, shard in main_params.items()}
-        planned = {index: piece.size for index, piece in own.pieces.items()}
+        planned = {index: shard.size for index, shard in own.shards.items()}
         if sizes != planned:
-            raise ValueError(f"the plan has pieces of sizes {planned} here, the optimizer {sizes}")
-        self.config = config
+            raise ValueError(f"the plan has shards of sizes {planned} here, the optimizer {sizes}")
+        self.numerics, self.config = numerics, numerics.config
         self.plan, self.own = plan, own
-        self.meter = meter
+        self.exchange, self.meter = exchange, meter
         self.main_params = dict(main_params)
         self.elementwise = elementwise
-        self._work = StepTools.of(plan.matrices, config, meter, phase)
+        self._work = StepTools.of(plan, numerics, meter, phase)
         self.rounds = [Round(each, self._work, elementwise()) for each in exchange.rounds]
         homes = [plan.matrices[index] for each in self.rounds for index in each.homes]
         self.nonfinite = Nonfinite([matrix.whole_name for matrix in homes], exchange.device)
         self.start_next: Callable[[], None] | None = None
         self.applied: Callable[[int], None] = lambda round: None
-        self._turns = _turns(self.rounds)
-        self.exchange, self._phase = exchange, phase
+        self._phase = phase
         self._parameter_of = {id(shard): index for index, shard in main_params.items()}
         self._started: Shards | None = None
         self._begun: Staged | None = None  # the first round's directions
@@ -93,10 +88,6 @@ class DistributedMuon:
     def owns(self, shard: Tensor) -> bool:
         """True if Muon, not AdamW, updates this main parameter."""
         return id(shard) in self._parameter_of
-
-    def connect(self) -> int:
-        """See ``Exchange.connect``."""
-        return self.exchange.connect()
 
     def observe(self, observer: Observer | None) -> None:
         """Show each round's matrices and updates to ``observer`` from now on; None: to none."""
@@ -107,9 +98,8 @@ class DistributedMuon:
     def start(self, groups: ParamGroups, state: State) -> None:
         """Start the first round of a step, ahead of ``step`` with the same arguments."""
         self.meter.start_step()
-        self._started = shards = dict(self._shards(groups, state))
-        for first in _travelling(self.rounds[:1]):
-            first.start(shards)
+        self._started = dict(self._shards(groups, state))
+        self._start_early(0, self._started)
 
     @torch.no_grad()
     def begin(self, groups: ParamGroups, state: State) -> None:
@@ -117,8 +107,8 @@ class DistributedMuon:
         travel, which its slowest home may take long to send."""
         self.start(groups, state)
         assert self._started is not None
-        for turn in self._turns[:1]:
-            self._begun = self._orthogonalized(turn, self._started)
+        if self.rounds:
+            self._begun = self._orthogonalized(0, self._started)
 
     @torch.no_grad()
     def step(self, groups: ParamGroups, state: State, step_adamw: Callable[[], None]) -> None:
@@ -142,13 +132,11 @@ class DistributedMuon:
         with self._phase("muon/adamw"):  # while the first round travels
             step_adamw()
         self.applied(ADAMW)
-        for number, turn in enumerate(self._turns):
-            round, staged = turn.round, self._begun
-            self._begun = None
+        for number, round in enumerate(self.rounds):
+            staged, self._begun = self._begun, None
             if staged is None:
-                staged = self._orthogonalized(turn, shards)
-            for preceding in turn.going_back:
-                preceding.finish(shards)
+                staged = self._orthogonalized(number, shards)
+            self._finish_late(number - 1, shards)
             round.start_scatter(staged)
             if number:
                 self.applied(number - 1)
@@ -156,59 +144,33 @@ class DistributedMuon:
                 round.finish(shards)
         if self.start_next is not None:
             self.start_next()
-        for last in _travelling(self.rounds[-1:]):
-            last.finish(shards)
+        self._finish_late(len(self.rounds) - 1, shards)
         with self._phase("muon/update"):
             self.nonfinite.add([each.taken_numbers() for each in self.rounds if each.homes])
 
-    def _orthogonalized(self, turn: _Turn, shards: Shards) -> Staged:
-        """The directions of a round; the next one's pieces are on their way then."""
-        round = turn.round
+    def _orthogonalized(self, number: int, shards: Shards) -> Staged:
+        """The directions of a round; the next one's slices are on their way then."""
+        round = self.rounds[number]
         if not round.travels:
             round.start(shards)
         staged = round.finish_gather()
-        for following in turn.coming:
-            following.start(shards)
+        self._start_early(number + 1, shards)
         round.orthogonalize(staged)
         return staged
 
+    def _start_early(self, number: int, shards: Shards) -> None:
+        """Start a round that travels before its turn."""
+        if number < len(self.rounds) and self.rounds[number].travels:
+            self.rounds[number].start(shards)
+
+    def _finish_late(self, number: int, shards: Shards) -> None:
+        """Finish a round that travels after its turn."""
+        if number >= 0 and self.rounds[number].travels:
+            self.rounds[number].finish(shards)
+
     def _shards(self, groups: ParamGroups, state: State) -> Iterator[tuple[int, Shard]]:
         for group in groups:
-            for shard in group["params"]:
-                if self.owns(shard):
-                    yield (
-                        self._parameter_of[id(shard)],
-                        Shard(
-                            main_param=shard,
-                            grad=shard.grad,
-                            momentum_buffer=state[shard][MOMENTUM_KEY],
-                            lr=group["lr"],
-                            weight_decay=group["weight_decay"],
-                        ),
-                    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A round at work, and the neighbours whose messages travel meanwhile.
-
-    Attributes:
-        round: the round at work.
-        coming: the next round, whose pieces go to their homes; empty where it has no message.
-        going_back: the round before, whose directions go back; empty where it has no message.
-    """
-
-    round: Round
-    coming: Sequence[Round]
-    going_back: Sequence[Round]
-
-
-def _turns(rounds: Sequence[Round]) -> list[_Turn]:
-    return [
-        _Turn(round, _travelling(rounds[at + 1 : at + 2]), _travelling(rounds[:at][-1:]))
-        for at, round in enumerate(rounds)
-    ]
-
-
-def _travelling(rounds: Sequence[Round]) -> list[Round]:
-    return [round for round in rounds if round.travels]
+            for shard in filter(self.owns, group["params"]):
+                momentum = state[shard][MOMENTUM_KEY]
+                at = Shard(shard, shard.grad, momentum, group["lr"], group["weight_decay"])
+                yield self._parameter_of[id(shard)], at

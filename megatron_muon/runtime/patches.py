@@ -73,10 +73,7 @@ class Patches:
         meantime. A reference under another name is not found, so after the undo ``new`` must pass
         calls on to ``old``.
 
-        Args:
-            name: the name in those modules.
-            old, new: the object and its replacement.
-            within: only modules whose names begin with this.
+        ``within`` is what the names of these modules begin with.
         """
         _swap(name, old, new, within)
         self._stack.callback(_swap, name, new, old, within)
@@ -141,12 +138,7 @@ def around(
 ) -> Any:
     """A function that calls ``wrapper(original, ...)``, with the signature of ``original``.
 
-    A caller that keeps it after the undo calls ``original`` by it.
-
-    Args:
-        original: the function to wrap.
-        wrapper: takes ``original``, then its arguments.
-        is_on: returns False once the wrapping is undone.
+    A caller that keeps it after the undo, when ``is_on`` returns False, calls ``original`` by it.
     """
 
     @functools.wraps(original)
@@ -159,12 +151,8 @@ def around(
 
 
 def turn_into(built: Any, subclass: type) -> None:
-    """Change the class of an object that exists already, and with it its methods.
+    """Change the class of an object that Megatron made to a subclass of it.
 
     This is the one change that ``uninstall()`` leaves: an optimizer keeps its new class.
-
-    Args:
-        built: an object that Megatron made.
-        subclass: a subclass of its class.
     """
     built.__class__ = subclass

@@ -8,31 +8,30 @@ from typing import Literal, Protocol
 
 from torch import Tensor, cat, split_with_sizes
 
-from megatron_muon.orthogonalize.iteration import is_tight, ns_flops, repeated_flops
-from megatron_muon.orthogonalize.matmul import direction_dtype, plan_device
+from megatron_muon.orthogonalize.iteration import is_tight
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.soundness import Soundness
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
-from megatron_muon.planning.plan import flops_of_matrix
+from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import scratch_limit
 from megatron_muon.planning.rounds.table import Alike, RoundTable
-from megatron_muon.planning.segments import Matrix
-from megatron_muon.runtime.exchange.meter import Meter
-from megatron_muon.runtime.exchange.pieces import (
+from megatron_muon.runtime.exchange.messages import (
     Gathering,
     Leaving,
     RoundExchange,
     Scattering,
     Staged,
 )
+from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.runtime.update import Elementwise, update_scale
-from megatron_muon.settings.config import MuonConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A local piece of a Muon parameter in this step, and its group's settings."""
+    """A Muon parameter's shard on this rank in this step, and its group's settings."""
 
     main_param: Tensor
     grad: Tensor
@@ -49,24 +48,27 @@ class StepTools:
     """Settings and tools that all rounds of a rank share.
 
     Attributes:
-        config: the settings.
-        scales: scale of each matrix of the plan, per unit of lr (``update_scale``).
+        numerics: of the run.
+        flops: Newton-Schulz flops of each matrix of the plan.
+        scales: scale of each matrix, per unit of lr (``update_scale``).
         scratch: elements of scratch memory for one batch (``rounds.scratch_limit``).
         meter: counts the work done.
         phase: names the parts of a step.
     """
 
-    config: MuonConfig
+    numerics: Numerics
+    flops: Sequence[int]
     scales: Sequence[float]
     scratch: int
     meter: Meter
     phase: Phase
 
     @staticmethod
-    def of(matrices: Sequence[Matrix], config: MuonConfig, meter: Meter, phase: Phase) -> StepTools:
-        """For the stage's matrices."""
-        scales = [update_scale(*matrix.whole, config) for matrix in matrices]
-        return StepTools(config, scales, scratch_limit(matrices), meter, phase)
+    def of(plan: ExchangePlan, numerics: Numerics, meter: Meter, phase: Phase) -> StepTools:
+        """For a stage's plan."""
+        scales = [update_scale(*matrix.whole, numerics.config) for matrix in plan.matrices]
+        scratch = scratch_limit(plan.matrices)
+        return StepTools(numerics, plan.flops, scales, scratch, meter, phase)
 
 
 class Observer(Protocol):
@@ -81,7 +83,7 @@ class Observer(Protocol):
     def before_update(
         self, table: RoundTable, shards: Shards, directions: Sequence[Tensor]
     ) -> None:
-        """The directions of the runs that are held here, before the shards are updated."""
+        """The directions of the slices that are held here, before the shards are updated."""
 
 
 class Round:
@@ -91,31 +93,24 @@ class Round:
     call frees the memory that no later call needs.
 
     Args:
-        exchange: moves its pieces and directions.
+        exchange: moves its slices and directions.
         work: settings and tools of all rounds.
         elementwise: does momentum and update.
 
     Attributes:
+        homes: the matrices whose home this rank is.
+        travels: this rank sends or receives something in this round.
         observer: sees this step's matrices and updates; None except in a logging step.
     """
 
     def __init__(self, exchange: RoundExchange, work: StepTools, elementwise: Elementwise) -> None:
         self._exchange, self._work, self._elementwise = exchange, work, elementwise
         self._table = exchange.table
+        self.homes, self.travels = self._table.homes, self._table.travels
         self.observer: Observer | None = None
         self._numbers: tuple[list[Tensor], Tensor] | None = None
         self._gathering: Gathering | None = None
         self._scattering: Scattering | None = None
-
-    @property
-    def homes(self) -> tuple[int, ...]:
-        """The matrices whose home this rank is."""
-        return self._table.homes
-
-    @property
-    def travels(self) -> bool:
-        """This rank sends or receives something in this round."""
-        return self._table.travels
 
     def start(self, shards: Shards) -> None:
         """Advance the momentum of the shards, and send Newton-Schulz's input to its homes."""
@@ -139,14 +134,13 @@ class Round:
         with self._work.phase("muon/newton_schulz"):
             first, found = 0, Soundness()
             for alike in staged.alike:
-                stop = first + len(alike.matrices)
-                orthogonalize = self._orthogonalize_alike
-                if alike.strips:
-                    orthogonalize = self._orthogonalize_shared
-                orthogonalize(alike, staged.elements, staged.moves[first:stop], found)
-                first = stop
-            dtype = direction_dtype(self._work.config, staged.elements.device)
-            staged.elements = staged.elements.view(dtype)
+                moves = staged.moves[first : first + len(alike.matrices)]
+                one_way = self._orthogonalize_shared if alike.strips else self._orthogonalize_whole
+                one_way(alike, staged.elements, moves, found)
+                self._work.meter.matrices += len(alike.matrices) * alike.like.units
+                self._work.meter.ns_flops += sum(self._work.flops[i] for i in alike.matrices)
+                first += len(alike.matrices)
+            staged.elements = staged.elements.view(TORCH_DTYPE[self._work.numerics.dtype])
             if staged.alike:
                 marks = cat(found.lines).mul_(-0.0)
                 self._numbers = found.norms, marks
@@ -155,7 +149,7 @@ class Round:
             self.observer.after_newton_schulz(staged)
 
     def taken_numbers(self) -> tuple[list[Tensor], Tensor]:
-        """Norms, in parts, and marks of this step's ``homes``, which are then forgotten here.
+        """Norms, in several tensors, and marks of this step's ``homes``; forgotten here.
 
         A norm is NaN if its matrix is not finite, a mark if its direction is not.
         """
@@ -164,7 +158,7 @@ class Round:
         return numbers
 
     def start_scatter(self, staged: Staged) -> None:
-        """Send the directions to the ranks that hold pieces of their matrices."""
+        """Send the directions to the ranks that hold slices of their matrices."""
         with self._work.phase("muon/scatter"):
             self._scattering = self._exchange.start_scatter(staged)
 
@@ -180,17 +174,18 @@ class Round:
             self._update(shards, directions)
 
     def _advance_momentum(self, shards: Shards, leaving: Leaving) -> None:
+        config = self._work.numerics.config
         self._elementwise.advance_momentum(
-            self._runs(shards, "momentum_buffer"),
-            self._runs(shards, "grad"),
-            leaving.runs,
+            self._slices(shards, "momentum_buffer"),
+            self._slices(shards, "grad"),
+            leaving.slices,
             leaving.moves,
-            self._table.moving,
-            momentum=self._work.config.momentum,
-            nesterov=self._work.config.nesterov,
+            self._table.leaving,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
         )
 
-    def _orthogonalize_alike(
+    def _orthogonalize_whole(
         self, alike: Alike, elements: Tensor, moves: Tensor, found: Soundness
     ) -> None:
         """Orthogonalize matrices of one layout in batches; one without a gradient becomes zero.
@@ -199,14 +194,14 @@ class Round:
         a matrix by a whole update in every step: an expert without tokens, a layer frozen part-way.
         """
         like, count, work = alike.like, len(alike.matrices), self._work
-        most = at_once_on(elements.device, work.config, *like.unit, work.scratch)
+        most = at_once_on(elements.device, work.numerics, *like.unit, work.scratch)
         for at in range(0, count, most):
             together = min(most, count - at)
             start = alike.start + at * like.numel
             orthogonalize_staged(
                 elements[start : start + together * like.numel],
                 moves[at : at + together],
-                work.config,
+                work.numerics,
                 rows=like.rows,
                 cols=like.cols,
                 column_parts=like.column_parts,
@@ -215,31 +210,23 @@ class Round:
                 is_tight=is_tight(like.numel, elements.numel()),
                 soundness=found,
             )
-        kind = plan_device(elements.device)
-        work.meter.matrices += count * like.units
-        work.meter.ns_flops += count * like.units * ns_flops(*like.unit, work.config, kind)
 
     def _orthogonalize_shared(
         self, alike: Alike, elements: Tensor, moves: Tensor, found: Soundness
     ) -> None:
         """Orthogonalize the strips of a matrix that this rank has, with its other homes."""
-        work, start = self._work, alike.start
-        kind = plan_device(elements.device)
-        strips = []
+        strips, start = [], alike.start
         for matrix in alike.own_strips:
-            of_parts = elements[start : start + matrix.numel].view(
+            in_parts = elements[start : start + matrix.numel].view(
                 matrix.column_parts, matrix.rows, matrix.cols // matrix.column_parts
             )
-            strips.append(of_parts.transpose(0, 1))
+            strips.append(in_parts.transpose(0, 1))
             start += matrix.numel
-            work.meter.ns_flops += flops_of_matrix(matrix, work.config, kind)
-        again = repeated_flops(*alike.like.whole, len(alike.strips), work.config, kind)
-        work.meter.ns_flops -= (len(strips) - 1) * again
-        work.meter.matrices += len(strips)
         sharing, is_turned = self._exchange.sharing(alike), alike.strips[0].is_turned
         held = sharing.turned(strips) if is_turned else strips
-        orthogonalize_strips(held, alike.like.whole, moves, work.config, sharing, found)
-        if is_turned:  # both still have the dtype of pieces; their memory has directions
+        whole = alike.like.whole
+        orthogonalize_strips(held, whole, moves, self._work.numerics, sharing, found)
+        if is_turned:  # both still have the dtype of what travels; their memory has directions
             sharing.turn_back(held, strips)
 
     def _update(self, shards: Shards, directions: list[Tensor]) -> None:
@@ -249,16 +236,15 @@ class Round:
             shard = shards[index]
             factors += [shard.lr * next(scales) for _ in sizes]
             decays += [shard.lr * shard.weight_decay] * len(sizes)
-        params = self._runs(shards, "main_param")
+        params = self._slices(shards, "main_param")
         self._elementwise.apply_updates(params, directions, factors, decays)
 
-    def _runs(self, shards: Shards, name: _Held) -> list[Tensor]:
-        """One of each shard's tensors, cut into the round's runs."""
-        runs: list[Tensor] = []
+    def _slices(
+        self, shards: Shards, name: Literal["main_param", "grad", "momentum_buffer"]
+    ) -> list[Tensor]:
+        """One of each shard's tensors, cut into the round's slices."""
+        slices: list[Tensor] = []
         for index, sizes in self._table.parameters:
             whole: Tensor = getattr(shards[index], name)
-            runs += [whole] if len(sizes) == 1 else split_with_sizes(whole, sizes)
-        return runs
-
-
-_Held = Literal["main_param", "grad", "momentum_buffer"]
+            slices += [whole] if len(sizes) == 1 else split_with_sizes(whole, sizes)
+        return slices

@@ -67,11 +67,8 @@ class StepTraces:
     def step(self, number: int, facts: Mapping[str, Any] | None = None) -> Iterator[bool]:
         """A context around a step; its value is whether the step is traced.
 
-        All ranks enter it for the same steps. After the last one, the trace is written.
-
-        Args:
-            number: the step.
-            facts: values that the trace keeps under ``megatron_muon``.
+        All ranks enter it for the same steps. After the last one, the trace is written, with
+        ``facts`` under ``megatron_muon``.
 
         Raises:
             RuntimeError: another profiler of torch is on in this process.

@@ -14,17 +14,17 @@ Phase = Callable[[str], AbstractContextManager[None]]
 TIMER_LOG_LEVEL = 2  # of Megatron's --timing-log-level: a timer there waits for the GPU
 
 
-def phases(timers: Callable[[], Any]) -> Phase:
+def phases(config: Any = None) -> Phase:
     """A function that makes a context manager per phase, e.g. ``with phase("muon/gather")``.
 
     Args:
-        timers: returns Megatron's ``Timers``, or None where the run has none. At
-            ``TIMER_LOG_LEVEL`` and above they show a phase as ``muon-gather``.
+        config: Megatron's OptimizerConfig. Its ``timers``, where the run has some, show a phase as
+            ``muon-gather`` at ``TIMER_LOG_LEVEL`` and above.
     """
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
-        with record_function(name), _nvtx(name), _timed(timers(), name):
+        with record_function(name), _nvtx(name), _timed(getattr(config, "timers", None), name):
             try:
                 yield
             except Exception as error:

@@ -20,7 +20,7 @@ from megatron_muon.settings.config import MuonConfig
 
 
 class Elementwise(Protocol):
-    """The elementwise operations on one rank's runs of one round, for every step."""
+    """The elementwise operations on one rank's slices of one round, for every step."""
 
     def advance_momentum(
         self,
@@ -28,7 +28,7 @@ class Elementwise(Protocol):
         grads: Sequence[Tensor],
         into: Sequence[Tensor | None],
         moves: Tensor,
-        moving: Sequence[int],
+        leaving: Sequence[int],
         *,
         momentum: float,
         nesterov: bool,
@@ -36,12 +36,12 @@ class Elementwise(Protocol):
         """M ← μM + G in place, and copy the input of Newton-Schulz (arXiv 2502.16982, Algorithm 1).
 
         Args:
-            momentum_buffers: M of each run, ``(n,)`` fp32; updated.
-            grads: G of each run, ``(n,)``, reduced and clipped.
-            into: for each run, ``(n,)`` in the dtype that travels: takes G + μM, or M with
+            momentum_buffers: M of each slice, ``(n,)`` fp32; updated.
+            grads: G of each slice, ``(n,)``, reduced and clipped.
+            into: for each slice, ``(n,)`` in the dtype that travels: takes G + μM, or M with
                 ``nesterov`` off. None for a replica, whose elements another rank sends.
-            moves: ``(len(moving),)``: takes 1 for a run whose gradient is not all zero, else 0.
-            moving: numbers of the runs that ``moves`` is about, in its order.
+            moves: ``(len(leaving),)``: takes 1 for a slice whose gradient is not all zero, else 0.
+            leaving: numbers of the slices that ``moves`` is about, in its order.
             momentum: μ.
             nesterov: see ``into``.
         """
@@ -55,14 +55,14 @@ class Elementwise(Protocol):
     ) -> None:
         """W ← (1 - lr·λ)W - update, in place (eq. 4; the decay is decoupled and unscaled).
 
-        A run whose direction begins with NaN or Inf stays as it is (``RoundExchange.mark``).
+        A slice whose direction begins with NaN or Inf stays as it is (``RoundExchange.mark``).
 
         Args:
-            params: main parameters of each run, ``(n,)`` fp32.
-            directions: of each run, ``(n,)`` in the dtype that travels; in fp32 they may be
+            params: main parameters of each slice, ``(n,)`` fp32.
+            directions: of each slice, ``(n,)`` in the dtype that travels; in fp32 they may be
                 overwritten.
             factors: the factor of each direction: lr times its matrix's scale.
-            decays: lr·λ of each run.
+            decays: lr·λ of each slice.
         """
 
 
@@ -75,25 +75,25 @@ class Foreach:
         grads: Sequence[Tensor],
         into: Sequence[Tensor | None],
         moves: Tensor,
-        moving: Sequence[int],
+        leaving: Sequence[int],
         *,
         momentum: float,
         nesterov: bool,
     ) -> None:
         """See ``Elementwise``."""
-        leaves = [momentum_buffers[i] for i, target in enumerate(into) if target is not None]
-        leaving_grads = [grads[i] for i, target in enumerate(into) if target is not None]
+        sent = [momentum_buffers[i] for i, target in enumerate(into) if target is not None]
+        sent_grads = [grads[i] for i, target in enumerate(into) if target is not None]
         targets = [target for target in into if target is not None]
         for _, (buffers, added) in _at_once(momentum_buffers, grads):
             torch._foreach_mul_(buffers, momentum)
             torch._foreach_add_(buffers, added)
-        for _, (buffers, added, taken) in _at_once(leaves, leaving_grads, targets):
+        for _, (buffers, added, taken) in _at_once(sent, sent_grads, targets):
             if nesterov:
                 buffers = list(torch._foreach_mul(buffers, momentum))
                 torch._foreach_add_(buffers, added)
             torch._foreach_copy_(taken, buffers)
-        if moving:
-            norms = torch._foreach_norm([grads[run] for run in moving], math.inf)
+        if leaving:
+            norms = torch._foreach_norm([grads[number] for number in leaving], math.inf)
             moves.copy_(torch.stack(norms) != 0)
 
     def apply_updates(
@@ -108,8 +108,8 @@ class Foreach:
             return
         stays = torch.stack([direction[0] for direction in directions]).isfinite().logical_not_()
         keeps = {decay: torch.where(stays, 1.0, 1.0 - decay) for decay in {*decays} - {0.0}}
-        for numbers, (weights, moved) in _at_once(params, directions):
-            updates = _in_fp32(moved)
+        for numbers, (weights, some) in _at_once(params, directions):
+            updates = _in_fp32(some)
             torch._foreach_mul_(updates, [factors[number] for number in numbers])
             for number, weight, update in zip(numbers, weights, updates, strict=True):
                 update.masked_fill_(stays[number], 0.0)  # a product with 0 would not remove NaN

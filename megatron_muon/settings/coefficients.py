@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from megatron_muon.settings.names import named
-
 Triple = tuple[float, float, float]
 CoefficientName = Literal[
     "simple", "quintic", "polar_express", "cans", "aol", "deepseekv4", "cubic5"
@@ -22,6 +20,11 @@ Coefficients = CoefficientName | tuple[Triple, ...]
 Given = Coefficients | Triple
 After = Literal["cycle", "repeat_last", "refuse"]
 NsDtype = Literal["bf16", "fp16", "fp32"]
+
+_NAME, _STEPS = (
+    "ns_coefficients (--muon-ns-coefficients)",
+    "ns_steps (--muon-ns-steps)",
+)  # in errors
 
 # NVIDIA's Emerging-Optimizers has these sets in its tables. It also defines the steps after a
 # list's last triple (get_coefficient_iterator, newton_schulz).
@@ -241,13 +244,13 @@ def canonical(value: object) -> Coefficients:
     if isinstance(value, str):
         if value not in SETS:
             raise ValueError(
-                f"{named('ns_coefficients')} must be one of {', '.join(SETS)}, or numbers "
+                f"{_NAME} must be one of {', '.join(SETS)}, or numbers "
                 f"(a, b, c) or a tuple of such; got {value!r}"
             )
         return value
     if not isinstance(value, tuple):
         raise TypeError(
-            f"{named('ns_coefficients')} must be a set's name, a tuple of three numbers or a tuple "
+            f"{_NAME} must be a set's name, a tuple of three numbers or a tuple "
             f"of such, got {value!r}"
         )
     triples = value if value and isinstance(value[0], tuple) else (value,)
@@ -278,8 +281,8 @@ def _schedule(coefficients: Coefficients, steps: int, dtype: NsDtype) -> tuple[T
         triples = coefficients
     if after == "refuse" and steps != len(triples):
         raise ValueError(
-            f"{named('ns_coefficients')} {coefficients!r} are for {len(triples)} steps, and "
-            f"{named('ns_steps')} is {steps}: take {len(triples)}, or give the numbers themselves"
+            f"{_NAME} {coefficients!r} are for {len(triples)} steps, and "
+            f"{_STEPS} is {steps}: take {len(triples)}, or give the numbers themselves"
         )
     last = len(triples) - 1
     places = [min(s, last) if after == "repeat_last" else s % (last + 1) for s in range(steps)]
@@ -299,7 +302,7 @@ def require_bounded(given: Given, steps: int, dtype: NsDtype) -> None:
         largest = _largest(triple, largest * (1 + unit))
         if not largest <= most:
             raise ValueError(
-                f"{named('ns_coefficients')} {spelled(given)!r}: step {step} of {steps} takes "
+                f"{_NAME} {spelled(given)!r}: step {step} of {steps} takes "
                 f"singular values up to {largest:.3g}. Beyond {most:g} a step in {dtype} may "
                 f"overflow: give numbers that keep them near 1, or a set: {', '.join(SETS)}"
             )
@@ -346,13 +349,11 @@ def spelled(given: Given) -> str:
 
 def _triple(value: object) -> Triple:
     if not isinstance(value, tuple) or len(value) != 3:
-        raise TypeError(
-            f"{named('ns_coefficients')} must be a tuple of three numbers, got {value!r}"
-        )
+        raise TypeError(f"{_NAME} must be a tuple of three numbers, got {value!r}")
     for number in value:
         if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise TypeError(f"{named('ns_coefficients')} must be a number, got {number!r}")
+            raise TypeError(f"{_NAME} must be a number, got {number!r}")
         if not abs(number) <= sys.float_info.max:  # an int may be larger; NaN is not smaller
-            raise ValueError(f"{named('ns_coefficients')} must be finite, got {number}")
+            raise ValueError(f"{_NAME} must be finite, got {number}")
     a, b, c = value
     return float(a), float(b), float(c)

@@ -20,8 +20,8 @@ CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
 NO_MEGATRON = "import sys; sys.modules['megatron'] = None"
 STRANGE = (
     "import sys, megatron_muon.mcore.seams.rows as h, dataclasses; "
-    "at = 'megatron.core.optimizer'; row = next(row for row in h.SEAMS if row.module == at); "
-    "h.SEAMS = (*h.SEAMS, dataclasses.replace(row, name='gone', since=h.OLDEST, until=h.NEWEST))"
+    "at = 'megatron.core.optimizer'; row = next(row for row in h.CORE if row.module == at); "
+    "h.CORE = (*h.CORE, dataclasses.replace(row, name='gone', since=(0, 0), until=(9, 9)))"
 )
 TOO_NEW = "import megatron_muon.presence as p; p.OLDEST, p.NEWEST = (0, 97), (0, 98)"
 

@@ -145,7 +145,7 @@ def test_what_is_wanted_is_said(
 
 def test_muons_flags_of_a_run_are_read_by_routes(capsys: pytest.CaptureFixture[str]) -> None:
     """None is named as not read: each is checked as a run checks it."""
-    from megatron_muon.megatron_lm.flags.table import FLAGS
+    from megatron_muon.settings.run_flags import FLAGS
 
     harmless = {"--muon-momentum": "0.9", "--muon-round-mib": "8", "--muon-ns-batch": "4"}
     words = [word for pair in harmless.items() for word in pair]

@@ -28,13 +28,13 @@ if {training}:
     import megatron_muon.cpu.training as cpu_training
     cpu_training.enable()
     import megatron.training.arguments
-from megatron_muon.mcore.seams import rows
+from megatron_muon.mcore.seams import rows, training as script_rows
 import megatron_muon.mcore.wiring.install
 from megatron_muon.mcore.wiring.buffers.bucket_layout import takes_layouts
 rows.check_hooks()
 if {training}:
     from megatron_muon.megatron_lm import install as scripts
-    rows.check_training_hooks()
+    rows.check_rows(script_rows.ROWS)
 
 def held():
     found = {{}}

@@ -14,18 +14,28 @@ from functools import cache
 import pytest
 import torch
 
-from megatron_muon.mcore.seams import rows
-from megatron_muon.mcore.seams.training import ARGUMENTS, UNCHECKED_ARGUMENTS
-from megatron_muon.megatron_lm.flags.table import FLAGS
+from megatron_muon.lab.bench import seams as bench
+from megatron_muon.lab.doctor import cpu_seams
+from megatron_muon.lab.dry_run import seams as dry_run
+from megatron_muon.mcore.seams import model, rows, training
+from megatron_muon.mcore.seams.row import Attribute, Seam
+from megatron_muon.mcore.seams.training import ARGUMENTS
+from megatron_muon.settings.run_flags import FLAGS
 from support import ROOT
 from support.megatron_uses import Use, own_names, uses_in, uses_in_text
 from support.virtual_gpu.seams import SEAMS as VIRTUAL_GPU
 
 PACKAGE = ROOT / "megatron_muon"
-SYMBOLS = {str(row) for row in rows.SEAMS}
-MODULES = {row.module for row in (*rows.SEAMS, *rows.ATTRIBUTES)}
-ATTRIBUTES = {(row.owner or "parameter", row.name) for row in rows.ATTRIBUTES}
-METHODS = {tuple(row.name.rsplit(".", 1)) for row in rows.SEAMS if "." in row.name}
+ROWS: tuple[rows.Row, ...] = (
+    *(*rows.CORE, *training.ROWS, *model.HYBRID),
+    *(*dry_run.ROWS, *dry_run.SCRIPT, *bench.ROWS, *bench.UPSTREAM, *bench.PACKAGE),
+    *(*cpu_seams.ROWS, *cpu_seams.TRAINING),
+)
+SEAMS = [row for row in ROWS if isinstance(row, Seam)]
+SYMBOLS = {str(row) for row in SEAMS}
+MODULES = {row.module for row in ROWS}
+ATTRIBUTES = {(row.owner or "parameter", row.name) for row in ROWS if isinstance(row, Attribute)}
+METHODS = {tuple(row.name.rsplit(".", 1)) for row in SEAMS if "." in row.name}
 OURS = own_names(PACKAGE)
 
 # In no row, and why.
@@ -34,6 +44,7 @@ EXCEPTIONS = {
     "torch.optim._muon": "a peer of bench newton-schulz, which is left out where it is not",
     "torch.optim._muon._zeropower_via_newtonschulz": "likewise",
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": "made where Megatron lacks it",
+    "quack.gemm_interface.gemm_symmetric": "kernels, which are tried before the first step",
     "ChainedOptimizer:lower": "of a text: the optimizer of a config",
     "arguments:extend": "of a list",
     "arguments:get": "of a dict",
@@ -41,6 +52,18 @@ EXCEPTIONS = {
     "DistributedOptimizer:fp32_from_float16_groups": "likewise, which has both as rows",
     "DistributedDataParallel:language_model": "of models of images and text, where it is there",
     "parameter:use_muon": "a mark since 0.20, in modules whose import needs kernels for a GPU",
+}
+# Arguments that are read before Megatron-LM has checked them, or that only some versions have.
+UNCHECKED_ARGUMENTS = {
+    "optimizer": "the first thing that the wrapper of validate_args reads",
+    "use_distributed_optimizer": "read before Megatron's checks, some of which fail without it",
+    "dump_param_to_param_group_map": "with 0.16 and 0.17, passed on to get_megatron_optimizer",
+    "curr_iteration": "the number of steps before this one, read within the training loop",
+    "perform_rl_step": "read only if the namespace has it",
+    "yaml_cfg": "read only if the namespace has it",
+    "use_pytorch_profiler": "read only if the namespace has it",
+    "ckpt_step": "read only if the namespace has it",
+    "pretrained_checkpoint": "read only if the namespace has it",
 }
 # Modules that are named in a text with a gap, and what fills it.
 GAPS = {
@@ -54,6 +77,7 @@ BASES = {
         "_ParamAndGradBucketGroup"
     ),
 }
+TABLES = ("seams.py", *(f"mcore/seams/{path.name}" for path in PACKAGE.glob("mcore/seams/*.py")))
 EVERY_OBJECTS = ("__class__", "__dict__", "__file__", "__init__", "__name__", "__new__", "__path__")
 EVERY_OBJECTS += ("__module__", "__qualname__")
 
@@ -102,8 +126,8 @@ def _has(made: type, name: str) -> bool:
 
 @cache
 def _class(owner: str) -> type | None:
-    modules = {row.module for row in rows.ATTRIBUTES if row.owner == owner}
-    modules |= {row.module for row in rows.SEAMS if row.name == owner}
+    modules = {row.module for row in ROWS if isinstance(row, Attribute) and row.owner == owner}
+    modules |= {row.module for row in SEAMS if row.name == owner}
     for module in sorted(modules):
         try:
             made = getattr(importlib.import_module(module), owner, None)
@@ -115,7 +139,7 @@ def _class(owner: str) -> type | None:
 
 
 def test_no_symbol_is_used_that_is_in_no_row() -> None:
-    uses = [use for use in uses_in(PACKAGE) if not use.file.startswith("mcore/seams/")]
+    uses = [use for use in uses_in(PACKAGE) if not use.file.endswith(TABLES)]
     assert len(uses) > 400
     assert [str(use) for use in uses if in_no_row(use)] == []
 
@@ -169,13 +193,14 @@ def test_each_row_that_is_wrapped_has_a_wrapper() -> None:
     """Beside those of ``bucket_layout`` and ``autoload``."""
     from megatron_muon.mcore.wiring import install
 
-    wrapped = {row.name for row in rows.SEAMS if row.use == "wrapped" and row.part == "core"}
+    core = [row for row in rows.CORE if isinstance(row, Seam)]
+    wrapped = {row.name for row in core if row.use == "wrapped"}
     by_layout = {
         "DistributedOptimizer._compute_per_buffer_param_layout",
         "DistributedDataParallel.__init__",
     }
     assert wrapped == install._WRAPPERS.keys() | by_layout
-    training = {row.name for row in rows.SEAMS if row.use == "wrapped" and row.part == "training"}
+    of_scripts = {row.name for row in training.ROWS if row.use == "wrapped"}
     tree = ast.parse((PACKAGE / "megatron_lm/install.py").read_text())
     (table,) = (
         node.value
@@ -184,4 +209,4 @@ def test_each_row_that_is_wrapped_has_a_wrapper() -> None:
     )
     assert isinstance(table, ast.Dict)
     names = {key.value for key in table.keys if isinstance(key, ast.Constant)}
-    assert training == names
+    assert of_scripts == names

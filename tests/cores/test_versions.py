@@ -216,7 +216,8 @@ def test_adamws_checkpoint_in_buckets_is_refused_where_theirs_is_another_order(
 
 
 def test_the_version_is_one_that_is_listed() -> None:
-    from megatron_muon.mcore.seams.rows import NEWEST, OLDEST, check_hooks
+    from megatron_muon.mcore.seams.rows import check_hooks
+    from megatron_muon.presence import NEWEST, OLDEST
 
     assert OLDEST <= VERSION <= NEWEST
     check_hooks()

@@ -31,7 +31,7 @@ def measured(megabytes: int, folder: str, format: str) -> list[tuple[float, ...]
     from megatron.core.dist_checkpointing import ShardedTensor
 
     from megatron_muon.mcore.load_check.checksum import checksum
-    from megatron_muon.mcore.load_check.save import _just_written
+    from megatron_muon.mcore.load_check.save import just_written
 
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors = {f"t{i}": torch.randn(megabytes * 2**18 // 20) for i in range(20)}
@@ -55,7 +55,7 @@ def measured(megabytes: int, folder: str, format: str) -> list[tuple[float, ...]
         dist.barrier()
         saved, saved_processor = time.perf_counter(), _processor()
         for name in names:
-            _just_written(Path(folder) / name)
+            just_written(Path(folder) / name)
         dist.barrier()
         hashed, hashed_processor = time.perf_counter(), _processor()
         for name in names:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_muon.megatron_lm.bucketing import REFERENCE_DP_SIZE
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.count import (
     Buffer,
     LocalParameter,
@@ -71,7 +72,9 @@ def llama_8b(
     """
     buckets = list(in_buckets(whole_buffer(dp_size), bucket_size))
     own = [bucket.own() for bucket in buckets]
-    chosen = own if ordered_for is None else orders(buckets, Holders(dp_size), ordered_for)
+    chosen = (
+        own if ordered_for is None else orders(buckets, Holders(dp_size), Numerics(ordered_for))
+    )
     return parameters_in(buckets, chosen), sum(bucket.numel for bucket in buckets)
 
 
@@ -81,7 +84,7 @@ def llama_plan(
     """Its plan, and what it adds to the bytes of AdamW's reduce-scatter (fp32) and all-gather
     (bf16), on an average rank."""
     parameters, numel = llama_8b(dp_size, bucket_size, config if ordered else None)
-    plan = make_plan(parameters, RankGrid(((tuple(range(dp_size)),),)), config)
+    plan = make_plan(parameters, RankGrid(((tuple(range(dp_size)),),)), Numerics(config))
     adamw_bytes = numel * (4 + 2) * (dp_size - 1) / dp_size
     return plan, sum(plan.sent_bytes()) / dp_size / adamw_bytes
 

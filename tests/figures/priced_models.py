@@ -1,6 +1,6 @@
 """Seven models at real sizes, priced: ``cd tests && python -m figures.priced_models [WORD ...]``.
 
-Prints a table as in docs/time_model.md, of the models whose name has one of the words. Every row is
+Prints a table as in docs/plan.md, of the models whose name has one of the words. Every row is
 one stage of ``megatron-muon plan`` with the flags below: the first one, or where there are several
 the second, which has no embedding. Rounds, launches, Newton-Schulz and what is exposed, of
 the rank that has most of it, are those of ours with ``auto`` and a library's symmetric kernel;

@@ -24,11 +24,12 @@ from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import StepTime, price_step
 from megatron_muon.lab.pricing.work import Optimizer
 from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.soundness import Soundness
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import round as muon_round
+from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
-from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.tracing import phases
 from megatron_muon.settings.config import MuonConfig
@@ -105,12 +106,12 @@ def _steps(case: Case, repeats: int) -> list[float]:
     def orthogonalize_staged(
         staged: torch.Tensor,
         moves: torch.Tensor,
-        config: MuonConfig,
+        numerics: Numerics,
         *,
         soundness: Soundness,
         **shape: int,
     ) -> None:
-        flops = ns_flops(shape["rows"], shape["cols"], config, "cpu")
+        flops = ns_flops(shape["rows"], shape["cols"], numerics)
         time.sleep(len(moves) * flops * second)
         for numbers in (soundness.norms, soundness.lines):
             numbers.append(torch.zeros(len(moves)))
@@ -134,7 +135,7 @@ def seconds_of_steps(muon: Any, groups: Any, state: Any, repeats: int) -> list[f
 def muon_of(config: MuonConfig, plan: ExchangePlan, rank: int) -> tuple[Any, Any, Any]:
     """The Muon of a rank, its parameter groups and their state."""
     own = plan.for_rank(rank)
-    shards = {index: torch.zeros(piece.size) for index, piece in own.pieces.items()}
+    shards = {index: torch.zeros(piece.size) for index, piece in own.shards.items()}
     for shard in shards.values():
         shard.grad = torch.ones_like(shard)
     state = {shard: {MOMENTUM_KEY: torch.zeros_like(shard)} for shard in shards.values()}
@@ -142,8 +143,8 @@ def muon_of(config: MuonConfig, plan: ExchangePlan, rank: int) -> tuple[Any, Any
     meter, group = Meter(), dist.group.WORLD
     assert group is not None
     exchange = Exchange(own, plan.matrices, group, torch.bfloat16, torch.device("cpu"), meter)
-    named = phases(lambda: None)
-    muon = DistributedMuon(config, plan, own, exchange, shards, meter, named)
+    named = phases()
+    muon = DistributedMuon(Numerics(config, "cpu"), plan, own, exchange, shards, meter, named)
     return muon, groups, state
 
 

@@ -14,7 +14,7 @@ from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import StepTime, price_step
 from megatron_muon.lab.pricing.work import Optimizer
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.dry_run import planned_on
 

@@ -16,13 +16,13 @@ import torch
 from megatron_muon.lab.pricing.hardware import MICRO, TERA
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.mcore.watching.observer import MatrixObserver
-from megatron_muon.mcore.watching.rows import StageRows, Table, muon_rows
-from megatron_muon.mcore.watching.sums import StepSums
-from megatron_muon.orthogonalize.matmul import travel_dtype
+from megatron_muon.mcore.watching.rows import Message, Table, muon_rows
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import fused
+from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
-from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.tracing import phases
 from megatron_muon.settings.config import MuonConfig
@@ -39,30 +39,31 @@ _CASTS = ("_to_copy", "copy_", "clone")  # the range that they read may have gap
 def recorded(plan: ExchangePlan, rank: int, config: MuonConfig, *, logs: bool) -> Recording:
     """The second step of Muon alone, with what a logging step adds around it."""
     own = plan.for_rank(rank)
-    table = Table(
-        [StageRows(tuple(muon_rows(plan.matrices, config)), 1, 1, 1, 1, plan.size)], plan.size
-    )
+    numbers = dict.fromkeys(("muon_elements", "all_elements", "flops", "busiest", "ranks"), 1)
+    stage = {"muon": muon_rows(plan.matrices, config), "adamw": [], "layers": [], "logits": []}
+    table = Table([{**stage, **numbers}], plan.size)
 
     def program(gpu: Any, group: Any) -> None:
-        shards = {index: torch.empty(span.size, device=CUDA) for index, span in own.pieces.items()}
+        shards = {index: torch.empty(span.size, device=CUDA) for index, span in own.shards.items()}
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)
         state = {shard: {MOMENTUM_KEY: torch.empty_like(shard)} for shard in shards.values()}
         groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.1}]
-        exchange = Exchange(own, plan.matrices, group, travel_dtype(config), CUDA, Meter())
-        tools = (Meter(), phases(lambda: None), fused.elementwise_on(CUDA, config))
-        muon = DistributedMuon(config, plan, own, exchange, shards, *tools)
-        observer = MatrixObserver(muon, table)
+        numerics = Numerics(config)
+        travels = TORCH_DTYPE[numerics.travels]
+        exchange = Exchange(own, plan.matrices, group, travels, CUDA, Meter())
+        tools = (Meter(), phases(), fused.elementwise_on(CUDA, numerics))
+        muon = DistributedMuon(numerics, plan, own, exchange, shards, *tools)
+        observer = MatrixObserver(muon)
         for _ in range(2):  # the first step starts the power iteration
             gpu.trace.events.append(StepStart())
             if logs:
-                observer.message = StepSums(table.size, CUDA)
-                observer.observe_weights()
+                message = Message(table, CUDA)
+                observer.observe_weights(message)
                 muon.observe(observer)
             muon.step(groups, state, lambda: gpu.launch("adamw", [], [], 1))
             if logs:
-                observer.milliseconds()
-                observer.message.total()
+                message.total(0, observer.stopwatch.milliseconds())
 
     return record(rank, plan.size, program)
 

@@ -55,6 +55,12 @@ def test_the_report_has_every_table_as_it_is_printed(script: Any) -> None:
     assert stress.table(stress.recorded(EVIDENCE / "figures")) in REPORT
 
 
+def test_the_readme_has_the_ratio_of_both_tuned() -> None:
+    ((ratio, spread),) = re.findall(r"^\| as tuned \|.*\| (\S+) \((.*)\) \|$", REPORT, re.MULTILINE)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"a leading ratio of {ratio} ({spread} over seeds)" in readme
+
+
 @pytest.mark.parametrize("ranks", [8, 32])
 def test_thousands_of_steps_end_with_equal_replicas_and_a_named_error(ranks: int) -> None:
     figures = recorded(f"stress-{ranks}.json")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.megatron_lm.flags.table import FLAGS
+from megatron_muon.settings.run_flags import FLAGS
 from support import PYTHON311, ROOT, TESTS, te_on_cpu
 
 EXAMPLES = ROOT / "examples"

@@ -9,7 +9,7 @@ import pytest
 from figures.priced_models import CASES, Case
 from figures.scale.shared_steps import LARGE
 from figures.stages import step_of
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.numerics import Device
 from support.virtual_gpu.plans import LLAMA_70B
 
 # Of these two speeds alone chose a number of strips that the time model has 6 to 30 % slower.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +11,9 @@ import torch
 from support.models.gpt import (
     build,
     error_of_optimizer,
-    held,
     set_schedule,
     start,
-    take_step,
+    train,
     write_grads,
 )
 from support.ranks import error_of, run
@@ -26,18 +24,11 @@ FREE = Case(steps=2)
 CLIPPED = replace(FREE, clip=0.01, muon=(("clip_scope", "adamw"),))
 
 
-def _trained(case: Case, topology: Topology) -> dict[str, Any]:
-    built = start(case, topology)
-    for step in range(case.steps):
-        take_step(built, step)
-    return held(built)
-
-
 @pytest.mark.parametrize(
     "topology", [Topology(tp=2, dp=2, overlap=True), Topology(pp=2, dp=2)], ids=str
 )
 def test_muons_gradients_are_not_clipped_and_adamws_are(topology: Topology) -> None:
-    clipped, free = (run(_trained, 4, case, topology) for case in (CLIPPED, FREE))
+    clipped, free = (run(train, 4, case, topology) for case in (CLIPPED, FREE))
     kept, plain = whole(clipped), whole(free)
     muons = muon_weights(FREE)
     for kind in ("main", "exp_avg"):

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.planning.describe import Share, share_lines, start_line
+from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.planning.describe import start_line
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
@@ -73,20 +74,13 @@ def _printed(case: Case, topology: Topology, mixer: bool = False) -> str:
 def _printed_in_ascii() -> bytes:
     with redirect_stdout(io.TextIOWrapper(io.BytesIO(), "ascii")) as printed:
         start(Case(layers=2), Topology())
-    return printed.buffer.getvalue()  # type: ignore[attr-defined, no-any-return]
+    return printed.buffer.getvalue()
 
 
 def test_the_start_lines_need_no_more_than_ascii() -> None:
     """As with PYTHONIOENCODING=ascii; the run goes on."""
     (printed,) = run(_printed_in_ascii, 1)
     assert printed.isascii() and rb"1.00 \xd7 the mean on the busiest rank" in printed
-
-
-@pytest.mark.parametrize(("iteration", "said"), [("auto", 1), (None, 0), ("standard", 0)])
-def test_a_run_says_that_auto_is_standard(iteration: str | None, said: int) -> None:
-    case = Case(layers=1, muon=(("ns_steps", 7), ("ns_iteration", iteration)))
-    (printed,) = run(_printed, 1, case, Topology())
-    assert printed.count("standard (in place of auto since the Gram iteration has not") == said
 
 
 class Mixer(torch.nn.Module):
@@ -158,15 +152,6 @@ def test_the_share_of_all_and_of_activated_parameters_is_the_models(
     assert "warning" not in first
 
 
-def test_a_model_of_embeddings_gets_a_warning() -> None:
-    share = Share(total=100, muon=60, active=80, active_muon=39)
-    kept = [{"embeddings and the output layer": 25}, {"Fork (unknown)": 5}, {"Fork (unknown)": 6}]
-    _, warning = share_lines([share], [], kept)
-    assert "warning: less than half" in warning
-    assert "of embeddings and the output layer, 25.0%; Fork (unknown), 11.0%: expect" in warning
-    assert len(share_lines([share, Share(10, 10, 10, 10)], [], kept)) == 1
-
-
 @pytest.mark.parametrize("mixer", [False, True])
 def test_the_warning_names_the_classes_whose_weights_stayed(mixer: bool) -> None:
     """On the last rank's stage the exclusion, on the first one's the unknown class."""
@@ -201,24 +186,6 @@ def test_a_matrix_of_an_unknown_module_is_named_once_by_its_stage() -> None:
     assert counts == [1, 0, 0, 0]
 
 
-def test_several_buffers_are_counted_one_by_one() -> None:
-    """As with virtual pipeline stages: each chunk of the model has buffers of its own."""
-
-    def parameter(name: str, buffer: int, start: int, bucket: Span) -> Parameter:
-        matrices, blocks = whole_matrix(name, (10, 10), 0, 1)
-        span = Span(start, start + 100)
-        return Parameter(name, (10, 10), 0, bucket, span, buffer, matrices, blocks)
-
-    held_whole = [parameter(f"a{i}", 0, 100 * i, Span(0, 200)) for i in (0, 1)]
-    cut = parameter("b", 1, 0, Span(0, 100))
-    plan = make_plan([*held_whole, cut], RankGrid((((0, 1),),)), MuonConfig())
-    line = start_line(plan, stage=0, experts=False, buckets=[1, 3])
-    assert "4 bucket(s), 1 boundary parameter(s) (200 B per TP rank), by buffer: " in line
-    assert ": 1 bucket(s), 0 boundary parameter(s) (0 B per TP rank); " in line
-    assert "; 3 bucket(s), 1 boundary parameter(s) (200 B per TP rank); the exchange" in line
-    assert "by buffer" not in start_line(plan, stage=0, experts=False, buckets=[2])
-
-
 def _nodes_of(case: Case, topology: Topology, here: str) -> tuple[int, str]:
     """The plan's neighbours, and what is printed, where a launcher has so many ranks a machine."""
     printed = io.StringIO()
@@ -248,10 +215,10 @@ def test_a_run_knows_its_nodes(node_ranks: int, here: str, neighbours: int, warn
 
 def _theory(case: Case, topology: Topology) -> tuple[float, int]:
     """Elements that are said to be Muon's on a rank, and those that are."""
-    from megatron_muon.mcore.load_check import models as registry
+    from megatron_muon.mcore.load_check.models import forget
     from megatron_muon.mcore.wiring.buffers.state_size import muon_elements
 
-    registry.forget()
+    forget()
     built = start(case, topology)
     muons = [part.muon for part in gpt.distributed_optimizers(built.optimizer)]
     return muon_elements(), sum(p.numel() for muon in muons for p in muon.main_params.values())
@@ -293,24 +260,12 @@ def test_a_log_says_once_on_rank_0_that_the_plugin_is_active() -> None:
     assert first == (f"{line} {core}", "") and other == ("", "")
 
 
-def test_the_start_line_says_in_how_many_rounds_the_exchange_is() -> None:
-    matrices, blocks = whole_matrix("a", (10, 10), 0, 1)
-    held = [
-        Parameter("a", (10, 10), 0, Span(0, 300), Span(at, at + 100), 0, matrices, blocks)
-        for at in (0, 100, 200)
-    ]
-    for round_bytes, rounds in ((1 << 20, 1), (1, 3)):
-        plan = make_plan(held, RankGrid((((0, 1),),)), MuonConfig(round_bytes=round_bytes))
-        line = start_line(plan, stage=0, experts=False, buckets=[1])
-        assert f"B on the busiest rank, in {rounds} round(s); " in line
-
-
 def test_the_start_line_says_which_bytes_are_the_mean_and_which_the_busiest_ranks() -> None:
     """A matrix whose home has 75 of its 100 elements: 25 come, in a message of 32 with a flag, and
     25 go back: 64 B and 50 B."""
     matrices, blocks = whole_matrix("a", (10, 10), 0, 1)
     held = [Parameter("a", (10, 10), 0, Span(0, 400), Span(25, 125), 0, matrices, blocks)]
-    plan = make_plan(held, RankGrid((((0, 1, 2, 3),),)), MuonConfig())
+    plan = make_plan(held, RankGrid((((0, 1, 2, 3),),)), Numerics(MuonConfig()))
     assert plan.sent_bytes() == [50, 64, 0, 0]
     line = start_line(plan, stage=0, experts=False, buckets=[1])
     assert "the exchange sends 28.5 B a step on the mean rank and 64 B on the busiest rank" in line
@@ -324,7 +279,7 @@ def test_the_busiest_rank_is_that_of_all_of_the_stages_optimizers() -> None:
         held = Parameter(
             "a", (10, 10), 0, Span(0, 200), Span(start, start + 100), 0, matrices, blocks
         )
-        return make_plan([held], RankGrid((((0, 1),),)), MuonConfig())
+        return make_plan([held], RankGrid((((0, 1),),)), Numerics(MuonConfig()))
 
     dense, experts = plan_of(0), plan_of(100)
     alone = start_line(experts, stage=0, experts=True, buckets=[1])

@@ -32,9 +32,10 @@ def install() -> None:
 
     for name in COMPILED:
         sys.modules[name] = types.ModuleType(name)
-    for name in ("adam", "adam_capturable", "adam_capturable_master", "scale", "l2norm"):
+    for name in ("adam", "scale", "l2norm"):
         setattr(sys.modules["amp_C"], f"multi_tensor_{name}", getattr(adam, f"multi_tensor_{name}"))
-    for name in ("sgd", "novograd", "lamb", "adagrad", "lamb_mp", "l2norm_mp"):
+    others = ("adam_capturable", "adam_capturable_master", "sgd", "novograd", "lamb", "adagrad")
+    for name in (*others, "lamb_mp", "l2norm_mp"):
         setattr(sys.modules["amp_C"], f"multi_tensor_{name}", _not_in_the_stub)
     cpu.REPLACEMENTS = tuple(row for row in cpu.REPLACEMENTS if row.name != "FusedAdam")
 

@@ -18,9 +18,15 @@ from torch import Tensor
 
 from megatron_muon.lab.bench.newton_schulz.inputs import polynomials
 from megatron_muon.orthogonalize.gram import gram_iteration
-from megatron_muon.orthogonalize.iteration import is_folded
-from megatron_muon.orthogonalize.matmul import Products, products_on, scale_of, torch_dtype
+from megatron_muon.orthogonalize.matmul import (
+    TORCH_DTYPE,
+    Products,
+    numerics_on,
+    products_on,
+    scale_of,
+)
 from megatron_muon.orthogonalize.newton_schulz import standard_iteration
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.coefficients import (
     GRAM_ERROR,
     GRAM_LEAST,
@@ -30,6 +36,7 @@ from megatron_muon.settings.coefficients import (
     Triple,
     schedule,
 )
+from megatron_muon.settings.config import MuonConfig
 
 SHAPES = (
     *((1, 1), (1, 2), (1, 9), (1, 64), (2, 2), (2, 3), (2, 5), (2, 16), (2, 64), (3, 3), (3, 4)),
@@ -120,15 +127,21 @@ def roundings(field: str) -> Iterator[tuple[NsDtype, Products]]:
     fp32 = torch.float32
     if field == "fp32_squares":
         for dtype in get_args(NsDtype):
-            yield dtype, Products(torch_dtype(dtype), fp32, fp32, scale_of(dtype))
+            yield dtype, Products(TORCH_DTYPE[dtype], fp32, fp32, scale_of(dtype))
         return
     dtype: NsDtype = field  # type: ignore[assignment]
-    kind, scale, folded = torch_dtype(dtype), scale_of(dtype), is_folded(dtype, "cuda")
+    kind, scale, folded = (
+        TORCH_DTYPE[dtype],
+        scale_of(dtype),
+        Numerics(MuonConfig(ns_dtype=dtype)).folded,
+    )
     for products in (Products, Strips, *((Halves,) if dtype != "fp32" else ())):
         yield dtype, products(kind, kind, fp32, scale, folded)
     if folded:
         yield dtype, Products(kind, kind, fp32, scale)  # rows of squares are not
-    own = products_on(torch.device("cpu"), dtype)
+    own = products_on(
+        torch.device("cpu"), numerics_on(torch.device("cpu"), MuonConfig(ns_dtype=dtype))
+    )
     if dtype == "bf16" and own.squares == kind:
         yield dtype, own.plain()
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from support.runs.cases import Case, Topology
 
 NAME: str = megatron.core.__version__
-VERSION: tuple[int, int] = tuple(int(part) for part in NAME.split(".")[:2])  # type: ignore[assignment]
+VERSION: tuple[int, int] = tuple(int(part) for part in NAME.split(".")[:2])
 
 
 def lacks(case: Case, topology: Topology) -> str | None:

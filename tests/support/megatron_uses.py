@@ -44,18 +44,12 @@ Bindings = dict[str, str]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Use:
-    """A symbol that a file names.
+    """A symbol that a file names."""
 
-    Attributes:
-        symbol: dotted, from the package on; of an object ``CLASS:attribute``.
-        file: of this package, from its folder on.
-        line: in it.
-        defaulted: by ``getattr`` with a default or ``hasattr``: the file does without it.
-    """
-
-    symbol: str
-    file: str
-    line: int
+    symbol: str  # dotted, from the package on; of an object ``CLASS:attribute``
+    file: str  # of this package, from its folder on
+    line: int  # in it
+    # by ``getattr`` with a default or ``hasattr``: the file does without it
     defaulted: bool = False
 
     def __str__(self) -> str:
@@ -209,7 +203,7 @@ class _Reader:
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
                 both = list(zip(target.elts, value.elts, strict=False))
             else:
-                both = [(target, value)]  # type: ignore[list-item]
+                both = [(target, value)]
             for one, its in both:
                 to = self._resolved(its, bound)
                 if isinstance(one, ast.Name) and to is not None and not to.endswith(")"):

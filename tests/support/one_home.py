@@ -8,9 +8,10 @@ from unittest import mock
 
 import torch
 
-from megatron_muon.orthogonalize import matmul
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
-from megatron_muon.planning.segments import Matrix
+from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers
@@ -22,15 +23,17 @@ def step_of_home(
 ) -> Callable[[], None]:
     """Newton-Schulz of the strips at ``home`` as ``runtime.round`` calls it."""
     own = [strip for strip in strips if strip.home == home]
-    sharing = Sharers(strips, home, None, range(ranks), Meter())  # type: ignore[arg-type]
-    dtype = matmul.travel_dtype(config)
+    sharing = Sharers(strips, home, None, range(ranks), Meter())
+    dtype = TORCH_DTYPE[Numerics(config).travels]
     held = [torch.randn(strip.rows, strip.cols).to(dtype) for strip in own]
     moves = torch.ones(len(own), dtype=torch.bool)
 
     def step() -> None:
         with mock.patch.object(collectives, "start_messages", _received_at_once):
             turned = sharing.turned(held) if own[0].is_turned else held
-            orthogonalize_strips(turned, own[0].whole, moves, config, sharing)
+            orthogonalize_strips(
+                turned, own[0].whole, moves, numerics_on(moves.device, config), sharing
+            )
             if own[0].is_turned:
                 sharing.turn_back(turned, held)
 

@@ -71,7 +71,6 @@ class Task:
     world_size: int
     rendezvous: str
     timeout: float
-    threads: int
     sys_path: list[str]
     cwd: str
 
@@ -124,7 +123,7 @@ def _call(task: Task) -> Any:
 
     sys.path[:] = task.sys_path
     os.chdir(task.cwd)
-    torch.set_num_threads(task.threads)
+    torch.set_num_threads(1)
     random.seed(0)
     torch.manual_seed(0)
     os.environ |= {"RANK": str(task.rank), "WORLD_SIZE": str(task.world_size), "LOCAL_RANK": "0"}
@@ -356,7 +355,6 @@ def run(
     world_size: int,
     *args: Any,
     timeout: float = 120.0,
-    threads: int = 1,
     grace: float = GRACE,
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``world_size`` gloo ranks and return their values in rank order.
@@ -365,7 +363,6 @@ def run(
         fn: a top-level function of an importable module (not ``__main__``).
         args: picklable, the same for every rank.
         timeout: seconds for the whole call.
-        threads: torch threads of each rank.
         grace: seconds in which other ranks' reports are still collected after a failure.
 
     Raises:
@@ -384,9 +381,7 @@ def run(
     usable: list[_Worker] | None = None
     try:
         for rank, worker in enumerate(workers):
-            task = Task(
-                payload, rank, world_size, rendezvous, timeout, threads, sys.path[:], os.getcwd()
-            )
+            task = Task(payload, rank, world_size, rendezvous, timeout, sys.path[:], os.getcwd())
             worker.pipe.send_bytes(pickle.dumps(task))
         reports = _collect(workers, time.monotonic() + timeout, grace)
         if len(reports) < world_size or any(r.kind != "ok" for r in reports.values()):

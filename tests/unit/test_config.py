@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import Field, fields, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,104 +13,21 @@ import pytest
 
 import megatron_muon
 from megatron_muon import MuonConfig
-from megatron_muon.megatron_lm.flags.table import FLAGS
-from megatron_muon.orthogonalize.iteration import (
-    Device,
-    dtype_of,
-    iteration_of,
-    layout_free,
-    split_of,
-    takes_gram,
-)
+from megatron_muon.orthogonalize.iteration import takes_gram
+from megatron_muon.orthogonalize.numerics import Device, Numerics, layout_free
 from megatron_muon.planning.describe import newton_schulz_line, not_shared_lines
 from megatron_muon.settings.coefficients import SETS, NsDtype, schedule
-from megatron_muon.settings.names import FLAG_OF
-from support.megatron_lm.flag_parsers import MEANINGS
+from megatron_muon.settings.config import ROWS
 
 CPUS: tuple[Device, ...] = ("cpu", "cpu_bf16")
 CUDAS: tuple[Device, ...] = ("cuda", "cuda_symmetric")
-RANGE = r"must be from 1e-09 to 1e\+09, got "
 MODULES = sorted(Path(megatron_muon.__file__).parent.rglob("*.py"))
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "error", "message"),
-    [
-        ("matched_adamw_rms", -0.2, ValueError, f"{RANGE}-0.2"),
-        ("matched_adamw_rms", 0, ValueError, f"{RANGE}0"),
-        ("matched_adamw_rms", math.nan, ValueError, f"{RANGE}nan"),
-        ("matched_adamw_rms", "0.2", TypeError, "must be a number, got '0.2'"),
-        ("momentum", -0.1, ValueError, r"must be in \[0, 1\), got -0.1"),
-        ("momentum", 1.0, ValueError, r"must be in \[0, 1\), got 1.0"),
-        ("momentum", math.inf, ValueError, r"must be in \[0, 1\), got inf"),
-        ("momentum", True, TypeError, "must be a number, got True"),
-        ("nesterov", 1, TypeError, "must be True or False, got 1"),
-        ("ns_steps", 0, ValueError, "must be at least 1, got 0"),
-        ("ns_steps", 10**9, ValueError, "must be at most 100, got 1000000000"),
-        ("ns_steps", 2.5, TypeError, "must be an int, got 2.5"),
-        ("ns_coefficients", (1.0, 2.0), TypeError, "must be a tuple of three numbers"),
-        ("ns_coefficients", "septic", ValueError, "must be one of simple, quintic, .*got 'septic'"),
-        ("ns_coefficients", [1.0, 2.0, 3.0], TypeError, "a set's name, a tuple of three numbers"),
-        ("ns_coefficients", ((1.0, 2.0, 3.0), (1.0,)), TypeError, "must be a tuple of three"),
-        ("ns_coefficients", (), TypeError, r"three numbers, got \(\)"),
-        ("ns_iteration", "cubic", ValueError, "must be one of standard, gram, auto, got 'cubic'"),
-        ("ns_coefficients", (1.0, 2.0, math.inf), ValueError, "must be finite"),
-        ("ns_dtype", "fp64", ValueError, "one of bf16, fp16, fp32, got 'fp64'"),
-        ("homes", "anywhere", ValueError, "must be one of balanced, local, got 'anywhere'"),
-        ("rank_tflops", 0, ValueError, f"{RANGE}0"),
-        ("rank_tflops", True, TypeError, "must be a number, got True"),
-        ("rank_tflops", "fast", TypeError, "must be a number, got 'fast'"),
-        ("link_gbytes", -1.5, ValueError, f"{RANGE}-1.5"),
-        ("link_gbytes", math.nan, ValueError, f"{RANGE}nan"),
-        ("link_gbytes", math.inf, ValueError, f"{RANGE}inf"),
-        (
-            "scale_mode",
-            "max",
-            ValueError,
-            "must be one of spectral, unit_rms_norm, shape",
-        ),
-        ("split_qkv", None, TypeError, "must be True or False, got None"),
-        ("weight_decay_all_params", "no", TypeError, "must be True or"),
-        (
-            "checkpoint_digest",
-            "yes",
-            TypeError,
-            "must be True or False, got 'yes",
-        ),
-    ],
-)
-def test_a_bad_setting_is_refused(
-    setting: str, value: object, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message) as refused:
-        MuonConfig(**{setting: value})
-    assert str(refused.value).startswith(f"{setting} ({FLAG_OF[setting]}) ")
-
-
-@pytest.mark.parametrize("field", fields(MuonConfig), ids=lambda field: field.name)
-def test_a_wrong_value_names_field_and_flag(field: Field[object]) -> None:
-    for wrong in (None, b"", 1j, [1], {"a": 1}):
-        if wrong is field.default:
-            continue
-        with pytest.raises((TypeError, ValueError)) as refused:
-            MuonConfig(**{field.name: wrong})
-        assert f"{field.name} ({FLAG_OF[field.name]})" in str(refused.value)
-
-
-@pytest.mark.parametrize("field", FLAG_OF)
-def test_a_setting_is_named_by_the_flag_that_sets_it(field: str) -> None:
-    assert field in {known.name for known in fields(MuonConfig)}
-    if field == "align_shards":  # and a core that can
-        assert FLAG_OF[field] in {flag.option for flag in FLAGS}
-        return
-    sets = [meant for (option, *_), meant in MEANINGS.values() if option == FLAG_OF[field]]
-    assert any(field in meant for meant in sets)
-
-
 # Of English, too: what a matrix has and what an optimizer keeps. Errors about their values are held
-# by ``test_a_wrong_value_names_field_and_flag``.
+# by ``test_rows.py``.
 WORDS = {"homes", "momentum", "nesterov", "splits"}
-NAMES = re.compile(rf"(?<!\w)({'|'.join(sorted(FLAG_OF.keys() - WORDS))})(?!\w)")
+NAMES = re.compile(rf"(?<!\w)({'|'.join(sorted(ROWS.keys() - WORDS))})(?!\w)")
 
 
 def _texts(path: Path) -> Iterator[str]:
@@ -134,7 +50,7 @@ def test_no_text_names_a_setting_without_its_flag() -> None:
     for path in MODULES:
         for text in _texts(path):
             for field in NAMES.findall(text) if " " in text else []:
-                assert FLAG_OF[field] in text, f"{path}: {text}"
+                assert ROWS[field].flags[0].option in text, f"{path}: {text}"
 
 
 def test_the_defaults_are_moonlights() -> None:
@@ -143,7 +59,7 @@ def test_the_defaults_are_moonlights() -> None:
     assert config.ns_coefficients == "simple"
     assert schedule("simple", 5, "bf16") == ((3.4445, -4.7750, 2.0315),) * 5
     assert (config.ns_iteration, config.ns_dtype) == (None, None)
-    assert {iteration_of(config, device) for device in CPUS} == {"standard"}
+    assert {Numerics(config, device).iteration for device in CPUS} == {"standard"}
     assert config.nesterov and config.split_qkv and not config.weight_decay_all_params
 
 
@@ -156,43 +72,47 @@ def test_a_checkpoint_with_simples_numbers_differs_in_nothing() -> None:
     """A setting that differs is printed by rank 0, and asking for the rank fails here."""
     from megatron_muon.mcore.checkpoint.param_groups import check_record, record
 
-    saved = record(MuonConfig(), "cpu")
+    saved = record(Numerics(MuonConfig(), "cpu"))
     saved["settings"]["ns_coefficients"] = (3.4445, -4.7750, 2.0315)
-    check_record({"megatron_muon": saved}, MuonConfig(), "cpu")
+    check_record({"megatron_muon": saved}, Numerics(MuonConfig(), "cpu"))
 
 
 def test_a_checkpoint_knows_nothing_of_logging_steps() -> None:
     from megatron_muon.mcore.checkpoint.param_groups import check_record, record
 
     logs = MuonConfig(log_interval=10, log_file="lines.jsonl")
-    assert record(logs, "cpu") == record(MuonConfig(), "cpu")
-    check_record({"megatron_muon": record(MuonConfig(), "cpu")}, logs, "cpu")  # nothing differs
+    assert record(Numerics(logs, "cpu")) == record(Numerics(MuonConfig(), "cpu"))
+    check_record(
+        {"megatron_muon": record(Numerics(MuonConfig(), "cpu"))}, Numerics(logs, "cpu")
+    )  # nothing differs
 
 
 def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
     from megatron_muon.mcore.checkpoint.param_groups import check_record, record
 
-    saved = record(MuonConfig(), "cpu")
+    saved = record(Numerics(MuonConfig(), "cpu"))
     for name in ("rank_tflops", "link_gbytes", "round_bytes", "ns_batch"):
         del saved["settings"][name]
-    check_record({"megatron_muon": saved}, MuonConfig(), "cpu")  # nothing differs: see above
+    check_record(
+        {"megatron_muon": saved}, Numerics(MuonConfig(), "cpu")
+    )  # nothing differs: see above
     rebuilt = MuonConfig(**saved["settings"])  # what is made of a record
     assert rebuilt == MuonConfig(ns_iteration="standard", ns_dtype="bf16", split_matrices="off")
 
 
 @pytest.mark.parametrize("device", get_args(Device))
 @pytest.mark.parametrize(
-    ("name", "earlier", "of"),
+    ("name", "earlier", "resolved"),
     [
-        ("ns_iteration", "standard", iteration_of),
-        ("ns_dtype", "bf16", dtype_of),
-        ("split_matrices", "off", split_of),
+        ("ns_iteration", "standard", "iteration"),
+        ("ns_dtype", "bf16", "dtype"),
+        ("split_matrices", "off", "split"),
     ],
 )
 def test_a_checkpoint_has_what_the_device_chose(
     name: str,
     earlier: str,
-    of: Callable[[MuonConfig, Device], str],
+    resolved: str,
     device: Device,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -202,17 +122,20 @@ def test_a_checkpoint_has_what_the_device_chose(
     from megatron_muon.mcore.checkpoint import param_groups
 
     monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
-    taken = of(MuonConfig(), device)
-    saved = param_groups.record(MuonConfig(), device)
+    taken = getattr(Numerics(MuonConfig(), device), resolved)
+    saved = param_groups.record(Numerics(MuonConfig(), device))
     assert saved["settings"][name] == taken
     asked = MuonConfig(**{name: earlier})  # type: ignore[arg-type]
-    before, without = param_groups.record(asked, device), param_groups.record(MuonConfig(), device)
+    before, without = (
+        param_groups.record(Numerics(asked, device)),
+        param_groups.record(Numerics(MuonConfig(), device)),
+    )
     del without["settings"][name]
     told = f"is {taken!r} now; the checkpoint was saved with {earlier!r}"
     for record, lines in ((saved, 0), (before, taken != earlier), (without, taken != earlier)):
-        param_groups.check_record({"megatron_muon": record}, MuonConfig(), device)
+        param_groups.check_record({"megatron_muon": record}, Numerics(MuonConfig(), device))
         assert capsys.readouterr().out.count(told) == lines
-    param_groups.check_record({"megatron_muon": before}, asked, device)
+    param_groups.check_record({"megatron_muon": before}, Numerics(asked, device))
     assert capsys.readouterr().out == ""
 
 
@@ -223,9 +146,9 @@ LOGGED = MuonConfig(log_interval=10, log_file="out.jsonl")
 def test_a_gpu_shares_matrices_where_bits_may_depend_on_the_layout(device: Device) -> None:
     """What turns that off is told; what is asked for is taken and needs no line."""
     of_gpu = "auto" if device in CUDAS else "off"
-    assert split_of(MuonConfig(), device) == of_gpu
-    assert split_of(LOGGED, device) == "off"
-    assert split_of(layout_free(MuonConfig(), is_deterministic=True), device) == "off"
+    assert Numerics(MuonConfig(), device).split == of_gpu
+    assert Numerics(LOGGED, device).split == "off"
+    assert Numerics(layout_free(MuonConfig(), is_deterministic=True), device).split == "off"
     assert layout_free(MuonConfig(), is_deterministic=False) == MuonConfig()
     asked = MuonConfig(split_matrices=4)
     assert layout_free(asked, is_deterministic=True) == asked
@@ -246,12 +169,12 @@ def test_another_speed_is_told_when_a_checkpoint_is_loaded_and_no_error(
     from megatron_muon.mcore.checkpoint import param_groups
 
     monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
-    saved = {"megatron_muon": param_groups.record(MuonConfig(rank_tflops=300.0), "cpu")}
-    param_groups.check_record(saved, MuonConfig(), "cpu")
+    saved = {"megatron_muon": param_groups.record(Numerics(MuonConfig(rank_tflops=300.0), "cpu"))}
+    param_groups.check_record(saved, Numerics(MuonConfig(), "cpu"))
     told = "rank_tflops (--muon-rank-tflops) is 400.0 now; the checkpoint was saved with 300.0"
     assert capsys.readouterr().out == f"[megatron_muon] {told}\n"
     saved["megatron_muon"]["settings"] = {"of_a_later_version": 1}
-    param_groups.check_record(saved, MuonConfig(), "cpu")
+    param_groups.check_record(saved, Numerics(MuonConfig(), "cpu"))
     assert "of_a_later_version is 'nothing: this" in capsys.readouterr().out
 
 
@@ -275,9 +198,9 @@ def test_without_tested_restarts_gram_is_refused_and_auto_is_standard(
     for device in get_args(Device):
         for iteration in (None, "auto"):
             config = MuonConfig(ns_iteration=iteration, **settings)
-            assert iteration_of(config, device) == "standard"
-            assert not takes_gram(4096, 16384, config, device)
-            line = newton_schulz_line(config, device, "torch", in_batches=True)
+            assert Numerics(config, device).iteration == "standard"
+            assert not takes_gram(4096, 16384, Numerics(config, device))
+            line = newton_schulz_line(Numerics(config, device), "torch", in_batches=True)
             assert ("since the Gram iteration has not been found accurate" in line) == (
                 iteration == "auto" or device in CUDAS
             )
@@ -296,8 +219,8 @@ def test_a_gpu_takes_auto_where_restarts_are_known(dtype: NsDtype, device: Devic
             config = MuonConfig(ns_coefficients=name, ns_steps=steps, ns_dtype=dtype)
             asked = replace(config, ns_iteration="auto")
             taken = "auto" if known else "standard"
-            assert iteration_of(config, device) == iteration_of(asked, device) == taken
-            assert {iteration_of(config, cpu) for cpu in CPUS} == {"standard"}
+            assert Numerics(config, device).iteration == Numerics(asked, device).iteration == taken
+            assert {Numerics(config, cpu).iteration for cpu in CPUS} == {"standard"}
 
 
 def test_cubic5_is_for_five_steps() -> None:

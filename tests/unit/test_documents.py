@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 import megatron_muon
-from megatron_muon.megatron_lm.flags.table import FLAGS
+from megatron_muon.settings.run_flags import FLAGS
 from support import documents
 from support.documents import PAGES, ROOT
 

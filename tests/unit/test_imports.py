@@ -33,8 +33,9 @@ LAB_TIERS = (
     ("dry_run",),
     ("routes",),
     ("plan",),
-    ("curves", "doctor", "inspect", "trace"),
+    ("curves", "inspect", "trace"),
     ("bench",),
+    ("doctor",),
     ("accept",),
     ("commands",),
 )
@@ -43,11 +44,11 @@ TIER_OF = {room: tier for tier, rooms in enumerate(TIERS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Integers only: what decides about matrices and messages, and the time model.
 WITHOUT_TORCH = {"version", "presence", "settings", "planning"}
-WITHOUT_TORCH |= {"orthogonalize.iteration", "mcore.watching.line_format"}
+WITHOUT_TORCH |= {"orthogonalize.iteration", "orthogonalize.numerics"}
 WITHOUT_TORCH |= {f"lab.{room}" for room in ("pricing", "trace", "curves")}
 WITHOUT_TORCH |= {"console"}
 # Of a checkpoint's files, those that hold no tensor.
-WITHOUT_TORCH |= {f"mcore.load_check.{name}" for name in ("checksum", "digest", "digest_text")}
+WITHOUT_TORCH |= {f"mcore.load_check.{name}" for name in ("checksum", "digest")}
 WITHOUT_TORCH |= {f"mcore.load_check.{name}" for name in ("durable", "regular_files")}
 
 

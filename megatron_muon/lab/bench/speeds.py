@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.lab.bench.muon_flags import add_newton_schulz_flags, newton_schulz_of
+from megatron_muon.lab.bench.muon_flags import NEWTON_SCHULZ, add_settings, settings_of
 from megatron_muon.lab.bench.newton_schulz.command import interleaved, shape_of
 from megatron_muon.lab.bench.ranks import RankError, Task, gpus_for, run_ranks, threads_for
 from megatron_muon.lab.dry_run.numbers import MOST_HERE, count
-from megatron_muon.orthogonalize.iteration import dtype_of, iteration_of, ns_flops
-from megatron_muon.orthogonalize.matmul import plan_device, travel_dtype
+from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.runtime import collectives
 from megatron_muon.settings.config import MuonConfig
@@ -88,11 +88,12 @@ def measure(job: SpeedsJob) -> Speeds:
     """This rank's speeds, measured while all others measure theirs; torch's world is up."""
     device = torch.device("cuda", torch.cuda.current_device()) if job.gpu else torch.device("cpu")
     matrix = torch.randn(*job.shape, generator=torch.Generator().manual_seed(0))
-    matrix = matrix.to(device, travel_dtype(job.config))
+    numerics = numerics_on(device, job.config)
+    matrix = matrix.to(device, TORCH_DTYPE[numerics.travels])
     run = partial(orthogonalize, config=job.config)
     _meet(device)
     (milliseconds,) = interleaved([run], matrix, job.rounds, time.perf_counter)
-    flops = ns_flops(*job.shape, job.config, plan_device(device))
+    flops = ns_flops(*job.shape, numerics)
     return Speeds(flops / statistics.median(milliseconds) / 1e9, _link_gbytes(job, device))
 
 
@@ -103,7 +104,7 @@ def _link_gbytes(job: SpeedsJob, device: torch.device) -> float | None:
     here, size = group.rank(), group.size()
     if size == 1:
         return None
-    dtype = travel_dtype(job.config)
+    dtype = TORCH_DTYPE[numerics_on(device, job.config).travels]
     each = max(1, job.message_bytes // dtype.itemsize // (size - 1))
     sizes = [0 if rank == here else each for rank in range(size)]
     sent = torch.ones(sum(sizes), dtype=dtype, device=device)
@@ -126,7 +127,7 @@ def _task(given: Namespace) -> Task:
     world = given.ranks or torch.cuda.device_count() or 2
     gpu = gpus_for(world, "--ranks", "--ranks")
     job = SpeedsJob(
-        config=MuonConfig(**newton_schulz_of(given)),
+        config=MuonConfig(**settings_of(given, NEWTON_SCHULZ)),
         shape=given.shape or (_GPU_SHAPE if gpu else _CPU_SHAPE),
         message_bytes=given.mib << 20,
         rounds=given.rounds,
@@ -140,13 +141,13 @@ def _report(task: Task, ranks: Sequence[Speeds]) -> None:
     """Print the measurements, and their medians over ranks as flags."""
     job: SpeedsJob = task.argument
     rows, cols = job.shape
-    kind = plan_device(torch.device("cuda" if job.gpu else "cpu"))
+    numerics = numerics_on(torch.device("cuda" if job.gpu else "cpu"), job.config)
     where = "GPU" if job.gpu else f"CPU, {task.threads} thread(s)"
     flags = {"--muon-rank-tflops": [rank.rank_tflops for rank in ranks]}
     print(
-        f"Newton-Schulz of {rows}x{cols}, {iteration_of(job.config, kind)}, "
+        f"Newton-Schulz of {rows}x{cols}, {numerics.iteration}, "
         f"{job.config.ns_steps} steps, "
-        f"{dtype_of(job.config, kind)}, {task.world} rank(s) at once, each a {where}: "
+        f"{numerics.dtype}, {task.world} rank(s) at once, each a {where}: "
         f"{_said(flags['--muon-rank-tflops'])} TFLOP/s a rank"
     )
     links = [rank.link_gbytes for rank in ranks if rank.link_gbytes is not None]
@@ -190,5 +191,5 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ROWSxCOLS",
         help=f"shape of the matrix (default: {sizes[0]}; on a CPU {sizes[1]})",
     )
-    add_newton_schulz_flags(parser.add_argument_group("Newton-Schulz, as in a run"))
+    add_settings(parser.add_argument_group("Newton-Schulz, as in a run"), NEWTON_SCHULZ)
     return parser

@@ -11,18 +11,21 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import megatron_muon
-from megatron_muon.mcore.seams.row import Part
+from megatron_muon.lab.bench import seams as bench_seams
+from megatron_muon.lab.doctor import cpu_seams
+from megatron_muon.lab.dry_run import seams as dry_run_seams
 from megatron_muon.mcore.seams.rows import (
-    Version,
+    CORE,
+    Row,
     check_hooks,
-    check_part,
     check_row,
+    check_rows,
     megatron_version,
     rows_of,
 )
@@ -34,7 +37,7 @@ from megatron_muon.megatron_lm.launch import (
     sign_of_gpu,
     version_of,
 )
-from megatron_muon.presence import WAY_OUT, SeamError, core_version, require_core
+from megatron_muon.presence import WAY_OUT, SeamError, Version, core_version, require_core
 
 _OLDEST_TORCH = (2, 4)
 
@@ -129,7 +132,7 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
         yield _patch(folder)
     yield _core(where)
     yield _hooks()
-    yield Examined("hooks of commands", _those_there(*_OF_COMMANDS))
+    yield Examined("hooks of commands", _those_there(_of_commands()))
     yield _hooks_on_the_cpu()
     if folder is not None:
         yield _plain_command(folder)
@@ -178,7 +181,7 @@ def _core(where: Path) -> Examined:
 
 
 def _hooks() -> Examined:
-    count = _those_there(*_OF_RUNS)
+    count = _those_there(CORE)
     try:
         check_hooks()
     except (SeamError, ImportError) as error:
@@ -186,15 +189,17 @@ def _hooks() -> Examined:
     return Examined("hooks", count)
 
 
-# Parts of the seam table: those that a run needs, and those that it can do without.
-_OF_RUNS: tuple[Part, ...] = ("core", "torch")
-_OF_COMMANDS: tuple[Part, ...] = ("dry_run", "bench", "upstream", "traces")
+def _of_commands() -> list[Row]:
+    """Rows that a run can do without; those of Megatron's own Muon where its package is."""
+    has_upstream = importlib.util.find_spec("emerging_optimizers") is not None
+    upstream = bench_seams.UPSTREAM if has_upstream else ()
+    return [*dry_run_seams.ROWS, *bench_seams.ROWS, *upstream]
 
 
-def _those_there(*parts: Part) -> str:
-    """How many rows of these parts the installed code has, and the names of the missing ones."""
+def _those_there(table: Iterable[Row]) -> str:
+    """How many of the rows that hold here the installed code has, and which it lacks."""
     text, version = megatron_version()
-    rows = rows_of(version, *parts)
+    rows = rows_of(version, table)
     missing = []
     for row in rows:
         try:
@@ -207,10 +212,10 @@ def _those_there(*parts: Part) -> str:
 
 def _hooks_on_the_cpu() -> Examined:
     """The hooks of the CPU runtime, which a run without a GPU needs."""
-    count, fault = _those_there("cpu"), ""
+    count, fault = _those_there(cpu_seams.ROWS), ""
     if megatron_muon.cpu.enabled():
         try:
-            check_part("cpu")
+            check_rows(cpu_seams.ROWS)
         except (SeamError, ImportError) as error:
             fault = str(error)
     return Examined("hooks without a GPU", count, fault)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import megatron_muon.cpu
 from megatron_muon.lab.dry_run import stand_ins
+from megatron_muon.lab.dry_run.seams import SCRIPT
 from megatron_muon.megatron_lm.launch import check_installation, checkout_of, naming_python
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.settings.config import MuonConfig
@@ -89,7 +90,7 @@ def prepare(script: Path) -> None:
         megatron_muon.cpu.enable(allow_cuda=True)
         importlib.import_module("megatron_muon.cpu.training").enable()
         importlib.import_module("megatron_muon.megatron_lm.install").install_training()
-        importlib.import_module("megatron_muon.mcore.seams.rows").check_part("script")
+        importlib.import_module("megatron_muon.mcore.seams.rows").check_rows(SCRIPT)
 
 
 def arguments_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,7 @@ from megatron_muon.lab.dry_run import world
 from megatron_muon.lab.dry_run.chunks import build_chunks
 from megatron_muon.lab.dry_run.model import Ranks, transformer_config
 from megatron_muon.lab.dry_run.script import ScriptArguments
-from megatron_muon.mcore.routing.param_routing import is_matched, weights
-from megatron_muon.mcore.routing.survey import whose
+from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.wiring.buffers import bucket_layout
 from megatron_muon.mcore.wiring.buffers.early_setting import settled
 from megatron_muon.mcore.wiring.buffers.placement import (
@@ -25,7 +24,7 @@ from megatron_muon.mcore.wiring.buffers.placement import (
 )
 from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.mcore.wiring.validate import refuse_unsupported
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
 from megatron_muon.settings.config import MuonConfig
@@ -77,31 +76,6 @@ def built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
     return chunks
 
 
-def require_matched(matched: Collection[str], config: MuonConfig) -> None:
-    """Refuse a pattern without effect, as a run does.
-
-    Raises:
-        ValueError: one of ``config.patterns`` is not among those that matched on any stage.
-    """
-    for pattern in config.patterns:
-        if pattern not in matched:
-            raise ValueError(
-                f"{pattern!r} in {config.setting_of(pattern)} matches no parameter of "
-                f"{whose(pattern, config)}"
-            )
-
-
-def matched_by(chunks: Sequence[Any], ranks: Ranks, config: MuonConfig) -> set[str]:
-    """Those of ``config.patterns`` that have an effect on these chunks."""
-    sizes = Sizes(ranks.tp, ranks.expert_tp, ranks.ep)
-    return {
-        pattern
-        for weight in weights(chunks)
-        for pattern in config.patterns
-        if is_matched(weight, pattern, sizes.tp_of(weight), config)
-    }
-
-
 def sizes_of(flags: Namespace, ranks: Ranks) -> Sizes:
     """The number of ranks that hold slices of a dense and of an expert's weight."""
     return Sizes(ranks.tp, ranks.expert_tp, ranks.ep) if flags.num_experts else Sizes(ranks.tp)
@@ -118,8 +92,10 @@ def planned_optimizers(
     early = flags.overlap_param_gather_with_optimizer_step  # Megatron builds two optimizers then
     parts = [(part, False) for part in ((chunks[:1], chunks[1:]) if early else (chunks,))]
     parts.append((chunks, True))
-    located = [_located(config, ranks, part, experts=experts) for part, experts in parts]
-    works = [flops_of(parameters, config, device) for _, _, parameters in located]
+    routes = routes_of(chunks, Sizes(ranks.tp, ranks.expert_tp, ranks.ep), config)
+    located = [_located(routes, ranks, part, experts=experts) for part, experts in parts]
+    numerics = Numerics(config, device)
+    works = [flops_of(parameters, numerics) for _, _, parameters in located]
     planned: list[Planned] = []
     for at, (buffers, muon, parameters) in enumerate(located):
         if not buffers:
@@ -127,20 +103,20 @@ def planned_optimizers(
         experts = parts[at][1]
         grid = world.grid(ranks, config.node_ranks, experts=experts)
         earlier = [one.plan for one in planned]
-        plan = make_plan(parameters, grid, config, device, earlier, sum(works[at + 1 :]))
+        plan = make_plan(parameters, grid, numerics, earlier, sum(works[at + 1 :]))
         planned.append(Planned(plan, experts, buffers, muon))
     return planned
 
 
 def _located(
-    config: MuonConfig, ranks: Ranks, chunks: Sequence[Any], *, experts: bool
+    routes: Sequence[Route], ranks: Ranks, chunks: Sequence[Any], *, experts: bool
 ) -> tuple[list[Any], set[Any], list[Parameter]]:
     """Buffers of a DistributedOptimizer, Muon's parameters in them, and those on all EP ranks."""
     kind = "expert_parallel_buffers" if experts else "buffers"
     buffers = [buffer for chunk in chunks for buffer in getattr(chunk, kind)]
     if not buffers:
         return [], set(), []
-    here = muon_parameters(chunks, buffers, ranks.tp, ranks.expert_tp, config)
+    here = muon_parameters(routes, buffers)
     ep_size = ranks.ep if experts else 1
     parameters = on_every_ep_rank([p for _, p in here], ep_size, local_experts(chunks, ep_size))
     return buffers, {param for param, _ in here}, parameters

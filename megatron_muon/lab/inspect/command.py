@@ -28,14 +28,7 @@ exit status:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: its arguments.
-
-    Returns:
-        The exit status, as ``--help`` lists them; wrong arguments end the process with 2.
-    """
+    """Run the command; returns the exit status, as ``--help`` lists them."""
     parser = _parser()
     given = parser.parse_args(argv)
     try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.lab.inspect.folder import located, read
+from megatron_muon.lab.inspect.contents import RECORD, Contents
+from megatron_muon.lab.inspect.folder import NoFolderError, located, read
 from megatron_muon.lab.inspect.rows import StoredParameter, parameters
-from megatron_muon.lab.inspect.tensors import RECORD, Contents, are_settings
 from megatron_muon.mcore.checkpoint.interop.foreign import writer_of
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
@@ -27,10 +27,11 @@ _WRITERS = {
     "moonshot": "Moonshot's proof of concept (Megatron-LM pull request 1428)",
     "megatron": "Megatron's own Muon",
     "megatron_torch": "Megatron's own Muon",
+    None: "a Megatron without megatron_muon",
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Report:
     """A checkpoint's contents and faults.
 
@@ -38,15 +39,15 @@ class Report:
         facts: facts by name, such as ``iteration``, in the order of printing.
         parameters: a row per parameter.
         bytes: bytes on disk by kind.
-        notes: sentences on what could not be told, and why.
+        notes: sentences on what is not known, and why.
         faults: reasons why the checkpoint is not complete; empty if it is.
     """
 
     facts: dict[str, str]
-    parameters: tuple[StoredParameter, ...]
-    bytes: dict[str, int]
-    notes: tuple[str, ...]
-    faults: tuple[str, ...]
+    parameters: list[StoredParameter] = field(default_factory=list)
+    bytes: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
 
 
 def examine(path: Path, *, hashes: bool = False) -> Report:
@@ -59,24 +60,18 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
     Raises:
         OSError: there is no checkpoint, or nothing says which one is meant.
     """
-    place = located(path)
-    folder, faults, notes = place.folder, [*place.faults], [*place.notes]
-    if not place.is_there:
-        return Report({"checkpoint": str(folder)}, (), {}, (), tuple(faults))
-    said, wrong = _digest(folder, hashes)
-    faults += wrong
-    if said is None and not wrong:
+    try:
+        folder, notes = located(path)
+    except NoFolderError as error:
+        return Report({"checkpoint": str(path)}, faults=[str(error)])
+    said, faults = _digest(folder, hashes)
+    if said is None and not faults:
         notes.append("no digest: that the files are as they were written is not known")
     contents = read(folder)
-    settings = _settings(contents, said)
-    rows = parameters(contents, (said or {}).get("parameters", {}))
-    return Report(
-        facts=_facts(folder, contents, said, settings),
-        parameters=rows.rows,
-        bytes=_bytes(folder, contents),
-        notes=(*notes, *rows.notes),
-        faults=(*faults, *contents.faults, *rows.faults),
-    )
+    rows, wrong = parameters(contents, said["parameters"] if said else {})
+    facts = {"checkpoint": str(folder)}
+    facts |= contents.read("what it says of itself", lambda: _facts(folder, contents, said)) or {}
+    return Report(facts, rows, _bytes(folder, contents), notes, [*faults, *contents.faults, *wrong])
 
 
 def _digest(folder: Path, hashes: bool) -> tuple[digest.Digest | None, list[str]]:
@@ -88,58 +83,26 @@ def _digest(folder: Path, hashes: bool) -> tuple[digest.Digest | None, list[str]
         digest.require_complete(folder, said)
     except digest.DigestError as error:
         return None, [str(error)]
-    if wrong := _unlikely(said):
-        file = folder / digest.FILE_NAME
-        return None, [f"{file} is not what megatron_muon writes: {wrong}"]
-    faults = (_fault(folder, name, entry, hashes) for name, entry in said["files"].items())
+    files, how = said["files"], checksum if hashes else None
+    faults = (digest.fault(folder, name, entry, how) for name, entry in files.items())
     return said, [fault for fault in faults if fault]
 
 
-def _unlikely(said: Mapping[str, Any]) -> str | None:
-    """A fault that makes a digest's values unusable, or None: its file may contain anything."""
-    if not are_settings(said["wrote"]) or not are_settings(said["settings"] or {}):
-        return "settings, or versions, that are no plain values"
-    for name, entry in said["parameters"].items():
-        if any(size >= 1 << 62 for size in entry["shape"]) or len(entry["shape"]) > 64:
-            return f"the shape of {name[:100]!r}"
-        if entry["optimizer"] not in ("muon", "adamw", "frozen"):
-            return f"the optimizer of {name[:100]!r}, {entry['optimizer'][:100]!r}"
-    return None
-
-
-def _fault(folder: Path, name: str, entry: Mapping[str, Any], hashes: bool) -> str | None:
-    path = folder / name
-    if path.exists() and not path.is_file():
-        return f"{path} is no regular file"
-    return digest.fault(folder, name, entry, checksum if hashes else lambda _: str(entry["hash"]))
-
-
-def _settings(contents: Contents, said: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    if said is not None:
-        settings: Mapping[str, Any] | None = said["settings"]
-        return settings
-    records = [state[RECORD] for state in contents.states if isinstance(state.get(RECORD), dict)]
-    return records[0]["settings"] if records else None
-
-
-def _facts(
-    folder: Path,
-    contents: Contents,
-    said: Mapping[str, Any] | None,
-    settings: Mapping[str, Any] | None,
-) -> dict[str, str]:
+def _facts(folder: Path, contents: Contents, said: digest.Digest | None) -> dict[str, str]:
     number = re.fullmatch(r"iter_(\d+)", folder.name)
-    iteration = contents.common.get("iteration")
-    if not isinstance(iteration, int):
-        iteration = int(number[1]) if number else "not known"
+    iteration = contents.common.get("iteration", int(number[1]) if number else "not known")
+    records = [state[RECORD] for state in contents.states if RECORD in state]
+    settings = said["settings"] if said else records[0]["settings"] if records else {}
+    sharding = {str(state.get("param_state_sharding_type", "")) for state in contents.states}
+    kinds = {stored.kind for stored in contents.stored.values()}
+    whose = ["Muon"] * ("momentum" in kinds) + ["AdamW"] * ("adamw" in kinds)
     facts = {
-        "checkpoint": str(folder),
         "iteration": str(iteration),
-        "format": ", ".join([contents.format, *sorted(contents.sharding)]),
+        "format": ", ".join([contents.format, *sorted(sharding - {""})]),
         "written by": _writer(folder, contents, said, settings),
-        "optimizer": _optimizer(contents),
+        "optimizer": " and ".join(whose) or "no optimizer state",
     }
-    if settings is not None:
+    if settings:
         facts["settings"] = ", ".join(f"{name} {_plain(settings[name])}" for name in settings)
     if said is not None:
         facts["digest"] = f"complete, {len(said['files'])} files"
@@ -147,28 +110,16 @@ def _facts(
 
 
 def _writer(
-    folder: Path,
-    contents: Contents,
-    said: Mapping[str, Any] | None,
-    settings: Mapping[str, Any] | None,
+    folder: Path, contents: Contents, said: digest.Digest | None, settings: Mapping[str, Any]
 ) -> str:
-    ranks = getattr(contents.common.get("args"), "world_size", None)
-    on = f", on {ranks} ranks" if isinstance(ranks, int) else ""
     if said is not None:
         return ", ".join(f"{name} {value}" for name, value in said["wrote"].items())
-    if settings is not None:
+    ranks = getattr(contents.common.get("args"), "world_size", None)
+    on = f", on {ranks} ranks" if isinstance(ranks, int) else ""
+    if settings:
         return f"megatron_muon{on}; its version is not in the checkpoint"
     files = [entry.name for entry in entries(folder) if entry.name.endswith(".pt")]
-    foreign = writer_of(contents.keys, contents.states, files)
-    if foreign is not None:
-        return _WRITERS[foreign] + on
-    return f"a Megatron without megatron_muon{on}"
-
-
-def _optimizer(contents: Contents) -> str:
-    kinds = {stored.kind for stored in contents.stored.values()}
-    whose = ["Muon"] * ("momentum" in kinds) + ["AdamW"] * ("adamw" in kinds)
-    return " and ".join(whose) or "no optimizer state"
+    return _WRITERS[writer_of(contents.keys, contents.states, files)] + on
 
 
 def _plain(value: Any) -> str:

@@ -11,26 +11,13 @@ from typing import Any
 
 import torch
 
-from megatron_muon.lab.inspect.tensors import (
-    DAMAGE,
-    KINDS,
-    RECORD,
-    Contents,
-    Kind,
-    add_buffers,
-    by_name,
-    said,
-    state_dicts,
-    within,
-)
-from megatron_muon.mcore.checkpoint.shifted import FAULT, is_elsewheres
+from megatron_muon.lab.inspect.contents import KINDS, RECORD, Contents, Kind
 from megatron_muon.mcore.checkpoint.torch_dist import (
     COMMON_FILE,
     COMMON_KEY,
     METADATA,
     Chunk,
     Metadata,
-    Shards,
     Tensor,
     common,
     read_metadata,
@@ -45,58 +32,37 @@ _STACK = re.compile(r"\.layers\.(?=\D)")
 
 
 def read_torch_dist(folder: Path) -> Contents:
-    """The contents of a checkpoint in ``torch_dist``; unreadable parts are among its faults.
-
-    Args:
-        folder: the folder of one iteration.
-    """
-    contents = Contents("torch_dist")
-    for name in ("metadata.json", METADATA):
-        if not (folder / name).is_file():
-            contents.faults.append(f"{name} is missing")
-    try:
-        metadata = read_metadata(folder)
-    except FileNotFoundError:
-        metadata = Metadata({}, {})
-    except (OSError, ValueError) as error:
-        contents.faults.append(f"{METADATA} cannot be read: {said(error)}")
-        metadata = Metadata({}, {})
+    """The contents of a checkpoint; parts that cannot be read are among its faults."""
+    contents = Contents(folder, "torch_dist")
+    missing = [name for name in ("metadata.json", METADATA) if not (folder / name).is_file()]
+    contents.faults += [f"{name} is missing" for name in missing]
+    metadata = None
+    if METADATA not in missing:
+        metadata = contents.read(METADATA, lambda: read_metadata(folder))
+    metadata = metadata or Metadata(folder, {}, {})
     contents.keys = frozenset(metadata.entries)
-    common_is_file = (folder / COMMON_FILE).exists()
-    if common_is_file or any(map(COMMON_KEY.match, contents.keys)):
-        within(
-            COMMON_FILE if common_is_file else "what is common to all ranks",
-            contents,
-            lambda: _add_common(contents, common(folder, metadata)),
-        )
+    if (folder / COMMON_FILE).exists() or any(map(COMMON_KEY.match, contents.keys)):
+        contents.read(COMMON_FILE, lambda: _add_common(contents, metadata))
     elif contents.keys:
         contents.faults.append(f"{COMMON_FILE} is missing")
-    reader = _Reader(Shards(folder, metadata), contents)
+    reader = _Reader(metadata, contents)
     for key, described in metadata.entries.items():
         if described is not None:
-            _tensor(contents, reader, key, described)
-        elif at := _OBJECT.match(key):
-            _optimizer_object(contents, reader, key, at)
-    if contents.shifted:
-        names = ", ".join(contents.shifted[:3]) + ", …" * (len(contents.shifted) > 3)
-        contents.faults.append(
-            f"main parameters are not those of the model's weights: {names}. {FAULT}: load the "
-            "model alone (--no-load-optim)"
-        )
-    for state in contents.states:
-        kind = state.get("param_state_sharding_type")
-        contents.sharding |= {kind} if isinstance(kind, str) else set()
+            _add_tensor(reader, key, described)
+        elif (at := _OBJECT.match(key)) and at[3] in ("optimizer", RECORD, "param_state"):
+            _add_object(reader, key, at)
     return contents
 
 
-def _add_common(contents: Contents, saved: dict[Any, Any]) -> None:
-    states = state_dicts(saved.get("optimizer"))
-    contents.common, contents.states = by_name(saved), contents.states + states
+def _add_common(contents: Contents, metadata: Metadata) -> None:
+    saved = common(metadata)
+    contents.add_states(saved.get("optimizer"))
+    contents.common = {key: value for key, value in saved.items() if isinstance(key, str)}
 
 
 @dataclass
 class _Reader:
-    shards: Shards
+    metadata: Metadata
     contents: Contents
     broken: set[str] = field(default_factory=set)  # files with a fault that is noted already
 
@@ -107,37 +73,22 @@ class _Reader:
             key: key of the tensor or object.
             offsets: offsets of the tensor's piece; None for an object.
         """
-        place = self.shards.metadata.places.get((key, offsets))
+        place = self.metadata.places.get((key, offsets))
         if place is None:
             self.contents.faults.append(f"{METADATA} does not say where {key} is")
             return None
-        shards = self.shards
-        try:
-            value = shards.object(key) if offsets is None else shards.read(key, offsets)
-        except FileNotFoundError:
-            self.note(place.file, f"{place.file} is missing; {key} is in it")
-        except DAMAGE as error:
-            self.note(place.file, f"{place.file} cannot be read at {key}: {said(error)}")
-        else:
-            return value, place.file
-        return None
-
-    def is_of_another(self, name: str, chunk: Chunk, main: torch.Tensor) -> bool:
-        """Whether a piece of a main parameter is not that of the model's weight, if it is there."""
-        if (name, chunk.offsets) not in self.shards.metadata.places:
-            return False
-        try:
-            weight = self.shards.read(name, chunk.offsets)
-        except DAMAGE:  # noted where the weight itself is read
-            return False
-        alike = isinstance(weight, torch.Tensor) and weight.shape == main.shape
-        return alike and is_elsewheres(main, weight)
-
-    def note(self, file: str, fault: str) -> None:
-        """Add a file's first fault; later ones are dropped."""
-        if file not in self.broken:
-            self.broken.add(file)
-            self.contents.faults.append(fault)
+        if place.file in self.broken:
+            return None
+        before = len(self.contents.faults)
+        saved = self.metadata
+        value = self.contents.read(
+            f"{place.file} at {key}",
+            lambda: saved.object(key) if offsets is None else saved.value(key, offsets),
+        )
+        if len(self.contents.faults) > before:
+            self.broken.add(place.file)
+            return None
+        return value, place.file
 
 
 def _place(key: str) -> tuple[Kind, str, str | None, str] | None:
@@ -145,42 +96,38 @@ def _place(key: str) -> tuple[Kind, str, str | None, str] | None:
 
     None where the tensor is no part of a parameter's state.
     """
-    if at := _BY_NAME.match(key):
-        what, _, name = at[3].partition(".")
-        part = f"{at['chained'] or ''} {at['group']}".strip()
-        return (KINDS[what], what, name, part) if what in KINDS else None
-    if at := _MODEL_SPACE.match(key):
-        what, _, name = at[2].partition(".")
-        return (KINDS[what], what, name, "") if what in KINDS else None
+    if at := _BY_NAME.match(key) or _MODEL_SPACE.match(key):
+        what, _, name = at[at.lastindex or 0].partition(".")
+        return (KINDS[what], what, name, _part(at)) if what in KINDS else None
     if at := _BUCKET.match(key):
-        part = f"{at['chained'] or ''} {at['group']}".strip()
-        return KINDS.get(at[3], "main"), at[3], None, part
+        return KINDS.get(at[3], "main"), at[3], None, _part(at)
     return None if key.startswith(("optimizer.", "chained_")) else ("model", "weight", key, "")
 
 
-def _tensor(contents: Contents, reader: _Reader, key: str, described: Tensor) -> None:
+def _part(at: re.Match[str]) -> str:
+    """The group of ranks in a key; empty where whole weights are saved."""
+    group = at.groupdict().get("group")
+    return f"{at['chained'] or ''} {group}".strip() if group else ""
+
+
+def _add_tensor(reader: _Reader, key: str, described: Tensor) -> None:
     place = _place(key)
     if place is None:
         return
     kind, what, name, part = place
-    size = described.size
+    contents, size, seen = reader.contents, described.size, 0
     axes = _stack_axes(name, size) if name is not None else 0
-    seen, strange = 0, False
     for chunk in described.chunks:
         got = reader.read(key, chunk.offsets)
         if got is None:
             continue
         tensor, file = got
         if wrong := _other_piece(tensor, chunk, described):
-            reader.note(file, f"{file} is not what {METADATA} says: at {key} it has {wrong}")
+            reader.broken.add(file)
+            contents.faults.append(f"{file} is not what {METADATA} says: at {key} it has {wrong}")
             continue
-        if what == "param" and name is not None and reader.is_of_another(name, chunk, tensor):
-            strange = True
         seen += tensor.numel()
-        if seen > prod(size):
-            contents.faults.append(f"{key} has {prod(size)} elements, more are in the files")
-            return
-        if tensor.dim() != len(size) or not axes or not tensor.numel():
+        if not axes or not tensor.numel():
             entry = contents.at(kind, what, name, part, size, tensor.dtype)
             entry.add(tensor, file, may_be_padding=name is None)
             continue
@@ -188,10 +135,8 @@ def _tensor(contents: Contents, reader: _Reader, key: str, described: Tensor) ->
             numbers = [at + offset for at, offset in zip(index, chunk.offsets, strict=False)]
             one = _unstacked(str(name), numbers)
             contents.at(kind, what, one, part, size[axes:], tensor.dtype).add(tensor[index], file)
-    if strange:
-        contents.shifted.append(str(name))
-    if seen < prod(size) and not reader.broken:
-        contents.faults.append(f"{key} has {prod(size)} elements, only {seen} are in the files")
+    if seen != prod(size) and not reader.broken:
+        contents.faults.append(f"{key} has {prod(size)} elements, {seen} are in the files")
     if not described.chunks:
         contents.at(kind, what, name, part, size, described.dtype)
 
@@ -202,8 +147,8 @@ def _other_piece(tensor: Any, chunk: Chunk, described: Tensor) -> str | None:
         return f"a {type(tensor).__name__}, not a tensor"
     if tensor.dtype != described.dtype:
         return f"{tensor.dtype}, not {described.dtype}"
-    if tensor.numel() != prod(chunk.sizes):
-        return f"{tensor.numel()} elements, not {prod(chunk.sizes)}"
+    if tuple(tensor.shape) != chunk.sizes:
+        return f"the shape {tuple(tensor.shape)}, not {chunk.sizes}"
     return None
 
 
@@ -221,19 +166,14 @@ def _unstacked(name: str, numbers: list[int]) -> str:
     return name
 
 
-def _optimizer_object(contents: Contents, reader: _Reader, key: str, at: re.Match[str]) -> None:
+def _add_object(reader: _Reader, key: str, at: re.Match[str]) -> None:
     """Add an object that ranks save as a whole: groups, Muon's record, or dp_zero's state."""
-    what = at[3]
-    if what not in ("optimizer", RECORD, "param_state"):
-        return
     got = reader.read(key)
     if got is None:
         return
     value, file = got
-    part = f"{at['chained'] or ''} {at['group']}".strip()
-    if what == "param_state":
-        within(f"{file} at {key}", contents, lambda: add_buffers(contents, value, part, file))
+    contents = reader.contents
+    if at[3] == "param_state":
+        contents.read(f"{file} at {key}", lambda: contents.add_buffers(value, _part(at), file))
     else:
-        within(
-            f"{file} at {key}", contents, lambda: contents.states.extend(state_dicts({what: value}))
-        )
+        contents.read(f"{file} at {key}", lambda: contents.add_states({at[3]: value}))

@@ -9,16 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_muon.lab.inspect.tensors import (
-    RECORD,
-    Contents,
-    add_buffers,
-    by_name,
-    items_of,
-    state_dicts,
-    within,
-)
-from megatron_muon.mcore.checkpoint import read
+from megatron_muon.lab.inspect.contents import RECORD, Contents
+from megatron_muon.mcore.checkpoint.interop.foreign import states_of
+from megatron_muon.mcore.checkpoint.read import load
 
 _FILE = re.compile(r"(model_optim_rng|model_optim|distrib_optim|model_rng)\.pt$")
 _CHUNK = re.compile(r"model\d*")
@@ -34,68 +27,44 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def read_torch(folder: Path) -> Contents:
-    """The contents of a checkpoint in ``torch``; parts that cannot be read are among its faults.
-
-    Args:
-        folder: the folder of one iteration.
-    """
-    contents = Contents("torch")
+    """The contents of a checkpoint; parts that cannot be read are among its faults."""
+    contents = Contents(folder, "torch")
     for file in files_of(folder):
-        within(str(file.relative_to(folder)), contents, partial(_add, contents, folder, file))
+        contents.read(str(file.relative_to(folder)), partial(_add, contents, file))
     return contents
 
 
-def _add(contents: Contents, folder: Path, file: Path) -> None:
-    name = str(file.relative_to(folder))
-    has_tensors = "optim.pt" in file.name and "model" not in file.name
-    saved = read.load(file)
-    if has_tensors:
-        _add_tensors(contents, saved, name)
+def _add(contents: Contents, file: Path) -> None:
+    name, saved = str(file.relative_to(contents.folder)), load(file)
+    if "distrib_optim" in file.name:
+        states = saved if isinstance(saved, list) else [saved]
+        for number, state in enumerate(states):
+            if state is not None and "buckets_coalesced" not in state and 0 not in state:
+                raise ValueError("it has no grad buffers, so it is no optimizer's file")
+            contents.add_buffers(state, name if len(states) == 1 else f"{name} {number}", name)
+        model = (
+            file.name.replace("distrib_optim", end) for end in ("model_optim_rng", "model_optim")
+        )
+        others = list(model)
     else:
         _add_model(contents, saved, name)
-    pair = _pair(file) if has_tensors or _has_record(saved) else None
-    if pair is not None and not pair[0]:
-        contents.faults.append(f"{name} has no {pair[1]} beside it, which is missing")
-
-
-def _add_tensors(contents: Contents, saved: Any, name: str) -> None:
-    states = saved if isinstance(saved, list) else [saved]
-    for number, state in enumerate(states):
-        if isinstance(state, dict) and not any(isinstance(key, int) for key in state):
-            if "buckets_coalesced" not in state:
-                raise ValueError("it has no grad buffers, so it is no optimizer's file")
-        add_buffers(contents, state, name if len(states) == 1 else f"{name} {number}", name)
+        if not any(RECORD in state for state in states_of(saved.get("optimizer"))):
+            return  # Muon's DistributedOptimizer has no state here
+        others = [re.sub("model_optim(_rng)?", "distrib_optim", file.name)]
+    if not any(file.with_name(other).is_file() for other in others):
+        contents.faults.append(f"{name} has no {' or '.join(others)} beside it, which is missing")
 
 
 def _add_model(contents: Contents, saved: Any, file: str) -> None:
-    named = by_name(dict(items_of(saved, "all of it")))
-    states = state_dicts(named.get("optimizer"))
-    chunks = [key for key in named if _CHUNK.fullmatch(key)]
+    chunks = {key: saved[key] for key in saved if _CHUNK.fullmatch(key)}
     if not chunks:
         raise ValueError("it has no model in it")
     if not contents.common:
-        contents.common = {key: named[key] for key in named if not key.startswith("model")}
-    contents.states += states
-    for chunk in chunks:
-        for name, tensor in by_name(dict(items_of(named[chunk], chunk))).items():
+        contents.common = {key: saved[key] for key in saved if not key.startswith("model")}
+    contents.add_states(saved.get("optimizer"))
+    for chunk, weights in chunks.items():
+        for name, tensor in weights.items():
             if isinstance(tensor, torch.Tensor) and not name.endswith("_extra_state"):
                 part = f"{file} {chunk}"
                 entry = contents.at("model", "weight", name, part, tensor.shape, tensor.dtype)
                 entry.add(tensor, file)
-
-
-def _pair(file: Path) -> tuple[bool, str]:
-    """Whether the other one of a rank's two files is there; and its possible names."""
-    name = file.name
-    if "distrib_optim" in name:
-        others = [
-            name.replace("distrib_optim", what) for what in ("model_optim_rng", "model_optim")
-        ]
-    else:
-        others = [re.sub("model_optim(_rng)?", "distrib_optim", name)]
-    return any(file.with_name(other).is_file() for other in others), " or ".join(others)
-
-
-def _has_record(saved: Any) -> bool:
-    """Whether a rank saved it on which Muon's DistributedOptimizer has state."""
-    return any(RECORD in state for state in state_dicts(saved.get("optimizer")))

@@ -24,7 +24,7 @@ from megatron_muon.lab.routes.model_flags import (
     stop,
 )
 from megatron_muon.lab.writable import require_writable
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.numerics import Device
 
 PROGRAM = "megatron-muon plan"
 _DESCRIPTION = f"""\

@@ -14,17 +14,16 @@ from megatron_muon.lab.dry_run.stages import (
     Planned,
     as_rank,
     built,
-    matched_by,
     planned_optimizers,
-    require_matched,
     sizes_of,
 )
 from megatron_muon.lab.pricing.work import Optimizer
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
-from megatron_muon.mcore.routing.survey import kept_by, share_of
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.mcore.routing.routes import routes_of
+from megatron_muon.mcore.routing.survey import matched_patterns, require_matched, share_of
+from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.planning.describe import Share, require_muons
-from megatron_muon.planning.grid import held_pieces, neighbours_of
+from megatron_muon.planning.grid import held_shards, neighbours_of
 from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.settings.config import MuonConfig
 
@@ -87,7 +86,6 @@ def planned_kinds(
     """
     alike: dict[tuple[object, ...], PlannedKind] = {}
     matched: set[str] = set()
-    kept: list[dict[str, int]] = []
     flags, config = runs[0]
     sizes = sizes_of(flags, ranks)
     for number in sorted(range(ranks.pp), key=lambda number: number not in numbers):
@@ -95,15 +93,13 @@ def planned_kinds(
             break  # other stages are built for the patterns that match there
         with as_rank(world.first_ranks(ranks)[number], flags, ranks):
             chunks = built(flags, config, ranks)
-            matched |= matched_by(chunks, ranks, config)
+            matched |= matched_patterns(chunks, sizes, config)
             makeup = makeup_of(flags, config, ranks, chunks)
             if number not in numbers:
                 continue
             if makeup in alike:
                 alike[makeup].stages.append(number)
                 continue
-            here = list(weights(chunks))
-            kept.append(kept_by(here, config, sizes))
             every = [chunks, *(built(*run, ranks) for run in runs[1:])]
             planned = [
                 [optimizer_of(one) for one in planned_optimizers(*run, ranks, each, device)]
@@ -111,11 +107,12 @@ def planned_kinds(
             ]
             if not planned[0]:
                 raise ValueError(f"pipeline stage {number} has no parameters")
-            members, share = tuple(world.stage_ranks(ranks)), share_of(here, config, sizes)
+            share = share_of(routes_of(chunks, sizes, config), config)
+            members = tuple(world.stage_ranks(ranks))
             alike[makeup] = PlannedKind([number], members, share, planned)
     require_matched(matched, config)
     if len(numbers) == ranks.pp:
-        require_muons(sum((kind.share for kind in alike.values()), start=Share()), kept)
+        require_muons(sum((kind.share for kind in alike.values()), start=Share()))
     return list(alike.values())
 
 
@@ -145,6 +142,6 @@ def _rest_of(planned: Planned) -> tuple[int, ...]:
                 placed = Parameter(
                     "", (1, stop - start), None, whole, Span(start, stop), 0, (), (), ep_rank
                 )
-                for rank, piece in held_pieces(placed, grid):
+                for rank, piece in held_shards(placed, grid):
                     rest[rank] += piece.size
     return tuple(rest)

@@ -11,7 +11,7 @@ from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.step import price_adamw, price_step
 from megatron_muon.lab.pricing.upstream import TpMode, price_layer_wise
 from megatron_muon.lab.pricing.work import Optimizer, total, traffic_of
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.settings.config import MuonConfig
 
 Name = Literal["adamw", "contiguous", "bucketed", "duplicated", "distributed"]

@@ -20,7 +20,7 @@ from megatron_muon.lab.plan.training import Training, training_of
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.streams import nodes_of
 from megatron_muon.lab.routes.model_flags import CommandLine, megatron_is_quiet
-from megatron_muon.orthogonalize.iteration import Device, split_of
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.describe import Share
 from megatron_muon.settings.config import MuonConfig
 
@@ -126,7 +126,7 @@ def plan_run(
     layout: Name = own.flags.muon_dp_layout or "contiguous"
     layouts = [layout, *(name for name in OURS if name != layout and name in wanted)]
     runs = [own, *(line.settled([*words, "--muon-dp-layout", name]) for name in layouts[1:])]
-    if split_of(config, device) != "off":  # Megatron's own takes whole matrices
+    if Numerics(config, device).split != "off":  # Megatron's own takes whole matrices
         whole = ["--muon-split-matrices", "off", "--muon-dp-layout", "contiguous"]
         runs.append(line.settled([*words, *whole]))
     numbers = range(ranks.pp)

@@ -9,7 +9,7 @@ from megatron_muon.lab.plan.report import MB, MIB, aligned, ms
 from megatron_muon.lab.plan.rows import OURS, TITLES, Name
 from megatron_muon.lab.plan.run import RunPlan
 from megatron_muon.lab.routes.model_flags import REFUSALS, said
-from megatron_muon.orthogonalize.iteration import split_of
+from megatron_muon.orthogonalize.numerics import Numerics
 
 Outcome = RunPlan | str  # a plan, or why Megatron or the plugin refuses the flags
 LEFT_OUT, GIVEN = "none", "given"
@@ -127,7 +127,7 @@ def changes(plan: RunPlan) -> Iterator[Variant]:
         yield change("--muon-ns-dtype", "fp16", "another rounding")
     iteration = "standard" if config.ns_iteration != "standard" else "auto"
     yield change("--muon-ns-iteration", iteration, "another rounding")
-    if split_of(config, plan.device) == "off":
+    if Numerics(config, plan.device).split == "off":
         yield change("--muon-split-matrices", "auto", "another rounding")
     yield change("--muon-homes", "local" if config.homes == "balanced" else "balanced")
     limit = config.round_bytes

@@ -13,22 +13,15 @@ from functools import lru_cache
 
 from megatron_muon.lab.pricing.hardware import MICRO, TERA, Hardware
 from megatron_muon.orthogonalize.iteration import (
-    Device,
-    dtype_of,
     fits_kernel,
     gathers_of_rows,
-    is_cuda,
-    is_folded,
-    itemsize_of,
     ns_flops,
-    schedule_of,
     scratch_elements,
-    segments,
     squares_outside,
     strips_take_gram,
     takes_gram,
 )
-from megatron_muon.settings.config import MuonConfig
+from megatron_muon.orthogonalize.numerics import Numerics
 
 _FP32 = 4  # bytes
 # Rows, columns and share of ``gemm_efficiency`` of the tiles that a product may take. They are an
@@ -132,8 +125,7 @@ def newton_schulz(
     rows: int,
     cols: int,
     batch: int,
-    config: MuonConfig,
-    device: Device = "cuda",
+    numerics: Numerics,
     *,
     is_tight: bool = False,
 ) -> Cost:
@@ -143,15 +135,15 @@ def newton_schulz(
     the time is that of the flops at the device's rate, one matrix at a time. ``is_tight`` is that
     of ``newton_schulz.orthogonalize_staged``.
     """
-    cost = _normalisation(hardware, batch * rows * cols, config, device)
-    if not is_cuda(device):
+    cost = _normalisation(hardware, batch * rows * cols, numerics)
+    if not numerics.on_gpu:
         rate = hardware.dense_tflops * TERA * hardware.gemm_efficiency
-        flops = ns_flops(rows, cols, config, device)
-        return cost + Cost(batch * flops / rate, batch * 3 * config.ns_steps)
-    work = _Products(hardware, min(rows, cols), max(rows, cols), batch, config, device)
-    if takes_gram(rows, cols, config, device):
+        flops = ns_flops(rows, cols, numerics)
+        return cost + Cost(batch * flops / rate, batch * 3 * len(numerics.steps))
+    work = _Products(hardware, min(rows, cols), max(rows, cols), batch, numerics)
+    if takes_gram(rows, cols, numerics):
         in_two = is_tight and batch == 1 and squares_outside(rows, cols) == 0
-        for part in segments(config, device):
+        for part in numerics.segments:
             cost += work.gram_segment([c != 0 for _, _, c in part], in_two=in_two)
         return cost
     return cost + work.standard_steps()
@@ -164,8 +156,7 @@ def newton_schulz_strip(
     long: int,
     count: int,
     homes: int,
-    config: MuonConfig,
-    device: Device = "cuda",
+    numerics: Numerics,
 ) -> Cost:
     """The cost to orthogonalize a strip of a matrix that several homes share, their messages too.
 
@@ -173,15 +164,15 @@ def newton_schulz_strip(
     sum to them. Where they make rows of squares, these are put together. Nothing hides messages.
     ``whole`` is the matrix, ``long`` the strip's length, ``count`` the number of strips.
     """
-    itemsize = itemsize_of(config)
+    itemsize = numerics.itemsize
     short = min(whole)
-    work = _Products(hardware, short, long, 1, config, device)
+    work = _Products(hardware, short, long, 1, numerics)
     add = _added(hardware, short * short * itemsize, homes)
     cost = stream(hardware, _STRIP_BYTES * short * long, _STRIP)
     cost += _numbers(hardware, homes).times(3)
-    if strips_take_gram(*whole, count, config, device):
-        gathers = gathers_of_rows(*whole, count, config, device)
-        for part, rows in zip(segments(config, device), gathers, strict=True):
+    if strips_take_gram(*whole, count, numerics):
+        gathers = gathers_of_rows(*whole, count, numerics)
+        for part, rows in zip(numerics.segments, gathers, strict=True):
             squares = [c != 0 for _, _, c in part]
             cost += add + _together(hardware, short * short * itemsize, homes).times(rows)
             if rows:
@@ -189,7 +180,7 @@ def newton_schulz_strip(
             else:
                 cost += work.gram_segment(squares)
         return cost
-    return cost + add.times(config.ns_steps) + work.standard_steps()
+    return cost + add.times(len(numerics.steps)) + work.standard_steps()
 
 
 def turns(hardware: Hardware, nbytes: int, homes: int) -> Cost:
@@ -234,16 +225,16 @@ def _link(hardware: Hardware, homes: int) -> float:
     return hardware.node_link if near else hardware.network_link
 
 
-def _normalisation(hardware: Hardware, elements: int, config: MuonConfig, device: Device) -> Cost:
+def _normalisation(hardware: Hardware, elements: int, numerics: Numerics) -> Cost:
     """Norm and division by triton's kernels, as if it were installed on every GPU.
 
     Torch's operations also look for the largest entry and divide by a power of two, and in fp16
     divide the norm by its scale.
     """
-    nbytes = itemsize_of(config) * elements
-    if is_cuda(device) and config.elementwise == "auto":
+    nbytes = numerics.itemsize * elements
+    if numerics.on_gpu and numerics.config.elementwise == "auto":
         return stream(hardware, _FUSED_PASSES * nbytes, _NORMALISING_FUSED)
-    is_scaled = dtype_of(config, device) == "fp16"
+    is_scaled = numerics.dtype == "fp16"
     return stream(hardware, _PASSES * nbytes, _NORMALISING + int(is_scaled))
 
 
@@ -255,22 +246,13 @@ class _Products:
     short: int
     long: int
     batch: int
-    config: MuonConfig
-    device: Device
-
-    @property
-    def itemsize(self) -> int:
-        return itemsize_of(self.config)
-
-    @property
-    def is_folded(self) -> bool:
-        return is_folded(dtype_of(self.config, self.device), self.device)
+    numerics: Numerics
 
     def standard_steps(self) -> Cost:
         """All steps: those whose c is not 0 have a square more."""
-        squared = sum(c != 0 for _, _, c in schedule_of(self.config))
+        squared = sum(c != 0 for _, _, c in self.numerics.steps)
         cost = self._standard_step(squares=True).times(squared)
-        return cost + self._standard_step(squares=False).times(self.config.ns_steps - squared)
+        return cost + self._standard_step(squares=False).times(len(self.numerics.steps) - squared)
 
     def _standard_step(self, *, squares: bool) -> Cost:
         """XXᵀ, bA + cA² unless c is 0, aX + BX."""
@@ -278,7 +260,7 @@ class _Products:
         cost = self._symmetric(long, linear=False)
         if squares:
             cost += self._symmetric(short, linear=True)
-        if self.is_folded:  # the linear term's factor is added to the square's diagonal
+        if self.numerics.folded:  # the linear term's factor is added to the square's diagonal
             return cost + stream(self.hardware, 0) + self._product(short, long, short)
         return cost + self._copy(short * long) + self._product(short, long, short)
 
@@ -299,7 +281,7 @@ class _Products:
         if not squares:
             return cost
         plus = self._symmetric(short, linear=True)
-        if self.is_folded and all(squares):
+        if self.numerics.folded and all(squares):
             # linear terms are on the diagonal of H, which is the first Q
             diagonals = stream(self.hardware, 0).times(len(squares))
             others = 3 * (len(squares) - 1)
@@ -327,12 +309,12 @@ class _Products:
         return plain + self._copy(self.short * self.short) if linear else plain
 
     def _takes_kernel(self, inner: int) -> bool:
-        has = self.device == "cuda_symmetric" and self.itemsize < _FP32
+        has = self.numerics.device == "cuda_symmetric" and self.numerics.itemsize < _FP32
         return has and self.short >= _SYMMETRIC_ROWS and fits_kernel(self.short, inner)
 
     def _product(self, rows: int, cols: int, inner: int) -> Cost:
-        return product(self.hardware, rows, cols, inner, self.batch, self.itemsize)
+        return product(self.hardware, rows, cols, inner, self.batch, self.numerics.itemsize)
 
     def _copy(self, elements: int) -> Cost:
         """The cost of the linear term's copy, over which ``addmm`` writes its result."""
-        return stream(self.hardware, 2 * self.itemsize * self.batch * elements)
+        return stream(self.hardware, 2 * self.numerics.itemsize * self.batch * elements)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_muon.lab.pricing import scratch
 from megatron_muon.lab.pricing.work import Optimizer, Pairs, RoundWork, rounds_of
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.config import MuonConfig
 
@@ -45,7 +45,8 @@ def peaks(plans: Sequence[ExchangePlan], config: MuonConfig, device: Device = "c
         config: the settings that made them.
         device: kind of device of all ranks.
     """
-    sized = [_sized(plan, config, device) for plan in plans]
+    numerics = Numerics(config, device)
+    sized = [_sized(plan, numerics) for plan in plans]
     return [
         _peak([[sizes[rank] for sizes in rounds] for rounds in sized])
         for rank in range(plans[0].size if plans else 0)
@@ -82,18 +83,18 @@ class _Sizes:
         return bool(self.sent or self.received or self.out or self.back)
 
 
-def _sized(plan: ExchangePlan, config: MuonConfig, device: Device) -> list[list[_Sizes]]:
+def _sized(plan: ExchangePlan, numerics: Numerics) -> list[list[_Sizes]]:
     """``[round][rank]``."""
     works = rounds_of(plan)
-    of_newton_schulz = scratch.of_newton_schulz(plan, works, config, device)
+    of_newton_schulz = scratch.of_newton_schulz(plan, works, numerics)
     return [
-        _of_round(work, plan, config, scratches)
+        _of_round(work, plan, numerics, scratches)
         for work, scratches in zip(works, of_newton_schulz, strict=True)
     ]
 
 
 def _of_round(
-    work: RoundWork, plan: ExchangePlan, config: MuonConfig, scratches: list[int]
+    work: RoundWork, plan: ExchangePlan, numerics: Numerics, scratches: list[int]
 ) -> list[_Sizes]:
     sent, received = _ends(work.gather, plan.size)
     out, back = _ends(work.scatter, plan.size)
@@ -107,8 +108,8 @@ def _of_round(
             out=out[rank],
             back=back[rank],
             scratch=scratches[rank],
-            momentum=scratch.of_momentum((kept + sent[rank]) // plan.itemsize, config),
-            update=scratch.of_update(work.held[rank], config),
+            momentum=scratch.of_momentum((kept + sent[rank]) // plan.itemsize, numerics),
+            update=scratch.of_update(work.held[rank], numerics),
         )
         for rank in range(plan.size)
     ]

@@ -11,35 +11,30 @@ from collections.abc import Iterable, Sequence
 from megatron_muon.lab.pricing.kernels import batches
 from megatron_muon.lab.pricing.work import RoundWork, owned_matrices
 from megatron_muon.orthogonalize.iteration import (
-    Device,
     is_tight,
-    itemsize_of,
     makes_rows,
-    schedule_of,
-    segments,
     square_rows,
     squares_outside,
     strips_take_gram,
     takes_gram,
 )
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
-from megatron_muon.planning.segments import Matrix
-from megatron_muon.settings.config import MuonConfig
+from megatron_muon.planning.slices import Matrix
 
 _FP32 = 4
 
 
 def of_newton_schulz(
-    plan: ExchangePlan, works: Sequence[RoundWork], config: MuonConfig, device: Device
+    plan: ExchangePlan, works: Sequence[RoundWork], numerics: Numerics
 ) -> list[list[int]]:
     """Bytes beside the matrices themselves at Newton-Schulz's highest moment: ``[round][rank]``.
 
     Args:
         plan: of one optimizer.
         works: its rounds.
-        config: the settings that made it.
-        device: kind of device of all ranks.
+        numerics: of the run, on a GPU.
     """
     round_of = {index: at for at, members in enumerate(plan.rounds) for index in members}
     strips: list[list[list[Matrix]]] = [[[] for _ in range(plan.size)] for _ in plan.rounds]
@@ -50,8 +45,8 @@ def of_newton_schulz(
     return [
         [
             max(
-                _of_batches(work, rank, config, limit, device) * plan.itemsize,
-                *(_of_strips(own, plan.size, config, device) for own in _by_matrix(here)),
+                _of_batches(work, rank, numerics, limit) * plan.itemsize,
+                *(_of_strips(own, plan.size, numerics) for own in _by_matrix(here)),
                 0,
             )
             for rank, here in enumerate(ranks)
@@ -60,40 +55,41 @@ def of_newton_schulz(
     ]
 
 
-def of_momentum(elements: int, config: MuonConfig) -> int:
+def of_momentum(elements: int, numerics: Numerics) -> int:
     """Bytes in which lists of inputs of Newton-Schulz are made, before they are rounded."""
+    config = numerics.config
     if config.elementwise != "foreach" or not config.nesterov:
         return 0
     return _FP32 * min(elements, ELEMENTS_AT_ONCE)
 
 
-def of_update(elements: int, config: MuonConfig) -> int:
+def of_update(elements: int, numerics: Numerics) -> int:
     """Bytes of directions in fp32; a list's copies are there until the next list's are made."""
-    if config.elementwise != "foreach" or config.ns_dtype == "fp32":
+    if numerics.config.elementwise != "foreach" or numerics.travels == "fp32":
         return 0
     return _FP32 * min(elements, 2 * ELEMENTS_AT_ONCE)
 
 
-def _of_batches(work: RoundWork, rank: int, config: MuonConfig, limit: int, device: Device) -> int:
+def _of_batches(work: RoundWork, rank: int, numerics: Numerics, limit: int) -> int:
     """Elements of scratch memory of the largest batch."""
-    most = 0
+    most, taken = 0, numerics.config.ns_batch
     for (rows, cols, _, _, shared), count in work.layouts[rank].items():
         if shared is not None:
             continue
-        for together, _ in batches(rows, cols, count, ns_batch=config.ns_batch, scratch=limit):
+        for together, _ in batches(rows, cols, count, ns_batch=taken, scratch=limit):
             tight = together == 1 and is_tight(rows * cols, work.staged(rank))
-            of_one = _of_one(rows, cols, config, device, tight=tight)
+            of_one = _of_one(rows, cols, numerics, tight=tight)
             most = max(most, together * of_one)
     return most
 
 
-def _of_one(rows: int, cols: int, config: MuonConfig, device: Device, *, tight: bool) -> int:
+def _of_one(rows: int, cols: int, numerics: Numerics, *, tight: bool) -> int:
     """The next iterate and squares: two, or those of Gram's four that do not fit into a spare one.
 
     Only where memory is ``tight`` all may be in the spare one.
     """
     squares = 2
-    if takes_gram(rows, cols, config, device):
+    if takes_gram(rows, cols, numerics):
         outside = squares_outside(rows, cols)
         squares = outside if tight else max(1, outside)
     return rows * cols + squares * min(rows, cols) ** 2
@@ -113,18 +109,18 @@ def _by_matrix(strips: Iterable[Matrix]) -> list[list[Matrix]]:
     return groups
 
 
-def _of_strips(own: Sequence[Matrix], size: int, config: MuonConfig, device: Device) -> int:
+def _of_strips(own: Sequence[Matrix], size: int, numerics: Numerics) -> int:
     """Bytes for the strips of one matrix that are here: turned, entered and iterated on.
 
     Args:
         own: the strips, in order; a home has neighbouring ones.
         size: number of ranks of the stage.
     """
-    itemsize = itemsize_of(config)
+    itemsize = numerics.itemsize
     elements = min(own[0].whole) * sum(matrix.long for matrix in own)
     # Copies in fp32, which are divided in place, and what they are rounded to.
     entering = elements * (_FP32 if itemsize == _FP32 else _FP32 + itemsize)
-    highest = max(entering, elements * itemsize + _iterating(own, size, config, device))
+    highest = max(entering, elements * itemsize + _iterating(own, size, numerics))
     if not own[0].is_turned:
         return highest
     there, turned, back = _turning(own, itemsize)
@@ -143,18 +139,18 @@ def _turning(own: Sequence[Matrix], itemsize: int) -> tuple[int, int, int]:
     return there, turned, turned + come - stays + max(turned - stays, come)
 
 
-def _iterating(own: Sequence[Matrix], size: int, config: MuonConfig, device: Device) -> int:
+def _iterating(own: Sequence[Matrix], size: int, numerics: Numerics) -> int:
     """Bytes beside iterates: squares are added over the homes, then multiplied."""
-    strip, short, itemsize = own[0].strip, min(own[0].whole), itemsize_of(config)
+    strip, short, itemsize = own[0].strip, min(own[0].whole), numerics.itemsize
     assert strip is not None
     made = itemsize * short * max(matrix.long for matrix in own)  # one strip's next iterate
     square = itemsize * short * short
-    if makes_rows(*own[0].whole, strip.count, config, device):
-        multiplying = _making_rows(own, itemsize, config, device)
-    elif strips_take_gram(*own[0].whole, strip.count, config, device):
+    if makes_rows(*own[0].whole, strip.count, numerics):
+        multiplying = _making_rows(own, itemsize, numerics)
+    elif strips_take_gram(*own[0].whole, strip.count, numerics):
         multiplying = 4 * square
     else:
-        multiplying = square * (1 + any(c != 0 for _, _, c in schedule_of(config)))
+        multiplying = square * (1 + any(c != 0 for _, _, c in numerics.steps))
     return max(_adding(own, size, itemsize), multiplying, made + square)
 
 
@@ -175,7 +171,7 @@ def _adding(own: Sequence[Matrix], size: int, itemsize: int) -> int:
     return len(own) * square + (strip.count - len(own)) * part + max(leaving, summing)
 
 
-def _making_rows(own: Sequence[Matrix], itemsize: int, config: MuonConfig, device: Device) -> int:
+def _making_rows(own: Sequence[Matrix], itemsize: int, numerics: Numerics) -> int:
     """Bytes of R and P, and of this home's rows of R, P and Q, in the highest of Gram's steps.
 
     Putting rows together takes no more than the products before and after it.
@@ -187,7 +183,7 @@ def _making_rows(own: Sequence[Matrix], itemsize: int, config: MuonConfig, devic
     _, stop = square_rows(short, last.number, first.count)
     rows, square = itemsize * short * (stop - start), itemsize * short * short
     most = 0
-    for part in segments(config, device):
+    for part in numerics.segments:
         for step, (_, _, c) in enumerate(part):
             makes_power = c != 0  # else P is R
             # While Q is multiplied: its next rows, and P's. After the first step Q's and R's rows

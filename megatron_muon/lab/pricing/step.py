@@ -27,7 +27,8 @@ from megatron_muon.lab.pricing.kernels import (
 )
 from megatron_muon.lab.pricing.streams import WAITING, Streams
 from megatron_muon.lab.pricing.work import Optimizer, RoundWork, Shared, rounds_of
-from megatron_muon.orthogonalize.iteration import Device, is_cuda, is_tight
+from megatron_muon.orthogonalize.iteration import is_tight
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.grid import neighbours_of
 from megatron_muon.planning.rounds.cut import scratch_limit
 from megatron_muon.settings.config import MuonConfig
@@ -102,10 +103,11 @@ def price_step(
         nodes: the node of each rank, see ``streams.nodes_of``.
     """
     size = optimizers[0].plan.size
-    streams = Streams(hardware, size, nodes, host_works=not is_cuda(device))
+    numerics = Numerics(config, device)
+    streams = Streams(hardware, size, nodes, host_works=not numerics.on_gpu)
     pending: Iterator[None] = iter(())
     for number, optimizer in enumerate(optimizers):
-        steps = _Steps(optimizer, config, streams, device).run(begun=number > 0)
+        steps = _Steps(optimizer, numerics, streams).run(begun=number > 0)
         next(steps)  # the first round's directions are made
         next(pending, None)  # the optimizer before ends its last round
         next(steps)  # only the last round's directions are still on their way
@@ -134,16 +136,14 @@ def _adamw_of(hardware: Hardware, elements: Sequence[int], rank: int) -> Cost:
 class _Steps:
     """One optimizer's step on all ranks. ``run`` yields twice, where another one's work may run."""
 
-    def __init__(
-        self, optimizer: Optimizer, config: MuonConfig, streams: Streams, device: Device
-    ) -> None:
-        self._optimizer, self._config, self._streams = optimizer, config, streams
-        self._hardware, self._device = streams.hardware, device
+    def __init__(self, optimizer: Optimizer, numerics: Numerics, streams: Streams) -> None:
+        self._optimizer, self._numerics, self._streams = optimizer, numerics, streams
+        self._hardware, self._config = streams.hardware, numerics.config
         # Homes are neighbours in the stage, of which a node may have fewer than it has GPUs.
         self._sharing = replace(self._hardware, gpus_per_node=neighbours_of(streams.nodes))
         self._rounds = rounds_of(optimizer.plan)
         self._scratch = scratch_limit(optimizer.plan.matrices)
-        self._fused = is_cuda(device) and config.elementwise == "auto"
+        self._fused = numerics.on_gpu and self._config.elementwise == "auto"
         self._itemsize = optimizer.plan.itemsize
 
     def run(self, *, begun: bool) -> Iterator[None]:
@@ -227,21 +227,21 @@ class _Steps:
 
     def _orthogonalized(self, work: RoundWork, rank: int) -> Cost:
         cost = Cost()
-        most = self._config.ns_batch if is_cuda(self._device) else 1
+        most = self._config.ns_batch if self._numerics.on_gpu else 1
         for (rows, cols, _, _, shared), count in work.layouts[rank].items():
             if shared is not None:
                 cost += self._strip(shared, rows * cols).times(count)
                 continue
             tight = is_tight(rows * cols, work.staged(rank))
             for batch, times in batches(rows, cols, count, ns_batch=most, scratch=self._scratch):
-                kind = rows, cols, batch, self._config, self._device
+                kind = rows, cols, batch, self._numerics
                 cost += newton_schulz(self._hardware, *kind, is_tight=tight).times(times)
         return cost
 
     def _strip(self, shared: Shared, elements: int) -> Cost:
         homes, hardware = min(shared.strips, self._optimizer.plan.size), self._sharing
         cost = newton_schulz_strip(
-            hardware, shared.whole, shared.long, shared.strips, homes, self._config, self._device
+            hardware, shared.whole, shared.long, shared.strips, homes, self._numerics
         )
         if shared.is_turned:
             moved = shared.whole[0] * shared.long + elements  # its columns, and its rows back

@@ -28,9 +28,10 @@ from megatron_muon.lab.pricing.kernels import Cost, newton_schulz, product, stre
 from megatron_muon.lab.pricing.step import adamw
 from megatron_muon.lab.pricing.work import Optimizer, owned_matrices
 from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.segments import Matrix
+from megatron_muon.planning.slices import Matrix
 from megatron_muon.settings.config import MuonConfig
 
 TpMode = Literal["duplicated", "distributed"]
@@ -90,9 +91,9 @@ def price_layer_wise(
         ns_dtype=config.ns_dtype or "bf16",
         elementwise="foreach",  # its norms are torch's, too
     )
-    busiest, mean = LayerWise(), LayerWise()
+    numerics, busiest, mean = Numerics(settings), LayerWise(), LayerWise()
     for optimizer in optimizers:
-        owners = _owners(optimizer.plan, settings, hardware, mode)
+        owners = _owners(optimizer.plan, numerics, hardware, mode)
         last = max(owners, key=lambda owner: owner.seconds, default=LayerWise())
         dp_size = optimizer.plan.grid.dp_size
         elements = sum(p.shape[0] * p.shape[1] for p in optimizer.plan.parameters if p.ep_rank == 0)
@@ -117,7 +118,7 @@ def price_layer_wise(
 
 
 def _owners(
-    plan: ExchangePlan, config: MuonConfig, hardware: Hardware, mode: TpMode
+    plan: ExchangePlan, numerics: Numerics, hardware: Hardware, mode: TpMode
 ) -> list[LayerWise]:
     """Every owner: within an EP rank, the parameter that takes longest goes to the least busy."""
     works = [
@@ -125,7 +126,7 @@ def _owners(
         for parameter in plan.parameters
     ]
     for index, matrix in owned_matrices(plan):
-        works[index] += _matrix(plan.parameters[index], matrix, config, hardware, mode)
+        works[index] += _matrix(plan.parameters[index], matrix, numerics, hardware, mode)
     by_ep_rank: dict[int, list[LayerWise]] = defaultdict(list)
     for parameter, work in zip(plan.parameters, works, strict=True):
         by_ep_rank[parameter.ep_rank].append(work)
@@ -142,13 +143,13 @@ def _owners(
 
 
 def _matrix(
-    parameter: Parameter, matrix: Matrix, config: MuonConfig, hardware: Hardware, mode: TpMode
+    parameter: Parameter, matrix: Matrix, numerics: Numerics, hardware: Hardware, mode: TpMode
 ) -> LayerWise:
     """The part of each TP rank in a matrix."""
     tp_size, dim = len(parameter.blocks), parameter.partition_dim
     if tp_size == 1 or dim is None or mode == "duplicated":
-        cost = newton_schulz(hardware, matrix.rows, matrix.cols, 1, config)
-        flops = ns_flops(matrix.rows, matrix.cols, config)
+        cost = newton_schulz(hardware, matrix.rows, matrix.cols, 1, numerics)
+        flops = ns_flops(matrix.rows, matrix.cols, numerics)
         if tp_size == 1 or dim is None:
             return LayerWise(cost.seconds, 0.0, cost.launches, flops)
         sent = matrix.numel * _FP32 * (tp_size - 1) // tp_size
@@ -156,7 +157,7 @@ def _matrix(
         cost += gather
         return LayerWise(cost.seconds, gather.seconds, cost.launches, flops, sent, 1)
     square, cut = (matrix.cols, matrix.rows) if dim == 0 else (matrix.rows, matrix.cols)
-    local, steps = max(1, cut // tp_size), config.ns_steps
+    local, steps = max(1, cut // tp_size), len(numerics.steps)
     step = product(hardware, square, square, local) + product(hardware, square, square, square)
     step += product(hardware, square, local, square)
     step += stream(hardware, 2 * _BF16 * (square * square + square * local), 2)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.table import stays_in_place
-from megatron_muon.planning.segments import Matrix
+from megatron_muon.planning.slices import Matrix
 
 Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
 
@@ -35,7 +35,7 @@ class Optimizer:
     def muon(self) -> list[int]:
         """Elements of Muon's parameters on each rank."""
         held = [0] * self.plan.size
-        for segment in self.plan.segments:
+        for segment in self.plan.slices:
             held[segment.rank] += segment.elements.size
         return held
 
@@ -121,7 +121,7 @@ def rounds_of(plan: ExchangePlan) -> list[RoundWork]:
         index: work for work, members in zip(rounds, plan.rounds, strict=True) for index in members
     }
     pieces_seen: set[tuple[int, int]] = set()
-    for segment in plan.segments:
+    for segment in plan.slices:
         work, elements = round_of[segment.parameter], segment.elements.size
         rank, home = segment.rank, plan.matrices[segment.matrix].home
         work.held[rank] += elements

@@ -21,10 +21,11 @@ import megatron_muon
 from megatron_muon.lab.dry_run.flags import add_megatron_flags, add_rank_flags
 from megatron_muon.lab.dry_run.numbers import MOST_RANKS, count
 from megatron_muon.lab.dry_run.presets import PRESETS
+from megatron_muon.lab.dry_run.seams import ROWS
 from megatron_muon.megatron_lm.flags.parser import add_flags
 from megatron_muon.megatron_lm.flags.settings import muon_config
 from megatron_muon.megatron_lm.launch import MixedInstallationError
-from megatron_muon.presence import CoreNotFoundError
+from megatron_muon.presence import CoreNotFoundError, SeamError
 from megatron_muon.settings.config import MuonConfig
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def import_megatron(program: str, script: Path | None = None) -> None:
         program: name of the command, for the error.
         script: one of a Megatron-LM checkout, whose Megatron it is.
     """
-    from megatron_muon.mcore.seams.rows import SeamError, check_part
+    from megatron_muon.mcore.seams.rows import check_rows
 
     with megatron_is_quiet():
         try:
@@ -152,7 +153,7 @@ def import_megatron(program: str, script: Path | None = None) -> None:
             if not megatron_muon.cpu.enabled():
                 megatron_muon.cpu.enable(allow_cuda=True)  # nothing here runs on a device
             importlib.import_module("megatron.core.transformer")
-            check_part("dry_run")
+            check_rows(ROWS)
         except CoreNotFoundError:
             raise  # ``commands.main`` prints its message, which says how to get a core
         except (SeamError, MixedInstallationError, FileNotFoundError) as error:

@@ -13,9 +13,7 @@ from megatron_muon.lab.dry_run.stages import (
     Planned,
     as_rank,
     built,
-    matched_by,
     planned_optimizers,
-    require_matched,
     sizes_of,
 )
 from megatron_muon.mcore.routing.matrices import matrices_of
@@ -27,16 +25,16 @@ from megatron_muon.mcore.routing.param_routing import (
     weights,
     why_adamw,
 )
+from megatron_muon.mcore.routing.routes import routes_of
 from megatron_muon.mcore.routing.survey import (
-    kept_by,
+    matched_patterns,
+    require_matched,
     share_of,
-    unknown_fusions,
     unknown_lines,
-    unsplit,
 )
 from megatron_muon.mcore.wiring.buffers.placement import local_experts
 from megatron_muon.mcore.wiring.process_groups import Sizes
-from megatron_muon.planning.describe import UNSPLIT, Share, fused_lines, share_lines, start_line
+from megatron_muon.planning.describe import Share, share_lines, start_line
 from megatron_muon.runtime.update import update_scale
 from megatron_muon.settings.config import MuonConfig
 
@@ -129,31 +127,21 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
     sizes = sizes_of(flags, ranks)
     matched: set[str] = set()
     stages: list[RoutedStage] = []
-    shares: list[Share] = []
-    kept: list[dict[str, int]] = []
-    whole: set[str] = set()
-    fused: dict[str, None] = {}
+    share = Share()
     for number, rank in enumerate(world.first_ranks(ranks)):
         with as_rank(rank, flags, ranks):
             chunks = built(flags, config, ranks)
-            here = list(weights(chunks))
             planned = planned_optimizers(flags, config, ranks, chunks)
-            stages.append(_stage(number, planned, here, chunks, config, sizes, ranks))
-            matched |= matched_by(chunks, ranks, config)
-        shares.append(share_of(here, config, sizes))
-        kept.append(kept_by(here, config, sizes))
-        whole |= set(unsplit(here, config, sizes))
-        fused |= dict.fromkeys(unknown_fusions(here, config, sizes))
+            stages.append(_stage(number, planned, chunks, config, sizes, ranks))
+            matched |= matched_patterns(chunks, sizes, config)
+            share += share_of(routes_of(chunks, sizes, config), config)
     require_matched(matched, config)
-    named = [leaf for leaf in UNSPLIT if leaf in whole]
-    lines = share_lines(shares, named, kept) + fused_lines(list(fused))
-    return Routes(ranks, tuple(lines), tuple(stages))
+    return Routes(ranks, tuple(share_lines(share)), tuple(stages))
 
 
 def _stage(
     number: int,
     optimizers: Sequence[Planned],
-    here: Sequence[Weight],
     chunks: Sequence[Any],
     config: MuonConfig,
     sizes: Sizes,
@@ -161,7 +149,7 @@ def _stage(
 ) -> RoutedStage:
     matrices: dict[tuple[str, int], tuple[Routed, ...]] = {}  # by parameter and EP rank
     on_ep_ranks: set[Any] = set()
-    lines = list(unknown_lines(here, config, sizes))
+    lines = list(unknown_lines(routes_of(chunks, sizes, config)))
     for at, planned in enumerate(optimizers):
         matrices |= _matrices(planned, config)
         if planned.experts:
@@ -178,7 +166,7 @@ def _stage(
             )
         )
     parameters: list[RoutedParameter] = []
-    for weight in here:
+    for weight in weights(chunks):
         ep_size = sizes.ep if weight.param in on_ep_ranks else 1
         names = [
             expert_name(weight.name, ep, local_experts(chunks, ep_size)) for ep in range(ep_size)

@@ -62,12 +62,7 @@ def gathered_spans(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]
 
 
 def to_disk(gathered: dict[str, Any], places: list[BufferPlace]) -> dict[str, Any]:
-    """A buffer's gathered state in the form that is written.
-
-    Args:
-        gathered: ``param``, ``exp_avg`` and ``exp_avg_sq``, flat fp32, and ``numel_unpadded``.
-        places: places of the buffer's parameters.
-    """
+    """A buffer's gathered state, three flat fp32 tensors, in the form that is written."""
     kept = {key: value for key, value in gathered.items() if key not in ADAMW_STATE}
     kept[STATE] = {
         place.name: {
@@ -84,12 +79,9 @@ def from_disk(saved: Mapping[str, Any], places: list[BufferPlace], numel: int) -
     """The inverse of ``to_disk``, with zeros as second moment of Muon's parameters.
 
     Args:
-        saved: the state on disk of a buffer.
+        saved: the state on disk of a buffer; ValueError names what it lacks.
         places: places of the buffer's parameters in this run.
         numel: elements of each gathered tensor in this run.
-
-    Raises:
-        ValueError: a parameter's state is missing, or has another size or dtype; names it.
     """
     states = saved.get(STATE)
     if not isinstance(states, dict):
@@ -136,17 +128,7 @@ def _check_spans(saved: Spans, here: Spans) -> None:
 
 
 def check_tensor(name: str, key: str, tensors: Mapping[str, Any], numel: int) -> None:
-    """Refuse a tensor that cannot be the state of a parameter.
-
-    Args:
-        name: the parameter's name.
-        key: the tensor's key.
-        tensors: the parameter's tensors by key; this one should be fp32 with ``numel`` elements.
-        numel: elements of this rank's part of the parameter, or of the buffer.
-
-    Raises:
-        ValueError: the tensor is missing, or has another size or dtype.
-    """
+    """Refuse a parameter's tensor that is missing, not fp32, or has not ``numel`` elements."""
     tensor = tensors.get(key)
     if not isinstance(tensor, Tensor):
         there = ", ".join(sorted(k for k, v in tensors.items() if isinstance(v, Tensor)))

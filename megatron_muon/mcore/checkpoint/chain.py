@@ -8,18 +8,20 @@ import os
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
-from megatron_muon.mcore.checkpoint.interop.foreign import Source, converted, renamed
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import Group, all_gather_texts
 from megatron_muon.runtime.consensus import together
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import named
+
+if TYPE_CHECKING:
+    from megatron_muon.mcore.checkpoint.interop.foreign import Source
 
 T = TypeVar("T")
 
@@ -36,8 +38,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     """Saves and loads the optimizers that are no stubs; Megatron itself asks stubs for state, too.
 
     Every rank with an optimizer that is no stub calls each method but ``state_dict``. They raise on
-    all those ranks: this rank's error, or a RuntimeError that quotes another's. (Megatron-LM calls
-    only ``load_parameter_state`` on ranks that have only stubs, as those of a frozen stage.)
+    all those ranks: this rank's error, or a RuntimeError that quotes another's.
 
     Attributes:
         voters: the ranks that call the methods together with this one; None for the world.
@@ -62,13 +63,14 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         self._scatter()
 
     def _scatter(self) -> None:
-        """Scatter what the optimizers have read and checked, as dp_zero_gather_scatter asks."""
         with self._without_stubs():
             for part in self.chained_optimizers:
                 part.scatter()
 
     def _given(self, state_dict: Any) -> Any:
         if self.source is not None:
+            from megatron_muon.mcore.checkpoint.interop.foreign import converted
+
             config = self.chained_optimizers[0].muon.config
             state_dict = _of_any(converted(state_dict, self.source, config, WHOLE_WEIGHTS))
         return _for_parts(state_dict, len(self.chained_optimizers))
@@ -76,12 +78,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
     ) -> Any:
-        """Megatron's sharded state dict: to be saved, or to be filled with ``is_loading``.
-
-        Raises:
-            NotImplementedError: a tensor on disk would hold weights of Muon's and of AdamW's.
-            ValueError: a checkpoint of Megatron's own Muon lacks something; names what.
-        """
+        """Megatron's sharded state dict: to be saved, or to be filled with ``is_loading``."""
         given = (model_sharded_state_dict, is_loading)
         if is_loading or _format(kwargs) not in _GATHERED:
             state = self._together(self._sharded_state_dict, *given, **kwargs)
@@ -103,6 +100,8 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     ) -> Any:
         if self.source is None or not is_loading:
             return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+        from megatron_muon.mcore.checkpoint.interop.foreign import renamed
+
         kwargs = _in_whole_weights(kwargs)
         state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
         for part in [state] if "param_state" in state else state.values():
@@ -123,11 +122,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             torch.save(kept if len(kept) > 1 else kept[0], filename)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Load parameters' state in the format ``torch``.
-
-        Raises:
-            FileNotFoundError, ValueError: a rank's file is missing or cut off.
-        """
+        """Load parameters' state in the format ``torch``."""
         self._together(self._check_file, filename)
         self._together(
             super().load_parameter_state, filename, update_legacy_format=update_legacy_format
@@ -184,10 +179,9 @@ def _in_whole_weights(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_parts(state_dict: Any, count: int) -> Any:
-    """A state dict in the form that a chain of ``count`` optimizers saves and loads.
+    """A state dict for a chain of ``count`` optimizers; with EP above 1 it has one for experts.
 
-    With EP above 1 a chain has one optimizer more, for the experts. Megatron numbers the optimizers
-    in a state dict only if there are several, and loads only into as many as it was saved from.
+    Megatron numbers optimizers only if there are several, and loads into as many as were saved.
     """
     if not isinstance(state_dict, dict):
         return state_dict
@@ -221,12 +215,7 @@ def _with_groups_of(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_mixed(tensors: set[tuple[str, bool]], group: Group | None) -> None:
-    """Refuse a tensor on disk that would hold weights of both optimizers, on any of the ranks.
-
-    Args:
-        tensors: (key of a tensor on disk, whether Muon updates this rank's part) of this rank.
-        group: the ranks that compare theirs; None for the world.
-    """
+    """Refuse a tensor on disk that would hold weights of both optimizers, on any of the ranks."""
     lines = "\n".join(sorted(f"{key} {is_muon}" for key, is_muon in tensors))
     every = {line for text in all_gather_texts(lines, group) for line in text.split("\n") if line}
     keys = [line.rsplit(" ", 1)[0] for line in sorted(every)]

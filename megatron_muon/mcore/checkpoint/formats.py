@@ -40,7 +40,6 @@ from megatron_muon.mcore.checkpoint.buffers import (
     from_disk,
     to_disk,
 )
-from megatron_muon.mcore.checkpoint.interop.foreign import as_ours
 from megatron_muon.mcore.checkpoint.param_groups import (
     RECORD,
     as_megatron_pairs,
@@ -49,8 +48,6 @@ from megatron_muon.mcore.checkpoint.param_groups import (
     record,
 )
 from megatron_muon.mcore.checkpoint.sharded import ShardedState, StateDict
-from megatron_muon.mcore.wiring.buffers.shards import device_of
-from megatron_muon.orthogonalize.matmul import plan_device
 
 
 class MuonCheckpoint(ShardedState):
@@ -63,25 +60,23 @@ class MuonCheckpoint(ShardedState):
         self._fill_state()
         state: StateDict = super().state_dict()
         if self.from_adamw is None:  # AdamW's checkpoint, which Megatron is to read, has no record
-            state[RECORD] = record(self._muon.config, plan_device(device_of(self.model_chunks)))
+            state[RECORD] = record(self._muon.numerics)
         return state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Check the state dict, pair its groups with ours, and load it by Megatron's method.
 
         It does not communicate: what dp_zero_gather_scatter scatters waits for ``scatter``.
-
-        Raises:
-            ValueError: the state dict is not Muon's or lacks something; names what.
         """
         self._to_scatter = None
         if self.from_adamw is None:
-            kind = plan_device(device_of(self.model_chunks))
-            check_record(state_dict, self._muon.config, kind)
+            check_record(state_dict, self._muon.numerics)
         elif "param_state_sharding_type" in state_dict:
             self._refuse_other_order(state_dict["param_state_sharding_type"])
         saved = state_dict["optimizer"]
         if self.from_adamw == "sum":
+            from megatron_muon.mcore.checkpoint.interop.foreign import as_ours
+
             saved = as_ours([state_dict], self._muon.config)["optimizer"]
         own = self.optimizer.param_groups
         loaded = loaded_groups(own, saved["param_groups"])
@@ -114,12 +109,7 @@ class MuonCheckpoint(ShardedState):
     def load_parameter_state_from_dp_zero(
         self, state_dict: StateDict | None, *, update_legacy_format: bool = False
     ) -> None:
-        """Check state that the DP group's first rank is to ``scatter``. No communication.
-
-        Raises:
-            ValueError: a parameter's state is missing, or has another size or dtype; names it.
-            NotImplementedError: ``update_legacy_format`` is set.
-        """
+        """Check state that the DP group's first rank is to ``scatter``. No communication."""
         if update_legacy_format:
             raise NotImplementedError(
                 "no Muon checkpoint has the format that "
@@ -137,11 +127,7 @@ class MuonCheckpoint(ShardedState):
             super().load_parameter_state_from_dp_zero(given)
 
     def sharded_param_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's state for dp_zero_gather_scatter.
-
-        Raises:
-            NotImplementedError: there are several optimizer instances.
-        """
+        """Megatron's state for dp_zero_gather_scatter; refused with several instances."""
         if self.ddp_config.num_distributed_optimizer_instances > 1:
             raise NotImplementedError(
                 "Megatron reads dp_zero_gather_scatter into the first of several optimizer "

@@ -10,41 +10,25 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_muon.mcore.checkpoint.buffers import MOMENTUM, OTHER_CUT
 from megatron_muon.mcore.checkpoint.param_groups import RECORD
-from megatron_muon.mcore.checkpoint.torch_dist import read_metadata
+from megatron_muon.mcore.checkpoint.torch_dist import Tensor, read_metadata
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.consensus import together
 
 _RANKS_OWN = re.compile(r"(?:^|\.)optimizer\.distributed\.dp_group_idx_\d+\.(.+)$")
 _MODEL_SPACE = re.compile(r"(chained_\d+\.)?optimizer\.state\.")
 
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor on disk, over all ranks."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-
-Tensors = dict[str, _Tensor | None]  # by key; None for an object that is no tensor
+Tensors = dict[str, Tensor | None]  # by key; None for an object that is no tensor
 
 
 def check_layout(sharded_state_dict: Mapping[str, Any], folder: str) -> None:
     """Compare the tensors to be loaded with the metadata of a torch_dist checkpoint.
 
     Only the metadata is read. Every rank of the world calls it.
-
-    Args:
-        sharded_state_dict: the tensors to be loaded, as ``dist_checkpointing.load`` takes them.
-        folder: the checkpoint's folder.
 
     Raises:
         ValueError: the optimizer's state was cut in another way, or Muon's state has another dtype;
@@ -59,14 +43,15 @@ def _check_own(sharded_state_dict: Mapping[str, Any], folder: str) -> None:
     if not any(_RANKS_OWN.search(key) or _MODEL_SPACE.match(key) for key in wanted):
         return
     stored = _stored(folder)
-    problem = (
-        _other_cut(wanted, stored) or _other_prefix(wanted, stored) or _other_dtype(wanted, stored)
-    )
-    if problem:
-        raise ValueError(f"{folder}: {problem}")
+    if not any(_is_record(key) or MOMENTUM in key for key in stored):
+        return  # AdamW's formats have errors of their own
+    for differs in (_other_cut, _other_prefix, _other_dtype):
+        problem = differs(wanted, stored)
+        if problem:
+            raise ValueError(f"{folder}: {problem}")
 
 
-def _wanted(state: Any) -> Iterator[tuple[str, _Tensor | None]]:
+def _wanted(state: Any) -> Iterator[tuple[str, Tensor | None]]:
     """``(key, tensor)`` for each entry that the optimizer asks torch_dist for."""
     if isinstance(state, Mapping):
         state = list(state.values())
@@ -77,23 +62,21 @@ def _wanted(state: Any) -> Iterator[tuple[str, _Tensor | None]]:
     key = getattr(state, "key", None)
     if isinstance(key, str) and "optimizer." in key:
         is_tensor = hasattr(state, "local_shape")
-        yield key, _Tensor(tuple(state.global_shape), state.dtype) if is_tensor else None
+        yield key, Tensor(tuple(state.global_shape), state.dtype, ()) if is_tensor else None
 
 
 def _stored(folder: str) -> Tensors:
     """The tensors in a checkpoint's metadata; empty if it is no torch_dist checkpoint."""
     if "://" in folder or not os.path.exists(Path(folder) / ".metadata"):
         return {}
-    return {
-        key.split("/shard_")[0]: None if entry is None else _Tensor(entry.size, entry.dtype)
-        for key, entry in read_metadata(Path(folder)).entries.items()
-    }
+    entries = read_metadata(Path(folder)).entries
+    return {key.split("/shard_")[0]: entry for key, entry in entries.items()}
 
 
 def _other_cut(wanted: Tensors, stored: Tensors) -> str | None:
     """For an error: a sign that the optimizer's buffers were cut otherwise; None without one."""
-    if not any(_is_record(key) for key in wanted) or not any(_is_record(key) for key in stored):
-        return None  # AdamW's formats have errors of their own
+    if not any(map(_is_record, wanted)) or not any(map(_is_record, stored)):
+        return None
     for key, tensor in wanted.items():
         match = _RANKS_OWN.search(key)
         if not match:
@@ -141,12 +124,7 @@ def _other_prefix(wanted: Tensors, stored: Tensors) -> str | None:
 
 
 def _other_dtype(wanted: Tensors, stored: Tensors) -> str | None:
-    """For an error: a dtype that differs in a checkpoint of Muon's.
-
-    AdamW's state may be in less than fp32 there, and widening it is exact.
-    """
-    if not any(_is_record(key) or MOMENTUM in key for key in stored):
-        return None
+    """For an error: a dtype that differs; torch casts what it reads without a word."""
     for key, tensor in wanted.items():
         there = stored.get(key)
         if tensor is not None and there is not None and there.dtype != tensor.dtype:

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron_muon.console import printable, say
-from megatron_muon.mcore.routing.multipliers import LR_MULTIPLIER
-from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of, split_of
+from megatron_muon.mcore.routing.param_routing import LR_MULTIPLIER
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.coefficients import canonical
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 Group = dict[str, Any]
 
@@ -35,27 +34,13 @@ _WATCHING = ("nonfinite_limit", "log_interval", "log_file")
 SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 
-def record(config: MuonConfig, device: Device) -> Group:
-    """The record of Muon's settings that is saved, the same on every rank.
-
-    Args:
-        config: the settings.
-        device: the ranks' kind of device.
-    """
-    return {"format": FORMAT, "settings": _in_force(config, device)}
+def record(numerics: Numerics) -> Group:
+    """The record of Muon's settings that is saved, the same on every rank."""
+    return {"format": FORMAT, "settings": _in_force(numerics)}
 
 
-def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -> None:
-    """Refuse a checkpoint that is not Muon's; print on rank 0 which settings have changed.
-
-    Args:
-        saved: an optimizer's state dict.
-        config: the settings of this run.
-        device: the ranks' kind of device.
-
-    Raises:
-        ValueError: there is no record of Muon's, or one of another format.
-    """
+def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
+    """Refuse a state dict that is not Muon's; print on rank 0 which settings have changed."""
     own = saved.get(RECORD)
     if own is None:
         raise ValueError(
@@ -70,9 +55,9 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -
         )
     # An older megatron_muon that lacked a setting did what is now its default.
     default = MuonConfig(ns_iteration="standard", ns_dtype="bf16", split_matrices="off")
-    then = {**_in_force(default, device), **own["settings"]}
+    then = {**_in_force(Numerics(default, numerics.device)), **own["settings"]}
     then["split_matrices"] = then["split_matrices"] or "off"  # None was that for a while
-    now = _in_force(config, device)
+    now = _in_force(numerics)
     for name in ("ns_iteration", "ns_dtype"):
         if then[name] is None:  # another Muon's checkpoint does not say which it took
             then[name] = now[name]
@@ -91,13 +76,13 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -
             )
 
 
-def _in_force(config: MuonConfig, device: Device) -> Group:
+def _in_force(numerics: Numerics) -> Group:
     """The settings that results depend on, with what the device chooses in place of None."""
     settings = {
-        **dataclasses.asdict(config),
-        "ns_iteration": iteration_of(config, device),
-        "ns_dtype": dtype_of(config, device),
-        "split_matrices": split_of(config, device),
+        **dataclasses.asdict(numerics.config),
+        "ns_iteration": numerics.iteration,
+        "ns_dtype": numerics.dtype,
+        "split_matrices": numerics.split,
     }
     return {name: value for name, value in settings.items() if name not in _WATCHING}
 
@@ -109,13 +94,6 @@ def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
     tell our groups apart. So a run that decays every parameter still does after loading a
     checkpoint of a run that did not. Megatron itself also requires an equal wd_mult, and takes the
     last of several groups that look alike.
-
-    Args:
-        own: the inner optimizer's groups.
-        saved: the checkpoint's groups.
-
-    Raises:
-        ValueError: no saved group is like one of ours; names the keys of ours.
     """
     # core 0.14 sets None where there are several optimizers and none has taken a step
     steps = [group["step"] for group in saved if group.get("step") is not None]
@@ -129,9 +107,9 @@ def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
         kept = {key: group[key] for key in _identifiers() if key in group and key not in SCHEDULE}
         values = {**group, **best, **kept}  # others' groups may lack what ours have
         if not _same(group, best, LR_MULTIPLIER):  # this run has another factor: its own rates
-            values |= {key: group[key] for key in ("lr_mult", "max_lr", "min_lr") if key in group}
             values.pop(LR_MULTIPLIER, None)
-            values |= {key: group[key] for key in (LR_MULTIPLIER,) if key in group}
+            rates = ("lr_mult", "max_lr", "min_lr", LR_MULTIPLIER)
+            values |= {key: group[key] for key in rates if key in group}
         if steps:  # fused Adams do not count steps of a group without parameters on this rank
             values["step"] = max(steps)
         values.pop("params", None)
@@ -155,11 +133,7 @@ def _identifiers() -> tuple[str, ...]:
 
 def _alike(group: Group, saved: Sequence[Group], keys: Sequence[str]) -> list[Group]:
     """The saved groups that agree with one of ours; ``lr_mult``, the last key, may have changed."""
-    return [other for other in saved if _common(group, other, keys) == len(keys)]
-
-
-def _common(one: Group, two: Group, keys: Sequence[str]) -> int:
-    return sum(_same(one, two, key) for key in keys)
+    return [other for other in saved if all(_same(group, other, key) for key in keys)]
 
 
 def _same(one: Group, two: Group, key: str) -> bool:

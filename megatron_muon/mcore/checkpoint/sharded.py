@@ -26,15 +26,9 @@ class ShardedState(MuonState):
     # --- dp_reshardable, of Megatron 0.15 and later: a rank's pieces as they are
 
     def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> StateDict:
-        """Megatron's structure, with flat tensors per parameter where Megatron has them per bucket.
-
-        So they do not depend on the order of a run's buckets.
-
-        Raises:
-            NotImplementedError: this rank has nothing but padding of a bucket.
-        """
+        """Megatron's structure, with flat tensors per parameter, since buckets may change."""
         self._refuse_empty_shards()
-        with self._telling("main" if self.from_adamw is None else "adam"):
+        with self._exposing("main" if self.from_adamw is None else "adam"):
             state: StateDict = super().sharded_param_state_dp_reshardable(*args, **kwargs)
         if self.from_adamw is not None:
             return state
@@ -78,17 +72,13 @@ class ShardedState(MuonState):
         if self.from_adamw is None:
             own = {"per_bucket_numel_unpadded": self.per_bucket_numel_unpadded}
             state_dict = {**state_dict, **own}
-        with self._telling(self._names_on_disk):
+        with self._exposing(self._names_on_disk):
             super().load_parameter_state_from_dp_reshardable(state_dict)
 
     # --- fully_reshardable, of Megatron 0.15 and later: whole parameters
 
     def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> StateDict | None:
-        """Megatron's state, with Muon's momentum under its own name in place of Adam's moments.
-
-        It is cut anew, at the right places: see ``gathered_spans``. A checkpoint of AdamW is read
-        as Megatron wrote it.
-        """
+        """Megatron's state, cut anew (see ``gathered_spans``); AdamW's is read as written."""
         if self.from_adamw is not None:
             self.tensors = frozenset()
             adamws: StateDict | None = super().sharded_param_state_fully_reshardable(
@@ -138,14 +128,14 @@ class ShardedState(MuonState):
 
     def load_parameter_state_from_fully_reshardable(self, state_dict: StateDict) -> None:
         """Load whole parameters' state, by the names on disk."""
-        with self._telling(self._names_on_disk):
+        with self._exposing(self._names_on_disk):
             super().load_parameter_state_from_fully_reshardable(state_dict)
 
     # --- fully_sharded_model_space, of Megatron up to 0.14: ranges of whole parameters
 
     def sharded_param_state_fs_model_space(self, *args: Any, **kwargs: Any) -> StateDict:
         """Ranges of whole parameters, by the names on disk."""
-        with self._telling(self._names_on_disk):
+        with self._exposing(self._names_on_disk):
             state: StateDict = super().sharded_param_state_fs_model_space(*args, **kwargs)
         self.tensors = frozenset(
             (tensors["fp32_param"].key, MOMENTUM in tensors) for tensors in state.values()
@@ -154,7 +144,7 @@ class ShardedState(MuonState):
 
     def load_parameter_state_from_fs_model_space(self, state_dict: StateDict) -> None:
         """Load ranges of whole parameters, by the names on disk."""
-        with self._telling(self._names_on_disk):
+        with self._exposing(self._names_on_disk):
             super().load_parameter_state_from_fs_model_space(state_dict)
 
     # --- fully_sharded_bucket_space, of Megatron up to 0.14, deprecated there

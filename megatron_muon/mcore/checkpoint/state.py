@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Literal
@@ -18,18 +18,16 @@ from megatron_muon.mcore.checkpoint.buffers import (
     check_tensor,
     gathered_spans,
 )
-from megatron_muon.mcore.checkpoint.interop.foreign import moonshot_owner
 from megatron_muon.mcore.routing.param_routing import expert_name, weights
-from megatron_muon.mcore.wiring.buffers.placement import muons_of
+from megatron_muon.mcore.routing.routes import Route, muons_of
 from megatron_muon.mcore.wiring.buffers.shards import owned_shards
-from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 # The tensors that Megatron gets for a parameter: only the main parameter; all that go to disk, by
 # their names there; or all by Adam's names. Megatron gathers the last over a whole buffer.
-Told = Literal["main", "disk", "adam"]
+Exposed = Literal["main", "disk", "adam"]
 FromAdamW = Literal["momentum", "fresh", "sum"]
 
 
@@ -40,10 +38,9 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         muon: the Muon part; None in a stub.
         stage_group: the ranks of this stage (and instance); all of them have the same optimizers.
         ep_rank, local_experts: this rank's experts, for names.
-        sizes: sizes of the stage's groups.
-        from_adamw: the source of Muon's momentum while a checkpoint in AdamW's layout is read.
-            ``momentum``: Adam's first moment, scaled. ``fresh``: zeros. ``sum``: it lies in the
-            first moment's place. None: the checkpoint is of this package's Muon.
+        routes: of all parameters of this rank's model that train.
+        from_adamw: the source of Muon's momentum while a checkpoint in AdamW's layout is read: see
+            ``switch.reading_adamw``. None: the checkpoint is of this package's Muon.
         main_is_weight: the checkpoint being read has no main parameters, since the model's weights
             are fp32 and are loaded as such.
         other_owner: with ``sum``, names of parameters that the other optimizer updated before.
@@ -53,19 +50,19 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     stage_group: Any = None
     ep_rank: int = 0
     local_experts: int = 0
-    sizes: Sizes
+    routes: Sequence[Route]
     from_adamw: FromAdamW | None = None
     main_is_weight: bool = False
     other_owner: list[str]
-    _told: Told = "adam"
+    _exposed: Exposed = "adam"
 
     def _get_main_param_and_optimizer_states(self, model_param: Parameter) -> dict[str, Tensor]:
         shard = self._shard_of[model_param]
         main = {"param": shard.detach()}
-        if self._told == "main":
+        if self._exposed == "main":
             return main
         state = self._state_on_disk(shard)
-        if self._told == "disk" or MOMENTUM not in state:
+        if self._exposed == "disk" or MOMENTUM not in state:
             return main | state
         first, second = ADAMW_STATE
         return main | {first: state[MOMENTUM], second: torch.zeros_like(shard)}
@@ -78,7 +75,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         targets = self._state_on_disk(shard)
         if not self.main_is_weight:
             targets["param"] = shard
-        if self._told == "adam" and MOMENTUM in targets:
+        if self._exposed == "adam" and MOMENTUM in targets:
             targets[ADAMW_STATE[0]] = targets.pop(MOMENTUM)
         for key, target in targets.items():
             check_tensor(self._name_of[model_param], key, tensors, target.numel())
@@ -104,22 +101,24 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
 
     def _compare_owner(self, model_param: Parameter, tensors: Mapping[str, Any]) -> None:
         """Note a weight that AdamW updated before and Muon does now, or the reverse."""
+        from megatron_muon.mcore.checkpoint.interop.foreign import moonshot_owner
+
         zeros = [not tensors[key].any() for key in ADAMW_STATE]
         here = "muon" if self._muon.owns(self._shard_of[model_param]) else "adamw"
         if moonshot_owner(*zeros) not in (None, here):
             self.other_owner.append(self._name_of[model_param])
 
     @property
-    def _names_on_disk(self) -> Told:
+    def _names_on_disk(self) -> Exposed:
         return "disk" if self.from_adamw is None else "adam"
 
     @contextmanager
-    def _telling(self, told: Told) -> Iterator[None]:
-        before, self._told = self._told, told
+    def _exposing(self, exposed: Exposed) -> Iterator[None]:
+        before, self._exposed = self._exposed, exposed
         try:
             yield
         finally:
-            self._told = before
+            self._exposed = before
 
     @property
     def _muon(self) -> DistributedMuon:
@@ -161,7 +160,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     @cached_property
     def _muons(self) -> set[Parameter]:
         """Muon's parameters, even if this rank has no piece of them."""
-        return muons_of(self.model_chunks, self.sizes, self._muon.config)
+        return muons_of(self.routes)
 
     def _buffers(self) -> Iterator[tuple[int, Any, Any]]:
         """``(number, dtypes, grad buffer)``; the first two are keys of Megatron's state dicts."""

@@ -19,8 +19,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from megatron_muon.mcore.load_check.regular_files import open_regular
 
@@ -31,8 +30,7 @@ _SIGNATURE = b"PK\003\004"
 _HEADER = struct.Struct("<26xHH")  # of a record: lengths of its name and extra field
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
+class _Record(NamedTuple):
     """Bytes ``[start, stop)`` of a file, and their CRC-32 in the archive's directory."""
 
     start: int
@@ -51,25 +49,22 @@ def checksum(path: str | os.PathLike[str], *, written: bool = False) -> str:
         OSError: it cannot be read, or is no regular file.
     """
     whole = hashlib.blake2b(digest_size=16)
-    with open_regular(path, "rb", buffering=0) as file:
+    with open_regular(path, buffering=0) as file:
         size = file.seek(0, io.SEEK_END)
         at = 0
         for record in _large_records(file, size):
             for chunk in _chunks(file, at, record.start):
                 whole.update(chunk)
-            crc = record.crc if written else _crc(file, record)
+            crc = record.crc
+            if not written:
+                crc = 0
+                for chunk in _chunks(file, record.start, record.stop):
+                    crc = zlib.crc32(chunk, crc)
             whole.update(crc.to_bytes(4, "little"))
             at = record.stop
         for chunk in _chunks(file, at, size):
             whole.update(chunk)
     return f"{NAME}:{whole.hexdigest()}"
-
-
-def _crc(file: BinaryIO, record: _Record) -> int:
-    crc = 0
-    for chunk in _chunks(file, record.start, record.stop):
-        crc = zlib.crc32(chunk, crc)
-    return crc
 
 
 def _chunks(file: BinaryIO, start: int, stop: int) -> Iterator[memoryview]:
@@ -104,21 +99,19 @@ def _archive(file: BinaryIO, stop: int) -> tuple[int, list[_Record]] | None:
     """
     try:
         with zipfile.ZipFile(_Until(file, stop)) as archive:
-            entries = archive.infolist()
+            entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
             comment = archive.comment
     except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, _NoPlace):
         return None
     if comment or not entries:
         return None
-    start = min(entry.header_offset for entry in entries)
     records = []
-    at = start
-    for entry in sorted(entries, key=lambda entry: entry.header_offset):
-        header = _header(file, entry.header_offset)
-        begin = entry.header_offset + header
+    at = start = entries[0].header_offset
+    for entry in entries:
+        begin = entry.header_offset + _header(file, entry.header_offset)
         end = begin + entry.file_size
-        stored = entry.compress_type == zipfile.ZIP_STORED
-        if entry.header_offset < at or not header or not stored or end > stop:
+        stored = entry.compress_type == zipfile.ZIP_STORED and begin > entry.header_offset
+        if entry.header_offset < at or not stored or end > stop:
             return None
         if entry.file_size >= LARGE:
             records.append(_Record(begin, end, entry.CRC))
@@ -128,11 +121,9 @@ def _archive(file: BinaryIO, stop: int) -> tuple[int, list[_Record]] | None:
 
 def _header(file: BinaryIO, at: int) -> int:
     """The number of bytes of a record's header; 0 where there is none."""
-    if at < 0:
-        return 0
-    file.seek(at)
+    file.seek(max(0, at))
     fixed = file.read(_HEADER.size)
-    if len(fixed) < _HEADER.size or not fixed.startswith(_SIGNATURE):
+    if at < 0 or len(fixed) < _HEADER.size or not fixed.startswith(_SIGNATURE):
         return 0
     return int(_HEADER.size + sum(_HEADER.unpack(fixed)))
 

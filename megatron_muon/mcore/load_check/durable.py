@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file. If the process ends meanwhile, the file has all its text or is as before.
+    """Write a file; if the process ends meanwhile, the file is whole or as before.
 
     A link at ``path`` is replaced; what it points to stays.
 
@@ -18,7 +18,7 @@ def write_text(path: Path, text: str) -> None:
     """
     beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # others may write path, too
     try:
-        with beside.open("x") as file:  # a new file: a link there is an error
+        with beside.open("x") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,27 +24,24 @@ import torch.distributed as dist
 
 from megatron_muon.mcore.checkpoint.metadata import check_layout
 from megatron_muon.mcore.load_check import digest
-from megatron_muon.mcore.load_check.check import SHARD, THREADS, check, is_checked
+from megatron_muon.mcore.load_check.check import THREADS, check, is_checked, local_folder
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Files, Save
-from megatron_muon.mcore.load_check.model_table import table_of
 from megatron_muon.mcore.load_check.models import (
     TrainedModel,
     Wanted,
-    Whole,
-    local_folder,
     owner,
-    trained_device,
     vocabulary,
     wanted_by_all,
-    whole_model,
 )
 from megatron_muon.mcore.load_check.regular_files import open_regular
+from megatron_muon.mcore.load_check.same_model import model_in_digest
+from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.runtime.consensus import together
 from megatron_muon.version import __version__
 
-# --- the wrappers --------------------------------------------------------------------------------
+_SHARD = re.compile(r"__\d+_\d+\.distcp$")  # torch_dist: the rank that wrote it, and a number
 
 
 def save(
@@ -56,15 +54,14 @@ def save(
     """Megatron's save, and the digest. Every rank of the world calls it.
 
     Raises:
-        OSError: the digest cannot be written, or a file to be hashed cannot be read. An
-            asynchronous save raises it when it is finalized.
+        OSError: the digest cannot be written, or a file to be hashed cannot be read.
         RuntimeError: only another rank has an error, or another save has written there meanwhile.
     """
-    saving = Saving.of(lambda: owner(sharded_state_dict), str(checkpoint_dir))
+    saving = Saving.begin(owner(sharded_state_dict), str(checkpoint_dir))
     if saving is None:
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     together(_require_psutil, None, saving.device)
-    with _quiet_about_the_digest(saving.folder):
+    with _quiet_about_the_mark(saving.folder):
         request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     if request is None:
         saving.seal()
@@ -80,61 +77,35 @@ def load(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Megatron's load, after checking the files and the model against the digest.
-
-    Raises:
-        DigestError: on ranks that find a fault; names a file and parameters in it, or the first
-            difference.
-        RuntimeError: only another rank has an error.
-        ValueError: the format cannot load another cut of the model: see ``checkpoint.metadata``.
-    """
+    """Megatron's load, after ``check`` and ``checkpoint.metadata.check_layout``."""
+    trained = owner(sharded_state_dict)
     if not is_checked(str(checkpoint_dir)):
         exact = any(str(key).startswith("optimizer") for key in sharded_state_dict)
-        check(lambda: owner(sharded_state_dict), str(checkpoint_dir), exact=exact)
-    _, wanted = wanted_by_all(lambda: owner(sharded_state_dict))
-    if wanted != Wanted.NOTHING:
+        check(trained, str(checkpoint_dir), exact=exact)
+    if wanted_by_all(trained) != Wanted.NOTHING:
         check_layout(sharded_state_dict, str(checkpoint_dir))
     return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
 @contextmanager
-def sealed(
-    find: Callable[[], TrainedModel | None], folder: Path, names: list[str]
-) -> Iterator[None]:
+def sealed(trained: TrainedModel | None, folder: Path, names: list[str]) -> Iterator[None]:
     """Mark a folder before a save by ``torch.save``, and write its digest after it.
 
     Every rank of the world enters and leaves it together.
 
     Args:
-        find: returns the model of Muon's that this rank saves, if any.
+        trained: the model of Muon's that this rank saves, if any.
         folder: the checkpoint's folder.
         names: paths in the folder of the files that this rank, or a replica of it, writes. Those
             that stay as they were are not of this save.
-
-    Raises:
-        OSError, RuntimeError: see ``save``.
     """
-    saving = Saving.of(find, str(folder))
+    saving = Saving.begin(trained, str(folder))
     if saving is None:
         yield
         return
-    holds = together(lambda: _first_held(find()), None, saving.device)
-    before = [_stamp(folder / name) for name in names]
+    before = {name: _stamp(folder / name) for name in names}
     yield
-    written = [
-        name
-        for name, old in zip(names, before, strict=True)
-        if _stamp(folder / name) not in (old, None)
-    ]
-    saving.seal(written, holds)
-
-
-def _first_held(trained: TrainedModel | None) -> list[str]:
-    """Names of three of this rank's parameters, Muon's first."""
-    if trained is None:
-        return []
-    table = table_of(trained.model_chunks(), trained.config, trained.stage)
-    return sorted(table, key=lambda name: (table[name]["optimizer"] != "muon", name))[:3]
+    saving.seal([name for name in names if _stamp(folder / name) not in (before[name], None)])
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
@@ -148,7 +119,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 @contextmanager
-def _quiet_about_the_digest(folder: Path) -> Iterator[None]:
+def _quiet_about_the_mark(folder: Path) -> Iterator[None]:
     """Silence Megatron's warning of files in the folder if the digest's mark is the only one."""
     logger = logging.getLogger("megatron.core.dist_checkpointing.serialization")
     others = folder.is_dir() and any(not digest.own_file(path.name) for path in folder.iterdir())
@@ -164,17 +135,10 @@ def _quiet_about_the_digest(folder: Path) -> Iterator[None]:
 
 
 def _require_psutil() -> None:
-    """Raise before Megatron's writer processes would, for which its save would wait for ever.
-
-    Raises:
-        ModuleNotFoundError: psutil is missing, which the writers of core 0.13 and later need.
-    """
+    """Raise where Megatron's writer processes would, for which its save would wait for ever."""
     writers = "megatron.core.dist_checkpointing.strategies.filesystem_async"
     if not getattr(importlib.import_module(writers), "HAVE_PSUTIL", True):
         raise ModuleNotFoundError("Megatron's saves need psutil: pip install psutil", name="psutil")
-
-
-# --- saving --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,68 +158,70 @@ class Saving:
     content: Mapping[str, Any]
 
     @classmethod
-    def of(cls, find: Callable[[], TrainedModel | None], checkpoint_dir: str) -> Saving | None:
+    def begin(cls, trained: TrainedModel | None, checkpoint_dir: str) -> Saving | None:
         """Mark the folder as incomplete. Every rank of the world calls it.
 
-        Args:
-            find: returns the model of Muon's that this rank saves, if any.
-            checkpoint_dir: the checkpoint's folder.
-
-        Returns:
-            None if no rank saves a model of Muon's, or the digest is switched off.
-
-        Raises:
-            OSError: the mark cannot be written.
-            NotImplementedError: the folder is in an object store.
-            RuntimeError: only another rank has an error.
+        It is None if no rank saves a model of Muon's, or the digest is switched off.
         """
-        trained, wanted = wanted_by_all(find)
+        wanted = wanted_by_all(trained)
         if wanted == Wanted.NOTHING:
             return None
-        folder, device = local_folder(checkpoint_dir, wanted), trained_device(trained)
+        device = device_of(trained.model_chunks() if trained else [])
         first = dist.get_rank() == 0
-        if wanted == Wanted.NO_DIGEST:  # an earlier save's digest has not what is written now
-            stale = folder / digest.FILE_NAME
+        if wanted == Wanted.NO_DIGEST:  # an earlier save's digest does not fit what is written now
+            stale = Path(checkpoint_dir) / digest.FILE_NAME
             together(lambda: stale.unlink(missing_ok=True) if first else None, None, device)
             return None
-        whole = whole_model(trained)
+        folder = local_folder(checkpoint_dir)
+        parameters, model = model_in_digest(trained)
         save: Save = json.loads(all_gather_texts(json.dumps(digest.new_save()), None)[0])
-        together(lambda: digest.begin(folder, wrote(), save) if first else None, None, device)
-        content = _content(trained, whole, save) if first else {}
-        return cls(folder, save, device, content)
+        wrote = {
+            "megatron_muon": __version__,
+            "megatron_core": str(importlib.import_module("megatron.core").__version__),
+            "torch": str(torch.__version__),
+            "world_size": dist.get_world_size(),
+        }
+        together(lambda: digest.begin(folder, wrote, save) if first else None, None, device)
+        content = {
+            "wrote": wrote,
+            "save": save,
+            "optimizer": "muon",
+            "settings": asdict(trained.config) if trained else None,
+            "vocabulary": vocabulary(),
+            "model": model,
+            "parameters": parameters,
+        }
+        return cls(folder, save, device, content if first else {})
 
-    def seal(self, names: Sequence[str] | None = None, holds: Sequence[str] = ()) -> None:
+    def seal(self, names: Sequence[str] | None = None) -> None:
         """Hash the files and mark the folder as complete. Every rank of the world calls it.
 
         Args:
             names: paths in the folder of the files that this rank has written, by ``torch.save``;
                 None for those of torch_dist.
-            holds: names of some parameters in each of them.
-
-        Raises:
-            OSError: a file cannot be read, or the digest cannot be written.
-            RuntimeError: only another rank has an error, or another save has written there.
         """
-        part = together(lambda: self._part(names, holds), None, self.device)
+        part = together(lambda: self._part(names), None, self.device)
         parts = [json.loads(text) for text in all_gather_texts(json.dumps(part), None)]
         first = dist.get_rank() == 0
         together(lambda: self._finish(parts) if first else None, None, self.device)
 
-    def _part(self, names: Sequence[str] | None, holds: Sequence[str]) -> dict[str, Any]:
+    def _part(self, names: Sequence[str] | None) -> dict[str, Any]:
         """This rank's part: the save whose mark it sees, and the files that it wrote."""
-        if names is None:
-            rank = dist.get_rank()
-            names = [path.name for path in self.folder.glob(f"__{rank}_*.distcp")]
-            if rank == 0:
-                names += [name for name in _names(self.folder) if not SHARD.search(name)]
+        names = self._written() if names is None else names
         with ThreadPoolExecutor(THREADS) as pool:
-            entries = pool.map(
-                lambda name: digest.describe(self.folder / name, _just_written), names
-            )
+            entries = pool.map(lambda name: just_written(self.folder / name), names)
             files = dict(zip(names, entries, strict=True))
-        if holds:
-            files = {name: {**entry, "holds": holds} for name, entry in files.items()}
         return {"save": digest.saver(self.folder), "files": files}
+
+    def _written(self) -> list[str]:
+        """The files of torch_dist that this rank has written; rank 0 adds those of no rank."""
+        rank = dist.get_rank()
+        names = [path.name for path in self.folder.glob(f"__{rank}_*.distcp")]
+        if rank:
+            return names
+        every = (path for path in self.folder.rglob("*") if not _SHARD.search(path.name))
+        files = (path for path in every if path.is_file() and not digest.own_file(path.name))
+        return names + [str(path.relative_to(self.folder)) for path in files]
 
     def _finish(self, parts: Sequence[Mapping[str, Any]]) -> None:
         for rank, part in enumerate(parts):
@@ -265,11 +231,12 @@ class Saving:
                     "during the save, or the folder is not on a file system that all ranks share"
                 )
             if part["save"]["id"] != self.save["id"]:
-                digest.begin(self.folder, wrote(), self.save)  # so that the other is not sealed
+                # marked anew, so that the other save is not sealed
+                digest.begin(self.folder, self.content["wrote"], self.save)
                 raise RuntimeError(
-                    f"{self.folder} may have files of two saves, so it is not complete: that of "
-                    f"{digest.described(self.save)}, and that of {digest.described(part['save'])}. "
-                    "Let one job at a time save there, or give each a folder of its own"
+                    f"{self.folder} may have files of two saves, so it is not complete: "
+                    f"{digest.saved_by(self.save)}, and {digest.saved_by(part['save'])}. Let one "
+                    "job at a time save there, or give each a folder of its own"
                 )
         files: Files = {name: entry for part in parts for name, entry in part["files"].items()}
         if not files:
@@ -277,38 +244,7 @@ class Saving:
         digest.finish(self.folder, {**self.content, "files": files})
 
 
-def wrote() -> dict[str, Any]:
-    """``wrote`` of a digest: versions and world size."""
-    return {
-        "megatron_muon": __version__,
-        "megatron_core": str(importlib.import_module("megatron.core").__version__),
-        "torch": str(torch.__version__),
-        "world_size": dist.get_world_size(),
-    }
-
-
-def _content(trained: TrainedModel | None, whole: Whole, save: Save) -> dict[str, Any]:
-    return {
-        "wrote": wrote(),
-        "save": save,
-        "optimizer": "muon",
-        "settings": asdict(trained.config) if trained else None,
-        "vocabulary": vocabulary(),
-        "model": whole.settings,
-        "parameters": whole.table,
-    }
-
-
-def _names(folder: Path) -> list[str]:
-    """Paths of a checkpoint's files, relative to its folder."""
-    return [
-        str(path.relative_to(folder))
-        for path in folder.rglob("*")
-        if path.is_file() and not digest.own_file(path.name)
-    ]
-
-
-def _just_written(path: Path) -> str:
-    """A file's checksum, from torch's CRC-32s if it computed them (2.6 can be told not to)."""
+def just_written(path: Path) -> dict[str, Any]:
+    """A file's entry, from torch's CRC-32s if it computed them (2.6 can be told not to)."""
     summed = getattr(torch.serialization, "get_crc32_options", lambda: True)()
-    return checksum(path, written=summed)
+    return {"size": path.stat().st_size, "hash": checksum(path, written=summed)}

@@ -8,19 +8,14 @@ from typing import Any
 
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from megatron_muon.mcore.qk_clip.attentions import (
-    WatchedAttention,
-    is_asked,
-    is_asked_to_watch,
-    watched_attentions,
-)
+from megatron_muon.mcore.qk_clip import is_asked, uses_fsdp
+from megatron_muon.mcore.qk_clip.attentions import WatchedAttention, watched_attentions
 from megatron_muon.mcore.qk_clip.clip import QkClip, shards_of
 from megatron_muon.mcore.qk_clip.local import collect_maxima
-from megatron_muon.mcore.wiring import process_groups
 from megatron_muon.mcore.wiring.buffers.shards import device_of
+from megatron_muon.mcore.wiring.process_groups import group_of
 from megatron_muon.runtime.patches import turn_into
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 _CLIP = "_muon_clip"  # an attribute of a rank's first model chunk
 
@@ -43,31 +38,9 @@ class RunClip:
         self.largest = self.clip.apply()
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The inputs of ``attach``, once the optimizer is built."""
-
-    attentions: tuple[WatchedAttention, ...]
-    pg_collection: Any
-
-
-def is_wanted(optimizer_config: Any, model_chunks: Sequence[Any], config: MuonConfig) -> bool:
-    """Whether the plugin watches or clips the logits of this run; the same on every rank.
-
-    Without the distributed optimizer Megatron's own clip has whole matrices: it is left alone.
-    """
-    if config.qk_clip is not None:
-        return True
-    if not optimizer_config.use_distributed_optimizer:
-        return False
-    if is_asked(model_chunks, config):
-        return True
-    return is_asked_to_watch(model_chunks) and not _fsdp(model_chunks)
-
-
 def prepare(
     optimizer_config: Any, model_chunks: Sequence[Any], config: MuonConfig, pg_collection: Any
-) -> Prepared:
+) -> list[WatchedAttention]:
     """Check a run whose logits are to be watched or clipped; no communication.
 
     Raises:
@@ -75,13 +48,16 @@ def prepare(
     """
     if is_asked(model_chunks, config):
         _refuse_modes(optimizer_config, model_chunks)
-    process_groups.whole_stage(pg_collection)
-    tp = process_groups.tensor_parallel(pg_collection)
-    return Prepared(tuple(watched_attentions(model_chunks, config, tp.size())), pg_collection)
+    group_of("tp_dp_cp", pg_collection)
+    return watched_attentions(model_chunks, config, group_of("tp", pg_collection).size())
 
 
 def attach(
-    prepared: Prepared, optimizer: Any, model_chunks: Sequence[Any], config: MuonConfig
+    attentions: Sequence[WatchedAttention],
+    optimizer: Any,
+    model_chunks: Sequence[Any],
+    config: MuonConfig,
+    pg_collection: Any,
 ) -> None:
     """Collect logits from now on, and clip where Megatron's training loop or a step asks.
 
@@ -89,20 +65,21 @@ def attach(
     the optimizer clips at the end of its step.
 
     Args:
-        prepared: from ``prepare``.
+        attentions: from ``prepare``.
         optimizer: the one that Megatron has built, Muon's or AdamW's.
         model_chunks: this rank's model chunks.
         config: ``qk_clip`` is read.
+        pg_collection: as in ``prepare``.
     """
-    for attention in prepared.attentions:
+    for attention in attentions:
         if isinstance(attention.core, DotProductAttention):
             collect_maxima(attention.core)
-    tp = process_groups.tensor_parallel(prepared.pg_collection)
+    tp = group_of("tp", pg_collection)
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     clip = QkClip(
-        attentions=prepared.attentions,
-        shards=shards_of(parts, prepared.attentions),
-        group=process_groups.whole_stage(prepared.pg_collection),
+        attentions=tuple(attentions),
+        shards=shards_of(parts, attentions),
+        group=group_of("tp_dp_cp", pg_collection),
         tp_rank=tp.rank(),
         tp_size=tp.size(),
         device=device_of(model_chunks),
@@ -150,12 +127,6 @@ def _clipping(optimizer: type) -> type:
     return Clipping
 
 
-def _fsdp(model_chunks: Sequence[Any]) -> bool:
-    ddp = model_chunks[0].ddp_config
-    names = ("use_megatron_fsdp", "use_custom_fsdp")  # the newer and the older name
-    return any(getattr(ddp, name, False) for name in names)
-
-
 def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
     """Refuse what keeps main parameters elsewhere, or gathers weights before the clip."""
     if not optimizer_config.use_distributed_optimizer:
@@ -169,7 +140,7 @@ def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
         "overlap_param_gather_with_optimizer_step": "weights are gathered before they are clipped",
     }
     on = {name: why for name, why in modes.items() if getattr(optimizer_config, name, False)}
-    if _fsdp(model_chunks):
+    if uses_fsdp(model_chunks):
         on["use_megatron_fsdp"] = "a rank has parts of the weights themselves"
     for name, why in on.items():
         raise NotImplementedError(

@@ -4,49 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.attention import Attention, CrossAttention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.utils import get_model_config
 
-from megatron_muon.mcore.qk_clip.heads import (
-    HeadRows,
-    fused,
-    latent_keys,
-    latent_queries,
-)
+from megatron_muon.mcore.qk_clip.factors import HeadRows
 from megatron_muon.mcore.qk_clip.local import MAXIMA
 from megatron_muon.mcore.routing.attention import projections_of
 from megatron_muon.mcore.routing.param_routing import Weight, weights
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 
-@dataclass(frozen=True, slots=True)
-class Clip:
-    """How logits are clipped.
-
-    Attributes:
-        threshold: the logit from which on a head is clipped.
-        alpha: the queries' share, in (0, 1).
-    """
+class Clip(NamedTuple):
+    """How logits are clipped: from which one on, and the queries' share in (0, 1)."""
 
     threshold: float
     alpha: float
 
 
-@dataclass(frozen=True, slots=True)
-class ClippedWeight:
-    """A weight or a bias that a clip scales.
-
-    Attributes:
-        param: the local TP slice, (rows, cols) or (rows,).
-        heads: which of the whole weight's rows belong to which head.
-    """
+class ClippedWeight(NamedTuple):
+    """A weight or a bias that a clip scales: the local TP slice, and the whole weight's rows."""
 
     param: torch.nn.Parameter
     heads: HeadRows
@@ -71,21 +52,6 @@ class WatchedAttention:
     weights: tuple[ClippedWeight, ...]
 
 
-def is_asked(model_chunks: Sequence[Any], config: MuonConfig) -> bool:
-    """Whether a flag of Megatron's or of this plugin's asks to clip logits.
-
-    The same on all ranks, also those whose stage has no attention.
-    """
-    if config.qk_clip is not None:
-        return True
-    return any(_asks_to_clip(each) for each in _configs(model_chunks))
-
-
-def is_asked_to_watch(model_chunks: Sequence[Any]) -> bool:
-    """Whether Megatron's ``log_max_attention_logit`` is on."""
-    return any(getattr(each, "log_max_attention_logit", False) for each in _configs(model_chunks))
-
-
 def watched_attentions(
     model_chunks: Sequence[Any], config: MuonConfig, tp_size: int
 ) -> list[WatchedAttention]:
@@ -108,19 +74,6 @@ def watched_attentions(
         if isinstance(module, Attention) and not isinstance(module, CrossAttention)
         for watched in _watched(path, module, by_param, config, tp_size)
     ]
-
-
-def _configs(model_chunks: Sequence[Any]) -> Iterator[Any]:
-    """Settings of the model, and of its parts that have settings of their own."""
-    for chunk in model_chunks:
-        yield get_model_config(chunk)
-        for module in chunk.modules():
-            if isinstance(module, Attention):
-                yield module.config
-
-
-def _asks_to_clip(model_config: Any) -> bool:
-    return bool(getattr(model_config, "qk_clip", False))
 
 
 def _watched(
@@ -150,7 +103,7 @@ def clip_of(model_config: Any, config: MuonConfig) -> Clip | None:
     Raises:
         ValueError: both ask, or a setting of Megatron's is out of its range.
     """
-    if not _asks_to_clip(model_config):
+    if not getattr(model_config, "qk_clip", False):
         return None if config.qk_clip is None else Clip(config.qk_clip, config.qk_clip_alpha)
     if config.qk_clip is not None:
         raise ValueError(
@@ -213,9 +166,9 @@ def _clipped(
     config: MuonConfig,
     tp_size: int,
 ) -> Iterator[ClippedWeight]:
-    for linear, heads in _linears(attention, by_param, tp_size):
+    for linear, latent in _linears(attention):
         param = _weight_of(name, linear, getattr(attention, linear, None))
-        heads = heads or _fused_rows(name, by_param[param], tp_size)
+        heads = latent or _fused_rows(by_param[param], tp_size)
         if param.shape[0] * tp_size != heads.rows:
             raise NotImplementedError(
                 f"{name}.{linear}.weight has {param.shape[0]} rows on each of {tp_size} TP ranks, "
@@ -228,28 +181,27 @@ def _clipped(
             yield ClippedWeight(bias, heads)  # Megatron's own clip leaves it
 
 
-def _linears(
-    attention: Any, by_param: dict[torch.nn.Parameter, Weight], tp_size: int
-) -> Iterator[tuple[str, HeadRows | None]]:
+def _linears(attention: Any) -> Iterator[tuple[str, HeadRows | None]]:
     """The linears that a clip scales, with their rows; None for those of a fused projection."""
     if isinstance(attention, SelfAttention):
         yield "linear_qkv", None
         return
     model = attention.config
     heads, head = model.num_attention_heads, model.qk_head_dim
-    queries = latent_queries(heads, head, model.qk_pos_emb_head_dim)
+    queries = HeadRows(heads, (("q", head), ("rotary", model.qk_pos_emb_head_dim)), is_latent=True)
     yield ("linear_q_proj" if model.q_lora_rank is None else "linear_q_up_proj"), queries
-    yield "linear_kv_up_proj", latent_keys(heads, head, model.v_head_dim)
+    keys = HeadRows(heads, (("k", head), ("v", model.v_head_dim)), is_latent=True)
+    yield "linear_kv_up_proj", keys
 
 
-def _fused_rows(name: str, weight: Weight, tp_size: int) -> HeadRows:
+def _fused_rows(weight: Weight, tp_size: int) -> HeadRows:
     known = projections_of(weight, weight.param.shape[0] * tp_size)
     if known is None:
         raise NotImplementedError(
             f"{weight.name}: how the rows of its heads lie is not known: its logits cannot be "
             "clipped, leave the clip out"
         )
-    return fused(known.groups, known.group_rows)
+    return HeadRows(known.groups, known.group_rows)
 
 
 def _weight_of(name: str, linear: str, module: Any) -> torch.nn.Parameter:

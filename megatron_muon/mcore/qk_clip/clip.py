@@ -20,17 +20,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOTHING = float("-inf")
 
 
-@dataclass(frozen=True, slots=True)
-class MainPiece:
-    """A rank's piece of a main parameter.
-
-    Attributes:
-        flat: fp32, (n,).
-        start: its first element's place in the parameter.
-    """
-
-    flat: torch.Tensor
-    start: int
+# A rank's piece of a main parameter: flat fp32, and its first element's place in the parameter.
+MainPiece = tuple[torch.Tensor, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +105,9 @@ class QkClip:
             local = factors[here.start : here.stop]
             cols = param.shape[1:].numel()
             scale_rows(param.data.view(-1), 0, cols, local)
-            shard = self.shards.get(param)
-            if shard is not None:
-                scale_rows(shard.flat.data, shard.start, cols, local)
+            if param in self.shards:
+                flat, start = self.shards[param]
+                scale_rows(flat.data, start, cols, local)
 
 
 def _number_of(dtype: torch.dtype) -> float:
@@ -136,7 +127,7 @@ def shards_of(
     """
     clipped = {weight.param for attention in attentions for weight in attention.weights}
     return {
-        param: MainPiece(flat, part._get_model_param_range_map(param)["param"].start)
+        param: (flat, part._get_model_param_range_map(param)["param"].start)
         for part in dist_opts
         if not part.is_stub_optimizer
         for models, mains in zip(

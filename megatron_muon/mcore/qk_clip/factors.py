@@ -1,4 +1,4 @@
-"""The factor of each row of a weight, from its heads' largest logits.
+"""The rows of an attention's weight by head, and the factor of each row from the largest logits.
 
 Operations and dtypes are those of Megatron's ``clip_qk`` on a whole weight, so that the factors are
 the same bits. On a CPU a power depends on an element's place in its tensor. So powers are taken of
@@ -7,9 +7,44 @@ tensors of Megatron's shapes, whatever part of them a rank needs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from megatron_muon.mcore.qk_clip.heads import HeadRows, Kind
+from megatron_muon.planning.layout import Span
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """The rows of a whole weight, over all TP ranks, which repeat group by group.
+
+    Attributes:
+        groups: how often. The heads of a group share their keys, and so one factor.
+        parts: ``(part, rows of it in one group)``, in order. A clip by eta multiplies ``q`` by
+            eta^alpha, ``k`` by eta^(1 - alpha), and by eta ``rotary``, a query's rotary part whose
+            key all heads share. Other parts stay as they are.
+        is_latent: an up-projection of multi-latent attention.
+    """
+
+    groups: int
+    parts: tuple[tuple[str, int], ...]
+    is_latent: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole weight."""
+        return self.groups * sum(count for _, count in self.parts)
+
+    def local(self, tp_rank: int, tp_size: int) -> Span:
+        """The rows that a TP rank has.
+
+        Raises:
+            ValueError: the ranks' ranges are not equal.
+        """
+        each, rest = divmod(self.rows, tp_size)
+        if rest:
+            raise ValueError(f"{self.rows} rows are not {tp_size} equal ranges")
+        return Span(tp_rank * each, (tp_rank + 1) * each)
 
 
 def eta_of(largest: torch.Tensor, groups: int, threshold: float) -> torch.Tensor:
@@ -44,20 +79,20 @@ def row_factors(eta: torch.Tensor, heads: HeadRows, alpha: float) -> torch.Tenso
         (rows,) in fp32.
     """
     column = eta.view(heads.groups, 1, 1)
-    parts = [_factors(column, kind, count, alpha, heads.is_latent) for kind, count in heads.parts]
+    parts = [_factors(column, part, count, alpha, heads.is_latent) for part, count in heads.parts]
     return torch.cat(parts, dim=1).view(-1).float()
 
 
 def _factors(
-    eta: torch.Tensor, kind: Kind, rows: int, alpha: float, is_latent: bool
+    eta: torch.Tensor, part: str, rows: int, alpha: float, is_latent: bool
 ) -> torch.Tensor:
     """(groups, rows, 1): the factors of one part."""
-    if kind == "kept":
-        return torch.ones_like(eta).expand(-1, rows, 1)
-    if kind == "rotary":
+    if part == "rotary":
         return eta.expand(-1, rows, 1)
-    if kind == "key":
+    if part == "k":
         return torch.pow(eta, 1 - alpha).expand(-1, rows, 1)
+    if part != "q":
+        return torch.ones_like(eta).expand(-1, rows, 1)
     if is_latent:
         return torch.pow(eta, alpha).expand(-1, rows, 1)
     return torch.pow(eta.repeat(1, rows, 1), alpha)

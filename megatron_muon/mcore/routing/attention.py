@@ -18,22 +18,13 @@ _LATENT = re.compile(r"_(down|up)_proj$")  # multi-latent attention's: see ``des
 
 
 class Projections(NamedTuple):
-    """The rows of a fused weight, over all TP ranks: they repeat group by group.
-
-    Attributes:
-        groups: how often.
-        heads: heads in a group.
-        head_rows: rows of a head.
-        group_rows: ``(part, rows of it in one group)``, in order.
-        certain: Megatron's class or its name for it says so. Else it is so only if the number of
-            rows fits.
-    """
+    """The rows of a fused weight, over all TP ranks: they repeat group by group."""
 
     groups: int
-    heads: int
+    heads: int  # in a group
     head_rows: int
-    group_rows: tuple[tuple[str, int], ...]
-    certain: bool
+    group_rows: tuple[tuple[str, int], ...]  # (part, rows of it in one group), in order
+    certain: bool  # by Megatron's class or its name for it; else only if the number of rows fits
 
     @property
     def rows(self) -> int:
@@ -49,10 +40,9 @@ class Projections(NamedTuple):
 def projections_of(weight: Weight, rows: int) -> Projections | None:
     """How a fused projection's rows lie; None of any other weight, and where it is not known.
 
-    ``linear_qkv`` of a ``SelfAttention`` and ``linear_kv`` of a ``CrossAttention``, of Megatron's
-    or a subclass. The name of the attention does not matter, nor what wraps the linear. The
-    attention's own settings count; they may differ from its model's (vision encoders, heterogeneous
-    layers). In a class that is not Megatron's a ``linear_qkv.weight``, by its name.
+    ``linear_qkv`` of a ``SelfAttention`` and ``linear_kv`` of a ``CrossAttention``, whatever wraps
+    the linear, by the attention's own settings, which may differ from its model's (vision encoders,
+    heterogeneous layers). In a class that is not Megatron's a ``linear_qkv.weight``, by its name.
 
     Args:
         weight: 2-D.
@@ -65,23 +55,10 @@ def projections_of(weight: Weight, rows: int) -> Projections | None:
 
 
 def is_unknown_fusion(weight: Weight, rows: int) -> bool:
-    """By its name a 2-D weight holds several projections, but how its rows lie is not known.
-
-    Args:
-        weight: 2-D.
-        rows: of the weight over all TP ranks.
-    """
+    """By its name a 2-D weight holds several projections, but how its rows lie is not known."""
     names = weight.name.split(".")[-3:]  # what may wrap the linear, the linear, its parameter
     is_fused = any(_FUSED.search(name) and not _LATENT.search(name) for name in names)
     return is_fused and not is_adapter(weight) and projections_of(weight, rows) is None
-
-
-def heads_of_queries(weight: Weight) -> int | None:
-    """The number of heads of a cross attention's ``linear_q``; None of any other weight."""
-    holder = weight.holders[0] if weight.holders else None
-    if isinstance(holder, CrossAttention) and weight.module is getattr(holder, "linear_q", None):
-        return int(holder.config.num_attention_heads)
-    return None
 
 
 def _by_class(weight: Weight) -> Projections | None:

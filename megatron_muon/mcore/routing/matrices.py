@@ -8,8 +8,6 @@ for dense layers only; what they get wrong is decided here.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from megatron_muon.mcore.routing.param_routing import Weight, partition_dim_of, whole_shape
 from megatron_muon.mcore.routing.splits import (
     FusedRows,
@@ -17,28 +15,21 @@ from megatron_muon.mcore.routing.splits import (
     split_of,
     split_of_legacy_experts,
 )
-from megatron_muon.planning.layout import Matrices, batched_matrices, whole_matrix
+from megatron_muon.planning.layout import (
+    Matrices,
+    Parameter,
+    Span,
+    batched_matrices,
+    whole_matrix,
+)
 from megatron_muon.planning.sections import sectioned
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
+
+_NOWHERE = Span(0, 0)  # before it has a place in a grad buffer
 
 
-class Holding(NamedTuple):
-    """The matrices of a parameter.
-
-    Attributes:
-        shape: local (rows, cols); of a batch of matrices, all their rows.
-        partition_dim: the one that TP splits, None where TP ranks hold replicas.
-        matrices: see layout.
-    """
-
-    shape: tuple[int, int]
-    partition_dim: int | None
-    matrices: Matrices
-
-
-def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Holding:
-    """The matrices of a 2-D weight.
+def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
+    """The matrices of a 2-D weight, which has no place in a grad buffer yet.
 
     Args:
         weight: Muon's.
@@ -61,10 +52,10 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Holding:
     else:
         _require_rows(weight, fused, partition_dim, tp_size)
         matrices = sectioned(weight.name, shape, partition_dim, tp_size, fused.by(kind))
-    return Holding(shape, partition_dim, matrices)
+    return _parameter(weight, shape, partition_dim, matrices)
 
 
-def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Holding:
+def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
     """Megatron's legacy GroupedMLP: a batch of transposed matrices, whatever the 2-D shape says.
 
     ``weight1`` is ``(experts, hidden, fc1 outputs)`` in memory, ``weight2`` ``(experts, fc2 inputs,
@@ -82,7 +73,13 @@ def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Holding
     halves = 2 if first and weight.model_config.gated_linear_unit else 1
     apart = split_of_legacy_experts(weight, config, gated=halves == 2) == "gate-up"
     matrices = batched_matrices(names, shape, partition_dim, tp_size, halves, apart=apart)
-    return Holding(shape, partition_dim, matrices)
+    return _parameter(weight, shape, partition_dim, matrices)
+
+
+def _parameter(
+    weight: Weight, shape: tuple[int, int], partition_dim: int | None, matrices: Matrices
+) -> Parameter:
+    return Parameter(weight.name, shape, partition_dim, _NOWHERE, _NOWHERE, 0, *matrices)
 
 
 def _require_spectral(weight: Weight, config: MuonConfig) -> None:

@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 
-from megatron_muon.mcore.routing.param_routing import Weight, matching, weights
+from megatron_muon.mcore.routing.param_routing import LR_MULTIPLIER, Weight, matching, weights
 from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.settings.config import MuonConfig
 
 Group = dict[str, Any]
 Multipliers = tuple[float, float]  # of the learning rate, of the weight decay
-
-LR_MULTIPLIER = "muon_lr_mult"  # a key of a group whose rate is multiplied; others have none
 
 _ONE: Multipliers = (1.0, 1.0)
 

@@ -18,29 +18,18 @@ import torch
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.utils import get_model_config
 
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 # Modules whose 2-D weight multiplies activations, by the names of their classes and base classes,
 # since Transformer Engine's cannot be imported everywhere.
-MATRIX_MODULES = frozenset(
-    {
-        "Linear",  # torch's, Megatron's and Transformer Engine's, so also TELinear and others
-        "ColumnParallelLinear",
-        "RowParallelLinear",
-        "LayerNormLinear",
-        "TEColumnParallelLinear",
-        "TERowParallelLinear",
-        "TELayerNormColumnParallelLinear",
-        "TELinear",
-        "GroupedLinear",
-        "TEGroupedLinear",
-        "TEColumnParallelGroupedLinear",
-        "TERowParallelGroupedLinear",
-        "GroupedMLP",
-        "Router",
-    }
+# "Linear" is torch's, Megatron's and Transformer Engine's, so also TELinear and others.
+MATRIX_MODULES = (
+    *("Linear", "ColumnParallelLinear", "RowParallelLinear", "LayerNormLinear", "TELinear"),
+    *("TEColumnParallelLinear", "TERowParallelLinear", "TELayerNormColumnParallelLinear"),
+    *("GroupedLinear", "TEGroupedLinear", "TEColumnParallelGroupedLinear"),
+    *("TERowParallelGroupedLinear", "GroupedMLP", "Router"),
 )
+LR_MULTIPLIER = "muon_lr_mult"  # a key of a group whose rate is multiplied; others have none
 EMBEDDING_OR_OUTPUT = "embedding or output layer"  # reasons of ``why_adamw``
 NOT_IN_TABLE = "not in Muon's table"
 _ADAPTER = re.compile(r"lora|adapter", re.IGNORECASE)
@@ -96,7 +85,7 @@ class Weight:
 
     def is_module(self, *class_names: str) -> bool:
         """True if the module is of one of these classes or a subclass."""
-        return not _class_names(self.module).isdisjoint(class_names)
+        return is_of_class(self.module, *class_names)
 
 
 def weights(model_chunks: Sequence[torch.nn.Module]) -> Iterator[Weight]:
@@ -182,11 +171,6 @@ def why_adamw(weight: Weight, tp_size: int, config: MuonConfig) -> str | None:
     if excluded:
         return f"{named('muon_exclude')} {excluded[0]!r}"
     return _why_adamw_by_itself(weight, tp_size) if weight.param.numel() else "no elements"
-
-
-def is_unknown(weight: Weight, tp_size: int, config: MuonConfig) -> bool:
-    """A 2-D weight that is AdamW's only because its module type is not in the table."""
-    return _by_type(weight) == why_adamw(weight, tp_size, config) is not None
 
 
 def matching(weight: Weight, patterns: Sequence[str]) -> list[str]:
@@ -315,8 +299,9 @@ def _is_embedding_or_output(weight: Weight) -> bool:
     )
 
 
-def _class_names(module: torch.nn.Module) -> set[str]:
-    return {cls.__name__ for cls in type(module).__mro__}
+def is_of_class(module: torch.nn.Module, *names: str) -> bool:
+    """Whether a module is of one of these classes or a subclass, by name."""
+    return not {cls.__name__ for cls in type(module).__mro__}.isdisjoint(names)
 
 
 def _model_wide(name: str, layers: dict[str, str]) -> str:

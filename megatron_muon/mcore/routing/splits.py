@@ -12,24 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_muon.mcore.routing.attention import heads_of_queries, projections_of
-from megatron_muon.mcore.routing.param_routing import Weight, is_adapter, matching
+from megatron.core.transformer.attention import CrossAttention
+
+from megatron_muon.mcore.routing.attention import projections_of
+from megatron_muon.mcore.routing.param_routing import Weight, is_adapter, is_of_class, matching
 from megatron_muon.planning.sections import Rows, Sections
-from megatron_muon.settings.config import MuonConfig, SplitKind
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, SplitKind, named
 
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """Consecutive rows of a whole weight (TP = 1).
-
-    Attributes:
-        count: number of rows.
-        parts: the matrix that they belong to, by kind of split.
-    """
+    """Consecutive rows of a whole weight (TP = 1)."""
 
     count: int
-    parts: dict[SplitKind, str]
+    parts: dict[SplitKind, str]  # the matrix that they belong to, by kind of split
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +141,13 @@ def _attention(weight: Weight, rows: int) -> FusedRows | None:
 
 def _queries(weight: Weight, rows: int) -> FusedRows | None:
     """The queries of a cross attention, which are not fused with keys and values."""
-    heads = heads_of_queries(weight)
-    if heads is None or rows % heads:
+    holder: Any = weight.holders[0] if weight.holders else None
+    if not isinstance(holder, CrossAttention) or weight.module is not getattr(
+        holder, "linear_q", None
+    ):
+        return None
+    heads = int(holder.config.num_attention_heads)
+    if rows % heads:
         return None
     return FusedRows((_heads("q", heads, rows // heads),), "whole", f"the q of {heads} heads")
 
@@ -244,8 +245,7 @@ def _of_delta_net(net: Any) -> tuple[tuple[str, int], ...]:
 
 def _is_held_by(weight: Weight, *class_names: str) -> bool:
     """True where its linear is in a module of one of these classes or a subclass."""
-    classes = type(weight.holders[0]).__mro__ if weight.holders else ()
-    return not {cls.__name__ for cls in classes}.isdisjoint(class_names)
+    return bool(weight.holders) and is_of_class(weight.holders[0], *class_names)
 
 
 # The first that knows a weight says how its rows lie: see ``fused_of``.

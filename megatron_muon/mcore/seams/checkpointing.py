@@ -1,226 +1,93 @@
-"""Megatron's symbols that saving and loading use.
+"""Megatron's symbols that saving and loading use: a run would miss one only at its first save."""
 
-Each has a row, since a run would otherwise miss one only at its first save.
-"""
+from megatron_muon.mcore.seams.row import Place
 
-from __future__ import annotations
-
-from megatron_muon.mcore.seams.row import NEWEST, OLDEST, Seam, Use, Version
-
-_RESHARDABLE: Version = (0, 15)  # the first with dp_reshardable and fully_reshardable
-_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-_CHAIN = "megatron.core.optimizer"
-_CHECKPOINTING = "megatron.core.dist_checkpointing"
-
-
-def _distributed(
-    name: str,
-    use: Use,
-    parameters: tuple[str, ...],
-    relied_on: str,
-    since: Version = OLDEST,
-    until: Version = NEWEST,
-) -> Seam:
-    name = f"DistributedOptimizer.{name}"
-    return Seam(_OPTIMIZER, name, use, relied_on, parameters, since, until)
-
-
-def _chained(
-    name: str, use: Use, parameters: tuple[str, ...], relied_on: str, since: Version = OLDEST
-) -> Seam:
-    return Seam(_CHAIN, f"ChainedOptimizer.{name}", use, relied_on, parameters, since)
-
-
-_SHARDED = ("model_sharded_state_dict", "is_loading")
-SEAMS = (
+_DIST = Place("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer")
+_DIST15 = Place(_DIST.module, _DIST.owner, since=(0, 15))
+_CHAIN = Place("megatron.core.optimizer", "ChainedOptimizer")
+_CKPT = Place("megatron.core.dist_checkpointing")
+_ASYNC = Place("megatron.core.dist_checkpointing.strategies.async_utils")
+_FILES = Place("megatron.core.dist_checkpointing.strategies.filesystem_async")
+_MAPPING = Place("megatron.core.dist_checkpointing.mapping")
+_SERIALIZATION = Place("megatron.core.dist_checkpointing.serialization")
+_SHARDED = "model_sharded_state_dict is_loading"
+_FILE = "sharded_state_dict checkpoint_dir"
+ROWS = (
     # --- a parameter's state, through which every format goes
-    _distributed(
-        "_get_main_param_and_optimizer_states",
-        "overridden",
-        ("model_param",),
-        "gives a format a parameter's state: a dict with param and the optimizer's tensors; "
-        "overridden to know Muon's momentum",
+    _DIST.overridden(
+        "_get_main_param_and_optimizer_states", "param and the optimizer's tensors", "model_param"
     ),
-    _distributed(
-        "_set_main_param_and_optimizer_states",
-        "overridden",
-        ("model_param", "tensors"),
-        "takes a parameter's state from a format; overridden likewise",
+    _DIST.overridden(
+        "_set_main_param_and_optimizer_states", "the same back", "model_param tensors"
     ),
-    _distributed(
-        "_get_model_param_range_map",
-        "called",
-        ("param",),
-        "under the key param, start and end of this rank's piece in the parameter",
+    _DIST.called(
+        "_get_model_param_range_map", "param: start and end of this rank's piece of it", "param"
     ),
     # --- state of no single parameter
-    _distributed(
-        "state_dict",
-        "overridden",
-        (),
-        "parameter groups and loss scaler; overridden to add the record of settings",
-    ),
-    _distributed(
-        "load_state_dict", "overridden", ("state_dict",), "the same back; overridden to check it"
-    ),
-    _distributed(
-        "sharded_state_dict",
-        "overridden",
-        _SHARDED,
-        "calls the method of the format that metadata (or up to 0.12 sharding_type) asks for",
+    _DIST.overridden("state_dict", "groups and loss scaler; adds the record of settings"),
+    _DIST.overridden("load_state_dict", "the same back; checks the record", "state_dict"),
+    _DIST.overridden(
+        "sharded_state_dict", "calls the method of the format that metadata names", _SHARDED
     ),
     # --- torch and dp_zero_gather_scatter
-    _distributed(
-        "get_parameter_state_dp_zero",
-        "overridden",
-        (),
-        "gathers each grad buffer to the first rank: param, exp_avg and exp_avg_sq, flat; "
-        "overridden to write Muon's by name",
+    _DIST.overridden(
+        "get_parameter_state_dp_zero", "gathers each grad buffer to the first rank; Muon's by name"
     ),
-    _distributed(
-        "load_parameter_state_from_dp_zero",
-        "overridden",
-        ("state_dict", "update_legacy_format"),
-        "scatters the same; overridden likewise",
+    _DIST.overridden(
+        "load_parameter_state_from_dp_zero", "scatters the same", "state_dict update_legacy_format"
     ),
-    _distributed(
-        "sharded_param_state_dp_zero", "overridden", _SHARDED, "dp_zero_gather_scatter; overridden"
-    ),
+    _DIST.overridden("sharded_param_state_dp_zero", "dp_zero_gather_scatter", _SHARDED),
     # --- the formats of 0.15 and later
-    _distributed(
+    _DIST15.overridden(
         "sharded_param_state_dp_reshardable",
-        "overridden",
+        "a list of entries for each bucket, in order",
         _SHARDED,
-        "a list of entries for each bucket, in the order of gbuf_ranges, with param and padding; "
-        "overridden to have a tensor for each parameter",
-        _RESHARDABLE,
     ),
-    _distributed(
+    _DIST15.overridden(
         "load_parameter_state_from_dp_reshardable",
-        "overridden",
-        ("state_dict",),
-        "the same back, where per_bucket_numel_unpadded is equal; overridden likewise",
-        _RESHARDABLE,
+        "the same back, into equal buckets",
+        "state_dict",
     ),
-    _distributed(
-        "sharded_param_state_fully_reshardable",
-        "overridden",
-        _SHARDED,
-        "what get_parameter_state_dp_zero gathers, as a dict by number of parameter; overridden to "
-        "cut it at the right places",
-        _RESHARDABLE,
+    _DIST15.overridden(
+        "sharded_param_state_fully_reshardable", "a dict by number of parameter", _SHARDED
     ),
-    _distributed(
-        "load_parameter_state_from_fully_reshardable",
-        "overridden",
-        ("state_dict",),
-        "the same back; overridden to ask for Muon's names",
-        _RESHARDABLE,
+    _DIST15.overridden(
+        "load_parameter_state_from_fully_reshardable", "the same back", "state_dict"
     ),
     # --- the formats up to 0.14, which later ones still read
-    _distributed(
+    _DIST.overridden(
         "sharded_param_state_fs_model_space",
-        "overridden",
+        "a dict by number of parameter, with fp32_param",
         _SHARDED,
-        "fully_sharded_model_space: a dict by number of parameter, with fp32_param; overridden",
     ),
-    _distributed(
-        "load_parameter_state_from_fs_model_space",
-        "overridden",
-        ("state_dict",),
-        "the same back; overridden to ask for Muon's names",
+    _DIST.overridden("load_parameter_state_from_fs_model_space", "the same back", "state_dict"),
+    _DIST.overridden(
+        "sharded_param_state_fs_bucket_space", "overridden to refuse it", _SHARDED, until=(0, 14)
     ),
-    _distributed(
-        "sharded_param_state_fs_bucket_space",
-        "overridden",
-        _SHARDED,
-        "fully_sharded_bucket_space; overridden to refuse it",
-        (0, 12),
-        (0, 14),
-    ),
-    Seam(
-        _OPTIMIZER,
-        "param_group_identifier_keys",
-        "read",
-        "the keys by which load_state_dict pairs parameter groups",
-        since=(0, 14),
+    Place(_DIST.module).read(
+        "param_group_identifier_keys", "keys by which a load pairs groups", since=(0, 14)
     ),
     # --- the chain
-    _chained(
-        "state_dict",
-        "overridden",
-        (),
-        "state dicts of the optimizers in it, numbered where there are several",
+    _CHAIN.overridden("state_dict", "state dicts of its optimizers, numbered if there are several"),
+    _CHAIN.overridden("load_state_dict", "the same back", "state_dict"),
+    _CHAIN.overridden("sharded_state_dict", "the same for torch_dist", _SHARDED),
+    _CHAIN.overridden("save_parameter_state", "torch: one file for all optimizers", "filename"),
+    _CHAIN.overridden(
+        "load_parameter_state", "torch: reads that file", "filename update_legacy_format"
     ),
-    _chained("load_state_dict", "overridden", ("state_dict",), "the same back"),
-    _chained("sharded_state_dict", "overridden", _SHARDED, "the same for torch_dist"),
-    _chained(
-        "save_parameter_state",
-        "overridden",
-        ("filename",),
-        "format torch: one file for all optimizers",
-    ),
-    _chained(
-        "load_parameter_state",
-        "overridden",
-        ("filename", "update_legacy_format"),
-        "format torch: reads that file",
-    ),
-    _chained(
-        "_synchronize_steps",
-        "overridden",
-        (),
-        "gives every parameter group the same step; overridden where AdamW goes on after Muon",
-        (0, 14),
-    ),
+    _CHAIN.overridden("_synchronize_steps", "gives every group the same step", since=(0, 14)),
     # --- dist_checkpointing
-    Seam(
-        _CHECKPOINTING,
-        "load_content_metadata",
-        "replaced",
-        "the format of a checkpoint; replaced while one of Megatron's own Muon is read",
-        since=(0, 14),
+    _CKPT.wrapped("save", "writes torch_dist, or returns an AsyncRequest", _FILE),
+    _CKPT.wrapped("load", "reads torch_dist on every rank", _FILE),
+    _CKPT.replaced(
+        "load_content_metadata", "the format; another for Megatron's own Muon", since=(0, 14)
     ),
-    Seam(
-        f"{_CHECKPOINTING}.mapping",
+    _MAPPING.read(
         "ShardedTensor",
-        "read",
-        "a rank's part of a tensor on disk: a dataclass, copied to have another key",
-        ("key", "data", "dtype", "global_shape", "global_offset"),
+        "a rank's part of a tensor on disk, copied to have another key",
+        "key data dtype global_shape global_offset",
     ),
-    Seam(
-        f"{_CHECKPOINTING}.strategies.async_utils",
-        "AsyncRequest",
-        "read",
-        "an asynchronous save, with functions that are called in order after it has written",
-        ("async_fn", "finalize_fns"),
-    ),
-    Seam(
-        _CHECKPOINTING,
-        "save",
-        "wrapped",
-        "writes a torch_dist checkpoint, or returns an AsyncRequest whose finalize_fns are called "
-        "in order on every rank; wrapped to make the digest",
-        ("sharded_state_dict", "checkpoint_dir"),
-    ),
-    Seam(
-        _CHECKPOINTING,
-        "load",
-        "wrapped",
-        "reads a torch_dist checkpoint on every rank; wrapped to check the digest",
-        ("sharded_state_dict", "checkpoint_dir"),
-    ),
-    Seam(
-        f"{_CHECKPOINTING}.serialization",
-        "logger",
-        "read",
-        "warns of files in the folder; silenced where the digest's mark is the only file",
-    ),
-    Seam(
-        f"{_CHECKPOINTING}.strategies.filesystem_async",
-        "HAVE_PSUTIL",
-        "read",
-        "whether there is psutil, without which the processes that write hang",
-        since=(0, 14),
-    ),
+    _ASYNC.read("AsyncRequest", "calls finalize_fns in order after it", "async_fn finalize_fns"),
+    _SERIALIZATION.read("logger", "silenced where the digest's mark is the only file"),
+    _FILES.read("HAVE_PSUTIL", "without psutil the processes that write hang", since=(0, 14)),
 )

@@ -1,43 +1,21 @@
-"""A row of the table of what this package uses of others' code: see ``rows``."""
+"""A row of the tables of others' code that this package uses, and the maker of rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Literal
 
 from megatron_muon.presence import NEWEST, OLDEST, Version
 
-__all__ = ["NEWEST", "OLDEST", "Attribute", "Part", "Seam", "Use", "Version"]
-
-# How the package uses a symbol. ``uninstall()`` puts ``wrapped`` and ``replaced`` ones back; one
-# that a ``with`` replaces is put back at its end.
+# How the package uses a symbol. ``uninstall()`` restores what is ``wrapped`` and ``replaced``; a
+# ``with`` restores at its end what it has replaced.
 Use = Literal["called", "wrapped", "replaced", "overridden", "subclassed", "read"]
-# The part of this package that needs a row, and checks it. ``core``, ``torch``: every run with
-# Muon, at ``install()``. ``training``: a run that Megatron-LM starts. ``dry_run``:
-# commands that build a model on the meta device; ``script``: by a run's own script. ``hybrid``:
-# modules that need packages to be imported. ``bench``: the
-# benchmark; ``upstream``: its row of Megatron's own Muon. ``traces``: a run whose steps are traced.
-# ``cpu``: the runtime without a GPU; ``cpu_training``: the same with Megatron-LM's scripts.
-# ``kernels``: checked where the package of kernels is installed.
-Part = Literal[
-    "core",
-    "training",
-    "dry_run",
-    "script",
-    "hybrid",
-    "bench",
-    "upstream",
-    "traces",
-    "cpu",
-    "cpu_training",
-    "torch",
-    "kernels",
-]
 
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A symbol of Megatron, of torch's internals or of a package of kernels.
+    """A symbol of Megatron, or of torch's internals.
 
     Attributes:
         module: the module in which it is looked up at call time.
@@ -48,7 +26,6 @@ class Seam:
         since, until: the first and the last minor version of Megatron that has it in this shape.
         inherited: the class has it from a base class. If False, the class itself must define it,
             since a base class may have another symbol of that name.
-        part: the part of this package that needs it.
     """
 
     module: str
@@ -59,7 +36,6 @@ class Seam:
     since: Version = OLDEST
     until: Version = NEWEST
     inherited: bool = False
-    part: Part = "core"
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -67,28 +43,66 @@ class Seam:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """An attribute of objects, which cannot be looked up in a module as a Seam can.
-
-    The assignments in the methods of the class and its fields tell whether objects have it. An
-    optimizer that Megatron has built is asked itself (``check_built``).
+    """An attribute of objects: code of the class or a field of it sets it.
 
     Attributes:
         module, owner: the class. With an empty owner it is a mark, which functions and methods of
             the module set on parameters.
         name: the attribute's name.
         relied_on: the purpose that it is read for, printed in errors.
-        of_stubs: a DistributedOptimizer without parameters has it, too.
-        since, until, part: as in a Seam.
+        since, until: as in a Seam.
     """
 
     module: str
     owner: str
     name: str
     relied_on: str
-    of_stubs: bool = False
     since: Version = OLDEST
     until: Version = NEWEST
-    part: Part = "core"
 
     def __str__(self) -> str:
         return ".".join(word for word in (self.module, self.owner, self.name) if word)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module of others' code, or a class in it; makes the rows of what it has.
+
+    ``since`` and ``until`` hold for its rows, unless a row has its own. A row's ``parameters`` are
+    names with a space between them.
+    """
+
+    module: str
+    owner: str = ""
+    since: Version = OLDEST
+    until: Version = NEWEST
+
+    def _seam(
+        self,
+        use: Use,
+        name: str,
+        relied_on: str,
+        parameters: str = "",
+        since: Version | None = None,
+        until: Version | None = None,
+        inherited: bool = False,
+    ) -> Seam:
+        name = f"{self.owner}.{name}" if self.owner else name
+        versions = since or self.since, until or self.until
+        return Seam(
+            self.module, name, use, relied_on, tuple(parameters.split()), *versions, inherited
+        )
+
+    called = partialmethod(_seam, "called")
+    wrapped = partialmethod(_seam, "wrapped")
+    replaced = partialmethod(_seam, "replaced")
+    overridden = partialmethod(_seam, "overridden")
+    subclassed = partialmethod(_seam, "subclassed")
+    read = partialmethod(_seam, "read")
+
+    def has(
+        self, name: str, relied_on: str, since: Version | None = None, until: Version | None = None
+    ) -> Attribute:
+        """The row of an attribute of the class, or of a mark."""
+        versions = since or self.since, until or self.until
+        return Attribute(self.module, self.owner, name, relied_on, *versions)

@@ -4,182 +4,78 @@ Wrappers of ``wrapped`` rows are in ``megatron_lm.install``; ``megatron_lm.autol
 one of ``initialize_megatron``.
 """
 
-from __future__ import annotations
+from typing import Any
 
-from megatron_muon.mcore.seams.row import NEWEST, OLDEST, Seam, Use, Version
+from megatron_muon.mcore.seams.row import Place
+from megatron_muon.mcore.seams.rows import WAY_OUT, megatron_version
+from megatron_muon.presence import SeamError
 
-_PACKAGE = "megatron.training"
-_ARGUMENTS = "megatron.training.arguments"
-_CHECKPOINTING = "megatron.training.checkpointing"
-_INITIALIZE = "megatron.training.initialize"
-_VARIABLES = "megatron.training.global_vars"
-_LOOP = "megatron.training.training"
-
-
-def _seam(
-    module: str,
-    name: str,
-    use: Use,
-    relied_on: str,
-    parameters: tuple[str, ...] = (),
-    since: Version = OLDEST,
-    until: Version = NEWEST,
-) -> Seam:
-    return Seam(module, name, use, relied_on, parameters, since, until, part="training")
-
-
-SEAMS = (
+_PACKAGE = Place("megatron.training")
+_ARGS = Place("megatron.training.arguments")
+_CKPT = Place("megatron.training.checkpointing")
+_INITIALIZE = Place("megatron.training.initialize")
+_VARIABLES = Place("megatron.training.global_vars")
+_LOOP = Place("megatron.training.training")
+ROWS = (
     # --- arguments
-    _seam(
-        _ARGUMENTS,
+    _ARGS.wrapped("parse_args", "makes the parser; adds Muon's flags", "extra_args_provider"),
+    _ARGS.wrapped(
+        "validate_args", "checks arguments; sees AdamW in place of Muon", "args defaults"
+    ),
+    _ARGS.wrapped("_print_args", "prints the optimizer as it was given", "title args"),
+    _INITIALIZE.wrapped(
+        "initialize_megatron", "makes the process groups; settings are compared", "allow_no_cuda"
+    ),
+    _INITIALIZE.called(
         "parse_args",
-        "wrapped",
-        "makes the parser; wrapped to add Muon's flags",
-        ("extra_args_provider",),
-    ),
-    _seam(
-        _ARGUMENTS,
-        "validate_args",
-        "wrapped",
-        "checks the arguments; wrapped to check Muon's, and to show it AdamW in place of Muon",
-        ("args", "defaults"),
-    ),
-    _seam(
-        _ARGUMENTS,
-        "_print_args",
-        "wrapped",
-        "prints the arguments; wrapped to print the optimizer as it was given",
-        ("title", "args"),
-    ),
-    _seam(
-        _INITIALIZE,
-        "initialize_megatron",
-        "wrapped",
-        "makes the process groups; wrapped to compare settings then, and by the patch to let a run "
-        "without a GPU parse first",
-        ("allow_no_cuda",),
-    ),
-    _seam(
-        _INITIALIZE,
-        "parse_args",
-        "called",
         "parses before initialize_megatron asks for a GPU",
-        ("extra_args_provider", "ignore_unknown_args"),
+        "extra_args_provider ignore_unknown_args",
         until=(0, 17),
     ),
-    _seam(_PACKAGE, "get_args", "called", "the arguments of the run"),
-    _seam(
-        _VARIABLES,
-        "get_tensorboard_writer",
-        "called",
-        "the SummaryWriter of --tensorboard-dir on the last rank, else None",
-    ),
-    _seam(
-        _VARIABLES,
-        "get_wandb_writer",
-        "called",
-        "the wandb module of --wandb-project on the last rank, else None",
-    ),
-    _seam(_PACKAGE, "get_tokenizer", "called", "the number of tokens before padding"),
+    _PACKAGE.called("get_args", "the arguments of the run"),
+    _PACKAGE.called("get_tokenizer", "the number of tokens before padding"),
+    _VARIABLES.called("get_tensorboard_writer", "the last rank's SummaryWriter, else None"),
+    _VARIABLES.called("get_wandb_writer", "the wandb module on the last rank, else None"),
     # --- the training loop
-    _seam(
-        _LOOP,
-        "get_megatron_optimizer_config",
-        "wrapped",
-        "the OptimizerConfig of the arguments; wrapped to leave out settings of Megatron's own "
-        "Muon",
-        ("args",),
-        since=(0, 16),
+    _LOOP.wrapped(
+        "get_megatron_optimizer_config", "without Megatron's own Muon's", "args", since=(0, 16)
     ),
-    _seam(
-        _LOOP,
+    _LOOP.wrapped(
         "get_megatron_muon_optimizer",
-        "wrapped",
-        "called by the loop for the name muon; wrapped only there, to build the distributed "
-        "optimizer",
-        ("config", "model_chunks", "layer_wise_distributed_optimizer"),
+        "called for the name muon; builds the plugin's",
+        "config model_chunks layer_wise_distributed_optimizer",
         since=(0, 16),
         until=(0, 17),
     ),
-    _seam(
-        _LOOP,
-        "train",
-        "wrapped",
-        "the training loop; it reads and writes no parameters between a step and the next forward "
-        "pass without a forced gather, so wrapped to start gathers within its steps",
-        ("optimizer",),
-    ),
-    _seam(
-        _LOOP,
-        "train_step",
-        "wrapped",
-        "a step of training, which the loop looks up; wrapped to trace chosen steps, and to warn "
-        "before the first one",
-        ("optimizer",),
-    ),
-    _seam(
-        _LOOP,
-        "report_theoretical_memory",
-        "wrapped",
-        "prints the memory of AdamW's state; wrapped to say how much less Muon's is",
-        ("args",),
-    ),
+    # Between a step and the next forward pass it reads no parameters without a forced gather.
+    _LOOP.wrapped("train", "the training loop; gathers start within its steps", "optimizer"),
+    _LOOP.wrapped("train_step", "a step of training; traced, and the first warned of", "optimizer"),
+    _LOOP.wrapped("report_theoretical_memory", "prints the memory of AdamW's state", "args"),
     # --- checkpoints
-    _seam(
-        _CHECKPOINTING,
-        "generate_state_dict",
-        "wrapped",
-        "the content of a checkpoint; wrapped to hold arguments that Megatron's tools can read",
-        ("args",),
+    _CKPT.wrapped("generate_state_dict", "arguments that Megatron's tools read", "args"),
+    _CKPT.wrapped(
+        "save_checkpoint", "writes a checkpoint, then its tracker", "iteration model optimizer"
     ),
-    _seam(
-        _CHECKPOINTING,
-        "save_checkpoint",
-        "wrapped",
-        "writes a checkpoint, then the tracker that names it; wrapped to write the digest",
-        ("iteration", "model", "optimizer"),
-    ),
-    _seam(
-        _CHECKPOINTING,
+    _CKPT.wrapped(
         "load_checkpoint",
-        "wrapped",
         "reads a checkpoint; wrapped to check it first",
-        ("ddp_model", "optimizer", "opt_param_scheduler"),
+        "ddp_model optimizer opt_param_scheduler",
     ),
-    _seam(
-        _CHECKPOINTING,
+    _CKPT.called(
         "get_checkpoint_name",
-        "called",
         "a checkpoint's folder; in the format torch a rank's file",
-        ("checkpoints_path", "iteration", "release", "return_base_dir"),
+        "checkpoints_path iteration release return_base_dir",
     ),
-    _seam(
-        _CHECKPOINTING,
+    _CKPT.called(
         "get_distributed_optimizer_checkpoint_name",
-        "called",
-        "format torch: the file of the optimizer's state beside the model's",
-        ("model_checkpoint_name",),
+        "torch: the file of the optimizer's state",
+        "model_checkpoint_name",
     ),
-    _seam(
-        _CHECKPOINTING,
-        "checkpoint_exists",
-        "called",
-        "whether there is a tracker",
-        ("checkpoints_path",),
+    _CKPT.called("checkpoint_exists", "whether there is a tracker", "checkpoints_path"),
+    _CKPT.replaced(
+        "read_metadata", "the tracker's iteration, or --ckpt-step's", "tracker_filename"
     ),
-    _seam(
-        _CHECKPOINTING,
-        "read_metadata",
-        "replaced",
-        "the iteration that a tracker names; replaced where --ckpt-step names another",
-        ("tracker_filename",),
-    ),
-    _seam(
-        _CHECKPOINTING,
-        "_NON_PERSISTENT_CKPT_SUBDIR",
-        "read",
-        "where non-persistent checkpoints are",
-    ),
+    _CKPT.read("_NON_PERSISTENT_CKPT_SUBDIR", "where non-persistent checkpoints are"),
 )
 
 # Arguments that are read after Megatron-LM has checked them; the namespace exists only then.
@@ -217,16 +113,17 @@ ARGUMENTS = {
         "the sizes of the first pipeline stage, which the number of buckets comes from",
     ),
 }
-# Arguments that are read before that, or that only some versions have.
-UNCHECKED_ARGUMENTS = {
-    "optimizer": "the first thing that the wrapper of validate_args reads",
-    "use_distributed_optimizer": "read before Megatron's checks, which without it fail on some "
-    "releases",
-    "dump_param_to_param_group_map": "with 0.16 and 0.17, passed on to get_megatron_optimizer",
-    "perform_rl_step": "read only if the namespace has it",
-    "yaml_cfg": "read only if the namespace has it",
-    "curr_iteration": "the number of steps before this one, read within the training loop",
-    "use_pytorch_profiler": "read only if the namespace has it",
-    "ckpt_step": "read only if the namespace has it",
-    "pretrained_checkpoint": "read only if the namespace has it",
-}
+
+
+def check_arguments(args: Any) -> None:
+    """Check that Megatron-LM's arguments, once validated, have all that this package reads.
+
+    Raises:
+        SeamError: names the missing argument.
+    """
+    for name, relied_on in ARGUMENTS.items():
+        if not hasattr(args, name):
+            raise SeamError(
+                f"the arguments of Megatron-LM of core {megatron_version()[0]} have no {name}, "
+                f"which megatron_muon needs: {relied_on}. {WAY_OUT}"
+            )

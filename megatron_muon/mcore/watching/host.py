@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 
-def _unknown() -> int | None:
-    return None
-
-
-@dataclass(frozen=True, slots=True)
 class Host:
-    """The values that a training loop gives.
+    """What a training loop tells; this one tells nothing."""
 
-    Attributes:
-        step: number of the step under way, counted from 1 and the same on all ranks; None where the
-            loop does not say.
-        write: takes a step's number and its scalars by name, on the rank that writes.
-        log_interval: steps from one line of the loop's log to the next; None where it does not say.
-    """
+    def step(self) -> int | None:
+        """The number of the step under way, from 1 and the same on all ranks; None: not known."""
+        return None
 
-    step: Callable[[], int | None]
-    write: Callable[[int, Mapping[str, float]], None]
-    log_interval: Callable[[], int | None] = _unknown
+    def log_interval(self) -> int | None:
+        """Steps from one line of the loop's log to the next; None: not known."""
+        return None
 
-
-def _nowhere(step: int, scalars: Mapping[str, float]) -> None:
-    pass
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Take a step's scalars by name, on the rank that writes."""
 
 
-NO_HOST = Host(_unknown, _nowhere)
+NO_HOST = Host()
 _host = NO_HOST
 
 

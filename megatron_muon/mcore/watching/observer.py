@@ -5,52 +5,44 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, split_with_sizes
 
 from megatron_muon.mcore.watching import whole
-from megatron_muon.mcore.watching.rows import PLACE, Table, row_name
-from megatron_muon.mcore.watching.sums import StepSums, dot
+from megatron_muon.mcore.watching.rows import Message, dot, row_name
 from megatron_muon.planning.rounds.table import RoundTable
-from megatron_muon.planning.segments import Matrix
-from megatron_muon.runtime.exchange.pieces import Staged
+from megatron_muon.planning.slices import Matrix
+from megatron_muon.runtime.exchange.messages import Staged
 from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.runtime.round import Shards
 from megatron_muon.runtime.update import update_scale
 
-_OF = PLACE["muon"]
-
 
 class MatrixObserver:
-    """Adds what it sees of Muon's matrices to a message. It keeps nothing that is in use.
+    """Adds what it sees of Muon's matrices to a message. It keeps nothing that is in use."""
 
-    Args:
-        muon: the optimizer.
-        table: the rows of the run.
-
-    Attributes:
-        message: takes the sums; a new one for each logging step.
-    """
-
-    def __init__(self, muon: DistributedMuon, table: Table) -> None:
-        self.message = StepSums(0, torch.device("cpu"))
+    def __init__(self, muon: DistributedMuon) -> None:
         self._muon = muon
         self._matrices = muon.plan.matrices
-        self._starts = [table.starts["muon", row_name(m.name)] for m in self._matrices]
+        self._rows = [row_name(matrix.name) for matrix in self._matrices]
         self._scales = [update_scale(m.rows, m.cols, muon.config) for m in self._matrices]
         self._vectors: dict[int, Tensor] = {}
-        self._watch = Stopwatch()
+        self.stopwatch = Stopwatch()  # of Newton-Schulz
+        self._message: Message | None = None
 
-    def observe_weights(self) -> None:
+    def observe_weights(self, message: Message) -> None:
         """Bring the weights to their matrices' homes, and add spectral norms.
 
-        Every rank of the stage calls it, between two steps.
+        Every rank of the stage calls it, between two steps. The sums of the next one go into
+        ``message``, too.
         """
+        self._message = message
         main_params = self._muon.main_params
         for round in self._muon.exchange.rounds:
             leaving = round.leaving()
-            for run, gap in zip(_runs(round.table, main_params), leaving.runs, strict=True):
+            for run, gap in zip(_runs(round.table, main_params), leaving.slices, strict=True):
                 if gap is not None:
                     gap.copy_(run)
             leaving.moves.fill_(1)
@@ -61,20 +53,18 @@ class MatrixObserver:
     def before_newton_schulz(self, staged: Staged) -> None:
         """Effective rank of the input of Newton-Schulz."""
         for place, (index, matrix) in enumerate(_staged_matrices(staged, self._matrices)):
-            moves = staged.moves[place]
-            rank = whole.effective_rank(matrix, self._matrices[index])
-            self._add(index, "ranks", torch.where(moves, rank, 0.0))
-            self._add(index, "moved", moves)
-            self._add(index, "moved_elements", moves * self._matrices[index].numel)
-        self._watch.start(staged.elements)
+            like, moves = self._matrices[index], staged.moves[place]
+            rank = torch.where(moves, whole.effective_rank(matrix, like), 0.0)
+            self._add(index, ranks=rank, moved=moves, moved_elements=moves * like.numel)
+        self.stopwatch.mark(staged.elements)
 
     def after_newton_schulz(self, staged: Staged) -> None:
         """Orthogonality of the directions."""
-        self._watch.stop(staged.elements)
+        self.stopwatch.mark(staged.elements)
         for place, (index, matrix) in enumerate(_staged_matrices(staged, self._matrices)):
             error = whole.orthogonality_error(matrix, self._matrices[index])
             squares = torch.where(staged.moves[place], error.square(), 0.0)
-            self._add(index, "orthogonality_squares", squares)
+            self._add(index, orthogonality_squares=squares)
 
     def before_update(
         self, table: RoundTable, shards: Shards, directions: Sequence[Tensor]
@@ -87,16 +77,15 @@ class MatrixObserver:
         runs = zip(table.matrices, directions, weights, momenta, grads, strict=True)
         for index, direction, weight, momentum, grad in runs:
             scale = self._scales[index]
-            self._add(index, "elements", float(weight.numel()))
-            self._add(index, "update_squares", dot(direction, direction) * scale**2)
-            self._add(index, "weight_squares", dot(weight, weight))
-            self._add(index, "momentum_squares", dot(momentum, momentum))
-            self._add(index, "gradient_squares", dot(grad, grad))
-            self._add(index, "gradient_updates", dot(grad, direction) * scale)
-
-    def milliseconds(self) -> float:
-        """Time of Newton-Schulz since the last call. On a GPU the host waits for it."""
-        return self._watch.milliseconds()
+            self._add(
+                index,
+                elements=weight.numel(),
+                update_squares=dot(direction, direction) * scale**2,
+                weight_squares=dot(weight, weight),
+                momentum_squares=dot(momentum, momentum),
+                gradient_squares=dot(grad, grad),
+                gradient_updates=dot(grad, direction) * scale,
+            )
 
     def _add_spectral_norm(self, index: int, weight: Tensor) -> None:
         like = self._matrices[index]
@@ -106,44 +95,36 @@ class MatrixObserver:
             vector = whole.start_vector(like, seed, weight.device)
             iterations = whole.FIRST_ITERATIONS
         norm, self._vectors[index] = whole.spectral_norm(weight, like, vector, iterations)
-        self._add(index, "spectral_squares", norm.square())
-        self._add(index, "matrices", 1.0)
-        self._add(index, "home_elements", float(like.numel))
+        self._add(index, spectral_squares=norm.square(), matrices=1, home_elements=like.numel)
 
-    def _add(self, index: int, name: str, value: Tensor | float) -> None:
-        self.message.add(self._starts[index] + _OF[name], value)
+    def _add(self, index: int, **values: Tensor | float) -> None:
+        assert self._message is not None
+        self._message.add("muon", self._rows[index], **values)
 
 
 class Stopwatch:
-    """Time between ``start`` and ``stop``, summed up: on a GPU by events, else by the clock."""
+    """Time between pairs of marks, summed up: on a GPU by events, else by the clock."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
-        self._events: list[torch.cuda.Event] = []
+        self._marks: list[Any] = []
 
-    def start(self, work: Tensor) -> None:
-        """Before work on a tensor."""
-        self._note(work, -1.0)
-
-    def stop(self, work: Tensor) -> None:
-        """After it."""
-        self._note(work, 1.0)
-
-    def _note(self, work: Tensor, sign: float) -> None:
+    def mark(self, work: Tensor) -> None:
+        """Before work on a tensor, and after it."""
         if work.device.type == "cpu":
-            self._seconds += sign * time.perf_counter()
+            self._marks.append(time.perf_counter())
             return
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._events.append(event)
+        self._marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        self._marks[-1].record()
 
     def milliseconds(self) -> float:
         """The sum since the last call; on a GPU the host waits for the work."""
-        total, self._seconds = 1e3 * self._seconds, 0.0
-        events, self._events = self._events, []
-        for start, stop in zip(events[::2], events[1::2], strict=True):
-            stop.synchronize()
-            total += start.elapsed_time(stop)
+        total, marks, self._marks = 0.0, self._marks, []
+        for start, stop in zip(marks[::2], marks[1::2], strict=True):
+            if isinstance(start, float):
+                total += 1e3 * (stop - start)
+            else:
+                stop.synchronize()
+                total += start.elapsed_time(stop)
         return total
 
 
@@ -158,6 +139,6 @@ def _runs(table: RoundTable, held: Mapping[int, Tensor]) -> list[Tensor]:
 
 def _staged_matrices(staged: Staged, matrices: Sequence[Matrix]) -> list[tuple[int, Tensor]]:
     """``(index in the plan, its elements)`` of each matrix at home here, in staged order."""
-    sizes = [(i, matrices[i].numel) for alike in staged.alike for i in alike.matrices]
-    views = split_with_sizes(staged.elements, [size for _, size in sizes])
-    return [(index, view) for (index, _), view in zip(sizes, views, strict=True)]
+    indices = [index for alike in staged.alike for index in alike.matrices]
+    views = split_with_sizes(staged.elements, [matrices[index].numel for index in indices])
+    return list(zip(indices, views, strict=True))

@@ -1,60 +1,57 @@
-"""A record of one logging step: the numbers of each row, from the sums of all ranks."""
+"""The lines of a run: the numbers of each row, from the sums of all ranks, in a file of JSON."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from megatron_muon.mcore.watching.line_format import FORMAT
-from megatron_muon.mcore.watching.rows import SUMS, RecordRow, Table
+from megatron_muon.mcore.watching.rows import SUMS, Table
 
+FORMAT = 1
 Record = dict[str, Any]
 
 
-def start_record(
-    table: Table, *, version: str, interval: int, time: float, logit_threshold: float | None
-) -> Record:
-    """The first line of a run: what is the same in all its steps.
+class Lines:
+    """Appends records to a file, each as one line in one write; makes its folder.
 
-    Args:
-        table: the rows.
-        version: of this package.
-        interval: steps between two lines.
-        time: seconds since 1970.
-        logit_threshold: of the run's clip of attention logits; None where it has none.
+    Raises:
+        OSError: the file cannot be opened, or written.
     """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a+b") as file:
+            if file.tell() > 0:
+                file.seek(-1, 2)
+                if file.read() != b"\n":  # the run before was killed in the middle of a line
+                    file.write(b"\n")
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write a record."""
+        text = json.dumps(record, separators=(",", ":"), allow_nan=False)
+        with self._path.open("ab") as file:
+            file.write(text.encode() + b"\n")
+
+
+def start_record(table: Table, **more: Any) -> Record:
+    """The first line of a run, with what is the same in all its steps."""
     return {
         "kind": "start",
         "format": FORMAT,
-        "version": version,
-        "time": round(time, 3),
-        "interval": interval,
+        **more,
         "ranks": table.ranks,
         "muon_share": _short(table.muon_share),
         "newton_schulz_planned": _short(table.planned_ratio),
-        "logit_threshold": logit_threshold,
-        "rows": {
-            row.name: {
-                "elements": row.elements,
-                "matrices": row.matrices,
-                "promised_rms": _short(row.promised),
-                "full_rank": _short(row.full_rank),
-            }
-            for row in table.rows
-            if row.kind == "muon"
-        },
+        "rows": {row: _all_short(about) for row, about in table.about.items()},
     }
 
 
 def step_record(
-    table: Table,
-    totals: Sequence[float],
-    maxima: Sequence[float],
-    *,
-    step: int,
-    time: float,
-    lr: float | None,
+    table: Table, totals: Sequence[float], maxima: Sequence[float], **more: Any
 ) -> Record:
     """The line of one logging step; a number that is not finite is null.
 
@@ -62,83 +59,74 @@ def step_record(
         table: the rows.
         totals: the message, added up over all ranks.
         maxima: the largest logits of all ranks; -inf where an attention did not run.
-        step: number of the step.
-        time: seconds since 1970.
-        lr: of Muon's first group on the rank that writes; None where it has none.
+        more: what else the line has.
     """
-    made: Record = {"kind": "step", "step": step, "time": round(time, 3)}
-    if lr is not None:
-        made["lr"] = lr
-    numbers_of = {"muon": _muon_numbers, "adamw": _adamw_numbers, "layers": _layer_numbers}
-    for row in table.rows:
-        if row.kind == "logits":
-            continue
-        start = table.starts[row.kind, row.name]
-        names = SUMS[row.kind]
-        sums = dict(zip(names, totals[start : start + len(names)], strict=True))
-        numbers = numbers_of[row.kind](row, sums)
-        if numbers:
-            made.setdefault(row.kind, {})[row.name] = {k: _short(v) for k, v in numbers.items()}
-    for name, at in table.logits.items():
-        if maxima[at] != -math.inf:
-            made.setdefault("logits", {})[name] = {"max_logit": _short(maxima[at])}
-    times = totals[table.times : table.times + table.ranks]
-    slowest = max(range(len(times)), key=times.__getitem__)
+    made: Record = {"kind": "step", **more}
+    for kind, numbers_of in _NUMBERS.items():
+        for row in table.names[kind]:
+            elements = table.about[row]["elements"] if kind == "muon" else 0.0
+            numbers = numbers_of(table.sums(totals, kind, row), elements)
+            if numbers:
+                made.setdefault(kind, {})[row] = _all_short(numbers)
+    for row, largest in zip(table.names["logits"], maxima, strict=True):
+        if largest != -math.inf:
+            made.setdefault("logits", {})[row] = {"max_logit": _short(largest)}
+    times = totals[table.times :]
+    mean, slowest = sum(times) / len(times), max(times)
     made["newton_schulz_ms"] = {
-        "mean": _short(sum(times) / len(times)),
-        "max": _short(times[slowest]),
-        "rank": slowest,
+        **_all_short({"mean": mean, "max": slowest}),
+        "rank": times.index(slowest),
     }
     return made
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """``(muon_NUMBER/ROW, value)`` of each number; TensorBoard and W&B group them by number."""
-    for kind in SUMS:
-        for row, numbers in record.get(kind, {}).items():
-            for name, value in numbers.items():
-                if value is not None:
-                    yield f"muon_{name}/{row}", value
-    for name, value in record["newton_schulz_ms"].items():
+    rows = [(row, n) for kind in SUMS for row, n in record.get(kind, {}).items()]
+    named = [(f"muon_{name}/{row}", value) for row, n in rows for name, value in n.items()]
+    times = record["newton_schulz_ms"].items()
+    for name, value in (*named, *((f"muon_newton_schulz_ms/{k}", v) for k, v in times)):
         if value is not None:
-            yield f"muon_newton_schulz_ms/{name}", value
+            yield name, value
 
 
-def _muon_numbers(row: RecordRow, sums: Mapping[str, float]) -> dict[str, float]:
+def _of_muon(sums: Mapping[str, float], row_elements: float) -> dict[str, float]:
     """The numbers of a row of matrices; without the directions' where no matrix has a gradient."""
-    elements, gradient = sums["elements"], sums["gradient_squares"]
+    elements, gradient, moved = sums["elements"], sums["gradient_squares"], sums["moved"]
     numbers = {
         "weight_rms": _root(sums["weight_squares"], elements),
         "spectral_norm": _root(sums["spectral_squares"], sums["matrices"]),
-        "momentum_norm": _root(sums["momentum_squares"] * row.elements, elements),
-        "gradient_norm": _root(gradient * row.elements, elements),
-        "moved": _ratio(sums["moved"], sums["matrices"]),
+        "momentum_norm": _root(sums["momentum_squares"] * row_elements, elements),
+        "gradient_norm": _root(gradient * row_elements, elements),
+        "moved": _ratio(moved, sums["matrices"]),
     }
-    if not sums["moved"]:
+    if not moved:
         return numbers
     share = _ratio(sums["moved_elements"], sums["home_elements"])
     products = gradient * sums["update_squares"]
     return {
         "update_rms": _root(sums["update_squares"], elements * share),
         **numbers,
-        "orthogonality_error": _root(sums["orthogonality_squares"], sums["moved"]),
-        "effective_rank": _ratio(sums["ranks"], sums["moved"]),
+        "orthogonality_error": _root(sums["orthogonality_squares"], moved),
+        "effective_rank": _ratio(sums["ranks"], moved),
         "cosine": _ratio(sums["gradient_updates"], math.sqrt(products) if products >= 0 else 0),
     }
 
 
-def _adamw_numbers(row: RecordRow, sums: Mapping[str, float]) -> dict[str, float]:
+def _of_adamw(sums: Mapping[str, float], _: float) -> dict[str, float]:
     return {
         "weight_rms": _root(sums["weight_squares"], sums["elements"]),
         "gradient_rms": _root(sums["gradient_squares"], sums["elements"]),
     }
 
 
-def _layer_numbers(row: RecordRow, sums: Mapping[str, float]) -> dict[str, float]:
+def _of_layer(sums: Mapping[str, float], _: float) -> dict[str, float]:
     """Empty where no forward pass was seen, as inside a captured graph."""
-    if not sums["elements"]:
-        return {}
-    return {"output_rms": _root(sums["output_squares"], sums["elements"])}
+    elements = sums["elements"]
+    return {"output_rms": _root(sums["output_squares"], elements)} if elements else {}
+
+
+_NUMBERS = {"muon": _of_muon, "adamw": _of_adamw, "layers": _of_layer}
 
 
 def _ratio(sum_: float, count: float) -> float:
@@ -153,3 +141,8 @@ def _root(squares: float, count: float) -> float:
 def _short(value: float) -> float | None:
     """Six digits; None where it is not finite, which JSON cannot say."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _all_short(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    """The same with short floats; counts stay as they are."""
+    return {k: _short(v) if isinstance(v, float) else v for k, v in numbers.items()}

@@ -1,4 +1,4 @@
-"""The rows of a record, and their places in the one message that a logging step adds up.
+"""The rows of a record, and the one message in which a logging step adds up their numbers.
 
 A row is a kind of matrix in a layer. The experts of a layer share a row, and so do the heads of a
 weight. Every number is a sum beside the count that divides it: so replicas, which add to both,
@@ -7,24 +7,23 @@ change nothing.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Literal
+from typing import Any
 
-from megatron_muon.planning.segments import Matrix
+import torch
+from torch import Tensor
+
+from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime.update import update_scale
 from megatron_muon.settings.config import MuonConfig
 
-Kind = Literal["muon", "adamw", "layers", "logits"]
-
 # The sums of a row. Squares are of elements; ``spectral_squares`` and ``orthogonality_squares`` are
 # of matrices. ``home_elements`` are those of whole matrices at their homes, ``moved`` ones those of
-# matrices with a gradient.
-SUMS: Mapping[Kind, tuple[str, ...]] = {
+# matrices with a gradient. Logits have a message of their own, the maximum of the ranks'.
+SUMS: Mapping[str, tuple[str, ...]] = {
     "muon": (
         *("elements", "update_squares", "weight_squares", "momentum_squares"),
         *("gradient_squares", "gradient_updates"),
@@ -33,35 +32,11 @@ SUMS: Mapping[Kind, tuple[str, ...]] = {
     ),
     "adamw": ("elements", "weight_squares", "gradient_squares"),
     "layers": ("elements", "output_squares"),
-    "logits": (),  # they have a message of their own, of which the ranks' maximum is taken
+    "logits": (),
 }
-PLACE: Mapping[Kind, Mapping[str, int]] = {
-    kind: {name: at for at, name in enumerate(names)} for kind, names in SUMS.items()
-}
-
+_AT_ONCE = 1 << 22  # elements of a product in fp32; its sum goes on in fp64
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.\d+\.")
 _GROUPED_EXPERT = re.compile(r"(\.experts\..*\.(?:weight|bias))\d+$")
-
-
-@dataclass(frozen=True, slots=True)
-class RecordRow:
-    """One row.
-
-    Attributes:
-        kind: Muon's matrices, AdamW's parameters, a layer's output, or a group of heads' logits.
-        name: see ``row_name``.
-        elements: those of its matrices, each once; 0 but for Muon's.
-        matrices: number of its matrices; 0 but for Muon's.
-        promised: root mean square of its update per unit of lr, if directions were orthogonal.
-        full_rank: the short side of its matrices, in the mean.
-    """
-
-    kind: Kind
-    name: str
-    elements: int = 0
-    matrices: int = 0
-    promised: float = 0.0
-    full_rank: float = 0.0
 
 
 def row_name(name: str) -> str:
@@ -77,89 +52,92 @@ def row_name(name: str) -> str:
     return row if matrix in ("", "expert") else f"{row}[{matrix}]"
 
 
-def muon_rows(matrices: Iterable[Matrix], config: MuonConfig) -> list[RecordRow]:
-    """The rows of a stage's matrices."""
+def muon_rows(matrices: Iterable[Matrix], config: MuonConfig) -> dict[str, dict[str, float]]:
+    """What the first line of a run says of each row of a stage's matrices.
+
+    ``promised_rms`` is the root mean square of an update per unit of lr if directions are
+    orthogonal, ``full_rank`` the short side, both in the mean of the row.
+    """
     members: dict[str, list[Matrix]] = defaultdict(list)
     for matrix in matrices:
         members[row_name(matrix.name)].append(matrix)
-    return [_muon_row(name, alike, config) for name, alike in sorted(members.items())]
+    return {name: _about(members[name], config) for name in sorted(members)}
 
 
-def _muon_row(name: str, matrices: Sequence[Matrix], config: MuonConfig) -> RecordRow:
+def _about(matrices: Sequence[Matrix], config: MuonConfig) -> dict[str, float]:
     elements = sum(matrix.numel for matrix in matrices)
-    squares = sum(m.numel * promised_rms(m, config) ** 2 for m in matrices)
-    ranks = sum(min(m.rows, m.cols) for m in matrices)
-    count = len(matrices)
-    return RecordRow("muon", name, elements, count, math.sqrt(squares / elements), ranks / count)
-
-
-def promised_rms(matrix: Matrix, config: MuonConfig) -> float:
-    """Root mean square of an update per unit of lr, if the direction is orthogonal."""
-    scale = update_scale(matrix.rows, matrix.cols, config)
-    return scale / math.sqrt(max(matrix.rows, matrix.cols))
-
-
-@dataclass(frozen=True, slots=True)
-class StageRows:
-    """The rows of one pipeline stage, how much of it is Muon's, and its Newton-Schulz work.
-
-    Attributes:
-        rows: its rows.
-        muon, total: trainable elements of the stage, each once.
-        flops, busiest: planned for all its ranks together, and for the one that has most.
-        ranks: number of its ranks.
-    """
-
-    rows: tuple[RecordRow, ...]
-    muon: int
-    total: int
-    flops: int
-    busiest: int
-    ranks: int
-
-    def text(self) -> str:
-        """The text that ``of_text`` reads, on another rank."""
-        rows = [astuple(row) for row in self.rows]
-        return json.dumps([rows, self.muon, self.total, self.flops, self.busiest, self.ranks])
-
-    @staticmethod
-    def of_text(text: str) -> StageRows:
-        """The inverse of ``text``."""
-        rows, *numbers = json.loads(text)
-        return StageRows(tuple(RecordRow(*row) for row in rows), *numbers)
+    squares = sum(
+        m.numel * update_scale(m.rows, m.cols, config) ** 2 / max(m.rows, m.cols) for m in matrices
+    )
+    return {
+        "elements": elements,
+        "matrices": len(matrices),
+        "promised_rms": math.sqrt(squares / elements),
+        "full_rank": sum(min(m.rows, m.cols) for m in matrices) / len(matrices),
+    }
 
 
 class Table:
-    """The rows of all stages, and the place of each in the message.
+    """The rows of all stages, and the place of each sum in the message.
 
     Args:
-        parts: those of all stages, in the same order on every rank.
+        stages: of each stage what ``watch._of_stage`` has.
         ranks: number of ranks, each of which has a place for its time of Newton-Schulz.
-
-    Attributes:
-        rows: all rows, each name once: a tied embedding is on two stages.
-        starts: the place of each row's first sum, by kind and name.
-        logits: the place of each row of logits in their message, by name.
-        times: the place of the first rank's time.
-        size: length of the message.
-        muon_share: Muon's share of the trainable elements.
-        planned_ratio: Newton-Schulz work of the busiest rank over the mean; 0 without any.
     """
 
-    def __init__(self, parts: Sequence[StageRows], ranks: int) -> None:
-        every = {(row.kind, row.name): row for part in parts for row in part.rows}
-        self.rows = tuple(every.values())
-        names = [row.name for row in self.rows if row.kind == "logits"]
-        self.logits = {name: at for at, name in enumerate(names)}
-        self.starts: dict[tuple[Kind, str], int] = {}
-        place = 0
-        for row in self.rows:
-            self.starts[row.kind, row.name] = place
-            place += len(SUMS[row.kind])
-        self.times, self.ranks = place, ranks
-        self.size = place + ranks
-        total = sum(part.total for part in parts)
-        self.muon_share = sum(part.muon for part in parts) / total if total else 0.0
-        flops = sum(part.flops for part in parts)
-        mean = flops / sum(part.ranks for part in parts) if flops else math.inf
-        self.planned_ratio = max((part.busiest for part in parts), default=0) / mean
+    def __init__(self, stages: Sequence[Mapping[str, Any]], ranks: int) -> None:
+        # Each name once: a tied embedding is on two stages.
+        self.names = {k: list(dict.fromkeys(r for s in stages for r in s[k])) for k in SUMS}
+        self.about = {name: about for stage in stages for name, about in stage["muon"].items()}
+        every = [(k, row, name) for k in SUMS for row in self.names[k] for name in SUMS[k]]
+        self._places = {sum_: place for place, sum_ in enumerate(every)}
+        self.times, self.ranks, self.size = len(every), ranks, len(every) + ranks
+        total = sum(stage["all_elements"] for stage in stages)
+        self.muon_share = sum(s["muon_elements"] for s in stages) / total if total else 0.0
+        flops, busiest = (sum(s["flops"] for s in stages), max(s["busiest"] for s in stages))
+        # Newton-Schulz work of the busiest rank over the mean.
+        self.planned_ratio = busiest * sum(s["ranks"] for s in stages) / flops if flops else 0.0
+
+    def place(self, kind: str, row: str, name: str) -> int:
+        """The place of a sum in the message."""
+        return self._places[kind, row, name]
+
+    def sums(self, totals: Sequence[float], kind: str, row: str) -> dict[str, float]:
+        """The sums of a row by name."""
+        return {name: totals[self.place(kind, row, name)] for name in SUMS[kind]}
+
+
+class Message:
+    """This rank's sums of a logging step, put together in one tensor on ``device``."""
+
+    def __init__(self, table: Table, device: torch.device) -> None:
+        self._table, self._device = table, device
+        self._known = [0.0] * table.size
+        self._computed: list[tuple[int, Tensor]] = []
+
+    def add(self, kind: str, row: str, **values: Tensor | float) -> None:
+        """Add to sums of a row, by name; a GPU may still be computing them."""
+        for name, value in values.items():
+            place = self._table.place(kind, row, name)
+            if isinstance(value, Tensor):
+                self._computed.append((place, value))
+            else:
+                self._known[place] += value
+
+    def total(self, rank: int, milliseconds: float) -> Tensor:
+        """``(table.size,)`` fp64, with this rank's time of Newton-Schulz."""
+        self._known[self._table.times + rank] = milliseconds
+        total = torch.tensor(self._known, dtype=torch.float64).to(self._device)
+        if self._computed:
+            places = torch.tensor([place for place, _ in self._computed]).to(self._device)
+            values = torch.stack([value.double() for _, value in self._computed])
+            total.index_add_(0, places, values)
+        return total
+
+
+def dot(first: Tensor, second: Tensor) -> Tensor:
+    """Σ first × second in fp64, a scalar; ``(n,)`` each, of any floating dtypes."""
+    total = torch.zeros((), dtype=torch.float64, device=first.device)
+    for a, b in zip(*(torch.split(each, _AT_ONCE) for each in (first, second)), strict=True):
+        total += torch.dot(a.float(), b.float())
+    return total

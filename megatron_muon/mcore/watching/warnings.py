@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from megatron_muon.mcore.watching.record import Record
+from megatron_muon.mcore.watching.rows import SUMS
 
 LOW, HIGH = 0.5, 1.25  # of a promised update; five Newton-Schulz steps give 0.75 to 0.95 of it
 GROWTH = 2.0  # of a layer's output, from the second quarter of the records to the last
@@ -19,36 +20,22 @@ LATE = 1.5  # times the planned ratio between the slowest rank and the mean
 
 
 class Warnings:
-    """The warnings of one run, in bounded memory.
-
-    Args:
-        start: the run's first record (``record.start_record``).
-    """
+    """The warnings of one run, in bounded memory; ``start`` is its first record."""
 
     def __init__(self, start: Record) -> None:
         self._share: float | None = start["muon_share"]
         self._planned: float | None = start["newton_schulz_planned"]
         self._threshold = start["logit_threshold"] or LOGIT
         self._promised = {row: each["promised_rms"] for row, each in start["rows"].items()}
-        self._off: dict[str, float] = {}  # rows whose last update was off its promise
+        self._off: set[str] = set()  # rows whose last update was off its promise
         self._outputs: dict[str, list[float]] = {}
         self._times: deque[Mapping[str, Any]] = deque(maxlen=FEWEST)
-        self._told: set[str] = set()  # headings and rows of the record before
+        self._told: set[str] = set()  # warnings of the record before
 
     def of(self, record: Record) -> list[str]:
         """The warnings of one more record of a step; one that stays true is given once."""
-        given = list(self._all(record))
-        new = [f"{text}; see {see!r} in docs/troubleshooting.md" for see, text, key in given
-               if see + key not in self._told]  # fmt: skip
-        self._told = {see + key for see, _, key in given}
-        return new
-
-    def _all(self, record: Record) -> Iterator[tuple[str, str, str]]:
-        """Heading, text, and what makes it another warning than one with the same heading."""
-        if self._share is not None and self._share < 0.5:
-            text = f"Muon has {self._share:.1%} of the parameters, less than half"
-            yield "The advantage is small", text, ""
         rules = (
+            ("The advantage is small", "Muon has less than half", self._small_share()),
             ("Loss spikes", "not finite in the last step", _not_finite(record)),
             (
                 "Updates are off their promised size",
@@ -62,21 +49,28 @@ class Warnings:
             ),
             ("Outputs grow", "outputs of layers grow", self._growing_outputs(record)),
             ("Loss spikes", f"attention logits above {self._threshold:g}", self._logits(record)),
+            ("Throughput falls", "late in Newton-Schulz", self._late_rank(record)),
         )
-        for see, text, rows in rules:
-            named = list(rows)
-            if named:
-                yield see, f"{text}: {_some(named)}", text
-        yield from self._late_rank(record)
+        named = [(see, text, list(rows)) for see, text, rows in rules]
+        before, self._told = self._told, {text for _, text, rows in named if rows}
+        return [
+            f"{text}: {_some(rows)}; see {see!r} in docs/troubleshooting.md"
+            for see, text, rows in named
+            if rows and text not in before
+        ]
+
+    def _small_share(self) -> Iterator[str]:
+        if self._share is not None and self._share < 0.5:
+            yield f"{self._share:.1%} of the parameters"
 
     def _update_sizes(self, record: Record) -> Iterator[str]:
         """Rows that are off in two successive records."""
-        before, self._off = self._off, {}
+        before, self._off = self._off, set()
         for row, numbers in record.get("muon", {}).items():
             promised, update = self._promised.get(row), numbers.get("update_rms")
             ratio = update / promised if promised and update is not None else 1.0
             if not LOW <= ratio <= HIGH:
-                self._off[row] = ratio
+                self._off.add(row)
                 if row in before:
                     yield f"{row} {ratio:.2f}"
 
@@ -100,7 +94,7 @@ class Warnings:
             if value is not None and value > self._threshold:
                 yield f"{row} {value:.4g}"
 
-    def _late_rank(self, record: Record) -> Iterator[tuple[str, str, str]]:
+    def _late_rank(self, record: Record) -> Iterator[str]:
         times = record["newton_schulz_ms"]
         if not self._planned or times["mean"] is None or times["max"] is None:
             return
@@ -109,15 +103,14 @@ class Warnings:
         late = [each["rank"] for each in self._times if each["max"] > most * each["mean"]]
         rank = max(late, key=late.count, default=None)
         if rank is not None and late.count(rank) > FEWEST * 3 // 4:
-            text = (
-                f"rank {rank} is late: its Newton-Schulz takes {times['max']:.3g} ms, the mean "
-                f"rank's {times['mean']:.3g} ms; planned was {self._planned:.2f} times the mean"
+            yield (
+                f"rank {rank} with {times['max']:.3g} ms, where the mean rank takes "
+                f"{times['mean']:.3g} ms; planned was {self._planned:.2f} times the mean"
             )
-            yield "Throughput falls", text, str(rank)
 
 
 def _not_finite(record: Record) -> Iterator[str]:
-    for kind in ("muon", "adamw", "layers", "logits"):
+    for kind in SUMS:
         for row, numbers in record.get(kind, {}).items():
             yield from (f"{name} of {row}" for name, value in numbers.items() if value is None)
 

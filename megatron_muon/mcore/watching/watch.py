@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,48 +14,28 @@ import torch.distributed as dist
 from megatron_muon.console import say
 from megatron_muon.mcore.routing.param_routing import layers, weights
 from megatron_muon.mcore.routing.survey import share_of
+from megatron_muon.mcore.watching.forward import LayerOutputs, clip_threshold, kept_logits
 from megatron_muon.mcore.watching.host import host
-from megatron_muon.mcore.watching.layer_outputs import LayerOutputs
-from megatron_muon.mcore.watching.lines import Lines
-from megatron_muon.mcore.watching.logits import clip_threshold, kept_logits
 from megatron_muon.mcore.watching.observer import MatrixObserver
-from megatron_muon.mcore.watching.record import scalars, start_record, step_record
-from megatron_muon.mcore.watching.rows import (
-    PLACE,
-    RecordRow,
-    StageRows,
-    Table,
-    muon_rows,
-    row_name,
-)
-from megatron_muon.mcore.watching.sums import StepSums, dot
+from megatron_muon.mcore.watching.record import Lines, scalars, start_record, step_record
+from megatron_muon.mcore.watching.rows import Message, Table, dot, muon_rows, row_name
 from megatron_muon.mcore.watching.warnings import Warnings
-from megatron_muon.mcore.wiring.buffers.placement import muons_of
 from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.mcore.wiring.process_groups import Stage
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import attempt, together
 from megatron_muon.runtime.optimizer import DistributedMuon
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.version import __version__
 
 Muons = Sequence[tuple[Any, DistributedMuon]]
-
-_ADAMW = PLACE["adamw"]
 
 
 class Watch:
     """The logging steps of one chain, on one rank. Every rank of the group makes one.
 
-    Args:
-        muons: each optimizer that is no stub, with its Muon.
-        model_chunks: this rank's.
-        config: the settings, with a ``log_interval``.
-        stage: this rank's.
-        group: the ranks that step together; None for the world. Its last rank writes, as in
-            Megatron.
+    The group's ranks step together; None is the world. Its last rank writes, as in Megatron.
 
     Raises:
         OSError: the file cannot be written; on the rank that writes.
@@ -71,27 +52,24 @@ class Watch:
     ) -> None:
         assert config.log_interval is not None and config.log_file is not None
         self._group, self._device, self._interval = group, stage.device, config.log_interval
-        self._steps = 0
+        self._tp, self._steps = stage.tp, 0
         self._table = _table(muons, model_chunks, config, stage, group)
-        self._muons = [muon for _, muon in muons]
-        self._observers = [MatrixObserver(muon, self._table) for muon in self._muons]
+        self._observers = [(muon, MatrixObserver(muon)) for _, muon in muons]
         names = {weight.param: row_name(weight.name) for weight in weights(model_chunks)}
         self._adamws = [
-            (shard, self._table.starts["adamw", names[param]])
+            (names[param], shard)
             for part, muon in muons
             for param, shard in owned_shards(part)
             if not muon.owns(shard)
         ]
         self._first = muons[0][0]  # its groups are new objects after each load
-        self._outputs = LayerOutputs(list(layers(model_chunks)), self._table)
-        self._logits = list(kept_logits(model_chunks, config.qk_clip is not None))
+        self._logits = list(kept_logits(model_chunks, config.qk_clip))
         self._threshold = clip_threshold(model_chunks, config.qk_clip)
-        self._tp = stage.tp
-        self._outputs.attach()  # the number of the first step is not known yet
-        self._rank, size = dist.get_rank(group), dist.get_world_size(group)
-        self._writes = self._rank == size - 1
-        path = config.log_file
-        self._lines = together(lambda: _lines(path) if self._writes else None, group, stage.device)
+        self._outputs = LayerOutputs(list(layers(model_chunks)))
+        self._outputs.expect(True)  # the number of the first step is not known yet
+        self._rank = dist.get_rank(group)
+        writes, path = self._rank == dist.get_world_size(group) - 1, config.log_file
+        self._lines = together(lambda: _lines(path) if writes else None, group, stage.device)
         self._warnings: Warnings | None = None  # from the first record on
 
     @contextmanager
@@ -100,55 +78,52 @@ class Watch:
         number = self._number()
         self._steps += 1
         if number % self._interval == 0:
-            message = StepSums(self._table.size, self._device)
-            self._before(message)
+            message = self._begun()
             try:
                 yield
             finally:
-                for muon in self._muons:
+                for muon, _ in self._observers:
                     muon.observe(None)
-            self._after(message, number)
+            self._log(message, number)
         else:
             yield
-        self._expect(number + 1)
+        self._outputs.expect((number + 1) % self._interval == 0)
 
     def skip(self) -> None:
         """A step is skipped: forget its forward passes. Only a loop's own numbers count it."""
-        number = self._number()
-        self._expect(number + 1 if host().step() is not None else number)
+        following = self._number() + (host().step() is not None)
+        self._outputs.expect(following % self._interval == 0)
 
     def _number(self) -> int:
         """The number of the step under way."""
         given = host().step()
         return self._steps + 1 if given is None else given
 
-    def _expect(self, number: int) -> None:
-        """Observe the forward passes of this step, which comes next, if it is a logging step."""
-        if number % self._interval == 0:
-            self._outputs.attach()
-        else:
-            self._outputs.detach()
-
-    def _before(self, message: StepSums) -> None:
+    def _begun(self) -> Message:
+        """The sums of a logging step, with what there is before it."""
+        message = Message(self._table, self._device)
         self._outputs.add_to(message)
-        for shard, start in self._adamws:
-            message.add(start + _ADAMW["elements"], float(shard.numel()))
-            message.add(start + _ADAMW["weight_squares"], dot(shard, shard))
+        for row, shard in self._adamws:
             grad = shard.grad
             assert grad is not None  # checked before the step
-            message.add(start + _ADAMW["gradient_squares"], dot(grad, grad))
-        for muon, observer in zip(self._muons, self._observers, strict=True):
-            observer.message = message
-            observer.observe_weights()
+            message.add(
+                "adamw",
+                row,
+                elements=shard.numel(),
+                weight_squares=dot(shard, shard),
+                gradient_squares=dot(grad, grad),
+            )
+        for muon, observer in self._observers:
+            observer.observe_weights(message)
             muon.observe(observer)
+        return message
 
-    def _after(self, message: StepSums, number: int) -> None:
-        milliseconds = sum(observer.milliseconds() for observer in self._observers)
-        message.add(self._table.times + self._rank, milliseconds)
-        total = message.total()
+    def _log(self, message: Message, number: int) -> None:
+        milliseconds = sum(observer.stopwatch.milliseconds() for _, observer in self._observers)
+        total = message.total(self._rank, milliseconds)
         collectives.add_up("muon/watch", total, self._group)
         maxima = self._largest_logits()
-        if self._writes:
+        if self._lines is not None:
             _, error = attempt(lambda: self._write(total.tolist(), maxima.tolist(), number))
             if error is not None:  # a full disk does not stop a run
                 text = f"{type(error).__name__}: {error}"
@@ -156,31 +131,26 @@ class Watch:
 
     def _largest_logits(self) -> torch.Tensor:
         """The largest over all ranks, one for each row; -inf where an attention did not run."""
-        places = self._table.logits
+        places = {row: at for at, row in enumerate(self._table.names["logits"])}
         maxima = torch.full((len(places),), -torch.inf, device=self._device)
         for attention in self._logits:
-            start = places[attention.rows()[0]]
-            attention.put_into(maxima[start : start + attention.groups], self._tp)
+            first = places[attention.rows[0]]
+            attention.put_into(maxima[first : first + len(attention.rows)], self._tp)
         if places:
             collectives.max_over("muon/watch", maxima, self._group)
         return maxima
 
     def _write(self, totals: Sequence[float], maxima: Sequence[float], number: int) -> None:
-        lines, now = self._lines, time.time()
+        lines, now = self._lines, round(time.time(), 3)
         assert lines is not None
         if self._warnings is None:
-            start = start_record(
-                self._table,
-                version=__version__,
-                interval=self._interval,
-                time=now,
-                logit_threshold=self._threshold,
-            )
+            begun = {"version": __version__, "time": now, "interval": self._interval}
+            start = start_record(self._table, **begun, logit_threshold=self._threshold)
             self._warnings = Warnings(start)
             lines.append(start)
         groups = self._first.optimizer.param_groups
-        lr = float(groups[0]["lr"]) if groups else None
-        record = step_record(self._table, totals, maxima, step=number, time=now, lr=lr)
+        lr = {"lr": float(groups[0]["lr"])} if groups else {}
+        record = step_record(self._table, totals, maxima, step=number, time=now, **lr)
         lines.append(record)
         for text in self._warnings.of(record):
             say(f"[megatron_muon] step {number}: warning: {text}")
@@ -206,25 +176,28 @@ def _table(
     """The rows of all stages: the first rank of each stage tells the others."""
 
     def own() -> str:
-        return _part(muons, model_chunks, config, stage).text() if stage.speaks else ""
+        return json.dumps(_of_stage(muons, model_chunks, config, stage)) if stage.speaks else ""
 
-    mine = together(own, group, stage.device)
-    texts = collectives.all_gather_texts(mine, group)
-    return Table([StageRows.of_text(text) for text in texts if text], len(texts))
+    texts = collectives.all_gather_texts(together(own, group, stage.device), group)
+    return Table([json.loads(text) for text in texts if text], len(texts))
 
 
-def _part(muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> StageRows:
+def _of_stage(
+    muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: Stage
+) -> dict[str, Any]:
     matrices = [matrix for _, muon in muons for matrix in muon.plan.matrices]
-    held, of_muon = list(weights(model_chunks)), muons_of(model_chunks, stage.sizes, config)
-    adamws = {row_name(w.name) for w in held if w.param.requires_grad and w.param not in of_muon}
-    kept = kept_logits(model_chunks, config.qk_clip is not None)
-    rows = [
-        *muon_rows(matrices, config),
-        *(RecordRow("adamw", name) for name in sorted(adamws)),
-        *(RecordRow("layers", name) for name, _ in layers(model_chunks)),
-        *(RecordRow("logits", name) for each in kept for name in each.rows()),
-    ]
-    share = share_of(held, config, stage.sizes)
+    routes = muons[0][0].routes
+    adamws = {row_name(route.weight.name) for route in routes if route.muon is None}
+    share = share_of(routes, config)
     work = [sum(flops) for flops in zip(*(muon.plan.ns_flops() for _, muon in muons), strict=True)]
-    size = stage.group.size()
-    return StageRows(tuple(rows), share.muon, share.total, sum(work), max(work, default=0), size)
+    return {
+        "muon": muon_rows(matrices, config),
+        "adamw": sorted(adamws),
+        "layers": [name for name, _ in layers(model_chunks)],
+        "logits": [row for each in kept_logits(model_chunks, config.qk_clip) for row in each.rows],
+        "muon_elements": share.muon,
+        "all_elements": share.total,
+        "flops": sum(work),
+        "busiest": max(work, default=0),
+        "ranks": stage.group.size(),
+    }

@@ -1,7 +1,8 @@
 """Numbers of a whole matrix at its home: orthogonality, effective rank, spectral norm.
 
-A matrix lies there in staging order, so its columns are permuted; no number here depends on that.
-It is read in panels, converted to fp32 one at a time, which bounds scratch memory.
+A matrix lies there in staging order, ``(like.numel,)`` of any floating dtype, so its columns are
+permuted; no number here depends on that. It is read in panels, converted to fp32 one at a time,
+which bounds scratch memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_muon.planning.segments import Matrix
+from megatron_muon.planning.slices import Matrix
 
 PANEL = 1 << 22  # elements of a panel, at most, unless a row or column has more
 FIRST_ITERATIONS, ITERATIONS = 30, 8  # of the power iteration: from a random start, and warm
@@ -22,10 +23,6 @@ def effective_rank(staged: Tensor, like: Matrix) -> Tensor:
     """(Σσ²)² / Σσ⁴, the participation ratio of the squared singular values σ².
 
     It is 1 for a matrix of rank 1, and the short side for an orthogonal one. NaN for zeros.
-
-    Args:
-        staged: ``(like.numel,)``, any floating dtype.
-        like: its layout.
     """
     gram = _gram(staged, like, 1.0 / staged.abs().amax().float())  # squares must not underflow
     trace = gram.diagonal().double().sum()
@@ -37,10 +34,6 @@ def orthogonality_error(direction: Tensor, like: Matrix) -> Tensor:
     """‖XXᵀ - I‖ / √short side for a direction X (rows ≤ cols; else XᵀX): 0 if it is orthogonal.
 
     It is the root mean square of σ² - 1 over the singular values σ.
-
-    Args:
-        direction: ``(like.numel,)``, any floating dtype.
-        like: its layout.
     """
     gram = _gram(direction, like, None)
     gram.diagonal().sub_(1.0)
@@ -61,12 +54,6 @@ def spectral_norm(
 ) -> tuple[Tensor, Tensor]:
     """The largest singular value by power iteration, which comes near it from below.
 
-    Args:
-        weight: ``(like.numel,)``, any floating dtype.
-        like: its layout.
-        vector: ``(like.cols,)`` fp32, a unit vector: where to start.
-        iterations: at least 1.
-
     Returns:
         The value, and the unit vector to start from the next time.
     """
@@ -82,32 +69,24 @@ def spectral_norm(
 
 def _gram(staged: Tensor, like: Matrix, factor: Tensor | None) -> Tensor:
     """XXᵀ of X = ``factor`` × the matrix, or XᵀX where it has more rows than columns; fp32."""
-    short = min(like.rows, like.cols)
+    short, wide = min(like.rows, like.cols), like.rows <= like.cols
     gram = torch.zeros(short, short, device=staged.device)
-    wide = like.rows <= like.cols
     for panel in _column_panels(staged, like) if wide else _row_panels(staged, like):
         panel = panel if factor is None else panel * factor
-        if wide:
-            gram.addmm_(panel, panel.T)
-        else:
-            gram.addmm_(panel.T, panel)
+        panel = panel if wide else panel.T
+        gram.addmm_(panel, panel.T)
     return gram
 
 
 def _row_panels(staged: Tensor, like: Matrix) -> Iterator[Tensor]:
-    parts = _parts(staged, like)
-    most = max(1, PANEL // like.cols)
-    for row in range(0, like.rows, most):
-        panel = parts[:, row : row + most].transpose(0, 1)
-        yield panel.reshape(-1, like.cols).float()
+    for panel in torch.split(_parts(staged, like), max(1, PANEL // like.cols), 1):
+        yield panel.transpose(0, 1).reshape(-1, like.cols).float()
 
 
 def _column_panels(staged: Tensor, like: Matrix) -> Iterator[Tensor]:
-    parts = _parts(staged, like)
     most = max(1, PANEL // (like.rows * like.column_parts))
-    for column in range(0, parts.shape[2], most):
-        panel = parts[:, :, column : column + most].transpose(0, 1)
-        yield panel.reshape(like.rows, -1).float()
+    for panel in torch.split(_parts(staged, like), most, 2):
+        yield panel.transpose(0, 1).reshape(like.rows, -1).float()
 
 
 def _parts(staged: Tensor, like: Matrix) -> Tensor:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
-from megatron_muon.mcore.routing.param_routing import expert_name, weights
-from megatron_muon.mcore.watching.watch import Watch
+from megatron_muon.mcore.routing.param_routing import expert_name
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
-from megatron_muon.mcore.wiring.late_norm import LateNorm
+from megatron_muon.mcore.wiring.gradients import LateNorm
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
 from megatron_muon.runtime.collectives import any_rank, in_megatrons
 from megatron_muon.runtime.consensus import attempt, raise_quoting
+
+if TYPE_CHECKING:
+    from megatron_muon.mcore.watching.watch import Watch
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -123,8 +125,8 @@ class MuonChainedOptimizer(CheckpointChain):
         return torch.stack(votes).any() if votes else torch.tensor(False, device=device)
 
     def _gradient_error(self) -> FloatingPointError | None:
-        chunks = [chunk for part in self.chained_optimizers for chunk in part.model_chunks]
-        names = {weight.param: weight.name for weight in weights(chunks)}
+        routes = self.chained_optimizers[0].routes
+        names = {route.weight.param: route.weight.name for route in routes}
         bad = [
             (expert_name(names[param], part.ep_rank, part.local_experts), _limit(part, shard))
             for part, param, shard in self._owned()

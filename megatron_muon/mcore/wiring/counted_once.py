@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 
-from megatron_muon.mcore.routing.param_routing import Weight, is_cut, partition_dim_of, weights
+from megatron_muon.mcore.routing.param_routing import Weight, is_cut, partition_dim_of
 from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.mcore.wiring.process_groups import Stage
 from megatron_muon.runtime import collectives
@@ -69,7 +69,7 @@ def _corrected(part: Any, stage: Stage) -> Iterator[str]:
     """Names, with * for numbers, of weights that Megatron would have counted wrongly here."""
     if part.is_stub_optimizer:
         return
-    of_param = {weight.param: weight for weight in weights(part.model_chunks)}
+    of_param = {route.weight.param: route.weight for route in part.routes}
     for param, shard in owned_shards(part):
         weight = of_param[param]
         here = counts_here(weight, stage)

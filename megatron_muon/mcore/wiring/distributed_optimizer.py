@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
-from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGathers
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
-from megatron_muon.mcore.wiring.late_norm import norm_grads
+from megatron_muon.mcore.wiring.gradients import norm_grads
 from megatron_muon.runtime.collectives import raise_named
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
+
+if TYPE_CHECKING:
+    from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGathers
 
 TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # they count the steps of each parameter
 
@@ -117,6 +119,18 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
     MuonOverAdam.__name__ = f"MuonOver{adam.__name__}"
     return MuonOverAdam
+
+
+def start_of(dist_opt: MuonDistributedOptimizer, *, orthogonalizes: bool) -> Callable[[], None]:
+    """Starts an optimizer's step before the one before it waits for its last directions.
+
+    Args:
+        dist_opt: that of experts, or another dense one. Megatron gathers the parameters of the
+            optimizer before a dense one as soon as that has stepped.
+        orthogonalizes: whether the first round is orthogonalized then, too: for the experts'.
+    """
+    adam = dist_opt.optimizer
+    return lambda: adam.begin_muon() if orthogonalizes else adam.start_muon()
 
 
 @contextmanager

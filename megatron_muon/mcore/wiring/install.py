@@ -6,30 +6,23 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from megatron.core import optimizer as mcore_optimizer
 
-from megatron_muon.mcore.load_check import save as digests
-from megatron_muon.mcore.qk_clip import attach
-from megatron_muon.mcore.routing.multipliers import with_multipliers
-from megatron_muon.mcore.seams.rows import SeamError, check_hooks, megatron_version, seams_of
-from megatron_muon.mcore.wiring.agreement import agree
-from megatron_muon.mcore.wiring.buffers import bucket_layout
+from megatron_muon.mcore import qk_clip
+from megatron_muon.mcore.seams.rows import check_hooks, wrapped_in_core
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.mcore.wiring.build import make_muons
 from megatron_muon.mcore.wiring.distributed_optimizer import MuonDistributedOptimizer
-from megatron_muon.mcore.wiring.validate import (
-    frozen_too_late,
-    refuse_groups,
-    refuse_overrides,
-    refuse_unsupported,
-)
+from megatron_muon.mcore.wiring.validate import agree, refuse
+from megatron_muon.presence import SeamError
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.patches import Patches, around, replaced
 from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
 
 # A reference to a wrapper that ``undo()`` does not find outlives uninstall(); the wrapper then
 # only passes the call on.
@@ -59,16 +52,18 @@ def install(config: MuonConfig | None = None) -> None:
         check_hooks()
     wanted = config or _config or MuonConfig()
     if wanted.align_shards:
-        bucket_layout.put_in(wanted)
+        from megatron_muon.mcore.wiring.buffers.bucket_layout import put_in  # for this option only
+
+        put_in(wanted)
     else:
-        bucket_layout.take_out()
+        _take_layout_out()
     if _config is None:
         _wrap()
     _config = wanted
 
 
 def _wrap() -> None:
-    for seam in seams_of(megatron_version()[1], "core"):
+    for seam in wrapped_in_core():
         if seam.name in _WRAPPERS:
             original = getattr(importlib.import_module(seam.module), seam.name)
             ours = around(original, _WRAPPERS[seam.name], _is_installed)
@@ -82,9 +77,16 @@ def uninstall() -> None:
     Optimizers already built stay as they are.
     """
     global _config
-    bucket_layout.take_out()
+    _take_layout_out()
     _patches.undo()
     _config = None
+
+
+def _take_layout_out() -> None:
+    if _config is not None and _config.align_shards:
+        from megatron_muon.mcore.wiring.buffers.bucket_layout import take_out
+
+        take_out()
 
 
 @contextmanager
@@ -124,15 +126,8 @@ def meter(optimizer: Any) -> Meter:
     if not muons:
         raise TypeError(f"{type(optimizer).__name__} has no Muon part to meter")
     meters = [muon.meter for muon in muons if muon is not None] or [Meter()]
-    return Meter(
-        steps=max(m.steps for m in meters),
-        matrices=sum(m.matrices for m in meters),
-        ns_flops=sum(m.ns_flops for m in meters),
-        gather_bytes=sum(m.gather_bytes for m in meters),
-        scatter_bytes=sum(m.scatter_bytes for m in meters),
-        square_bytes=sum(m.square_bytes for m in meters),
-        turn_bytes=sum(m.turn_bytes for m in meters),
-    )
+    sums = {field.name: sum(getattr(m, field.name) for m in meters) for field in fields(Meter)}
+    return Meter(**{**sums, "steps": max(m.steps for m in meters)})
 
 
 def _get_megatron_optimizer(
@@ -145,71 +140,50 @@ def _get_megatron_optimizer(
     """
     assert _config is not None
     given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
-    is_muon = config.optimizer.lower() == "muon"
-    watches = attach.is_wanted(config, model_chunks, _config)
-    asks = is_muon or watches or _decays_everything(config)
+    watches = qk_clip.is_wanted(config, model_chunks, _config)
+    asks = watches or config.optimizer.lower() == "muon" or _decays_everything(config)
     agree(_config, config, model_chunks, asks=asks)
-    build = _build_muon if is_muon else _build_other
     if not watches:
-        return build(original, given, config, model_chunks)
-    prepared = together(
-        lambda: attach.prepare(config, model_chunks, _config, given.arguments.get("pg_collection")),
+        return _built(original, given, config, model_chunks)
+    from megatron_muon.mcore.qk_clip import attach  # where logits are watched or clipped only
+
+    pg_collection = given.arguments.get("pg_collection")
+    attentions = together(
+        lambda: attach.prepare(config, model_chunks, _config, pg_collection),
         None,
         device_of(model_chunks),
     )
-    optimizer = build(original, given, config, model_chunks)
-    attach.attach(prepared, optimizer, model_chunks, _config)
+    optimizer = _built(original, given, config, model_chunks)
+    attach.attach(attentions, optimizer, model_chunks, _config, pg_collection)
     return optimizer
 
 
 def _decays_everything(config: Any) -> bool:
     assert _config is not None
-    return bool(config.optimizer == "adam" and _config.weight_decay_all_params)
+    return bool(config.optimizer in ("adam", "muon") and _config.weight_decay_all_params)
 
 
-def _build_other(
+def _built(
     original: Callable[..., Any],
     given: inspect.BoundArguments,
     config: Any,
     model_chunks: list[Any],
 ) -> Any:
+    assert _config is not None
+    settings, is_muon = _config, config.optimizer == "muon"
+    if config.optimizer.lower() == "muon" and not is_muon:
+        raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
+    if is_muon:
+        refused = partial(refuse, settings, config, model_chunks, given.arguments)
+        together(refused, None, device_of(model_chunks))
     if _decays_everything(config):
         _decay_everything(given, config)
-    return original(*given.args, **given.kwargs)
-
-
-def _build_muon(
-    original: Callable[..., Any],
-    given: inspect.BoundArguments,
-    config: Any,
-    model_chunks: list[Any],
-) -> Any:
-    assert _config is not None
-    if config.optimizer != "muon":
-        raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
-    together(lambda: _refuse(config, model_chunks, given), None, device_of(model_chunks))
-    if _config.weight_decay_all_params:
-        _decay_everything(given, config)
-    with _asking_for_adam(config), _further_groups(_config):
+    if not is_muon:
+        return original(*given.args, **given.kwargs)
+    with _asking_for_adam(config), _further_groups(settings):
         optimizer = original(*given.args, **given.kwargs)
-    make_muons(optimizer, model_chunks, _config, given.arguments.get("pg_collection"))
+    make_muons(optimizer, model_chunks, settings, given.arguments.get("pg_collection"))
     return optimizer
-
-
-def _refuse(config: Any, model_chunks: list[Any], given: inspect.BoundArguments) -> None:
-    """Raise for options that Muon does not support, even if only one pipeline stage has them."""
-    refuse_unsupported(config, model_chunks)
-    assert _config is not None
-    if _config.clip_scope != "all" and not config.clip_grad > 0.0:
-        raise ValueError(
-            f"{named('clip_scope')} {_config.clip_scope!r} with clip_grad {config.clip_grad}: "
-            "nothing is clipped; give a clip (--clip-grad), or leave the scope out"
-        )
-    refuse_groups(given.arguments)
-    refuse_overrides(given.arguments)
-    frozen = frozen_too_late(model_chunks)
-    if frozen is not None:
-        raise frozen
 
 
 def _get_megatron_muon_optimizer(
@@ -240,6 +214,24 @@ def _stopped(original: Callable[..., Any], config: Any, *args: Any, **kwargs: An
     return original(config, *args, **kwargs)
 
 
+def _clip_qk(original: Callable[..., float], *args: Any, **kwargs: Any) -> float:
+    from megatron_muon.mcore.qk_clip.attach import clip_qk  # where Megatron's loop clips only
+
+    return clip_qk(original, *args, **kwargs)
+
+
+def _save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from megatron_muon.mcore.load_check.save import save  # at the first save
+
+    return save(original, *args, **kwargs)
+
+
+def _load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from megatron_muon.mcore.load_check.save import load  # at the first load
+
+    return load(original, *args, **kwargs)
+
+
 # Wrappers by symbol name; those for ``align_shards`` are in ``bucket_layout``. Each takes the
 # function of Megatron first, and is called only while the plugin is installed.
 _WRAPPERS: dict[str, Callable[..., Any]] = {
@@ -247,9 +239,9 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
     "_get_megatron_optimizer_based_on_param_groups": _stopped,
     "_get_megatron_emerging_optimizer": _stopped,
-    "clip_qk": attach.clip_qk,
-    "save": digests.save,
-    "load": digests.load,
+    "clip_qk": _clip_qk,
+    "save": _save,
+    "load": _load,
 }
 
 
@@ -268,6 +260,8 @@ def _further_groups(settings: MuonConfig) -> Iterator[None]:
     """Cut Megatron's parameter groups where rates or decays are multiplied."""
     with ExitStack() as stack:
         if settings.lr_mults or settings.wd_mults:
+            from megatron_muon.mcore.routing.multipliers import with_multipliers
+
             ours = with_multipliers(mcore_optimizer._get_param_groups, settings)
             stack.enter_context(replaced(mcore_optimizer, _get_param_groups=ours))
         yield

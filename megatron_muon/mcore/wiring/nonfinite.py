@@ -13,8 +13,7 @@ from megatron_muon.mcore.watching.host import host
 from megatron_muon.runtime.collectives import Group, all_gather_texts, any_rank
 from megatron_muon.runtime.nonfinite import Left
 from megatron_muon.runtime.optimizer import DistributedMuon
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 _INTERVAL = 100  # steps, where neither the loop nor a setting says it: Megatron-LM's own default
 _MOST = 5  # names in an error

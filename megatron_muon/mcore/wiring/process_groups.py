@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,43 @@ def has_experts(dist_opt: Any) -> bool:
     return any(group["is_expert_parallel"] for group in dist_opt.optimizer.param_groups)
 
 
+# The groups by their names in a pg_collection: Megatron's global one, and why Muon needs it.
+_GROUPS: dict[str, tuple[Callable[[], Group], str]] = {
+    "tp_dp_cp": (
+        lambda: parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        "exchanges over a pipeline stage",
+    ),
+    "tp": (
+        lambda: parallel_state.get_tensor_model_parallel_group(),
+        "needs to know who shares a weight",
+    ),
+    "expt_tp": (
+        lambda: parallel_state.get_expert_tensor_parallel_group(),
+        "needs to know who shares an expert",
+    ),
+    "ep": (
+        lambda: parallel_state.get_expert_model_parallel_group(),
+        "needs to know who has which experts",
+    ),
+}
+
+
+def group_of(name: str, pg_collection: Any) -> Group:
+    """One of a rank's groups.
+
+    Args:
+        name: ``tp_dp_cp``: the ranks of the pipeline stage, in all optimizer instances. ``tp``,
+            ``expt_tp``: the ranks that share a dense weight, an expert's weight. ``ep``: those that
+            a layer's experts are spread over.
+        pg_collection: as given to ``get_megatron_optimizer``; None for Megatron's global groups.
+
+    Raises:
+        ValueError: the collection lacks the group.
+    """
+    megatrons, purpose = _GROUPS[name]
+    return megatrons() if pg_collection is None else _given(pg_collection, name, purpose)
+
+
 def stage_of(
     model_chunks: Sequence[Any], instance: int, pg_collection: Any, device: torch.device
 ) -> Stage:
@@ -109,15 +146,19 @@ def stage_of(
     Raises:
         ValueError: the collection lacks a group.
     """
-    whole = _whole_stage(pg_collection)
+    whole = group_of("tp_dp_cp", pg_collection)
     several = model_chunks[0].ddp_config.num_distributed_optimizer_instances > 1
-    moe = _is_moe(model_chunks)
+    moe = is_moe(model_chunks)
+    if pg_collection is None:
+        number = int(parallel_state.get_pipeline_model_parallel_rank())
+    else:
+        number = pg_collection.pp.rank() if hasattr(pg_collection, "pp") else 0
     return Stage(
         group=_of_instance(whole, instance, device) if several else whole,
-        tp=_tp(pg_collection),
-        expert_tp=_expert_tp(pg_collection) if moe else None,
-        ep=_ep(pg_collection) if moe else None,
-        pipeline_rank=_pipeline_rank(pg_collection),
+        tp=group_of("tp", pg_collection),
+        expert_tp=group_of("expt_tp", pg_collection) if moe else None,
+        ep=group_of("ep", pg_collection) if moe else None,
+        pipeline_rank=number,
         instance=instance,
         device=device,
     )
@@ -129,65 +170,49 @@ def require_groups(model_chunks: Sequence[Any], pg_collection: Any) -> None:
     Raises:
         ValueError: the collection lacks a group.
     """
-    _whole_stage(pg_collection)
-    _tp(pg_collection)
-    if _is_moe(model_chunks):
-        _expert_tp(pg_collection)
-        _ep(pg_collection)
+    for name in _GROUPS if is_moe(model_chunks) else ("tp_dp_cp", "tp"):
+        group_of(name, pg_collection)
 
 
-def whole_stage(pg_collection: Any) -> Group:
-    """The ranks of this pipeline stage, in all optimizer instances.
-
-    Args:
-        pg_collection: as given to ``get_megatron_optimizer``; None for Megatron's global groups.
-
-    Raises:
-        ValueError: the collection lacks the group.
-    """
-    return _whole_stage(pg_collection)
-
-
-def tensor_parallel(pg_collection: Any) -> Group:
-    """The ranks that share a dense weight; otherwise as ``whole_stage``."""
-    return _tp(pg_collection)
+def is_moe(model_chunks: Sequence[Any]) -> bool:
+    """Whether the model has routed experts."""
+    return bool(getattr(get_model_config(model_chunks[0]), "num_moe_experts", None))
 
 
 def sharing(model_chunk: Any, pg_collection: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     """TP sizes and numbers of shards of a grad buffer, each as (dense weights, experts' weights).
 
-    Args:
-        model_chunk: a model chunk, wrapped or not.
-        pg_collection: as given to Megatron; None for its global groups.
-
-    Raises:
-        ValueError: the collection lacks a group.
+    The shards are those inside one optimizer instance; ``group_of`` has the arguments and errors.
     """
-    moe = _is_moe([model_chunk])
-    tp_sizes = _tp(pg_collection).size(), _expert_tp(pg_collection).size() if moe else 1
-    return tp_sizes, (_shards(pg_collection), _expert_shards(pg_collection) if moe else 1)
-
-
-def _shards(pg_collection: Any) -> int:
-    """Number of shards of a dense weights' buffer, inside one optimizer instance."""
+    tp_size = group_of("tp", pg_collection).size()
     if pg_collection is None:
-        return int(
-            parallel_state.get_data_parallel_world_size(
-                with_context_parallel=True, partial_data_parallel=True
-            )
-        )
-    inside: Group | None = getattr(pg_collection, "intra_dp_cp", None)
-    return (inside or _given(pg_collection, "dp_cp", "needs to know who shards a buffer")).size()
-
-
-def _expert_shards(pg_collection: Any) -> int:
-    """Number of shards of an experts' buffer, inside one optimizer instance."""
+        both = {"with_context_parallel": True, "partial_data_parallel": True}
+        shards = int(parallel_state.get_data_parallel_world_size(**both))
+    else:
+        inside: Group | None = getattr(pg_collection, "intra_dp_cp", None)
+        why = "needs to know who shards a buffer"
+        shards = (inside or _given(pg_collection, "dp_cp", why)).size()
+    if not is_moe([model_chunk]):
+        return (tp_size, 1), (shards, 1)
+    expert_tp_size = group_of("expt_tp", pg_collection).size()
     if pg_collection is None:
-        return int(
-            parallel_state.get_expert_data_parallel_world_size(partial_expert_data_parallel=True)
+        partial = {"partial_expert_data_parallel": True}
+        expert_shards = int(parallel_state.get_expert_data_parallel_world_size(**partial))
+    else:
+        inside = getattr(pg_collection, "intra_expt_dp", None)
+        why = "needs to know who shards experts"
+        expert_shards = (inside or _given(pg_collection, "expt_dp", why)).size()
+    return (tp_size, expert_tp_size), (shards, expert_shards)
+
+
+def _given(pg_collection: Any, name: str, purpose: str) -> Group:
+    group: Group | None = getattr(pg_collection, name, None)
+    if group is None:
+        raise ValueError(
+            f"optimizer='muon' {purpose}: give the pg_collection its {name} group, or pass none to "
+            "use Megatron's global groups"
         )
-    inside: Group | None = getattr(pg_collection, "intra_expt_dp", None)
-    return (inside or _given(pg_collection, "expt_dp", "needs to know who shards experts")).size()
+    return group
 
 
 def voters(dist_opts: Sequence[Any], stage: Stage) -> Group | None:
@@ -202,61 +227,9 @@ def voters(dist_opts: Sequence[Any], stage: Stage) -> Group | None:
     return collectives.split_world((int(only_stubs),), stage.group, stage.device)
 
 
-def _whole_stage(pg_collection: Any) -> Group:
-    """The ranks of this pipeline stage in all optimizer instances."""
-    if pg_collection is None:
-        group: Group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        return group
-    return _given(pg_collection, "tp_dp_cp", "exchanges over a pipeline stage")
-
-
 def _of_instance(whole: Group, instance: int, device: torch.device) -> Group:
     """The part of a stage inside one optimizer instance; the first call makes a new group."""
     if whole not in _stages_of_instances:
         color = (collectives.world_rank(0, whole), instance)
         _stages_of_instances[whole] = collectives.split_world(color, whole, device)
     return _stages_of_instances[whole]
-
-
-def _tp(pg_collection: Any) -> Group:
-    """The ranks that share a dense weight."""
-    if pg_collection is None:
-        group: Group = parallel_state.get_tensor_model_parallel_group()
-        return group
-    return _given(pg_collection, "tp", "needs to know who shares a weight")
-
-
-def _expert_tp(pg_collection: Any) -> Group:
-    """The ranks that share an expert's weights."""
-    if pg_collection is None:
-        group: Group = parallel_state.get_expert_tensor_parallel_group()
-        return group
-    return _given(pg_collection, "expt_tp", "needs to know who shares an expert")
-
-
-def _ep(pg_collection: Any) -> Group:
-    """The ranks that a layer's experts are spread over."""
-    if pg_collection is None:
-        group: Group = parallel_state.get_expert_model_parallel_group()
-        return group
-    return _given(pg_collection, "ep", "needs to know who has which experts")
-
-
-def _is_moe(model_chunks: Sequence[Any]) -> bool:
-    return bool(getattr(get_model_config(model_chunks[0]), "num_moe_experts", None))
-
-
-def _pipeline_rank(pg_collection: Any) -> int:
-    if pg_collection is None:
-        return int(parallel_state.get_pipeline_model_parallel_rank())
-    return pg_collection.pp.rank() if hasattr(pg_collection, "pp") else 0
-
-
-def _given(pg_collection: Any, name: str, purpose: str) -> Group:
-    group: Group | None = getattr(pg_collection, name, None)
-    if group is None:
-        raise ValueError(
-            f"optimizer='muon' {purpose}: give the pg_collection its {name} group, or pass none to "
-            "use Megatron's global groups"
-        )
-    return group

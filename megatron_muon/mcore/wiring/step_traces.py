@@ -12,7 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch.profiler import record_function
 
-from megatron_muon.mcore.seams.rows import check_part
+from megatron_muon.mcore.seams.optimizer import SYNCS
+from megatron_muon.mcore.seams.rows import check_rows
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.step_traces import OPTIMIZER, StepTraces
 
@@ -39,7 +40,7 @@ class MegatronTraces:
     """
 
     def __init__(self, steps: str, folder: str | Path) -> None:
-        check_part("traces")
+        check_rows(SYNCS)
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._traces = StepTraces(steps, Path(folder), rank)
 

@@ -1,17 +1,27 @@
-"""Options that cannot run under Muon yet: one clear error each, before the first collective."""
+"""Checks before an optimizer is built: options that cannot be, and settings that ranks compare.
+
+Options that cannot run under Muon have one clear error each, before the first collective. All ranks
+compare their settings before anything else, since votes and exchanges depend on them: ranks that
+disagree would wait for each other, or raise errors of Megatron's that name no setting.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 
 from megatron_muon.mcore.routing.param_routing import weights
 from megatron_muon.mcore.seams.rows import megatron_version
-from megatron_muon.settings.names import named
+from megatron_muon.mcore.wiring.buffers.shards import device_of
+from megatron_muon.planning import agreed
+from megatron_muon.runtime.consensus import agree_on_settings
+from megatron_muon.settings.config import MuonConfig, named
 
 
 def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
@@ -59,52 +69,63 @@ def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> No
             )
 
 
-def refuse_groups(arguments: Mapping[str, Any]) -> None:
-    """Check the process groups among the arguments of ``get_megatron_optimizer``.
+def refuse(
+    config: MuonConfig,
+    optimizer_config: Any,
+    model_chunks: Sequence[Any],
+    arguments: Mapping[str, Any],
+) -> None:
+    """Check a call of ``get_megatron_optimizer`` for Muon, by what one pipeline stage knows.
+
+    Args:
+        config: the plugin's settings.
+        optimizer_config, model_chunks: see ``refuse_unsupported``.
+        arguments: those of the call, by name.
 
     Raises:
-        NotImplementedError: core 0.14's way of giving them, which has no group of a stage.
+        ValueError, NotImplementedError: see ``refuse_unsupported``; or a group, an override or a
+            frozen weight is of no use to Muon.
     """
-    for name in ("grad_comm_pgs", "model_comm_pgs"):
+    refuse_unsupported(optimizer_config, model_chunks)
+    if config.clip_scope != "all" and not optimizer_config.clip_grad > 0.0:
+        scope, clip = f"{named('clip_scope')} {config.clip_scope!r}", optimizer_config.clip_grad
+        raise ValueError(
+            f"{scope} with clip_grad {clip}: nothing is clipped; give a clip (--clip-grad), or "
+            "leave the scope out"
+        )
+    for name in ("grad_comm_pgs", "model_comm_pgs"):  # of core 0.14: without a group of a stage
         if arguments.get(name) is not None:
             raise NotImplementedError(
                 f"optimizer='muon' does not support {name}: leave it out to use Megatron's global "
                 "groups, or take a Megatron from 0.15 on and pass pg_collection"
             )
-
-
-def refuse_overrides(arguments: Mapping[str, Any]) -> None:
-    """Check the ``config_overrides`` of ``get_megatron_optimizer``, which core 0.16 brought.
-
-    Raises:
-        ValueError: one of them names an optimizer, which nothing would read.
-    """
-    for key, override in (arguments.get("config_overrides") or {}).items():
+    for key, override in (arguments.get("config_overrides") or {}).items():  # since core 0.16
         if "optimizer" in override:
             other = "muon_include" if override["optimizer"] == "muon" else "muon_exclude"
             raise ValueError(
                 f"config_overrides asks for the optimizer {override['optimizer']!r} of {key}, "
                 f"which has no effect here: name these weights in {named(other)} of MuonConfig"
             )
+    _refuse_frozen_too_late(model_chunks)
 
 
-def frozen_too_late(model_chunks: Sequence[Any]) -> ValueError | None:
-    """The error for a weight that was frozen once it had a place in DDP's gradient buffers.
+def _refuse_frozen_too_late(model_chunks: Sequence[Any]) -> None:
+    """Refuse a weight that was frozen once it had a place in DDP's gradient buffers.
 
-    Megatron's DistributedOptimizer would look for it among the parameters that train. One stage may
-    have such a weight and another not, so the caller raises it on all ranks.
+    Megatron's DistributedOptimizer would look for it among the parameters that train.
     """
+    placed = {
+        param
+        for chunk in model_chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        for param in buffer.param_index_map
+    }
     for weight in weights(model_chunks):
-        if not weight.param.requires_grad and any(
-            weight.param in buffer.param_index_map
-            for chunk in model_chunks
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ):
-            return ValueError(
+        if not weight.param.requires_grad and weight.param in placed:
+            raise ValueError(
                 f"{weight.name} is frozen, but has a place in DDP's gradient buffers: freeze "
                 "parameters before wrapping the model in DistributedDataParallel"
             )
-    return None
 
 
 def _refuse_ignored_settings(optimizer_config: Any) -> None:
@@ -194,3 +215,44 @@ def _upstream_faults(config: Any, model: Any) -> Iterator[tuple[str, Any, str]]:
         "set expert_model_parallel_size above 1, since Megatron does not add up the gradients of "
         "such experts over TP ranks",
     )
+
+
+# A bucket's size may come from the parameters of a stage; a rank may log into a folder of its own.
+_MAY_DIFFER = ("optimizer", "bucket_size", "config_logger_dir")
+_OF_MODEL = ("qk_clip", "qk_clip_threshold", "qk_clip_alpha", "log_max_attention_logit")
+
+
+def agree(
+    config: MuonConfig, optimizer_config: Any, model_chunks: Sequence[Any], *, asks: bool
+) -> None:
+    """Compare the settings of all ranks: the plugin's, and Megatron's for the optimizer.
+
+    Args:
+        config: the plugin's.
+        optimizer_config: Megatron's OptimizerConfig.
+        model_chunks: this rank's model chunks.
+        asks: whether this rank asks anything of the plugin; see ``agree_on_settings``.
+
+    Raises:
+        PlanMismatchError: names the first setting that differs.
+    """
+    chunk = model_chunks[0]
+    lines = agreed.of_run(config, optimizer_config.optimizer, megatron_version()[0])
+    lines += _fields("OptimizerConfig", optimizer_config)
+    if hasattr(chunk, "ddp_config"):
+        lines += _fields("DistributedDataParallelConfig", chunk.ddp_config)
+    model = get_model_config(chunk)
+    lines += [f"{name} of the model: {getattr(model, name, None)!r}" for name in _OF_MODEL]
+    agree_on_settings(lines, asks=asks, device=lambda: device_of(model_chunks))
+
+
+def _fields(name: str, config: Any) -> Iterator[str]:
+    """The fields of a configuration; of objects that have no plain value, only the type."""
+    for field in dataclasses.fields(config):
+        if field.name not in _MAY_DIFFER:
+            value = getattr(config, field.name)
+            said = repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+            yield f"{name}.{field.name}: {said}"
+
+
+_PLAIN = (bool, int, float, str, tuple, list, torch.dtype, enum.Enum, type(None))

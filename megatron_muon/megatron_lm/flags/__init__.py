@@ -1,1 +1,1 @@
-"""Muon's flags: their table, their values, and the settings that they ask for."""
+"""Muon's flags among Megatron's arguments: parsed, read as settings, and written back."""

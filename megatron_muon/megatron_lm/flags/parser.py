@@ -1,6 +1,6 @@
-"""Muon's flags on Megatron-LM's parser, and what parsed arguments say of them.
+"""Muon's flags on Megatron-LM's parser.
 
-Flags have three sources: the proof of concept of this work, Megatron-LM's own Muon (core 0.16 and
+They have three sources: the proof of concept of this work, Megatron-LM's own Muon (core 0.16 and
 later; ``megatron/training/arguments.py``) and this plugin. All are accepted with every Megatron
 version. A flag keeps the meaning that it has at its source, or is an error; none is ignored.
 
@@ -11,15 +11,18 @@ Every default is None, which shows the flags that were given. Megatron's own def
 from __future__ import annotations
 
 import argparse
+import itertools
 from argparse import Namespace
+from collections.abc import Sequence
 
-from megatron_muon.megatron_lm.flags.table import FLAGS, OF_ANY
 from megatron_muon.megatron_lm.flags.values import (
     KEPT,
+    foreign_flags,
     own_defaults,
     upstreams_values,
     value_given,
 )
+from megatron_muon.settings.run_flags import FLAGS, OF_ANY
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,18 +36,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     optimizer = actions.get("--optimizer")
     if optimizer is not None and optimizer.choices and "muon" not in optimizer.choices:
         optimizer.choices = [*optimizer.choices, "muon"]
-    known = {flag.option for flag in FLAGS}
-    own = {
-        action.dest: action.default
-        for option, action in actions.items()
-        if option.startswith("--muon-") or option in known
-    }
+    own = {actions[option].dest: actions[option].default for option in _muons_options(parser)}
     group = parser.add_argument_group("distributed muon")
     for flag in FLAGS:
         if flag.option in actions:
             actions[flag.option].help = flag.help
         else:
-            group.add_argument(flag.option, default=None, help=flag.help, **flag.keywords)
+            group.add_argument(
+                flag.option, dest=flag.dest, default=None, help=flag.help, **flag.kind.keywords()
+            )
     parser.set_defaults(**dict.fromkeys(own), **{KEPT: own})
 
 
@@ -61,6 +61,27 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
             formatter._expand_help(action)
         except (ValueError, TypeError, KeyError):
             action.help = action.help.replace("%", "%%")
+
+
+def given_on(parser: argparse.ArgumentParser, line: Sequence[str]) -> list[str]:
+    """The options of Muon's on a command line, and ``--optimizer muon``.
+
+    Args:
+        parser: one that ``add_flags`` completed.
+        line: the words of the command line.
+    """
+    known = _muons_options(parser)
+    options = [word for word in line if word.split("=")[0] in known]
+    if "--optimizer=muon" in line or ("--optimizer", "muon") in itertools.pairwise(line):
+        options.insert(0, "--optimizer muon")
+    return options
+
+
+def _muons_options(parser: argparse.ArgumentParser) -> list[str]:
+    """The options of ``FLAGS`` and of Megatron's own Muon that a parser has."""
+    known = {flag.option for flag in FLAGS}
+    options = parser._option_string_actions
+    return [option for option in options if option.startswith("--muon-") or option in known]
 
 
 def muon_backend(args: Namespace) -> str:
@@ -86,22 +107,3 @@ def muon_backend(args: Namespace) -> str:
             f"{', '.join(foreign)} in this version: leave out one or the other"
         )
     return "upstream"
-
-
-def foreign_flags(args: Namespace, dests: set[str]) -> list[str]:
-    """The given options of ``FLAGS`` whose dest is not in ``dests``."""
-    return [
-        flag.option
-        for flag in FLAGS
-        if flag.dest not in dests and value_given(args, flag.dest) is not None
-    ]
-
-
-def restore_defaults(args: Namespace) -> None:
-    """Set Megatron's own default again for every flag that was not given.
-
-    Call it after ``muon_config`` and ``differences``, which must know the flags that were given.
-    """
-    for dest, default in own_defaults(args).items():
-        if value_given(args, dest) is None:
-            setattr(args, dest, default)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any, TypeVar
+from typing import Any
 
-_T = TypeVar("_T")
+from megatron_muon.settings.rows import UPSTREAM, Row
+from megatron_muon.settings.run_flags import FLAGS
+
 KEPT = "megatron_muon_defaults"  # the argument that holds Megatron's own defaults, by dest
-# With medium, Emerging-Optimizers' newton_schulz casts matrices to bf16. high is TF32, which is not
-# supported here: its restarts are not known.
-PRECISIONS = {"medium": "bf16"}
 
 
 def value_given(args: Namespace, dest: str) -> Any:
@@ -35,64 +34,62 @@ def upstreams_values(args: Namespace) -> dict[str, Any]:
     return {**fixed, "muon_use_syrk": False, **own}
 
 
-def own_nesterov(own: dict[str, Any]) -> bool:
-    """Megatron's default for Nesterov, from ``upstreams_values``; its name depends on the core."""
-    return bool(own.get("muon_nesterov", own.get("muon_use_nesterov", False)))
-
-
 def wants_upstreams(args: Namespace) -> bool:
     """Whether ``--muon-defaults upstream`` was given."""
     return bool(value_given(args, "muon_defaults") == "upstream")
 
 
-def default_value(args: Namespace, dest: str, moonlights: _T) -> _T:
-    """``moonlights``, or with ``--muon-defaults upstream`` the default of Megatron's own Muon."""
-    upstreams: _T = upstreams_values(args)[dest] if wants_upstreams(args) else moonlights
-    return upstreams
+def upstreams_setting(args: Namespace, row: Row) -> Any:
+    """The setting that Megatron's own Muon has by default; None where it has no such setting."""
+    own = upstreams_values(args)
+    for flag in row.flags:
+        if flag.source == UPSTREAM and flag.dest in own:
+            return flag.kind.read(own[flag.dest])
+    return None
 
 
-def value_chosen(args: Namespace, dest: str, moonlights: _T) -> _T:
-    """The given value, or its default."""
-    given: _T | None = value_given(args, dest)
-    return given if given is not None else default_value(args, dest, moonlights)
-
-
-def twice(value: _T) -> tuple[_T, _T]:
-    """(value, meaning) of a flag whose value is its meaning, for ``one_meaning``."""
-    return value, value
-
-
-def one_meaning(*flags: tuple[str, Any, Any]) -> Any:
-    """The meaning that the given ones of several equivalent flags share; None if none is given.
-
-    Args:
-        flags: (option, value, meaning); the meaning is None where the flag is not given.
+def setting_given(args: Namespace, row: Row) -> Any:
+    """The setting that the given flags of a row mean; None where there are none.
 
     Raises:
-        ValueError: the flags contradict each other.
+        ValueError: a value has no meaning, or two flags contradict each other.
     """
-    given = [flag for flag in flags if flag[2] is not None]
-    if len({meaning for _, _, meaning in given}) > 1:
-        said = " and ".join(f"{option} {value}" for option, value, _ in given)
-        raise ValueError(f"{said} contradict each other: they set the same, give one")
-    return given[0][2] if given else None
+    told, meanings = [], []
+    for flag in row.flags:
+        value = value_given(args, flag.dest)
+        if value is None:
+            continue
+        try:
+            meaning = flag.kind.read(value)
+        except ValueError as error:
+            raise ValueError(f"{flag.option}: {error}") from error
+        if meaning is not None:
+            meanings.append(meaning)
+            shown = ("(on)" if meaning else "(off)") if flag.is_switch else value
+            told.append(f"{flag.option} {shown}")
+    if any(meaning != meanings[0] for meaning in meanings[1:]):
+        raise ValueError(f"{' and '.join(told)} contradict each other: they set the same, give one")
+    return meanings[0] if meanings else None
 
 
-def refuse_value(
-    args: Namespace, dest: str, known: tuple[Any, ...], why: str, way_out: str
-) -> None:
-    """Raise ValueError unless the value or default of one of Megatron's flags is in ``known``."""
-    value = value_chosen(args, dest, known[0])
-    if value in known:
-        return
-    option = f"--{dest.replace('_', '-')}"
-    said = option if value is True else f"{option} {value}"
-    if value_given(args, dest) is None:
-        said += " (Megatron's own default, by --muon-defaults upstream)"
-    raise ValueError(f"{said} has no meaning in megatron_muon: {why}; {way_out}")
+def setting_of(args: Namespace, row: Row) -> Any:
+    """The setting that flags give; else its default, as ``--muon-defaults`` says."""
+    given = setting_given(args, row)
+    if given is None and wants_upstreams(args):
+        given = upstreams_setting(args, row)
+    return row.default if given is None else given
 
 
 def tp_size(args: Namespace) -> int:
     """The largest number of TP ranks that share a matrix."""
     dense = value_given(args, "tensor_model_parallel_size") or 1
     return max(dense, value_given(args, "expert_tensor_parallel_size") or dense)
+
+
+def foreign_flags(args: Namespace, dests: set[str]) -> list[str]:
+    """The given options of ``FLAGS`` whose dest is not in ``dests``."""
+    return [
+        flag.option
+        for flag in FLAGS
+        if flag.dest not in dests and value_given(args, flag.dest) is not None
+    ]

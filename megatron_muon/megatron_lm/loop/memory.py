@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_muon.console import say
-from megatron_muon.megatron_lm.namespace import is_on
+from megatron_muon.megatron_lm.flags.namespace import is_on
 
 # Bytes per element: an fp32 main parameter with two moments (AdamW) or one momentum (Muon).
 ADAMW_BYTES, MUON_BYTES = 12, 8
@@ -30,11 +30,7 @@ def report_theoretical_memory(
 
 
 def less_than_adamw() -> str:
-    """A line: how much less state a rank of this pipeline stage has than Megatron reports.
-
-    In MB of 1024 x 1024 bytes, as Megatron's. It is the mean over the ranks that shard a buffer.
-    The layout decides which of them have more of Muon's parameters and which more of AdamW's.
-    """
+    """A line: how much less state the mean rank of this stage has than Megatron reports, in MiB."""
     from megatron_muon.mcore.wiring.buffers.state_size import muon_elements
 
     elements = muon_elements()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import inspect
 import os
@@ -11,25 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.console import say
-from megatron_muon.megatron_lm import shifted
-from megatron_muon.megatron_lm.namespace import is_on
 from megatron_muon.runtime.step_traces import StepTraces, chosen_steps
 
 if TYPE_CHECKING:
     from megatron_muon.mcore.wiring.step_traces import MegatronTraces
 
 FOLDER = "traces"
-_traces: dict[tuple[str, str], MegatronTraces] = {}
 
 
 def check(args: Any) -> None:
-    """Check the flags of traces before anything is built. A run without them is left alone.
-
-    Raises:
-        ValueError: ``--muon-trace-steps`` has another form, or reaches beyond the training; or this
-            rank's trace is there already; or ``--muon-trace-dir`` alone is given.
-        OSError: the folder cannot be made.
-    """
+    """Check the flags of traces before anything is built. A run without them is left alone."""
     steps = getattr(args, "muon_trace_steps", None)
     if not steps:
         if getattr(args, "muon_trace_dir", None):
@@ -51,38 +43,32 @@ def check(args: Any) -> None:
 
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Megatron's training step, traced if it is one of the chosen ones.
-
-    Before the first one, a run without Muon is warned of saves that will be shifted.
-    """
+    """Megatron's training step, traced if it is one of the chosen ones."""
     given = importlib.import_module("megatron.training").get_args()
-    optimizer = inspect.signature(original).bind(*args, **kwargs).arguments["optimizer"]
-    if not is_on(given):
-        shifted.warn_at_start(given, optimizer)
     steps = getattr(given, "muon_trace_steps", None)
     if not steps:
         return original(*args, **kwargs)
+    optimizer = inspect.signature(original).bind(*args, **kwargs).arguments["optimizer"]
     with _traces_of(steps, _folder(given)).step(given.curr_iteration + 1, optimizer):
         return original(*args, **kwargs)
 
 
 def forget() -> None:
     """Forget the traces of a run; for ``uninstall``."""
-    _traces.clear()
+    _traces_of.cache_clear()
 
 
 def _folder(args: Any) -> str:
     return getattr(args, "muon_trace_dir", None) or FOLDER
 
 
+@functools.cache
 def _traces_of(steps: str, folder: str) -> MegatronTraces:
     """The traces of this run, made in its first step: they need the process groups."""
-    if (steps, folder) not in _traces:
-        made = importlib.import_module("megatron_muon.mcore.wiring.step_traces")
-        traces: MegatronTraces = made.MegatronTraces(steps, folder)
-        _traces[steps, folder] = traces
-        atexit.register(_say_if_open, traces, steps)
-    return _traces[steps, folder]
+    made = importlib.import_module("megatron_muon.mcore.wiring.step_traces")
+    traces: MegatronTraces = made.MegatronTraces(steps, folder)
+    atexit.register(_say_if_open, traces, steps)
+    return traces
 
 
 def _say_if_open(traces: MegatronTraces, steps: str) -> None:

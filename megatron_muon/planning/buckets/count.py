@@ -9,21 +9,16 @@ the first wait shorter and the second longer. Both use the same links, so bytes 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from math import lcm
 
 from megatron_muon.planning.buckets.order import (
     ALIGNMENT,
     Bucket,
-    Holders,
     away,
-    orders,
-    sent_bytes,
     starts,
 )
 from megatron_muon.planning.layout import Parameter
-from megatron_muon.settings.config import MuonConfig
 
 _BUCKET = 128  # elements; Megatron rounds a bucket up to a multiple of this and of its shards
 # The fewest buckets are taken that cost at most this multiple of the least.
@@ -118,12 +113,7 @@ def choose(buffers: Sequence[Buffer]) -> Choice | None:
 
 
 def cost(buffers: Sequence[Buffer], bucket_size: int) -> BucketCost:
-    """The cost if a bucket is closed as soon as it has ``bucket_size`` elements.
-
-    Args:
-        buffers: all buffers of a rank.
-        bucket_size: in elements.
-    """
+    """The cost if a bucket of a rank's buffers is closed as soon as it has so many elements."""
     count = boundary = waited = cut = 0
     for buffer in buffers:
         size, elements = buffer.dp_size, 0
@@ -138,35 +128,6 @@ def cost(buffers: Sequence[Buffer], bucket_size: int) -> BucketCost:
                 cut += 2 * _PIECE * elsewhere // size  # there and back
         waited += (_GRAD + _PARAM) * elements * (size - 1) // size
     return BucketCost(count, boundary, waited, cut)
-
-
-def exchanged(
-    buffers: Sequence[Buffer], bucket_size: int, config: MuonConfig, *, ordered: bool = False
-) -> int:
-    """Bytes that Muon's exchange sends on an average rank in a step, from a plan of each buffer.
-
-    Matrices are whole in these plans: to choose which ones ranks share takes as long as the rest.
-
-    Args:
-        buffers: all buffers of a rank; experts' buffers as if their EP rank were the only one.
-        bucket_size: in elements.
-        config: ``homes``, the two speeds and the Newton-Schulz settings are read.
-        ordered: whether parameters are in the order of ``order.orders`` in each bucket.
-    """
-    whole = replace(config, split_matrices="off")
-    by = config if ordered else None
-    return sum(_exchanged(buffer, bucket_size, whole, by) for buffer in buffers)
-
-
-@lru_cache(16)  # of one model, whose matrices are shared in one plan and whole in another
-def _exchanged(
-    buffer: Buffer, bucket_size: int, config: MuonConfig, ordered_by: MuonConfig | None
-) -> int:
-    holders = Holders(buffer.dp_size, buffer.tp_size)
-    buckets = list(in_buckets(buffer, bucket_size))
-    own = [bucket.own() for bucket in buckets]
-    by_bucket = own if ordered_by is None else orders(buckets, holders, ordered_by)
-    return sent_bytes(buckets, by_bucket, holders, config) // (buffer.dp_size * buffer.tp_size)
 
 
 def in_buckets(buffer: Buffer, bucket_size: int) -> Iterator[Bucket]:

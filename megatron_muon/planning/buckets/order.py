@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.planning.plan import make_plan
-from megatron_muon.settings.config import MuonConfig
 
 ALIGNMENT = 64  # elements; Megatron starts every parameter at a multiple of it
 Orders = Sequence[Sequence[int]]  # for each bucket, indices of its parameters
@@ -50,31 +49,24 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """The ranks of a stage that have a buffer, on one EP rank, and their kind of device."""
+    """The ranks of a stage that have a buffer, on one EP rank."""
 
     dp_size: int
     tp_size: int = 1
-    device: Device = "cuda"
 
 
-def orders(buckets: Sequence[Bucket], holders: Holders, config: MuonConfig) -> Orders:
-    """The order of each bucket of a buffer: Megatron's, or one with few cuts where it sends less.
-
-    Args:
-        buckets: all buckets of the buffer, from its beginning.
-        holders: the ranks that have the buffer.
-        config: ``homes``, the two speeds and the Newton-Schulz settings are read.
-    """
+def orders(buckets: Sequence[Bucket], holders: Holders, numerics: Numerics) -> Orders:
+    """The order of each bucket: Megatron's, or one with few cuts where it sends less."""
     own = [bucket.own() for bucket in buckets]
     fitting = [_fitting(bucket, holders.dp_size) for bucket in buckets]
     if fitting == own:
         return own
-    before, after = (sent_bytes(buckets, each, holders, config) for each in (own, fitting))
+    before, after = (sent_bytes(buckets, each, holders, numerics) for each in (own, fitting))
     return fitting if after < before else own
 
 
 def sent_bytes(
-    buckets: Sequence[Bucket], by_bucket: Orders, holders: Holders, config: MuonConfig
+    buckets: Sequence[Bucket], by_bucket: Orders, holders: Holders, numerics: Numerics
 ) -> int:
     """Bytes that all these ranks together send in a step, pieces there and directions back."""
     rows = tuple(
@@ -82,8 +74,9 @@ def sent_bytes(
         for tp_rank in range(holders.tp_size)
     )
     grid = RankGrid((rows,))
-    config = replace(config, round_bytes=_ONE_ROUND)
-    plan = make_plan(parameters_in(buckets, by_bucket), grid, config, holders.device)
+    one_round = replace(numerics.config, round_bytes=_ONE_ROUND)
+    numerics = Numerics(one_round, numerics.device)
+    plan = make_plan(parameters_in(buckets, by_bucket), grid, numerics)
     return sum(plan.sent_bytes())
 
 

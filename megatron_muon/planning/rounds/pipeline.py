@@ -26,13 +26,7 @@ class Demand:
 
 
 def pipeline_time(rounds: Sequence[Sequence[int]], demands: Sequence[Demand], size: int) -> int:
-    """The time until the last rank has its directions.
-
-    Args:
-        rounds: indices of parameters per round.
-        demands: of each parameter, in the unit of ``homes.Price``.
-        size: number of ranks.
-    """
+    """The time until the last rank has its directions, from the parameters of each round."""
     every = [_together([demands[index] for index in round]) for round in rounds]
     link, done = [0] * size, [0] * size  # times at which a rank's link and its work are free
     arrived = _travelled(every[0].pieces, link, done) if every else {}

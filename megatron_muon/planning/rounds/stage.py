@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megatron_muon.orthogonalize.iteration import itemsize_of
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import Price, Work, prices
 from megatron_muon.planning.rounds.cut import ROUND_PS, Loads, make_rounds, smaller_first
 from megatron_muon.planning.rounds.pipeline import Demand, pipeline_time
-from megatron_muon.planning.segments import Matrix
-from megatron_muon.settings.config import MuonConfig
+from megatron_muon.planning.slices import Matrix
 
 _Rounds = tuple[tuple[int, ...], ...]
 
@@ -20,7 +19,7 @@ def stage_rounds(
     matrices: Sequence[Matrix],
     works: Sequence[Work],
     size: int,
-    config: MuonConfig,
+    numerics: Numerics,
 ) -> _Rounds:
     """Rounds that keep to ``round_bytes``, where two rounds use memory at a time.
 
@@ -39,19 +38,19 @@ def stage_rounds(
         owner: index of each matrix's parameter, in order; every parameter has a matrix.
         matrices, works: of the stage, in the same order, with the homes that were chosen.
         size: number of ranks in the stage.
-        config: ``round_bytes``, ``rank_tflops`` and ``link_gbytes`` are read.
+        numerics: ``round_bytes``, ``rank_tflops`` and ``link_gbytes`` are read.
 
     Returns:
         Indices of parameters per round.
     """
-    count, itemsize = owner[-1] + 1 if owner else 0, itemsize_of(config)
-    moved = list(zip(owner, matrices, works, strict=True))
-    travels = {index for index, matrix, work in moved if set(work.held) != {matrix.home}}
+    count, itemsize = owner[-1] + 1 if owner else 0, numerics.itemsize
+    every = list(zip(owner, matrices, works, strict=True))
+    travels = {index for index, matrix, work in every if set(work.held) != {matrix.home}}
     if any(len(work.held) > 1 for work in works):
         travels = set(range(count))
     homed: list[dict[int, int]] = [defaultdict(int) for _ in range(count)]
     taken: list[dict[int, int]] = [defaultdict(int) for _ in range(count)]
-    for index, matrix, work in moved:
+    for index, matrix, work in every:
         homed[index][matrix.home] += matrix.numel * itemsize
         for rank, elements in work.held.items():
             if rank != matrix.home:
@@ -62,14 +61,16 @@ def stage_rounds(
     def cut(some: Sequence[int], demands: Sequence[Demand] | None) -> list[tuple[int, ...]]:
         loads = [homed[index] for index in some], [taken[index] for index in some]
         if demands is None:
-            made = make_rounds(*loads, config.round_bytes)
+            made = make_rounds(*loads, numerics.config.round_bytes)
         else:
-            made = _shorter(*loads, [demands[index] for index in some], size, config)
+            made = _shorter(*loads, [demands[index] for index in some], size, numerics)
         return [tuple(some[at] for at in round) for round in made]
 
     # The homes of a shared matrix wait for each other, so all of them come at once.
-    may_choose = config.round_bytes is None and all(matrix.strip is None for matrix in matrices)
-    demands = _demands(owner, matrices, works, prices(config, itemsize)) if may_choose else None
+    may_choose = numerics.config.round_bytes is None and all(
+        matrix.strip is None for matrix in matrices
+    )
+    demands = _demands(owner, matrices, works, prices(numerics)) if may_choose else None
     stay = [index for index in range(count) if index not in travels]
     return (*cut(stay, None), *cut(sorted(travels), demands))
 
@@ -79,13 +80,13 @@ def _shorter(
     taken: Sequence[Loads],
     demands: Sequence[Demand],
     size: int,
-    config: MuonConfig,
+    numerics: Numerics,
 ) -> _Rounds:
     """As few rounds as fit, or at least two with small matrices first, if that ends sooner."""
     few = make_rounds(homed, taken, None)
     other = smaller_first(homed, taken, None, max(2, len(few)))
-    price = prices(config, itemsize_of(config))
-    more = (len(other) - len(few)) * ROUND_PS * config.rank_tflops * price.flop
+    price = prices(numerics)
+    more = (len(other) - len(few)) * ROUND_PS * numerics.config.rank_tflops * price.flop
     is_shorter = pipeline_time(other, demands, size) + more < pipeline_time(few, demands, size)
     return other if is_shorter else few
 

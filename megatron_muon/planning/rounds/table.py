@@ -1,7 +1,7 @@
 """One rank's part of a round of the exchange, as integers: made once, used in every step.
 
-A run is a segment of the plan that this rank holds. Buffers of a round are flat: each list of sizes
-below cuts one of them into parts, from the first element to the last.
+Buffers of a round are flat: each list of sizes below cuts one of them, from the first element to
+the last.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_muon.planning.rank_plan import RankPlan, RankRound
-from megatron_muon.planning.segments import Matrix, Segment, gather_message
+from megatron_muon.planning.slices import Matrix, Slice, gather_message
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ _FEW = 8
 
 
 def stays_in_place(kept: int, arriving: int, leaving: int) -> bool:
-    """Whether a home stages a round's matrices where it writes its own runs of them.
+    """Whether a home stages a round's matrices where it writes its own slices of them.
 
     Then it copies only what travels, and the places of what arrives wait empty. Else buffers of
-    its own runs are copied with the rest, so that none is larger than what it holds.
+    its own slices are copied with the rest, so that none is larger than what it holds.
 
     Args:
         kept: elements of its matrices that a rank holds itself.
@@ -62,40 +62,40 @@ class RoundTable:
     """One rank's part of a round.
 
     Attributes:
-        parameters: ``(index, sizes of its runs)`` of each with a piece here. Runs are numbered in
-            this order.
-        matrices: the plan's index of each run's matrix.
-        moving: numbers of the runs that go to a home: the kept ones in staged order, then the sent
-            ones in the order of ``sent_sizes``.
-        kept_sizes: sizes of the runs that are home already.
-        sent_sizes: sizes of the parts of the message to homes: each peer's runs, then their flags.
-        sent_parts: numbers of that message's parts that are runs.
+        parameters: ``(index, sizes of its slices)`` of each with a shard here. Slices are numbered
+            in this order.
+        matrices: the plan's index of each slice's matrix.
+        leaving: numbers of the slices that go to a home: the kept ones in staged order, then the
+            sent ones in the order of ``sent_sizes``.
+        kept_sizes: sizes of the slices that are home already.
+        sent_sizes: sizes in the message to homes: each peer's slices, then their flags.
+        sent_slices: numbers of those of these sizes that are slices.
         sent_to, received_from: ``(rank of the stage, elements)`` by peer, flags included.
         sent_flags, received_flags: the places of flags in the messages.
-        received_sizes: sizes of the parts of the message that arrives, as ``sent_sizes``.
+        received_sizes: sizes in the message that arrives, as ``sent_sizes``.
         homes: the matrices whose home this rank is, in staged order.
         alike: the same matrices, grouped by layout.
-        staged_sizes: sizes of the staged buffer's parts.
-        staged_places: for each of these parts, the place of its matrix in ``homes``.
-        staged_from: for each staged part, its number among the kept runs and, after them, the parts
-            of ``received_sizes``.
-        places: for each kept run and each one that arrives, the place of its matrix in ``homes``.
-        kept_parts: numbers of the staged parts that are kept runs.
-        in_place: kept runs are written where they are staged (``stays_in_place``).
-        directions_to: ``(rank of the stage, elements)`` of the ranks that get directions from here.
-        direction_parts: numbers of the staged parts that are sent, in the message's order.
-        directions_from: the same for the ranks that send directions to this one.
-        direction_sizes: sizes of the parts of the message that comes back.
-        direction_of: for each run, its number among the kept runs and, after them, the parts of
+        staged_sizes: sizes of the slices in the staged buffer.
+        staged_places: for each of these, the place of its matrix in ``homes``.
+        staged_from: for each of these, its number among the kept slices and, after them,
+            ``received_sizes``.
+        places: for each kept slice and each one that arrives, the place of its matrix in ``homes``.
+        kept_staged: numbers of the staged slices that are kept.
+        in_place: kept slices are written where they are staged (``stays_in_place``).
+        directions_to, directions_from: ``(rank of the stage, elements)`` of the ranks that get
+            directions from here, and of those that send some.
+        scattered: numbers of the staged slices that are sent, in the message's order.
+        direction_sizes: sizes in the message that comes back.
+        direction_of: for each slice, its number among the kept ones and, after them,
             ``direction_sizes``.
     """
 
     parameters: tuple[tuple[int, tuple[int, ...]], ...]
     matrices: tuple[int, ...]
-    moving: tuple[int, ...]
+    leaving: tuple[int, ...]
     kept_sizes: tuple[int, ...]
     sent_sizes: tuple[int, ...]
-    sent_parts: tuple[int, ...]
+    sent_slices: tuple[int, ...]
     sent_to: tuple[tuple[int, int], ...]
     received_from: tuple[tuple[int, int], ...]
     sent_flags: tuple[int, ...]
@@ -107,10 +107,10 @@ class RoundTable:
     staged_places: tuple[int, ...]
     staged_from: tuple[int, ...]
     places: tuple[int, ...]
-    kept_parts: tuple[int, ...]
+    kept_staged: tuple[int, ...]
     in_place: bool
     directions_to: tuple[tuple[int, int], ...]
-    direction_parts: tuple[int, ...]
+    scattered: tuple[int, ...]
     directions_from: tuple[tuple[int, int], ...]
     direction_sizes: tuple[int, ...]
     direction_of: tuple[int, ...]
@@ -133,12 +133,7 @@ class RoundTable:
 
 
 def round_tables(plan: RankPlan, matrices: Sequence[Matrix]) -> list[RoundTable]:
-    """The tables of every round, for one rank of the stage.
-
-    Args:
-        plan: that rank's part of the plan.
-        matrices: all matrices of the stage.
-    """
+    """The tables of every round, for one rank of the stage, of which these are all matrices."""
     return [_table(round, matrices) for round in plan.rounds]
 
 
@@ -147,33 +142,30 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
     homes = [index for group in alike for index in group.matrices]
     place = {index: at for at, index in enumerate(homes)}
 
-    def in_staged_order(segment: Segment) -> tuple[int, int]:
-        return place[segment.matrix], segment.start
+    def in_staged_order(one: Slice) -> tuple[int, int]:
+        return place[one.matrix], one.start
 
     kept = sorted(routes.kept, key=in_staged_order)
     to_homes, arriving = _joined(routes.gather_to), _joined(routes.gather_from)
     back, returning = _joined(routes.scatter_to), _joined(routes.scatter_from)
-    runs = sorted([*kept, *returning], key=lambda s: (s.parameter, s.elements))
-    number = {id(segment): at for at, segment in enumerate(runs)}
-    sent_sizes, sent_flags = _with_flags(routes.gather_to)
-    received_sizes, received_flags = _with_flags(routes.gather_from)
-    source = {
-        **{id(segment): at for at, segment in enumerate(kept)},
-        **_numbers(routes.gather_from, first=len(kept)),
-    }
-    parts = sorted([*kept, *arriving], key=in_staged_order)
-    part_of = {(s.matrix, s.start): at for at, s in enumerate(parts)}
-    direction = {id(segment): at for at, segment in enumerate([*kept, *returning])}
+    held = sorted([*kept, *returning], key=lambda one: (one.parameter, one.elements))
+    number = _numbers(held)
+    staged = sorted([*kept, *arriving], key=in_staged_order)
+    in_staged = {(one.matrix, one.start): at for at, one in enumerate(staged)}
+    sent_sizes, sent_flags, in_sent = _message(routes.gather_to)
+    received_sizes, received_flags, in_received = _message(routes.gather_from)
+    source = {**_numbers(kept), **{key: len(kept) + at for key, at in in_received.items()}}
+    direction = _numbers([*kept, *returning])
     return RoundTable(
         parameters=tuple(
-            (index, tuple(s.elements.size for s in held))
-            for index, held in itertools.groupby(runs, key=lambda s: s.parameter)
+            (index, _sizes(list(of_one)))
+            for index, of_one in itertools.groupby(held, key=lambda one: one.parameter)
         ),
-        matrices=tuple(segment.matrix for segment in runs),
-        moving=tuple(number[id(segment)] for segment in (*kept, *to_homes)),
+        matrices=tuple(one.matrix for one in held),
+        leaving=tuple(number[id(one)] for one in (*kept, *to_homes)),
         kept_sizes=_sizes(kept),
         sent_sizes=sent_sizes,
-        sent_parts=tuple(_numbers(routes.gather_to).values()),
+        sent_slices=tuple(in_sent.values()),
         sent_to=_counts(routes.gather_to, flags=True),
         received_from=_counts(routes.gather_from, flags=True),
         sent_flags=sent_flags,
@@ -181,17 +173,17 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
         received_sizes=received_sizes,
         homes=tuple(homes),
         alike=tuple(alike),
-        staged_sizes=_sizes(parts),
-        staged_places=tuple(place[segment.matrix] for segment in parts),
-        staged_from=tuple(source[id(segment)] for segment in parts),
-        places=tuple(place[segment.matrix] for segment in (*kept, *arriving)),
-        kept_parts=tuple(part_of[s.matrix, s.start] for s in kept),
-        in_place=stays_in_place(*(sum(_sizes(segments)) for segments in (kept, arriving, back))),
+        staged_sizes=_sizes(staged),
+        staged_places=tuple(place[one.matrix] for one in staged),
+        staged_from=tuple(source[id(one)] for one in staged),
+        places=tuple(place[one.matrix] for one in (*kept, *arriving)),
+        kept_staged=tuple(in_staged[one.matrix, one.start] for one in kept),
+        in_place=stays_in_place(*(sum(_sizes(some)) for some in (kept, arriving, back))),
         directions_to=_counts(routes.scatter_to),
-        direction_parts=tuple(part_of[s.matrix, s.start] for s in back),
+        scattered=tuple(in_staged[one.matrix, one.start] for one in back),
         directions_from=_counts(routes.scatter_from),
         direction_sizes=_sizes(returning),
-        direction_of=tuple(direction[id(segment)] for segment in runs),
+        direction_of=tuple(direction[id(one)] for one in held),
     )
 
 
@@ -209,8 +201,7 @@ def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Ali
             shared[index - matrix.strip.number].append(index)
             continue
         columns = (matrix.column_parts, matrix.column_blocks, matrix.units)
-        layout = (matrix.rows, matrix.cols, *columns)
-        groups[layout].append(index)
+        groups[(matrix.rows, matrix.cols, *columns)].append(index)
     start = 0
     for first, indices in sorted(shared.items()):
         strip = matrices[first].strip
@@ -224,52 +215,46 @@ def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Ali
         start += len(indices) * like.numel
 
 
-def _joined(segments: dict[int, list[Segment]]) -> list[Segment]:
-    """The segments of all ranks, in the order of ranks."""
-    return [segment for rank in sorted(segments) for segment in segments[rank]]
+_ByRank = dict[int, list[Slice]]
 
 
-def _sizes(segments: Sequence[Segment]) -> tuple[int, ...]:
-    return tuple(segment.elements.size for segment in segments)
+def _joined(slices: _ByRank) -> list[Slice]:
+    """The slices of all ranks, in the order of ranks."""
+    return [one for rank in sorted(slices) for one in slices[rank]]
 
 
-def _counts(
-    segments: dict[int, list[Segment]], *, flags: bool = False
-) -> tuple[tuple[int, int], ...]:
-    """Elements by rank; with ``flags``, those of its message: see ``_with_flags``."""
-    return tuple((rank, _elements(segments[rank], flags=flags)) for rank in sorted(segments))
+def _sizes(slices: Sequence[Slice]) -> tuple[int, ...]:
+    return tuple(one.elements.size for one in slices)
 
 
-def _elements(segments: Sequence[Segment], *, flags: bool = True) -> int:
-    elements = sum(_sizes(segments))
-    return gather_message(elements, len(segments)) if flags else elements
+def _numbers(slices: Sequence[Slice]) -> dict[int, int]:
+    """The place of each slice, by its id."""
+    return {id(one): at for at, one in enumerate(slices)}
 
 
-def _with_flags(
-    segments: dict[int, list[Segment]],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of a message's parts (each rank's segments, then their flags), and places of flags.
+def _counts(slices: _ByRank, *, flags: bool = False) -> tuple[tuple[int, int], ...]:
+    """Elements by rank; with ``flags``, those of its message: see ``_message``."""
+    return tuple((rank, _elements(slices[rank], flags=flags)) for rank in sorted(slices))
 
-    The last of a rank's parts has its flags and fills its message.
+
+def _elements(slices: Sequence[Slice], *, flags: bool = True) -> int:
+    elements = sum(_sizes(slices))
+    return gather_message(elements, len(slices)) if flags else elements
+
+
+def _message(slices: _ByRank) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, int]]:
+    """Sizes in a message, the places of its flags, and the number of each slice by its id.
+
+    It has each rank's slices, then their flags, which fill it up.
     """
     sizes: list[int] = []
     places: list[int] = []
+    numbers: dict[int, int] = {}
     start = 0
-    for rank in sorted(segments):
-        own = _sizes(segments[rank])
-        elements = _elements(segments[rank])
+    for rank in sorted(slices):
+        own, elements = _sizes(slices[rank]), _elements(slices[rank])
+        numbers |= {id(one): len(sizes) + at for at, one in enumerate(slices[rank])}
         places += range(start + sum(own), start + sum(own) + len(own))
         sizes += [*own, elements - sum(own)]
         start += elements
-    return tuple(sizes), tuple(places)
-
-
-def _numbers(segments: dict[int, list[Segment]], first: int = 0) -> dict[int, int]:
-    """The number of each segment among the parts of ``_with_flags``, counted from ``first``."""
-    numbers: dict[int, int] = {}
-    for rank in sorted(segments):
-        for segment in segments[rank]:
-            numbers[id(segment)] = first
-            first += 1
-        first += 1  # the flags
-    return numbers
+    return tuple(sizes), tuple(places), numbers

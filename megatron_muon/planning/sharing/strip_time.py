@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_muon.orthogonalize.iteration import NODE, Device, gathers_of_rows, itemsize_of
+from megatron_muon.orthogonalize.iteration import NODE, gathers_of_rows
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.layout import Strip
-from megatron_muon.settings.config import MuonConfig
 
 # Speeds by that of a link between nodes. An H100's link inside a node sends 450 GB/s each way and
 # reaches 0.7 of it, its memory 3,350 and 0.8, its port 50 and 0.85 (``pricing.presets``).
@@ -42,8 +42,7 @@ def strip_time(
     strip: Strip | None,
     own: int,
     size: int,
-    config: MuonConfig,
-    device: Device,
+    numerics: Numerics,
     neighbours: int = NODE,
 ) -> StripTime:
     """The time of a strip at its home beside products, pieces and directions.
@@ -52,16 +51,16 @@ def strip_time(
         strip: the strip; None for a whole matrix, which takes none.
         own: its elements.
         size: number of ranks in the stage.
-        config, device: see ``iteration.ns_flops``.
+        numerics: of the run.
         neighbours: see ``RankGrid``.
     """
     if strip is None:
         return StripTime()
     homes, square = min(size, strip.count), min(strip.rows, strip.cols) ** 2
-    gathers = gathers_of_rows(strip.rows, strip.cols, strip.count, config, device)
+    gathers = gathers_of_rows(strip.rows, strip.cols, strip.count, numerics)
     sums, rows = len(gathers), sum(gathers)
     travels = (2 * sums + rows) * square
-    passes = _STRIP_BYTES * own // itemsize_of(config)
+    passes = _STRIP_BYTES * own // numerics.itemsize
     passes += _SUM_HALVES * sums * square // 2 + _ROW_PASSES * rows * square // homes
     messages = 3 + 2 * sums + rows  # three of numbers
     if strip.is_turned:

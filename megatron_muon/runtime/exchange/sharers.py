@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, split_with_sizes
 
 from megatron_muon.orthogonalize.iteration import square_rows
-from megatron_muon.planning.segments import Matrix
+from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group, Route
 from megatron_muon.runtime.exchange.meter import Meter
 
 Counts = Sequence[tuple[int, int]]  # (rank of the stage, elements)
-_Blocks = Mapping[tuple[int, int], Tensor]  # by numbers of two strips
+_Crossings = Mapping[tuple[int, int], Tensor]  # by numbers of two strips
 
 
 class Sharers:
@@ -26,14 +26,13 @@ class Sharers:
     others: a square at most each time.
 
     A wide matrix may come in ranges of its rows, whose elements are contiguous everywhere. Its
-    homes then turn it: strip a's rows and strip b's columns are a block, which the home of one has
-    and that of the other needs. Each sends and receives its own strip at most, there and back.
+    homes then turn it: where strip a's rows and strip b's columns cross, the home of one has the
+    elements and that of the other needs them. Each sends and receives its own strip at most, there
+    and back.
 
     Args:
         strips: all of the matrix's strips, in order.
-        rank: rank of the stage.
-        group: process group of the stage.
-        world: ``collectives.world_ranks(group)``.
+        rank, group, world: rank of the stage, its group, ``collectives.world_ranks(group)``.
         meter: counts the bytes sent.
     """
 
@@ -68,29 +67,26 @@ class Sharers:
             total.add_(next(of_ranks[rank]))
         return self._whole(total.to(squares[0].dtype), rows)
 
-    def together(self, parts: Sequence[Tensor]) -> Tensor:
+    def together(self, rows_here: Sequence[Tensor]) -> Tensor:
         """A square, ``(m, m)``, from the rows of the strips here (``iteration.square_rows``)."""
-        size = parts[0].size(1)
-        spans = [square_rows(size, number, self.count) for number in range(self.count)]
+        size = rows_here[0].size(1)
+        places = [square_rows(size, number, self.count) for number in range(self.count)]
         rows = {
-            rank: slice(spans[own[0]][0], spans[own[-1]][1])  # homes have neighbouring strips
+            rank: slice(places[own[0]][0], places[own[-1]][1])  # homes have neighbouring strips
             for rank in self._ranks
             for own in [self._strips_at(rank)]
         }
-        return self._whole(parts[0] if len(parts) == 1 else torch.cat(list(parts)), rows)
+        return self._whole(
+            rows_here[0] if len(rows_here) == 1 else torch.cat(list(rows_here)), rows
+        )
 
     def _whole(self, mine: Tensor, rows: Mapping[int, slice]) -> Tensor:
-        """A square of which each home has rows: they are sent as they lie, and received in place.
-
-        Args:
-            mine: the rows of this home, contiguous.
-            rows: those of all homes.
-        """
+        """A square from each home's rows: they are sent as they lie, and received in place."""
         if not self._others:
             return mine
         size = mine.size(1)
-        spans = {rank: (span.start * size, span.stop * size) for rank, span in rows.items()}
-        route = Route.gather(self._group, self._world, self._rank, spans)
+        places = {rank: (own.start * size, own.stop * size) for rank, own in rows.items()}
+        route = Route.gather(self._group, self._world, self._rank, places)
         self._meter.square_bytes += len(self._others) * mine.nbytes
         pending = collectives.start_messages("muon/share", mine.view(-1), route)
         assert pending is not None
@@ -109,52 +105,45 @@ class Sharers:
             ``(rows, columns of the strip)`` of each of them, contiguous.
         """
         own = self._strips_at(self._rank)
-        blocks = {
-            (a, b): block
+        crossings = {
+            (a, b): crossing
             for a, strip in zip(own, by_rows, strict=True)
-            for b, block in enumerate(split_with_sizes(strip.flatten(1), self._cols, dim=1))
+            for b, crossing in enumerate(split_with_sizes(strip.flatten(1), self._cols, dim=1))
         }
-        made = self._swapped(blocks, lambda a, b: (self._rows[a], self._cols[b]))
+        made = self._swapped(crossings, lambda a, b: (self._rows[a], self._cols[b]))
         return [torch.cat([made[a, b] for a in range(len(self._homes))]) for b in own]
 
     def turn_back(self, by_cols: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """The inverse of ``turned``.
-
-        Args:
-            by_cols: what ``turned`` returns, with other values.
-            into: takes the strips' rows; laid out as what ``turned`` takes.
-        """
+        """The inverse of ``turned``, into tensors that are laid out as what ``turned`` takes."""
         own = self._strips_at(self._rank)
-        blocks = {
-            (a, b): block
+        crossings = {
+            (a, b): crossing
             for a, strip in zip(own, by_cols, strict=True)
-            for b, block in enumerate(split_with_sizes(strip, self._rows))
+            for b, crossing in enumerate(split_with_sizes(strip, self._rows))
         }
-        made = self._swapped(blocks, lambda a, b: (self._rows[b], self._cols[a]))
+        made = self._swapped(crossings, lambda a, b: (self._rows[b], self._cols[a]))
         for b, strip in zip(own, into, strict=True):
             rows = torch.cat([made[a, b] for a in range(len(self._homes))], dim=1)
             strip.copy_(rows.view(strip.shape))
 
     def _swapped(
-        self, blocks: _Blocks, shape_of: Callable[[int, int], tuple[int, int]]
+        self, crossings: _Crossings, shape_of: Callable[[int, int], tuple[int, int]]
     ) -> dict[tuple[int, int], Tensor]:
-        """The blocks ``(any strip, one that is here)`` from those ``(one that is here, any)``.
+        """What ``(any strip, one that is here)`` share, from ``(one that is here, any)``.
 
-        Args:
-            blocks: each ``shape_of(*key)``.
-            shape_of: the same function on all homes.
+        Each has the shape ``shape_of(*key)``, on all homes.
         """
         own = self._strips_at(self._rank)
-        made = {(a, b): blocks[a, b] for a in own for b in own}
+        made = {(a, b): crossings[a, b] for a in own for b in own}
         if not self._others:
             return made
         leaving = [[(a, b) for a in own for b in self._strips_at(rank)] for rank in self._others]
         coming = [[(a, b) for a in self._strips_at(rank) for b in own] for rank in self._others]
-        sizes = [[blocks[key].numel() for key in keys] for keys in leaving]
-        sent = blocks[own[0], own[0]].new_empty(sum(map(sum, sizes)))
+        sizes = [[crossings[key].numel() for key in keys] for keys in leaving]
+        sent = crossings[own[0], own[0]].new_empty(sum(map(sum, sizes)))
         places = iter(split_with_sizes(sent, [size for of_rank in sizes for size in of_rank]))
         for key in (key for keys in leaving for key in keys):
-            next(places).view(shape_of(*key)).copy_(blocks[key])
+            next(places).view(shape_of(*key)).copy_(crossings[key])
         self._meter.turn_bytes += sent.nbytes
         counts = [sum(rows * cols for rows, cols in (shape_of(*k) for k in ks)) for ks in coming]
         to = list(zip(self._others, map(sum, sizes), strict=True))

@@ -13,9 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_muon.lab.bench.newton_schulz import command, peers
 from megatron_muon.lab.bench.newton_schulz.ceiling import ceiling_on
 from megatron_muon.lab.commands import main
-from megatron_muon.orthogonalize.iteration import held_dtype
-from megatron_muon.orthogonalize.matmul import plan_device, products_on
+from megatron_muon.orthogonalize.matmul import numerics_on, plan_device, products_on
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.coefficients import SETS, NsDtype
+from megatron_muon.settings.config import MuonConfig
 
 PAIRS = [(name, steps) for name, coefficients in SETS.items() for steps in coefficients.restarts]
 DTYPES = get_args(NsDtype)
@@ -69,11 +70,14 @@ def test_of_ceiling_is_the_median_of_the_rounds_rates() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_ceiling_is_in_what_products_are_made_in(dtype: Any) -> None:
     ceiling = ceiling_on(CPU_DEVICE, dtype)
-    assert ceiling.left.dtype == products_on(CPU_DEVICE, dtype).held
+    assert (
+        ceiling.left.dtype
+        == products_on(CPU_DEVICE, numerics_on(CPU_DEVICE, MuonConfig(ns_dtype=dtype))).held
+    )
     with FlopCounterMode(display=False) as counter:
         assert ceiling(torch.zeros(1)).shape == (1024, 1024)
     assert counter.get_total_flops() == ceiling.flops
-    assert ceiling.name == f"matmul 1024x1024, {held_dtype(dtype, CPU)}"
+    assert ceiling.name == f"matmul 1024x1024, {Numerics(MuonConfig(ns_dtype=dtype), CPU).held}"
 
 
 def test_accuracy_is_of_the_dtype_and_of_every_shape_that_is_given(

@@ -37,7 +37,7 @@ def test_bench_speeds_prints_both_as_flags_of_a_run() -> None:
         ("--ranks 0", "argument --ranks: must be a whole number of at least 1, got '0'"),
         ("--mib -1", "argument --mib: must be a whole number of at least 1, got '-1'"),
         ("--shape 64", "a shape is ROWSxCOLS, got '64'"),
-        ("--muon-ns-steps 0", "--muon-num-ns-steps: must be a whole number of at least 1, got '0'"),
+        ("--muon-ns-steps 0", "ns_steps (--muon-ns-steps) must be at least 1, got 0"),
     ],
 )
 def test_bench_speeds_refuses_what_it_cannot_measure(

@@ -58,7 +58,7 @@ def _by_formula(plan: Any, rank: int) -> dict[str, int]:
             continue
         height, width = parameter.shape
         owner = torch.full((height * width,), -1)
-        for other, piece in parameter.pieces(dp_size):
+        for other, piece in parameter.shards(dp_size):
             owner[piece.start : piece.stop] = other
         matrix = torch.full((height, 1), -1)
         for block in parameter.blocks[tp]:

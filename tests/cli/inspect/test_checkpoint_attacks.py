@@ -125,18 +125,13 @@ def test_metadata_name_no_file_elsewhere(
 def _loads(folder: Path) -> dict[str, Callable[[], Any]]:
     """All that we open of a checkpoint before Megatron reads it."""
     from megatron_muon.mcore.checkpoint import metadata
-    from megatron_muon.mcore.checkpoint.interop import switch
-    from megatron_muon.mcore.load_check import check
+    from megatron_muon.mcore.checkpoint.interop.saved import Saved
 
-    shard = {"size": 0, "hash": ""}
     return {
-        "writer_of": lambda: switch.writer_of(folder),
-        "foreign_writer": lambda: switch.foreign_writer(folder),
-        "has_record": lambda: switch.has_record(folder),
-        "record_of": lambda: switch.record_of(folder),
-        "optimizer": lambda: switch.record_of(folder, "optimizer"),
+        "writer": lambda: Saved.of(folder).writer,
+        "foreign_writer": lambda: Saved.of(folder).foreign_writer,
+        "record": lambda: Saved.of(folder).record(),
         "layout": lambda: metadata._stored(str(folder)),
-        "held_in": lambda: check.held_in(folder, "__0_0.distcp", shard),
         "digest": lambda: digest.read(folder),
     }
 
@@ -188,24 +183,20 @@ def _errors(folder: Path) -> list[str]:
 
 def test_what_training_reads_is_what_is_there(folder: Path) -> None:
     """The readers of our own and torch's agree on a checkpoint that nobody has touched."""
-    from megatron_muon.mcore.checkpoint import metadata
-    from megatron_muon.mcore.checkpoint.interop import switch
+    from megatron_muon.mcore.checkpoint.interop.saved import Saved
 
     _as_megatron_lm(folder)
-    assert switch.writer_of(folder) == "muon"
-    assert switch.foreign_writer(folder) is None
-    assert switch.record_of(folder)["settings"]["momentum"] == 0.95
+    saved = Saved.of(folder)
+    assert saved.writer == "muon" and saved.foreign_writer is None
+    assert saved.record()["settings"]["momentum"] == 0.95
     if not (folder / ".metadata").exists():
         return
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    from megatron_muon.mcore.checkpoint.torch_dist import Shards, read_metadata
-
-    expected, actual = FileSystemReader(folder).read_metadata(), read_metadata(folder)
+    expected, actual = FileSystemReader(folder).read_metadata(), saved.metadata
     assert expected.state_dict_metadata.keys() == actual.entries.keys()
     places = {(at.fqn, at.offset): info for at, info in expected.storage_data.items()}
     assert places.keys() == actual.places.keys()
-    shards = Shards(folder, actual)
     for key, entry in expected.state_dict_metadata.items():
         ours = actual.entries[key]
         assert _is_object(entry) == (ours is None)
@@ -216,19 +207,18 @@ def test_what_training_reads_is_what_is_there(folder: Path) -> None:
             assert (tuple(theirs.offsets), tuple(theirs.sizes)) == (chunk.offsets, chunk.sizes)
             place = places[key, chunk.offsets]
             data = (folder / place.relative_path).read_bytes()[place.offset :][: place.length]
-            assert torch.equal(torch.load(io.BytesIO(data)), shards.read(key, chunk.offsets))
-    assert metadata._stored(str(folder)).keys()
+            assert torch.equal(torch.load(io.BytesIO(data)), actual.value(key, chunk.offsets))
 
 
 def test_groups_with_objects_do_not_go_on_into_a_run(tmp_path: Path) -> None:
     from megatron_muon.mcore.checkpoint import read
-    from megatron_muon.mcore.checkpoint.interop.switch import _require_plain_groups
+    from megatron_muon.mcore.checkpoint.interop.switch import require_plain_groups
 
     file = io.BytesIO()
     torch.save({"param_groups": [{"lr": 0.1, "step": Touch(tmp_path)}]}, file)
-    loaded = read.load_view(file.getbuffer())
+    loaded = read.load(file.getvalue())
     with pytest.raises(ValueError, match=r"group's step is an object of posix\.system"):
-        _require_plain_groups(tmp_path, [loaded])
+        require_plain_groups(tmp_path, [loaded])
 
 
 assert set(PICKLES) < set(ATTACKS)

@@ -45,7 +45,11 @@ def _metadata(data: bytes) -> Any:
 
 SPOILT: dict[str, tuple[Any, int, str]] = {
     "shared tuples": (_metadata(TUPLES), 3, "took more than 1 s of processor time"),
-    "a memo": (_metadata(MEMO), 1, ".metadata cannot be read: its pickle is damaged: MemoryError"),
+    "a memo": (
+        _metadata(MEMO),
+        1,
+        ".metadata cannot be read: it is no pickle, or damaged: MemoryError",
+    ),
     "deep tuples": (_metadata(b"\x80\x02})" + b"\x85" * 200_000 + b"Ns."), 3, "by signal 11"),
     "an empty tensor": (_metadata(_empty_tensor()), 1, ".metadata does not say where"),
     "texts": (_texts, 3, "has more than 1 MiB"),

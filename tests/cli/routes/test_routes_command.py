@@ -30,7 +30,6 @@ CORE = Path(megatron.core.__path__[0]).parent.parent
 
 def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
     """On a rank of a real run: what its Muon parts plan, its other weights, and what it printed."""
-    from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         built = start(case, topology)
@@ -43,17 +42,13 @@ def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
                 (m.name, m.rows, m.cols, m.home)
                 for m in (next(matrices) for _ in parameter.matrices)
             ]
-    settings = dist_opt.muon.config
     return {
         "stage": built.pp_rank,
         "first": built.place.ep_rank == 0,
         "plans": plans,
         "weights": {
-            weight.name: (
-                list(weight.param.shape),
-                why_adamw(weight, dist_opt.sizes.tp_of(weight), settings),
-            )
-            for weight in weights(built.chunks)
+            route.weight.name: (list(route.weight.param.shape), route.why_adamw)
+            for route in dist_opt.routes
         },
         "lines": [
             line

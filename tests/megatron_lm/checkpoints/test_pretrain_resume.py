@@ -146,19 +146,3 @@ def test_an_earlier_checkpoint_loads_with_the_state_that_it_was_saved_with(
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     again = f"--load {tmp_path} --muon-from-adamw momentum"
     assert steps(pretrain(1, run, "--optimizer muon", again)) == after
-
-
-def test_a_run_of_adamw_is_told_where_megatron_saves_shifted_state(tmp_path: Path) -> None:
-    """At its start, at each save and where it resumes; see ``test_shifted``."""
-    if version() < (0, 15):
-        pytest.skip("fully_reshardable came with core 0.15")
-    run = "--optimizer adam --use-distributed-optimizer --bf16 --ckpt-format torch_dist"
-    run += " --hidden-size 66 --num-attention-heads 3 --num-query-groups 3"
-    run += " --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 4"
-    run += f" --dist-ckpt-optim-fully-reshardable --save {tmp_path} --save-interval 2"
-    shifts = version() < (0, 20)
-    text = pretrain(2, run, "--train-iters 2")
-    assert text.count("pull request 5077), and so will this run of AdamW") == 2 * shifts
-    again = f"--train-iters 3 --load {tmp_path} --override-opt_param-scheduler"
-    resumed = pretrain(2, run, again)
-    assert ("the main parameters that were loaded are not those" in resumed) == shifts

@@ -18,7 +18,8 @@ from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import (
     go_on_after_muon,
     reading_muon,
 )
-from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw, writer_of
+from megatron_muon.mcore.checkpoint.interop.saved import Saved
+from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from support import te_on_cpu
 from support.checkpoints.saving import formats, load, save, spoil, unequal
 from support.models.gpt import (
@@ -53,7 +54,7 @@ def _saved(case: Case, topology: Topology, format: str, folder: str) -> dict[str
 def _switched(
     case: Case, topology: Topology, format: str, folder: str, momentum: Any
 ) -> dict[str, Any]:
-    assert format == "torch" or writer_of(folder) == "adamw"
+    assert format == "torch" or Saved.of(folder).writer == "adamw"
     built = start(case, topology)
     spoil(built)
     with reading_adamw(built.optimizer, momentum):

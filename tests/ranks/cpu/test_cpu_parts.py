@@ -132,9 +132,3 @@ def test_grouped_products(trans_b: bool) -> None:
     assert torch.autograd.gradcheck(lambda x, y: experts.gmm(x, y, sizes, trans_b), (a, b))
     experts.gmm(a, b, sizes, trans_b).sum().backward()
     assert b.grad is not None and torch.equal(b.grad[1], torch.zeros_like(b.grad[1]))
-
-
-@pytest.mark.parametrize("sizes", [[2, 2, 2], [2, 2, 2, 2]])
-def test_grouped_products_refuse_sizes_that_do_not_fit(sizes: list[int]) -> None:
-    with pytest.raises(ValueError, match="batch_sizes"):
-        experts.gmm(torch.ones(7, 3), torch.ones(4, 3, 5), sizes)

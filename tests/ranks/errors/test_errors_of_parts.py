@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 from contextlib import redirect_stdout
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from support.models.gpt import (
     Case,
@@ -98,21 +96,6 @@ def _check_bad_gradient(results: list[dict[str, Any]], where: str) -> None:
         assert "NaN or Inf" in result["text"] and short in result["text"]
 
 
-def _nan_with_megatrons_check(topology: Topology) -> str:
-    """Megatron's own check looks at the buffer when the gradients are reduced."""
-    built = start(CASE, topology)
-    for group in built.ddp.bucket_groups:
-        group.ddp_config = replace(group.ddp_config, check_for_nan_in_grad=True)
-    write_grads(built, 0)
-    next(iter(built.params.values())).main_grad.view(-1)[0] = float("nan")
-    return error_of(built.ddp.finish_grad_sync)
-
-
-def test_with_megatrons_nan_check_on_it_raises() -> None:
-    for text in run(_nan_with_megatrons_check, 2, Topology(dp=2)):
-        assert "found NaN" in text, text
-
-
 def _error_of_patterns(settings: dict[str, tuple[str, ...]]) -> str:
     case = replace(CASE, muon=tuple(settings.items()))
     return error_of(lambda: start(case, Topology(pp=2)))
@@ -172,17 +155,3 @@ def test_freezing_after_the_buffers_are_made_is_an_error() -> None:
     one, other = run(_frozen_too_late, 2)
     assert one.startswith("ValueError: decoder.layers.0.mlp.linear_fc1.weight is frozen, but")
     assert other.startswith("RuntimeError: rank 0 stopped this run: decoder.layers.0.mlp.linear_f")
-
-
-def test_two_parameters_of_one_name_are_refused_before_anything_is_saved() -> None:
-    """Also under ``python -O``, which would leave an assert out."""
-    from megatron_muon.mcore.checkpoint.state import MuonState
-
-    chunk = torch.nn.Module()
-    chunk.config = SimpleNamespace(gated_linear_unit=False)
-    chunk.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(2)])
-    for layer in chunk.layers:
-        layer.layer_number = 3
-    optimizer = SimpleNamespace(model_chunks=[chunk], ep_rank=0, local_experts=0)
-    with pytest.raises(ValueError, match=r"first layers\.2\.weight: a checkpoint cannot tell"):
-        MuonState._name_of.func(optimizer)

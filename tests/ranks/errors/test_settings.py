@@ -19,43 +19,11 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron_muon import MuonConfig
 from support.models.gpt import Case, Topology, build
 from support.ranks import error_of, run
+from support.settings import OTHERS
 
-# For each setting what both ranks ask for, or a value of rank 1 where rank 0 has the default.
+# What both ranks ask for, where it is not that rank 1 alone asks for another value.
 LOG = {"log_interval": 2, "log_file": "a"}
-OTHERS: dict[str, Any] = {
-    "nonfinite_limit": 5,
-    "matched_adamw_rms": 0.3,
-    "scale_mode": "shape_scaling",
-    "momentum": 0.9,
-    "nesterov": False,
-    "ns_steps": 6,
-    "ns_coefficients": "quintic",
-    "ns_iteration": "standard",
-    "ns_dtype": "fp32",
-    "ns_batch": 2,
-    "elementwise": "foreach",
-    "clip_scope": "adamw",
-    "weight_decay_all_params": True,
-    "split_qkv": False,
-    "splits": (("*.linear_qkv.weight", "whole"),),
-    "lr_mults": (("output_layer.weight", 2.0),),
-    "wd_mults": (("output_layer.weight", 2.0),),
-    "qk_clip": 100.0,
-    "qk_clip_alpha": 0.25,
-    "muon_include": ("output_layer.weight",),
-    "muon_exclude": ("*.linear_fc1.weight",),
-    "homes": "local",
-    "split_matrices": 2,
-    "rank_tflops": 300.0,
-    "link_gbytes": 20.0,
-    "node_ranks": 4,
-    "round_bytes": 1 << 20,
-    "align_shards": True,
-    "early_param_gather": "off",
-    "checkpoint_digest": False,
-    "log_interval": [{}, LOG],
-    "log_file": [LOG, {**LOG, "log_file": "b"}],
-}
+BOTH = {"log_interval": [{}, LOG], "log_file": [LOG, {**LOG, "log_file": "b"}]}
 MEGATRONS = {
     "OptimizerConfig": OptimizerConfig,
     "DistributedDataParallelConfig": DistributedDataParallelConfig,
@@ -118,8 +86,7 @@ def _errors() -> dict[tuple[str, str], str]:
         for kind, name in FIELDS:
             config, asked = _config(), {}
             if kind == "setting":
-                other = OTHERS[name]
-                asked = other[odd] if isinstance(other, list) else {name: other} if odd else {}
+                asked = BOTH.get(name, [{}, {name: OTHERS[name]}])[odd]
             elif odd:
                 owner = {"OptimizerConfig": config, "model": chunk.config}.get(kind)
                 owner = owner or chunk.ddp_config

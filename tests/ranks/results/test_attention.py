@@ -30,42 +30,30 @@ CASE = Case(steps=0)
 
 @dataclass(frozen=True)
 class Held:
-    """An attention in a model of 6 heads of 16 in 2 groups.
+    """An attention in a model of 6 heads of 16 in 2 groups."""
 
-    Attributes:
-        kind: SelfAttention or CrossAttention: a subclass of Megatron's.
-        sizes: of its own settings, where they are not the model's.
-        path: what holds its fused linear, where it is not the attention itself.
-        is_foreign: the linear is in a class that is not Megatron's.
-    """
-
-    kind: str = "SelfAttention"
+    rows: list[int]  # of its matrices
+    kind: str = "SelfAttention"  # SelfAttention or CrossAttention: a subclass of Megatron's
+    # of its own settings, where they are not the model's
     sizes: dict[str, Any] = field(default_factory=dict)
-    path: str = ""
-    is_foreign: bool = False
+    path: str = ""  # what holds its fused linear, where it is not the attention itself
+    is_foreign: bool = False  # the linear is in a class that is not Megatron's
 
 
+_GATED = Held([96, 96, 32, 32], sizes={"attention_output_gate": True})
 HELD = {
-    "self_attention": Held(),
-    "attention": Held(),
-    "vision": Held(sizes={"num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 8}),
-    "one_group": Held(sizes={"num_query_groups": 1}),
-    "wrapped": Held(path="to_wrap"),
-    "cross": Held("CrossAttention", {"num_query_groups": 6}),
-    "foreign": Held(is_foreign=True),
-    "foreign_of_other_sizes": Held(sizes={"num_attention_heads": 8}, is_foreign=True),
-    **({"gated": Held(sizes={"attention_output_gate": True})} if VERSION >= (0, 16) else {}),
-}
-ROWS = {
-    "self_attention": [96, 32, 32],
-    "attention": [96, 32, 32],
-    "vision": [32, 32, 32],
-    "one_group": [96, 16, 16],
-    "wrapped": [96, 32, 32],
-    "cross": [96, 96],
-    "foreign": [96, 32, 32],  # by the name of its linear, and as many rows as the model's have
-    "foreign_of_other_sizes": [192],
-    "gated": [96, 96, 32, 32],
+    "self_attention": Held([96, 32, 32]),
+    "attention": Held([96, 32, 32]),
+    "vision": Held(
+        [32, 32, 32], sizes={"num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 8}
+    ),
+    "one_group": Held([96, 16, 16], sizes={"num_query_groups": 1}),
+    "wrapped": Held([96, 32, 32], path="to_wrap"),
+    "cross": Held([96, 96], "CrossAttention", {"num_query_groups": 6}),
+    # by the name of its linear, and as many rows as the model's have
+    "foreign": Held([96, 32, 32], is_foreign=True),
+    "foreign_of_other_sizes": Held([192], sizes={"num_attention_heads": 8}, is_foreign=True),
+    **({"gated": _GATED} if VERSION >= (0, 16) else {}),
 }
 
 
@@ -102,7 +90,7 @@ def _attention(held: Held, topology: Topology) -> torch.nn.Module:
         linear = made.linear_qkv
         linear.config = transformer_config(CASE, topology)
         return Holder("linear_qkv", linear)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[str]]:
@@ -111,13 +99,14 @@ def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[st
 
     from megatron_muon.mcore.routing.matrices import matrices_of
     from megatron_muon.mcore.routing.param_routing import weights
-    from megatron_muon.mcore.routing.survey import unknown_fusions
+    from megatron_muon.mcore.routing.routes import routes_of
+    from megatron_muon.mcore.routing.survey import share_of
     from megatron_muon.mcore.wiring.process_groups import Sizes
 
     initialize_parallel_state(topology)
     model_parallel_cuda_manual_seed(1)
     model = torch.nn.Module()
-    model.config = transformer_config(CASE, topology)  # type: ignore[assignment]
+    model.config = transformer_config(CASE, topology)
     for name, held in HELD.items():
         model.add_module(name, _attention(held, topology))
     settings, sizes = megatron_muon.MuonConfig(), Sizes(topology.tp)
@@ -126,9 +115,10 @@ def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[st
     for weight in here:
         fused = "linear_qkv" in weight.name or "linear_kv" in weight.name
         if fused and weight.param.dim() == 2:
-            matrices, _ = matrices_of(weight, topology.tp, settings).matrices
+            matrices = matrices_of(weight, topology.tp, settings).matrices
             rows[weight.name.split(".")[0]] = [matrix.rows for matrix in matrices]
-    return rows, unknown_fusions(here, settings, sizes)
+    share = share_of(routes_of([model], sizes, settings), settings)
+    return rows, list(share.unknown_fusions)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -136,7 +126,7 @@ def test_megatrons_attention_is_split_by_its_own_sizes_whatever_holds_it(tp_size
     if tp_size > 1 and VERSION < (0, 16):
         pytest.skip("one query group on several TP ranks is since core 0.16")
     for rows, unknown in run(_rows_of_matrices, tp_size, Topology(tp=tp_size)):
-        assert rows == {name: ROWS[name] for name in HELD}
+        assert rows == {name: held.rows for name, held in HELD.items()}
         assert unknown == ["foreign_of_other_sizes.linear_qkv.weight (in Holder)"]
 
 

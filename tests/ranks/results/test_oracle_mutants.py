@@ -44,46 +44,43 @@ def names(wrong: dict[str, str], kind: str = "main") -> set[str]:
 
 
 MATRICES = {f"linear_{m}.weight" for m in ("qkv", "proj", "fc1", "fc2")}
-NS_DTYPES = pytest.mark.parametrize("case", [FP32, BF16], ids=["fp32", "bf16"])
 
 
-@NS_DTYPES
-def test_mutant_without_nesterov_is_noticed(case: Case) -> None:
-    wrong = compare(case, TOPOLOGIES[1], nesterov=False)
-    assert names(wrong) == MATRICES
-    assert names(wrong, "exp_avg") == set()
-
-
-@NS_DTYPES
-def test_mutant_with_qkv_split_by_the_wrong_blocks_is_noticed(case: Case) -> None:
+def _thirds_of_qkv(name: str, w: Tensor) -> list[list[int]]:
     """Q, K and V as three ranges of rows, as if there were one query group."""
-
-    def blocks(name: str, w: Tensor) -> list[list[int]]:
-        if name.endswith("linear_qkv.weight"):
-            return _thirds(w.shape[0])
-        return [list(range(w.shape[0]))]
-
-    assert names(compare(case, TOPOLOGIES[1], blocks=blocks)) == {"linear_qkv.weight"}
+    q, kv = HEADS * HEAD_SIZE, GROUPS * HEAD_SIZE
+    rows = list(range(w.shape[0]))
+    return [rows[:q], rows[q : q + kv], rows[q + kv :]] if "linear_qkv" in name else [rows]
 
 
-def _thirds(rows: int) -> list[list[int]]:
-    q = HEADS * HEAD_SIZE
-    kv = GROUPS * HEAD_SIZE
-    assert q + 2 * kv == rows
-    return [list(range(q)), list(range(q, q + kv)), list(range(q + kv, rows))]
+def _local_size(name: str, rows: int, cols: int) -> int:
+    """Of a TP 2 slice: linear_qkv and linear_proj keep max(rows, cols) = 96 in theirs."""
+    if name.endswith(("linear_qkv.weight", "linear_fc1.weight")):
+        return max(rows // 2, cols)
+    return max(rows, cols // 2)
 
 
-@NS_DTYPES
-def test_mutant_with_the_scale_of_the_local_matrix_is_noticed(case: Case) -> None:
-    """The size of a TP 2 slice: linear_qkv and linear_proj keep max(rows, cols) = 96 in theirs."""
+FC = {"linear_fc1.weight", "linear_fc2.weight"}
+# What is wrong of main parameters, at least, and of momenta; it may be more where AdamW's are too.
+MUTANTS: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
+    "without nesterov": ({"nesterov": False}, MATRICES, set()),
+    "qkv by the wrong blocks": ({"blocks": _thirds_of_qkv}, {"linear_qkv.weight"}, set()),
+    "scale of the local matrix": ({"scale_size": _local_size}, FC, set()),
+    "one step less": ({"ns_steps": 4}, MATRICES, set()),
+    "without clipping": ({"clip": 0.0}, MATRICES, MATRICES),
+    "without decay": ({"weight_decay": lambda name, w: 0.0}, MATRICES, set()),
+}
 
-    def local(name: str, rows: int, cols: int) -> int:
-        if name.endswith(("linear_qkv.weight", "linear_fc1.weight")):
-            return max(rows // 2, cols)
-        return max(rows, cols // 2)
 
-    wrong = compare(case, TOPOLOGIES[1], scale_size=local)
-    assert names(wrong) == {"linear_fc1.weight", "linear_fc2.weight"}
+@pytest.mark.parametrize("case", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_noticed(mutant: str, case: Case) -> None:
+    changes, main, momenta = MUTANTS[mutant]
+    wrong = compare(case, TOPOLOGIES[1], **changes)
+    if mutant in ("without clipping", "without decay"):  # AdamW's are, too
+        assert main <= names(wrong) and momenta <= names(wrong, "exp_avg")
+    else:
+        assert (names(wrong), names(wrong, "exp_avg")) == (main, momenta)
 
 
 class _AloneSharing:
@@ -100,7 +97,7 @@ def _without_sums() -> Any:
 
 
 def _with_the_scale_of_a_strip() -> Any:
-    from megatron_muon.planning.segments import Matrix
+    from megatron_muon.planning.slices import Matrix
 
     return mock.patch.object(Matrix, "whole", property(lambda matrix: matrix.unit))
 
@@ -136,22 +133,16 @@ def test_mutants_of_shared_matrices_are_noticed(
     assert names(found) == {f"{name}.weight" for name in wrong}
 
 
-def test_mutants_without_a_split_are_noticed() -> None:
+@pytest.mark.parametrize("weight", ["linear_qkv.weight", "linear_fc1.weight"])
+def test_mutants_without_a_split_are_noticed(weight: str) -> None:
     case = CASES["heads-and-gate-up"]
 
-    def whole_attention(name: str, w: Tensor) -> list[list[int]]:
-        if name.endswith("linear_qkv.weight"):
+    def blocks(name: str, w: Tensor) -> list[list[int]]:
+        if name.endswith(weight):
             return [list(range(w.shape[0]))]
         return heads_and_gate_up(case, name, w)
 
-    def whole_mlp(name: str, w: Tensor) -> list[list[int]]:
-        if name.endswith("linear_fc1.weight"):
-            return [list(range(w.shape[0]))]
-        return heads_and_gate_up(case, name, w)
-
-    topology = Topology(2, 2, 2)
-    assert names(compare(case, topology, blocks=whole_attention)) == {"linear_qkv.weight"}
-    assert names(compare(case, topology, blocks=whole_mlp)) == {"linear_fc1.weight"}
+    assert names(compare(case, Topology(2, 2, 2), blocks=blocks)) == {weight}
 
 
 def test_mutant_with_inputs_for_outputs_is_noticed() -> None:
@@ -179,19 +170,3 @@ def test_mutant_with_all_experts_of_a_batch_as_one_matrix_is_noticed() -> None:
     oracle.__class__ = _OneMatrix
     wrong = outside(case, result, computed(case, oracle, norms))
     assert names(wrong) == {"experts.weight1", "experts.weight2"}
-
-
-@NS_DTYPES
-def test_mutant_without_clipping_is_noticed(case: Case) -> None:
-    wrong = compare(case, TOPOLOGIES[1], clip=0.0)
-    assert MATRICES <= names(wrong) and MATRICES <= names(wrong, "exp_avg")
-
-
-@NS_DTYPES
-def test_mutant_with_one_step_less_is_noticed(case: Case) -> None:
-    assert names(compare(case, TOPOLOGIES[1], ns_steps=4)) == MATRICES
-
-
-@NS_DTYPES
-def test_mutant_without_decay_is_noticed(case: Case) -> None:
-    assert MATRICES <= names(compare(case, TOPOLOGIES[1], weight_decay=lambda name, w: 0.0))

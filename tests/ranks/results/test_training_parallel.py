@@ -1,22 +1,29 @@
 """Muon through Megatron's own forward, backward and schedules, in every parallelism: it learns."""
 
 import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from support.runs.cases import Case, Topology
-from support.runs.training import MODEL, differences, said, spread, trained
+from support.runs.training import MODEL, U, differences, said, spread, trained, truth
 
 BF16 = replace(MODEL, bf16=True, optimizer="muon", steps=4)
 MOE = replace(BF16, moe=True)
 DEEP = replace(BF16, layers=4)
 FP16 = replace(BF16, bf16=False, fp16=True)
+FP32 = replace(BF16, bf16=False, muon=(("ns_dtype", "fp32"),))
 
 
 @pytest.mark.parametrize(
     ("m", "t"),
     [
+        (BF16, spread()),
+        (BF16, spread(tp=2, pp=2, dp=2, overlap=True)),
         (BF16, spread(cp=2)),
         (BF16, spread(tp=2, cp=2, pp=2)),
         (MOE, spread(dp=2, ep=2)),
@@ -39,6 +46,14 @@ def test_the_loss_falls_with_each_step(m: Case, t: Topology) -> None:
     trained(m, t)
 
 
+@pytest.mark.parametrize("t", [spread(dp=2), spread(tp=2, pp=2, dp=2, overlap=True)], ids=said)
+def test_fp32_training_is_that_of_one_process(t: Topology) -> None:
+    """But for the order of sums, as ``test_cpu_parallel`` has it with AdamW."""
+    one, other = truth(FP32), trained(FP32, t)
+    assert max(differences(one, other).values()) < 105 * U
+    assert other.losses == pytest.approx(one.losses, rel=105 * U)
+
+
 @pytest.mark.parametrize("m", [FP16, replace(FP16, moe=True, shared=False)], ids=said)
 def test_fp16_skips_steps_until_the_loss_scale_fits(m: Case) -> None:
     """On all ranks alike; the losses say that a skipped step changes nothing."""
@@ -50,19 +65,40 @@ def test_fp16_skips_steps_until_the_loss_scale_fits(m: Case) -> None:
         assert after == (before if ok[index] else before / 2)
 
 
+@contextmanager
+def reduce_alone() -> Iterator[None]:
+    """The reduction overlaps, and the gather of parameters does not."""
+    from megatron.core import distributed
+
+    class Alone(distributed.DistributedDataParallelConfig):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "overlap_param_gather": False})
+
+    with mock.patch.object(distributed, "DistributedDataParallelConfig", Alone):
+        yield
+
+
 @pytest.mark.parametrize(
-    ("plain", "overlapped"),
+    ("plain", "overlapped", "how"),
     [
-        (spread(pp=2, vpp=2, dp=2), spread(pp=2, vpp=2, dp=2, overlap=True)),
-        (spread(pp=2, vpp=2, dp=2), spread(pp=2, vpp=2, dp=2, overlap=True, step_overlap=True)),
-        (spread(dp=2, ep=2), spread(dp=2, ep=2, overlap=True)),
-        (spread(cp=2), spread(cp=2, overlap=True)),
+        (spread(dp=2), spread(dp=2, overlap=True), reduce_alone),
+        (spread(dp=2), spread(dp=2, overlap=True), nullcontext),
+        (spread(pp=2, vpp=2, dp=2), spread(pp=2, vpp=2, dp=2, overlap=True), nullcontext),
+        (
+            spread(pp=2, vpp=2, dp=2),
+            spread(pp=2, vpp=2, dp=2, overlap=True, step_overlap=True),
+            nullcontext,
+        ),
+        (spread(dp=2, ep=2), spread(dp=2, ep=2, overlap=True), nullcontext),
+        (spread(cp=2), spread(cp=2, overlap=True), nullcontext),
     ],
-    ids=said,
+    ids=lambda value: said(value) if isinstance(value, Topology) else value.__name__,
 )
-def test_overlap_does_not_change_a_run(plain: Topology, overlapped: Topology) -> None:
+def test_overlap_does_not_change_a_run(
+    plain: Topology, overlapped: Topology, how: Callable[[], Any]
+) -> None:
     """Bitwise: a sum of two ranks has one order, and the clip, whose norm has many, is off."""
     m = replace(MOE if plain.ep > 1 else DEEP, clip=0.0)
-    one, other = trained(m, plain), trained(m, overlapped)
+    one, other = trained(m, plain), trained(m, overlapped, how)
     assert one.losses == other.losses
     assert set(differences(one, other).values()) == {0.0}

@@ -14,7 +14,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
     orthogonalize_at_once,
     orthogonalize_staged,
 )
-from megatron_muon.planning.describe import newton_schulz_line
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.runtime import round as muon_round
 from megatron_muon.settings.config import MuonConfig, NsIteration
 from support.models.gpt import Case, Topology, start, take_step
@@ -53,16 +53,18 @@ def test_of_a_batch_each_has_its_own_scale() -> None:
     assert torch.equal(first, small) and not zero.any()
 
 
-def test_a_batch_is_of_one_shape() -> None:
-    with pytest.raises(ValueError, match=r"of one shape, got \[\(3, 4\), \(4, 3\)\]"):
-        orthogonalize_at_once([torch.zeros(3, 4), torch.zeros(4, 3)], MuonConfig())
-
-
 def test_a_cpu_and_deterministic_mode_take_one_at_a_time() -> None:
-    assert at_once_on(CUDA, FOUR, 8, 8, 0) == 4 and at_once_on(CPU, FOUR, 8, 8, 0) == 1
+    assert (
+        at_once_on(CUDA, Numerics(FOUR), 8, 8, 0) == 4
+        and at_once_on(CPU, Numerics(FOUR), 8, 8, 0) == 1
+    )
     torch.use_deterministic_algorithms(True)
     try:
-        assert at_once_on(CUDA, FOUR, 8, 8, 0) == at_once_on(CUDA, MuonConfig(), 8, 8, 999) == 1
+        assert (
+            at_once_on(CUDA, Numerics(FOUR), 8, 8, 0)
+            == at_once_on(CUDA, Numerics(MuonConfig()), 8, 8, 999)
+            == 1
+        )
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -71,19 +73,8 @@ def test_by_default_as_many_as_have_scratch_memory_are_taken_at_once() -> None:
     """Beside itself a matrix takes as much again, and two squares of its short side."""
     of_one = 16 * 8 + 2 * 8 * 8
     for most, count in ((3 * of_one, 3), (3 * of_one - 1, 2), (1, 1)):
-        assert at_once_on(CUDA, MuonConfig(), 16, 8, most) == count
-        assert at_once_on(CUDA, MuonConfig(), 8, 16, most) == count
-
-
-def test_the_log_says_how_many_are_taken_at_once() -> None:
-    def line(config: MuonConfig, in_batches: bool) -> str:
-        return newton_schulz_line(config, "cuda", "torch", in_batches=in_batches)
-
-    assert line(FOUR, True).endswith("; up to 4 matrices of one shape at once")
-    assert line(MuonConfig(), True).endswith("; as many matrices of one shape at once as fit")
-    assert "one matrix at a time, not 4: a CPU" in line(FOUR, False)
-    for alone in (line(MuonConfig(), False), line(MuonConfig(ns_batch=1), True)):
-        assert alone.endswith("symmetric products: torch")
+        assert at_once_on(CUDA, Numerics(MuonConfig()), 16, 8, most) == count
+        assert at_once_on(CUDA, Numerics(MuonConfig()), 8, 16, most) == count
 
 
 def _stepped(case: Case, at_once: int) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import megatron_muon
+from megatron_muon.mcore.wiring.install import installed
 from support.models import gpt
 from support.models.gpt import (
     Built,
@@ -51,6 +53,12 @@ def plain(case: Case) -> Case:
 def by_default(case: Case) -> Case:
     """The same without the setting."""
     return replace(case, muon=tuple(pair for pair in case.muon if pair not in (ON, OFF)))
+
+
+def step_of(built: Built, step: int = 0) -> None:
+    set_schedule(built, step)
+    write_grads(built, step)
+    built.optimizer.step()
 
 
 @contextmanager
@@ -123,30 +131,17 @@ def test_no_bit_changes_where_they_start_one_by_one() -> None:
     assert differences(truth(plain(DENSE)), trained(DENSE, IN_BUCKETS, one_by_one)) == []
 
 
-ONE_AHEAD = [2, 3, 4, 5, 5]
-
-
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a step and the forward pass after it do in turn.
+    """What a step and the forward pass after it do in turn."""
 
-    Attributes:
-        in_step: rounds that are applied, None, and bucket groups whose gather starts.
-        ahead: gathers that have started when the forward pass has waited for each group, and
-            ``again`` in another forward pass without a step, as after a load.
-        groups: their number; the forward pass needs the last one first.
-        warned: whether Megatron finds that one has started before the one before it was there.
-    """
-
-    in_step: list[int | None]
+    kinds: str  # ``r`` for a round that is applied, ``g`` for a gather that starts
+    started: list[int]  # bucket groups whose gather starts within the step
+    # gathers that have started when the forward pass has waited for each group, and ``again`` in
+    # another forward pass without a step, as after a load
     ahead: list[int]
     again: list[int]
-    groups: int
-    warned: bool
-
-    @property
-    def kinds(self) -> str:
-        return "".join("r" if one is None else "g" for one in self.in_step)
+    warned: bool  # whether Megatron finds that one has started before the one before it was there
 
 
 def _order(case: Case, topology: Topology, patch: Any = nullcontext) -> Order:
@@ -157,11 +152,7 @@ def _order(case: Case, topology: Topology, patch: Any = nullcontext) -> Order:
         built = start(case, topology)
     gather, finish = NamedBucketGroup.start_param_sync, Round.finish
     seen: list[int | None] = []
-    groups = [
-        group
-        for chunk in built.chunks
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
-    ]
+    groups = [*built.ddp.bucket_groups, *built.ddp.expert_parallel_bucket_groups]
 
     def started(self: Any, *args: Any, **kwargs: Any) -> None:
         seen.append(groups.index(self))
@@ -171,19 +162,18 @@ def _order(case: Case, topology: Topology, patch: Any = nullcontext) -> Order:
         seen.append(None)
         finish(self, *args)
 
+    def forget() -> None:
+        for group in groups:
+            group.param_gather_dispatched = False  # as the backward pass says
+
     def forward() -> list[int]:
         ahead = []
         for group in reversed(groups):
             group.finish_param_sync()
             ahead.append(sum(one.param_gather_dispatched for one in groups))
+        forget()
         return ahead
 
-    def forget() -> None:
-        for group in groups:
-            group.param_gather_dispatched = False  # as the backward pass says
-
-    set_schedule(built, 0)
-    write_grads(built, 0)
     forget()
     with (
         in_the_loop(built),
@@ -191,70 +181,56 @@ def _order(case: Case, topology: Topology, patch: Any = nullcontext) -> Order:
         mock.patch.object(Round, "finish", finished),
         warnings.catch_warnings(record=True) as caught,
     ):
-        built.optimizer.step()
-        in_step = list(seen)
-        ahead = forward()
-        forget()
-        again = forward()
+        step_of(built)
+        kinds = "".join("r" if one is None else "g" for one in seen)
+        first = [one for one in seen if one is not None]
+        ahead, again = forward(), forward()
     warned = any("already been dispatched" in str(one.message) for one in caught)
-    return Order(in_step, ahead, again, len(groups), warned)
+    return Order(kinds, first, ahead, again, warned)
 
 
-@pytest.mark.parametrize("case", [DENSE, by_default(DENSE)], ids=["on", "by default"])
-def test_each_gather_starts_once_its_parameters_are_updated(case: Case) -> None:
-    for order in run(_order, 3, case, IN_BUCKETS):
-        assert [one for one in order.in_step if one is not None] == [4, 3]
-        assert "r" in order.kinds.partition("g")[0], order.kinds  # round 1 updates the first
-        assert order.kinds.endswith("r")  # the loss would wait for what starts then
+AT_END = replace(DENSE, muon=(ON,))  # one round, so the only gather starts after it
+SEVERAL = replace(DENSE, muon=(("round_bytes", 100_000), ON))
+ORDERS: dict[str, tuple[Case, Any, str]] = {
+    "once its parameters are updated": (DENSE, nullcontext, r"r+g[rg]*g?r+"),
+    "by default": (by_default(DENSE), nullcontext, r"r+g[rg]*g?r+"),
+    "several after a round": (SEVERAL, nullcontext, "rggrr"),
+    "one by one, at most one after a round": (SEVERAL, one_by_one, "rgrgr"),
+    "after the last round if it must": (AT_END, nullcontext, "rg"),
+    "without it none": (plain(DENSE), nullcontext, "r+"),
+}
 
 
-def test_several_gathers_may_start_after_a_round() -> None:
-    case = replace(DENSE, muon=(("round_bytes", 100_000), ON))
-    for order in run(_order, 3, case, IN_BUCKETS):
-        assert order.kinds == "rggrr", order.kinds
+@pytest.mark.parametrize("which", ORDERS)
+def test_gathers_start_within_the_step(which: str) -> None:
+    """What the step has not started Megatron starts, one ahead of the forward pass."""
+    case, how, kinds = ORDERS[which]
+    for order in run(_order, 3, case, IN_BUCKETS, how):
+        assert re.fullmatch(kinds, order.kinds), order.kinds
+        assert order.started == [4, 3][: order.kinds.count("g")]
+        assert order.ahead == order.again == [2, 3, 4, 5, 5] and not order.warned
 
 
-def test_the_first_gather_starts_after_the_last_round_if_it_must() -> None:
-    for order in run(_order, 3, replace(DENSE, muon=(ON,)), IN_BUCKETS):
-        assert order.kinds == "rg" and order.ahead == ONE_AHEAD and not order.warned
-
-
-def test_megatron_starts_one_ahead_what_the_step_has_not_started() -> None:
-    for order in run(_order, 3, DENSE, IN_BUCKETS):
-        assert order.ahead == order.again == ONE_AHEAD and not order.warned
-
-
-def test_one_by_one_at_most_one_starts_after_a_round() -> None:
-    case = replace(DENSE, muon=(("round_bytes", 100_000), ON))
-    for order in run(_order, 3, case, IN_BUCKETS, one_by_one):
-        assert order.kinds == "rgrgr", order.kinds
-
-
-def test_without_it_no_gather_starts_in_the_step() -> None:
-    for order in run(_order, 3, plain(DENSE), IN_BUCKETS):
-        assert "g" not in order.kinds
-        assert order.ahead == order.again == ONE_AHEAD and not order.warned
-
-
-def test_dense_parameters_are_gathered_while_experts_step() -> None:
-    topology = Topology(dp=4, ep=2, overlap=True, bucket_size=1_000_000)
-    for order in run(_order, 4, replace(EXPERTS, muon=(ON,)), topology):
-        assert order.kinds == "rgrg" and order.groups == 2
-
-
-def test_one_more_starts_before_experts_step() -> None:
-    topology = Topology(dp=4, ep=2, overlap=True, bucket_size=60_000)
-    for order in run(_order, 4, EXPERTS, topology):
-        assert order.kinds == "rrrgrrgrrrrg", order.kinds  # five dense rounds, then the experts'
-        assert [one for one in order.in_step if one is not None] == [1, 0, 2]
+@pytest.mark.parametrize(
+    ("case", "bucket_size", "kinds", "started"),
+    [
+        (replace(EXPERTS, muon=(ON,)), 1_000_000, "rgrg", [0, 1]),  # while the experts step
+        (EXPERTS, 60_000, "rrrgrrgrrrrg", [1, 0, 2]),  # five dense rounds, then the experts'
+    ],
+    ids=["one round each", "one more before experts step"],
+)
+def test_dense_parameters_are_gathered_while_experts_step(
+    case: Case, bucket_size: int, kinds: str, started: list[int]
+) -> None:
+    topology = Topology(dp=4, ep=2, overlap=True, bucket_size=bucket_size)
+    for order in run(_order, 4, case, topology):
+        assert (order.kinds, order.started) == (kinds, started)
 
 
 def _steps_without_a_forward_pass(case: Case, topology: Topology) -> dict[str, Any]:
     built = start(case, topology)
     for step in range(case.steps):
-        set_schedule(built, step)
-        write_grads(built, step)
-        built.optimizer.step()
+        step_of(built, step)
     for chunk in built.chunks:
         chunk.start_param_sync(force_sync=True)
     return held(built)
@@ -266,28 +242,32 @@ def test_a_step_waits_for_a_gather_that_no_forward_pass_has_waited_for() -> None
     assert differences(truth(plain(case)), results) == []
 
 
-def _gathers_again_after_a_load(case: Case, topology: Topology) -> list[bool]:
+def _loaded_whole(built: Built) -> None:
+    built.optimizer.load_state_dict(built.optimizer.state_dict())
+
+
+def _model_loaded(built: Built) -> None:
+    built.optimizer.reload_model_params()
+
+
+def _gathers_again(case: Case, topology: Topology, load: Callable[[Built], None]) -> list[bool]:
     built = start(case, topology)
     group = built.ddp.bucket_groups[-1]
-    set_schedule(built, 0)
-    write_grads(built, 0)
-    built.optimizer.step()
+    step_of(built)
     under_way = group.param_gather_handle is not None
-    built.optimizer.load_state_dict(built.optimizer.state_dict())
+    load(built)
     return [under_way, group.param_gather_handle is None, not group.param_gather_dispatched]
 
 
-def test_what_a_load_changes_is_gathered_in_the_next_forward_pass() -> None:
-    for result in run(_gathers_again_after_a_load, 3, DENSE, IN_BUCKETS):
-        assert result == [True, True, True]
+@pytest.mark.parametrize("load", [_loaded_whole, _model_loaded])
+def test_what_a_load_changes_is_gathered_again(load: Callable[[Built], None]) -> None:
+    assert run(_gathers_again, 3, DENSE, IN_BUCKETS, load) == [[True, True, True]] * 3
 
 
-def _changed_after_a_step(case: Case, topology: Topology, early: bool) -> dict[str, Any]:
+def _changed_after_a_step(case: Case, topology: Topology) -> dict[str, Any]:
     """Main parameters that something else has changed, and copied as Megatron does."""
-    built = start(case if early else plain(case), topology)
-    set_schedule(built, 0)
-    write_grads(built, 0)
-    built.optimizer.step()
+    built = start(case, topology)
+    step_of(built)
     for part in built.optimizer.chained_optimizers:
         for shards in (*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups):
             for shard in shards:
@@ -300,40 +280,9 @@ def _changed_after_a_step(case: Case, topology: Topology, early: bool) -> dict[s
 
 def test_a_copy_outside_of_a_step_is_gathered_again() -> None:
     early, late = (
-        whole(run(_changed_after_a_step, 3, DENSE, IN_BUCKETS, which)) for which in (True, False)
+        whole(run(_changed_after_a_step, 3, case, IN_BUCKETS)) for case in (DENSE, plain(DENSE))
     )
     assert differences(late, early) == []
-
-
-def _model_loaded_after_a_step(case: Case, topology: Topology) -> list[bool]:
-    built = start(case, topology)
-    group = built.ddp.bucket_groups[-1]
-    set_schedule(built, 0)
-    write_grads(built, 0)
-    built.optimizer.step()
-    built.optimizer.reload_model_params()
-    return [group.param_gather_handle is None, not group.param_gather_dispatched]
-
-
-def test_a_load_of_the_model_alone_is_gathered_again() -> None:
-    for result in run(_model_loaded_after_a_step, 3, DENSE, IN_BUCKETS):
-        assert result == [True, True]
-
-
-@pytest.mark.parametrize(
-    "topology",
-    [
-        training.spread(tp=2, dp=2, overlap=True),
-        training.spread(pp=2, dp=2, vpp=2, overlap=True),
-        training.spread(dp=4, ep=2, overlap=True),
-    ],
-    ids=training.said,
-)
-def test_training_is_the_same(topology: Topology) -> None:
-    case = replace(training.MODEL, bf16=True, optimizer="muon", moe=topology.ep > 1)
-    case = replace(case, muon=EARLY, layers=4 if topology.chunks > 1 else case.layers)
-    early, late = (training.trained(each, topology) for each in (case, plain(case)))
-    assert early.losses == late.losses and early.norms == late.norms
 
 
 @contextmanager
@@ -350,10 +299,23 @@ def aligned() -> Iterator[None]:
         yield
 
 
-def test_training_is_the_same_where_gathers_are_aligned() -> None:
-    topology = training.spread(pp=2, dp=2, vpp=2, overlap=True)
-    case = replace(training.MODEL, bf16=True, optimizer="muon", muon=EARLY, layers=4)
-    early, late = (training.trained(each, topology, aligned) for each in (case, plain(case)))
+CHUNKS = training.spread(pp=2, dp=2, vpp=2, overlap=True)
+
+
+@pytest.mark.parametrize(
+    ("topology", "how"),
+    [
+        (training.spread(tp=2, dp=2, overlap=True), nullcontext),
+        (CHUNKS, nullcontext),
+        (CHUNKS, aligned),
+        (training.spread(dp=4, ep=2, overlap=True), nullcontext),
+    ],
+    ids=["tp2-dp2", "chunks", "chunks-aligned", "experts"],
+)
+def test_training_is_the_same(topology: Topology, how: Any) -> None:
+    case = replace(training.MODEL, bf16=True, optimizer="muon", moe=topology.ep > 1)
+    case = replace(case, muon=EARLY, layers=4 if topology.chunks > 1 else case.layers)
+    early, late = (training.trained(each, topology, how) for each in (case, plain(case)))
     assert early.losses == late.losses and early.norms == late.norms
 
 
@@ -362,8 +324,6 @@ def _stepped(case: Case, topology: Topology) -> Built:
     from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGather
 
     built = start(case, topology)
-    set_schedule(built, 0)
-    write_grads(built, 0)
     begin = EarlyGather.start
 
     def late(self: EarlyGather) -> None:
@@ -371,7 +331,7 @@ def _stepped(case: Case, topology: Topology) -> Built:
         begin(self)
 
     with mock.patch.object(EarlyGather, "start", late):
-        built.optimizer.step()
+        step_of(built)
     return built
 
 
@@ -379,9 +339,6 @@ def _under_way(built: Built) -> list[Any]:
     """The handles of gathers that have started."""
     handles = [group.param_gather_handle for group in built.ddp.bucket_groups]
     return [handle for handle in handles if handle is not None]
-
-
-ALL_AT_ONCE = replace(DENSE, muon=(ON,))  # the only gather starts at the end
 
 
 def _copied_and_restored(case: Case, topology: Topology) -> dict[str, Any]:
@@ -398,28 +355,23 @@ def _copied_and_restored(case: Case, topology: Topology) -> dict[str, Any]:
 
 
 def test_by_default_a_policy_may_leave_after_a_step_and_come_back_in_any_loop() -> None:
-    late, *_ = run(_copied_and_restored, 3, plain(ALL_AT_ONCE), IN_BUCKETS)
-    for rank in run(_copied_and_restored, 3, by_default(ALL_AT_ONCE), IN_BUCKETS):
+    late, *_ = run(_copied_and_restored, 3, plain(AT_END), IN_BUCKETS)
+    for rank in run(_copied_and_restored, 3, by_default(AT_END), IN_BUCKETS):
         assert [name for name in late if not torch.equal(rank[name], late[name])] == []
 
 
 def _in_and_out(case: Case, topology: Topology) -> list[int]:
     """How many gathers are under way after a step outside of the loop, in it, and after it."""
     built = start(case, topology)
-    set_schedule(built, 0)
-    write_grads(built, 0)
     counts = []
-
-    def step() -> None:
-        built.optimizer.step()
-        counts.append(len(_under_way(built)))
-
-    step()
-    with in_the_loop(built):
-        step()
+    step_of(built)
     counts.append(len(_under_way(built)))
-    step()
-    return counts
+    with in_the_loop(built):
+        step_of(built)
+        counts.append(len(_under_way(built)))
+    counts.append(len(_under_way(built)))
+    step_of(built)
+    return [*counts, len(_under_way(built))]
 
 
 def test_by_default_gathers_are_under_way_after_a_step_of_megatron_lms_loop_alone() -> None:
@@ -456,27 +408,19 @@ def _after_a_step(case: Case, topology: Topology) -> tuple[Built, Any]:
     return built, last
 
 
-def _loaded_after_a_step(case: Case, topology: Topology) -> float:
+def _loaded_and_read_after_a_step(case: Case, topology: Topology, load: bool) -> bool:
+    """Whether a ``state_dict`` has a weight, or a weight what was loaded, as it is in the end."""
     built, layer = _after_a_step(case, topology)
-    layer.load_state_dict({"weight": torch.zeros_like(layer.weight)}, strict=False)
-    built.ddp.bucket_groups[-1].finish_param_sync(skip_next_bucket_dispatch=True)
-    return float(layer.weight.abs().max())
-
-
-def test_what_is_on_its_way_does_not_overwrite_a_load() -> None:
-    assert run(_loaded_after_a_step, 3, ALL_AT_ONCE, IN_BUCKETS) == [0.0] * 3
-
-
-def _read_after_a_step(case: Case, topology: Topology) -> bool:
-    """Whether a ``state_dict`` has a weight as it is in the end."""
-    built, layer = _after_a_step(case, topology)
+    if load:
+        layer.load_state_dict({"weight": torch.zeros_like(layer.weight)}, strict=False)
     read = layer.state_dict()["weight"].clone()
     built.ddp.bucket_groups[-1].finish_param_sync(skip_next_bucket_dispatch=True)
-    return torch.equal(read, layer.weight)
+    return torch.equal(read, layer.weight) and not (load and layer.weight.any())
 
 
-def test_a_read_has_what_was_on_its_way() -> None:
-    assert run(_read_after_a_step, 3, ALL_AT_ONCE, IN_BUCKETS) == [True] * 3
+@pytest.mark.parametrize("load", [False, True], ids=["read", "load"])
+def test_a_read_and_a_load_have_what_was_on_its_way(load: bool) -> None:
+    assert run(_loaded_and_read_after_a_step, 3, AT_END, IN_BUCKETS, load) == [True] * 3
 
 
 @dataclass
@@ -505,16 +449,14 @@ def _waits_of_checkpoints(case: Case, topology: Topology, folder: str) -> tuple[
 
 
 def test_a_checkpoint_waits_for_what_is_on_its_way(tmp_path: Path) -> None:
-    waits = run(_waits_of_checkpoints, 3, ALL_AT_ONCE, IN_BUCKETS, str(tmp_path))
+    waits = run(_waits_of_checkpoints, 3, AT_END, IN_BUCKETS, str(tmp_path))
     assert waits == [(True, True)] * 3
 
 
 def _loaded_by_one_rank(case: Case, topology: Topology) -> bool:
     """As before a broadcast; then Megatron disables its hooks, for which all ranks gather."""
     built = start(case, topology)
-    set_schedule(built, 0)
-    write_grads(built, 0)
-    built.optimizer.step()
+    step_of(built)
     if torch.distributed.get_rank() == 0:
         built.ddp.load_state_dict(built.ddp.state_dict())
     built.ddp.disable_forward_pre_hook()
@@ -540,35 +482,19 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, Any], str]] = {
 }
 
 
-def _error(settings: dict[str, Any], mode: tuple[str, Any]) -> str:
+def _of_a_mode(settings: dict[str, Any], mode: tuple[str, Any]) -> tuple[str, bool, list[str]]:
+    """The error where it is on; by default, whether gathers start in the step and what is said."""
     built = build(Case(), Topology(dp=2, overlap=True))
     owner = built.ddp.ddp_config if hasattr(built.ddp.ddp_config, mode[0]) else built.ddp.config
     setattr(owner, *mode)
-    return error_of_optimizer(built, early_param_gather="on", **settings)
-
-
-@pytest.mark.parametrize(("settings", "mode", "error"), REFUSED.values(), ids=REFUSED)
-def test_what_gathers_otherwise_is_refused(
-    settings: dict[str, Any], mode: tuple[str, Any], error: str
-) -> None:
-    named = "early_param_gather (--muon-early-param-gather)"
-    for text in run(_error, 2, settings, mode):
-        assert text.startswith(error.format(named)), text
-
-
-def _by_default(settings: dict[str, Any], mode: tuple[str, Any]) -> tuple[bool, list[str]]:
-    """Whether gathers start within the step, and what is printed of it."""
-    built = build(Case(), Topology(dp=2, overlap=True))
-    owner = built.ddp.ddp_config if hasattr(built.ddp.ddp_config, mode[0]) else built.ddp.config
-    setattr(owner, *mode)
-    megatron_muon.install(megatron_muon.MuonConfig(**settings))
-    try:
-        with redirect_stdout(io.StringIO()) as printed:
-            optimizer = make_optimizer(built)
-    finally:
-        megatron_muon.uninstall()
+    error = error_of_optimizer(built, early_param_gather="on", **settings)
+    with (
+        installed(megatron_muon.MuonConfig(**settings)),
+        redirect_stdout(io.StringIO()) as printed,
+    ):
+        optimizer = make_optimizer(built)
     lines = [line for line in printed.getvalue().splitlines() if "early_param_gather" in line]
-    return _starts_early(optimizer), lines
+    return error, _starts_early(optimizer), lines
 
 
 def _starts_early(optimizer: Any) -> bool:
@@ -576,13 +502,15 @@ def _starts_early(optimizer: Any) -> bool:
 
 
 @pytest.mark.parametrize(("settings", "mode", "error"), REFUSED.values(), ids=REFUSED)
-def test_by_default_they_are_off_where_they_would_be_refused_and_a_line_says_so(
+def test_what_gathers_otherwise_is_refused_and_by_default_they_are_off_and_a_line_says_so(
     settings: dict[str, Any], mode: tuple[str, Any], error: str
 ) -> None:
-    (is_early, lines), (other, nothing) = run(_by_default, 2, settings, mode)
+    named = "early_param_gather (--muon-early-param-gather)"
+    (one, is_early, lines), (two, other, nothing) = run(_of_a_mode, 2, settings, mode)
+    assert one.startswith(error.format(named)) and two.startswith(error.format(named)), (one, two)
     assert not is_early and not other and nothing == []
     _, _, what = error.partition("{} with ")
-    off = f"[megatron_muon] early_param_gather (--muon-early-param-gather) is off with {what}"
+    off = f"[megatron_muon] {named} is off with {what}"
     assert [line.startswith(off) for line in lines] == [True] * bool(what), lines
 
 

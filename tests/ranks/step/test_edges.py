@@ -9,30 +9,22 @@ import pytest
 import torch
 
 from support.models.gpt import (
-    SEQUENCE,
-    VOCAB,
     Built,
     Case,
     Topology,
     held,
-    lr_at,
-    muon_weights,
-    set_schedule,
     start,
     take_step,
     train,
     trained,
     truth,
     whole_weight,
-    write_grads,
 )
 from support.ranks import run
 from support.runs.whole import differences, whole
 
 MATRICES = ("*.linear_qkv.weight", "*.linear_proj.weight", "*.linear_fc1.weight")
 CASE = Case(steps=3, muon=(("ns_dtype", "fp32"),))
-# The six matrices of a layer: Q, K, V, proj, fc1, fc2.
-LAYER_SHAPES = [(96, 96), (32, 96), (32, 96), (96, 96), (260, 96), (96, 260)]
 
 
 def meters(built: Built) -> dict[str, int]:
@@ -133,120 +125,3 @@ def test_frozen_parameter_keeps_its_value_and_has_no_state() -> None:
 
 
 # --- gradients -------------------------------------------------------------------------------
-
-
-def test_zero_gradient_leaves_only_the_decay() -> None:
-    names = [
-        f"decoder.layers.0.{m}.weight" for m in ("mlp.linear_fc1", "self_attention.linear_qkv")
-    ]
-    case = replace(CASE, zero_grads=tuple(names))
-    result = trained(case, Topology(2, 1, 2))
-    assert differences(truth(case), result) == []
-    for name in names:
-        want = whole_weight(case, name, tuple(result["main"][name].shape)).double()
-        for step in range(case.steps):
-            want *= 1 - lr_at(case, step, name) * case.weight_decay
-        # One product per step, each rounded by at most 2⁻²⁴, with a factor rounded by as much.
-        bound = 2 * case.steps * 2.0**-24
-        torch.testing.assert_close(result["main"][name].double(), want, rtol=bound, atol=0)
-        assert not result["exp_avg"][name].any()
-
-
-def test_groups_with_their_own_lr_and_decay_move_as_told() -> None:
-    """Against the same run without the group: three times the lr, so about three times the way."""
-    name = "decoder.layers.1.mlp.linear_fc2.weight"
-    plain = replace(CASE, steps=1, weight_decay=0.0)
-    faster = replace(plain, faster=(name,))
-    initial = whole_weight(plain, name, (96, 260)).double()
-    way = truth(plain)["main"][name].double() - initial
-    longer = trained(faster, Topology(2, 1, 2))["main"][name].double() - initial
-    # Both ways are differences of fp32 weights: each is off by an ulp of the weight at most.
-    ulp = 2.0**-23 * float((initial.abs() + 3 * way.abs()).max())
-    torch.testing.assert_close(longer, 3 * way, rtol=2.0**-22, atol=4 * ulp)
-
-
-HUGE = 2.0**50  # times the gradients of all but one kind, whose norm is clipped to 1
-
-
-def _moved(case: Case, grads: float) -> dict[str, float]:
-    """How far one step takes each matrix, as a root mean square, with gradients so many times."""
-    built = start(case, Topology())
-    before = {name: param.detach().float().clone() for name, param in built.params.items()}
-    set_schedule(built, 0)
-    write_grads(built, 0)
-    for name, param in built.params.items():
-        param.main_grad.mul_(1.0 if "linear_fc1" in name else grads)
-    ok, norm, _ = built.optimizer.step()
-    assert ok and (grads == 1.0 or norm > 2.0**40)
-    return {
-        name: float((param.detach().float() - before[name]).square().mean().sqrt())
-        for name, param in built.params.items()
-        if name in muon_weights(case)
-    }
-
-
-def test_a_huge_global_norm_does_not_stall_muon() -> None:
-    """All gradients but fc1's are huge, so the clip takes fc1's below 1e-12; its update is as large
-    as ever. The clip's factor is no power of two, so directions differ by their rounding."""
-    case = replace(CASE, steps=1, clip=1.0, weight_decay=0.0, bf16=False)
-    (plain,), (clipped,) = run(_moved, 1, case, 1.0), run(_moved, 1, case, HUGE)
-    for name, way in plain.items():
-        assert clipped[name] == pytest.approx(way, rel=0.02), name
-
-
-# --- once per step ---------------------------------------------------------------------------
-
-
-def _two_steps(case: Case, topology: Topology, micro_batches: int) -> dict[str, Any]:
-    """Real training steps; the flops that torch counts in forward-backward and in the step."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from torch.utils.flop_counter import FlopCounterMode
-
-    built = start(case, topology)
-    counted: dict[str, Any] = {"backward": [], "step": [], "meters": []}
-    for step in range(2):
-        set_schedule(built, step)
-        built.ddp.zero_grad_buffer()
-        built.optimizer.zero_grad()
-        with FlopCounterMode(display=False) as flops:
-            get_forward_backward_func()(
-                forward_step_func=_forward_step,
-                data_iterator=None,
-                model=[built.ddp],
-                num_microbatches=micro_batches,
-                seq_length=SEQUENCE,
-                micro_batch_size=2,
-                forward_only=False,
-            )
-            counted["backward"].append(flops.get_total_flops())
-        with FlopCounterMode(display=False) as flops:
-            assert built.optimizer.step()[0]
-            counted["step"].append(flops.get_total_flops())
-        counted["meters"].append(meters(built))
-    return counted
-
-
-def _forward_step(_: Any, model: Any) -> Any:
-    tokens = torch.randint(VOCAB, (2, SEQUENCE))
-    positions = torch.arange(SEQUENCE).expand(2, -1)
-    loss = model(tokens, positions, None, labels=tokens)
-    return loss, lambda out: (out.float().mean(), {})
-
-
-def test_newton_schulz_runs_once_per_step_not_per_micro_batch() -> None:
-    case, topology = replace(CASE, steps=2), Topology(1, 1, 2)
-    # Each of 5 iterations, m ≤ n: X Xᵀ 2 m m n, A A 2 m m m, B X 2 m m n.
-    once = 0
-    for shape in LAYER_SHAPES * case.layers:
-        m, n = min(shape), max(shape)
-        once += 5 * (2 * m * m * n + 2 * m * m * m + 2 * m * m * n)
-    backward = {}
-    for micro_batches in (1, 3):
-        ranks = run(_two_steps, topology.world_size, case, topology, micro_batches)
-        for step in range(2):
-            assert sum(rank["step"][step] for rank in ranks) == once
-            assert sum(rank["meters"][step]["flops"] for rank in ranks) == once
-            total = sum(rank["meters"][step]["matrices"] for rank in ranks)
-            assert total == len(LAYER_SHAPES) * case.layers
-        backward[micro_batches] = ranks[0]["backward"][1]
-    assert backward[3] == 3 * backward[1]

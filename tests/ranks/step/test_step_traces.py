@@ -83,7 +83,7 @@ def _interrupted(folder: str) -> tuple[bool, bool]:
     traces = megatron_muon.step_traces("1:2", folder)
     with contextlib.suppress(ZeroDivisionError), traces.step(1, built.optimizer):
         raise ZeroDivisionError
-    is_on = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    is_on = torch.autograd._profiler_enabled()
     return is_on, "step" in vars(built.optimizer)
 
 

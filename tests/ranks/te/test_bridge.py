@@ -150,7 +150,7 @@ def _without_a_gpu(patches: Patches) -> None:
     training.device(patches)
     training.memory(patches)
     resiliency = types.ModuleType("nvidia_resiliency_ext.inprocess")
-    resiliency.CallWrapper = object  # type: ignore[attr-defined] # in an annotation only
+    resiliency.CallWrapper = object  # in an annotation only
     sys.modules.setdefault("nvidia_resiliency_ext", types.ModuleType("nvidia_resiliency_ext"))
     sys.modules.setdefault("nvidia_resiliency_ext.inprocess", resiliency)
     setup = importlib.import_module("megatron.bridge.training.setup")
@@ -162,12 +162,11 @@ def _without_a_gpu(patches: Patches) -> None:
     )
 
 
-def _config(folder: Path, steps: int, save: int, tp: int, bf16: bool) -> Any:
+def _config(folder: Path, steps: int) -> Any:
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training import config as bridge
     from megatron.core.transformer.enums import AttnBackend
 
-    dtype = torch.bfloat16 if bf16 else torch.float32
     model = GPTModelProvider(
         num_layers=2,
         hidden_size=64,
@@ -185,11 +184,9 @@ def _config(folder: Path, steps: int, save: int, tp: int, bf16: bool) -> Any:
         attention_backend=AttnBackend.local,  # Transformer Engine's is not in the stub
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        tensor_model_parallel_size=tp,
-        sequence_parallel=tp > 1,
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=bf16,
+        pipeline_dtype=torch.bfloat16,
+        params_dtype=torch.bfloat16,
+        bf16=True,
         # Each is a CUDA kernel.
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
@@ -206,8 +203,8 @@ def _config(folder: Path, steps: int, save: int, tp: int, bf16: bool) -> Any:
             min_lr=0.002,
             weight_decay=0.1,
             clip_grad=1.0,
-            bf16=bf16,
-            params_dtype=dtype,
+            bf16=True,
+            params_dtype=torch.bfloat16,
             use_distributed_optimizer=True,
         ),
         scheduler=bridge.SchedulerConfig(
@@ -235,33 +232,21 @@ def _config(folder: Path, steps: int, save: int, tp: int, bf16: bool) -> Any:
         ),
         logger=bridge.LoggerConfig(log_interval=1),
         tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=127),
-        checkpoint=bridge.CheckpointConfig(
-            save=str(folder) if save else None,
-            load=str(folder) if save else None,
-            save_interval=save or None,
-            ckpt_format="torch_dist",
-            async_save=False,
-        ),
+        checkpoint=bridge.CheckpointConfig(ckpt_format="torch_dist", async_save=False),
         rng=bridge.RNGConfig(seed=1234),
         dist=bridge.DistributedInitConfig(distributed_backend="gloo"),
     )
 
 
-def _pretrained(
-    folder: Path, steps: int, save: int = 0, tp: int = 1, bf16: bool = True
-) -> dict[str, Any]:
-    """Losses, rates and norms of the steps, and this rank's weights after the last."""
+def _pretrained(folder: Path, steps: int) -> dict[str, Any]:
+    """Losses of the steps, and the meter after the last."""
     patches = Patches()
-    record: dict[str, Any] = {"losses": [], "rates": [], "norms": []}
+    record: dict[str, Any] = {"losses": []}
 
     def after_a_step(context: Any) -> None:
         record["losses"].append(float(context.loss_dict["lm loss"]))
-        record["rates"].append([group["lr"] for group in context.optimizer.param_groups])
-        record["norms"].append(float(context.grad_norm))
 
     def after_the_last(context: Any) -> None:
-        (chunk,) = context.model
-        record["params"] = {n: p.detach().float().numpy() for n, p in chunk.named_parameters()}
         record["meter"] = megatron_muon.meter(context.optimizer)
 
     for name in ("FLASH", "FUSED", "UNFUSED"):  # Megatron sets these for each model
@@ -276,7 +261,7 @@ def _pretrained(
         callbacks = CallbackManager()
         callbacks.register("on_train_step_end", after_a_step)
         callbacks.register("on_train_end", after_the_last)
-        pretrain(_config(folder, steps, save, tp, bf16), forward_step, callbacks)
+        pretrain(_config(folder, steps), forward_step, callbacks)
     finally:
         megatron_muon.uninstall()
         patches.undo()

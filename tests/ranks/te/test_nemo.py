@@ -1,31 +1,20 @@
-"""NeMo 2's own Python over the plugin: its optimizer module, and its Trainer.
+"""NeMo 2's own optimizer module over the plugin steps as Megatron's factory does.
 
 Where PYTHONPATH has a clone of NVIDIA-NeMo/NeMo that has ``nemo/lightning`` and the packages that
-it imports. ``nemo.collections.llm`` is left out: torch.jit meets the CPU runtime's functions there.
-``llm.train`` is ``trainer.fit``, which is run here over a GPT of Megatron's.
+it imports.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-import sys
-import types
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import megatron_muon
-from megatron_muon.cpu import training
-from megatron_muon.runtime.patches import Patches
 from support.models.gpt import (
-    GROUPS,
-    HEADS,
-    HIDDEN,
-    SEQUENCE,
-    VOCAB,
     Case,
     Topology,
     build,
@@ -38,7 +27,6 @@ from support.runs.whole import differences, whole
 
 CASE = Case(steps=4)
 SETTINGS = megatron_muon.MuonConfig(**dict(CASE.muon))
-STEPS = 8
 
 
 def _reason() -> str | None:
@@ -54,7 +42,7 @@ def _reason() -> str | None:
 pytestmark = pytest.mark.skipif(_reason() is not None, reason=str(_reason()))
 
 
-def _config(bf16: bool = True) -> Any:
+def _config() -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
     return OptimizerConfig(
@@ -62,22 +50,19 @@ def _config(bf16: bool = True) -> Any:
         lr=CASE.lr,
         weight_decay=CASE.weight_decay,
         clip_grad=CASE.clip,
-        bf16=bf16,
-        params_dtype=CASE.dtype if bf16 else torch.float32,
+        bf16=True,
+        params_dtype=CASE.dtype,
         use_distributed_optimizer=True,
     )
 
 
-def _module(steps: int, bf16: bool = True, **conditions: Any) -> Any:
+def _module(steps: int, **conditions: Any) -> Any:
     from nemo.lightning.pytorch.optim import CosineAnnealingScheduler, MegatronOptimizerModule
 
     schedule = CosineAnnealingScheduler(
         max_steps=steps, warmup_steps=2, constant_steps=0, min_lr=0.002
     )
-    return MegatronOptimizerModule(_config(bf16), schedule, **conditions)
-
-
-# ------------------------------------------------------------------- its optimizer module
+    return MegatronOptimizerModule(_config(), schedule, **conditions)
 
 
 def _faster(name: str, param: torch.nn.Parameter) -> bool:
@@ -161,154 +146,3 @@ def test_its_optimizer_module_steps_as_megatrons_factory_does(world_size: int) -
     lrs, decays = zip(*(rate for step in rates for rate in step), strict=True)
     assert len(set(lrs)) == 2 * CASE.steps  # the schedule moves both rates
     assert set(decays) == {0.0, CASE.weight_decay}
-
-
-# ------------------------------------------------------------------- its Trainer
-
-
-def _lightning_model(optim: Any, layers: int = 2) -> Any:
-    """A GPT of Megatron's as NeMo's GPTModel has one, whose module cannot be imported here."""
-    import lightning.pytorch as pl
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-    from nemo.lightning.megatron_parallel import MaskedTokenLossReduction
-
-    class Model(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = TransformerConfig(
-                num_layers=layers,
-                hidden_size=HIDDEN,
-                num_attention_heads=HEADS,
-                num_query_groups=GROUPS,
-                attention_dropout=0.0,
-                hidden_dropout=0.0,
-                use_cpu_initialization=True,
-                add_bias_linear=False,
-            )
-            optim.connect(self)
-
-        def configure_model(self, vp_stage: int | None = None) -> None:
-            if not hasattr(self, "module"):
-                self.module = GPTModel(
-                    self.config,
-                    get_gpt_layer_local_spec(),
-                    VOCAB,
-                    SEQUENCE,
-                    share_embeddings_and_output_weights=False,
-                )
-
-        def data_step(self, dataloader_iter: Any) -> dict[str, torch.Tensor]:
-            batch = next(dataloader_iter)
-            return batch[0] if isinstance(batch, tuple) else batch
-
-        def forward_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            return self(batch)
-
-        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            tokens = batch["tokens"]
-            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-            causal = torch.ones(tokens.shape[1], tokens.shape[1]).triu(1).bool()[None, None]
-            return self.module(tokens, positions, causal, labels=batch["labels"])
-
-        def training_step(self, batch: Any, batch_idx: int | None = None) -> torch.Tensor:
-            return self.forward_step(batch)
-
-        @property
-        def training_loss_reduction(self) -> Any:
-            return MaskedTokenLossReduction()
-
-    return Model()
-
-
-class _Counting(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Each next token is the last one plus one."""
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.arange(index, index + SEQUENCE + 1) % VOCAB
-        return {
-            "tokens": tokens[:-1],
-            "labels": tokens[1:],
-            "loss_mask": torch.ones(SEQUENCE),
-        }
-
-
-def _without_llm() -> None:
-    """A stand-in of what a forward pass asks of ``nemo.collections.llm``: no distillation."""
-    name = ""
-    for part in ("nemo", "collections", "llm", "modelopt", "distill", "utils"):
-        name = f"{name}.{part}".lstrip(".")
-        if name.startswith("nemo.collections.llm"):
-            sys.modules[name] = types.ModuleType(name)
-    no_distillation = sys.modules[name]
-    no_distillation.get_tensor_shapes_adjust_fn_for_distillation = lambda *args: None  # type: ignore[attr-defined]
-
-
-def _fitted(folder: Path) -> dict[str, Any]:
-    patches = Patches()
-    try:
-        training.device(patches)
-        training.memory(patches)
-        _without_llm()
-        return _fit(folder)
-    finally:
-        megatron_muon.uninstall()
-        patches.undo()
-
-
-def _fit(folder: Path) -> dict[str, Any]:
-    import lightning.pytorch as pl
-    from nemo import lightning as nl
-
-    seen: dict[str, Any] = {"losses": [], "rates": []}
-
-    class Watch(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            seen["losses"].append(float(trainer.callback_metrics["reduced_train_loss"]))
-            seen["rates"].append(trainer.optimizers[0].param_groups[0]["lr"])
-
-    torch.distributed.destroy_process_group()  # it makes its own, and Megatron's groups with it
-    megatron_muon.install(SETTINGS)
-    model = _lightning_model(_module(STEPS, bf16=False))
-    data = torch.utils.data.DataLoader(_Counting(), batch_size=1)
-    strategy = nl.MegatronStrategy(
-        process_group_backend="gloo",
-        data_sampler=nl.MegatronDataSampler(SEQUENCE, micro_batch_size=2, global_batch_size=4),
-        ddp=_ddp(),
-    )
-    trainer = nl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_steps=STEPS,
-        default_root_dir=str(folder),
-        callbacks=[Watch()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(model, data)
-    seen["meter"] = megatron_muon.meter(trainer.optimizers[0].mcore_optimizer)
-    return seen
-
-
-def _ddp() -> Any:
-    from megatron.core.distributed import DistributedDataParallelConfig
-
-    return DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
-    )
-
-
-def test_its_trainer_trains(tmp_path: Path) -> None:
-    (seen,) = run(_fitted, 1, tmp_path, timeout=400)
-    assert seen["meter"].steps == STEPS
-    assert seen["losses"][-1] < seen["losses"][0] - 0.1
-    assert len(set(seen["rates"])) > STEPS // 2

@@ -2,12 +2,10 @@
 
 Megatron's gradient norm and checkpoints go by these marks, and several are wrong: weights that are
 duplicated over TP are marked as cut, an expert's second layer as cut along the other dim.
-``pytest -s`` prints them.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 
 from support import te_on_cpu
-from support.installed import NAME, VERSION
+from support.installed import VERSION
 from support.models.gpt import Case, Topology, build
 from support.ranks import run
 
@@ -61,7 +59,6 @@ def _cut(marks: tuple[Any, ...]) -> tuple[Any, Any]:
 def test_marks_are_those_that_are_relied_on(case: Case, topology: Topology) -> None:
     for by_name in run(_marks, topology.world_size, case, topology, False):
         for name, marks in by_name.items():
-            print("MARKS", NAME, te_on_cpu.TE, topology, name, *marks)
             leaf = name.removeprefix(LAYER)
             if "norm" in leaf or "router" in leaf:
                 assert _cut(marks) == (None, None), name
@@ -133,11 +130,3 @@ def test_the_dry_run_stands_in_with_the_same_parameters(
         }
 
     assert shown(own) == shown(ours)
-
-
-def test_only_fused_norms_have_other_names() -> None:
-    """Those for which a pattern of ``--muon-include`` or a test would have to know the layers."""
-    (real,) = run(_marks, 1, replace(MOE, steps=0), Topology(), False)
-    (local,) = run(_marks, 1, replace(MOE, steps=0), Topology(), True)
-    assert {n for n in real if "layer_norm_" in n and n not in local} == real.keys() - local.keys()
-    assert all("layernorm" in n for n in local.keys() - real.keys())

@@ -93,6 +93,9 @@ def seal(folder: Path, truth: Whole, **other: Any) -> None:
             }
             for name, tensor in truth["main"].items()
         },
-        "files": {name: digest.describe(folder / name, checksum) for name in names},
+        "files": {
+            name: {"size": (folder / name).stat().st_size, "hash": checksum(folder / name)}
+            for name in names
+        },
     }
     digest.finish(folder, {**said, **other})

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -228,13 +227,11 @@ def resumed(
     format: str,
     folder: str,
     dirty: bool = False,
-    mutation: Callable[[], Any] = nullcontext,
 ) -> dict[str, Any]:
     """Take half of the case's steps, save, go on; load into a new run and go on there, too.
 
     Args:
         dirty: the new run has taken a step before the load, so that its state is made and wrong.
-        mutation: the load is inside.
 
     Returns:
         ``differences`` of what this rank holds then, and what it logged; ``moved``: whether the
@@ -256,8 +253,7 @@ def resumed(
         take_step(again, case.steps + 1)
     spoil(again)
     again.log.clear()
-    with mutation():
-        load(again, folder, format)
+    load(again, folder, format)
     unlike += unequal(before, held(again), "by loading: ", log=False)
     for step in range(half, case.steps):
         take_step(again, step)

@@ -33,22 +33,22 @@ def save(built: Built, folder: str, format: str) -> None:
         if format != "torch":
             saving.save(built, folder, format)
             return
-        from megatron_muon.mcore.load_check.models import owner_of_chunks
+        from megatron_muon.mcore.load_check.models import owner
         from megatron_muon.mcore.load_check.save import sealed
 
         files = [Path(file).name for file in saving._files(folder)]
-        with sealed(lambda: owner_of_chunks(built.chunks), Path(folder), files):
+        with sealed(owner(built.chunks), Path(folder), files):
             saving.save(built, folder, format)  # ends with a barrier
 
 
 def load(built: Built, folder: str, format: str) -> None:
     """As Megatron-LM does with the plugin."""
     from megatron_muon.mcore.load_check.check import check
-    from megatron_muon.mcore.load_check.models import owner_of_chunks
+    from megatron_muon.mcore.load_check.models import owner
 
     with plugin(built):
         if format == "torch":
-            check(lambda: owner_of_chunks(built.chunks), folder, exact=True)
+            check(owner(built.chunks), folder, exact=True)
         saving.load(built, folder, format)
 
 

@@ -46,7 +46,7 @@ from support.ranks import run
 from support.runs.whole import Whole, whole
 
 Tensor = torch.Tensor
-STEPS = 10
+STEPS = 5
 FEW = 4  # where what differs is which matrices there are; the clip is active in some
 BASE = Case(steps=STEPS, clip=200.0)
 TOPOLOGIES = [Topology(1, 1, 1), Topology(2, 1, 2), Topology(2, 2, 2)]

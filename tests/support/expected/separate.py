@@ -69,11 +69,7 @@ def _of_attention(case: Case, heads: bool) -> Blocks:
 
 @torch.no_grad()
 def trained_apart(case: Case, name: str, shape: tuple[int, ...], kind: str) -> dict[str, Tensor]:
-    """What a run of the case makes of a weight, if each block is a parameter of its own.
-
-    Returns:
-        The main parameter and its momentum, ``shape``, fp32.
-    """
+    """A weight and its momentum after the case's steps, if each block is a parameter of its own."""
     config = megatron_muon.MuonConfig(**dict(case.muon))
     weight = whole_weight(case, name, shape)
     momentum = torch.zeros(shape)

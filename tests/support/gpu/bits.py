@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_muon.lab.bench.newton_schulz.accuracy import in_float64
-from megatron_muon.orthogonalize.iteration import dtype_of
 from megatron_muon.orthogonalize.matmul import plan_device
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.runtime.fused import Fused, elementwise_on, trial
 from megatron_muon.runtime.update import Elementwise as _Elementwise
 from megatron_muon.runtime.update import Foreach
@@ -49,16 +49,11 @@ class Error:
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """What one rank computed.
+    """What one rank computed."""
 
-    Attributes:
-        elementwise: empty on a CPU.
-        errors: by settings, then shape.
-        twice: settings whose second result differs, or whose direction of zeros is not zero.
-    """
-
-    elementwise: tuple[Elementwise, ...]
-    errors: tuple[Error, ...]
+    elementwise: tuple[Elementwise, ...]  # empty on a CPU
+    errors: tuple[Error, ...]  # by settings, then shape
+    # settings whose second result differs, or whose direction of zeros is not zero
     twice: tuple[str, ...]
 
 
@@ -76,11 +71,12 @@ def elementwise(device: torch.device) -> Iterator[Elementwise]:
     """Momentum, norm, update and casts in every way of doing them, against torch's on the CPU."""
     config = MuonConfig()
     ways: dict[str, Callable[[], _Elementwise]] = {"foreach": Foreach}
-    if elementwise_on(device, config) is Fused:
+    numerics = Numerics(config)
+    if elementwise_on(device, numerics) is Fused:
         ways["fused kernels"] = Fused
-    expected = trial(Foreach(), _CPU, config)
+    expected = trial(Foreach(), _CPU, numerics)
     for name, make in ways.items():
-        made = [tensor.cpu() for tensor in trial(make(), device, config)]
+        made = [tensor.cpu() for tensor in trial(make(), device, numerics)]
         same = [torch.equal(a, b) for a, b in zip(made, expected, strict=True)]
         bad = [result for result, is_same in zip(_TRIAL, same, strict=True) if not is_same]
         yield Elementwise(name, tuple(bad))
@@ -92,7 +88,7 @@ _TRIAL = ("momentum", "weights", "messages", "flags", "matrices over their norms
 
 def errors(device: torch.device, config: MuonConfig) -> Iterator[Error]:
     """Errors against float64, by shape."""
-    bound = _BOUNDS[dtype_of(config, plan_device(device))]
+    bound = _BOUNDS[Numerics(config, plan_device(device)).dtype]
     for rows, cols in _SHAPES:
         matrix = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows))
         here = _error(matrix.to(device), config)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from megatron_muon.lab.pricing import step as pricing
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.step import StepTime
 from megatron_muon.lab.pricing.streams import WAITING
-from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.orthogonalize.matmul import plan_device
+from megatron_muon.orthogonalize.numerics import Device
 from support.gpu import speeds
 from support.gpu.model import flags_of, on_ranks, row_of
 from support.gpu.predicted import PredictedStep, solved
@@ -134,24 +135,53 @@ def times(
 ) -> list[Figure]:
     """The time model's phases against the stopwatch's, with the constants that were measured.
 
-    Args:
-        price: ``PredictedStep.price``.
-        ranks: measurements of each rank.
-        hardware: hardware of the predictions.
-        measured_constants: each by a measurement of its own. A phase is priced with them, too, so
-            that what is left over is the phase's own.
+    A phase is priced with these, too, so that what is left over is the phase's own.
     """
-    own = with_measured(hardware, measured_constants)
+    both = hardware, with_measured(hardware, measured_constants)
     figures: list[Figure] = []
     total = 0.0
     for name, phases, parts, constant in _PHASES:
         measured = max(_median(rank, parts) for rank in ranks)
         total += measured
-        figures += _phase(name, phases, constant, measured, price, (hardware, own))
-    figures += _whole("step without what AdamW has alike", total, price, (hardware, own))
-    host = max(rank.host_ms for rank in ranks)
-    figures += _host(host, price, (hardware, own))
-    return figures
+        why = "See the constants measured one by one.", ""
+        figures += _figures(name, partial(_of_phases, price, phases), measured, both, why, constant)
+    sums = "The sum of the phases, each on the rank where it takes longest."
+    figures += _figures(
+        "step without what AdamW has alike",
+        lambda one: 1e3 * price(one).seconds, total, both, (sums, sums),
+    )  # fmt: skip
+    more = "The measured time also has the gradient norm and the gather of parameters."
+    _, of_host = _figures(
+        "the host launches a step", lambda one: 1e3 * price(one).host,
+        max(rank.host_ms for rank in ranks), both, ("", more), "phase_us",
+    )  # fmt: skip
+    return [*figures, of_host]
+
+
+def _of_phases(price: Price, phases: Sequence[str], hardware: Hardware) -> float:
+    step = price(hardware)
+    return 1e3 * sum(step.phases[phase] for phase in phases)
+
+
+def _figures(
+    name: str,
+    ms: Callable[[Hardware], float],
+    measured: float,
+    hardware: tuple[Hardware, Hardware],
+    why: tuple[str, str],
+    constant: str = "",
+) -> list[Figure]:
+    """A time as the preset predicts it, and as the measured constants do.
+
+    Only the second names a constant: with the first, the measured constants explain a difference.
+    """
+    stated, own = hardware
+    with_own = f"{name}, with measured constants"
+    value = solved(own, constant, ms, measured) if constant else None
+    return [
+        Figure(name, "ms", ms(stated), measured, corrects=why[0]),
+        Figure(with_own, "ms", ms(own), measured, constant=constant, value=value, corrects=why[1]),
+    ]
 
 
 def as_predicted_on(
@@ -185,62 +215,4 @@ def with_measured(hardware: Hardware, measured_constants: Sequence[Figure]) -> H
 def _median(rank: Measured, parts: Sequence[str]) -> float:
     return statistics.median(
         sum(times.parts_ms.get(part, 0.0) for part in parts) for times in rank.times
-    )
-
-
-def _phase(
-    name: str,
-    phases: Sequence[str],
-    constant: str,
-    measured: float,
-    price: Price,
-    hardware: tuple[Hardware, Hardware],
-) -> Iterator[Figure]:
-    """A phase as the preset predicts it, and as the measured constants do.
-
-    Only the second names a constant: with the first, the measured constants explain a difference.
-    """
-
-    def ms(one: Hardware) -> float:
-        step = price(one)
-        return 1e3 * sum(step.phases[phase] for phase in phases)
-
-    stated, own = hardware
-    yield Figure(
-        f"{name}", "ms", ms(stated), measured, corrects="See the constants measured one by one."
-    )
-    yield Figure(
-        f"{name}, with measured constants",
-        "ms",
-        ms(own),
-        measured,
-        constant=constant,
-        value=solved(own, constant, ms, measured),
-    )
-
-
-def _whole(
-    name: str, measured: float, price: Price, hardware: tuple[Hardware, Hardware]
-) -> Iterator[Figure]:
-    stated, own = hardware
-    why = "The sum of the phases, each on the rank where it takes longest."
-    yield Figure(name, "ms", 1e3 * price(stated).seconds, measured, corrects=why)
-    with_own = f"{name}, with measured constants"
-    yield Figure(with_own, "ms", 1e3 * price(own).seconds, measured, corrects=why)
-
-
-def _host(measured: float, price: Price, hardware: tuple[Hardware, Hardware]) -> Iterator[Figure]:
-    """The host's time of a step, whose norm and gather of parameters the model leaves out."""
-
-    def ms(one: Hardware) -> float:
-        return 1e3 * price(one).host
-
-    yield Figure(
-        "the host launches a step, with measured constants",
-        "ms",
-        ms(hardware[1]),
-        measured,
-        constant="phase_us",
-        value=solved(hardware[1], "phase_us", ms, measured),
-        corrects="The measured time also has the gradient norm and the gather of parameters.",
     )

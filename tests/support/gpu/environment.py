@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import warnings
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ def described(settings: Settings) -> dict[str, str]:
         "megatron_muon": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "megatron-core": _version("megatron-core") or _imported_core(),
+        "megatron-core": _core(),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or "none",
         "NCCL": _nccl(),
@@ -53,8 +52,8 @@ def _version(package: str) -> str:
         return ""
 
 
-def _imported_core() -> str:
-    """The version of a megatron.core that pip has not installed, such as a checkout's."""
+def _core() -> str:
+    """The version of megatron.core, which may be a checkout's that pip has not installed."""
     from megatron_muon.mcore.seams.rows import megatron_version
 
     with warnings.catch_warnings():
@@ -63,11 +62,7 @@ def _imported_core() -> str:
 
 
 def _nccl() -> str:
-    if not torch.cuda.is_available():
-        return "none"
-    nccl: Any = torch.cuda.nccl
-    version = nccl.version()
-    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+    return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
 
 
 def _driver() -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatron_muon.lab.bench.step.rows import NO_CLIP
 from megatron_muon.lab.pricing.hardware import Hardware, most_of
 from megatron_muon.lab.pricing.step import StepTime, price_step
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.dry_run import optimizer_of, planned_on, ranks_of
 from support.virtual_gpu.megatron import OptimizerSettings, record_training
@@ -22,27 +22,15 @@ _HALVINGS = 40
 
 @dataclass(frozen=True, slots=True)
 class PredictedStep:
-    """The predictions of a step.
+    """The predictions of a step."""
 
-    Attributes:
-        sent: bytes that each rank sends in the exchange, by the plan.
-        reports: what each rank does, on the virtual GPU; empty for a CPU.
-        price: the step's times on some hardware.
-    """
-
-    sent: list[int]
-    reports: list[RankReport]
-    price: Callable[[Hardware], StepTime]
+    sent: list[int]  # bytes that each rank sends in the exchange, by the plan
+    reports: list[RankReport]  # what each rank does, on the virtual GPU; empty for a CPU
+    price: Callable[[Hardware], StepTime]  # the step's times on some hardware
 
 
 def predicted(flags: Namespace, config: MuonConfig, device: Device) -> PredictedStep:
-    """Predict the step of every rank of a model in one pipeline stage.
-
-    Args:
-        flags: flags of the model and its ranks.
-        config: settings of Muon.
-        device: kind of device that the plan is for; for a GPU each rank steps on the virtual one.
-    """
+    """Predict the step of every rank of a model in one pipeline stage."""
     ranks = ranks_of(flags)
     (parts,) = planned_on([device], flags, config, ranks, 0)
     optimizers = [optimizer_of(part) for part in parts]
@@ -65,17 +53,7 @@ def report(flags: Namespace, config: MuonConfig, rank: int) -> RankReport:
 def solved(
     hardware: Hardware, constant: str, time: Callable[[Hardware], float], measured: float
 ) -> float | None:
-    """The value of a constant with which the time model gives a measured time.
-
-    Args:
-        hardware: other constants; the constant's value is where the search begins.
-        constant: its name; the time must rise or fall with it.
-        time: a time of the model, such as that of a phase.
-        measured: the time to find, in the same unit.
-
-    Returns:
-        The value; None where no possible value gives that time.
-    """
+    """The value of a constant with which the model's ``time`` is as measured, if there is any."""
     at = float(getattr(hardware, constant))
     low, high = at / _SPAN, min(at * _SPAN, most_of(constant))
 

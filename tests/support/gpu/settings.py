@@ -12,19 +12,12 @@ CPU_RANKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a result depends on.
+    """What a result depends on."""
 
-    Attributes:
-        device: ``cuda``, or ``cpu`` for ranks over gloo.
-        ranks: number of ranks, each with a GPU on ``cuda``.
-        hardware: hardware of the predicted times: a preset's name, or a file.
-        changes: ``NAME=VALUE`` for other constants of it.
-    """
-
-    device: DeviceName
-    ranks: int
-    hardware: str = "h100"
-    changes: tuple[str, ...] = ()
+    device: DeviceName  # ``cuda``, or ``cpu`` for ranks over gloo
+    ranks: int  # number of ranks, each with a GPU on ``cuda``
+    hardware: str = "h100"  # hardware of the predicted times: a preset's name, or a file
+    changes: tuple[str, ...] = ()  # ``NAME=VALUE`` for other constants of it
 
     @property
     def gpus(self) -> bool:

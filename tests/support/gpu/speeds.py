@@ -94,14 +94,7 @@ def share(
     efficiency: float,
     constants: tuple[str, str],
 ) -> Figure:
-    """A rate against a peak and a share of it; above the peak, the peak is what is wrong.
-
-    Args:
-        name, unit: of the figure.
-        reached: the measured rate.
-        peak, efficiency: the hardware's; their product is the prediction.
-        constants: names of the share and of the peak.
-    """
+    """A rate against a peak and a share of it; above the peak, the peak is what is wrong."""
     of_peak = reached / peak
     constant, value = (
         (constants[0], of_peak) if of_peak <= 1 else (constants[1], reached / efficiency)
@@ -130,7 +123,7 @@ def _seconds(action: Callable[[], Any]) -> float:
 
 
 def _between(action: Callable[[], Any]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     action()
     end.record()

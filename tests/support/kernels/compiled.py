@@ -46,16 +46,7 @@ def instructions(
     capability: int,
     divisible: tuple[str, ...] = (),
 ) -> Counter[str]:
-    """Instructions of a kernel in PTX, by name.
-
-    Args:
-        kernel: triton's.
-        signature: types of its arguments, but for the constants.
-        constants: its constants.
-        options: of the compiler.
-        capability: of the GPU, times 10.
-        divisible: arguments that are multiples of 16.
-    """
+    """Instructions of a kernel in PTX, by name."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

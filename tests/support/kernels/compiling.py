@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,49 +22,71 @@ from megatron_muon.orthogonalize import normalization_kernels as norms
 from megatron_muon.runtime import fused_kernels as fused
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-MADE: list[Any] = []
+SHORT = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
 
 
-def compile_without_gpu(capability: int) -> None:
-    """Make each later launch only compile, for this capability."""
+def without_gpu(capability: int) -> None:
+    """Let triton compile for a capability."""
     stand_in = SimpleNamespace(
         get_current_device=lambda: capability,  # compiled kernels are kept by device
         get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
     )
     driver.set_active(stand_in)
-    JITFunction.__getitem__ = lambda self, grid: (
-        lambda *args, **options: MADE.append(self.warmup(*args, grid=grid, **options))
-    )
 
 
-def launch() -> None:
-    """Each kernel in all dtypes that a run can have."""
+def compiled(capability: int) -> list[tuple[str, Any]]:
+    """Each launch's kernel with its dtypes, and what triton makes of it for a capability."""
+    made: list[tuple[str, Any]] = []
+    without_gpu(capability)
+    for words, launch in launches():
+        JITFunction.__getitem__ = lambda self, grid, words=words: (
+            lambda *args, **options: made.append(
+                (f"{self.fn.__name__} {words}", self.warmup(*args, grid=grid, **options))
+            )
+        )
+        launch()
+    return made
+
+
+def launches() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Each kernel in all dtypes that a run can have, of rows that start at 16 bytes or not."""
     rows, blocks = torch.zeros((6, 3), dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
     for grad, into, nesterov in itertools.product((FP32, BF16), (FP32, BF16), (True, False)):
-        fused.launch_momentum(
-            *(rows, blocks, torch.zeros(3)),
-            **{"grad": grad, "into": into, "momentum": 0.95, "nesterov": nesterov},
+        yield (
+            f"{SHORT[grad]} to {SHORT[into]}{' Nesterov' * nesterov}",
+            lambda dtypes={"grad": grad, "into": into}, nesterov=nesterov: fused.launch_momentum(
+                *(rows, blocks, torch.zeros(3)), **dtypes, momentum=0.95, nesterov=nesterov
+            ),
         )
     for direction in (FP32, BF16, FP16):
-        fused.launch_update(rows, blocks, torch.zeros(6), direction=direction)
-    for source, into in ((BF16, FP16), (BF16, BF16), (FP32, FP32)):
-        x = torch.zeros((2, 64, 1, 1, 2048), dtype=source)
-        for moves in (None, torch.ones(2, dtype=torch.bool)):
-            norms.launch_divide(
-                x, torch.zeros_like(x, dtype=into), norms.launch_norms(x, moves, 1.0)
-            )
+        yield (
+            SHORT[direction],
+            lambda dtype=direction: fused.launch_update(
+                *(rows, blocks, torch.zeros(6)), direction=dtype
+            ),
+        )
+    moves = torch.ones(2, dtype=torch.bool)
+    for (source, into), width in itertools.product(
+        ((BF16, FP16), (BF16, BF16), (FP32, FP32)), (2048, 2044)
+    ):
+        x, y = (torch.zeros((2, 64, 1, 1, width), dtype=dtype) for dtype in (source, into))
+        eights = " in eights" * (width % 8 == 0)
+        yield f"{SHORT[source]}{eights}", lambda x=x: norms.launch_norms(x, moves, 1.0)
+        yield (
+            f"{SHORT[source]} to {SHORT[into]}{eights}",
+            lambda x=x, y=y: norms.launch_divide(x, y, torch.zeros((2, 2))),
+        )
+    yield "without moves", lambda: norms.launch_norms(x, None, 1.0)
 
 
 def main() -> None:
     """Print a line for each capability: the number of launches, and their kernels."""
     for capability in map(int, sys.argv[1:]):
-        MADE.clear()
-        compile_without_gpu(capability)
-        launch()
-        assert all(each.asm["cubin"] for each in MADE)
-        names = " ".join(sorted({each.metadata.name for each in MADE}))
-        print(f"triton {triton.__version__} sm_{capability}: {len(MADE)} launches of {names}")
+        made = compiled(capability)
+        assert all(each.asm["cubin"] for _, each in made)
+        names = " ".join(sorted({name.split()[0] for name, _ in made}))
+        print(f"triton {triton.__version__} sm_{capability}: {len(made)} launches of {names}")
 
 
 if __name__ == "__main__":

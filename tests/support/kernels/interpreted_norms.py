@@ -14,6 +14,7 @@ from triton.runtime import interpreter
 
 from megatron_muon.orthogonalize import normalization
 from megatron_muon.orthogonalize.normalization import enter_by_kernels
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig
 from support.kernels.interpreted import as_torch_casts
@@ -70,9 +71,9 @@ def case(shape: tuple[int, ...], exponent: int, kinds: tuple[torch.dtype, torch.
 def main() -> None:
     interpreter._convert_float = as_torch_casts
     for ns_dtype in get_args(NsDtype):
-        config = MuonConfig(ns_dtype=ns_dtype)
+        numerics = Numerics(MuonConfig(ns_dtype=ns_dtype))
         trials = [
-            normalization.trial(torch.device("cpu"), config, by_kernels=by_kernels)
+            normalization.trial(torch.device("cpu"), numerics, by_kernels=by_kernels)
             for by_kernels in (True, False)
         ]
         assert torch.equal(*trials), ns_dtype

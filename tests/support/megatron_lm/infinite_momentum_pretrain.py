@@ -31,6 +31,6 @@ def step(self: Any) -> Any:
     return original(self)
 
 
-MuonChainedOptimizer.step_with_ready_grads = step  # type: ignore[method-assign]
+MuonChainedOptimizer.step_with_ready_grads = step
 checkout = Path(str(megatron.training.__file__)).parents[2]
 runpy.run_path(str(checkout / "pretrain_gpt.py"), run_name="__main__")

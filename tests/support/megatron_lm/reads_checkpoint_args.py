@@ -15,7 +15,7 @@ from pathlib import Path
 
 def plain(file: str) -> None:
     """Print the arguments that are ours or Muon's as JSON."""
-    sys.modules["megatron_muon"] = None  # type: ignore[assignment]
+    sys.modules["megatron_muon"] = None
     import torch
 
     saved = vars(torch.load(file, weights_only=False)["args"])

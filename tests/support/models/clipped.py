@@ -91,13 +91,7 @@ def _loops_clip(built: Built, largest: float) -> None:
 def clipped_whole(
     case: Case, dtype: torch.dtype = torch.float32, by_hand: bool = False
 ) -> dict[str, Any]:
-    """The same on one process, where whole weights are clipped.
-
-    Args:
-        case: as in ``clipped``.
-        dtype: that of the largest logits.
-        by_hand: by ``_clip_by_hand`` in place of Megatron's own.
-    """
+    """The same on one process, where whole weights are clipped."""
     import megatron_muon
 
     settings = {k: v for k, v in case.muon if not k.startswith("qk_clip")}

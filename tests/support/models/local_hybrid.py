@@ -141,13 +141,7 @@ class _Anything(types.ModuleType):
 
 
 def build_mamba(pattern: dict[str, str], config: Any, **options: Any) -> Any:
-    """A model of Mamba layers alone, or this rank's part of it.
-
-    Args:
-        pattern: the model's argument that names the layers, by its name.
-        config: Megatron's TransformerConfig.
-        options: those of the model that a GPT has too: ``vocab_size``, ``pre_process``, ...
-    """
+    """A model of Mamba layers alone, or this rank's part of it."""
     try:
         model = importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
         stack = importlib.import_module("megatron.core.models.hybrid.hybrid_block").HybridStack

@@ -14,7 +14,6 @@ duplicated over TP, and nothing about experts under expert or expert-tensor para
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,14 +47,10 @@ class TELinear(_Linear):
         *,
         parallel_mode: str,
         config: Any,
-        init_method: Callable[..., Any],
         bias: bool,
-        skip_bias_add: bool,
-        skip_weight_param_allocation: bool,
-        tp_comm_buffer_name: str | None = None,
         is_expert: bool = False,
         tp_group: Any = None,
-        name: str | None = None,  # from core 0.19 on
+        **options: Any,
     ) -> None:
         super().__init__()
         assert parallel_mode == "duplicated" and tp_group is None and not (bias or is_expert)
@@ -79,14 +74,9 @@ class TEGroupedLinear(_Linear):
         *,
         parallel_mode: str,
         config: Any,
-        init_method: Callable[..., Any],
         bias: bool,
-        skip_bias_add: bool,
         is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        pg_collection: Any = None,  # in core 0.16
-        tp_group: Any = None,  # in core 0.14
-        name: str | None = None,  # since core 0.18
+        **options: Any,
     ) -> None:
         super().__init__()
         assert is_expert and not bias

@@ -107,7 +107,7 @@ class Case:
 
     bf16: bool = True
     layers: int = 2
-    steps: int = 10
+    steps: int = 5  # with other scales of the gradient each
     optimizer: str = "muon"
     lr: float = 0.02
     weight_decay: float = 0.1

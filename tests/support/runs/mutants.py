@@ -8,23 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
 
 @contextmanager
 def _changed_plan(change: Callable[..., Any]) -> Iterator[None]:
-    """Within it the package makes its plan with ``change(make_plan, and what that takes)``."""
+    """Within it the package's plans are ``change(plan, parameters, grid)``."""
     from megatron_muon.mcore.wiring import build
 
     original = build.make_plan
-    with mock.patch.object(build, "make_plan", partial(change, original)):
+
+    def make_plan(parameters: Any, grid: Any, *more: Any) -> Any:
+        return change(original(parameters, grid, *more), parameters, grid)
+
+    with mock.patch.object(build, "make_plan", make_plan):
         yield
 
 
 def _with_segments(plan: Any, segments: list[Any]) -> Any:
-    changed = replace(plan, segments=tuple(segments))
+    changed = replace(plan, slices=tuple(segments))
     changed.validate()
     return changed
 
@@ -37,11 +40,10 @@ def wrong_piece(of_experts: bool = False) -> AbstractContextManager[None]:
     """Two pieces of one parameter, equally long, on one rank, go to each other's place: the plan
     still covers every element once, and its own check accepts it."""
 
-    def change(make_plan: Any, parameters: Any, grid: Any, config: Any, *more: Any) -> Any:
-        plan = make_plan(parameters, grid, config, *more)
+    def change(plan: Any, parameters: Any, grid: Any) -> Any:
         if _is_of_experts(parameters) is not of_experts:
             return plan
-        segments = list(plan.segments)
+        segments = list(plan.slices)
         for a, one in enumerate(segments):
             for b in range(a + 1, len(segments)):
                 two = segments[b]
@@ -60,26 +62,26 @@ def wrong_expert_piece() -> AbstractContextManager[None]:
     return wrong_piece(of_experts=True)
 
 
-def swapped_tp_order() -> AbstractContextManager[None]:
+@contextmanager
+def swapped_tp_order() -> Iterator[None]:
     """Every rank takes its TP slice for the other TP rank's."""
+    from megatron_muon.mcore.wiring import build
 
-    def change(make_plan: Any, parameters: Any, grid: Any, config: Any, *more: Any) -> Any:
-        return make_plan(
-            parameters,
-            replace(grid, ranks=tuple(plane[::-1] for plane in grid.ranks)),
-            config,
-            *more,
-        )
+    original = build.make_plan
 
-    return _changed_plan(change)
+    def make_plan(parameters: Any, grid: Any, *more: Any) -> Any:
+        ranks = tuple(plane[::-1] for plane in grid.ranks)
+        return original(parameters, replace(grid, ranks=ranks), *more)
+
+    with mock.patch.object(build, "make_plan", make_plan):
+        yield
 
 
 def swapped_ep_ranks() -> AbstractContextManager[None]:
     """The first rank that has a part of EP rank 0's experts and the first one of EP rank 1's send
     them to each other's matrices, while the ranks with the other parts do not."""
 
-    def change(make_plan: Any, parameters: Any, grid: Any, config: Any, *more: Any) -> Any:
-        plan = make_plan(parameters, grid, config, *more)
+    def change(plan: Any, parameters: Any, grid: Any) -> Any:
         if not _is_of_experts(parameters):
             return plan
         (first, *others), *_ = grid.of_ep(0)
@@ -88,12 +90,12 @@ def swapped_ep_ranks() -> AbstractContextManager[None]:
         count = len(plan.parameters) // grid.ep_size
         place = {
             (s.rank, s.parameter % count, s.elements.start, s.start): index
-            for index, s in enumerate(plan.segments)
+            for index, s in enumerate(plan.slices)
             if s.rank in (first, second)
         }
-        segments = list(plan.segments)
+        segments = list(plan.slices)
         for (rank, *rest), index in place.items():
-            other = plan.segments[place[(second if rank == first else first, *rest)]]
+            other = plan.slices[place[(second if rank == first else first, *rest)]]
             segments[index] = replace(segments[index], matrix=other.matrix)
         return _with_segments(plan, segments)
 

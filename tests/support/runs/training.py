@@ -25,7 +25,6 @@ from support.runs.whole import whole
 
 Tensor = torch.Tensor
 U = 2.0**-24  # fp32 unit roundoff
-TRAINED: list[tuple[Case, Topology]] = []  # by ``trained``, for the table
 SEQUENCES = 2  # in a micro-batch
 MICROBATCHES = 4  # over all data-parallel ranks
 # Like Llama's. The rate is one with which the loss of each step is below the one before.
@@ -211,7 +210,6 @@ def trained(case: Case, topology: Topology, mutation: Callable[[], Any] = nullco
         assert all(grad.isfinite().all() for grad in gradients.values())
     for (before, after), ok in zip(itertools.pairwise(losses), ranks[0]["ok"], strict=False):
         assert after < before if ok else after == before, losses
-    TRAINED.append((case, topology))
     return Trained(losses, ranks[0]["norms"], gradients, ranks[0])
 
 

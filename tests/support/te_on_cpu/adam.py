@@ -53,43 +53,6 @@ def multi_tensor_adam(chunk: int, noop: Tensor, lists: Any, *numbers: Any) -> No
         _step(grad, param, first, second, master[0] if master else None, *numbers)
 
 
-def multi_tensor_adam_param_remainder(chunk: int, noop: Tensor, lists: Any, *numbers: Any) -> None:
-    """bf16 parameters are the upper halves of fp32 ones, the fifth list has the lower halves."""
-    for grad, param, first, second, remainder in zip(*lists, strict=True):
-        high = param.view(torch.int16) - (remainder < 0).to(torch.int16)  # as before rounding
-        master = torch.stack([remainder, high], -1).view(torch.float32).squeeze(-1)
-        _step(grad, master, first, second, None, *numbers)
-        halves = master.unsqueeze(-1).view(torch.int16)
-        remainder.copy_(halves[..., 0])
-        param.view(torch.int16).copy_(halves[..., 1] + (halves[..., 0] < 0).to(torch.int16))
-
-
-def multi_tensor_adam_capturable(
-    chunk: int,
-    noop: Tensor,
-    lists: Any,
-    lr: Any,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: Any,
-    mode: int,
-    correct: int,
-    decay: float,
-    inv_scale: Any,
-) -> None:
-    """As a CUDA graph takes it: rate, step and scale are tensors."""
-    if int(noop):
-        return
-    for grad, param, first, second, *master in zip(*lists, strict=True):
-        numbers = (lr, beta1, beta2, eps, int(step), mode, correct, decay)
-        grad = grad.float() * inv_scale
-        _step(grad, param, first, second, master[0] if master else None, *numbers)
-
-
-multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
-
-
 def multi_tensor_scale(chunk: int, noop: Tensor, lists: Any, scale: Any) -> None:
     """Second list = first list × scale; ``noop`` is 1 if a value is not finite."""
     for source, target in zip(*lists, strict=True):

@@ -9,16 +9,13 @@ import enum
 import zlib
 from typing import Any
 
-from support.te_on_cpu.adam import (
+from support.te_on_cpu.adam import (  # noqa: F401
     multi_tensor_adam,
-    multi_tensor_adam_capturable,
-    multi_tensor_adam_capturable_master,
-    multi_tensor_adam_param_remainder,
     multi_tensor_l2norm,
     multi_tensor_scale,
     multi_tensor_scale_tensor,
 )
-from support.te_on_cpu.fp8 import (
+from support.te_on_cpu.fp8 import (  # noqa: F401
     compute_amax,
     create_empty_quantized_tensor,
     dequantize,
@@ -26,16 +23,15 @@ from support.te_on_cpu.fp8 import (
     multi_tensor_compute_scale_and_scale_inv,
     quantize,
 )
-from support.te_on_cpu.norms import layernorm_bwd, layernorm_fwd, rmsnorm_bwd, rmsnorm_fwd
-from support.te_on_cpu.products import generic_gemm, te_general_grouped_gemm
-
-COMPUTED = (
-    *(multi_tensor_adam, multi_tensor_adam_capturable, multi_tensor_adam_capturable_master),
-    *(multi_tensor_adam_param_remainder, multi_tensor_l2norm, multi_tensor_scale),
-    *(multi_tensor_scale_tensor, compute_amax, create_empty_quantized_tensor, fp8_transpose),
-    *(dequantize,),
-    *(multi_tensor_compute_scale_and_scale_inv, quantize, layernorm_bwd, layernorm_fwd),
-    *(rmsnorm_bwd, rmsnorm_fwd, generic_gemm, te_general_grouped_gemm),
+from support.te_on_cpu.norms import (  # noqa: F401
+    layernorm_bwd,
+    layernorm_fwd,
+    rmsnorm_bwd,
+    rmsnorm_fwd,
+)
+from support.te_on_cpu.products import (  # noqa: F401
+    generic_gemm,
+    te_general_grouped_gemm,
 )
 
 # The numbers are those of its C++ header: Python reads them back.
@@ -57,17 +53,14 @@ FP8BwdTensors = enum.IntEnum(
 
 
 def get_num_cublas_streams() -> int:
-    """For grouped products."""
     return 1
 
 
-def get_cublasLt_version() -> int:
-    """New enough for everything."""
+def get_cublasLt_version() -> int:  # this and the next are new enough for everything
     return 130000
 
 
 def get_cudnn_version() -> int:
-    """New enough for everything."""
     return 91200
 
 

@@ -66,8 +66,7 @@ class _Loader(Loader):
         return getattr(self.own, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self.own.create_module(spec)
-        return module
+        return self.own.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__file__ is not None

@@ -15,7 +15,7 @@ from megatron_muon.lab.dry_run.stages import built as built
 from megatron_muon.lab.dry_run.stages import planned_optimizers as planned_optimizers
 from megatron_muon.lab.plan.kinds import makeup_of
 from megatron_muon.lab.plan.kinds import optimizer_of as optimizer_of
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.settings.config import MuonConfig
 
 

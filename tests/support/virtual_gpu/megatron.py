@@ -38,29 +38,19 @@ from support.virtual_gpu.trace import IterationStart, StepStart
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """Settings of Megatron's optimizer that matter here.
+    """Settings of Megatron's optimizer that matter here."""
 
-    Attributes:
-        optimizer: ``adam`` is Megatron untouched.
-        clip_grad: the gradients' norm above which they are scaled; 0: never.
-        steps: training steps; counts are of the last one.
-    """
-
-    optimizer: Literal["muon", "adam"] = "muon"
-    clip_grad: float = 1.0
-    steps: int = 2
+    optimizer: Literal["muon", "adam"] = "muon"  # ``adam`` is Megatron untouched
+    clip_grad: float = 1.0  # the gradients' norm above which they are scaled; 0: never
+    steps: int = 2  # training steps; counts are of the last one
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTraining:
-    """A rank after its training steps.
+    """A rank after its training steps."""
 
-    Attributes:
-        recording: what it did.
-        plans: those of its optimizers with Muon, in the order in which they step.
-    """
-
-    recording: Recording
+    recording: Recording  # what it did
+    # those of its optimizers with Muon, in the order in which they step
     plans: tuple[ExchangePlan, ...]
 
 
@@ -72,17 +62,6 @@ def record_training(
     Muon is installed before the chunks are built, since it can lay out their buckets, and only for
     that time. The counted step begins where ``optimizer.step()`` does; what comes before is in the
     races.
-
-    Args:
-        flags: settled and with its buckets chosen, see ``dry_run.hybrid.settings.settle`` and
-            ``megatron_lm.bucketing.choose_buckets``.
-        ranks: those of ``flags``.
-        rank: of the world.
-        config: the settings.
-        training: Megatron's.
-
-    Raises:
-        ValueError, NotImplementedError, RuntimeError: Megatron or the package refuses it.
     """
     with virtual_gpu() as gpu, world.as_rank(rank, ranks), _megatron(gpu), installed(config):
         chunks, optimizer = _built(flags, ranks, config, training)

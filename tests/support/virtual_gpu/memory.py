@@ -18,23 +18,13 @@ from support.virtual_gpu.trace import (
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most memory that the last step takes.
+    """The most memory that the last step takes."""
 
-    Attributes:
-        state: bytes at its start: parameters, gradients, optimizer state.
-        over_state: most bytes above those at any time.
-        by_phase: the same, within each phase.
-        holders: at that time, bytes above the state by the line that allocated them.
-        state_blocks: bytes of the state by block.
-        above: at that time, what was allocated above the state.
-    """
-
-    state: int
-    over_state: int
-    by_phase: dict[str, int]
-    holders: dict[str, int]
-    state_blocks: dict[int, int]
-    above: tuple[Allocation, ...]
+    state: int  # bytes at its start: parameters, gradients, optimizer state
+    over_state: int  # most bytes above those at any time
+    by_phase: dict[str, int]  # the same, within each phase
+    state_blocks: dict[int, int]  # bytes of the state by block
+    above: tuple[Allocation, ...]  # at that time, what was allocated above the state
 
 
 def peak(trace: Trace) -> Peak:
@@ -42,15 +32,10 @@ def peak(trace: Trace) -> Peak:
     replay = _Replay()
     for event in trace.events:
         replay.take(event)
-    holders: dict[str, int] = defaultdict(int)
-    for allocation in replay.at_peak:
-        holders[str(allocation.place)] += allocation.nbytes
-    largest = dict(sorted(holders.items(), key=lambda item: -item[1]))
     return Peak(
         state=replay.base,
         over_state=max(replay.most, 0),
         by_phase=dict(replay.by_phase),
-        holders=largest,
         state_blocks=replay.state,
         above=tuple(replay.at_peak),
     )

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from megatron_muon.orthogonalize.iteration import Device, dtype_of, held_dtype
-from megatron_muon.orthogonalize.matmul import torch_dtype, travel_dtype
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.strips import SharedMessages
 from megatron_muon.settings.config import MuonConfig
@@ -25,16 +25,11 @@ Sizes = dict[tuple[int, int], list[tuple[torch.dtype, int]]]
 def planned_messages(
     plans: Sequence[ExchangePlan], config: MuonConfig, device: Device = "cuda"
 ) -> Sizes:
-    """Every message of a step, by sender and receiver.
-
-    Args:
-        plans: of the stage's optimizers, in the order in which they step.
-        config: the settings that they were made with.
-        device: kind of the ranks' device.
-    """
+    """Every message of a step, by sender and receiver."""
     sizes: Sizes = defaultdict(list)
-    travels, directions = travel_dtype(config), torch_dtype(dtype_of(config, device))
-    squares = torch_dtype(held_dtype(dtype_of(config, device), device))
+    numerics = Numerics(config, device)
+    travels, directions = TORCH_DTYPE[numerics.travels], TORCH_DTYPE[numerics.dtype]
+    squares = TORCH_DTYPE[numerics.held]
     dtypes = {"numbers": torch.float32, "squares": squares, "elements": travels}
     for plan in plans:
         gathers, scatters = _by_round(plan)
@@ -65,7 +60,7 @@ def _by_round(plan: ExchangePlan) -> tuple[list[_Round], list[_Round]]:
     gathers: list[_Round] = [defaultdict(int) for _ in plan.rounds]
     scatters: list[_Round] = [defaultdict(int) for _ in plan.rounds]
     round_of = plan.round_of()
-    for segment in plan.segments:
+    for segment in plan.slices:
         home, number = plan.matrices[segment.matrix].home, round_of[segment.parameter]
         if home == segment.rank:
             continue
@@ -95,13 +90,7 @@ def _in_turn(
 
 
 def compare_with_plan(rank: int, calls: Iterable[RecordedCollective], planned: Sizes) -> list[str]:
-    """Faults of one rank's messages in a step, in words.
-
-    Args:
-        rank: of the stage.
-        calls: its launches of the exchange in that step, in order.
-        planned: by ``planned_messages``.
-    """
+    """Faults of one rank's messages in a step, in words."""
     sent: dict[int, list[RecordedMessage]] = defaultdict(list)
     taken: dict[int, list[RecordedMessage]] = defaultdict(list)
     for call in calls:

@@ -13,6 +13,7 @@ from typing import Any
 
 import megatron_muon.cpu
 from megatron_muon.lab.routes.model_flags import Settled
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import (
     Parameter,
@@ -51,17 +52,11 @@ OVERLAP = "--overlap-grad-reduce --overlap-param-gather "
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A run.
+    """A run."""
 
-    Attributes:
-        name: as it is printed.
-        words: Megatron-LM's flags.
-        stage: the pipeline stage that is looked at.
-    """
-
-    name: str
-    words: str
-    stage: int = 0
+    name: str  # as it is printed
+    words: str  # Megatron-LM's flags
+    stage: int = 0  # the pipeline stage that is looked at
 
 
 MODELS = (
@@ -100,7 +95,7 @@ def small_plan(
         parameters.append(Parameter(name, shape, dim, Span(0, padded), span, 0, matrices, blocks))
         size = span.stop
     grid = RankGrid((tuple(tuple(t + tp * d for d in range(dp)) for t in range(tp)),))
-    return make_plan(parameters, grid, config)
+    return make_plan(parameters, grid, Numerics(config))
 
 
 def _layer(layer: int, tp: int, hidden: int, ffn: int) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -134,11 +129,7 @@ def settled_flags(words: Sequence[str]) -> tuple[Namespace, Settled]:
 
 
 def plans_of(model: Model, **settings: object) -> tuple[MuonConfig, list[tuple[str, ExchangePlan]]]:
-    """The settings, and ``dense`` and ``experts`` plans of a stage, as the run makes them.
-
-    Args:
-        settings: of ``MuonConfig``, in place of its defaults.
-    """
+    """The settings, and ``dense`` and ``experts`` plans of a stage, as the run makes them."""
     if not megatron_muon.cpu.enabled():
         megatron_muon.cpu.enable(allow_cuda=True)
     from megatron_muon.lab.routes.model_flags import muon_settings

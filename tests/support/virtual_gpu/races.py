@@ -43,26 +43,17 @@ Operation = Kernel | RecordedCollective
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Two uses of a block that nothing orders.
+    """Two uses of a block that nothing orders."""
 
-    Attributes:
-        kind: ``unordered``, two operations; ``freed``, the allocator may give the block away while
-            ``other`` uses it.
-        memory: under which handling of collectives' memory.
-        block: its number.
-        allocated: where it came from.
-        operation: the later use; where it was freed, the phase.
-        other: the earlier use.
-        phase: of the later one.
-    """
-
+    # ``unordered``, two operations; ``freed``, the allocator may give the block away while
+    # ``other`` uses it
     kind: Literal["unordered", "freed"]
-    memory: Memory
-    block: int
-    allocated: Place | None
-    operation: str
-    other: str
-    phase: str
+    memory: Memory  # under which handling of collectives' memory
+    block: int  # its number
+    allocated: Place | None  # where it came from
+    operation: str  # the later use; where it was freed, the phase
+    other: str  # the earlier use
+    phase: str  # of the later one
 
     def __str__(self) -> str:
         block = f"block {self.block} ({self.allocated})"

@@ -18,33 +18,20 @@ _ELSEWHERE = "not attributed"
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """A rank. Counts are of the last ``optimizer.step()``.
+    """A rank. Counts are of the last ``optimizer.step()``."""
 
-    Attributes:
-        rank: of the world.
-        launches: kernels and collectives.
-        muon_launches: those in Muon's phases, AdamW's not counted.
-        sent: bytes that the exchange sends in a step.
-        messages: point-to-point messages that the exchange sends in a step.
-        host_waits: calls in ``optimizer.step()`` in which the host waits for the GPU.
-        state: bytes by kind when the step begins.
-        peak: bytes above the state by kind, at the moment when they are most.
-        connections: ranks that the exchange connects to while the optimizer is built.
-        late_connections: ranks that a step exchanges with and that were not connected then.
-        races, early_frees: faults of its own streams and memory, in words.
-    """
-
-    rank: int
-    launches: int
-    muon_launches: int
-    sent: int
-    messages: int
+    rank: int  # of the world
+    launches: int  # kernels and collectives
+    muon_launches: int  # those in Muon's phases, AdamW's not counted
+    sent: int  # bytes that the exchange sends in a step
+    messages: int  # point-to-point messages that the exchange sends in a step
+    # calls in ``optimizer.step()`` in which the host waits for the GPU.
     host_waits: tuple[str, ...]
-    state: dict[str, int]
-    peak: dict[str, int]
-    connections: int
-    late_connections: int
-    races: tuple[str, ...]
+    state: dict[str, int]  # bytes by kind when the step begins
+    peak: dict[str, int]  # bytes above the state by kind, at the moment when they are most
+    connections: int  # ranks that the exchange connects to while the optimizer is built
+    late_connections: int  # ranks that a step exchanges with and that were not connected then
+    races: tuple[str, ...]  # faults of its own streams and memory, in words
     early_frees: tuple[str, ...]
 
     @property

@@ -22,16 +22,11 @@ from support.virtual_gpu.trace import (
 
 @dataclass(frozen=True)
 class Recording:
-    """A rank's trace of one or more steps. Counts are of the last step, races of all.
+    """A rank's trace of one or more steps. Counts are of the last step, races of all."""
 
-    Attributes:
-        rank: of the world that was recorded.
-        trace: everything.
-        held: kinds of the state's blocks, where they are known.
-    """
-
-    rank: int
-    trace: Trace
+    rank: int  # of the world that was recorded
+    trace: Trace  # everything
+    # kinds of the state's blocks, where they are known
     held: Mapping[int, str] = field(default_factory=dict)
 
     @cached_property

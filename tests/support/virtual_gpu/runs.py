@@ -12,29 +12,19 @@ from support.virtual_gpu.recording import Recording
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A small GPT.
+    """A small GPT."""
 
-    Attributes:
-        tp, dp: sizes of the groups; the world is their product.
-        ep, experts: over how many ranks experts are spread, and how many there are; 0: dense.
-        instances: of the distributed optimizer.
-        overlap: gradients' reduction and parameters' gather beside compute.
-        buckets: of a rank's gradients, with overlap.
-        clip: gradients' norm above which they are scaled; 0: never.
-        optimizer: ``adam`` is Megatron untouched.
-    """
-
-    tp: int = 1
+    tp: int = 1  # sizes of the groups; the world is their product
     dp: int = 2
-    ep: int = 1
+    ep: int = 1  # over how many ranks experts are spread, and how many there are; 0: dense
     experts: int = 0
-    instances: int = 1
-    overlap: bool = True
+    instances: int = 1  # of the distributed optimizer
+    overlap: bool = True  # gradients' reduction and parameters' gather beside compute
     layers: int = 2
     hidden: int = 64
-    buckets: int = 3
-    clip: float = 1.0
-    optimizer: Literal["muon", "adam"] = "muon"
+    buckets: int = 3  # of a rank's gradients, with overlap
+    clip: float = 1.0  # gradients' norm above which they are scaled; 0: never
+    optimizer: Literal["muon", "adam"] = "muon"  # ``adam`` is Megatron untouched
 
     @property
     def world(self) -> int:

@@ -15,28 +15,16 @@ SAMPLE = 4
 
 @dataclass(frozen=True, slots=True)
 class StageKind:
-    """Pipeline stages that are alike; the first of them stands for all.
+    """Pipeline stages that are alike; the first of them stands for all."""
 
-    Attributes:
-        stages: their numbers.
-        members: world ranks of the first of them, in all optimizer instances.
-        chosen: those that are looked at.
-        plans: of its optimizers, in the order in which they step.
-    """
-
-    stages: tuple[int, ...]
-    members: tuple[int, ...]
-    chosen: tuple[int, ...]
-    plans: tuple[ExchangePlan, ...]
+    stages: tuple[int, ...]  # their numbers
+    members: tuple[int, ...]  # world ranks of the first of them, in all optimizer instances
+    chosen: tuple[int, ...]  # those that are looked at
+    plans: tuple[ExchangePlan, ...]  # of its optimizers, in the order in which they step
 
 
 def stage_kinds(flags: Namespace, run: Settled) -> list[StageKind]:
-    """Plan one stage of each kind, and choose its ranks.
-
-    Args:
-        flags: settled.
-        run: as ``settled`` gives it.
-    """
+    """Plan one stage of each kind, and choose its ranks."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number in range(run.ranks.pp):
         alike.setdefault(stage_makeup(flags, run.config, run.ranks, number), []).append(number)

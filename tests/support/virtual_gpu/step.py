@@ -11,11 +11,12 @@ import torch
 
 import megatron_muon.cpu
 from megatron_muon.orthogonalize import matmul, triton_operations
-from megatron_muon.orthogonalize.matmul import travel_dtype
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import fused
+from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
-from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.tracing import phases
@@ -34,11 +35,9 @@ from support.virtual_gpu.trace import StepStart, Trace
 def virtual_gpu(scalar: float = 0.0) -> Iterator[Gpu]:
     """A GPU, switched on, with ``torch.cuda`` and ``torch.distributed`` over it.
 
-    It has triton, installed here or not: a fused kernel is one operation, which is recorded and not
-    run. ``MuonConfig.elementwise`` says whether a step has them. It has no quack-kernels.
-
-    Args:
-        scalar: what the host reads wherever it reads an element.
+    The host reads ``scalar`` from every tensor. It has triton, installed here or not: a fused
+    kernel is one operation, which is recorded and not run. ``MuonConfig.elementwise`` says whether
+    a step has them. It has no quack-kernels.
     """
     gpu = Gpu(scalar)
     with ExitStack() as stack:
@@ -53,12 +52,7 @@ def virtual_gpu(scalar: float = 0.0) -> Iterator[Gpu]:
 
 
 def record(rank: int, size: int, program: Callable[[Gpu, Any], None]) -> Recording:
-    """A program, run as one rank of a world.
-
-    Args:
-        rank, size: of the world.
-        program: called with the GPU and the world's group, without gradients.
-    """
+    """A program, run as one rank of a world."""
     with virtual_gpu() as gpu, alone_as(rank, size) as group, torch.no_grad():
         program(gpu, group)
         return closed(rank, gpu)
@@ -72,29 +66,21 @@ def closed(rank: int, gpu: Gpu, held: Mapping[int, str] | None = None) -> Record
 def record_step(
     plan: ExchangePlan, rank: int, config: MuonConfig, *, steps: int = 1, adamw: int = 0
 ) -> Recording:
-    """The work of ``rank`` in ``steps`` steps of Muon alone.
-
-    Args:
-        plan: the stage's; its ranks are the world.
-        rank: as in ``plan.grid``.
-        config: the settings that the plan was made with.
-        steps: counts are of the last; two show races from one step to the next.
-        adamw: launches of AdamW, which here touches no memory.
-    """
+    """The work of ``rank`` in steps of Muon, each with ``adamw`` launches that touch no memory."""
 
     own = plan.for_rank(rank)
 
     def program(gpu: Gpu, group: Any) -> None:
-        shards = {index: torch.empty(span.size, device=CUDA) for index, span in own.pieces.items()}
+        shards = {index: torch.empty(span.size, device=CUDA) for index, span in own.shards.items()}
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)
         state = {shard: {MOMENTUM_KEY: torch.empty_like(shard)} for shard in shards.values()}
         groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.1}]
-        meter = Meter()
-        exchange = Exchange(own, plan.matrices, group, travel_dtype(config), CUDA, meter)
-        phase = phases(lambda: None)
-        elementwise = fused.elementwise_on(CUDA, config)
-        muon = DistributedMuon(config, plan, own, exchange, shards, meter, phase, elementwise)
+        meter, numerics = Meter(), Numerics(config)
+        exchange = Exchange(own, plan.matrices, group, TORCH_DTYPE[numerics.travels], CUDA, meter)
+        phase = phases()
+        elementwise = fused.elementwise_on(CUDA, numerics)
+        muon = DistributedMuon(numerics, plan, own, exchange, shards, meter, phase, elementwise)
         for _ in range(steps):
             gpu.trace.events.append(StepStart())
             muon.step(groups, state, lambda: gpu.launch("adamw", [], [], adamw))

@@ -50,24 +50,15 @@ class Place:
 
 @dataclass(slots=True)
 class Kernel:
-    """An aten operation, or a fused kernel of another library.
+    """An aten operation, or a fused kernel of another library."""
 
-    Attributes:
-        name: as in torch's schema without the namespace.
-        stream: that it runs on.
-        launches: kernels that CUDA launches for it.
-        reads, writes: bytes of blocks.
-        phase: innermost ``record_function`` around it.
-        place: who called it.
-    """
-
-    name: str
-    stream: str
-    launches: int
-    reads: list[Range]
+    name: str  # as in torch's schema without the namespace
+    stream: str  # that it runs on
+    launches: int  # kernels that CUDA launches for it
+    reads: list[Range]  # bytes of blocks
     writes: list[Range]
-    phase: str
-    place: Place
+    phase: str  # innermost ``record_function`` around it
+    place: Place  # who called it
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,50 +71,33 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RecordedMessage:
-    """A message to or from one rank of the group in a collective.
+    """A message to or from one rank of the group in a collective."""
 
-    Attributes:
-        peer: rank in the group.
-        dtype: of its elements.
-        nbytes: its size.
-    """
-
-    peer: int
-    dtype: torch.dtype
-    nbytes: int
+    peer: int  # rank in the group
+    dtype: torch.dtype  # of its elements
+    nbytes: int  # its size
 
 
 @dataclass(slots=True)
 class RecordedCollective:
-    """One launch of NCCL: a collective, a point-to-point operation, or a group of several.
+    """One launch of NCCL: a collective, a point-to-point operation, or a group of several."""
 
-    Attributes:
-        kinds: what it is made of, ``all_to_all``, ``send``, …; several in a coalesced group.
-        group: over which.
-        rank: this rank's number in the group.
-        stream: that was current when it was called.
-        own_stream: NCCL's stream for it: one a group, and one a pair for single sends.
-        asynchronous: the caller gets a ``Work``; if not, the current stream waits at once.
-        reads, writes: bytes of blocks.
-        agreed: what all ranks of the group must say alike; empty for point-to-point operations.
-        sends, receives: messages of all-to-alls and point-to-point operations, in order.
-        work: number by which a ``WorkWait`` names it.
-        phase, place: as of a kernel.
-    """
-
+    # what it is made of, ``all_reduce``, ``send``, …; several in a coalesced group
     kinds: tuple[str, ...]
-    group: Group
-    rank: int
-    stream: str
-    own_stream: str
-    asynchronous: bool
-    reads: list[Range]
+    group: Group  # over which
+    rank: int  # this rank's number in the group
+    stream: str  # that was current when it was called
+    own_stream: str  # NCCL's stream for it: one a group, and one a pair for single sends
+    asynchronous: bool  # the caller gets a ``Work``; if not, the current stream waits at once
+    reads: list[Range]  # bytes of blocks
     writes: list[Range]
+    # what all ranks of the group must say alike; empty for point-to-point operations
     agreed: tuple[object, ...]
+    # messages of point-to-point operations, in order
     sends: tuple[RecordedMessage, ...]
     receives: tuple[RecordedMessage, ...]
-    work: int
-    phase: str
+    work: int  # number by which a ``WorkWait`` names it
+    phase: str  # as of a kernel
     place: Place
 
     @property
@@ -161,19 +135,12 @@ class StreamWait:
 
 @dataclass(slots=True)
 class HostSync:
-    """The host waits for the GPU.
+    """The host waits for the GPU."""
 
-    Attributes:
-        name: of the call: ``item``, ``tolist``, ``bool``, ``cpu``, ``synchronize``, …
-        stream: that it waits for; None for all of them.
-        event: that it waits for, in place of a stream.
-        phase, place: as of a kernel.
-    """
-
-    name: str
-    stream: str | None
-    event: int | None
-    phase: str
+    name: str  # of the call: ``item``, ``tolist``, ``bool``, ``cpu``, ``synchronize``, …
+    stream: str | None  # that it waits for; None for all of them
+    event: int | None  # that it waits for, in place of a stream
+    phase: str  # as of a kernel
     place: Place
 
 

@@ -32,18 +32,14 @@ CLAIMS = (
 
 @dataclass(slots=True)
 class Verdict:
-    """A run's.
+    """A run's."""
 
-    Attributes:
-        kinds: of its stages.
-        reports: of the ranks that ended their steps.
-        faults: by claim.
-        compared: ranks whose collectives were compared, and the size, of each process group.
-    """
-
-    kinds: list[StageKind]
+    kinds: list[StageKind]  # of its stages
+    # of the ranks that ended their steps
     reports: dict[int, RankReport] = field(default_factory=dict)
+    # by claim
     faults: dict[str, list[str]] = field(default_factory=lambda: {claim: [] for claim in CLAIMS})
+    # ranks whose collectives were compared, and the size, of each process group
     compared: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -52,15 +48,9 @@ class Verdict:
         return {claim: faults for claim, faults in self.faults.items() if faults}
 
 
-def verdict_of(flags: Namespace, run: Settled, clip_grad: float = 1.0) -> Verdict:
-    """Have every chosen rank of every kind of stage take its steps.
-
-    Args:
-        flags: settled.
-        run: as ``settled`` gives it.
-        clip_grad: the gradients' norm above which they are scaled; 0: never.
-    """
-    training = OptimizerSettings(clip_grad=clip_grad)
+def verdict_of(flags: Namespace, run: Settled) -> Verdict:
+    """Have every chosen rank of every kind of stage take its steps."""
+    training = OptimizerSettings()
     calls = {}
     with megatron_is_quiet():
         verdict = Verdict(stage_kinds(flags, run))

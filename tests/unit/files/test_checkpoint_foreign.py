@@ -84,11 +84,11 @@ def test_a_chain_in_a_chain_is_one_list() -> None:
 @pytest.mark.parametrize("mu", ["momentum", "momentum_beta"])
 def test_where_megatrons_own_muon_has_it(mu: str) -> None:
     source = Source(KEYS, [{"optimizer": {"param_groups": [{**COMMON, mu: 0.75}, ADAMW]}}])
-    assert source.of(f"optimizer.state.muon_momentum.{FC1}") == (KEYS[3], 4.0)
+    assert source.of(f"optimizer.state.muon_momentum.{FC1}") == KEYS[3] and source.mu == 0.75
     for main in ("param", "fp32_param"):  # fully_reshardable, fully_sharded_model_space
-        assert source.of(f"optimizer.state.{main}.{FC1}") == (KEYS[2], 1.0)
-    assert source.of(f"optimizer.state.exp_avg_sq.{EMBEDDING}") == (KEYS[6], 1.0)
-    assert source.of(f"chained_3.optimizer.state.exp_avg.{EMBEDDING}") == (KEYS[5], 1.0)
+        assert source.of(f"optimizer.state.{main}.{FC1}") == KEYS[2]
+    assert source.of(f"optimizer.state.exp_avg_sq.{EMBEDDING}") == KEYS[6]
+    assert source.of(f"chained_3.optimizer.state.exp_avg.{EMBEDDING}") == KEYS[5]
 
 
 def test_the_main_parameter_of_an_fp32_model_is_left_to_the_model() -> None:
@@ -125,7 +125,7 @@ def test_adamws_in_buckets_is_named() -> None:
 def test_a_distributed_optimizers_main_parameter_has_another_name() -> None:
     keys = [*KEYS[:4], f"chained_1.chained_0.optimizer.state.param.{EMBEDDING}"]
     source = Source(keys, states_of(STATES))
-    assert source.of(f"optimizer.state.param.{EMBEDDING}") == (keys[4], 1.0)
+    assert source.of(f"optimizer.state.param.{EMBEDDING}") == keys[4]
 
 
 def test_state_of_another_optimizers_is_refused() -> None:

@@ -71,14 +71,6 @@ def _same(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
-def unpickled(data: bytes) -> Any:
-    return read.unpickled(io.BytesIO(data))
-
-
-def load_bytes(data: bytes) -> Any:
-    return read.load_view(memoryview(bytearray(data)))
-
-
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_an_archive_holds_what_torch_load_reads(protocol: int, tmp_path: Path) -> None:
     file = tmp_path / "saved.pt"
@@ -87,14 +79,7 @@ def test_an_archive_holds_what_torch_load_reads(protocol: int, tmp_path: Path) -
     assert expected.keys() == actual.keys()
     for name in expected:
         assert _same(expected[name], actual[name]), (name, expected[name], actual[name])
-    assert _same(expected, load_bytes(file.read_bytes()))
-
-
-def test_elements_that_are_not_aligned(tmp_path: Path) -> None:
-    file = io.BytesIO()
-    torch.save(torch.arange(1000.0), file)
-    view = memoryview(bytearray(b"x" + file.getvalue()))[1:]
-    assert torch.equal(read.load_view(view), torch.arange(1000.0))
+    assert _same(expected, read.load(file.read_bytes()))
 
 
 def test_objects_of_other_classes_are_not_made(tmp_path: Path) -> None:
@@ -102,7 +87,7 @@ def test_objects_of_other_classes_are_not_made(tmp_path: Path) -> None:
     torch.save(saved, tmp_path / "saved.pt")
     loaded = read.load(tmp_path / "saved.pt")
     assert isinstance(loaded["color"], Unknown)
-    assert loaded["color"].named == (__name__, "_Color") and loaded["color"].args == (1,)
+    assert loaded["color"].named == (__name__, "_Color")
     assert isinstance(loaded["random"][1], Unknown)
     assert loaded["io"].state[0] == b"abc"
 
@@ -127,12 +112,13 @@ def test_nothing_runs(attack: str, tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def _read_each(data: bytes) -> str:
+def _read_each(data: bytes, file: Path) -> str:
     """What reading it as a pickle and in an archive makes, on a line each."""
     lines = []
-    for load in (unpickled, lambda data: load_bytes(zipped(data))):
+    file.write_bytes(data)
+    for load in (lambda: read.load_pickle(file), lambda: read.load(zipped(data))):
         try:
-            value = load(data)
+            value = load()
             assert value is None or isinstance(value, (Unknown, type, list, str))
             lines.append("an object that does nothing")
         except ReadError:
@@ -149,7 +135,8 @@ _NAMESPACE = vars(argparse.Namespace).keys() | set()
 def test_a_pickle_that_no_pickler_writes(strange: str, tmp_path: Path) -> None:
     """Each is refused, is an object that does nothing, or ends a process with limits."""
     try:
-        lines = limited(lambda: _read_each(STRANGE[strange]), tmp_path).splitlines()
+        file = tmp_path / "file"
+        lines = limited(lambda: _read_each(STRANGE[strange], file), tmp_path).splitlines()
     except LimitError:
         assert strange == "a key of many tuples"
         return
@@ -158,7 +145,7 @@ def test_a_pickle_that_no_pickler_writes(strange: str, tmp_path: Path) -> None:
         assert strange in (
             *("an attribute of a class", "defaults of a function", "an attribute of a module"),
             *("a name with dots", "getattr", "eval", "many lists", "INST", "OBJ"),
-            "text of protocol 0",
+            *("text of protocol 0", "a known class with keywords"),
         )
 
 
@@ -184,25 +171,25 @@ def test_a_tensor_stays_inside_of_its_record(
     numel: int, offset: int, size: tuple[int, ...], stride: tuple[int, ...]
 ) -> None:
     record = {"data/0": bytes(40)}
-    good = load_bytes(zipped(tensor_pickle(10, 8, (2,), (1,)), record))
+    good = read.load(zipped(tensor_pickle(10, 8, (2,), (1,)), record))
     assert torch.equal(good, torch.zeros(2))
     with pytest.raises(ReadError):
-        load_bytes(zipped(tensor_pickle(numel, offset, size, stride), record))
+        read.load(zipped(tensor_pickle(numel, offset, size, stride), record))
 
 
 def test_no_other_storage(tmp_path: Path) -> None:
     record = {"data/0": bytes(40)}
     for kind in ("QInt8", "Typed", "_Legacy"):
-        with pytest.raises(ReadError, match="which is no storage"):
-            load_bytes(zipped(tensor_pickle(10, 0, (2,), (1,), kind), record))
-    with pytest.raises(ReadError, match="is missing"):
-        load_bytes(zipped(tensor_pickle(10, 0, (2,), (1,))))
+        with pytest.raises(ReadError, match="damaged"):
+            read.load(zipped(tensor_pickle(10, 0, (2,), (1,), kind), record))
+    with pytest.raises(ReadError, match="damaged"):
+        read.load(zipped(tensor_pickle(10, 0, (2,), (1,))))
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     os.mkfifo(tmp_path / "pipe")
-    for name, why in (("empty", "is empty"), ("pipe", "no regular file"), ("", "no regular file")):
+    for name, why in (("empty", "no archive"), ("pipe", "no regular"), ("", "no regular")):
         with pytest.raises(ReadError, match=why):
             read.load(tmp_path / name)
 
@@ -221,7 +208,7 @@ def test_a_damaged_archive_is_an_error_of_its_own(tmp_path: Path) -> None:
             changed[at] ^= 1 << rng.randrange(8)
             for each in (changed, data[:at]):
                 try:
-                    load_bytes(bytes(each))
+                    read.load(bytes(each))
                 except ReadError:
                     count += 1
         return str(count)

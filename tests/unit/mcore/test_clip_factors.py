@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 
-from megatron_muon.mcore.qk_clip import heads as rows
-from megatron_muon.mcore.qk_clip.factors import eta_of, row_factors
+from megatron_muon.mcore.qk_clip.factors import HeadRows, eta_of, row_factors
 
-GATED = rows.fused(2, (("q", 4), ("gate", 4), ("k", 2), ("v", 2)))
+GATED = HeadRows(2, (("q", 4), ("gate", 4), ("k", 2), ("v", 2)))
 
 
 def test_the_largest_logit_of_a_group_scales_it() -> None:
@@ -36,7 +35,7 @@ def test_the_dtype_of_the_logits_is_that_of_eta() -> None:
     assert row_factors(eta, GATED_ONE, 0.5).dtype is torch.float32
 
 
-GATED_ONE = rows.fused(1, (("q", 1), ("gate", 1), ("k", 1), ("v", 1)))
+GATED_ONE = HeadRows(1, (("q", 1), ("gate", 1), ("k", 1), ("v", 1)))
 
 
 def test_gates_and_values_keep_their_rows() -> None:
@@ -47,8 +46,10 @@ def test_gates_and_values_keep_their_rows() -> None:
 def test_the_logit_of_a_clipped_head_is_the_threshold() -> None:
     """Queries and keys share it; a rotary key is all heads', so its query has all of the clip."""
     alpha, eta = 0.3, torch.tensor([0.1])
-    query, rotary = row_factors(eta, rows.latent_queries(1, 1, 1), alpha).tolist()
-    key, value = row_factors(eta, rows.latent_keys(1, 1, 1), alpha).tolist()
+    queries = HeadRows(1, (("q", 1), ("rotary", 1)), is_latent=True)
+    keys = HeadRows(1, (("k", 1), ("v", 1)), is_latent=True)
+    query, rotary = row_factors(eta, queries, alpha).tolist()
+    key, value = row_factors(eta, keys, alpha).tolist()
     assert query * key == pytest.approx(0.1) and rotary == pytest.approx(0.1) and value == 1.0
     assert query == pytest.approx(0.1**alpha)
 

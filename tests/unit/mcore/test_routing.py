@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.mcore.routing.param_routing import Weight, is_unknown, weights, why_adamw
+from megatron_muon.mcore.routing.param_routing import Weight, weights, why_adamw
+from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.wiring.buffers.placement import muon_parameters, on_every_ep_rank
+from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.settings.config import MuonConfig
 
@@ -66,12 +68,17 @@ def _routed(chunk: torch.nn.Module, tp_size: int = 1, **settings: Any) -> list[P
     buffer = SimpleNamespace(param_index_map=places, buckets=[bucket])
     expert_tp_size = settings.pop("expert_tp_size", tp_size)
     config = MuonConfig(**settings)
-    return [p for _, p in muon_parameters([chunk], [buffer], tp_size, expert_tp_size, config)]
+    routes = routes_of([chunk], Sizes(tp_size, expert_tp_size), config)
+    return [p for _, p in muon_parameters(routes, [buffer])]
 
 
 def _one(name: str, weight: torch.nn.Parameter, class_name: str = "ColumnParallelLinear") -> Weight:
     (only,) = weights([_Chunk({name: weight}, class_name)])
     return only
+
+
+def _is_unknown(weight: Weight, tp_size: int, config: MuonConfig) -> bool:
+    return Route(weight, tp_size, 0, None, why_adamw(weight, tp_size, config)).is_unknown
 
 
 def _is_muons(name: str, weight: torch.nn.Parameter, class_name: str = "Linear") -> bool:
@@ -130,8 +137,8 @@ def test_an_experts_matrix_is_whole_over_expert_tp_ranks() -> None:
     fc2 = _one(f"{EXPERTS}local_experts.0.linear_fc2.weight", _weight(4, 1))
     assert why_adamw(fc2, 2, MuonConfig()) is None
     other = _one(f"{EXPERTS}local_experts.0.gate.weight", _weight(1, 4), "Whatever")
-    assert not is_unknown(other, 1, MuonConfig())  # a vector
-    assert is_unknown(other, 2, MuonConfig())  # how TP splits it is not known: it is named
+    assert not _is_unknown(other, 1, MuonConfig())  # a vector
+    assert _is_unknown(other, 2, MuonConfig())  # how TP splits it is not known: it is named
 
 
 @pytest.mark.parametrize("local", [1, 4])
@@ -175,11 +182,11 @@ def test_a_matrix_of_an_unknown_module_is_adamws_and_reported() -> None:
     unknown = _one("decoder.layers.0.mixer.weight", _weight(4, 4), "Whatever")
     why = why_adamw(unknown, 1, MuonConfig())
     assert why is not None and "Whatever is not in Muon's table" in why
-    assert is_unknown(unknown, 1, MuonConfig())
-    assert not is_unknown(unknown, 1, MuonConfig(muon_include=("*.mixer.*",)))
-    assert not is_unknown(unknown, 1, MuonConfig(muon_exclude=("*.mixer.*",)))
-    assert not is_unknown(_one("a.b.bias", _weight(4), "Whatever"), 1, MuonConfig())
-    assert not is_unknown(_one("embedding.w", _weight(4, 4), "Whatever"), 1, MuonConfig())
+    assert _is_unknown(unknown, 1, MuonConfig())
+    assert not _is_unknown(unknown, 1, MuonConfig(muon_include=("*.mixer.*",)))
+    assert not _is_unknown(unknown, 1, MuonConfig(muon_exclude=("*.mixer.*",)))
+    assert not _is_unknown(_one("a.b.bias", _weight(4), "Whatever"), 1, MuonConfig())
+    assert not _is_unknown(_one("embedding.w", _weight(4, 4), "Whatever"), 1, MuonConfig())
 
 
 def test_patterns_overrule_the_table() -> None:

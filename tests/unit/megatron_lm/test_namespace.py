@@ -8,11 +8,11 @@ import json
 import pytest
 
 from megatron_muon import MuonConfig
-from megatron_muon.megatron_lm.flags.parser import add_flags, muon_backend
+from megatron_muon.megatron_lm.flags.namespace import leave_to_megatron, put_in_force
+from megatron_muon.megatron_lm.flags.parser import add_flags, given_on, muon_backend
 from megatron_muon.megatron_lm.flags.settings import muon_config
-from megatron_muon.megatron_lm.flags.table import FLAGS, OF_ANY
 from megatron_muon.megatron_lm.install import asks_for_muon
-from megatron_muon.megatron_lm.namespace import given_on, leave_to_megatron, put_in_force
+from megatron_muon.settings.run_flags import FLAGS, OF_ANY
 from support.megatron_lm.flag_parsers import EVERY, MEANINGS, WITH_MUON, parsed, parser_of
 
 # --- a run that is not this package's Muon ---------------------------------------------------
@@ -51,43 +51,31 @@ def test_a_flag_of_the_plugins_needs_muon(version: str, flag: object) -> None:
 
 
 @EVERY
-def test_adamw_after_muon_may_load_without_the_digest(version: str) -> None:
-    args = parsed(
-        version, "--optimizer", "adam", "--adamw-from-muon", "--no-muon-checkpoint-digest"
-    )
-    leave_to_megatron(args)
-    assert args.adamw_from_muon and args.no_muon_checkpoint_digest
-
-
-@EVERY
-def test_adamw_may_decay_every_parameter(version: str) -> None:
-    args = parsed(version, "--optimizer", "adam", "--weight-decay-all-params")
-    leave_to_megatron(args)
-    expected = vars(parser_of(version).parse_args([]))
-    assert vars(args) == {**expected, "weight_decay_all_params": True}
-    args = parsed(version, "--optimizer", "sgd", "--weight-decay-all-params")
-    with pytest.raises(ValueError, match="--weight-decay-all-params is for"):
+@pytest.mark.parametrize(
+    ("given", "kept", "any_optimizer"),
+    [
+        (["--weight-decay-all-params"], {"weight_decay_all_params": True}, False),
+        (["--muon-qk-clip", "30"], {"muon_qk_clip": 30.0}, False),
+        (["--muon-cpu"], {"muon_cpu": True}, True),
+        (
+            ["--adamw-from-muon", "--no-muon-checkpoint-digest"],
+            {"adamw_from_muon": True, "no_muon_checkpoint_digest": True},
+            False,
+        ),
+    ],
+)
+def test_adamw_may_have_some_flags_and_any_optimizer_the_cpu(
+    version: str, given: list[str], kept: dict[str, object], any_optimizer: bool
+) -> None:
+    for optimizer in ("adam", "sgd"):
+        args = parsed(version, "--optimizer", optimizer, *given)
+        if optimizer == "sgd" and not any_optimizer:
+            with pytest.raises(ValueError, match=f"{given[0]}.* is for"):
+                leave_to_megatron(args)
+            continue
         leave_to_megatron(args)
-
-
-@EVERY
-def test_adamw_may_clip_logits(version: str) -> None:
-    args = parsed(version, "--optimizer", "adam", "--muon-qk-clip", "30")
-    leave_to_megatron(args)
-    expected = vars(parser_of(version).parse_args([]))
-    assert vars(args) == {**expected, "muon_qk_clip": 30.0}
-    args = parsed(version, "--optimizer", "sgd", "--muon-qk-clip", "30")
-    with pytest.raises(ValueError, match="--muon-qk-clip is for"):
-        leave_to_megatron(args)
-
-
-@EVERY
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_any_optimizer_may_run_on_the_cpu(version: str, optimizer: str) -> None:
-    args = parsed(version, "--optimizer", optimizer, "--muon-cpu")
-    leave_to_megatron(args)
-    expected = vars(parser_of(version).parse_args(["--optimizer", optimizer]))
-    assert vars(args) == {**expected, "muon_cpu": True}
+        expected = vars(parser_of(version).parse_args(["--optimizer", optimizer]))
+        assert vars(args) == {**expected, **kept}
 
 
 @WITH_MUON
@@ -143,6 +131,7 @@ def test_a_flag_that_is_not_known_has_megatrons_default() -> None:
 def test_options_of_muons_are_found_on_a_line() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--muon-new", type=int)
+    add_flags(parser)
     line = "--lr 1 --optimizer muon --muon-new 3 --muon-momentum=0.9 --weight-decay-all-params"
     options = ["--optimizer muon", "--muon-new", "--muon-momentum=0.9", "--weight-decay-all-params"]
     assert given_on(parser, line.split()) == options

@@ -12,27 +12,23 @@ import torch
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.orthogonalize import matmul as products_module
 from megatron_muon.orthogonalize.gram import gram_iteration
-from megatron_muon.orthogonalize.iteration import (
-    ns_flops,
-    panels,
-    schedule_of,
-    segments,
-)
+from megatron_muon.orthogonalize.iteration import ns_flops, panels
 from megatron_muon.orthogonalize.matmul import (
     KernelError,
     Products,
+    numerics_on,
     plan_device,
     products_on,
-    said_of_products,
     try_products,
 )
 from megatron_muon.orthogonalize.newton_schulz import (
     orthogonalize,
     standard_iteration,
 )
-from megatron_muon.orthogonalize.normalization import normalize
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
+from support.normalized import normalize
 
 DTYPES = get_args(NsDtype)
 CPU_DEVICE = torch.device("cpu")
@@ -63,7 +59,7 @@ def test_a_product_in_bf16_rounds_once(rows: int, inner: int) -> None:
 
     2⁻²⁴ × √inner off, against 2⁻⁹ of the rounding: one element in a thousand goes to its neighbour.
     """
-    products = products_on(CPU_DEVICE, "bf16")
+    products = products_on(CPU_DEVICE, numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16")))
     left = products.enter(_matrix(rows, inner))
     linear = products.enter(_matrix(rows, rows) + _matrix(rows, rows).mT)
     for make in (products.product, products.symmetric):
@@ -82,15 +78,19 @@ def test_a_kernels_symmetric_products_are_9_of_16(
     short, long = min(rows, cols), max(rows, cols)
     for dtype in DTYPES:
         config = _config("simple", 5, dtype, iteration)
-        plain, kernel = (ns_flops(rows, cols, config, d) for d in ("cuda", "cuda_symmetric"))  # type: ignore[arg-type]
-        parts = len(segments(config, "cuda")) if iteration == "gram" else 5
+        plain, kernel = (
+            ns_flops(rows, cols, Numerics(config, d)) for d in ("cuda", "cuda_symmetric")
+        )  # type: ignore[arg-type]
+        parts = len(Numerics(config, "cuda").segments) if iteration == "gram" else 5
         symmetric = plain - parts * 2 * short * short * long
         assert symmetric > 0 and symmetric % 8 == 0
         assert kernel == plain - (0 if dtype == "fp32" else symmetric * 7 // 16)
     assert abs(9 / 16 / H100.symmetric_ratio - 1) < 0.03
     config = _config("simple", 5, "bf16", iteration)
     for odd in ((256, 512), (1001, 2048)):
-        assert ns_flops(*odd, config, "cuda") == ns_flops(*odd, config, "cuda_symmetric")
+        assert ns_flops(*odd, Numerics(config, "cuda")) == ns_flops(
+            *odd, Numerics(config, "cuda_symmetric")
+        )
 
 
 def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> None:
@@ -122,8 +122,8 @@ def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> 
     ):
         x = normalize(torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)))
         for run in (
-            lambda x, products: standard_iteration(x, schedule_of(config), products),
-            lambda x, products: gram_iteration(x, segments(config, "cuda"), products),
+            lambda x, products: standard_iteration(x, Numerics(config).steps, products),
+            lambda x, products: gram_iteration(x, Numerics(config, "cuda").segments, products),
         ):
             shapes.clear()
             bound = 2 * 486 * 304 * 2.0**-24  # see test_newton_schulz.test_fp32_equals_float64
@@ -137,10 +137,12 @@ def test_a_librarys_kernel_that_fails_is_an_error_before_a_step(
     def fails(*_: Any) -> torch.Tensor:
         raise AttributeError("no such instruction")
 
-    own = replace(products_on(CPU_DEVICE, "bf16"), kernel=fails)
+    own = replace(
+        products_on(CPU_DEVICE, numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16"))), kernel=fails
+    )
     monkeypatch.setattr(products_module, "products_on", lambda *_: own)
     with pytest.raises(KernelError, match=r"AttributeError: no such instruction.*uninstall it"):
-        try_products(CPU_DEVICE, "bf16")
+        try_products(CPU_DEVICE, numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16")))
 
 
 def test_the_kind_of_a_gpu_is_known_by_the_kernel_that_it_takes(
@@ -156,7 +158,7 @@ def test_the_kind_of_a_gpu_is_known_by_the_kernel_that_it_takes(
             has = installed is not None and capability[0] >= (9, 0)
             assert plan_device(gpu) == ("cuda_symmetric" if has else "cuda")
             for dtype in DTYPES:
-                kernel = products_on(gpu, dtype).kernel
+                kernel = products_on(gpu, numerics_on(gpu, MuonConfig(ns_dtype=dtype))).kernel
                 assert (kernel is installed and has) == (has and dtype != "fp32")
     products_module._quack_on.cache_clear()
     assert plan_device(torch.device("meta")) == "cuda"
@@ -196,11 +198,3 @@ def test_the_process_cannot_make_fp32_less(dtype: NsDtype, iteration: NsIteratio
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
-
-
-@pytest.mark.parametrize(
-    ("iteration", "said"),
-    [("standard", "plain matmul"), ("gram", "diagonal"), ("auto", "in the Gram iteration")],
-)
-def test_the_log_says_who_makes_them(iteration: NsIteration, said: str) -> None:
-    assert said_of_products(CPU_DEVICE, "bf16", iteration).endswith(said)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
-from megatron_muon.orthogonalize.normalization import normalize
 from megatron_muon.settings.config import MuonConfig, NsIteration
 
 SHAPES = [(16, 16), (24, 40), (40, 24), (1, 7), (7, 1), (65, 130)]
 BF16 = MuonConfig(ns_dtype="bf16")
 FP32 = MuonConfig(ns_dtype="fp32")
+GRAM = MuonConfig(ns_dtype="fp16", ns_iteration="gram")
 
 
 def _matrix(rows: int, cols: int) -> torch.Tensor:
@@ -55,7 +53,7 @@ def test_bf16_singular_values_are_in_the_band(shape: tuple[int, int]) -> None:
     assert found.min() > 0.68 - slack and found.max() < 1.13 + slack
 
 
-@pytest.mark.parametrize("config", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("config", [BF16, FP32, GRAM], ids=["bf16", "fp32", "gram in fp16"])
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-8, 1e8, 1e30, 1e37])
 def test_the_scale_of_a_matrix_does_not_matter(config: MuonConfig, scale: float) -> None:
     """Powers of two nearby, so that the scaled entries are exact: the same direction, bitwise."""
@@ -65,11 +63,6 @@ def test_the_scale_of_a_matrix_does_not_matter(config: MuonConfig, scale: float)
     if scale == 1e-38:
         exact *= 128
     assert torch.equal(orthogonalize(matrix * exact, config), orthogonalize(matrix, config))
-
-
-@pytest.mark.parametrize("config", [BF16, FP32], ids=["bf16", "fp32"])
-def test_zero_gives_zero(config: MuonConfig) -> None:
-    assert torch.equal(orthogonalize(torch.zeros(3, 5), config).float(), torch.zeros(3, 5))
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (256, 64)], ids=str)
@@ -101,25 +94,6 @@ def test_a_row_and_a_column_are_normalised() -> None:
     assert abs(row.norm().item() - _float64(torch.tensor([[3.0, 4.0]])).norm().item()) < 1e-5
 
 
-def test_normalize_has_unit_norm_even_where_squares_overflow() -> None:
-    for scale in (1.0, 1e-30, 1e30):
-        assert abs(normalize(_matrix(30, 50) * scale).norm().item() - 1) < 1e-5
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("steps", [1, 5])
-def test_flops_are_torchs_own_count(shape: tuple[int, int], steps: int) -> None:
-    with FlopCounterMode(display=False) as counter:
-        orthogonalize(_matrix(*shape), MuonConfig(ns_steps=steps))
-    assert counter.get_total_flops() == ns_flops(*shape, MuonConfig(ns_steps=steps))
-
-
 def test_only_a_matrix_is_taken() -> None:
     with pytest.raises(ValueError, match=r"2 dims, got shape \(2, 3, 4\)"):
         orthogonalize(torch.zeros(2, 3, 4), BF16)
-
-
-def test_the_result_does_not_depend_on_strides() -> None:
-    matrix = _matrix(24, 40)
-    strided = matrix.mT.contiguous().mT
-    assert torch.equal(orthogonalize(strided, BF16), orthogonalize(matrix, BF16))

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from megatron_muon.orthogonalize.iteration import makes_rows
-from megatron_muon.orthogonalize.matmul import direction_dtype, travel_dtype
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
@@ -42,13 +43,15 @@ class Here:
 
 
 def _in_strips(matrix: Tensor, count: int, config: MuonConfig, moves: object = True) -> Tensor:
-    made = matrix.to(travel_dtype(config)).clone()
+    made = matrix.to(TORCH_DTYPE[Numerics(config).travels]).clone()
     long = 0 if made.size(0) > made.size(1) else 1
     edges = [at * made.size(long) // count for at in range(count + 1)]
     strips = [made.narrow(long, start, stop - start) for start, stop in pairwise(edges)]
     flags = torch.tensor([moves] * count if isinstance(moves, bool) else moves)
-    orthogonalize_strips(strips, tuple(made.shape), flags, config, Here(count))
-    return made.view(direction_dtype(config, made.device))
+    orthogonalize_strips(
+        strips, tuple(made.shape), flags, numerics_on(flags.device, config), Here(count)
+    )
+    return made.view(TORCH_DTYPE[numerics_on(made.device, config).dtype])
 
 
 @cache
@@ -78,10 +81,12 @@ def test_strips_are_as_accurate_as_the_whole_matrix(
     """Against float64. Squares round once more, before they are added: errors of single inputs go
     either way, so means over inputs are compared, and a tenth is left to chance."""
     config = MuonConfig(ns_iteration=iteration, ns_dtype=dtype)
-    assert makes_rows(*shape, 2, config, "cpu") == (iteration == "gram" and min(shape) > 256)
+    assert makes_rows(*shape, 2, Numerics(config, "cpu")) == (
+        iteration == "gram" and min(shape) > 256
+    )
     apart: dict[int, float] = {}
     for seed in range(6):
-        matrix = _matrix(*shape, seed=seed).to(travel_dtype(config))
+        matrix = _matrix(*shape, seed=seed).to(TORCH_DTYPE[Numerics(config).travels])
         exact, whole = _exact(*shape, seed, matrix.dtype), orthogonalize(matrix, config)
         for count in (1, 2, 4, 8):
             found = _in_strips(matrix, count, config) if count > 1 else whole

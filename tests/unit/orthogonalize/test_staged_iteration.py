@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_muon.orthogonalize import newton_schulz, normalization
-from megatron_muon.orthogonalize.iteration import segments
-from megatron_muon.orthogonalize.matmul import Products, scale_of, travel_dtype
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, Products, numerics_on, scale_of
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_staged
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.config import MuonConfig
 
 SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7), (7, 1), (130, 520)]
@@ -43,15 +43,21 @@ def _matrix(rows: int, cols: int, seed: int = 0) -> Tensor:
 
 
 def _in_place(
-    matrices: list[Tensor], config: MuonConfig, *, is_tight: bool = False, **layout: int
+    matrices: list[Tensor],
+    config: MuonConfig,
+    numerics: Numerics | None = None,
+    *,
+    is_tight: bool = False,
+    **layout: int,
 ) -> list[Tensor]:
     """What becomes of them where they lie."""
     rows, cols = matrices[0].shape
     staged = torch.stack([_staged(matrix, **layout) for matrix in matrices])
-    staged = staged.to(travel_dtype(config)).view(-1)
+    numerics = numerics or numerics_on(staged.device, config)
+    staged = staged.to(TORCH_DTYPE[numerics.travels]).view(-1)
     moves = torch.ones(len(matrices), dtype=torch.bool)
     shape = {"rows": rows, "cols": cols, **layout}
-    made = orthogonalize_staged(staged, moves, config, is_tight=is_tight, **shape)
+    made = orthogonalize_staged(staged, moves, numerics, is_tight=is_tight, **shape)
     assert made.data_ptr() == staged.data_ptr()
     return [_in_rows(x, rows, cols, **layout) for x in made.view(len(matrices), -1)]
 
@@ -82,7 +88,7 @@ def test_in_place_is_bitwise_the_direction(
 ) -> None:
     """Whichever of its two buffers the iteration ends in."""
     config = MuonConfig(ns_dtype=dtype, ns_steps=steps)
-    matrix = _matrix(*shape).to(travel_dtype(config))
+    matrix = _matrix(*shape).to(TORCH_DTYPE[Numerics(config).travels])
     (made,) = _in_place([matrix], config, **layout)
     assert torch.equal(made, orthogonalize(matrix, config))
 
@@ -101,9 +107,10 @@ def test_a_gpus_fp16_shares_memory_with_bf16(
     matrices = [_matrix(*shape, seed=seed).bfloat16() for seed in range(3)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(newton_schulz, "products_on", lambda *_: products)
-        patch.setattr(newton_schulz, "plan_device", lambda _: "cuda")  # and its restarts
+        on_gpu = Numerics(config)  # and its restarts
+        patch.setattr(newton_schulz, "numerics_on", lambda *_: on_gpu)
         for layout in ({}, {"column_parts": shape[1]}):
-            made = _in_place(matrices, config, **layout)
+            made = _in_place(matrices, config, on_gpu, **layout)
             # entered in place or from a copy, a batch or one by one: the same numbers but for sums,
             # of which each is 2⁻¹¹ off at most and bf16 rounds the result by 2⁻⁹
             for one, matrix in zip(made, matrices, strict=True):
@@ -156,7 +163,7 @@ def test_a_tall_matrix_has_its_squares_in_the_next_iterates_memory(
     monkeypatch.undo()
     square = (shape[1], shape[1])
     each = 0 if shape[0] >= 4 * shape[1] else 1
-    assert made.count(square) == each * len(segments(config, "cpu"))
+    assert made.count(square) == each * len(Numerics(config, "cpu").segments)
     assert (direction - orthogonalize(matrix, config)).norm() <= 2 * BOUND * max(shape)
 
 
@@ -182,8 +189,8 @@ def test_what_is_zero_or_does_not_move_is_zero(
 ) -> None:
     _takes_a_cpus_way(monkeypatch, not gpu)
     matrices = torch.stack([_matrix(6, 10), torch.zeros(6, 10), _matrix(6, 10, seed=1)])
-    staged = matrices.to(travel_dtype(config)).view(-1)
+    staged = matrices.to(TORCH_DTYPE[Numerics(config).travels]).view(-1)
     moves = torch.tensor([True, True, False])
-    orthogonalize_staged(staged, moves, config, rows=6, cols=10)
+    orthogonalize_staged(staged, moves, numerics_on(staged.device, config), rows=6, cols=10)
     first, zero, still = staged.view(3, 6, 10)
     assert first.norm() > 1 and not zero.any() and not still.any()

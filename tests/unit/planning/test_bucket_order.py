@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from figures.llama import WHOLE, contiguous_bucket_size, whole_buffer
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.count import in_buckets
 from megatron_muon.planning.buckets.order import (
     UNPLACED,
@@ -42,9 +43,9 @@ def test_an_order_is_kept_only_where_it_sends_less(
         whole = starts(range(len(sizes)), sizes)[-1] + sizes[-1]
         buckets.append(Bucket(-(-whole // (128 * dp_size)) * 128 * dp_size, sizes, muons))
     config, holders = MuonConfig(homes=homes), Holders(dp_size, tp_size)
-    found = orders(buckets, holders, config)
+    found = orders(buckets, holders, Numerics(config))
     own = [bucket.own() for bucket in buckets]
-    before, after = (sent_bytes(buckets, each, holders, config) for each in (own, found))
+    before, after = (sent_bytes(buckets, each, holders, Numerics(config)) for each in (own, found))
     assert after < before or found == own
     assert [sorted(order) for order in found] == own
     assert all(p.span.stop <= p.bucket.stop for p in parameters_in(buckets, found))
@@ -54,6 +55,10 @@ def test_llama_3_8b_is_ordered_in_one_bucket_only_where_homes_are_local() -> Non
     """Where none is cut, balance moves whole matrices: 1.34 % of AdamW's bytes, not 0.62 %."""
     balanced, local = MuonConfig(homes="balanced"), MuonConfig(homes="local")
     (bucket,) = one = list(in_buckets(whole_buffer(8), WHOLE))
-    assert orders(one, Holders(8), balanced) == [bucket.own()] != orders(one, Holders(8), local)
+    assert (
+        orders(one, Holders(8), Numerics(balanced))
+        == [bucket.own()]
+        != orders(one, Holders(8), Numerics(local))
+    )
     several = list(in_buckets(whole_buffer(8), contiguous_bucket_size()))
-    assert orders(several, Holders(8), balanced) != [each.own() for each in several]
+    assert orders(several, Holders(8), Numerics(balanced)) != [each.own() for each in several]

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_muon.orthogonalize.iteration import Device, makes_rows
+from megatron_muon.orthogonalize.iteration import makes_rows
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.describe import node_lines
 from megatron_muon.planning.grid import neighbours_of
 from megatron_muon.settings.config import MuonConfig
@@ -50,5 +51,5 @@ def test_a_run_is_told_of_shares_that_may_leave_a_node() -> None:
 def test_more_homes_than_a_node_has_make_no_rows(device: Device) -> None:
     for node_ranks, by_rows in ((8, True), (4, False)):
         config = MuonConfig(node_ranks=node_ranks)
-        assert makes_rows(8192, 8192, 8, config, device) == by_rows
-        assert makes_rows(8192, 8192, 4, config, device)
+        assert makes_rows(8192, 8192, 8, Numerics(config, device)) == by_rows
+        assert makes_rows(8192, 8192, 4, Numerics(config, device))

@@ -14,6 +14,7 @@ from megatron_muon.lab.pricing.memory import peaks
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import price_step
 from megatron_muon.lab.pricing.work import Optimizer
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.agreed import description
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import HOME_LIMIT, Loads, Price, Work, choose_homes, prices
@@ -34,7 +35,7 @@ def deepseek() -> tuple[MuonConfig, list[ExchangePlan], list[ExchangePlan]]:
     plans = [plan for _, plan in named]
     assert not plans[0].shared  # since experts fill the ranks
     whole = replace(config, split_matrices="off")
-    alone = [make_plan(plan.parameters, plan.grid, whole) for plan in plans]
+    alone = [make_plan(plan.parameters, plan.grid, Numerics(whole)) for plan in plans]
     return config, plans, alone
 
 
@@ -77,7 +78,7 @@ def test_what_a_rank_cannot_keep_stays_among_its_neighbours(
     experts = deepseek[1][1]
     moved = [
         (segment.rank, experts.matrices[segment.matrix].home)
-        for segment in experts.segments
+        for segment in experts.slices
         if segment.rank != experts.matrices[segment.matrix].home
     ]
     assert moved
@@ -101,7 +102,7 @@ def _after(works: list[Work], homes: list[int], before: Loads, price: Price) -> 
     flops, times = list(before.flops), list(before.times)
     for work, home in zip(works, homes, strict=True):
         flops[home] += work.flops
-        times[home] += work.flops * price.flop + work.moved(home) * price.element
+        times[home] += work.flops * price.flop + work.travelling(home) * price.element
     return Loads(tuple(flops), tuple(times))
 
 
@@ -110,7 +111,7 @@ def test_no_rank_gets_experts_past_the_limit_of_all_work(
     stage: tuple[list[Work], list[Work], int],
 ) -> None:
     dense, experts, size = stage
-    price, none = prices(CONFIG, 2), Loads.none(size)
+    price, none = prices(Numerics(CONFIG)), Loads.none(size)
     before = _after(dense, choose_homes(dense, size, "balanced", price), none, price)
     homes = choose_homes(experts, size, "balanced", price, before=before)
     after = _after(experts, homes, before, price)
@@ -126,7 +127,7 @@ def test_local_homes_hold_most_whatever_else_their_rank_does(
     stage: tuple[list[Work], list[Work], int],
 ) -> None:
     dense, experts, size = stage
-    price, none = prices(CONFIG, 2), Loads.none(size)
+    price, none = prices(Numerics(CONFIG)), Loads.none(size)
     before = _after(dense, choose_homes(dense, size, "local", price), none, price)
     homes = choose_homes(experts, size, "local", price, before=before)
     for work, home in zip(experts, homes, strict=True):
@@ -144,7 +145,7 @@ def _dense() -> ExchangePlan:
     matrices, blocks = whole_matrix("dense", shape, None, 1)
     whole, span = Span(0, RANKS * 4096), Span(4096, 8192)
     parameter = Parameter("dense", shape, None, whole, span, 0, matrices, blocks)
-    return make_plan([parameter], RankGrid(((tuple(range(RANKS)),),)), CONFIG)
+    return make_plan([parameter], RankGrid(((tuple(range(RANKS)),),)), Numerics(CONFIG))
 
 
 def _experts(*earlier: ExchangePlan, config: MuonConfig = CONFIG) -> ExchangePlan:
@@ -157,7 +158,7 @@ def _experts(*earlier: ExchangePlan, config: MuonConfig = CONFIG) -> ExchangePla
         place = (Span(0, 8192), span, 0, matrices, blocks)
         parameters.append(Parameter(name, shape, None, *place, ep_rank=at // 4))
     grid = RankGrid(tuple(((rank,),) for rank in range(RANKS)))
-    return make_plan(parameters, grid, config, "cuda", earlier)
+    return make_plan(parameters, grid, Numerics(config, "cuda"), earlier)
 
 
 def test_experts_leave_the_rank_that_has_the_dense_matrix() -> None:
@@ -190,7 +191,9 @@ def test_ranks_whose_dense_homes_differ_do_not_agree_about_the_experts_plan() ->
     dense = _dense()
     first = dense.matrices[0]
     moved = replace(dense, matrices=(replace(first, home=(first.home + 1) % RANKS),))
-    lines = [description([], CONFIG, "cuda", earlier) for earlier in ([], [dense], [moved])]
+    lines = [
+        description([], Numerics(CONFIG, "cuda"), earlier) for earlier in ([], [dense], [moved])
+    ]
     assert len({tuple(one) for one in lines}) == 3
     assert "homes of optimizer 0" in lines[1][-1]
 
@@ -200,4 +203,4 @@ def test_plans_of_other_ranks_are_refused() -> None:
     grid = RankGrid(((tuple(range(2)),),))
     parameter = replace(dense.parameters[0], bucket=Span(0, 2 * 8192))
     with pytest.raises(ValueError, match="have its 2 ranks, not 4"):
-        make_plan([parameter], grid, CONFIG, "cuda", [dense])
+        make_plan([parameter], grid, Numerics(CONFIG, "cuda"), [dense])

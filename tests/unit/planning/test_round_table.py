@@ -37,9 +37,9 @@ class _Rank:
 
     def __init__(self, plan: ExchangePlan, rank: int, table: RoundTable) -> None:
         self.rank, self.table = rank, table
-        held = [s for s in plan.segments if s.rank == rank]
+        held = [s for s in plan.slices if s.rank == rank]
         place = {(s.parameter, s.elements.start): s for s in held}
-        pieces = plan.for_rank(rank).pieces
+        pieces = plan.for_rank(rank).shards
         self.runs = []
         for index, sizes in table.parameters:
             start = pieces[index].start
@@ -50,12 +50,12 @@ class _Rank:
                 self.runs.append([(segment.matrix, at) for at in staged])
                 start += size
             assert start == pieces[index].stop
-        moving = [self.runs[run] for run in table.moving]
+        moving = [self.runs[run] for run in table.leaving]
         self.kept, leaving = moving[: len(table.kept_sizes)], moving[len(table.kept_sizes) :]
         parts: list[list[tuple[object, int]]] = [[] for _ in table.sent_sizes]
-        for at, part in zip(table.sent_parts, leaving, strict=True):
+        for at, part in zip(table.sent_slices, leaving, strict=True):
             parts[at] = [*part]
-        flags = [at for at in range(len(parts)) if at not in table.sent_parts]
+        flags = [at for at in range(len(parts)) if at not in table.sent_slices]
         for before, at in pairwise([-1, *flags]):
             runs = at - before - 1
             assert runs <= table.sent_sizes[at] < runs + 8
@@ -107,7 +107,7 @@ def _sent_back(
     table: RoundTable, staged: list[tuple[int, int]]
 ) -> dict[int, list[tuple[int, int]]]:
     parts = _cut(staged, table.staged_sizes)
-    flat = [element for at in table.direction_parts for element in parts[at]]
+    flat = [element for at in table.scattered for element in parts[at]]
     return _messages(flat, table.directions_to)
 
 
@@ -116,7 +116,7 @@ def _check_directions(
 ) -> None:
     table = rank.table
     parts = _cut(staged, table.staged_sizes)
-    kept = [parts[at] for at in table.kept_parts]
+    kept = [parts[at] for at in table.kept_staged]
     received = [element for r, _ in table.directions_from for element in sent[r][rank.rank]]
     sources = [*kept, *_cut(received, table.direction_sizes)]
     assert [sources[at] for at in table.direction_of] == rank.runs

@@ -17,6 +17,7 @@ from megatron_muon.lab.pricing.step import StepTime, price_adamw, price_step
 from megatron_muon.lab.pricing.streams import Streams
 from megatron_muon.lab.pricing.upstream import price_layer_wise
 from megatron_muon.lab.pricing.work import Optimizer, rounds_of
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
@@ -40,7 +41,7 @@ def one_matrix(rows: int, cols: int, dp: int, config: MuonConfig = CONFIG) -> Ex
     matrices, blocks = whole_matrix("w", (rows, cols), None, 1)
     whole = Span(0, rows * cols)
     parameter = Parameter("w", (rows, cols), None, whole, whole, 0, matrices, blocks)
-    return make_plan([parameter], RankGrid(((tuple(range(dp)),),)), config)
+    return make_plan([parameter], RankGrid(((tuple(range(dp)),),)), Numerics(config))
 
 
 def priced(plan: ExchangePlan, hardware: Hardware, **options: Any) -> StepTime:
@@ -113,7 +114,7 @@ def test_ranks_that_share_nothing_wait_for_nobody() -> None:
         parameters.append(
             Parameter(str(number), (rows, cols), None, bucket, span, 0, matrices, blocks)
         )
-    plan = make_plan(parameters, RankGrid((((0, 1),),)), CONFIG)
+    plan = make_plan(parameters, RankGrid((((0, 1),),)), Numerics(CONFIG))
     assert [matrix.home for matrix in plan.matrices] == [0, 1]
     (work,) = rounds_of(plan)
     assert not work.gather and not work.scatter
@@ -135,7 +136,7 @@ def test_bytes_of_the_model_are_those_of_the_plan() -> None:
     assert sent == plan.sent_bytes()
     held = [sum(work.held[rank] for work in rounds) for rank in range(plan.size)]
     assert held == [
-        sum(p.size for p in plan.for_rank(rank).pieces.values()) for rank in range(plan.size)
+        sum(p.size for p in plan.for_rank(rank).shards.values()) for rank in range(plan.size)
     ]
     for rank in range(plan.size):
         homes = [round.homes for round in plan.for_rank(rank).rounds]
@@ -190,7 +191,7 @@ def test_a_product_is_never_faster_than_its_flops_and_its_bytes() -> None:
 
 
 def test_matrices_in_a_batch_are_not_slower_than_one_by_one() -> None:
-    one, many = (newton_schulz(H100, 768, 2048, batch, CONFIG) for batch in (1, 16))
+    one, many = (newton_schulz(H100, 768, 2048, batch, Numerics(CONFIG)) for batch in (1, 16))
     assert many.seconds < 16 * one.seconds
     assert many.launches < 2 * one.launches
 

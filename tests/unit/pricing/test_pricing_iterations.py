@@ -12,13 +12,8 @@ import pytest
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.kernels import newton_schulz
 from megatron_muon.lab.pricing.presets import H100
-from megatron_muon.orthogonalize.iteration import (
-    Device,
-    fits_kernel,
-    scratch_elements,
-    segments,
-    takes_gram,
-)
+from megatron_muon.orthogonalize.iteration import fits_kernel, scratch_elements, takes_gram
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.rounds.cut import LEAST_SCRATCH
 from megatron_muon.settings.coefficients import SETS, NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
@@ -59,7 +54,7 @@ def _known() -> list[tuple[str, int, NsDtype]]:
         for steps, lists in its.restarts.items():
             for dtype in dtypes:
                 if getattr(lists, dtype) is not None:
-                    parts = segments(_config(name, steps, dtype, "gram"), "cuda")
+                    parts = Numerics(_config(name, steps, dtype, "gram"), "cuda").segments
                     products = tuple(tuple(c != 0 for _, _, c in part) for part in parts)
                     found[products, dtype] = name, steps, dtype
     return list(found.values())
@@ -101,12 +96,15 @@ def _walked(device: Device, by_tiles: bool) -> Iterator[Priced]:
             hardware = _by_tiles(rows) if by_tiles else H100
             for batch in _batches(rows, cols):
                 one, other = (
-                    newton_schulz(hardware, rows, cols, batch, config, device).seconds
+                    newton_schulz(hardware, rows, cols, batch, Numerics(config, device)).seconds
                     for config in (gram, standard)
                 )
                 what = f"{batch} of {rows}x{cols}, {name}, {steps} steps, {dtype}"
                 yield Priced(
-                    what, min(rows, cols), one / other, takes_gram(rows, cols, auto, device)
+                    what,
+                    min(rows, cols),
+                    one / other,
+                    takes_gram(rows, cols, Numerics(auto, device)),
                 )
 
 
@@ -139,7 +137,7 @@ def test_between_the_grids_sizes_auto_is_hardly_slower(device: Device, by_tiles:
         hardware = _by_tiles(rows) if by_tiles else H100
         for batch in _batches(rows, cols):
             one, other = (
-                newton_schulz(hardware, rows, cols, batch, config, device).seconds
+                newton_schulz(hardware, rows, cols, batch, Numerics(config, device)).seconds
                 for config in (auto, standard)
             )
             assert one <= 1.04 * other, f"{batch} of {rows}x{cols}, {name}, {steps} steps, {dtype}"
@@ -179,5 +177,5 @@ def test_auto_misses_few_gains(device: Device, by_tiles: bool) -> None:
     ],
 )
 def test_shapes_of_models_take(shape: tuple[int, int], device: Device, gram: bool) -> None:
-    assert takes_gram(*shape, _config("simple", 5, "bf16", "auto"), device) == gram
+    assert takes_gram(*shape, Numerics(_config("simple", 5, "bf16", "auto"), device)) == gram
     assert fits_kernel(257, 8) is False and fits_kernel(264, 8) and not fits_kernel(256, 8)

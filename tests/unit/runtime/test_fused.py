@@ -17,6 +17,7 @@ import torch
 import megatron_muon.runtime.fused as fused
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize import triton_operations
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.runtime.fused import Fused, elementwise_on, said_of_elementwise, try_elementwise
 from megatron_muon.runtime.update import Foreach
 from support.kernels.compiled import CAPABILITIES, instructions, interpreted
@@ -45,8 +46,8 @@ def test_kernels_are_cudas_where_triton_is_and_the_log_says_so(
 ) -> None:
     monkeypatch.setattr(triton_operations, "has_triton", lambda: triton)
     config = MuonConfig(elementwise=setting)
-    assert elementwise_on(device, config) is (Fused if fused_kernels else Foreach)
-    said = said_of_elementwise(device, config)
+    assert elementwise_on(device, Numerics(config)) is (Fused if fused_kernels else Foreach)
+    said = said_of_elementwise(device, Numerics(config))
     assert ("fused" in said) == fused_kernels
     assert ("triton is not installed" in said) == (setting == "auto" and not triton)
 
@@ -61,8 +62,8 @@ def test_kernels_that_do_not_run_are_an_error_with_a_way_out(
     monkeypatch.setattr(fused, "trial", trial)
     said = r"Failed to find C compiler.*set elementwise \(--muon-elementwise\) foreach"
     with pytest.raises(RuntimeError, match=said):
-        try_elementwise(CUDA, MuonConfig())
-    try_elementwise(CUDA, MuonConfig(elementwise="foreach"))
+        try_elementwise(CUDA, Numerics(MuonConfig()))
+    try_elementwise(CUDA, Numerics(MuonConfig(elementwise="foreach")))
 
 
 def test_kernels_that_round_otherwise_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +73,7 @@ def test_kernels_that_round_otherwise_are_an_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(triton_operations, "has_triton", lambda: True)
     monkeypatch.setattr(fused, "trial", trial)
     with pytest.raises(RuntimeError, match=r"round otherwise.*--muon-elementwise\) foreach"):
-        try_elementwise(CUDA, MuonConfig())
+        try_elementwise(CUDA, Numerics(MuonConfig()))
 
 
 def test_a_fused_multiply_add_would_fail_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +86,7 @@ def test_a_fused_multiply_add_would_fail_the_trial(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(triton_operations, "has_triton", lambda: True)
     made, expected = (
-        fused.trial(kind, CPU_DEVICE, MuonConfig()) for kind in (Contracted(), Foreach())
+        fused.trial(kind, CPU_DEVICE, Numerics(MuonConfig())) for kind in (Contracted(), Foreach())
     )
     assert not torch.equal(made[0], expected[0])
 
@@ -95,7 +96,7 @@ def test_a_fused_multiply_add_would_fail_the_trial(monkeypatch: pytest.MonkeyPat
     [
         (lambda n: torch.zeros(n, dtype=torch.float64), "torch.float64"),
         (lambda n: torch.zeros(2 * n)[::2], r"strides \(2,\)"),
-        (lambda n: torch.zeros(n + 1), r"runs of 5 elements, got shape \(6,\)"),
+        (lambda n: torch.zeros(n + 1), r"slices of 5 elements, got shape \(6,\)"),
     ],
     ids=["dtype", "strides", "size"],
 )
@@ -110,18 +111,6 @@ def test_tensors_that_the_kernels_do_not_take_are_an_error(broken: Any, said: st
             momentum=0.9,
             nesterov=True,
         )
-
-
-def test_a_table_is_made_anew_where_an_address_has_changed() -> None:
-    table, runs = fused._Table(), [torch.zeros(3), torch.zeros(5000)]
-    rows, blocks = table.on_device([runs], allowed=[(torch.float32,)])
-    assert blocks.tolist() == [0, 1, 1, 1]
-    assert rows.tolist() == [[3, 5000], [0, 1], [x.data_ptr() for x in runs]]
-    assert table.on_device([runs], allowed=[(torch.float32,)])[0] is rows
-    other = [runs[0], torch.zeros(5000)]
-    moved, same = table.on_device([other], allowed=[(torch.float32,)])
-    assert same is blocks and moved.tolist()[2] == [x.data_ptr() for x in other]
-    assert table.on_device([[runs[0]]], allowed=[(torch.float32,)])[1].tolist() == [0]
 
 
 # --- in triton's interpreter ----------------------------------------------------------------------
@@ -143,10 +132,10 @@ def _instructions(capability: int, into: str, nesterov: bool) -> dict[str, Count
     from megatron_muon.runtime import fused_kernels as kernels
 
     dtype = {"bf16": tl.bfloat16, "fp32": tl.float32}[into]
-    tables = {"rows": "*i64", "run_of_block": "*i32"}
-    momentum = tables | {"moves": f"*{into}", "runs": "i32", "momentum": "fp32"}
+    tables = {"rows": "*i64", "slice_of_block": "*i32"}
+    momentum = tables | {"moves": f"*{into}", "slices": "i32", "momentum": "fp32"}
     constants = {"GRAD": tl.float32, "INTO": dtype, "NESTEROV": nesterov, "BLOCK": kernels.BLOCK}
-    update = tables | {"factors": "*fp32", "runs": "i32"}
+    update = tables | {"factors": "*fp32", "slices": "i32"}
     fixed = {"DIRECTION": dtype, "BLOCK": kernels.BLOCK}
     return {
         kernel.fn.__name__: instructions(kernel, signature, values, kernels.LAUNCH, capability)
@@ -181,16 +170,6 @@ def test_messages_are_rounded_to_nearest_even(capability: int) -> None:
     assert casts <= {"cvt.rn.bf16.f32", "cvt.rn.bf16x2.f32", "cvt.f32.bf16"}
     assert any(x.startswith("cvt.rn") for x in counts["momentum_kernel"])
     assert not any("bf16" in x for x in _instructions(capability, "fp32", True)["update_kernel"])
-
-
-def test_whole_blocks_are_read_16_bytes_at_a_time() -> None:
-    for count in _instructions(90, "bf16", True).values():
-        assert count["ld.global.v4.b32"] and count["st.global.v4.b32"]
-
-
-def test_nesterov_off_is_one_product() -> None:
-    on, off = (_instructions(90, "bf16", nesterov)["momentum_kernel"] for nesterov in (True, False))
-    assert on["mul.rn.f32"] == 2 * off["mul.rn.f32"]
 
 
 def test_the_kernels_blocks_are_those_of_the_tables() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize import newton_schulz
+from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
 from megatron_muon.orthogonalize.soundness import Soundness
 from megatron_muon.runtime import update
@@ -60,7 +61,9 @@ def test_a_home_knows_of_any_entry_that_is_not_finite(
         staged, found = plain.clone(), Soundness()
         staged[rows * cols + place] = bad
         moves = torch.tensor([True, True])
-        orthogonalize_staged(staged, moves, config, **shape, soundness=found)
+        orthogonalize_staged(
+            staged, moves, numerics_on(staged.device, config), **shape, soundness=found
+        )
         norms, lines = torch.cat(found.norms), torch.cat(found.lines)
         assert norms.isnan().tolist() == [False, True]
         assert lines.isfinite().tolist() == [True, False]
@@ -83,7 +86,9 @@ def test_a_home_knows_of_a_square_that_overflows(
     staged = torch.randn(rows * cols, generator=torch.Generator().manual_seed(0))
     config = MuonConfig(ns_dtype="fp32", ns_steps=1)
     moves = torch.tensor([True])
-    orthogonalize_staged(staged, moves, config, rows=rows, cols=cols, soundness=found)
+    orthogonalize_staged(
+        staged, moves, numerics_on(staged.device, config), rows=rows, cols=cols, soundness=found
+    )
     assert not found.lines[0].isfinite().any() and found.norms[0].isfinite().all()
     assert staged.isfinite().any()  # only some rows or columns of the short side are not
 

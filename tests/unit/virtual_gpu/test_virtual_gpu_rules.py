@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import megatron_muon.cpu
-from support.virtual_gpu.device.launches import multi_tensor_launches
 from support.virtual_gpu.races import MEMORY, races
 from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.stage import check_stage
@@ -96,18 +95,6 @@ def test_halves_of_a_tensor_do_not_race() -> None:
     assert kinds(alone(program)) == {"unordered"}
 
 
-def test_two_reads_do_not_race() -> None:
-    def program(gpu: Any, group: Any) -> None:
-        x, side = new(), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            x.sum()
-        x.sum()
-        torch.cuda.current_stream().wait_stream(side)
-
-    assert alone(program).races == []
-
-
 # --- allocator -----------------------------------------------------------------------------------
 
 
@@ -132,15 +119,6 @@ def test_memory_of_a_collective_is_kept_as_the_torch_release_does() -> None:
 
     trace = alone(program, 0, 2).trace
     assert {memory for memory in MEMORY if races(trace, memory)} == {"caller"}
-
-
-def test_memory_that_is_read_and_freed_in_order_is_safe() -> None:
-    def program(gpu: Any, group: Any) -> None:
-        x = new()
-        dist.all_reduce(x)
-        x.add_(1)
-
-    assert alone(program, 0, 2).races == []
 
 
 def test_peak_is_of_blocks_alive_together() -> None:
@@ -198,21 +176,6 @@ def test_the_host_does_not_wait(call: Callable[[Any], Any]) -> None:
     assert alone(lambda gpu, group: call(new())).host_syncs == []
 
 
-def test_sizes_that_follow_from_elements_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="sizes follow from elements"):
-        alone(lambda gpu, group: new().nonzero())
-
-
-def test_nccl_takes_no_tensor_of_the_host() -> None:
-    with pytest.raises(RuntimeError, match="NCCL takes tensors on cuda, got one on cpu"):
-        alone(lambda gpu, group: dist.all_reduce(torch.empty(1)), 0, 2)
-
-
-def test_an_unknown_collective_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"no torch.distributed.gather"):
-        alone(lambda gpu, group: dist.gather(new()), 0, 2)
-
-
 def test_everything_is_put_back() -> None:
     before = (dist.all_reduce, torch.cuda.Stream, torch.tensor, torch.Tensor.cuda)
     alone(lambda gpu, group: None)
@@ -253,14 +216,6 @@ def test_an_operation_launches_what_cuda_would(count: int, call: Callable[[Any, 
     recording = alone(program)
     casts = recording.launches_by_name["_to_copy"]
     assert recording.launches - casts == count
-
-
-def test_large_tensors_fill_a_launch() -> None:
-    """320 chunks of 65,536 elements at most."""
-    assert multi_tensor_launches([320 * 65536], 1) == 1
-    assert multi_tensor_launches([320 * 65536 + 1], 1) == 2
-    assert multi_tensor_launches([0, 0], 1) == 0
-    assert multi_tensor_launches([1] * 31, 5) == 2
 
 
 # --- point to point ------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def muon(**numbers: float | None) -> dict[str, Any]:
 
 
 SIGNS: dict[str, tuple[Callable[[], list[str]], str]] = {
-    "share": (lambda: warned(muon_share=0.42), "Muon has 42.0% of the parameters"),
+    "share": (lambda: warned(muon_share=0.42), "Muon has less than half: 42.0% of the parameters"),
     "small": (lambda: warned(lambda step: muon(update_rms=0.05)), f"promised size.* {ROW} 0.25"),
     "large": (lambda: warned(lambda step: muon(update_rms=0.3)), f"promised size.* {ROW} 1.50"),
     "nan": (lambda: warned(lambda step: muon(cosine=None)), f"not finite .*cosine of {ROW}"),
@@ -54,7 +54,7 @@ SIGNS: dict[str, tuple[Callable[[], list[str]], str]] = {
     ),
     "late": (
         lambda: warned(lambda step: {"newton_schulz_ms": {"mean": 1.0, "max": 2.0, "rank": 3}}),
-        "rank 3 is late: its Newton-Schulz takes 2 ms, the mean rank's 1 ms; planned was 1.20",
+        "late in Newton-Schulz: rank 3 with 2 ms, where the mean rank takes 1 ms; planned was 1.20",
     ),
 }
 

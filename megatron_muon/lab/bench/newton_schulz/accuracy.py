@@ -11,14 +11,8 @@ from torch import Tensor
 
 from megatron_muon.lab.bench.newton_schulz.inputs import inputs
 from megatron_muon.orthogonalize.gram import gram_iteration
-from megatron_muon.orthogonalize.iteration import (
-    dtype_of,
-    iteration_of,
-    schedule_of,
-    segments,
-    takes_gram,
-)
-from megatron_muon.orthogonalize.matmul import Products, plan_device
+from megatron_muon.orthogonalize.iteration import takes_gram
+from megatron_muon.orthogonalize.matmul import Products, numerics_on
 from megatron_muon.orthogonalize.newton_schulz import (
     orthogonalize,
     standard_iteration,
@@ -94,7 +88,7 @@ def measured(
 
 
 def _measured(config: MuonConfig, what: str, matrix: Tensor, polar: Tensor, rank: int) -> Accuracy:
-    device = plan_device(matrix.device)
+    numerics = numerics_on(matrix.device, config)
     made = orthogonalize(matrix.float(), config).double().cpu()
     exact = in_float64(matrix.float(), config).cpu()
     finite = bool(made.isfinite().all())
@@ -102,8 +96,8 @@ def _measured(config: MuonConfig, what: str, matrix: Tensor, polar: Tensor, rank
     return Accuracy(
         coefficients=str(config.ns_coefficients),
         steps=config.ns_steps,
-        dtype=dtype_of(config, device),
-        iteration=iteration_of(config, device),
+        dtype=numerics.dtype,
+        iteration=numerics.iteration,
         shape=f"{matrix.size(0)}x{matrix.size(1)}",
         input=what,
         smallest=float(values.min()),
@@ -118,10 +112,10 @@ def in_float64(matrix: Tensor, config: MuonConfig) -> Tensor:
     """The same iteration of the same fp32 matrix with every product in float64."""
     x = matrix.double()
     x = x / x.norm()
-    device = plan_device(matrix.device)
-    if takes_gram(matrix.size(0), matrix.size(1), config, device):
-        return gram_iteration(x, segments(config, device), _EXACT)
-    return standard_iteration(x, schedule_of(config), _EXACT)
+    numerics = numerics_on(matrix.device, config)
+    if takes_gram(matrix.size(0), matrix.size(1), numerics):
+        return gram_iteration(x, numerics.segments, _EXACT)
+    return standard_iteration(x, numerics.steps, _EXACT)
 
 
 def table(accuracies: Sequence[Accuracy | str]) -> str:

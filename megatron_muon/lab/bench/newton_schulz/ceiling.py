@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_muon.orthogonalize.iteration import held_dtype
-from megatron_muon.orthogonalize.matmul import fp32_is_fp32, plan_device, torch_dtype
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, fp32_is_fp32, numerics_on
 from megatron_muon.settings.coefficients import NsDtype
+from megatron_muon.settings.config import MuonConfig
 
 # Rows of the matrices: on a CPU so many that more are not faster, and few enough for a product in
 # every round. Measured on one thread with AVX512_BF16; not measured on a GPU.
@@ -50,10 +50,10 @@ class Ceiling:
 def ceiling_on(device: torch.device, dtype: NsDtype) -> Ceiling:
     """The ceiling of Newton-Schulz on this device in this dtype."""
     size = _CPU_SIZE if device.type == "cpu" else _GPU_SIZE
-    held = held_dtype(dtype, plan_device(device))
+    held = numerics_on(device, MuonConfig(ns_dtype=dtype)).held
     numbers = torch.Generator(device).manual_seed(0)
     left, right = (
-        torch.randn(size, size, generator=numbers, device=device, dtype=torch_dtype(held))
+        torch.randn(size, size, generator=numbers, device=device, dtype=TORCH_DTYPE[held])
         for _ in range(2)
     )
     return Ceiling(left, right, held)

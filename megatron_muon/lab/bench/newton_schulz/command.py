@@ -7,6 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -14,17 +15,17 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from megatron_muon.lab.bench.muon_flags import MOST_STEPS
 from megatron_muon.lab.bench.newton_schulz import accuracy as accuracy
 from megatron_muon.lab.bench.newton_schulz.ceiling import ceiling_on
 from megatron_muon.lab.bench.newton_schulz.peers import Run, peers
 from megatron_muon.lab.dry_run.numbers import count
 from megatron_muon.lab.writable import require_writable
-from megatron_muon.orthogonalize.iteration import dtype_of, ns_flops, schedule_of
-from megatron_muon.orthogonalize.matmul import plan_device, said_of_products, travel_dtype
+from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on, said_of_products
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_at_once
 from megatron_muon.settings.coefficients import SETS, CoefficientName, NsDtype, parse, schedule
 from megatron_muon.settings.config import MuonConfig, NsIteration
+from megatron_muon.settings.update import MOST_STEPS
 
 _DESCRIPTION = """\
 Time the Newton-Schulz iterations and, where they can be imported, those of torch.optim.Muon,
@@ -123,7 +124,7 @@ def _planned(given: argparse.Namespace) -> Callable[[], dict[str, Any]]:
     config = MuonConfig(
         ns_coefficients=coefficients, ns_steps=given.steps or own, ns_dtype=given.dtype or _DTYPE
     )
-    schedule_of(config)  # raises where a set does not have this number of steps
+    numerics_on(device, config)  # raises where a set does not have this number of steps
     return partial(_speeds, given, config, device)
 
 
@@ -151,16 +152,17 @@ def _errors(
 
 def _speeds(given: argparse.Namespace, config: MuonConfig, device: torch.device) -> dict[str, Any]:
     coefficients, steps = config.ns_coefficients, config.ns_steps
-    dtype = dtype_of(config, plan_device(device))
+    auto = numerics_on(device, replace(config, ns_iteration="auto"))
+    dtype, travels = auto.dtype, TORCH_DTYPE[auto.travels]
     settings = {"ns_coefficients": coefficients, "ns_steps": steps, "ns_dtype": dtype}
     batch, rounds = given.batch or 1, given.rounds or _ROUNDS
     print(
         f"{given.coefficients or 'simple'}, {steps} steps, {dtype}, {device}, "
         f"{torch.get_num_threads()} thread(s); symmetric products: "
-        f"{said_of_products(device, dtype, 'auto')}\n"
+        f"{said_of_products(auto)}\n"
     )
     others: dict[str, Run] = {}
-    for name, peer in peers(config.ns_coefficients, steps, device, travel_dtype(config)):
+    for name, peer in peers(config.ns_coefficients, steps, device, travels):
         if isinstance(peer, str):
             print(f"{name} has no row: {peer}")
         else:
@@ -209,7 +211,8 @@ def _runs(
         except ValueError as refusal:
             print(f"{iteration}: {refusal}")
             continue
-        flops = count * ns_flops(*shape, config, plan_device(device))
+        numerics = numerics_on(device, config)
+        flops = count * ns_flops(*shape, numerics)
         runs[iteration] = _one_by_one(partial(orthogonalize, config=config)), flops
         if count > 1:
             runs[f"{iteration}, at once"] = partial(orthogonalize_at_once, config=config), flops
@@ -217,7 +220,9 @@ def _runs(
         runs[name] = _one_by_one(peer), None
         if count > 1 and _takes_batches(peer, device):
             runs[f"{name}, at once"] = peer, None
-    matrices = torch.randn(count, *shape, generator=generator).to(device, travel_dtype(config))
+    matrices = torch.randn(count, *shape, generator=generator).to(
+        device, TORCH_DTYPE[numerics.travels]
+    )
     return runs, matrices
 
 

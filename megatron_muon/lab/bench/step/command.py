@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import megatron_muon
-from megatron_muon.lab.bench.muon_flags import homes_of
+from megatron_muon.lab.bench import seams
+from megatron_muon.lab.bench.muon_flags import HOMES, settings_of
 from megatron_muon.lab.bench.step.flags import command_parser, model_flags
 from megatron_muon.lab.charts import require_outputs
+from megatron_muon.lab.dry_run import seams as dry_run_seams
 from megatron_muon.lab.dry_run.numbers import MOST_HERE
 from megatron_muon.settings.config import MuonConfig
 
@@ -26,7 +28,8 @@ def main(argv: Sequence[str]) -> int:
         the same weights did not. Wrong arguments end the process with status 2.
     """
     from megatron_muon.lab.routes.model_flags import megatron_is_quiet
-    from megatron_muon.mcore.seams.rows import SeamError, check_part
+    from megatron_muon.mcore.seams.rows import check_rows
+    from megatron_muon.presence import SeamError
 
     parser = command_parser()
     given, of_megatron = parser.parse_known_args(argv)
@@ -34,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         if not megatron_muon.cpu.enabled():
             megatron_muon.cpu.enable(allow_cuda=True)  # this process only starts ranks
         try:
-            check_part("dry_run", "bench")
+            check_rows((*dry_run_seams.ROWS, *seams.ROWS))
             flags = model_flags(parser.prog, given, of_megatron)
             task, left_out = _task(given, flags)
         except (ValueError, TypeError, AssertionError, SeamError) as error:
@@ -68,7 +71,7 @@ def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
     mib = given.muon_round_mib
     config = MuonConfig(
         ns_steps=given.ns_steps,
-        **homes_of(given),
+        **settings_of(given, HOMES),
         round_bytes=round(mib * (1 << 20)) if mib else None,
     )
     names = list(given.rows)

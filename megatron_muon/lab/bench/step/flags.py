@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_muon.lab.bench.muon_flags import MOST_STEPS, add_home_flags
+from megatron_muon.lab.bench.muon_flags import HOMES, add_settings
 from megatron_muon.lab.dry_run.numbers import MOST_HERE, count, positive, up_to
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.update import MOST_STEPS
 
 ROWS = (
     *("adamw", "muon-contiguous", "muon-bucketed", "muon-paper", "upstream-layerwise"),
@@ -274,7 +275,7 @@ def _add_muon(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="Newton-Schulz iterations (%(default)s)",
     )
-    add_home_flags(group)
+    add_settings(group, HOMES)
     group.add_argument(
         "--muon-round-mib",
         type=positive,

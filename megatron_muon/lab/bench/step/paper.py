@@ -30,10 +30,10 @@ from torch import Tensor
 
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.orthogonalize.iteration import ns_flops
-from megatron_muon.orthogonalize.matmul import plan_device, travel_dtype
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.segments import Segment
+from megatron_muon.planning.slices import Slice
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.optimizer import DistributedMuon, ParamGroups, State
@@ -56,10 +56,10 @@ class BucketRoutes:
 
     parameters: tuple[int, ...]
     matrices: tuple[int, ...]
-    slices: tuple[tuple[Segment, ...], ...]
-    kept: tuple[Segment, ...]
-    send_to: tuple[tuple[Segment, ...], ...]
-    receive_from: tuple[tuple[Segment, ...], ...]
+    slices: tuple[tuple[Slice, ...], ...]
+    kept: tuple[Slice, ...]
+    send_to: tuple[tuple[Slice, ...], ...]
+    receive_from: tuple[tuple[Slice, ...], ...]
     silent: bool
 
 
@@ -75,8 +75,8 @@ def routes(plan: ExchangePlan, rank: int) -> list[BucketRoutes]:
     for index, parameter in enumerate(plan.parameters):
         if parameter.ep_rank == ep:
             buckets[parameter.buffer, parameter.bucket.start].append(index)
-    of_parameter: dict[int, list[Segment]] = defaultdict(list)
-    for segment in plan.segments:
+    of_parameter: dict[int, list[Slice]] = defaultdict(list)
+    for segment in plan.slices:
         of_parameter[segment.parameter].append(segment)
     rows = plan.grid.of_ep(ep)
     return [
@@ -92,7 +92,7 @@ def place(plan: ExchangePlan, rank: int) -> tuple[int, int, int]:
 
 def _bucket(
     plan: ExchangePlan,
-    segments: Sequence[Segment],
+    segments: Sequence[Slice],
     rows: Sequence[Sequence[int]],
     tp: int,
     dp: int,
@@ -126,7 +126,7 @@ def _bucket(
     )
 
 
-def _in_order(segment: Segment) -> tuple[int, int]:
+def _in_order(segment: Slice) -> tuple[int, int]:
     """A sort key with the same order on all TP ranks."""
     return segment.parameter, segment.elements.start
 
@@ -176,11 +176,11 @@ class PaperMuon(DistributedMuon):
                 self._update_runs(elementwise, shards, runs, of_runs)
 
     def _moved(
-        self, elementwise: Elementwise, shards: Shards, runs: Sequence[Segment]
+        self, elementwise: Elementwise, shards: Shards, runs: Sequence[Slice]
     ) -> dict[int, Tensor]:
         """Advance momentum; return the elements to orthogonalize of each parameter's piece."""
         held = list(dict.fromkeys(segment.parameter for segment in runs))
-        dtype = travel_dtype(self.config)
+        dtype = TORCH_DTYPE[self.numerics.travels]
         pieces = {index: torch.empty_like(shards[index].grad, dtype=dtype) for index in held}
         elementwise.advance_momentum(
             [shards[index].momentum_buffer for index in held],
@@ -198,7 +198,7 @@ class PaperMuon(DistributedMuon):
         directions = orthogonalize_staged(
             elements,
             one,
-            self.config,
+            self.numerics,
             rows=matrix.rows,
             cols=matrix.cols,
             column_parts=matrix.column_parts,
@@ -206,18 +206,17 @@ class PaperMuon(DistributedMuon):
             apart=matrix.units > 1,
         )
         self.meter.matrices += matrix.units
-        kind = plan_device(self.device)
-        self.meter.ns_flops += matrix.units * ns_flops(*matrix.unit, self.config, kind)
+        self.meter.ns_flops += matrix.units * ns_flops(*matrix.unit, self.numerics)
         return directions
 
     def _update_runs(
         self,
         elementwise: Elementwise,
         shards: Shards,
-        runs: Sequence[Segment],
+        runs: Sequence[Slice],
         directions: Sequence[Tensor],
     ) -> None:
-        local = self.own.pieces
+        local = self.own.shards
         params, factors, decays = [], [], []
         for segment in runs:
             shard = shards[segment.parameter]
@@ -229,13 +228,13 @@ class PaperMuon(DistributedMuon):
 
     def _gather(self, bucket: BucketRoutes, pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Whole matrices of a bucket, for those with a piece on this rank, in staging order."""
-        local = self.own.pieces
+        local = self.own.shards
 
-        def own(segment: Segment) -> Tensor:
+        def own(segment: Slice) -> Tensor:
             span = segment.elements.shift(-local[segment.parameter].start)
             return pieces[segment.parameter][span.start : span.stop]
 
-        like = torch.empty(0, dtype=travel_dtype(self.config), device=self.device)
+        like = torch.empty(0, dtype=TORCH_DTYPE[self.numerics.travels], device=self.device)
         with self._phase("muon/dp_gather"):
             staged = {
                 index: like.new_empty(self.plan.matrices[index].numel) for index in bucket.matrices
@@ -266,11 +265,11 @@ class PaperMuon(DistributedMuon):
         return staged
 
 
-def _part(staged: Mapping[int, Tensor], segment: Segment) -> Tensor:
+def _part(staged: Mapping[int, Tensor], segment: Slice) -> Tensor:
     return staged[segment.matrix][segment.staged.start : segment.staged.stop]
 
 
-def _numel(segments: Sequence[Segment]) -> int:
+def _numel(segments: Sequence[Slice]) -> int:
     return sum(segment.elements.size for segment in segments)
 
 
@@ -278,9 +277,7 @@ def _joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat(list(tensors)) if tensors else like.new_empty(0)
 
 
-def _distribute(
-    elements: Tensor, staged: Mapping[int, Tensor], segments: Sequence[Segment]
-) -> None:
+def _distribute(elements: Tensor, staged: Mapping[int, Tensor], segments: Sequence[Slice]) -> None:
     for part, segment in zip(
         torch.split(elements, [s.elements.size for s in segments]), segments, strict=True
     ):

@@ -23,9 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_muon.lab.bench.seams import UPSTREAM
 from megatron_muon.lab.bench.step.meter import NEWTON_SCHULZ, PARAM_GATHER
 from megatron_muon.lab.bench.step.rows import NO_CLIP, Row
-from megatron_muon.mcore.seams.rows import SeamError, check_part, megatron_version
+from megatron_muon.mcore.seams.rows import check_rows, megatron_version
+from megatron_muon.presence import SeamError
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.patches import replaced
 
@@ -70,7 +72,7 @@ def why_no_upstream(flags: Namespace) -> str | None:
             "it asks for what pip has installed: pip install --no-deps that checkout"
         )
     try:
-        check_part("upstream")
+        check_rows(UPSTREAM)
     except SeamError as error:
         return str(error)
     return None

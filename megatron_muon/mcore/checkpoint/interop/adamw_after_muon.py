@@ -22,10 +22,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.checkpoint.sharded import StateDict
+from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.mcore.wiring import process_groups
-from megatron_muon.mcore.wiring.buffers.placement import local_experts, muons_of
+from megatron_muon.mcore.wiring.buffers.placement import local_experts
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.mcore.wiring.process_groups import Sizes
+from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import turn_into
 from megatron_muon.settings.config import MuonConfig
@@ -41,7 +43,9 @@ class _Former:
     """Stands in for the DistributedMuon that wrote the checkpoint, as MuonCheckpoint uses it."""
 
     def __init__(self, config: MuonConfig, part: Any) -> None:
+        self.numerics = numerics_on(device_of(part.model_chunks), config)
         self.config = config
+        self.numerics = numerics_on(device_of(part.model_chunks), config)
         self._muons = {id(shard) for shard in _young_shards(part, config)}
 
     def owns(self, shard: Tensor) -> bool:
@@ -167,18 +171,12 @@ class ChainAfterMuon(ChainedOptimizer):  # type: ignore[misc]
 
 @contextmanager
 def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Let AdamW's optimizer load a checkpoint of Muon's inside the ``with``.
-
-    Every rank of the world calls it.
+    """Let AdamW's optimizer load a checkpoint of Muon's inside the ``with``; all ranks call it.
 
     Args:
         optimizer: the chain that ``get_megatron_optimizer`` has returned for ``optimizer='adam'``
             with the distributed optimizer.
         settings: settings of the Muon that saved, from its record in the checkpoint.
-
-    Raises:
-        ValueError: the checkpoint lacks something; names what.
-        RuntimeError: only another rank has an error.
     """
     chain, every = type(optimizer), optimizer.chained_optimizers
     parts = [part for part in every if not part.is_stub_optimizer]
@@ -199,9 +197,10 @@ def _turn_into_readers(parts: Sequence[Any], settings: Mapping[str, Any]) -> Muo
     config = MuonConfig(**settings)
     for part in parts:
         turn_into(part, MuonReader)
-        part.sizes = _sizes()
+        part._muons = _young(part, config)
         part.muon = _Former(config, part)
-        part.local_experts, part.ep_rank = _experts(part)
+        part.local_experts = local_experts(part.model_chunks, _sizes().ep)
+        part.ep_rank = parallel_state.get_expert_model_parallel_rank()
     return config
 
 
@@ -217,12 +216,7 @@ def _start_after_muon(part: Any, former: MuonConfig) -> None:
 
 
 def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:
-    """Prepare AdamW's optimizer to load a checkpoint that has ``YOUNG`` in it.
-
-    Args:
-        optimizer: the chain, as in ``reading_muon``.
-        former: settings of the Muon that updated the young parameters, from that record.
-    """
+    """Prepare AdamW's chain to load a checkpoint that has ``YOUNG``, with its ``former``."""
     turn_into(optimizer, ChainAfterMuon)
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
@@ -253,8 +247,13 @@ def _step(part: Any) -> int:
 
 def _young_shards(part: Any, config: MuonConfig) -> list[Tensor]:
     """This rank's shards of the parameters that Muon with these settings would update."""
-    muons = muons_of(part.model_chunks, _sizes(), config)
+    muons = _young(part, config)
     return [shard for param, shard in owned_shards(part) if param in muons]
+
+
+def _young(part: Any, config: MuonConfig) -> set[torch.nn.Parameter]:
+    sizes, every = _sizes(), weights(part.model_chunks)
+    return {w.param for w in every if why_adamw(w, sizes.tp_of(w), config) is None}
 
 
 def _sizes() -> Sizes:
@@ -263,8 +262,3 @@ def _sizes() -> Sizes:
         expert_tp=parallel_state.get_expert_tensor_parallel_world_size(),
         ep=parallel_state.get_expert_model_parallel_world_size(),
     )
-
-
-def _experts(part: Any) -> tuple[int, int]:
-    ep_rank = parallel_state.get_expert_model_parallel_rank()
-    return local_experts(part.model_chunks, _sizes().ep), ep_rank

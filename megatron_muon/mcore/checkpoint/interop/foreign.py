@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from megatron_muon.settings.config import MuonConfig
@@ -71,40 +71,29 @@ class Source:
         is_fp32: its main parameters are the model's weights and have no keys of their own.
     """
 
-    def __init__(self, keys: Iterable[str], states: Sequence[Mapping[str, Any]]) -> None:
-        """Index the keys of a checkpoint.
-
-        Args:
-            keys: keys of its tensors, from ``.metadata``.
-            states: its optimizers' state dicts: see ``states_of``.
+    def __init__(self, keys: Collection[str], states: Sequence[Mapping[str, Any]]) -> None:
+        """Index the keys of a checkpoint's tensors.
 
         Raises:
             ValueError: the checkpoint has no μ, or several; or it has state that is neither Muon's
                 nor AdamW's.
         """
         self._at: dict[tuple[str, str], str] = {}
-        self._in_buckets = False
-        for key in keys:
-            at = _STATE.match(key)
-            if at is None:
-                self._in_buckets |= _IN_BUCKETS.match(key) is not None
-                continue
+        self._in_buckets = any(_IN_BUCKETS.match(key) for key in keys)
+        for at in filter(None, map(_STATE.match, keys)):
             kind, weight = at.groups()
             if kind not in _KNOWN:
                 raise ValueError(
                     f"the checkpoint, of Megatron's own Muon, has {kind} of {weight}, which "
                     "neither Muon here nor AdamW has: load the model alone (--no-load-optim)"
                 )
-            self._at[kind, weight] = key
+            self._at[kind, weight] = at[0]
         self.is_fp32 = not any(kind in _MAIN for kind, _ in self._at)
         self.states = states
         self.mu = _mu(states)
 
-    def of(self, key: str) -> tuple[str, float]:
-        """``(key there, factor)`` for one of our keys in a format that has whole weights.
-
-        Args:
-            key: ``optimizer.state.KEY.WEIGHT``, with or without ``chained_N.`` before it.
+    def of(self, key: str) -> str:
+        """The key there for one of our keys in a format that has whole weights.
 
         Raises:
             ValueError: the checkpoint lacks that tensor; says which it has of the weight.
@@ -115,25 +104,24 @@ class Source:
         what, weight = at.groups()
         theirs = _THEIRS[what]
         keys = [self._at[kind, weight] for kind in theirs if (kind, weight) in self._at]
-        if not keys:
-            there = sorted(kind for kind, name in self._at if name == weight)
-            raise ValueError(
-                f"the checkpoint, of Megatron's own Muon, has no {theirs[0]} of {weight}, only: "
-                f"{', '.join(there) or 'nothing'}. {self._way_out(there)}"
-            )
-        return keys[0], 1 / (1 - self.mu) if what == MOMENTUM else 1.0
-
-    def _way_out(self, there: Sequence[str]) -> str:
+        if keys:
+            return keys[0]
+        there = sorted(kind for kind, name in self._at if name == weight)
         if self._in_buckets and not there:
-            return (
+            way_out = (
                 "It keeps AdamW's state in flat buckets (dp_reshardable), which cannot be told "
                 "apart by weights: save it there with --dist-ckpt-optim-fully-reshardable, or load "
                 "the model alone (--no-load-optim)"
             )
-        return (
-            "Whose a weight is must be as it was there: set muon_include and muon_exclude of "
-            "MuonConfig (in Megatron-LM --muon-include and --muon-exclude), or load the model "
-            "alone (--no-load-optim)"
+        else:
+            way_out = (
+                "Each parameter must belong to the same optimizer as in that checkpoint: set "
+                "muon_include and muon_exclude accordingly (in Megatron-LM --muon-include and "
+                "--muon-exclude), or load the model alone (--no-load-optim)"
+            )
+        raise ValueError(
+            f"the checkpoint, of Megatron's own Muon, has no {theirs[0]} of {weight}, only: "
+            f"{', '.join(there) or 'nothing'}. {way_out}"
         )
 
 
@@ -147,15 +135,16 @@ def writer_of(
         states: its optimizers' state dicts: see ``states_of``.
         files: names of its files.
     """
+    groups = list(groups_of(states))
     if any(_BY_RANK.search(file) for file in files):
         return "megatron_torch"
-    if any("use_muon" in group for group in groups_of(states)):
+    if any("use_muon" in group for group in groups):
         return "moonshot"
-    if any(_SGD in group for group in groups_of(states)):
+    if any(_SGD in group for group in groups):
         return None
     if any(at[1] == "momentum_buffer" for at in map(_STATE.match, keys) if at):
         return "megatron"
-    mus = any(key in group for group in groups_of(states) for key in _MU)
+    mus = any(key in group for group in groups for key in _MU)
     return "megatron_torch" if mus and not keys else None
 
 
@@ -169,9 +158,9 @@ def states_of(saved: Any) -> list[StateDict]:
     for _ in range(_CHAINS):
         if not any(map(_is_chain, states)):
             return [state for state in states if isinstance(state, dict)]
-        if sum(len(state) if _is_chain(state) else 1 for state in states) > _CHAIN:
-            break
         states = [each for state in states for each in _chained(state)]
+        if len(states) > _CHAIN:
+            break
     raise ValueError(f"the optimizer is no state dict and no chain of up to {_CHAIN} of them")
 
 
@@ -182,17 +171,13 @@ def _is_chain(saved: Any) -> bool:
 
 
 def _chained(saved: Any) -> list[Any]:
-    if not _is_chain(saved):
-        return [saved]
-    return saved if isinstance(saved, list) else [saved[number] for number in sorted(saved)]
+    if isinstance(saved, dict) and _is_chain(saved):
+        return [saved[number] for number in sorted(saved)]
+    return saved if isinstance(saved, list) else [saved]
 
 
-def refuse(writer: Writer) -> None:
-    """Refuse a checkpoint that cannot be loaded.
-
-    Raises:
-        ValueError: says what the checkpoint lacks.
-    """
+def refuse(writer: Writer | None) -> None:
+    """Refuse a checkpoint whose optimizer state has no names; ValueError says so."""
     if writer == "megatron_torch":
         raise ValueError(
             "the checkpoint is of Megatron's own Muon in the format torch: its optimizer state "
@@ -213,44 +198,36 @@ def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDic
         ValueError: their Muon groups have several values of one setting.
     """
     steps = [group["step"] for group in groups_of(states) if "step" in group]
-    steps += [step for state in states if (step := _common_step(state)) is not None]
-    adamw = _adamw(states)
-    groups = [
-        {
-            **adamw,
-            **{key: value for key, value in group.items() if key not in _NOT_OURS},
-            "step": max(steps, default=0),
-        }
-        for group in groups_of(states)
+    inner = (_inner(state).get("state") for state in states)  # where torch's AdamW has its step
+    steps += [
+        each["common_step"] for each in inner if isinstance(each, Mapping) and "common_step" in each
     ]
-    theirs = _settings(states)
-    settings = {**dataclasses.asdict(config), **theirs}
+    adamw = _adamw(states)
+    groups = []
+    for group in groups_of(states):
+        kept = {key: value for key, value in group.items() if key not in _NOT_OURS}
+        groups.append({**adamw, **kept, "step": max(steps, default=0)})
     ours: StateDict = {
         "optimizer": {"param_groups": groups},
-        "megatron_muon": {"format": 1, "settings": settings},
+        "megatron_muon": {
+            "format": 1,
+            "settings": {**dataclasses.asdict(config), **_settings(states)},
+        },
     }
     scalers = [state["grad_scaler"] for state in states if state.get("grad_scaler")]
     return {**ours, **({"grad_scaler": scalers[0]} if scalers else {})}
 
 
 def renamed(state: Any, source: Source) -> Any:
-    """A copy of a sharded state dict to be loaded, with the keys of Megatron's own Muon.
+    """A copy of ``param_state`` of a sharded state dict to be loaded, with keys of the source.
 
-    It leaves out main parameters that are the model's weights, so no key is loaded twice.
-
-    Args:
-        state: ``param_state`` of a sharded state dict in a format that has whole weights.
-        source: the checkpoint.
-
-    Raises:
-        ValueError: the checkpoint lacks a tensor.
+    It is in a format that has whole weights. Main parameters that are the model's weights are left
+    out, so no key is loaded twice.
     """
     if isinstance(state, dict):
         left_out = _MAIN if source.is_fp32 else ()
         return {name: renamed(v, source) for name, v in state.items() if name not in left_out}
-    return (
-        dataclasses.replace(state, key=source.of(state.key)[0]) if hasattr(state, "key") else state
-    )
+    return dataclasses.replace(state, key=source.of(state.key)) if hasattr(state, "key") else state
 
 
 def converted(
@@ -264,26 +241,22 @@ def converted(
         source: the checkpoint.
         config: our settings.
         sharding_type: the format in which our ``param_state`` was asked for.
-
-    Raises:
-        ValueError: see ``as_ours``.
     """
-    kept = {**as_ours(source.states, config), "param_state_sharding_type": sharding_type}
-    parts: StateDict = {
-        key: {**kept, "param_state": _scaled(part["param_state"], source)}
-        for key, part in [(None, loaded), *loaded.items()]
+    ours = {**as_ours(source.states, config), "param_state_sharding_type": sharding_type}
+    if "param_state" in loaded:
+        return _with_sums(ours, loaded, source)
+    return {
+        number: _with_sums(ours, part, source)
+        for number, part in loaded.items()
         if isinstance(part, Mapping) and "param_state" in part
     }
-    only: StateDict | None = parts.get(None)
-    return parts if only is None else only
 
 
-def _scaled(state: Mapping[Any, Any], source: Source) -> StateDict:
-    """The same tensors, with momentum made a sum in place, to save the memory of a copy."""
-    for tensors in state.values():
+def _with_sums(ours: StateDict, part: Mapping[Any, Any], source: Source) -> StateDict:
+    for tensors in part["param_state"].values():
         if MOMENTUM in tensors:
             tensors[MOMENTUM].mul_(1 / (1 - source.mu))
-    return dict(state)
+    return {**ours, "param_state": dict(part["param_state"])}
 
 
 def moonshot_owner(momentum_is_zero: bool, second_moment_is_zero: bool) -> str | None:
@@ -317,12 +290,6 @@ def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
                 if name in group:
                     hyperparameters[key] = group[name]
     return hyperparameters
-
-
-def _common_step(state: Mapping[str, Any]) -> Any:
-    """The step of torch's AdamW, which Megatron keeps beside its parameters' state."""
-    kept = _inner(state).get("state")
-    return kept.get("common_step") if isinstance(kept, Mapping) else None
 
 
 def _settings(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

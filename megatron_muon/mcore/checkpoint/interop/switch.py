@@ -1,34 +1,21 @@
-"""Reading checkpoints of AdamW, or of Megatron's own Muon, into Muon; and who wrote one."""
+"""Reading checkpoints of AdamW, or of Megatron's own Muon, into Muon."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.fp8_utils import is_float8tensor
 
-from megatron_muon.mcore.checkpoint import read
 from megatron_muon.mcore.checkpoint.interop import foreign
-from megatron_muon.mcore.checkpoint.param_groups import RECORD
+from megatron_muon.mcore.checkpoint.interop.saved import Saved
 from megatron_muon.mcore.checkpoint.read import Unknown
 from megatron_muon.mcore.checkpoint.state import FromAdamW
-from megatron_muon.mcore.checkpoint.torch_dist import (
-    METADATA,
-    Metadata,
-    Shards,
-    common,
-    read_metadata,
-)
-from megatron_muon.mcore.load_check.regular_files import entries
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.runtime.consensus import together
-
-Writer = Literal["muon", "adamw", "none"]
-_OPTIMIZERS = re.compile(r"(chained_\d+\.)*optimizer\.")
 
 
 @contextmanager
@@ -44,7 +31,7 @@ def reading_adamw(optimizer: Any, momentum: FromAdamW) -> Iterator[None]:
             calls this.
         momentum: ``momentum``: M starts as exp_avg / (1-β1), by the β1 of the checkpoint;
             ``fresh``: at zero. ``sum``: as exp_avg, which is Muon's momentum already (Moonshot's
-            proof of concept: see ``checkpoint.foreign``).
+            proof of concept: see ``foreign``).
 
     Raises:
         ValueError: a main parameter does not round to the model's weight, or with ``sum`` the other
@@ -73,10 +60,8 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
     A momentum coefficient that differs is printed, as other settings are. At its end it checks
     that main parameters round to the model's, so load the model first.
 
-    Args:
-        optimizer: the chain that ``get_megatron_optimizer`` has returned. Every rank of the world
-            calls this.
-        folder: the checkpoint's folder, that of one iteration.
+    Every rank of the world calls this, with the chain that ``get_megatron_optimizer`` has returned
+    and the folder of one iteration.
 
     Raises:
         ValueError: the checkpoint is not of Megatron's own Muon, or a main parameter does not round
@@ -84,7 +69,7 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
         RuntimeError: only another rank has an error.
     """
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
-    source = together(lambda: _source(Path(folder), optimizer), None, device)
+    source = together(lambda: _source(Saved.of(folder), optimizer), None, device)
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     optimizer.source = source
     for part in parts:
@@ -105,135 +90,28 @@ def _raise_first(errors: Iterable[Exception | None]) -> None:
             raise error
 
 
-def _source(folder: Path, optimizer: Any) -> foreign.Source:
-    writer = foreign_writer(folder)
-    if writer is not None:
-        foreign.refuse(writer)
+def _source(saved: Saved, optimizer: Any) -> foreign.Source:
+    writer = saved.foreign_writer
+    foreign.refuse(writer)
     if writer != "megatron":
-        raise ValueError(f"{folder} is no checkpoint of Megatron's own Muon in torch_dist")
-    states = _states(folder)
-    _require_plain_groups(folder, states)
-    source = foreign.Source(_keys(folder), states)
+        raise ValueError(f"{saved.folder} is no checkpoint of Megatron's own Muon in torch_dist")
+    require_plain_groups(saved.folder, saved.states)
+    source = foreign.Source(saved.metadata.entries, saved.states)
     if source.is_fp32 and (optimizer.config.bf16 or optimizer.config.fp16):
         raise ValueError(
-            f"{folder} is of an fp32 model, whose weights are its main parameters; this run would "
-            "read them rounded: load it in fp32 and save it, or load the model alone "
+            f"{saved.folder} is of an fp32 model, whose weights are its main parameters; this run "
+            "would read them rounded: load it in fp32 and save it, or load the model alone "
             "(--no-load-optim)"
         )
     return source
 
 
-def _require_plain_groups(folder: Path, states: list[dict[Any, Any]]) -> None:
-    """Refuse groups with objects that are no plain values, since a file's objects are not built."""
+def require_plain_groups(folder: Path, states: list[dict[Any, Any]]) -> None:
+    """Refuse groups with objects that are no plain values, since a file's objects are not made."""
     for group in foreign.groups_of(states):
         for key, value in group.items():
             if isinstance(value, Unknown):
-                raise ValueError(f"{folder}: a parameter group's {key} is {value}, no plain value")
-
-
-def writer_of(folder: str | Path) -> Writer:
-    """The optimizer whose state a checkpoint has; no communication.
-
-    Args:
-        folder: the folder of one iteration, or the one that ``dist_checkpointing.save`` was given.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-    """
-    if has_record(folder):
-        return "muon"
-    return "adamw" if _states(Path(folder)) or _objects(Path(folder)) else "none"
-
-
-def foreign_writer(folder: str | Path) -> foreign.Writer | None:
-    """The other Muon that has written a checkpoint, if any: see ``checkpoint.foreign``."""
-    folder = Path(folder)
-    keys = _objects(folder)
-    states = _states(folder)
-    if any(".optimizer/" in key for key in keys):  # each model-parallel rank's groups
-        states = [*states, {"optimizer": record_of(folder, "optimizer")}]
-    files = [entry.name for entry in entries(folder)] if folder.is_dir() else []
-    return foreign.writer_of(keys, states, files)
-
-
-def record_of(folder: str | Path, key: str = RECORD) -> dict[str, Any]:
-    """The dict saved under a key beside the optimizer's groups; no communication.
-
-    Args:
-        folder: as in ``writer_of``.
-        key: its key; by default that of the record of Muon's settings.
-
-    Raises:
-        KeyError: the checkpoint has nothing under that key.
-        ValueError: the checkpoint is damaged; names the file or the key.
-    """
-    folder = Path(folder)
-    for state in _states(folder):
-        if key in state:
-            return _record(folder, key, state[key])
-    name = next((name for name in _objects(folder) if f".{key}/" in name), None)
-    if name is None:
-        raise KeyError(f"{folder} has no {key}")
-    with _naming(folder, name):
-        saved = Shards(folder, _metadata(folder)).object(name)
-    return _record(folder, key, saved)
-
-
-def _record(folder: Path, key: str, saved: Any) -> dict[str, Any]:
-    if not isinstance(saved, dict) or not all(isinstance(name, str) for name in saved):
-        raise ValueError(f"{folder}: {key} is damaged: it is a {type(saved).__name__}")
-    return saved
-
-
-@contextmanager
-def _naming(folder: Path, part: str) -> Iterator[None]:
-    """Add the file's path to errors about its damaged content."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{folder / part} cannot be read: {error}") from error
-
-
-def has_record(folder: str | Path, key: str = RECORD) -> bool:
-    """Whether ``record_of`` finds a dict."""
-    folder = Path(folder)
-    beside = any(key in state for state in _states(folder))
-    return beside or any(f".{key}/" in name for name in _objects(folder))
-
-
-def _objects(folder: Path) -> list[str]:
-    """The optimizer's keys in torch_dist."""
-    return [key for key in _keys(folder) if _OPTIMIZERS.match(key)]
-
-
-def _keys(folder: Path) -> list[str]:
-    """Keys of all tensors and objects in torch_dist; else empty."""
-    return list(_metadata(folder).entries)
-
-
-def _metadata(folder: Path) -> Metadata:
-    """The metadata of torch_dist; empty in other formats."""
-    if not (folder / METADATA).exists():
-        return Metadata({}, {})
-    with _naming(folder, METADATA):
-        return read_metadata(folder)
-
-
-def _states(folder: Path) -> list[dict[Any, Any]]:
-    """The state dicts of a chain of optimizers, without the parts that differ between ranks."""
-    if (folder / METADATA).exists():
-        metadata = _metadata(folder)
-        with _naming(folder, "common.pt"):
-            saved = common(folder, metadata)
-    else:
-        files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
-        if not files:
-            raise FileNotFoundError(f"{folder} has no checkpoint in it")
-        with _naming(folder, str(files[0].relative_to(folder))):
-            saved = read.load(files[0])
-            if not isinstance(saved, dict):
-                raise ValueError(f"it holds a {type(saved).__name__}, not a dict")
-    return foreign.states_of(saved.get("optimizer"))
+                raise ValueError(f"{folder}: a group's {key} is {value}, no plain value")
 
 
 def _other_owner(part: Any) -> ValueError | None:

@@ -20,17 +20,16 @@ from weakref import WeakSet
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_muon.mcore.routing.param_routing import weights, why_adamw
+from megatron_muon.mcore.routing.routes import routes_of
 from megatron_muon.mcore.seams.rows import megatron_version
-from megatron_muon.mcore.wiring.buffers.placement import unplaced
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.mcore.wiring.process_groups import Sizes, sharing
-from megatron_muon.orthogonalize.matmul import KernelError, plan_device
+from megatron_muon.orthogonalize.matmul import KernelError, numerics_on
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.order import Bucket, Holders, orders, starts
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.runtime.patches import Patches, around
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 SINCE = (0, 18)
 _LAYOUT = "_compute_per_buffer_param_layout"
@@ -47,6 +46,7 @@ class _Model:
     muons: Mapping[Any, Parameter]
     dense: Holders
     experts: Holders
+    numerics: Numerics
 
 
 def takes_layouts() -> bool:
@@ -141,22 +141,17 @@ def _model(module: Any, pg_collection: Any) -> _Model | None:
     (tp_size, expert_tp_size), (dp_size, expert_dp_size) = sharing(module, pg_collection)
     sizes = Sizes(tp_size, expert_tp_size)
     try:
-        muons = {
-            weight.param: unplaced(weight, sizes.tp_of(weight), _config)
-            for weight in weights([module])
-            if weight.param.requires_grad
-            and why_adamw(weight, sizes.tp_of(weight), _config) is None
-        }
-        device = plan_device(device_of([module]))
+        routes = routes_of([module], sizes, _config)
+        muons = {route.weight.param: route.muon for route in routes if route.muon is not None}
+        numerics = numerics_on(device_of([module]), _config)
     except (ValueError, NotImplementedError, KernelError):
         return None
-    dense = Holders(dp_size, tp_size, device)
-    return _Model(muons, dense, Holders(expert_dp_size, expert_tp_size, device))
+    dense, experts = Holders(dp_size, tp_size), Holders(expert_dp_size, expert_tp_size)
+    return _Model(muons, dense, experts, numerics)
 
 
 def _in_order(layout: Any, model: _Model) -> Any:
     """A layout of one grad buffer, with each bucket's parameters in another order."""
-    assert _config is not None
     in_bucket: list[list[Any]] = [[] for _ in layout.bucket_indices]
     for param, (_, _, number) in layout.param_index_map.items():
         in_bucket[number].append(param)
@@ -165,7 +160,7 @@ def _in_order(layout: Any, model: _Model) -> Any:
         for params, (start, stop) in zip(in_bucket, layout.bucket_indices, strict=True)
     ]
     experts = any(not getattr(param, "allreduce", True) for param in layout.param_index_map)
-    chosen = orders(buckets, model.experts if experts else model.dense, _config)
+    chosen = orders(buckets, model.experts if experts else model.dense, model.numerics)
     places = dict(layout.param_index_map)
     unpadded = list(layout.per_bucket_numel_unpadded)
     for number, (bucket, order) in enumerate(zip(buckets, chosen, strict=True)):

@@ -13,7 +13,6 @@ a gather before it reads them; other loops may do both. So ``auto`` waits for th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -275,13 +274,3 @@ def _own_part(group: Any, bucket: Any, start: int, stop: int) -> torch.Tensor:
     start, stop = start - bucket.offset, stop - bucket.offset
     part: torch.Tensor = bucket.param_data.view(-1)[max(start, low) : min(stop, low + size)]
     return part
-
-
-def gathers_one_by_one(device: torch.device) -> bool:
-    """Whether two gathers that are launched in a row would hold up what is launched after them.
-
-    A GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands with TP or
-    CP before Blackwell) starts kernels in the order in which they are launched, and the second
-    gather waits for the first one. A gather that takes longer than a round holds up the next.
-    """
-    return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

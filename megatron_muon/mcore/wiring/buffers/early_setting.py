@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from megatron.core.utils import get_model_config
 
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 
 def settled(
@@ -68,3 +69,13 @@ def _hindrances(
         what = "clipped attention logits (--qk-clip, --muon-qk-clip)"
         why = "weights are gathered before they are clipped"
         yield what, NotImplementedError(f"{setting} with {what}: {why}: {leave_out}")
+
+
+def gathers_one_by_one(device: torch.device) -> bool:
+    """Whether two gathers that are launched in a row would hold up what is launched after them.
+
+    A GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands with TP or
+    CP before Blackwell) starts kernels in the order in which they are launched, and the second
+    gather waits for the first one. A gather that takes longer than a round holds up the next.
+    """
+    return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.utils import get_model_config
 
-from megatron_muon.mcore.routing.matrices import matrices_of
-from megatron_muon.mcore.routing.param_routing import Weight, expert_name, weights, why_adamw
-from megatron_muon.mcore.wiring.process_groups import Sizes
-from megatron_muon.planning.buckets.order import UNPLACED
+from megatron_muon.mcore.routing.param_routing import expert_name
+from megatron_muon.mcore.routing.routes import Route
 from megatron_muon.planning.layout import MatrixShape, Parameter, Span
-from megatron_muon.settings.config import MuonConfig
 
 Located = list[tuple[torch.nn.Parameter, Parameter]]
 
 
-def muon_parameters(
-    model_chunks: Sequence[Any],
-    buffers: Sequence[Any],
-    tp_size: int,
-    expert_tp_size: int,
-    config: MuonConfig,
-) -> Located:
+def muon_parameters(routes: Iterable[Route], buffers: Sequence[Any]) -> Located:
     """Every Muon parameter in the buffers, as on EP rank 0: the same list on all ranks of a stage.
 
     Args:
-        model_chunks: this rank's.
+        routes: those of this rank's model chunks.
         buffers: the grad buffers of one DistributedOptimizer.
-        tp_size, expert_tp_size: number of TP ranks that share a weight, and an expert's weight.
-        config: the settings.
-
-    Raises:
-        ValueError, NotImplementedError: a weight that cannot be routed or is not what its name
-            promises.
     """
     places = {
         param: (index, Span(start, stop), _bucket_span(buffer.buckets[bucket_id]))
@@ -44,54 +29,12 @@ def muon_parameters(
         for param, (start, stop, bucket_id) in buffer.param_index_map.items()
     }
     located = []
-    for weight in weights(model_chunks):
-        size = expert_tp_size if weight.is_expert else tp_size
-        if weight.param in places and why_adamw(weight, size, config) is None:
-            index, span, bucket = places[weight.param]
-            parameter = unplaced(weight, size, config)
-            placed = replace(parameter, bucket=bucket, span=span, buffer=index)
-            located.append((weight.param, placed))
+    for route in routes:
+        if route.muon is not None and route.weight.param in places:
+            index, span, bucket = places[route.weight.param]
+            placed = replace(route.muon, bucket=bucket, span=span, buffer=index)
+            located.append((route.weight.param, placed))
     return located
-
-
-def muons_of(
-    model_chunks: Sequence[Any], sizes: Sizes, config: MuonConfig
-) -> set[torch.nn.Parameter]:
-    """The parameters of these chunks that are Muon's.
-
-    Raises:
-        ValueError, NotImplementedError: a weight cannot be routed.
-    """
-    return {
-        weight.param
-        for weight in weights(model_chunks)
-        if why_adamw(weight, sizes.tp_of(weight), config) is None
-    }
-
-
-def unplaced(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
-    """A weight of Muon's before it has a place in a grad buffer.
-
-    Args:
-        weight: Muon's.
-        tp_size: number of TP ranks that share it.
-        config: the settings.
-
-    Raises:
-        ValueError, NotImplementedError: it is not what its name promises.
-    """
-    holding = matrices_of(weight, tp_size, config)
-    matrices, blocks = holding.matrices
-    return Parameter(
-        name=weight.name,
-        shape=holding.shape,
-        partition_dim=holding.partition_dim,
-        bucket=UNPLACED,
-        span=UNPLACED,
-        buffer=0,
-        matrices=matrices,
-        blocks=blocks,
-    )
 
 
 def on_every_ep_rank(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_muon.mcore.load_check.models import TrainedModel, every_trained
-from megatron_muon.mcore.routing.param_routing import weights, why_adamw
+from megatron_muon.mcore.routing.routes import routes_of
 
 
 def muon_elements() -> float:
@@ -11,7 +11,7 @@ def muon_elements() -> float:
 
     It is the mean over the ranks that shard a buffer. No communication.
     """
-    return sum(_elements(trained) for trained in every_trained())
+    return sum(map(_elements, every_trained()))
 
 
 def _elements(trained: TrainedModel) -> float:
@@ -19,8 +19,7 @@ def _elements(trained: TrainedModel) -> float:
     sizes, ranks = stage.sizes, stage.group.size()
     dense, experts = ranks / sizes.tp, ranks / (sizes.expert_tp * sizes.ep)
     total = 0.0
-    for weight in weights(trained.model_chunks()):
-        trains = weight.param.requires_grad and not weight.is_tied_copy
-        if trains and why_adamw(weight, sizes.tp_of(weight), trained.config) is None:
-            total += weight.param.numel() / (experts if weight.is_expert else dense)
+    for route in routes_of(trained.model_chunks(), sizes, trained.config):
+        if route.muon is not None and not route.weight.is_tied_copy:
+            total += route.weight.param.numel() / (experts if route.weight.is_expert else dense)
     return total

@@ -46,7 +46,7 @@ def test_what_was_saved_is_loaded(format: str, checkpoint: Any, tmp_path: Path) 
     assert kept is not None and kept["complete"]
     assert {entry["optimizer"] for entry in kept["parameters"].values()} == {"muon", "adamw"}
     qkv = kept["parameters"]["decoder.layers.1.self_attention.linear_qkv.weight"]
-    assert qkv == {"shape": [160, 96], "optimizer": "muon", "split": "qkv"}
+    assert qkv == {"shape": [160, 96], "optimizer": "muon"}
     files = {
         str(path.relative_to(checkpoint(format))): path
         for path in checkpoint(format).rglob("*")
@@ -80,9 +80,6 @@ def test_random_corruptions(format: str, block: int, checkpoint: Any, tmp_path: 
             assert named, error
             expected = "is missing" if corruption.kind == "delete" else "bytes"
             assert expected in error, error
-            shards = [name for name in named if re.search(r"distcp$|\d/.*\.pt$", name)]
-            if shards and ".metadata" not in corruption.files:  # which says what is in them
-                assert re.search(r"It holds .*(decoder|optimizer)", error), error
     print(f"\n{format}: {len(done)} corruptions refused on 2 ranks")
 
 
@@ -109,12 +106,12 @@ def test_an_incomplete_one_is_refused(checkpoint: Any, tmp_path: Path) -> None:
 
 
 OTHER_MODELS = {
-    "layers": (replace(CASE, layers=4), r"is of another model"),
+    "layers": (replace(CASE, layers=4), r"was saved by a different model"),
     "gated": (
         replace(CASE, gated=True),
-        r"another model: .*linear_fc1.weight is \(260, 96\) there",
+        r"different model: .*linear_fc1.weight has the shape \(260, 96\) there",
     ),
-    "experts": (replace(CASE, moe=True), r"another model: it has no .*experts"),
+    "experts": (replace(CASE, moe=True), r"different model: it has no .*experts"),
 }
 
 
@@ -184,7 +181,7 @@ def _meets_another_save(case: Case, topology: Topology, format: str, folder: str
 
     def meets(self: Saving, *args: Any) -> Any:
         if dist.get_rank() == 0:
-            digest.begin(Path(folder), {}, {**digest.new_save(), "host": "elsewhere"})
+            digest.begin(Path(folder), {}, {"id": "other", "by": "elsewhere"})
             store.set("marked", "")
         store.wait(["marked"])
         return part(self, *args)
@@ -200,7 +197,7 @@ def test_what_two_saves_wrote_is_not_sealed_by_either(format: str, tmp_path: Pat
         assert re.search("may have files of two saves, so it is not complete: .* elsewhere", error)
     left = digest.read(tmp_path)
     assert left is not None and not left["complete"]
-    assert left["save"]["host"] != "elsewhere"  # so that the other refuses to seal it, too
+    assert left["save"]["by"] != "elsewhere"  # so that the other refuses to seal it, too
 
 
 def _addresses_of_an_adamw_run(folder: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_muon.mcore.load_check import digest
-from megatron_muon.mcore.load_check.digest import DigestError
-from megatron_muon.mcore.load_check.digest_text import MOST, sealed
+from megatron_muon.mcore.load_check.digest import MOST, DigestError, sealed
 from support.checkpoints.saving import formats
 from support.checkpoints.sealing import errors_of_loads, saved
 from support.models.gpt import Case, Topology
@@ -58,35 +56,8 @@ def refused(file: Path, message: str) -> None:
     assert digest.complete_iterations(file.parent.parent) == [4]
 
 
-def test_every_cut_and_many_flips_of_a_real_one(beside: Path, monkeypatch: Any) -> None:
-    """The others beside it are read once: 10,000 digests take a while."""
-    complete = digest.complete_iterations(beside.parent.parent)
-    text = beside.read_bytes()
-    assert complete == [4, 7] and len(text) > 2000
-    refused_ones = 0
-    monkeypatch.setattr(digest, "complete_iterations", lambda folder: [4])
-    changed = [text[:stop] for stop in range(len(text) - 1)]
-    changed += [
-        text[:at] + bytes([text[at] ^ 1 << bit]) + text[at + 1 :]
-        for at in range(0, len(text), 7)
-        for bit in (0, 3, 7)
-    ]
-    for content in changed:
-        beside.write_bytes(content)
-        with pytest.raises(DigestError, match=r"is damaged|is of format") as caught:
-            digest.read(beside.parent)
-        assert WAY_OUT in str(caught.value)
-        refused_ones += 1
-    assert refused_ones == len(changed)
-    monkeypatch.undo()
-    for stop in (0, 1, len(text) // 2, len(text) - 2):
-        beside.write_bytes(text[:stop])
-        refused(beside, "is damaged: it is not what was written")
-
-
 NESTED = {
     "lists": "[" * 200_000 + "]" * 200_000,
-    "objects": '{"a":' * 200_000 + "1" + "}" * 200_000,
     "in a key": '{"complete": true, "files": ' + "[" * 200_000 + "]" * 200_000 + "}",
 }
 
@@ -124,9 +95,6 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "files": {"files": [1, 2]},
     "an entry": {"files": {"a": None}},
     "a size": {"files": {"a": {"size": "9", "hash": ""}}},
-    "a place": {"files": {"../a": {"size": 9, "hash": ""}}},
-    "the root": {"files": {"/etc/passwd": {"size": 9, "hash": ""}}},
-    "names": {"files": {"a": {"size": 9, "hash": "", "holds": [1]}}},
     "parameters": {"parameters": {"a": {"shape": "9", "optimizer": "muon"}}},
     "a shape": {"parameters": {"a": {"shape": [9, -1], "optimizer": "muon"}}},
     "vocabulary": {"vocabulary": "many"},
@@ -141,20 +109,7 @@ def test_a_right_hash_over_wrong_types(name: str, beside: Path) -> None:
     said = json.loads(beside.read_text())
     del said["hash"]
     beside.write_text(sealed({**said, **HOSTILE[name]}))
-    (key,) = HOSTILE[name]
-    refused(beside, f"is damaged: its {key} is not what a digest has there")
-
-
-@pytest.mark.parametrize("name", ["\0", "\ud800", "a" * 5000])
-def test_names_that_no_file_can_have(name: str, beside: Path) -> None:
-    entry = {"size": 9, "hash": "crc32+blake2b:0"}
-    said = {**json.loads(beside.read_text()), "files": {name: entry}}
-    del said["hash"]
-    beside.write_text(sealed(said))
-    assert digest.read(beside.parent)
-    assert not digest.says_complete(beside.parent)
-    fault = digest.fault(beside.parent, name, entry, lambda path: "")
-    assert fault is not None and "cannot be read" in fault
+    refused(beside, "is damaged: its values are not those of a digest")
 
 
 def test_not_of_an_object(beside: Path) -> None:
@@ -195,7 +150,6 @@ def _overwritten_by_adamw(folder: str) -> None:
     """Without the plugin's hooks, as a run without it."""
     from support.checkpoints.saving import save_new
 
-    shutil.rmtree(Path(folder, "nothing"), ignore_errors=True)
     save_new(Case(steps=2, optimizer="adam"), DP, FORMAT, folder)
 
 
@@ -205,26 +159,14 @@ def test_what_adamw_has_saved_over_it_is_said(beside: Path, tmp_path: Path) -> N
         content = path.read_bytes()
         path.unlink()
         path.write_bytes(content)
-    beside.write_bytes(beside.read_bytes())
     assert digest.says_complete(folder)
-    time.sleep(0.05)
     run(_overwritten_by_adamw, 2, str(folder))
     said = digest.read(folder)
     assert said is not None and said["complete"]
     assert not digest.says_complete(folder)  # as the sizes are others
-    pattern = r"it is newer than megatron_muon.json: a run that makes no digest, such as AdamW's"
+    pattern = r"if a run without the plugin has saved over this folder, remove its megatron_muon"
     for (error,) in run(errors_of_loads, 2, CASE, DP, FORMAT, [str(folder)]):
         assert re.search(pattern, error or ""), error
-        assert f"remove {beside}, and what is there now loads unchecked" in (error or "")
-
-
-def test_of_a_file_that_decayed_nothing_of_that_is_said(beside: Path) -> None:
-    name = next(iter(json.loads(beside.read_text())["files"]))
-    path = beside.parent / name
-    entry = {**digest.describe(path, lambda path: ""), "hash": "of other bytes"}
-    os.utime(path, (1, 1))
-    fault = digest.fault(beside.parent, name, entry, lambda path: "")
-    assert fault is not None and fault.endswith("are not those that were written")
 
 
 def without_psutil(case: Case, topology: Topology, format: str, folder: str) -> str:

@@ -55,7 +55,7 @@ def loads(case: Case, folder: str, exact: bool, models: list[tuple[Options, Opti
     import io
 
     from megatron_muon.mcore.load_check.check import check
-    from megatron_muon.mcore.load_check.models import owner_of_chunks
+    from megatron_muon.mcore.load_check.models import owner
     from support.models.gpt import start
 
     results = []
@@ -65,16 +65,11 @@ def loads(case: Case, folder: str, exact: bool, models: list[tuple[Options, Opti
         error = None
         with redirect_stdout(io.StringIO()) as printed:
             try:
-                trained = owner_of_chunks(built.chunks)
-                check(partial(_given, trained), folder, exact=exact)
+                check(owner(built.chunks), folder, exact=exact)
             except Exception as own:
                 error = f"{type(own).__name__}: {own}"
         results.append((error, printed.getvalue()))
     return results
-
-
-def _given(trained: Any) -> Any:
-    return trained
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +102,9 @@ OTHERS: dict[str, tuple[Options, Options, str]] = {
         {},
         r"rotary_interleaved is False there and True here",
     ),
-    "rope base": ({}, {"rotary_base": 500_000}, r"rotary_base is 10000 there and 500000 here\."),
-    "rope percent": ({}, {"rotary_percent": 0.5}, r"rotary_percent is 1.0 there and 0.5 here\."),
-    "rope scaling": ({}, {"rope_scaling": True}, r"rotary_scaling is False there and True here\."),
+    "rope base": ({}, {"rotary_base": 500_000}, r"rotary_base is 10000 there and 500000 here"),
+    "rope percent": ({}, {"rotary_percent": 0.5}, r"rotary_percent is 1.0 there and 0.5 here"),
+    "rope scaling": ({}, {"rope_scaling": True}, r"rotary_scaling is False there and True here"),
     "interpolation": (
         {},
         {"seq_len_interpolation_factor": 4.0},
@@ -164,10 +159,3 @@ def test_a_digest_from_before_this_is_loaded(checkpoint: Path, tmp_path: Path) -
     digest.finish(folder, {key: value for key, value in said.items() if key not in new})
     (results, _) = run(loads, 2, CASE, str(folder), True, [({}, {"rotary_base": 500_000})])
     assert results == [(None, "")]
-
-
-def test_what_is_recorded_is_in_force(checkpoint: Path) -> None:
-    model = json.loads((checkpoint / digest.FILE_NAME).read_text())["model"]
-    assert model["num_attention_heads"] == 6 and model["kv_channels"] == 16
-    assert model["position_embedding_type"] == "rope" and model["rotary_base"] == 10000
-    assert not any(name.startswith(("moe_", "mamba_", "yarn_")) for name in model)

@@ -158,7 +158,7 @@ def test_a_check_that_fails_on_one_rank(tmp_path: Path) -> None:
     del said["hash"]
     digest.finish(tmp_path, {k: v for k, v in said.items() if k not in ("format", "complete")})
     zero, one = run(_with_one_vocabulary, 2, str(tmp_path), timeout=60.0)
-    assert "its vocabulary has 128 tokens, that of this run 100" in (one or "")
+    assert "its vocabulary has 128 tokens, this run's has 100" in (one or "")
     assert "rank 1 stopped this run" in (zero or "")
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from support.models.gpt import Case, Topology, check, train, trained, truth
 from support.ranks import run
+from support.runs.cases import muon_weights
 from support.runs.mutants import swapped_tp_order, wrong_piece
 from support.runs.whole import differences
 
@@ -22,6 +23,9 @@ FP32 = Case(bf16=False, muon=(("ns_dtype", "fp32"),))
 FP16 = Case(bf16=False, fp16=True)
 TIED = Case(tied=True)
 GATED = Case(gated=True)
+MOES = [Case(moe=True, steps=5, grouped=grouped) for grouped in ("", "legacy", "te")]
+MLAS = [Case(mla=mla, steps=5) for mla in ("column", "duplicated")]
+MTPS = [Case(mtp=True, steps=5, tied=tied) for tied in (False, True)]
 GROUPS = Case(faster=("*.linear_fc2.weight", "decoder.layers.1.*", "embedding.*"))
 
 
@@ -42,9 +46,15 @@ def test_one_process_repeats_itself() -> None:
     assert differences(truth(BF16), trained(BF16, Topology(overlap=True))) == []
 
 
-def test_every_weight_moves() -> None:
+@pytest.mark.parametrize(
+    "case",
+    [BF16, *MOES, *MLAS, *MTPS],
+    ids=["dense", "sequential", "legacy", "te", "column", "duplicated", "mtp", "mtp-tied"],
+)
+def test_every_weight_moves(case: Case) -> None:
     """Without this, comparing two runs that both do nothing would pass."""
-    before, after = truth(replace(BF16, steps=0)), truth(BF16)
+    before, after = truth(replace(case, steps=0)), truth(case)
+    assert muon_weights(case) <= before["main"].keys()
     same = [n for n, w in before["main"].items() if bool((w == after["main"][n]).any())]
     assert same == []
 
@@ -198,12 +208,6 @@ def test_16_ranks(overlap: bool) -> None:
 )
 def test_settings(setting: tuple[str, object]) -> None:
     check(Case(muon=(setting,)), Topology(2, 1, 3))
-
-
-def test_the_machinery_itself_with_plain_adam() -> None:
-    """The machinery itself: Megatron's own AdamW, no plugin, must pass the same comparison."""
-    case = Case(optimizer="adam", lr=1e-3)
-    assert differences(truth(case), trained(case, Topology(2, 2, 2))) == []
 
 
 # --- mutants of the plan: each must be noticed -----------------------------------------------

@@ -20,7 +20,8 @@ from support.virtual_gpu.device.nccl import Handle, Launcher, Operation
 from support.virtual_gpu.trace import RecordedMessage
 
 _REFUSED = (
-    *("all_to_all", "gather", "scatter", "reduce", "reduce_scatter", "gather_object"),
+    *("all_to_all", "all_to_all_single", "broadcast", "gather", "scatter", "reduce"),
+    *("reduce_scatter", "gather_object"),
     *("broadcast_object_list", "scatter_object_list", "all_gather_coalesced", "monitored_barrier"),
     *("all_reduce_coalesced", "send_object_list", "recv_object_list", "batch_send_recv"),
 )
@@ -30,36 +31,6 @@ class VirtualNccl(Launcher):
     """The functions of torch.distributed, over one GPU."""
 
     # --- collectives -----------------------------------------------------------------------------
-
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Handle | None:
-        size = dist.get_world_size(group)
-        incoming = _splits(output, output_split_sizes, size, "output")
-        outgoing = _splits(input, input_split_sizes, size, "input")
-        part = Operation(
-            "all_to_all",
-            [input],  # type: ignore[list-item]
-            [output],  # type: ignore[list-item]
-            ("all_to_all", input.dtype),
-            tuple(
-                RecordedMessage(r, input.dtype, n * input.itemsize)
-                for r, n in enumerate(outgoing)
-                if n
-            ),
-            tuple(
-                RecordedMessage(r, output.dtype, n * output.itemsize)
-                for r, n in enumerate(incoming)
-                if n
-            ),
-        )
-        return self.run(part, group, async_op)
 
     def all_reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
@@ -96,20 +67,6 @@ class VirtualNccl(Launcher):
         agreed = ("reduce_scatter", input.dtype, input.numel(), str(op))
         return self.run(_part(agreed, [input], [output]), group, async_op)
 
-    def broadcast(
-        self,
-        tensor: Tensor,
-        src: int | None = None,
-        group: Any = None,
-        async_op: bool = False,
-        group_src: int | None = None,
-    ) -> Handle | None:
-        root = _in_group(group, src, group_src)
-        agreed = ("broadcast", tensor.dtype, tensor.numel(), root)
-        mine = dist.get_rank(group) == root
-        part = _part(agreed, [tensor] if mine else [], [] if mine else [tensor])
-        return self.run(part, group, async_op)
-
     def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> None:
         """An all-reduce that the host waits for."""
         if async_op:
@@ -136,7 +93,7 @@ class VirtualNccl(Launcher):
     ) -> Handle | None:
         peer = _in_group(group, dst, group_dst)
         message = RecordedMessage(peer, tensor.dtype, tensor.nbytes)
-        part = Operation("send", [tensor], [], (), sends=(message,))  # type: ignore[list-item]
+        part = Operation("send", [tensor], [], (), sends=(message,))
         return self.run(part, group, True, peer)
 
     def irecv(
@@ -149,7 +106,7 @@ class VirtualNccl(Launcher):
     ) -> Handle | None:
         peer = _in_group(group, src, group_src)
         message = RecordedMessage(peer, tensor.dtype, tensor.nbytes)
-        part = Operation("recv", [], [tensor], (), receives=(message,))  # type: ignore[list-item]
+        part = Operation("recv", [], [tensor], (), receives=(message,))
         return self.run(part, group, True, peer)
 
     def send(self, *args: Any, **kwargs: Any) -> None:
@@ -195,9 +152,9 @@ class VirtualNccl(Launcher):
 
 
 _FUNCTIONS = (
-    *("_coalescing_manager", "all_to_all_single", "all_reduce", "all_gather_into_tensor"),
+    *("_coalescing_manager", "all_reduce", "all_gather_into_tensor"),
     *("_all_gather_base", "_reduce_scatter_base", "all_gather", "reduce_scatter_tensor"),
-    *("broadcast", "barrier", "all_gather_object", "isend", "irecv", "send", "recv"),
+    *("barrier", "all_gather_object", "isend", "irecv", "send", "recv"),
     *("batch_isend_irecv", "all_gather_single", "reduce_scatter_single"),
 )
 # older and newer names of the same
@@ -205,7 +162,7 @@ for _name in ("_all_gather_base", "all_gather_single"):
     setattr(VirtualNccl, _name, VirtualNccl.all_gather_into_tensor)
 for _name in ("_reduce_scatter_base", "reduce_scatter_single"):
     setattr(VirtualNccl, _name, VirtualNccl.reduce_scatter_tensor)
-VirtualNccl._coalescing_manager = VirtualNccl.coalescing  # type: ignore[attr-defined]
+VirtualNccl._coalescing_manager = VirtualNccl.coalescing
 
 
 def _rebind(changes: dict[int, Any]) -> Iterator[tuple[Any, str, Any]]:
@@ -230,21 +187,6 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 def _part(agreed: tuple[object, ...], reads: Sequence[Any], writes: Sequence[Any]) -> Operation:
     return Operation(str(agreed[0]), list(reads), list(writes), agreed)
-
-
-def _splits(tensor: Tensor, sizes: Sequence[int] | None, ranks: int, which: str) -> Sequence[int]:
-    """Elements for or from each rank.
-
-    Raises:
-        ValueError: they are not those of the tensor.
-    """
-    if sizes is None or not len(sizes):
-        if tensor.numel() % ranks:
-            raise ValueError(f"{which} of {tensor.numel()} elements over {ranks} ranks")
-        return [tensor.numel() // ranks] * ranks
-    if len(sizes) != ranks or sum(sizes) != tensor.numel():
-        raise ValueError(f"{which} of {tensor.numel()} elements, split as {list(sizes)}")
-    return sizes
 
 
 def _in_group(group: Any, rank: int | None, group_rank: int | None) -> int:

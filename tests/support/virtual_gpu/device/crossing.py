@@ -7,19 +7,22 @@ memory all the same. An element that the host reads is a copy that it waits for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from support.virtual_gpu.device.tensors import META, Device, VirtualTensor
+from support.virtual_gpu.device.tensors import META, VirtualTensor
+
+if TYPE_CHECKING:
+    from support.virtual_gpu.device.gpu import Gpu
 
 
 def without_pinning(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in kwargs.items() if k != "pin_memory"} if kwargs else kwargs
 
 
-def _read_scalar(gpu: Device, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _read_scalar(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     (tensor,) = args
     if not isinstance(tensor, VirtualTensor):
         return False, None
@@ -30,7 +33,7 @@ def _read_scalar(gpu: Device, func: Any, args: Any, kwargs: Any) -> tuple[bool, 
     return True, float(gpu.scalar) if tensor.dtype.is_floating_point else int(gpu.scalar)
 
 
-def _equal(gpu: Device, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _equal(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     tensors = [x for x in args if isinstance(x, VirtualTensor)]
     if not tensors:
         return False, None
@@ -39,7 +42,7 @@ def _equal(gpu: Device, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     return True, True
 
 
-def _to_copy(gpu: Device, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _to_copy(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     (tensor,), device = args, kwargs.get("device")
     there = isinstance(tensor, VirtualTensor)
     if device is None or (device.type == "cuda") is there:
@@ -57,7 +60,7 @@ def _to_copy(gpu: Device, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]
     return True, made
 
 
-def _copy(gpu: Device, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _copy(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     target, source, *rest = args
     there, here = isinstance(target, VirtualTensor), isinstance(source, VirtualTensor)
     if there is here:
@@ -72,7 +75,7 @@ def _copy(gpu: Device, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     return True, target.zero_()
 
 
-def _copied_from_host(gpu: Device, target: VirtualTensor, source: Tensor, free: bool) -> None:
+def _copied_from_host(gpu: Gpu, target: VirtualTensor, source: Tensor, free: bool) -> None:
     """Torch waits for a copy unless it is non-blocking, and CUDA for one of pageable memory."""
     gpu.launch("copy from host", [], [target])
     if target.numel() and not (free and is_pinned(source)):
@@ -82,7 +85,7 @@ def _copied_from_host(gpu: Device, target: VirtualTensor, source: Tensor, free: 
 def pinned(tensor: Tensor) -> Tensor:
     """``Tensor.pin_memory()`` of a CPU tensor."""
     made = tensor.clone()
-    made._virtually_pinned = True  # type: ignore[attr-defined]
+    made._virtually_pinned = True
     return made
 
 

@@ -74,13 +74,9 @@ class Stream:
         event.wait(self)
 
     def record_event(self, event: Event | None = None) -> Event:
-        event = self._event() if event is None else event
+        event = event or torch.cuda.Event()
         event.record(self)
         return event
-
-    def _event(self) -> Event:
-        made: Event = torch.cuda.Event()  # type: ignore[assignment, no-untyped-call]
-        return made
 
     def synchronize(self) -> None:
         self.gpu.synchronize("Stream.synchronize", self.name)
@@ -142,7 +138,7 @@ def _through_host(original: Callable[..., Any]) -> Callable[..., Any]:
         made = original(data, *args, **kwargs)
         if device is None or torch.device(device).type != "cuda":
             return made
-        with VirtualTensor.device_of.called("torch.tensor"):  # type: ignore[union-attr]
+        with VirtualTensor.device_of.called("torch.tensor"):
             return made.to(CUDA)
 
     return factory

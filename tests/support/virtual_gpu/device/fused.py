@@ -51,7 +51,7 @@ def _adam_on(gpu: Gpu) -> type[FusedAdam]:
     class VirtualFusedAdam(FusedAdam):
         """Its state and groups are the base class's, its step is one kernel a group."""
 
-        def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        def step(self, closure: Callable[[], float] | None = None) -> None:
             for group in self.param_groups:
                 group["step"] = group.get("step", 0) + 1
                 if not group["params"]:

@@ -22,21 +22,13 @@ _REFUSED = {"resize_", "set_", "nonzero", "masked_select", "unique_dim", "_uniqu
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """An operation's schema, as the recorder needs it.
+    """An operation's schema, as the recorder needs it."""
 
-    Attributes:
-        name: without namespace and overload.
-        written: positions and names of arguments that it writes.
-        overwrites: it does not read what it writes.
-        view: its results are views of its first tensor.
-        fresh: it writes nothing and makes no view: results follow from shapes.
-    """
-
-    name: str
-    written: tuple[int | str, ...]
-    overwrites: bool
-    view: bool
-    fresh: bool
+    name: str  # without namespace and overload
+    written: tuple[int | str, ...]  # positions and names of arguments that it writes
+    overwrites: bool  # it does not read what it writes
+    view: bool  # its results are views of its first tensor
+    fresh: bool  # it writes nothing and makes no view: results follow from shapes
 
 
 _OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "uniform_"}
@@ -64,7 +56,7 @@ _kinds: dict[Any, _Kind] = {}
 _results: dict[Any, Any] = {}  # shapes of results, by operation and arguments
 
 
-class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Gpu(TorchDispatchMode):
     """One virtual GPU; within ``with`` it is the process's only ``cuda`` device.
 
     Attributes:
@@ -74,7 +66,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, scalar: float = 0.0) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.trace = Trace()
         self.stream = MAIN
         self.scalar = scalar
@@ -85,11 +77,11 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if VirtualTensor.device_of is not None:
             raise RuntimeError("a virtual GPU is switched on already")
         VirtualTensor.device_of = self
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        super().__exit__(*exc)
         VirtualTensor.device_of = None
 
     @contextmanager

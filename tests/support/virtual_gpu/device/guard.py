@@ -28,9 +28,6 @@ def without_driver() -> Iterator[None]:
     """Within it no guard of a CUDA device does anything, and CUDA's runtime finds no device.
 
     The second holds where CUDA was not used in this process before. Afterwards all is as it was.
-
-    Raises:
-        RuntimeError: this torch has no such table, or no guard of the meta device.
     """
     guards = _guards()
     if not guards[_META]:

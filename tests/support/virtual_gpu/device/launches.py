@@ -39,14 +39,7 @@ def launches(
     inputs: Sequence[Tensor],
     out: object,
 ) -> int:
-    """Kernels of one call.
-
-    Args:
-        name: of the operation, without namespace and overload.
-        args, named: of the call; tensors may be on the meta device.
-        inputs: all tensors among the arguments.
-        out: the result.
-    """
+    """Kernels of one call."""
     if name in _HAS_TERM:
         return 1 if leaves_term(name, named) else 2
     if name in ("cat", "stack"):
@@ -60,12 +53,7 @@ def launches(
 
 
 def multi_tensor_launches(sizes: Sequence[int], lists: int) -> int:
-    """Launches of ``multi_tensor_apply`` over tensors of these sizes.
-
-    Args:
-        sizes: elements.
-        lists: tensors that a kernel reads and writes for each.
-    """
+    """Launches of ``multi_tensor_apply`` over tensors of these sizes."""
     most = _TENSORS[min(lists, len(_TENSORS)) - 1]
     count = tensors = blocks = 0
     for size in sizes:
@@ -81,7 +69,7 @@ def multi_tensor_launches(sizes: Sequence[int], lists: int) -> int:
 
 
 def _foreach(name: str, args: Sequence[object], out: object) -> int:
-    lists: list[list[Tensor]] = [list(a) for a in args if _is_tensors(a)]  # type: ignore[call-overload]
+    lists: list[list[Tensor]] = [list(a) for a in args if _is_tensors(a)]
     first = lists[0]
     sizes = [tensor.numel() for tensor in first]
     if not _fast(name, lists):

@@ -92,11 +92,7 @@ class Launcher:
     def launch(
         self, parts: Sequence[Operation], group: Any, async_op: bool, pair: int | None = None
     ) -> Handle | None:
-        """Record one launch.
-
-        Args:
-            pair: rank in the group with which a single send or receive has a stream of its own.
-        """
+        """Record one launch; a single send or receive has a stream of its ``pair``."""
         about, rank = self.group(group), dist.get_rank(group)
         reads = [tensor for part in parts for tensor in part.reads]
         writes = [tensor for part in parts for tensor in part.writes]

@@ -7,54 +7,29 @@ tensors of torch's meta device, which have shapes and strides and no elements.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from support.virtual_gpu.trace import Free, Range, RecordStream, Trace
+from support.virtual_gpu.trace import Free, Range, RecordStream
+
+if TYPE_CHECKING:
+    from support.virtual_gpu.device.gpu import Gpu
 
 CUDA = torch.device("cuda", 0)
 META = torch.device("meta")
 
 
-class Device(Protocol):
-    """What tensors ask of the GPU that they are on; see ``gpu.Gpu``."""
-
-    trace: Trace
-    stream: str
-    scalar: float
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-    def called(self, name: str) -> AbstractContextManager[None]: ...
-    def allocate(self, inner: Tensor) -> VirtualTensor: ...
-    def launch(
-        self,
-        name: str,
-        reads: Sequence[VirtualTensor],
-        writes: Sequence[VirtualTensor],
-        count: int = 1,
-    ) -> None: ...
-    def synchronize(
-        self, name: str, stream: str | None = None, event: int | None = None
-    ) -> None: ...
-
-
 class VirtualTensor(Tensor):
-    """A tensor on the virtual GPU.
+    """A tensor on the virtual GPU."""
 
-    Attributes:
-        inner: shape, strides and dtype, on the meta device.
-        block: its memory, shared with its views.
-    """
+    inner: Tensor
+    block: DeviceBlock  # its memory, shared with its views
+    device_of: ClassVar[Gpu | None] = None  # the GPU that is switched on
 
-    inner: Tensor  # type: ignore[assignment]
-    block: DeviceBlock
-    device_of: ClassVar[Device | None] = None  # the GPU that is switched on
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, inner: Tensor, block: DeviceBlock) -> VirtualTensor:
@@ -71,29 +46,26 @@ class VirtualTensor(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if cls.device_of is None:
             raise RuntimeError(f"{func} of a virtual tensor: its GPU is switched off")
         return cls.device_of.run(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"VirtualTensor({tuple(self.shape)}, {self.dtype}, block {self.block.number})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualTensor:
-        copied: Any = self.detach().clone().requires_grad_(self.requires_grad)
-        made: VirtualTensor = copied
-        return made
+        return self.detach().clone().requires_grad_(self.requires_grad)
 
     @property
     def data(self) -> Tensor:
-        own: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        return own
+        return Tensor.data.__get__(self)
 
-    @data.setter  # type: ignore[override]
+    @data.setter
     def data(self, new: VirtualTensor) -> None:
-        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        Tensor.data.__set__(self, new)
         self.inner, self.block = new.inner, new.block
 
     def data_ptr(self) -> int:
@@ -129,7 +101,7 @@ class DeviceBlock:
     """Memory that the caching allocator gave out; it returns with the last tensor on it."""
 
     number: int
-    gpu: Device
+    gpu: Gpu
 
     def __del__(self) -> None:
         trace = self.gpu.trace

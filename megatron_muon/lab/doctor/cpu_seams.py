@@ -1,0 +1,68 @@
+"""What the CPU runtime replaces and calls; ``cpu.table`` says why.
+
+``cpu`` itself needs no check: when it is switched on, ``Patches.set`` raises for a name that is
+missing. ``doctor`` says so before.
+"""
+
+from megatron_muon.mcore.seams.row import Place
+
+_OPTIMIZER = Place("megatron.core.optimizer")
+_DISTRIBUTED = Place("megatron.core.optimizer.distrib_optimizer")
+_RANDOM = Place("megatron.core.tensor_parallel.random")
+_MAPPINGS = Place("megatron.core.tensor_parallel.mappings")
+_ATTENTION = Place("megatron.core.transformer.dot_product_attention")
+_LATENT = Place("megatron.core.transformer.multi_latent_attention", since=(0, 14))
+_TE = Place("megatron.core.extensions.transformer_engine", since=(0, 14))
+_NORM = Place("megatron.core.transformer.torch_norm")
+_MOE = Place("megatron.core.transformer.moe.moe_utils")
+_DISPATCHER = Place("megatron.core.transformer.moe.token_dispatcher")
+_GROUPED = Place("megatron.core.transformer.moe.grouped_gemm_util", until=(0, 16))
+_DEVICE = Place("torch.utils._device")
+_STATE = Place("megatron.core.parallel_state")
+ROWS = (
+    # --- torch
+    _DEVICE.called("_device_constructors.cache_clear", "what a device context acts on"),
+    Place("torch._dynamo").replaced("config.disable", "uncompiles what is compiled"),
+    # --- optimizers
+    _OPTIMIZER.replaced("Adam", "a fused Adam's stand-in"),
+    _DISTRIBUTED.replaced("Adam", "a fused Adam's stand-in"),
+    _OPTIMIZER.replaced("USING_PYTORCH_OPTIMIZER", "False, as on a GPU", since=(0, 15)),
+    _DISTRIBUTED.replaced("HAVE_APEX_OR_TE", "True, as on a GPU"),
+    Place("megatron.core.fp8_utils").replaced("_quantize_param_shard_impl", "there is no fp8 here"),
+    # --- random numbers
+    _RANDOM.replaced("_set_cuda_rng_state", "sets the CPU generator's state"),
+    _RANDOM.replaced("_get_cuda_rng_state", "reads the CPU generator's state"),
+    _RANDOM.read("__name__", "the name of its logger; one warning is filtered"),
+    # --- attention
+    _ATTENTION.replaced("DotProductAttention", "attention without Transformer Engine"),
+    _ATTENTION.replaced("DotProductAttention.__init__", "takes latent head sizes", "config"),
+    _ATTENTION.replaced(
+        "DotProductAttention.forward", "all ranks' keys", "query key value attention_mask"
+    ),
+    _LATENT.replaced("HAVE_TE", "whether Transformer Engine is installed"),
+    _TE.read("HAVE_TE", "whether Transformer Engine is installed"),
+    _STATE.called("get_context_parallel_group", "the ranks that share a sequence"),
+    Place("megatron.core.transformer.enums").read("AttnMaskType.causal", "the causal mask"),
+    _MAPPINGS.called("gather_from_sequence_parallel_region", "has a gradient", "group"),
+    # --- experts
+    _MAPPINGS.replaced("_gather_along_first_dim", "takes uneven parts, too"),
+    _MAPPINGS.replaced("_reduce_scatter_along_first_dim", "takes uneven parts, too"),
+    _MOE.read("RouterGatingLinearFunction", "tests Transformer Engine's name", since=(0, 14)),
+    _MOE.replaced("maybe_move_tensor_to_cpu", "takes CPU tensors, too"),
+    _DISPATCHER.replaced("maybe_move_tensor_to_cpu", "takes CPU tensors, too"),
+    _GROUPED.replaced("grouped_gemm", "a package of kernels"),
+    _GROUPED.replaced("ops", "its functions"),
+    # --- norms
+    _NORM.replaced("WrappedTorchNorm", "torch's norm, also under sequence parallelism"),
+    _NORM.replaced("WrappedTorchNorm.__new__", "makes such a norm", "config"),
+)
+
+# Symbols of Megatron-LM's scripts, checked only where those are installed.
+_INITIALIZE = Place("megatron.training.initialize")
+_KERNELS = Place("megatron.legacy.fused_kernels", until=(0, 16))
+TRAINING = (
+    _INITIALIZE.replaced("initialize_megatron", "is told that there may be no GPU"),
+    _INITIALIZE.replaced("set_jit_fusion_options", "nothing is fused"),
+    _INITIALIZE.read("fused_kernels", "whether kernels are loaded", until=(0, 16)),
+    _KERNELS.replaced("load", "loads no kernels"),
+)

@@ -1,0 +1,81 @@
+"""The routes of a model: to Muon, as which matrices, or to AdamW, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_muon.mcore.routing.matrices import matrices_of
+from megatron_muon.mcore.routing.param_routing import (
+    NOT_IN_TABLE,
+    Weight,
+    is_cut,
+    partition_dim_of,
+    weights,
+    why_adamw,
+)
+from megatron_muon.mcore.wiring.process_groups import Sizes
+from megatron_muon.planning.layout import Parameter
+from megatron_muon.settings.config import MuonConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a parameter goes.
+
+    Attributes:
+        weight: the parameter, with its name and module.
+        tp_size: number of TP ranks that share it.
+        elements: of the whole parameter; of an expert's, with its likes on all EP ranks.
+        muon: its matrices, before it has a place in a grad buffer; None where it is AdamW's.
+        why_adamw: the reason, where it is AdamW's.
+    """
+
+    weight: Weight
+    tp_size: int
+    elements: int
+    muon: Parameter | None
+    why_adamw: str | None
+
+    @property
+    def is_unknown(self) -> bool:
+        """A 2-D weight that is AdamW's only because its module type is not in the table."""
+        return self.why_adamw is not None and self.why_adamw.endswith(NOT_IN_TABLE)
+
+
+def routes_of(model_chunks: Sequence[Any], sizes: Sizes, config: MuonConfig) -> list[Route]:
+    """The routes of all parameters that train, in Megatron's order. No communication.
+
+    Args:
+        model_chunks: a rank's.
+        sizes: those of its stage's groups.
+        config: the settings.
+
+    Raises:
+        ValueError, NotImplementedError: a weight cannot be routed, or is not what its name
+            promises.
+    """
+    trained = (weight for weight in weights(model_chunks) if weight.param.requires_grad)
+    return [_route(weight, sizes, config) for weight in trained]
+
+
+def _route(weight: Weight, sizes: Sizes, config: MuonConfig) -> Route:
+    tp_size = sizes.tp_of(weight)
+    why = why_adamw(weight, tp_size, config)
+    muon = matrices_of(weight, tp_size, config) if why is None else None
+    if muon is not None:
+        replicated = muon.partition_dim is None
+    elif weight.param.dim() == 2 and not weight.is_expert:
+        replicated = partition_dim_of(weight) is None
+    else:
+        replicated = not is_cut(weight)
+    likes = (sizes.ep if weight.is_expert else 1) * (1 if replicated else tp_size)
+    return Route(weight, tp_size, int(weight.param.numel()) * likes, muon, why)
+
+
+def muons_of(routes: Iterable[Route]) -> set[torch.nn.Parameter]:
+    """The parameters that are Muon's."""
+    return {route.weight.param for route in routes if route.muon is not None}

@@ -1,0 +1,108 @@
+"""Megatron's loss scale and gradient norm, as far as Muon's step needs them otherwise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_muon.runtime.patches import turn_into
+
+
+class LateNorm:
+    """Megatron's norm, copied to the host without waiting.
+
+    Args:
+        norm: one element, reduced over all ranks, so that every rank has the same value.
+    """
+
+    def __init__(self, norm: torch.Tensor) -> None:
+        self._event: Any = None
+        if norm.device.type == "cpu":
+            self._norm = norm.detach().clone()
+            return
+        self._norm = norm.detach().to("cpu", non_blocking=True)  # torch takes pinned memory for it
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def require_finite(self) -> None:
+        """Raise if the norm is not finite.
+
+        Raises:
+            FloatingPointError: gives the norm and the way out.
+        """
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()  # rarely waits: a forward and a backward lie between
+        value = float(self._norm)
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"the gradients' norm of the step before was {value}: gradients were missing, NaN, "
+                "Inf or beyond 1e19. That step has changed parameters and optimizer state, which "
+                "are not saved: go on from the last checkpoint. Megatron names the first bucket "
+                "with such gradients, before a step, with --check-for-nan-in-loss-and-grad"
+            )
+
+
+def norm_grads(
+    counted: list[torch.Tensor], shards: list[torch.Tensor], device: torch.device
+) -> list[torch.Tensor]:
+    """The gradients of Megatron's norm, made NaN if a gradient outside the norm cannot be used.
+
+    If several ranks have a gradient (TP replica, shared embedding), only one of them counts it.
+
+    Args:
+        counted: gradients that Megatron puts in the norm, each ``(n,)`` fp32.
+        shards: all shards that this rank holds, with their gradients.
+        device: the shards' device.
+
+    Returns:
+        ``counted``; if there are other gradients, 0 or NaN is added to a copy of one of them.
+    """
+    there = {id(grad) for grad in counted}
+    if any(shard.grad is None for shard in shards):
+        unusable = torch.full((), math.nan, device=device)
+    else:
+        grads = [shard.grad for shard in shards]
+        others = [g for g in grads if g is not None and g.numel() and id(g) not in there]
+        if not others:
+            return counted
+        unusable = torch.stack(torch._foreach_norm(others, math.inf)).amax() * 0.0
+    if not counted:
+        return [unusable.view(1)]
+    smallest = min(range(len(counted)), key=lambda at: counted[at].numel())
+    replaced = list(counted)
+    replaced[smallest] = counted[smallest] + unusable
+    return replaced
+
+
+def share_loss_scale(dist_opts: Sequence[Any]) -> None:
+    """Give all optimizers of a model, as Megatron built them, the scaler of the first, if any.
+
+    Megatron gives each DistributedOptimizer a dynamic scaler of its own. It multiplies the loss by
+    the dense scale and divides each gradient by the scale of its optimizer. So an overflow in
+    experts alone lowers only the experts' scale. Then the loss is multiplied by one number and
+    experts' gradients are divided by another. The dense scale, which caused the overflow, never
+    goes down (ChainedOptimizer.get_loss_scale and prepare_grads in core/optimizer/optimizer.py).
+
+    The scale changes once all of them have said whether they found an overflow, so that all divide
+    a step's gradients by the same number.
+    """
+    scaler = dist_opts[0].grad_scaler
+    if scaler is None:
+        return
+    overflows: list[bool] = []
+
+    class SharedGradScaler(type(scaler)):  # type: ignore[misc]
+        """A scaler of Megatron's that several optimizers share."""
+
+        def update(self, found_inf: bool) -> None:
+            overflows.append(found_inf)
+            if len(overflows) == len(dist_opts):
+                super().update(any(overflows))
+                overflows.clear()
+
+    turn_into(scaler, SharedGradScaler)
+    for dist_opt in dist_opts:
+        dist_opt.grad_scaler = scaler

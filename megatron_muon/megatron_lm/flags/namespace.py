@@ -1,0 +1,155 @@
+"""Megatron's arguments once Muon's flags are read: Megatron prints, logs, saves and uses them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+
+from megatron_muon.megatron_lm.flags.settings import muon_config
+from megatron_muon.megatron_lm.flags.values import (
+    KEPT,
+    foreign_flags,
+    own_defaults,
+    tp_size,
+    upstreams_setting,
+    upstreams_values,
+    value_given,
+)
+from megatron_muon.settings.config import ROWS, MuonConfig
+from megatron_muon.settings.rows import UPSTREAM
+from megatron_muon.settings.run_flags import FLAGS, OF_ANY, RUN_ROWS
+from megatron_muon.settings.update import AUTO_NS_DTYPE
+
+# Flags that a run with AdamW may have.
+_OF_ADAM = ("adamw_from_muon", "weight_decay_all_params", "muon_qk_clip", "muon_qk_clip_alpha")
+
+
+def is_on(args: Any) -> bool:
+    """Whether the run is Muon's; True only after ``validate_args``."""
+    return bool(getattr(args, "megatron_muon", False))
+
+
+def leave_to_megatron(args: Namespace) -> None:
+    """Make ``args`` what it is without the plugin, for a run that is not this package's Muon.
+
+    Megatron's own flags keep the given value or get Megatron's default; the plugin's are removed.
+    A second call has no effect.
+
+    Raises:
+        ValueError: a flag is given that only the plugin has and that would be ignored.
+    """
+    own: dict[str, Any] | None = getattr(args, KEPT, None)
+    if own is None:
+        return
+    upstream = args.optimizer == "muon"  # with --muon-backend upstream, which is kept
+    kept = {*own, "muon_backend"} if upstream else {*own}
+    kept |= {dest for dest in OF_ANY if getattr(args, dest, None)}
+    if args.optimizer == "adam":
+        kept |= {dest for dest in _OF_ADAM if getattr(args, dest, None)}
+        if getattr(args, "adamw_from_muon", None):
+            kept.add("no_muon_checkpoint_digest")
+    foreign = foreign_flags(args, kept)
+    if foreign:
+        raise ValueError(
+            f"{', '.join(foreign)} is for megatron_muon's --optimizer muon, and this run has "
+            f"--optimizer {args.optimizer}: leave it out, or give --optimizer muon"
+        )
+    restore_defaults(args)
+    for dest in {flag.dest for flag in FLAGS} - kept:
+        if hasattr(args, dest):
+            delattr(args, dest)
+    delattr(args, KEPT)
+
+
+def restore_defaults(args: Namespace) -> None:
+    """Set Megatron's own default again for every flag that was not given.
+
+    Call it after ``muon_config`` and ``differences``, which must know the flags that were given.
+    """
+    for dest, default in own_defaults(args).items():
+        if value_given(args, dest) is None:
+            setattr(args, dest, default)
+
+
+def put_in_force(args: Namespace, config: MuonConfig) -> None:
+    """Write the settings of a run into its arguments, each with Megatron's own type.
+
+    Values are plain, so that a checkpoint's arguments can be read without the plugin. Flags of
+    Megatron that the plugin does not know get Megatron's defaults.
+    """
+    restore_defaults(args)
+    for dest, value in in_force(args, config).items():
+        setattr(args, dest, value)
+    if hasattr(args, KEPT):
+        delattr(args, KEPT)
+
+
+def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
+    """The value of every flag of ``FLAGS``, by dest, such that they give ``config`` again.
+
+    ``muon_ns_iteration`` and ``muon_split_matrices`` stay None where they were not given: their
+    defaults depend on the device.
+    """
+    values = {
+        flag.dest: flag.kind.write(getattr(config, field))
+        for field, row in ROWS.items()
+        for flag in row.flags
+    }
+    for row in RUN_ROWS:
+        dest = row.flags[0].dest
+        values[dest] = value_given(args, dest) or row.default
+    values["muon_dp_layout"] = value_given(args, "muon_dp_layout") or "contiguous"
+    values["muon_tp_mode"] = "duplicated"
+    if config.scale_mode != "spectral":
+        values["muon_matched_adamw_rms"] = None
+    if config.qk_clip is None:
+        values["muon_qk_clip_alpha"] = None
+    if config.ns_dtype not in (None, "bf16"):
+        # Torch's own switch sets the products' precision; it has more names than the flag.
+        values["muon_fp32_matmul_prec"] = torch.get_float32_matmul_precision()
+    return values
+
+
+def differences(args: Namespace) -> list[str]:
+    """A line for every setting that differs from the default of this Megatron's own Muon.
+
+    There is another line where ``--muon-tp-mode`` is given: its result is the same, its method is
+    not. Without a Muon of Megatron's own only this line is possible.
+
+    Raises:
+        ValueError: see ``muon_config``.
+    """
+    config = muon_config(args)
+    lines = [
+        f"{setting} {ours} here, Megatron's own default is {theirs}"
+        for setting, ours, theirs in (_compared(config, args) if upstreams_values(args) else ())
+        if ours != theirs
+    ]
+    if value_given(args, "muon_tp_mode") is not None:
+        lines.append(
+            f"--muon-tp-mode {args.muon_tp_mode}: each matrix is orthogonalized once and whole, at "
+            "its home, with the same result"
+        )
+    return lines
+
+
+def _compared(config: MuonConfig, args: Namespace) -> list[tuple[str, object, object]]:
+    """(name, value here, default of Megatron's own Muon) of each setting that both have."""
+    own, compared = upstreams_values(args), []
+    for field, row in ROWS.items():
+        theirs = upstreams_setting(args, row)
+        if theirs is not None:
+            (flag, *_) = [f for f in row.flags if f.source == UPSTREAM and f.dest in own]
+            name, write = row.named if flag.is_switch else flag.option, flag.kind.write
+            compared.append((name, write(getattr(config, field)), write(theirs)))
+    dtype, precision = config.ns_dtype or AUTO_NS_DTYPE, own["muon_fp32_matmul_prec"]
+    # With TP 1 all modes are the same, so there is no difference to report.
+    mode = "duplicated" if tp_size(args) > 1 else own["muon_tp_mode"]
+    return [
+        *compared,
+        ("--muon-ns-dtype", dtype, "bf16" if precision == "medium" else precision),
+        ("--muon-tp-mode", mode, own["muon_tp_mode"]),
+        ("--weight-decay-all-params", config.weight_decay_all_params, False),
+    ]

@@ -1,1 +1,0 @@
-"""Logging steps in runs of Megatron-LM's scripts."""

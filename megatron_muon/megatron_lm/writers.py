@@ -1,0 +1,47 @@
+"""Steps and lines of Megatron-LM's loop, and its TensorBoard and W&B writers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_muon.mcore.watching.host import NO_HOST, Host, set_host
+
+
+class MegatronLM(Host):
+    """Steps are its iterations; scalars go where it writes."""
+
+    def step(self) -> int | None:
+        """The iteration under way, as Megatron's log numbers it; None outside its loop."""
+        before: int | None = _argument("curr_iteration")
+        return None if before is None else before + 1
+
+    def log_interval(self) -> int | None:
+        """``--log-interval``."""
+        interval: int | None = _argument("log_interval")
+        return interval
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """To TensorBoard and W&B, where the run has them."""
+        variables = importlib.import_module("megatron.training.global_vars")
+        tensorboard, wandb = variables.get_tensorboard_writer(), variables.get_wandb_writer()
+        if tensorboard is not None:
+            for name, value in scalars.items():
+                tensorboard.add_scalar(name, value, step)
+        if wandb is not None:
+            wandb.log(dict(scalars), step)
+
+
+def connect() -> None:
+    """Log as Megatron-LM's loop does."""
+    set_host(MegatronLM())
+
+
+def disconnect() -> None:
+    """The reverse of ``connect``; without it, there is nothing to do."""
+    set_host(NO_HOST)
+
+
+def _argument(name: str) -> Any:
+    return getattr(importlib.import_module("megatron.training").get_args(), name, None)

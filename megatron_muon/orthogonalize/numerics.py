@@ -1,0 +1,121 @@
+"""What a run computes with: its settings and what its kind of device decides, resolved once."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from megatron_muon.settings.coefficients import NsDtype, Triple, restarts_of, schedule
+from megatron_muon.settings.config import MuonConfig, NsIteration, SplitMatrices
+
+# cpu_bf16 has instructions for products in bf16; on cpu, all products are made in fp32.
+# cuda_symmetric has a library's kernel for symmetric products in 16 bits (``matmul``).
+Device = Literal["cpu", "cpu_bf16", "cuda", "cuda_symmetric"]
+Segments = tuple[tuple[Triple, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """Settings of a run on a kind of device, the same on all of its ranks; plain data.
+
+    Attributes:
+        config: the settings. Of those below only their resolved values are to be read.
+        device: the kind of device of all ranks.
+        dtype: the dtype to which matrices are rounded. By default fp16 on a GPU, where both have
+            one speed and fp16 rounds eight times as finely, so that the Gram iteration restarts
+            less often; on a CPU bf16, for which some have instructions.
+        held: the dtype in which matrices are held and multiplied, the Gram iteration's squares too.
+        travels: the dtype of what travels to homes: bf16, whose exponents are fp32's, or fp32.
+        folded: whether the standard iteration makes aX + BX as (a + B)X, and Gram's squares
+            likewise. CUDA's matmul copies a linear term into its result: a pass over X in each
+            step, and B is smaller. It rounds a + B, so that where the plain step is nearly exact
+            the error is up to 64 units of the dtype: as much as 8 of bf16's in fp16, too much in
+            bf16. The Gram iteration's error grows with no list of restarts.
+        products: the kind of device whose products these are: fp32 uses neither bf16 instructions
+            nor a library's kernel.
+        steps: (a, b, c) of each step, the same on every device.
+        segments: the steps cut where the Gram iteration restarts; empty where no restarts are known
+            for these coefficients, this number of steps and the dtype.
+        iteration: by default ``auto`` on a GPU and ``standard`` on a CPU. In place of ``auto`` it
+            is ``standard`` where no restarts are known.
+        split: how many ranks share a matrix. By default ``auto`` on a GPU, where no numbers of
+            matrices are logged, and ``off`` elsewhere.
+    """
+
+    config: MuonConfig
+    device: Device = "cuda"
+    dtype: NsDtype = field(init=False, compare=False)
+    held: NsDtype = field(init=False, compare=False)
+    travels: NsDtype = field(init=False, compare=False)
+    folded: bool = field(init=False, compare=False)
+    products: Device = field(init=False, compare=False)
+    steps: tuple[Triple, ...] = field(init=False, compare=False)
+    segments: Segments = field(init=False, compare=False)
+    iteration: NsIteration = field(init=False, compare=False)
+    split: SplitMatrices = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        config, on_gpu = self.config, is_cuda(self.device)
+        dtype = config.ns_dtype or ("fp16" if on_gpu else "bf16")
+        keeps = on_gpu or (self.device == "cpu_bf16" and dtype == "bf16")
+        held: NsDtype = dtype if keeps else "fp32"
+        # bf16 and fp16 have the same headroom
+        steps = schedule(config.ns_coefficients, config.ns_steps, config.ns_dtype or "bf16")
+        segments = _segments(config, steps, dtype if held == dtype else "fp32_squares")
+        iteration = config.ns_iteration or ("auto" if on_gpu else "standard")
+        split = "auto" if on_gpu and config.log_interval is None else "off"
+        resolved = {
+            "dtype": dtype,
+            "held": held,
+            "travels": "fp32" if config.ns_dtype == "fp32" else "bf16",
+            "folded": on_gpu and dtype == "fp16",
+            "products": self.device if held != "fp32" else "cuda" if on_gpu else "cpu",
+            "steps": steps,
+            "segments": segments,
+            "iteration": "standard" if iteration == "auto" and not segments else iteration,
+            "split": split if config.split_matrices is None else config.split_matrices,
+        }
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU, of either kind."""
+        return is_cuda(self.device)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element that travels."""
+        return 4 if self.travels == "fp32" else 2
+
+    @property
+    def costs_follow_device(self) -> bool:
+        """Whether a plan's costs do; not with whole matrices, standard steps, plain products."""
+        squares = not self.on_gpu and self.split != "off"  # in bf16 or in fp32
+        return squares or self.products == "cuda_symmetric" or self.iteration != "standard"
+
+
+def is_cuda(device: Device) -> bool:
+    """Whether a kind of device is a GPU."""
+    return device in ("cuda", "cuda_symmetric")
+
+
+def layout_free(config: MuonConfig, *, is_deterministic: bool) -> MuonConfig:
+    """The settings of a run; in torch's deterministic mode no bit may depend on the layout.
+
+    By default the layout decides which matrices are shared, so none is.
+    """
+    if is_deterministic and config.split_matrices is None:
+        return replace(config, split_matrices="off")
+    return config
+
+
+def _segments(config: MuonConfig, steps: tuple[Triple, ...], kind: str) -> Segments:
+    """The steps between the restarts that are known for squares of a kind; none if unknown."""
+    lists = restarts_of(config.ns_coefficients, config.ns_steps)
+    restarts: tuple[int, ...] | None = getattr(lists, kind, None)
+    if restarts is None:
+        return ()
+    cuts = (0, *restarts, config.ns_steps)
+    return tuple(steps[start:stop] for start, stop in itertools.pairwise(cuts))

@@ -1,0 +1,151 @@
+"""Matrices of a stage, and the slices that they are assembled from.
+
+A matrix is assembled at its home in *staging order*: its column parts (one unless TP cuts the
+columns) one after another, each row-major. In that order every range of elements that is contiguous
+in a parameter is contiguous in the matrix, wherever a shard was cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_muon.planning.grid import RankGrid
+from megatron_muon.planning.layout import Parameter, Span, Strip
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A whole matrix of the stage and the rank that orthogonalizes it.
+
+    Attributes:
+        name: parameter name, with the matrix in brackets where a parameter holds several.
+        rows, cols: size over all TP ranks.
+        column_parts: number of equal column ranges that staging lays out one after another.
+        column_blocks: number of equal column ranges of which each part holds some, in order.
+        home: rank of the stage's group.
+        units, unit: number of matrices that Newton-Schulz takes it as, and (rows, cols) of each:
+            its column blocks one by one, or all of it.
+        strip: which range it is of a matrix that several homes share; then ``rows`` and ``cols``
+            are those of the elements that come to its home.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    column_parts: int
+    column_blocks: int
+    home: int
+    units: int = 1
+    strip: Strip | None = None
+
+    @property
+    def unit(self) -> tuple[int, int]:
+        return self.rows, self.cols // self.units
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """``unit``, or (rows, cols) of the matrix that it is a strip of: what its scale goes by."""
+        return self.unit if self.strip is None else (self.strip.rows, self.strip.cols)
+
+    @property
+    def whole_name(self) -> str:
+        """``name``, or that of the matrix that it is a strip of."""
+        return self.name if self.strip is None else self.name.rpartition("[strip ")[0]
+
+    @property
+    def is_turned(self) -> bool:
+        """It is a strip whose homes turn its matrix (``layout.Strip``)."""
+        return self.strip is not None and self.strip.is_turned
+
+    @property
+    def long(self) -> int:
+        """Length of the long side of ``unit``; of a strip, of its range of the whole's."""
+        return max(self.unit) if self.strip is None else self.strip.long.size
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements contiguous in a parameter on one rank and in the staging of one matrix.
+
+    Attributes:
+        parameter, matrix: indices in the plan.
+        rank: the rank of the stage that holds the elements.
+        elements: their range in the flat local parameter.
+        start: place of ``elements.start`` in the matrix's staging order.
+        replica: a TP replica of elements that another rank sends; it only receives directions.
+    """
+
+    parameter: int
+    matrix: int
+    rank: int
+    elements: Span
+    start: int
+    replica: bool
+
+    @property
+    def staged(self) -> Span:
+        return Span(self.start, self.start + self.elements.size)
+
+
+# NCCL copies a buffer that starts at no multiple of 16 bytes one byte a load (``reduceCopy`` in
+# src/device/common_kernel.h, v2.20 to v2.30). Slices are multiples of 8 elements in the models that
+# people train; messages of 8 elements or a multiple start the next one where it is aligned.
+_ALIGNED = 8
+
+
+def gather_message(elements: int, slices: int) -> int:
+    """Elements of a message of slices to their home: with a flag for each, rounded up."""
+    return -(-(elements + slices) // _ALIGNED) * _ALIGNED
+
+
+def all_slices(
+    parameters: Sequence[Parameter], matrices: Sequence[Matrix], grid: RankGrid
+) -> Iterator[Slice]:
+    """Every slice of a stage, by parameter, TP rank and DP rank."""
+    tp_rank_of, first_matrix = grid.tp_ranks(), 0
+    for index, parameter in enumerate(parameters):
+        for tp_rank, rank, matrix, elements, start in _of_parameter(parameter, grid):
+            other = tp_rank != tp_rank_of[matrices[first_matrix + matrix].home]
+            replica = parameter.replicated and other
+            yield Slice(index, first_matrix + matrix, rank, elements, start, replica)
+        first_matrix += len(parameter.matrices)
+
+
+def held_elements(parameter: Parameter, grid: RankGrid) -> list[dict[int, int]]:
+    """For each matrix of a parameter, the elements of it that each rank holds."""
+    held: list[dict[int, int]] = [defaultdict(int) for _ in parameter.matrices]
+    for _, rank, matrix, elements, _ in _of_parameter(parameter, grid):
+        held[matrix][rank] += elements.size
+    return held
+
+
+def _of_parameter(
+    parameter: Parameter, grid: RankGrid
+) -> Iterator[tuple[int, int, int, Span, int]]:
+    """``(TP rank, rank, matrix of the parameter, its elements, start in the matrix's staging)``.
+
+    Shards come in the order of elements: one walk over them and the blocks of rows.
+    """
+    shards, cols = list(parameter.shards(grid.dp_size)), parameter.shape[1]
+    for tp_rank, ranks in enumerate(grid.of_ep(parameter.ep_rank)):
+        blocks, first = sorted(parameter.blocks[tp_rank], key=lambda block: block.rows), 0
+        for dp_rank, shard in shards:
+            while first < len(blocks) and blocks[first].rows.stop * cols <= shard.start:
+                first += 1
+            for block in itertools.islice(blocks, first, None):
+                begin, end = block.rows.start * cols, block.rows.stop * cols
+                if begin >= shard.stop:
+                    break
+                matrix = parameter.matrices[block.matrix]
+                part = matrix.part(tp_rank) if parameter.column_parts > 1 else 0
+                offset = (part * matrix.rows + block.matrix_row) * cols - begin
+                elements = Span(max(shard.start, begin), min(shard.stop, end))
+                at = elements.start + offset
+                yield tp_rank, ranks[dp_rank], block.matrix, elements, at

@@ -1,0 +1,305 @@
+"""The exchange that a plan describes: slices go to their homes, directions come back.
+
+Each round has one gather and one scatter over the stage: each is a message from every rank to every
+other one that it shares a matrix with. Other work runs between its start and its finish. A rank's
+Python and launches depend on its own messages, not on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, split_with_sizes
+
+from megatron_muon.planning.rank_plan import RankPlan
+from megatron_muon.planning.rounds.table import Alike, RoundTable, round_tables
+from megatron_muon.planning.slices import Matrix
+from megatron_muon.runtime import collectives
+from megatron_muon.runtime.collectives import Group, Pending, Route
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.sharers import Sharers
+
+Counts = Sequence[tuple[int, int]]  # (rank of the stage, elements)
+
+
+@dataclass(slots=True)
+class Leaving:
+    """This rank's buffers of a round before it is gathered.
+
+    Attributes:
+        slices: for each slice that is held here, the range of ``kept`` or ``sent`` that takes its
+            momentum; None for a replica.
+        moves: takes 1 for each leaving slice that has a gradient, else 0.
+        kept: buffer of the slices that are home already, in staged order; the staged buffer itself
+            where the round is ``in_place``.
+        sent: the message with the other slices.
+    """
+
+    slices: list[Tensor | None]
+    moves: Tensor
+    kept: Tensor
+    sent: Tensor
+
+
+@dataclass(slots=True)
+class Gathering:
+    """A round that is being gathered: ``kept``, the flags of its slices, messages under way."""
+
+    kept: Tensor
+    moves: Tensor
+    pending: Pending | None
+
+
+@dataclass(slots=True)
+class Staged:
+    """The matrices of a round whose home this rank is.
+
+    Attributes:
+        elements: flat, each matrix in staging order, in the order of ``alike``. In the dtype that
+            travels; in that of directions once they are orthogonalized.
+        moves: bool, for each matrix: whether it has a gradient that is not zero in this step.
+        alike: the matrices, grouped by layout.
+    """
+
+    elements: Tensor
+    moves: Tensor
+    alike: tuple[Alike, ...]
+
+    def taken(self) -> Tensor:
+        """Return the elements and drop the reference to them."""
+        elements, self.elements = self.elements, self.elements.new_empty(0)
+        return elements
+
+
+@dataclass(slots=True)
+class Scattering:
+    """A round whose directions travel: those that are kept, and messages under way."""
+
+    kept: list[Tensor]
+    pending: Pending | None
+
+
+class Exchange:
+    """Runs a plan for one rank of the stage.
+
+    Args:
+        plan: this rank's part of the exchange plan.
+        matrices: all matrices of the stage.
+        group: process group of the stage.
+        dtype: dtype of the elements that travel.
+        device: the device that matrices are assembled on.
+        meter: counts the bytes sent.
+
+    Attributes:
+        rounds: this rank's part of each round, in order.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        matrices: Sequence[Matrix],
+        group: Group,
+        dtype: torch.dtype,
+        device: torch.device,
+        meter: Meter,
+    ) -> None:
+        self._world = collectives.world_ranks(group)
+        self._rank, self._group, self.device = plan.rank, group, device
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        self.rounds = [
+            RoundExchange(
+                table,
+                self._route(table.sent_to, table.received_from),
+                self._route(table.directions_to, table.directions_from),
+                self._like,
+                meter,
+                {
+                    alike.matrices: Sharers(alike.strips, plan.rank, group, self._world, meter)
+                    for alike in table.alike
+                    if alike.strips
+                },
+            )
+            for table in round_tables(plan, matrices)
+        ]
+
+    def connect(self) -> int:
+        """Send one element to every peer and take one from each; every rank of the stage calls it.
+
+        NCCL makes a connection, and takes memory for it, at the first message between two ranks:
+        here, and not in the middle of a step, where memory use is highest.
+
+        Returns:
+            The number of peers.
+        """
+        tables = [round.table for round in self.rounds]
+        met = set().union(*(table.peers | table.sharers for table in tables))
+        peers = sorted(met - {self._rank})
+        ones = [(peer, 1) for peer in peers]
+        sent = self._like.new_empty(len(peers))
+        pending = collectives.start_messages("muon/connect", sent, self._route(ones, ones))
+        if pending is not None:
+            pending.wait()
+        return len(peers)
+
+    def _route(self, to: Counts, received_from: Counts) -> Route:
+        return Route.of(self._group, self._world, self._rank, to, received_from)
+
+
+class RoundExchange:
+    """One round for one rank; everything that is the same in every step is made once.
+
+    Args:
+        table: this rank's part of the round.
+        gather, scatter: the messages to homes, and those of directions.
+        like: a tensor of the dtype in which elements travel, on the device of the matrices.
+        meter: counts the bytes sent.
+        sharers: by ``Alike.matrices``, the homes of each matrix that this rank shares.
+    """
+
+    def __init__(
+        self,
+        table: RoundTable,
+        gather: Route,
+        scatter: Route,
+        like: Tensor,
+        meter: Meter,
+        sharers: Mapping[tuple[int, ...], Sharers],
+    ) -> None:
+        def index(places: Sequence[int]) -> Tensor:
+            return torch.tensor(places, dtype=torch.int64, device=like.device)
+
+        self.table = table
+        self._gather, self._scatter = gather, scatter
+        self._sent_flags = index(table.sent_flags)
+        self._received_flags = index(table.received_flags)
+        self._places = index(table.places)
+        self._firsts = index([0, *accumulate(table.staged_sizes)][:-1])
+        self._of_firsts = index(table.staged_places)
+        own = len(table.kept_sizes) if table.in_place else 0  # these are in their place
+        self._copied = [at for at, source in enumerate(table.staged_from) if source >= own]
+        self._like, self._meter, self._sharers = like, meter, sharers
+
+    def sharing(self, alike: Alike) -> Sharers:
+        """The homes of a matrix of which this rank has strips."""
+        return self._sharers[alike.matrices]
+
+    def leaving(self) -> Leaving:
+        """New buffers, into which the round's slices must be written before ``start_gather``."""
+        table = self.table
+        sizes = table.staged_sizes if table.in_place else table.kept_sizes
+        kept, sent = self._empty(sum(sizes)), self._empty(sum(table.sent_sizes))
+        in_message = split_with_sizes(sent, table.sent_sizes)
+        targets = [*self._kept_slices(kept), *(in_message[i] for i in table.sent_slices)]
+        slices: list[Tensor | None] = [None] * len(table.matrices)
+        for number, target in zip(table.leaving, targets, strict=True):
+            slices[number] = target
+        return Leaving(slices, self._empty(len(table.leaving)), kept, sent)
+
+    def start_gather(self, leaving: Leaving) -> Gathering:
+        """Start to bring every matrix of the round to its home.
+
+        After its elements a message has a flag for each of its slices: 0 where the gradient is all
+        zero, else 1.
+
+        Args:
+            leaving: the buffers of ``leaving``, with the slices and ``moves`` written.
+        """
+        table, moves = self.table, leaving.moves
+        if table.sent_flags:
+            leaving.sent.index_copy_(0, self._sent_flags, moves[len(table.kept_sizes) :])
+        pending = collectives.start_messages("muon/gather", leaving.sent, self._gather)
+        self._meter.gather_bytes += leaving.sent.nbytes
+        return Gathering(leaving.kept, moves[: len(table.kept_sizes)], pending)
+
+    def finish_gather(self, gathering: Gathering) -> Staged:
+        """The matrices of the round whose home this rank is."""
+        table = self.table
+        received = _received(gathering)  # frees the sent message before the next buffer is made
+        elements, moves = gathering.kept, gathering.moves
+        if received is not None and table.received_flags:
+            moves = torch.cat([moves, received.index_select(0, self._received_flags)])
+            elements = self._assembled(elements, received)
+        counts = moves.new_zeros(len(table.homes))
+        if table.homes:
+            counts.index_add_(0, self._places, moves)
+        return Staged(elements, counts > 0, table.alike)
+
+    def _kept_slices(self, kept: Tensor) -> Sequence[Tensor]:
+        table = self.table
+        if not table.in_place:
+            return split_with_sizes(kept, table.kept_sizes)
+        places = split_with_sizes(kept, table.staged_sizes)
+        return [places[number] for number in table.kept_staged]
+
+    def _assembled(self, kept: Tensor, received: Tensor) -> Tensor:
+        table = self.table
+        slices = [*self._kept_slices(kept), *split_with_sizes(received, table.received_sizes)]
+        staged = kept if table.in_place else self._empty(sum(table.staged_sizes))
+        places = split_with_sizes(staged, table.staged_sizes)
+        sources = [slices[table.staged_from[at]] for at in self._copied]
+        _copy([places[at] for at in self._copied], sources)
+        return staged
+
+    def mark(self, staged: Staged, marks: Tensor) -> None:
+        """Make the first element of each slice of some directions NaN.
+
+        By it every rank that holds a slice knows that the direction is not to be applied
+        (``update.Elementwise``): so all of them do the same, and nothing more travels.
+
+        Args:
+            staged: directions.
+            marks: for each of its matrices NaN, or -0.0, which changes no element.
+        """
+        elements, of_slices = staged.elements, marks.index_select(0, self._of_firsts)
+        marked = elements.index_select(0, self._firsts).add_(of_slices)
+        elements.index_copy_(0, self._firsts, marked)
+
+    def start_scatter(self, staged: Staged) -> Scattering:
+        """Start to send the directions, and empty ``staged``, whose elements they are by now."""
+        kept, sent = self._directions(staged.taken())
+        pending = collectives.start_messages("muon/scatter", sent, self._scatter)
+        self._meter.scatter_bytes += sent.nbytes
+        return Scattering(kept, pending)
+
+    def _directions(self, staged: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Directions of the slices that are held here, and the message with all others."""
+        table = self.table
+        slices = split_with_sizes(staged, table.staged_sizes)
+        if not table.directions_to:  # all are held here
+            return list(slices), staged.new_empty(0)
+        own = [slices[number] for number in table.kept_staged]
+        leaving = [slices[number] for number in table.scattered]
+        sizes = [table.staged_sizes[number] for number in table.scattered]
+        sent = staged.new_empty(sum(sizes))
+        in_message = split_with_sizes(sent, sizes)
+        if table.in_place:
+            _copy(in_message, leaving)
+            return own, sent
+        kept = list(split_with_sizes(staged.new_empty(sum(table.kept_sizes)), table.kept_sizes))
+        _copy([*kept, *in_message], [*own, *leaving])
+        return kept, sent
+
+    def finish_scatter(self, scattering: Scattering) -> list[Tensor]:
+        """The directions of each slice that is held here, ``(n,)``."""
+        directions, scattering.kept = scattering.kept, []
+        received = _received(scattering)
+        if received is not None:
+            directions = [*directions, *split_with_sizes(received, self.table.direction_sizes)]
+        return [directions[number] for number in self.table.direction_of]
+
+    def _empty(self, numel: int) -> Tensor:
+        return self._like.new_empty(numel)
+
+
+def _received(under_way: Gathering | Scattering) -> Tensor | None:
+    """Wait for the received elements, and release the sent ones; None without messages."""
+    pending, under_way.pending = under_way.pending, None
+    return None if pending is None else pending.wait()
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))

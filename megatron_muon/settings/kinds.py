@@ -1,0 +1,226 @@
+"""Kinds of settings: how a value is written on a command line, what it means, what is refused.
+
+A check raises TypeError or ValueError that names the setting and the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Check = Callable[[str, Any], None]  # the setting's name in messages, and its value
+# Speeds, factors and thresholds: within these no product of a plan or a step leaves its range.
+_LEAST, _MOST = 1e-9, 1e9
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of setting, and of its flag.
+
+    Attributes:
+        check: raises for a value that the setting cannot have.
+        type: makes the flag's value of a text.
+        choices: the values that the flag takes; empty: any of its type.
+        metavar: what ``--help`` calls the value.
+        action: argparse's.
+        read: the setting that a value of the flag means; None: none.
+        write: the value of the flag that means a setting.
+    """
+
+    check: Check
+    type: Callable[[str], Any] = str
+    choices: tuple[str, ...] = ()
+    metavar: str | None = None
+    action: Literal["store", "store_true", "store_false", "append"] = "store"
+    read: Callable[[Any], Any] = _same
+    write: Callable[[Any], Any] = _same
+
+    def or_none(self) -> Kind:
+        """The same, or None, which leaves the choice to the run or turns a feature off."""
+        return replace(self, check=_either((None,), self.check))
+
+    def keywords(self) -> dict[str, Any]:
+        """Those of ``add_argument``."""
+        given: dict[str, Any] = {"action": self.action}
+        if not self.action.startswith("store_"):
+            given |= {"type": self.type, "choices": self.choices or None, "metavar": self.metavar}
+        return given
+
+
+def _switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def _number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
+def _within(interval: str, holds: Callable[[float], bool]) -> Check:
+    def check(name: str, value: Any) -> None:
+        _number(name, value)
+        if not holds(value):
+            raise ValueError(f"{name} must be {interval}, got {value}")
+
+    return check
+
+
+def _count(least: int, most: int | None) -> Check:
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+        if most is not None and value > most:
+            raise ValueError(f"{name} must be at most {most}, got {value}")
+
+    return check
+
+
+def _one_of(choices: tuple[str, ...]) -> Check:
+    def check(name: str, value: Any) -> None:
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+    return check
+
+
+def _either(values: tuple[Any, ...], otherwise: Check) -> Check:
+    def check(name: str, value: Any) -> None:
+        if not any(value is other or value == other for other in values):
+            otherwise(name, value)
+
+    return check
+
+
+def _text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a text, got {value!r}")
+
+
+def _path(name: str, value: Any) -> None:
+    _text(name, value)
+    if not value.strip() or "\0" in value:
+        raise ValueError(f"{name} must be a path, got {value!r}")
+
+
+def _patterns(name: str, value: Any) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(pattern, str) for pattern in value):
+        raise TypeError(f"{name} must be a tuple of patterns, got {value!r}")
+
+
+SWITCH = Kind(_switch, action="store_true")
+FALSE_SWITCH = Kind(_switch, action="store_false")
+OFF_SWITCH = Kind(_switch, action="store_true", read=lambda v: not v, write=lambda v: not v)
+POSITIVE = Kind(
+    _within(f"from {_LEAST:g} to {_MOST:g}", lambda v: _LEAST <= v <= _MOST), type=float
+)
+MULTIPLIER = Kind(_within(f"from 0 to {_MOST:g}", lambda v: 0 <= v <= _MOST), type=float)
+PATTERNS = Kind(_patterns, action="append", metavar="PATTERN", read=tuple, write=list)
+
+
+def text(metavar: str) -> Kind:
+    """Any text."""
+    return Kind(_text, metavar=metavar)
+
+
+def path(metavar: str) -> Kind:
+    """A path as a text."""
+    return Kind(_path, metavar=metavar)
+
+
+def number(interval: str, holds: Callable[[float], bool]) -> Kind:
+    """A number in an interval, which is written out for the message."""
+    return Kind(_within(interval, holds), type=float)
+
+
+def count(metavar: str | None = None, most: int | None = None) -> Kind:
+    """A whole number from 1."""
+    return Kind(_count(1, most), type=int, metavar=metavar)
+
+
+def choice(choices: tuple[str, ...]) -> Kind:
+    """One of some texts."""
+    return Kind(_one_of(choices), choices=choices)
+
+
+def choice_or_auto(choices: tuple[str, ...]) -> Kind:
+    """One of some texts, or None, which the flag calls ``auto``."""
+    return Kind(
+        _either((None,), _one_of(choices)),
+        choices=("auto", *choices),
+        read=lambda value: None if value == "auto" else value,
+        write=lambda value: value or "auto",
+    )
+
+
+def count_or_zero(metavar: str | None = None, unit: int = 1, word: str = "") -> Kind:
+    """A whole number from 1, or None, which is 0 on a command line, or a word.
+
+    The flag counts units, the setting ones.
+    """
+
+    def number(text: str) -> int:
+        return 0 if text == word else int(text)
+
+    def read(value: int) -> int | None:
+        if value < 0:
+            raise ValueError(f"must be at least 1, or 0 for the default, got {value}")
+        return value * unit or None
+
+    return Kind(
+        _either((None,), _count(1, None)),
+        type=number if word else int,
+        metavar=metavar,
+        read=read,
+        write=lambda value: (value or 0) // unit,
+    )
+
+
+def count_or_words(words: tuple[str, ...], metavar: str, least: int, most: int) -> Kind:
+    """A whole number, one of some words, or None."""
+
+    def number(text: str) -> int | str:
+        return text if text in words else int(text)
+
+    return Kind(_either((None, *words), _count(least, most)), type=number, metavar=metavar)
+
+
+def pairs(second: str, of_second: Kind) -> Kind:
+    """A tuple of pairs of a pattern and another value; ``PATTERN=VALUE`` on a command line."""
+
+    def check(name: str, value: Any) -> None:
+        are_pairs = isinstance(value, tuple) and all(
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
+            for pair in value
+        )
+        if not are_pairs:
+            raise TypeError(f"{name} must be a tuple of (pattern, {second}), got {value!r}")
+        for _, other in value:
+            of_second.check(f"{name}: a {second}", other)
+
+    def read(texts: Sequence[str]) -> tuple[tuple[str, Any], ...]:
+        pairs = []
+        for text in texts:
+            pattern, equals, value = text.rpartition("=")
+            if not (pattern and equals):
+                raise ValueError(f"must be PATTERN={second.upper()}, got {text!r}")
+            try:
+                pairs.append((pattern, of_second.type(value)))
+            except ValueError as error:
+                raise ValueError(f"{pattern}={value}: {value!r} is not a number") from error
+        return tuple(pairs)
+
+    return Kind(
+        check,
+        metavar=f"PATTERN={second.upper()}",
+        action="append",
+        read=read,
+        write=lambda value: [f"{pattern}={other}" for pattern, other in value],
+    )

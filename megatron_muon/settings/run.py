@@ -1,0 +1,168 @@
+"""Settings of a run: which matrices there are, who computes them and when, what is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from megatron_muon.settings import kinds
+from megatron_muon.settings.rows import UPSTREAM, row
+
+HomePolicy = Literal["balanced", "local"]
+EarlyParamGather = Literal["auto", "on", "off"]
+SplitMatrices = int | Literal["auto", "off"]
+SplitKind = Literal["whole", "qkv", "heads", "gate-up", "parts"]
+
+_MOST_STRIPS = 64  # beyond, squares are all of the work
+# The run's core decides as well (``bucketing.aligns_shards``), so the flag alone sets nothing.
+_LAYOUT = kinds.Kind(
+    kinds.SWITCH.check,
+    choices=("contiguous", "bucketed"),
+    read=lambda value: None,
+    write=lambda value: None,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Routing, splits, homes, exchange, checkpoints and logs; ``MuonConfig`` has all settings."""
+
+    split_qkv: bool = row(
+        True,
+        "--muon-no-split-qkv",
+        "Orthogonalize a fused QKV weight as one matrix.",
+        kinds.FALSE_SWITCH,
+        name="muon_split_qkv",
+        source=UPSTREAM,
+        without="The default is Q, K and V separately.",
+    )
+    splits: tuple[tuple[str, SplitKind], ...] = row(
+        (),
+        "--muon-split",
+        "Matrices of the weights whose names match a pattern. whole: one. qkv: of fused attention, "
+        "and of MLA's linear_kv_up_proj. heads: of the same, and of q. gate-up: of a gated "
+        "linear_fc1. parts: of MLA's down-projections, and of the in_proj of a Mamba mixer or a "
+        "gated delta net. May be given several times; the last pattern that matches counts. See "
+        "docs/routing.md.",
+        kinds.pairs("kind", kinds.choice(get_args(SplitKind))),
+        without="The default is qkv for fused attention, whole for others.",
+    )
+    muon_include: tuple[str, ...] = row(
+        (),
+        "--muon-include",
+        "Give the parameters whose names match a pattern (*, ?, []) to Muon, whatever the routing "
+        "says. megatron-muon routes prints the names. May be given several times.",
+        kinds.PATTERNS,
+        without="The default is none.",
+    )
+    muon_exclude: tuple[str, ...] = row(
+        (),
+        "--muon-exclude",
+        "Give the parameters whose names match a pattern to AdamW, whatever the routing says. "
+        "Patterns are those of --muon-include. May be given several times.",
+        kinds.PATTERNS,
+        without="The default is none.",
+    )
+    homes: HomePolicy = row(
+        "balanced",
+        "--muon-homes",
+        "Choice of the rank that orthogonalizes a matrix. balanced evens out the ranks' work. "
+        "local sends the fewest bytes, and some ranks work longer.",
+        kinds.choice(get_args(HomePolicy)),
+    )
+    split_matrices: SplitMatrices | None = row(
+        None,
+        "--muon-split-matrices",
+        "Number of ranks that orthogonalize a long or a large matrix together, each a strip of it. "
+        "auto: up to 8, where that shortens the busiest rank's time. It helps stages whose largest "
+        "matrix has more work than a rank's share. Bits depend on the number of strips.",
+        kinds.count_or_words(("auto", "off"), "auto|off|RANKS", 2, _MOST_STRIPS),
+        without="The default is auto on a GPU. It is off on a CPU, with --deterministic-mode and "
+        "with --muon-log-interval.",
+    )
+    rank_tflops: float = row(
+        400.0,
+        "--muon-rank-tflops",
+        "Speed of Newton-Schulz on a rank, in TFLOP/s, for the choice of homes. A run never "
+        "measures it: megatron-muon bench speeds does, and prints the flag.",
+        kinds.POSITIVE,
+        without="The default is 400, an assumption for an H100.",
+    )
+    link_gbytes: float = row(
+        40.0,
+        "--muon-link-gbytes",
+        "Speed of the exchange, for the choice of homes: GB/s (10^9 bytes) that a rank sends, and "
+        "as many that it receives. A run never measures it: megatron-muon bench speeds does, and "
+        "prints the flag.",
+        kinds.POSITIVE,
+        without="The default is 40, an assumption for a 400 Gbit/s port per rank.",
+    )
+    node_ranks: int = row(
+        8,
+        "--muon-node-ranks",
+        "Ranks of a node, or of another group with fast links. Ranks that share a matrix are of "
+        "one node where that is faster. A run never measures it.",
+        kinds.count("RANKS"),
+    )
+    round_bytes: int | None = row(
+        None,
+        "--muon-round-mib",
+        "Cap on a rank's buffers for one round of the exchange, in MiB. A single larger parameter "
+        "may pass it. Lower it to save memory; a step takes twice as much.",
+        kinds.count_or_zero("MIB", unit=1 << 20),
+        without="The default is 0: three times the largest parameter's buffers, at least 256.",
+    )
+    align_shards: bool = row(
+        False,
+        "--muon-dp-layout",
+        "How grad buffers are cut into shards with --overlap-grad-reduce. contiguous: the fewest "
+        "buckets that keep the overlap, unless --ddp-num-buckets or --ddp-bucket-size is given; "
+        "from core 0.18 on also an order in which shards cut few parameters. bucketed: Megatron's "
+        "own. Without the overlap a buffer is one bucket.",
+        _LAYOUT,
+        without="The default is contiguous.",
+    )
+    early_param_gather: EarlyParamGather = row(
+        "auto",
+        "--muon-early-param-gather",
+        "With --overlap-param-gather, start the all-gather of a bucket of parameters within the "
+        "step, as soon as they are updated; at most one after the last round, and with "
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 after each. The result is the same. auto: in "
+        "Megatron-LM's own training loop, unless clipped attention logits, a CUDA graph of the "
+        "full iteration, --perform-rl-step or --overlap-param-gather-with-optimizer-step forbid "
+        "it. on: in any loop; an error where it cannot be. off: the forward pass starts them.",
+        kinds.choice(get_args(EarlyParamGather)),
+    )
+    checkpoint_digest: bool = row(
+        True,
+        "--no-muon-checkpoint-digest",
+        "Neither write nor check the digest of a checkpoint: size and checksum of its files, and "
+        "its parameters.",
+        kinds.OFF_SWITCH,
+        without="By default it is written and checked.",
+    )
+    nonfinite_limit: int = row(
+        3,
+        "--muon-nonfinite-limit",
+        "End the run once so many lines of the log in a row (--log-interval) name a matrix whose "
+        "direction was not finite. A step leaves such a matrix where it was, without decay.",
+        kinds.count("LINES"),
+    )
+    log_interval: int | None = row(
+        None,
+        "--muon-log-interval",
+        "Steps from one logging step to the next. A logging step writes each matrix's update, "
+        "weight, momentum and direction in a few numbers to --muon-log-file, TensorBoard and W&B. "
+        "Warnings go to the run's log. The training stays as it is, but a GPU shares no matrices "
+        "(--muon-split-matrices off).",
+        kinds.count("STEPS").or_none(),
+        without="The default is never.",
+    )
+    log_file: str | None = row(
+        None,
+        "--muon-log-file",
+        "File of JSON lines that --muon-log-interval appends to. The last rank writes it.",
+        kinds.path("PATH").or_none(),
+        without="The default is muon_watch.jsonl in the folder of --tensorboard-dir, else of "
+        "--save.",
+    )

@@ -1,0 +1,230 @@
+"""Settings of the update: what becomes of a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from megatron_muon.settings import kinds
+from megatron_muon.settings.coefficients import SETS, Given, NsDtype, canonical, parse, spelled
+from megatron_muon.settings.rows import CONCEPT, UPSTREAM, Flag, row
+
+NsIteration = Literal["standard", "gram", "auto"]
+ClipScope = Literal["all", "adamw"]
+ElementwiseBy = Literal["auto", "foreach"]
+ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+
+PAPER = "arXiv 2502.16982"
+AUTO_NS_DTYPE = "fp16 on a GPU, bf16 on a CPU"  # Numerics.dtype
+MOST_STEPS = 100  # singular values settle long before; a schedule has a triple for each step
+
+
+def _check(name: str, value: object) -> None:
+    canonical(value)
+
+
+def _upstreams_name(value: Given) -> str:
+    coefficients = canonical(value)
+    return coefficients if isinstance(coefficients, str) else "custom"
+
+
+def _of_upstreams_name(name: str) -> Given | None:
+    return None if name == "custom" else canonical(name)  # its numbers come by the other flag
+
+
+_COEFFICIENTS = kinds.Kind(_check, metavar="NAME|NUMBERS", read=parse, write=spelled)
+_SET = kinds.Kind(_check, read=_of_upstreams_name, write=_upstreams_name)
+_FACTORS = kinds.pairs("factor", kinds.MULTIPLIER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSettings:
+    """Momentum, Newton-Schulz, scale, decay and clips; ``MuonConfig`` has all settings."""
+
+    matched_adamw_rms: float = row(
+        0.2,
+        "--muon-matched-adamw-rms",
+        f"Root mean square of a matrix's update, per unit of lr ({PAPER}, eq. 4). AdamW's updates "
+        "have 0.2 to 0.4, so AdamW's lr is one to start from, but seldom the best: see "
+        "docs/switching_and_tuning.md. Raise it to raise the matrices' rate alone.",
+        kinds.POSITIVE,
+        source=CONCEPT,
+        aliases=(
+            Flag(
+                "--muon-extra-scale-factor",
+                "Factor on a direction, beside the scale mode's. With spectral it is the same as "
+                "--muon-matched-adamw-rms.",
+                kinds.POSITIVE,
+                source=UPSTREAM,
+                without="The default is 0.2 with spectral (Moonlight's mode), 1.0 with the others "
+                "(Megatron's own Muon: 1.0).",
+            ),
+        ),
+    )
+    scale_mode: ScaleMode = row(
+        "spectral",
+        "--muon-scale-mode",
+        "Factor on a direction: sqrt(max(rows, cols)) with spectral, sqrt(rows / cols) with "
+        "unit_rms_norm, sqrt(max(1, rows / cols)) with shape_scaling. Rows are a matrix's outputs. "
+        "The extra factor multiplies it. The formulas are those of Emerging-Optimizers' "
+        "get_muon_scale_factor.",
+        kinds.choice(get_args(ScaleMode)),
+        source=UPSTREAM,
+    )
+    momentum: float = row(
+        0.95,
+        "--muon-momentum",
+        f"mu in M <- mu M + G ({PAPER}, Algorithm 1), at least 0 and below 1.",
+        kinds.number("in [0, 1)", lambda value: 0 <= value < 1),
+        source=UPSTREAM,
+        without="The default is 0.95 (Megatron's own Muon: 0.9).",
+    )
+    nesterov: bool = row(
+        True,
+        "--no-muon-nesterov",
+        "Orthogonalize the momentum M.",
+        kinds.OFF_SWITCH,
+        source=CONCEPT,
+        without=f"The default is Nesterov's form in {PAPER}, G + mu M.",
+        aliases=(
+            Flag(
+                "--muon-nesterov",
+                "Orthogonalize G + mu M. Megatron has this flag from core 0.18 on.",
+                kinds.SWITCH,
+                source=UPSTREAM,
+                without="It is the default (Megatron's own Muon: M); --no-muon-nesterov turns it "
+                "off.",
+            ),
+            Flag(
+                "--muon-use-nesterov",
+                "The same as --muon-nesterov. Megatron has this flag in core 0.16 and 0.17.",
+                kinds.SWITCH,
+                source=UPSTREAM,
+                without="It is the default.",
+            ),
+        ),
+    )
+    ns_steps: int = row(
+        5,
+        "--muon-ns-steps",
+        f"Newton-Schulz iterations for each matrix, 1 to 100 ({PAPER}, section 2.1). The paper "
+        "found 10 no better than 5.",
+        kinds.count(most=MOST_STEPS),
+        source=CONCEPT,
+        aliases=(
+            Flag(
+                "--muon-num-ns-steps",
+                "The same as --muon-ns-steps.",
+                kinds.count(most=MOST_STEPS),
+                UPSTREAM,
+            ),
+        ),
+    )
+    ns_coefficients: Given = row(
+        "simple",
+        "--muon-ns-coefficients",
+        f"Polynomials of the Newton-Schulz iteration: a published set ({', '.join(SETS)}) or "
+        "numbers. a,b,c is for every step; a,b,c;a,b,c;... has one triple for each step. See "
+        "docs/coefficients.md.",
+        _COEFFICIENTS,
+        without=f"The default is simple, the set of {PAPER}.",
+        aliases=(
+            Flag(
+                "--muon-coefficient-type",
+                "Polynomials of the Newton-Schulz iteration, by Emerging-Optimizers' name: the "
+                "same as --muon-ns-coefficients.",
+                _SET,
+                source=UPSTREAM,
+                without="The default is simple (Megatron's own Muon: quintic).",
+            ),
+        ),
+    )
+    ns_iteration: NsIteration | None = row(
+        None,
+        "--muon-ns-iteration",
+        "How the polynomials are computed. standard: on the matrix. gram: on the short side's Gram "
+        "matrix, with less work where a matrix is not square and some more rounding. auto: by "
+        "shape. docs/coefficients.md has the error, and the coefficients, steps and dtypes for "
+        "which gram is known to be accurate. With others gram is an error, and auto is standard.",
+        kinds.choice(get_args(NsIteration)).or_none(),
+        without="The default is auto on a GPU, standard on a CPU.",
+    )
+    ns_dtype: NsDtype | None = row(
+        None,
+        "--muon-ns-dtype",
+        f"Dtype that matrices are orthogonalized in. auto: {AUTO_NS_DTYPE}. Pieces travel in bf16, "
+        "with fp32 in fp32. A matrix is normalised first, so no scale overflows fp16. In fp16 "
+        "entries below 2e-10 of a matrix's norm become zero. fp32 is never TF32. "
+        f"{PAPER} has bf16.",
+        kinds.choice_or_auto(get_args(NsDtype)),
+        without="The default is auto.",
+    )
+    ns_batch: int | None = row(
+        None,
+        "--muon-ns-batch",
+        "Most matrices of one shape that a GPU orthogonalizes at once. auto: as many as 1.5 times "
+        "the largest matrix's memory holds, or 512 MiB if that is more. Unless it is 1, last bits "
+        "depend on the layout. It has no effect on a CPU or with --deterministic-mode. "
+        "megatron-muon bench newton-schulz --batch measures it.",
+        kinds.count_or_zero("NUMBER|auto", word="auto"),
+        without="The default is auto, which is 0.",
+    )
+    elementwise: ElementwiseBy = row(
+        "auto",
+        "--muon-elementwise",
+        "Kernels of momentum, norm and update on a GPU. auto: fused ones where triton is "
+        "installed. foreach: torch's operations, if the fused ones fail their check at start. "
+        "Both give the same bits, but for the order in which a norm's squares are added.",
+        kinds.choice(get_args(ElementwiseBy)),
+    )
+    clip_scope: ClipScope = row(
+        "all",
+        "--muon-clip-scope",
+        "Gradients that --clip-grad scales and whose norm decides. all: every parameter's, as in "
+        "Megatron. adamw: those of AdamW's parameters; Megatron then logs their norm. Muon's "
+        "still must be finite.",
+        kinds.choice(get_args(ClipScope)),
+    )
+    weight_decay_all_params: bool = row(
+        False,
+        "--weight-decay-all-params",
+        f"Decay norms' gammas and biases, too ({PAPER}, appendix D, for long runs). Give it with "
+        "--optimizer adam as well, so that a run of AdamW has the same decay.",
+        kinds.SWITCH,
+        without="By default they are not decayed.",
+    )
+    lr_mults: tuple[tuple[str, float], ...] = row(
+        (),
+        "--muon-lr-mult",
+        "Multiply the learning rate of the parameters whose names match a pattern, Muon's and "
+        "AdamW's. They become parameter groups of Megatron's. May be given several times; the last "
+        "pattern that matches counts.",
+        _FACTORS,
+        without="The default is 1 for all.",
+    )
+    wd_mults: tuple[tuple[str, float], ...] = row(
+        (),
+        "--muon-wd-mult",
+        "The same as --muon-lr-mult for the weight decay. A parameter that Megatron does not decay "
+        "stays undecayed.",
+        _FACTORS,
+        without="The default is 1 for all.",
+    )
+    qk_clip: float | None = row(
+        None,
+        "--muon-qk-clip",
+        "Threshold of attention logits. After a step the query and key rows of a head whose "
+        "largest logit passed it are scaled so that it would be the threshold. This is QK-Clip of "
+        "Kimi K2 (arXiv 2507.20534), which has 100. It needs Megatron's own attention "
+        "(--transformer-impl local), on any core, and works with --optimizer adam, too. "
+        "For Transformer Engine's use Megatron's --qk-clip, from core 0.16 on.",
+        kinds.POSITIVE.or_none(),
+        without="The default is no clip.",
+    )
+    qk_clip_alpha: float = row(
+        0.5,
+        "--muon-qk-clip-alpha",
+        "The queries' share of the clip of --muon-qk-clip, above 0 and below 1.",
+        kinds.number("in (0, 1)", lambda value: 0 < value < 1),
+        without="The default is 0.5, an equal share.",
+    )

@@ -1,0 +1,104 @@
+"""Values of each setting: one that differs from the default, and some that it cannot have."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+# Another value than the default, which is valid by itself.
+OTHERS: dict[str, Any] = {
+    "matched_adamw_rms": 0.3,
+    "scale_mode": "shape_scaling",
+    "momentum": 0.9,
+    "nesterov": False,
+    "ns_steps": 6,
+    "ns_coefficients": "quintic",
+    "ns_iteration": "standard",
+    "ns_dtype": "fp32",
+    "ns_batch": 2,
+    "elementwise": "foreach",
+    "clip_scope": "adamw",
+    "weight_decay_all_params": True,
+    "lr_mults": (("output_layer.weight", 2.0),),
+    "wd_mults": (("output_layer.weight", 2.0),),
+    "qk_clip": 100.0,
+    "qk_clip_alpha": 0.25,
+    "split_qkv": False,
+    "splits": (("*.linear_qkv.weight", "whole"),),
+    "muon_include": ("output_layer.weight",),
+    "muon_exclude": ("*.linear_fc1.weight",),
+    "homes": "local",
+    "split_matrices": 2,
+    "rank_tflops": 300.0,
+    "link_gbytes": 20.0,
+    "node_ranks": 4,
+    "round_bytes": 1 << 20,
+    "align_shards": True,
+    "early_param_gather": "off",
+    "checkpoint_digest": False,
+    "nonfinite_limit": 5,
+    "log_interval": 2,
+    "log_file": "lines.jsonl",
+}
+# What needs another setting beside it.
+WITH = {"log_interval": {"log_file": "lines.jsonl"}, "log_file": {"log_interval": 2}}
+WITH["qk_clip_alpha"] = {"qk_clip": 100.0}
+
+_RANGE = r"must be from 1e-09 to 1e\+09, got "
+_POSITIVE = ((-0.2, _RANGE), (0, _RANGE), (math.nan, _RANGE), (math.inf, _RANGE), (True, "number"))
+_COUNT = ((0, "at least 1, got 0"), (2.5, "must be an int, got 2.5"), (True, "must be an int"))
+_SWITCH = ((1, "must be True or False, got 1"), ("no", "must be True or False"))
+_PATTERNS = (("a.*", "must be a tuple of patterns"), ((1,), "must be a tuple of patterns"))
+_PAIRS = (("a", r"must be a tuple of \(pattern, "), ((("a",),), r"must be a tuple of \(pattern, "))
+_MULTIPLIERS = (*_PAIRS, ((("a", -1.0),), "from 0 to"), ((("a", "2"),), "must be a number"))
+# Values that it cannot have, each with what the error says after field and flag.
+BAD: dict[str, tuple[tuple[Any, str], ...]] = {
+    "matched_adamw_rms": (*_POSITIVE, ("0.2", "must be a number, got '0.2'")),
+    "scale_mode": (("max", "must be one of spectral, unit_rms_norm, shape_scaling"),),
+    "momentum": (
+        (-0.1, r"must be in \[0, 1\), got -0.1"),
+        (1.0, r"must be in \[0, 1\), got 1.0"),
+        (math.inf, r"must be in \[0, 1\), got inf"),
+        (True, "must be a number, got True"),
+    ),
+    "nesterov": _SWITCH,
+    "ns_steps": (*_COUNT, (10**9, "must be at most 100, got 1000000000")),
+    "ns_coefficients": (
+        ((1.0, 2.0), "must be a tuple of three numbers"),
+        ("septic", "must be one of simple, quintic, .*got 'septic'"),
+        ([1.0, 2.0, 3.0], "a set's name, a tuple of three numbers"),
+        (((1.0, 2.0, 3.0), (1.0,)), "must be a tuple of three"),
+        ((), r"three numbers, got \(\)"),
+        ((1.0, 2.0, math.inf), "must be finite"),
+    ),
+    "ns_iteration": (("cubic", "must be one of standard, gram, auto, got 'cubic'"),),
+    "ns_dtype": (("fp64", "one of bf16, fp16, fp32, got 'fp64'"),),
+    "ns_batch": _COUNT,
+    "elementwise": (("slow", "must be one of auto, foreach, got 'slow'"),),
+    "clip_scope": (("muon", "must be one of all, adamw, got 'muon'"),),
+    "weight_decay_all_params": _SWITCH,
+    "lr_mults": _MULTIPLIERS,
+    "wd_mults": _MULTIPLIERS,
+    "qk_clip": _POSITIVE,
+    "qk_clip_alpha": ((0, r"must be in \(0, 1\), got 0"), (1.0, r"must be in \(0, 1\), got 1.0")),
+    "split_qkv": _SWITCH,
+    "splits": (*_PAIRS, ((("a", "rows"),), "must be one of whole, qkv, heads, gate-up, parts")),
+    "muon_include": _PATTERNS,
+    "muon_exclude": _PATTERNS,
+    "homes": (("anywhere", "must be one of balanced, local, got 'anywhere'"),),
+    "split_matrices": (
+        (1, "must be at least 2, got 1"),
+        (65, "must be at most 64, got 65"),
+        ("on", "must be an int, got 'on'"),
+    ),
+    "rank_tflops": (*_POSITIVE, ("fast", "must be a number, got 'fast'")),
+    "link_gbytes": _POSITIVE,
+    "node_ranks": _COUNT,
+    "round_bytes": _COUNT,
+    "align_shards": _SWITCH,
+    "early_param_gather": (("late", "must be one of auto, on, off, got 'late'"),),
+    "checkpoint_digest": _SWITCH,
+    "nonfinite_limit": _COUNT,
+    "log_interval": _COUNT,
+    "log_file": ((" ", "must be a path, got ' '"), (1, "must be a text, got 1")),
+}
