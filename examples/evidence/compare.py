@@ -4,10 +4,10 @@
     python compare.py --topologies dp4 tp4-dp2 --hidden 512 --swiglu
     torchrun --nproc-per-node 8 compare.py --topologies dp8 tp2-pp2-dp2
 
-The report has the time of a step, bytes beside AdamW's and the plan's, memory beside the plan's,
-and losses. Ranks are processes of this machine, over NCCL with a GPU for each, over gloo without.
-Under torchrun (RANK and WORLD_SIZE are set) they are the launcher's, and the topologies of as many
-ranks are compared. Further flags are Megatron-LM's, of the model: --swiglu, --num-experts 8, ...
+The report has the time of a step, bytes beside AdamW's and the plan's, memory, and losses.
+Ranks are processes of this machine, over NCCL with a GPU for each, over gloo without. Under
+torchrun (RANK and WORLD_SIZE are set) they are the launcher's, and the topologies of as many ranks
+are compared. Further flags are Megatron-LM's, of the model: --swiglu, --num-experts 8, ...
 --folder keeps each training: the next call trains only what is missing there.
 """
 
@@ -21,7 +21,6 @@ import os
 import re
 import sys
 from argparse import Namespace
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +180,7 @@ def page(found: dict[str, Any]) -> str:
         "matrices travel. State is that of fp32 main parameters and the optimizer.",
         topologies.table(found),
         "The peak is that of Megatron's `optimizer.step()` above all that was there before it. "
-        "Single numbers, such as norms and flags, are not planned.",
+        "Single numbers, such as norms and flags, are not planned; nor are peaks.",
         topologies.peaks(found),
     ]
     return "\n\n".join(parts) + "\n"
@@ -189,14 +188,14 @@ def page(found: dict[str, Any]) -> str:
 
 def planned_jobs(given: Namespace, of_megatron: list[str], device: Any) -> tuple[Any, Any]:
     """Trainings and planned bytes by topology; planning makes groups, so before a launcher's."""
-    from megatron_muon.lab.plan.predicted import predicted
+    from planned import planned as planned_bytes
 
     check_rows((*dry_run_seams.ROWS, *bench_seams.ROWS))
     jobs, planned = {}, {}
     for name, sizes in chosen(given.topologies).items():
         jobs[name] = both = jobs_over(name, sizes, given, of_megatron)
         configs = (both[optimizer].row.config for optimizer in ("muon", "adamw"))
-        planned[name] = asdict(predicted(both["muon"].flags, *configs, device))
+        planned[name] = planned_bytes(both["muon"].flags, *configs, device)
     if FIRST:
         given.folder.mkdir(parents=True, exist_ok=True)
         require_writable("--folder", given.folder / "report.md")

@@ -33,19 +33,15 @@ def table(found: dict[str, Any]) -> str:
 
 
 def peaks(found: dict[str, Any]) -> str:
-    """A row for each topology: state, and the peak of an optimizer step above it."""
-    head = ["topology", "AdamW: state, MB", "planned", "peak above it", "planned"]
-    head += ["Muon: state, MB", "planned", "peak above it", "planned", "furthest from the plan"]
-    rows = []
-    for each in found["topologies"]:
-        cells, furthest = [each["name"]], 0.0
-        for name in ("adamw", "muon"):
-            for kind in ("state", "peak"):
-                measured = each[name][f"{kind}_bytes"]
-                planned = each["predicted"][f"{name}_{kind}"]
-                cells += [f"{measured / MB:.3f}", f"{planned / MB:.3f}"]
-                furthest = max(furthest, abs(measured / planned - 1) if planned else 0.0)
-        rows.append([*cells, f"{furthest:.3%}"])
+    """A row for each topology: state beside the plan's, and the peak of a step above it."""
+    head = ["topology"]
+    rows = [[each["name"]] for each in found["topologies"]]
+    for name, title in (("adamw", "AdamW"), ("muon", "Muon")):
+        head += [f"{title}: state, MB", "planned", "peak above it"]
+        for row, each in zip(rows, found["topologies"], strict=True):
+            planned = each["predicted"][f"{name}_state"]
+            cells = each[name]["state_bytes"], planned, each[name]["peak_bytes"]
+            row += [f"{nbytes / MB:.3f}" for nbytes in cells]
     return markdown(head, rows)
 
 

@@ -134,18 +134,6 @@ def _chunks(tensors: list[torch.Tensor]) -> Iterable[tuple[torch.Tensor, ...]]:
     return zip(*(torch.split(t.view(-1), _CHUNK) for t in tensors), strict=True)
 
 
-def scratch_bytes(elements: int, *, decays: bool) -> int:
-    """The most bytes of temporaries at once in a step of an fp32 parameter (AdamW).
-
-    They are denominator, update and, with weight decay, its term.
-
-    Args:
-        elements: of the parameter.
-        decays: whether its group's weight decay is not 0.
-    """
-    return (3 if decays else 2) * 4 * min(elements, _CHUNK)
-
-
 def _adam(
     p: torch.Tensor,
     g: torch.Tensor,

@@ -61,6 +61,8 @@ GONE: Mapping[str, str] = {
     "scales": "an update's root mean square is the table of docs/switching_and_tuning.md",
     "trace merge": "https://ui.perfetto.dev opens several ranks' files on one timeline ("
     "Open multiple trace files)",
+    "plan --plot": "--json FILE has all figures of a sweep, for a script of your own",
+    "plan --node-size": "give --set gpus_per_node=N, and the run's own --muon-node-ranks N",
     "trace run": "give the training command --muon-trace-steps FIRST:LAST --muon-trace-dir FOLDER",
     "accept --folder": "name the folder itself: megatron-muon accept FOLDER",
     "bench newton-schulz --accuracy": "docs/coefficients.md has each set's errors; in a clone "

@@ -5,25 +5,19 @@ one stage of ``megatron-muon plan`` with the flags below: the first one, or wher
 the second, which has no embedding. Rounds, launches, Newton-Schulz and what is exposed, of
 the rank that has most of it, are those of ours with ``auto`` and a library's symmetric kernel;
 beside it is the same in bf16, which takes more restarts of the Gram iteration.
-``--assume`` prices what no code here does: see ``ASSUMED``.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from figures.priced_stages import priced_of
-from megatron_muon.lab.pricing import kernels
+from figures.stages import stage_of, step_of
+from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.presets import hardware_of
-from megatron_muon.orthogonalize import numerics
-from megatron_muon.runtime.patches import replaced
-from megatron_muon.settings.config import MuonConfig
+from megatron_muon.lab.pricing.step import price_adamw
+from megatron_muon.lab.pricing.upstream import price_layer_wise
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, QWEN3_30B
 
 DEEPSEEK_V3 = (
@@ -36,10 +30,6 @@ DEEPSEEK_V3 = (
     "--max-position-embeddings 4096 --bf16 --use-distributed-optimizer "
     "--pipeline-model-parallel-size 16 --expert-model-parallel-size 64 "
 )
-ASSUMED = {
-    "one-restart": "one restart of the Gram iteration in bf16, where fp16 has one",
-    "no-copies": "linear terms that are added without a copy",
-}
 TP = "--tensor-model-parallel-size"
 
 
@@ -48,8 +38,12 @@ class Case:
     """A run, and the pipeline stage that is priced."""
 
     name: str
-    words: str
+    flags: str
     stage: int = 0
+
+    @property
+    def words(self) -> str:
+        return f"{self.flags} {OVERLAP} --stage {self.stage} "
 
 
 CASES = (
@@ -69,6 +63,12 @@ CASES = (
 )
 
 
+HEAD = (
+    "| ms | AdamW | ours standard | with kernel | ours auto | with kernel | in bf16 | rounds | "
+    "launches | NS busiest / mean | exposed | upstream duplicated / distributed |"
+)
+
+
 def main() -> None:
     """Print a row as soon as it is priced."""
     parser = argparse.ArgumentParser()
@@ -76,59 +76,34 @@ def main() -> None:
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--flags", default="", help="further flags of megatron-muon plan")
-    parser.add_argument("--assume", nargs="*", choices=ASSUMED, default=[])
     given = parser.parse_args()
-    with assuming(given.assume):
-        print_table(given)
-
-
-@contextlib.contextmanager
-def assuming(names: Sequence[str]) -> Iterator[None]:
-    """Within it the time model prices some of ``ASSUMED``."""
-    known = numerics._segments
-
-    def one_restart(config: MuonConfig, steps: Any, kind: str) -> numerics.Segments:
-        return known(config, steps, "fp16" if kind == "bf16" else kind)
-
-    changes = {
-        "one-restart": (numerics, {"_segments": one_restart}),
-        "no-copies": (kernels._Products, {"_copy": lambda products, elements: kernels.Cost()}),
-    }
-    with contextlib.ExitStack() as stack:
-        kernels.newton_schulz.cache_clear()
-        stack.callback(kernels.newton_schulz.cache_clear)
-        for name in names:
-            owner, attributes = changes[name]
-            stack.enter_context(replaced(owner, **attributes))
-        yield
-
-
-def print_table(given: argparse.Namespace) -> None:
-    """A row for each model whose name has one of ``given.words``."""
     hardware = hardware_of(given.hardware, given.set)
-    print("| ms | AdamW | ours standard | with kernel | ours auto | with kernel | in bf16", end="")
-    print(
-        " | rounds | launches | NS busiest / mean | exposed | upstream duplicated / distributed |"
-    )
-    print("|---|" + "--:|" * 11)
+    print(f"{HEAD}\n|---|{'--:|' * 11}")
     for case in CASES:
-        if given.words and not any(word in case.name for word in given.words):
-            continue
-        words = f"{case.words} {OVERLAP} --stage {case.stage} {given.flags}".split()
-        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            bf16 = {"ns_iteration": "auto", "ns_dtype": "bf16"}
-            (stage,), _ = priced_of(words, hardware, bf16)
-        *ours, _, in_bf16 = stage.ours  # of which the one before is without the kernel
-        steps = [our.step for our in (*ours, in_bf16)]
-        last = ours[-1].step
-        cells = [case.name, _ms(stage.adamw), *(_ms(step.seconds) for step in steps)]
-        cells += ["+".join(map(str, last.rounds)), f"{last.launches:,}"]
-        cells.append(f"{_ms(last.newton_schulz_busiest)} / {_ms(last.newton_schulz_mean)}")
-        cells.append(_ms(last.exposed_most))
-        distributed = "–" if stage.distributed == stage.duplicated else _ms(stage.distributed)
-        cells.append(f"{_ms(stage.duplicated)} / {distributed}")
-        print(f"| {' | '.join(cells)} |", flush=True)
+        if not given.words or any(word in case.name for word in given.words):
+            cells = _cells(f"{case.words} {given.flags}", hardware)
+            print(f"| {' | '.join([case.name, *cells])} |", flush=True)
+
+
+def _cells(words: str, hardware: Hardware) -> Iterator[str]:
+    config, whole = stage_of(f"{words} --muon-split-matrices off")
+    yield _ms(price_adamw(whole, hardware))
+    for iteration in ("standard", "auto"):
+        own = f"{words} --muon-ns-iteration {iteration}"
+        yield _ms(step_of(own, hardware).seconds)
+        last = step_of(own, hardware, "cuda_symmetric")
+        yield _ms(last.seconds)
+    yield _ms(step_of(f"{words} --muon-ns-dtype bf16", hardware, "cuda_symmetric").seconds)
+    yield "+".join(map(str, last.rounds))
+    yield f"{last.launches:,}"
+    yield f"{_ms(last.newton_schulz_busiest)} / {_ms(last.newton_schulz_mean)}"
+    yield _ms(last.exposed_most)
+    duplicated, distributed = (
+        price_layer_wise(whole, config, hardware, mode)[0].seconds
+        for mode in ("duplicated", "distributed")
+    )
+    other = "–" if distributed == duplicated else _ms(distributed)
+    yield f"{_ms(duplicated)} / {other}"
 
 
 def _ms(seconds: float) -> str:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from megatron_muon.lab.pricing.hardware import TERA, Hardware
 from megatron_muon.lab.pricing.presets import H100
-from megatron_muon.lab.pricing.step import Optimizer, StepTime, price_step
+from megatron_muon.lab.pricing.step import StepTime, price_step
+from megatron_muon.lab.pricing.work import Optimizer
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.soundness import Soundness
@@ -89,7 +90,7 @@ def sleeping(case: Case, plan: ExchangePlan) -> Hardware:
     free = ("memory_gbytes", "node_gbytes", "pair_gbytes", "network_gbytes")
     values: dict[str, Any] = dict.fromkeys(none, 0.0) | dict.fromkeys(free, math.inf)
     flops_per_second = 1 / _second_per_flop(case, plan)
-    values |= {"dense_tflops": flops_per_second / TERA, "gemm_efficiency": 1.0, "host_waits": 1}
+    values |= {"dense_tflops": flops_per_second / TERA, "gemm_efficiency": 1.0}
     return replace(H100.with_values(values, "the sleeps"), name="sleeping ranks")
 
 

@@ -7,15 +7,10 @@ it on an H100 without a library's symmetric kernel.
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import warnings
-
 from figures.priced_models import CASES
-from figures.priced_stages import priced_of
-from megatron_muon.lab.pricing.presets import hardware_of
-from megatron_muon.lab.routes.model_flags import import_megatron
-from support.virtual_gpu.plans import OVERLAP, settled_flags
+from figures.stages import stage_of
+from megatron_muon.lab.pricing.presets import H100
+from megatron_muon.lab.pricing.step import price_step
 
 QKV, FC1 = "*.linear_qkv.weight", "*.linear_fc1.weight*"
 UP, DOWN = "*_up_proj.weight", "*.linear_kv_down_proj.weight"
@@ -38,29 +33,19 @@ CHOICES = {
 
 def main() -> None:
     """Print a row for each choice."""
-    import_megatron("figures.split_costs")  # before Megatron is imported
-    from megatron_muon.lab.dry_run.model import ranks_of
-    from megatron_muon.lab.dry_run.stages import planned_stage
-    from megatron_muon.megatron_lm.flags.settings import muon_config
-
-    hardware = hardware_of("h100", [])
     print("| model | matrices | number | Tflop a step | GB sent, mean rank | step, ms |")
     print("|---|---|--:|--:|--:|--:|")
     for case in CASES:
         for name, patterns in CHOICES.get(case.name, {}).items():
-            split = [word for pattern in patterns for word in ("--muon-split", pattern)]
-            words = [*f"{case.words} {OVERLAP}".split(), *split]
-            with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                (stage,), _ = priced_of([*words, "--stage", str(case.stage)], hardware, {})
-                flags = settled_flags(words)[0]
-                of_stage = planned_stage(flags, muon_config(flags), ranks_of(flags), case.stage)
-            plans = [each.plan for each in of_stage]
+            split = " ".join(f"--muon-split {pattern}" for pattern in patterns)
+            config, optimizers = stage_of(f"{case.words} {split}")
+            plans = [one.plan for one in optimizers]
             flops = sum(sum(plan.ns_flops()) for plan in plans)
             sent = sum(sum(plan.sent_bytes()) / plan.size for plan in plans)
             matrices = sum(len(plan.matrices) for plan in plans)
-            cells = f"{matrices:,} | {flops / 1e12:.1f} | {sent / 1e9:.2f}"
-            print(f"| {case.name} | {name} | {cells} | {1e3 * stage.ours[-2].step.seconds:.1f} |")
+            seconds = price_step(optimizers, config, H100).seconds
+            cells = f"{matrices:,} | {flops / 1e12:.1f} | {sent / 1e9:.2f} | {1e3 * seconds:.1f}"
+            print(f"| {case.name} | {name} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

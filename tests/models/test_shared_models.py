@@ -7,25 +7,10 @@ from fractions import Fraction
 import pytest
 
 from figures.priced_models import CASES, Case
-from figures.priced_stages import priced_of
-from figures.scale.split_matrices import CASES as LARGE
-from megatron_muon.lab.pricing.presets import H100
-from support.virtual_gpu.plans import LLAMA_70B, OVERLAP
-
-
-@pytest.mark.parametrize(
-    ("name", "at_most"),
-    [("Llama-3-8B TP8 × DP64", Fraction(1, 3)), ("Llama-3-70B TP8 PP4 DP16", Fraction(4, 5))],
-)
-def test_auto_shortens_the_predicted_step(name: str, at_most: Fraction) -> None:
-    """Of large stages; a stage whose ranks all have work enough is as it was."""
-    (case,) = [case for case in CASES if case.name == name]
-    words = [*case.words.split(), *OVERLAP.split(), "--stage", str(case.stage)]
-    (off,), _ = priced_of([*words, "--muon-split-matrices", "off"], H100)
-    (auto,), _ = priced_of(words, H100)  # the default
-    assert auto.ours[-1].step.seconds < at_most * off.ours[-1].step.seconds
-    assert (auto.duplicated, auto.distributed) == (off.duplicated, off.distributed)
-
+from figures.scale.shared_steps import LARGE
+from figures.stages import step_of
+from megatron_muon.orthogonalize.numerics import Device
+from support.virtual_gpu.plans import LLAMA_70B
 
 # Of these two speeds alone chose a number of strips that the time model has 6 to 30 % slower.
 STAGES = {case.name: case for case in (*CASES, *LARGE)} | {
@@ -34,6 +19,20 @@ STAGES = {case.name: case for case in (*CASES, *LARGE)} | {
 }
 
 
+def seconds(name: str, asked: str, device: Device = "cuda_symmetric") -> float:
+    return step_of(f"{STAGES[name].words} --muon-split-matrices {asked}", device=device).seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "at_most"),
+    [("Llama-3-8B TP8 × DP64", Fraction(1, 3)), ("Llama-3-70B TP8 PP4 DP16", Fraction(4, 5))],
+)
+def test_auto_shortens_the_predicted_step(name: str, at_most: Fraction) -> None:
+    """Of large stages; a stage whose ranks all have work enough is as it was."""
+    assert seconds(name, "auto") < at_most * seconds(name, "off")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda_symmetric"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -44,15 +43,7 @@ STAGES = {case.name: case for case in (*CASES, *LARGE)} | {
         "Llama-3-70B TP8 PP4 DP64",
     ],
 )
-def test_no_other_number_of_strips_has_a_shorter_predicted_step(name: str) -> None:
+def test_no_other_number_of_strips_has_a_shorter_predicted_step(name: str, device: Device) -> None:
     """Neither whole matrices nor 2, 4 or 8 strips of all, with torch's products and a kernel's."""
-    case = STAGES[name]
-    words = [*case.words.split(), *OVERLAP.split(), "--stage", str(case.stage)]
-    seconds = {}
-    for asked in ("auto", "off", "2", "4", "8"):
-        (stage,), _ = priced_of([*words, "--muon-split-matrices", asked], H100)
-        seconds[asked] = [our.step.seconds for our in stage.ours if our.iteration == "auto"]
-    auto = seconds.pop("auto")
-    assert len(auto) == 2
-    for own, *others in zip(auto, *seconds.values(), strict=True):
-        assert own <= 1.01 * min(others)
+    others = (seconds(name, asked, device) for asked in ("off", "2", "4", "8"))
+    assert seconds(name, "auto", device) <= 1.01 * min(others)

@@ -15,11 +15,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 
-from megatron_muon.lab.dry_run.model import having, padded_vocab
+from megatron_muon.lab.dry_run.model import padded_vocab
 
 
 def build_chunks(
@@ -65,37 +64,15 @@ def build_chunks(
     ]
 
 
-def optimizer_config(flags: Namespace) -> Any:
-    """The options that ``refuse_unsupported`` reads.
-
-    They are set after the construction of the object, which would ask for a GPU.
-    """
-    config = OptimizerConfig(
-        optimizer="adam", bf16=flags.bf16, fp16=flags.fp16, use_distributed_optimizer=True
-    )
-    names = (
-        "use_precision_aware_optimizer",
-        "optimizer_cpu_offload",
-        "optimizer_cuda_graph",  # since 0.17
-        "overlap_param_gather_with_optimizer_step",
-    )
-    options = {name: getattr(flags, name, False) for name in names}
-    for name, value in having(OptimizerConfig, **options).items():
-        setattr(config, name, value)
-    return config
-
-
 def _model(flags: Namespace, config: Any, vp_stage: int | None) -> Any:
     chunk = _named_chunk(vp_stage)
     learned = flags.position_embedding_type == "learned_absolute"
     positions = flags.max_position_embeddings or flags.seq_length
     if learned and not positions:
         raise ValueError("--max-position-embeddings needed for learned_absolute embeddings")
-    spec = _layer_spec(config, chunk)
     return GPTModel(
         config=config,
-        transformer_layer_spec=spec,
-        mtp_block_spec=_mtp_spec(flags, config, spec, chunk),
+        transformer_layer_spec=_layer_spec(config, chunk),
         vocab_size=padded_vocab(flags),
         max_sequence_length=positions or 1,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **chunk),
@@ -120,45 +97,15 @@ def _layer_spec(config: Any, chunk: dict[str, int | None]) -> Any:
         return gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=config.normalization, **chunk
         )
-    return _one_layer(config)
-
-
-def _one_layer(config: Any) -> Any:
-    """The layer of a dense model, or one with experts."""
-    make = gpt_layer_specs.get_gpt_layer_local_spec
-    legacy = getattr(config, "moe_use_legacy_grouped_gemm", False)  # a parameter up to 0.16
-    return make(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
+    return gpt_layer_specs.get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
-        **having(make, moe_use_legacy_grouped_gemm=legacy),
-    )
-
-
-def _mtp_spec(flags: Namespace, config: Any, spec: Any, chunk: dict[str, int | None]) -> Any:
-    """MTP's layer is like the decoder's last one; on this stage, before 0.16."""
-    if not flags.mtp_num_layers:
-        return None
-    layer = spec
-    if hasattr(spec, "layer_specs") and not spec.layer_specs:
-        layer = _one_layer(config)  # no layer of the decoder is on this stage
-    elif hasattr(gpt_layer_specs, "get_gpt_decoder_layer_specs"):  # since 0.16
-        layer = gpt_layer_specs.get_gpt_decoder_layer_specs(
-            config, use_transformer_engine=False, normalization=config.normalization, **chunk
-        )[-1]
-    return gpt_layer_specs.get_gpt_mtp_block_spec(
-        config, layer, use_transformer_engine=False, **chunk
     )
 
 
 def _ddp_config(flags: Namespace, parameters: int) -> Any:
-    """``get_model``'s.
-
-    Args:
-        parameters: elements in all chunks of this rank.
-    """
+    """``get_model``'s, for as many parameters in all chunks of this rank."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not flags.grad_reduce_in_bf16
         if flags.bf16

@@ -16,10 +16,13 @@ _SIZES = (
     *("--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups"),
     *("--kv-channels", "--vocab-size", "--padded-vocab-size", "--seq-length"),
     *("--max-position-embeddings", "--moe-ffn-hidden-size", "--q-lora-rank"),
-    *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
-    *("--ddp-bucket-size", "--ddp-num-buckets", "--global-batch-size"),
+    *("--num-virtual-stages-per-pipeline-rank", "--ddp-bucket-size", "--ddp-num-buckets"),
+    "--global-batch-size",
 )
-_MADE_ONE_BY_ONE = ("--num-layers", "--num-experts")
+_FROM_ZERO = (
+    *("--num-layers", "--num-experts", "--moe-shared-expert-intermediate-size"),
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+)
 _SIZES_OF = {
     "--make-vocab-size-divisible-by": 128,
     "--moe-router-topk": 2,
@@ -30,11 +33,11 @@ _SIZES_OF = {
 }
 _SWITCHES = (
     *("--group-query-attention", "--swiglu", "--untie-embeddings-and-output-weights", "--bf16"),
-    *("--fp16", "--qk-layernorm", "--attention-output-gate", "--multi-latent-attention"),
-    *("--moe-grouped-gemm", "--sequence-parallel", "--add-qkv-bias"),
-    *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
-    *("--overlap-param-gather-with-optimizer-step", "--accumulate-allreduce-grads-in-fp32"),
-    *("--grad-reduce-in-bf16", "--ddp-pad-buckets-for-high-nccl-busbw"),
+    *("--fp16", "--qk-layernorm", "--multi-latent-attention", "--sequence-parallel"),
+    *("--add-qkv-bias", "--use-distributed-optimizer", "--overlap-grad-reduce"),
+    *("--overlap-param-gather", "--overlap-param-gather-with-optimizer-step"),
+    *("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"),
+    "--ddp-pad-buckets-for-high-nccl-busbw",
 )
 _OF_RANKS = {
     "--tensor-model-parallel-size": "--tp",
@@ -62,17 +65,13 @@ def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
         parser: made with ``allow_abbrev=False``.
     """
 
-    def add(*names: str, **options: Any) -> None:
-        parser.add_argument(*names, help=argparse.SUPPRESS, **options)
+    def add(name: str, **options: Any) -> None:
+        parser.add_argument(name, help=argparse.SUPPRESS, **options)
 
+    add_rank_flags(parser)
     for name in _SIZES:
         add(name, type=count())
-    add_rank_flags(parser)
-    for name in _MADE_ONE_BY_ONE:
-        add(name, type=count(0, MOST_THINGS))
-    for name in ("--moe-shared-expert-intermediate-size", "--mtp-num-layers"):
-        add(name, type=count(0, MOST_THINGS))
-    for name in ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"):
+    for name in _FROM_ZERO:
         add(name, type=count(0, MOST_THINGS))
     for name, default in _SIZES_OF.items():
         add(name, type=count(), default=default)
@@ -82,11 +81,8 @@ def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
     for name in ("--hidden-dropout", "--attention-dropout"):
         add(name, type=finite, default=0.1)
     add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
-    add(
-        "--position-embedding-type",
-        choices=["learned_absolute", "rope"],
-        default="learned_absolute",
-    )
+    positions = ["learned_absolute", "rope"]
+    add("--position-embedding-type", choices=positions, default="learned_absolute")
     add("--moe-layer-freq", type=_frequency, default=1)
     add("--transformer-impl", choices=["local"], default="local")
 

@@ -8,17 +8,13 @@ megatron/training/tokenizer/tokenizer.py.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-
-from megatron_muon.mcore.seams.rows import megatron_version
 
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _ORDER, _ORDER_PP_INSIDE = "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"
@@ -75,18 +71,16 @@ def transformer_config(flags: Namespace, ranks: Ranks) -> Any:
     Raises:
         ValueError, AssertionError: Megatron itself finds something wrong.
     """
-    _require(flags, "num_layers", "hidden_size", "num_attention_heads")
+    sizes = _sizes(flags)
     config_class = MLATransformerConfig if flags.multi_latent_attention else TransformerConfig
-    options = {name: getattr(flags, name) for name in _fields() if hasattr(flags, name)}
-    groups = flags.num_query_groups if flags.group_query_attention else None
-    if groups is not None:
-        _require_groups(groups, ranks.tp)
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    fields |= set(_MLA) if flags.multi_latent_attention else set()
     dtype = torch.float16 if flags.fp16 else torch.bfloat16 if flags.bf16 else torch.float32
-    options |= _sizes(flags) | {
+    options = {name: getattr(flags, name) for name in fields if hasattr(flags, name)}
+    options |= sizes | {
         "num_moe_experts": flags.num_experts or None,
-        "mtp_num_layers": flags.mtp_num_layers or None,
         "moe_shared_expert_intermediate_size": flags.moe_shared_expert_intermediate_size or None,
-        "num_query_groups": groups,
+        "num_query_groups": flags.num_query_groups if flags.group_query_attention else None,
         "sequence_parallel": flags.sequence_parallel and ranks.tp > 1,
         "expert_tensor_parallel_size": ranks.expert_tp,
         "virtual_pipeline_model_parallel_size": ranks.chunks,
@@ -96,11 +90,8 @@ def transformer_config(flags: Namespace, ranks: Ranks) -> Any:
         "activation_func": torch.nn.functional.silu if flags.swiglu else torch.nn.functional.gelu,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "moe_grouped_gemm": has_grouped_weights(flags),
         "moe_token_dispatcher_type": "alltoall",  # no dispatcher has parameters; this one fits all
     }
-    if flags.multi_latent_attention:
-        options |= {name: getattr(flags, name) for name in _MLA}
     return config_class(**options)
 
 
@@ -110,15 +101,14 @@ def validated(flags: Namespace, ranks: Ranks) -> Namespace:
     Raises:
         ValueError: a flag is missing, or is not possible here.
     """
-    _require(flags, "num_layers", "hidden_size", "num_attention_heads")
-    sizes = {
+    sizes = _sizes(flags) | {
         "padded_vocab_size": padded_vocab(flags),
         "world_size": ranks.world,
         "expert_tensor_parallel_size": ranks.expert_tp,
         "virtual_pipeline_model_parallel_size": ranks.chunks,
     }
-    layout = {"muon_dp_layout": flags.muon_dp_layout or "contiguous"}
-    return Namespace(**{**vars(flags), **_sizes(flags), **sizes, **layout})
+    others = {"moe_grouped_gemm": False, "muon_dp_layout": flags.muon_dp_layout or "contiguous"}
+    return Namespace(**{**vars(flags), **sizes, **others})
 
 
 def padded_vocab(flags: Namespace) -> int:
@@ -134,37 +124,6 @@ def padded_vocab(flags: Namespace) -> int:
     return int(math.ceil(flags.vocab_size / multiple) * multiple)
 
 
-def has_grouped_weights(flags: Namespace) -> bool:
-    """Whether all of a rank's experts are one parameter: Megatron's legacy GroupedMLP, up to 0.16.
-
-    Later a local model has a linear for each expert, with --moe-grouped-gemm too.
-    """
-    return bool(flags.moe_grouped_gemm) and "moe_use_legacy_grouped_gemm" in _fields()
-
-
-def having(made: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """The options that ``made``, a function or a dataclass, has in the installed version."""
-    return {k: v for k, v in options.items() if k in inspect.signature(made).parameters}
-
-
-def _fields() -> set[str]:
-    return {field.name for field in dataclasses.fields(TransformerConfig)}
-
-
-def _require_groups(groups: int, tp_size: int) -> None:
-    """Megatron's own error names fields in place of flags, and not the versions that can."""
-    name, version = megatron_version()
-    shares = version >= (0, 16)  # a query group on several TP ranks
-    if groups % tp_size == 0 or (shares and tp_size % groups == 0):
-        return
-    rule = "a multiple or a divisor of" if shares else "a multiple of"
-    since = "" if shares else ": core 0.16 and later also take a divisor"
-    raise ValueError(
-        f"--num-query-groups ({groups}) must be {rule} --tensor-model-parallel-size ({tp_size}) "
-        f"in megatron-core {name}{since}"
-    )
-
-
 def _require(flags: Namespace, *names: str) -> None:
     missing = [f"--{name.replace('_', '-')}" for name in names if not getattr(flags, name)]
     if missing:
@@ -176,6 +135,7 @@ def _require(flags: Namespace, *names: str) -> None:
 
 def _sizes(flags: Namespace) -> dict[str, int | None]:
     """Sizes that Megatron-LM derives where they are not given."""
+    _require(flags, "num_layers", "hidden_size", "num_attention_heads")
     hidden, heads = flags.hidden_size, flags.num_attention_heads
     if flags.kv_channels is None and hidden % heads:
         raise ValueError(f"--hidden-size {hidden} is not a multiple of {heads} heads")
@@ -193,14 +153,5 @@ def _chunks(flags: Namespace) -> int | None:
     """Model chunks of a rank, None for one."""
     if hasattr(flags, "virtual_pipeline_model_parallel_size"):  # Megatron-LM has validated them
         return flags.virtual_pipeline_model_parallel_size or None
-    pp, count = flags.pipeline_model_parallel_size, flags.num_virtual_stages_per_pipeline_rank
-    each = flags.num_layers_per_virtual_pipeline_stage
-    if count is None and each is not None:
-        _require(flags, "num_layers")
-        if flags.num_layers % (pp * each):
-            raise ValueError(
-                f"--num-layers-per-virtual-pipeline-stage {each} does not divide "
-                f"{flags.num_layers} layers over {pp} stages"
-            )
-        count = flags.num_layers // (pp * each)
+    count = flags.num_virtual_stages_per_pipeline_rank
     return None if count == 1 else count

@@ -19,47 +19,36 @@ def count(least: int = 1, most: int = MOST_ELEMENTS) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
-            too_many = value is not None and value > most
-            wanted = f"of at most {most}" if too_many else f"of at least {least}"
-            raise argparse.ArgumentTypeError(f"must be a whole number {wanted}, got {text!r}")
-        return value
+            value = least - 1
+        if least <= value <= most:
+            return value
+        wanted = f"of at most {most}" if value > most else f"of at least {least}"
+        raise argparse.ArgumentTypeError(f"must be a whole number {wanted}, got {text!r}")
 
     return number
 
 
 def finite(text: str) -> float:
     """Any number but infinity and NaN."""
-    value = _float(text)
-    if value is None or not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"must be a finite number, got {text!r}")
-    return value
+    return _checked(text, math.isfinite, "a finite number")
 
 
 def positive(text: str) -> float:
     """A finite number above 0."""
-    value = _float(text)
-    if value is None or not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text!r}")
-    return value
+    return _checked(text, lambda value: 0 < value < math.inf, "a finite number above 0")
 
 
 def up_to(most: float, least: float = 0.0) -> Callable[[str], float]:
     """A number from ``least`` to ``most``."""
-
-    def number(text: str) -> float:
-        value = _float(text)
-        if value is None or not least <= value <= most:
-            wanted = f"a number from {least:g} to {most:g}"
-            raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
-        return value
-
-    return number
+    wanted = f"a number from {least:g} to {most:g}"
+    return lambda text: _checked(text, lambda value: least <= value <= most, wanted)
 
 
-def _float(text: str) -> float | None:
+def _checked(text: str, fits: Callable[[float], bool], wanted: str) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        return None
+        value = math.nan
+    if not fits(value):
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
+    return value

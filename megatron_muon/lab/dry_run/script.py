@@ -79,11 +79,7 @@ class ScriptArguments(Namespace):
 
 @functools.cache
 def prepare(script: Path) -> None:
-    """Import the Megatron-LM of a script, once in a process; Megatron must not be imported before.
-
-    Raises:
-        FileNotFoundError, MixedInstallationError, SeamError: see ``launch.main``.
-    """
+    """Import the Megatron-LM of a script, once in a process, before anything of Megatron is."""
     if not script.is_file():
         raise FileNotFoundError(f"no script {script}")
     checkout = checkout_of(script)
@@ -179,7 +175,7 @@ def _initialized(given: dict[str, Any], printed: io.StringIO) -> Namespace:
 
 
 def _leave_out(args: Namespace) -> list[str]:
-    """In place of what replaces options on a CPU: nothing is run, so few of them matter."""
+    """Turn off what needs a GPU; in a run on a CPU more is replaced, here nothing is run."""
     options = importlib.import_module("megatron_muon.cpu.options")
     for name, value in _LEFT_OUT.items():
         if hasattr(args, name):

@@ -6,7 +6,6 @@ _STATE = Place("megatron.core.parallel_state")
 _TRANSFORMER = Place("megatron.core.transformer")
 _PARALLEL = Place("megatron.core.tensor_parallel")
 _SPECS = Place("megatron.core.models.gpt.gpt_layer_specs")
-_MTP = Place("megatron.core.transformer.multi_token_prediction", since=(0, 20))
 _GROUPS = Place("megatron.core.process_groups_config", "ProcessGroupCollection", since=(0, 16))
 _TRAINING = Place("megatron.training")
 _LOOP = Place("megatron.training.training")
@@ -47,16 +46,9 @@ ROWS = (
     _SPECS.called(
         "get_gpt_layer_local_spec",
         "a layer of Megatron's local modules",
-        "num_experts moe_grouped_gemm qk_layernorm multi_latent_attention",
+        "qk_layernorm multi_latent_attention normalization",
     ),
     _SPECS.called("get_gpt_decoder_block_spec", "layers of a model with experts", _BLOCK),
-    _SPECS.called(
-        "get_gpt_decoder_layer_specs", "the same; MTP's is like the last", _BLOCK, since=(0, 16)
-    ),
-    _SPECS.called(
-        "get_gpt_mtp_block_spec", "multi-token prediction", "config spec use_transformer_engine"
-    ),
-    _MTP.replaced("is_inference_column_parallel_linear", "asks for Transformer Engine's class"),
 )
 # A run's own script, with the Megatron-LM that it is of.
 SCRIPT = (

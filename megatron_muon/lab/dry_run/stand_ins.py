@@ -32,9 +32,9 @@ _Device = torch.device | str | None
 
 
 def install() -> None:
-    """Stand in for the packages from now on; call it before Megatron is imported.
+    """Stand in for the packages from now on, installed ones too; Megatron is imported after it.
 
-    Installed ones, too, whose modules ask for a GPU; but einops, which asks for nothing, is itself.
+    Einops, which asks for no GPU, is itself where it is installed.
     """
     packages = set(VERSIONS)
     if importlib.util.find_spec("einops") is not None:

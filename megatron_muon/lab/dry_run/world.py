@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.parallel_state import RankGenerator
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import multi_token_prediction
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -27,15 +26,8 @@ META = torch.device("meta")
 def as_rank(rank: int, ranks: Ranks, **options: Any) -> Iterator[None]:
     """Be one rank of the world, with Megatron's groups around it; their collectives do nothing.
 
-    Args:
-        rank, ranks: which rank, of what world.
-        options: further arguments of ``initialize_model_parallel``.
-
-    Raises:
-        RuntimeError: this process is in a process group already.
+    ``options`` are further arguments of ``initialize_model_parallel``.
     """
-    if dist.is_initialized():
-        raise RuntimeError("megatron-muon routes makes process groups of its own: run it by itself")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks.world)
     try:
         with _only_own_groups(rank):
@@ -47,12 +39,7 @@ def as_rank(rank: int, ranks: Ranks, **options: Any) -> Iterator[None]:
 
 
 def initialize_groups(ranks: Ranks, **options: Any) -> None:
-    """Megatron's process groups, over a world that is up.
-
-    Args:
-        ranks: how it is divided.
-        options: further arguments of ``initialize_model_parallel``.
-    """
+    """Megatron's process groups, over a world that is up; ``options`` as in ``as_rank``."""
     parallel_state.initialize_model_parallel(
         ranks.tp,
         ranks.pp,
@@ -70,10 +57,9 @@ def initialize_groups(ranks: Ranks, **options: Any) -> None:
 def without_memory() -> Iterator[None]:
     """New parameters and gradient buffers are on the meta device: shapes and marks, no elements.
 
-    Megatron names ``torch.cuda.current_device()`` for most of them, which megatron_muon.cpu makes
-    the CPU; for the time of the build it is the meta device. Modules of torch's own, norms and
-    position embeddings, name none: theirs are replaced as they are registered, before anything is
-    written. Initialization needs the seeds of Megatron's RNG tracker all the same.
+    Megatron names ``torch.cuda.current_device()`` for most of them; for the time of the build it is
+    the meta device. Torch's own modules name none: their parameters are replaced as they are
+    registered. Initialization needs the seeds of Megatron's RNG tracker all the same.
     """
     model_parallel_cuda_manual_seed(0)
     with replaced(torch.cuda, current_device=lambda: META):
@@ -82,17 +68,6 @@ def without_memory() -> Iterator[None]:
             yield
         finally:
             hook.remove()
-
-
-@contextmanager
-def without_inference_layers() -> Iterator[None]:
-    """No linear is one of Transformer Engine's for inference, as is so in a local model.
-
-    The MTP layer of megatron-core 0.20 asks. Where Transformer Engine is not installed that fails:
-    classes derived from a stand-in for its own are no classes.
-    """
-    with replaced(multi_token_prediction, is_inference_column_parallel_linear=lambda module: False):
-        yield
 
 
 def _on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> Any:
@@ -124,28 +99,15 @@ def stage_ranks(ranks: Ranks) -> list[int]:
     return [rank for rank in whole_stage() if dp_place[rank] < dp_size]
 
 
-def dense_grid(ranks: Ranks, node_ranks: int) -> RankGrid:
-    """The ranks of ``stage_ranks`` as the dense weights' optimizer sees them."""
-    tp, dp = (_places(_dense(ranks), token) for token in ("tp", "dp-cp"))
-    dp_size = ranks.world // (ranks.tp * ranks.pp * ranks.instances)
+def grid(ranks: Ranks, node_ranks: int, *, experts: bool) -> RankGrid:
+    """The ranks of ``stage_ranks`` as the optimizer of dense weights, or of experts, sees them."""
+    generator = _experts(ranks) if experts else _dense(ranks)
+    tp_size, ep_size = (ranks.expert_tp, ranks.ep) if experts else (ranks.tp, 1)
+    dp_size = ranks.world // (tp_size * ep_size * ranks.pp * ranks.instances)
+    tp, ep, dp = (_places(generator, token) for token in ("tp", "ep", "dp-cp"))
     return grid_of(
         [
-            Coordinates(0, 1, tp[rank], ranks.tp, dp[rank], dp_size, rank // node_ranks)
-            for rank in stage_ranks(ranks)
-        ]
-    )
-
-
-def expert_grid(ranks: Ranks, node_ranks: int) -> RankGrid:
-    """The ranks of ``stage_ranks`` as the experts' optimizer sees them, over EP ranks."""
-    tp, ep, dp = (_places(_experts(ranks), token) for token in ("tp", "ep", "dp"))
-    sizes = ranks.ep, ranks.expert_tp
-    dp_size = ranks.world // (ranks.expert_tp * ranks.ep * ranks.pp * ranks.instances)
-    return grid_of(
-        [
-            Coordinates(
-                ep[rank], sizes[0], tp[rank], sizes[1], dp[rank], dp_size, rank // node_ranks
-            )
+            Coordinates(ep[rank], ep_size, tp[rank], tp_size, dp[rank], dp_size, rank // node_ranks)
             for rank in stage_ranks(ranks)
         ]
     )

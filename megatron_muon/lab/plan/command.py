@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-import json
+import argparse
+import os
 from argparse import Namespace
 from collections.abc import Collection, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from megatron_muon.lab.outputs import require_outputs
-from megatron_muon.lab.plan.options import DEVICES, PROGRAM, command_line, hardware_given
-from megatron_muon.lab.routes.model_flags import REFUSALS, CommandLine, import_megatron, said, stop
+from megatron_muon.lab.dry_run.numbers import MOST_THINGS, count, up_to
+from megatron_muon.lab.outputs import require_outputs, write_json
+from megatron_muon.lab.plan.training import MFU
+from megatron_muon.lab.pricing.hardware import Hardware
+from megatron_muon.lab.pricing.presets import PRESETS, hardware_of
+from megatron_muon.lab.routes.model_flags import (
+    OF_MODELS,
+    REFUSALS,
+    CommandLine,
+    import_megatron,
+    said,
+    stop,
+)
+from megatron_muon.orthogonalize.numerics import Device
+
+PROGRAM = "megatron-muon plan"
+_DESCRIPTION = f"""\
+What Muon will cost in a run that has not started: bytes, messages, work, memory
+and time of an optimizer step in both layouts, beside AdamW and Megatron's own
+Muon.
+
+{OF_MODELS}
+
+The exchange plans are those of the run. Times are a time model's on stated
+hardware. Nothing is measured, and neither a GPU nor a launcher is needed.
+docs/plan.md explains it."""
+DEVICES: dict[str, Device] = {"torch": "cuda", "kernel": "cuda_symmetric"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,65 +50,149 @@ def main(argv: Sequence[str]) -> int:
     """
     line = command_line(argv)
     import_megatron(PROGRAM, script=line.script)
-    command = _Command(line)
     given = line.given
     try:
         require_outputs(given)
-        written = command.swept(given) if given.sweep else command.planned(given)
-        if given.json is not None:
-            given.json.write_text(json.dumps(written, indent=1))
+        written = _swept(line) if given.sweep else _planned(line)
+        write_json(given.json, written)
     except (*REFUSALS, TypeError, OSError) as error:
         stop(said(error), PROGRAM)
     return 0
 
 
-class _Command:
-    """A command line, which can be planned with further flags."""
+def _planned(line: CommandLine) -> dict[str, Any]:
+    """Print the plan of the run; return all of its figures."""
+    from megatron_muon.lab.plan import report, variants
 
-    def __init__(self, line: CommandLine) -> None:
-        self._line = line
+    plan = _plan(line, ())
+    print(report.as_text(plan))
+    written = report.as_json_ready(plan)
+    if line.given.explain:
+        stage = ["--stage", str(plan.slowest.stages[0])] if plan.ranks.pp > 1 else []
+        tried = variants.planned(
+            variants.changes(plan), lambda words: _plan(line, [*stage, *words], wanted=())
+        )
+        made = sorted(variants.accepted(tried), key=lambda each: each[1].seconds(each[1].layout))
+        without = (variants.Variant("none", ()), plan)
+        before = plan.seconds(plan.layout)
+        lines = variants.table("change, the fastest first", [without, *made], before)
+        print("\n".join(["", *lines]))
+        written["changes"] = [
+            {
+                "change": variant.name,
+                "also_changes": variant.effect,
+                "seconds": (after := changed.seconds(changed.layout)),
+                "gain": (before - after) / before,
+            }
+            for variant, changed in made
+        ]
+    return written
 
-    def planned(self, given: Namespace) -> dict[str, Any]:
-        """Print the plan of the run; return all of its figures."""
-        from megatron_muon.lab.plan import explain
-        from megatron_muon.lab.plan.report import as_dict, as_text
 
-        plan = self._plan(())
-        print(as_text(plan))
-        written = as_dict(plan)
-        if given.explain:
-            slowest = max(plan.kinds, key=lambda kind: kind.row(plan.layout).seconds)
-            stage = ["--stage", str(slowest.stages[0])] if plan.ranks.pp > 1 else []
-            made = explain.gains(plan, lambda words: self._plan([*stage, *words], ()))
-            print(f"\n{explain.as_text(plan, made)}")
-            written["changes"] = explain.as_json_ready(plan, made)
-        return written
+def _swept(line: CommandLine) -> dict[str, Any]:
+    """Print a row for each value; return all figures."""
+    from megatron_muon.lab.plan import report, variants
 
-    def swept(self, given: Namespace) -> dict[str, Any]:
-        """Print a row for each value; return all figures."""
-        from megatron_muon.lab.plan import sweep
+    name, values = variants.swept(line.given.sweep)
+    made = variants.planned(values, partial(_plan, line))
+    plans = variants.accepted(made)
+    lines = variants.table(name, plans) if plans else []
+    lines += [f"{variant.name}: refused: {why}" for variant, why in made if isinstance(why, str)]
+    if plans:
+        lines += ["", "assumptions of the first row:", *report.assumption_lines(plans[0][1])]
+    print("\n".join(lines))
+    points = [
+        {"value": variant.name}
+        | ({"refused": plan} if isinstance(plan, str) else report.as_json_ready(plan))
+        for variant, plan in made
+    ]
+    return {"sweep": name, "points": points}
 
-        asked = sweep.parsed_sweep(given.sweep)
-        sizes = self._line.sizes()
-        ranks = sizes.tensor_model_parallel_size * sizes.context_parallel_size
-        made = list(sweep.points(asked, self._plan, ranks * sizes.pipeline_model_parallel_size))
-        print(sweep.as_text(asked, made))
-        if given.plot is not None:
-            from megatron_muon.lab.plan.plot import plot
 
-            plot(asked, made, given.plot)
-        return sweep.as_json_ready(asked, made)
+def _plan(line: CommandLine, words: Sequence[str], wanted: Collection[Any] | None = None) -> Any:
+    """The plan with further flags.
 
-    def _plan(self, words: Sequence[str], wanted: Collection[Any] | None = None) -> Any:
-        """The plan with further flags.
+    Args:
+        line: the run.
+        words: flags that go behind those of the command line.
+        wanted: the algorithms beside AdamW and the run's own layout; None for all.
+    """
+    from megatron_muon.lab.plan.rows import NAMES
+    from megatron_muon.lab.plan.run import plan_run
 
-        Args:
-            words: flags that go behind those of the command line.
-            wanted: the algorithms beside AdamW and the run's own layout; None for all.
-        """
-        from megatron_muon.lab.plan.rows import NAMES
-        from megatron_muon.lab.plan.run import plan_run
+    given = line.options(words)
+    names = NAMES if wanted is None else wanted
+    return plan_run(line, hardware_given(given), DEVICES[given.products], names, words)
 
-        given = self._line.options(self._line.own(words))
-        device, names = DEVICES[given.products], NAMES if wanted is None else wanted
-        return plan_run(self._line, hardware_given(given), device, names, words)
+
+def command_line(argv: Sequence[str]) -> CommandLine:
+    """Read the command's own options; what comes behind them is the run's.
+
+    Raises:
+        SystemExit: argparse refuses one, or one does not go with another.
+    """
+    made = _parser()
+    line = CommandLine(made, argv)
+    given = line.given
+    is_swept = (given.sweep or "").removeprefix("--").startswith(("dp=", "world-size="))
+    if not (given.world_size or given.dp or is_swept or "WORLD_SIZE" in os.environ):
+        made.error("the following arguments are required: --world-size or --dp (or --sweep dp=...)")
+    if given.explain and given.sweep is not None:
+        made.error("--explain is about one run: leave --sweep out")
+    return line
+
+
+def hardware_given(given: Namespace) -> Hardware:
+    """The hardware that the flags state.
+
+    Raises:
+        ValueError, TypeError, OSError: see ``hardware_of``.
+    """
+    return hardware_of(given.hardware, given.set)
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} [OPTIONS] --world-size N SCRIPT ITS-ARGUMENTS...\n"
+        f"       {PROGRAM} [OPTIONS] --model NAME [FLAGS...]",
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    known = f"the GPUs: {', '.join(PRESETS)}, or a JSON file of constants (%(default)s)"
+    add("--hardware", default="h100", metavar="NAME|FILE", help=known)
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another value of a constant of --hardware; may be given several times",
+    )
+    add(
+        "--products",
+        choices=DEVICES,
+        default="torch",
+        help="symmetric products: torch's, or the kernel of quack-kernels (%(default)s)",
+    )
+    add(
+        "--mfu",
+        type=up_to(1.0, 0.001),
+        metavar="SHARE",
+        help=f"share of the peak that forward and backward reach ({MFU})",
+    )
+    add("--stage", type=count(0, MOST_THINGS), metavar="N", help="only this pipeline stage")
+    add(
+        "--sweep",
+        metavar="NAME=VALUE,...",
+        help="plan the run at several values of dp, tp, pp, cp, ep, batch, or of a flag, written "
+        "without its dashes; none leaves the flag out, given is for a flag without a value",
+    )
+    add(
+        "--explain",
+        action="store_true",
+        help="plan other settings, too, and print which of them are faster",
+    )
+    add("--json", type=Path, metavar="FILE", help="write all figures and assumptions")
+    return made

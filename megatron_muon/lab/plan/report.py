@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from megatron_muon.lab.plan.rows import TITLES, PlannedStep, Spread
 from megatron_muon.lab.plan.run import RunPlan, StagePlan
 from megatron_muon.lab.pricing import upstream
 from megatron_muon.lab.pricing.hardware import CONSTANTS
-from megatron_muon.lab.pricing.memory import GRADIENTS, MAIN, MOMENTS, MOMENTUM, PARAMETERS
+from megatron_muon.lab.pricing.memory import KINDS
 from megatron_muon.lab.pricing.step import PHASES
 from megatron_muon.planning.describe import Share
 from megatron_muon.version import __version__
@@ -24,13 +23,13 @@ ASSUMPTIONS = (
     "all ranks begin the step at the same moment, and a rank takes the same time in every step",
     "the compute and the communication stream do not slow each other down",
     "a rank waits only for ranks that it shares bytes with; a message has its share of both links",
+    "a product takes whole waves of tiles of cuBLAS on Hopper, 128x256 at best and 64x64 at least",
     "kernels of momentum, norm and update read and write memory, whatever the L2 cache holds: "
     "fused ones 14, 6 and 10 bytes per element, with --muon-elementwise foreach 50, 12 and 34 "
     "(pricing/step.py, pricing/kernels.py); AdamW's 28",
     "a library's kernel for symmetric products also adds the linear term; torch's addmm copies it "
     "first",
     "memory: without activations, the allocator's rounding, and what NCCL and cuBLAS take",
-    "the paper's: bucket after bucket, one matrix at a time, nothing overlapped (pricing/paper.py)",
     "Megatron's own Muon: its gradients' reduction, its launches' Python and its padding are not "
     "counted, and its owners are balanced by priced time",
 )
@@ -40,7 +39,7 @@ def as_text(plan: RunPlan) -> str:
     """A table for each kind of stage, the step of the slowest one, then every assumption."""
     lines = [_head(plan), ""]
     for kind in plan.kinds:
-        lines += [*_stage(plan, kind), ""]
+        lines += [*_stage(kind), ""]
     lines += [*_whole(plan), "", *assumption_lines(plan)]
     return "\n".join(lines)
 
@@ -52,25 +51,20 @@ def assumption_lines(plan: RunPlan) -> list[str]:
         *(f"  {line}" for line in (*plan.assumptions, *plan.hardware.lines())),
         *(f"  {line}" for line in (*ASSUMPTIONS, *plan.notes)),
         "rules of Megatron's own Muon:",
-        *(f"  {line}" for line in rules()),
+        *(f"  {line}" for line in _rules()),
     ]
 
 
-def as_json(plan: RunPlan) -> str:
+def as_json_ready(plan: RunPlan) -> dict[str, Any]:
     """All figures; bytes, flops and seconds."""
-    return json.dumps(as_dict(plan), indent=1)
-
-
-def as_dict(plan: RunPlan) -> dict[str, Any]:
-    """The content of ``as_json``."""
     sources = dict(plan.hardware.sources)
     constants = {
         name: {
             "value": getattr(plan.hardware, name),
-            "unit": constant.metadata["unit"],
+            "unit": unit,
             "source": sources.get(name),
         }
-        for name, constant in CONSTANTS.items()
+        for name, unit in CONSTANTS.items()
     }
     return {
         "version": __version__,
@@ -92,14 +86,8 @@ def as_dict(plan: RunPlan) -> dict[str, Any]:
             for name in plan.names
         },
         "stages": [dataclasses.asdict(kind) for kind in plan.kinds],
-        "assumptions": [*plan.assumptions, *ASSUMPTIONS, *plan.notes, *rules()],
+        "assumptions": [*plan.assumptions, *ASSUMPTIONS, *plan.notes, *_rules()],
     }
-
-
-def rules() -> list[str]:
-    """The rules by which Megatron's own Muon is planned, and where they come from."""
-    parts = (upstream.__doc__ or "").split("\n\n")[1:3]
-    return [line for part in parts for line in part.split("\n")]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -119,6 +107,12 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.1f}"
 
 
+def _rules() -> list[str]:
+    """The rules by which Megatron's own Muon is planned, and where they come from."""
+    parts = (upstream.__doc__ or "").split("\n\n")[1:3]
+    return [line for part in parts for line in part.split("\n")]
+
+
 def _head(plan: RunPlan) -> str:
     ranks = plan.ranks
     sizes = {"TP": ranks.tp, "CP": ranks.cp, "PP": ranks.pp, "EP": ranks.ep}
@@ -132,7 +126,7 @@ def _head(plan: RunPlan) -> str:
     )
 
 
-def _stage(plan: RunPlan, kind: StagePlan) -> Iterator[str]:
+def _stage(kind: StagePlan) -> Iterator[str]:
     numbers = ", ".join(map(str, kind.stages))
     several = f" (stages {numbers} are alike)" if len(kind.stages) > 1 else ""
     yield (
@@ -164,10 +158,6 @@ def _count(spread: Spread) -> str:
     return _both(spread, 1, 1) if spread.mean != spread.most else f"{spread.most:,.0f}"
 
 
-def _uneven(row: PlannedStep) -> str:
-    return f"{row.flops.most / row.flops.mean:.2f}" if row.flops.mean else "-"
-
-
 def _phase(name: str) -> Callable[[PlannedStep], str]:
     return lambda row: ms(row.phases[name]) if name in row.phases else "-"
 
@@ -176,7 +166,6 @@ def _rest(kind: str) -> Callable[[PlannedStep], str]:
     return lambda row: f"{row.rest[kind] / MIB:,.0f}"
 
 
-_KINDS = (PARAMETERS, GRADIENTS, MAIN, MOMENTUM, MOMENTS)
 FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
     ("boundary parameters", lambda row: "-" if row.boundary is None else f"{row.boundary:,}"),
     ("sent in the node, MB", lambda row: _both(row.inside, MB, 1)),
@@ -184,14 +173,11 @@ FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
     ("peers", lambda row: _count(row.peers)),
     ("messages", lambda row: _count(row.messages)),
     ("Newton-Schulz, Tflop", lambda row: _both(row.flops, TERA, 2)),
-    (
-        "busiest / mean",
-        _uneven,
-    ),
+    ("busiest / mean", lambda row: f"{row.uneven:.2f}" if row.flops.mean else "-"),
     ("rounds", lambda row: "+".join(map(str, row.rounds)) or "-"),
     ("launches", lambda row: f"{row.launches:,}"),
-    *((f"memory: {kind}, MiB", _rest(kind)) for kind in _KINDS),
-    ("memory at rest, MiB", lambda row: f"{row.memory / MIB:,.0f}"),
+    *((f"memory: {kind}, MiB", _rest(kind)) for kind in KINDS),
+    ("memory at rest, MiB", lambda row: f"{sum(row.rest.values()) / MIB:,.0f}"),
     ("more at the peak, MiB", lambda row: "-" if row.peak is None else f"{row.peak / MIB:,.0f}"),
     *((f"{name}, ms", _phase(name)) for name in PHASES if name != "waiting"),
     ("exposed, ms", lambda row: f"{ms(row.exposed.mean)} / {ms(row.exposed.most)}"),

@@ -24,6 +24,14 @@ from megatron_muon.orthogonalize.iteration import (
 from megatron_muon.orthogonalize.numerics import Numerics
 
 _FP32 = 4  # bytes
+# Rows, columns and share of ``gemm_efficiency`` of the tiles that a product may take. They are an
+# assumption: tiles of cuBLAS on Hopper, smaller ones slower.
+TILES = ((128, 256, 1.0), (128, 128, 0.88), (64, 128, 0.70), (64, 64, 0.5))
+# quack's kernel takes matrices of more than one tile of 256 rows.
+_SYMMETRIC_ROWS = 257
+# Most elements and tensors of a kernel of a ``torch._foreach`` operation of three lists; torch's
+# MultiTensorApply.cuh: 320 blocks of 65,536 elements.
+_FOREACH_ELEMENTS, _FOREACH_TENSORS = 320 * 65536, 48
 # Kernels that divide a batch by its norms, and reads and writes of an element: fused, and torch's.
 _NORMALISING_FUSED, _FUSED_PASSES = 3, 3
 _NORMALISING, _PASSES = 11, 6
@@ -62,18 +70,11 @@ def stream(hardware: Hardware, nbytes: float, launches: int = 1) -> Cost:
 def foreach(
     hardware: Hardware, elements: int, tensors: int, nbytes: float, operations: int = 1
 ) -> Cost:
-    """The cost of ``torch._foreach`` operations over lists of tensors.
-
-    Args:
-        hardware: the GPU.
-        elements, tensors: number of elements and of tensors in a list.
-        nbytes: bytes per element that all operations together read and write.
-        operations: number of operations.
-    """
+    """The cost of ``torch._foreach`` operations, which read and write ``nbytes`` an element."""
     if elements == 0:
         return Cost()
-    by_elements = -(-elements // hardware.foreach_elements)
-    launches = operations * max(by_elements, -(-tensors // hardware.foreach_tensors))
+    by_elements = -(-elements // _FOREACH_ELEMENTS)
+    launches = operations * max(by_elements, -(-tensors // _FOREACH_TENSORS))
     return stream(hardware, elements * nbytes, launches)
 
 
@@ -90,7 +91,7 @@ def product(
     rate = tera * TERA * hardware.gemm_efficiency
     flops = 2 * batch * rows * cols * inner
     best = math.inf
-    for tile_rows, tile_cols, share in hardware.tiles:
+    for tile_rows, tile_cols, share in TILES:
         tiles = batch * -(-rows // tile_rows) * -(-cols // tile_cols)
         waves = -(-tiles // hardware.processors)
         of_wave = 2 * tile_rows * tile_cols * inner * hardware.processors
@@ -105,11 +106,9 @@ def product(
 def batches(
     rows: int, cols: int, count: int, *, ns_batch: int | None, scratch: int
 ) -> Iterator[tuple[int, int]]:
-    """``(matrices, times)``: how ``count`` matrices of one shape are taken together.
+    """``(matrices, times)``: how ``count`` matrices at one home in one round are taken together.
 
     Args:
-        rows, cols: the shape.
-        count: number of matrices at one home in one round.
         ns_batch: most matrices in a batch; None: as many as have scratch memory.
         scratch: elements of scratch memory (``rounds.scratch_limit``).
     """
@@ -141,13 +140,13 @@ def newton_schulz(
         rate = hardware.dense_tflops * TERA * hardware.gemm_efficiency
         flops = ns_flops(rows, cols, numerics)
         return cost + Cost(batch * flops / rate, batch * 3 * len(numerics.steps))
-    work = _Products.of(hardware, (rows, cols), max(rows, cols), batch, numerics)
+    work = _Products(hardware, min(rows, cols), max(rows, cols), batch, numerics)
     if takes_gram(rows, cols, numerics):
         in_two = is_tight and batch == 1 and squares_outside(rows, cols) == 0
         for part in numerics.segments:
             cost += work.gram_segment([c != 0 for _, _, c in part], in_two=in_two)
         return cost
-    return cost + work.standard_steps(numerics)
+    return cost + work.standard_steps()
 
 
 @lru_cache(65536)
@@ -163,18 +162,11 @@ def newton_schulz_strip(
 
     Squares are added over the homes: each receives its rows of all others' squares and sends their
     sum to them. Where they make rows of squares, these are put together. Nothing hides messages.
-    Homes are neighbours: they are of one node where the node's GPUs divide into as many.
-
-    Args:
-        hardware: hardware of every rank.
-        whole: rows and columns of the matrix.
-        long: length of the strip.
-        count, homes: number of strips, and of their homes.
-        numerics: of the run.
+    ``whole`` is the matrix, ``long`` the strip's length, ``count`` the number of strips.
     """
     itemsize = numerics.itemsize
     short = min(whole)
-    work = _Products.of(hardware, whole, long, 1, numerics)
+    work = _Products(hardware, short, long, 1, numerics)
     add = _added(hardware, short * short * itemsize, homes)
     cost = stream(hardware, _STRIP_BYTES * short * long, _STRIP)
     cost += _numbers(hardware, homes).times(3)
@@ -188,19 +180,14 @@ def newton_schulz_strip(
             else:
                 cost += work.gram_segment(squares)
         return cost
-    return cost + add.times(len(numerics.steps)) + work.standard_steps(numerics)
+    return cost + add.times(len(numerics.steps)) + work.standard_steps()
 
 
 def turns(hardware: Hardware, nbytes: int, homes: int) -> Cost:
     """The cost to turn a strip there and back, the messages too, which nothing hides.
 
     Blocks are copied into a message, and those that come are put together; on the way back their
-    rows are then copied to where they came from.
-
-    Args:
-        hardware: hardware of every rank.
-        nbytes: of the strip's rows and of its columns, together.
-        homes: number of homes.
+    rows are then copied to where they came from. ``nbytes`` are those of its rows and columns.
     """
     others = homes - 1
     travels = nbytes * others / homes / _link(hardware, homes)
@@ -253,34 +240,19 @@ def _normalisation(hardware: Hardware, elements: int, numerics: Numerics) -> Cos
 
 @dataclass(frozen=True, slots=True)
 class _Products:
-    """Products of a batch of ``(short, long)`` matrices."""
+    """Products of a batch of ``(short, long)`` matrices; of a strip ``long`` is a rank's part."""
 
     hardware: Hardware
     short: int
     long: int
     batch: int
-    itemsize: int
-    has_kernel: bool
-    is_folded: bool
+    numerics: Numerics
 
-    @classmethod
-    def of(
-        cls,
-        hardware: Hardware,
-        whole: tuple[int, int],
-        long: int,
-        batch: int,
-        numerics: Numerics,
-    ) -> _Products:
-        """Those of matrices of which a rank has ``long`` of the long side."""
-        kernel, itemsize = numerics.device == "cuda_symmetric", numerics.itemsize
-        return cls(hardware, min(whole), long, batch, itemsize, kernel, numerics.folded)
-
-    def standard_steps(self, numerics: Numerics) -> Cost:
+    def standard_steps(self) -> Cost:
         """All steps: those whose c is not 0 have a square more."""
-        squared = sum(c != 0 for _, _, c in numerics.steps)
+        squared = sum(c != 0 for _, _, c in self.numerics.steps)
         cost = self._standard_step(squares=True).times(squared)
-        return cost + self._standard_step(squares=False).times(len(numerics.steps) - squared)
+        return cost + self._standard_step(squares=False).times(len(self.numerics.steps) - squared)
 
     def _standard_step(self, *, squares: bool) -> Cost:
         """XXᵀ, bA + cA² unless c is 0, aX + BX."""
@@ -288,7 +260,7 @@ class _Products:
         cost = self._symmetric(long, linear=False)
         if squares:
             cost += self._symmetric(short, linear=True)
-        if self.is_folded:  # the linear term's factor is added to the square's diagonal
+        if self.numerics.folded:  # the linear term's factor is added to the square's diagonal
             return cost + stream(self.hardware, 0) + self._product(short, long, short)
         return cost + self._copy(short * long) + self._product(short, long, short)
 
@@ -309,7 +281,7 @@ class _Products:
         if not squares:
             return cost
         plus = self._symmetric(short, linear=True)
-        if self.is_folded and all(squares):
+        if self.numerics.folded and all(squares):
             # linear terms are on the diagonal of H, which is the first Q
             diagonals = stream(self.hardware, 0).times(len(squares))
             others = 3 * (len(squares) - 1)
@@ -337,12 +309,12 @@ class _Products:
         return plain + self._copy(self.short * self.short) if linear else plain
 
     def _takes_kernel(self, inner: int) -> bool:
-        has = self.has_kernel and self.itemsize < _FP32
-        return has and self.short >= self.hardware.symmetric_rows and fits_kernel(self.short, inner)
+        has = self.numerics.device == "cuda_symmetric" and self.numerics.itemsize < _FP32
+        return has and self.short >= _SYMMETRIC_ROWS and fits_kernel(self.short, inner)
 
     def _product(self, rows: int, cols: int, inner: int) -> Cost:
-        return product(self.hardware, rows, cols, inner, self.batch, self.itemsize)
+        return product(self.hardware, rows, cols, inner, self.batch, self.numerics.itemsize)
 
     def _copy(self, elements: int) -> Cost:
         """The cost of the linear term's copy, over which ``addmm`` writes its result."""
-        return stream(self.hardware, 2 * self.itemsize * self.batch * elements)
+        return stream(self.hardware, 2 * self.numerics.itemsize * self.batch * elements)

@@ -1,9 +1,8 @@
-"""Memory of each rank: at rest, and above that at the highest moment of Muon's step.
+"""Memory of each rank: at rest, and above that at the highest moment of Muon's step on a GPU.
 
 Above the state there are buffers of the exchange, and scratch memory (``scratch``). Sizes and
 lifetimes are those of ``runtime.round`` and ``runtime.exchange``. Left out are tensors of one
-number per matrix or segment, and the allocator's rounding. AdamW's scratch memory is that of the
-caller: a GPU's fused kernel has none.
+number per matrix or segment, and the allocator's rounding. A GPU's fused AdamW takes none.
 """
 
 from __future__ import annotations
@@ -12,86 +11,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_muon.lab.pricing import scratch
-from megatron_muon.lab.pricing.work import Pairs, RoundWork, rounds_of
+from megatron_muon.lab.pricing.work import Optimizer, Pairs, RoundWork, rounds_of
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.config import MuonConfig
 
 MOMENTUM, MOMENTS, MAIN = "Muon's momentum", "AdamW's moments", "main parameters"
 PARAMETERS, GRADIENTS = "parameters", "gradients"
+KINDS = (PARAMETERS, GRADIENTS, MAIN, MOMENTUM, MOMENTS)
 _FP32 = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Buffers:
-    """Megatron's buffers of one DistributedOptimizer on a rank; the same on every rank of a stage.
-
-    Attributes:
-        parameters, gradients: bytes of all elements, padding included.
-        has_main: whether main parameters in fp32 are beside the parameters.
-    """
-
-    parameters: int
-    gradients: int
-    has_main: bool
-
-
-def at_rest(
-    buffers: Sequence[Buffers],
-    muon: Sequence[Sequence[int]],
-    rest: Sequence[Sequence[int]],
-    momentum_bytes: int = _FP32,
-) -> list[dict[str, int]]:
-    """Bytes by kind, of each rank.
-
-    Args:
-        buffers: of each optimizer.
-        muon: for each optimizer, by rank, elements that have a momentum.
-        rest: for each optimizer, by rank, elements that have AdamW's two moments.
-        momentum_bytes: of an element of momentum.
-    """
-    whole = {
-        PARAMETERS: sum(one.parameters for one in buffers),
-        GRADIENTS: sum(one.gradients for one in buffers),
-    }
+def at_rest(optimizers: Sequence[Optimizer], *, with_muon: bool = True) -> list[dict[str, int]]:
+    """Bytes by kind, of each rank of a stage with these optimizers; or with AdamW's alone."""
     kinds = []
-    for rank in range(len(muon[0])):
-        main = sum(
-            (mine[rank] + others[rank]) * _FP32 * one.has_main
-            for one, mine, others in zip(buffers, muon, rest, strict=True)
-        )
-        momentum = sum(mine[rank] for mine in muon) * momentum_bytes
-        moments = sum(others[rank] for others in rest) * 2 * _FP32
-        kinds.append({**whole, MAIN: main, MOMENTUM: momentum, MOMENTS: moments})
+    every = [(one.muon, one.elements) for one in optimizers]
+    for rank in range(len(every[0][0])):
+        main = momentum = moments = 0
+        for one, (muon, elements) in zip(optimizers, every, strict=True):
+            main += elements[rank] * _FP32 * one.has_main
+            momentum += muon[rank] * _FP32 * with_muon
+            moments += (elements[rank] - muon[rank] * with_muon) * 2 * _FP32
+        whole = sum(one.parameters for one in optimizers), sum(one.gradients for one in optimizers)
+        kinds.append(dict(zip(KINDS, (*whole, main, momentum, moments), strict=True)))
     return kinds
 
 
-def peaks(
-    plans: Sequence[ExchangePlan],
-    config: MuonConfig,
-    device: Device = "cuda",
-    adamw: Sequence[Sequence[int]] = (),
-) -> list[int]:
+def peaks(plans: Sequence[ExchangePlan], config: MuonConfig, device: Device = "cuda") -> list[int]:
     """Bytes of each rank above the state at the highest moment of its step.
 
     Args:
         plans: of the stage's optimizers, in the order of their steps.
         config: the settings that made them.
         device: kind of device of all ranks.
-        adamw: for each plan, by rank, bytes of scratch memory in which AdamW updates the other
-            parameters; empty where its kernel has none.
     """
-    if not plans:
-        return []
     numerics = Numerics(config, device)
-    rounds = [_sized(plan, numerics) for plan in plans]
-    adamw = adamw or [[0] * plan.size for plan in plans]
+    sized = [_sized(plan, numerics) for plan in plans]
     return [
-        _peak(
-            [[sizes[rank] for sizes in one] for one in rounds],
-            [of_rank[rank] for of_rank in adamw],
-        )
-        for rank in range(plans[0].size)
+        _peak([[sizes[rank] for sizes in rounds] for rounds in sized])
+        for rank in range(plans[0].size if plans else 0)
     ]
 
 
@@ -109,16 +67,16 @@ class _Sizes:
         momentum, update: scratch memory of the elementwise work before and after it.
     """
 
-    kept: int = 0
-    staged: int = 0
-    in_place: bool = True
-    sent: int = 0
-    received: int = 0
-    out: int = 0
-    back: int = 0
-    scratch: int = 0
-    momentum: int = 0
-    update: int = 0
+    kept: int
+    staged: int
+    in_place: bool
+    sent: int
+    received: int
+    out: int
+    back: int
+    scratch: int
+    momentum: int
+    update: int
 
     @property
     def travels(self) -> bool:
@@ -185,21 +143,27 @@ class _Live:
         self.free(nbytes)
 
 
-def _peak(optimizers: Sequence[Sequence[_Sizes]], adamw: Sequence[int]) -> int:
-    """The order is that of ``DistributedMuon.step``, where experts begin before the end.
-
-    Args:
-        optimizers: rounds of each.
-        adamw: scratch memory of each one's AdamW.
-    """
+def _peak(optimizers: Sequence[Sequence[_Sizes]]) -> int:
+    """The order is that of ``DistributedMuon.step``, where experts begin before the end."""
     live = _Live()
-    last: _Sizes | None = None
-    for number, (rounds, of_adamw) in enumerate(zip(optimizers, adamw, strict=True)):
+    last: _Sizes | None = None  # a round of which directions are still on their way
+    for rounds in optimizers:
         _begin(rounds, live)
-        if not number:  # others have orthogonalized their first round before
-            live.pass_through(of_adamw)
-        _run(rounds, live, last, of_adamw if number else 0)
-        last = rounds[-1] if rounds and rounds[-1].travels else None
+        if not rounds and last is not None:
+            _finish(last, live)
+            last = None
+        for number, sizes in enumerate(rounds):
+            if not sizes.travels:
+                _start(sizes, live)
+            _assemble(sizes, live)
+            _begin(rounds[number + 1 : number + 2], live)
+            live.pass_through(sizes.scratch)
+            if last is not None:
+                _finish(last, live)
+            _leave(sizes, live)
+            if not sizes.travels:
+                _finish(sizes, live)
+            last = sizes if sizes.travels else None
     if last is not None:
         _finish(last, live)
     return live.most
@@ -208,29 +172,6 @@ def _peak(optimizers: Sequence[Sequence[_Sizes]], adamw: Sequence[int]) -> int:
 def _begin(rounds: Sequence[_Sizes], live: _Live) -> None:
     if rounds and rounds[0].travels:
         _start(rounds[0], live)
-
-
-def _run(rounds: Sequence[_Sizes], live: _Live, last: _Sizes | None, adamw: int) -> None:
-    """All rounds of an optimizer; after its first, the one before it finishes its ``last``."""
-    if not rounds:
-        if last is not None:
-            _finish(last, live)
-        live.pass_through(adamw)
-    for number, sizes in enumerate(rounds):
-        if not sizes.travels:
-            _start(sizes, live)
-        _assemble(sizes, live)
-        _begin(rounds[number + 1 : number + 2], live)
-        live.pass_through(sizes.scratch)
-        if number and rounds[number - 1].travels:
-            _finish(rounds[number - 1], live)
-        if not number:
-            if last is not None:
-                _finish(last, live)
-            live.pass_through(adamw)
-        _leave(sizes, live)
-        if not sizes.travels:
-            _finish(sizes, live)
 
 
 def _start(sizes: _Sizes, live: _Live) -> None:

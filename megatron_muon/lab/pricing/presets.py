@@ -2,80 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware, finite, from_json
+from megatron_muon.console import printable
+from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware
 
 _SHEET = "NVIDIA's H100 data sheet, SXM"
-_FOREACH = "torch's MultiTensorApply.cuh: 320 blocks of 65,536 elements a kernel"
 _KERNELS = (
     "assumption; https://dao-lab.ai/blog/2026/gram-newton-schulz reports about twice the speed"
 )
-
+_H100: Mapping[str, tuple[Any, str]] = {
+    "dense_tflops": (989.4, f"{_SHEET}: 1,979 with sparsity, half of it dense"),
+    "fp32_tflops": (66.9, f"{_SHEET}: 67"),
+    "gemm_efficiency": (0.72, "assumption: 712 TFLOP/s, cuBLAS at the power limit of 700 W"),
+    "processors": (132, "NVIDIA H100 white paper: 132 SMs"),
+    "split_efficiency": (0.7, "assumption"),
+    "split_us": (3.0, "assumption: the pass that adds the parts"),
+    "symmetric_ratio": (0.55, _KERNELS),
+    "memory_gbytes": (3350.0, f"{_SHEET}: 3.35 TB/s"),
+    "memory_efficiency": (
+        0.80,
+        "https://mikamirai.com/blog/gpu-memory-bandwidth: 84 % of coalesced",
+    ),
+    "kernel_us": (2.5, "assumption"),
+    "launch_us": (4.5, "assumption: the low end of the 5 to 25 us reported for an eager operation"),
+    "phase_us": (30.0, "assumption: Python of a phase, its tables made before"),
+    "node_gbytes": (450.0, f"{_SHEET}: NVLink 900 GB/s, half of it each way"),
+    "node_efficiency": (
+        0.70,
+        "assumption; 0.82 for rings: github.com/NVIDIA/nccl-tests/issues/212",
+    ),
+    "pair_gbytes": (180.0, "sendrecv_perf's plateau: github.com/NVIDIA/nccl-tests/issues/268"),
+    "network_gbytes": (50.0, "a port of 400 Gbit/s for each GPU"),
+    "network_efficiency": (0.85, "assumption"),
+    "message_us": (25.0, "assumption; 31 to 34 us on A40: github.com/NVIDIA/nccl-tests/issues/214"),
+    "peer_us": (1.2, "assumption"),
+    "peer_host_us": (0.35, "assumption: ncclSend or ncclRecv inside a group"),
+    "gpus_per_node": (8, "HGX H100"),
+}
 H100 = Hardware(
     name="H100 SXM",
-    dense_tflops=989.4,
-    fp32_tflops=66.9,
-    gemm_efficiency=0.72,
-    processors=132,
-    tiles=((128, 256, 1.0), (128, 128, 0.88), (64, 128, 0.70), (64, 64, 0.5)),
-    split_efficiency=0.7,
-    split_us=3.0,
-    symmetric_ratio=0.55,
-    symmetric_rows=257,
-    memory_gbytes=3350.0,
-    memory_efficiency=0.80,
-    kernel_us=2.5,
-    launch_us=4.5,
-    phase_us=30.0,
-    node_gbytes=450.0,
-    node_efficiency=0.70,
-    pair_gbytes=180.0,
-    network_gbytes=50.0,
-    network_efficiency=0.85,
-    message_us=25.0,
-    peer_us=1.2,
-    peer_host_us=0.35,
-    gpus_per_node=8,
-    foreach_elements=320 * 65536,
-    foreach_tensors=48,
-    host_waits=0,
-    sources=(
-        ("dense_tflops", f"{_SHEET}: 1,979 with sparsity, half of it dense"),
-        ("fp32_tflops", f"{_SHEET}: 67"),
-        ("gemm_efficiency", "assumption: 712 TFLOP/s, cuBLAS at the power limit of 700 W"),
-        ("processors", "NVIDIA H100 white paper: 132 SMs"),
-        ("tiles", "assumption: tiles of cuBLAS on Hopper, smaller ones slower"),
-        ("split_efficiency", "assumption"),
-        ("split_us", "assumption: the pass that adds the parts"),
-        ("symmetric_ratio", _KERNELS),
-        ("symmetric_rows", "iteration.py: quack's kernel takes more than one tile of 256 rows"),
-        ("memory_gbytes", f"{_SHEET}: 3.35 TB/s"),
-        ("memory_efficiency", "https://mikamirai.com/blog/gpu-memory-bandwidth: 84 % of coalesced"),
-        ("kernel_us", "assumption"),
-        ("launch_us", "assumption: the low end of the 5 to 25 us reported for an eager operation"),
-        ("phase_us", "assumption: Python of a phase, its tables made before"),
-        ("node_gbytes", f"{_SHEET}: NVLink 900 GB/s, half of it each way"),
-        ("node_efficiency", "assumption; 0.82 for rings: github.com/NVIDIA/nccl-tests/issues/212"),
-        ("pair_gbytes", "sendrecv_perf's plateau: github.com/NVIDIA/nccl-tests/issues/268"),
-        ("network_gbytes", "a port of 400 Gbit/s for each GPU"),
-        ("network_efficiency", "assumption"),
-        ("message_us", "assumption; 31 to 34 us on A40: github.com/NVIDIA/nccl-tests/issues/214"),
-        ("peer_us", "assumption"),
-        ("peer_host_us", "assumption: ncclSend or ncclRecv inside a group"),
-        ("gpus_per_node", "HGX H100"),
-        ("foreach_elements", _FOREACH),
-        ("foreach_tensors", "the same file: 48 tensors for an operation of three lists"),
-        ("host_waits", "CUDA streams"),
-        ("momentum_bytes", "fp32, as Muon keeps it; 2 is for a momentum that it does not have"),
-    ),
+    **{name: value for name, (value, _) in _H100.items()},
+    sources=tuple((name, source) for name, (_, source) in _H100.items()),
 )
 
 
-def _like(base: Hardware, name: str, values: dict[str, tuple[Any, str]]) -> Hardware:
+def _like(base: Hardware, name: str, values: Mapping[str, tuple[Any, str]]) -> Hardware:
     """Another GPU: constants with the source of each; all others are those of ``base``."""
     made = base.with_values({key: value for key, (value, _) in values.items()}, name)
     assumed = {
@@ -136,7 +113,7 @@ def hardware_of(name: str, settings: Sequence[str]) -> Hardware:
     if name in PRESETS:
         hardware = PRESETS[name]
     elif Path(name).is_file():
-        hardware = from_json(Path(name).read_text(), name, H100)
+        hardware = from_json(Path(name).read_text(), name)
     else:
         raise ValueError(
             f"--hardware {name}: neither a file nor one of {', '.join(PRESETS)}; a file is JSON, "
@@ -145,15 +122,56 @@ def hardware_of(name: str, settings: Sequence[str]) -> Hardware:
     values: dict[str, Any] = {}
     for setting in settings:
         constant, equals, text = setting.partition("=")
-        if not equals or constant not in CONSTANTS or constant == "tiles":
-            names = ", ".join(known for known in CONSTANTS if known != "tiles")
+        if not equals or constant not in CONSTANTS:
+            names = ", ".join(CONSTANTS)
             raise ValueError(f"--set {setting}: give NAME=VALUE, where NAME is one of {names}")
-        values[constant] = _number(setting, text)
+        try:
+            values[constant] = _finite(text)
+        except ValueError:
+            raise ValueError(f"--set {setting}: {text!r} is not a finite number") from None
     return hardware.with_values(values, "--set")
 
 
-def _number(setting: str, text: str) -> float:
+def from_json(text: str, source: str, base: Hardware = H100) -> Hardware:
+    """Hardware from ``{"name": …, "values": {constant: value}, "sources": {constant: text}}``.
+
+    Args:
+        text: JSON; all three keys may be missing.
+        source: the file's name, and the source of values for which the file has none.
+        base: the constants that are not in ``values``.
+
+    Raises:
+        ValueError, TypeError: it is not such JSON; names what is wrong.
+    """
     try:
-        return finite(text)
-    except ValueError:
-        raise ValueError(f"--set {setting}: {text!r} is not a finite number") from None
+        given = json.loads(text, parse_constant=_finite, parse_int=_whole, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source} is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"{source}: hardware is a JSON object, got {type(given).__name__}")
+    kinds = {"name": str, "values": dict, "sources": dict}
+    for key, value in given.items():
+        if key not in kinds:
+            raise ValueError(f"{source}: {key!r} is not one of {', '.join(kinds)}")
+        if not isinstance(value, kinds[key]):
+            raise TypeError(f"{source}: {key!r} must be a JSON {kinds[key].__name__}")
+    made = base.with_values(given.get("values", {}), source)
+    sources = dict(made.sources)
+    for name, one in given.get("sources", {}).items():
+        if not isinstance(one, str):
+            raise TypeError(f"{source}: the source of {name!r} must be a text, got {one!r}")
+        sources[name] = printable(one)
+    name = printable(given.get("name", source))
+    return replace(made, name=name, sources=tuple(sources.items()))
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is not finite")
+    return value
+
+
+def _whole(text: str) -> int:
+    _finite(text)  # and so of at most 309 digits
+    return int(text)

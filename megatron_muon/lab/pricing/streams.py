@@ -10,59 +10,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from megatron_muon.lab.pricing.hardware import GIGA, MICRO, Hardware
 from megatron_muon.lab.pricing.kernels import Cost
 from megatron_muon.lab.pricing.work import Pairs
 
 WAITING = "waiting"  # for messages, on the compute stream
-
-
-Shared = Mapping[int, int]  # of a group: bytes that each member sends to each other one
-
-
-@dataclass(slots=True)
-class Sent:
-    """A rank's part of an exchange in groups: bytes in its node and between nodes, and peers."""
-
-    out: int = 0
-    into: int = 0
-    out_far: int = 0
-    into_far: int = 0
-    members: int = 0  # bits of the ranks of its groups
-
-    @property
-    def peers(self) -> int:
-        return max(0, self.members.bit_count() - 1)
-
-    def seconds(self, hardware: Hardware) -> float:
-        """The time of its bytes on its own links."""
-        inside = max(self.out, self.into) / hardware.node_link
-        return max(inside, max(self.out_far, self.into_far) / hardware.network_link)
-
-
-def sent_in_groups(shared: Sequence[Shared], nodes: Sequence[int]) -> dict[int, Sent]:
-    """What each rank sends and receives, of ranks in a group of two or more."""
-    sent: dict[int, Sent] = defaultdict(Sent)
-    for group in shared:
-        if len(group) < 2:
-            continue
-        members, whole = 0, sum(group.values())
-        of_node: dict[int, list[int]] = defaultdict(lambda: [0, 0])  # members, bytes
-        for rank, nbytes in group.items():
-            members |= 1 << rank
-            of_node[nodes[rank]][0] += 1
-            of_node[nodes[rank]][1] += nbytes
-        for rank, nbytes in group.items():
-            near, near_bytes = of_node[nodes[rank]]
-            one = sent[rank]
-            one.out += nbytes * (near - 1)
-            one.into += near_bytes - nbytes
-            one.out_far += nbytes * (len(group) - near)
-            one.into_far += whole - near_bytes
-            one.members |= members
-    return sent
 
 
 def nodes_of(world_ranks: Sequence[int], hardware: Hardware) -> list[int]:
@@ -77,6 +30,7 @@ class Streams:
         hardware: the hardware of every rank.
         size: number of ranks.
         nodes: the node of each rank; None: as ``nodes_of`` numbers a stage that is all of a run.
+        host_works: the host makes every operation itself, as on a CPU, in place of launching it.
 
     Attributes:
         host, compute, communication: time at which each ends the work that it has been given.
@@ -85,9 +39,17 @@ class Streams:
         launches: number of launches by rank.
     """
 
-    def __init__(self, hardware: Hardware, size: int, nodes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        hardware: Hardware,
+        size: int,
+        nodes: Sequence[int] | None = None,
+        *,
+        host_works: bool = False,
+    ) -> None:
         self.hardware = hardware
         self.nodes = nodes_of(range(size), hardware) if nodes is None else nodes
+        self._host_works = host_works
         self.travelling = [0.0] * size
         self.host = [0.0] * size
         self.compute = [0.0] * size
@@ -128,30 +90,6 @@ class Streams:
             self.communication[rank] = met + travels
         return {rank: self.communication[rank] for rank in peers}
 
-    def share(self, shared: Sequence[Shared]) -> dict[int, float]:
-        """Start an exchange in which all members of a group send to each other.
-
-        A rank's messages take as long as the slowest links of the members of its groups.
-
-        Returns:
-            As ``exchange``.
-        """
-        sent = sent_in_groups(shared, self.nodes)
-        hardware = self.hardware
-        begins = {rank: self._enqueued(rank, one.peers) for rank, one in sent.items()}
-        links = {rank: one.seconds(hardware) for rank, one in sent.items()}
-        met, slowest = dict(begins), dict(links)
-        for group in shared:
-            begin, link = max(begins[r] for r in group), max(links[r] for r in group)
-            for rank in group:
-                met[rank] = max(met[rank], begin)
-                slowest[rank] = max(slowest[rank], link)
-        for rank, one in sent.items():
-            latency = (hardware.message_us + hardware.peer_us * one.peers) * MICRO
-            self.travelling[rank] += latency + slowest[rank]
-            self.communication[rank] = met[rank] + latency + slowest[rank]
-        return {rank: self.communication[rank] for rank in sent}
-
     def wait(self, ends: Mapping[int, float]) -> None:
         """Let the compute streams wait for messages."""
         waiting = self.spent[WAITING]
@@ -159,7 +97,7 @@ class Streams:
             now = max(self.compute[rank], self.host[rank])
             waiting[rank] += max(0.0, end - now)
             self.compute[rank] = max(self.compute[rank], end)
-            if self.hardware.host_waits:
+            if self._host_works:
                 self.host[rank] = max(now, end)
 
     def _run(self, phase: str, rank: int, cost: Cost) -> None:
@@ -167,7 +105,7 @@ class Streams:
         begin = self.host[rank] + hardware.phase_us * MICRO
         self.launches[rank] += cost.launches
         self.host[rank] = begin + cost.launches * launch
-        if hardware.host_waits:
+        if self._host_works:
             end = max(self.compute[rank], self.host[rank]) + cost.seconds
             self.host[rank] = end
         else:  # the last operation ends after its launch and its own time
@@ -206,16 +144,13 @@ class _Links:
 
     def seconds(self, rank: int) -> float:
         """The time of a rank's messages, by its own links and its share of each peer's link."""
-        most = self._own(rank)
+        node, network = self._hardware.node_link, self._hardware.network_link
+        out, into, out_far, into_far = self._bytes[rank]
+        most = max(max(out, into) / node, max(out_far, into_far) / network)
         for peer, way, count in self._pairs_of[rank]:
-            rate = self._hardware.node_link if way < 2 else self._hardware.network_link
+            rate = node if way < 2 else network
             at_peer = min(count * self._peers[peer][way], self._bytes[peer][way]) / rate
             most = max(most, at_peer)
             if way < 2:
                 most = max(most, count / (self._hardware.pair_gbytes * GIGA))
         return most
-
-    def _own(self, rank: int) -> float:
-        out, into, out_far, into_far = self._bytes[rank]
-        inside = max(out, into) / self._hardware.node_link
-        return max(inside, max(out_far, into_far) / self._hardware.network_link)

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_muon.lab.pricing.hardware import GIGA, MICRO, Hardware
+from megatron_muon.lab.pricing.hardware import MICRO, Hardware
 from megatron_muon.lab.pricing.kernels import Cost, newton_schulz, product, stream
-from megatron_muon.lab.pricing.step import Optimizer, adamw
+from megatron_muon.lab.pricing.step import adamw
+from megatron_muon.lab.pricing.work import Optimizer, owned_matrices
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.layout import Parameter
@@ -35,54 +36,37 @@ from megatron_muon.settings.config import MuonConfig
 
 TpMode = Literal["duplicated", "distributed"]
 _BYTES = 46 + 34  # per element, in momentum and update
+_LAUNCHES = 9  # of momentum and update of a parameter
 _FP32, _BF16 = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWise:
-    """Upstream's step.
+    """Work of an owner, or of the one that has most of each figure; ``mean`` is over all owners.
 
     Attributes:
-        seconds: on the rank that ends last.
-        exposed: seconds of collectives over TP on that rank; nothing hides them.
-        launches: on that rank.
-        flops_mean, flops_busiest: Newton-Schulz flops of ranks.
-        tp_bytes_mean, tp_bytes_most: bytes that a rank sends to its TP peers.
-        messages: collectives over TP of the rank that has most.
-        muon_most: most elements with a momentum on one rank.
+        seconds: of all of it, on the rank that ends last.
+        exposed: seconds of collectives over TP; nothing hides them.
+        launches: of the host.
+        flops: of Newton-Schulz.
+        sent: bytes that a rank sends to its TP peers.
+        messages: collectives over TP.
+        elements: of parameters with a momentum, on one TP rank.
     """
 
-    seconds: float
-    exposed: float
-    launches: int
-    flops_mean: float
-    flops_busiest: int
-    tp_bytes_mean: float
-    tp_bytes_most: int
-    messages: int
-    muon_most: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """The work of an owner and of each of its TP ranks.
-
-    Attributes:
-        cost: of everything; ``tp_seconds`` of it are collectives.
-        elements: of its parameters on one TP rank.
-    """
-
-    cost: Cost = field(default_factory=Cost)
-    tp_seconds: float = 0.0
-    flops: int = 0
-    sent: int = 0
+    seconds: float = 0.0
+    exposed: float = 0.0
+    launches: int = 0
+    flops: float = 0
+    sent: float = 0
     messages: int = 0
     elements: int = 0
 
-    def __add__(self, other: _Load) -> _Load:
-        return _Load(
-            self.cost + other.cost,
-            self.tp_seconds + other.tp_seconds,
+    def __add__(self, other: LayerWise) -> LayerWise:
+        return LayerWise(
+            self.seconds + other.seconds,
+            self.exposed + other.exposed,
+            self.launches + other.launches,
             self.flops + other.flops,
             self.sent + other.sent,
             self.messages + other.messages,
@@ -92,8 +76,8 @@ class _Load:
 
 def price_layer_wise(
     optimizers: Sequence[Optimizer], config: MuonConfig, hardware: Hardware, mode: TpMode
-) -> LayerWise:
-    """Upstream's step, on the rank that ends last.
+) -> tuple[LayerWise, LayerWise]:
+    """Upstream's step: of the rank that ends last, with the most of each figure; and the mean.
 
     Args:
         optimizers: the stage's optimizers. Their matrices and TP splits are read, not their homes.
@@ -107,100 +91,84 @@ def price_layer_wise(
         ns_dtype=config.ns_dtype or "bf16",
         elementwise="foreach",  # its norms are torch's, too
     )
-    numerics = Numerics(settings)
-    seconds = exposed = mean_flops = mean_sent = 0.0
-    busiest = _Load()
+    numerics, busiest, mean = Numerics(settings), LayerWise(), LayerWise()
     for optimizer in optimizers:
-        loads = _loads(optimizer.plan, numerics, hardware, mode)
-        load = max(loads, key=lambda load: load.cost.seconds, default=_Load())
+        owners = _owners(optimizer.plan, numerics, hardware, mode)
+        last = max(owners, key=lambda owner: owner.seconds, default=LayerWise())
         dp_size = optimizer.plan.grid.dp_size
         elements = sum(p.shape[0] * p.shape[1] for p in optimizer.plan.parameters if p.ep_rank == 0)
-        cost = load.cost + stream(hardware, _BYTES * elements / dp_size)
-        cost += adamw(hardware, sum(optimizer.rest) // len(optimizer.rest))
-        seconds += max(cost.seconds, cost.launches * hardware.launch_us * MICRO)
-        exposed += load.tp_seconds
-        mean_flops += sum(one.flops for one in loads) / max(1, len(loads))
-        mean_sent += sum(one.sent for one in loads) / max(1, len(loads))
-        busiest += replace(
-            load,
-            cost=cost,
-            flops=max((one.flops for one in loads), default=0),
-            sent=max((one.sent for one in loads), default=0),
-            elements=max((one.elements for one in loads), default=0),
+        beside = stream(hardware, _BYTES * elements / dp_size)
+        beside += adamw(hardware, sum(optimizer.rest) // len(optimizer.rest))
+        launches = last.launches + beside.launches
+        busiest += LayerWise(
+            max(last.seconds + beside.seconds, launches * hardware.launch_us * MICRO),
+            last.exposed,
+            launches,
+            max((owner.flops for owner in owners), default=0),
+            max((owner.sent for owner in owners), default=0),
+            last.messages,
+            max((owner.elements for owner in owners), default=0),
         )
-    return LayerWise(
-        seconds=seconds,
-        exposed=exposed,
-        launches=busiest.cost.launches,
-        flops_mean=mean_flops,
-        flops_busiest=busiest.flops,
-        tp_bytes_mean=mean_sent,
-        tp_bytes_most=busiest.sent,
-        messages=busiest.messages,
-        muon_most=busiest.elements,
-    )
+        flops, sent = (
+            sum(getattr(owner, of) for owner in owners) / max(1, len(owners))
+            for of in ("flops", "sent")
+        )
+        mean += LayerWise(flops=flops, sent=sent)
+    return busiest, mean
 
 
-def _loads(plan: ExchangePlan, numerics: Numerics, hardware: Hardware, mode: TpMode) -> list[_Load]:
-    """The load of every owner."""
-    loads: dict[int, list[_Load]] = defaultdict(list)  # by EP rank
-    for parameter, matrices in _matrices(plan):
-        rows, cols = parameter.shape
-        # momentum and update of a parameter
-        load = _Load(Cost(0.0, 9), elements=rows * cols)
-        for matrix in matrices:
-            load += _matrix(parameter, matrix, numerics, hardware, mode)
-        loads[parameter.ep_rank].append(load)
-    dp_size = plan.grid.dp_size
-    return [load for of_ep in loads.values() for load in _balanced(of_ep, dp_size)]
-
-
-def _balanced(parameters: Sequence[_Load], ranks: int) -> list[_Load]:
-    loads = [_Load()] * ranks
-    by_time = [(0.0, rank) for rank in range(ranks)]  # a heap
-    for one in sorted(parameters, key=lambda one: -one.cost.seconds):
-        _, least = heapq.heappop(by_time)
-        loads[least] += one
-        heapq.heappush(by_time, (loads[least].cost.seconds, least))
-    return loads
+def _owners(
+    plan: ExchangePlan, numerics: Numerics, hardware: Hardware, mode: TpMode
+) -> list[LayerWise]:
+    """Every owner: within an EP rank, the parameter that takes longest goes to the least busy."""
+    works = [
+        LayerWise(launches=_LAUNCHES, elements=parameter.shape[0] * parameter.shape[1])
+        for parameter in plan.parameters
+    ]
+    for index, matrix in owned_matrices(plan):
+        works[index] += _matrix(plan.parameters[index], matrix, numerics, hardware, mode)
+    by_ep_rank: dict[int, list[LayerWise]] = defaultdict(list)
+    for parameter, work in zip(plan.parameters, works, strict=True):
+        by_ep_rank[parameter.ep_rank].append(work)
+    owners = []
+    for of_ep in by_ep_rank.values():
+        own = [LayerWise()] * plan.grid.dp_size
+        by_time = [(0.0, owner) for owner in range(len(own))]  # a heap
+        for work in sorted(of_ep, key=lambda work: -work.seconds):
+            _, least = heapq.heappop(by_time)
+            own[least] += work
+            heapq.heappush(by_time, (own[least].seconds, least))
+        owners += own
+    return owners
 
 
 def _matrix(
     parameter: Parameter, matrix: Matrix, numerics: Numerics, hardware: Hardware, mode: TpMode
-) -> _Load:
+) -> LayerWise:
     """The part of each TP rank in a matrix."""
     tp_size, dim = len(parameter.blocks), parameter.partition_dim
-    flops = ns_flops(matrix.rows, matrix.cols, numerics)
-    whole = newton_schulz(hardware, matrix.rows, matrix.cols, 1, numerics)
-    if tp_size == 1 or dim is None:
-        return _Load(whole, flops=flops)
-    if mode == "duplicated":
+    if tp_size == 1 or dim is None or mode == "duplicated":
+        cost = newton_schulz(hardware, matrix.rows, matrix.cols, 1, numerics)
+        flops = ns_flops(matrix.rows, matrix.cols, numerics)
+        if tp_size == 1 or dim is None:
+            return LayerWise(cost.seconds, 0.0, cost.launches, flops)
         sent = matrix.numel * _FP32 * (tp_size - 1) // tp_size
         gather = _collective(hardware, sent)
-        return _Load(whole + gather, gather.seconds, flops, sent, 1)
+        cost += gather
+        return LayerWise(cost.seconds, gather.seconds, cost.launches, flops, sent, 1)
     square, cut = (matrix.cols, matrix.rows) if dim == 0 else (matrix.rows, matrix.cols)
-    local = max(1, cut // tp_size)
+    local, steps = max(1, cut // tp_size), len(numerics.steps)
     step = product(hardware, square, square, local) + product(hardware, square, square, square)
     step += product(hardware, square, local, square)
     step += stream(hardware, 2 * _BF16 * (square * square + square * local), 2)
     sent = 2 * (tp_size - 1) * square * square * _BF16 // tp_size
-    reduce, steps = _collective(hardware, sent), len(numerics.steps)
-    return _Load(
-        (step + reduce).times(steps),
-        steps * reduce.seconds,
-        steps * 2 * (2 * square * square * local + square**3),
-        steps * sent,
-        steps,
-    )
+    reduce = _collective(hardware, sent)
+    cost = (step + reduce).times(steps)
+    flops = steps * 2 * (2 * square * square * local + square**3)
+    exposed = steps * reduce.seconds
+    return LayerWise(cost.seconds, exposed, cost.launches, flops, steps * sent, steps)
 
 
 def _collective(hardware: Hardware, nbytes: float) -> Cost:
     """The cost of a collective over TP ranks, which share a node."""
-    seconds = nbytes / (hardware.node_gbytes * GIGA * hardware.node_efficiency)
-    return Cost(seconds + hardware.message_us * MICRO, 1)
-
-
-def _matrices(plan: ExchangePlan) -> Iterator[tuple[Parameter, list[Matrix]]]:
-    matrices = iter(plan.matrices)
-    for parameter in plan.parameters:
-        yield parameter, [next(matrices) for _ in parameter.matrices]
+    return Cost(nbytes / hardware.node_link + hardware.message_us * MICRO, 1)

@@ -1,9 +1,9 @@
-"""Each rank's work in each round of a plan: elements, matrices, and bytes by pair."""
+"""Each rank's work in each round of a plan, and what it sends in a step."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,8 +11,38 @@ from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.table import stays_in_place
 from megatron_muon.planning.slices import Matrix
 
-Shape = tuple[int, int]
 Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """One DistributedOptimizer of a stage.
+
+    Attributes:
+        plan: the plan of its Muon parameters.
+        rest: by rank, elements that AdamW updates.
+        parameters, gradients: bytes of Megatron's buffers on each rank, padding included.
+        has_main: whether main parameters in fp32 are beside the parameters.
+    """
+
+    plan: ExchangePlan
+    rest: tuple[int, ...]
+    parameters: int = 0
+    gradients: int = 0
+    has_main: bool = True
+
+    @property
+    def muon(self) -> list[int]:
+        """Elements of Muon's parameters on each rank."""
+        held = [0] * self.plan.size
+        for segment in self.plan.slices:
+            held[segment.rank] += segment.elements.size
+        return held
+
+    @property
+    def elements(self) -> list[int]:
+        """All elements of each rank."""
+        return total([self.muon, self.rest])
 
 
 class Shared(NamedTuple):
@@ -46,17 +76,13 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoundWork:
-    """One round; lists are by rank.
+    """One round; lists are by rank, and count elements or, where they say so, segments.
 
     Attributes:
-        held: elements of the rank's pieces.
-        pieces: number of these pieces.
-        arriving: elements that the rank receives as a home.
-        arrivals: number of segments of these elements.
-        kept: elements of its matrices that it holds itself.
-        keeps: number of segments of these elements.
-        leaving: elements of directions that it sends as a home.
-        departures: number of segments of these elements.
+        held, pieces: elements and number of the rank's pieces.
+        arriving, arrivals: elements and segments that the rank receives as a home.
+        kept, keeps: those of its matrices that it holds itself.
+        leaving, departures: those of directions that it sends as a home.
         layouts: number of matrices of each layout that it orthogonalizes.
         gather, scatter: bytes by pair of ranks.
     """
@@ -73,6 +99,12 @@ class RoundWork:
     gather: Pairs = field(default_factory=lambda: defaultdict(int))
     scatter: Pairs = field(default_factory=lambda: defaultdict(int))
 
+    @classmethod
+    def idle(cls, size: int) -> RoundWork:
+        own = [[0] * size for _ in range(8)]
+        layouts: list[Counter[Layout]] = [Counter() for _ in range(size)]
+        return cls(own[0], own[1], own[2], own[3], own[4], own[5], own[6], own[7], layouts)
+
     def staged(self, rank: int) -> int:
         """Elements of the matrices whose home the rank is."""
         return self.kept[rank] + self.arriving[rank]
@@ -84,7 +116,7 @@ class RoundWork:
 
 def rounds_of(plan: ExchangePlan) -> list[RoundWork]:
     """Every round of a plan, for all ranks in one pass over its segments."""
-    rounds = [_idle(plan.size) for _ in plan.rounds]
+    rounds = [RoundWork.idle(plan.size) for _ in plan.rounds]
     round_of = {
         index: work for work, members in zip(rounds, plan.rounds, strict=True) for index in members
     }
@@ -108,20 +140,17 @@ def rounds_of(plan: ExchangePlan) -> list[RoundWork]:
             work.arrivals[home] += 1
     for (number, rank, home), elements in plan.gathered_elements().items():
         rounds[number].gather[rank, home] = elements * plan.itemsize
-    matrices = iter(plan.matrices)
-    for index, parameter in enumerate(plan.parameters):
-        for _ in parameter.matrices:
-            matrix = next(matrices)
-            round_of[index].layouts[matrix.home][Layout.of(matrix)] += matrix.units
+    for index, matrix in owned_matrices(plan):
+        round_of[index].layouts[matrix.home][Layout.of(matrix)] += matrix.units
     return rounds
 
 
-def held_elements(plan: ExchangePlan) -> list[int]:
-    """Elements of Muon's parameters on each rank."""
-    held = [0] * plan.size
-    for segment in plan.slices:
-        held[segment.rank] += segment.elements.size
-    return held
+def owned_matrices(plan: ExchangePlan) -> Iterator[tuple[int, Matrix]]:
+    """Every matrix with the index of its parameter."""
+    matrices = iter(plan.matrices)
+    for index, parameter in enumerate(plan.parameters):
+        for _ in parameter.matrices:
+            yield index, next(matrices)
 
 
 def total(counts: Sequence[Sequence[int]]) -> list[int]:
@@ -129,10 +158,46 @@ def total(counts: Sequence[Sequence[int]]) -> list[int]:
     return [sum(of_rank) for of_rank in zip(*counts, strict=True)]
 
 
-def _idle(size: int) -> RoundWork:
-    def zeros() -> list[int]:
-        return [0] * size
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Messages of one step, by rank of the stage.
 
-    layouts: list[Counter[Layout]] = [Counter() for _ in range(size)]
-    own = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
-    return RoundWork(*own, layouts)
+    Attributes:
+        inside, between: bytes that the rank sends to others of its node, and to other nodes.
+        messages: number of messages that it sends.
+        peers: number of ranks that it sends to or receives from.
+    """
+
+    inside: list[int]
+    between: list[int]
+    messages: list[int]
+    peers: list[int]
+
+    @property
+    def sent(self) -> list[int]:
+        """All bytes that each rank sends."""
+        return total([self.inside, self.between])
+
+
+def traffic_of(plans: Sequence[ExchangePlan], nodes: Sequence[int]) -> Traffic:
+    """What the ranks of a stage send for its plans; ``nodes`` has the node of each rank."""
+    size = len(nodes)
+    inside, between, messages = [0] * size, [0] * size, [0] * size
+    peers: list[set[int]] = [set() for _ in nodes]
+    for pairs in _exchanges(plans):
+        for (sender, receiver), nbytes in pairs.items():
+            way = inside if nodes[sender] == nodes[receiver] else between
+            way[sender] += nbytes
+            messages[sender] += 1
+            peers[sender].add(receiver)
+            peers[receiver].add(sender)
+    return Traffic(inside, between, messages, [len(others) for others in peers])
+
+
+def _exchanges(plans: Sequence[ExchangePlan]) -> Iterator[Pairs]:
+    for plan in plans:
+        for work in rounds_of(plan):
+            yield work.gather
+            yield work.scatter
+        for shared in plan.shared:
+            yield from (dict(message.sizes) for message in shared.messages())

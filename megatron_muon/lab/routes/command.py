@@ -1,14 +1,15 @@
-"""``megatron-muon routes``: matrices and homes of a model that Megatron's flags describe."""
+"""``megatron-muon routes``: the optimizer, matrices and homes of every parameter of a run."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from megatron_muon.lab.outputs import require_outputs, write_json
 from megatron_muon.lab.routes.model_flags import (
     OF_MODELS,
     REFUSALS,
@@ -43,33 +44,33 @@ def main(argv: Sequence[str]) -> int:
         0; wrong arguments end the process with status 2, as argparse does.
     """
     line = CommandLine(_parser(), argv)
+    given = line.given
     import_megatron(_PROGRAM, script=line.script)
     from megatron_muon.lab.routes.parameters import routes
-    from megatron_muon.lab.routes.table import as_json, as_text
+    from megatron_muon.lab.routes.table import as_text
+    from megatron_muon.mcore.seams.rows import megatron_version
 
     try:
+        require_outputs(given)
         run = line.settled()
         with megatron_is_quiet():
             routed = routes(run.flags, run.config)
-    except REFUSALS as error:
+        package = importlib.import_module("megatron.core")
+        core = {
+            "version": megatron_version()[0],
+            "folder": str(Path(package.__path__[0]).resolve()),
+        }
+        if given.json is not None:
+            about = {"megatron_core": core, "settings": dataclasses.asdict(run.config)}
+            figures = about | {"notes": run.notes} | dataclasses.asdict(routed)
+            write_json(given.json, figures)
+    except (*REFUSALS, OSError) as error:
         stop(said(error), _PROGRAM)
     for note in run.notes:
         print(f"{_PROGRAM}: {note}", file=sys.stderr)
-    core = _core()
-    print(
-        as_json(routed, run.config, run.notes, core)
-        if line.given.json
-        else as_text(routed, core, every=line.given.all)
-    )
+    print(f"megatron-core {core['version']} ({core['folder']})\n")
+    print(as_text(routed, every=given.all))
     return 0
-
-
-def _core() -> Any:
-    from megatron_muon.lab.routes.table import Core
-    from megatron_muon.mcore.seams.rows import megatron_version
-
-    package = importlib.import_module("megatron.core")
-    return Core(megatron_version()[0], str(Path(package.__path__[0]).resolve()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, with every parameter")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every parameter and its homes"
+    )
     parser.add_argument(
         "--all", action="store_true", help="print a line for every layer and expert"
     )

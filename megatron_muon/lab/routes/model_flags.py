@@ -38,8 +38,8 @@ SCRIPT is the run's own, such as pretrain_gpt.py in a Megatron-LM checkout, with
 its arguments behind it as the run has them: it parses them and builds its model
 itself. Without a checkout --model has presets:
 {textwrap.fill(", ".join(PRESETS), 78)}.
-Megatron-LM's flags of a GPT, of its ranks (--tp, --pp, --cp, --ep, --etp, --dp)
-and of its buckets change them, and Muon's flags can be given as well."""
+Megatron-LM's flags of a GPT, of its ranks (--tp, --pp, --cp, --ep, --etp) and
+of its buckets change them, and Muon's flags can be given as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +72,21 @@ class CommandLine:
         Raises:
             SystemExit: argparse refuses an option.
         """
-        found = [at for at, word in enumerate(argv) if _is_script(word)]
+        found = [at for at, word in enumerate(argv) if word.endswith(".py") and word[0] != "-"]
         self.script = Path(argv[found[0]]).resolve() if found else None
-        self._parser = parser
         end = found[0] if found else len(argv)
+        self._parser = parser
         self._options, self._words = list(argv[:end]), list(argv[end + 1 :])
         _add_model(parser)
         if self.script is None:
-            add_model_flags(parser)
+            _add_model_flags(parser)
         self.given = self.options()
         if self.script is not None and self.given.model is not None:
             parser.error("--model is for where no script is given: leave one of both out")
 
     def options(self, words: Sequence[str] = ()) -> Namespace:
-        """The command's own options, and a preset's flags, with further ones."""
-        given = [*self._options, *words]
+        """The command's own options, and a preset's flags, with those among further words."""
+        given = [*self._options, *self._split(words)[0]]
         parsed, unknown = self._parser.parse_known_args(given)
         if unknown:
             where = "the run's own go behind its script's name"
@@ -104,40 +104,23 @@ class CommandLine:
             ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin
                 refuses it.
         """
-        own, of_run = self._split(words)
-        options = self.options(own)
-        node_size = getattr(options, "node_size", None)
-        if self.script is None:
-            if node_size is not None and options.muon_node_ranks is None:
-                options.muon_node_ranks = node_size
-            return settled(options)
         from megatron_muon.lab.dry_run.model import ranks_of
+
+        options, of_run = self.options(words), [*self._words, *self._split(words)[1]]
+        if self.script is None:
+            options.world_size = _world_size(options, options)
+            return _settled(options)
         from megatron_muon.lab.dry_run.script import arguments_of
 
-        of_run = [*self._words, *of_run]
-        if node_size is not None:
-            of_run = ["--muon-node-ranks", str(node_size), *of_run]
-        world_size = options.world_size or int(os.environ.get("WORLD_SIZE", "0"))
-        with megatron_is_quiet():
-            args, config, notes = arguments_of(
-                self.script, of_run, world_size or ranks_of(self.sizes(of_run)).world
-            )
-        return Settled(args, config, ranks_of(args), notes)
-
-    def sizes(self, words: Sequence[str] | None = None) -> Namespace:
-        """The sizes of ranks among the words, by default among all of the command line."""
         parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-        parser.add_argument("--world-size", type=int)
         add_rank_flags(parser)
-        parser.set_defaults(virtual_pipeline_model_parallel_size=None)
-        every = [*self._options, *self._words] if words is None else words
-        if self.given.model is not None:
-            every = [*PRESETS[self.given.model].split(), *every]
-        return parser.parse_known_args(list(every))[0]
-
-    def own(self, words: Sequence[str]) -> list[str]:
-        """Those of the words that are options of the command."""
-        return self._split(words)[0]
+        sizes = parser.parse_known_args(of_run)[0]
+        sizes.world_size = _world_size(options, sizes) or int(os.environ.get("WORLD_SIZE", "0"))
+        sizes.virtual_pipeline_model_parallel_size = None
+        with megatron_is_quiet():
+            world_size = sizes.world_size or ranks_of(sizes).world
+            args, config, notes = arguments_of(self.script, of_run, world_size)
+        return Settled(args, config, ranks_of(args), notes)
 
     def _split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Words of the command's own options, and those that go behind the script's."""
@@ -150,61 +133,6 @@ class CommandLine:
                 into = own if is_own or self.script is None else of_run
             into.append(word)
         return own, of_run
-
-
-def settled(flags: Namespace) -> Settled:
-    """Check the flags of a GPT and choose what a run would choose: layers and buckets.
-
-    Args:
-        flags: of a parser with ``add_model_flags``.
-
-    Raises:
-        ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin
-            refuses them.
-    """
-    from megatron_muon.lab.dry_run.model import ranks_of, validated
-    from megatron_muon.megatron_lm.bucketing import choose_buckets
-
-    if getattr(flags, "dp", None) is not None and flags.world_size is None:
-        sizes = flags.tensor_model_parallel_size * flags.context_parallel_size
-        flags.world_size = flags.dp * sizes * flags.pipeline_model_parallel_size
-    config = muon_settings(flags)
-    ranks = ranks_of(flags)
-    with megatron_is_quiet():
-        args = validated(flags, ranks)
-        notes = choose_buckets(args)
-    flags.ddp_num_buckets = args.ddp_num_buckets
-    return Settled(flags, config, ranks, notes)
-
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add Muon's flags and those of Megatron's that describe a GPT, all hidden from ``--help``.
-
-    Args:
-        parser: made with ``allow_abbrev=False``.
-    """
-    parser.add_argument("--dp", type=count(most=MOST_RANKS), help=argparse.SUPPRESS)
-    before = set(parser._actions)
-    add_flags(parser)
-    for action in set(parser._actions) - before:
-        action.help = argparse.SUPPRESS
-    add_megatron_flags(parser)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", choices=PRESETS, metavar="NAME", help="a preset, in place of SCRIPT"
-    )
-    parser.add_argument(
-        "--world-size",
-        type=count(most=MOST_RANKS),
-        metavar="N",
-        help="number of ranks (default: WORLD_SIZE, or as few as the sizes allow)",
-    )
-
-
-def _is_script(word: str) -> bool:
-    return word.endswith(".py") and not word.startswith("-")
 
 
 def import_megatron(program: str, script: Path | None = None) -> None:
@@ -227,7 +155,7 @@ def import_megatron(program: str, script: Path | None = None) -> None:
             importlib.import_module("megatron.core.transformer")
             check_rows(ROWS)
         except CoreNotFoundError:
-            raise  # ``cli.main`` prints its message, which says how to get a core
+            raise  # ``commands.main`` prints its message, which says how to get a core
         except (SeamError, MixedInstallationError, FileNotFoundError) as error:
             stop(str(error), program)
         except ImportError as error:
@@ -282,3 +210,54 @@ def said(error: BaseException) -> str:
     assert traceback is not None
     code = traceback.tb_frame.f_code
     return f"{type(error).__name__} in {code.co_name} ({code.co_filename}:{traceback.tb_lineno})"
+
+
+def _settled(flags: Namespace) -> Settled:
+    """Check the flags of a GPT and choose what a run would choose: layers and buckets."""
+    from megatron_muon.lab.dry_run.model import ranks_of, validated
+    from megatron_muon.megatron_lm.bucketing import choose_buckets
+
+    config = muon_settings(flags)
+    ranks = ranks_of(flags)
+    with megatron_is_quiet():
+        args = validated(flags, ranks)
+        notes = choose_buckets(args)
+    flags.ddp_num_buckets = args.ddp_num_buckets
+    return Settled(flags, config, ranks, notes)
+
+
+def _world_size(options: Namespace, sizes: Namespace) -> int | None:
+    """The number of ranks that the command's options state."""
+    dp: int | None = options.dp
+    stated: int | None = options.world_size
+    if dp is None:
+        return stated
+    if stated is not None:
+        raise ValueError("--dp and --world-size both state the number of ranks: leave one out")
+    tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
+    return dp * int(tp * pp * sizes.context_parallel_size)
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add Muon's flags and those of Megatron's that describe a GPT, all hidden from ``--help``."""
+    before = set(parser._actions)
+    add_flags(parser)
+    for action in set(parser._actions) - before:
+        action.help = argparse.SUPPRESS
+    add_megatron_flags(parser)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", choices=PRESETS, metavar="NAME", help="a preset, in place of SCRIPT"
+    )
+    ranks = count(most=MOST_RANKS)
+    parser.add_argument(
+        "--world-size",
+        type=ranks,
+        metavar="N",
+        help="number of ranks (default: WORLD_SIZE, or as few as the sizes allow)",
+    )
+    parser.add_argument(
+        "--dp", type=ranks, metavar="N", help="data-parallel size, in place of --world-size"
+    )

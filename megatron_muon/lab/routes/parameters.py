@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_muon.lab.dry_run import world
 from megatron_muon.lab.dry_run.model import Ranks, ranks_of
 from megatron_muon.lab.dry_run.stages import (
+    Planned,
     as_rank,
     built,
     planned_optimizers,
     sizes_of,
 )
 from megatron_muon.mcore.routing.matrices import matrices_of
-from megatron_muon.mcore.routing.multipliers import Multipliers, multipliers_of
+from megatron_muon.mcore.routing.multipliers import multipliers_of
 from megatron_muon.mcore.routing.param_routing import (
     Weight,
     expert_name,
@@ -34,7 +35,6 @@ from megatron_muon.mcore.routing.survey import (
 from megatron_muon.mcore.wiring.buffers.placement import local_experts
 from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.planning.describe import Share, share_lines, start_line
-from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime.update import update_scale
 from megatron_muon.settings.config import MuonConfig
 
@@ -43,13 +43,13 @@ Split = Literal["rows", "columns", "replicated", "whole"]
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A matrix: whole size, factor of its orthogonalized update, and who orthogonalizes it.
+    """A matrix.
 
     Attributes:
         name: the parameter's, with the part in brackets where it holds several.
         rows, cols: over all TP ranks.
-        scale: ``update_scale`` of it.
-        home: rank of the stage.
+        scale: factor of its orthogonalized update, ``update_scale``.
+        home: rank of the stage that orthogonalizes it.
     """
 
     name: str
@@ -70,8 +70,7 @@ class RoutedParameter:
             of it where there is one TP rank.
         ep_rank: the EP rank of an expert's parameter, where there are several; None for others.
         reason: why AdamW has it; None where Muon does.
-        multipliers: of its learning rate and its weight decay, by ``lr_mults`` and
-            ``wd_mults``.
+        lr_mult, wd_mult: factors of its learning rate and its weight decay.
         matrices: Muon's.
     """
 
@@ -79,13 +78,11 @@ class RoutedParameter:
     shape: tuple[int, ...]
     tp: Split
     ep_rank: int | None
+    optimizer: Literal["muon", "adamw"]
     reason: str | None
-    multipliers: Multipliers
+    lr_mult: float
+    wd_mult: float
     matrices: tuple[Routed, ...] = ()
-
-    @property
-    def optimizer(self) -> Literal["muon", "adamw"]:
-        return "muon" if self.reason is None else "adamw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,40 +90,26 @@ class RoutedStage:
     """A pipeline stage.
 
     Attributes:
-        number: pipeline rank.
+        stage: its number.
         ranks: ranks of the world, by their number in the stage; with several optimizer instances,
             those of the first one.
-        rows: every parameter, those of an expert's on every EP rank.
-        share: Muon's share of it.
         lines: those that a run prints about the stage at its start.
-        plan_seconds: processor time of making its exchange plans.
+        parameters: all of them, those of an expert on every EP rank.
     """
 
-    number: int
+    stage: int
     ranks: tuple[int, ...]
-    rows: tuple[RoutedParameter, ...]
-    share: Share
     lines: tuple[str, ...]
-    plan_seconds: float
+    parameters: tuple[RoutedParameter, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
     """A model's routes, over all stages; ``lines`` are what a run prints about the model."""
 
-    stages: tuple[RoutedStage, ...]
-    lines: tuple[str, ...]
     ranks: Ranks
-
-
-@dataclass
-class _Planned:
-    """From the plans of a stage's optimizers: matrices by parameter name and EP rank."""
-
-    matrices: dict[tuple[str, int], tuple[Routed, ...]] = field(default_factory=dict)
-    on_ep_ranks: set[Any] = field(default_factory=set)
-    lines: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    lines: tuple[str, ...]
+    stages: tuple[RoutedStage, ...]
 
 
 def routes(flags: Namespace, config: MuonConfig) -> Routes:
@@ -141,96 +124,93 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
             something wrong, as they would in the run.
     """
     ranks = ranks_of(flags)
+    sizes = sizes_of(flags, ranks)
     matched: set[str] = set()
-    stages = []
+    stages: list[RoutedStage] = []
+    share = Share()
     for number, rank in enumerate(world.first_ranks(ranks)):
         with as_rank(rank, flags, ranks):
             chunks = built(flags, config, ranks)
-            stages.append(_stage(flags, config, ranks, number, chunks))
-            matched |= matched_patterns(chunks, sizes_of(flags, ranks), config)
+            planned = planned_optimizers(flags, config, ranks, chunks)
+            stages.append(_stage(number, planned, chunks, config, sizes, ranks))
+            matched |= matched_patterns(chunks, sizes, config)
+            share += share_of(routes_of(chunks, sizes, config), config)
     require_matched(matched, config)
-    lines = share_lines(sum((stage.share for stage in stages), start=Share()))
-    return Routes(tuple(stages), tuple(lines), ranks)
+    return Routes(ranks, tuple(share_lines(share)), tuple(stages))
 
 
 def _stage(
-    flags: Namespace, config: MuonConfig, ranks: Ranks, number: int, chunks: Sequence[Any]
+    number: int,
+    optimizers: Sequence[Planned],
+    chunks: Sequence[Any],
+    config: MuonConfig,
+    sizes: Sizes,
+    ranks: Ranks,
 ) -> RoutedStage:
-    planned_here = _Planned()
-    earlier: list[ExchangePlan] = []
-    for planned in planned_optimizers(flags, config, ranks, chunks):
-        planned_here.seconds += planned.seconds
-        _take(planned_here, planned.plan, config)
+    matrices: dict[tuple[str, int], tuple[Routed, ...]] = {}  # by parameter and EP rank
+    on_ep_ranks: set[Any] = set()
+    lines = list(unknown_lines(routes_of(chunks, sizes, config)))
+    for at, planned in enumerate(optimizers):
+        matrices |= _matrices(planned, config)
         if planned.experts:
-            of_buffers = (buffer.param_index_map for buffer in planned.buffers)
-            planned_here.on_ep_ranks |= {param for params in of_buffers for param in params}
+            on_ep_ranks.update(*(buffer.param_index_map for buffer in planned.buffers))
         buckets = [len(buffer.buckets) for buffer in planned.buffers]
-        line = start_line(
-            planned.plan,
-            stage=number,
-            experts=planned.experts,
-            buckets=buckets,
-            earlier=earlier,
+        earlier = [one.plan for one in optimizers[:at]]
+        lines.append(
+            start_line(
+                planned.plan,
+                stage=number,
+                experts=planned.experts,
+                buckets=buckets,
+                earlier=earlier,
+            )
         )
-        earlier.append(planned.plan)
-        planned_here.lines.append(line)
-    sizes = sizes_of(flags, ranks)
-    here = routes_of(chunks, sizes, config)
-    return RoutedStage(
-        number=number,
-        ranks=tuple(world.stage_ranks(ranks)),
-        rows=tuple(
-            row
-            for weight in weights(chunks)
-            for row in _rows(weight, planned_here, config, sizes, chunks)
-        ),
-        share=share_of(here, config),
-        lines=(*unknown_lines(here), *planned_here.lines),
-        plan_seconds=planned_here.seconds,
-    )
+    parameters: list[RoutedParameter] = []
+    for weight in weights(chunks):
+        ep_size = sizes.ep if weight.param in on_ep_ranks else 1
+        names = [
+            expert_name(weight.name, ep, local_experts(chunks, ep_size)) for ep in range(ep_size)
+        ]
+        tp_size = sizes.tp_of(weight)
+        reason = why_adamw(weight, tp_size, config)
+        parameters += [
+            RoutedParameter(
+                name,
+                tuple(weight.param.shape),
+                _split(weight, tp_size, config, reason),
+                ep_rank if weight.param in on_ep_ranks else None,
+                "muon" if reason is None else "adamw",
+                reason,
+                *multipliers_of(weight, config),
+                matrices[name, ep_rank] if reason is None else (),
+            )
+            for ep_rank, name in enumerate(names)
+        ]
+    members = tuple(world.stage_ranks(ranks))
+    return RoutedStage(number, members, tuple(lines), tuple(parameters))
 
 
-def _take(planned: _Planned, plan: ExchangePlan, config: MuonConfig) -> None:
-    matrices = iter(plan.matrices)
-    for parameter in plan.parameters:
-        planned.matrices[parameter.name, parameter.ep_rank] = tuple(
+def _matrices(planned: Planned, config: MuonConfig) -> dict[tuple[str, int], tuple[Routed, ...]]:
+    """Matrices by their parameter's name and EP rank."""
+    matrices = iter(planned.plan.matrices)
+    return {
+        (parameter.name, parameter.ep_rank): tuple(
             Routed(m.name, *m.unit, update_scale(*m.whole, config), m.home)
             for m in (next(matrices) for _ in parameter.matrices)
             for _ in range(m.units)
         )
+        for parameter in planned.plan.parameters
+    }
 
 
-def _rows(
-    weight: Weight, planned: _Planned, config: MuonConfig, sizes: Sizes, chunks: Sequence[Any]
-) -> list[RoutedParameter]:
-    """The parameter, once for each EP rank that has one of its own."""
-    on_ep_ranks = weight.param in planned.on_ep_ranks
-    tp_size = sizes.tp_of(weight)
-    reason = why_adamw(weight, tp_size, config)
-    if reason is None:
-        tp = _split(matrices_of(weight, tp_size, config).partition_dim, tp_size)
-    else:
-        tp = _split_by_mark(weight, tp_size)
-    ep_size = sizes.ep if on_ep_ranks else 1
-    multipliers = multipliers_of(weight, config)
-    rows = []
-    for ep_rank in range(ep_size):
-        name = expert_name(weight.name, ep_rank, local_experts(chunks, ep_size))
-        matrices = planned.matrices[name, ep_rank] if reason is None else ()
-        number = ep_rank if on_ep_ranks else None
-        shape = tuple(weight.param.shape)
-        rows.append(RoutedParameter(name, shape, tp, number, reason, multipliers, matrices))
-    return rows
-
-
-def _split_by_mark(weight: Weight, tp_size: int) -> Split:
-    if not is_cut(weight):
-        return _split(None, tp_size)
-    # state-space layers mark what TP ranks have a range of, and do not say along which dim
-    return _split(max(0, getattr(weight.param, "partition_dim", 0)), tp_size)
-
-
-def _split(dim: int | None, tp_size: int) -> Split:
+def _split(weight: Weight, tp_size: int, config: MuonConfig, reason: str | None) -> Split:
     if tp_size == 1:
         return "whole"
+    if reason is None:
+        dim = matrices_of(weight, tp_size, config).partition_dim
+    elif is_cut(weight):
+        # state-space layers mark what TP ranks have a range of, and do not say along which dim
+        dim = max(0, getattr(weight.param, "partition_dim", 0))
+    else:
+        dim = None
     return "replicated" if dim is None or dim < 0 else ("rows", "columns")[dim]

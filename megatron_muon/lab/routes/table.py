@@ -1,122 +1,71 @@
-"""Routes as a table for people, where layers and experts share lines, and as JSON."""
+"""Routes as a table for people, where layers and experts share lines."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_muon.lab.routes.parameters import Routed, RoutedParameter, RoutedStage, Routes
-from megatron_muon.settings.config import MuonConfig
 
 _LAYER = re.compile(r"(.*?\blayers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
 _HEADER = ("parameter", "local shape", "TP", "optimizer", "matrices", "scale", "home")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Core:
-    """The megatron-core that the model was built with: its version and its folder."""
-
-    version: str
-    folder: str
-
-
-def as_json(routes: Routes, config: MuonConfig, notes: Sequence[str], core: Core) -> str:
-    """Everything; ``home`` is an index of the stage's ``ranks``."""
-    return json.dumps(
-        {
-            "megatron_core": dataclasses.asdict(core),
-            "ranks": dataclasses.asdict(routes.ranks),
-            "settings": dataclasses.asdict(config),
-            "notes": list(notes),
-            "lines": list(routes.lines),
-            "stages": [_stage_as_json(stage) for stage in routes.stages],
-        },
-        indent=1,
-    )
-
-
-def _stage_as_json(stage: RoutedStage) -> dict[str, Any]:
-    return {
-        "stage": stage.number,
-        "ranks": list(stage.ranks),
-        "plan_cpu_seconds": round(stage.plan_seconds, 4),
-        "lines": list(stage.lines),
-        "parameters": [
-            {
-                "name": row.name,
-                "shape": list(row.shape),
-                "tp": row.tp,
-                "ep_rank": row.ep_rank,
-                "optimizer": row.optimizer,
-                "reason": row.reason,
-                "lr_mult": row.multipliers[0],
-                "wd_mult": row.multipliers[1],
-                "matrices": [dataclasses.asdict(matrix) for matrix in row.matrices],
-            }
-            for row in stage.rows
-        ],
-    }
-
-
-def as_text(routes: Routes, core: Core, *, every: bool) -> str:
-    """The core, a table for each stage, then the lines that a run prints.
+def as_text(routes: Routes, *, every: bool) -> str:
+    """A table for each stage, then the lines that a run prints.
 
     Args:
         routes: those to show.
-        core: the megatron-core that they were built with.
         every: a line for each parameter; else parameters that differ in their layer's and expert's
             numbers only share one.
     """
-    lines = [f"megatron-core {core.version} ({core.folder})", ""]
+    lines = []
     for stage in routes.stages:
-        lines.append(_heading(stage))
-        cells = [_cells(rows) for rows in ([r] for r in stage.rows)] if every else _shared(stage)
-        lines += [*_aligned([_HEADER, *cells]), ""]
+        ranks = numbers(stage.ranks)
+        lines.append(
+            f"pipeline stage {stage.stage}, {len(stage.ranks)} rank(s) of the world: {ranks}"
+        )
+        shared = [[row] for row in stage.parameters] if every else _shared(stage)
+        lines += [*_aligned([_HEADER, *map(_cells, shared)]), ""]
     lines += routes.lines
     lines += [line for stage in routes.stages for line in stage.lines]
     return "\n".join(lines)
 
 
-def _heading(stage: RoutedStage) -> str:
-    ranks = numbers(stage.ranks)
-    return f"pipeline stage {stage.number}, {len(stage.ranks)} rank(s) of the world: {ranks}"
+def _shared(stage: RoutedStage) -> list[list[RoutedParameter]]:
+    """Parameters that share a line, in the order of the first ones.
 
-
-def _shared(stage: RoutedStage) -> list[tuple[str, ...]]:
-    """Cells of the lines, in the order of their first parameters."""
-    alike: dict[tuple[Any, ...], list[RoutedParameter]] = {}
-    for row in stage.rows:
+    Their names are all numbers of some layers times all numbers of some experts.
+    """
+    alike: dict[Any, dict[int | None, list[RoutedParameter]]] = {}
+    for row in stage.parameters:
+        pattern, layer, _ = _numbered(row.name)
         sizes = tuple((m.rows, m.cols) for m in row.matrices)
-        kind = (row.shape, row.tp, row.reason, row.multipliers, sizes)
-        alike.setdefault((_numbered(row.name)[0], kind), []).append(row)
-    return [_cells(part) for rows in alike.values() for part in _products(rows)]
-
-
-def _products(rows: Sequence[RoutedParameter]) -> Iterable[list[RoutedParameter]]:
-    """Parts of ``rows`` whose names are all numbers of layers times all numbers of experts."""
-    by_layer: dict[int | None, list[RoutedParameter]] = {}
-    for row in rows:
-        by_layer.setdefault(_numbered(row.name)[1], []).append(row)
-    parts: dict[tuple[int | None, ...], list[RoutedParameter]] = {}
-    for members in by_layer.values():
-        experts = tuple(_numbered(row.name)[2] for row in members)
-        parts.setdefault(experts, []).extend(members)
-    return parts.values()
+        kind = pattern, row.shape, row.tp, row.reason, row.lr_mult, row.wd_mult, sizes
+        alike.setdefault(kind, {}).setdefault(layer, []).append(row)
+    lines: list[list[RoutedParameter]] = []
+    for by_layer in alike.values():
+        by_experts: dict[tuple[int | None, ...], list[RoutedParameter]] = {}
+        for members in by_layer.values():
+            experts = tuple(_numbered(row.name)[2] for row in members)
+            by_experts.setdefault(experts, []).extend(members)
+        lines += by_experts.values()
+    return lines
 
 
 def _cells(rows: Sequence[RoutedParameter]) -> tuple[str, ...]:
     """One line for parameters that differ in numbers only."""
     first = rows[0]
-    pattern, _, _ = _numbered(first.name)
-    layers = [layer for _, layer, _ in (_numbered(row.name) for row in rows) if layer is not None]
-    experts = [e for _, _, e in (_numbered(row.name) for row in rows) if e is not None]
-    name = pattern.format(layer=_braced(layers), expert=_braced(experts))
+    named = [_numbered(row.name) for row in rows]
+    layers = [layer for _, layer, _ in named if layer is not None]
+    experts = [expert for _, _, expert in named if expert is not None]
+    name = named[0][0].format(layer=_braced(layers), expert=_braced(experts))
     shape = "x".join(map(str, first.shape))
-    optimizer = " ".join([first.optimizer, *_factors(first)])
+    factors = ("lr", first.lr_mult), ("wd", first.wd_mult)
+    changed = [f"{what}*{factor:g}" for what, factor in factors if factor != 1.0]
+    optimizer = " ".join([first.optimizer, *changed])
     if first.reason is not None:
         return (name, shape, first.tp, optimizer, f"({first.reason})", "", "")
     homes = sorted({matrix.home for row in rows for matrix in row.matrices})
@@ -126,12 +75,6 @@ def _cells(rows: Sequence[RoutedParameter]) -> tuple[str, ...]:
         home = str(homes[0])
     scales = " ".join(dict.fromkeys(f"{matrix.scale:.4g}" for matrix in first.matrices))
     return (name, shape, first.tp, optimizer, _matrices(first.matrices), scales, home)
-
-
-def _factors(row: RoutedParameter) -> list[str]:
-    """``lr*0.5 wd*0``: the multipliers that are not 1."""
-    named = zip(("lr", "wd"), row.multipliers, strict=True)
-    return [f"{what}*{factor:g}" for what, factor in named if factor != 1.0]
 
 
 def _matrices(matrices: Sequence[Routed]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_muon.lab.commands import main
-from megatron_muon.lab.plan.options import command_line
+from megatron_muon.lab.plan.command import command_line
 from megatron_muon.lab.plan.rows import NAMES, TITLES
 from megatron_muon.lab.plan.run import RunPlan, plan_run
 from megatron_muon.lab.pricing.presets import H100, PRESETS
@@ -129,8 +129,8 @@ def test_512_ranks_are_planned_in_seconds() -> None:
     plan = planned(words)
     assert time.process_time() - start < 20
     assert plan.kinds[0].ranks == 512
-    ours, papers = (plan.kinds[0].row(name) for name in ("contiguous", "paper"))
-    assert ours.flops.mean < papers.flops.mean  # each matrix once, not on every rank that shares it
+    ours, theirs = (plan.kinds[0].row(name) for name in ("contiguous", "duplicated"))
+    assert ours.flops.mean < theirs.flops.mean  # each matrix once, not on every TP rank
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_16384_ranks_take_less_than_30_seconds_and_4_gb_of_one_core() -> None:
 
 def test_stages_that_lie_otherwise_in_their_nodes_are_no_kind() -> None:
     """Twelve ranks each: the second stage's begin in the middle of a node of eight."""
-    from megatron_muon.lab.plan.kinds import stage_makeup
+    from support.virtual_gpu.dry_run import stage_makeup
 
     stages = "--num-layers 4 --pipeline-model-parallel-size 4"
     run = given(f"{TINY} {stages} --world-size 48 --muon-node-ranks 8").settled()
@@ -158,24 +158,16 @@ def test_stages_that_lie_otherwise_in_their_nodes_are_no_kind() -> None:
     assert one != two
 
 
-def test_the_size_of_a_node_is_that_of_the_plans_too() -> None:
-    words = f"{TINY} --world-size 8 --node-size 4"
-    assert given(words).settled().config.node_ranks == 4
-    assert given(f"{words} --muon-node-ranks 2").settled().config.node_ranks == 2
-
-
 def test_elements_of_adamw_are_those_that_muon_does_not_own() -> None:
-    from megatron_muon.lab.dry_run.stages import planned_stage
-    from megatron_muon.lab.plan.kinds import rest_of
-    from megatron_muon.lab.pricing.work import held_elements
+    from support.virtual_gpu.dry_run import optimizer_of, planned_on
 
     run = given(f"{TINY} --world-size 4 {TP} 2").settled()
     with megatron_is_quiet():
-        (one,) = planned_stage(run.flags, run.config, run.ranks, 0)
+        ((one,),) = planned_on(["cuda"], run.flags, run.config, run.ranks, 0)
     all_elements = sum(
         stop - start for buffer in one.buffers for start, stop, _ in buffer.param_index_map.values()
     )
-    assert sum(rest_of(one)) + sum(held_elements(one.plan)) == all_elements * run.ranks.tp
+    assert sum(optimizer_of(one).elements) == all_elements * run.ranks.tp
 
 
 def test_every_preset_has_a_source_for_every_constant() -> None:
@@ -208,4 +200,4 @@ def test_wrong_arguments_are_named(
 def test_the_number_of_ranks_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(f"plan {TINY}".split())
-    assert "--world-size" in capsys.readouterr().err
+    assert "--world-size or --dp" in capsys.readouterr().err

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_muon.lab.plan.kinds import buffers_of, optimizer_of, planned_kinds
-from megatron_muon.lab.plan.options import command_line
+from megatron_muon.lab.plan.command import command_line
+from megatron_muon.lab.plan.kinds import planned_kinds
 from megatron_muon.lab.pricing.memory import at_rest, peaks
-from megatron_muon.lab.pricing.traffic import exchanges_of, traffic_of
-from megatron_muon.lab.pricing.work import held_elements
+from megatron_muon.lab.pricing.work import traffic_of
 from megatron_muon.lab.routes.model_flags import import_megatron, megatron_is_quiet
 from support.virtual_gpu.megatron import OptimizerSettings, record_training
 from support.virtual_gpu.rank_report import report_of
@@ -47,14 +46,10 @@ def test_bytes_messages_and_memory_are_those_of_the_rank(world: World) -> None:
     run = command_line((LAYERS + world.words).split()).settled()
     with megatron_is_quiet():
         kind = planned_kinds([(run.flags, run.config)], run.ranks, "cuda", range(1))[0]
-    (planned,) = kind.planned
-    plans = [one.plan for one in planned]
-    sent = traffic_of(exchanges_of(plans), [0] * plans[0].size)
-    rest = at_rest(
-        [buffers_of(one) for one in planned],
-        [held_elements(plan) for plan in plans],
-        [optimizer_of(one).rest for one in planned],
-    )
+    (optimizers,) = kind.optimizers
+    plans = [one.plan for one in optimizers]
+    sent = traffic_of(plans, [0] * plans[0].size)
+    rest = at_rest(optimizers)
     over = peaks(plans, run.config)
     for rank in world.ranks:
         at = kind.members.index(rank)

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 from megatron_muon.lab.commands import COMMANDS, main
 from megatron_muon.lab.dry_run.presets import PRESETS
 from support import ROOT
-from support.installed import NAME, VERSION, lacks
+from support.installed import VERSION, lacks
 from support.models.gpt import Case, Topology, distributed_optimizers, start
 from support.models.model_flags import DEEPSEEK_V3, LLAMA_3_8B, TINY, flags_of
 from support.ranks import run
@@ -67,24 +68,18 @@ CASES = [
     (MOE, Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)),
     (Case(layers=4), Topology(1, 2, 1, chunks=2)),
     (Case(), Topology(1, 1, 4, instances=2)),
-    (Case(moe=True, gated=True, grouped="legacy"), Topology(1, 1, 2, ep=2)),
-    (Case(mla="column", mtp=True, tied=True), Topology(2, 2, 1)),
+    (Case(mla="column", tied=True), Topology(2, 2, 1)),
     (Case(), Topology(2, 1, 1, cp=2)),
     (Case(heads=8, groups=2, ffn=4), Topology(4, 1, 1)),
-    (Case(heads=4, groups=1, output_gate=True), Topology(4, 1, 1)),
 ]
 
 
 @pytest.mark.parametrize(("case", "topology"), CASES, ids=lambda value: str(value)[:40])
-def test_what_is_printed_is_what_a_run_does(
-    case: Case, topology: Topology, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_printed_is_what_a_run_does(case: Case, topology: Topology) -> None:
     if reason := lacks(case, topology):
         pytest.skip(reason)
-    if case.mtp and VERSION < (0, 13):  # Megatron's own assertion: a parameter in two buckets
-        pytest.skip(f"megatron-core {NAME} cannot build this model's DistributedOptimizer")
     layout = "contiguous" if dict(case.muon).get("align_shards") else "bucketed"
-    routes = routes_json([*flags_of(case, topology), "--muon-dp-layout", layout], capsys)
+    routes = routes_json([*flags_of(case, topology), "--muon-dp-layout", layout])
     results = run(built_by_a_run, topology.world_size, case, topology)
     assert [stage["stage"] for stage in routes["stages"]] == list(range(topology.pp))
     for result in results:
@@ -110,18 +105,18 @@ def test_what_is_printed_is_what_a_run_does(
     assert said == sorted(routes["lines"] + stages)
 
 
-def test_the_number_of_buckets_is_a_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_number_of_buckets_is_a_runs() -> None:
     """Of the model, as run through bucketing in test_bucket_count."""
     flags = [*LLAMA_3_8B, "--overlap-grad-reduce", "--world-size", "8"]
-    routes = routes_json(flags, capsys)
+    routes = routes_json(flags)
     assert "; 8 bucket(s), " in routes["stages"][0]["lines"][0]
     assert any("about 8 buckets in place of 98" in note for note in routes["notes"])
-    stock = routes_json([*flags, "--muon-dp-layout", "bucketed"], capsys)
+    stock = routes_json([*flags, "--muon-dp-layout", "bucketed"])
     assert "; 98 bucket(s), " in stock["stages"][0]["lines"][0]
 
 
-def test_tp_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    routes = routes_json([*TINY, "--tensor-model-parallel-size", "2"], capsys)
+def test_tp_columns() -> None:
+    routes = routes_json([*TINY, "--tensor-model-parallel-size", "2"])
     tp = {row["name"].rsplit(".", 2)[-2]: row["tp"] for row in routes["stages"][0]["parameters"]}
     assert tp["linear_fc1"] == tp["word_embeddings"] == "rows"
     assert tp["final_layernorm"] == "replicated"
@@ -140,10 +135,12 @@ def with_core(folder: Path) -> str:
     return os.pathsep.join(map(str, (folder, ROOT, ROOT / "tests" / "python311")))
 
 
-def routes_json(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert main(["routes", "--json", *argv]) == 0
-    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return printed
+def routes_json(argv: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "routes.json")
+        assert main(["routes", "--json", str(file), *argv]) == 0
+        written: dict[str, Any] = json.loads(file.read_text())
+    return written
 
 
 @pytest.mark.timeout(1200)  # seconds of the wall; an idle machine needs a fraction
@@ -152,15 +149,14 @@ def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(tmp_path:
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "CUDA_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": with_core(CORE)}
-    command = [sys.executable, "-m", "megatron_muon", "routes", "--json", *DEEPSEEK_V3]
+    command = [sys.executable, "-m", "megatron_muon", "routes", "--json", "out.json", *DEEPSEEK_V3]
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=tmp_path)
         _, status, usage = os.wait4(process.pid, 0)
     assert status == 0, (tmp_path / "err").read_text()
-    routes = json.loads((tmp_path / "out").read_text())
+    routes = json.loads((tmp_path / "out.json").read_text())
     assert usage.ru_utime + usage.ru_stime < 60, "seconds of one core, imports too"
     assert usage.ru_maxrss < 2e6, "KiB"
-    assert max(stage["plan_cpu_seconds"] for stage in routes["stages"]) <= 2
     names = {row["name"] for stage in routes["stages"] for row in stage["parameters"]}
     assert "decoder.layers.60.mlp.experts.local_experts.255.linear_fc2.weight" in names
     homes = [
@@ -173,8 +169,8 @@ def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(tmp_path:
     assert "671 G" in routes["lines"][0] and "37.6 G" in routes["lines"][0]  # arXiv 2412.19437
 
 
-def test_the_share_of_llama_3_8b(capsys: pytest.CaptureFixture[str]) -> None:
-    routes = routes_json(LLAMA_3_8B, capsys)
+def test_the_share_of_llama_3_8b() -> None:
+    routes = routes_json(LLAMA_3_8B)
     matrices = 32 * 4096 * (4096 + 4096 + 2 * 1024 + 3 * 14336)
     total = matrices + 2 * 128256 * 4096 + (2 * 32 + 1) * 4096
     assert routes["lines"][0].startswith(f"[megatron_muon] Muon has {matrices / total:.1%} of")
@@ -199,11 +195,11 @@ def optimizers(routes: dict[str, Any]) -> dict[str, tuple[str, str | None]]:
     }
 
 
-def test_patterns_move_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_patterns_move_weights() -> None:
     patterns = ["--muon-include", "embedding.word*", "--muon-exclude", "*.1.*fc1.weight"]
     patterns += ["--muon-exclude", "*.linear_proj.weight"]
-    before = optimizers(routes_json(TINY, capsys))
-    after = optimizers(routes_json([*TINY, *patterns], capsys))
+    before = optimizers(routes_json(TINY))
+    after = optimizers(routes_json([*TINY, *patterns]))
     assert {name: after[name] for name in after if after[name] != before[name]} == {
         "embedding.word_embeddings.weight": ("muon", None),
         "decoder.layers.1.mlp.linear_fc1.weight": (
@@ -223,7 +219,7 @@ def test_patterns_move_weights(capsys: pytest.CaptureFixture[str]) -> None:
 def test_rates_and_decays_by_pattern_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--muon-lr-mult", "*fc1.weight=0.5", "--muon-wd-mult", "*.1.*fc?.weight=0"]
     flags += ["--muon-lr-mult", "embedding.word*=2"]
-    (stage,) = routes_json([*TINY, *flags], capsys)["stages"]
+    (stage,) = routes_json([*TINY, *flags])["stages"]
     factors = {row["name"]: (row["lr_mult"], row["wd_mult"]) for row in stage["parameters"]}
     assert {name: pair for name, pair in factors.items() if pair != (1, 1)} == {
         "embedding.word_embeddings.weight": (2, 1),
@@ -240,9 +236,9 @@ def test_rates_and_decays_by_pattern_are_shown(capsys: pytest.CaptureFixture[str
     assert "wd*0" not in lines["decoder.layers.0.mlp.linear_fc2.weight"]
 
 
-def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings() -> None:
     def qkv(*settings: str) -> dict[str, Any]:
-        routes = routes_json([*TINY, *settings], capsys)
+        routes = routes_json([*TINY, *settings])
         rows: list[dict[str, Any]] = routes["stages"][0]["parameters"]
         return next(row for row in rows if row["name"].endswith(".linear_qkv.weight"))
 
@@ -269,6 +265,7 @@ def expanded(name: str) -> list[str]:
 
 
 def table(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    capsys.readouterr()
     assert main(["routes", *argv]) == 0
     lines = capsys.readouterr().out.split("\n")
     rows = [re.split(" {2,}", line) for line in lines]
@@ -292,7 +289,7 @@ def test_lines_that_share_a_range_are_all_parameters(capsys: pytest.CaptureFixtu
 
 def test_homes_in_the_table_are_those_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*TINY, "--world-size", "4"]
-    routes = routes_json(argv, capsys)
+    routes = routes_json(argv)
     homes = {
         row["name"]: ",".join(str(m["home"]) for m in row["matrices"])
         for row in routes["stages"][0]["parameters"]
@@ -333,11 +330,11 @@ def test_help_fits_a_terminal_and_needs_no_core(command: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_read_by_its_name_and_changed_by_flags(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str,
 ) -> None:
     """Small enough to build in a moment; ``test_dry_run.py`` holds presets to Megatron-LM's own."""
     small = ["--num-layers", "4", "--dp", "2", "--moe-layer-freq", "1"]
-    routes = routes_json(["--model", name, *small], capsys)
+    routes = routes_json(["--model", name, *small])
     assert routes["ranks"]["world"] == 2 and len(routes["stages"]) == 1
     layers = {row["name"].split(".")[2] for row in routes["stages"][0]["parameters"][1:-2]}
     assert layers == {"0", "1", "2", "3"}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_muon.lab.pricing.traffic import exchanges_of, traffic_of
+from megatron_muon.lab.pricing.work import traffic_of
 from support.models.gpt import (
     Case,
     Topology,
@@ -111,7 +111,7 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
     meter = megatron_muon.meter(built.optimizer)
     plans = [megatron.muon.plan for megatron in megatrons]
     rank = dist.get_rank(megatrons[0].stage_group)
-    planned = [traffic_of(exchanges_of([plan]), [0] * plan.size) for plan in plans]
+    planned = [traffic_of([plan], [0] * plan.size) for plan in plans]
     states = [_state_bytes(megatron) for megatron in megatrons]
     return {
         "steps": meter.steps,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_muon.lab.bench.step.rows import NO_CLIP
-from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware
+from megatron_muon.lab.pricing.hardware import Hardware, most_of
 from megatron_muon.lab.pricing.step import StepTime, price_step
 from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.settings.config import MuonConfig
@@ -55,7 +55,7 @@ def solved(
 ) -> float | None:
     """The value of a constant with which the model's ``time`` is as measured, if there is any."""
     at = float(getattr(hardware, constant))
-    low, high = at / _SPAN, min(at * _SPAN, CONSTANTS[constant].metadata.get("most", math.inf))
+    low, high = at / _SPAN, min(at * _SPAN, most_of(constant))
 
     def of(value: float) -> float:
         return time(hardware.with_values({constant: value}, "searched"))

@@ -6,6 +6,7 @@ Transformer Engine are wrong, and telling so is the optimizer's work.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,6 @@ from unittest import mock
 
 import torch
 
-from megatron_muon.lab.dry_run.model import having
 from support import te_on_cpu
 from support.installed import VERSION
 from support.models.local_hybrid import build_mamba, gated_delta_spec, without_fla
@@ -94,6 +94,11 @@ def initialize_parallel_state(topology: Topology) -> None:
         num_distributed_optimizer_instances=topology.instances,
         expert_tensor_parallel_size=topology.etp,
     )
+
+
+def having(made: Any, **options: Any) -> dict[str, Any]:
+    """The options that ``made``, a function or a dataclass, has in the installed version."""
+    return {k: v for k, v in options.items() if k in inspect.signature(made).parameters}
 
 
 def transformer_config(case: Case, topology: Topology) -> Any:

@@ -65,14 +65,10 @@ def flags_of(case: Case, topology: Topology) -> list[str]:
         words += ["--moe-shared-expert-intermediate-size", SHARED_FFN, "--disable-bias-linear"]
         words += ["--expert-model-parallel-size", topology.ep]
         words += ["--expert-tensor-parallel-size", topology.expert_tp]
-        words += ["--moe-grouped-gemm"] * (case.grouped == "legacy")
     if case.mla:
         words += ["--multi-latent-attention", "--q-lora-rank", Q_RANK, "--kv-lora-rank", KV_RANK]
         words += ["--qk-head-dim", HEAD_SIZE, "--v-head-dim", HEAD_SIZE, "--qk-layernorm"]
         words += ["--qk-pos-emb-head-dim", ROPE_HEAD, "--normalization", "RMSNorm"]
     else:
         words += ["--group-query-attention", "--num-query-groups", case.groups]
-        words += ["--attention-output-gate"] * case.output_gate
-    if case.mtp:
-        words += ["--mtp-num-layers", 1]
     return [str(word) for word in words]

@@ -96,7 +96,7 @@ def _built(
         if hasattr(transformer, name):
             setattr(transformer, name, lambda tensor: tensor)
     transformer.gradient_accumulation_fusion = False
-    with torch.device(CUDA), world.without_inference_layers():
+    with torch.device(CUDA):
         chunks = build_chunks(flags, transformer)
     with _others_agree(ranks, config), contextlib.redirect_stdout(io.StringIO()):
         optimizer = megatron_optimizer.get_megatron_optimizer(
@@ -134,8 +134,7 @@ def _others_agree(ranks: Any, config: MuonConfig) -> Iterator[None]:
     """
 
     def grid(coordinates: Any, *args: Any) -> Any:
-        grid_of = world.expert_grid if coordinates.ep_size > 1 else world.dense_grid
-        return grid_of(ranks, config.node_ranks)
+        return world.grid(ranks, config.node_ranks, experts=coordinates.ep_size > 1)
 
     def instance(color: Sequence[int], like: Any, device: Any) -> Any:
         return parallel_state.create_group(_ranks_of_instance(ranks, like, color[-1]))

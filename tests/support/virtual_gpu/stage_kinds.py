@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_muon.lab.routes.model_flags import Settled
 from megatron_muon.planning.plan import ExchangePlan
-from support.virtual_gpu.dry_run import planned_stage, stage_makeup, world
+from support.virtual_gpu.dry_run import planned_on, stage_makeup, world
 
 FEW = 8  # ranks of a stage that are all looked at
 SAMPLE = 4
@@ -33,7 +33,8 @@ def stage_kinds(flags: Namespace, run: Settled) -> list[StageKind]:
 
 def _kind(flags: Namespace, run: Settled, numbers: tuple[int, ...]) -> StageKind:
     first = world.first_ranks(run.ranks)[numbers[0]]
-    plans = tuple(one.plan for one in planned_stage(flags, run.config, run.ranks, numbers[0]))
+    (planned,) = planned_on(["cuda"], flags, run.config, run.ranks, numbers[0])
+    plans = tuple(one.plan for one in planned)
     with world.as_rank(first, run.ranks):
         members, of_instance = world.whole_stage(), world.stage_ranks(run.ranks)
     chosen = members if len(members) <= FEW else _sample(members, of_instance, plans)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from figures.priced_models import DEEPSEEK_V3
 from megatron_muon.lab.pricing.memory import peaks
 from megatron_muon.lab.pricing.presets import H100
-from megatron_muon.lab.pricing.step import Optimizer, price_step
+from megatron_muon.lab.pricing.step import price_step
+from megatron_muon.lab.pricing.work import Optimizer
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.agreed import description
 from megatron_muon.planning.grid import RankGrid

@@ -1,0 +1,68 @@
+"""The rest of a training step, of which the optimizer's step is a share. It is not simulated."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+from megatron_muon.lab.pricing.hardware import TERA, Hardware
+
+# Assumptions with their sources; each can be set.
+MFU = 0.40
+_MFU_SOURCE = "38 to 43 % on 8,192 and 16,384 H100s, https://arxiv.org/abs/2407.21783, table 4"
+_TOKENS, _SEQUENCE = 1 << 22, 4096
+_TOKENS_SOURCE = "Llama 3 405B's first batch, https://arxiv.org/abs/2407.21783, section 3.4.1"
+_FLOPS_SOURCE = (
+    "6 a parameter that a token activates and 6 x layers x heads x head size x sequence for causal "
+    "attention: https://arxiv.org/abs/2204.02311, appendix B, halved for the mask"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Forward and backward of a step.
+
+    Attributes:
+        tokens: of a step, over all ranks.
+        flops_per_token: of forward and backward.
+        mfu: share of the peak that forward and backward reach.
+        ranks: number of ranks.
+    """
+
+    tokens: int
+    flops_per_token: float
+    mfu: float
+    ranks: int
+
+    def seconds(self, hardware: Hardware) -> float:
+        """The time of forward and backward."""
+        rate = hardware.dense_tflops * TERA * self.mfu
+        return self.tokens * self.flops_per_token / (self.ranks * rate)
+
+
+def training_of(
+    flags: Namespace, mfu: float | None, ranks: int, active: int
+) -> tuple[Training, tuple[str, ...]]:
+    """Forward and backward, and what is assumed about them.
+
+    Args:
+        flags: the model's sizes and the batch.
+        mfu: that of ``--mfu``.
+        ranks: number of ranks.
+        active: parameters that a token goes through.
+    """
+    sequence = flags.seq_length or flags.max_position_embeddings or _SEQUENCE
+    size = flags.kv_channels or flags.hidden_size // flags.num_attention_heads
+    attention = flags.num_layers * flags.num_attention_heads * size * sequence
+    tokens, source = _TOKENS, f"({_TOKENS_SOURCE}); --global-batch-size"
+    if flags.global_batch_size is not None:
+        tokens = flags.global_batch_size * sequence
+        source = f"(--global-batch-size x sequences of {sequence:,})"
+    of_mfu = _MFU_SOURCE if mfu is None else "--mfu"
+    made = Training(tokens, 6.0 * active + 6.0 * attention, MFU if mfu is None else mfu, ranks)
+    return made, (
+        f"tokens per step {tokens:,} {source}",
+        f"mfu of forward and backward {made.mfu:g} ({of_mfu}); --mfu",
+        f"flops per token {made.flops_per_token:.4g}, {active:,} active parameters "
+        f"({_FLOPS_SOURCE})",
+    )
