@@ -206,11 +206,6 @@ def squares_outside(rows: int, cols: int) -> int:
     return 0 if rows > cols and fit >= 4 else 4 - min(3, fit)
 
 
-def is_tight(elements: int, of_round: int) -> bool:
-    """Whether a matrix is most of its round at its home, so that its scratch memory is the peak."""
-    return 2 * elements > of_round
-
-
 def panels(size: int) -> list[tuple[int, int]]:
     """The ranges of rows in which a CPU makes a symmetric product."""
     count = _PANELS if size >= _PANELLED else 1

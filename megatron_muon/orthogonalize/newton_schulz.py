@@ -79,7 +79,6 @@ def orthogonalize_staged(
     column_parts: int = 1,
     column_blocks: int = 1,
     apart: bool = False,
-    is_tight: bool = False,
     soundness: Soundness | None = None,
 ) -> Tensor:
     """Turn matrices of one shape in staging order into their directions, in place.
@@ -94,7 +93,6 @@ def orthogonalize_staged(
         numerics: of the run and the device.
         rows, cols, column_parts, column_blocks: layout of each matrix (``segments.Matrix``).
         apart: each column block is orthogonalized as a matrix of its own.
-        is_tight: memory counts more than a copy of a square (``gram``).
         soundness: takes the numbers of the matrices.
 
     Returns:
@@ -119,7 +117,6 @@ def orthogonalize_staged(
         moves,
         memory=staged,
         is_direct=column_parts == 1,
-        is_tight=is_tight,
         soundness=soundness,
     )
     return directions
@@ -154,7 +151,6 @@ def _orthogonalize_into(
     *,
     memory: Tensor | None = None,
     is_direct: bool = False,
-    is_tight: bool = False,
     soundness: Soundness | None = None,
 ) -> None:
     """Write the directions of k matrices.
@@ -165,7 +161,7 @@ def _orthogonalize_into(
         numerics, moves: see ``orthogonalize_staged``.
         memory: flat memory that may be overwritten once ``source`` is read.
         is_direct: whether ``memory`` is that of ``source``, which is row-major.
-        is_tight, soundness: see ``orthogonalize_staged``.
+        soundness: see ``orthogonalize_staged``.
     """
     products = products_on(source.device, numerics)
     rows, cols = source.size(1), source[0, 0].numel()
@@ -188,7 +184,7 @@ def _orthogonalize_into(
         first, second = second, first
     into = source.view(products.held) if starts_in_memory else like_source(first)
     norms = enter(first, into, source, moves, products, numerics)
-    x = _iterated(first, second, products, numerics, gram=gram, is_tight=is_tight)
+    x = _iterated(first, second, products, numerics, gram=gram)
     if soundness is not None:
         soundness.norms.append(norms)
         is_tall = x.size(1) > x.size(2)
@@ -207,14 +203,13 @@ def _iterated(
     numerics: Numerics,
     *,
     gram: bool,
-    is_tight: bool,
 ) -> Tensor:
     alone = x.size(0) == 1  # products of a single matrix are not batched
     if alone:
         x, spare = x[0], None if spare is None else spare[0]
     with fp32_is_fp32(x.device):
         if gram:
-            x = gram_iteration(x, numerics.segments, products, spare, is_tight=is_tight)
+            x = gram_iteration(x, numerics.segments, products, spare)
         else:
             x = standard_iteration(x, numerics.steps, products, spare)
     return x[None] if alone else x

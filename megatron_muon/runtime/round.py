@@ -8,7 +8,6 @@ from typing import Literal, Protocol
 
 from torch import Tensor, cat, split_with_sizes
 
-from megatron_muon.orthogonalize.iteration import is_tight
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
 from megatron_muon.orthogonalize.numerics import Numerics
@@ -207,7 +206,6 @@ class Round:
                 column_parts=like.column_parts,
                 column_blocks=like.column_blocks,
                 apart=like.units > 1,
-                is_tight=is_tight(like.numel, elements.numel()),
                 soundness=found,
             )
 

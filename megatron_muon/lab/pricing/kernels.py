@@ -126,14 +126,11 @@ def newton_schulz(
     cols: int,
     batch: int,
     numerics: Numerics,
-    *,
-    is_tight: bool = False,
 ) -> Cost:
     """The cost to orthogonalize a batch, from the gathered matrices to their directions.
 
     On ``cuda_symmetric`` a library's kernel makes the symmetric products that it takes. On a CPU
-    the time is that of the flops at the device's rate, one matrix at a time. ``is_tight`` is that
-    of ``newton_schulz.orthogonalize_staged``.
+    the time is that of the flops at the device's rate, one matrix at a time.
     """
     cost = _normalisation(hardware, batch * rows * cols, numerics)
     if not numerics.on_gpu:
@@ -142,7 +139,7 @@ def newton_schulz(
         return cost + Cost(batch * flops / rate, batch * 3 * len(numerics.steps))
     work = _Products(hardware, min(rows, cols), max(rows, cols), batch, numerics)
     if takes_gram(rows, cols, numerics):
-        in_two = is_tight and batch == 1 and squares_outside(rows, cols) == 0
+        in_two = batch == 1 and squares_outside(rows, cols) == 0
         for part in numerics.segments:
             cost += work.gram_segment([c != 0 for _, _, c in part], in_two=in_two)
         return cost

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from megatron_muon.lab.pricing.kernels import batches
 from megatron_muon.lab.pricing.work import RoundWork, owned_matrices
 from megatron_muon.orthogonalize.iteration import (
-    is_tight,
     makes_rows,
     square_rows,
     squares_outside,
@@ -77,21 +76,20 @@ def _of_batches(work: RoundWork, rank: int, numerics: Numerics, limit: int) -> i
         if shared is not None:
             continue
         for together, _ in batches(rows, cols, count, ns_batch=taken, scratch=limit):
-            tight = together == 1 and is_tight(rows * cols, work.staged(rank))
-            of_one = _of_one(rows, cols, numerics, tight=tight)
+            of_one = _of_one(rows, cols, numerics, alone=together == 1)
             most = max(most, together * of_one)
     return most
 
 
-def _of_one(rows: int, cols: int, numerics: Numerics, *, tight: bool) -> int:
+def _of_one(rows: int, cols: int, numerics: Numerics, *, alone: bool) -> int:
     """The next iterate and squares: two, or those of Gram's four that do not fit into a spare one.
 
-    Only where memory is ``tight`` all may be in the spare one.
+    All may be in the spare one of a matrix that is ``alone``.
     """
     squares = 2
     if takes_gram(rows, cols, numerics):
         outside = squares_outside(rows, cols)
-        squares = outside if tight else max(1, outside)
+        squares = outside if alone else max(1, outside)
     return rows * cols + squares * min(rows, cols) ** 2
 
 

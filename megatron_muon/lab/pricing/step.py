@@ -27,7 +27,6 @@ from megatron_muon.lab.pricing.kernels import (
 )
 from megatron_muon.lab.pricing.streams import WAITING, Streams
 from megatron_muon.lab.pricing.work import Optimizer, RoundWork, Shared, rounds_of
-from megatron_muon.orthogonalize.iteration import is_tight
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.grid import neighbours_of
 from megatron_muon.planning.rounds.cut import scratch_limit
@@ -232,10 +231,9 @@ class _Steps:
             if shared is not None:
                 cost += self._strip(shared, rows * cols).times(count)
                 continue
-            tight = is_tight(rows * cols, work.staged(rank))
             for batch, times in batches(rows, cols, count, ns_batch=most, scratch=self._scratch):
                 kind = rows, cols, batch, self._numerics
-                cost += newton_schulz(self._hardware, *kind, is_tight=tight).times(times)
+                cost += newton_schulz(self._hardware, *kind).times(times)
         return cost
 
     def _strip(self, shared: Shared, elements: int) -> Cost:

@@ -46,8 +46,6 @@ def _in_place(
     matrices: list[Tensor],
     config: MuonConfig,
     numerics: Numerics | None = None,
-    *,
-    is_tight: bool = False,
     **layout: int,
 ) -> list[Tensor]:
     """What becomes of them where they lie."""
@@ -57,7 +55,7 @@ def _in_place(
     staged = staged.to(TORCH_DTYPE[numerics.travels]).view(-1)
     moves = torch.ones(len(matrices), dtype=torch.bool)
     shape = {"rows": rows, "cols": cols, **layout}
-    made = orthogonalize_staged(staged, moves, numerics, is_tight=is_tight, **shape)
+    made = orthogonalize_staged(staged, moves, numerics, **shape)
     assert made.data_ptr() == staged.data_ptr()
     return [_in_rows(x, rows, cols, **layout) for x in made.view(len(matrices), -1)]
 
@@ -159,7 +157,7 @@ def test_a_tall_matrix_has_its_squares_in_the_next_iterates_memory(
         return empty(like, size, **kind)
 
     monkeypatch.setattr(Tensor, "new_empty", counted)
-    (direction,) = _in_place([matrix], config, is_tight=True)
+    (direction,) = _in_place([matrix], config)
     monkeypatch.undo()
     square = (shape[1], shape[1])
     each = 0 if shape[0] >= 4 * shape[1] else 1
