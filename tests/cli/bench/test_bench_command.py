@@ -210,7 +210,7 @@ def test_a_file_that_cannot_be_written_in_the_end_is_one_line(
         ("--ddp-num-buckets 0", "argument --ddp-num-buckets: must be a whole number of at least 1"),
         ("--ddp-num-buckets 2 --ddp-bucket-size 9", "not both"),
         ("--rows adamw --ddp-bucket-size 9", "these rows have one bucket a buffer"),
-        ("--group-query-attention --num-query-groups 3", "--num-query-groups (3) must be a m"),
+        ("--group-query-attention --num-query-groups 3", "num_query_groups (3) must be a m"),
         ("--tp 4 --group-query-attention --num-query-groups 2", "cuts 2 query group(s), so that"),
     ],
 )
