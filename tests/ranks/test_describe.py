@@ -159,7 +159,7 @@ def test_the_warning_names_the_classes_whose_weights_stayed(mixer: bool) -> None
     (warning,) = [
         x
         for x in run(_printed, 2, case, Topology(pp=2), mixer)[0].splitlines()
-        if "warning: less than half" in x
+        if "warning: Muon updates less than half" in x
     ]
     by_pattern = "(muon_exclude (--muon-exclude) '*.linear_fc*'), "
     assert f"ColumnParallelLinear {by_pattern}" in warning or "TELayerNorm" in warning

@@ -86,7 +86,7 @@ def test_a_late_norm_is_an_error_before_anything_is_saved() -> None:
     for said in run(_steps_with_a_late_norm, 2, math.nan):
         assert said["second"]
         assert said["saved"].startswith("The previous step's gradient norm was nan")
-        assert "go on from the last checkpoint" in said["saved"]
+        assert "resume from the last checkpoint" in said["saved"]
     for said in run(_steps_with_a_late_norm, 2, 1.0):
         assert said["saved"] == said["third"] == "no error"
 

@@ -67,7 +67,7 @@ def test_a_missing_file_is_an_error_everywhere_and_no_hang(how: str, tmp_path: P
     else:
         file.write_bytes(file.read_bytes()[:-100])
     for text in run(error_of_load, 2, BF16, topology, "torch", str(tmp_path)):
-        assert file.name in text and ("lacks" in text or "cut off" in text), text
+        assert file.name in text and ("is missing" in text or "is truncated" in text), text
 
 
 def _load_what_rank_0_cannot_read(

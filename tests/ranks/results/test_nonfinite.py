@@ -233,7 +233,7 @@ def test_a_run_ends_on_every_rank_once_lines_in_a_row_name_a_matrix() -> None:
             assert rank["error"].startswith(
                 f"FloatingPointError: {FC1}: the direction was not finite"
             )
-            assert "go on from a checkpoint" in rank["error"]
+            assert "resume from an earlier checkpoint" in rank["error"]
         last = [line for line in ranks[-1]["lines"] if "was left where it was" in line]
         assert last[0].startswith(f"[megatron_muon] step 2: {FC1} was left where it was in 1 steps")
         assert len(last) == limit and all("nor its momentum" in line for line in last)
