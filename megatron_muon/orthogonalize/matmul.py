@@ -232,12 +232,13 @@ def products_on(device: torch.device, numerics: Numerics) -> Products:
 
 
 @contextmanager
-def fp32_is_fp32(device: torch.device) -> Iterator[None]:
-    """A context in which fp32 products are made in fp32, whatever the process allows elsewhere.
+def sums_in_fp32(device: torch.device) -> Iterator[None]:
+    """A context in which products are added up in fp32, whatever the process allows elsewhere.
 
-    The host reads its options when it starts a product, and waits for no GPU. Since 2.9 torch has
-    one for each backend beside the old one for all (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which
-    NVIDIA's containers set), and some of its products raise where the two differ.
+    Products in fp32 are made in fp32, and those of a GPU in fp16 are not accumulated in fp16. The
+    host reads its options when it starts a product, and waits for no GPU. Since 2.9 torch has one
+    for each backend beside the old one for all (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which NVIDIA's
+    containers set), and some of its products raise where the two differ.
     """
     backends: dict[str, Any] = {"cpu": torch.backends.mkldnn, "cuda": torch.backends.cuda}
     options = {
@@ -245,7 +246,11 @@ def fp32_is_fp32(device: torch.device) -> Iterator[None]:
         for name, backend in backends.items()
         if hasattr(getattr(backend, "matmul", None), "fp32_precision")
     }
+    cuda = torch.backends.cuda.matmul
     with ExitStack() as undo:
+        if device.type == "cuda" and getattr(cuda, "allow_fp16_accumulation", False):  # torch 2.7
+            undo.callback(setattr, cuda, "allow_fp16_accumulation", True)
+            cuda.allow_fp16_accumulation = False
         for option in options.values():
             undo.callback(setattr, option, "fp32_precision", option.fp32_precision)
         old = _old_precision()

@@ -20,9 +20,9 @@ from megatron_muon.orthogonalize.iteration import scratch_elements, takes_gram
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
     Products,
-    fp32_is_fp32,
     numerics_on,
     products_on,
+    sums_in_fp32,
 )
 from megatron_muon.orthogonalize.normalization import enter
 from megatron_muon.orthogonalize.numerics import Numerics
@@ -207,7 +207,7 @@ def _iterated(
     alone = x.size(0) == 1  # products of a single matrix are not batched
     if alone:
         x, spare = x[0], None if spare is None else spare[0]
-    with fp32_is_fp32(x.device):
+    with sums_in_fp32(x.device):
         if gram:
             x = gram_iteration(x, numerics.segments, products, spare)
         else:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_muon.orthogonalize.gram import factor_of
 from megatron_muon.orthogonalize.iteration import makes_rows, square_rows, strips_take_gram
-from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, Products, fp32_is_fp32, products_on
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, Products, products_on, sums_in_fp32
 from megatron_muon.orthogonalize.normalization import power_of_two
 from megatron_muon.orthogonalize.numerics import Numerics, Segments
 from megatron_muon.orthogonalize.soundness import Soundness, largest_of
@@ -79,7 +79,7 @@ def orthogonalize_strips(
     # (m, n) with the short side first; a tall strip is a view, and stays as it is in memory
     x = [one.mT if is_tall else one for one in entered]
     del entered
-    with fp32_is_fp32(strips[0].device):
+    with sums_in_fp32(strips[0].device):
         if strips_take_gram(*whole, sharing.count, numerics):
             by_rows = makes_rows(*whole, sharing.count, numerics)
             _gram(x, numerics.segments, products, sharing, by_rows=by_rows)

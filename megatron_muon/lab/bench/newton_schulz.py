@@ -20,9 +20,9 @@ from megatron_muon.lab.tables import markdown, markdown_row
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
-    fp32_is_fp32,
     numerics_on,
     said_of_products,
+    sums_in_fp32,
 )
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_at_once
 from megatron_muon.settings.coefficients import NsDtype
@@ -188,7 +188,7 @@ class Ceiling:
 
     def __call__(self, _: Tensor) -> Tensor:
         """Compute the product; the argument, which every run of the bench gets, is ignored."""
-        with fp32_is_fp32(self.left.device):
+        with sums_in_fp32(self.left.device):
             return torch.mm(self.left, self.right)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from megatron_muon.orthogonalize.matmul import fp32_is_fp32
+from megatron_muon.orthogonalize.matmul import sums_in_fp32
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.backends.mkldnn, "matmul"), reason="torch before 2.9 has the old option only"
@@ -71,9 +71,24 @@ def test_every_option_says_fp32_within_it_and_what_it_said_after_it(
     """Some products of CUDA ask ``allow_tf32``, which raises where old and new options differ."""
     setter()
     before = _options()
-    with fp32_is_fp32(torch.device(device)):
+    with sums_in_fp32(torch.device(device)):
         inside = _options()
     assert _options() == before
     assert inside[device] == "ieee"
     if device == "cuda":
         assert (inside["old"], inside["allow_tf32"]) == ("highest", False)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "allow_fp16_accumulation"), reason="torch before 2.7"
+)
+def test_products_in_fp16_are_not_accumulated_in_fp16() -> None:
+    """Sums of a square of norm 128 would lose eleven of fp32's bits."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_fp16_accumulation = True
+    try:
+        with sums_in_fp32(torch.device("cuda")):
+            assert not matmul.allow_fp16_accumulation
+        assert matmul.allow_fp16_accumulation
+    finally:
+        matmul.allow_fp16_accumulation = False
