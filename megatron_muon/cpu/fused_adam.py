@@ -128,7 +128,7 @@ def _refuse(options: dict[str, Any]) -> None:
 
 
 def _chunks(tensors: list[torch.Tensor]) -> Iterable[tuple[torch.Tensor, ...]]:
-    """The tensors cut alike into pieces of at most ``_CHUNK`` elements, whole if strided."""
+    """The tensors cut alike into slices of at most ``_CHUNK`` elements, whole if strided."""
     if tensors[0].numel() <= _CHUNK or not all(t.is_contiguous() for t in tensors):
         return [tuple(tensors)]
     return zip(*(torch.split(t.view(-1), _CHUNK) for t in tensors), strict=True)

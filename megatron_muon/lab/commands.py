@@ -55,7 +55,7 @@ LIBRARIES = ("pandas", "numpy", "tensorboard", "matplotlib")  # of the extra [la
 # Commands and flags that went, with what to use in their place.
 GONE: Mapping[str, str] = {
     "certify": "plan prices memory, bytes and time; tests/unit/virtual_gpu checks races",
-    "patch": "use `git apply`; patches/README.md of a clone has the two lines",
+    "patch": "use `git apply`; patches/README.md of a clone has the two commands",
     "watch": "a run with --muon-log-interval prints its warnings; TensorBoard and W&B show numbers",
     "compare": "use examples/evidence/compare.py of a clone; it has no slowed links and no picture",
     "scales": "an update's root mean square is the table of docs/switching_and_tuning.md",
@@ -137,7 +137,10 @@ def _named(program: str, commands: Mapping[str, tuple[str, str]], arguments: lis
 def _usage(program: str, commands: Mapping[str, tuple[str, str]]) -> str:
     end = ", or --version" if commands is COMMANDS else ""
     width = max(map(len, commands)) + 4
-    lines = [f"usage: {program} COMMAND ... (COMMAND --help says more){end}", ""]
+    lines = [f"usage: {program} COMMAND ... (COMMAND --help says more){end}"]
+    if commands is COMMANDS:
+        lines += ["       python -m megatron_muon SCRIPT.py ...  (a script of Megatron-LM's)"]
+    lines += [""]
     for name, (_, purpose) in commands.items():
         first, *more = textwrap.wrap(purpose, 80 - width)
         lines += [f"  {name:{width - 2}}{first}", *(" " * width + line for line in more)]

@@ -346,5 +346,5 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "train_step": step_traces.train_step,
     "report_theoretical_memory": memory.report_theoretical_memory,
 }
-# Replaced in the one module only: in megatron.core, ``mcore.install`` wraps it.
+# Replaced in the one module only: in megatron.core, ``mcore.wiring.install`` wraps it.
 _THERE_ALONE = ("get_megatron_muon_optimizer",)

@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> None:
         argv: the script's path and its arguments, or ``--version`` alone.
 
     Raises:
-        SystemExit: no script is given.
-        FileNotFoundError: the script, or its checkout, is not there.
+        SystemExit: no script is given, or it is not there.
+        FileNotFoundError: the script's checkout is not there.
         MixedInstallationError, SeamError, LostGpuError: see what is called here.
     """
     if argv and argv[0] == ON_CPU:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
         return
     script = Path(argv[0]).resolve()
     if not script.is_file():
-        raise FileNotFoundError(f"no script {argv[0]}\n{USAGE}")
+        raise SystemExit(f"no script {argv[0]}\n{USAGE}")
     checkout = checkout_of(script)
     # as `python SCRIPT` does for the script's folder, and for the Megatron that the script imports
     sys.path[:0] = list(dict.fromkeys([str(script.parent), str(checkout)]))

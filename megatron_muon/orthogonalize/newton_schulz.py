@@ -91,7 +91,7 @@ def orthogonalize_staged(
             parts one after another (``planning.slices``).
         moves: ``(k,)`` bool; where it is False the direction is zero.
         numerics: of the run and the device.
-        rows, cols, column_parts, column_blocks: layout of each matrix (``segments.Matrix``).
+        rows, cols, column_parts, column_blocks: layout of each matrix (``slices.Matrix``).
         apart: each column block is orthogonalized as a matrix of its own.
         soundness: takes the numbers of the matrices.
 

@@ -1,12 +1,12 @@
 """Homes: which rank orthogonalizes which matrix. Plain integers, the same on every rank.
 
-A home costs its rank time: for Newton-Schulz at the rank's speed, and on its link for the pieces
+A home costs its rank time: for Newton-Schulz at the rank's speed, and on its link for the slices
 that it lacks and for the directions that it sends back. (What others send is not counted.) Both
 speeds are settings, never measured here, and times are exact integers, so every rank and every
 restart finds the same homes.
 
 Only work decides whether a matrix leaves the rank that holds most of it: it does where that rank
-would pass ``HOME_SLACK``. If bytes counted too, ranks that receive pieces would give away matrices
+would pass ``HOME_SLACK``. If bytes counted too, ranks that receive slices would give away matrices
 that they hold whole, and more bytes would move. Time decides where it goes. Candidates are the
 rank with the least work of the holder's neighbours (a node's GPUs), or of all if that one would
 pass ``HOME_SLACK``, and every rank that holds some of it and stays within ``HOME_LIMIT``.
@@ -54,9 +54,9 @@ class Work:
     waits: int = 0
 
     def travelling(self, home: int) -> int:
-        """Elements that a home receives and sends: pieces it lacks, directions of all others."""
-        pieces = self.numel + sum(self.held.values()) - 2 * self.held.get(home, 0)
-        return pieces + self.shared
+        """Elements that a home receives and sends: slices it lacks, directions of all others."""
+        slices = self.numel + sum(self.held.values()) - 2 * self.held.get(home, 0)
+        return slices + self.shared
 
 
 @dataclass(frozen=True, slots=True)

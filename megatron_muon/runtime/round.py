@@ -50,7 +50,7 @@ class StepTools:
         numerics: of the run.
         flops: Newton-Schulz flops of each matrix of the plan.
         scales: scale of each matrix, per unit of lr (``update_scale``).
-        scratch: elements of scratch memory for one batch (``rounds.scratch_limit``).
+        scratch: elements of scratch memory for one batch (``rounds.cut.scratch_limit``).
         meter: counts the work done.
         phase: names the parts of a step.
     """
@@ -141,7 +141,7 @@ class Round:
                 first += len(alike.matrices)
             staged.elements = staged.elements.view(TORCH_DTYPE[self._work.numerics.dtype])
             if staged.alike:
-                marks = cat(found.lines).mul_(-0.0)
+                marks = cat(found.lines).mul_(-0.0)  # NaN where not finite; -0.0 adds nothing
                 self._numbers = found.norms, marks
                 self._exchange.mark(staged, marks)
         if self.observer is not None:

@@ -120,7 +120,7 @@ class RunSettings:
         "from core 0.18 on also an order in which shards cut few parameters. bucketed: Megatron's "
         "own. Without the overlap a buffer is one bucket.",
         _LAYOUT,
-        without="The default is contiguous.",
+        without="False in Python; in Megatron-LM the default is contiguous.",
     )
     early_param_gather: EarlyParamGather = row(
         "auto",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.lab.doctor.rows import examine
-from megatron_muon.lab.outputs import CommandError, add_outputs, require_outputs, write_json
+from megatron_muon.lab.outputs import add_outputs, require_outputs, write_json
 from megatron_muon.lab.tables import aligned
 
 _DESCRIPTION = """\
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     checkout: Path | None = given.checkout
     if checkout is not None:
         if not (checkout / "megatron" / "training").is_dir():
-            raise CommandError(
+            parser.error(
                 f"{checkout} is no Megatron-LM checkout: give the folder with pretrain_gpt.py"
             )
         checkout = checkout.resolve()

@@ -238,7 +238,7 @@ def _training_hooks(checkout: Path) -> Examined:
         return Examined("training hooks", "not all", str(error))
     except Exception as error:  # whatever a checkout raises where it is imported
         fault = _not_imported("megatron.training", checkout / "megatron" / "core", error)
-        return Examined("training hooks", "none", fault)
+        return Examined("training hooks", "not read", fault)
     return Examined("training hooks", "all")
 
 

@@ -26,7 +26,7 @@ ASSUMPTIONS = (
     "a product takes whole waves of tiles of cuBLAS on Hopper, 128x256 at best and 64x64 at least",
     "kernels of momentum, norm and update read and write memory, whatever the L2 cache holds: "
     "fused ones 14, 6 and 10 bytes per element, with --muon-elementwise foreach 50, 12 and 34 "
-    "(pricing/step.py, pricing/kernels.py); AdamW's 28",
+    "(lab/pricing/step.py, kernels.py); AdamW's 28",
     "a library's kernel for symmetric products also adds the linear term; torch's addmm copies it "
     "first",
     "memory: without activations, the allocator's rounding, and what NCCL and cuBLAS take",

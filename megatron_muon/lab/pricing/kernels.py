@@ -110,7 +110,7 @@ def batches(
 
     Args:
         ns_batch: most matrices in a batch; None: as many as have scratch memory.
-        scratch: elements of scratch memory (``rounds.scratch_limit``).
+        scratch: elements of scratch memory (``rounds.cut.scratch_limit``).
     """
     most = ns_batch or max(1, scratch // scratch_elements(rows, cols))
     if count // most:

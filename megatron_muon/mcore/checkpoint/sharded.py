@@ -23,7 +23,7 @@ class ShardedState(MuonState):
     # Muon's). One such tensor may hold a weight of all layers or experts.
     tensors: frozenset[tuple[str, bool]] = frozenset()
 
-    # --- dp_reshardable, of Megatron 0.15 and later: a rank's pieces as they are
+    # --- dp_reshardable, of Megatron 0.15 and later: a rank's slices as they are
 
     def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> StateDict:
         """Megatron's structure, with flat tensors per parameter, since buckets may change."""
@@ -68,7 +68,7 @@ class ShardedState(MuonState):
         }
 
     def load_parameter_state_from_dp_reshardable(self, state_dict: StateDict) -> None:
-        """Load a rank's pieces; other buckets than at the save do not matter to Muon's format."""
+        """Load a rank's slices; other buckets than at the save do not matter to Muon's format."""
         if self.from_adamw is None:
             own = {"per_bucket_numel_unpadded": self.per_bucket_numel_unpadded}
             state_dict = {**state_dict, **own}

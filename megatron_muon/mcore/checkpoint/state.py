@@ -159,7 +159,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
 
     @cached_property
     def _muons(self) -> set[Parameter]:
-        """Muon's parameters, even if this rank has no piece of them."""
+        """Muon's parameters, even if this rank has no slice of them."""
         return muons_of(self.routes)
 
     def _buffers(self) -> Iterator[tuple[int, Any, Any]]:
@@ -169,7 +169,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
                 yield index, dtypes, self.buffers[index]
 
     def _places(self, index: int) -> list[BufferPlace]:
-        """Places of all parameters in a grad buffer, whichever DP ranks hold their pieces."""
+        """Places of all parameters in a grad buffer, whichever DP ranks hold their slices."""
         return [
             BufferPlace(self._name_of[param], start, stop, param in self._muons)
             for param, start, stop in gathered_spans(self.buffers[index])

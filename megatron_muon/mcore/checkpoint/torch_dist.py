@@ -26,7 +26,7 @@ Numbers = tuple[int, ...]
 
 
 class Chunk(NamedTuple):
-    """A piece of a tensor, in elements."""
+    """A slice of a tensor, in elements."""
 
     offsets: Numbers
     sizes: Numbers
@@ -55,7 +55,7 @@ class Metadata:
     Attributes:
         folder: the checkpoint's folder.
         entries: the tensor of each key; None for a key of another object.
-        places: the place by key and, for a piece of a tensor, its offsets.
+        places: the place by key and, for a slice of a tensor, its offsets.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class Metadata:
     places: Mapping[tuple[str, Numbers | None], FileRange]
 
     def value(self, key: str, offsets: Numbers | None = None) -> Any:
-        """The saved value of a key: an object or, at ``offsets``, a tensor's piece.
+        """The saved value of a key: an object or, at ``offsets``, a tensor's slice.
 
         Raises:
             KeyError: the metadata have no place for it.

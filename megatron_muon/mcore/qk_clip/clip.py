@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOTHING = float("-inf")
 
 
-# A rank's piece of a main parameter: flat fp32, and its first element's place in the parameter.
+# A rank's slice of a main parameter: flat fp32, and its first element's place in the parameter.
 MainPiece = tuple[torch.Tensor, int]
 
 
@@ -30,7 +30,7 @@ class QkClip:
 
     Attributes:
         attentions: the same on every rank of a stage but for their TP slices.
-        shards: the pieces of main parameters that are apart from the model's weights.
+        shards: the slices of main parameters that are apart from the model's weights.
         group: the ranks of the pipeline stage in all optimizer instances.
         tp_rank, tp_size: this rank's place among those that share a weight.
         device: the device that the group communicates from.
@@ -117,7 +117,7 @@ def _number_of(dtype: torch.dtype) -> float:
 def shards_of(
     dist_opts: Sequence[Any], attentions: Sequence[WatchedAttention]
 ) -> dict[torch.nn.Parameter, MainPiece]:
-    """This rank's pieces of the clipped weights' main parameters, by weight.
+    """This rank's slices of the clipped weights' main parameters, by weight.
 
     An fp32 weight is its own main parameter, so it has none.
 

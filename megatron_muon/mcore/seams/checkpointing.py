@@ -21,7 +21,7 @@ ROWS = (
         "_set_main_param_and_optimizer_states", "the same back", "model_param tensors"
     ),
     _DIST.called(
-        "_get_model_param_range_map", "param: start and end of this rank's piece of it", "param"
+        "_get_model_param_range_map", "param: start and end of this rank's slice of it", "param"
     ),
     # --- state of no single parameter
     _DIST.overridden("state_dict", "groups and loss scaler; adds the record of settings"),

@@ -134,7 +134,7 @@ ROWS = (
     _DIST.has("data_parallel_group_idx", "the model-parallel rank, in dp_reshardable's keys"),
     _DIST.has("ddp_config", "num_distributed_optimizer_instances"),
     _DIST.has("buffers", "each with param_index_map (start, stop, bucket) and buckets"),
-    _DIST.has("gbuf_ranges", "by buffer, dtypes and bucket: the pieces that this rank has"),
+    _DIST.has("gbuf_ranges", "by buffer, dtypes and bucket: the slices that this rank has"),
     _DIST.has("per_bucket_numel_unpadded", "sizes that dp_reshardable compares at a load"),
     _DIST.has("model_param_group_index_map", "the parameter group of a model parameter"),
     _DIST.has("model_float16_groups", "parameters, as in shard_fp32_from_float16_groups"),

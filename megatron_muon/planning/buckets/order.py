@@ -68,7 +68,7 @@ def orders(buckets: Sequence[Bucket], holders: Holders, numerics: Numerics) -> O
 def sent_bytes(
     buckets: Sequence[Bucket], by_bucket: Orders, holders: Holders, numerics: Numerics
 ) -> int:
-    """Bytes that all these ranks together send in a step, pieces there and directions back."""
+    """Bytes that all these ranks together send in a step, slices there and directions back."""
     rows = tuple(
         tuple(range(tp_rank * holders.dp_size, (tp_rank + 1) * holders.dp_size))
         for tp_rank in range(holders.tp_size)

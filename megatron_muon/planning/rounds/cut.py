@@ -1,6 +1,6 @@
 """Rounds: parameters that go through the exchange together, so that memory stays bounded.
 
-While one round is orthogonalized, the pieces of the next one and the directions of the one before
+While one round is orthogonalized, the slices of the next one and the directions of the one before
 travel. All matrices of a parameter are in one round. Plain integers, the same on every rank.
 """
 

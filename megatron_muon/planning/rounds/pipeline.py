@@ -1,6 +1,6 @@
 """The time of a stage's rounds by two speeds: which of several ways to cut them is shortest.
 
-The order is that of a step: pieces of round k + 1 travel while round k is orthogonalized, and its
+The order is that of a step: slices of round k + 1 travel while round k is orthogonalized, and its
 directions while round k + 1 is. Plain integers, in the unit of ``homes.Price``.
 """
 
@@ -18,39 +18,39 @@ class Demand:
 
     Attributes:
         work: time of Newton-Schulz by home.
-        pieces: time of its pieces on a link, by holder and home; directions take the other way.
+        slices: time of its slices on a link, by holder and home; directions take the other way.
     """
 
     work: Mapping[int, int]
-    pieces: Messages
+    slices: Messages
 
 
 def pipeline_time(rounds: Sequence[Sequence[int]], demands: Sequence[Demand], size: int) -> int:
     """The time until the last rank has its directions, from the parameters of each round."""
     every = [_together([demands[index] for index in round]) for round in rounds]
     link, done = [0] * size, [0] * size  # times at which a rank's link and its work are free
-    arrived = _travelled(every[0].pieces, link, done) if every else {}
+    arrived = _travelled(every[0].slices, link, done) if every else {}
     for number, demand in enumerate(every):
         for rank, time in arrived.items():
             done[rank] = max(done[rank], time)
         if number + 1 < len(every):
-            arrived = _travelled(every[number + 1].pieces, link, done)
+            arrived = _travelled(every[number + 1].slices, link, done)
         for rank, time in demand.work.items():
             done[rank] += time
-        back = {(home, holder): time for (holder, home), time in demand.pieces.items()}
+        back = {(home, holder): time for (holder, home), time in demand.slices.items()}
         _travelled(back, link, done)
     return max(map(max, link, done), default=0)
 
 
 def _together(demands: Sequence[Demand]) -> Demand:
     work: dict[int, int] = {}
-    pieces: dict[tuple[int, int], int] = {}
+    slices: dict[tuple[int, int], int] = {}
     for demand in demands:
         for rank, time in demand.work.items():
             work[rank] = work.get(rank, 0) + time
-        for pair, time in demand.pieces.items():
-            pieces[pair] = pieces.get(pair, 0) + time
-    return Demand(work, pieces)
+        for pair, time in demand.slices.items():
+            slices[pair] = slices.get(pair, 0) + time
+    return Demand(work, slices)
 
 
 def _travelled(messages: Messages, link: list[int], ready: Sequence[int]) -> dict[int, int]:

@@ -25,12 +25,12 @@ def stage_rounds(
 
     If all rounds are alike, a home has at most three copies of a matrix: the one that is
     orthogonalized, the message that it comes in and the one that it goes in. Another rank has two
-    copies of a piece. So in each of two rounds a matrix counts 3/2 at its home, a piece 1.
+    copies of a slice. So in each of two rounds a matrix counts 3/2 at its home, a slice 1.
 
     Where every matrix lies whole on one rank, as with an expert DP of 1, most stay there. If
     nothing travels in a round or its neighbours, a home has one copy: a matrix counts 1/2. Those
     rounds come first, so a rank that has more to do for another optimizer, and gives matrices away
-    for that, is as far as the others when these travel. The last of them shares memory with pieces
+    for that, is as far as the others when these travel. The last of them shares memory with slices
     that arrive, which take 2/3 of what a round may: if anything travels, a matrix that stays counts
     3/4.
 
@@ -97,10 +97,10 @@ def _demands(
     """What each parameter asks of its homes and of links."""
     count = owner[-1] + 1 if owner else 0
     of_homes: list[dict[int, int]] = [defaultdict(int) for _ in range(count)]
-    pieces: list[dict[tuple[int, int], int]] = [defaultdict(int) for _ in range(count)]
+    slices: list[dict[tuple[int, int], int]] = [defaultdict(int) for _ in range(count)]
     for index, matrix, work in zip(owner, matrices, works, strict=True):
         of_homes[index][matrix.home] += work.flops * price.flop
         for rank, elements in work.held.items():
             if rank != matrix.home:
-                pieces[index][rank, matrix.home] += elements * price.element
-    return [Demand(*both) for both in zip(of_homes, pieces, strict=True)]
+                slices[index][rank, matrix.home] += elements * price.element
+    return [Demand(*both) for both in zip(of_homes, slices, strict=True)]

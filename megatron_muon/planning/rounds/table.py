@@ -38,8 +38,8 @@ class Alike:
         return [strip for strip in self.strips if strip.home == self.like.home]
 
 
-# Where at most this share of a home's elements comes from others, and goes back to them, its own
-# are written where they are staged and stay there.
+# Where at most an eighth of a home's elements comes from others, and goes back to them, its own are
+# written where they are staged and stay there.
 _FEW = 8
 
 

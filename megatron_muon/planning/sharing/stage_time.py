@@ -51,7 +51,7 @@ def stage_time(
         flops[home] += work.flops
         times[home] += _at_large(work.flops * price.flop)
         times[home] += work.shared * price.element + work.waits * price.picosecond
-    near, far = _pieces(works, homes, neighbours)
+    near, far = _slices(works, homes, neighbours)
     links = [
         max(inside // NODE_LINK, between) * price.element
         for inside, between in zip(_links(near, len(times)), _links(far, len(times)), strict=True)
@@ -79,7 +79,7 @@ def _at_large(time: int) -> int:
     return time * _LARGE_PRODUCTS.denominator // _LARGE_PRODUCTS.numerator
 
 
-def _pieces(works: Sequence[Work], homes: Sequence[int], neighbours: int) -> tuple[_Pairs, _Pairs]:
+def _slices(works: Sequence[Work], homes: Sequence[int], neighbours: int) -> tuple[_Pairs, _Pairs]:
     """What neighbours hold for each other's matrices, and what other ranks do."""
     near: dict[tuple[int, int], int] = {}
     far: dict[tuple[int, int], int] = {}

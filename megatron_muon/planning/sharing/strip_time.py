@@ -1,4 +1,4 @@
-"""What a strip costs its home beside its flops and its own pieces, as plain integers.
+"""What a strip costs its home beside its flops and its own slices, as plain integers.
 
 Homes of a matrix add squares, put rows of them together and turn strips. All of it takes messages,
 which every home waits for, and passes over memory. ``pricing.kernels`` has the same with floats,
@@ -45,7 +45,7 @@ def strip_time(
     numerics: Numerics,
     neighbours: int = NODE,
 ) -> StripTime:
-    """The time of a strip at its home beside products, pieces and directions.
+    """The time of a strip at its home beside products, slices and directions.
 
     Args:
         strip: the strip; None for a whole matrix, which takes none.

@@ -1,1 +1,1 @@
-"""Messages of a step: pieces and directions, and those between the homes of one matrix."""
+"""Messages of a step: slices and directions, and those between the homes of one matrix."""

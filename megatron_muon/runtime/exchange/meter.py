@@ -14,7 +14,7 @@ class Meter:
         matrices: number of matrices orthogonalized.
         ns_flops: Newton-Schulz floating-point operations, 2 per multiply-add.
         gather_bytes: bytes sent to homes.
-        scatter_bytes: bytes of directions sent to pieces.
+        scatter_bytes: bytes of directions sent to slices.
         square_bytes: bytes of squares sent to the other homes of shared matrices.
         turn_bytes: bytes of elements sent to them, where strips are turned (``layout.Strip``).
     """

@@ -6,7 +6,7 @@ over TP. Momentum, kernels, dtype and update are those of ``DistributedMuon``: o
 work between ranks differs.
 
 A rank sends each of its pieces to the other DP ranks that hold some of the matrix, and the matrix's
-TP slice to the other TP ranks. ``pricing.paper`` counts bytes and flops of the same.
+TP slice to the other TP ranks.
 """
 
 from __future__ import annotations

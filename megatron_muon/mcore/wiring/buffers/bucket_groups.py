@@ -28,8 +28,8 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
     Without overlap, or in an all-gather by force, the methods that start one wait for it too.
 
     Attributes:
-        is_early: its all-gather of parameters was started by the step (``early``), and no forward
-            pass has waited for it yet.
+        is_early: its all-gather of parameters was started by the step (``early_gathers``), and no
+            forward pass has waited for it yet.
     """
 
     is_early = False

@@ -9,7 +9,7 @@ import torch
 
 
 def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """``(parameter, flat fp32 shard)`` for each parameter of which this rank holds a piece.
+    """``(parameter, flat fp32 shard)`` for each parameter of which this rank holds a slice.
 
     The shard is a copy for a bf16 parameter and a view of an fp32 one. Both are paired in the order
     of Megatron's groups: ``model_param_group_index_map`` misnumbers groups that mix both dtypes.
