@@ -198,7 +198,7 @@ def test_a_mixed_installation_names_both(tmp_path: Path) -> None:
 
 def test_what_is_no_checkout_is_an_error(tmp_path: Path) -> None:
     done = doctor(str(tmp_path))
-    assert done.returncode == 1 and done.stdout == ""
+    assert done.returncode == 2 and done.stdout == ""
     assert "is no Megatron-LM checkout: give the folder with pretrain" in done.stderr
 
 
