@@ -10,6 +10,7 @@ itself unpickles such files without restriction.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from argparse import Namespace
 from collections import OrderedDict, defaultdict
@@ -76,6 +77,8 @@ def load(source: Path | bytes) -> Any:
         OSError: it cannot be read.
         ReadError: it is no regular file, no archive of ``torch.save``, or damaged.
     """
+    if os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true"):
+        raise ReadError("TORCH_FORCE_WEIGHTS_ONLY_LOAD is set: Megatron's files need it unset")
     is_file = isinstance(source, Path)
     with _opened(source) if isinstance(source, Path) else io.BytesIO(source) as file:
         try:

@@ -61,10 +61,10 @@ class DigestError(ValueError):
 
 
 def new_save() -> Save:
-    """A save by this process: a random ``id``, and ``by``, which says who saves."""
+    """A save by this process: a random ``id``, and who saves; earlier versions read ``job``."""
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-    by = f"process {os.getpid()} on {socket.gethostname()}, begun at {began} UTC"
-    return {"id": secrets.token_hex(8), "by": by}
+    by = {"host": socket.gethostname(), "pid": os.getpid(), "job": {}, "began": began}
+    return {"id": secrets.token_hex(8), **by}
 
 
 def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> None:
@@ -163,8 +163,10 @@ def _typed(content: Digest) -> Digest:
             save is None or isinstance(save["id"], str),
             tokens is None or _is_count(tokens),
             *(isinstance(whole[key], dict) for key in ("wrote", "settings", "model")),
+            *(isinstance(entry["shape"], list) for entry in whole["parameters"].values()),
             *(all(map(_is_count, entry["shape"])) for entry in whole["parameters"].values()),
             *(entry["optimizer"] in _OWNERS for entry in whole["parameters"].values()),
+            *map(_is_below, whole["files"]),
             *(_is_count(entry["size"]) for entry in whole["files"].values()),
             *(isinstance(entry["hash"], str) for entry in whole["files"].values()),
         ]
@@ -180,6 +182,12 @@ _DEFAULTS |= {"vocabulary": None, "model": {}, "parameters": {}, "files": {}}
 
 
 _OWNERS = ("muon", "adamw", "frozen")
+
+
+def _is_below(name: str) -> bool:
+    """Whether a path stays in its folder."""
+    path = Path(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def _is_count(value: Any) -> bool:
@@ -200,7 +208,10 @@ def require_complete(folder: Path, digest: Digest) -> None:
 
 def saved_by(save: Save | None) -> str:
     """Who saves, in words."""
-    return str((save or {}).get("by", "by an earlier megatron_muon"))
+    if save is None:
+        return "by an earlier megatron_muon"
+    host, pid, began = (save.get(key, "unknown") for key in ("host", "pid", "began"))
+    return f"process {pid} on {host}, begun at {began} UTC"
 
 
 def fault(

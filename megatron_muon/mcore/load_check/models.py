@@ -79,8 +79,8 @@ def _addresses(state: Any) -> Iterator[int]:
             yield from _addresses(each)
         return
     data = state if isinstance(state, torch.Tensor) else getattr(state, "data", None)
-    if isinstance(data, torch.Tensor) and data.numel() and data.device.type != "meta":
-        yield data.data_ptr()
+    if isinstance(data, torch.Tensor) and data.device.type != "meta" and data.data_ptr():
+        yield data.data_ptr()  # 0 where it has no memory of its own
 
 
 class Wanted(IntEnum):

@@ -68,6 +68,16 @@ _OF_YARN = (
     *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim"),
 )
+_LATENT = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim", "qk_pos_emb_head_dim"),
+    "rope_type",
+)
+# Beginnings of names, and the setting without which those have no effect.
+_WITH = (
+    *(("window_attn", "window_size"), ("linear_", "linear_attention_freq")),
+    ("dsa_", "experimental_attention_variant"),
+)
+_FREQUENCIES = "rotary_frequencies"  # their number, the second and the last one
 # Settings that Megatron gives to GPTModel and similar classes, not to their configuration.
 _OF_MODEL = (
     *("position_embedding_type", "share_embeddings_and_output_weights", "rotary_base"),
@@ -132,16 +142,23 @@ def check_model(
             "(before padding). Load it with the tokenizer it was trained with"
         )
     for name in sorted(now):
-        if then[name] != now[name] and not (both_known and _VOCABULARY.search(name)):
-            what = "elements" if len(now[name]) == 1 else "shape"
+        one, two = then[name], now[name]
+        there: object
+        here: object
+        if len(one) == len(two) == 1:
+            what, there, here = "shape", one[0], two[0]
+        else:  # of several experts, which another class may hold in one
+            what = "number of elements"
+            there, here = (sum(map(math.prod, shapes)) for shapes in (one, two))
+        if there != here and not (both_known and _VOCABULARY.search(name)):
             raise DigestError(
-                f"{different} {name} has the {what} {then[name]} there and {now[name]} here, "
-                "counted over all ranks"
+                f"{different} {name} has the {what} {there} there and {here} here, counted over "
+                "all ranks"
             )
     changed = [
         f"{name} is {saved['model'][name]!r} there and {own[1][name]!r} here"
         for name in sorted(saved["model"].keys() & own[1].keys())
-        if not _same(saved["model"][name], own[1][name])
+        if not _same(saved["model"][name], own[1][name], 1e-3 if name == _FREQUENCIES else 1e-9)
     ]
     return first_names(then.keys() - now.keys()), changed
 
@@ -192,21 +209,19 @@ def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:
     return shape
 
 
-def _sizes(table: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
-    """Shapes of matrices by one name; of all experts of a layer, the number of elements.
+def _sizes(table: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[int, ...]]]:
+    """Shapes of matrices by one name, which experts of a layer may share.
 
     Vectors are left out, since TP may split some in an unknown way.
     """
-    sizes: dict[str, tuple[int, ...]] = {}
+    sizes: dict[str, list[tuple[int, ...]]] = {}
     for name, entry in table.items():
         shape = tuple(entry["shape"])
         if len(shape) < 2:
             continue
         for pattern, text in _SAME:
             name = pattern.sub(text, name)
-        if ".experts." in name:
-            shape = (math.prod(shape) + sum(sizes.get(name, ())),)
-        sizes[name] = shape
+        sizes.setdefault(name, []).append(shape)
     return sizes
 
 
@@ -221,15 +236,34 @@ def _settings(chunk: Any) -> Settings:
     names = _OF_CONFIG + (_OF_YARN if getattr(config, "rope_type", None) == "yarn" else ())
     found = {name: getattr(config, name) for name in names if hasattr(config, name)}
     found = {name: getattr(model, name) for name in _OF_MODEL if hasattr(model, name)} | found
+    found = {name: value for name, value in found.items() if _is_in_force(name, config, model)}
     embedding = getattr(model, "rotary_pos_emb", None)
     frequencies = getattr(embedding, "inv_freq", None)
     if torch.is_tensor(frequencies) and frequencies.numel() > 1 and not frequencies.is_meta:
         ends = frequencies[[1, -1]].tolist()
-        found["rotary_frequencies"] = [frequencies.numel(), *ends]
+        found[_FREQUENCIES] = [frequencies.numel(), *ends]
         interpolation = getattr(embedding, "seq_len_interpolation_factor", None)
         found["rotary_seq_len_interpolation_factor"] = interpolation
     plain = {name: _plain(value) for name, value in sorted(found.items())}
     return {name: value for name, value in plain.items() if value is not _NOT_PLAIN}
+
+
+def _is_in_force(name: str, config: Any, model: Any) -> bool:
+    """Whether a setting has any effect: a router's has none without experts, say."""
+    kind = getattr(model, "position_embedding_type", None)
+    latent = bool(getattr(config, "multi_latent_attention", False))
+    has = {key: getattr(config, key, None) is not None for _, key in _WITH}
+    if name in _LATENT or name in ("num_query_groups", "kv_channels"):
+        return latent == (name in _LATENT)
+    if name.startswith("moe_"):
+        return bool(getattr(config, "num_moe_experts", None))
+    if name.startswith("mamba_"):
+        return bool(getattr(config, "is_hybrid_model", False))
+    if name.startswith("yarn_"):
+        return bool(kind == "yarn")
+    if name.startswith("rotary_") or name == "mrope_section":
+        return latent or kind in ("rope", "mrope", "yarn")
+    return all(has[key] for start, key in _WITH if name.startswith(start) and name != key)
 
 
 def _plain(value: Any) -> Any:
@@ -247,10 +281,11 @@ def _plain(value: Any) -> Any:
     return _NOT_PLAIN
 
 
-def _same(one: Any, two: Any) -> bool:
+def _same(one: Any, two: Any, tolerance: float) -> bool:
     """Whether settings are equal; frequencies are computed in fp32, on other devices otherwise."""
     if isinstance(one, list) and isinstance(two, list):
-        return len(one) == len(two) and all(map(_same, one, two))
-    if isinstance(one, float) and isinstance(two, (int, float)):
-        return math.isclose(one, two, rel_tol=1e-3)
+        pairs = zip(one, two, strict=False)
+        return len(one) == len(two) and all(_same(*pair, tolerance) for pair in pairs)
+    if isinstance(one, (int, float)) and isinstance(two, (int, float)):
+        return one == two or math.isclose(one, two, rel_tol=tolerance)
     return bool(one == two)

@@ -277,7 +277,8 @@ def _made_together(
 ) -> list[tuple[Any, DistributedMuon]]:
     """Each part that is no stub, with its Muon; an error of one rank stops the whole world."""
     parts = [part for part in parts if not part.is_stub_optimizer]
-    plans, error = attempt(partial(_agreed_plans, parts, numerics, stage))
+    every = together(partial(_on_every_rank, parts, stage), None, stage.device)
+    plans, error = attempt(partial(_agreed_plans, parts, every, numerics, stage))
     raise_together(error, None, stage.device)  # all ranks of a stage have its errors
     assert plans is not None
 
@@ -303,10 +304,19 @@ class _Agreed:
     is_followed: bool
 
 
-def _agreed_plans(parts: Sequence[Any], numerics: Numerics, stage: Stage) -> list[_Agreed]:
-    """The plans of all optimizers, on which all ranks of the stage agree."""
+def _on_every_rank(parts: Sequence[Any], stage: Stage) -> list[list[Parameter]]:
+    return [_everywhere(part, stage) for part in parts]
+
+
+def _agreed_plans(
+    parts: Sequence[Any], every: Sequence[list[Parameter]], numerics: Numerics, stage: Stage
+) -> list[_Agreed]:
+    """The plans of all optimizers, on which all ranks of the stage agree.
+
+    Args:
+        every: parameters of each optimizer, ``_everywhere``.
+    """
     node = dist.get_rank() // numerics.config.node_ranks
-    every = [_everywhere(part, stage) for part in parts]
     work = [flops_of(parameters, numerics) for parameters in every]
     plans: list[_Agreed] = []
     for at, part in enumerate(parts):

@@ -181,7 +181,7 @@ def _meets_another_save(case: Case, topology: Topology, format: str, folder: str
 
     def meets(self: Saving, *args: Any) -> Any:
         if dist.get_rank() == 0:
-            digest.begin(Path(folder), {}, {"id": "other", "by": "elsewhere"})
+            digest.begin(Path(folder), {}, {"id": "other", "host": "elsewhere"})
             store.set("marked", "")
         store.wait(["marked"])
         return part(self, *args)
@@ -199,7 +199,7 @@ def test_what_two_saves_wrote_is_not_sealed_by_either(format: str, tmp_path: Pat
         )
     left = digest.read(tmp_path)
     assert left is not None and not left["complete"]
-    assert left["save"]["by"] != "elsewhere"  # so that the other refuses to seal it, too
+    assert left["save"]["host"] != "elsewhere"  # so that the other refuses to seal it, too
 
 
 def _addresses_of_an_adamw_run(folder: str) -> bool:
