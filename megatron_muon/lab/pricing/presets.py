@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_muon.console import printable
+from megatron_muon.lab.json_text import finite, parsed
 from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware
 
 _SHEET = "NVIDIA's H100 data sheet, SXM"
@@ -126,7 +125,7 @@ def hardware_of(name: str, settings: Sequence[str]) -> Hardware:
             names = ", ".join(CONSTANTS)
             raise ValueError(f"--set {setting}: give NAME=VALUE, where NAME is one of {names}")
         try:
-            values[constant] = _finite(text)
+            values[constant] = finite(text)
         except ValueError:
             raise ValueError(f"--set {setting}: {text!r} is not a finite number") from None
     return hardware.with_values(values, "--set")
@@ -144,8 +143,8 @@ def from_json(text: str, source: str, base: Hardware = H100) -> Hardware:
         ValueError, TypeError: it is not such JSON; names what is wrong.
     """
     try:
-        given = json.loads(text, parse_constant=_finite, parse_int=_whole, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
+        given = parsed(text)
+    except ValueError as error:
         raise ValueError(f"{source} is not JSON: {error}") from None
     if not isinstance(given, dict):
         raise ValueError(f"{source}: hardware is a JSON object, got {type(given).__name__}")
@@ -163,15 +162,3 @@ def from_json(text: str, source: str, base: Hardware = H100) -> Hardware:
         sources[name] = printable(one)
     name = printable(given.get("name", source))
     return replace(made, name=name, sources=tuple(sources.items()))
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:40]} is not finite")
-    return value
-
-
-def _whole(text: str) -> int:
-    _finite(text)  # and so of at most 309 digits
-    return int(text)
