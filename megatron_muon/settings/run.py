@@ -122,8 +122,8 @@ class RunSettings:
         _LAYOUT,
         without="False in Python; in Megatron-LM the default is contiguous.",
     )
-    early_param_gather: EarlyParamGather = row(
-        "auto",
+    early_param_gather: EarlyParamGather | None = row(
+        None,
         "--muon-early-param-gather",
         "With --overlap-param-gather, start the all-gather of a bucket of parameters within the "
         "step, as soon as they are updated; at most one after the last round, and with "
@@ -131,7 +131,8 @@ class RunSettings:
         "Megatron-LM's own training loop, unless clipped attention logits, a CUDA graph of the "
         "full iteration, --perform-rl-step or --overlap-param-gather-with-optimizer-step forbid "
         "it. on: in any loop; an error where it cannot be. off: the forward pass starts them.",
-        kinds.choice(get_args(EarlyParamGather)),
+        kinds.choice(get_args(EarlyParamGather)).or_none(),
+        without="The default is off; auto with --muon-preset fast.",
     )
     checkpoint_digest: bool = row(
         True,

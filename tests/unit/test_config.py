@@ -26,7 +26,7 @@ MODULES = sorted(Path(megatron_muon.__file__).parent.rglob("*.py"))
 
 # Of English, too: what a matrix has and what an optimizer keeps. Errors about their values are held
 # by ``test_rows.py``.
-WORDS = {"homes", "momentum", "nesterov", "splits"}
+WORDS = {"homes", "momentum", "nesterov", "preset", "splits"}
 NAMES = re.compile(rf"(?<!\w)({'|'.join(sorted(ROWS.keys() - WORDS))})(?!\w)")
 
 
@@ -197,7 +197,7 @@ def test_without_tested_restarts_gram_is_refused_and_auto_is_standard(
         MuonConfig(ns_iteration="gram", **settings)
     for device in get_args(Device):
         for iteration in (None, "auto"):
-            config = MuonConfig(ns_iteration=iteration, **settings)
+            config = MuonConfig(preset="fast", ns_iteration=iteration, **settings)
             assert Numerics(config, device).iteration == "standard"
             assert not takes_gram(4096, 16384, Numerics(config, device))
             line = newton_schulz_line(Numerics(config, device), "torch", in_batches=True)
@@ -209,14 +209,14 @@ def test_without_tested_restarts_gram_is_refused_and_auto_is_standard(
 @pytest.mark.parametrize("device", CUDAS)
 @pytest.mark.parametrize("dtype", get_args(NsDtype))
 def test_a_gpu_takes_auto_where_restarts_are_known(dtype: NsDtype, device: Device) -> None:
-    """By default and where it is asked for; on a CPU the default is standard."""
+    """With the preset fast and where it is asked for; on a CPU the default is standard."""
     for name, coefficients in SETS.items():
         for steps in {5, 7, *coefficients.restarts} - (
             {7} if coefficients.after == "refuse" else set()
         ):
             lists = coefficients.restarts.get(steps)
             known = lists is not None and getattr(lists, dtype) is not None
-            config = MuonConfig(ns_coefficients=name, ns_steps=steps, ns_dtype=dtype)
+            config = MuonConfig(preset="fast", ns_coefficients=name, ns_steps=steps, ns_dtype=dtype)
             asked = replace(config, ns_iteration="auto")
             taken = "auto" if known else "standard"
             assert Numerics(config, device).iteration == Numerics(asked, device).iteration == taken
