@@ -50,9 +50,14 @@ def plain(case: Case) -> Case:
     return replace(case, muon=(*case.muon, OFF))
 
 
-def by_default(case: Case) -> Case:
+def unset(case: Case, *more: tuple[str, Any]) -> Case:
     """The same without the setting."""
-    return replace(case, muon=tuple(pair for pair in case.muon if pair not in (ON, OFF)))
+    return replace(case, muon=(*(pair for pair in case.muon if pair not in (ON, OFF)), *more))
+
+
+def fast(case: Case) -> Case:
+    """The same by the preset fast."""
+    return unset(case, ("preset", "fast"))
 
 
 def step_of(built: Built, step: int = 0) -> None:
@@ -193,7 +198,7 @@ AT_END = replace(DENSE, muon=(ON,))  # one round, so the only gather starts afte
 SEVERAL = replace(DENSE, muon=(("round_bytes", 100_000), ON))
 ORDERS: dict[str, tuple[Case, Any, str]] = {
     "once its parameters are updated": (DENSE, nullcontext, r"r+g[rg]*g?r+"),
-    "by default": (by_default(DENSE), nullcontext, r"r+g[rg]*g?r+"),
+    "by the preset fast": (fast(DENSE), nullcontext, r"r+g[rg]*g?r+"),
     "several after a round": (SEVERAL, nullcontext, "rggrr"),
     "one by one, at most one after a round": (SEVERAL, one_by_one, "rgrgr"),
     "after the last round if it must": (AT_END, nullcontext, "rg"),
@@ -354,9 +359,9 @@ def _copied_and_restored(case: Case, topology: Topology) -> dict[str, Any]:
     return {name: param.data.clone() for name, param in built.params.items()}
 
 
-def test_by_default_a_policy_may_leave_after_a_step_and_come_back_in_any_loop() -> None:
+def test_with_fast_a_policy_may_leave_after_a_step_and_come_back_in_any_loop() -> None:
     late, *_ = run(_copied_and_restored, 3, plain(AT_END), IN_BUCKETS)
-    for rank in run(_copied_and_restored, 3, by_default(AT_END), IN_BUCKETS):
+    for rank in run(_copied_and_restored, 3, fast(AT_END), IN_BUCKETS):
         assert [name for name in late if not torch.equal(rank[name], late[name])] == []
 
 
@@ -374,8 +379,8 @@ def _in_and_out(case: Case, topology: Topology) -> list[int]:
     return [*counts, len(_under_way(built))]
 
 
-def test_by_default_gathers_are_under_way_after_a_step_of_megatron_lms_loop_alone() -> None:
-    for outside, within, left, again in run(_in_and_out, 3, by_default(DENSE), IN_BUCKETS):
+def test_with_fast_gathers_are_under_way_after_a_step_of_megatron_lms_loop_alone() -> None:
+    for outside, within, left, again in run(_in_and_out, 3, fast(DENSE), IN_BUCKETS):
         assert within > 0 and [outside, left, again] == [0, 0, 0]
 
 
@@ -483,13 +488,13 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, Any], str]] = {
 
 
 def _of_a_mode(settings: dict[str, Any], mode: tuple[str, Any]) -> tuple[str, bool, list[str]]:
-    """The error where it is on; by default, whether gathers start in the step and what is said."""
+    """The error where it is on; with fast, whether gathers start in the step and what is said."""
     built = build(Case(), Topology(dp=2, overlap=True))
     owner = built.ddp.ddp_config if hasattr(built.ddp.ddp_config, mode[0]) else built.ddp.config
     setattr(owner, *mode)
     error = error_of_optimizer(built, early_param_gather="on", **settings)
     with (
-        installed(megatron_muon.MuonConfig(**settings)),
+        installed(megatron_muon.MuonConfig(preset="fast", **settings)),
         redirect_stdout(io.StringIO()) as printed,
     ):
         optimizer = make_optimizer(built)
@@ -502,7 +507,7 @@ def _starts_early(optimizer: Any) -> bool:
 
 
 @pytest.mark.parametrize(("settings", "mode", "error"), REFUSED.values(), ids=REFUSED)
-def test_what_gathers_otherwise_is_refused_and_by_default_they_are_off_and_a_line_says_so(
+def test_what_gathers_otherwise_is_refused_and_with_fast_they_are_off_and_a_line_says_so(
     settings: dict[str, Any], mode: tuple[str, Any], error: str
 ) -> None:
     named = "early_param_gather (--muon-early-param-gather)"
@@ -527,5 +532,9 @@ def _made(case: Case, topology: Topology) -> bool:
     return _starts_early(start(case, topology).optimizer)
 
 
-def test_by_default_they_are_off_with_megatrons_own_early_gather() -> None:
-    assert run(_made, 4, replace(by_default(DENSE), layers=4), STEP_OVERLAP) == [False] * 4
+def test_with_fast_they_are_off_with_megatrons_own_early_gather() -> None:
+    assert run(_made, 4, replace(fast(DENSE), layers=4), STEP_OVERLAP) == [False] * 4
+
+
+def test_by_default_they_are_off() -> None:
+    assert run(_made, 3, unset(DENSE), IN_BUCKETS) == [False] * 3
