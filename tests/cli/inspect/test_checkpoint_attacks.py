@@ -124,14 +124,12 @@ def test_metadata_name_no_file_elsewhere(
 
 def _loads(folder: Path) -> dict[str, Callable[[], Any]]:
     """All that we open of a checkpoint before Megatron reads it."""
-    from megatron_muon.mcore.checkpoint import metadata
     from megatron_muon.mcore.checkpoint.interop.saved import Saved
 
     return {
         "writer": lambda: Saved.of(folder).writer,
         "foreign_writer": lambda: Saved.of(folder).foreign_writer,
         "record": lambda: Saved.of(folder).record(),
-        "layout": lambda: metadata._stored(str(folder)),
         "digest": lambda: digest.read(folder),
     }
 
