@@ -30,7 +30,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_damage_by_chance_is_no_traceback(roots: list[Path], tmp_path: Path) -> None:
     counts, wrong = statuses(roots, TIMES, 0, tmp_path)
     assert not wrong, "\n".join(wrong)
-    assert counts[0] and counts[1] > counts[0] and counts.total() == TIMES
+    assert counts[0] and counts[1] and counts.total() == TIMES
 
 
 def test_the_checkpoints_are_whole_without_it(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.lab.trace.events import TraceFile
+from megatron_muon.lab.trace.events import read_trace
 from megatron_muon.runtime.step_traces import OPTIMIZER
 from support import PYTHON311, ROOT
 from support.megatron_lm.scripts import (
@@ -60,7 +60,7 @@ def test_muon_trains(processes: int, layout: str) -> None:
 
 def gathers_in_a_step(traces: Path) -> int:
     """How many gathers of parameters rank 0 starts while the optimizer steps."""
-    events = [e for e in TraceFile(traces / "rank0.json.gz").events() if e.get("ph") == "X"]
+    events = [e for e in read_trace(traces / "rank0.json.gz").events if e.get("ph") == "X"]
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == OPTIMIZER]
     assert steps
     gathers = [e["ts"] for e in events if e["name"] == "params/gather"]
