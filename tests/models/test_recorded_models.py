@@ -12,13 +12,17 @@ import pytest
 from megatron_muon.orthogonalize.iteration import scratch_elements
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, LEAST_SCRATCH
 from megatron_muon.planning.rounds.table import round_tables
+from support.models.model_flags import DEEPSEEK_V3
 from support.virtual_gpu.plans import MODELS, Model, plans_of
-from support.virtual_gpu.report import MIB, ReportRow, rows_of
+from support.virtual_gpu.report import MIB, TORCHS, ReportRow, rows_of
 
 BY_NAME = {model.name: model for model in MODELS}
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+PLANS = (*MODELS, Model("DeepSeek-V3", " ".join(DEEPSEEK_V3), stage=1))
+
+
+@pytest.mark.parametrize("model", PLANS, ids=lambda model: model.name)
 def test_every_message_and_every_run_in_it_starts_at_16_bytes(model: Model) -> None:
     """NCCL copies what does not one byte a load; the momentum kernel, one element."""
     ends = []
@@ -39,6 +43,7 @@ def test_every_message_and_every_run_in_it_starts_at_16_bytes(model: Model) -> N
 
 def _busiest(name: str, **settings: object) -> ReportRow:
     (row,) = rows_of(BY_NAME[name], first=False, **settings)
+    assert row.peak_bytes_if("host ahead") == row.peak_bytes
     return row
 
 
@@ -64,6 +69,7 @@ def test_a_step_takes_its_round_and_the_scratch_of_its_largest_matrix(
     assert row.peak_bytes <= min(planned + beside * MIB, most * MIB)
     assert 2 * scratch_elements(rows, cols) <= 1.5 * 2 * rows * cols
     assert row.host_syncs == 0
+    assert row.peak_bytes_if(TORCHS) >= 1.7 * row.peak_bytes  # of all rounds
 
 
 def test_a_smaller_round_takes_less_memory() -> None:

@@ -19,14 +19,17 @@ if __name__ == "__main__":  # as the tests' conftest does
     sys.path[:0] = [str(_tests.parent), str(_tests), str(_tests / "python311")]
     import typing_override  # noqa: F401
 
+from support.virtual_gpu.memory import Way
 from support.virtual_gpu.plans import MODELS, Model, plans_of
 from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.step import record_step
 
 MIB = 1 << 20
+TORCHS: Way = "host ahead, torch's memory"
 HEAD = (
     "| model | rank of the stage | rounds | matrices here | operations a step | launches | of them "
-    "NCCL's | host syncs | peak over state, MiB |\n|---|---|---|--:|--:|--:|--:|--:|--:|"
+    "NCCL's | host syncs | peak over state, MiB | with torch's memory |\n"
+    "|---|---|---|--:|--:|--:|--:|--:|--:|--:|"
 )
 
 
@@ -53,13 +56,17 @@ class ReportRow:
     def peak_bytes(self) -> int:
         return max(recording.peak_bytes for recording in self.recordings)
 
+    def peak_bytes_if(self, way: Way) -> int:
+        return max(recording.peak_bytes_if(way) for recording in self.recordings)
+
     def line(self) -> str:
         rounds = "+".join(map(str, self.rounds))
         collectives = sum(len(recording.collectives) for recording in self.recordings)
         return (
             f"| {self.model} | {self.rank} ({self.who}) | {rounds} | {self.matrices} | "
             f"{self.total('operations'):,} | {self.total('launches'):,} | {collectives} | "
-            f"{self.host_syncs} | {self.peak_bytes / MIB:,.0f} |"
+            f"{self.host_syncs} | {self.peak_bytes / MIB:,.0f} | "
+            f"{self.peak_bytes_if(TORCHS) / MIB:,.0f} |"
         )
 
 

@@ -150,8 +150,10 @@ class Gpu(TorchDispatchMode):
         named: dict[str, Any],
     ) -> Any:
         if kind.view:
-            base = inputs[0].block
-            return _map_tensors(func(*inner, **named), lambda t: VirtualTensor(t, base))
+            base, foreign = inputs[0].block, inputs[0].is_foreign
+            return _map_tensors(
+                func(*inner, **named), lambda t: VirtualTensor(t, base, is_foreign=foreign)
+            )
         if kind.fresh:
             made = self._fresh(func, inner, named)
             out = _map_tensors(made, self.allocate)
