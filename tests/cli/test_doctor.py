@@ -209,7 +209,7 @@ def test_a_checkout() -> None:
     report = rows(done.stdout)
     assert report["megatron-lm"].endswith(f"({Path(str(CHECKOUT)).resolve()})")
     assert str(Path(str(CHECKOUT)).resolve()) in report["megatron-core"]
-    assert report["patch"].startswith("not patched: ")
+    assert report["patch"].startswith("is not in: ")
     assert report["training hooks"] == "all"
-    assert "--use-precision-aware-optimizer" in report["refused flags"]
+    assert "use_precision_aware_optimizer" in report["refused options"]
     assert "Distributed Muon takes the launcher or" in report["plain command"]

@@ -17,7 +17,7 @@ from megatron_muon.console import say
 from megatron_muon.mcore.load_check.models import remember
 from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.routing.survey import survey
-from megatron_muon.mcore.seams.rows import check_built, megatron_version
+from megatron_muon.mcore.seams.rows import check_built, described_version
 from megatron_muon.mcore.wiring import process_groups
 from megatron_muon.mcore.wiring.buffers.bucket_groups import name_phases
 from megatron_muon.mcore.wiring.buffers.early_setting import gathers_one_by_one, settled
@@ -153,7 +153,7 @@ def _active() -> list[str]:
     if _has_said_active or dist.get_rank() != 0:
         return []
     _has_said_active = True
-    return [describe.active_line(__version__, megatron_version()[0])]
+    return [describe.active_line(__version__, described_version())]
 
 
 def _checked(
