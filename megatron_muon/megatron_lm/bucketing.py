@@ -14,8 +14,6 @@ from megatron_muon.planning.buckets.count import (
     Buffer,
     LocalParameter,
     choose,
-    cost,
-    stock_bucket_size,
 )
 from megatron_muon.planning.buckets.order import UNPLACED
 from megatron_muon.planning.layout import Parameter, whole_matrix
@@ -49,13 +47,7 @@ def choose_buckets(args: Namespace) -> list[str]:
             "--muon-dp-layout contiguous: Megatron's own buckets, since the sizes of a hybrid "
             "model's layers are unknown here; --ddp-num-buckets sets their number"
         ]
-    here = buffers(args, REFERENCE_DP_SIZE)
-    chosen = choose(here)
-    if chosen is None and cost(here, stock_bucket_size(REFERENCE_DP_SIZE)).buckets <= len(here):
-        return [
-            "--muon-dp-layout contiguous: Megatron's own buckets, one a buffer on the first "
-            "pipeline stage: so small a model has nothing left to overlap"
-        ]
+    chosen = choose(buffers(args, REFERENCE_DP_SIZE))
     if chosen is None:
         return [
             "--muon-dp-layout contiguous: Megatron's own buckets, of about 40 M elements: fewer "
