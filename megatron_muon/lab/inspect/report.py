@@ -54,7 +54,6 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
     """Read a whole checkpoint.
 
     Args:
-        path: a folder with a tracker file, or one iteration's folder.
         hashes: also compare the hash of every file with the digest's.
 
     Raises:

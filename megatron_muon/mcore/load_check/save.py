@@ -118,8 +118,6 @@ def sealed(trained: TrainedModel | None, folder: Path, names: list[str]) -> Iter
     Every rank of the world enters and leaves it together.
 
     Args:
-        trained: the model of Muon's that this rank saves, if any.
-        folder: the checkpoint's folder.
         names: paths in the folder of the files that this rank, or a replica of it, writes. Those
             that stay as they were are not of this save.
     """
