@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 import megatron_muon.runtime.round
 from megatron_muon import MuonConfig
@@ -67,15 +65,6 @@ def sums_of(config: MuonConfig, patch: pytest.MonkeyPatch) -> list[Sums]:
     return layouts
 
 
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 KINDS = [
     {"ns_iteration": "gram", "ns_dtype": "fp16"},
     {"ns_iteration": "standard", "ns_dtype": "bf16", "elementwise": "foreach"},
@@ -86,14 +75,17 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("mode", ["one at a time", "deterministic"])
 def test_each_sum_of_a_matrix_is_the_same_in_every_layout(
-    mode: str, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    kind: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """TP 1, 2 and 4, one round and a round for each parameter, and homes with other matrices."""
+    config = MuonConfig(ns_batch=1, split_matrices="off", **kind)
     if mode == "deterministic":
-        with deterministic():
-            layouts = sums_of(layout_free(MuonConfig(**kind), is_deterministic=True), monkeypatch)
-    else:
-        layouts = sums_of(MuonConfig(ns_batch=1, split_matrices="off", **kind), monkeypatch)
+        request.getfixturevalue(mode)
+        config = layout_free(MuonConfig(**kind), is_deterministic=True)
+    layouts = sums_of(config, monkeypatch)
     for found in layouts:
         assert {shape: len(ways) for shape, ways in found.items()} == dict.fromkeys(layouts[0], 1)
         assert found == layouts[0]
