@@ -80,12 +80,12 @@ def test_muon_trains_with_parameters_gathered_within_the_step(
 ) -> None:
     """With interleaved stages Megatron's schedule asks for gathers, too (--align-param-gather)."""
     flags = MUON, "--bf16", OVERLAP, layout, "--muon-trace-steps 3 --muon-trace-dir"
-    early = pretrain(processes, *flags, str(tmp_path / "early"))
-    late = pretrain(processes, *flags, str(tmp_path / "late"), "--muon-early-param-gather off")
+    early = pretrain(processes, *flags, str(tmp_path / "early"), "--muon-preset fast")
+    late = pretrain(processes, *flags, str(tmp_path / "late"))
     assert gathers_in_a_step(tmp_path / "early") > gathers_in_a_step(tmp_path / "late") == 0
     said = "the first gather of parameters starts after"
     assert said in early and said not in late and losses(early) == losses(late)
-    assert argument(early, "muon_early_param_gather") == "auto"
+    assert argument(early, "muon_early_param_gather") == "None"
     assert argument(early, "align_param_gather") == str(processes == 4)
 
 

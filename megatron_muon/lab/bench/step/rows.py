@@ -61,7 +61,8 @@ def rows(
             gathers in the forward pass, ``early`` within the step (``early_param_gather``).
 
     Returns:
-        The rows: first those with the standard iteration, then those on ``auto``.
+        The rows: first those with the standard iteration, then those on ``auto``, with the dtype of
+        the preset ``fast``.
     """
     from megatron_muon.mcore.wiring.buffers.bucket_layout import takes_layouts
 
@@ -94,7 +95,7 @@ def rows(
 
 
 def _on_auto(row: Row) -> Row:
-    config = dataclasses.replace(row.config, ns_iteration="auto")
+    config = dataclasses.replace(row.config, ns_iteration="auto", preset="fast")
     return dataclasses.replace(row, name=f"{row.name}-auto", config=config)
 
 
