@@ -95,7 +95,6 @@ def make_muons(
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     said = describe.not_shared_lines(config, plan_device(device), is_deterministic=is_deterministic)
     config = layout_free(config, is_deterministic=is_deterministic)
-    asked = config.early_param_gather
     numerics, late, description = together(
         lambda: _checked(parts, model_chunks, config, pg_collection), None, device
     )
@@ -110,16 +109,12 @@ def make_muons(
     for part in parts:
         part.routes = routes
     muons = _made_together(parts, numerics, stage)
-    said += describe.late_gather_lines(late) if asked == "auto" else []
+    said += describe.late_gather_lines(late)
     once = stage.speaks and stage.pipeline_rank == 0
     lines = [*_active(), *(said if once else []), *survey(model_chunks, routes, config, stage)]
     lines += count_once(parts, stage)
     turn_into(optimizer, MuonChainedOptimizer)
     name_phases(model_chunks)
-    if config.early_param_gather != "off":
-        from megatron_muon.mcore.wiring.buffers.early_gathers import wait_before_state_dicts
-
-        wait_before_state_dicts(model_chunks)
     optimizer.voters = process_groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     lines += together(lambda: _completed(parts, muons, numerics, stage), None, device)
