@@ -40,16 +40,16 @@ def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> No
         if not config.use_distributed_optimizer:
             raise ValueError(
                 "optimizer='muon' shards over Megatron's distributed optimizer, but "
-                f"{type(config).__name__}.use_distributed_optimizer is False: set it in "
-                "OptimizerConfig and DistributedDataParallelConfig (--use-distributed-optimizer), "
-                "or choose optimizer='adam'"
+                f"{type(config).__name__}.use_distributed_optimizer is False: delete the line that "
+                "clears it for Megatron's own Muon, and set it in OptimizerConfig and "
+                "DistributedDataParallelConfig before the model is wrapped "
+                "(--use-distributed-optimizer), or choose optimizer='adam'"
             )
     if not getattr(optimizer_config, "decoupled_weight_decay", True):  # a choice since core 0.15
         raise ValueError(
             "optimizer='muon' decays weights as AdamW does: set decoupled_weight_decay=True, or "
             "choose optimizer='adam' for L2 regularization"
         )
-    _refuse_ignored_settings(optimizer_config)
     modes = [
         *_optimizer_modes(optimizer_config),
         *_model_modes(model_chunks),
@@ -83,8 +83,8 @@ def refuse(
         arguments: those of the call, by name.
 
     Raises:
-        ValueError, NotImplementedError: see ``refuse_unsupported``; or a group, an override or a
-            frozen weight is of no use to Muon.
+        ValueError, NotImplementedError: see ``refuse_unsupported``; or a group or a frozen weight
+            is of no use to Muon.
     """
     refuse_unsupported(optimizer_config, model_chunks)
     if config.clip_scope != "all" and not optimizer_config.clip_grad > 0.0:
@@ -98,13 +98,6 @@ def refuse(
             raise NotImplementedError(
                 f"optimizer='muon' does not support {name}: leave it out to use Megatron's global "
                 "groups, or take a Megatron from 0.15 on and pass pg_collection"
-            )
-    for key, override in (arguments.get("config_overrides") or {}).items():  # since core 0.16
-        if "optimizer" in override:
-            other = "muon_include" if override["optimizer"] == "muon" else "muon_exclude"
-            raise ValueError(
-                f"config_overrides asks for the optimizer {override['optimizer']!r} of {key}, "
-                f"which has no effect here: name these weights in {named(other)} of MuonConfig"
             )
     _refuse_frozen_too_late(model_chunks)
 
@@ -128,15 +121,14 @@ def _refuse_frozen_too_late(model_chunks: Sequence[Any]) -> None:
             )
 
 
-def _refuse_ignored_settings(optimizer_config: Any) -> None:
-    """Megatron's own ``muon_*`` fields are for its other Muon; ignoring a set one would mislead."""
-    for field in dataclasses.fields(optimizer_config):
-        value = getattr(optimizer_config, field.name)
-        if field.name.startswith("muon_") and value != field.default:
-            raise ValueError(
-                f"OptimizerConfig.{field.name}={value!r} configures Megatron's own Muon and has no "
-                "effect here: give settings to megatron_muon.install(MuonConfig(...))"
-            )
+def fields_set(optimizer_config: Any) -> dict[str, Any]:
+    """Fields of Megatron's own Muon that are unlike that core's defaults."""
+    return {
+        field.name: value
+        for field in dataclasses.fields(optimizer_config)
+        if field.name.startswith("muon_")
+        and (value := getattr(optimizer_config, field.name)) != field.default
+    }
 
 
 def _optimizer_modes(config: Any) -> Iterator[tuple[str, Any, str]]:
@@ -146,6 +138,11 @@ def _optimizer_modes(config: Any) -> Iterator[tuple[str, Any, str]]:
         "keep fp32 main parameters by leaving it off",
     )
     yield "optimizer_cpu_offload", config.optimizer_cpu_offload, "leave it off"
+    yield (
+        "use_layer_wise_distributed_optimizer",
+        getattr(config, "use_layer_wise_distributed_optimizer", False),
+        "delete that line, which asks for Megatron's own Muon over whole weights",
+    )
     graph = getattr(config, "optimizer_cuda_graph", False)
     yield "optimizer_cuda_graph", graph, "leave it off"
 
@@ -223,7 +220,12 @@ _OF_MODEL = ("qk_clip", "qk_clip_threshold", "qk_clip_alpha", "log_max_attention
 
 
 def agree(
-    config: MuonConfig, optimizer_config: Any, model_chunks: Sequence[Any], *, asks: bool
+    config: MuonConfig,
+    optimizer_config: Any,
+    model_chunks: Sequence[Any],
+    overrides: Mapping[Any, Any],
+    *,
+    asks: bool,
 ) -> None:
     """Compare the settings of all ranks: the plugin's, and Megatron's for the optimizer.
 
@@ -231,6 +233,7 @@ def agree(
         config: the plugin's.
         optimizer_config: Megatron's OptimizerConfig.
         model_chunks: this rank's model chunks.
+        overrides: the call's ``config_overrides``; the optimizers in them are compared.
         asks: whether this rank asks anything of the plugin; see ``agree_on_settings``.
 
     Raises:
@@ -242,6 +245,8 @@ def agree(
     if hasattr(chunk, "ddp_config"):
         lines += _fields("DistributedDataParallelConfig", chunk.ddp_config)
     model = get_model_config(chunk)
+    named = [override["optimizer"] for override in overrides.values() if "optimizer" in override]
+    lines.append(f"optimizers of config_overrides: {named!r}")
     lines += [f"{name} of the model: {getattr(model, name, None)!r}" for name in _OF_MODEL]
     agree_on_settings(lines, asks=asks, device=lambda: device_of(model_chunks))
 

@@ -6,7 +6,8 @@ import os
 from argparse import Namespace
 from typing import Any
 
-from megatron_muon.megatron_lm.flags.values import (
+from megatron_muon.settings.config import ROWS, MuonConfig
+from megatron_muon.settings.flag_values import (
     own_defaults,
     setting_given,
     setting_of,
@@ -15,7 +16,6 @@ from megatron_muon.megatron_lm.flags.values import (
     value_given,
     wants_upstreams,
 )
-from megatron_muon.settings.config import ROWS, MuonConfig
 from megatron_muon.settings.rows import Only, Row
 from megatron_muon.settings.run_flags import FLAGS, RUN_ROWS
 
