@@ -124,7 +124,7 @@ def test_with_dist_muon_every_field_counts_the_defaults_too() -> None:
     wanted = megatron_muon.MuonConfig(**UPSTREAM)
     assert default[0] == replace(wanted, early_param_gather=default[0].early_param_gather)
     assert (
-        "OptimizerConfig, all of them (dist_muon): update 1 × sqrt(max(rows, cols)), momentum 0.95,"
+        "OptimizerConfig, all of them (dist_muon): scale 1 × spectral, momentum 0.95,"
         " Nesterov off, quintic, 5 steps, bf16" in default[1]
     )
     assert changed[0] == replace(default[0], nesterov=True, momentum=0.9, split_qkv=False)
@@ -161,7 +161,7 @@ def test_with_muon_only_fields_unlike_that_cores_default_count() -> None:
     assert plain[0].matched_adamw_rms == 0.2 and plain[0].nesterov
     assert "muon_* fields" not in plain[1]
     assert momentum[0] == replace(plain[0], momentum=0.9)
-    assert "OptimizerConfig: muon_momentum: update 0.2 × sqrt(max(rows, cols))" in momentum[1]
+    assert "OptimizerConfig: muon_momentum: scale 0.2 × spectral" in momentum[1]
     assert scaled[0] == replace(plain[0], scale_mode="unit_rms_norm", matched_adamw_rms=1.0)
     assert highest[0] == replace(plain[0], ns_dtype="fp32", matched_adamw_rms=0.3)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from functools import partial
@@ -19,7 +19,7 @@ from megatron_muon.mcore.seams.rows import check_hooks, wrapped_in_core
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.mcore.wiring.build import make_muons
 from megatron_muon.mcore.wiring.distributed_optimizer import MuonDistributedOptimizer
-from megatron_muon.mcore.wiring.validate import agree, fields_set, refuse
+from megatron_muon.mcore.wiring.validate import agree, fields_set, refuse, routes
 from megatron_muon.presence import SeamError
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.exchange.meter import Meter
@@ -92,20 +92,6 @@ def _take_layout_out() -> None:
         take_out()
 
 
-@contextmanager
-def installed(config: MuonConfig) -> Iterator[None]:
-    """Install for a while; then Megatron is as it was before, with Muon or without."""
-    before = _config
-    install(config)
-    try:
-        yield
-    finally:
-        if before is None:
-            uninstall()
-        else:
-            install(before)
-
-
 def settings() -> MuonConfig | None:
     """The settings in force; None while not installed."""
     return _config
@@ -145,7 +131,7 @@ def _get_megatron_optimizer(
     given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
     watches = qk_clip.is_wanted(config, model_chunks, _config)
     asks = watches or config.optimizer.lower() in _NAMES or _decays_everything(config)
-    agree(_config, config, model_chunks, _overrides(given), asks=asks)
+    agree(_config, given.arguments, asks=asks)
     if not watches:
         return _built(original, given, config, model_chunks)
     from megatron_muon.mcore.qk_clip import attach  # where logits are watched or clipped only
@@ -171,10 +157,6 @@ def _is_muon(config: Any) -> bool:
     return config.optimizer in _NAMES[: 2 if hasattr(config, "muon_momentum") else 1]
 
 
-def _overrides(given: inspect.BoundArguments) -> Mapping[Any, Any]:
-    return given.arguments.get("config_overrides") or {}  # since core 0.16
-
-
 def _built(
     original: Callable[..., Any],
     given: inspect.BoundArguments,
@@ -186,8 +168,7 @@ def _built(
     if config.optimizer.lower() in _NAMES and not is_muon:
         raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
     if is_muon:
-        refused = partial(refuse, settings, config, model_chunks, given.arguments)
-        together(refused, None, device_of(model_chunks))
+        together(partial(refuse, settings, given.arguments), None, device_of(model_chunks))
         settings = _with_upstreams(settings, given, config, model_chunks)
     if _decays_everything(config):
         _decay_everything(given, config)
@@ -203,22 +184,22 @@ def _with_upstreams(
     settings: MuonConfig, given: inspect.BoundArguments, config: Any, model_chunks: list[Any]
 ) -> MuonConfig:
     """The settings, with those that Megatron's own Muon takes by its config and overrides."""
-    routes = any("optimizer" in override for override in _overrides(given).values())
-    if config.optimizer == "muon" and not routes and not fields_set(config):
+    asked, routed = fields_set(config), bool(routes(given.arguments))
+    if config.optimizer == "muon" and not routed and not asked:
         return settings
-    from megatron_muon.mcore.wiring import upstream_settings  # where any is given only
+    from megatron_muon.mcore.wiring import upstream_settings as upstreams  # where any is given
 
     def read() -> tuple[MuonConfig, list[str], str]:
-        asked = upstream_settings.routes_asked(_overrides(given), model_chunks)
-        return *upstream_settings.in_force(settings, config, model_chunks), asked
+        overrides = given.arguments.get("config_overrides") or {}
+        names = upstreams.routes_asked(overrides, model_chunks)
+        return *upstreams.in_force(settings, config, asked, model_chunks[0]), names
 
-    settings, lines, asked = together(read, None, device_of(model_chunks))
+    settings, lines, names = together(read, None, device_of(model_chunks))
     for line in lines if dist.get_rank() == 0 else ():
         say(line)
-    if not routes:
-        return settings
-    given.arguments["config_overrides"] = _without(given, lambda name, value: name == "optimizer")
-    return upstream_settings.routed(settings, asked)
+    if routed:
+        _drop_overrides(given, lambda name, value: name == "optimizer")
+    return upstreams.routed(settings, names) if routed else settings
 
 
 def _get_megatron_muon_optimizer(
@@ -310,17 +291,16 @@ def _decay_everything(given: inspect.BoundArguments, config: Any) -> None:
     if given.arguments.get("config_overrides") is None:
         standard = mcore_optimizer.get_standard_config_overrides(config=config)
         given.arguments["config_overrides"] = standard
-    undecayed = ("wd_mult", 0.0)
-    given.arguments["config_overrides"] = _without(given, lambda *item: item == undecayed)
+    _drop_overrides(given, lambda *item: item == ("wd_mult", 0.0))
 
 
-def _without(given: inspect.BoundArguments, drops: Callable[[str, Any], bool]) -> dict[Any, Any]:
-    """The overrides without some of their items; an empty one would make a group of its own."""
+def _drop_overrides(given: inspect.BoundArguments, drops: Callable[[str, Any], bool]) -> None:
+    """Leave out items of overrides, and overrides that are empty then: they would make a group."""
     kept = {
         key: {name: value for name, value in override.items() if not drops(name, value)}
-        for key, override in _overrides(given).items()
+        for key, override in given.arguments["config_overrides"].items()
     }
-    return {key: override for key, override in kept.items() if override}
+    given.arguments["config_overrides"] = {key: over for key, over in kept.items() if over}
 
 
 def _never(name: str, param: Any) -> bool:

@@ -69,23 +69,18 @@ def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> No
             )
 
 
-def refuse(
-    config: MuonConfig,
-    optimizer_config: Any,
-    model_chunks: Sequence[Any],
-    arguments: Mapping[str, Any],
-) -> None:
+def refuse(config: MuonConfig, arguments: Mapping[str, Any]) -> None:
     """Check a call of ``get_megatron_optimizer`` for Muon, by what one pipeline stage knows.
 
     Args:
         config: the plugin's settings.
-        optimizer_config, model_chunks: see ``refuse_unsupported``.
         arguments: those of the call, by name.
 
     Raises:
         ValueError, NotImplementedError: see ``refuse_unsupported``; or a group or a frozen weight
             is of no use to Muon.
     """
+    optimizer_config, model_chunks = arguments["config"], arguments["model_chunks"]
     refuse_unsupported(optimizer_config, model_chunks)
     if config.clip_scope != "all" and not optimizer_config.clip_grad > 0.0:
         scope, clip = f"{named('clip_scope')} {config.clip_scope!r}", optimizer_config.clip_grad
@@ -129,6 +124,12 @@ def fields_set(optimizer_config: Any) -> dict[str, Any]:
         if field.name.startswith("muon_")
         and (value := getattr(optimizer_config, field.name)) != field.default
     }
+
+
+def routes(arguments: Mapping[str, Any]) -> list[str]:
+    """The optimizers that ``config_overrides`` (since core 0.16) name."""
+    overrides = (arguments.get("config_overrides") or {}).values()
+    return [override["optimizer"] for override in overrides if "optimizer" in override]
 
 
 def _optimizer_modes(config: Any) -> Iterator[tuple[str, Any, str]]:
@@ -219,34 +220,25 @@ _MAY_DIFFER = ("optimizer", "bucket_size", "config_logger_dir")
 _OF_MODEL = ("qk_clip", "qk_clip_threshold", "qk_clip_alpha", "log_max_attention_logit")
 
 
-def agree(
-    config: MuonConfig,
-    optimizer_config: Any,
-    model_chunks: Sequence[Any],
-    overrides: Mapping[Any, Any],
-    *,
-    asks: bool,
-) -> None:
+def agree(config: MuonConfig, arguments: Mapping[str, Any], *, asks: bool) -> None:
     """Compare the settings of all ranks: the plugin's, and Megatron's for the optimizer.
 
     Args:
         config: the plugin's.
-        optimizer_config: Megatron's OptimizerConfig.
-        model_chunks: this rank's model chunks.
-        overrides: the call's ``config_overrides``; the optimizers in them are compared.
+        arguments: those of the call of ``get_megatron_optimizer``, by name.
         asks: whether this rank asks anything of the plugin; see ``agree_on_settings``.
 
     Raises:
         PlanMismatchError: names the first setting that differs.
     """
+    optimizer_config, model_chunks = arguments["config"], arguments["model_chunks"]
     chunk = model_chunks[0]
     lines = agreed.of_run(config, optimizer_config.optimizer, megatron_version()[0])
     lines += _fields("OptimizerConfig", optimizer_config)
     if hasattr(chunk, "ddp_config"):
         lines += _fields("DistributedDataParallelConfig", chunk.ddp_config)
     model = get_model_config(chunk)
-    named = [override["optimizer"] for override in overrides.values() if "optimizer" in override]
-    lines.append(f"optimizers of config_overrides: {named!r}")
+    lines.append(f"optimizers of config_overrides: {routes(arguments)!r}")
     lines += [f"{name} of the model: {getattr(model, name, None)!r}" for name in _OF_MODEL]
     agree_on_settings(lines, asks=asks, device=lambda: device_of(model_chunks))
 
