@@ -55,7 +55,7 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         torch_cuda.rng,
     ),
     Replacement(
-        "streams, events, synchronize",
+        "streams, events, captures, synchronize",
         "called around p2p (p2p_communication.py:398), timers and the overlapped reductions of "
         "several optimizer instances (distributed_data_parallel.py:230); CPU work is in order",
         torch_cuda.streams,

@@ -172,6 +172,7 @@ def streams(patches: Patches) -> None:
     patches.set(torch.cuda, "current_stream", lambda device=None: stream)
     patches.set(torch.cuda, "default_stream", lambda device=None: stream)
     patches.set(torch.cuda, "synchronize", lambda device=None: None)
+    patches.set(torch.cuda, "is_current_stream_capturing", lambda: False)
     patches.set(torch.Tensor, "record_stream", lambda self, stream: None)
 
 

@@ -38,7 +38,3 @@ def _whole(text: str) -> int:
 
 def _refused(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
-
-
-# Scans one value at a time: (value, end) of a text from an offset.
-scan = json.JSONDecoder(parse_constant=_refused).raw_decode

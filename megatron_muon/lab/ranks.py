@@ -27,6 +27,9 @@ from typing import Any
 
 from megatron_muon.lab.outputs import CommandError
 
+# With 1 ranks share GPUs, as hosts of their own to NCCL, which then sends through sockets: results
+# are those of as many GPUs, times are not.
+SHARED = "MEGATRON_MUON_SHARED_GPUS"
 _GRACE = 1.0  # seconds to wait for other ranks' errors after the first failure
 # What a rank imports to build a model and its optimizer: a second, spent once for all ranks.
 _TO_BUILD = (
@@ -76,7 +79,7 @@ def gpus_for(world: int, asked_by: str, fewer: str) -> bool:
     import torch
 
     gpus = torch.cuda.device_count()
-    if 0 < gpus < world:
+    if 0 < gpus < world and os.environ.get(SHARED) != "1":
         raise ValueError(
             f"{asked_by} needs {world} GPUs (one per rank), but only {gpus} are visible: choose "
             f"fewer ranks with {fewer}, or set CUDA_VISIBLE_DEVICES= to measure the CPU"
@@ -176,7 +179,10 @@ def _run(task: Task, rank: int, rendezvous: str) -> Any:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(task.world), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(task.threads)
     if task.gpus:
-        torch.cuda.set_device(rank)
+        gpus = torch.cuda.device_count()
+        if task.world > gpus:  # NCCL refuses two ranks of one host on one GPU
+            os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        torch.cuda.set_device(rank % gpus)
     else:
         import megatron_muon.cpu
 

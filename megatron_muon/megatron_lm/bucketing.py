@@ -31,9 +31,6 @@ def choose_buckets(args: Namespace) -> list[str]:
 
     Flags for the number or size of buckets have precedence.
 
-    Args:
-        args: Megatron's arguments, validated.
-
     Returns:
         A line to print with the choice and its reason; empty where there is no choice.
     """
@@ -92,10 +89,6 @@ def buffers(args: Namespace, dp_size: int) -> list[Buffer]:
 
     Norms, biases, routers and the layers of multi-token prediction are left out. The buffers only
     serve to choose the number of buckets.
-
-    Args:
-        args: Megatron's arguments, validated.
-        dp_size: number of shards of a buffer.
     """
     tp = args.tensor_model_parallel_size
     expert_tp = args.expert_tensor_parallel_size or tp

@@ -27,7 +27,7 @@ from megatron_muon.megatron_lm.flags.parser import (
     mend_help,
     muon_backend,
 )
-from megatron_muon.megatron_lm.loop import early_gathers, memory, step_traces
+from megatron_muon.megatron_lm.loop import early_gathers, step_traces
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.runtime.patches import Patches, around
@@ -233,27 +233,30 @@ def _turn_on(args: Any) -> list[str]:
     return told
 
 
-# Flags that stop a run here, before a model is built, and why. ``mcore.wiring.validate`` checks
-# Megatron's configurations.
-REFUSED = {
-    "--use-precision-aware-optimizer": "which keeps no fp32 main parameters of Megatron's",
-    "--use-mup": "whose rates are Adam's",
-}
-
-
 def _check(args: Any) -> None:
+    """Refuse by the flags what the optimizer would refuse once the model is built."""
+    from megatron_muon.mcore.wiring.validate import raise_all, refused_modes
+
+    faults: list[Exception] = []
     if not args.use_distributed_optimizer:
-        raise ValueError(
-            "--optimizer muon is Distributed Muon, which shards over Megatron's distributed "
-            "optimizer: add --use-distributed-optimizer, or choose Megatron's own Muon, where this "
-            "Megatron has one, by --muon-backend upstream"
-        )
-    for flag, why in REFUSED.items():
-        if getattr(args, flag.removeprefix("--").replace("-", "_"), False):
-            raise NotImplementedError(
-                f"--optimizer muon does not support {flag} yet, {why}: leave it out, or choose "
-                "--optimizer adam"
+        faults += [
+            ValueError(
+                "--optimizer muon is Distributed Muon, which shards over Megatron's distributed "
+                "optimizer: add --use-distributed-optimizer, or choose Megatron's own Muon, where "
+                "this Megatron has one, by --muon-backend upstream"
             )
+        ]
+    by_field = {**vars(args), "num_moe_experts": getattr(args, "num_experts", None)}
+    for option, value, way_out in refused_modes(by_field.get):
+        if value:
+            name, space, where = option.partition(" ")
+            text = f"--{name.replace('_', '-')}{space}{where} yet: {way_out}"
+            faults += [
+                NotImplementedError(
+                    f"--optimizer muon does not support {text}, or choose --optimizer adam"
+                )
+            ]
+    raise_all(faults)
 
 
 def _refuse_yaml(args: Any, given: list[str]) -> None:
@@ -344,7 +347,6 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
     "train": early_gathers.train,
     "train_step": step_traces.train_step,
-    "report_theoretical_memory": memory.report_theoretical_memory,
 }
 # Replaced in the one module only: in megatron.core, ``mcore.wiring.install`` wraps it.
 _THERE_ALONE = ("get_megatron_muon_optimizer",)

@@ -19,7 +19,6 @@ from megatron_muon.runtime.patches import replaced
 _SAID = {
     "momentum": "AdamW's: Muon's momentum starts as exp_avg / (1 - β1)",
     "fresh": "AdamW's: Muon's momentum starts at zero",
-    "sum": "of the proof of concept of this work: its momentum goes on",
     "megatron's": "of Megatron's own Muon: its momentum, a mean, goes on as the sum M / (1 - μ)",
     "muon's": "Muon's: Adam's moments of what Muon had start at zero",
 }
@@ -34,9 +33,6 @@ def from_other(
     Every rank of the world calls it. Nothing is done without an optimizer or a folder.
 
     Args:
-        args: Megatron's arguments.
-        optimizer: the chain of optimizers, or None.
-        folder: the checkpoint that Megatron will read, or None.
         muon: the run is Muon's, not AdamW's.
 
     Raises:
@@ -94,7 +90,7 @@ def _into_muon(args: Namespace, saved: Any) -> str:
     foreign = saved.foreign_writer
     refuse(foreign)
     if foreign is not None:
-        return "sum" if foreign == "moonshot" else "megatron's"
+        return "megatron's"
     how = str(args.muon_from_adamw)
     if how == "refuse":
         raise ValueError(

@@ -131,6 +131,12 @@ def takes_batches(device: torch.device) -> bool:
     return not (_is_cpu(device) or torch.are_deterministic_algorithms_enabled())
 
 
+def _bits_are_the_same(source: Tensor, numerics: Numerics) -> bool:
+    """Whether a GPU gives a whole matrix the same bits in every layout (a CPU always does)."""
+    one_by_one = numerics.config.ns_batch == 1 or not takes_batches(source.device)
+    return one_by_one and not _is_cpu(source.device)
+
+
 def at_once_on(device: torch.device, numerics: Numerics, rows: int, cols: int, most: int) -> int:
     """The most matrices of a shape that go through the iteration together.
 
@@ -183,7 +189,13 @@ def _orthogonalize_into(
     if starts_in_memory and second is not None:
         first, second = second, first
     into = source.view(products.held) if starts_in_memory else like_source(first)
-    norms = enter(first, into, source, moves, products, numerics)
+    if _bits_are_the_same(source, numerics) and source.dim() == 5 and source.size(3) > 1:
+        # A norm's sums go by the order in memory, and TP's parts lie one after another.
+        in_rows = first.view(source.dtype)
+        like_source(in_rows).copy_(source)
+        norms = enter(first, first, in_rows, moves, products, numerics)
+    else:
+        norms = enter(first, into, source, moves, products, numerics)
     x = _iterated(first, second, products, numerics, gram=gram)
     if soundness is not None:
         soundness.norms.append(norms)

@@ -22,9 +22,9 @@ class Numerics:
     Attributes:
         config: the settings. Of those below only their resolved values are to be read.
         device: the kind of device of all ranks.
-        dtype: the dtype to which matrices are rounded. By default fp16 on a GPU, where both have
-            one speed and fp16 rounds eight times as finely, so that the Gram iteration restarts
-            less often; on a CPU bf16, for which some have instructions.
+        dtype: the dtype to which matrices are rounded. By default bf16. The preset ``fast`` takes
+            fp16 on a GPU, where both have one speed and fp16 rounds eight times as finely, so that
+            the Gram iteration restarts less often.
         held: the dtype in which matrices are held and multiplied, the Gram iteration's squares too.
         travels: the dtype of what travels to homes: bf16, whose exponents are fp32's, or fp32.
         folded: whether the standard iteration makes aX + BX as (a + B)X, and Gram's squares
@@ -37,8 +37,8 @@ class Numerics:
         steps: (a, b, c) of each step, the same on every device.
         segments: the steps cut where the Gram iteration restarts; empty where no restarts are known
             for these coefficients, this number of steps and the dtype.
-        iteration: by default ``auto`` on a GPU and ``standard`` on a CPU. In place of ``auto`` it
-            is ``standard`` where no restarts are known.
+        iteration: by default ``standard``; ``auto`` on a GPU with the preset ``fast``. In place of
+            ``auto`` it is ``standard`` where no restarts are known.
         split: how many ranks share a matrix. By default ``auto`` on a GPU, where no numbers of
             matrices are logged, and ``off`` elsewhere.
     """
@@ -57,13 +57,14 @@ class Numerics:
 
     def __post_init__(self) -> None:
         config, on_gpu = self.config, is_cuda(self.device)
-        dtype = config.ns_dtype or ("fp16" if on_gpu else "bf16")
+        is_fast = on_gpu and config.preset == "fast"
+        dtype = config.ns_dtype or ("fp16" if is_fast else "bf16")
         keeps = on_gpu or (self.device == "cpu_bf16" and dtype == "bf16")
         held: NsDtype = dtype if keeps else "fp32"
         # bf16 and fp16 have the same headroom
         steps = schedule(config.ns_coefficients, config.ns_steps, config.ns_dtype or "bf16")
         segments = _segments(config, steps, dtype if held == dtype else "fp32_squares")
-        iteration = config.ns_iteration or ("auto" if on_gpu else "standard")
+        iteration = config.ns_iteration or ("auto" if is_fast else "standard")
         split = "auto" if on_gpu and config.log_interval is None else "off"
         resolved = {
             "dtype": dtype,

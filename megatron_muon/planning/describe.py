@@ -152,19 +152,23 @@ def newton_schulz_line(numerics: Numerics, products: str, *, in_batches: bool) -
 
 
 def _dtype(numerics: Numerics) -> str:
-    """The dtype's name; whether it is a GPU's default."""
-    is_default = numerics.config.ns_dtype is None and numerics.on_gpu
-    return f"{numerics.dtype}{' (the default on a GPU)' if is_default else ''}"
+    """The dtype's name; whether the preset has decided it."""
+    return f"{numerics.dtype}{_of_preset(numerics) if numerics.config.ns_dtype is None else ''}"
+
+
+def _of_preset(numerics: Numerics) -> str:
+    return f" (--muon-preset {numerics.config.preset})" if numerics.on_gpu else ""
 
 
 def _iteration(numerics: Numerics) -> str:
-    """The iteration's name, and why it is not the one that was asked for, or a GPU's default."""
-    name, wanted = numerics.iteration, numerics.config.ns_iteration
-    if wanted == name or (wanted is None and not numerics.on_gpu):
+    """The iteration's name, and why it is not the one that was asked for, or the preset's."""
+    name, wanted, preset = numerics.iteration, numerics.config.ns_iteration, _of_preset(numerics)
+    is_safe = numerics.config.preset == "safe" or not preset
+    if wanted == name or (wanted is None and not preset):
         return name
-    if name == "auto":
-        return "auto (the default on a GPU)"
-    asked = "auto" if wanted else "the default, auto,"
+    if name == "auto" or (wanted is None and is_safe):
+        return f"{name}{preset}"
+    asked = "auto" if wanted else f"auto{preset}"
     return (
         f"standard (in place of {asked} since the Gram iteration has not been found accurate with "
         "these coefficients, steps and dtype)"

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
+from torch.utils import dlpack
 
 Group = dist.ProcessGroup
 
@@ -171,6 +172,11 @@ def start_messages(name: str, sent: Tensor, route: Route) -> Pending | None:
 
 
 def _start_messages(sent: Tensor, received: Tensor, route: Route) -> list[dist.Work]:
+    if sent.device.type != "cpu":
+        # For point-to-point messages torch calls recordStream: it takes a freed buffer again only
+        # once the GPU is done with it, long after the host has gone on. It does not do so for
+        # memory that it got from elsewhere, and Pending keeps both buffers until the wait.
+        sent, received = dlpack.from_dlpack(sent), dlpack.from_dlpack(received)
     operations = [
         (
             dist.isend if message.is_sent else dist.irecv,

@@ -122,16 +122,18 @@ class RunSettings:
         _LAYOUT,
         without="False in Python; in Megatron-LM the default is contiguous.",
     )
-    early_param_gather: EarlyParamGather = row(
-        "auto",
+    early_param_gather: EarlyParamGather | None = row(
+        None,
         "--muon-early-param-gather",
         "With --overlap-param-gather, start the all-gather of a bucket of parameters within the "
         "step, as soon as they are updated; at most one after the last round, and with "
         "CUDA_DEVICE_MAX_CONNECTIONS=1 after each. The result is the same. auto: in "
         "Megatron-LM's own training loop, unless clipped attention logits, a CUDA graph of the "
         "full iteration, --perform-rl-step or --overlap-param-gather-with-optimizer-step forbid "
-        "it. on: in any loop; an error where it cannot be. off: the forward pass starts them.",
-        kinds.choice(get_args(EarlyParamGather)),
+        "it. on: in any loop, in another one until the step ends; an error where it cannot be. "
+        "off: the forward pass starts them.",
+        kinds.choice(get_args(EarlyParamGather)).or_none(),
+        without="The default is off; auto with --muon-preset fast.",
     )
     checkpoint_digest: bool = row(
         True,

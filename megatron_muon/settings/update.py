@@ -12,10 +12,10 @@ from megatron_muon.settings.rows import CONCEPT, UPSTREAM, Flag, row
 NsIteration = Literal["standard", "gram", "auto"]
 ClipScope = Literal["all", "adamw"]
 ElementwiseBy = Literal["auto", "foreach"]
+Preset = Literal["safe", "fast"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
 PAPER = "arXiv 2502.16982"
-AUTO_NS_DTYPE = "fp16 on a GPU, bf16 on a CPU"  # Numerics.dtype
 MOST_STEPS = 100  # singular values settle long before; a schedule has a triple for each step
 
 
@@ -139,6 +139,14 @@ class UpdateSettings:
             ),
         ),
     )
+    preset: Preset = row(
+        "safe",
+        "--muon-preset",
+        "Defaults of three flags. safe: --muon-ns-dtype bf16, --muon-ns-iteration standard, "
+        "--muon-early-param-gather off, as in published runs. fast: on a GPU fp16 and auto, and "
+        "gathers auto. Each flag can be given alone. docs/performance.md has both prices.",
+        kinds.choice(get_args(Preset)),
+    )
     ns_iteration: NsIteration | None = row(
         None,
         "--muon-ns-iteration",
@@ -147,14 +155,15 @@ class UpdateSettings:
         "shape. docs/coefficients.md has the error, and the coefficients, steps and dtypes for "
         "which gram is known to be accurate. With others gram is an error, and auto is standard.",
         kinds.choice(get_args(NsIteration)).or_none(),
-        without="The default is auto on a GPU, standard on a CPU.",
+        without="The default is standard; auto on a GPU with --muon-preset fast.",
     )
     ns_dtype: NsDtype | None = row(
         None,
         "--muon-ns-dtype",
-        f"Dtype that matrices are orthogonalized in. auto: {AUTO_NS_DTYPE}. Pieces travel in bf16, "
-        "with fp32 in fp32. A matrix is normalised first, so no scale overflows fp16. In fp16 "
-        "entries below 2e-10 of a matrix's norm become zero. fp32 is never TF32. "
+        "Dtype that matrices are orthogonalized in. auto: bf16; fp16 on a GPU with --muon-preset "
+        "fast. Pieces travel in bf16, with fp32 in fp32. A matrix is normalised first, so no scale "
+        "overflows fp16. In fp16 entries below 2e-10 of a matrix's norm become zero. fp32 is "
+        "never TF32. "
         f"{PAPER} has bf16.",
         kinds.choice_or_auto(get_args(NsDtype)),
         without="The default is auto.",

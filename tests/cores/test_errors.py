@@ -100,13 +100,14 @@ UNSUPPORTED = {
         {"late": {"use_precision_aware_optimizer": True}},  # its __post_init__ wants adam
         "does not support use_precision_aware_optimizer yet (got True)",
     ),
-    "offload": (
-        {"optimizer": {"optimizer_cpu_offload": True}},
-        "does not support optimizer_cpu_offload yet",
-    ),
     "optimizer cuda graph": (
         {"late": {"optimizer_cuda_graph": True}},
         "does not support optimizer_cuda_graph yet (got True): leave it off",
+    ),
+    "two offloads, one of Megatron's branch dev": (
+        {"late": {"optimizer_cpu_offload": True, "chunked_optimizer_state_offload": True}},
+        "optimizer_cpu_offload yet (got True): leave it off, or choose optimizer='adam'\n"
+        "optimizer='muon' does not support chunked_optimizer_state_offload yet (got True): leave",
     ),
     "megatron fsdp": ({"ddp": {"use_megatron_fsdp": True}}, "support use_megatron_fsdp yet"),
     "fp8 parameters by another recipe": (

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import megatron.core
+import megatron.core.optimizer
 import pytest
 
 import megatron_muon
@@ -48,7 +48,10 @@ from support.installed import NAME, VERSION
 from support.virtual_gpu.seams import SEAMS as VIRTUAL_GPU
 
 ROWS = rows_of(VERSION, rows.CORE)
-OF_COMMANDS = rows_of(VERSION, (*dry_run.ROWS, *bench.ROWS, *cpu_seams.ROWS, *VIRTUAL_GPU))
+OTHERS = rows._OTHERS.items()
+OF_COMMANDS = (*dry_run.ROWS, *bench.ROWS, *cpu_seams.ROWS, *VIRTUAL_GPU)
+OPTIONAL = rows_of(VERSION, (*model.REFUSALS, *OF_COMMANDS))
+IS_RELEASE = rows.described_version() == NAME  # a branch or a fork may lack what is refused
 
 
 @pytest.fixture(autouse=True)
@@ -138,13 +141,25 @@ def test_install_names_a_symbol_that_was_renamed(row: Seam | Attribute) -> None:
     rows.check_hooks()
 
 
-@pytest.mark.parametrize(
-    "row", OF_COMMANDS, ids=lambda row: str(row).removeprefix("megatron.core.")
-)
-def test_a_command_names_a_symbol_that_was_renamed(row: Seam | Attribute) -> None:
+def test_a_core_that_is_no_release_is_named_by_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    has = megatron.core.optimizer.OptimizerConfig.__dataclass_fields__
+    said = [f"{whose} (it has {name})" in rows.described_version() for name, whose in OTHERS]
+    assert said == [name in has for name, _ in OTHERS]
+    monkeypatch.setattr(rows, "_OTHERS", {"lr": "a fork"})
+    assert rows.described_version() == f"{NAME} by its number, with code of a fork (it has lr)"
+
+
+@pytest.mark.parametrize("row", OPTIONAL, ids=lambda row: str(row).removeprefix("megatron.core."))
+def test_what_only_a_refusal_or_a_command_needs_stops_no_run(row: Seam | Attribute) -> None:
+    """As Megatron's branch dev lacks generalized tensor parallelism, which is refused."""
+    if not IS_RELEASE and row in model.REFUSALS:
+        pytest.skip(f"{NAME} is of a branch or a fork")
     check_rows([row])
-    with renamed(row), pytest.raises(SeamError, match=re.escape(f"has no {row}, which")):
-        check_rows([row])
+    with renamed(row):
+        with pytest.raises(SeamError, match=re.escape(f"has no {row}, which")):
+            check_rows([row])
+        if row in model.REFUSALS:
+            megatron_muon.install()
 
 
 @pytest.mark.parametrize("row", rows_of(VERSION, (*model.HYBRID, *bench.UPSTREAM)), ids=str)

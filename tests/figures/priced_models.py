@@ -2,9 +2,10 @@
 
 Prints a table as in docs/plan.md, of the models whose name has one of the words. Every row is
 one stage of ``megatron-muon plan`` with the flags below: the first one, or where there are several
-the second, which has no embedding. Rounds, launches, Newton-Schulz and what is exposed, of
-the rank that has most of it, are those of ours with ``auto`` and a library's symmetric kernel;
-beside it is the same in bf16, which takes more restarts of the Gram iteration.
+the second, which has no embedding. ``safe`` and ``fast`` are presets, with torch's products and
+with a library's symmetric kernel. Rounds, launches, Newton-Schulz and what is exposed, of the rank
+that has most of it, are those of ``fast`` with the kernel; beside it is the same in bf16, which
+takes more restarts of the Gram iteration.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from figures.stages import stage_of, step_of
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.presets import hardware_of
 from megatron_muon.lab.pricing.step import price_adamw
 from megatron_muon.lab.pricing.upstream import price_layer_wise
+from megatron_muon.settings.update import Preset
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, QWEN3_30B
 
 DEEPSEEK_V3 = (
@@ -64,7 +67,7 @@ CASES = (
 
 
 HEAD = (
-    "| ms | AdamW | ours standard | with kernel | ours auto | with kernel | in bf16 | rounds | "
+    "| ms | AdamW | safe | with kernel | fast | with kernel | in bf16 | rounds | "
     "launches | NS busiest / mean | exposed | upstream duplicated / distributed |"
 )
 
@@ -88,12 +91,12 @@ def main() -> None:
 def _cells(words: str, hardware: Hardware) -> Iterator[str]:
     config, whole = stage_of(f"{words} --muon-split-matrices off")
     yield _ms(price_adamw(whole, hardware))
-    for iteration in ("standard", "auto"):
-        own = f"{words} --muon-ns-iteration {iteration}"
+    for preset in get_args(Preset):
+        own = f"{words} --muon-preset {preset}"
         yield _ms(step_of(own, hardware).seconds)
         last = step_of(own, hardware, "cuda_symmetric")
         yield _ms(last.seconds)
-    yield _ms(step_of(f"{words} --muon-ns-dtype bf16", hardware, "cuda_symmetric").seconds)
+    yield _ms(step_of(f"{own} --muon-ns-dtype bf16", hardware, "cuda_symmetric").seconds)
     yield "+".join(map(str, last.rounds))
     yield f"{last.launches:,}"
     yield f"{_ms(last.newton_schulz_busiest)} / {_ms(last.newton_schulz_mean)}"

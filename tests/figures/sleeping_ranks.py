@@ -28,13 +28,10 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.soundness import Soundness
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import round as muon_round
-from megatron_muon.runtime.exchange.messages import Exchange
-from megatron_muon.runtime.exchange.meter import Meter
-from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
-from megatron_muon.runtime.tracing import phases
 from megatron_muon.settings.config import MuonConfig
 from support.ranks import run
 from support.virtual_gpu.plans import small_plan
+from support.virtual_gpu.step import muon_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,36 +113,16 @@ def _steps(case: Case, repeats: int) -> list[float]:
         for numbers in (soundness.norms, soundness.lines):
             numbers.append(torch.zeros(len(moves)))
 
-    muon, groups, state = muon_of(case.config, plan, rank)
-    with mock.patch.object(muon_round, "orthogonalize_staged", orthogonalize_staged):
-        return seconds_of_steps(muon, groups, state, repeats)
-
-
-def seconds_of_steps(muon: Any, groups: Any, state: Any, repeats: int) -> list[float]:
-    """Wall seconds of each step that all ranks begin together, after one that is not counted."""
+    numerics, cpu = Numerics(case.config, "cpu"), torch.device("cpu")
+    muon, groups, state = muon_of(plan, rank, numerics, dist.group.WORLD, cpu)
     times = []
-    for _ in range(1 + repeats):
-        dist.barrier()
-        start = time.perf_counter()
-        muon.step(groups, state, lambda: None)
-        times.append(time.perf_counter() - start)
+    with mock.patch.object(muon_round, "orthogonalize_staged", orthogonalize_staged):
+        for _ in range(1 + repeats):
+            dist.barrier()
+            start = time.perf_counter()
+            muon.step(groups, state, lambda: None)
+            times.append(time.perf_counter() - start)
     return times[1:]
-
-
-def muon_of(config: MuonConfig, plan: ExchangePlan, rank: int) -> tuple[Any, Any, Any]:
-    """The Muon of a rank, its parameter groups and their state."""
-    own = plan.for_rank(rank)
-    shards = {index: torch.zeros(piece.size) for index, piece in own.shards.items()}
-    for shard in shards.values():
-        shard.grad = torch.ones_like(shard)
-    state = {shard: {MOMENTUM_KEY: torch.zeros_like(shard)} for shard in shards.values()}
-    groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.0}]
-    meter, group = Meter(), dist.group.WORLD
-    assert group is not None
-    exchange = Exchange(own, plan.matrices, group, torch.bfloat16, torch.device("cpu"), meter)
-    named = phases()
-    muon = DistributedMuon(Numerics(config, "cpu"), plan, own, exchange, shards, meter, named)
-    return muon, groups, state
 
 
 def said(case: Case, result: Compared) -> str:

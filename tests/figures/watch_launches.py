@@ -11,25 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from megatron_muon.lab.pricing.hardware import MICRO, TERA
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.mcore.watching.observer import MatrixObserver
 from megatron_muon.mcore.watching.rows import Message, Table, muon_rows
-from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.runtime import fused
-from megatron_muon.runtime.exchange.messages import Exchange
-from megatron_muon.runtime.exchange.meter import Meter
-from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
-from megatron_muon.runtime.tracing import phases
 from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.device.tensors import CUDA
 from support.virtual_gpu.plans import MODELS, plans_of
 from support.virtual_gpu.recording import Recording
-from support.virtual_gpu.step import record
+from support.virtual_gpu.step import muon_of, record
 from support.virtual_gpu.trace import Kernel, StepStart
 
 _PRODUCTS = ("addmm_",)  # those of Gram matrices; Newton-Schulz has none in place
@@ -38,22 +30,12 @@ _CASTS = ("_to_copy", "copy_", "clone")  # the range that they read may have gap
 
 def recorded(plan: ExchangePlan, rank: int, config: MuonConfig, *, logs: bool) -> Recording:
     """The second step of Muon alone, with what a logging step adds around it."""
-    own = plan.for_rank(rank)
     numbers = dict.fromkeys(("muon_elements", "all_elements", "flops", "busiest", "ranks"), 1)
     stage = {"muon": muon_rows(plan.matrices, config), "adamw": [], "layers": [], "logits": []}
     table = Table([{**stage, **numbers}], plan.size)
 
     def program(gpu: Any, group: Any) -> None:
-        shards = {index: torch.empty(span.size, device=CUDA) for index, span in own.shards.items()}
-        for shard in shards.values():
-            shard.grad = torch.empty_like(shard)
-        state = {shard: {MOMENTUM_KEY: torch.empty_like(shard)} for shard in shards.values()}
-        groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.1}]
-        numerics = Numerics(config)
-        travels = TORCH_DTYPE[numerics.travels]
-        exchange = Exchange(own, plan.matrices, group, travels, CUDA, Meter())
-        tools = (Meter(), phases(), fused.elementwise_on(CUDA, numerics))
-        muon = DistributedMuon(numerics, plan, own, exchange, shards, *tools)
+        muon, groups, state = muon_of(plan, rank, Numerics(config), group, CUDA)
         observer = MatrixObserver(muon)
         for _ in range(2):  # the first step starts the power iteration
             gpu.trace.events.append(StepStart())

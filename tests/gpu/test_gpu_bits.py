@@ -14,9 +14,9 @@ from support.gpu.settings import Settings
 from support.virtual_gpu.step import virtual_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
-# Errors of the same iteration on two devices differ by the order of sums alone. The two iterations
-# differ by more: the largest factor seen is 3 (``newton_schulz``).
-FACTOR = 3.0
+# Errors of the same iteration on two devices differ by the order of sums, and in fp16 by linear
+# terms that a GPU folds (``Numerics.folded``): the largest factors seen are 3, and 8 on an H200.
+FACTOR, FOLDED = 3.0, 16.0
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,8 @@ def test_its_error_to_float64_is_bounded(
     report(
         *(
             Figure(
-                f"{error.name}: error to float64", "", error.there, error.here, 0.0, FACTOR,
+                f"{error.name}: error to float64", "", error.there, error.here, 0.0,
+                FOLDED if "fp16" in name else FACTOR,
                 corrects="The error that a CPU makes was taken as the prediction.",
             )
             for error in errors

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_muon.lab.accept.report import STEP
 from megatron_muon.lab.accept.results import Figure
 from support.gpu.commands import ended
 from support.gpu.model import arguments
@@ -25,10 +26,9 @@ def test_rows_of_muon_end_a_step_with_the_same_bits(
     done = ended(settings, "bench", "step", *arguments(settings), *rounds, "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
-    name = "optimizer step: "
     report(
         *(
-            Figure(name + row["name"], "ms", None, row["step_ms"]["median"])
+            Figure(STEP + row["name"], "ms", None, row["step_ms"]["median"])
             for row in found["rows"]
         ),
         text=f"over {found['run']['backend']}",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 
+from megatron_muon.lab.accept.report import ROWS
+from megatron_muon.settings.update import Preset
 from support.gpu.model import on_ranks
 from support.gpu.settings import Settings
 from support.gpu.training import faults, train
@@ -13,8 +16,11 @@ from support.gpu.training import faults, train
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 
-def test_a_small_gpt_learns(settings: Settings, report: Callable[..., None]) -> None:
-    ranks = on_ranks(settings, train, settings, 110.0)
+@pytest.mark.parametrize("preset", get_args(Preset))
+def test_a_small_gpt_learns(
+    preset: Preset, settings: Settings, report: Callable[..., None]
+) -> None:
+    ranks = on_ranks(settings, train, (settings, ROWS[preset]), 110.0)
     losses = ranks[0]
     report(text=f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps")
     assert faults(ranks) == ""

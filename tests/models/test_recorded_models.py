@@ -12,17 +12,28 @@ import pytest
 from megatron_muon.orthogonalize.iteration import scratch_elements
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, LEAST_SCRATCH
 from megatron_muon.planning.rounds.table import round_tables
+from support.models.model_flags import DEEPSEEK_V3
 from support.virtual_gpu.plans import MODELS, Model, plans_of
-from support.virtual_gpu.report import MIB, ReportRow, rows_of
+from support.virtual_gpu.report import MIB, TORCHS, ReportRow, rows_of
 
 BY_NAME = {model.name: model for model in MODELS}
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_every_message_and_every_run_in_it_starts_at_16_bytes(model: Model) -> None:
-    """NCCL copies what does not one byte a load; the momentum kernel, one element."""
+PLANS = (*MODELS, Model("DeepSeek-V3", " ".join(DEEPSEEK_V3), stage=1))
+
+
+@pytest.mark.parametrize("strips", [None, 2, 4, 8])
+@pytest.mark.parametrize("model", PLANS, ids=lambda model: model.name)
+def test_every_message_and_every_run_in_it_starts_at_16_bytes(
+    model: Model, strips: int | None
+) -> None:
+    """NCCL copies what does not one byte a load; the momentum kernel, one element.
+
+    Nor is a strip's side no multiple of 8, which tensor cores need.
+    """
     ends = []
-    for _, plan in plans_of(model)[1]:
+    for _, plan in plans_of(model, **({} if strips is None else {"split_matrices": strips}))[1]:
+        assert [m for m in plan.matrices if m.strip is not None and m.long % 8] == []
         for rank in range(0, plan.size, 7):
             for table in round_tables(plan.for_rank(rank), plan.matrices):
                 directions = table.directions_to, table.directions_from
@@ -39,6 +50,7 @@ def test_every_message_and_every_run_in_it_starts_at_16_bytes(model: Model) -> N
 
 def _busiest(name: str, **settings: object) -> ReportRow:
     (row,) = rows_of(BY_NAME[name], first=False, **settings)
+    assert row.peak_bytes_if("host ahead") == row.peak_bytes
     return row
 
 
@@ -64,6 +76,7 @@ def test_a_step_takes_its_round_and_the_scratch_of_its_largest_matrix(
     assert row.peak_bytes <= min(planned + beside * MIB, most * MIB)
     assert 2 * scratch_elements(rows, cols) <= 1.5 * 2 * rows * cols
     assert row.host_syncs == 0
+    assert row.peak_bytes_if(TORCHS) >= 1.7 * row.peak_bytes  # of all rounds
 
 
 def test_a_smaller_round_takes_less_memory() -> None:
@@ -77,6 +90,13 @@ def test_a_smaller_round_takes_less_memory() -> None:
     assert foreach.peak_bytes <= planned + 4 * ELEMENTS_AT_ONCE
     assert smaller.total("launches") < foreach.total("launches")
     assert smaller.peak_bytes < default.peak_bytes
+
+
+def test_deterministic_mode_fills_what_a_step_has_not_written(deterministic: None) -> None:
+    """Beside more products, one at a time; what this costs is in docs/performance.md."""
+    row = _busiest("Llama-3-8B TP1 DP8", split_matrices="off")
+    fills = row.recordings[0].launches_by_name["fill_empty"]
+    assert (fills, row.total("launches")) == (156, 1283)
 
 
 def test_experts_are_orthogonalized_in_batches() -> None:

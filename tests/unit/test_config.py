@@ -18,6 +18,7 @@ from megatron_muon.orthogonalize.numerics import Device, Numerics, layout_free
 from megatron_muon.planning.describe import newton_schulz_line, not_shared_lines
 from megatron_muon.settings.coefficients import SETS, NsDtype, schedule
 from megatron_muon.settings.config import ROWS
+from megatron_muon.settings.update import Preset
 
 CPUS: tuple[Device, ...] = ("cpu", "cpu_bf16")
 CUDAS: tuple[Device, ...] = ("cuda", "cuda_symmetric")
@@ -26,7 +27,7 @@ MODULES = sorted(Path(megatron_muon.__file__).parent.rglob("*.py"))
 
 # Of English, too: what a matrix has and what an optimizer keeps. Errors about their values are held
 # by ``test_rows.py``.
-WORDS = {"homes", "momentum", "nesterov", "splits"}
+WORDS = {"homes", "momentum", "nesterov", "preset", "splits"}
 NAMES = re.compile(rf"(?<!\w)({'|'.join(sorted(ROWS.keys() - WORDS))})(?!\w)")
 
 
@@ -197,7 +198,7 @@ def test_without_tested_restarts_gram_is_refused_and_auto_is_standard(
         MuonConfig(ns_iteration="gram", **settings)
     for device in get_args(Device):
         for iteration in (None, "auto"):
-            config = MuonConfig(ns_iteration=iteration, **settings)
+            config = MuonConfig(preset="fast", ns_iteration=iteration, **settings)
             assert Numerics(config, device).iteration == "standard"
             assert not takes_gram(4096, 16384, Numerics(config, device))
             line = newton_schulz_line(Numerics(config, device), "torch", in_batches=True)
@@ -209,18 +210,55 @@ def test_without_tested_restarts_gram_is_refused_and_auto_is_standard(
 @pytest.mark.parametrize("device", CUDAS)
 @pytest.mark.parametrize("dtype", get_args(NsDtype))
 def test_a_gpu_takes_auto_where_restarts_are_known(dtype: NsDtype, device: Device) -> None:
-    """By default and where it is asked for; on a CPU the default is standard."""
+    """With the preset fast and where it is asked for; on a CPU the default is standard."""
     for name, coefficients in SETS.items():
         for steps in {5, 7, *coefficients.restarts} - (
             {7} if coefficients.after == "refuse" else set()
         ):
             lists = coefficients.restarts.get(steps)
             known = lists is not None and getattr(lists, dtype) is not None
-            config = MuonConfig(ns_coefficients=name, ns_steps=steps, ns_dtype=dtype)
+            config = MuonConfig(preset="fast", ns_coefficients=name, ns_steps=steps, ns_dtype=dtype)
             asked = replace(config, ns_iteration="auto")
             taken = "auto" if known else "standard"
             assert Numerics(config, device).iteration == Numerics(asked, device).iteration == taken
             assert {Numerics(config, cpu).iteration for cpu in CPUS} == {"standard"}
+
+
+@pytest.mark.parametrize("device", CUDAS)
+def test_a_preset_is_what_a_gpu_takes_where_a_setting_is_left(device: Device) -> None:
+    safe, fast = (Numerics(MuonConfig(preset=preset), device) for preset in get_args(Preset))
+    assert (safe.dtype, safe.iteration, safe.split) == ("bf16", "standard", "auto")
+    assert (fast.dtype, fast.iteration, fast.split) == ("fp16", "auto", "auto")
+    assert (safe.dtype, safe.iteration) in [
+        (own.dtype, own.iteration)
+        for own in [Numerics(MuonConfig(preset="fast"), cpu) for cpu in CPUS]
+    ]
+    for preset in get_args(Preset):
+        alone = Numerics(MuonConfig(preset=preset, ns_dtype="fp16"), device)
+        assert (alone.dtype, alone.iteration) == ("fp16", Numerics(alone.config, device).iteration)
+        assert alone.iteration == (fast if preset == "fast" else safe).iteration
+        line = newton_schulz_line(Numerics(MuonConfig(preset=preset), device), "", in_batches=True)
+        assert f"(--muon-preset {preset})" in line
+
+
+def test_a_run_of_another_preset_is_told_the_flags_that_keep_its_bits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_muon.mcore.checkpoint import param_groups
+
+    monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
+    saved = {"megatron_muon": param_groups.record(Numerics(MuonConfig(preset="fast"), "cuda"))}
+    param_groups.check_record(saved, Numerics(MuonConfig(), "cuda"))
+    told = [
+        "ns_dtype (--muon-ns-dtype) is 'bf16' now; the checkpoint was saved with 'fp16': "
+        "--muon-ns-dtype fp16 keeps its bits",
+        "ns_iteration (--muon-ns-iteration) is 'standard' now; the checkpoint was saved with "
+        "'auto': --muon-ns-iteration auto keeps its bits",
+    ]
+    assert capsys.readouterr().out.splitlines() == [f"[megatron_muon] {line}" for line in told]
+    kept = MuonConfig(ns_dtype="fp16", ns_iteration="auto")
+    param_groups.check_record(saved, Numerics(kept, "cuda"))
+    assert capsys.readouterr().out == ""
 
 
 def test_cubic5_is_for_five_steps() -> None:

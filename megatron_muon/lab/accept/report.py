@@ -9,7 +9,10 @@ from typing import Any
 from megatron_muon.lab.accept.results import Check, Figure
 from megatron_muon.lab.tables import markdown
 
+ROWS = {"safe": "muon-contiguous", "fast": "muon-contiguous-auto"}  # of the bench, by preset
+STEP = "optimizer step: "  # and the row, a figure's name
 _LINES = 25  # of a failed test's account
+_FASTER = 1.02  # by which ``fast`` must be, to be taken
 
 
 def as_json(environment: Mapping[str, str], checks: Sequence[Check]) -> dict[str, Any]:
@@ -20,7 +23,7 @@ def as_json(environment: Mapping[str, str], checks: Sequence[Check]) -> dict[str
 
 def as_markdown(environment: Mapping[str, str], checks: Sequence[Check]) -> str:
     """The whole report; ``environment`` has names and values."""
-    lines = ["# megatron-muon accept", "", verdict(checks), ""]
+    lines = ["# megatron-muon accept", "", verdict(checks), "", recommended(checks), ""]
     lines += ["## Environment", "", *markdown(("", ""), list(environment.items())), ""]
     lines += ["## Checks", "", *_checks(checks), ""]
     lines += ["## Figures", "", *_figures(checks), ""]
@@ -40,6 +43,17 @@ def verdict(checks: Sequence[Check]) -> str:
     if partly:
         said.append(f"Run in part: {', '.join(partly)}.")
     return " ".join(said)
+
+
+def recommended(checks: Sequence[Check]) -> str:
+    """The preset that the results speak for, and by what."""
+    times = {figure.name: figure.measured for figure in figures_of(checks)}
+    safe, fast = (times.get(f"{STEP}{ROWS[preset]}") for preset in ("safe", "fast"))
+    if safe is None or fast is None or any(check.verdict == "FAILED" for check in checks):
+        return "Recommended: `--muon-preset safe`, the default, until every check is ok."
+    name = "fast" if safe >= _FASTER * fast else "safe"
+    text = f"a step takes {fast:.3g} ms with fast, {safe:.3g} ms with safe, and both learn"
+    return f"Recommended here: `--muon-preset {name}`: {text}."
 
 
 def _checks(checks: Sequence[Check]) -> Iterator[str]:

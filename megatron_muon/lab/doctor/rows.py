@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -11,7 +10,7 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ import megatron_muon
 from megatron_muon.lab.bench import seams as bench_seams
 from megatron_muon.lab.doctor import cpu_seams
 from megatron_muon.lab.dry_run import seams as dry_run_seams
+from megatron_muon.mcore.seams import model
 from megatron_muon.mcore.seams.rows import (
     CORE,
     Row,
-    check_hooks,
     check_row,
-    check_rows,
+    described_version,
     megatron_version,
     rows_of,
 )
@@ -33,13 +32,16 @@ from megatron_muon.megatron_lm.launch import (
     ON_CPU,
     MixedInstallationError,
     check_installation,
-    older_python,
     sign_of_gpu,
     version_of,
 )
 from megatron_muon.presence import WAY_OUT, SeamError, Version, core_version, require_core
 
 _OLDEST_TORCH = (2, 4)
+_REQUIRES_PYTHON = re.compile(
+    r"^requires-python\s*[:=]\s*[\"']?([^\"'\n]*?>=\s*(\d+(?:\.\d+)*)[^\"'\n]*)",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +123,9 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
         way = "is in" if is_patched(folder) else "is not in: use the launcher, or patches/README.md"
         yield Examined("patch", way)
     yield _core(where)
-    yield _hooks()
-    yield Examined("hooks of commands", _those_there(_of_commands()))
-    yield _hooks_on_the_cpu()
+    yield _hooks("hooks", CORE, needed=True)
+    yield _hooks("optional hooks", _optional(), needed=False)
+    yield _hooks("hooks without a GPU", cpu_seams.ROWS, needed=megatron_muon.cpu.enabled())
     if folder is not None:
         core = importlib.import_module("megatron.core.optimizer")
         emerging = getattr(core, "HAVE_EMERGING_OPTIMIZERS", False)  # since core 0.17
@@ -132,7 +134,6 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
         row = _training_hooks(folder)
         # The megatron.training of an installed core (0.19 and later) runs no script: not a fault.
         yield row if checkout is not None else Examined(row.name, row.fault or row.value)
-        yield _refused_flags()
     adam = importlib.import_module("megatron.core.optimizer").Adam  # or the CPU runtime's
     yield Examined("adam", f"{adam.__module__}.{adam.__qualname__}")
     yield _grad_norm()
@@ -162,7 +163,7 @@ def _core(where: Path) -> Examined:
         if not torch.cuda.is_available():
             megatron_muon.cpu.enable()
         importlib.import_module("megatron.core.optimizer")
-        version, _ = megatron_version()
+        version = described_version()
     except SeamError as error:  # of a version that only the import tells
         return Examined("megatron-core", f"({where})", str(error))
     except Exception as error:  # whatever a foreign package raises
@@ -170,45 +171,26 @@ def _core(where: Path) -> Examined:
     return Examined("megatron-core", f"{version} ({where})")
 
 
-def _hooks() -> Examined:
-    count = _those_there(CORE)
-    try:
-        check_hooks()
-    except (SeamError, ImportError) as error:
-        return Examined("hooks", count, str(error))
-    return Examined("hooks", count)
-
-
-def _of_commands() -> list[Row]:
-    """Rows that a run can do without; those of Megatron's own Muon where its package is."""
-    has_upstream = importlib.util.find_spec("emerging_optimizers") is not None
-    upstream = bench_seams.UPSTREAM if has_upstream else ()
-    return [*dry_run_seams.ROWS, *bench_seams.ROWS, *upstream]
-
-
-def _those_there(table: Iterable[Row]) -> str:
-    """How many of the rows that hold here the installed code has, and which it lacks."""
+def _hooks(name: str, table: Sequence[Row], *, needed: bool) -> Examined:
+    """How many of the rows that hold here the installed code has; a fault if a run needs others."""
     text, version = megatron_version()
     rows = rows_of(version, table)
-    missing = []
+    missing: dict[str, str] = {}
     for row in rows:
         try:
             check_row(row, text)
-        except (SeamError, ImportError):
-            missing.append(str(row))
-    count = f"{len(rows) - len(missing)} of {len(rows)}"
-    return ", ".join([count, *(f"not {name}" for name in missing)])
-
-
-def _hooks_on_the_cpu() -> Examined:
-    """The hooks of the CPU runtime, which a run without a GPU needs."""
-    count, fault = _those_there(cpu_seams.ROWS), ""
-    if megatron_muon.cpu.enabled():
-        try:
-            check_rows(cpu_seams.ROWS)
         except (SeamError, ImportError) as error:
-            fault = str(error)
-    return Examined("hooks without a GPU", count, fault)
+            missing[str(row)] = str(error)
+    count = f"{len(rows) - len(missing)} of {len(rows)}"
+    faults = [*missing.values()] if needed else []
+    return Examined(name, ", ".join([count, *(f"not {each}" for each in missing)]), *faults[:1])
+
+
+def _optional() -> list[Row]:
+    """Rows that a run can do without; those of Megatron's own Muon where its package is."""
+    has_upstream = importlib.util.find_spec("emerging_optimizers") is not None
+    upstream = bench_seams.UPSTREAM if has_upstream else ()
+    return [*model.REFUSALS, *dry_run_seams.ROWS, *bench_seams.ROWS, *upstream]
 
 
 def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
@@ -245,12 +227,32 @@ def _training_hooks(checkout: Path) -> Examined:
 def _not_imported(module: str, core: Path, error: Exception) -> str:
     """Why a module of Megatron's cannot be imported; where Python is too old, the one it needs."""
     what = f"{type(error).__name__}: {error}"
-    why = older_python(core)
+    why = _older_python(core)
     if why is None and isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         if package not in ("megatron", "megatron_muon"):
             what = f"{what}: Megatron-LM needs it, not megatron_muon; pip install {package}"
     return f"{why} ({what})" if why else f"{module} cannot be imported: {what}"
+
+
+def _older_python(core: Path) -> str | None:
+    """An error text where this Python is older than a folder ``megatron/core`` asks for, else None.
+
+    A checkout's pyproject.toml says it, or the metadata of an installed distribution.
+    """
+    root = core.parent.parent
+    for file in (root / "pyproject.toml", *sorted(root.glob("megatron_core-*.dist-info/METADATA"))):
+        text = file.read_text(errors="replace") if file.is_file() else ""
+        wanted = _REQUIRES_PYTHON.search(text)
+        if wanted is None:
+            continue
+        oldest = tuple(int(part) for part in wanted[2].split("."))
+        if sys.version_info[: len(oldest)] < oldest:
+            return (
+                f"megatron-core {version_of(core)} needs Python {wanted[1]} ({file}), and this is "
+                f"Python {platform.python_version()}: run it with that one, or take an older core"
+            )
+    return None
 
 
 def _grad_norm() -> Examined:
@@ -279,16 +281,6 @@ def counted_wrongly(core: Version, te: tuple[int, ...]) -> str:
         f"Megatron's counts {', '.join(wrong)} with TP > 1, so that its clip is wrong there; "
         "a run of Muon counts each weight once, AdamW's is Megatron's"
     )
-
-
-def _refused_flags() -> Examined:
-    """The flags that ``install.REFUSED`` refuses and that this Megatron-LM has."""
-    flags = importlib.import_module("megatron_muon.megatron_lm.install").REFUSED
-    core = importlib.import_module("megatron.core.optimizer").OptimizerConfig
-    model = importlib.import_module("megatron.core.transformer").TransformerConfig
-    known = {field.name for made in (core, model) for field in dataclasses.fields(made)}
-    there = [flag for flag in sorted(flags) if flag[2:].replace("-", "_") in known]
-    return Examined("refused flags", ", ".join(there))
 
 
 def _location(module: str) -> Path | None:

@@ -23,17 +23,11 @@ from megatron_muon.mcore.wiring.buffers.placement import (
     on_every_ep_rank,
 )
 from megatron_muon.mcore.wiring.process_groups import Sizes
-from megatron_muon.mcore.wiring.validate import refuse_unsupported
+from megatron_muon.mcore.wiring.validate import REFUSED, refuse_unsupported
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
 from megatron_muon.settings.config import MuonConfig
-
-# Of Megatron's OptimizerConfig, those that Muon may refuse.
-_OPTIONS = (
-    *("use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_cuda_graph"),
-    "overlap_param_gather_with_optimizer_step",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +63,8 @@ def built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
     of_optimizer = OptimizerConfig(
         optimizer="adam", bf16=flags.bf16, fp16=flags.fp16, use_distributed_optimizer=True
     )
-    for name in _OPTIONS:  # given to the class, some of them would ask for a GPU
+    # given to the class, some of them would ask for a GPU
+    for name in (*REFUSED, "overlap_param_gather_with_optimizer_step"):
         setattr(of_optimizer, name, getattr(flags, name, False))
     refuse_unsupported(of_optimizer, chunks)
     settled(config, of_optimizer, chunks)

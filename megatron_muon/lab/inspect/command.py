@@ -14,11 +14,11 @@ from megatron_muon.lab.inspect.limited import MEMORY, SECONDS, LimitError, limit
 from megatron_muon.lab.inspect.report import Report, examine
 
 _DESCRIPTION = f"""\
-Print what wrote a checkpoint, its parameters with their optimizer and the norm
-of their momentum, the bytes on disk, and whether it is complete. Every tensor
-is read, one at a time; neither a GPU nor a process group is needed. Files are
-read as data in a process of their own: no name in them chooses code that runs.
-It may take {SECONDS} s and {MEMORY >> 30} GiB beyond what they need."""
+Print what wrote a checkpoint, its parameters with their optimizer, the bytes on
+disk, and whether it is complete, by the sizes of files and tensors; only --hash
+reads all bytes. Neither a GPU nor a process group is needed. Files are read as
+data in a process of their own: no name in them chooses code that runs. It may
+take {SECONDS} s and {MEMORY >> 30} GiB beyond what they need."""
 
 _STATUS = """\
 exit status:
@@ -67,11 +67,10 @@ def _printable(text: str) -> str:
 
 def as_text(report: Report) -> str:
     """The report as text: facts, parameters, bytes, notes, and the verdict."""
-    cells = [("parameter", "shape", "optimizer", "momentum's norm")]
+    cells = [("parameter", "shape", "optimizer")]
     for row in report.parameters:
         shape = " x ".join(map(str, row.shape)) + " (a part)" * row.is_part
-        norm = "-" if row.norm is None else f"{row.norm:.6g}"
-        cells.append((row.name, shape, row.optimizer or "-", norm))
+        cells.append((row.name, shape, row.optimizer or "-"))
     sizes = [("  " + kind, f"{count:>15,}") for kind, count in report.bytes.items()]
     blocks = [
         _columns([(name, value) for name, value in report.facts.items()]),

@@ -1,4 +1,4 @@
-"""Sizes and norms of the tensors in a checkpoint's files, and state dicts without tensors."""
+"""Sizes of the tensors in a checkpoint's files, and state dicts without tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ KINDS: dict[str, Kind] = {
     "exp_avg_sq": "adamw",
 }
 RECORD = "megatron_muon"
-_PADDING = 63  # most elements of padding: in a grad buffer parameters start at multiples of 64
 # Two names on disk for each norm: as its own module, and fused into the linear after it.
 _FUSED = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
@@ -45,7 +44,6 @@ class Stored:
         part: the group of ranks that saved it; empty where they saved the whole parameter.
         shape, dtype: those on disk.
         numel: number of elements in the files.
-        square: sum of their squares, in float64; not finite if an element is not.
         files: paths of the files, relative to the checkpoint.
     """
 
@@ -56,20 +54,12 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
     numel: int = 0
-    square: float = 0.0
     files: set[str] = field(default_factory=set)
 
-    def add(self, tensor: torch.Tensor, file: str, *, may_be_padding: bool = False) -> None:
-        """Add a piece. Padding counts as elements only: its values are arbitrary."""
-        self.numel += tensor.numel()
+    def add(self, numel: int, file: str) -> None:
+        """Add a piece."""
+        self.numel += numel
         self.files.add(file)
-        if may_be_padding and tensor.numel() <= _PADDING:
-            return
-        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
-            if tensor.element_size() == 1:  # fp8, for which torch has no norm
-                tensor = tensor.float()
-            norm = torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
-            self.square += norm * norm  # inf, where norm**2 raises OverflowError
 
 
 @dataclass
@@ -142,7 +132,7 @@ class Contents:
     def _add(self, key: str, name: str | None, part: str, value: torch.Tensor, file: str) -> None:
         if key not in KINDS:
             raise ValueError(f"the state of a parameter has {str(key)[:100]!r}, which none has")
-        self.at(KINDS[key], key, name, part, value.shape, value.dtype).add(value, file)
+        self.at(KINDS[key], key, name, part, value.shape, value.dtype).add(value.numel(), file)
 
 
 def canonical(name: str) -> str:

@@ -21,9 +21,6 @@ class NoFolderError(ValueError):
 def located(path: Path) -> tuple[Path, list[str]]:
     """The folder of the iteration that a path means, and notes on the tracker file.
 
-    Args:
-        path: the folder of ``--save``, or one iteration's folder.
-
     Raises:
         OSError: there is no such folder; or it has several checkpoints, and no tracker names one.
         NoFolderError: the tracker is damaged, or names a folder that is not there.

@@ -24,7 +24,7 @@ _KINDS = {
     "adamw": "AdamW's moments",
 }
 _WRITERS = {
-    "moonshot": "Moonshot's proof of concept (Megatron-LM pull request 1428)",
+    "concept": "the proof of concept of Distributed Muon (Megatron-LM#1428)",
     "megatron": "Megatron's own Muon",
     "megatron_torch": "Megatron's own Muon",
     None: "a Megatron without megatron_muon",
@@ -54,7 +54,6 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
     """Read a whole checkpoint.
 
     Args:
-        path: a folder with a tracker file, or one iteration's folder.
         hashes: also compare the hash of every file with the digest's.
 
     Raises:

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, prod, sqrt
+from math import prod
 from typing import Any
 
 import torch
@@ -25,14 +25,12 @@ class StoredParameter:
         shape: shape of the whole parameter; of one TP rank's part where the files say no more.
         is_part: whether it is the shape of a part.
         optimizer: the one whose state is saved, or that the digest names; None without either.
-        norm: Frobenius norm of the momentum; None without one, or if pieces of it are missing.
     """
 
     name: str
     shape: tuple[int, ...]
     is_part: bool
     optimizer: str | None
-    norm: float | None
 
 
 def parameters(
@@ -41,7 +39,6 @@ def parameters(
     """A row for each parameter, from the parts that groups of ranks have saved; and faults.
 
     Args:
-        contents: the contents of the files.
         expected: the digest's entries (``shape``, ``optimizer``) by name; empty without a digest.
     """
     wanted = {canonical(name): said for name, said in expected.items()}
@@ -55,10 +52,6 @@ def parameters(
         row, wrong = _row(name, by_name[name], wanted.get(name))
         rows.append(row)
         faults += wrong
-    for s in contents.stored.values():
-        if not isfinite(s.square):
-            what = "a tensor of several parameters" if s.name is None else s.name
-            faults.append(f"{what} has {s.key} that is not finite {_where(s)}")
     return rows, faults
 
 
@@ -83,42 +76,27 @@ def _row(
         faults.append(f"{name} is AdamW's and has no {' and no '.join(sorted(lacking))}")
     if said is not None and optimizer not in (None, due):
         faults.append(f"{name} has state of {optimizer}, but the digest says {due}")
-    norm = None
     for key in sorted({piece.key for piece in pieces if piece.kind != "model"}):
-        same = [piece for piece in pieces if piece.key == key]
-        square, wrong = _joined(name, key, same, numel)
-        faults += wrong
-        if key == (momentum[0].key if momentum else None) and square is not None:
-            norm = sqrt(square)
+        faults += _faults_of(name, key, [piece for piece in pieces if piece.key == key], numel)
     shown = optimizer or (None if due == "frozen" else due)
-    return StoredParameter(name, shape, not whole, shown, norm), faults
+    return StoredParameter(name, shape, not whole, shown), faults
 
 
-def _joined(
-    name: str, key: str, same: Sequence[Stored], numel: int | None
-) -> tuple[float | None, list[str]]:
-    """A state tensor's sum of squares over its pieces, None if some are missing; and its faults.
-
-    Pieces are TP ranks' parts, or replicas, each as large as the whole. Where that size is not
-    known, pieces with the same size and the very same sum count as replicas.
-    """
+def _faults_of(name: str, key: str, same: Sequence[Stored], numel: int | None) -> list[str]:
+    """The faults of a state tensor's pieces: TP ranks' parts, or replicas as large as the whole."""
     faults = [
         f"{key} of {name} is {piece.dtype}, not torch.float32 {_where(piece)}"
         for piece in same
         if piece.dtype != torch.float32
     ]
-    sizes, total = [piece.numel for piece in same], sum(piece.square for piece in same)
-    if numel is None:
-        short = [piece for piece in same if piece.numel != prod(piece.shape)]
-        faults += [f"{key} of {name} lacks some of its elements {_where(*same)}"] if short else []
-        replicas = len({(piece.numel, piece.square) for piece in same}) == 1
-        return same[0].square if replicas else total, faults
-    if set(sizes) == {numel}:
-        return same[0].square, faults
-    if sum(sizes) == numel:
-        return total, faults
-    there = " + ".join(map(str, sizes))
-    return None, [*faults, f"{key} of {name} has {there} elements, not {numel} {_where(*same)}"]
+    sizes = [piece.numel for piece in same]
+    if numel is None:  # of parts of unknown size each must be as large as it says itself
+        if sizes != [prod(piece.shape) for piece in same]:
+            faults.append(f"{key} of {name} lacks some of its elements {_where(*same)}")
+    elif set(sizes) != {numel} and sum(sizes) != numel:
+        there = " + ".join(map(str, sizes))
+        faults.append(f"{key} of {name} has {there} elements, not {numel} {_where(*same)}")
+    return faults
 
 
 def _where(*pieces: Stored) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -45,12 +43,11 @@ def read_torch_dist(folder: Path) -> Contents:
         contents.read(COMMON_FILE, lambda: _add_common(contents, metadata))
     elif contents.keys:
         contents.faults.append(f"{COMMON_FILE} is missing")
-    reader = _Reader(metadata, contents)
     for key, described in metadata.entries.items():
         if described is not None:
-            _add_tensor(reader, key, described)
+            _add_tensor(contents, metadata, key, described)
         elif (at := _OBJECT.match(key)) and at[3] in ("optimizer", RECORD, "param_state"):
-            _add_object(reader, key, at)
+            _add_object(contents, metadata, key, at)
     return contents
 
 
@@ -58,37 +55,6 @@ def _add_common(contents: Contents, metadata: Metadata) -> None:
     saved = common(metadata)
     contents.add_states(saved.get("optimizer"))
     contents.common = {key: value for key, value in saved.items() if isinstance(key, str)}
-
-
-@dataclass
-class _Reader:
-    metadata: Metadata
-    contents: Contents
-    broken: set[str] = field(default_factory=set)  # files with a fault that is noted already
-
-    def read(self, key: str, offsets: tuple[int, ...] | None = None) -> tuple[Any, str] | None:
-        """A saved value and its file; None if it cannot be read, which is noted as a fault.
-
-        Args:
-            key: key of the tensor or object.
-            offsets: offsets of the tensor's piece; None for an object.
-        """
-        place = self.metadata.places.get((key, offsets))
-        if place is None:
-            self.contents.faults.append(f"{METADATA} does not say where {key} is")
-            return None
-        if place.file in self.broken:
-            return None
-        before = len(self.contents.faults)
-        saved = self.metadata
-        value = self.contents.read(
-            f"{place.file} at {key}",
-            lambda: saved.object(key) if offsets is None else saved.value(key, offsets),
-        )
-        if len(self.contents.faults) > before:
-            self.broken.add(place.file)
-            return None
-        return value, place.file
 
 
 def _place(key: str) -> tuple[Kind, str, str | None, str] | None:
@@ -110,45 +76,52 @@ def _part(at: re.Match[str]) -> str:
     return f"{at['chained'] or ''} {group}".strip() if group else ""
 
 
-def _add_tensor(reader: _Reader, key: str, described: Tensor) -> None:
+def _add_tensor(contents: Contents, metadata: Metadata, key: str, described: Tensor) -> None:
+    """Add a tensor by its metadata; its pieces are not read, but their bytes must be there."""
     place = _place(key)
     if place is None:
         return
     kind, what, name, part = place
-    contents, size, seen = reader.contents, described.size, 0
+    size, dtype, seen = described.size, described.dtype, 0
     axes = _stack_axes(name, size) if name is not None else 0
     for chunk in described.chunks:
-        got = reader.read(key, chunk.offsets)
-        if got is None:
+        file = _file_of(contents, metadata, key, chunk, dtype)
+        if file is None:
             continue
-        tensor, file = got
-        if wrong := _other_piece(tensor, chunk, described):
-            reader.broken.add(file)
-            contents.faults.append(f"{file} is not what {METADATA} says: at {key} it has {wrong}")
+        numel = prod(chunk.sizes)
+        seen += numel
+        if not axes or not numel:
+            contents.at(kind, what, name, part, size, dtype).add(numel, file)
             continue
-        seen += tensor.numel()
-        if not axes or not tensor.numel():
-            entry = contents.at(kind, what, name, part, size, tensor.dtype)
-            entry.add(tensor, file, may_be_padding=name is None)
-            continue
-        for index in product(*(range(n) for n in tensor.shape[:axes])):
+        for index in product(*(range(n) for n in chunk.sizes[:axes])):
             numbers = [at + offset for at, offset in zip(index, chunk.offsets, strict=False)]
-            one = _unstacked(str(name), numbers)
-            contents.at(kind, what, one, part, size[axes:], tensor.dtype).add(tensor[index], file)
-    if seen != prod(size) and not reader.broken:
+            one = contents.at(kind, what, _unstacked(str(name), numbers), part, size[axes:], dtype)
+            one.add(prod(chunk.sizes[axes:]), file)
+    if seen != prod(size) and not contents.faults:
         contents.faults.append(f"{key} has {prod(size)} elements, {seen} are in the files")
     if not described.chunks:
-        contents.at(kind, what, name, part, size, described.dtype)
+        contents.at(kind, what, name, part, size, dtype)
 
 
-def _other_piece(tensor: Any, chunk: Chunk, described: Tensor) -> str | None:
-    """A piece's fault in words; None where it is as the metadata describe it."""
-    if not isinstance(tensor, torch.Tensor):
-        return f"a {type(tensor).__name__}, not a tensor"
-    if tensor.dtype != described.dtype:
-        return f"{tensor.dtype}, not {described.dtype}"
-    if tuple(tensor.shape) != chunk.sizes:
-        return f"the shape {tuple(tensor.shape)}, not {chunk.sizes}"
+def _file_of(
+    contents: Contents, metadata: Metadata, key: str, chunk: Chunk, dtype: torch.dtype
+) -> str | None:
+    """The file that has a tensor's piece; None where it has not, which is noted, once per file."""
+    place = metadata.places.get((key, chunk.offsets))
+    if place is None:
+        contents.faults.append(f"{METADATA} does not say where {key} is")
+        return None
+    path = metadata.folder / place.file
+    if not path.is_file():
+        fault = f"{place.file} is missing, or no file"
+    elif path.stat().st_size < place.offset + place.length:
+        fault = f"{place.file} ends before {key}"
+    elif place.length < prod(chunk.sizes) * dtype.itemsize:
+        fault = f"{METADATA} gives {key} too few bytes in {place.file}"
+    else:
+        return place.file
+    if not any(told.startswith(place.file) for told in contents.faults):
+        contents.faults.append(fault)
     return None
 
 
@@ -166,14 +139,18 @@ def _unstacked(name: str, numbers: list[int]) -> str:
     return name
 
 
-def _add_object(reader: _Reader, key: str, at: re.Match[str]) -> None:
+def _add_object(contents: Contents, metadata: Metadata, key: str, at: re.Match[str]) -> None:
     """Add an object that ranks save as a whole: groups, Muon's record, or dp_zero's state."""
-    got = reader.read(key)
-    if got is None:
+    place = metadata.places.get((key, None))
+    if place is None:
+        contents.faults.append(f"{METADATA} does not say where {key} is")
         return
-    value, file = got
-    contents = reader.contents
-    if at[3] == "param_state":
-        contents.read(f"{file} at {key}", lambda: contents.add_buffers(value, _part(at), file))
-    else:
-        contents.read(f"{file} at {key}", lambda: contents.add_states({at[3]: value}))
+
+    def add() -> None:
+        value = metadata.object(key)
+        if at[3] == "param_state":
+            contents.add_buffers(value, _part(at), place.file)
+        else:
+            contents.add_states({at[3]: value})
+
+    contents.read(f"{place.file} at {key}", add)

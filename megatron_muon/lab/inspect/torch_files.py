@@ -67,4 +67,4 @@ def _add_model(contents: Contents, saved: Any, file: str) -> None:
             if isinstance(tensor, torch.Tensor) and not name.endswith("_extra_state"):
                 part = f"{file} {chunk}"
                 entry = contents.at("model", "weight", name, part, tensor.shape, tensor.dtype)
-                entry.add(tensor, file)
+                entry.add(tensor.numel(), file)

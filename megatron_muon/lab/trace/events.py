@@ -1,81 +1,58 @@
-"""The events of a Chrome trace, one at a time: a file of any size takes the memory of a few."""
+"""Reading a Chrome trace: an object with ``traceEvents``, or a bare list of events."""
 
 from __future__ import annotations
 
 import gzip
-import io
-import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from megatron_muon.lab.json_text import parsed, scan
+from megatron_muon.lab.json_text import parsed
 from megatron_muon.lab.outputs import CommandError
 from megatron_muon.mcore.load_check.regular_files import open_regular
 
-CHUNK = 1 << 18  # characters that are read at once, if they do not end within an event
-MOST = 1 << 24  # characters of an event, and of all that is before or after the events
+MOST = 1 << 31  # bytes of a trace's text, which takes about seven times as much memory
 _RANK = re.compile(r"rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
-_LIST = re.compile(r'\A\s*\[|"traceEvents"\s*:\s*\[')
-_BETWEEN = re.compile(r"[\s,]*")
 
 
 class TraceError(CommandError):
     """A file is no trace that can be read; the text names the file."""
 
 
+@dataclass(frozen=True, slots=True)
 class TraceFile:
-    """A Chrome trace: an object with ``traceEvents``, or a bare list of events; gzip or plain.
+    """A trace's events, whose times are floats, and its other values."""
 
-    ``metadata`` is the object's other values; it is complete once ``events`` has ended.
+    path: Path
+    events: list[dict[str, Any]]
+    metadata: dict[str, Any]
+
+
+def read_trace(path: Path) -> TraceFile:
+    """Read a trace, gzip or plain.
+
+    Raises:
+        TraceError: the file cannot be read, is damaged or is no trace.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.metadata: dict[str, Any] = {}
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        """The events in the order of the file; their times are floats.
-
-        Raises:
-            TraceError: the file cannot be read, is damaged or is no trace.
-        """
-        try:
-            with open_regular(self.path) as file:
-                is_gzip = file.read(2) == b"\x1f\x8b"
-                file.seek(0)
-                opened: Any = gzip.GzipFile(fileobj=file) if is_gzip else file
-                text = io.TextIOWrapper(opened, "utf-8", "replace", newline="")
-                for number, event in enumerate(self._events(text)):
-                    yield _timed(event, number)
-        except json.JSONDecodeError as error:
-            raise TraceError(f"{self.path}: it is damaged or cut off: {error.msg}") from error
-        except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
-            raise TraceError(f"{self.path}: it is no trace that can be read: {error}") from error
-
-    def _events(self, text: TextIO) -> Iterator[Any]:
-        held = more = text.read(CHUNK)
-        while (opens := _LIST.search(held)) is None:
-            if not more or len(held) > MOST:
-                raise ValueError("it has no traceEvents, and it is no list of events")
-            more = text.read(len(held))
-            held += more
-        head, at = held[: opens.end()], opens.end()
-        while held[(at := _BETWEEN.match(held, at).end()) : at + 1] != "]":  # type: ignore[union-attr]
-            try:
-                event, at = scan(held, at)
-                yield event
-            except json.JSONDecodeError:
-                if len(held) - at > MOST:
-                    raise ValueError(f"an event has more than {MOST} characters") from None
-                if not (more := text.read(len(held) - at + CHUNK)):
-                    raise
-                held, at = held[at:] + more, 0
-        rest = head + held[at:] + text.read(MOST)  # what is longer ends as damaged
-        whole = parsed(rest)
-        self.metadata = whole if isinstance(whole, dict) else {}
+    try:
+        with open_regular(path) as file:
+            is_gzip = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            text = (gzip.GzipFile(fileobj=file) if is_gzip else file).read(MOST + 1)
+        if len(text) > MOST:
+            raise ValueError(f"it has more than {MOST >> 20} MiB: trace fewer steps")
+        whole = parsed(text.decode("utf-8", "replace"))
+        metadata = whole if isinstance(whole, dict) else {"traceEvents": whole}
+        events = metadata.pop("traceEvents", None)
+        if not isinstance(events, list):
+            raise ValueError("it has no traceEvents, and it is no list of events")
+        timed = [_timed(event, number) for number, event in enumerate(events)]
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise TraceError(f"{path}: it is no trace that can be read: {error}") from error
+    return TraceFile(path, timed, metadata)
 
 
 def _timed(event: Any, number: int) -> dict[str, Any]:

@@ -74,10 +74,6 @@ class MuonCheckpoint(ShardedState):
         elif "param_state_sharding_type" in state_dict:
             self._refuse_other_order(state_dict["param_state_sharding_type"])
         saved = state_dict["optimizer"]
-        if self.from_adamw == "sum":
-            from megatron_muon.mcore.checkpoint.interop.foreign import as_ours
-
-            saved = as_ours([state_dict], self._muon.config)["optimizer"]
         own = self.optimizer.param_groups
         loaded = loaded_groups(own, saved["param_groups"])
         groups = as_megatron_pairs(own, loaded)

@@ -13,7 +13,7 @@ from megatron_muon.console import printable, say
 from megatron_muon.mcore.routing.param_routing import LR_MULTIPLIER
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.coefficients import canonical
-from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.settings.config import ROWS, MuonConfig, named
 
 Group = dict[str, Any]
 
@@ -25,10 +25,9 @@ FORMAT = 1
 _REQUIRED = ("is_expert_parallel", "is_decoupled_lr", "lr_mult")
 _PREFERRED = (LR_MULTIPLIER, "wd_mult", "max_lr", "min_lr")
 
-# Settings of what is logged of a run, and of when that ends it: no bit of it, nor of its
-# checkpoint, depends on them. Only the default of split_matrices does, which the record has as what
-# was taken.
-_WATCHING = ("nonfinite_limit", "log_interval", "log_file")
+# No bit of a run, nor of its checkpoint, depends on these, but by what they leave of others'
+# defaults, which the record has as what was taken.
+_OTHERS = ("nonfinite_limit", "log_interval", "log_file", "preset", "early_param_gather")
 
 # Keys of a group that overrule a schedule's own values.
 SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
@@ -63,16 +62,19 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
             then[name] = now[name]
     if "ns_coefficients" in then:  # a set may have been saved as its numbers
         then["ns_coefficients"] = canonical(then["ns_coefficients"])
-    for name in sorted((then.keys() | now.keys()) - set(_WATCHING)):
+    for name in sorted((then.keys() | now.keys()) - set(_OTHERS)):
         before, after = (
             settings.get(name, "nothing: this megatron_muon has no such setting")
             for settings in (then, now)
         )
         if before != after and dist.get_rank() == 0:
             setting = named(name) if name in now else printable(name)
+            keeps = ""
+            if getattr(numerics.config, name, "") is None and before is not None:
+                keeps = f": {ROWS[name].flags[0].option} {before} keeps its bits"
             say(
                 f"[megatron_muon] {setting} is {after!r} now; the checkpoint was saved with "
-                f"{before!r}"
+                f"{before!r}{keeps}"
             )
 
 
@@ -84,7 +86,7 @@ def _in_force(numerics: Numerics) -> Group:
         "ns_dtype": numerics.dtype,
         "split_matrices": numerics.split,
     }
-    return {name: value for name, value in settings.items() if name not in _WATCHING}
+    return {name: value for name, value in settings.items() if name not in _OTHERS}
 
 
 def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:

@@ -28,7 +28,7 @@ Parameter = torch.nn.Parameter
 # The tensors that Megatron gets for a parameter: only the main parameter; all that go to disk, by
 # their names there; or all by Adam's names. Megatron gathers the last over a whole buffer.
 Exposed = Literal["main", "disk", "adam"]
-FromAdamW = Literal["momentum", "fresh", "sum"]
+FromAdamW = Literal["momentum", "fresh"]
 
 
 class MuonState(DistributedOptimizer):  # type: ignore[misc]
@@ -43,7 +43,6 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             ``switch.reading_adamw``. None: the checkpoint is of this package's Muon.
         main_is_weight: the checkpoint being read has no main parameters, since the model's weights
             are fp32 and are loaded as such.
-        other_owner: with ``sum``, names of parameters that the other optimizer updated before.
     """
 
     muon: DistributedMuon | None
@@ -53,7 +52,6 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     routes: Sequence[Route]
     from_adamw: FromAdamW | None = None
     main_is_weight: bool = False
-    other_owner: list[str]
     _exposed: Exposed = "adam"
 
     def _get_main_param_and_optimizer_states(self, model_param: Parameter) -> dict[str, Tensor]:
@@ -82,31 +80,18 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             target.copy_(tensors[key])
         if self.from_adamw is not None and self._muon.owns(shard):
             self._make_momentum(model_param, targets[ADAMW_STATE[0]])
-        if self.from_adamw == "sum":
-            self._compare_owner(model_param, tensors)
 
     def _make_momentum(self, model_param: Parameter, first_moment: Tensor) -> None:
         """Turn a first moment into Muon's momentum, in place.
 
         Adam's first moment is a mean of gradients, (1-β1) Σ β1^k g; Muon's momentum is their sum.
         """
-        if self.from_adamw == "sum":
-            return
         if self.from_adamw == "fresh":
             first_moment.zero_()
             return
         group_index, _ = self.model_param_group_index_map[model_param]
         beta1, _ = self.optimizer.param_groups[group_index]["betas"]
         first_moment.div_(1 - beta1)
-
-    def _compare_owner(self, model_param: Parameter, tensors: Mapping[str, Any]) -> None:
-        """Note a weight that AdamW updated before and Muon does now, or the reverse."""
-        from megatron_muon.mcore.checkpoint.interop.foreign import moonshot_owner
-
-        zeros = [not tensors[key].any() for key in ADAMW_STATE]
-        here = "muon" if self._muon.owns(self._shard_of[model_param]) else "adamw"
-        if moonshot_owner(*zeros) not in (None, here):
-            self.other_owner.append(self._name_of[model_param])
 
     @property
     def _names_on_disk(self) -> Exposed:

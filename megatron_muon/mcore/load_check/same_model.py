@@ -118,11 +118,9 @@ def check_model(
     """Refuse a checkpoint of a different model.
 
     Args:
-        saved: the checkpoint's digest.
         own: ``model_in_digest`` of the model that is to be loaded.
         tokens: its vocabulary before padding. If the digest has one, too, they are compared in
             place of the padded sizes, which depend on TP.
-        folder: the checkpoint's folder, for errors.
 
     Returns:
         Names of some parameters that only the checkpoint has, and a phrase for each setting that

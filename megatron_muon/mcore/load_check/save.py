@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.mcore.checkpoint.metadata import check_layout
+from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.check import THREADS, check, is_checked, local_folder
 from megatron_muon.mcore.load_check.checksum import checksum
@@ -41,6 +41,16 @@ from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.runtime.consensus import together
 from megatron_muon.version import __version__
 
+# A key of optimizer state in torch_dist, of a model-parallel rank or of a whole weight, and what it
+# takes to find it there.
+_STATE = (
+    (re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.[\w.]+"), OTHER_CUT),
+    (
+        re.compile(r"(chained_\d+\.)?optimizer\.state\.[\w.]+"),
+        "Each parameter must belong to the same optimizer as at the save (muon_include and "
+        "muon_exclude), and before core 0.14 EP must stay 1 or stay above 1",
+    ),
+)
 _SHARD = re.compile(r"__\d+_\d+\.distcp$")  # torch_dist: the rank that wrote it, and a number
 
 
@@ -77,14 +87,28 @@ def load(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Megatron's load, after ``check`` and ``checkpoint.metadata.check_layout``."""
+    """Megatron's load, after ``check``; an error about Muon's state names the way out."""
     trained = owner(sharded_state_dict)
     if not is_checked(str(checkpoint_dir)):
         exact = any(str(key).startswith("optimizer") for key in sharded_state_dict)
         check(trained, str(checkpoint_dir), exact=exact)
-    if wanted_by_all(trained) != Wanted.NOTHING:
-        check_layout(sharded_state_dict, str(checkpoint_dir))
-    return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    with _explained(str(checkpoint_dir)) if trained is not None else nullcontext():
+        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+
+@contextmanager
+def _explained(folder: str) -> Iterator[None]:
+    """Add the way out to an error that names optimizer state which is not in the checkpoint."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        for pattern, way_out in _STATE:
+            if key := pattern.search(str(error)):
+                text = f"{folder} has no {key[0]}, or has it in another shape. {way_out}"
+                raise ValueError(text) from error
+        raise
 
 
 @contextmanager
@@ -94,8 +118,6 @@ def sealed(trained: TrainedModel | None, folder: Path, names: list[str]) -> Iter
     Every rank of the world enters and leaves it together.
 
     Args:
-        trained: the model of Muon's that this rank saves, if any.
-        folder: the checkpoint's folder.
         names: paths in the folder of the files that this rank, or a replica of it, writes. Those
             that stay as they were are not of this save.
     """

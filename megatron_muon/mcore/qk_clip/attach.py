@@ -63,13 +63,6 @@ def attach(
 
     Megatron's loop calls ``clip_qk`` after each step where its own flags ask. With the plugin's,
     the optimizer clips at the end of its step.
-
-    Args:
-        attentions: from ``prepare``.
-        optimizer: the one that Megatron has built, Muon's or AdamW's.
-        model_chunks: this rank's model chunks.
-        config: ``qk_clip`` is read.
-        pg_collection: as in ``prepare``.
     """
     for attention in attentions:
         if isinstance(attention.core, DotProductAttention):
@@ -98,8 +91,6 @@ def clip_qk(
 
     Args:
         original: Megatron's, for a model without the distributed optimizer.
-        model: this rank's model chunks.
-        log_max_only: leave the weights as they are.
 
     Returns:
         The largest logit.

@@ -83,8 +83,6 @@ ROWS = (
     _MODEL.has("moe_shared_expert_glu_interleave_size", _BLOCKS, (0, 19)),
     _MODEL.has("fp8_param", _SCALING),
     _MODEL.has("fp8_recipe", "how fp8 parameters are scaled"),
-    _MODEL.has("fp4_param", _REFUSED, (0, 15)),
-    _MODEL.has("moe_single_grouped_weight", _REFUSED, (0, 18)),
     _MODEL.has("qk_clip", "whether attention logits are clipped", (0, 16)),
     _MODEL.has("qk_clip_threshold", "from which logit on", (0, 16)),
     _MODEL.has("qk_clip_alpha", "the queries' share of a clip", (0, 16)),
@@ -93,9 +91,6 @@ ROWS = (
     _OPTIM.has("optimizer", "whether it is muon; adam while Megatron builds"),
     _OPTIM.has("use_distributed_optimizer", _OFF),
     _OPTIM.has("decoupled_weight_decay", _OFF, (0, 15)),
-    _OPTIM.has("use_precision_aware_optimizer", _REFUSED),
-    _OPTIM.has("optimizer_cpu_offload", _REFUSED),
-    _OPTIM.has("optimizer_cuda_graph", _REFUSED, (0, 17)),
     _OPTIM.has("overlap_param_gather_with_optimizer_step", _EARLY),
     _OPTIM.has("fp16", "whether there is a loss scaler"),
     _OPTIM.has("bf16", "whether a checkpoint's main parameters are the weights themselves"),
@@ -105,8 +100,6 @@ ROWS = (
     _DDP.has("num_distributed_optimizer_instances", "number of parts of a stage's ranks"),
     _DDP.has("fp8_param_gather", _SCALING),
     _DDP.has("overlap_param_gather", "early_param_gather (--muon-early-param-gather) is for it"),
-    _DDP.has("use_megatron_fsdp", _REFUSED, (0, 14)),
-    _DDP.has("use_custom_fsdp", _REFUSED),
     # --- modules
     _SELF.has("linear_qkv", "the fused projection of q, k and v"),
     _SELF.has("config", "the settings that an attention was built from"),
@@ -152,10 +145,20 @@ ROWS = (
     _LAYERS.has("tensor_model_parallel", "whether TP splits it"),
     _LAYERS.has("partition_dim", "the dim that TP splits"),
     _LAYERS.has("allreduce", "False on experts' weights, which have buffers of their own"),
-    _LAYERS.has("is_gtp_weight_remat", "generalized tensor parallelism: refused", (0, 19)),
     _LANGUAGE.has("is_embedding_or_output_parameter", "an embedding or output: AdamW's"),
     _LANGUAGE.has("shared_embedding", "a tied embedding, whose copies need one optimizer"),
     _LANGUAGE.has("shared", "the last stage's copy of a tied embedding"),
+)
+# Read only to refuse what Muon does not support: a Megatron that lacks one has nothing to refuse.
+REFUSALS = (
+    _MODEL.has("fp4_param", _REFUSED, (0, 15)),
+    _MODEL.has("moe_single_grouped_weight", _REFUSED, (0, 18)),
+    _OPTIM.has("use_precision_aware_optimizer", _REFUSED),
+    _OPTIM.has("optimizer_cpu_offload", _REFUSED),
+    _OPTIM.has("optimizer_cuda_graph", _REFUSED, (0, 17)),
+    _DDP.has("use_megatron_fsdp", _REFUSED, (0, 14)),
+    _DDP.has("use_custom_fsdp", _REFUSED),
+    _LAYERS.has("is_gtp_weight_remat", _REFUSED, (0, 19)),
 )
 # Modules whose import needs packages of kernels, so that no run's start checks them.
 HYBRID = (

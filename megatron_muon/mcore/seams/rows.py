@@ -60,6 +60,26 @@ def megatron_version() -> tuple[str, Version]:
     return text, check_version(text)
 
 
+# Fields of OptimizerConfig that no release has, and whose code has them.
+_OTHERS = {
+    "chunked_optimizer_state_offload": "NVIDIA's branch dev",
+    "low_memory_resume": "radixark's fork",
+    "vision_ration": "flagos-ai's fork",
+}
+
+
+def described_version() -> str:
+    """The installed megatron-core's version; of a branch or fork, which one it is and by what.
+
+    Raises:
+        SeamError: see ``megatron_version``.
+    """
+    fields = importlib.import_module("megatron.core.optimizer").OptimizerConfig.__dataclass_fields__
+    found = [f"{whose} (it has {name})" for name, whose in _OTHERS.items() if name in fields]
+    text, _ = megatron_version()
+    return f"{text} by its number, with code of {' and '.join(found)}" if found else text
+
+
 def rows_of(version: Version, rows: Iterable[Row]) -> list[Row]:
     """The rows that hold for a version of megatron-core."""
     return [row for row in rows if row.since <= version <= row.until]

@@ -17,7 +17,7 @@ from megatron_muon.console import say
 from megatron_muon.mcore.load_check.models import remember
 from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.routing.survey import survey
-from megatron_muon.mcore.seams.rows import check_built, megatron_version
+from megatron_muon.mcore.seams.rows import check_built, described_version
 from megatron_muon.mcore.wiring import process_groups
 from megatron_muon.mcore.wiring.buffers.bucket_groups import name_phases
 from megatron_muon.mcore.wiring.buffers.early_setting import gathers_one_by_one, settled
@@ -95,7 +95,6 @@ def make_muons(
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     said = describe.not_shared_lines(config, plan_device(device), is_deterministic=is_deterministic)
     config = layout_free(config, is_deterministic=is_deterministic)
-    asked = config.early_param_gather
     numerics, late, description = together(
         lambda: _checked(parts, model_chunks, config, pg_collection), None, device
     )
@@ -110,16 +109,12 @@ def make_muons(
     for part in parts:
         part.routes = routes
     muons = _made_together(parts, numerics, stage)
-    said += describe.late_gather_lines(late) if asked == "auto" else []
+    said += describe.late_gather_lines(late)
     once = stage.speaks and stage.pipeline_rank == 0
     lines = [*_active(), *(said if once else []), *survey(model_chunks, routes, config, stage)]
     lines += count_once(parts, stage)
     turn_into(optimizer, MuonChainedOptimizer)
     name_phases(model_chunks)
-    if config.early_param_gather != "off":
-        from megatron_muon.mcore.wiring.buffers.early_gathers import wait_before_state_dicts
-
-        wait_before_state_dicts(model_chunks)
     optimizer.voters = process_groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     lines += together(lambda: _completed(parts, muons, numerics, stage), None, device)
@@ -154,7 +149,7 @@ def _active() -> list[str]:
     if _has_said_active or dist.get_rank() != 0:
         return []
     _has_said_active = True
-    return [describe.active_line(__version__, megatron_version()[0])]
+    return [describe.active_line(__version__, described_version())]
 
 
 def _checked(

@@ -120,6 +120,8 @@ def routes_asked(overrides: Mapping[Any, Any], model_chunks: Sequence[Any]) -> s
 def routed(config: MuonConfig, asked: str) -> MuonConfig:
     """The settings with the names that any rank's ``routes_asked`` has; all ranks call it."""
     every = {tuple(pair) for text in all_gather_texts(asked, None) for pair in json.loads(text)}
-    for setting, name in sorted(every):
-        config = replace(config, **{setting: (*getattr(config, setting), name)})
-    return config
+    patterns: dict[str, Any] = {
+        setting: (*getattr(config, setting), *sorted(name for its, name in every if its == setting))
+        for setting in _PATTERNS_OF.values()
+    }
+    return replace(config, **patterns)

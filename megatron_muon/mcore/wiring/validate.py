@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,27 @@ from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.settings.config import MuonConfig, named
 
+# Switches of Megatron's that Muon does not support, by field and flag, and what to do instead. No
+# release has those of the last lines: they are of Megatron's branch dev, or of a fork.
+REFUSED = {
+    "use_precision_aware_optimizer": "keep fp32 main parameters by leaving it off",
+    "optimizer_cpu_offload": "leave it off",
+    "optimizer_cuda_graph": "leave it off",
+    "use_layer_wise_distributed_optimizer": "delete that line, which asks for Megatron's own Muon",
+    "use_megatron_fsdp": "use the distributed optimizer without FSDP",
+    "use_custom_fsdp": "use the distributed optimizer without FSDP",
+    "fp4_param": "keep parameters in bf16 (computing in fp4 is fine)",
+    "moe_single_grouped_weight": "keep a weight per expert",
+    "use_mup": "leave it off, since it sets Adam's rates",
+    "chunked_optimizer_state_offload": "leave it off: Muon's state is half of AdamW's",
+    "offload_optimizer_states": "leave it off: Muon's state is half of AdamW's",
+    "low_memory_resume": "leave it off: it moves only AdamW's state to the host while it loads",
+    "head_wise_attn_gate": "use attention_output_gate, whose rows are known",
+    "use_engram": "leave it off, since its embeddings have an optimizer of their own",
+    "enable_hetero": "give all ranks one parallelism",
+    "use_dualpipev": "use an interleaved pipeline",
+}
+
 
 def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
     """Check the options of a run that asks for ``optimizer='muon'``.
@@ -33,12 +54,24 @@ def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> No
 
     Raises:
         ValueError: an option contradicts Distributed Muon, or would be ignored.
-        NotImplementedError: a mode that Muon does not have yet; names the option and the way out.
+        NotImplementedError: a mode that Muon does not have yet. Names the option and the way out,
+            and every further one.
     """
+    raise_all(_unsupported(optimizer_config, model_chunks))
+
+
+def raise_all(faults: Iterable[Exception]) -> None:
+    """Raise faults as one error: of the first one's type, with the texts of all."""
+    each = list(faults)
+    if each:
+        raise type(each[0])("\n".join(dict.fromkeys(map(str, each))))
+
+
+def _unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> Iterator[Exception]:
     ddp_configs = [chunk.ddp_config for chunk in model_chunks if hasattr(chunk, "ddp_config")]
     for config in (optimizer_config, *ddp_configs):
         if not config.use_distributed_optimizer:
-            raise ValueError(
+            yield ValueError(
                 "optimizer='muon' shards over Megatron's distributed optimizer, but "
                 f"{type(config).__name__}.use_distributed_optimizer is False: delete the line that "
                 "clears it for Megatron's own Muon, and set it in OptimizerConfig and "
@@ -46,27 +79,42 @@ def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> No
                 "(--use-distributed-optimizer), or choose optimizer='adam'"
             )
     if not getattr(optimizer_config, "decoupled_weight_decay", True):  # a choice since core 0.15
-        raise ValueError(
+        yield ValueError(
             "optimizer='muon' decays weights as AdamW does: set decoupled_weight_decay=True, or "
             "choose optimizer='adam' for L2 regularization"
         )
-    modes = [
-        *_optimizer_modes(optimizer_config),
-        *_model_modes(model_chunks),
-        *_upstream_faults(optimizer_config, get_model_config(model_chunks[0])),
-    ]
-    for option, value, way_out in modes:
+    configs = (optimizer_config, *ddp_configs, get_model_config(model_chunks[0]))
+
+    def read(name: str) -> Any:
+        return next(filter(None, (getattr(each, name, None) for each in configs)), None)
+
+    params = [pair for chunk in model_chunks for pair in chunk.named_parameters()]
+    marked = [name for name, param in params if getattr(param, "is_gtp_weight_remat", False)]
+    sharded = ("generalized tensor parallelism", marked[:1], "use tensor parallelism alone")
+    for option, value, way_out in (*refused_modes(read), sharded):
         if value:
-            raise NotImplementedError(
+            yield NotImplementedError(
                 f"optimizer='muon' does not support {option} yet (got {value!r}): {way_out}, or "
                 "choose optimizer='adam'"
             )
     for chunk in model_chunks:
         if not isinstance(chunk, DistributedDataParallel):
-            raise NotImplementedError(
+            yield NotImplementedError(
                 f"optimizer='muon' does not support {type(chunk).__name__} yet: wrap model chunks "
                 "in Megatron's DistributedDataParallel, or choose optimizer='adam'"
             )
+
+
+def refused_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
+    """Modes that Muon does not support: each one's name, its value (refused if true), a way out.
+
+    Args:
+        read: the value of one of Megatron's settings by its field's name; None if there is none.
+    """
+    for name, way_out in REFUSED.items():
+        yield name, read(name), way_out
+    yield from _fp8_modes(read)
+    yield from _upstream_faults(read)
 
 
 def refuse(config: MuonConfig, arguments: Mapping[str, Any]) -> None:
@@ -81,23 +129,29 @@ def refuse(config: MuonConfig, arguments: Mapping[str, Any]) -> None:
             is of no use to Muon.
     """
     optimizer_config, model_chunks = arguments["config"], arguments["model_chunks"]
-    refuse_unsupported(optimizer_config, model_chunks)
+    of_call = _faults_of_call(config, optimizer_config, arguments)
+    frozen = _frozen_too_late(model_chunks)
+    raise_all((*_unsupported(optimizer_config, model_chunks), *of_call, *frozen))
+
+
+def _faults_of_call(
+    config: MuonConfig, optimizer_config: Any, arguments: Mapping[str, Any]
+) -> Iterator[Exception]:
     if config.clip_scope != "all" and not optimizer_config.clip_grad > 0.0:
         scope, clip = f"{named('clip_scope')} {config.clip_scope!r}", optimizer_config.clip_grad
-        raise ValueError(
+        yield ValueError(
             f"{scope} with clip_grad {clip}: nothing is clipped; give a clip (--clip-grad), or "
             "leave the scope out"
         )
     for name in ("grad_comm_pgs", "model_comm_pgs"):  # of core 0.14: without a group of a stage
         if arguments.get(name) is not None:
-            raise NotImplementedError(
+            yield NotImplementedError(
                 f"optimizer='muon' does not support {name}: leave it out to use Megatron's global "
                 "groups, or take a Megatron from 0.15 on and pass pg_collection"
             )
-    _refuse_frozen_too_late(model_chunks)
 
 
-def _refuse_frozen_too_late(model_chunks: Sequence[Any]) -> None:
+def _frozen_too_late(model_chunks: Sequence[Any]) -> Iterator[Exception]:
     """Refuse a weight that was frozen once it had a place in DDP's gradient buffers.
 
     Megatron's DistributedOptimizer would look for it among the parameters that train.
@@ -105,15 +159,17 @@ def _refuse_frozen_too_late(model_chunks: Sequence[Any]) -> None:
     placed = {
         param
         for chunk in model_chunks
+        if isinstance(chunk, DistributedDataParallel)
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         for param in buffer.param_index_map
     }
     for weight in weights(model_chunks):
         if not weight.param.requires_grad and weight.param in placed:
-            raise ValueError(
+            yield ValueError(
                 f"{weight.name} was frozen after DistributedDataParallel had allocated its "
                 "gradient: freeze parameters before wrapping the model"
             )
+            return
 
 
 def fields_set(optimizer_config: Any) -> dict[str, Any]:
@@ -132,52 +188,15 @@ def routes(arguments: Mapping[str, Any]) -> list[str]:
     return [override["optimizer"] for override in overrides if "optimizer" in override]
 
 
-def _optimizer_modes(config: Any) -> Iterator[tuple[str, Any, str]]:
-    yield (
-        "use_precision_aware_optimizer",
-        config.use_precision_aware_optimizer,
-        "keep fp32 main parameters by leaving it off",
-    )
-    yield "optimizer_cpu_offload", config.optimizer_cpu_offload, "leave it off"
-    yield (
-        "use_layer_wise_distributed_optimizer",
-        getattr(config, "use_layer_wise_distributed_optimizer", False),
-        "delete that line, which asks for Megatron's own Muon over whole weights",
-    )
-    graph = getattr(config, "optimizer_cuda_graph", False)
-    yield "optimizer_cuda_graph", graph, "leave it off"
-
-
-def _model_modes(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:
-    ddp = model_chunks[0].ddp_config
-    model = get_model_config(model_chunks[0])
-    for name in ("use_megatron_fsdp", "use_custom_fsdp"):  # the newer and the older name
-        yield name, getattr(ddp, name, False), "use the distributed optimizer without FSDP"
-    fp4 = getattr(model, "fp4_param", False)
-    yield "fp4_param", fp4, "keep parameters in bf16 (computing in it is fine)"
-    yield from _fp8_modes(ddp.fp8_param_gather or getattr(model, "fp8_param", False), model)
-    yield (
-        "moe_single_grouped_weight",
-        getattr(model, "moe_single_grouped_weight", False),
-        "keep a weight per expert",
-    )
-    for chunk in model_chunks:
-        for name, param in chunk.named_parameters():
-            yield (
-                "generalized tensor parallelism",
-                getattr(param, "is_gtp_weight_remat", False) and name,
-                "use tensor parallelism alone",
-            )
-
-
-def _fp8_modes(fp8: bool, model: Any) -> Iterator[tuple[str, Any, str]]:
+def _fp8_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
     """Refuses fp8 parameters but by the recipe whose step is known to be that of one process."""
+    fp8 = read("fp8_param_gather") or read("fp8_param")
     yield (
         "fp8_param_gather before core 0.14",
         fp8 and megatron_version()[1] < (0, 14),
         "keep parameters in bf16 (computing in fp8 is fine)",
     )
-    recipe = getattr(model.fp8_recipe, "value", model.fp8_recipe)  # an enumeration in some cores
+    recipe = getattr(read("fp8_recipe"), "value", read("fp8_recipe"))  # some cores' is of an enum
     yield (
         f"fp8_param_gather with fp8_recipe={recipe}",
         fp8 and recipe != "delayed",
@@ -187,16 +206,16 @@ def _fp8_modes(fp8: bool, model: Any) -> Iterator[tuple[str, Any, str]]:
     )
 
 
-def _upstream_faults(config: Any, model: Any) -> Iterator[tuple[str, Any, str]]:
+def _upstream_faults(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
     """Combinations that train wrongly in Megatron, with AdamW too."""
-    early = config.overlap_param_gather_with_optimizer_step
+    early = read("overlap_param_gather_with_optimizer_step")
     yield (
         "overlap_param_gather_with_optimizer_step in fp16",
-        early and config.fp16,
+        early and read("fp16"),
         "use overlap_param_gather alone, since Megatron gives each half of the model a loss scale "
         "of its own",
     )
-    if not getattr(model, "num_moe_experts", None):
+    if not read("num_moe_experts"):
         return
     yield (
         "overlap_param_gather_with_optimizer_step with experts",
@@ -204,12 +223,13 @@ def _upstream_faults(config: Any, model: Any) -> Iterator[tuple[str, Any, str]]:
         "use overlap_param_gather alone, since Megatron gathers the first chunk's experts before "
         "their optimizer has stepped",
     )
-    alone = model.expert_model_parallel_size == 1
-    other_tp = model.expert_tensor_parallel_size != model.tensor_model_parallel_size
+    expert_tp = read("expert_tensor_parallel_size")
     yield (
         "expert_tensor_parallel_size other than tensor_model_parallel_size without expert "
         "parallelism",
-        alone and other_tp and model.expert_tensor_parallel_size,
+        read("expert_model_parallel_size") == 1
+        and expert_tp != read("tensor_model_parallel_size")
+        and expert_tp,
         "set expert_model_parallel_size above 1, since Megatron does not add up the gradients of "
         "such experts over TP ranks",
     )

@@ -20,7 +20,6 @@ from megatron_muon.settings.flag_values import (
 from megatron_muon.settings.from_flags import muon_config
 from megatron_muon.settings.rows import UPSTREAM
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY, RUN_ROWS
-from megatron_muon.settings.update import AUTO_NS_DTYPE
 
 # Flags that a run with AdamW may have.
 _OF_ADAM = ("adamw_from_muon", "weight_decay_all_params", "muon_qk_clip", "muon_qk_clip_alpha")
@@ -144,7 +143,8 @@ def _compared(config: MuonConfig, args: Namespace) -> list[tuple[str, object, ob
             (flag, *_) = [f for f in row.flags if f.source == UPSTREAM and f.dest in own]
             name, write = row.named if flag.is_switch else flag.option, flag.kind.write
             compared.append((name, write(getattr(config, field)), write(theirs)))
-    dtype, precision = config.ns_dtype or AUTO_NS_DTYPE, own["muon_fp32_matmul_prec"]
+    dtype = config.ns_dtype or ("fp16 on a GPU" if config.preset == "fast" else "bf16")
+    precision = own["muon_fp32_matmul_prec"]
     # With TP 1 all modes are the same, so there is no difference to report.
     mode = "duplicated" if tp_size(args) > 1 else own["muon_tp_mode"]
     return [

@@ -41,7 +41,6 @@ def test_measurements_as_predicted_correct_nothing(expected: predicted.Predicted
     [
         ("gemm_efficiency", 0.3),
         ("memory_efficiency", 0.3),
-        ("phase_us", 120.0),
     ],
 )
 def test_a_wrong_phase_names_its_constant_and_the_value_that_it_has(

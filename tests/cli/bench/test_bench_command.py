@@ -130,9 +130,11 @@ def test_the_trace_of_every_row_has_a_lane_for_what_the_row_does(
 def test_rows_with_the_overlap_gather_the_same_and_wait_for_it(
     printed: tuple[dict[str, Any], str, Path],
 ) -> None:
-    """Within the step ``early`` starts, and ``late`` nothing; both end once all is there."""
+    """``late`` starts nothing within the step; both end once all is there.
+
+    That ``early`` does is ``test_early_gather``'s claim: gloo may take its gathers up late.
+    """
     rows = {row["name"]: row for row in printed[0]["rows"]}
-    in_step = {}
     for name in ("muon-bucketed-late", "muon-bucketed-early"):
         assert rows[name]["sent_bytes"] == rows["muon-bucketed"]["sent_bytes"]
         trace = RankTrace(printed[2].parent / name / "rank0.json.gz")
@@ -140,8 +142,7 @@ def test_rows_with_the_overlap_gather_the_same_and_wait_for_it(
         (_, end), ((_, last),) = trace.optimizer.edges(), trace.steps
         gathers = [one for one in trace.calls if one.place == "params/gather"]
         assert gathers and all(one.stop <= last for one in gathers)
-        in_step[name] = sum(one.start < end for one in gathers)
-    assert in_step["muon-bucketed-late"] == 0 < in_step["muon-bucketed-early"]
+        assert name.endswith("early") or all(end <= one.start for one in gathers)
 
 
 def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, arguments: str = "") -> int:

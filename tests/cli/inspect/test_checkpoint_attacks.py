@@ -86,7 +86,7 @@ def _put_object(folder: Path, key: str, data: bytes) -> None:
 
 @pytest.mark.parametrize("whole_one", [DEFAULT], indirect=True)
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_nor_of_an_object_or_a_tensor_among_the_shards(
+def test_nor_of_an_object_among_the_shards(
     attack: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The entry alone, as torch.distributed.checkpoint would load it; and within a BytesIO."""
@@ -95,9 +95,7 @@ def test_nor_of_an_object_or_a_tensor_among_the_shards(
     inside = io.BytesIO()
     torch.save(io.BytesIO(data), inside)
     entries = _metadata_of(folder).state_dict_metadata
-    tensor = next(key for key in entries if key.startswith("optimizer.distributed"))
-    objects = [key for key in entries if _is_object(entries[key]) and "optimizer" in key]
-    for key in [*objects, tensor]:
+    for key in [key for key in entries if _is_object(entries[key]) and "optimizer" in key]:
         for entry in (data, inside.getvalue()):
             _put_object(folder, key, entry)
             status, said = inspected(folder, capsys)
@@ -124,14 +122,12 @@ def test_metadata_name_no_file_elsewhere(
 
 def _loads(folder: Path) -> dict[str, Callable[[], Any]]:
     """All that we open of a checkpoint before Megatron reads it."""
-    from megatron_muon.mcore.checkpoint import metadata
     from megatron_muon.mcore.checkpoint.interop.saved import Saved
 
     return {
         "writer": lambda: Saved.of(folder).writer,
         "foreign_writer": lambda: Saved.of(folder).foreign_writer,
         "record": lambda: Saved.of(folder).record(),
-        "layout": lambda: metadata._stored(str(folder)),
         "digest": lambda: digest.read(folder),
     }
 

@@ -29,7 +29,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("format", EVERY)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_names_optimizers_and_norms_are_those_of_the_run(
+def test_names_shapes_and_optimizers_are_those_of_the_run(
     shape: str, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case, topology = SHAPES[shape]
@@ -42,19 +42,12 @@ def test_names_optimizers_and_norms_are_those_of_the_run(
     names = {canonical(name): name for name in truth["main"]}
     assert rows.keys() == names.keys()
     for name, row in rows.items():
-        is_muon = names[name] in muon_weights(case)
-        assert row["optimizer"] == ("muon" if is_muon else "adamw")
+        assert row["optimizer"] == ("muon" if names[name] in muon_weights(case) else "adamw")
         numel = truth["main"][names[name]].numel()
         listed = torch.Size(row["shape"]).numel()
         assert listed == numel or (row["is_part"] and listed * topology.tp == numel)
         if not row["is_part"] and shape != "fp32" and format != "dp_zero_gather_scatter":
             assert listed == numel
-        if not is_muon:
-            assert row["norm"] is None
-            continue
-        # float64 sums of the same numbers in other orders: n roundings of 2**-53 each at most
-        expected = truth["exp_avg"][names[name]].double().square().sum().sqrt().item()
-        assert row["norm"] == pytest.approx(expected, rel=numel * 2.0**-53)
 
 
 @pytest.mark.parametrize("format", EVERY)
@@ -98,8 +91,6 @@ def test_what_the_digest_says_is_believed(
     for name, tensor in truth["main"].items():
         row = rows[canonical(name)]
         assert (tuple(row["shape"]), row["is_part"]) == (tuple(tensor.shape), False)
-    expected = truth["exp_avg"][NAME].double().square().sum().sqrt().item()
-    assert rows[NAME]["norm"] == pytest.approx(expected, rel=1e-11)  # see above
 
 
 # --- where it looks ---------------------------------------------------------------------------

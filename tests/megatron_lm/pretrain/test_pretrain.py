@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.lab.trace.events import TraceFile
+from megatron_muon.lab.trace.events import read_trace
 from megatron_muon.runtime.step_traces import OPTIMIZER
 from support import PYTHON311, ROOT
 from support.megatron_lm.scripts import (
@@ -60,7 +60,7 @@ def test_muon_trains(processes: int, layout: str) -> None:
 
 def gathers_in_a_step(traces: Path) -> int:
     """How many gathers of parameters rank 0 starts while the optimizer steps."""
-    events = [e for e in TraceFile(traces / "rank0.json.gz").events() if e.get("ph") == "X"]
+    events = [e for e in read_trace(traces / "rank0.json.gz").events if e.get("ph") == "X"]
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == OPTIMIZER]
     assert steps
     gathers = [e["ts"] for e in events if e["name"] == "params/gather"]
@@ -80,12 +80,12 @@ def test_muon_trains_with_parameters_gathered_within_the_step(
 ) -> None:
     """With interleaved stages Megatron's schedule asks for gathers, too (--align-param-gather)."""
     flags = MUON, "--bf16", OVERLAP, layout, "--muon-trace-steps 3 --muon-trace-dir"
-    early = pretrain(processes, *flags, str(tmp_path / "early"))
-    late = pretrain(processes, *flags, str(tmp_path / "late"), "--muon-early-param-gather off")
+    early = pretrain(processes, *flags, str(tmp_path / "early"), "--muon-preset fast")
+    late = pretrain(processes, *flags, str(tmp_path / "late"))
     assert gathers_in_a_step(tmp_path / "early") > gathers_in_a_step(tmp_path / "late") == 0
     said = "the first gather of parameters starts after"
     assert said in early and said not in late and losses(early) == losses(late)
-    assert argument(early, "muon_early_param_gather") == "auto"
+    assert argument(early, "muon_early_param_gather") == "None"
     assert argument(early, "align_param_gather") == str(processes == 4)
 
 

@@ -15,7 +15,6 @@ import torch
 
 from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
 from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
-from support.checkpoints.resharding import refused
 from support.checkpoints.resuming import check
 from support.checkpoints.saving import (
     error_of_load,
@@ -23,18 +22,15 @@ from support.checkpoints.saving import (
     formats,
     load,
     save_new,
-    sharded,
-    write,
 )
 from support.installed import VERSION
-from support.models.gpt import Case, Topology, start, take_step
+from support.models.gpt import Case, Topology, start
 from support.ranks import error_of, run
 
 BF16 = Case(steps=4)
 DEFAULT, *OTHERS = formats()
 EVERY = [DEFAULT, *OTHERS]
 (MODEL_SPACE,) = (format for format in EVERY if format.startswith("fully"))
-OF_TENSORS = [format for format in EVERY if format in ("dp_reshardable", MODEL_SPACE)]
 
 
 @pytest.mark.parametrize("format", EVERY)
@@ -164,32 +160,6 @@ def test_a_wrong_momentum_is_refused_on_every_rank(
     texts = run(error_of_load, 2, BF16, topology, "torch", str(tmp_path))
     assert [message in text for text in texts] == [True, True], texts
     assert texts[1].startswith("RuntimeError: rank 0 stopped this run")
-
-
-def _save_with_bf16_momentum(topology: Topology, format: str, folder: str) -> None:
-    built = start(BF16, topology)
-    take_step(built, 0)
-    state = sharded(built, format, is_loading=False)
-
-    def narrow(part: Any) -> None:
-        for each in part.values() if isinstance(part, dict) else part:
-            if isinstance(each, (dict, list)):
-                narrow(each)
-            elif "muon_momentum" in str(getattr(each, "key", "")):
-                each.data = each.data.bfloat16()
-                each.dtype = torch.bfloat16
-
-    narrow(state)
-    write(state, folder)
-
-
-@pytest.mark.parametrize("format", OF_TENSORS)
-def test_a_momentum_of_another_dtype_is_refused(format: str, tmp_path: Path) -> None:
-    """torch casts it to what the run asks for, without a word."""
-    run(_save_with_bf16_momentum, 2, Topology(dp=2), format, str(tmp_path))
-    for text, touched in run(refused, 2, BF16, Topology(dp=2), format, str(tmp_path)):
-        assert re.search(r"muon_momentum\S* is torch.bfloat16 on disk, torch.float32 here", text)
-        assert not touched
 
 
 @pytest.mark.parametrize("format", EVERY)

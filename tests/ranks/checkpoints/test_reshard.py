@@ -203,9 +203,8 @@ def test_another_cut_is_refused(change: str, format: str, saves: Saves) -> None:
     """On every rank, with the way out."""
     case, at_save, at_load = CHANGES[change]
     folder, _ = saves(case, at_save, format)
-    for text, is_changed in run(refused, at_load.world_size, case, at_load, format, folder):
+    for text in run(refused, at_load.world_size, case, at_load, format, folder):
         assert "--dist-ckpt-optim-fully-reshardable" in text, text
-        assert not is_changed or format == "dp_zero_gather_scatter"  # the model is, there
 
 
 @pytest.mark.skipif("dp_reshardable" not in formats(), reason="this Megatron has no such format")

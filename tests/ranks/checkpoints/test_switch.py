@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megatron_muon import MuonConfig
-from megatron_muon.mcore.checkpoint.buffers import gathered_spans
 from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import (
     YOUNG,
     go_on_after_muon,
@@ -35,7 +34,7 @@ from support.models.gpt import (
     whole_grad,
 )
 from support.models.torch_adam import apexs_loop
-from support.ranks import RankError, run
+from support.ranks import run
 
 MUON = Case(steps=3)
 ADAM = replace(MUON, optimizer="adam")
@@ -227,63 +226,3 @@ def _clips_after_muon(folder: str) -> int:
 @pytest.mark.skipif(te_on_cpu.TE is not None, reason="its attention keeps no maximum of logits")
 def test_adamw_after_muon_still_clips_logits(tmp_path: Path) -> None:
     assert run(_clips_after_muon, 1, str(tmp_path)) == [1]
-
-
-# --- from the proof of concept ----------------------------------------------------------------
-
-
-def _as_moonshots(folder: str, built: Any, muons: set[str]) -> None:
-    """Turn a checkpoint of AdamW's into the proof of concept's, by what its code writes: momentum
-    in place of the first moment, no second moment, and groups of Muon's own. Files that its code
-    wrote are loaded in tests/megatron_lm/checkpoints/test_pretrain_moonshot.py."""
-    file = f"{folder}/0_0_0_model_optim.pt"
-    state = torch.load(file, weights_only=False)
-    groups = state["optimizer"]["optimizer"]["param_groups"]
-    own = {key: value for key, value in groups[0].items() if key not in ("betas", "eps")}
-    own |= {"use_muon": True, "matched_adamw_rms": 0.2, "momentum": 0.95, "nesterov": True}
-    own |= {"ns_steps": 5, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}
-    state["optimizer"]["optimizer"]["param_groups"] = [own, *groups]
-    torch.save(state, file)
-    file = f"{folder}/0_0_0_distrib_optim.pt"
-    state = torch.load(file, weights_only=False)
-    (saved,) = state[0].values()
-    (buffer,) = built.buffers()
-    names = {param: name for name, param in built.params.items()}
-    for param, start_at, stop in gathered_spans(buffer):
-        if names[param] in muons:
-            saved["exp_avg_sq"][start_at:stop] = 0
-    torch.save(state, file)
-
-
-def _from_moonshot(case: Case, muons: set[str], folder: str) -> dict[str, Any]:
-    before = _saved(replace(case, optimizer="adam"), Topology(), "torch", folder)
-    built = start(case, Topology())
-    _as_moonshots(folder, built, muons)
-    spoil(built)
-    with reading_adamw(built.optimizer, "sum"):
-        load(built, folder, "torch")
-    after = held(built)
-    take_step(built, case.steps)
-    return {"before": before, "after": after}
-
-
-def test_the_proof_of_concepts_momentum_goes_on(tmp_path: Path) -> None:
-    (result,) = run(_from_moonshot, 1, MUON, muon_weights(MUON), str(tmp_path))
-    for name, (*_, theirs) in result["before"]["shards"].items():
-        *_, ours = result["after"]["shards"][name]
-        kinds = {"main", "exp_avg"} if name in muon_weights(MUON) else ours.keys()
-        assert all((ours[kind] == theirs[kind]).all() for kind in kinds), name
-
-
-@pytest.mark.parametrize("was_muons", [True, False])
-def test_a_weight_that_was_the_other_optimizers_there_is_refused(
-    was_muons: bool, tmp_path: Path
-) -> None:
-    other = (
-        "embedding.word_embeddings.weight"
-        if was_muons
-        else "decoder.layers.1.mlp.linear_fc2.weight"
-    )
-    muons = muon_weights(MUON) ^ {other}
-    with pytest.raises(RankError, match=f"{other} was the other optimizer's in the checkpoint"):
-        run(_from_moonshot, 1, MUON, muons, str(tmp_path))

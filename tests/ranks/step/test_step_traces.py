@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import megatron_muon
-from megatron_muon.lab.trace.events import TraceFile
+from megatron_muon.lab.trace.events import read_trace
 from megatron_muon.lab.trace.runs import read_run
 from support.models.gpt import Case, Topology, start, take_step
 from support.ranks import run
@@ -57,7 +57,7 @@ def test_every_rank_writes_the_chosen_steps_with_the_bytes_that_it_sent(
         assert sent == kinds.reindex(exchanged, fill_value=0).sum()
         assert "reduce_scatter fp32 grads/reduce" in kinds
         assert 0 < rank.optimizer_ms < rank.step_ms
-        marks = {e["name"] for e in TraceFile(tmp_path / rank.file).events()}
+        marks = {e["name"] for e in read_trace(tmp_path / rank.file).events}
         assert {each for each in marks if each.startswith("ProfilerStep#")} == {
             "ProfilerStep#2",
             "ProfilerStep#3",

@@ -111,7 +111,19 @@ def _from_adamw(argument: dict[str, Any], folder: Path) -> str:
 
 def _built(argument: dict[str, Any], row: str) -> Built:
     megatron_muon.uninstall()  # ``build`` installs it where its row needs it
-    return _with_weights(built_on_rank(argument["settings"], row))
+    built = _with_weights(built_on_rank(argument["settings"], row))
+    if row == "adamw":
+        _count_steps(built)
+    return built
+
+
+def _count_steps(built: Built) -> None:
+    """Without Transformer Engine and Apex, Megatron loads no AdamW that has not taken a step."""
+    for part in optimizers_of(built.optimizer):
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            part.init_state_fn(part.optimizer)
+            for state in part.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
 
 
 @torch.no_grad()

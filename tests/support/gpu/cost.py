@@ -31,10 +31,13 @@ Price = Callable[[Hardware], StepTime]
 _ROUNDS = {"cpu": 1, "cuda": 7}
 _SECONDS = 200.0
 _EXCHANGE = ("muon-gather", "muon-scatter")
+_ADAMW = (
+    "The prediction has Transformer Engine's AdamW; torch's, without it, launches and moves more."
+)
 # Phases of the time model, the stopwatch's parts that are their time, and the constant that the
 # phase depends on most.
 _PHASES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], ...] = (
-    ("AdamW's part", (pricing.ADAMW,), ("muon-adamw",), "memory_efficiency"),
+    ("AdamW's part", (pricing.ADAMW,), ("muon-adamw",), ""),
     ("momentum", (pricing.MOMENTUM,), ("muon-momentum",), "memory_efficiency"),
     ("Newton-Schulz", (pricing.NEWTON_SCHULZ,), ("muon-newton_schulz",), "gemm_efficiency"),
     ("update", (pricing.UPDATE,), ("muon-update",), "memory_efficiency"),
@@ -97,7 +100,7 @@ def launches(expected: PredictedStep, ranks: Sequence[Measured]) -> list[Figure]
             measured.launched.get("kernels", 0) + measured.launched.get("copies", 0),
             least=0.9,
             most=1.1,
-            corrects="Counts of kernels in `virtual_gpu/device/launches.py`.",
+            corrects=f"Counts of kernels in `virtual_gpu/device/launches.py`. {_ADAMW}",
         )
         for report, measured in zip(expected.reports, ranks, strict=True)
     ]
@@ -140,20 +143,23 @@ def times(
     both = hardware, with_measured(hardware, measured_constants)
     figures: list[Figure] = []
     total = 0.0
+    alone = "exchange and staging" if len(ranks) == 1 else ""
     for name, phases, parts, constant in _PHASES:
+        if name == alone:
+            continue
         measured = max(_median(rank, parts) for rank in ranks)
         total += measured
-        why = "See the constants measured one by one.", ""
+        why = "See the constants measured one by one.", "" if constant else _ADAMW
         figures += _figures(name, partial(_of_phases, price, phases), measured, both, why, constant)
     sums = "The sum of the phases, each on the rank where it takes longest."
     figures += _figures(
         "step without what AdamW has alike",
         lambda one: 1e3 * price(one).seconds, total, both, (sums, sums),
     )  # fmt: skip
-    more = "The measured time also has the gradient norm and the gather of parameters."
+    more = "The measured time also has Megatron's own work: norm, AdamW, gather of parameters."
     _, of_host = _figures(
         "the host launches a step", lambda one: 1e3 * price(one).host,
-        max(rank.host_ms for rank in ranks), both, ("", more), "phase_us",
+        max(rank.host_ms for rank in ranks), both, ("", more),
     )  # fmt: skip
     return [*figures, of_host]
 

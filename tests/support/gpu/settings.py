@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -36,14 +37,17 @@ def settings_of(
     import torch
 
     from megatron_muon.lab.pricing.presets import hardware_of
+    from megatron_muon.lab.ranks import SHARED
 
     gpus = torch.cuda.device_count()
     device = device or ("cuda" if gpus else "cpu")
     if device == "cuda" and not gpus:
         raise ValueError("--device cuda: torch sees no GPU here; leave it out to run on the CPU")
     ranks = ranks or (gpus if device == "cuda" else CPU_RANKS)
-    if device == "cuda" and ranks > gpus:
-        raise ValueError(f"--ranks {ranks}: each needs a GPU, and torch sees {gpus}")
+    if device == "cuda" and ranks > gpus and os.environ.get(SHARED) != "1":
+        raise ValueError(
+            f"--ranks {ranks}: each needs a GPU, and torch sees {gpus}; with {SHARED}=1 they share"
+        )
     if ranks > 1 and ranks % 2:
         raise ValueError(f"--ranks {ranks}: give 1 or an even number, which TP and DP divide")
     hardware_of(hardware, changes)

@@ -31,9 +31,10 @@ def faults(ranks: list[list[float]]) -> str:
     return ""
 
 
-def train(settings: Settings) -> list[float]:
-    """The mean loss over all ranks of each step; torch's world is up."""
-    flags, built = flags_of(settings, tiny=True), built_on_rank(settings)
+def train(job: tuple[Settings, str]) -> list[float]:
+    """The mean loss over all ranks of each step of a row's optimizer; torch's world is up."""
+    settings, row = job
+    flags, built = flags_of(settings, tiny=True), built_on_rank(settings, row)
     device = torch.device(torch.cuda.current_device())
     (chunk,) = built.chunks
     for group in built.optimizer.param_groups:

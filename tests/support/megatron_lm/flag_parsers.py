@@ -82,6 +82,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         {"ns_coefficients": ((3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5))},
     ),
     "one triple": (["--muon-ns-coefficients", "3.4445,-4.775,2.0315"], {}),
+    "preset": (["--muon-preset", "fast"], {"preset": "fast"}),
     "iteration": (["--muon-ns-iteration", "auto"], {"ns_iteration": "auto"}),
     "batch": (["--muon-ns-batch", "4"], {"ns_batch": 4}),
     "elementwise": (["--muon-elementwise", "foreach"], {"elementwise": "foreach"}),

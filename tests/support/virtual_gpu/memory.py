@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Literal
 
 from support.virtual_gpu.trace import (
     Allocation,
     Free,
+    HostSync,
     Kernel,
     RecordedCollective,
     StepStart,
     Trace,
     WorkWait,
 )
+
+# wait: at ``Work.wait``, where torch or the caller keeps it until then, and where torch calls
+# ``recordStream`` and the GPU keeps up with the host. host ahead: where torch calls it, which it
+# does for point-to-point messages, once the host waits for the GPU. The last: the same, as if all
+# messages were in memory of torch's allocator.
+Way = Literal["wait", "host ahead", "host ahead, torch's memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +35,9 @@ class Peak:
     above: tuple[Allocation, ...]  # at that time, what was allocated above the state
 
 
-def peak(trace: Trace) -> Peak:
-    """Torch 2.8's: what a collective uses is kept until ``Work.wait``."""
-    replay = _Replay()
+def peak(trace: Trace, way: Way = "wait") -> Peak:
+    """The peak if the allocator takes back what NCCL uses in one of these ways."""
+    replay = _Replay(way)
     for event in trace.events:
         replay.take(event)
     return Peak(
@@ -42,7 +50,9 @@ def peak(trace: Trace) -> Peak:
 
 
 class _Replay:
-    def __init__(self) -> None:
+    def __init__(self, way: Way) -> None:
+        self._way = way
+        self._recorded: set[int] = set()  # blocks that the GPU may still use
         self.live: dict[int, Allocation] = {}
         self.bytes = self.base = 0
         self.most = -1
@@ -70,6 +80,10 @@ class _Replay:
             self._works[event.work] = [b for b, _, _ in (*event.reads, *event.writes)]
             for block in self._works[event.work]:
                 self._kept[block] += 1
+            if self._way == "host ahead":
+                self._recorded |= event.recorded
+            elif self._way == "host ahead, torch's memory" and event.point_to_point:
+                self._recorded.update(self._works[event.work])
         elif isinstance(event, WorkWait):
             for block in self._works.pop(event.work, ()):
                 self._kept[block] -= 1
@@ -77,6 +91,10 @@ class _Replay:
                     self._release(block)
         elif isinstance(event, Kernel):
             self._note(event.phase)
+        elif isinstance(event, HostSync):
+            freed, self._recorded = self._recorded & self._freed, set()
+            for block in freed:
+                self._release(block)
 
     def _note(self, phase: str) -> None:
         over = self.bytes - self.base
@@ -87,5 +105,5 @@ class _Replay:
             self.at_peak = [a for block, a in self.live.items() if block not in self.state]
 
     def _release(self, block: int) -> None:
-        if not self._kept[block] and block in self.live:
+        if not self._kept[block] and block not in self._recorded and block in self.live:
             self.bytes -= self.live.pop(block).nbytes

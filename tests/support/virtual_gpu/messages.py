@@ -110,6 +110,21 @@ def compare_with_plan(rank: int, calls: Iterable[RecordedCollective], planned: S
     return faults
 
 
+def unaligned(calls: Iterable[RecordedCollective]) -> list[str]:
+    """Messages of a rank that NCCL copies one byte a load, in words.
+
+    It copies 16 bytes a load where both ends start at 16 bytes (``planning.slices``).
+    """
+    return [
+        f"{call.phase}: {message.nbytes:,} B {towards} rank {message.peer} start {message.start:,} "
+        "B into their buffer, which is no multiple of 16"
+        for call in calls
+        for towards, messages in (("to", call.sends), ("from", call.receives))
+        for message in messages
+        if message.nbytes >= 16 and message.start % 16
+    ]
+
+
 def _said(
     rank: int,
     pair: tuple[int, int],

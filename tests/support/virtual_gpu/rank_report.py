@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from support.virtual_gpu.memory import Peak
+from support.virtual_gpu.messages import unaligned
 from support.virtual_gpu.races import Race
 from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.trace import Allocation, RecordedCollective
@@ -33,6 +34,7 @@ class RankReport:
     late_connections: int  # ranks that a step exchanges with and that were not connected then
     races: tuple[str, ...]  # faults of its own streams and memory, in words
     early_frees: tuple[str, ...]
+    unaligned: tuple[str, ...]  # messages that start at no multiple of 16 bytes
 
     @property
     def state_bytes(self) -> int:
@@ -72,6 +74,7 @@ def report_of(recording: Recording) -> RankReport:
         late_connections=len(peers - connected),
         races=_said(race for race in races if race.kind == "unordered"),
         early_frees=_said(race for race in races if race.kind == "freed"),
+        unaligned=tuple(unaligned(exchange)),
     )
 
 

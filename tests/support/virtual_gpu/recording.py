@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from support.virtual_gpu.memory import Peak, peak
+from support.virtual_gpu.memory import Peak, Way, peak
 from support.virtual_gpu.races import MEMORY, Race, races
 from support.virtual_gpu.trace import (
     Event,
@@ -99,6 +99,10 @@ class Recording:
     def peak_bytes(self) -> int:
         """Most bytes in the last step above those at its start."""
         return self.peak.over_state
+
+    def peak_bytes_if(self, way: Way) -> int:
+        """The same, if the allocator takes memory back in another way."""
+        return peak(self.trace, way).over_state
 
     @cached_property
     def races(self) -> list[Race]:

@@ -3,8 +3,8 @@
 For each model of ``plans.MODELS`` (with WORDs those whose names have one of them) the Muon part of
 a step is recorded on rank 0 and on the rank with most Newton-Schulz work: launches, host
 synchronisations and bytes over state, of the second step: the first makes the fused kernels'
-tables, too. The vote and Megatron's own part of ``optimizer.step()`` are not in it (``megatron``
-records those).
+tables, too. With ``--deterministic`` as first word it is a step in torch's deterministic mode. The
+vote and Megatron's own part of ``optimizer.step()`` are not in it (``megatron`` records those).
 """
 
 from __future__ import annotations
@@ -14,19 +14,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 if __name__ == "__main__":  # as the tests' conftest does
     _tests = Path(__file__).resolve().parents[2]
     sys.path[:0] = [str(_tests.parent), str(_tests), str(_tests / "python311")]
     import typing_override  # noqa: F401
 
+from support.virtual_gpu.memory import Way
 from support.virtual_gpu.plans import MODELS, Model, plans_of
 from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.step import record_step
 
 MIB = 1 << 20
+TORCHS: Way = "host ahead, torch's memory"
 HEAD = (
     "| model | rank of the stage | rounds | matrices here | operations a step | launches | of them "
-    "NCCL's | host syncs | peak over state, MiB |\n|---|---|---|--:|--:|--:|--:|--:|--:|"
+    "NCCL's | host syncs | peak over state, MiB | with torch's memory |\n"
+    "|---|---|---|--:|--:|--:|--:|--:|--:|--:|"
 )
 
 
@@ -53,13 +58,17 @@ class ReportRow:
     def peak_bytes(self) -> int:
         return max(recording.peak_bytes for recording in self.recordings)
 
+    def peak_bytes_if(self, way: Way) -> int:
+        return max(recording.peak_bytes_if(way) for recording in self.recordings)
+
     def line(self) -> str:
         rounds = "+".join(map(str, self.rounds))
         collectives = sum(len(recording.collectives) for recording in self.recordings)
         return (
             f"| {self.model} | {self.rank} ({self.who}) | {rounds} | {self.matrices} | "
             f"{self.total('operations'):,} | {self.total('launches'):,} | {collectives} | "
-            f"{self.host_syncs} | {self.peak_bytes / MIB:,.0f} |"
+            f"{self.host_syncs} | {self.peak_bytes / MIB:,.0f} | "
+            f"{self.peak_bytes_if(TORCHS) / MIB:,.0f} |"
         )
 
 
@@ -85,10 +94,14 @@ def rows_of(model: Model, *, first: bool = True, **settings: object) -> list[Rep
 
 
 def main(words: Sequence[str]) -> None:
+    settings: dict[str, object] = {}
+    if words[:1] == ["--deterministic"]:
+        torch.use_deterministic_algorithms(True)
+        words, settings = words[1:], {"split_matrices": "off"}  # as a run has it there
     print(HEAD)
     for model in MODELS:
         if not words or any(word.lower() in model.name.lower() for word in words):
-            for row in rows_of(model):
+            for row in rows_of(model, **settings):
                 print(row.line(), flush=True)
 
 

@@ -68,24 +68,28 @@ def record_step(
 ) -> Recording:
     """The work of ``rank`` in steps of Muon, each with ``adamw`` launches that touch no memory."""
 
-    own = plan.for_rank(rank)
-
     def program(gpu: Gpu, group: Any) -> None:
-        shards = {index: torch.empty(span.size, device=CUDA) for index, span in own.shards.items()}
-        for shard in shards.values():
-            shard.grad = torch.empty_like(shard)
-        state = {shard: {MOMENTUM_KEY: torch.empty_like(shard)} for shard in shards.values()}
-        groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.1}]
-        meter, numerics = Meter(), Numerics(config)
-        exchange = Exchange(own, plan.matrices, group, TORCH_DTYPE[numerics.travels], CUDA, meter)
-        phase = phases()
-        elementwise = fused.elementwise_on(CUDA, numerics)
-        muon = DistributedMuon(numerics, plan, own, exchange, shards, meter, phase, elementwise)
+        muon, groups, state = muon_of(plan, rank, Numerics(config), group, CUDA)
         for _ in range(steps):
             gpu.trace.events.append(StepStart())
             muon.step(groups, state, lambda: gpu.launch("adamw", [], [], adamw))
 
     return record(rank, plan.size, program)
+
+
+def muon_of(
+    plan: ExchangePlan, rank: int, numerics: Numerics, group: Any, device: torch.device
+) -> tuple[DistributedMuon, Any, Any]:
+    """The Muon of a rank, its parameter groups and their state."""
+    own, meter = plan.for_rank(rank), Meter()
+    shards = {index: torch.zeros(span.size, device=device) for index, span in own.shards.items()}
+    for shard in shards.values():
+        shard.grad = torch.ones_like(shard)
+    state = {shard: {MOMENTUM_KEY: torch.zeros_like(shard)} for shard in shards.values()}
+    groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.1}]
+    exchange = Exchange(own, plan.matrices, group, TORCH_DTYPE[numerics.travels], device, meter)
+    tools = meter, phases(), fused.elementwise_on(device, numerics)
+    return DistributedMuon(numerics, plan, own, exchange, shards, *tools), groups, state
 
 
 @contextmanager

@@ -20,10 +20,11 @@ from support.virtual_gpu.runs import Run, record_megatron
 PACKAGE = ROOT / "megatron_muon"
 PAGE = ROOT / "docs" / "how_it_works.md"
 HEADING = "## The modules of a step"
-# Steps of both iterations, of whole and shared matrices, of experts, with kernels and with lists.
+# Steps of both iterations and presets, of whole and shared matrices, of experts, with kernels and
+# with lists.
 RUNS = (
     (Run(dp=4, ep=2, experts=4), MuonConfig(round_bytes=30_000, ns_iteration="gram")),
-    (Run(tp=2, dp=2), MuonConfig(split_matrices=2, elementwise="foreach")),
+    (Run(tp=2, dp=2), MuonConfig(preset="fast", split_matrices=2, elementwise="foreach")),
 )
 # Sources that a GPU compiles; the virtual one does not launch them.
 KERNELS = {"orthogonalize/normalization_kernels.py", "runtime/fused_kernels.py"}

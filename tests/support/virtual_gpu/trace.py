@@ -76,6 +76,7 @@ class RecordedMessage:
     peer: int  # rank in the group
     dtype: torch.dtype  # of its elements
     nbytes: int  # its size
+    start: int  # its place in its block, in bytes
 
 
 @dataclass(slots=True)
@@ -93,6 +94,8 @@ class RecordedCollective:
     writes: list[Range]
     # what all ranks of the group must say alike; empty for point-to-point operations
     agreed: tuple[object, ...]
+    # blocks for which torch calls ``recordStream``, whatever its release
+    recorded: frozenset[int]
     # messages of point-to-point operations, in order
     sends: tuple[RecordedMessage, ...]
     receives: tuple[RecordedMessage, ...]

@@ -27,6 +27,7 @@ CLAIMS = (
     "no unmatched send",
     "no rank out of order",
     "no rank waits for ever",
+    "every message starts at 16 bytes",
 )
 
 
@@ -89,6 +90,7 @@ def _alone(
         faults["one exchange plan in a stage"].append(text)
     faults["no race"] += [f"rank {rank}: {race}" for race in report.races]
     faults["no early free"] += [f"rank {rank}: {free}" for free in report.early_frees]
+    faults[CLAIMS[-1]] += [f"rank {rank}: {message}" for message in report.unaligned]
     calls = exchange_calls(trained.recording)
     if calls:
         faults["no unmatched send"] += [

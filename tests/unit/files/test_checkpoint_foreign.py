@@ -12,7 +12,6 @@ from megatron_muon.mcore.checkpoint.interop.foreign import (
     Source,
     as_ours,
     converted,
-    moonshot_owner,
     refuse,
     renamed,
     states_of,
@@ -37,23 +36,7 @@ STATES = {
     0: {"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9}]}},
     1: {"optimizer": {"param_groups": [ADAMW]}},
 }
-MOONSHOT = {
-    "optimizer": {
-        "param_groups": [
-            {**COMMON, "adamw_betas": (0.8, 0.9), "adamw_eps": 1e-7, "step": 3, "momentum": 0.95},
-            {
-                **COMMON,
-                "use_muon": True,
-                "adamw_betas": (0.8, 0.9),
-                "adamw_eps": 1e-7,
-                "momentum": 0.95,
-                "nesterov": True,
-                "ns_steps": 5,
-                "matched_adamw_rms": 0.3,
-            },
-        ]
-    }
-}
+CONCEPT = {"optimizer": {"param_groups": [ADAMW, {**COMMON, "use_muon": True}]}}
 
 
 @dataclass(frozen=True)
@@ -65,7 +48,7 @@ class Wanted:
 
 def test_each_writer_is_known() -> None:
     assert writer_of(KEYS, states_of(STATES), []) == "megatron"
-    assert writer_of([], states_of(MOONSHOT), ["distrib_optim.pt"]) == "moonshot"
+    assert writer_of([], states_of(CONCEPT), ["distrib_optim.pt"]) == "concept"
     files = ["model_optim_rng.pt", "layer_wise_optimizer_0.pt"]
     assert writer_of([], states_of(STATES), files) == "megatron_torch"
     ours = {"optimizer": {"param_groups": [ADAMW]}, "megatron_muon": {}}
@@ -144,22 +127,9 @@ def test_one_momentum_coefficient_must_be_said(coefficients: tuple[float, ...]) 
 def test_files_without_names_are_refused() -> None:
     with pytest.raises(ValueError, match=r"numbers its optimizer state .layer_wise_optimizer_N"):
         refuse("megatron_torch")
+    with pytest.raises(ValueError, match=r"proof of concept .*--no-load-optim"):
+        refuse("concept")
     refuse("megatron")
-    refuse("moonshot")
-
-
-def test_moonshots_groups_and_settings_are_ours() -> None:
-    ours = as_ours(states_of(MOONSHOT), MuonConfig(split_qkv=False))
-    settings = ours["megatron_muon"]["settings"]
-    assert settings["matched_adamw_rms"] == 0.3 and settings["split_qkv"] is False
-    for group in ours["optimizer"]["param_groups"]:
-        assert group == {
-            **COMMON,
-            "bias_correction": True,
-            "betas": (0.8, 0.9),
-            "eps": 1e-7,
-            "step": 3,
-        }
 
 
 def test_an_fp32_models_state_dict_is_torchs_own() -> None:
@@ -196,9 +166,3 @@ def test_a_load_by_other_names(chain: bool) -> None:
     assert part["param_state"][0]["muon_momentum"].tolist() == pytest.approx([10, 10], rel=1e-6)
     assert len(part["optimizer"]["param_groups"]) == 2
     assert part["megatron_muon"]["settings"]["momentum"] == 0.9
-
-
-def test_whose_moonshots_weight_was() -> None:
-    assert moonshot_owner(momentum_is_zero=False, second_moment_is_zero=True) == "muon"
-    assert moonshot_owner(momentum_is_zero=False, second_moment_is_zero=False) == "adamw"
-    assert moonshot_owner(momentum_is_zero=True, second_moment_is_zero=True) is None

@@ -10,10 +10,18 @@ import pytest
 from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags.namespace import leave_to_megatron, put_in_force
 from megatron_muon.megatron_lm.flags.parser import add_flags, given_on, muon_backend
-from megatron_muon.megatron_lm.install import asks_for_muon
+from megatron_muon.megatron_lm.install import _check, asks_for_muon
 from megatron_muon.settings.from_flags import muon_config
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY
 from support.megatron_lm.flag_parsers import EVERY, MEANINGS, WITH_MUON, parsed, parser_of
+
+
+def test_all_refused_flags_are_in_one_error() -> None:
+    args = argparse.Namespace(use_distributed_optimizer=False, optimizer_cpu_offload=1, use_mup=1)
+    each = "(?s)--use-distributed-opt.*--optimizer-cpu-offload yet.*--use-mup yet: leave it off"
+    with pytest.raises(ValueError, match=each):
+        _check(args)
+
 
 # --- a run that is not this package's Muon ---------------------------------------------------
 
@@ -105,6 +113,7 @@ def test_what_is_in_force_is_written(version: str, which: str) -> None:
     unset = {flag.dest for flag in FLAGS if getattr(args, flag.dest) is None}
     spectral = config.scale_mode == "spectral"
     expected = set() if spectral else {"muon_matched_adamw_rms"}
+    expected |= {"muon_early_param_gather"} if config.early_param_gather is None else set()
     expected |= {"muon_ns_iteration"} if config.ns_iteration is None else set()
     expected |= {"muon_split_matrices"} if config.split_matrices is None else set()
     expected |= {"muon_log_interval", "muon_log_file"} if config.log_interval is None else set()

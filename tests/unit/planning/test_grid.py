@@ -50,6 +50,6 @@ def test_a_run_is_told_of_shares_that_may_leave_a_node() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cuda_symmetric"])
 def test_more_homes_than_a_node_has_make_no_rows(device: Device) -> None:
     for node_ranks, by_rows in ((8, True), (4, False)):
-        config = MuonConfig(node_ranks=node_ranks)
+        config = MuonConfig(preset="fast", node_ranks=node_ranks)
         assert makes_rows(8192, 8192, 8, Numerics(config, device)) == by_rows
         assert makes_rows(8192, 8192, 4, Numerics(config, device))

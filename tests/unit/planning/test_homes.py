@@ -122,10 +122,10 @@ def test_ranks_with_other_speeds_do_not_agree_about_the_plan() -> None:
 
 
 def test_a_plan_is_said_to_follow_from_the_device_where_it_does() -> None:
-    """Standard's work is another with a library's symmetric products only; by default CPUs, which
-    all take standard, agree with each other and with no GPU."""
+    """Standard's work is another with a library's symmetric products only; with the preset fast
+    CPUs, which all take standard, agree with each other and with no GPU."""
     for iteration, kinds in (("standard", 2), ("gram", 4), ("auto", 4), (None, 3)):
-        config = MuonConfig(ns_iteration=iteration)  # type: ignore[arg-type]
+        config = MuonConfig(preset="fast", ns_iteration=iteration)  # type: ignore[arg-type]
         every = [Numerics(config, device) for device in get_args(Device)]
         assert len({tuple(description([], one)) for one in every}) == kinds, iteration
         flops = {ns_flops(4096, 14336, one) + ns_flops(1024, 1024, one) for one in every}

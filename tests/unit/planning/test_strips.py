@@ -235,7 +235,7 @@ def _any(rows: int, cols: int, count: int) -> bool:
 def test_what_several_homes_can_share(
     rows: int, cols: int, device: Device, counts: list[int]
 ) -> None:
-    config = MuonConfig()
+    config = MuonConfig(preset="fast")
     can = [
         count for count in (2, 4, 8, 16) if can_share(rows, cols, count, Numerics(config, device))
     ]

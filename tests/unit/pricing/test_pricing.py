@@ -24,7 +24,7 @@ from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.plans import small_plan
 
-CONFIG = MuonConfig()
+CONFIG = MuonConfig(preset="fast")
 NONE = ("kernel_us", "launch_us", "phase_us", "message_us", "peer_us", "peer_host_us", "split_us")
 # 1e9 bytes/s of memory and of each link; products take no longer than their bytes; nothing else.
 PLAIN = H100.with_values(

@@ -14,7 +14,7 @@ from megatron_muon.settings.config import MuonConfig, NsIteration
 from support.virtual_gpu.plans import small_plan
 from support.virtual_gpu.step import record_step
 
-CONFIG = MuonConfig()
+CONFIG = MuonConfig(preset="fast")
 MIB = 1 << 20
 SIZES = [(1, 3), (2, 4), (4, 2), (1, 1)]
 

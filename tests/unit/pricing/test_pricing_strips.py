@@ -14,7 +14,7 @@ from megatron_muon.planning.sharing.strip_time import MEMORY, NODE_LINK, strip_t
 from megatron_muon.settings.config import MuonConfig
 from support.small_squares import rows_of_small_squares
 
-CONFIG = MuonConfig()
+CONFIG = MuonConfig(preset="fast")
 LARGE = CONFIG.rank_tflops * TERA * 13 / 8  # flop/s
 SHAPES = [(14336, 4096), (28672, 4096), (28672, 8192), (57344, 8192), (18432, 7168), (7168, 2048)]
 

@@ -7,18 +7,15 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_muon.lab.trace import events, rank_trace
-from megatron_muon.lab.trace.events import TraceError, TraceFile, files_of
+from megatron_muon.lab.trace import events
+from megatron_muon.lab.trace.events import TraceError, files_of, read_trace
 from megatron_muon.lab.trace.rank_trace import RankTrace
 from megatron_muon.lab.trace.runs import names_of, read_run
-from support import ROOT
 from support.traces import event, gloo, kernel, mark, nccl, write
 
 STEP = mark("ProfilerStep#3", 0, 1000)
@@ -29,45 +26,35 @@ EVENTS: list[dict[str, Any]] = [
 ]
 
 
-def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    file = TraceFile(path)
-    return list(file.events()), {key: file.metadata[key] for key in file.metadata if key[0] != "t"}
-
-
 def _written(tmp_path: Path, text: str | bytes, name: str = "t.json") -> Path:
     path = tmp_path / name
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     return path
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 1 << 18])
-def test_events_are_the_same_however_the_file_is_cut(
-    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(events, "CHUNK", chunk)
+def test_an_object_a_list_and_gzip_are_the_same_events(tmp_path: Path) -> None:
     before, after = {"schemaVersion": 1, "é": ["ü", 12]}, {"baseTimeNanoseconds": 1234567}
     whole = json.dumps({**before, "traceEvents": EVENTS, **after}, ensure_ascii=False, indent=1)
-    assert _read(_written(tmp_path, f"\n {whole} \n")) == (EVENTS, before | after)
-    assert _read(_written(tmp_path, gzip.compress(whole.encode()))) == (EVENTS, before | after)
-    assert _read(_written(tmp_path, json.dumps(EVENTS))) == (EVENTS, {})
+    for text in (f"\n {whole} \n", gzip.compress(whole.encode())):
+        read = read_trace(_written(tmp_path, text))
+        assert (read.events, read.metadata) == (EVENTS, before | after)
+    read = read_trace(_written(tmp_path, json.dumps(EVENTS)))
+    assert (read.events, read.metadata) == (EVENTS, {})
 
 
 GZIPPED = gzip.compress(json.dumps({"traceEvents": EVENTS * 50}).encode())
 DAMAGED: dict[str, tuple[str | bytes, str]] = {
-    "empty": ("", "it has no traceEvents"),
-    "text": ("hello", "it has no traceEvents"),
+    "empty": ("", "it is no trace"),
+    "text": ("hello", "it is no trace"),
     "no list": ('{"traceEvents": {}}', "it has no traceEvents"),
-    "cut": ('{"traceEvents": [{"name": "a"}, {"na', "damaged or cut off"),
-    "cut between": ('{"traceEvents": [{"name": "a"}', "damaged or cut off"),
-    "cut after": ('{"traceEvents": [{"name": "a"}]', "damaged or cut off"),
-    "more": ('{"traceEvents": []} x', "damaged or cut off"),
+    "cut": ('{"traceEvents": [{"name": "a"}, {"na', "it is no trace"),
+    "more": ('{"traceEvents": []} x', "it is no trace"),
     "number": ("[1, 2]", "event 0 is no object but '1'"),
-    "no JSON": ('[{"name": x}]', "damaged or cut off"),
     "NaN": ('[{"name": "a", "ts": NaN}]', "NaN is no number of JSON"),
     "digits": (f'[{{"ts": {"9" * 9999}}}]', "it is no trace"),
-    "deep": ('[{"a":' + "[" * 200_000, "it is no trace"),
+    "deep": ('[{"a":' + "[" * 200_000, "it is nested too deeply"),
     "cut gzip": (GZIPPED[:-20], "it is no trace"),
-    "gzip of nothing": (gzip.compress(b""), "it has no traceEvents"),
+    "gzip of nothing": (gzip.compress(b""), "it is no trace"),
 }
 
 
@@ -96,7 +83,7 @@ def test_a_trace_with_random_bytes_is_read_or_is_an_error_of_its_own(tmp_path: P
                 assert str(path) in str(error)
 
 
-def test_a_pipe_a_folder_or_an_event_beyond_all_bounds_is_an_error(
+def test_a_pipe_a_folder_or_a_file_beyond_all_bounds_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
@@ -104,15 +91,16 @@ def test_a_pipe_a_folder_or_an_event_beyond_all_bounds_is_an_error(
         with pytest.raises(TraceError, match=str(path)):
             RankTrace(path)
     monkeypatch.setattr(events, "MOST", 10_000)
-    monkeypatch.setattr(events, "CHUNK", 1000)
-    with pytest.raises(TraceError, match="an event has more than 10000 characters"):
-        _read(_written(tmp_path, json.dumps([{"name": "a" * 50_000}])))
+    for packed in (gzip.compress, bytes):
+        text = json.dumps([{"name": "a" * 50_000}]).encode()
+        with pytest.raises(TraceError, match="trace fewer steps"):
+            read_trace(_written(tmp_path, packed(text)))
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no time": ({"ts": None}, "ts is 'None'"),
     "true": ({"dur": True}, "dur is 'True'"),
-    "beyond floats": ({"ts": 10**400}, "ts is '1000"),
+    "beyond floats": ({"ts": 1e300}, r"ts is '1e\+300"),
     "negative": ({"dur": -1}, "dur is -1"),
     "args": ({"args": [1]}, r".*args is '\[1\]'"),
     "20 sizes of 2^61": (
@@ -143,19 +131,6 @@ def test_other_values_may_be_anything(key: str, value: object, tmp_path: Path) -
     assert len(trace.calls) == (key not in ("name", "cat"))
 
 
-def test_arguments_that_are_not_needed_are_not_kept_and_numbers_are_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = {"Input Dims": [[2, 3]], "Concrete Inputs": ["x" * 100_000], "Group size": 2}
-    path = write(tmp_path / "t.json", [STEP, event("c10d::send", 0, 9, args=args)])
-    (call,) = RankTrace(path).calls
-    kept = (getattr(call, name) for name in call.__slots__)
-    assert sum(map(sys.getsizeof, kept)) < 1000 and call.elements == 6
-    monkeypatch.setattr(rank_trace, "_MOST_MARKS", 1)
-    with pytest.raises(TraceError, match="there are more than 1 collectives and annotations"):
-        RankTrace(write(tmp_path / "t.json", [STEP] * 3))
-
-
 def test_ranks_are_known_by_the_trace_else_by_the_files_name(tmp_path: Path) -> None:
     for told in (None, "0", -1, [1], True, 1 << 80):
         path = write(tmp_path / "rank3.json", [STEP], distributedInfo={"rank": told})
@@ -181,35 +156,3 @@ def test_a_trace_of_no_rank_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(TraceError, match=r"no file in it that ends in .json or .json.gz"):
         files_of(tmp_path / "none")
-
-
-READS = """
-import re, sys
-from pathlib import Path
-from megatron_muon.lab.trace.rank_trace import RankTrace
-def peak():  # not ru_maxrss, which begins with the parent's
-    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) >> 10
-before = peak()
-print(len(RankTrace(Path(sys.argv[1])).calls), peak() - before)
-"""
-
-
-@pytest.mark.parametrize(
-    ("megabytes", "most"), [(20, 20), pytest.param(500, 150, marks=pytest.mark.slow)]
-)
-def test_a_large_trace_takes_a_small_part_of_its_size(
-    megabytes: int, most: int, tmp_path: Path
-) -> None:
-    path, at, args = tmp_path / "t.json", 0, {"Input Dims": [[4, 1024, 4096], [4096, 4096]]}
-    with path.open("w") as out:
-        out.write('{"schemaVersion": 1, "traceEvents": [\n')
-        while out.tell() < megabytes * 10**6:
-            both = (event("aten::mm", 0, 7.5, args=args), kernel("void gemm(x)", 0, 7.5))
-            text = "".join(json.dumps(each | {"ts": "AT"}) + ",\n" for each in both)
-            out.write("".join(text.replace('"AT"', str(at + 10 * n)) for n in range(1000)))
-            at += 10_000
-        out.write(json.dumps(kernel("ncclDevKernel_AllReduce_Sum(x)", at, at + 5)) + "]}")
-    command = [sys.executable, "-c", READS, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    calls, peak = map(int, done.stdout.split())
-    assert calls == 1 and peak < most  # MiB; json.load takes 150 for the smaller one

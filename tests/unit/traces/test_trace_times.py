@@ -10,7 +10,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from megatron_muon.lab.trace import spans
 from megatron_muon.lab.trace.figure import lanes
 from megatron_muon.lab.trace.rank_trace import RankTrace
 from megatron_muon.lab.trace.runs import read_run
@@ -27,10 +26,7 @@ def _times(tmp_path: Path, *events: Event, **metadata: Any) -> tuple[pd.Series, 
     return run.ranks.iloc[0], run.means()
 
 
-def test_unions_and_intersections_are_those_of_sets_of_moments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(spans, "_BATCH", 6)  # merges while it grows
+def test_unions_and_intersections_are_those_of_sets_of_moments() -> None:
     draw = random.Random(1)
     for _ in range(100):
         cuts, others = (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import megatron_muon.cpu
+from support.virtual_gpu.memory import Way
 from support.virtual_gpu.races import MEMORY, races
 from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.stage import check_stage
@@ -131,6 +132,24 @@ def test_peak_is_of_blocks_alive_together() -> None:
         z.view(2, -1)[1].add_(1)  # a view has no memory of its own
 
     assert alone(program).peak_bytes == 2 * N * 4
+
+
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_torch_keeps_a_message_in_its_own_memory_until_the_gpu_is_done(is_foreign: bool) -> None:
+    def program(gpu: Any, group: Any) -> None:
+        sent, received = new(), new()
+        views = [torch.utils.dlpack.from_dlpack(x) if is_foreign else x for x in (sent, received)]
+        kinds = (dist.isend, dist.irecv)
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(kind, x[:8], 1, group) for kind, x in zip(kinds, views, strict=True)]
+        )
+        works[0].wait()
+        del sent, received, views
+        new().zero_()
+
+    recording = alone(program, 0, 2)
+    blocks = [recording.peak_bytes_if(way) // (4 * N) for way in get_args(Way)]
+    assert blocks == [2, 2 if is_foreign else 3, 3]
 
 
 # --- host ----------------------------------------------------------------------------------------

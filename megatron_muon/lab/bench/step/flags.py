@@ -68,7 +68,6 @@ def parsed(argv: Sequence[str], program: str = "megatron-muon bench step") -> Na
     """Parse a command line; wrong arguments end the process with status 2, as argparse does.
 
     Args:
-        argv: the arguments.
         program: name of the command, for errors.
 
     Returns:

@@ -31,9 +31,6 @@ def report(
     """Print the tables and write the files.
 
     Args:
-        argv: all arguments of the command.
-        flags: what they are.
-        task: the task that the ranks ran.
         ranks: each rank's measurements of each row.
 
     Returns:

@@ -55,15 +55,14 @@ def rows(
     """The rows to measure.
 
     Args:
-        config: settings of our Muon.
-        names: names of rows, out of ``flags.ROWS``.
         exchanges: further rows of muon-contiguous: ``none`` puts all matrices into one round,
             ``naive`` gives every parameter a round of its own.
         gathers: further rows of muon-bucketed with ``--overlap-param-gather``: ``late`` starts
             gathers in the forward pass, ``early`` within the step (``early_param_gather``).
 
     Returns:
-        The rows: first those with the standard iteration, then those on ``auto``.
+        The rows: first those with the standard iteration, then those on ``auto``, with the dtype of
+        the preset ``fast``.
     """
     from megatron_muon.mcore.wiring.buffers.bucket_layout import takes_layouts
 
@@ -96,7 +95,7 @@ def rows(
 
 
 def _on_auto(row: Row) -> Row:
-    config = dataclasses.replace(row.config, ns_iteration="auto")
+    config = dataclasses.replace(row.config, ns_iteration="auto", preset="fast")
     return dataclasses.replace(row, name=f"{row.name}-auto", config=config)
 
 

@@ -176,7 +176,6 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     Args:
         optimizer: the chain that ``get_megatron_optimizer`` has returned for ``optimizer='adam'``
             with the distributed optimizer.
-        settings: settings of the Muon that saved, from its record in the checkpoint.
     """
     chain, every = type(optimizer), optimizer.chained_optimizers
     parts = [part for part in every if not part.is_stub_optimizer]

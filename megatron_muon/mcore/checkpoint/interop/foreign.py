@@ -5,8 +5,8 @@ Functions of keys and of state dicts: no communication, no Megatron.
 ===========  ==============================  =====================================================
 who          known by                        its momentum, and the factor that makes it M ← μM + G
 ===========  ==============================  =====================================================
-moonshot     ``use_muon`` in a parameter     ``exp_avg`` beside a second moment of zeros, all as
-             group                           AdamW's DistributedOptimizer lays it out; 1
+concept      ``use_muon`` in a parameter     refused: nothing but zeros in place of a second
+             group                           moment says which weights were Muon's
 megatron     ``momentum_buffer`` in a key    ``optimizer.state.momentum_buffer.WEIGHT``, whole
              of torch_dist                   weights, a mean: M ← μM + (1-μ)G; 1/(1-μ)
 megatron_    files layer_wise_optimizer_N    refused: it has numbers in place of names, and does not
@@ -17,8 +17,7 @@ torch        .pt, or μ in a parameter group  say which rank had which weight
 From core 0.18 on Megatron's own Muon may leave AdamW's part to a DistributedOptimizer. Its state is
 in whole weights only in the format fully_reshardable.
 
-Sources: toothacher17/Megatron-LM 8aee20bd (NVIDIA/Megatron-LM#1428), ``distrib_optimizer.py`` and
-``muon.py``; NVIDIA/Megatron-LM core_v0.16.1 to main, ``layer_wise_optimizer.py`` and
+Sources: NVIDIA/Megatron-LM#1428; core_v0.16.1 to main, ``layer_wise_optimizer.py`` and
 ``Float16OptimizerWithFloat16Params.sharded_state_dict``; NVIDIA-NeMo/Emerging-Optimizers v0.1.0 to
 v0.4.0, ``OrthogonalizedOptimizer.step``.
 """
@@ -32,7 +31,7 @@ from typing import Any, Literal
 
 from megatron_muon.settings.config import MuonConfig
 
-Writer = Literal["moonshot", "megatron", "megatron_torch"]
+Writer = Literal["concept", "megatron", "megatron_torch"]
 StateDict = dict[Any, Any]
 
 MOMENTUM = "muon_momentum"  # equal to that of ``buffers``
@@ -53,13 +52,8 @@ _MU = ("momentum", "momentum_beta")  # the latter in Emerging-Optimizers 0.1
 _SGD = "dampening"  # a key of SGD's groups, which have a momentum, too
 _CHAINS, _CHAIN = 4, 10_000  # how deep chains are, and how many optimizers they have, at most
 _BY_RANK = re.compile(r"layer_wise_optimizer_\d+\.pt$")
-# Muon's settings in their groups; this package has them in MuonConfig, once for all groups.
-_MOONSHOT = ("matched_adamw_rms", "momentum", "nesterov", "ns_steps")
-_NOT_OURS = (
-    *_MOONSHOT,
-    *("use_muon", "adamw_betas", "adamw_eps", "momentum_beta", "params"),
-    "optimizer",  # its name, in Megatron's own from core 0.17 on
-)
+# What their groups have and ours do not: Muon's settings, and from core 0.17 on a name.
+_NOT_OURS = (*_MU, "nesterov", "params", "optimizer")
 
 
 class Source:
@@ -132,14 +126,12 @@ def writer_of(
 
     Args:
         keys: keys of its tensors, from ``.metadata`` of torch_dist; else empty.
-        states: its optimizers' state dicts: see ``states_of``.
-        files: names of its files.
     """
     groups = list(groups_of(states))
     if any(_BY_RANK.search(file) for file in files):
         return "megatron_torch"
     if any("use_muon" in group for group in groups):
-        return "moonshot"
+        return "concept"
     if any(_SGD in group for group in groups):
         return None
     if any(at[1] == "momentum_buffer" for at in map(_STATE.match, keys) if at):
@@ -177,7 +169,13 @@ def _chained(saved: Any) -> list[Any]:
 
 
 def refuse(writer: Writer | None) -> None:
-    """Refuse a checkpoint whose optimizer state has no names; ValueError says so."""
+    """Refuse a checkpoint whose optimizer state cannot be told apart; ValueError says why."""
+    if writer == "concept":
+        raise ValueError(
+            "The checkpoint's optimizer state was saved by the proof of concept of Distributed "
+            "Muon (Megatron-LM#1428), which is no longer read: load the model alone "
+            "(--no-load-optim), or load and save it once with megatron_muon's tag lab-full"
+        )
     if writer == "megatron_torch":
         raise ValueError(
             "The checkpoint was saved by Megatron's own Muon in the format torch, which numbers "
@@ -190,12 +188,8 @@ def refuse(writer: Writer | None) -> None:
 def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDict:
     """A state dict for ``MuonCheckpoint.load_state_dict``, without the tensors.
 
-    Args:
-        states: their optimizers' state dicts.
-        config: our settings, assumed where their checkpoint does not give a setting.
-
     Raises:
-        ValueError: their Muon groups have several values of one setting.
+        ValueError: their groups have several momentum coefficients, or none.
     """
     steps = [group["step"] for group in groups_of(states) if "step" in group]
     inner = (_inner(state).get("state") for state in states)  # where torch's AdamW has its step
@@ -211,7 +205,7 @@ def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDic
         "optimizer": {"param_groups": groups},
         "megatron_muon": {
             "format": 1,
-            "settings": {**dataclasses.asdict(config), **_settings(states)},
+            "settings": {**dataclasses.asdict(config), "momentum": _mu(states)},
         },
     }
     scalers = [state["grad_scaler"] for state in states if state.get("grad_scaler")]
@@ -238,8 +232,6 @@ def converted(
     Args:
         loaded: the optimizer's part of that result: our ``param_state``, here or for each optimizer
             of a chain, beside their state dicts. Momentum is made a sum in place.
-        source: the checkpoint.
-        config: our settings.
         sharding_type: the format in which our ``param_state`` was asked for.
     """
     ours = {**as_ours(source.states, config), "param_state_sharding_type": sharding_type}
@@ -259,16 +251,6 @@ def _with_sums(ours: StateDict, part: Mapping[Any, Any], source: Source) -> Stat
     return {**ours, "param_state": dict(part["param_state"])}
 
 
-def moonshot_owner(momentum_is_zero: bool, second_moment_is_zero: bool) -> str | None:
-    """A weight's optimizer in Moonshot's checkpoint: ``muon``, ``adamw``, or None if unknown.
-
-    The flat buffers do not name it, but Moonshot writes zeros for Muon's second moment.
-    """
-    if not second_moment_is_zero:
-        return "adamw"
-    return None if momentum_is_zero else "muon"
-
-
 def groups_of(states: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """The parameter groups in all of the state dicts."""
     for state in states:
@@ -285,25 +267,9 @@ def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
     """AdamW's hyperparameters, which every group needs but their Muon groups may lack."""
     hyperparameters: StateDict = {"bias_correction": True}
     for group in groups_of(states):
-        for key in ("bias_correction", "betas", "eps"):
-            for name in (f"adamw_{key}", key):
-                if name in group:
-                    hyperparameters[key] = group[name]
+        keys = ("bias_correction", "betas", "eps")
+        hyperparameters |= {key: group[key] for key in keys if key in group}
     return hyperparameters
-
-
-def _settings(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Muon's settings in their groups, by our names."""
-    muons = [group for group in groups_of(states) if group.get("use_muon")]
-    if not muons:
-        return {"momentum": _mu(states)}
-    settings: dict[str, Any] = {}
-    for name in _MOONSHOT:
-        values = [group[name] for group in muons if name in group]
-        if any(value != values[0] for value in values):
-            raise ValueError(f"the checkpoint's Muon groups have several {name}: {values}")
-        settings |= {name: values[0]} if values else {}
-    return settings
 
 
 def _mu(states: Sequence[Mapping[str, Any]]) -> float:

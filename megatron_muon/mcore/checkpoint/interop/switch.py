@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,25 +30,22 @@ def reading_adamw(optimizer: Any, momentum: FromAdamW) -> Iterator[None]:
         optimizer: the chain that ``get_megatron_optimizer`` has returned. Every rank of the world
             calls this.
         momentum: ``momentum``: M starts as exp_avg / (1-β1), by the β1 of the checkpoint;
-            ``fresh``: at zero. ``sum``: as exp_avg, which is Muon's momentum already (Moonshot's
-            proof of concept: see ``foreign``).
+            ``fresh``: at zero.
 
     Raises:
-        ValueError: a main parameter does not round to the model's weight, or with ``sum`` the other
-            optimizer updated a weight before; names one.
+        ValueError: a main parameter does not round to the model's weight; names one.
         RuntimeError: only another rank has an error.
     """
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in parts:
-        part.from_adamw, part.other_owner = momentum, []
+        part.from_adamw = momentum
     try:
         yield
     finally:
         for part in parts:
             part.from_adamw = None
-    errors = (_strange_main_params(part, "AdamW") or _other_owner(part) for part in parts)
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
-    together(lambda: _raise_first(errors), None, device)
+    together(lambda: _check_main_params(parts, "AdamW"), None, device)
 
 
 @contextmanager
@@ -80,14 +77,7 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
         optimizer.source = None
         for part in parts:
             part.main_is_weight = False
-    strange = (_strange_main_params(part, "Megatron's own Muon") for part in parts)
-    together(lambda: _raise_first(strange), None, device)
-
-
-def _raise_first(errors: Iterable[Exception | None]) -> None:
-    for error in errors:
-        if error is not None:
-            raise error
+    together(lambda: _check_main_params(parts, "Megatron's own Muon"), None, device)
 
 
 def _source(saved: Saved, optimizer: Any) -> foreign.Source:
@@ -114,28 +104,20 @@ def require_plain_groups(folder: Path, states: list[dict[Any, Any]]) -> None:
                 raise ValueError(f"{folder}: a group's {key} is {value}, no plain value")
 
 
-def _other_owner(part: Any) -> ValueError | None:
-    if not part.other_owner:
-        return None
-    return ValueError(
-        f"{part.other_owner[0]} was the other optimizer's in the checkpoint: set muon_include and "
-        "muon_exclude of MuonConfig (in Megatron-LM --muon-include and --muon-exclude) as it was "
-        "there, or load the model alone (--no-load-optim)"
-    )
-
-
-def _strange_main_params(part: Any, whose: str) -> ValueError | None:
-    for param, shard in owned_shards(part):
-        here = part._get_model_param_range_map(param)["param"]
-        if not _rounds_to(shard.detach(), param.detach(), slice(here.start, here.end)):
-            return ValueError(
+def _check_main_params(parts: Sequence[Any], whose: str) -> None:
+    """Refuse main parameters that do not round to the model's weights; names one."""
+    for part in parts:
+        for param, shard in owned_shards(part):
+            here = part._get_model_param_range_map(param)["param"]
+            if _rounds_to(shard.detach(), param.detach(), slice(here.start, here.end)):
+                continue
+            raise ValueError(
                 f"the main parameter of {part._name_of[param]} that {whose}'s checkpoint has does "
                 "not round to the model's weight: load the model's weights before the optimizer. "
                 "(fully_reshardable of Megatron 0.15 to 0.19 saves shifted optimizer state where "
                 "there are several padded buckets; such a checkpoint has lost it: load the model "
                 "alone, in Megatron-LM by --no-load-optim)"
             )
-    return None
 
 
 def _rounds_to(shard: torch.Tensor, model: torch.Tensor, here: slice) -> bool:

@@ -36,9 +36,10 @@ def settled(
     found = _hindrances(config, optimizer_config, get_model_config(model_chunks[0]))
     what, error = next(found, (None, None))
     if config.early_param_gather != "on":
-        if not overlaps or error is not None:
-            config = replace(config, early_param_gather="off")
-        return config, what if overlaps else None
+        wanted = config.early_param_gather or ("auto" if config.preset == "fast" else "off")
+        can_be = overlaps and error is None
+        config = replace(config, early_param_gather=wanted if can_be else "off")
+        return config, what if overlaps and wanted == "auto" else None
     if not overlaps:
         raise ValueError(
             f"{named('early_param_gather')} starts the gathers of overlap_param_gather "

@@ -92,7 +92,7 @@ class VirtualNccl(Launcher):
         group_dst: int | None = None,
     ) -> Handle | None:
         peer = _in_group(group, dst, group_dst)
-        message = RecordedMessage(peer, tensor.dtype, tensor.nbytes)
+        message = _message(peer, tensor)
         part = Operation("send", [tensor], [], (), sends=(message,))
         return self.run(part, group, True, peer)
 
@@ -105,7 +105,7 @@ class VirtualNccl(Launcher):
         group_src: int | None = None,
     ) -> Handle | None:
         peer = _in_group(group, src, group_src)
-        message = RecordedMessage(peer, tensor.dtype, tensor.nbytes)
+        message = _message(peer, tensor)
         part = Operation("recv", [], [tensor], (), receives=(message,))
         return self.run(part, group, True, peer)
 
@@ -187,6 +187,11 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 def _part(agreed: tuple[object, ...], reads: Sequence[Any], writes: Sequence[Any]) -> Operation:
     return Operation(str(agreed[0]), list(reads), list(writes), agreed)
+
+
+def _message(peer: int, tensor: Any) -> RecordedMessage:
+    start = tensor.inner.storage_offset() * tensor.inner.element_size()
+    return RecordedMessage(peer, tensor.dtype, tensor.nbytes, start)
 
 
 def _in_group(group: Any, rank: int | None, group_rank: int | None) -> int:

@@ -124,6 +124,7 @@ def on_gpu(gpu: Gpu) -> Iterator[None]:
         replaced(torch.cuda, **changes),
         replaced(torch.cuda.nvtx, **marks),
         replaced(torch, **factories),
+        replaced(torch.utils.dlpack, from_dlpack=_foreign),
         replaced(Tensor, pin_memory=_pin_memory, cuda=_to_cuda, to=_to_over(Tensor.to)),
     ):
         yield
@@ -142,6 +143,11 @@ def _through_host(original: Callable[..., Any]) -> Callable[..., Any]:
             return made.to(CUDA)
 
     return factory
+
+
+def _foreign(tensor: VirtualTensor) -> VirtualTensor:
+    """``from_dlpack`` of a tensor: a storage over the same memory."""
+    return VirtualTensor(tensor.inner, tensor.block, is_foreign=True)
 
 
 def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:

@@ -117,6 +117,12 @@ class Launcher:
                 reads=ranges(reads),
                 writes=ranges(writes),
                 agreed=tuple(part.agreed for part in parts if part.agreed),
+                recorded=frozenset(
+                    tensor.block.number
+                    for part in parts
+                    for tensor in (*part.reads, *part.writes)
+                    if not part.agreed and not tensor.is_foreign
+                ),
                 sends=tuple(message for part in parts for message in part.sends),
                 receives=tuple(message for part in parts for message in part.receives),
                 work=number,

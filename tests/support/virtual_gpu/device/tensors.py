@@ -27,12 +27,15 @@ class VirtualTensor(Tensor):
 
     inner: Tensor
     block: DeviceBlock  # its memory, shared with its views
+    is_foreign: bool  # its storage is not of torch's allocator, so that it records no stream
     device_of: ClassVar[Gpu | None] = None  # the GPU that is switched on
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, inner: Tensor, block: DeviceBlock) -> VirtualTensor:
+    def __new__(
+        cls, inner: Tensor, block: DeviceBlock, *, is_foreign: bool = False
+    ) -> VirtualTensor:
         made: VirtualTensor = Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -42,7 +45,7 @@ class VirtualTensor(Tensor):
             layout=inner.layout,
             device=CUDA,
         )
-        made.inner, made.block = inner, block
+        made.inner, made.block, made.is_foreign = inner, block, is_foreign
         return made
 
     @classmethod
