@@ -23,7 +23,6 @@ from megatron_muon.settings.flag_values import KEPT, tp_size
 from megatron_muon.settings.from_flags import muon_config
 from megatron_muon.settings.rows import UPSTREAM
 from megatron_muon.settings.run_flags import RUN_ROWS
-from megatron_muon.settings.update import AUTO_NS_DTYPE
 
 # Settings that Megatron's own Muon has, too; ns_dtype is its muon_fp32_matmul_prec.
 _SHARED = {"ns_dtype"} | {
@@ -69,7 +68,7 @@ def in_force(
         f"{PREFIX} settings by muon_* fields of OptimizerConfig{counting}: scale "
         f"{config.matched_adamw_rms:g} × {config.scale_mode}, momentum {config.momentum:g}, "
         f"Nesterov {'on' if config.nesterov else 'off'}, {spelled(config.ns_coefficients)}, "
-        f"{config.ns_steps} steps, {config.ns_dtype or AUTO_NS_DTYPE}, "
+        f"{config.ns_steps} steps, {config.ns_dtype or ('dtype of preset ' + config.preset)}, "
         f"QKV {'split' if config.split_qkv else 'whole'}"
     ]
     if mode == "blockwise" and tp_size(args) > 1:
