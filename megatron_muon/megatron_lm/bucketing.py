@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_muon.megatron_lm.flags.values import value_given
 from megatron_muon.planning.buckets.count import (
     Buffer,
     LocalParameter,
@@ -17,6 +16,7 @@ from megatron_muon.planning.buckets.count import (
 )
 from megatron_muon.planning.buckets.order import UNPLACED
 from megatron_muon.planning.layout import Parameter, whole_matrix
+from megatron_muon.settings.flag_values import value_given
 
 # The number of buckets must not depend on the number of ranks. A run may start from an AdamW
 # checkpoint in dp_reshardable, which loads at another DP size, but not into other buckets. A small
