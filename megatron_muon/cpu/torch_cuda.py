@@ -25,7 +25,7 @@ def is_cuda(device: object) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
-        return device.startswith("cuda")
+        return device.startswith("cuda") or device.isdecimal()  # '1' of flagos-ai's fork
     return isinstance(device, int) and not isinstance(device, bool)
 
 

@@ -127,7 +127,14 @@ def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
         )
     modes = {
         "use_precision_aware_optimizer": "the optimizer keeps the main parameters to itself",
-        "optimizer_cpu_offload": "the main parameters that it updates are elsewhere",
+        **dict.fromkeys(
+            (
+                "optimizer_cpu_offload",
+                "chunked_optimizer_state_offload",
+                "offload_optimizer_states",
+            ),
+            "the main parameters that it updates are elsewhere",
+        ),
         "overlap_param_gather_with_optimizer_step": "weights are gathered before they are clipped",
     }
     on = {name: why for name, why in modes.items() if getattr(optimizer_config, name, False)}
