@@ -47,6 +47,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         decided_by_name: name patterns assign weights to Muon or AdamW, so layers may differ.
         source: the keys of a checkpoint of Megatron's own Muon, while one is read; else None.
         is_new: it has taken no step.
+        lacks_state: it has loaded groups, and no momentum with them.
     """
 
     chained_optimizers: list[Any]
@@ -54,7 +55,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     decided_by_name: bool
     source: Source | None = None
     is_new = True
-    _lacks_state = False
+    lacks_state = False
 
     def state_dict(self) -> Any:
         """Megatron's state dict, without the state of parameters. No communication."""
@@ -68,21 +69,16 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         self._scatter()
         several = given.values() if isinstance(given, dict) else given
         each = [given] if "optimizer" in given else several
-        self._lacks_state = self.is_new and not all("param_state" in state for state in each)
+        self.lacks_state = self.is_new and not all("param_state" in state for state in each)
 
-    def require_state(self) -> None:
-        """Raise before the first step if there are loaded groups, and no momentum with them.
-
-        Raises:
-            ValueError: on every rank.
-        """
-        if self._lacks_state:
-            raise ValueError(
-                "optimizer.load_state_dict() was given no state of parameters, which "
-                "optimizer.state_dict() does not have, so momentum would start at zero: save and "
-                "load optimizer.sharded_state_dict(), or call save_parameter_state(FILE) and "
-                "load_parameter_state(FILE) too"
-            )
+    def refuse_step(self) -> None:
+        """Raise before a first step that ``lacks_state``, on every rank."""
+        raise ValueError(
+            "optimizer.load_state_dict() was given no state of parameters, which "
+            "optimizer.state_dict() does not have, so momentum would start at zero: save and "
+            "load optimizer.sharded_state_dict(), or call save_parameter_state(FILE) and "
+            "load_parameter_state(FILE) too"
+        )
 
     def _scatter(self) -> None:
         with self._without_stubs():
@@ -152,7 +148,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             super().load_parameter_state, filename, update_legacy_format=update_legacy_format
         )
         self._scatter()
-        self._lacks_state = False
+        self.lacks_state = False
 
     def _check_file(self, filename: str) -> None:
         if not any(part.data_parallel_group.rank() == 0 for part in self.chained_optimizers):

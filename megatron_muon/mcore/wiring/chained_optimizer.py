@@ -45,9 +45,10 @@ class MuonChainedOptimizer(CheckpointChain):
 
         Raises:
             FloatingPointError: see ``NonfiniteReport.after_step``.
-            ValueError: see ``require_state``.
+            ValueError: see ``refuse_step``.
         """
-        self.require_state()
+        if self.lacks_state:
+            self.refuse_step()
         self.is_new = False
         if self.nonfinite is not None:
             self.nonfinite.before_step()

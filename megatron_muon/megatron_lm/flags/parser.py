@@ -15,7 +15,7 @@ import itertools
 from argparse import Namespace
 from collections.abc import Sequence
 
-from megatron_muon.megatron_lm.flags.values import (
+from megatron_muon.settings.flag_values import (
     KEPT,
     foreign_flags,
     own_defaults,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import megatron_muon
-from megatron_muon.mcore.wiring.install import installed
+from support.installed import installed
 from support.models import gpt
 from support.models.gpt import (
     Built,
