@@ -98,7 +98,7 @@ def load_checkpoint(
     muon = is_on(given)
     load_dir = getattr(given, kwargs.get("load_arg", args[0] if args else "load"))
     if not muon and not getattr(given, "adamw_from_muon", False):
-        with _explained_to_adamw(load_dir, _step(given)):
+        with _explained_to_others(load_dir, given):
             return original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
     folder = _loaded_from(given, load_dir)
     groups = optimizer.param_groups if optimizer is not None and muon else []
@@ -116,8 +116,8 @@ def load_checkpoint(
 
 
 @contextmanager
-def _explained_to_adamw(load_dir: str | None, step: int | None) -> Iterator[None]:
-    """Explain a failed load of AdamW's where the checkpoint is Muon's; until then do nothing."""
+def _explained_to_others(load_dir: str | None, given: Any) -> Iterator[None]:
+    """Explain another optimizer's failed load of Muon's checkpoint; until then do nothing."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -127,13 +127,15 @@ def _explained_to_adamw(load_dir: str | None, step: int | None) -> Iterator[None
 
         folder, whose = None, None
         with suppress(Exception):  # then Megatron's own error is raised
-            folder = _latest(str(load_dir), step)
+            folder = _latest(str(load_dir), _step(given))
             whose = Saved.of(folder).writer if folder is not None else None
         if whose != "muon":
             raise
+        way = "give --adamw-from-muon (Adam's moments of what Muon had start at zero), or "
+        if given.optimizer != "adam":
+            way = f"--optimizer {given.optimizer} of Megatron's own cannot read it: "
         raise ValueError(
-            f"{folder} has Muon's optimizer state: give --adamw-from-muon (Adam's moments of what "
-            "Muon had start at zero), or load the model alone (--no-load-optim)"
+            f"{folder} has Muon's optimizer state: {way}load the model alone (--no-load-optim)"
         ) from error
 
 

@@ -190,7 +190,7 @@ def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:
         shape[1 if weight.name.endswith("weight1") else 0] *= tp_size * sizes.ep
         return shape
     try:
-        dim = partition_dim_of(weight)
+        dim = partition_dim_of(weight, tp_size)
     except NotImplementedError:  # an expert's weight that is not Muon's
         marked = getattr(weight.param, "tensor_model_parallel", False)
         dim = int(getattr(weight.param, "partition_dim", 0)) if marked else None

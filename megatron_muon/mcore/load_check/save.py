@@ -46,13 +46,14 @@ _WHOSE = f"{named('muon_include')}, {named('muon_exclude')}"
 # A key of optimizer state in torch_dist, of a model-parallel rank or of a whole weight, and what it
 # takes to find it there.
 _STATE = (
-    (re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.[\w.]+"), OTHER_CUT),
+    (re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.[\w.]*\w"), OTHER_CUT),
     (
-        re.compile(r"(chained_\d+\.)?optimizer\.state\.[\w.]+"),
+        re.compile(r"(chained_\d+\.)?optimizer\.state\.[\w.]*\w"),
         f"Each parameter must belong to the same optimizer as at the save ({_WHOSE}), and before "
         "core 0.14 EP must stay 1 or stay above 1",
     ),
 )
+_KEYS_THERE = re.compile(r"not in state dict: \[[^\n]*")  # Megatron lists all that there are
 _SHARD = re.compile(r"__\d+_\d+\.distcp$")  # torch_dist: the rank that wrote it, and a number
 
 
@@ -106,8 +107,9 @@ def _explained(folder: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
+        text = _KEYS_THERE.sub("", str(error))
         for pattern, way_out in _STATE:
-            if key := pattern.search(str(error)):
+            if key := pattern.search(text):
                 text = f"{folder} has no {key[0]}, or has it in another shape. {way_out}"
                 raise ValueError(text) from error
         raise

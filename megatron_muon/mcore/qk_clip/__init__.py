@@ -47,7 +47,7 @@ def is_asked(model_chunks: Sequence[Any], config: MuonConfig) -> bool:
 def uses_fsdp(model_chunks: Sequence[Any]) -> bool:
     """Whether the model is wrapped in Megatron's FSDP, by the newer or the older name."""
     names = ("use_megatron_fsdp", "use_custom_fsdp")
-    return any(getattr(model_chunks[0].ddp_config, name, False) for name in names)
+    return any(getattr(getattr(model_chunks[0], "ddp_config", None), name, False) for name in names)
 
 
 def _configs(model_chunks: Sequence[Any]) -> Iterator[Any]:

@@ -44,7 +44,7 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
         _require_spectral(weight, config)
         return _legacy_experts(weight, tp_size, config)
     shape = (weight.param.size(0), weight.param.size(1))
-    partition_dim = partition_dim_of(weight)
+    partition_dim = partition_dim_of(weight, tp_size)
     fused = fused_of(weight, whole_shape(weight, tp_size)[0])
     kind = split_of(weight, config, fused)
     if fused is None or (kind == "whole" and len(fused.sections) == 1):

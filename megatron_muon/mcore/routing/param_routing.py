@@ -32,6 +32,7 @@ MATRIX_MODULES = (
 LR_MULTIPLIER = "muon_lr_mult"  # a key of a group whose rate is multiplied; others have none
 EMBEDDING_OR_OUTPUT = "embedding or output layer"  # reasons of ``why_adamw``
 NOT_IN_TABLE = "not in Muon's table"
+ADAPTERS = "*.adapter.*.weight"
 _ADAPTER = re.compile(r"lora|adapter", re.IGNORECASE)
 _EMBEDDING_OR_OUTPUT = re.compile(r"embed|output_layer|lm_head|binary_head", re.IGNORECASE)
 # Names of a tied embedding's copies, on the first and on the last pipeline stage.
@@ -210,7 +211,8 @@ def _why_adamw_by_itself(weight: Weight, tp_size: int) -> str | None:
     if is_adapter(weight):
         raise NotImplementedError(
             f"{weight.name} looks like an adapter's weight; Muon would orthogonalize its two "
-            f"factors separately. Choose with {named('muon_include')} or {named('muon_exclude')}"
+            f"factors separately. Choose with {named('muon_include')} or {named('muon_exclude')}: "
+            f"{ADAPTERS!r} names all of Megatron-Bridge's"
         )
     return _by_type(weight)
 
@@ -242,28 +244,36 @@ def whole_shape(weight: Weight, tp_size: int) -> tuple[int, int]:
         experts //= model.expert_model_parallel_size
         inner = weight.param.numel() * tp_size // (experts * hidden)
         return (hidden, inner) if weight.name.endswith("weight1") else (inner, hidden)
-    dim = partition_dim_of(weight) if tp_size > 1 else None
+    dim = partition_dim_of(weight, tp_size) if tp_size > 1 else None
     return rows * (tp_size if dim == 0 else 1), cols * (tp_size if dim == 1 else 1)
 
 
-def partition_dim_of(weight: Weight) -> int | None:
+def partition_dim_of(weight: Weight, tp_size: int) -> int | None:
     """The dim that TP splits, None where TP ranks hold replicas.
 
     Transformer Engine marks every Linear as partitioned. It does so with replicated ones
     (``parallel_mode`` None with a ``tp_size`` of 1: MLA's down-projections), and with experts'
     second layers on the wrong dim. Megatron sets ``parallel_mode`` None on shared experts that
-    overlap, too, which are split.
+    overlap, too, which are split. Megatron's own linears, of which adapters are made, mark the dim.
+
+    Args:
+        weight: any.
+        tp_size: number of TP ranks that share it; of an expert, expert-TP ranks.
 
     Raises:
-        NotImplementedError: a 2-D weight of an expert by a name that is not known.
+        NotImplementedError: a 2-D weight of an expert that expert TP splits in an unknown way.
     """
     if weight.is_expert and weight.param.dim() == 2:
-        if weight.leaf not in _EXPERT_PARTITION_DIM:
+        if weight.leaf in _EXPERT_PARTITION_DIM:
+            return _EXPERT_PARTITION_DIM[weight.leaf]
+        if tp_size == 1:
+            return None
+        if not weight.is_module("ColumnParallelLinear", "RowParallelLinear"):
             raise NotImplementedError(
-                f"{weight.name}: how expert TP splits it is known of linear_fc1 and linear_fc2 "
-                f"only: put it in {named('muon_exclude')} of MuonConfig"
+                f"{weight.name}: how expert TP splits it is known of linear_fc1, linear_fc2 and "
+                f"Megatron's own linears only: put it in {named('muon_exclude')} of MuonConfig, or "
+                "set expert_tensor_parallel_size=1"
             )
-        return _EXPERT_PARTITION_DIM[weight.leaf]
     replicated = getattr(weight.module, "parallel_mode", "marked") in (None, "duplicated")
     if replicated and getattr(weight.module, "tp_size", 1) == 1:
         return None

@@ -69,7 +69,7 @@ def _route(weight: Weight, sizes: Sizes, config: MuonConfig) -> Route:
     if muon is not None:
         replicated = muon.partition_dim is None
     elif weight.param.dim() == 2 and not weight.is_expert:
-        replicated = partition_dim_of(weight) is None
+        replicated = partition_dim_of(weight, tp_size) is None
     else:
         replicated = not is_cut(weight)
     likes = (sizes.ep if weight.is_expert else 1) * (1 if replicated else tp_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -78,11 +79,15 @@ def test_muon_to_adamw_and_on_without_the_plugin(format: str, tmp_path: Path) ->
 def test_adamw_does_not_load_muons_and_with_the_plugin_names_the_flag(
     format: str, tmp_path: Path
 ) -> None:
-    pretrain(2, MUON, options(tmp_path, format))
-    text = pretrain(2, ADAM, options(tmp_path, format), fails=True)
+    saved = tmp_path / "saved"
+    unswitched = saved_and_unswitched(MUON, saved, format)
+    text = pretrain(2, ADAM, options(saved, format), fails=True)
     assert "has Muon's optimizer state: give --adamw-from-muon" in text and not losses(text)
-    text = without_plugin(2, ADAM, options(tmp_path, format), fails=True)
+    text = without_plugin(2, ADAM, options(saved, format), fails=True)
     assert "exp_avg" in text and not losses(text), text[-3000:]
+    text = without_plugin(2, f"{ADAM} --no-load-optim", options(saved, format))
+    assert losses(text)[0] == unswitched[0]  # the weights go on, the schedule starts anew
+    assert re.findall(r"learning rate: (\S+)", text)[0] == "9.250000E-03"
 
 
 EMERGING = importlib.util.find_spec("emerging_optimizers")  # see megatrons_muon
@@ -96,8 +101,7 @@ def test_megatrons_own_muon_to_muon_and_on(tmp_path: Path) -> None:
     sizes, which gloo cannot.)"""
     if version() < (0, 16):
         pytest.skip("this Megatron has no Muon of its own")
-    assert EMERGING is not None and EMERGING.origin is not None
-    path = {"PYTHONPATH": os.pathsep.join([PATHS["PYTHONPATH"], *_folders_of(EMERGING)])}
+    path = _path_with(EMERGING)
     saved, copy, third = tmp_path / "saved", tmp_path / "copy", tmp_path / "third"
     tp2 = "--tensor-model-parallel-size 2"
     whole = "--dist-ckpt-optim-fully-reshardable" if version() >= (0, 18) else ""  # AdamW's part
@@ -120,5 +124,21 @@ def test_megatrons_own_muon_to_muon_and_on(tmp_path: Path) -> None:
     assert losses(text)[0] == pytest.approx(unswitched[0], rel=2**-8)
 
 
-def _folders_of(spec: importlib.machinery.ModuleSpec) -> list[str]:
-    return [str(Path(place).parent) for place in spec.submodule_search_locations or ()]
+@pytest.mark.slow
+@pytest.mark.skipif(EMERGING is None, reason="emerging_optimizers is not on PYTHONPATH")
+def test_megatrons_own_muon_loads_the_model_of_a_muon_run(tmp_path: Path) -> None:
+    if version() < (0, 16):
+        pytest.skip("this Megatron has no Muon of its own")
+    saved, path, tp2 = tmp_path / "saved", _path_with(EMERGING), "--tensor-model-parallel-size 2"
+    unswitched = saved_and_unswitched(f"{MUON} {tp2}", saved, "torch_dist")
+    own = f"--optimizer muon --muon-backend upstream {tp2}"
+    text = pretrain(2, own, options(saved, "torch_dist"), fails=True, **path)
+    assert "Muon's optimizer state: --optimizer muon of Megatron's own cannot read it" in text
+    text = pretrain(2, f"{own} --no-load-optim", options(saved, "torch_dist"), **path)
+    assert losses(text)[0] == unswitched[0]
+
+
+def _path_with(spec: importlib.machinery.ModuleSpec | None) -> dict[str, str]:
+    assert spec is not None and spec.origin is not None
+    places = [str(Path(place).parent) for place in spec.submodule_search_locations or ()]
+    return {"PYTHONPATH": os.pathsep.join([PATHS["PYTHONPATH"], *places])}

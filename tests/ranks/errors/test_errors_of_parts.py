@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from support.models.gpt import (
+    SEQUENCE,
+    VOCAB,
     Case,
     Topology,
     build,
@@ -20,6 +22,7 @@ from support.models.gpt import (
     take_step,
     write_grads,
 )
+from support.models.gpt_model import layer_spec
 from support.ranks import error_of, run
 
 CASE = Case(layers=2, steps=1)
@@ -155,3 +158,22 @@ def test_freezing_after_the_buffers_are_made_is_an_error() -> None:
     one, other = run(_frozen_too_late, 2)
     assert one.startswith("ValueError: decoder.layers.0.mlp.linear_fc1.weight was frozen after")
     assert other.startswith("RuntimeError: rank 0 stopped this run: decoder.layers.0.mlp.linear_f")
+
+
+def _of_a_mimo_model() -> str:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.mimo import MimoModel, MimoModelConfig
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    built = build(CASE, Topology())
+    config = built.ddp.config
+    config.log_max_attention_logit = True  # whether logits are watched is asked first
+    sizes = {"vocab_size": VOCAB, "max_sequence_length": SEQUENCE}
+    layer = {"config": config, "transformer_layer_spec": layer_spec(CASE, config, {}), **sizes}
+    built.chunks = [MimoModel(MimoModelConfig(ModuleSpec(GPTModel, params=layer)))]
+    return error_of_optimizer(built)
+
+
+def test_a_model_that_is_no_ddp_chunk_is_named() -> None:
+    (text,) = run(_of_a_mimo_model, 1)
+    assert text.startswith("NotImplementedError: optimizer='muon' does not support MimoModel yet")

@@ -336,7 +336,8 @@ def _global_expert(name: str, first_expert: int) -> str:
     before, mark, after = name.partition(".experts.linear_fc")
     if mark:
         which, number = after.split(".weight")
-        return f"{before}{mark}{which}.weight{int(number) + first_expert}"
+        if number:  # an adapter is all experts'
+            return f"{before}{mark}{which}.weight{int(number) + first_expert}"
     return name
 
 
@@ -359,7 +360,8 @@ def piece_of(
 
 
 def _split_dim(name: str, param: torch.nn.Parameter, case: Case) -> int | None:
-    if (case.grouped == "te" or takes_te(case)) and ".mlp.experts." in name:
+    of_te = case.grouped == "te" or takes_te(case)
+    if of_te and ".mlp.experts." in name and ".adapter." not in name:
         return 0 if ".linear_fc1." in name else 1
     cut_by_te = takes_te(case) and VERSION < (0, 13)  # Megatron has them column-parallel there
     if case.mla == "duplicated" and name.endswith(DOWN_PROJECTIONS) and not cut_by_te:

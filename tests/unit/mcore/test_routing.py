@@ -322,10 +322,15 @@ def test_a_fused_weight_that_tp_does_not_split_by_rows_is_refused(name: str) -> 
     assert len(_routed(chunk, 1)) == 1
 
 
-def test_an_experts_weight_by_another_name_is_refused() -> None:
+def test_how_expert_tp_splits_a_weight_is_unknown_but_of_megatrons_own_linears() -> None:
     name = "decoder.layers.0.mlp.experts.local_experts.0.linear_in.weight"
+    marked = {"tensor_model_parallel": True, "partition_dim": 0}
+    (alone,) = _routed(_Chunk({name: _weight(4, 5, **marked)}, "TELinear", **MOE))
+    assert (alone.matrices[0].rows, alone.partition_dim) == (4, None)
+    (own,) = _routed(_Chunk({name: _weight(4, 5, **marked)}, **MOE), expert_tp_size=2)
+    assert (own.matrices[0].rows, own.partition_dim) == (8, 0)
     with pytest.raises(NotImplementedError, match=r"linear_in\.weight: how expert TP splits it is"):
-        _routed(_Chunk({name: _weight(4, 5)}, **MOE))
+        _routed(_Chunk({name: _weight(4, 5, **marked)}, "TELinear", **MOE), expert_tp_size=2)
 
 
 def test_copies_of_a_tied_embedding_share_a_pattern() -> None:

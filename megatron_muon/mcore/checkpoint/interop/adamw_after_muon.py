@@ -43,7 +43,6 @@ class _Former:
     """Stands in for the DistributedMuon that wrote the checkpoint, as MuonCheckpoint uses it."""
 
     def __init__(self, config: MuonConfig, part: Any) -> None:
-        self.numerics = numerics_on(device_of(part.model_chunks), config)
         self.config = config
         self.numerics = numerics_on(device_of(part.model_chunks), config)
         self._muons = {id(shard) for shard in _young_shards(part, config)}
