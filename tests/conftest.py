@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import sys
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -34,6 +35,14 @@ megatron_muon.cpu.enable(allow_cuda=True)
 def _fixed_seeds() -> None:
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Torch's deterministic mode."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

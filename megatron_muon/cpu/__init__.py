@@ -1,8 +1,8 @@
 """Run megatron-core without a GPU: real gloo collectives, CPU tensors, Megatron's GPU code paths.
 
 Call ``enable()`` before anything imports Megatron, then use Megatron as on a GPU with the process
-group made by ``torch.distributed.init_process_group("gloo", ...)``. The table
-``REPLACEMENTS`` says what is replaced and why; ``disable()`` puts all of it back.
+group made by ``torch.distributed.init_process_group("gloo", ...)``. The functions of
+``REPLACEMENTS`` say what they replace and why; ``disable()`` puts all of it back.
 
 Covered, with the local layer specs: data, tensor (with and without sequence parallelism), pipeline
 (also virtual), context and expert parallelism, expert tensor parallelism, several optimizer
@@ -21,7 +21,7 @@ import torch
 
 from megatron_muon.cpu import torch_cuda
 from megatron_muon.cpu.fused_adam import FusedAdam
-from megatron_muon.cpu.table import REPLACEMENTS, Replacement
+from megatron_muon.cpu.table import BEFORE_MEGATRON, REPLACEMENTS, Replacement
 from megatron_muon.presence import require_core
 from megatron_muon.runtime.patches import Patches
 
@@ -98,14 +98,14 @@ def _check_may_enable(allow_cuda: bool, late: bool) -> None:
 
 
 def _apply(patches: Patches) -> None:
-    for replacement in REPLACEMENTS:
-        if replacement.when == "before megatron":
-            replacement.apply(patches)
+    for replace in REPLACEMENTS:
+        if replace in BEFORE_MEGATRON:
+            replace(patches)
     with warnings.catch_warnings():
         for message in _KNOWN_FALLBACKS:  # replaced below, so the advice would be misleading
             warnings.filterwarnings("ignore", message=message)
         for name in _IMPORTED_LATER:
             importlib.import_module(name)
-    for replacement in REPLACEMENTS:
-        if replacement.when == "after megatron":
-            replacement.apply(patches)
+    for replace in REPLACEMENTS:
+        if replace not in BEFORE_MEGATRON:
+            replace(patches)

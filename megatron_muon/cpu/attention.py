@@ -97,7 +97,11 @@ def _refuse(attention: Any, query: torch.Tensor, key: torch.Tensor) -> None:
 
 
 def multi_latent(patches: Patches) -> None:
-    """Values may have another size per head than queries and keys: the output then has theirs."""
+    """Values may have another size per head than queries and keys: the output then has theirs.
+
+    Only Transformer Engine's constructor takes the sizes that multi_latent_attention.py:155 hands
+    it. Line 185 asks isinstance of a mock, as HAVE_TE is True there without Transformer Engine.
+    """
     latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     if hasattr(latent, "HAVE_TE"):  # since core 0.14
         extensions = importlib.import_module("megatron.core.extensions.transformer_engine")
@@ -125,7 +129,8 @@ def multi_latent(patches: Patches) -> None:
 def context_parallel(patches: Patches) -> None:
     """Each rank's queries attend to the keys and values of all ranks, gathered before the product.
 
-    Transformer Engine passes them around instead. The result is the same but for rounding. The
+    Megatron leaves that to Transformer Engine (dot_product_attention.py:58), which passes them
+    around. The result is the same but for rounding. The
     memory for keys and values is that of one rank without context parallelism.
     """
     module = importlib.import_module("megatron.core.transformer.dot_product_attention")

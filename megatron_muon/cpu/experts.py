@@ -12,7 +12,7 @@ from megatron_muon.runtime.patches import Patches
 
 
 def router(patches: Patches) -> None:
-    """The router's product is torch's: moe_utils tests the name, which only an import sets.
+    """The router's product is torch's: moe_utils.py:1192 tests a name that only an import sets.
 
     Since core 0.17 it is None without Transformer Engine, and core 0.12 has no such product.
     """
@@ -27,7 +27,10 @@ def _moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> 
 
 
 def split_sizes(patches: Patches) -> None:
-    """Counts that a GPU run fetches as numpy arrays become numpy arrays here too."""
+    """Counts that a GPU run fetches as numpy arrays become numpy arrays here too.
+
+    The all-to-all (mappings.py:444) cannot take sizes as CPU tensors.
+    """
     for name in ("moe_utils", "token_dispatcher"):
         module = importlib.import_module(f"megatron.core.transformer.moe.{name}")
         patches.set(module, "maybe_move_tensor_to_cpu", _moved)
@@ -46,7 +49,11 @@ def _or_tensor_parallel(group: Any) -> Any:
 
 
 def uneven_parts(patches: Patches) -> None:
-    """Gather and reduce-scatter parts of different lengths, padded to the longest."""
+    """Gather and reduce-scatter parts of different lengths, padded to the longest.
+
+    gloo wants equal parts; the alltoall dispatcher over expert tensor parallelism gives each rank
+    another number of tokens (mappings.py:150, 194).
+    """
     module = importlib.import_module("megatron.core.tensor_parallel.mappings")
     gather = module._gather_along_first_dim
     reduce_scatter = module._reduce_scatter_along_first_dim
@@ -123,8 +130,9 @@ def gmm(
 
 
 def grouped_gemm(patches: Patches) -> None:
-    """Stand in for the package grouped_gemm, of which Megatron takes ``ops.gmm``.
+    """Stand in for the CUDA package grouped_gemm, of which Megatron takes ``ops.gmm``.
 
+    The legacy GroupedMLP has its products from there (grouped_gemm_util.py:16).
     Core 0.17 dropped the legacy GroupedMLP, and its last users of the package with it.
     """
     name = "megatron.core.transformer.moe.grouped_gemm_util"

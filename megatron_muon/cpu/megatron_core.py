@@ -13,7 +13,11 @@ from megatron_muon.runtime.patches import Patches
 
 
 def adam(patches: Patches) -> None:
-    """Set the names that a successful import of Transformer Engine's FusedAdam would have set."""
+    """Set the names that a successful import of Transformer Engine's FusedAdam would have set.
+
+    The optimizer then takes the branches of a GPU run; those for plain torch Adam lose the step on
+    load (distrib_optimizer.py:642, 818).
+    """
     optimizer = importlib.import_module("megatron.core.optimizer")
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     for module in (optimizer, distributed):
@@ -29,7 +33,7 @@ def _only_real_warnings(record: logging.LogRecord) -> bool:
 
 
 def rng_states(patches: Patches) -> None:
-    """Megatron's get/set of the GPU's RNG state go to the CPU generator.
+    """Megatron's get/set of ``torch.cuda.default_generators`` go to the CPU generator.
 
     ``fork()`` then sees the CPU state change inside the GPU context, by construction, so that one
     log message is filtered.
@@ -51,7 +55,10 @@ def rng_states(patches: Patches) -> None:
 
 
 def no_fp8_parameters(patches: Patches) -> None:
-    """Casting no fp8 parameter needs nothing; core 0.12 raises before it looks at the list."""
+    """Casting no fp8 parameter needs nothing; core 0.12 raises before it looks at the list.
+
+    It asks for Transformer Engine in each step (fp8_utils.py:301 of core 0.12.3).
+    """
     module = importlib.import_module("megatron.core.fp8_utils")
     original = module._quantize_param_shard_impl
     if "model_params" in inspect.signature(original).parameters:
@@ -65,7 +72,7 @@ def no_fp8_parameters(patches: Patches) -> None:
 
 
 def sequence_parallel_norm(patches: Patches) -> None:
-    """Let the plain torch norm run under sequence parallelism.
+    """Let the plain torch norm run under sequence parallelism, which it refuses (torch_norm.py:32).
 
     Each tensor-parallel rank norms its own part of the sequence, so its weight's gradient is a
     partial sum. The mark ``sequence_parallel``, which Apex's and Transformer Engine's norms set,

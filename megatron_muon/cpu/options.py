@@ -32,21 +32,24 @@ class Replaced(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """An option that has none.
+    """An option that has none: the argument's name, why it needs a GPU, what to write instead.
 
-    Attributes:
-        dest: the argument's name.
-        option: the flag, as it is written.
-        why: it needs a GPU.
-        instead: the words for what takes its place.
-        needs_gpu: whether the argument's value needs a GPU.
+    ``needs_gpu`` says whether the argument's value does.
     """
 
     dest: str
-    option: str
     why: str
     instead: str = "leave it out"
     needs_gpu: Callable[[Any], bool] = bool
+
+    @property
+    def option(self) -> str:
+        """The flag, as it is written."""
+        return _FLAGS.get(self.dest, f"--{self.dest.replace('_', '-')}")
+
+
+_FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "fp4_param": "--fp4-param-gather"}
+_FLAGS |= {"nccl_ub": "--use-nccl-ub"}
 
 
 _NCCL = "NCCL connects GPUs only"
@@ -54,30 +57,27 @@ _TE = "it is Transformer Engine's, which is CUDA code"
 _CAPTURES = "it captures kernels"
 _TE_LAYERS = "Transformer Engine's layers are CUDA code"
 _PERMUTATION = "the fused permutation of tokens is Transformer Engine's"
-_BF16 = "leave it out, for --bf16"
-_UNFUSED, _NO_ROPE = "--attention-backend unfused", "--no-rope-fusion"
+_ROPE = "it is a kernel of Transformer Engine"
 _CHOSEN = "it is a kernel that Transformer Engine chooses"
 _APEX = "it is a CUDA extension of Apex"
-_NO_ACCUMULATION = "--no-gradient-accumulation-fusion"
+_PERSISTENT = "the persistent LayerNorm is Apex's"
 
 REPLACED = (
     Replaced("distributed_backend", ("nccl",), "gloo", "--distributed-backend gloo", _NCCL),
     Replaced(
         "transformer_impl", ("transformer_engine",), "local", "--transformer-impl local", _TE_LAYERS
     ),
-    Replaced("attention_backend", ("flash", "fused"), "unfused", _UNFUSED, _CHOSEN),
     Replaced(
-        "no_persist_layer_norm",
-        (False,),
-        True,
-        "--no-persist-layer-norm",
-        "the persistent LayerNorm is Apex's",
+        "attention_backend", ("flash", "fused"), "unfused", "--attention-backend unfused", _CHOSEN
     ),
-    Replaced("gradient_accumulation_fusion", (True,), False, _NO_ACCUMULATION, _APEX),
+    Replaced("no_persist_layer_norm", (False,), True, "--no-persist-layer-norm", _PERSISTENT),
+    Replaced(
+        "gradient_accumulation_fusion", (True,), False, "--no-gradient-accumulation-fusion", _APEX
+    ),
     Replaced(
         "masked_softmax_fusion", (True,), False, "--no-masked-softmax-fusion", "it is a CUDA kernel"
     ),
-    Replaced("apply_rope_fusion", (True,), False, _NO_ROPE, "it is a kernel of Transformer Engine"),
+    Replaced("apply_rope_fusion", (True,), False, "--no-rope-fusion", _ROPE),
     Replaced("moe_permute_fusion", (True,), False, "no --moe-permute-fusion", _PERMUTATION),
 )
 
@@ -94,46 +94,36 @@ def _name(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
-_LOCAL, _NATIVE = "--transformer-impl local", "--cross-entropy-fusion-impl native"
-_ALLTOALL = "--moe-token-dispatcher-type alltoall"
-_DISPATCHER, _CROSS_ENTROPY = "--moe-token-dispatcher-type", "--cross-entropy-fusion-impl"
+_BF16 = "leave it out, for --bf16"
 _DEEPEP = "its kernels are DeepEP's or HybridEP's"
 _ACCUMULATES = "it needs the fused gradient accumulation of Apex"
 
 REFUSED = (
-    Refused("transformer_impl", "--transformer-impl", _TE, _LOCAL, _is("inference_optimized")),
-    Refused("fp8", "--fp8-format", "a CPU has no fp8 products", _BF16),
-    Refused("fp4", "--fp4-format", "a CPU has no fp4 products", _BF16),
-    Refused("fp8_param_gather", "--fp8-param-gather", _TE),
-    Refused("fp4_param", "--fp4-param-gather", _TE),
-    Refused("enable_cuda_graph", "--enable-cuda-graph", _CAPTURES),
-    Refused("external_cuda_graph", "--external-cuda-graph", _CAPTURES),
-    Refused("cuda_graph_impl", "--cuda-graph-impl", _CAPTURES, "--cuda-graph-impl none", _captures),
-    Refused("optimizer_cuda_graph", "--optimizer-cuda-graph", _CAPTURES),
-    Refused("tp_comm_overlap", "--tp-comm-overlap", _TE),
-    Refused("te_rng_tracker", "--te-rng-tracker", _TE),
-    Refused("delay_wgrad_compute", "--delay-wgrad-compute", _TE),
-    Refused("cpu_offloading", "--cpu-offloading", _TE),
-    Refused("use_precision_aware_optimizer", "--use-precision-aware-optimizer", _TE),
-    Refused("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _ACCUMULATES),
-    Refused("cross_entropy_fusion_impl", _CROSS_ENTROPY, _TE, _NATIVE, _is("te")),
-    Refused("moe_router_fusion", "--moe-router-fusion", _TE),
-    Refused("moe_token_dispatcher_type", _DISPATCHER, _DEEPEP, _ALLTOALL, _is("flex")),
-    Refused("moe_enable_deepep", "--moe-enable-deepep", "DeepEP is CUDA code"),
-    Refused("nccl_ub", "--use-nccl-ub", _NCCL),
-    Refused("use_sharp", "--use-sharp", _NCCL),
-    Refused("nccl_communicator_config_path", "--nccl-communicator-config-path", _NCCL),
-    Refused("high_priority_stream_groups", "--high-priority-stream-groups", _NCCL),
-    Refused("record_memory_history", "--record-memory-history", "it records the GPU's allocator"),
+    Refused("transformer_impl", _TE, "--transformer-impl local", _is("inference_optimized")),
+    Refused("fp8", "a CPU has no fp8 products", _BF16),
+    Refused("fp4", "a CPU has no fp4 products", _BF16),
+    *(Refused(f"{name}_cuda_graph", _CAPTURES) for name in ("enable", "external", "optimizer")),
+    Refused("cuda_graph_impl", _CAPTURES, "--cuda-graph-impl none", _captures),
+    *(Refused(name, _TE) for name in ("fp8_param_gather", "fp4_param", "tp_comm_overlap")),
+    *(Refused(name, _TE) for name in ("te_rng_tracker", "delay_wgrad_compute", "cpu_offloading")),
+    *(Refused(name, _TE) for name in ("use_precision_aware_optimizer", "moe_router_fusion")),
+    Refused("defer_embedding_wgrad_compute", _ACCUMULATES),
+    Refused("cross_entropy_fusion_impl", _TE, "--cross-entropy-fusion-impl native", _is("te")),
+    Refused(
+        "moe_token_dispatcher_type", _DEEPEP, "--moe-token-dispatcher-type alltoall", _is("flex")
+    ),
+    Refused("moe_enable_deepep", "DeepEP is CUDA code"),
+    *(Refused(name, _NCCL) for name in ("nccl_ub", "use_sharp", "nccl_communicator_config_path")),
+    Refused("high_priority_stream_groups", _NCCL),
+    Refused("record_memory_history", "it records the GPU's allocator"),
 )
 
 _LOGITS = "Megatron's own way has the logits from Transformer Engine; the plugin has its own for "
 _LOGITS += "the distributed optimizer"
-_SHARDS = "--use-distributed-optimizer, or leave it out"
 # Options that the plugin does on a CPU, over the distributed optimizer alone.
-_WITHOUT_SHARDS = (
-    Refused("qk_clip", "--qk-clip", _LOGITS, _SHARDS),
-    Refused("log_max_attention_logit", "--log-max-attention-logit", _LOGITS, _SHARDS),
+_WITHOUT_SHARDS = tuple(
+    Refused(name, _LOGITS, "--use-distributed-optimizer, or leave it out")
+    for name in ("qk_clip", "log_max_attention_logit")
 )
 
 

@@ -25,12 +25,15 @@ def is_cuda(device: object) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
-        return device.startswith("cuda")
+        return device.startswith("cuda") or device.isdecimal()  # '1' of flagos-ai's fork
     return isinstance(device, int) and not isinstance(device, bool)
 
 
 def current_device(patches: Patches) -> None:
-    """``current_device()`` is only ever passed on as a ``device=``, so the device itself serves."""
+    """``current_device()`` is only ever passed on as a ``device=``, so the device itself serves.
+
+    Layers, buffers and p2p allocate on it (tensor_parallel/layers.py:261).
+    """
     patches.set(torch.cuda, "current_device", lambda: CPU)
     patches.set(torch.cuda, "set_device", lambda device: None)
 
@@ -47,7 +50,10 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def factories(patches: Patches) -> None:
-    """``torch.zeros(..., device='cuda')`` and friends make CPU tensors, without pinning."""
+    """``torch.zeros(..., device='cuda')`` and friends make CPU tensors, without pinning.
+
+    optimizer.py:473, clip_grads.py:103 and schedules.py:596 name 'cuda' outright.
+    """
     # torch looks up once what ``with torch.device(...)`` acts on: it must not keep replacements.
     patches.on_undo(_device._device_constructors.cache_clear)
     for name in FACTORIES:
@@ -68,7 +74,10 @@ def _to(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def moves(patches: Patches) -> None:
-    """``.cuda()``, ``.to('cuda')`` and ``.pin_memory()`` leave a tensor where it is."""
+    """``.cuda()``, ``.to('cuda')`` and ``.pin_memory()`` leave a tensor where it is.
+
+    Batches and loaded scaler state are moved to the GPU; ``Module.cuda`` goes through these.
+    """
     patches.set(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
     patches.set(torch.Tensor, "pin_memory", lambda self, *args, **kwargs: self)
     patches.set(torch.Tensor, "to", _to(torch.Tensor.to))
@@ -93,12 +102,18 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensor_type(patches: Patches) -> None:
-    """``t.type()`` of a CPU tensor says ``'torch.cuda.FloatTensor'``; ``t.type(dtype)`` casts."""
+    """``t.type()`` of a CPU tensor says ``'torch.cuda.FloatTensor'``; ``t.type(dtype)`` casts.
+
+    The optimizers sort parameters by that name (distrib_optimizer.py:361, optimizer.py:671).
+    """
     patches.set(torch.Tensor, "type", _type(torch.Tensor.type))
 
 
 def rng(patches: Patches) -> None:
-    """The CPU generator is the GPU's: one state, which the fork in Megatron saves and restores."""
+    """The CPU generator is the GPU's: one state, which the fork in Megatron saves and restores.
+
+    The RNG tracker seeds and saves the GPU's (tensor_parallel/random.py:235).
+    """
     generator = torch.default_generator
 
     def get_state(device: object = "cuda") -> torch.Tensor:
@@ -164,7 +179,11 @@ class Stream(_InOrder):
 
 
 def streams(patches: Patches) -> None:
-    """Streams and events that order nothing, because CPU work is already in program order."""
+    """Streams and events that order nothing, because CPU work is already in program order.
+
+    They are called around p2p (p2p_communication.py:398), by timers, and for the overlapped
+    reductions of several optimizer instances (distributed_data_parallel.py:230).
+    """
     stream = Stream()
     patches.set(torch.cuda, "Stream", Stream)
     patches.set(torch.cuda, "Event", Event)
@@ -177,13 +196,17 @@ def streams(patches: Patches) -> None:
 
 
 def nvtx(patches: Patches) -> None:
-    """Profiler ranges that mark nothing."""
+    """Profiler ranges (utils.py:2186) mark nothing: a CPU build of torch has no NVTX."""
     for name in ("range_push", "range_pop", "mark"):
         patches.set(torch.cuda.nvtx, name, lambda *args, **kwargs: None)
 
 
 def compiler(patches: Patches) -> None:
-    """``torch.compile`` returns the function unchanged, as Megatron's own no-op fuser does."""
+    """``torch.compile`` returns the function unchanged, as Megatron's own no-op fuser does.
+
+    megatron.core.jit compiles the fused functions, which on a CPU needs a C++ compiler and seconds
+    for each function on each rank; eager gives the same values.
+    """
 
     def uncompiled(model: Any = None, **options: Any) -> Any:
         return (lambda function: function) if model is None else model

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megatron_muon.cpu.table import Replacement
 from megatron_muon.runtime.patches import Patches
 
 _MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
@@ -25,12 +24,15 @@ def enable() -> None:
     global _patches
     if _patches is None:
         _patches = Patches(by="megatron_muon.cpu")
-        for replacement in REPLACEMENTS:
-            replacement.apply(_patches)
+        for replace in REPLACEMENTS:
+            replace(_patches)
 
 
 def device(patches: Patches) -> None:
-    """One device of Ampere's capability (the first that has bf16) and no memory to speak of."""
+    """One device of Ampere's capability (the first that has bf16) and no memory to speak of.
+
+    With 0 devices Megatron silently skips the model-parallel groups (initialize.py:319).
+    """
     numbers = {"major": 8, "minor": 0, "total_memory": 0, "multi_processor_count": 1}
     properties = SimpleNamespace(name="cpu", **numbers)
     patches.set(torch.cuda, "device_count", lambda: 1)
@@ -39,7 +41,7 @@ def device(patches: Patches) -> None:
 
 
 def memory(patches: Patches) -> None:
-    """Statistics of GPU memory: zero."""
+    """Statistics of GPU memory, which the log reports (training/utils.py:284): zero."""
     for name in _MEMORY:
         patches.set(torch.cuda, name, lambda device=None: 0)
     patches.set(torch.cuda, "memory_stats", lambda device=None: defaultdict(int))
@@ -47,14 +49,17 @@ def memory(patches: Patches) -> None:
 
 
 def fused_kernels(patches: Patches) -> None:
-    """Nothing is compiled for a GPU. Since Megatron-LM 0.17 there are none."""
+    """Nothing is compiled for a GPU (initialize.py:204). Since Megatron-LM 0.17 there are none."""
     if hasattr(importlib.import_module("megatron.training.initialize"), "fused_kernels"):
         legacy = importlib.import_module("megatron.legacy.fused_kernels")
         patches.set(legacy, "load", lambda args: None)
 
 
 def initialize(patches: Patches) -> None:
-    """``initialize_megatron`` is told that there may be no GPU, and warms up no fused kernels."""
+    """``initialize_megatron`` is told that there may be no GPU, and warms up no fused kernels.
+
+    It asserts a GPU unless told (initialize.py:60).
+    """
     module = importlib.import_module("megatron.training.initialize")
     training = importlib.import_module("megatron.training.training")
     package = importlib.import_module("megatron.training")
@@ -69,17 +74,4 @@ def initialize(patches: Patches) -> None:
         patches.set_existing(holder, "set_jit_fusion_options", lambda *args, **kwargs: None)
 
 
-REPLACEMENTS = (
-    Replacement(
-        "device count, properties and capability",
-        "0 devices silently skip the model-parallel groups (initialize.py:319)",
-        device,
-    ),
-    Replacement("memory statistics", "the log reports them (training/utils.py:284)", memory),
-    Replacement("fused kernels", "they are CUDA code (initialize.py:204)", fused_kernels),
-    Replacement(
-        "initialize_megatron",
-        "it asserts a GPU unless told (initialize.py:60) and compiles fused functions",
-        initialize,
-    ),
-)
+REPLACEMENTS = (device, memory, fused_kernels, initialize)

@@ -69,6 +69,7 @@ GONE: Mapping[str, str] = {
     "`cd tests && python -m figures.restart_errors` prints Gram's",
     "bench newton-schulz --find-restarts": "in a clone, "
     "`cd tests && python -m figures.restart_errors --find`",
+    "bench step --plot": "--json FILE has every figure, for a script of your own",
     "bench step --muon-tp-mode": "upstream-layerwise has Megatron's default, duplicated",
 }
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_muon.megatron_lm.flags.values import value_given
 from megatron_muon.planning.buckets.count import (
     Buffer,
     LocalParameter,
     choose,
-    cost,
-    stock_bucket_size,
 )
 from megatron_muon.planning.buckets.order import UNPLACED
 from megatron_muon.planning.layout import Parameter, whole_matrix
+from megatron_muon.settings.flag_values import value_given
 
 # The number of buckets must not depend on the number of ranks. A run may start from an AdamW
 # checkpoint in dp_reshardable, which loads at another DP size, but not into other buckets. A small
@@ -30,9 +28,6 @@ def choose_buckets(args: Namespace) -> list[str]:
     """Set ``ddp_num_buckets`` where the layout is contiguous and gradient reduction overlaps.
 
     Flags for the number or size of buckets have precedence.
-
-    Args:
-        args: Megatron's arguments, validated.
 
     Returns:
         A line to print with the choice and its reason; empty where there is no choice.
@@ -52,13 +47,7 @@ def choose_buckets(args: Namespace) -> list[str]:
             "--muon-dp-layout contiguous: Megatron's own buckets, since the sizes of a hybrid "
             "model's layers are unknown here; --ddp-num-buckets sets their number"
         ]
-    here = buffers(args, REFERENCE_DP_SIZE)
-    chosen = choose(here)
-    if chosen is None and cost(here, stock_bucket_size(REFERENCE_DP_SIZE)).buckets <= len(here):
-        return [
-            "--muon-dp-layout contiguous: Megatron's own buckets, one a buffer on the first "
-            "pipeline stage: so small a model has nothing left to overlap"
-        ]
+    chosen = choose(buffers(args, REFERENCE_DP_SIZE))
     if chosen is None:
         return [
             "--muon-dp-layout contiguous: Megatron's own buckets, of about 40 M elements: fewer "
@@ -92,10 +81,6 @@ def buffers(args: Namespace, dp_size: int) -> list[Buffer]:
 
     Norms, biases, routers and the layers of multi-token prediction are left out. The buffers only
     serve to choose the number of buckets.
-
-    Args:
-        args: Megatron's arguments, validated.
-        dp_size: number of shards of a buffer.
     """
     tp = args.tensor_model_parallel_size
     expert_tp = args.expert_tensor_parallel_size or tp

@@ -27,13 +27,13 @@ from megatron_muon.megatron_lm.flags.parser import (
     mend_help,
     muon_backend,
 )
-from megatron_muon.megatron_lm.flags.settings import muon_config, qk_clip_alpha
-from megatron_muon.megatron_lm.flags.values import KEPT
-from megatron_muon.megatron_lm.loop import early_gathers, memory, step_traces
+from megatron_muon.megatron_lm.loop import early_gathers, step_traces
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.runtime.patches import Patches, around
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.flag_values import KEPT
+from megatron_muon.settings.from_flags import muon_config, qk_clip_alpha
 
 _patches = Patches()
 _is_on = False  # whether the wrappers are in effect
@@ -347,7 +347,6 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
     "train": early_gathers.train,
     "train_step": step_traces.train_step,
-    "report_theoretical_memory": memory.report_theoretical_memory,
 }
 # Replaced in the one module only: in megatron.core, ``mcore.wiring.install`` wraps it.
 _THERE_ALONE = ("get_megatron_muon_optimizer",)

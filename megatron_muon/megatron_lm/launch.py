@@ -5,16 +5,14 @@ The checkout stays unchanged. Without a GPU the script runs on the CPU over gloo
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import importlib.util
 import os
 import platform
-import re
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.console import say
@@ -26,10 +24,6 @@ USAGE = (
     "muon]\n--muon-cpu runs it on the CPU over gloo, as without it on a node without GPUs"
 )
 ON_CPU = "--muon-cpu"  # before the script's path or among its arguments
-_REQUIRES_PYTHON = re.compile(
-    r"^requires-python\s*[:=]\s*[\"']?([^\"'\n]*?>=\s*(\d+(?:\.\d+)*)[^\"'\n]*)",
-    re.IGNORECASE | re.MULTILINE,
-)
 
 
 class MixedInstallationError(RuntimeError):
@@ -68,9 +62,8 @@ def main(argv: Sequence[str]) -> None:
     require_core()
     if ON_CPU in argv:
         hide_gpus()
-    with naming_python(checkout / "megatron" / "core"):
-        without_gpu()
-        importlib.import_module("megatron_muon.megatron_lm.install").install_training()
+    without_gpu()
+    importlib.import_module("megatron_muon.megatron_lm.install").install_training()
     sys.argv = [str(script), *argv[1:]]
     runpy.run_path(str(script), run_name="__main__")
 
@@ -105,41 +98,6 @@ def check_installation(checkout: Path) -> None:
         f"megatron.training is in {checkout} (core {version_of(checkout / 'megatron' / 'core')}), "
         f"but {fault}: put the checkout first on PYTHONPATH, or {way_out}"
     )
-
-
-@contextlib.contextmanager
-def naming_python(core: Path) -> Iterator[None]:
-    """Within it Megatron is imported; where that fails, one line says if this Python is too old."""
-    try:
-        yield
-    except LostGpuError:
-        raise
-    except Exception as error:  # whatever a foreign package raises
-        line = older_python(core)
-        if line is None:
-            raise
-        text = f"megatron_muon: error: {line} ({type(error).__name__}: {error})"
-        raise SystemExit(text) from error
-
-
-def older_python(core: Path) -> str | None:
-    """An error text where this Python is older than a folder ``megatron/core`` asks for, else None.
-
-    A checkout's pyproject.toml says it, or the metadata of an installed distribution.
-    """
-    root = core.parent.parent
-    for file in (root / "pyproject.toml", *sorted(root.glob("megatron_core-*.dist-info/METADATA"))):
-        text = file.read_text(errors="replace") if file.is_file() else ""
-        wanted = _REQUIRES_PYTHON.search(text)
-        if wanted is None:
-            continue
-        oldest = tuple(int(part) for part in wanted[2].split("."))
-        if sys.version_info[: len(oldest)] < oldest:
-            return (
-                f"megatron-core {version_of(core)} needs Python {wanted[1]} ({file}), and this is "
-                f"Python {platform.python_version()}: run it with that one, or take an older core"
-            )
-    return None
 
 
 def version_of(core: Path) -> str:

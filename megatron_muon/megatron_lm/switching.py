@@ -33,9 +33,6 @@ def from_other(
     Every rank of the world calls it. Nothing is done without an optimizer or a folder.
 
     Args:
-        args: Megatron's arguments.
-        optimizer: the chain of optimizers, or None.
-        folder: the checkpoint that Megatron will read, or None.
         muon: the run is Muon's, not AdamW's.
 
     Raises:

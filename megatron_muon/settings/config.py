@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from megatron_muon.settings.coefficients import (
     SETS,
@@ -35,6 +36,13 @@ class MuonConfig(RunSettings, UpdateSettings):
         ValueError: a setting is out of its range, not finite or not one of its choices, or the
             coefficients make directions that are not finite.
     """
+
+    given: ClassVar[frozenset[str]]  # the settings that were written out
+
+    def __new__(cls, **given: Any) -> MuonConfig:
+        made = super().__new__(cls)
+        object.__setattr__(made, "given", frozenset(given))
+        return made
 
     def __post_init__(self) -> None:
         for name, setting in ROWS.items():

@@ -130,7 +130,8 @@ class RunSettings:
         "CUDA_DEVICE_MAX_CONNECTIONS=1 after each. The result is the same. auto: in "
         "Megatron-LM's own training loop, unless clipped attention logits, a CUDA graph of the "
         "full iteration, --perform-rl-step or --overlap-param-gather-with-optimizer-step forbid "
-        "it. on: in any loop; an error where it cannot be. off: the forward pass starts them.",
+        "it. on: in any loop, in another one until the step ends; an error where it cannot be. "
+        "off: the forward pass starts them.",
         kinds.choice(get_args(EarlyParamGather)).or_none(),
         without="The default is off; auto with --muon-preset fast.",
     )

@@ -33,6 +33,12 @@ RUN_ROWS = (
         kinds.choice(("blockwise", "duplicated", "distributed")),
         source=UPSTREAM,
         without="The default is duplicated (Megatron's own Muon: blockwise up to core 0.19).",
+        only=Only(  # as in Emerging-Optimizers
+            "duplicated",
+            "blockwise orthogonalizes each rank's slice by itself, so the update depends on TP, "
+            "distributed only rounds elsewhere, and here a matrix is whole, at one home",
+            "give --muon-tp-mode duplicated, or run with TP 1",
+        ),
     ),
     free_row(
         "adam",

@@ -85,11 +85,11 @@ UNSUPPORTED = {
     "no distributed optimizer": (
         {"optimizer": {"use_distributed_optimizer": False}},
         "ValueError: optimizer='muon' shards over Megatron's distributed optimizer, but "
-        "OptimizerConfig.use_distributed_optimizer is False: set it",
+        "OptimizerConfig.use_distributed_optimizer is False: delete",
     ),
     "ddp without distributed optimizer": (
         {"ddp": {"use_distributed_optimizer": False}},
-        "DistributedDataParallelConfig.use_distributed_optimizer is False: set it in",
+        "DistributedDataParallelConfig.use_distributed_optimizer is False: delete the line that",
     ),
     "l2 regularization": (
         {"optimizer": {"decoupled_weight_decay": False}},
@@ -145,17 +145,17 @@ UNSUPPORTED = {
         "expert_tensor_parallel_size other than tensor_model_parallel_size without expert "
         "parallelism yet (got 2): set expert_model_parallel_size above 1",
     ),
-    "ignored setting": (
-        {"optimizer": {"muon_momentum": 0.5}},
-        "ValueError: OptimizerConfig.muon_momentum=0.5 configures Megatron's own Muon",
+    "Megatron's name where it has no Muon": (
+        {"late": {"optimizer": "dist_muon"}},
+        "ValueError: write optimizer='muon', got 'dist_muon'",
     ),
-    "AdamW by an override": (
-        {"override": {"optimizer": "adam"}},
-        "has no effect here: name these weights in muon_exclude (--muon-exclude) of MuonConfig",
+    "layer-wise": (
+        {"late": {"use_layer_wise_distributed_optimizer": True}},
+        "does not support use_layer_wise_distributed_optimizer yet (got True): delete that line",
     ),
-    "Muon by an override": (
-        {"override": {"optimizer": "muon"}},
-        "has no effect here: name these weights in muon_include (--muon-include) of MuonConfig",
+    "another optimizer by an override": (
+        {"override": {"optimizer": "lion"}},
+        "ValueError: config_overrides asks for the optimizer 'lion' of ParamKey(name=",
     ),
 }
 
@@ -166,6 +166,8 @@ def test_an_unsupported_mode_is_refused_before_any_collective(name: str) -> None
     new = changes.get("optimizer", {}).keys() - OptimizerConfig.__dataclass_fields__.keys()
     if new:
         pytest.skip(f"OptimizerConfig of megatron-core {VERSION} has no {', '.join(new)}")
+    if name.startswith("Megatron's name") and MINOR >= (0, 16):
+        pytest.skip("there it is the plugin's")
     if "override" in changes and MINOR < (0, 16):
         pytest.skip("config_overrides came with core 0.16")
     for text in run(_error_of_building, 2, CASE, Topology(dp=2), changes):

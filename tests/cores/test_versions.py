@@ -40,6 +40,7 @@ FASTER = replace(BF16, faster=("decoder.layers.0.*", "embedding.*"))
 MOE = replace(BF16, moe=True)
 # A stage has no experts, as the first of DeepSeek's: before core 0.14 it has one optimizer less.
 DENSE_STAGE = replace(MOE, dense_layers=1)
+ISLANDS = replace(BF16, islands=("*.linear_fc1.weight", "*layernorm.weight"))  # fp32 among bf16
 FP16_MOE = Case(steps=6, bf16=False, fp16=True, moe=True, overflow=((2, "*.experts.*"),))
 
 
@@ -50,6 +51,7 @@ FP16_MOE = Case(steps=6, bf16=False, fp16=True, moe=True, overflow=((2, "*.exper
         pytest.param(FP32, Topology(2, 2, 2, sequence_parallel=True), id="tp2-pp2-dp2-fp32-sp"),
         pytest.param(BF16, Topology(dp=3, overlap=True), id="dp3-overlap"),
         pytest.param(FASTER, Topology(dp=3), id="dp3-groups"),
+        pytest.param(ISLANDS, Topology(2, 2, 2, overlap=True), id="tp2-pp2-dp2-islands"),
         pytest.param(BF16, Topology(tp=2, cp=2), id="tp2-cp2"),
         pytest.param(
             replace(BF16, layers=4), Topology(pp=2, dp=2, chunks=2, overlap=True), id="pp2-dp2-vpp2"

@@ -1,4 +1,4 @@
-"""The launcher before Megatron: ``--muon-cpu``, and a Python that is too old for a core."""
+"""The launcher before Megatron: ``--muon-cpu``, and GPUs that are lost."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ import torch
 import megatron_muon.cpu.training
 from megatron_muon.lab.doctor import rows as doctor_rows
 from megatron_muon.megatron_lm import launch
-from megatron_muon.megatron_lm.launch import LostGpuError, older_python, without_gpu
+from megatron_muon.megatron_lm.launch import LostGpuError, without_gpu
 from support import ROOT
 
-TOO_NEW = f">={sys.version_info[0]}.{sys.version_info[1] + 1}"
 
-
-def checkout(root: Path, core: str, requires: str | None = None) -> Path:
+def checkout(root: Path, core: str) -> Path:
     """A folder that the launcher takes for a checkout, whose megatron.core has this source."""
     for name, text in (
         ("megatron/training/__init__.py", ""),
@@ -30,8 +28,6 @@ def checkout(root: Path, core: str, requires: str | None = None) -> Path:
     ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    if requires is not None:
-        (root / "pyproject.toml").write_text(f'[project]\nrequires-python = "{requires}"\n')
     return root
 
 
@@ -50,39 +46,6 @@ def test_without_any_core_nothing_is_to_be_uninstalled(tmp_path: Path) -> None:
     done = launched(str(script))
     assert done.returncode == 1 and "Python finds no megatron.core" in done.stderr
     assert "uninstall" not in done.stderr
-
-
-# --- Python ----------------------------------------------------------------------------------
-
-NO_OVERRIDE = "raise ImportError(\"cannot import name 'override' from 'typing'\")\n"
-
-
-def test_a_core_that_needs_a_newer_python_is_one_line_that_names_it(tmp_path: Path) -> None:
-    root = checkout(tmp_path, NO_OVERRIDE, requires=TOO_NEW)
-    done = launched(str(root / "pretrain_gpt.py"))
-    assert done.returncode == 1
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith(f"megatron_muon: error: megatron-core 0.19.0 needs Python {TOO_NEW} (")
-    assert "pyproject.toml" in line and "cannot import name 'override'" in line
-
-
-@pytest.mark.parametrize("requires", [">=3.10", None])
-def test_another_fault_of_the_import_stays_what_it_is(requires: str, tmp_path: Path) -> None:
-    root = checkout(tmp_path, "raise ImportError('no such wheel')\n", requires)
-    done = launched(str(root / "pretrain_gpt.py"))
-    assert done.returncode == 1 and "needs Python" not in done.stderr
-    assert done.stderr.strip().splitlines()[-1] == "ImportError: no such wheel"
-
-
-def test_an_installed_core_says_its_python_in_its_metadata(tmp_path: Path) -> None:
-    core = checkout(tmp_path, "") / "megatron" / "core"
-    assert older_python(core) is None
-    metadata = tmp_path / "megatron_core-0.19.0.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Name: megatron-core\nRequires-Python: {TOO_NEW}\n")
-    assert f"needs Python {TOO_NEW} ({metadata})" in str(older_python(core))
-    metadata.write_text("Name: megatron-core\nRequires-Python: <3.15,>=3.10\n")
-    assert older_python(core) is None
 
 
 # --- the CPU ---------------------------------------------------------------------------------
@@ -186,7 +149,7 @@ def test_muon_cpu_takes_the_cpu_wherever_a_gpu_was_expected(lost: pytest.MonkeyP
 
 
 def test_no_script_runs_on_a_rank_of_several_nodes_without_a_gpu(tmp_path: Path) -> None:
-    script = str(checkout(tmp_path, "", requires=TOO_NEW) / "pretrain_gpt.py")
+    script = str(checkout(tmp_path, "") / "pretrain_gpt.py")
     done = launched(script, RANK="11", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8")
     assert done.returncode == 1 and "the script was run" not in done.stderr
     assert "LostGpuError: torch sees no GPU on rank 11 (" in done.stderr

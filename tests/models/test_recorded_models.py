@@ -22,11 +22,18 @@ BY_NAME = {model.name: model for model in MODELS}
 PLANS = (*MODELS, Model("DeepSeek-V3", " ".join(DEEPSEEK_V3), stage=1))
 
 
+@pytest.mark.parametrize("strips", [None, 2, 4, 8])
 @pytest.mark.parametrize("model", PLANS, ids=lambda model: model.name)
-def test_every_message_and_every_run_in_it_starts_at_16_bytes(model: Model) -> None:
-    """NCCL copies what does not one byte a load; the momentum kernel, one element."""
+def test_every_message_and_every_run_in_it_starts_at_16_bytes(
+    model: Model, strips: int | None
+) -> None:
+    """NCCL copies what does not one byte a load; the momentum kernel, one element.
+
+    Nor is a strip's side no multiple of 8, which tensor cores need.
+    """
     ends = []
-    for _, plan in plans_of(model)[1]:
+    for _, plan in plans_of(model, **({} if strips is None else {"split_matrices": strips}))[1]:
+        assert [m for m in plan.matrices if m.strip is not None and m.long % 8] == []
         for rank in range(0, plan.size, 7):
             for table in round_tables(plan.for_rank(rank), plan.matrices):
                 directions = table.directions_to, table.directions_from
@@ -83,6 +90,13 @@ def test_a_smaller_round_takes_less_memory() -> None:
     assert foreach.peak_bytes <= planned + 4 * ELEMENTS_AT_ONCE
     assert smaller.total("launches") < foreach.total("launches")
     assert smaller.peak_bytes < default.peak_bytes
+
+
+def test_deterministic_mode_fills_what_a_step_has_not_written(deterministic: None) -> None:
+    """Beside more products, one at a time; what this costs is in docs/performance.md."""
+    row = _busiest("Llama-3-8B TP1 DP8", split_matrices="off")
+    fills = row.recordings[0].launches_by_name["fill_empty"]
+    assert (fills, row.total("launches")) == (55, 1048)
 
 
 def test_experts_are_orthogonalized_in_batches() -> None:

@@ -177,16 +177,14 @@ def test_what_is_given_wins(given: dict[str, Any]) -> None:
     assert len(lines) == len(said) and all(a in b for a, b in zip(said, lines, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("layers", "said"), [(32, "fewer that keep the overlap"), (2, "nothing left to overlap")]
-)
-def test_a_small_model_keeps_megatrons_buckets_and_says_so(layers: int, said: str) -> None:
+@pytest.mark.parametrize("layers", [32, 2])
+def test_a_small_model_keeps_megatrons_buckets_and_says_so(layers: int) -> None:
     small = {"hidden_size": 256, "ffn_hidden_size": 1024, "num_layers": layers}
     if layers == 2:
         small["padded_vocab_size"] = 32_000
     args = Namespace(**{**vars(LLAMA_3_8B), **small})
     (line,) = choose_buckets(args)
-    assert said in line and args.ddp_num_buckets is None
+    assert "fewer that keep the overlap" in line and args.ddp_num_buckets is None
 
 
 def test_a_hybrid_model_keeps_megatrons_buckets_and_says_so() -> None:

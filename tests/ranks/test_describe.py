@@ -213,29 +213,6 @@ def test_a_run_knows_its_nodes(node_ranks: int, here: str, neighbours: int, warn
     assert len(warnings) == bool(warned) and all(warned in text for text in warnings)
 
 
-def _theory(case: Case, topology: Topology) -> tuple[float, int]:
-    """Elements that are said to be Muon's on a rank, and those that are."""
-    from megatron_muon.mcore.load_check.models import forget
-    from megatron_muon.mcore.wiring.buffers.state_size import muon_elements
-
-    forget()
-    built = start(case, topology)
-    muons = [part.muon for part in gpt.distributed_optimizers(built.optimizer)]
-    return muon_elements(), sum(p.numel() for muon in muons for p in muon.main_params.values())
-
-
-@pytest.mark.parametrize(
-    ("case", "topology"),
-    [(Case(layers=2), Topology(tp=2, dp=2)), (Case(layers=2, moe=True), Topology(dp=4, ep=2))],
-    ids=str,
-)
-def test_what_theoretical_memory_is_told_of_muon_is_the_mean_over_ranks(
-    case: Case, topology: Topology
-) -> None:
-    said, held = zip(*run(_theory, 4, case, topology), strict=True)
-    assert said[0] * 4 == sum(held) and len(set(said)) == 1
-
-
 def _said_active() -> tuple[str, str]:
     """What is printed of it where an optimizer is built, and where another one is then."""
     from megatron_muon.mcore.wiring import build as plugin

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from megatron_muon import cpu
+from megatron_muon.cpu import megatron_core
 
 COMPILED = ("amp_C", "fused_layer_norm_cuda", "fast_layer_norm")
 
@@ -37,7 +38,7 @@ def install() -> None:
     others = ("adam_capturable", "adam_capturable_master", "sgd", "novograd", "lamb", "adagrad")
     for name in (*others, "lamb_mp", "l2norm_mp"):
         setattr(sys.modules["amp_C"], f"multi_tensor_{name}", _not_in_the_stub)
-    cpu.REPLACEMENTS = tuple(row for row in cpu.REPLACEMENTS if row.name != "FusedAdam")
+    cpu.REPLACEMENTS = tuple(each for each in cpu.REPLACEMENTS if each is not megatron_core.adam)
 
 
 def _not_in_the_stub(*args: object) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import megatron.core
 
@@ -36,3 +38,16 @@ def lacks(case: Case, topology: Topology) -> str | None:
     if case.tied and whole and VERSION < (0, 13):
         return f"megatron-core {NAME} cannot build this model's DistributedOptimizer, AdamW's too"
     return None
+
+
+@contextmanager
+def installed(config: Any) -> Iterator[None]:
+    """Within it the plugin is installed with these settings, afterwards as it was before."""
+    from megatron_muon.mcore.wiring.install import install, settings, uninstall
+
+    before = settings()
+    install(config)
+    try:
+        yield
+    finally:
+        uninstall() if before is None else install(before)

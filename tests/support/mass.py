@@ -18,9 +18,9 @@ LOADS = (  # what a training process imports
     "print(*(sys.modules[name].__file__ for name in names))"
 )
 LIMITS = {
-    "package without lab, lines": 23_100,
-    "package, lines": 34_400,
-    "tests, lines": 41_900,
+    "package without lab, lines": 22_830,
+    "package, lines": 34_050,
+    "tests, lines": 41_850,
     "documents, words": 16_000,
     "documents, pages": 14,
     "a training process, modules": 100,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import pytest
 
 from megatron_muon import MuonConfig
-from megatron_muon.megatron_lm.flags import namespace, parser, settings, values
+from megatron_muon.megatron_lm.flags import namespace, parser
+from megatron_muon.settings import flag_values, from_flags
 from megatron_muon.settings.config import ROWS
 from megatron_muon.settings.kinds import count
 from megatron_muon.settings.rows import row, rows_of
@@ -23,7 +24,7 @@ EVERY_ROW = pytest.mark.parametrize("field", ROWS)
 
 def test_every_field_is_a_row_and_no_flag_is_in_two() -> None:
     assert list(ROWS) == [field.name for field in fields(MuonConfig)]
-    assert {field: row.default for field, row in ROWS.items()} == vars(MuonConfig())
+    assert {field: row.default for field, row in ROWS.items()} == asdict(MuonConfig())
     assert ROWS.keys() == OTHERS.keys() == BAD.keys()
     assert len({flag.option for flag in FLAGS}) == len({flag.dest for flag in FLAGS}) == len(FLAGS)
 
@@ -57,7 +58,7 @@ def test_a_value_that_cannot_be_is_refused_with_field_and_flag(field: str) -> No
 @EVERY_ROW
 def test_a_row_is_the_flags_default_and_what_its_flags_write(version: str, field: str) -> None:
     default, other = ROWS[field].default, OTHERS[field]
-    assert getattr(settings.muon_config(parsed(version)), field) == default
+    assert getattr(from_flags.muon_config(parsed(version)), field) == default
     if field == "align_shards":  # the core decides, too
         return
     config = MuonConfig(**{field: other, **WITH.get(field, {})})
@@ -66,7 +67,7 @@ def test_a_row_is_the_flags_default_and_what_its_flags_write(version: str, field
         assert flag.kind.read(in_force[flag.dest]) == other, flag.option
     args = Namespace(**{**vars(parsed(version)), **in_force})
     if field != "ns_dtype":  # in fp32 a flag of Megatron's says torch's own switch
-        assert settings.muon_config(args) == config
+        assert from_flags.muon_config(args) == config
 
 
 def test_one_more_row_is_one_more_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,17 +79,17 @@ def test_one_more_row_is_one_more_setting(monkeypatch: pytest.MonkeyPatch) -> No
 
     added = rows_of(More)["warmth"]
     monkeypatch.setitem(ROWS, "warmth", added)
-    monkeypatch.setattr(settings, "MuonConfig", More)
-    for module in (namespace, parser, settings, values):
+    monkeypatch.setattr(from_flags, "MuonConfig", More)
+    for module in (namespace, parser, from_flags, flag_values):
         monkeypatch.setattr(module, "FLAGS", (*FLAGS, *added.flags), raising=False)
     assert added.flags[0].help == "Warmth. A flag of megatron_muon. The default is 3."
     args = parsed("0.16", "--muon-warmth", "7")
-    config: Any = settings.muon_config(args)
-    assert config == More(warmth=7) and settings.muon_config(parsed("0.16")) == More()
+    config: Any = from_flags.muon_config(args)
+    assert config == More(warmth=7) and from_flags.muon_config(parsed("0.16")) == More()
     namespace.put_in_force(args, config)
     assert args.muon_warmth == 7
     with pytest.raises(ValueError, match=re.escape("warmth (--muon-warmth) must be at most 9")):
-        settings.muon_config(parsed("0.16", "--muon-warmth", "10"))
+        from_flags.muon_config(parsed("0.16", "--muon-warmth", "10"))
     args = parsed("0.16", "--optimizer", "adam", "--muon-warmth", "7")
     with pytest.raises(ValueError, match=r"--muon-warmth is for .*this run has --optimizer adam"):
         namespace.leave_to_megatron(args)

@@ -223,8 +223,6 @@ def interleaved(
 
     Args:
         runs: functions of ``matrix``; each is called once before the rounds.
-        matrix: the input of every run.
-        rounds: number of rounds.
         clock: a clock in seconds. The default on a GPU is wall time. On a CPU it is the processor
             time of all threads of the process, which leaves out waiting for other processes.
     """

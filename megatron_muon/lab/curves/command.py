@@ -16,9 +16,8 @@ from megatron_muon.lab.outputs import add_outputs, require_outputs, write_json
 from megatron_muon.lab.tables import aligned
 
 _DESCRIPTION = """\
-Compare the loss curves of two or more runs with the first: final losses, the
-leading ratio (S - s) / s over training, and the steps that the first run needs
-for each loss of another.
+Compare the loss curves of two or more runs with the first: final losses, and
+the leading ratio (S - s) / s over training.
 
 A RUN is NAME=FILE, or NAME=FILE,FILE,... with one file for each seed. A file is
 a folder with TensorBoard's event files, a Megatron log, CSV, JSON lines, or the
@@ -117,9 +116,8 @@ def _ending(name: str, curves: Sequence[Curve], window: float) -> dict[str, Any]
 def _beside(first: Sequence[Curve], own: Sequence[Curve], window: float) -> dict[str, Any]:
     by_window = {str(part): lead.leads(first, own, part)[-1].ratio for part in lead.WINDOWS}
     found = [each._asdict() | {"ratio": each.ratio} for each in lead.leads(first, own, window)]
-    needs = [each._asdict() for each in lead.needs(first, own, window)]
     hangs = lead.hangs_on_window(list(by_window.values()))
-    return {"leads": found, "needs": needs, "by_window": by_window, "hangs_on_window": hangs}
+    return {"leads": found, "by_window": by_window, "hangs_on_window": hangs}
 
 
 def _tables(found: dict[str, Any]) -> list[str]:
@@ -136,12 +134,6 @@ def _tables(found: dict[str, Any]) -> list[str]:
         for other in each["beside_first"]:
             name = other["name"]
             rows = [_lead(f"S, {first}", f"s, {name}", own) for own in other["leads"]]
-            blocks.append(_table(rows))
-            rows = [
-                {f"step of {name}": f"{own['step']:g}", "loss": f"{own['loss']:.4f}"}
-                | {f"{first} has it at step": _spread(own["baseline_step"], (), ".1f")}
-                for own in other["needs"]
-            ]
             blocks.append(_table(rows))
             if other["hangs_on_window"]:
                 parts = other["by_window"].items()

@@ -36,7 +36,6 @@ def read_curves(path: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
     """The loss of each kind in a file, or in the event files of a folder and those below it.
 
     Args:
-        path: the file or the folder.
         tags: names that losses have in it, by kind, where they do not tell by themselves.
 
     Raises:

@@ -116,26 +116,6 @@ def leads(baseline: Sequence[Curve], other: Sequence[Curve], window: float) -> l
     return found
 
 
-class Need(NamedTuple):
-    """The baseline's step for the loss that the other run has at a step; medians over seeds."""
-
-    step: float
-    loss: float
-    baseline_step: float | None
-
-
-def needs(baseline: Sequence[Curve], other: Sequence[Curve], window: float) -> list[Need]:
-    """The baseline's steps for each loss of the other run's, at ``SHARES`` of its steps."""
-    of_baseline, of_other = _envelopes(baseline, window), _envelopes(other, window)
-    found = []
-    for step in (share * min(float(each.steps[-1]) for each in other) for share in SHARES):
-        loss = statistics.median(float(np.interp(step, *each[:2])) for each in of_other)
-        later = [-at for each in of_baseline if (at := step_of(each, loss)) is not None]
-        median = _median_of(later, len(of_baseline))
-        found.append(Need(step, loss, None if median is None else -median))
-    return found
-
-
 def _envelopes(curves: Sequence[Curve], window: float) -> list[Curve]:
     return [envelope(smooth(own, window)) for own in curves]
 

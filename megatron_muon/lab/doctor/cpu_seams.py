@@ -1,4 +1,4 @@
-"""What the CPU runtime replaces and calls; ``cpu.table`` says why.
+"""What the CPU runtime replaces and calls; ``cpu.table`` has them.
 
 ``cpu`` itself needs no check: when it is switched on, ``Patches.set`` raises for a name that is
 missing. ``doctor`` says so before.

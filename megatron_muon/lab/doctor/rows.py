@@ -32,13 +32,16 @@ from megatron_muon.megatron_lm.launch import (
     ON_CPU,
     MixedInstallationError,
     check_installation,
-    older_python,
     sign_of_gpu,
     version_of,
 )
 from megatron_muon.presence import WAY_OUT, SeamError, Version, core_version, require_core
 
 _OLDEST_TORCH = (2, 4)
+_REQUIRES_PYTHON = re.compile(
+    r"^requires-python\s*[:=]\s*[\"']?([^\"'\n]*?>=\s*(\d+(?:\.\d+)*)[^\"'\n]*)",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +227,32 @@ def _training_hooks(checkout: Path) -> Examined:
 def _not_imported(module: str, core: Path, error: Exception) -> str:
     """Why a module of Megatron's cannot be imported; where Python is too old, the one it needs."""
     what = f"{type(error).__name__}: {error}"
-    why = older_python(core)
+    why = _older_python(core)
     if why is None and isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         if package not in ("megatron", "megatron_muon"):
             what = f"{what}: Megatron-LM needs it, not megatron_muon; pip install {package}"
     return f"{why} ({what})" if why else f"{module} cannot be imported: {what}"
+
+
+def _older_python(core: Path) -> str | None:
+    """An error text where this Python is older than a folder ``megatron/core`` asks for, else None.
+
+    A checkout's pyproject.toml says it, or the metadata of an installed distribution.
+    """
+    root = core.parent.parent
+    for file in (root / "pyproject.toml", *sorted(root.glob("megatron_core-*.dist-info/METADATA"))):
+        text = file.read_text(errors="replace") if file.is_file() else ""
+        wanted = _REQUIRES_PYTHON.search(text)
+        if wanted is None:
+            continue
+        oldest = tuple(int(part) for part in wanted[2].split("."))
+        if sys.version_info[: len(oldest)] < oldest:
+            return (
+                f"megatron-core {version_of(core)} needs Python {wanted[1]} ({file}), and this is "
+                f"Python {platform.python_version()}: run it with that one, or take an older core"
+            )
+    return None
 
 
 def _grad_norm() -> Examined:

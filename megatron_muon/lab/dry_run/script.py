@@ -28,7 +28,7 @@ import torch.distributed as dist
 import megatron_muon.cpu
 from megatron_muon.lab.dry_run import stand_ins
 from megatron_muon.lab.dry_run.seams import SCRIPT
-from megatron_muon.megatron_lm.launch import check_installation, checkout_of, naming_python
+from megatron_muon.megatron_lm.launch import check_installation, checkout_of
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.settings.config import MuonConfig
 
@@ -86,7 +86,7 @@ def prepare(script: Path) -> None:
     sys.path[:0] = list(dict.fromkeys([str(script.parent), str(checkout)]))
     check_installation(checkout)
     stand_ins.install()
-    with naming_python(checkout / "megatron" / "core"), _unheard():
+    with _unheard():
         megatron_muon.cpu.enable(allow_cuda=True)
         importlib.import_module("megatron_muon.cpu.training").enable()
         importlib.import_module("megatron_muon.megatron_lm.install").install_training()

@@ -54,19 +54,18 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
     """Read a whole checkpoint.
 
     Args:
-        path: a folder with a tracker file, or one iteration's folder.
         hashes: also compare the hash of every file with the digest's.
 
     Raises:
-        OSError: there is no checkpoint, or nothing says which one is meant.
+        OSError: there is no checkpoint.
     """
     try:
-        folder, notes = located(path)
+        folder = located(path)
     except NoFolderError as error:
         return Report({"checkpoint": str(path)}, faults=[str(error)])
     said, faults = _digest(folder, hashes)
-    if said is None and not faults:
-        notes.append("no digest: that the files are as they were written is not known")
+    unsealed = "no digest: that the files are as they were written is not known"
+    notes = [] if said or faults else [unsealed]
     contents = read(folder)
     rows, wrong = parameters(contents, said["parameters"] if said else {})
     facts = {"checkpoint": str(folder)}

@@ -39,7 +39,6 @@ def parameters(
     """A row for each parameter, from the parts that groups of ranks have saved; and faults.
 
     Args:
-        contents: the contents of the files.
         expected: the digest's entries (``shape``, ``optimizer``) by name; empty without a digest.
     """
     wanted = {canonical(name): said for name, said in expected.items()}

@@ -6,19 +6,23 @@ import re
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from megatron_muon.lab.inspect.contents import KINDS, RECORD, Contents, Kind
+from megatron_muon.mcore.checkpoint.read import Unknown
 from megatron_muon.mcore.checkpoint.torch_dist import (
     COMMON_FILE,
     COMMON_KEY,
     METADATA,
-    Chunk,
     Metadata,
-    Tensor,
+    Numbers,
+    checked,
     common,
+    numbers,
     read_metadata,
+    state_of,
 )
 
 _CHAINED = r"(?:(?P<chained>chained_\d+)\.)?optimizer\."
@@ -29,26 +33,60 @@ _OBJECT = re.compile(_CHAINED + r"distributed\.(?P<group>dp_group_idx_\d+)\.(\w+
 _STACK = re.compile(r"\.layers\.(?=\D)")
 
 
+class Chunk(NamedTuple):
+    """A slice of a tensor, in elements."""
+
+    offsets: Numbers
+    sizes: Numbers
+
+
+class Tensor(NamedTuple):
+    """A whole tensor, as the metadata describe it."""
+
+    size: Numbers
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+def tensor_of(entry: Unknown) -> Tensor | None:
+    """What the metadata say of a tensor; None for an object. ReadError if they are damaged."""
+    if entry.named[1] == "BytesStorageMetadata":
+        return None
+    state = state_of(entry, "TensorStorageMetadata")
+    properties = state["properties"].state  # a dict, or in older torch a tuple
+    dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+    chunks = (state_of(chunk, "ChunkStorageMetadata") for chunk in checked(list, state["chunks"]))
+    return Tensor(
+        numbers(state["size"]),
+        checked(torch.dtype, dtype),
+        tuple(Chunk(numbers(chunk["offsets"]), numbers(chunk["sizes"])) for chunk in chunks),
+    )
+
+
 def read_torch_dist(folder: Path) -> Contents:
     """The contents of a checkpoint; parts that cannot be read are among its faults."""
     contents = Contents(folder, "torch_dist")
     missing = [name for name in ("metadata.json", METADATA) if not (folder / name).is_file()]
     contents.faults += [f"{name} is missing" for name in missing]
-    metadata = None
+    metadata, tensors = Metadata(folder, {}, {}), dict[str, Tensor | None]()
     if METADATA not in missing:
-        metadata = contents.read(METADATA, lambda: read_metadata(folder))
-    metadata = metadata or Metadata(folder, {}, {})
+        both = contents.read(METADATA, lambda: _described(read_metadata(folder)))
+        metadata, tensors = both or (metadata, tensors)
     contents.keys = frozenset(metadata.entries)
     if (folder / COMMON_FILE).exists() or any(map(COMMON_KEY.match, contents.keys)):
         contents.read(COMMON_FILE, lambda: _add_common(contents, metadata))
     elif contents.keys:
         contents.faults.append(f"{COMMON_FILE} is missing")
-    for key, described in metadata.entries.items():
+    for key, described in tensors.items():
         if described is not None:
             _add_tensor(contents, metadata, key, described)
         elif (at := _OBJECT.match(key)) and at[3] in ("optimizer", RECORD, "param_state"):
             _add_object(contents, metadata, key, at)
     return contents
+
+
+def _described(metadata: Metadata) -> tuple[Metadata, dict[str, Tensor | None]]:
+    return metadata, {key: tensor_of(entry) for key, entry in metadata.entries.items()}
 
 
 def _add_common(contents: Contents, metadata: Metadata) -> None:

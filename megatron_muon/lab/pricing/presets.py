@@ -12,13 +12,17 @@ from megatron_muon.lab.json_text import finite, parsed
 from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware
 
 _SHEET = "NVIDIA's H100 data sheet, SXM"
+_MEASURED = "measured by megatron-muon accept, see docs/validation.md"
 _KERNELS = (
     "assumption; https://dao-lab.ai/blog/2026/gram-newton-schulz reports about twice the speed"
 )
 _H100: Mapping[str, tuple[Any, str]] = {
     "dense_tflops": (989.4, f"{_SHEET}: 1,979 with sparsity, half of it dense"),
     "fp32_tflops": (66.9, f"{_SHEET}: 67"),
-    "gemm_efficiency": (0.72, "assumption: 712 TFLOP/s, cuBLAS at the power limit of 700 W"),
+    "gemm_efficiency": (
+        0.72,
+        "an H200's product has 791 TFLOP/s, in Newton-Schulz of large matrices 620 to 640",
+    ),
     "processors": (132, "NVIDIA H100 white paper: 132 SMs"),
     "split_efficiency": (0.7, "assumption"),
     "split_us": (3.0, "assumption: the pass that adds the parts"),
@@ -69,6 +73,8 @@ H200 = _like(
         "dense_tflops": (989.4, "NVIDIA's H200 data sheet, SXM: 1,979 with sparsity"),
         "fp32_tflops": (66.9, "NVIDIA's H200 data sheet, SXM: 67"),
         "memory_gbytes": (4800.0, "NVIDIA's H200 data sheet: 4.8 TB/s"),
+        "memory_efficiency": (0.86, f"{_MEASURED}: 4,119 GB/s"),
+        "kernel_us": (1.8, _MEASURED),
     },
 )
 B200 = _like(

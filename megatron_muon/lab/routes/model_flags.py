@@ -23,10 +23,10 @@ from megatron_muon.lab.dry_run.numbers import MOST_RANKS, count
 from megatron_muon.lab.dry_run.presets import PRESETS
 from megatron_muon.lab.dry_run.seams import ROWS
 from megatron_muon.megatron_lm.flags.parser import add_flags
-from megatron_muon.megatron_lm.flags.settings import muon_config
 from megatron_muon.megatron_lm.launch import MixedInstallationError
 from megatron_muon.presence import CoreNotFoundError, SeamError
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.from_flags import muon_config
 
 if TYPE_CHECKING:
     from megatron_muon.lab.dry_run.model import Ranks

@@ -31,6 +31,8 @@ WHOLE_WEIGHTS = (
     if hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable")
     else "fully_sharded_model_space"  # before core 0.15
 )
+# From core 0.15 on Megatron cannot write the format that it takes where none is asked for.
+_HAS_NO_RANGES = WHOLE_WEIGHTS == "fully_reshardable"
 _GATHERED = ("fully_reshardable", "dp_zero_gather_scatter")  # Megatron communicates to save them
 
 
@@ -44,12 +46,16 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         voters: the ranks that call the methods together with this one; None for the world.
         decided_by_name: name patterns assign weights to Muon or AdamW, so layers may differ.
         source: the keys of a checkpoint of Megatron's own Muon, while one is read; else None.
+        is_new: it has taken no step.
+        lacks_state: it has loaded groups, and no momentum with them.
     """
 
     chained_optimizers: list[Any]
     voters: Group | None
     decided_by_name: bool
     source: Source | None = None
+    is_new = True
+    lacks_state = False
 
     def state_dict(self) -> Any:
         """Megatron's state dict, without the state of parameters. No communication."""
@@ -61,6 +67,18 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         given = self._together(self._given, state_dict)
         self._together(super().load_state_dict, given)
         self._scatter()
+        several = given.values() if isinstance(given, dict) else given
+        each = [given] if "optimizer" in given else several
+        self.lacks_state = self.is_new and not all("param_state" in state for state in each)
+
+    def refuse_step(self) -> None:
+        """Raise before a first step that ``lacks_state``, on every rank."""
+        raise ValueError(
+            "optimizer.load_state_dict() was given no state of parameters, which "
+            "optimizer.state_dict() does not have, so momentum would start at zero: save and "
+            "load optimizer.sharded_state_dict(), or call save_parameter_state(FILE) and "
+            "load_parameter_state(FILE) too"
+        )
 
     def _scatter(self) -> None:
         with self._without_stubs():
@@ -79,6 +97,8 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
     ) -> Any:
         """Megatron's sharded state dict: to be saved, or to be filled with ``is_loading``."""
+        if _format(kwargs) is None and _HAS_NO_RANGES:
+            kwargs = _in_whole_weights(kwargs)
         given = (model_sharded_state_dict, is_loading)
         if is_loading or _format(kwargs) not in _GATHERED:
             state = self._together(self._sharded_state_dict, *given, **kwargs)
@@ -128,6 +148,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             super().load_parameter_state, filename, update_legacy_format=update_legacy_format
         )
         self._scatter()
+        self.lacks_state = False
 
     def _check_file(self, filename: str) -> None:
         if not any(part.data_parallel_group.rank() == 0 for part in self.chained_optimizers):

@@ -56,7 +56,6 @@ def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> Non
 
     Args:
         trained: the model that is to be loaded, if Muon trains it.
-        checkpoint_dir: the checkpoint's folder.
         exact: the optimizer's state is loaded, too. So the checkpoint may have no parameter that
             the model lacks, and the model must compute the same function.
 

@@ -42,7 +42,6 @@ def checksum(path: str | os.PathLike[str], *, written: bool = False) -> str:
     """``crc32+blake2b:`` and 32 hex digits for a file's bytes, the same on any machine.
 
     Args:
-        path: the file.
         written: whether to trust its CRC-32s: torch has just written it, nothing has changed it.
 
     Raises:
@@ -101,7 +100,7 @@ def _archive(file: BinaryIO, stop: int) -> tuple[int, list[_Record]] | None:
         with zipfile.ZipFile(_Until(file, stop)) as archive:
             entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
             comment = archive.comment
-    except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, _NoPlace):
+    except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError):
         return None
     if comment or not entries:
         return None
@@ -128,35 +127,20 @@ def _header(file: BinaryIO, at: int) -> int:
     return int(_HEADER.size + sum(_HEADER.unpack(fixed)))
 
 
-class _NoPlace(OSError):
-    """zipfile seeks a place before the file's start: it is too short, or its directory damaged."""
-
-
-class _Until(io.RawIOBase):
+class _Until(io.FileIO):
     """A file up to ``stop``, for zipfile."""
 
     def __init__(self, file: BinaryIO, stop: int) -> None:
-        self._file, self._stop, self._at = file, stop, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
+        super().__init__(file.fileno(), closefd=False)
+        self._stop = stop
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._stop}[whence]
-        if base + offset < 0:
-            raise _NoPlace(f"a place before the file's start: {base + offset}")
-        self._at = base + offset
-        return self._at
+        if whence == io.SEEK_END:
+            offset, whence = self._stop + offset, io.SEEK_SET
+        if whence == io.SEEK_SET and offset < 0:  # the file is too short, or its directory damaged
+            raise ValueError(f"a place before the file's start: {offset}")
+        return super().seek(offset, whence)
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        view = memoryview(buffer)[: max(0, self._stop - self._at)]
-        self._file.seek(self._at)
-        count: int = self._file.readinto(view)  # type: ignore[attr-defined]
-        self._at += count
-        return count
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._stop - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left)) or b""

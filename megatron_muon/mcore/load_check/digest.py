@@ -220,8 +220,6 @@ def fault(
     """The fault of a checkpoint's file in words; None where it has none.
 
     Args:
-        folder, name: the checkpoint's folder, and the file's path in it.
-        entry: the file's entry in ``files``.
         checksum: function from a path to a checksum; None compares sizes only.
     """
     path = folder / name

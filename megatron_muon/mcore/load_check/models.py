@@ -49,11 +49,6 @@ def forget() -> None:
     _any_built = False
 
 
-def every_trained() -> list[TrainedModel]:
-    """The models that Muon trains on this rank."""
-    return list(_trained.values())
-
-
 def owner(state: Any) -> TrainedModel | None:
     """The model of Muon's whose parameters these are, if any. No communication.
 
@@ -61,7 +56,7 @@ def owner(state: Any) -> TrainedModel | None:
         state: a sharded state dict of Megatron, or model chunks, wrapped in DDP or not.
     """
     addresses = set(_addresses(state)) if _trained else set()
-    for trained in reversed(every_trained()):
+    for trained in reversed(list(_trained.values())):
         for chunk in trained.model_chunks():
             if any(param.data_ptr() in addresses for param in chunk.parameters()):
                 return trained

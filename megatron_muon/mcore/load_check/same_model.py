@@ -38,39 +38,31 @@ Table = dict[str, dict[str, Any]]
 Settings = dict[str, Any]
 
 # Settings of a model's configuration, where it has them.
-_OF_CONFIG = (
-    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("softmax_scale", "softmax_type", "window_size", "window_attn_skip_freq", "no_rope_freq"),
-    *("qk_layernorm", "qk_l2_norm", "attention_output_gate", "experimental_attention_variant"),
-    *("normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma"),
-    *("apply_residual_connection_post_layernorm", "add_bias_linear", "add_qkv_bias"),
-    *("activation_func", "gated_linear_unit", "activation_func_clamp_value", "glu_linear_offset"),
-    *("enable_mhc_connections", "mtp_num_layers", "mtp_use_repeated_layer", "rotary_interleaved"),
-    # multi-latent attention
-    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim"),
-    *("qk_pos_emb_head_dim", "rope_type", "rotary_base", "rotary_percent"),
-    # experts
-    *("num_moe_experts", "moe_layer_freq", "moe_router_topk", "moe_router_pre_softmax"),
-    *("moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups"),
-    *("moe_router_group_topk", "moe_router_enable_expert_bias", "moe_apply_probs_on_input"),
-    *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_latent_size"),
-    # Mamba, linear and sparse attention
-    *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
-    *("linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim"),
-    *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
-    *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
-    # YaRN outside of multi-latent attention
-    *("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast"),
-    *("yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim", "yarn_correction_range_round_to_int"),
-)
-# Those of multi-latent attention with YaRN; two have other defaults before core 0.14.
+_OF_CONFIG = """
+num_layers hidden_size num_attention_heads num_query_groups kv_channels softmax_scale softmax_type
+window_size window_attn_skip_freq no_rope_freq qk_layernorm qk_l2_norm attention_output_gate
+experimental_attention_variant normalization layernorm_epsilon layernorm_zero_centered_gamma
+apply_residual_connection_post_layernorm add_bias_linear add_qkv_bias activation_func
+gated_linear_unit activation_func_clamp_value glu_linear_offset enable_mhc_connections
+mtp_num_layers mtp_use_repeated_layer rotary_interleaved
+multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim v_head_dim qk_pos_emb_head_dim
+rope_type rotary_base rotary_percent
+num_moe_experts moe_layer_freq moe_router_topk moe_router_pre_softmax moe_router_score_function
+moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
+moe_router_enable_expert_bias moe_apply_probs_on_input moe_shared_expert_intermediate_size
+moe_shared_expert_gate moe_latent_size
+mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+linear_num_key_heads linear_num_value_heads dsa_indexer_n_heads dsa_indexer_head_dim
+dsa_indexer_topk
+yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
+yarn_mscale yarn_mscale_all_dim yarn_correction_range_round_to_int
+""".split()
+# Those of multi-latent attention, and with YaRN; two have other defaults before core 0.14.
+_LATENT = "q_lora_rank kv_lora_rank qk_head_dim v_head_dim qk_pos_emb_head_dim rope_type".split()
 _OF_YARN = (
     *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim"),
-)
-_LATENT = (
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim", "qk_pos_emb_head_dim"),
-    "rope_type",
 )
 # Beginnings of names, and the setting without which those have no effect.
 _WITH = (
@@ -118,11 +110,9 @@ def check_model(
     """Refuse a checkpoint of a different model.
 
     Args:
-        saved: the checkpoint's digest.
         own: ``model_in_digest`` of the model that is to be loaded.
         tokens: its vocabulary before padding. If the digest has one, too, they are compared in
             place of the padded sizes, which depend on TP.
-        folder: the checkpoint's folder, for errors.
 
     Returns:
         Names of some parameters that only the checkpoint has, and a phrase for each setting that
@@ -233,7 +223,7 @@ def _settings(chunk: Any) -> Settings:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     model = getattr(chunk, "language_model", chunk)  # of a model of images and text
-    names = _OF_CONFIG + (_OF_YARN if getattr(config, "rope_type", None) == "yarn" else ())
+    names = [*_OF_CONFIG, *(_OF_YARN if getattr(config, "rope_type", None) == "yarn" else ())]
     found = {name: getattr(config, name) for name in names if hasattr(config, name)}
     found = {name: getattr(model, name) for name in _OF_MODEL if hasattr(model, name)} | found
     found = {name: value for name, value in found.items() if _is_in_force(name, config, model)}

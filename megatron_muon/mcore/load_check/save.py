@@ -39,18 +39,21 @@ from megatron_muon.mcore.load_check.same_model import model_in_digest
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.runtime.consensus import together
+from megatron_muon.settings.config import named
 from megatron_muon.version import __version__
 
+_WHOSE = f"{named('muon_include')}, {named('muon_exclude')}"
 # A key of optimizer state in torch_dist, of a model-parallel rank or of a whole weight, and what it
 # takes to find it there.
 _STATE = (
-    (re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.[\w.]+"), OTHER_CUT),
+    (re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.[\w.]*\w"), OTHER_CUT),
     (
-        re.compile(r"(chained_\d+\.)?optimizer\.state\.[\w.]+"),
-        "Each parameter must belong to the same optimizer as at the save (muon_include and "
-        "muon_exclude), and before core 0.14 EP must stay 1 or stay above 1",
+        re.compile(r"(chained_\d+\.)?optimizer\.state\.[\w.]*\w"),
+        f"Each parameter must belong to the same optimizer as at the save ({_WHOSE}), and before "
+        "core 0.14 EP must stay 1 or stay above 1",
     ),
 )
+_KEYS_THERE = re.compile(r"not in state dict: \[[^\n]*")  # Megatron lists all that there are
 _SHARD = re.compile(r"__\d+_\d+\.distcp$")  # torch_dist: the rank that wrote it, and a number
 
 
@@ -104,8 +107,9 @@ def _explained(folder: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
+        text = _KEYS_THERE.sub("", str(error))
         for pattern, way_out in _STATE:
-            if key := pattern.search(str(error)):
+            if key := pattern.search(text):
                 text = f"{folder} has no {key[0]}, or has it in another shape. {way_out}"
                 raise ValueError(text) from error
         raise
@@ -118,8 +122,6 @@ def sealed(trained: TrainedModel | None, folder: Path, names: list[str]) -> Iter
     Every rank of the world enters and leaves it together.
 
     Args:
-        trained: the model of Muon's that this rank saves, if any.
-        folder: the checkpoint's folder.
         names: paths in the folder of the files that this rank, or a replica of it, writes. Those
             that stay as they were are not of this save.
     """

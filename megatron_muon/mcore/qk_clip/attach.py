@@ -63,13 +63,6 @@ def attach(
 
     Megatron's loop calls ``clip_qk`` after each step where its own flags ask. With the plugin's,
     the optimizer clips at the end of its step.
-
-    Args:
-        attentions: from ``prepare``.
-        optimizer: the one that Megatron has built, Muon's or AdamW's.
-        model_chunks: this rank's model chunks.
-        config: ``qk_clip`` is read.
-        pg_collection: as in ``prepare``.
     """
     for attention in attentions:
         if isinstance(attention.core, DotProductAttention):
@@ -98,8 +91,6 @@ def clip_qk(
 
     Args:
         original: Megatron's, for a model without the distributed optimizer.
-        model: this rank's model chunks.
-        log_max_only: leave the weights as they are.
 
     Returns:
         The largest logit.
@@ -136,7 +127,14 @@ def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
         )
     modes = {
         "use_precision_aware_optimizer": "the optimizer keeps the main parameters to itself",
-        "optimizer_cpu_offload": "the main parameters that it updates are elsewhere",
+        **dict.fromkeys(
+            (
+                "optimizer_cpu_offload",
+                "chunked_optimizer_state_offload",
+                "offload_optimizer_states",
+            ),
+            "the main parameters that it updates are elsewhere",
+        ),
         "overlap_param_gather_with_optimizer_step": "weights are gathered before they are clipped",
     }
     on = {name: why for name, why in modes.items() if getattr(optimizer_config, name, False)}

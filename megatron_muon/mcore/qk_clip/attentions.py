@@ -58,9 +58,7 @@ def watched_attentions(
     """Every attention of this rank that is to be watched, in the model's order.
 
     Args:
-        model_chunks: this rank's model chunks.
         config: ``qk_clip`` and ``qk_clip_alpha`` are read.
-        tp_size: number of TP ranks.
 
     Raises:
         ValueError, NotImplementedError: one of them cannot be watched or clipped; names it and the

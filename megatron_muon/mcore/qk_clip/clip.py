@@ -120,10 +120,6 @@ def shards_of(
     """This rank's slices of the clipped weights' main parameters, by weight.
 
     An fp32 weight is its own main parameter, so it has none.
-
-    Args:
-        dist_opts: DistributedOptimizers, of any kind.
-        attentions: this rank's.
     """
     clipped = {weight.param for attention in attentions for weight in attention.weights}
     return {

@@ -72,7 +72,6 @@ def row_factors(eta: torch.Tensor, heads: HeadRows, alpha: float) -> torch.Tenso
 
     Args:
         eta: (groups,), from ``eta_of``.
-        heads: how the rows lie.
         alpha: in (0, 1): the queries' share of the clip.
 
     Returns:

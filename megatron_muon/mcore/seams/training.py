@@ -50,7 +50,6 @@ ROWS = (
     # Between a step and the next forward pass it reads no parameters without a forced gather.
     _LOOP.wrapped("train", "the training loop; gathers start within its steps", "optimizer"),
     _LOOP.wrapped("train_step", "a step of training; traced, and the first warned of", "optimizer"),
-    _LOOP.wrapped("report_theoretical_memory", "prints the memory of AdamW's state", "args"),
     # --- checkpoints
     _CKPT.wrapped("generate_state_dict", "arguments that Megatron's tools read", "args"),
     _CKPT.wrapped(

@@ -56,10 +56,8 @@ def step_record(
     """The line of one logging step; a number that is not finite is null.
 
     Args:
-        table: the rows.
         totals: the message, added up over all ranks.
         maxima: the largest logits of all ranks; -inf where an attention did not run.
-        more: what else the line has.
     """
     made: Record = {"kind": "step", **more}
     for kind, numbers_of in _NUMBERS.items():

@@ -115,10 +115,6 @@ def make_muons(
     lines += count_once(parts, stage)
     turn_into(optimizer, MuonChainedOptimizer)
     name_phases(model_chunks)
-    if config.early_param_gather != "off":
-        from megatron_muon.mcore.wiring.buffers.early_gathers import wait_before_state_dicts
-
-        wait_before_state_dicts(model_chunks)
     optimizer.voters = process_groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     lines += together(lambda: _completed(parts, muons, numerics, stage), None, device)

@@ -11,6 +11,7 @@ import torch
 
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.routing.param_routing import expert_name
+from megatron_muon.mcore.wiring.buffers.bucket_groups import finish_gathers
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.mcore.wiring.gradients import LateNorm
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
@@ -44,14 +45,30 @@ class MuonChainedOptimizer(CheckpointChain):
 
         Raises:
             FloatingPointError: see ``NonfiniteReport.after_step``.
+            ValueError: see ``refuse_step``.
         """
+        if self.lacks_state:
+            self.refuse_step()
+        self.is_new = False
         if self.nonfinite is not None:
             self.nonfinite.before_step()
         with nullcontext() if self.watch is None else self.watch.step():
             is_successful = bool(super().step_with_ready_grads())
+        for early in [part.early_gathers for part in self.chained_optimizers]:
+            if early is not None:
+                early.end_step()
         if self.nonfinite is not None:
             self.nonfinite.after_step()
         return is_successful
+
+    def wait_for_params(self) -> None:
+        """Gather the parameters that a step has updated elsewhere, and wait for what is under way.
+
+        With ``overlap_param_gather`` the next forward pass does so. Call it on every rank before
+        anything else reads, copies or frees parameters. Without, or twice, it does nothing.
+        """
+        for part in self.chained_optimizers:
+            finish_gathers(part.model_chunks)
 
     @torch.no_grad()
     def get_grad_norm(self) -> Any:

@@ -10,14 +10,16 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import optimizer as mcore_optimizer
 
+from megatron_muon.console import say
 from megatron_muon.mcore import qk_clip
 from megatron_muon.mcore.seams.rows import check_hooks, wrapped_in_core
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.mcore.wiring.build import make_muons
 from megatron_muon.mcore.wiring.distributed_optimizer import MuonDistributedOptimizer
-from megatron_muon.mcore.wiring.validate import agree, refuse
+from megatron_muon.mcore.wiring.validate import agree, fields_set, refuse, routes
 from megatron_muon.presence import SeamError
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.exchange.meter import Meter
@@ -29,10 +31,11 @@ from megatron_muon.settings.config import MuonConfig
 _patches = Patches()
 _originals: dict[str, Any] = {}  # Megatron's own functions
 _config: MuonConfig | None = None  # None while not installed
+_NAMES = ("muon", "dist_muon")  # of the plugin's Muon; the second is Megatron's, layer by layer
 
 
 def install(config: MuonConfig | None = None) -> None:
-    """Make ``optimizer='muon'`` mean Distributed Muon in the installed Megatron.
+    """Make ``optimizer='muon'``, and ``dist_muon``, mean Distributed Muon in this Megatron.
 
     Modules that have already imported ``get_megatron_optimizer`` by name get the plugin's, too.
     Idempotent; a later call with a config sets it for optimizers built from then on.
@@ -89,20 +92,6 @@ def _take_layout_out() -> None:
         take_out()
 
 
-@contextmanager
-def installed(config: MuonConfig) -> Iterator[None]:
-    """Install for a while; then Megatron is as it was before, with Muon or without."""
-    before = _config
-    install(config)
-    try:
-        yield
-    finally:
-        if before is None:
-            uninstall()
-        else:
-            install(before)
-
-
 def settings() -> MuonConfig | None:
     """The settings in force; None while not installed."""
     return _config
@@ -141,8 +130,8 @@ def _get_megatron_optimizer(
     assert _config is not None
     given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
     watches = qk_clip.is_wanted(config, model_chunks, _config)
-    asks = watches or config.optimizer.lower() == "muon" or _decays_everything(config)
-    agree(_config, config, model_chunks, asks=asks)
+    asks = watches or config.optimizer.lower() in _NAMES or _decays_everything(config)
+    agree(_config, given.arguments, asks=asks)
     if not watches:
         return _built(original, given, config, model_chunks)
     from megatron_muon.mcore.qk_clip import attach  # where logits are watched or clipped only
@@ -160,7 +149,12 @@ def _get_megatron_optimizer(
 
 def _decays_everything(config: Any) -> bool:
     assert _config is not None
-    return bool(config.optimizer in ("adam", "muon") and _config.weight_decay_all_params)
+    return bool(config.optimizer in ("adam", *_NAMES) and _config.weight_decay_all_params)
+
+
+def _is_muon(config: Any) -> bool:
+    """Whether a run asks for the plugin; before core 0.16 Megatron has no ``dist_muon``."""
+    return config.optimizer in _NAMES[: 2 if hasattr(config, "muon_momentum") else 1]
 
 
 def _built(
@@ -170,12 +164,12 @@ def _built(
     model_chunks: list[Any],
 ) -> Any:
     assert _config is not None
-    settings, is_muon = _config, config.optimizer == "muon"
-    if config.optimizer.lower() == "muon" and not is_muon:
+    settings, is_muon = _config, _is_muon(config)
+    if config.optimizer.lower() in _NAMES and not is_muon:
         raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
     if is_muon:
-        refused = partial(refuse, settings, config, model_chunks, given.arguments)
-        together(refused, None, device_of(model_chunks))
+        together(partial(refuse, settings, given.arguments), None, device_of(model_chunks))
+        settings = _with_upstreams(settings, given, config, model_chunks)
     if _decays_everything(config):
         _decay_everything(given, config)
     if not is_muon:
@@ -186,14 +180,36 @@ def _built(
     return optimizer
 
 
+def _with_upstreams(
+    settings: MuonConfig, given: inspect.BoundArguments, config: Any, model_chunks: list[Any]
+) -> MuonConfig:
+    """The settings, with those that Megatron's own Muon takes by its config and overrides."""
+    asked, routed = fields_set(config), bool(routes(given.arguments))
+    if config.optimizer == "muon" and not routed and not asked:
+        return settings
+    from megatron_muon.mcore.wiring import upstream_settings as upstreams  # where any is given
+
+    def read() -> tuple[MuonConfig, list[str], str]:
+        overrides = given.arguments.get("config_overrides") or {}
+        names = upstreams.routes_asked(overrides, model_chunks)
+        return *upstreams.in_force(settings, config, asked, model_chunks[0]), names
+
+    settings, lines, names = together(read, None, device_of(model_chunks))
+    for line in lines if dist.get_rank() == 0 else ():
+        say(line)
+    if routed:
+        _drop_overrides(given, lambda name, value: name == "optimizer")
+    return upstreams.routed(settings, names) if routed else settings
+
+
 def _get_megatron_muon_optimizer(
     original: Callable[..., Any], config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Wraps the builder of cores 0.16 and 0.17 for the name muon, which Megatron-Bridge calls."""
-    if config.optimizer != "muon":
+    """Wraps the builder of cores 0.16 and 0.17 for names with muon, which Megatron-Bridge calls."""
+    if not _is_muon(config):
         return original(config, model_chunks, *args, **kwargs)
     given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
-    if given.pop("layer_wise_distributed_optimizer", False):
+    if given.pop("layer_wise_distributed_optimizer", False) and config.optimizer == "muon":
         raise ValueError(
             "layer_wise_distributed_optimizer=True asks for Megatron's own Muon, but "
             "megatron_muon.install() has made optimizer='muon' the plugin's: leave out one of both"
@@ -206,10 +222,10 @@ def _stopped(original: Callable[..., Any], config: Any, *args: Any, **kwargs: An
 
     It gets there only by a reference to Megatron's own function, taken before ``install()``.
     """
-    if config.optimizer == "muon":
+    if _is_muon(config):
         raise SeamError(
-            "optimizer='muon' was asked of a get_megatron_optimizer that was taken before "
-            "megatron_muon.install(): call megatron.core.optimizer.get_megatron_optimizer"
+            f"optimizer={config.optimizer!r} was asked of a get_megatron_optimizer that was taken "
+            "before megatron_muon.install(): call megatron.core.optimizer.get_megatron_optimizer"
         )
     return original(config, *args, **kwargs)
 
@@ -248,11 +264,11 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
 @contextmanager
 def _asking_for_adam(config: Any) -> Iterator[None]:
     """Say ``adam`` in the config itself, not in a copy: Megatron compares and updates it later."""
-    config.optimizer = "adam"
+    name, config.optimizer = config.optimizer, "adam"
     try:
         yield
     finally:
-        config.optimizer = "muon"
+        config.optimizer = name
 
 
 @contextmanager
@@ -272,12 +288,17 @@ def _decay_everything(given: inspect.BoundArguments, config: Any) -> None:
     if "no_weight_decay_cond" in given.signature.parameters:  # before core 0.16
         given.arguments["no_weight_decay_cond"] = _never
         return
-    overrides = given.arguments.get("config_overrides")
-    if overrides is None:
-        overrides = mcore_optimizer.get_standard_config_overrides(config=config)
+    if given.arguments.get("config_overrides") is None:
+        standard = mcore_optimizer.get_standard_config_overrides(config=config)
+        given.arguments["config_overrides"] = standard
+    _drop_overrides(given, lambda *item: item == ("wd_mult", 0.0))
+
+
+def _drop_overrides(given: inspect.BoundArguments, drops: Callable[[str, Any], bool]) -> None:
+    """Leave out items of overrides, and overrides that are empty then: they would make a group."""
     kept = {
-        key: {name: value for name, value in override.items() if (name, value) != ("wd_mult", 0.0)}
-        for key, override in overrides.items()
+        key: {name: value for name, value in override.items() if not drops(name, value)}
+        for key, override in given.arguments["config_overrides"].items()
     }
     given.arguments["config_overrides"] = {key: over for key, over in kept.items() if over}
 

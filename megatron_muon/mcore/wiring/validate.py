@@ -29,6 +29,7 @@ REFUSED = {
     "use_precision_aware_optimizer": "keep fp32 main parameters by leaving it off",
     "optimizer_cpu_offload": "leave it off",
     "optimizer_cuda_graph": "leave it off",
+    "use_layer_wise_distributed_optimizer": "delete that line, which asks for Megatron's own Muon",
     "use_megatron_fsdp": "use the distributed optimizer without FSDP",
     "use_custom_fsdp": "use the distributed optimizer without FSDP",
     "fp4_param": "keep parameters in bf16 (computing in fp4 is fine)",
@@ -72,16 +73,16 @@ def _unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> Iterator
         if not config.use_distributed_optimizer:
             yield ValueError(
                 "optimizer='muon' shards over Megatron's distributed optimizer, but "
-                f"{type(config).__name__}.use_distributed_optimizer is False: set it in "
-                "OptimizerConfig and DistributedDataParallelConfig (--use-distributed-optimizer), "
-                "or choose optimizer='adam'"
+                f"{type(config).__name__}.use_distributed_optimizer is False: delete the line that "
+                "clears it for Megatron's own Muon, and set it in OptimizerConfig and "
+                "DistributedDataParallelConfig before the model is wrapped "
+                "(--use-distributed-optimizer), or choose optimizer='adam'"
             )
     if not getattr(optimizer_config, "decoupled_weight_decay", True):  # a choice since core 0.15
         yield ValueError(
             "optimizer='muon' decays weights as AdamW does: set decoupled_weight_decay=True, or "
             "choose optimizer='adam' for L2 regularization"
         )
-    yield from _ignored_settings(optimizer_config)
     configs = (optimizer_config, *ddp_configs, get_model_config(model_chunks[0]))
 
     def read(name: str) -> Any:
@@ -116,23 +117,18 @@ def refused_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
     yield from _upstream_faults(read)
 
 
-def refuse(
-    config: MuonConfig,
-    optimizer_config: Any,
-    model_chunks: Sequence[Any],
-    arguments: Mapping[str, Any],
-) -> None:
+def refuse(config: MuonConfig, arguments: Mapping[str, Any]) -> None:
     """Check a call of ``get_megatron_optimizer`` for Muon, by what one pipeline stage knows.
 
     Args:
         config: the plugin's settings.
-        optimizer_config, model_chunks: see ``refuse_unsupported``.
         arguments: those of the call, by name.
 
     Raises:
-        ValueError, NotImplementedError: see ``refuse_unsupported``; or a group, an override or a
-            frozen weight is of no use to Muon.
+        ValueError, NotImplementedError: see ``refuse_unsupported``; or a group or a frozen weight
+            is of no use to Muon.
     """
+    optimizer_config, model_chunks = arguments["config"], arguments["model_chunks"]
     of_call = _faults_of_call(config, optimizer_config, arguments)
     frozen = _frozen_too_late(model_chunks)
     raise_all((*_unsupported(optimizer_config, model_chunks), *of_call, *frozen))
@@ -152,13 +148,6 @@ def _faults_of_call(
             yield NotImplementedError(
                 f"optimizer='muon' does not support {name}: leave it out to use Megatron's global "
                 "groups, or take a Megatron from 0.15 on and pass pg_collection"
-            )
-    for key, override in (arguments.get("config_overrides") or {}).items():  # since core 0.16
-        if "optimizer" in override:
-            other = "muon_include" if override["optimizer"] == "muon" else "muon_exclude"
-            yield ValueError(
-                f"config_overrides asks for the optimizer {override['optimizer']!r} of {key}, "
-                f"which has no effect here: name these weights in {named(other)} of MuonConfig"
             )
 
 
@@ -183,15 +172,20 @@ def _frozen_too_late(model_chunks: Sequence[Any]) -> Iterator[Exception]:
             return
 
 
-def _ignored_settings(optimizer_config: Any) -> Iterator[Exception]:
-    """Megatron's own ``muon_*`` fields are for its other Muon; ignoring a set one would mislead."""
-    for field in dataclasses.fields(optimizer_config):
-        value = getattr(optimizer_config, field.name)
-        if field.name.startswith("muon_") and value != field.default:
-            yield ValueError(
-                f"OptimizerConfig.{field.name}={value!r} configures Megatron's own Muon and has no "
-                "effect here: give settings to megatron_muon.install(MuonConfig(...))"
-            )
+def fields_set(optimizer_config: Any) -> dict[str, Any]:
+    """Fields of Megatron's own Muon that are unlike that core's defaults."""
+    return {
+        field.name: value
+        for field in dataclasses.fields(optimizer_config)
+        if field.name.startswith("muon_")
+        and (value := getattr(optimizer_config, field.name)) != field.default
+    }
+
+
+def routes(arguments: Mapping[str, Any]) -> list[str]:
+    """The optimizers that ``config_overrides`` (since core 0.16) name."""
+    overrides = (arguments.get("config_overrides") or {}).values()
+    return [override["optimizer"] for override in overrides if "optimizer" in override]
 
 
 def _fp8_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
@@ -246,26 +240,25 @@ _MAY_DIFFER = ("optimizer", "bucket_size", "config_logger_dir")
 _OF_MODEL = ("qk_clip", "qk_clip_threshold", "qk_clip_alpha", "log_max_attention_logit")
 
 
-def agree(
-    config: MuonConfig, optimizer_config: Any, model_chunks: Sequence[Any], *, asks: bool
-) -> None:
+def agree(config: MuonConfig, arguments: Mapping[str, Any], *, asks: bool) -> None:
     """Compare the settings of all ranks: the plugin's, and Megatron's for the optimizer.
 
     Args:
         config: the plugin's.
-        optimizer_config: Megatron's OptimizerConfig.
-        model_chunks: this rank's model chunks.
+        arguments: those of the call of ``get_megatron_optimizer``, by name.
         asks: whether this rank asks anything of the plugin; see ``agree_on_settings``.
 
     Raises:
         PlanMismatchError: names the first setting that differs.
     """
+    optimizer_config, model_chunks = arguments["config"], arguments["model_chunks"]
     chunk = model_chunks[0]
     lines = agreed.of_run(config, optimizer_config.optimizer, megatron_version()[0])
     lines += _fields("OptimizerConfig", optimizer_config)
     if hasattr(chunk, "ddp_config"):
         lines += _fields("DistributedDataParallelConfig", chunk.ddp_config)
     model = get_model_config(chunk)
+    lines.append(f"optimizers of config_overrides: {routes(arguments)!r}")
     lines += [f"{name} of the model: {getattr(model, name, None)!r}" for name in _OF_MODEL]
     agree_on_settings(lines, asks=asks, device=lambda: device_of(model_chunks))
 

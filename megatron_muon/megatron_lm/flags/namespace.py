@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_muon.megatron_lm.flags.settings import muon_config
-from megatron_muon.megatron_lm.flags.values import (
+from megatron_muon.settings.config import ROWS, MuonConfig
+from megatron_muon.settings.flag_values import (
     KEPT,
     foreign_flags,
     own_defaults,
@@ -17,7 +17,7 @@ from megatron_muon.megatron_lm.flags.values import (
     upstreams_values,
     value_given,
 )
-from megatron_muon.settings.config import ROWS, MuonConfig
+from megatron_muon.settings.from_flags import muon_config
 from megatron_muon.settings.rows import UPSTREAM
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY, RUN_ROWS
 

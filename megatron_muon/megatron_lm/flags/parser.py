@@ -15,7 +15,7 @@ import itertools
 from argparse import Namespace
 from collections.abc import Sequence
 
-from megatron_muon.megatron_lm.flags.values import (
+from megatron_muon.settings.flag_values import (
     KEPT,
     foreign_flags,
     own_defaults,
@@ -68,7 +68,6 @@ def given_on(parser: argparse.ArgumentParser, line: Sequence[str]) -> list[str]:
 
     Args:
         parser: one that ``add_flags`` completed.
-        line: the words of the command line.
     """
     known = _muons_options(parser)
     options = [word for word in line if word.split("=")[0] in known]

@@ -23,13 +23,13 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     optimizer = inspect.signature(original).bind(*args, **kwargs).arguments["optimizer"]
     parts = getattr(optimizer, "chained_optimizers", [])
     gathers = [part.early_gathers for part in parts if getattr(part, "early_gathers", None)]
-    waiting = [each for each in gathers if not each.is_on]  # those of ``auto``
-    what = _why_not(original) if waiting else None
-    if what is not None and int(os.environ.get("RANK", "0")) == 0:
+    what = _why_not(original) if gathers else None
+    waits = not all(each.is_on for each in gathers)  # with ``auto``
+    if what is not None and waits and int(os.environ.get("RANK", "0")) == 0:
         for line in late_gather_lines(what):
             say(line)
     with ExitStack() as stack:
-        for each in waiting if what is None else ():
+        for each in gathers if what is None else ():
             stack.enter_context(each.turned_on())
         return original(*args, **kwargs)
 

@@ -5,10 +5,10 @@
 Prices stages of ``figures.priced_models`` and larger ones with ``--muon-split-matrices`` off, 2, 4,
 8 and auto, by the preset ``fast`` on H100s with a library's symmetric kernel. Behind a time is the
 busiest rank's Newton-Schulz. The last columns are flops of the busiest rank over the mean: without
-shared matrices; with auto, over that mean and over auto's own, in which squares count at every home. Then
-come the bytes that all ranks send beside those without shared matrices, all and between nodes, and
-between nodes those of the rank that sends most; the ranks of a stage follow each other from a
-node's first GPU on.
+shared matrices; with auto, over that mean and over auto's own, in which squares count at every
+home. Then come the bytes that all ranks send beside those without shared matrices, all and between
+nodes, and between nodes those of the rank that sends most; the ranks of a stage follow each other
+from a node's first GPU on.
 """
 
 from __future__ import annotations

@@ -75,8 +75,7 @@ def test_a_gpus_command_line_trains(optimizer: str) -> None:
         assert text.count(f"[megatron_muon] on the CPU: {said}") == 1, said
     decays = "[megatron_muon] --weight-decay-all-params: AdamW decays norms' gammas"
     assert text.count(decays) == (optimizer == "adam")
-    for ours in ("is active: Distributed Muon over", "Megatron's theoretical memory counts AdamW"):
-        assert text.count(f"{ours}") == (optimizer == "muon"), ours
+    assert text.count("is active: Distributed Muon over") == (optimizer == "muon")
 
 
 def test_adamws_twin_decays_what_adamw_spares() -> None:

@@ -53,6 +53,7 @@ RUNS = {
     ),
     "--num-distributed-optimizer-instances 2": (2, "--num-distributed-optimizer-instances 2"),
     "--fp16": (1, "--fp16 --initial-loss-scale 65536"),
+    "--enable-hyper-connections": (2, "--enable-hyper-connections"),  # fp32 weights in a bf16 model
     "--optimizer-cpu-offload --use-precision-aware-optimizer": (
         1,
         "--optimizer-cpu-offload --use-precision-aware-optimizer",
@@ -61,9 +62,10 @@ RUNS = {
     "--fp8-param-gather": (1, "--fp8-format e4m3 --fp8-param-gather"),
 }
 _ALONE = ("--use-precision-aware-optimizer", "--use-custom-fsdp", "--use-megatron-fsdp")
-_ALONE += ("--optimizer-cuda-graph", "--chunked-optimizer-state-offload", "--low-memory-resume")
-_ALONE += ("--offload-optimizer-states", "--head-wise-attn-gate", "--use-dualpipev")
-RUNS |= {flag: (1, flag) for flag in _ALONE}
+_ALONE += ("--optimizer-cuda-graph",)
+_OF_BRANCHES = ("--chunked-optimizer-state-offload", "--offload-optimizer-states")
+_OF_BRANCHES += ("--low-memory-resume", "--head-wise-attn-gate", "--use-dualpipev")
+RUNS |= {flag: (1, flag) for flag in (*_ALONE, *_OF_BRANCHES)}
 REFUSED = {  # what the error must name
     "--use-precision-aware-optimizer": r"use_precision_aware_optimizer|precision.aware",
     "--optimizer-cpu-offload --use-precision-aware-optimizer": r"precision.aware",
@@ -72,12 +74,8 @@ REFUSED = {  # what the error must name
     "--use-torch-fsdp2": r"fsdp2|TorchFullyShardedDataParallel",
     "--fp8-param-gather": r"fp8.param",  # without a GPU it is refused for that reason
     "--optimizer-cuda-graph": r"optimizer.cuda.graph",
-    "--chunked-optimizer-state-offload": "chunked-optimizer-state-offload yet: leave it off",
-    "--offload-optimizer-states": "offload-optimizer-states yet: leave it off",
-    "--low-memory-resume": "low-memory-resume yet: leave it off",
-    "--head-wise-attn-gate": "head-wise-attn-gate yet: use attention_output_gate",
-    "--use-dualpipev": "use-dualpipev yet: use an interleaved pipeline",
 }
+REFUSED |= {flag: f"{flag} yet: " for flag in _OF_BRANCHES}
 SIGNS = {  # what a run with the options prints
     "parameters' norm, zeros in gradients, timers at level 2, TensorBoard, exit signal handler": (
         "params norm:",

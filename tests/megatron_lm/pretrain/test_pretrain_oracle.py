@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from support import PYTHON311, ROOT
 from support.expected.oracle import Oracle, newton_schulz
 from support.expected.shaking import TRIALS, UNIT, shaken, shaken_product, sizes
-from support.megatron_lm.scripts import CHECKOUT, HERE, MUON, needs_checkout, pretrain
+from support.megatron_lm.scripts import HERE, MUON, PATHS, needs_checkout, pretrain
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 Tensor = torch.Tensor
@@ -36,7 +35,7 @@ def recorded(folder: Path, ns_dtype: str) -> dict[str, Any]:
         f"--train-iters {STEPS} --muon-ns-dtype {ns_dtype}",
         script=HERE / "recorded_pretrain.py",
         RECORD=str(file),
-        PYTHONPATH=f"{CHECKOUT}:{ROOT}:{PYTHON311}",
+        **PATHS,
     )
     step: dict[str, Any] = torch.load(file)
     return step

@@ -53,20 +53,12 @@ def test_of_a_batch_each_has_its_own_scale() -> None:
     assert torch.equal(first, small) and not zero.any()
 
 
-def test_a_cpu_and_deterministic_mode_take_one_at_a_time() -> None:
-    assert (
-        at_once_on(CUDA, Numerics(FOUR), 8, 8, 0) == 4
-        and at_once_on(CPU, Numerics(FOUR), 8, 8, 0) == 1
-    )
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert (
-            at_once_on(CUDA, Numerics(FOUR), 8, 8, 0)
-            == at_once_on(CUDA, Numerics(MuonConfig()), 8, 8, 999)
-            == 1
-        )
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_a_cpu_and_deterministic_mode_take_one_at_a_time(request: pytest.FixtureRequest) -> None:
+    four = Numerics(FOUR)
+    assert [at_once_on(device, four, 8, 8, 0) for device in (CUDA, CPU)] == [4, 1]
+    request.getfixturevalue("deterministic")
+    assert at_once_on(CUDA, four, 8, 8, 0) == 1
+    assert at_once_on(CUDA, Numerics(MuonConfig()), 8, 8, 999) == 1
 
 
 def test_by_default_as_many_as_have_scratch_memory_are_taken_at_once() -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import re
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +15,7 @@ import pytest
 import torch
 
 import megatron_muon
-from megatron_muon.mcore.wiring.install import installed
+from support.installed import installed
 from support.models import gpt
 from support.models.gpt import (
     Built,
@@ -234,11 +232,12 @@ def test_dense_parameters_are_gathered_while_experts_step(
 
 def _steps_without_a_forward_pass(case: Case, topology: Topology) -> dict[str, Any]:
     built = start(case, topology)
-    for step in range(case.steps):
-        step_of(built, step)
-    for chunk in built.chunks:
-        chunk.start_param_sync(force_sync=True)
-    return held(built)
+    with in_the_loop(built):
+        for step in range(case.steps):
+            step_of(built, step)
+        for chunk in built.chunks:
+            chunk.start_param_sync(force_sync=True)
+        return held(built)
 
 
 def test_a_step_waits_for_a_gather_that_no_forward_pass_has_waited_for() -> None:
@@ -258,9 +257,10 @@ def _model_loaded(built: Built) -> None:
 def _gathers_again(case: Case, topology: Topology, load: Callable[[Built], None]) -> list[bool]:
     built = start(case, topology)
     group = built.ddp.bucket_groups[-1]
-    step_of(built)
-    under_way = group.param_gather_handle is not None
-    load(built)
+    with in_the_loop(built):
+        step_of(built)
+        under_way = group.param_gather_handle is not None
+        load(built)
     return [under_way, group.param_gather_handle is None, not group.param_gather_dispatched]
 
 
@@ -272,15 +272,16 @@ def test_what_a_load_changes_is_gathered_again(load: Callable[[Built], None]) ->
 def _changed_after_a_step(case: Case, topology: Topology) -> dict[str, Any]:
     """Main parameters that something else has changed, and copied as Megatron does."""
     built = start(case, topology)
-    step_of(built)
-    for part in built.optimizer.chained_optimizers:
-        for shards in (*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups):
-            for shard in shards:
-                shard.data.add_(1.0)
-        part._copy_main_params_to_model_params()
-    for chunk in built.chunks:
-        chunk.start_param_sync(force_sync=True)
-    return held(built)
+    with in_the_loop(built):
+        step_of(built)
+        for part in built.optimizer.chained_optimizers:
+            for shards in (*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups):
+                for shard in shards:
+                    shard.data.add_(1.0)
+            part._copy_main_params_to_model_params()
+        for chunk in built.chunks:
+            chunk.start_param_sync(force_sync=True)
+        return held(built)
 
 
 def test_a_copy_outside_of_a_step_is_gathered_again() -> None:
@@ -324,45 +325,10 @@ def test_training_is_the_same(topology: Topology, how: Any) -> None:
     assert early.losses == late.losses and early.norms == late.norms
 
 
-def _stepped(case: Case, topology: Topology) -> Built:
-    """A model after a step, whose early gathers rank 0 starts, and the others a second later."""
-    from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGather
-
-    built = start(case, topology)
-    begin = EarlyGather.start
-
-    def late(self: EarlyGather) -> None:
-        time.sleep(0.0 if torch.distributed.get_rank() == 0 else 1.0)
-        begin(self)
-
-    with mock.patch.object(EarlyGather, "start", late):
-        step_of(built)
-    return built
-
-
 def _under_way(built: Built) -> list[Any]:
     """The handles of gathers that have started."""
     handles = [group.param_gather_handle for group in built.ddp.bucket_groups]
     return [handle for handle in handles if handle is not None]
-
-
-def _copied_and_restored(case: Case, topology: Topology) -> dict[str, Any]:
-    """The policy goes to the host right after a step, and comes back before a forward pass."""
-    built = _stepped(case, topology)
-    policy = [param.data.clone() for param in built.params.values()]
-    for handle in _under_way(built):
-        handle.wait()
-    for param, copy in zip(built.params.values(), policy, strict=True):
-        param.data.copy_(copy)
-    for group in reversed(built.ddp.bucket_groups):
-        group.finish_param_sync()
-    return {name: param.data.clone() for name, param in built.params.items()}
-
-
-def test_with_fast_a_policy_may_leave_after_a_step_and_come_back_in_any_loop() -> None:
-    late, *_ = run(_copied_and_restored, 3, plain(AT_END), IN_BUCKETS)
-    for rank in run(_copied_and_restored, 3, fast(AT_END), IN_BUCKETS):
-        assert [name for name in late if not torch.equal(rank[name], late[name])] == []
 
 
 def _in_and_out(case: Case, topology: Topology) -> list[int]:
@@ -379,97 +345,27 @@ def _in_and_out(case: Case, topology: Topology) -> list[int]:
     return [*counts, len(_under_way(built))]
 
 
-def test_with_fast_gathers_are_under_way_after_a_step_of_megatron_lms_loop_alone() -> None:
-    for outside, within, left, again in run(_in_and_out, 3, fast(DENSE), IN_BUCKETS):
+@pytest.mark.parametrize("case", [fast(DENSE), DENSE], ids=["fast", "on"])
+def test_gathers_are_under_way_after_a_step_of_megatron_lms_loop_alone(case: Case) -> None:
+    for outside, within, left, again in run(_in_and_out, 3, case, IN_BUCKETS):
         assert within > 0 and [outside, left, again] == [0, 0, 0]
 
 
 def _written_while_under_way(case: Case, topology: Topology) -> list[float]:
     """What the first bucket has, once each rank has written its number and forced a gather."""
-    built = _stepped(case, topology)
-    (bucket,) = built.ddp.bucket_groups[-1].buckets
-    for handle in _under_way(built):
-        handle.wait()
-    bucket.param_data.fill_(torch.distributed.get_rank())
-    built.ddp.start_param_sync(force_sync=True)
+    built = start(case, topology)
+    with in_the_loop(built):
+        step_of(built)
+        (bucket,) = built.ddp.bucket_groups[-1].buckets
+        for handle in _under_way(built):
+            handle.wait()
+        bucket.param_data.fill_(torch.distributed.get_rank())
+        built.ddp.start_param_sync(force_sync=True)
     return [float(part.mean()) for part in bucket.param_data.chunk(3)]
 
 
 def test_a_forced_gather_has_what_was_written_while_another_was_under_way() -> None:
     assert run(_written_while_under_way, 3, DENSE, IN_BUCKETS) == [[0.0, 1.0, 2.0]] * 3
-
-
-def _after_a_step(case: Case, topology: Topology) -> tuple[Built, Any]:
-    """A model of which rank 0 waits for parameters, and the last module that has some of these."""
-    built = _stepped(case, topology)
-    group = built.ddp.bucket_groups[-1]
-    assert group.param_gather_handle is not None
-    (*_, last) = (
-        module
-        for module in built.ddp.modules()
-        if built.ddp.param_to_bucket_group.get(getattr(module, "weight", None)) is group
-        and module.weight.dim() == 2
-    )
-    return built, last
-
-
-def _loaded_and_read_after_a_step(case: Case, topology: Topology, load: bool) -> bool:
-    """Whether a ``state_dict`` has a weight, or a weight what was loaded, as it is in the end."""
-    built, layer = _after_a_step(case, topology)
-    if load:
-        layer.load_state_dict({"weight": torch.zeros_like(layer.weight)}, strict=False)
-    read = layer.state_dict()["weight"].clone()
-    built.ddp.bucket_groups[-1].finish_param_sync(skip_next_bucket_dispatch=True)
-    return torch.equal(read, layer.weight) and not (load and layer.weight.any())
-
-
-@pytest.mark.parametrize("load", [False, True], ids=["read", "load"])
-def test_a_read_and_a_load_have_what_was_on_its_way(load: bool) -> None:
-    assert run(_loaded_and_read_after_a_step, 3, AT_END, IN_BUCKETS, load) == [True] * 3
-
-
-@dataclass
-class Handle:
-    """Megatron's handle of a gather; counts who waits for it."""
-
-    handle: Any
-    waits: int = 0
-
-    def wait(self) -> None:
-        self.waits += 1
-        self.handle.wait()
-
-
-def _waits_of_checkpoints(case: Case, topology: Topology, folder: str) -> tuple[bool, bool]:
-    """Whether a save and a load of the model alone wait for parameters that are on their way."""
-    from megatron.core import dist_checkpointing
-
-    built, _ = _after_a_step(case, topology)
-    group = built.ddp.bucket_groups[-1]
-    handle = group.param_gather_handle = Handle(group.param_gather_handle)
-    dist_checkpointing.save(built.ddp.sharded_state_dict(), folder)
-    saved = handle.waits
-    dist_checkpointing.load(built.ddp.sharded_state_dict(), folder)
-    return saved > 0, handle.waits > saved
-
-
-def test_a_checkpoint_waits_for_what_is_on_its_way(tmp_path: Path) -> None:
-    waits = run(_waits_of_checkpoints, 3, AT_END, IN_BUCKETS, str(tmp_path))
-    assert waits == [(True, True)] * 3
-
-
-def _loaded_by_one_rank(case: Case, topology: Topology) -> bool:
-    """As before a broadcast; then Megatron disables its hooks, for which all ranks gather."""
-    built = start(case, topology)
-    step_of(built)
-    if torch.distributed.get_rank() == 0:
-        built.ddp.load_state_dict(built.ddp.state_dict())
-    built.ddp.disable_forward_pre_hook()
-    return all(group.param_gather_handle is None for group in built.ddp.bucket_groups)
-
-
-def test_a_load_on_one_rank_leaves_no_other_waiting() -> None:
-    assert run(_loaded_by_one_rank, 3, DENSE, IN_BUCKETS) == [True] * 3
 
 
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, Any], str]] = {

@@ -152,14 +152,17 @@ def _state_bytes(megatron: Any) -> tuple[int, int, int, int]:
     return tuple(totals)
 
 
-def _first_step(case: Case, topology: Topology) -> list[str]:
-    """Every collective of a run's first optimizer step, Megatron's own with them."""
-    built = start(case, topology)
+def _first_step(case: Case, topology: Topology) -> tuple[list[str], bool]:
+    """Every collective of a run's first optimizer step, Megatron's own with them; and whether all
+    ranks of a group that messages travel in have met in it before."""
+    with counted_collectives() as before:
+        built = start(case, topology)
     set_schedule(built, 0)
     write_grads(built, 0)
     with counted_collectives() as calls:
         built.optimizer.step()
-    return [name for name, _, _ in calls]
+    met = {size for name, _, size in before if name == "all_gather"}
+    return [n for n, _, _ in calls], met >= {size for name, _, size in calls if name in SENDS}
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,8 @@ def test_the_first_step_makes_no_group_and_gathers_no_object(
     case: Case, topology: Topology
 ) -> None:
     """Communicators exist before it, and all ranks call the same collectives in one order."""
-    every = run(_first_step, topology.world_size, case, topology)
+    every, met = zip(*run(_first_step, topology.world_size, case, topology), strict=True)
+    assert all(met)
     for names in every:
         assert not [n for n in names if "object" in n or n in ("new_group", "barrier")]
     assert sum(names.count("isend") for names in every) > 0

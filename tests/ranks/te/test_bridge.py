@@ -28,6 +28,12 @@ from support.runs.whole import differences, whole
 OPTIM = "megatron.bridge.training.optim"
 CASE = Case(steps=4)
 SETTINGS = megatron_muon.MuonConfig(**dict(CASE.muon))
+RECIPES = megatron_muon.MuonConfig(  # what Bridge's Kimi K2 recipe says to Megatron's own Muon
+    nesterov=True, matched_adamw_rms=1.0, ns_coefficients="quintic", ns_dtype="bf16"
+)
+
+
+First = Literal["plugin", "bridge"]
 
 
 def _installed() -> bool:
@@ -40,12 +46,12 @@ pytestmark = pytest.mark.skipif(not _installed(), reason="no Megatron-Bridge on 
 # ------------------------------------------------------------------- on every rank
 
 
-def _bridges_optim(first: Literal["plugin", "bridge"]) -> Any:
+def _bridges_optim(first: First, settings: megatron_muon.MuonConfig | None) -> Any:
     """Its module of ``setup_optimizer``, imported before or after the plugin is installed."""
     sys.modules.pop(OPTIM, None)
     if first == "bridge":
         importlib.import_module(OPTIM)
-    megatron_muon.install(SETTINGS)
+    megatron_muon.install(settings)
     return importlib.import_module(OPTIM)
 
 
@@ -62,11 +68,31 @@ def _settings() -> dict[str, Any]:
     }
 
 
-def _through_bridge(built: Any, first: Literal["plugin", "bridge"]) -> tuple[Any, Any]:
-    optim = _bridges_optim(first)
+def _recipes() -> Any:
+    """The optimizer of its recipe for Kimi K2, with the line that a user adds."""
+    import megatron.bridge
+    from megatron.bridge.training import config as bridge
+
+    recipes = types.ModuleType("megatron.bridge.recipes")  # itself imports all, diffusion too
+    recipes.__path__ = [f"{megatron.bridge.__path__[0]}/recipes"]
+    sys.modules.setdefault(recipes.__name__, recipes)
+    from megatron.bridge.recipes.kimi.h100.kimi_k2 import _apply_kimi_k2_optimizer
+
+    cfg = types.SimpleNamespace(train=types.SimpleNamespace(train_iters=8), mixed_precision="bf16")
+    cfg.ddp = bridge.DistributedDataParallelConfig()
+    _apply_kimi_k2_optimizer(cfg, "muon")
+    cfg.ddp.use_distributed_optimizer = True
+    bridge._validate_and_sync_distributed_optimizer_settings(cfg)
+    for name in ("lr", "min_lr", "weight_decay", "clip_grad", "params_dtype"):
+        setattr(cfg.optimizer, name, _settings()[name])
+    return cfg.optimizer
+
+
+def _through_bridge(built: Any, first: First, recipe: bool) -> tuple[Any, Any]:
+    optim = _bridges_optim(first, None if recipe else SETTINGS)
     from megatron.bridge.training.config import OptimizerConfig, SchedulerConfig
 
-    config = OptimizerConfig(**_settings())
+    config = _recipes() if recipe else OptimizerConfig(**_settings())
     config.finalize()
     schedule = SchedulerConfig(
         lr_decay_style="cosine",
@@ -79,8 +105,8 @@ def _through_bridge(built: Any, first: Literal["plugin", "bridge"]) -> tuple[Any
     return optim.setup_optimizer(config, schedule, built.chunks)
 
 
-def _through_core(built: Any) -> tuple[Any, Any]:
-    megatron_muon.install(SETTINGS)
+def _through_core(built: Any, recipe: bool) -> tuple[Any, Any]:
+    megatron_muon.install(RECIPES if recipe else SETTINGS)
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -101,12 +127,12 @@ def _through_core(built: Any) -> tuple[Any, Any]:
     return optimizer, schedule
 
 
-def _trained(topology: Topology, first: Literal["plugin", "bridge"] | None) -> dict[str, Any]:
+def _trained(topology: Topology, first: First | None, recipe: bool) -> dict[str, Any]:
     built = build(CASE, topology)
     start = {name: param.detach().clone() for name, param in built.params.items()}
     try:
         built.optimizer, schedule = (
-            _through_core(built) if first is None else _through_bridge(built, first)
+            _through_bridge(built, first, recipe) if first else _through_core(built, recipe)
         )
         schedule.step(1)  # as at the first, lr is 0
         for step in range(CASE.steps):
@@ -126,15 +152,16 @@ def _trained(topology: Topology, first: Literal["plugin", "bridge"] | None) -> d
     return held(built)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("first", ["plugin", "bridge"])
+@pytest.mark.parametrize("topology", [Topology(), Topology(dp=2), Topology(tp=2)], ids=str)
+@pytest.mark.parametrize(
+    ("first", "recipe"), [("plugin", False), ("bridge", False), ("plugin", True)]
+)
 def test_its_setup_of_the_optimizer_is_megatrons_with_the_plugin(
-    first: Literal["plugin", "bridge"], world_size: int
+    first: First, recipe: bool, topology: Topology
 ) -> None:
-    """Also where Bridge had the functions of Megatron by name before the plugin came."""
-    topology = Topology(dp=world_size)
-    theirs = run(_trained, world_size, topology, first, timeout=400)
-    ours = run(_trained, world_size, topology, None)
+    """Also by its own recipe for Muon, and where Bridge had Megatron's functions by name before."""
+    theirs = run(_trained, topology.world_size, topology, first, recipe, timeout=400)
+    ours = run(_trained, topology.world_size, topology, None, recipe)
     assert differences(whole(ours), whole(theirs)) == []
     for one, other in zip(ours, theirs, strict=True):
         assert one["log"] == other["log"]

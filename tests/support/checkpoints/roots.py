@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from megatron_muon.mcore.load_check import digest
-from support.checkpoints.damaging import TRACKER
 from support.checkpoints.inspecting import DEFAULT, DP2, saved, seal
 from support.models.gpt import Topology
+
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def make_roots(where: Path) -> list[Path]:

@@ -127,11 +127,17 @@ def load(built: Built, folder: str, format: str, parallel: bool = False) -> None
             built.optimizer.load_state_dict(loaded["optimizer"])
 
 
+VERLS, AREALS = "verl's", "AReaL's"  # formats: what Megatron takes where nothing is said
+
+
 def sharded(built: Built, format: str, is_loading: bool) -> dict[str, Any]:
     """The sharded state dict of all that is saved, as ``generate_state_dict`` makes it."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     state = sharded_models(built)
+    if format in (VERLS, AREALS):  # their generate_state_dict; AReaL does not say that it loads
+        said = {"is_loading": is_loading} if format == VERLS else {}
+        return {**state, "optimizer": built.optimizer.sharded_state_dict(state, **said)}
     metadata = {"distrib_optim_sharding_type": format, "chained_optim_avoid_prefix": True}
     takes = inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
     option = {"metadata": metadata} if "metadata" in takes else {"sharding_type": format}

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags.parser import add_flags
-from megatron_muon.megatron_lm.flags.settings import muon_config
+from megatron_muon.settings.from_flags import muon_config
 
 # megatron/training/arguments.py at core_v0.12.0 (as until 0.15.3), 0.16.1, 0.17.1, 0.19.0 (as
 # 0.18.2), and after it; what is new in each.

@@ -42,8 +42,9 @@ CPU_ALONE = (
     "import megatron_muon.cpu.training as training; training.enable(); sys.argv = sys.argv[1:]; "
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
-# Where a script finds Megatron without the launcher.
-PATHS = {"PYTHONPATH": f"{CHECKOUT}:{ROOT}:{PYTHON311}"}
+# Where a script finds Megatron without the launcher; last what a fork imports.
+MORE = [*filter(None, [os.environ.get("PYTHONPATH")])]
+PATHS = {"PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, ROOT, PYTHON311, *MORE)))}
 MUON = "--optimizer muon --use-distributed-optimizer"
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --disable-bias-linear "
@@ -63,7 +64,7 @@ def environment(**more: str) -> dict[str, str]:
     return {
         **os.environ,
         "PATH": os.pathsep.join(path),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(PYTHON311)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(PYTHON311), *MORE]),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",

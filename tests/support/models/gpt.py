@@ -134,7 +134,9 @@ def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
-    half = case.dtype != torch.float32
+    wrapped = Float16Module(model.config, model) if case.dtype != torch.float32 else model
+    for name, param in model.named_parameters():
+        param.data = param.data.float() if matches(name, case.islands) else param.data
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=case.fp32_grads,
         use_distributed_optimizer=case.optimizer != MEGATRONS,
@@ -147,7 +149,7 @@ def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
     return DistributedDataParallel(
         model.config,
         ddp_config,
-        Float16Module(model.config, model) if half else model,
+        wrapped,
         disable_bucketing=index > 0 or topology.step_overlap,
     )
 

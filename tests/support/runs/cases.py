@@ -116,6 +116,7 @@ class Case:
     gated: bool = False
     faster: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    islands: tuple[str, ...] = ()  # weights that stay in fp32, as Megatron's keep_in_fp32 has it
     zero_grads: tuple[str, ...] = ()
     zero_from: int = 0
     muon: tuple[tuple[str, Any], ...] = ()

@@ -60,6 +60,33 @@ def early() -> Iterator[None]:
 
 
 @contextmanager
+def late_gathers() -> Iterator[None]:
+    """Within it Megatron's parameters are gathered at the wait, no earlier, after a random delay.
+
+    Until then what others send is NaN here, and all of it must keep its memory.
+    """
+    delays = random.Random(dist.get_rank())
+    start = collectives.start_broadcasts
+
+    def start_late(name: str, tensors: Sequence[Sequence[torch.Tensor]], group: Any) -> Any:
+        for part in (
+            part for parts in tensors for i, part in enumerate(parts) if i != group.rank()
+        ):
+            part.fill_(torch.nan)
+
+        def gather() -> None:
+            time.sleep(delays.uniform(0, MOST_MS) / 1000)
+            for part in (part for parts in tensors for part in parts):
+                assert part.untyped_storage().size(), "memory under way was given back"
+            start(name, tensors, group).wait()
+
+        return _Work(gather)
+
+    with mock.patch.object(collectives, "start_broadcasts", start_late):
+        yield
+
+
+@contextmanager
 def read_before_the_wait() -> Iterator[None]:
     """A mutant: what comes is read when the wait begins."""
     wait = collectives.Pending.wait

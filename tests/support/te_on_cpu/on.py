@@ -5,13 +5,13 @@ layers and the Adam of Transformer Engine, leaves both where they are.
 """
 
 from megatron_muon import cpu
-from megatron_muon.cpu import options
+from megatron_muon.cpu import megatron_core, options
 from support import apex_on_cpu, te_on_cpu
 from support.te_on_cpu import loader
 
 if te_on_cpu.TE is not None:
     loader.install()
-    cpu.REPLACEMENTS = tuple(row for row in cpu.REPLACEMENTS if row.name != "FusedAdam")
+    cpu.REPLACEMENTS = tuple(each for each in cpu.REPLACEMENTS if each is not megatron_core.adam)
     options.REPLACED = tuple(row for row in options.REPLACED if row.dest != "transformer_impl")
 elif apex_on_cpu.installed():
     apex_on_cpu.install()

@@ -22,11 +22,11 @@ from megatron.core import parallel_state
 
 from megatron_muon.cpu.table import build_local_modules
 from megatron_muon.mcore.wiring import build
-from megatron_muon.mcore.wiring.install import installed
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.patches import Patches, replaced
 from megatron_muon.settings.config import MuonConfig
+from support.installed import installed
 from support.virtual_gpu.device.fused import fused_kernels
 from support.virtual_gpu.device.gpu import Gpu
 from support.virtual_gpu.device.tensors import CUDA, VirtualTensor

@@ -111,7 +111,7 @@ def compare_with_plan(rank: int, calls: Iterable[RecordedCollective], planned: S
 
 
 def unaligned(calls: Iterable[RecordedCollective]) -> list[str]:
-    """Messages of a rank that NCCL copies one element a load, in words.
+    """Messages of a rank that NCCL copies one byte a load, in words.
 
     It copies 16 bytes a load where both ends start at 16 bytes (``planning.slices``).
     """

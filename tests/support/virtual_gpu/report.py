@@ -3,8 +3,8 @@
 For each model of ``plans.MODELS`` (with WORDs those whose names have one of them) the Muon part of
 a step is recorded on rank 0 and on the rank with most Newton-Schulz work: launches, host
 synchronisations and bytes over state, of the second step: the first makes the fused kernels'
-tables, too. The vote and Megatron's own part of ``optimizer.step()`` are not in it (``megatron``
-records those).
+tables, too. With ``--deterministic`` as first word it is a step in torch's deterministic mode. The
+vote and Megatron's own part of ``optimizer.step()`` are not in it (``megatron`` records those).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 if __name__ == "__main__":  # as the tests' conftest does
     _tests = Path(__file__).resolve().parents[2]
@@ -92,10 +94,14 @@ def rows_of(model: Model, *, first: bool = True, **settings: object) -> list[Rep
 
 
 def main(words: Sequence[str]) -> None:
+    settings: dict[str, object] = {}
+    if words[:1] == ["--deterministic"]:
+        torch.use_deterministic_algorithms(True)
+        words, settings = words[1:], {"split_matrices": "off"}  # as a run has it there
     print(HEAD)
     for model in MODELS:
         if not words or any(word.lower() in model.name.lower() for word in words):
-            for row in rows_of(model):
+            for row in rows_of(model, **settings):
                 print(row.line(), flush=True)
 
 

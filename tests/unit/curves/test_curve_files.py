@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -142,17 +141,3 @@ def test_a_pipe_or_a_device_is_not_waited_for_and_a_tag_must_be_there(tmp_path: 
             points(path)
     with pytest.raises(CurveError, match="it has no 'loss', but 'lm loss', 'lm loss validation'"):
         points(written(tmp_path, LOG), train="loss")
-
-
-def test_a_file_with_random_bytes_is_read_or_is_an_error_of_its_own(tmp_path: Path) -> None:
-    draw = random.Random(0)
-    for text in (LOG, WANDB, '{"step": 1, "loss": 2.0}\n' * 3, '{"curve": {"train": [[1, 2.0]]}}'):
-        for _ in range(100):
-            damaged = bytearray(text.encode())
-            for _ in range(draw.randint(1, 3)):
-                damaged[draw.randrange(len(damaged))] = draw.randrange(256)
-            (tmp_path / "x").write_bytes(damaged)
-            try:
-                points(tmp_path / "x")
-            except CurveError as error:
-                assert str(tmp_path / "x") in str(error)

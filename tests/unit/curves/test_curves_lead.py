@@ -20,7 +20,6 @@ from megatron_muon.lab.curves.lead import (
     envelope,
     hangs_on_window,
     leads,
-    needs,
     smooth,
     step_of,
 )
@@ -56,13 +55,6 @@ def test_the_same_run_leads_by_nothing_and_a_slower_one_by_less() -> None:
     slower = leads([power_law(1.0)], [power_law(2.0)], 0.0)
     assert [lead.ratio for lead in slower[:5]] == pytest.approx([-0.5] * 5, rel=1e-9)
     assert [lead.ratio for lead in slower[5:]] == [None] * 5  # 2 x 600 steps are not there
-
-
-def test_the_baselines_steps_for_a_loss_are_the_same_law_the_other_way_round() -> None:
-    steps_needed = needs([power_law(2.0)], [power_law(1.0)], 0.0)
-    for step, _, of_baseline in steps_needed[:5]:
-        assert of_baseline == pytest.approx(2 * step, rel=1e-9)
-    assert [of_baseline for _, _, of_baseline in steps_needed[5:]] == [None] * 5
 
 
 def test_the_band_is_that_of_all_pairs_of_seeds() -> None:

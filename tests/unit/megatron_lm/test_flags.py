@@ -9,7 +9,7 @@ import pytest
 from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags.namespace import differences, restore_defaults
 from megatron_muon.megatron_lm.flags.parser import add_flags, muon_backend
-from megatron_muon.megatron_lm.flags.settings import muon_config
+from megatron_muon.settings.from_flags import muon_config
 from megatron_muon.settings.run_flags import FLAGS
 from support.megatron_lm.flag_parsers import (
     EVERY,

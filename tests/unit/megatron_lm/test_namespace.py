@@ -10,8 +10,8 @@ import pytest
 from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags.namespace import leave_to_megatron, put_in_force
 from megatron_muon.megatron_lm.flags.parser import add_flags, given_on, muon_backend
-from megatron_muon.megatron_lm.flags.settings import muon_config
 from megatron_muon.megatron_lm.install import _check, asks_for_muon
+from megatron_muon.settings.from_flags import muon_config
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY
 from support.megatron_lm.flag_parsers import EVERY, MEANINGS, WITH_MUON, parsed, parser_of
 

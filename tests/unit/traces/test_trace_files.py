@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from megatron_muon.lab.trace import events
 from megatron_muon.lab.trace.events import TraceError, files_of, read_trace
 from megatron_muon.lab.trace.rank_trace import RankTrace
 from megatron_muon.lab.trace.runs import names_of, read_run
-from support.traces import event, gloo, kernel, mark, nccl, write
+from support.traces import event, kernel, mark, write
 
 STEP = mark("ProfilerStep#3", 0, 1000)
 EVENTS: list[dict[str, Any]] = [
@@ -65,22 +64,6 @@ def test_what_is_wrong_is_one_error_that_names_the_file(which: str, tmp_path: Pa
     with pytest.raises(TraceError, match=f"^{re.escape(str(path))}: .*{re.escape(said)}") as caught:
         RankTrace(path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
-
-
-def test_a_trace_with_random_bytes_is_read_or_is_an_error_of_its_own(tmp_path: Path) -> None:
-    draw = random.Random(0)
-    some = [STEP, event("c10d::send", 5, 9, args=nccl("send", 4, 2, "Half")), gloo("send", 6, 9)]
-    plain = json.dumps({"a": [1.5, "x"], "traceEvents": some}).encode()
-    for text in (plain, gzip.compress(plain)):
-        for number in range(150):
-            damaged = bytearray(text)
-            for _ in range(draw.randint(1, 3)):
-                damaged[draw.randrange(len(text))] = draw.randrange(256)
-            path = _written(tmp_path, bytes(damaged), f"{number}.json")
-            try:
-                read_run(path, "x")
-            except TraceError as error:
-                assert str(path) in str(error)
 
 
 def test_a_pipe_a_folder_or_a_file_beyond_all_bounds_is_an_error(

@@ -26,13 +26,7 @@ class Built:
 
 
 def build(row: Row, flags: Namespace, timers: Any) -> Built:
-    """Build a row on this rank. Every rank of the world calls it, after Megatron's groups are made.
-
-    Args:
-        row: the row to build.
-        flags: flags of the model, see ``flags.parsed``.
-        timers: timers for Megatron's ``OptimizerConfig``.
-    """
+    """Build a row on this rank; every rank calls it, after Megatron's groups are made."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megatron_muon.lab.dry_run.chunks import build_chunks

@@ -68,7 +68,6 @@ def parsed(argv: Sequence[str], program: str = "megatron-muon bench step") -> Na
     """Parse a command line; wrong arguments end the process with status 2, as argparse does.
 
     Args:
-        argv: the arguments.
         program: name of the command, for errors.
 
     Returns:
@@ -128,5 +127,5 @@ def command_parser(program: str) -> argparse.ArgumentParser:
     add("--parts", action="store_true", help="print where each row's time goes")
     text = "record a Chrome trace of a step of each row, in a folder for each row"
     add("--traces", type=Path, metavar="FOLDER", help=text)
-    add_outputs(parser, plot="each row's step")
+    add_outputs(parser)
     return parser

@@ -121,14 +121,7 @@ class PaperMuon(DistributedMuon):
 
     @staticmethod
     def take_over(muon: DistributedMuon, dist_opt: Any, rank: int, tp_group: Group) -> None:
-        """Turn the Muon inside Megatron's ``dist_opt`` into a ``PaperMuon``.
-
-        Args:
-            muon: the Muon.
-            dist_opt: the optimizer around it, whose DP group is used.
-            rank: number of the rank in the stage.
-            tp_group: the TP group of its parameters.
-        """
+        """Turn the Muon inside Megatron's ``dist_opt`` into a ``PaperMuon``."""
         muon.__class__ = PaperMuon
         assert isinstance(muon, PaperMuon)
         muon.rank, muon.tp_group, muon.dp_group = rank, tp_group, dist_opt.data_parallel_group

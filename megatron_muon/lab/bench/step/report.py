@@ -6,7 +6,6 @@ import importlib
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from megatron_muon.lab.bench.step.measure import Measured, checksums_agree
 from megatron_muon.lab.bench.step.rows import Row, bucket_elements
 from megatron_muon.lab.bench.step.upstream import lays_out_buffers
 from megatron_muon.lab.dry_run.model import padded_vocab, ranks_of, transformer_config
-from megatron_muon.lab.outputs import CommandError, new_figure, write_json
+from megatron_muon.lab.outputs import CommandError, write_json
 from megatron_muon.lab.ranks import Task
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from megatron_muon.mcore.seams.rows import megatron_version
@@ -31,9 +30,6 @@ def report(
     """Print the tables and write the files.
 
     Args:
-        argv: all arguments of the command.
-        flags: what they are.
-        task: the task that the ranks ran.
         ranks: each rank's measurements of each row.
 
     Returns:
@@ -56,8 +52,6 @@ def report(
         print("\n" + "\n".join(verdicts))
     result = table.as_json(lines, topology, _run_of(argv, flags, task))
     write_json(flags.json, result)
-    if flags.plot is not None:
-        _plot(result, flags.plot)
     if all(verdicts.values()):
         return 0
     raise CommandError(
@@ -155,28 +149,3 @@ def _run_of(argv: Sequence[str], flags: Namespace, task: Task) -> dict[str, Any]
         "backend": "nccl" if task.gpus else "gloo",
         "versions": versions,
     }
-
-
-def _plot(result: dict[str, Any], path: Path) -> None:
-    """Draw each row's median step with its range, and Newton-Schulz and the exchange inside it."""
-    rows = result["rows"]
-    places = range(len(rows))
-    steps = [row["step_ms"] for row in rows]
-    medians = [step["median"] for step in steps]
-    below = [step["median"] - step["min"] for step in steps]
-    above = [step["max"] - step["median"] for step in steps]
-    figure = new_figure(8, 1.2 + 0.6 * len(rows))
-    axes = figure.add_subplot()
-    label = "step, range over rounds"
-    axes.barh(places, medians, xerr=[below, above], color="#c8c8c8", label=label)
-    for part, shift, color in (("newton_schulz", -0.14, "#3b6ea5"), ("exchange", 0.14, "#d07a2d")):
-        times = [row[f"{part}_ms"] for row in rows]
-        label = f"{part.replace('newton_schulz', 'Newton-Schulz')}, busiest rank"
-        places_of_part = [place + shift for place in places]
-        axes.barh(places_of_part, times, color=color, label=label, height=0.25)
-    axes.set_yticks(list(places), [row["name"] for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    axes.set_title(f"One optimizer step, {_named(result['topology'])}")
-    axes.legend(loc="best")
-    figure.savefig(path)

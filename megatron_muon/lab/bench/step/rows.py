@@ -55,8 +55,6 @@ def rows(
     """The rows to measure.
 
     Args:
-        config: settings of our Muon.
-        names: names of rows, out of ``flags.ROWS``.
         exchanges: further rows of muon-contiguous: ``none`` puts all matrices into one round,
             ``naive`` gives every parameter a round of its own.
         gathers: further rows of muon-bucketed with ``--overlap-param-gather``: ``late`` starts

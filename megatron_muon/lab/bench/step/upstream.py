@@ -38,11 +38,7 @@ _PACKAGES = {16: "0.1", 17: "0.1", 18: "0.2", 19: "0.2", 20: "0.3"}
 
 
 def why_no_upstream(flags: Namespace) -> str | None:
-    """Why Megatron's own Muon cannot be measured here; None where it can.
-
-    Args:
-        flags: flags of the model and its ranks.
-    """
+    """Why Megatron's own Muon cannot be measured here; None where it can."""
     name, version = megatron_version()
     wanted = _PACKAGES.get(version[1])
     if wanted is None:

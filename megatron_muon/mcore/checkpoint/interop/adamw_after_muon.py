@@ -43,7 +43,6 @@ class _Former:
     """Stands in for the DistributedMuon that wrote the checkpoint, as MuonCheckpoint uses it."""
 
     def __init__(self, config: MuonConfig, part: Any) -> None:
-        self.numerics = numerics_on(device_of(part.model_chunks), config)
         self.config = config
         self.numerics = numerics_on(device_of(part.model_chunks), config)
         self._muons = {id(shard) for shard in _young_shards(part, config)}
@@ -176,7 +175,6 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     Args:
         optimizer: the chain that ``get_megatron_optimizer`` has returned for ``optimizer='adam'``
             with the distributed optimizer.
-        settings: settings of the Muon that saved, from its record in the checkpoint.
     """
     chain, every = type(optimizer), optimizer.chained_optimizers
     parts = [part for part in every if not part.is_stub_optimizer]

@@ -126,8 +126,6 @@ def writer_of(
 
     Args:
         keys: keys of its tensors, from ``.metadata`` of torch_dist; else empty.
-        states: its optimizers' state dicts: see ``states_of``.
-        files: names of its files.
     """
     groups = list(groups_of(states))
     if any(_BY_RANK.search(file) for file in files):
@@ -190,10 +188,6 @@ def refuse(writer: Writer | None) -> None:
 def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDict:
     """A state dict for ``MuonCheckpoint.load_state_dict``, without the tensors.
 
-    Args:
-        states: their optimizers' state dicts.
-        config: our settings, assumed where their checkpoint does not give a setting.
-
     Raises:
         ValueError: their groups have several momentum coefficients, or none.
     """
@@ -238,8 +232,6 @@ def converted(
     Args:
         loaded: the optimizer's part of that result: our ``param_state``, here or for each optimizer
             of a chain, beside their state dicts. Momentum is made a sum in place.
-        source: the checkpoint.
-        config: our settings.
         sharding_type: the format in which our ``param_state`` was asked for.
     """
     ours = {**as_ours(source.states, config), "param_state_sharding_type": sharding_type}

@@ -99,3 +99,11 @@ def name_phases(model_chunks: Iterable[Any]) -> None:
     for chunk in model_chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             turn_into(group, NamedBucketGroup)
+
+
+def finish_gathers(model_chunks: Iterable[Any]) -> None:
+    """Have all parameters of a model be as after the last step, as its forward pass does."""
+    for chunk in model_chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group.finish_param_sync(skip_next_bucket_dispatch=True)

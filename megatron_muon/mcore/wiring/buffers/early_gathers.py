@@ -8,15 +8,15 @@ GPU with one hardware queue after any round; Megatron starts the others. Bits ar
 
 Other ranks read a rank's part of these parameters from then on. So nothing may change them between
 a step and the next forward pass, as QK-Clip does. Megatron-LM's training loop does not, and forces
-a gather before it reads them; other loops may do both. So ``auto`` waits for that loop.
+a gather before it reads them; other loops may do both, and free their memory. So ``auto`` waits for
+that loop, and with ``on`` a step in another one ends when all that have started have arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -100,6 +100,7 @@ class EarlyGathers:
 
     def __init__(self, gathers: Sequence[EarlyGather], last: int, *, is_on: bool) -> None:
         self.gathers, self.last, self.is_on = gathers, last, is_on
+        self._in_loop = False  # Megatron-LM's own
         self._in_step = False
         self._started = 0  # in this step
 
@@ -116,14 +117,13 @@ class EarlyGathers:
 
     @contextmanager
     def turned_on(self) -> Iterator[None]:
-        """Within it they start in the step. All ranks leave it with none under way."""
-        before, self.is_on = self.is_on, True
+        """Within it they start in the step, and may outlast it. None is under way afterwards."""
+        before, self.is_on, self._in_loop = self.is_on, True, True
         try:
             yield
-            if not before:
-                self.forget()
+            self.forget()
         finally:
-            self.is_on = before
+            self.is_on, self._in_loop = before, False
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -166,6 +166,11 @@ class EarlyGathers:
             left[shards] = [[shard for _, shard in group] for group in pairs]
         with replaced(dist_opt, **left):
             yield
+
+    def end_step(self) -> None:
+        """After the last optimizer's step: in a loop that may move parameters none goes on."""
+        if self.is_on and not self._in_loop:
+            self.finish()
 
     def finish(self) -> None:
         """Wait for those that no forward pass has waited for."""
@@ -225,38 +230,6 @@ def early_gathers(
         copies = [(_own_part(group, *places[param]), shards[param]) for param in here]
         gathers.append(EarlyGather(group, own, start, copies))
     return EarlyGathers(gathers, last, is_on=is_on) if gathers else None
-
-
-def wait_for_gathers(model_chunks: Iterable[Any]) -> None:
-    """Wait for the parameters that are under way.
-
-    Megatron's forward pass waits once more. So it does not matter if only some ranks wait here.
-    """
-    for chunk in model_chunks:
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            if group.param_gather_handle is not None:
-                group.param_gather_handle.wait()
-
-
-def wait_before_state_dicts(model_chunks: Iterable[Any]) -> None:
-    """Have loads and reads of the ``state_dict`` of a model, or of a module, wait."""
-    for chunk in model_chunks:
-        wait = _wait_for(ref(chunk))
-        for module in chunk.modules():
-            module.register_state_dict_pre_hook(wait)
-            # It has no public name before torch 2.5.
-            module._register_load_state_dict_pre_hook(wait)
-
-
-def _wait_for(known: ref[Any]) -> Callable[..., None]:
-    """A hook of a chunk's modules, which may outlive the chunk."""
-
-    def wait(*_: Any) -> None:
-        chunk = known()
-        if chunk is not None:
-            wait_for_gathers([chunk])
-
-    return wait
 
 
 def _in_forward_order(dist_opt: Any) -> Iterator[Any]:

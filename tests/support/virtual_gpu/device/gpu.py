@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.virtual_gpu.device.crossing import CROSSINGS, without_pinning
-from support.virtual_gpu.device.launches import FREE, launches, leaves_term
+from support.virtual_gpu.device.launches import EMPTY, FREE, fills_empty, launches, leaves_term
 from support.virtual_gpu.device.tensors import META, DeviceBlock, VirtualTensor, ranges
 from support.virtual_gpu.trace import MAIN, Allocation, HostSync, Kernel, Trace, place
 
@@ -168,7 +168,9 @@ class Gpu(TorchDispatchMode):
             out = results[0] if len(func._schema.returns) == 1 else None
             if len(func._schema.returns) > 1:
                 out = tuple(results)
-        if kind.name not in FREE:
+        if kind.name in EMPTY and fills_empty() and results[0].numel():
+            self.launch("fill_empty", [], results)
+        elif kind.name not in FREE:
             reads = inputs
             if kind.overwrites:
                 written = set(map(id, results))

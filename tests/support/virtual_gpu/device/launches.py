@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-# Operations that touch no memory of the GPU, beyond views.
+# Operations that touch no memory of the GPU, beyond views; in its deterministic mode torch fills
+# what it has not written.
+EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
 FREE = frozenset(
     {
-        *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
+        *EMPTY,
         *("_unsafe_view", "is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel"),
     }
 )
@@ -25,6 +28,12 @@ _CHUNK, _BLOCKS = 65536, 320  # elements of a chunk, chunks of a launch
 _TENSORS = (110, 64, 48, 36, 30)  # of a launch, by the number of lists
 _CAT_TENSORS = 128
 _NORM_TENSORS = 400  # whose partial sums one launch adds up, at least
+
+
+def fills_empty() -> bool:
+    """Whether torch fills new memory."""
+    fills = bool(torch.utils.deterministic.fill_uninitialized_memory)
+    return torch.are_deterministic_algorithms_enabled() and fills
 
 
 def leaves_term(name: str, named: Mapping[str, object]) -> bool:

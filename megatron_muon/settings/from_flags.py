@@ -6,7 +6,8 @@ import os
 from argparse import Namespace
 from typing import Any
 
-from megatron_muon.megatron_lm.flags.values import (
+from megatron_muon.settings.config import ROWS, MuonConfig
+from megatron_muon.settings.flag_values import (
     own_defaults,
     setting_given,
     setting_of,
@@ -15,7 +16,6 @@ from megatron_muon.megatron_lm.flags.values import (
     value_given,
     wants_upstreams,
 )
-from megatron_muon.settings.config import ROWS, MuonConfig
 from megatron_muon.settings.rows import Only, Row
 from megatron_muon.settings.run_flags import FLAGS, RUN_ROWS
 
@@ -131,29 +131,8 @@ def _refuse_without_meaning(args: Namespace) -> None:
             "--muon-coefficient-type custom: give the numbers, --muon-ns-coefficients 'a,b,c;...'"
         )
     for row in RUN_ROWS:
-        if row.only is not None:
+        if row.only and (tp_size(args) > 1 or row.flags[0].dest != "muon_tp_mode"):
             _refuse_others(args, row, row.only)
-        elif row.flags[0].dest == "muon_tp_mode" and tp_size(args) > 1:
-            _refuse_others(args, row, _only_mode(setting_of(args, row)))
-
-
-def _only_mode(mode: str) -> Only:
-    """Of TP modes only duplicated has a meaning.
-
-    In Emerging-Optimizers, blockwise orthogonalizes each rank's slice as a matrix; distributed
-    splits the products of the whole matrix over TP, with an all-reduce per step.
-    """
-    why = {
-        "blockwise": "it orthogonalizes each rank's slice by itself, so the update depends on TP",
-        "distributed": "it splits a matrix's products over TP; the result is duplicated's but "
-        "for rounding",
-    }
-    return Only(
-        "duplicated",
-        f"{why.get(mode, 'unknown')}, and here each matrix is orthogonalized once and whole, at "
-        "one home",
-        "give --muon-tp-mode duplicated, or run with TP 1",
-    )
 
 
 def _refuse_others(args: Namespace, row: Row, only: Only) -> None:

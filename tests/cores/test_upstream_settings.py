@@ -1,0 +1,235 @@
+"""Settings of Megatron's own Muon that arrive from Python mean here what they mean there."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.core.optimizer import OptimizerConfig
+
+import megatron_muon
+from support.installed import VERSION
+from support.models import megatrons_muon
+from support.models.gpt import (
+    Case,
+    Topology,
+    build,
+    held,
+    optimizer_config,
+    take_step,
+    whole_weight,
+)
+from support.ranks import run
+from support.runs.whole import Whole, differences, whole
+
+CASE, ALONE = Case(layers=2, steps=2), Topology()
+FIELDS = {field.name: field.default for field in dataclasses.fields(OptimizerConfig)}
+NESTEROV = next((name for name in FIELDS if name.startswith("muon_") and "nesterov" in name), "")
+pytestmark = pytest.mark.skipif(VERSION < (0, 16), reason="no Muon of Megatron's own before 0.16")
+
+# What Megatron's own Muon does by default, as this plugin's settings.
+UPSTREAM = {
+    "momentum": 0.95,
+    "nesterov": False,
+    "matched_adamw_rms": 1.0,
+    "ns_coefficients": "quintic",
+    "ns_dtype": "bf16",
+}
+
+
+def _started(
+    fields: dict[str, Any],
+    own: dict[str, Any] | None = None,
+    topology: Topology = ALONE,
+    routed: tuple[tuple[str, str], ...] = (),
+    by: str = "get_megatron_optimizer",
+) -> tuple[Any, str]:
+    """The model with an optimizer of these fields, and what it printed.
+
+    Args:
+        own: settings given to ``install``; None: it is called without any.
+        routed: (pattern of names, optimizer) of ``config_overrides``.
+    """
+    from megatron.core import optimizer as core
+    from megatron.core.optimizer.optimizer_config import ParamKey
+
+    printed, built = io.StringIO(), build(CASE, topology)
+    config = optimizer_config(built)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    arguments: dict[str, Any] = {}
+    if routed:
+        standard = core.get_standard_config_overrides(config)
+        named = {ParamKey(name=name): {"optimizer": whose} for name, whose in routed}
+        arguments["config_overrides"] = {**standard, **named}
+    megatron_muon.install(None if own is None else megatron_muon.MuonConfig(**own))
+    make = core.get_megatron_optimizer
+    if by == "bridge":  # what Megatron-Bridge and ms-swift call for any name with muon in it
+        from megatron.core.optimizer.muon import get_megatron_muon_optimizer as make
+
+        arguments["layer_wise_distributed_optimizer"] = "dist" in config.optimizer
+    try:
+        with redirect_stdout(printed):
+            built.optimizer = make(config, built.chunks, **arguments)
+    finally:
+        megatron_muon.uninstall()
+    assert config.optimizer == fields.get("optimizer", "muon")
+    return built, printed.getvalue()
+
+
+def _settings(*cases: Any) -> list[Any]:
+    """(settings, lines) or the error of each case: the arguments of ``_started``."""
+    results: list[Any] = []
+    for case in cases:
+        try:
+            built, printed = _started(**case)
+        except (ValueError, NotImplementedError) as error:
+            results.append(str(error))
+        else:
+            (part,) = built.optimizer.chained_optimizers
+            results.append((part.muon.numerics.config, printed))
+    return results
+
+
+def _of(*cases: dict[str, Any]) -> list[Any]:
+    return run(_settings, 1, *cases, timeout=240)[0]
+
+
+def _trained(case: dict[str, Any]) -> dict[str, Any]:
+    built, _ = _started(**case)
+    for step in range(CASE.steps):
+        take_step(built, step)
+    return held(built)
+
+
+def _steps(case: dict[str, Any]) -> Whole:
+    return whole(run(_trained, case.get("topology", ALONE).world_size, case, timeout=240))
+
+
+DIST: dict[str, Any] = {"optimizer": "dist_muon"}
+
+
+def test_with_dist_muon_every_field_counts_the_defaults_too() -> None:
+    default, changed, own = _of(
+        {"fields": DIST},
+        {"fields": DIST | {NESTEROV: True, "muon_momentum": 0.9, "muon_split_qkv": False}},
+        {"fields": DIST, "own": {"homes": "local"}},  # a setting that is the plugin's alone
+    )
+    wanted = megatron_muon.MuonConfig(**UPSTREAM)
+    assert default[0] == replace(wanted, early_param_gather=default[0].early_param_gather)
+    assert (
+        "OptimizerConfig, all of them (dist_muon): scale 1 × spectral, momentum 0.95,"
+        " Nesterov off, quintic, 5 steps, bf16" in default[1]
+    )
+    assert changed[0] == replace(default[0], nesterov=True, momentum=0.9, split_qkv=False)
+    assert "momentum 0.9, Nesterov on" in changed[1]
+    assert own[0] == replace(default[0], homes="local")
+
+
+@pytest.mark.skipif(megatrons_muon.lacking() is not None, reason=str(megatrons_muon.lacking()))
+def test_dist_muon_takes_the_steps_of_megatrons_own_muon(tmp_path: Path) -> None:
+    """Up to bf16 in Newton-Schulz, 0.8 % of an update; Nesterov's form, another set of coefficients
+    or a scale of 1.1 would be off by 10 % or more."""
+    before = replace(CASE, steps=CASE.steps - 1)  # it takes one more
+    (theirs,) = run(megatrons_muon.trained, 1, before, ALONE, False, str(tmp_path), timeout=240)
+    ours = _steps({"fields": DIST | {"muon_momentum": megatrons_muon.MU}})["main"]
+    for name, main in whole([theirs["after"]])["main"].items():
+        moved = main - whole_weight(CASE, name, main.shape)
+        off = float((ours[name] - main).norm() / moved.norm())
+        assert off < 0.02, name
+
+
+@pytest.mark.parametrize("by", ["get_megatron_optimizer", "bridge"])
+def test_dist_muon_takes_the_steps_of_muon_with_the_same_settings(by: str) -> None:
+    theirs, ours = {"fields": DIST, "by": by}, {"fields": {}, "own": UPSTREAM}
+    assert differences(_steps(theirs), _steps(ours)) == []
+
+
+def test_with_muon_only_fields_unlike_that_cores_default_count() -> None:
+    plain, momentum, scaled, highest = _of(
+        {"fields": {}},
+        {"fields": {"muon_momentum": 0.9}},
+        {"fields": {"muon_scale_mode": "unit_rms_norm"}},
+        {"fields": {"muon_fp32_matmul_prec": "highest", "muon_extra_scale_factor": 0.3}},
+    )
+    assert plain[0].matched_adamw_rms == 0.2 and plain[0].nesterov
+    assert "muon_* fields" not in plain[1]
+    assert momentum[0] == replace(plain[0], momentum=0.9)
+    assert "OptimizerConfig: muon_momentum: scale 0.2 × spectral" in momentum[1]
+    assert scaled[0] == replace(plain[0], scale_mode="unit_rms_norm", matched_adamw_rms=1.0)
+    assert highest[0] == replace(plain[0], ns_dtype="fp32", matched_adamw_rms=0.3)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a setting in both places": (
+        {"fields": {"muon_momentum": 0.9}, "own": {"matched_adamw_rms": 0.2}},
+        "install(MuonConfig(matched_adamw_rms=0.2)) beside OptimizerConfig.muon_momentum=0.9:",
+    ),
+    "dist_muon's default in both places": (
+        {"fields": DIST, "own": {"momentum": 0.95}},
+        "install(MuonConfig(momentum=0.95)) beside OptimizerConfig.optimizer='dist_muon':",
+    ),
+    "another optimizer of the rest": (
+        {"fields": DIST | {"muon_scalar_optimizer": "lion"}},
+        "--muon-scalar-optimizer lion has no meaning in megatron_muon",
+    ),
+    "a mode that does not exist": (
+        {"fields": {"muon_tp_mode": "blocks"}},
+        "--muon-tp-mode must be one of blockwise, duplicated, distributed, got 'blocks'",
+    ),
+    "cleared": (
+        {"fields": DIST | {"use_distributed_optimizer": False}},
+        "OptimizerConfig.use_distributed_optimizer is False: delete the line that clears it",
+    ),
+    "Muon of a vector by an override": (
+        {"fields": {}, "routed": (("*.linear_fc1.bias", "muon"),)},
+        "Muon updates matrices",
+    ),
+}
+
+
+def test_what_cannot_be_is_an_error_that_names_the_field() -> None:
+    cases = {
+        name: case
+        for name, case in REFUSED.items()
+        if FIELDS.keys() >= case[0]["fields"].keys()  # core 0.16 has fewer
+    }
+    for text, (name, (_, said)) in zip(
+        _of(*(case for case, _ in cases.values())), cases.items(), strict=True
+    ):
+        assert isinstance(text, str), name
+        assert said in text, name
+
+
+@pytest.mark.parametrize("topology", [Topology(tp=2), Topology(dp=2)], ids=str)
+def test_only_blockwise_over_tp_ranks_warns_of_other_mathematics(topology: Topology) -> None:
+    modes = ("blockwise", "distributed", "duplicated")
+    cases = [{"fields": DIST | {"muon_tp_mode": mode}, "topology": topology} for mode in modes]
+    first, other = run(_settings, 2, *cases, timeout=240)
+    for mode, (_, printed), (_, elsewhere) in zip(modes, first, other, strict=True):
+        warned = "WARNING: muon_tp_mode='blockwise' with TP 2" in printed
+        assert warned == (mode == "blockwise" and topology.tp == 2)
+        assert "WARNING" not in elsewhere  # rank 0 says it
+
+
+def test_blockwise_of_two_tp_ranks_takes_the_steps_of_one_process() -> None:
+    fields = {"fields": DIST | {"muon_tp_mode": "blockwise"}}
+    assert differences(_steps(fields), _steps({**fields, "topology": Topology(tp=2)})) == []
+
+
+@pytest.mark.parametrize("topology", [ALONE, Topology(pp=2)], ids=str)
+def test_an_override_routes_weights_to_adamw_or_to_muon(topology: Topology) -> None:
+    """The same steps as with the patterns of MuonConfig, on every stage."""
+    routed = (("*.linear_fc1.weight", "adam"), ("*.word_embeddings.weight", "muon"))
+    own = {"muon_exclude": ("*.linear_fc1.weight",), "muon_include": ("*.word_embeddings.weight",)}
+    case = {"fields": {}, "topology": topology}
+    by_override, by_pattern = _steps({**case, "routed": routed}), _steps({**case, "own": own})
+    assert differences(by_override, by_pattern) == []
+    adams = {name for name in by_override["exp_avg_sq"] if name.endswith(".weight")}
+    assert any("linear_fc1" in name for name in adams)
+    assert not any("word_embeddings" in name for name in adams)

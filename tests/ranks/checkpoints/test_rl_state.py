@@ -1,0 +1,57 @@
+"""State as frameworks of reinforcement learning save, load and move it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from support.checkpoints.resuming import check
+from support.checkpoints.saving import AREALS, VERLS, load_parameter_state, save
+from support.models.gpt import Case, Topology, start, take_step
+from support.ranks import error_of, run
+
+DENSE, EXPERTS = Case(steps=4), Case(steps=4, moe=True)
+
+
+@pytest.mark.parametrize("dirty", [False, True], ids=["", "over-a-run"])
+@pytest.mark.parametrize("format", [VERLS, AREALS])
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [(DENSE, Topology(dp=3, overlap=True)), (EXPERTS, Topology(dp=2, ep=2))],
+    ids=["dp3", "experts"],
+)
+def test_a_checkpoint_without_metadata_resumes(
+    case: Case, topology: Topology, format: str, dirty: bool, tmp_path: Path
+) -> None:
+    check(case, topology, format, tmp_path, dirty=dirty)
+
+
+def _groups_alone(case: Case, topology: Topology, folder: str, adds_state: bool) -> list[str]:
+    """A run's ``state_dict`` in a new optimizer: its next step, and one where it came from."""
+    built = start(case, topology)
+    take_step(built, 0)
+    save(built, folder, "torch")
+    state = built.optimizer.state_dict()
+    errors = []
+    for again in (False, True):
+        built = start(case, topology) if again else built
+        built.optimizer.load_state_dict(state)
+        if adds_state:
+            load_parameter_state(built, folder, "torch")
+        errors.append(error_of(partial(take_step, built, 1)))
+    return errors
+
+
+@pytest.mark.parametrize("adds_state", [False, True])
+@pytest.mark.parametrize(
+    ("case", "topology"), [(DENSE, Topology(dp=2)), (EXPERTS, Topology(dp=2, ep=2))]
+)
+def test_a_state_dict_alone_is_no_momentum(
+    case: Case, topology: Topology, adds_state: bool, tmp_path: Path
+) -> None:
+    """``state_dict`` has none, in Megatron too; adapters are often saved by it alone."""
+    for old, new in run(_groups_alone, 2, case, topology, str(tmp_path), adds_state):
+        assert "momentum would start at zero" not in old
+        assert ("momentum would start at zero" in new) is not adds_state, new

@@ -1,0 +1,204 @@
+"""What loops of reinforcement learning do with parameters and state right after a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from support.models.gpt import (
+    Built,
+    Case,
+    Topology,
+    distributed_optimizers,
+    held,
+    set_schedule,
+    start,
+    truth,
+    write_grads,
+)
+from support.ranks import run
+from support.runs.messages import late_gathers
+from support.runs.whole import differences, whole
+
+ROUNDS = ("round_bytes", 1)  # a round for each parameter
+DENSE, EXPERTS = Case(steps=3, muon=(ROUNDS,)), Case(steps=3, muon=(ROUNDS,), moe=True)
+IN_BUCKETS = Topology(dp=3, overlap=True, bucket_size=30_000)
+ADAMW = replace(DENSE, optimizer="adam")
+SETTINGS = [(), (("early_param_gather", "on"),), (("early_param_gather", "off"),)]
+RUNS = [
+    pytest.param(DENSE, IN_BUCKETS, id="dp3"),
+    pytest.param(EXPERTS, Topology(dp=4, ep=2, overlap=True), id="experts"),
+    pytest.param(DENSE, Topology(tp=2, dp=2), id="without overlap"),
+]
+with_settings = pytest.mark.parametrize("settings", SETTINGS, ids=["auto", "on", "off"])
+
+
+def _weights(built: Built) -> dict[str, torch.Tensor]:
+    return {name: param.data.clone() for name, param in built.params.items()}
+
+
+def _groups(built: Built) -> list[Any]:
+    return [*built.ddp.bucket_groups, *built.ddp.expert_parallel_bucket_groups]
+
+
+def _step(built: Built, step: int) -> None:
+    set_schedule(built, step)
+    write_grads(built, step)
+    for group in _groups(built):
+        group.param_gather_dispatched = False  # as the backward pass does
+    built.optimizer.step()
+
+
+def _forward(built: Built) -> None:
+    """As far as parameters are concerned."""
+    if built.topology.overlap:
+        for group in reversed(_groups(built)):
+            group.finish_param_sync()
+
+
+# -------------------------------------------------------------------------- weights
+
+
+def _by_force(built: Built) -> None:
+    built.ddp.start_param_sync(force_sync=True)
+
+
+def _by_hooks(built: Built) -> None:
+    built.ddp.disable_forward_pre_hook()
+    built.ddp.enable_forward_pre_hook()
+
+
+def _by_waiting(built: Built) -> None:
+    built.optimizer.wait_for_params()
+    before = [group.param_gather_dispatched for group in _groups(built)]
+    built.optimizer.wait_for_params()
+    assert all(before)  # so the second has nothing to do, nor the forward pass
+
+
+def _exported(
+    case: Case, topology: Topology, sync: Callable[[Built], None]
+) -> list[dict[str, Any]]:
+    """What is read after each step, and what ranks hold once a forward pass has come."""
+    with late_gathers():
+        built = start(case, topology)
+        found = []
+        for step in range(case.steps):
+            _step(built, step)
+            sync(built)
+            exported = _weights(built)
+            _forward(built)
+            kept = held(built)
+            found.append(kept)
+            found[-1]["unlike"] = [
+                name for name, value in _weights(built).items() if not value.equal(exported[name])
+            ]
+    return found
+
+
+@with_settings
+@pytest.mark.parametrize("sync", [_by_force, _by_hooks, _by_waiting])
+@pytest.mark.parametrize(("case", "topology"), RUNS[:2])
+def test_weights_exported_right_after_a_step_are_that_steps(
+    case: Case, topology: Topology, sync: Callable[[Built], None], settings: Any
+) -> None:
+    case = replace(case, muon=case.muon + settings)
+    ranks = run(_exported, topology.world_size, case, topology, sync)
+    assert [found["unlike"] for rank in ranks for found in rank] == [[]] * case.steps * len(ranks)
+    last = whole([rank[-1] for rank in ranks])
+    assert differences(truth(replace(case, muon=(ROUNDS,))), last) == []
+
+
+def _read(case: Case, topology: Topology) -> tuple[bool, int]:
+    """Whether a plain read after a step is of this or the last one; what of it is this one's."""
+    with late_gathers():
+        built = start(case, topology)
+        _step(built, 0)
+        _forward(built)
+        before = _weights(built)
+        _step(built, 1)
+        read = _weights(built)
+        built.ddp.start_param_sync(force_sync=True)
+        after = _weights(built)
+    known = [(v == before[n]) | (v == after[n]) for n, v in read.items()]
+    fresh = sum(int((v == after[n]).sum()) for n, v in read.items())
+    return all(bool(each.all()) for each in known), fresh
+
+
+@with_settings
+def test_a_plain_read_is_never_staler_than_under_adamw(settings: Any) -> None:
+    case = replace(DENSE, muon=DENSE.muon + settings)
+    adamw = run(_read, 3, ADAMW, IN_BUCKETS)
+    for (whole_words, fresh), (_, least) in zip(
+        run(_read, 3, case, IN_BUCKETS), adamw, strict=True
+    ):
+        assert whole_words and fresh >= 0.99 * least
+
+
+# --------------------------------------------------------------------- sleep and wake
+
+
+@contextmanager
+def _asleep(built: Built) -> Iterator[None]:
+    """Memory of parameters and gradients is given back; all else is elsewhere, then here again."""
+    buffers = [(buffer, buffer.param_data.clone()) for buffer in built.buffers()]
+    sizes = [
+        (buffer.param_data.storage().size(), buffer.grad_data.storage().size())
+        for buffer, _ in buffers
+    ]
+    _move_state(built)
+    for buffer, _ in buffers:
+        for data in (buffer.param_data, buffer.grad_data):
+            data.fill_(torch.nan)
+            data.storage().resize_(0)
+    yield
+    for (buffer, copy), (params, grads) in zip(buffers, sizes, strict=True):
+        buffer.param_data.storage().resize_(params)
+        buffer.param_data.copy_(copy)
+        buffer.grad_data.storage().resize_(grads)
+        buffer.grad_data.zero_()
+    _move_state(built)
+
+
+def _move_state(built: Built) -> None:
+    """Main parameters and state tensors to other memory; what they had is NaN."""
+    for part in distributed_optimizers(built.optimizer):
+        for shards in part.shard_fp32_from_float16_groups:
+            for shard in shards:
+                old, shard.data = shard.data, shard.data.clone()
+                old.fill_(torch.nan)
+        for state in part.optimizer.state.values():
+            for key in [key for key, value in state.items() if torch.is_tensor(value)]:
+                old, state[key] = state[key], state[key].clone()
+                old.fill_(torch.nan)
+
+
+def _slept(case: Case, topology: Topology, waits: bool) -> dict[str, Any]:
+    with late_gathers():
+        built = start(case, topology)
+        for step in range(case.steps):
+            _step(built, step)
+            if waits:
+                built.optimizer.wait_for_params()
+            with _asleep(built):
+                pass
+            _forward(built)
+        return held(built)
+
+
+@with_settings
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "waits"])
+@pytest.mark.parametrize(("case", "topology"), RUNS)
+def test_memory_may_be_given_back_right_after_a_step(
+    case: Case, topology: Topology, waits: bool, settings: Any
+) -> None:
+    if settings == SETTINGS[1] and not topology.overlap:
+        pytest.skip("there is no gather to start early")
+    expected = truth(case)
+    case = replace(case, muon=case.muon + settings)
+    results = run(_slept, topology.world_size, case, topology, waits)
+    assert differences(expected, whole(results)) == []
