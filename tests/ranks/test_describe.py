@@ -51,7 +51,8 @@ def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_each_stage_says_its_buckets_and_boundary_parameters_once(overlap: bool) -> None:
     topology = Topology(tp=2, pp=2, dp=2, overlap=overlap)
-    for rank in run(_start_line, topology.world_size, Case(layers=2), topology):
+    case = Case(layers=2, muon=(("preset", "fast"),))
+    for rank in run(_start_line, topology.world_size, case, topology):
         of_stage = [x for x in rank["printed"].splitlines() if "pipeline stage" in x]
         lines = [x for x in of_stage if "the first gather of parameters starts" not in x]
         assert len(lines) == int(rank["first of its stage"])
