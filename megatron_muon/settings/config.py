@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from megatron_muon.settings.coefficients import (
@@ -37,10 +37,13 @@ class MuonConfig(RunSettings, UpdateSettings):
             coefficients make directions that are not finite.
     """
 
-    given: ClassVar[frozenset[str]]  # the settings that were written out
+    # The settings that were written out; those unlike their default where all were, by ``replace``.
+    given: ClassVar[frozenset[str]]
 
     def __new__(cls, **given: Any) -> MuonConfig:
-        made = super().__new__(cls)
+        made, defaults = super().__new__(cls), {each.name: each.default for each in fields(cls)}
+        if len(given) == len(defaults):
+            given = {name: value for name, value in given.items() if value != defaults.get(name)}
         object.__setattr__(made, "given", frozenset(given))
         return made
 

@@ -261,6 +261,12 @@ def test_a_run_of_another_preset_is_told_the_flags_that_keep_its_bits(
     assert capsys.readouterr().out == ""
 
 
+def test_a_changed_copy_has_not_been_given_every_setting() -> None:
+    assert MuonConfig(momentum=0.95).given == {"momentum"}
+    assert replace(MuonConfig(), homes="local").given == {"homes"}
+    assert replace(MuonConfig(momentum=0.9), homes="local").given == {"homes", "momentum"}
+
+
 def test_cubic5_is_for_five_steps() -> None:
     with pytest.raises(ValueError, match=r"are for 5 steps, and ns_steps .* is 6: take 5, or"):
         MuonConfig(ns_coefficients="cubic5", ns_steps=6)

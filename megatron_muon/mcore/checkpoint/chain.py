@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
 from megatron_muon.mcore.wiring.buffers.shards import device_of
-from megatron_muon.runtime.collectives import Group, all_gather_texts
+from megatron_muon.runtime.collectives import Group, all_gather_numbers, all_gather_texts
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.config import named
 
@@ -33,6 +33,7 @@ WHOLE_WEIGHTS = (
 )
 # From core 0.15 on Megatron cannot write the format that it takes where none is asked for.
 _HAS_NO_RANGES = WHOLE_WEIGHTS == "fully_reshardable"
+_OF_STATE = {"param_state", "param_state_sharding_type"}
 _GATHERED = ("fully_reshardable", "dp_zero_gather_scatter")  # Megatron communicates to save them
 
 
@@ -69,7 +70,11 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         self._scatter()
         several = given.values() if isinstance(given, dict) else given
         each = [given] if "optimizer" in given else several
-        self.lacks_state = self.is_new and not all("param_state" in state for state in each)
+        # A rank whose shards are padding alone may load a sharding type without any state.
+        has_state = any(state.keys() & _OF_STATE for state in each)
+        device = device_of(self.chained_optimizers[0].model_chunks)
+        lacking = all_gather_numbers([self.is_new and not has_state], self.voters, device)
+        self.lacks_state = any(lacks for (lacks,) in lacking)
 
     def refuse_step(self) -> None:
         """Raise before a first step that ``lacks_state``, on every rank."""

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from support.checkpoints.resuming import check
 from support.checkpoints.saving import AREALS, VERLS, load_parameter_state, save
@@ -42,6 +43,23 @@ def _groups_alone(case: Case, topology: Topology, folder: str, adds_state: bool)
             load_parameter_state(built, folder, "torch")
         errors.append(error_of(partial(take_step, built, 1)))
     return errors
+
+
+def _of_padding(case: Case, topology: Topology, padded: tuple[int, ...]) -> str:
+    """The error of a step after a load; ranks of ``padded`` had only padding to load."""
+    built = start(case, topology)
+    state = built.optimizer.state_dict()
+    if dist.get_rank() in padded:
+        state["param_state_sharding_type"] = "fully_sharded_model_space"
+    built = start(case, topology)
+    built.optimizer.load_state_dict(state)
+    return error_of(partial(take_step, built, 0))
+
+
+@pytest.mark.parametrize("padded", [(0,), (0, 1)])
+def test_a_rank_with_padding_alone_is_refused_only_with_all(padded: tuple[int, ...]) -> None:
+    for error in run(_of_padding, 2, DENSE, Topology(dp=2), padded):
+        assert ("momentum would start at zero" in error) is (len(padded) == 1), error
 
 
 @pytest.mark.parametrize("adds_state", [False, True])
