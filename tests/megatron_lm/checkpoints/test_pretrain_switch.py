@@ -124,6 +124,20 @@ def test_megatrons_own_muon_to_muon_and_on(tmp_path: Path) -> None:
     assert losses(text)[0] == pytest.approx(unswitched[0], rel=2**-8)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(EMERGING is None, reason="emerging_optimizers is not on PYTHONPATH")
+def test_megatrons_own_muon_loads_the_model_of_a_muon_run(tmp_path: Path) -> None:
+    if version() < (0, 16):
+        pytest.skip("this Megatron has no Muon of its own")
+    saved, path, tp2 = tmp_path / "saved", _path_with(EMERGING), "--tensor-model-parallel-size 2"
+    unswitched = saved_and_unswitched(f"{MUON} {tp2}", saved, "torch_dist")
+    own = f"--optimizer muon --muon-backend upstream {tp2}"
+    text = pretrain(2, own, options(saved, "torch_dist"), fails=True, **path)
+    assert "Muon's optimizer state: --optimizer muon of Megatron's own cannot read it" in text
+    text = pretrain(2, f"{own} --no-load-optim", options(saved, "torch_dist"), **path)
+    assert losses(text)[0] == unswitched[0]
+
+
 def _path_with(spec: importlib.machinery.ModuleSpec | None) -> dict[str, str]:
     assert spec is not None and spec.origin is not None
     places = [str(Path(place).parent) for place in spec.submodule_search_locations or ()]
