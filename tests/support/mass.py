@@ -20,7 +20,7 @@ LOADS = (  # what a training process imports
 LIMITS = {
     "package without lab, lines": 22_830,
     "package, lines": 34_050,
-    "tests, lines": 41_850,
+    "tests, lines": 41_900,
     "documents, words": 16_000,
     "documents, pages": 14,
     "a training process, modules": 100,

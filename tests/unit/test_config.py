@@ -229,16 +229,16 @@ def test_a_preset_is_what_a_gpu_takes_where_a_setting_is_left(device: Device) ->
     safe, fast = (Numerics(MuonConfig(preset=preset), device) for preset in get_args(Preset))
     assert (safe.dtype, safe.iteration, safe.split) == ("bf16", "standard", "auto")
     assert (fast.dtype, fast.iteration, fast.split) == ("fp16", "auto", "auto")
-    assert (safe.dtype, safe.iteration) in [
-        (own.dtype, own.iteration)
-        for own in [Numerics(MuonConfig(preset="fast"), cpu) for cpu in CPUS]
-    ]
-    for preset in get_args(Preset):
-        alone = Numerics(MuonConfig(preset=preset, ns_dtype="fp16"), device)
-        assert (alone.dtype, alone.iteration) == ("fp16", Numerics(alone.config, device).iteration)
-        assert alone.iteration == (fast if preset == "fast" else safe).iteration
-        line = newton_schulz_line(Numerics(MuonConfig(preset=preset), device), "", in_batches=True)
-        assert f"(--muon-preset {preset})" in line
+    for cpu in CPUS:  # which has neither fp16 products nor a use for Gram by default
+        own = Numerics(MuonConfig(preset="fast"), cpu)
+        assert (own.dtype, own.iteration) == ("bf16", "standard")
+    for whole in (safe, fast):
+        alone = Numerics(replace(whole.config, ns_dtype="fp32"), device)
+        assert (alone.dtype, alone.iteration) == ("fp32", whole.iteration)
+        alone = Numerics(replace(whole.config, ns_iteration="gram"), device)
+        assert (alone.dtype, alone.iteration) == (whole.dtype, "gram")
+        line = newton_schulz_line(whole, "", in_batches=True)
+        assert f"(--muon-preset {whole.config.preset})" in line
 
 
 def test_a_run_of_another_preset_is_told_the_flags_that_keep_its_bits(

@@ -13,6 +13,7 @@ ROWS = {"safe": "muon-contiguous", "fast": "muon-contiguous-auto"}  # of the ben
 STEP = "optimizer step: "  # and the row, a figure's name
 _LINES = 25  # of a failed test's account
 _FASTER = 1.02  # by which ``fast`` must be, to be taken
+_SPEAK = ("bits", "step", "training")  # the checks for a preset; without a GPU a part is not run
 
 
 def as_json(environment: Mapping[str, str], checks: Sequence[Check]) -> dict[str, Any]:
@@ -49,8 +50,11 @@ def recommended(checks: Sequence[Check]) -> str:
     """The preset that the results speak for, and by what."""
     times = {figure.name: figure.measured for figure in figures_of(checks)}
     safe, fast = (times.get(f"{STEP}{ROWS[preset]}") for preset in ("safe", "fast"))
-    if safe is None or fast is None or any(check.verdict == "FAILED" for check in checks):
-        return "Recommended: `--muon-preset safe`, the default, until every check is ok."
+    whole = {check.name for check in checks if check.verdict == "ok" and not check.missing}
+    has_failed = any(check.verdict == "FAILED" for check in checks)
+    if safe is None or fast is None or has_failed or not whole.issuperset(_SPEAK):
+        needed = ", ".join(_SPEAK)
+        return f"Recommended: `--muon-preset safe`, the default, until {needed} are ok on a GPU."
     name = "fast" if safe >= _FASTER * fast else "safe"
     text = f"a step takes {fast:.3g} ms with fast, {safe:.3g} ms with safe, and both learn"
     return f"Recommended here: `--muon-preset {name}`: {text}."

@@ -7,8 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_muon.lab.accept.report import as_markdown, corrections, wrong
-from megatron_muon.lab.accept.results import Check, Figure, Outcome
+from megatron_muon.lab.accept.report import (
+    ROWS,
+    STEP,
+    as_markdown,
+    corrections,
+    recommended,
+    wrong,
+)
+from megatron_muon.lab.accept.results import Check, Figure, Outcome, Verdict
 from megatron_muon.lab.bench.step.meter import Counted
 from megatron_muon.lab.pricing.presets import H100, hardware_of
 from support.gpu import cost, predicted, speeds
@@ -55,6 +62,31 @@ def test_a_wrong_phase_names_its_constant_and_the_value_that_it_has(
     flag = f"--set {constant}={figures[0].value:.4g}"
     assert flag in text
     hardware_of("h100", [flag.removeprefix("--set ")])  # as megatron-muon plan reads it
+
+
+@pytest.mark.parametrize(
+    ("fast", "bits", "training", "preset"),
+    [
+        (10.0, "ok", "ok", "fast"),
+        (19.9, "ok", "ok", "safe"),
+        (10.0, "ok", "FAILED", "safe"),
+        (10.0, "ok", "not run", "safe"),
+        (10.0, "not run", "ok", "safe"),
+    ],
+)
+def test_fast_is_recommended_where_it_is_faster_and_every_check_for_it_was_run(
+    fast: float, bits: Verdict, training: Verdict, preset: str
+) -> None:
+    times = {"safe": 20.0, "fast": fast}
+    figures = tuple(Figure(f"{STEP}{ROWS[name]}", "ms", None, ms) for name, ms in times.items())
+    tests = {
+        "bits": (Outcome("a", "ok"), Outcome("b", bits)),
+        "training": (Outcome("a", training),),
+    }
+    tests["step"] = (Outcome("a", "ok", figures=figures),)
+    said = recommended([Check(*check) for check in tests.items()])
+    assert f"`--muon-preset {preset}`" in said
+    assert ("both learn" in said) == (bits == training == "ok")
 
 
 def test_a_constant_that_was_measured_explains_the_phase(expected: predicted.PredictedStep) -> None:

@@ -189,19 +189,13 @@ def _without_a_gpu(patches: Patches) -> None:
     )
 
 
-def _config(folder: Path, steps: int) -> Any:
+def _model() -> Any:
     from megatron.bridge.models.gpt_provider import GPTModelProvider
-    from megatron.bridge.training import config as bridge
     from megatron.core.transformer.enums import AttnBackend
 
-    model = GPTModelProvider(
-        num_layers=2,
-        hidden_size=64,
-        ffn_hidden_size=128,
-        num_attention_heads=4,
-        num_query_groups=2,
-        seq_length=32,
-        vocab_size=128,
+    return GPTModelProvider(
+        **{"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 128},
+        **{"num_attention_heads": 4, "num_query_groups": 2, "seq_length": 32},
         normalization="RMSNorm",
         activation_func=torch.nn.functional.silu,
         gated_linear_unit=True,
@@ -220,8 +214,13 @@ def _config(folder: Path, steps: int) -> Any:
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=False,
     )
+
+
+def _config(folder: Path, steps: int) -> Any:
+    from megatron.bridge.training import config as bridge
+
     return bridge.ConfigContainer(
-        model=model,
+        model=_model(),
         train=bridge.TrainingConfig(train_iters=steps, global_batch_size=4, micro_batch_size=1),
         validation=bridge.ValidationConfig(eval_iters=0),
         optimizer=bridge.OptimizerConfig(
@@ -235,11 +234,8 @@ def _config(folder: Path, steps: int) -> Any:
             use_distributed_optimizer=True,
         ),
         scheduler=bridge.SchedulerConfig(
-            lr_decay_style="cosine",
-            lr_warmup_iters=2,
-            lr_decay_iters=8,
-            start_weight_decay=0.1,
-            end_weight_decay=0.1,
+            **{"lr_decay_style": "cosine", "lr_warmup_iters": 2, "lr_decay_iters": 8},
+            **dict.fromkeys(("start_weight_decay", "end_weight_decay"), 0.1),
         ),
         ddp=bridge.DistributedDataParallelConfig(
             use_distributed_optimizer=True,
@@ -250,9 +246,7 @@ def _config(folder: Path, steps: int) -> Any:
         dataset=bridge.MockGPTDatasetConfig(
             random_seed=1234,
             seq_length=32,
-            reset_attention_mask=False,
-            reset_position_ids=False,
-            eod_mask_loss=False,
+            **dict.fromkeys(("reset_attention_mask", "reset_position_ids", "eod_mask_loss"), False),
             dataloader_type="single",
             num_workers=0,
             path_to_cache=str(folder / "data"),

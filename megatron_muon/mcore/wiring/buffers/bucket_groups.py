@@ -69,10 +69,13 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             self._raise(error, *_ALL_GATHER)
 
     def wait_for_params(self) -> None:
-        """Wait for the parameters under way, if any; raises PhaseError where a peer is lost."""
+        """Wait for the parameters under way, if any; raises PhaseError where a peer is lost.
+
+        As a forward pass does, which also has fp8 parameters ready for use, on every core.
+        """
         self.is_early = False
-        if self.param_gather_handle is not None:  # Megatron only waits then
-            self.start_param_sync(force_sync=True)
+        if self.param_gather_handle is not None:
+            self.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
         """Megatron's; raises PhaseError where a peer is lost.
