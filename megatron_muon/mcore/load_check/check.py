@@ -11,19 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.console import printable, say
+from megatron_muon.console import say
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Digest, DigestError
 from megatron_muon.mcore.load_check.models import TrainedModel, Wanted, vocabulary, wanted_by_all
 from megatron_muon.mcore.load_check.regular_files import irregular
-from megatron_muon.mcore.load_check.same_model import (
-    SETTINGS_WAY_OUT,
-    Settings,
-    Table,
-    check_model,
-    model_in_digest,
-)
+from megatron_muon.mcore.load_check.same_model import parameters_in_digest, require_same_model
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_numbers
 from megatron_muon.runtime.consensus import together
@@ -57,7 +51,7 @@ def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> Non
     Args:
         trained: the model that is to be loaded, if Muon trains it.
         exact: the optimizer's state is loaded, too. So the checkpoint may have no parameter that
-            the model lacks, and the model must compute the same function.
+            the model lacks.
 
     Raises:
         DigestError: on the ranks that find a fault.
@@ -70,8 +64,8 @@ def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> Non
     saved = check_files(local_folder(checkpoint_dir), device)
     if saved is None:
         return
-    own = model_in_digest(trained)
-    together(lambda: _check_model(saved, own, checkpoint_dir, exact), None, device)
+    own, tokens = parameters_in_digest(trained), vocabulary()
+    together(lambda: require_same_model(saved, own, tokens, checkpoint_dir, exact), None, device)
 
 
 def local_folder(checkpoint_dir: str) -> Path:
@@ -82,22 +76,6 @@ def local_folder(checkpoint_dir: str) -> Path:
             "digest: give --no-muon-checkpoint-digest (checkpoint_digest=False in MuonConfig)"
         )
     return Path(checkpoint_dir)
-
-
-def _check_model(saved: Digest, own: tuple[Table, Settings], folder: str, exact: bool) -> None:
-    unknown, changed = check_model(saved, own, vocabulary(), folder)
-    if unknown and exact:
-        raise DigestError(
-            f"{folder} was saved by a different model: it has {unknown}, which this model lacks"
-        )
-    if not changed:
-        return
-    told = f"{folder} was saved by a model with other settings: {'; '.join(changed)}"
-    if exact:
-        raise DigestError(f"{told}. {SETTINGS_WAY_OUT}")
-    if dist.get_rank() == 0:
-        line = printable(f"WARNING: {told}. Its weights are loaded into this one")
-        say(f"[megatron_muon] {line}")
 
 
 def check_files(folder: Path, device: torch.device) -> Digest | None:

@@ -35,7 +35,7 @@ from megatron_muon.mcore.load_check.models import (
     wanted_by_all,
 )
 from megatron_muon.mcore.load_check.regular_files import open_regular
-from megatron_muon.mcore.load_check.same_model import model_in_digest
+from megatron_muon.mcore.load_check.same_model import parameters_in_digest
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.runtime.consensus import together
@@ -199,7 +199,7 @@ class Saving:
             together(lambda: stale.unlink(missing_ok=True) if first else None, None, device)
             return None
         folder = local_folder(checkpoint_dir)
-        parameters, model = model_in_digest(trained)
+        parameters = parameters_in_digest(trained)
         save: Save = json.loads(all_gather_texts(json.dumps(digest.new_save()), None)[0])
         wrote = {
             "megatron_muon": __version__,
@@ -214,7 +214,6 @@ class Saving:
             "optimizer": "muon",
             "settings": asdict(trained.config) if trained else None,
             "vocabulary": vocabulary(),
-            "model": model,
             "parameters": parameters,
         }
         return cls(folder, save, device, content if first else {})
