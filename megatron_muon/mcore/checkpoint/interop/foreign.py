@@ -29,12 +29,12 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from megatron_muon.mcore.checkpoint.buffers import MOMENTUM, RECORD
 from megatron_muon.settings.config import MuonConfig
 
 Writer = Literal["concept", "megatron", "megatron_torch"]
 StateDict = dict[Any, Any]
 
-MOMENTUM = "muon_momentum"  # equal to that of ``buffers``
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)$")
 # Our key in fully_reshardable and fully_sharded_model_space → their keys for the same tensor. A
 # DistributedOptimizer calls the main parameter "param".
@@ -203,7 +203,7 @@ def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDic
         groups.append({**adamw, **kept, "step": max(steps, default=0)})
     ours: StateDict = {
         "optimizer": {"param_groups": groups},
-        "megatron_muon": {
+        RECORD: {
             "format": 1,
             "settings": {**dataclasses.asdict(config), "momentum": _mu(states)},
         },
