@@ -99,7 +99,6 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a shape": {"parameters": {"a": {"shape": [9, -1], "optimizer": "muon"}}},
     "vocabulary": {"vocabulary": "many"},
     "settings": {"settings": 3},
-    "model": {"model": []},
     "save": {"save": {"id": 7}},
 }
 
