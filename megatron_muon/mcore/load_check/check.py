@@ -16,7 +16,6 @@ from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Digest, DigestError
 from megatron_muon.mcore.load_check.models import TrainedModel, Wanted, vocabulary, wanted_by_all
-from megatron_muon.mcore.load_check.regular_files import irregular
 from megatron_muon.mcore.load_check.same_model import parameters_in_digest, require_same_model
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_numbers
@@ -84,8 +83,6 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
     Every rank of the world calls it. Without a digest there is one warning, on rank 0.
     """
     saved = together(lambda: _complete(folder), None, device)
-    first = dist.get_rank() == 0
-    together(lambda: _require_regular(folder) if first else None, None, device)
     numbers = all_gather_numbers([int(saved["hash"][:15], 16) if saved else 0], None, device)
     if any(other != numbers[0] for other in numbers):
         raise DigestError(
@@ -93,7 +90,7 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
             "file system that all of them share"
         )
     if saved is None:
-        if first:
+        if dist.get_rank() == 0:
             say(
                 f"[megatron_muon] WARNING: {folder} has no {digest.FILE_NAME}, so it is loaded "
                 "unchecked: its files may be incomplete or damaged"
@@ -109,18 +106,6 @@ def _complete(folder: Path) -> Digest | None:
     if saved is not None:
         digest.require_complete(folder, saved)
     return saved
-
-
-def _require_regular(folder: Path) -> None:
-    """Refuse pipes and the like, at which Megatron and torch would wait for ever."""
-    if not folder.is_dir():
-        return  # Megatron raises the error
-    bad = next(irregular(folder), None)
-    if bad is not None:
-        raise DigestError(
-            f"{bad} is no regular file, but a pipe, a socket or a device, which no save writes: "
-            f"remove it. {digest.way_out(folder)}"
-        )
 
 
 def _require_undamaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:

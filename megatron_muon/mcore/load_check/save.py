@@ -73,7 +73,6 @@ def save(
     saving = Saving.begin(owner(sharded_state_dict), str(checkpoint_dir))
     if saving is None:
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    together(_require_psutil, None, saving.device)
     with _quiet_about_the_mark(saving.folder):
         request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     if request is None:
@@ -158,13 +157,6 @@ def _quiet_about_the_mark(folder: Path) -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(passes)
-
-
-def _require_psutil() -> None:
-    """Raise where Megatron's writer processes would, for which its save would wait for ever."""
-    writers = "megatron.core.dist_checkpointing.strategies.filesystem_async"
-    if not getattr(importlib.import_module(writers), "HAVE_PSUTIL", True):
-        raise ModuleNotFoundError("Megatron's saves need psutil: pip install psutil", name="psutil")
 
 
 @dataclass(frozen=True, slots=True)
