@@ -89,6 +89,7 @@ ROWS = (
         inherited=True,
     ),
     _CHAIN.called("grads_states_parallel_group_is_shared", "if its parts share a norm", "self"),
+    _CHAIN.overridden("prepare_grads", "called before each step; True if it is skipped", "self"),
     _CHAIN.overridden("step_with_ready_grads", "steps its parts one after another", "self"),
     _DIST.overridden(
         "step_with_ready_grads", "steps, copies main to model parameters, starts gathers", "self"

@@ -32,6 +32,14 @@ class MuonChainedOptimizer(CheckpointChain):
     watch: Watch | None = None  # with ``log_interval`` only
 
     @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Megatron's; True where a gradient is not finite, and then the step is skipped."""
+        is_skipped = bool(super().prepare_grads())
+        if is_skipped and self.watch is not None:
+            self.watch.skip()
+        return is_skipped
+
+    @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Megatron's step of each optimizer; every ``log_interval`` steps it is watched.
 
