@@ -17,8 +17,8 @@ from megatron_muon.settings.coefficients import (
 from megatron_muon.settings.rows import rows_of
 from megatron_muon.settings.run import HomePolicy as HomePolicy
 from megatron_muon.settings.run import RunSettings
-from megatron_muon.settings.run import SplitKind as SplitKind
 from megatron_muon.settings.run import SplitMatrices as SplitMatrices
+from megatron_muon.settings.splits import SplitKind as SplitKind
 from megatron_muon.settings.update import NsIteration as NsIteration
 from megatron_muon.settings.update import UpdateSettings
 
