@@ -35,7 +35,7 @@ def recorded(plan: ExchangePlan, rank: int, config: MuonConfig, *, logs: bool) -
     table = Table([{**stage, **numbers}], plan.size)
 
     def program(gpu: Any, group: Any) -> None:
-        muon, groups, state = muon_of(plan, rank, Numerics(config), group, CUDA)
+        muon, groups, states = muon_of(plan, rank, Numerics(config), group, CUDA)
         observer = MatrixObserver(muon)
         for _ in range(2):  # the first step starts the power iteration
             gpu.trace.events.append(StepStart())
@@ -43,7 +43,7 @@ def recorded(plan: ExchangePlan, rank: int, config: MuonConfig, *, logs: bool) -
                 message = Message(table, CUDA)
                 observer.observe_weights(message)
                 muon.observe(observer)
-            muon.step(groups, state, lambda: gpu.launch("adamw", [], [], 1))
+            muon.step(groups, states, lambda: gpu.launch("adamw", [], [], 1))
             if logs:
                 message.total(0, observer.stopwatch.milliseconds())
 
