@@ -139,9 +139,10 @@ class MuonChainedOptimizer(CheckpointChain):
         device = device_of(self.chained_optimizers[0].model_chunks)
         of_limit: dict[float, list[torch.Tensor]] = {}
         for part, _, shard in self._owned():
-            if shard.grad is None:
+            grad = part.states.grad(shard)
+            if grad is None:
                 return torch.tensor(True, device=device)
-            of_limit.setdefault(_limit(part, shard), []).append(shard.grad)
+            of_limit.setdefault(_limit(part, shard), []).append(grad)
         votes = [_beyond(grads, limit, device) for limit, grads in of_limit.items()]
         return torch.stack(votes).any() if votes else torch.tensor(False, device=device)
 
@@ -151,7 +152,8 @@ class MuonChainedOptimizer(CheckpointChain):
         bad = [
             (expert_name(names[param], part.ep_rank, part.local_experts), _limit(part, shard))
             for part, param, shard in self._owned()
-            if shard.grad is None or _beyond([shard.grad], _limit(part, shard), shard.device)
+            if (grad := part.states.grad(shard)) is None
+            or _beyond([grad], _limit(part, shard), shard.device)
         ]
         if not bad:
             return None
