@@ -97,8 +97,8 @@ UNSUPPORTED = {
     ),
     "spelling": ({"late": {"optimizer": "Muon"}}, "ValueError: write optimizer='muon', got 'Muon'"),
     "precision-aware": (
-        {"late": {"use_precision_aware_optimizer": True}},  # its __post_init__ wants adam
-        "does not support use_precision_aware_optimizer yet (got True)",
+        {"late": {"use_precision_aware_optimizer": True}},  # its __post_init__ wants FusedAdam
+        "as Transformer Engine's FusedAdam does, but Megatron has picked",
     ),
     "optimizer cuda graph": (
         {"late": {"optimizer_cuda_graph": True}},
@@ -111,7 +111,7 @@ UNSUPPORTED = {
     ),
     "megatron fsdp": ({"ddp": {"use_megatron_fsdp": True}}, "support use_megatron_fsdp yet"),
     "fp8 parameters by another recipe": (
-        {"model": {"fp8": "e4m3", "fp8_param": True, "fp8_recipe": "tensorwise"}},
+        {"model": {"fp8": "e4m3", "fp8_param": True, "fp8_recipe": "custom"}},
         "does not support fp8_param_gather",
     ),
     "fp4 parameters": ({"model": {"fp4_param": True}}, "does not support fp4_param yet"),

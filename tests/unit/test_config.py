@@ -64,6 +64,21 @@ def test_the_defaults_are_moonlights() -> None:
     assert config.nesterov and config.split_qkv and not config.weight_decay_all_params
 
 
+def test_lists_are_taken_where_tuples_are() -> None:
+    """YAML and Hydra have no tuples."""
+    lists = MuonConfig(muon_include=["a"], lr_mults=[["b", 2.0]], ns_coefficients=[2.0, -1.5, 0.5])
+    assert lists == MuonConfig(
+        muon_include=("a",), lr_mults=(("b", 2.0),), ns_coefficients=(2.0, -1.5, 0.5)
+    )
+
+
+def test_a_name_close_to_a_settings_is_answered_by_it() -> None:
+    with pytest.raises(TypeError, match="no setting 'exclude'; did you mean 'muon_exclude'"):
+        MuonConfig(exclude=("a",))
+    with pytest.raises(TypeError, match=r"no setting .x.$"):
+        MuonConfig(x=1)
+
+
 def test_a_checkpoint_with_simples_numbers_differs_in_nothing() -> None:
     """A setting that differs is printed by rank 0, and asking for the rank fails here."""
     from megatron_muon.mcore.checkpoint.param_groups import check_record, record

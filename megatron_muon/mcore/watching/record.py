@@ -44,7 +44,7 @@ def start_record(table: Table, **more: Any) -> Record:
         "format": FORMAT,
         **more,
         "ranks": table.ranks,
-        "rows": table.about,
+        "rows": {row: _all_short(about) for row, about in table.about.items()},
     }
 
 
@@ -62,7 +62,8 @@ def step_record(
         for row in table.names[kind]:
             elements = table.about[row]["elements"] if kind == "muon" else 0.0
             numbers = numbers_of(table.sums(totals, kind, row), elements)
-            made.setdefault(kind, {})[row] = {k: _short(value) for k, value in numbers.items()}
+            if numbers:
+                made.setdefault(kind, {})[row] = _all_short(numbers)
     for row, largest in zip(table.names["logits"], maxima, strict=True):
         if largest != -math.inf:
             made.setdefault("logits", {})[row] = {"max_logit": _short(largest)}
@@ -105,7 +106,13 @@ def _of_adamw(sums: Mapping[str, float], _: float) -> dict[str, float]:
     }
 
 
-_NUMBERS = {"muon": _of_muon, "adamw": _of_adamw}
+def _of_layer(sums: Mapping[str, float], _: float) -> dict[str, float]:
+    """Empty where no forward pass was seen, as inside a captured graph."""
+    elements = sums["elements"]
+    return {"output_rms": _root(sums["output_squares"], elements)} if elements else {}
+
+
+_NUMBERS = {"muon": _of_muon, "adamw": _of_adamw, "layers": _of_layer}
 
 
 def _ratio(sum_: float, count: float) -> float:
@@ -120,3 +127,8 @@ def _root(squares: float, count: float) -> float:
 def _short(value: float) -> float | None:
     """Six digits; None where it is not finite, which JSON cannot say."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _all_short(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    """The same with short floats; counts stay as they are."""
+    return {k: _short(v) if isinstance(v, float) else v for k, v in numbers.items()}

@@ -29,6 +29,7 @@ SUMS: Mapping[str, tuple[str, ...]] = {
         *("matrices", "home_elements", "moved", "moved_elements"),
     ),
     "adamw": ("elements", "weight_squares", "gradient_squares"),
+    "layers": ("elements", "output_squares"),
     "logits": (),
 }
 _AT_ONCE = 1 << 22  # elements of a product in fp32; its sum goes on in fp64

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from megatron_muon.mcore.watching.record import Record
 from megatron_muon.mcore.watching.rows import SUMS
 
 LOW, HIGH = 0.5, 1.25  # of a promised update; five Newton-Schulz steps give 0.75 to 0.95 of it
+GROWTH = 2.0  # of a layer's output, from the second quarter of the records to the last
+SETTLED = 1000  # steps; before, outputs grow from their start in every run
+FEWEST = 8  # records in which growth can be seen
+MOST = 4096  # outputs of a layer that are kept; then every second one is dropped
 LOGIT = 100.0  # Kimi K2's threshold; a run's own clip has its own
 
 
@@ -18,6 +23,7 @@ class Warnings:
         self._threshold = start["logit_threshold"] or LOGIT
         self._promised = {row: each["promised_rms"] for row, each in start["rows"].items()}
         self._off: set[str] = set()  # rows whose last update was off its promise
+        self._outputs: dict[str, list[float]] = {}
         self._told: set[str] = set()  # warnings of the record before
 
     def of(self, record: Record) -> list[str]:
@@ -34,6 +40,7 @@ class Warnings:
                 "matrices without a gradient in the last step",
                 _without_gradient(record),
             ),
+            ("Outputs grow", "outputs of layers grow", self._growing_outputs(record)),
             ("Loss spikes", f"attention logits above {self._threshold:g}", self._logits(record)),
         )
         named = [(see, text, list(rows)) for see, text, rows in rules]
@@ -54,6 +61,20 @@ class Warnings:
                 self._off.add(row)
                 if row in before:
                     yield f"{row} {ratio:.2f}"
+
+    def _growing_outputs(self, record: Record) -> Iterator[str]:
+        for row, numbers in record.get("layers", {}).items():
+            values = self._outputs.setdefault(row, [])
+            if numbers["output_rms"] is not None:
+                values.append(numbers["output_rms"])
+            if len(values) > MOST:
+                del values[::2]
+            quarter = len(values) // 4
+            if record["step"] < SETTLED or len(values) < FEWEST:
+                continue
+            before, now = median(values[quarter : 2 * quarter]), median(values[-quarter:])
+            if before > 0 and now > GROWTH * before:
+                yield f"{row} {now / before:.1f} times"
 
     def _logits(self, record: Record) -> Iterator[str]:
         for row, numbers in record.get("logits", {}).items():

@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_model_config
 
 from megatron_muon.console import say
-from megatron_muon.mcore.qk_clip.attentions import clip_of
-from megatron_muon.mcore.routing.param_routing import weights
+from megatron_muon.mcore.routing.param_routing import layers, weights
+from megatron_muon.mcore.watching.forward import LayerOutputs, clip_threshold, kept_logits
 from megatron_muon.mcore.watching.host import host
-from megatron_muon.mcore.watching.logits import kept_logits
 from megatron_muon.mcore.watching.observer import MatrixObserver
 from megatron_muon.mcore.watching.record import Lines, scalars, start_record, step_record
 from megatron_muon.mcore.watching.rows import Message, Table, dot, muon_rows, row_name
@@ -27,6 +25,7 @@ from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import attempt, together
 from megatron_muon.runtime.optimizer import DistributedMuon
+from megatron_muon.runtime.states import MAIN_KEY
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.version import __version__
 
@@ -58,15 +57,16 @@ class Watch:
         self._muons = [muon for _, muon in muons]
         names = {weight.param: row_name(weight.name) for weight in weights(model_chunks)}
         self._adamws = [
-            (names[param], shard)
+            (names[param], shard, part.states)
             for part, muon in muons
             for param, shard in owned_shards(part)
             if not muon.owns(shard)
         ]
         self._first = muons[0][0]  # its groups are new objects after each load
         self._logits = list(kept_logits(model_chunks, config.qk_clip))
-        clip = clip_of(get_model_config(model_chunks[0]), config)
-        self._threshold = None if clip is None else clip.threshold
+        self._threshold = clip_threshold(model_chunks, config.qk_clip)
+        self._outputs = LayerOutputs(list(layers(model_chunks)))
+        self._outputs.expect(True)  # the number of the first step is not known yet
         writes = dist.get_rank(group) == dist.get_world_size(group) - 1
         path = config.log_file
         self._lines = together(lambda: _lines(path) if writes else None, group, stage.device)
@@ -75,31 +75,42 @@ class Watch:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a step of the chain; every rank of the group enters it."""
+        number = self._number()
         self._steps += 1
-        known = host().step()
-        number = self._steps if known is None else known
-        if number % self._interval:
+        if number % self._interval == 0:
+            message = self._begun()
+            try:
+                yield
+            finally:
+                for muon in self._muons:
+                    muon.observe(None)
+            self._log(message, number)
+        else:
             yield
-            return
-        message = self._begun()
-        try:
-            yield
-        finally:
-            for muon in self._muons:
-                muon.observe(None)
-        self._log(message, number)
+        self._outputs.expect((number + 1) % self._interval == 0)
+
+    def skip(self) -> None:
+        """A step is skipped: forget its forward passes. Only a loop's own numbers count it."""
+        following = self._number() + (host().step() is not None)
+        self._outputs.expect(following % self._interval == 0)
+
+    def _number(self) -> int:
+        """The number of the step under way."""
+        given = host().step()
+        return self._steps + 1 if given is None else given
 
     def _begun(self) -> Message:
         """The sums of a logging step, with what there is before it."""
         message = Message(self._table, self._device)
-        for row, shard in self._adamws:
-            grad = shard.grad
+        self._outputs.add_to(message)
+        for row, shard, states in self._adamws:
+            grad, weight = states.grad(shard), states.get(shard, MAIN_KEY)
             assert grad is not None  # checked before the step
             message.add(
                 "adamw",
                 row,
                 elements=shard.numel(),
-                weight_squares=dot(shard, shard),
+                weight_squares=dot(weight, weight),
                 gradient_squares=dot(grad, grad),
             )
         for muon in self._muons:
@@ -178,5 +189,6 @@ def _of_stage(
     return {
         "muon": muon_rows(matrices, config),
         "adamw": sorted(adamws),
+        "layers": [name for name, _ in layers(model_chunks)],
         "logits": [row for each in kept_logits(model_chunks, config.qk_clip) for row in each.rows],
     }

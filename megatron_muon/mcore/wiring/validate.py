@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core import optimizer as mcore_optimizer
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 
@@ -26,7 +27,6 @@ from megatron_muon.settings.config import MuonConfig, named
 # Switches of Megatron's that Muon does not support, by field and flag, and what to do instead. No
 # release has those of the last lines: they are of Megatron's branch dev, or of a fork.
 REFUSED = {
-    "use_precision_aware_optimizer": "keep fp32 main parameters by leaving it off",
     "optimizer_cpu_offload": "leave it off",
     "optimizer_cuda_graph": "leave it off",
     "use_layer_wise_distributed_optimizer": "delete that line, which asks for Megatron's own Muon",
@@ -43,6 +43,9 @@ REFUSED = {
     "enable_hetero": "give all ranks one parallelism",
     "use_dualpipev": "use an interleaved pipeline",
 }
+
+
+_FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
 def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
@@ -114,6 +117,7 @@ def refused_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
     for name, way_out in REFUSED.items():
         yield name, read(name), way_out
     yield from _fp8_modes(read)
+    yield from _state_modes(read)
     yield from _upstream_faults(read)
 
 
@@ -142,6 +146,14 @@ def _faults_of_call(
         yield ValueError(
             f"{scope} with clip_grad {clip}: nothing is clipped; give a clip (--clip-grad), or "
             "leave the scope out"
+        )
+    on = optimizer_config.use_precision_aware_optimizer
+    if on and not hasattr(mcore_optimizer.Adam, "set_scaled_state"):
+        yield NotImplementedError(
+            "optimizer='muon' with use_precision_aware_optimizer holds its state as Transformer "
+            f"Engine's FusedAdam does, but Megatron has picked {mcore_optimizer.Adam.__module__}."
+            f"{mcore_optimizer.Adam.__name__}: install a Transformer Engine whose FusedAdam has "
+            "exp_avg_dtype (1.13 or newer), or leave it off"
         )
     for name in ("grad_comm_pgs", "model_comm_pgs"):  # of core 0.14: without a group of a stage
         if arguments.get(name) is not None:
@@ -189,20 +201,40 @@ def routes(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _fp8_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
-    """Refuses fp8 parameters but by the recipe whose step is known to be that of one process."""
+    """Refuses fp8 parameters but by recipes whose step was compared with that of one process."""
     fp8 = read("fp8_param_gather") or read("fp8_param")
-    yield (
-        "fp8_param_gather before core 0.14",
-        fp8 and megatron_version()[1] < (0, 14),
-        "keep parameters in bf16 (computing in fp8 is fine)",
-    )
+    bf16 = "keep parameters in bf16 (computing in fp8 is fine)"
+    yield "fp8_param_gather before core 0.14", fp8 and megatron_version()[1] < (0, 14), bf16
     recipe = getattr(read("fp8_recipe"), "value", read("fp8_recipe"))  # some cores' is of an enum
     yield (
         f"fp8_param_gather with fp8_recipe={recipe}",
-        fp8 and recipe != "delayed",
-        "give fp8_recipe='delayed' or keep parameters in bf16 (computing in fp8 is fine), since by "
-        "other recipes a rank scales what it holds of a weight, and such a step has not been shown "
-        "to be that of one process",
+        fp8 and recipe not in _FP8_RECIPES,
+        f"give one of {', '.join(_FP8_RECIPES)}, or {bf16}",
+    )
+    yield (
+        "fp8_param_gather with fp8_recipe=mxfp8 before core 0.19",
+        fp8 and recipe == "mxfp8" and megatron_version()[1] < (0, 19),
+        f"{bf16}, since Megatron then has weights of other places, or gathers experts' too early",
+    )
+    yield (
+        "fp8_recipe=mxfp8 with fp8_param_gather and without reuse_grad_buf_for_mxfp8_param_ag",
+        fp8 and recipe == "mxfp8" and not read("reuse_grad_buf_for_mxfp8_param_ag"),
+        f"set it (--reuse-grad-buf-for-mxfp8-param-ag), or {bf16}",
+    )
+
+
+def _state_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
+    """Refuses what FusedAdam can and Muon cannot do with states in other dtypes."""
+    on = read("use_precision_aware_optimizer")
+    yield (
+        "exp_avg_dtype in fp8",
+        on and read("exp_avg_dtype") in ("fp8", torch.uint8),
+        "give exp_avg_dtype bf16 or fp16, since FusedAdam's fp8 makes NaN of a state of zeros",
+    )
+    yield (
+        "use_precision_aware_optimizer with fp8_param_gather",
+        on and (read("fp8_param_gather") or read("fp8_param")),
+        "leave out one of both",
     )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from support.models.gpt import Case, Topology, start, take_step, trained, truth
 from support.ranks import error_of, run
@@ -30,6 +32,29 @@ def test_logging_changes_no_bit(case: Case, topology: Topology, tmp_path: Path) 
     lines = records(path)
     taken = sum(not case.overflows(step) for step in range(case.steps))
     assert [line["kind"] for line in lines] == ["start", *["step"] * taken]
+
+
+def _hooks(case: Case) -> list[Any]:
+    built = start(case, Topology(tp=2))
+    before = torch.get_rng_state()
+    counts = [_forward_hooks(built.chunks)]
+    for step in range(case.steps):
+        take_step(built, step)
+        counts.append(_forward_hooks(built.chunks))
+    return [counts, built.optimizer.watch is None, bool((before == torch.get_rng_state()).all())]
+
+
+def _forward_hooks(chunks: list[Any]) -> int:
+    return sum(len(m._forward_hooks) for chunk in chunks for m in chunk.modules())
+
+
+def test_hooks_are_in_the_model_before_a_logging_step_only(tmp_path: Path) -> None:
+    case = replace(BF16, steps=6)
+    for counts, off, _ in run(_hooks, 2, case):
+        assert off and counts == [0] * 7
+    for counts, off, same in run(_hooks, 2, watched(case, tmp_path / "lines", 3)):
+        assert not off and same
+        assert counts == [2, 0, 2, 0, 0, 2, 0]  # two layers; the first step's number is not known
 
 
 def _log(path: str, stop: int) -> None:

@@ -23,6 +23,7 @@ def warned(
         record = {
             "step": 100 * number,
             "muon": {ROW: {"update_rms": 0.17, "moved": 1.0, "cosine": 0.3}},
+            "layers": {LAYER: {"output_rms": 1.0 + 0.02 * number}},
             "logits": {f"{LAYER}.self_attention": {"max_logit": 40.0}},
             **change(number),
         }
@@ -39,6 +40,10 @@ SIGNS: dict[str, tuple[Callable[[], list[str]], str]] = {
     "large": (lambda: warned(lambda step: muon(update_rms=0.3)), f"promised size.* {ROW} 1.50"),
     "nan": (lambda: warned(lambda step: muon(cosine=None)), f"not finite .*cosine of {ROW}"),
     "idle": (lambda: warned(lambda step: muon(moved=0.75)), f"without a gradient .*{ROW} 25%"),
+    "growth": (
+        lambda: warned(lambda step: {"layers": {LAYER: {"output_rms": 1.3**step}}}),
+        rf"outputs of layers grow: {LAYER} \d",
+    ),
     "logit": (
         lambda: warned(lambda step: {"logits": {LAYER: {"max_logit": 130.0}}}),
         f"logits above 100: {LAYER} 130",

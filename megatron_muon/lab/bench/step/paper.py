@@ -27,8 +27,9 @@ from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.slices import Slice
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
-from megatron_muon.runtime.optimizer import DistributedMuon, ParamGroups, State
+from megatron_muon.runtime.optimizer import DistributedMuon, ParamGroups
 from megatron_muon.runtime.round import Shards
+from megatron_muon.runtime.states import States
 from megatron_muon.runtime.update import Elementwise
 
 
@@ -129,12 +130,12 @@ class PaperMuon(DistributedMuon):
         muon.by_bucket = [muon.elementwise() for _ in muon.buckets]
 
     @torch.no_grad()
-    def step(self, groups: ParamGroups, state: State, step_adamw: Any) -> None:
+    def step(self, groups: ParamGroups, states: States, step_adamw: Any) -> None:
         """Update Muon's parameters and AdamW's, bucket by bucket."""
         self.meter.start_step()
         with self._phase("muon/adamw"):
             step_adamw()
-        shards = dict(self._shards(groups, state))
+        shards = dict(self._shards(groups, states))
         for bucket, elementwise in zip(self.buckets, self.by_bucket, strict=True):
             runs = sorted(bucket.kept, key=_in_order)
             with self._phase("muon/momentum"):

@@ -1,0 +1,113 @@
+"""What forward passes show: sizes of the layers' outputs, and the largest attention logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import Attention, CrossAttention
+from torch import Tensor
+
+from megatron_muon.mcore.routing.param_routing import layers
+from megatron_muon.mcore.watching.rows import Message
+from megatron_muon.runtime.collectives import Group
+
+# The name in Megatron's attention over Transformer Engine, since core 0.16: (heads of this TP rank,
+# ), the largest logits since it was None. Megatron's loop sets it to None after the step.
+_MAXIMA = "current_max_attn_logits"
+
+
+class LayerOutputs:
+    """Sums of squares of the layers' outputs in training, over all microbatches of a step.
+
+    Forward hooks see them, which are there before a logging step only.
+    """
+
+    def __init__(self, layers: Sequence[tuple[str, torch.nn.Module]]) -> None:
+        self._layers = layers
+        self._seen: list[tuple[str, Tensor, int]] = []
+        self._hooks: list[Any] = []
+
+    def expect(self, is_logged: bool) -> None:
+        """Observe the next step's forward passes, or none; forget those before."""
+        self._seen.clear()
+        if is_logged and not self._hooks:
+            self._hooks = [
+                module.register_forward_hook(self._hook(name)) for name, module in self._layers
+            ]
+        if not is_logged:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+
+    def add_to(self, message: Message) -> None:
+        """Add what was seen."""
+        for row, norm, elements in self._seen:
+            squares = norm.double().square()
+            message.add("layers", row, output_squares=squares, elements=elements)
+
+    def _hook(self, row: str) -> Any:
+        def see(module: torch.nn.Module, given: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if not module.training or not isinstance(hidden, Tensor) or _captures(hidden):
+                return
+            with torch.no_grad():
+                norm = torch.linalg.vector_norm(hidden.detach(), dtype=torch.float32)
+            self._seen.append((row, norm, hidden.numel()))
+
+        return see
+
+
+def _captures(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which no tensor of ours may be."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLogits:
+    """A self-attention that keeps the largest logit of each head."""
+
+    rows: list[str]  # one for each group of heads that share keys, over all TP ranks
+    core: Any  # the module that has them
+    heads: int  # over all TP ranks
+
+    def put_into(self, maxima: Tensor, tp: Group) -> None:
+        """Raise ``(len(rows),)`` fp32 to the logits of this rank's heads, if it has run."""
+        kept = getattr(self.core, _MAXIMA, None)
+        if kept is None:
+            return
+        kept = kept.detach().to(maxima).view(-1)
+        first = tp.rank() * kept.numel()
+        heads = torch.arange(first, first + kept.numel(), device=maxima.device)
+        maxima.scatter_reduce_(0, heads * len(self.rows) // self.heads, kept, "amax")
+
+
+def kept_logits(
+    model_chunks: Sequence[torch.nn.Module], threshold: float | None
+) -> Iterator[KeptLogits]:
+    """Each self-attention of this rank that keeps its largest logits.
+
+    Its settings ask for that, or the plugin's own do (``MuonConfig.qk_clip``), the ``threshold``.
+    """
+    for name, layer in layers(model_chunks):
+        for path, module in layer.named_modules():
+            if not isinstance(module, Attention) or isinstance(module, CrossAttention):
+                continue
+            model, asked = module.config, ("log_max_attention_logit", "qk_clip")
+            if threshold is not None or any(getattr(model, setting, False) for setting in asked):
+                groups = range(model.num_query_groups)
+                rows = [f"{name}.{path}[group {group}]" for group in groups]
+                yield KeptLogits(rows, module.core_attention, model.num_attention_heads)
+
+
+def clip_threshold(model_chunks: Sequence[torch.nn.Module], own: float | None) -> float | None:
+    """The threshold of the run's clip of logits: the plugin's ``own``, else Megatron's or None."""
+    if own is not None:
+        return float(own)
+    for _, layer in layers(model_chunks):
+        model: Any = getattr(layer, "config", None)
+        if getattr(model, "qk_clip", False):
+            return float(model.qk_clip_threshold)
+    return None

@@ -1,0 +1,152 @@
+"""The layers' outputs, in real forward passes by Megatron's own schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import pipeline_parallel
+
+from support.installed import VERSION
+from support.models import gpt
+from support.ranks import run
+from support.runs.cases import Case, Topology
+from support.runs.training import MODEL, said, spread, train
+from support.runs.watching import records
+
+pytestmark = pytest.mark.skipif(
+    VERSION < (0, 13),
+    reason="the model is built with vp_stage; test_pretrain_watch.py has core 0.12",
+)
+DENSE = replace(MODEL, steps=2, optimizer="muon")
+RUNS = [
+    (DENSE, spread(tp=2, dp=2)),
+    (replace(DENSE, recompute=True), spread(pp=2)),
+]
+
+
+def _train(model: Case, topology: Topology, path: str, interval: int) -> dict[str, Any]:
+    """What ``train`` returns, in a run that logs; and each forward pass's outputs."""
+    settings = (("log_interval", interval), ("log_file", path))
+    outputs: dict[str, list[float]] = {}
+    make = gpt._in_ddp
+
+    def chunk(*args: Any) -> Any:
+        made = make(*args)
+        for name, module in made.named_modules():
+            if name.rpartition(".")[2].isdigit() and name.split(".")[-2] == "layers":
+                row = f"decoder.layers.{module.layer_number - 1}"
+                module.register_forward_hook(_keep(outputs.setdefault(row, [])))
+        return made
+
+    gpt._in_ddp = chunk
+    try:
+        return {**train(replace(model, muon=settings), topology), "outputs": outputs}
+    finally:
+        gpt._in_ddp = make
+
+
+def _keep(seen: list[float]) -> Any:
+    def hook(module: Any, given: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        seen.append(float(hidden.detach().double().square().mean()))
+
+    return hook
+
+
+def _logged(path: Path) -> list[dict[str, float]]:
+    return [
+        {row: numbers["output_rms"] for row, numbers in line["layers"].items()}
+        for line in records(path)
+        if line["kind"] == "step"
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    path = tmp_path_factory.mktemp("alone") / "lines.jsonl"
+    (held,) = run(_train, 1, DENSE, Topology(), str(path), 1)
+    logged = _logged(path)
+    assert len(logged) == DENSE.steps and all(len(rows) == DENSE.layers for rows in logged)
+    for row, squares in held["outputs"].items():
+        passes = torch.tensor(squares).view(DENSE.steps, -1).mean(1).sqrt().tolist()
+        assert [rows[row] for rows in logged] == pytest.approx(passes, rel=1e-5)
+    return logged
+
+
+@pytest.mark.parametrize(("model", "topology"), RUNS, ids=said)
+def test_outputs_are_those_of_one_process(
+    model: Case, topology: Topology, alone: list[dict[str, float]], tmp_path: Path
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    run(_train, topology.world_size, model, topology, str(path), 1)
+    logged = _logged(path)
+    assert len(logged) == len(alone)
+    for here, there in zip(logged, alone, strict=True):
+        assert here == pytest.approx(there, rel=1e-3)
+
+
+def _train_with_overflow(path: str, at: int, numbered: bool) -> dict[str, Any]:
+    """``_train`` of 6 steps, of which one is skipped: a gradient is not finite.
+
+    Args:
+        path: of the lines, of every second step.
+        at: the step, counted from 1.
+        numbered: steps have the numbers of a loop, which counts the skipped one, too.
+    """
+    from megatron_muon.mcore.watching.host import NO_HOST, Host, set_host
+
+    begun: list[str] = []
+    real = pipeline_parallel.get_forward_backward_func
+
+    def forward_backward(**given: Any) -> Any:
+        begun.append("a step")
+        result = real()(**given)
+        if len(begun) == at:
+            next(given["model"].parameters()).main_grad.fill_(torch.inf)
+        return result
+
+    pipeline_parallel.get_forward_backward_func = lambda: forward_backward
+    if numbered:
+        host = Host()
+        host.step = lambda: len(begun)  # type: ignore[method-assign]
+        set_host(host)
+    try:
+        model = replace(DENSE, fp16=True, steps=6)
+        return _train(model, Topology(), path, 2)
+    finally:
+        pipeline_parallel.get_forward_backward_func = real
+        set_host(NO_HOST)
+
+
+# The step that is skipped, whether steps have a loop's numbers, and the steps that log: their
+# numbers, and when they were.
+SKIPPED = [(5, True, [2, 4, 6], [2, 4, 6]), (4, False, [2, 4], [2, 5])]
+
+
+@pytest.mark.parametrize(("at", "numbered", "numbers", "times"), SKIPPED)
+def test_a_skipped_steps_outputs_are_forgotten(
+    at: int, numbered: bool, numbers: list[int], times: list[int], tmp_path: Path
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    (held,) = run(_train_with_overflow, 1, str(path), at, numbered)
+    assert [step for step, ok in enumerate(held["ok"], 1) if not ok] == [at]
+    assert [line["step"] for line in records(path)[1:]] == numbers
+    squares = torch.tensor(held["outputs"]["decoder.layers.0"]).view(6, -1).mean(1).sqrt()
+    logged = [rows["decoder.layers.0"] for rows in _logged(path)]
+    assert logged == pytest.approx([float(squares[step - 1]) for step in times], rel=1e-3)
+
+
+def test_training_is_the_same_and_only_logging_steps_are_seen(tmp_path: Path) -> None:
+    path, model = tmp_path / "lines.jsonl", replace(DENSE, steps=3)
+    (seldom,) = run(_train, 1, model, Topology(), str(path), 2)
+    (never,) = run(train, 1, model, Topology())
+    assert (seldom["losses"], seldom["norms"]) == (never["losses"], never["norms"])
+    assert [line["step"] for line in records(path) if line["kind"] == "step"] == [2]
+    (second,) = _logged(path)
+    passes = len(seldom["outputs"]["decoder.layers.0"]) // model.steps
+    squares = seldom["outputs"]["decoder.layers.0"][passes : 2 * passes]
+    assert second["decoder.layers.0"] == pytest.approx((sum(squares) / passes) ** 0.5, rel=1e-5)
