@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.settings.run_flags import FLAGS
 from support import PYTHON311, ROOT, TESTS, te_on_cpu
 
 EXAMPLES = ROOT / "examples"
@@ -175,22 +174,6 @@ def test_moe_1b_with_long_sequences_sees_as_many_tokens(standin: Path) -> None:
         assert has(words, wanted)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_muons_flags_are_the_plugins(name: str, standin: Path) -> None:
-    ours = {flag.option for flag in FLAGS}
-    words = asked(standin, name)
-    assert {word for word in words if word.startswith("--muon")} <= ours
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_smoke_changes_sizes_and_asks_for_the_cpu(name: str, standin: Path) -> None:
-    """What only a GPU has stays on the line: the launcher replaces it."""
-    full, smoke = asked(standin, name), asked(standin, name, SMOKE=1)
-    flags = [[word for word in words if word.startswith("--")] for words in (full, smoke)]
-    assert flags[1] == [*flags[0], "--muon-cpu"]
-    assert has(smoke, "--distributed-backend nccl")
-
-
 # --- with a checkout --------------------------------------------------------------------------
 
 PARSE = """
@@ -316,33 +299,3 @@ def test_two_nodes_train_as_one(machine: Path) -> None:
     assert [node.returncode for node in nodes] == [0, 0], texts[0][-2000:] + texts[1][-2000:]
     assert "data-parallel size: 2" in texts[0]
     assert_trained("".join(texts), "muon")
-
-
-@needs_checkout
-def test_a_tokenised_file_of_megatrons_own_tool_trains(machine: Path) -> None:
-    """The README's way to a data file, on this repository's own text."""
-    sentencepiece = pytest.importorskip("sentencepiece")
-    sources = sorted((ROOT / "megatron_muon").rglob("*.py"))
-    documents = [{"text": source.read_text()} for source in sources]
-    lines = [json.dumps(document) for document in documents for _ in range(4)]
-    (machine / "text.jsonl").write_text("\n".join(lines))
-    sentencepiece.SentencePieceTrainer.train(
-        input=",".join(map(str, sources)),
-        model_prefix=str(machine / "pieces"),
-        vocab_size=1000,
-        minloglevel=2,
-    )
-    model = f"--tokenizer-model {machine}/pieces.model"
-    tokenizer = f"--tokenizer-type GPTSentencePieceTokenizer {model}"
-    command = [sys.executable, f"{CHECKOUT}/tools/preprocess_data.py", *tokenizer.split()]
-    command += ["--input", f"{machine}/text.jsonl", "--output-prefix", f"{machine}/data"]
-    command += ["--workers", "1", "--append-eod"]
-    env = environment(machine)
-    env["PYTHONPATH"] += f"{os.pathsep}{CHECKOUT}"  # the tool would take an installed megatron.core
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    data = {"DATA_PATH": machine / "data_text_document", "TOKENIZER": tokenizer}
-    # so few documents leave the recipe's last thousandth empty
-    split = ("--split", "90,5,5")
-    text = smoke(machine, "gpt_340m", *split, TP=1, PP=1, GPUS_PER_NODE=1, **data)
-    assert_trained(text, "muon")

@@ -45,15 +45,3 @@ def entries(folder: Path) -> Iterator[os.DirEntry[str]]:
                     folders.append(entry.path)
                 else:
                     yield entry
-
-
-def irregular(folder: Path) -> Iterator[Path]:
-    """Entries that are neither files nor folders; opening a link to nothing does not wait."""
-    for entry in entries(folder):
-        path = Path(entry.path)
-        try:
-            is_odd = path.exists() and not (path.is_file() or path.is_dir())
-        except OSError:  # a link that nobody can follow: opening it is an error, and no wait
-            continue
-        if is_odd:
-            yield path

@@ -360,7 +360,3 @@ def test_what_belongs_where_is_said(
     with pytest.raises(SystemExit) as ended:
         main(["routes", *words.split()])
     assert ended.value.code == 2 and said in capsys.readouterr().err.strip().split("\n")[-1]
-
-
-def test_the_program_is_installed_under_its_name() -> None:
-    assert '"megatron-muon = megatron_muon.__main__:main"' in (ROOT / "setup.py").read_text()
