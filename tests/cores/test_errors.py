@@ -98,7 +98,7 @@ UNSUPPORTED = {
     "spelling": ({"late": {"optimizer": "Muon"}}, "ValueError: write optimizer='muon', got 'Muon'"),
     "precision-aware": (
         {"late": {"use_precision_aware_optimizer": True}},  # its __post_init__ wants FusedAdam
-        "as Transformer Engine's FusedAdam does, but Megatron has picked",
+        "use_precision_aware_optimizer here: Megatron has picked megatron_muon.cpu",
     ),
     "optimizer cuda graph": (
         {"late": {"optimizer_cuda_graph": True}},

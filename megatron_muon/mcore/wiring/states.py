@@ -13,12 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import optimizer as mcore_optimizer
 
 from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.runtime.states import MAIN_KEY, States, of_halves, write_halves
 
 TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # they count the steps of each parameter
 Tensor = torch.Tensor
+_MOST_IN_FP8 = 448.0  # e4m3
 _MASTER, _SECOND = "master_param", "exp_avg_sq"
 
 
@@ -26,6 +28,25 @@ def adam_holds_main(config: Any) -> bool:
     """Whether main parameters are FusedAdam's: not with fp8 by most recipes, since core 0.13."""
     on = bool(config.use_precision_aware_optimizer)
     return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", on))
+
+
+def try_states(config: Any, device: torch.device) -> None:
+    """Make the Adam that Megatron has picked hold one element as the config says.
+
+    Raises:
+        RuntimeError: it cannot; says why.
+    """
+    adam = mcore_optimizer.Adam
+    if not hasattr(adam, "set_scaled_state"):
+        name = f"{adam.__module__}.{adam.__name__}"
+        raise RuntimeError(f"Megatron has picked {name}, which holds states in fp32 alone")
+    adam(
+        [torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16, device=device))],
+        master_weights=True,
+        master_weight_dtype=config.main_params_dtype,
+        exp_avg_dtype=config.exp_avg_dtype,
+        exp_avg_sq_dtype=config.exp_avg_sq_dtype,
+    )
 
 
 def states_of(dist_opt: Any) -> States:
@@ -50,8 +71,17 @@ class OfFusedAdam(States):
 
     def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
         """See ``States``."""
-        if key == MAIN_KEY or self._optimizer.name_to_dtype_map[key] == torch.float32:
+        dtype = torch.float32 if key == MAIN_KEY else self._optimizer.name_to_dtype_map[key]
+        if dtype == torch.float32:
             super().put(shard, key, wide)
+        elif dtype == torch.uint8:
+            # FusedAdam's own way divides zeros by zero. Muon's scale is rounded, so that a load
+            # of what was saved finds the same one: the largest element is 448 by both.
+            state, scale = self._optimizer.state[shard], _MOST_IN_FP8 / wide.abs().amax()
+            if _SECOND not in state:
+                scale = scale.bfloat16().float()
+            state[key]._quantizer.scale.copy_(torch.where(scale.isfinite(), scale, 1.0))
+            state[key].copy_(wide)
         else:
             self._optimizer.set_scaled_state(shard, key, wide)
 

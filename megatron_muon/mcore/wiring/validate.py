@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core import optimizer as mcore_optimizer
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 
 from megatron_muon.mcore.routing.param_routing import weights
 from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.mcore.wiring.buffers.shards import device_of
+from megatron_muon.mcore.wiring.states import try_states
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.settings.config import MuonConfig, named
@@ -147,14 +147,15 @@ def _faults_of_call(
             f"{scope} with clip_grad {clip}: nothing is clipped; give a clip (--clip-grad), or "
             "leave the scope out"
         )
-    on = optimizer_config.use_precision_aware_optimizer
-    if on and not hasattr(mcore_optimizer.Adam, "set_scaled_state"):
-        yield NotImplementedError(
-            "optimizer='muon' with use_precision_aware_optimizer holds its state as Transformer "
-            f"Engine's FusedAdam does, but Megatron has picked {mcore_optimizer.Adam.__module__}."
-            f"{mcore_optimizer.Adam.__name__}: install a Transformer Engine whose FusedAdam has "
-            "exp_avg_dtype (1.13 or newer), or leave it off"
-        )
+    if optimizer_config.use_precision_aware_optimizer:
+        try:
+            try_states(optimizer_config, device_of(arguments["model_chunks"]))
+        except RuntimeError as error:
+            yield NotImplementedError(
+                "optimizer='muon' does not support use_precision_aware_optimizer here: "
+                f"{error}; install a Transformer Engine whose FusedAdam has these dtypes (1.13 or "
+                "newer, for bf16 2.3), or leave it off"
+            )
     for name in ("grad_comm_pgs", "model_comm_pgs"):  # of core 0.14: without a group of a stage
         if arguments.get(name) is not None:
             yield NotImplementedError(
@@ -226,11 +227,6 @@ def _fp8_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
 def _state_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
     """Refuses what FusedAdam can and Muon cannot do with states in other dtypes."""
     on = read("use_precision_aware_optimizer")
-    yield (
-        "exp_avg_dtype in fp8",
-        on and read("exp_avg_dtype") in ("fp8", torch.uint8),
-        "give exp_avg_dtype bf16 or fp16, since FusedAdam's fp8 makes NaN of a state of zeros",
-    )
     yield (
         "use_precision_aware_optimizer with fp8_param_gather",
         on and (read("fp8_param_gather") or read("fp8_param")),

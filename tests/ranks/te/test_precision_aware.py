@@ -20,7 +20,7 @@ from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from support import te_on_cpu
 from support.checkpoints.resharding import loaded, saved
 from support.checkpoints.resuming import check as check_resumed
-from support.checkpoints.saving import formats, load, save, spoil
+from support.checkpoints.saving import formats, load, resumed, save, spoil
 from support.covering import FULL
 from support.installed import VERSION
 from support.models.gpt import (
@@ -53,9 +53,9 @@ def _moments(dtype: torch.dtype) -> Narrow:
 
 
 PLAIN = Case(steps=4)
-EXACT, BF16, FP16 = (
-    replace(PLAIN, narrow=narrow)
-    for narrow in ((), _moments(torch.bfloat16), _moments(torch.float16))
+EXACT = replace(PLAIN, narrow=())
+BF16, FP16, FP8 = (
+    replace(PLAIN, narrow=_moments(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.uint8)
 )
 WHOLE: Narrow = (("store_param_remainders", False),)  # fp32 main parameters
 HALF: Narrow = (*WHOLE, ("main_params_dtype", torch.float16))
@@ -127,19 +127,28 @@ def test_neither_early_gathers_nor_logging_change_a_bit(tmp_path: Path) -> None:
     assert differences(truth(replace(case, muon=case.muon[:1])), early) == []
 
 
-@pytest.mark.parametrize(("case", "off"), [(BF16, 2.0**-8), (FP16, 2.0**-11)], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("case", "off", "floor"),
+    [(BF16, 2.0**-8, 0.0), (FP16, 2.0**-11, 2.0**-39), (FP8, 2.0**-4, 2.0**-18)],
+    ids=["bf16", "fp16", "fp8"],
+)
 def test_momentum_is_rounded_to_nearest_and_newton_schulz_gets_it_unrounded(
-    case: Case, off: float
+    case: Case, off: float, floor: float
 ) -> None:
-    """In fp16 a shard's largest element is half of the largest number; small ones are finer."""
+    """Half a unit in the last place, and of the smallest of a shard's largest in fp16 and fp8."""
     one, plain = truth(replace(case, steps=1)), truth(replace(PLAIN, steps=1))
     for name in muon_weights(case):
         assert torch.equal(one["main"][name], plain["main"][name]), name
         rounded, exact = one["exp_avg"][name], plain["exp_avg"][name]
-        if case is BF16:
-            assert torch.equal(rounded, exact.bfloat16().float()), name
-        floor = exact.abs().max() * 2.0**-24 / 16  # of fp16's subnormal numbers
-        assert ((rounded - exact).abs() <= off * exact.abs() + floor).all(), name
+        least = floor * exact.abs().max()
+        assert ((rounded - exact).abs() <= off * exact.abs() + least).all(), name
+
+
+def test_a_momentum_of_zeros_stays_zero_in_fp8() -> None:
+    without = truth(replace(FP8, zero_grads=("*.linear_fc1.weight",)))
+    for name, momentum in without["exp_avg"].items():
+        assert bool(momentum.any()) is not name.endswith("linear_fc1.weight"), name
+        assert momentum.isfinite().all() and without["main"][name].isfinite().all(), name
 
 
 def _bytes(case: Case) -> dict[str, float]:
@@ -150,7 +159,7 @@ def _bytes(case: Case) -> dict[str, float]:
     for part in distributed_optimizers(built.optimizer):
         for shard, state in part.optimizer.state.items():
             kind = found["muon" if part.muon.owns(shard) else "adamw"]
-            kind[0] += sum(tensor.nbytes for tensor in state.values())
+            kind[0] += sum(getattr(each, "_data", each).nbytes for each in state.values())
             kind[0] += shard.nbytes * (shard.dtype == torch.float32)
             kind[1] += shard.numel()
     return {kind: nbytes / elements for kind, (nbytes, elements) in found.items()}
@@ -163,6 +172,7 @@ def _bytes(case: Case) -> dict[str, float]:
         (EXACT, 6.0, 10.0),
         (BF16, 4.0, 6.0),
         (FP16, 4.0, 6.0),
+        (FP8, 3.0, 4.0),
         (replace(BF16, narrow=(*BF16.narrow, *HALF)), 4.0, 6.0),  # type: ignore[misc]
         (replace(BF16, narrow=(*BF16.narrow, *WHOLE)), 6.0, 8.0),  # type: ignore[misc]
     ],
@@ -176,11 +186,20 @@ def test_bytes_an_element(case: Case, muon: float, adamw: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [BF16, replace(PLAIN, narrow=WHOLE), replace(BF16, **MOE)], ids=["bf16", "fp32", "moe"]
+    "case",
+    [BF16, replace(PLAIN, narrow=WHOLE), replace(BF16, **MOE), FP16],
+    ids=["bf16", "fp32", "moe", "fp16"],
 )
 @pytest.mark.parametrize("format", formats())
 def test_a_checkpoint_goes_on(case: Case, format: str, tmp_path: Path) -> None:
     check_resumed(case, Topology(dp=2, ep=2 if case.moe else 1), format, tmp_path, dirty=case.moe)
+
+
+def test_in_fp8_what_is_muons_goes_on(tmp_path: Path) -> None:
+    """FusedAdam finds AdamW's scales again but for the last bit."""
+    muons = muon_weights(FP8)
+    for result in run(resumed, 2, FP8, Topology(dp=2), formats()[0], str(tmp_path)):
+        assert [each for each in result["differences"] if each.split()[-1] in muons] == []
 
 
 @pytest.mark.parametrize(
@@ -302,13 +321,13 @@ def _refused(change: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"narrow": _moments(torch.uint8)}, "does not support exp_avg_dtype in fp8 yet"),
+        ({"narrow": _moments(torch.int64)}, "here: FusedAdam only supports fp32"),
         (
             {"narrow": (), "fp8": "delayed"},
             "does not support use_precision_aware_optimizer with fp8_param_gather yet",
         ),
     ],
-    ids=["fp8-momentum", "fp8-weights"],
+    ids=["dtype", "fp8-weights"],
 )
 def test_what_cannot_be_is_refused_by_name(change: dict[str, Any], said: str) -> None:
     assert said in run(_refused, 1, change)[0]
