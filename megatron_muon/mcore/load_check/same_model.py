@@ -139,12 +139,12 @@ def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:
 def _sizes(table: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[int, ...]]]:
     """Shapes of matrices by one name, which experts of a layer may share.
 
-    Vectors are left out, since TP may split some in an unknown way.
+    Vectors and convolutions are left out, since TP may split some in an unknown way.
     """
     sizes: dict[str, list[tuple[int, ...]]] = {}
     for name, entry in table.items():
         shape = tuple(entry["shape"])
-        if len(shape) < 2:
+        if len(shape) != 2:
             continue
         for pattern, text in _SAME:
             name = pattern.sub(text, name)

@@ -17,7 +17,15 @@ from pathlib import Path
 import pytest
 
 from support import PYTHON311, ROOT, TESTS, te_on_cpu
-from support.megatron_lm.scripts import CHECKOUT, MUON, losses, needs_checkout, pretrain, version
+from support.megatron_lm.scripts import (
+    CHECKOUT,
+    MODEL,
+    MUON,
+    losses,
+    needs_checkout,
+    pretrain,
+    version,
+)
 
 pytestmark = [
     needs_checkout,
@@ -30,14 +38,22 @@ RUN = (
     "--no-bias-swiglu-fusion --vocab-size 255 --ckpt-format torch_dist"
 )
 HYBRID = "--mamba-head-dim 16 --mamba-num-groups 4 --mamba-state-dim 16"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-grouped-gemm --swiglu"
+SHARED = "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate"
 DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
     "--linear-key-head-dim 16 --linear-value-head-dim 16 --linear-num-key-heads 4 "
-    "--linear-num-value-heads 8 --attention-output-gate --swiglu"
+    "--linear-num-value-heads 8 --attention-output-gate"
 )
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm"
+)
+GROUPS = "--group-query-attention --num-query-groups 2 "
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 CP2 = "--context-parallel-size 2"
+EP2 = "--expert-model-parallel-size 2"
 
 
 @dataclass(frozen=True)
@@ -47,17 +63,25 @@ class Model:
     Attributes:
         flags: of pretrain_gpt.py, or beside ``pattern``.
         pattern: the layers of a hybrid, with ``|`` between the stages of PP2.
-        since: the first core that has it.
     """
 
     flags: str
     pattern: str = ""
-    since: tuple[int, int] = (0, 16)
 
 
 MODELS = {
     "mamba": Model(HYBRID, "M*|-M"),
-    "delta": Model(DELTA),
+    "mamba-latent-experts": Model(f"{HYBRID} {EXPERTS} --moe-latent-size 32", "M*|EM"),
+    "delta": Model(f"{DELTA} --swiglu"),
+    "delta-gated-experts": Model(f"{DELTA} {EXPERTS} {SHARED}"),
+    "sinks": Model("--softmax-type learnable"),
+    "mla-mtp": Model(f"{LATENT} {EXPERTS} --moe-layer-freq [0,1,1,1] --mtp-num-layers 2"),
+}
+SINCE = {("delta", CP2): (0, 18)}
+LAYOUTS = {
+    **dict.fromkeys(("mamba", "delta"), (TP2, PP2, CP2)),
+    **dict.fromkeys(("mamba-latent-experts", "delta-gated-experts"), (TP2, EP2)),
+    **{"sinks": (TP2, PP2), "mla-mtp": (TP2, PP2, EP2)},
 }
 
 
@@ -76,14 +100,13 @@ def _command(model: Model, layout: str) -> tuple[Path, str]:
 
 def trained(name: str, layout: str, *flags: str) -> str:
     """What training a model prints."""
-    model = MODELS[name]
-    if version() < model.since:
-        pytest.skip("this core has no such model")
-    script, options = _command(model, layout)
+    script, options = _command(MODELS[name], layout)
     on = [SCRIPT, TESTS, ROOT, PYTHON311, os.environ["PYTHONPATH"]]
     path = os.pathsep.join(map(str, on))
     processes = 2 if layout else 1
-    return pretrain(processes, RUN, options, layout, *flags, script=script, PYTHONPATH=path)
+    model = MODEL.replace(GROUPS, "") if LATENT in options else MODEL
+    given = RUN, options, layout, *flags
+    return pretrain(processes, *given, script=script, model=model, PYTHONPATH=path)
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +120,17 @@ def alone(name: str, folder: Path) -> list[float]:
     return losses(trained(name, "", f"--save {folder / name} --save-interval 3"))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", [TP2, PP2, CP2, ""], ids=["tp2", "pp2", "cp2", "dp1"])
+@pytest.mark.parametrize(
+    ("name", "layout"), [(name, layout) for name in MODELS for layout in LAYOUTS[name]], ids=str
+)
 def test_a_run_goes_on_elsewhere_as_on_one_process(name: str, layout: str, folder: Path) -> None:
     """Forward, backward, step and reshard in one: the next three losses are those of one process.
 
     Sums of another order round otherwise: in fp32 within 2e-5, while a step with another rate for
     one kind of weight differs by more than 1e-3.
     """
+    if version() < SINCE.get((name, layout), (0, 16)):
+        pytest.skip("this core has no such model there")
     expected = alone(name, folder)
     assert len(expected) >= 6 and expected[5] < expected[2] < expected[0]
     text = trained(name, layout, f"--load {folder / name} --ckpt-step 3")
