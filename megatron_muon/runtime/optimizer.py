@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rank_plan import RankPlan
-from megatron_muon.planning.rounds.gathers import ADAMW
+from megatron_muon.planning.rounds.pipeline import ADAMW
 from megatron_muon.runtime.exchange.messages import Exchange, Staged
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.nonfinite import Nonfinite

@@ -51,7 +51,6 @@ EXCEPTIONS = {
     "arguments:get": "of a dict",
     "DistributedOptimizer:float16_groups": "the benchmark's, of Float16OptimizerWithFloat16Params",
     "DistributedOptimizer:fp32_from_float16_groups": "likewise, which has both as rows",
-    "DistributedDataParallel:language_model": "of models of images and text, where it is there",
     "parameter:use_muon": "a mark since 0.20, in modules whose import needs kernels for a GPU",
 }
 # Arguments that are read before Megatron-LM has checked them, or that only some versions have.

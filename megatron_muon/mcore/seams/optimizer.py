@@ -84,6 +84,9 @@ ROWS = (
     # --- the norm of gradients and the step
     # The norm is a float or, where Megatron does not wait for it, a tensor, the same on all ranks
     # of the grad_stats_parallel_group.
+    _CHAIN.called(
+        "prepare_model_params_for_param_sync", "parameters into gradients' memory", since=(0, 19)
+    ),
     _CHAIN.overridden("get_grad_norm", "called on every rank before a part steps", "self"),
     _DIST.overridden("get_main_grads_for_grad_norm", _NORM, "self", until=(0, 18), inherited=True),
     _DIST.overridden(

@@ -45,6 +45,9 @@ REFUSED = {
 }
 
 
+_FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+
+
 def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
     """Check the options of a run that asks for ``optimizer='muon'``.
 
@@ -199,20 +202,25 @@ def routes(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _fp8_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
-    """Refuses fp8 parameters but by the recipe whose step is known to be that of one process."""
+    """Refuses fp8 parameters but by recipes whose step was compared with that of one process."""
     fp8 = read("fp8_param_gather") or read("fp8_param")
-    yield (
-        "fp8_param_gather before core 0.14",
-        fp8 and megatron_version()[1] < (0, 14),
-        "keep parameters in bf16 (computing in fp8 is fine)",
-    )
+    bf16 = "keep parameters in bf16 (computing in fp8 is fine)"
+    yield "fp8_param_gather before core 0.14", fp8 and megatron_version()[1] < (0, 14), bf16
     recipe = getattr(read("fp8_recipe"), "value", read("fp8_recipe"))  # some cores' is of an enum
     yield (
         f"fp8_param_gather with fp8_recipe={recipe}",
-        fp8 and recipe != "delayed",
-        "give fp8_recipe='delayed' or keep parameters in bf16 (computing in fp8 is fine), since by "
-        "other recipes a rank scales what it holds of a weight, and such a step has not been shown "
-        "to be that of one process",
+        fp8 and recipe not in _FP8_RECIPES,
+        f"give one of {', '.join(_FP8_RECIPES)}, or {bf16}",
+    )
+    yield (
+        "fp8_param_gather with fp8_recipe=mxfp8 before core 0.19",
+        fp8 and recipe == "mxfp8" and megatron_version()[1] < (0, 19),
+        f"{bf16}, since Megatron then has weights of other places, or gathers experts' too early",
+    )
+    yield (
+        "fp8_recipe=mxfp8 with fp8_param_gather and without reuse_grad_buf_for_mxfp8_param_ag",
+        fp8 and recipe == "mxfp8" and not read("reuse_grad_buf_for_mxfp8_param_ag"),
+        f"set it (--reuse-grad-buf-for-mxfp8-param-ag), or {bf16}",
     )
 
 

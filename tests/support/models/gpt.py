@@ -121,7 +121,8 @@ def build(case: Case, topology: Topology) -> Built:
             assert name not in built.params, f"two parameters are {name}"
             built.params[name] = param
             built.pieces[name] = piece_of(name, param, case, built.place, topology)
-            param.data.copy_(built.local(name, whole_weight))
+            with torch.no_grad():
+                param.copy_(built.local(name, whole_weight))
             if hasattr(param, "get_high_precision_init_val"):  # of fp8: main parameters' start
                 param._high_precision_init_val = built.local(name, whole_weight)
             param.requires_grad_(not matches(name, case.frozen))
@@ -141,6 +142,7 @@ def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
         grad_reduce_in_fp32=case.fp32_grads,
         use_distributed_optimizer=case.optimizer != MEGATRONS,
         fp8_param_gather=bool(case.fp8),
+        **({"reuse_grad_buf_for_mxfp8_param_ag": True} if case.fp8 == "mxfp8" else {}),
         overlap_grad_reduce=topology.overlap,
         overlap_param_gather=topology.overlap,
         bucket_size=topology.bucket_size if topology.overlap else None,
@@ -191,10 +193,24 @@ def take_step(built: Built, step: int, after: Callable[[], object] = lambda: Non
     assert ok is not built.case.overflows(step), f"step {step}: successful is {ok}"
     built.log.setdefault("norms", []).append(float(norm) if ok else None)
     after()
-    if built.topology.overlap:
+    if built.topology.overlap and built.case.fp8 == "mxfp8":
+        _gather_through_gradients(built)
+    elif built.topology.overlap:
         for chunk in built.chunks:
             chunk.start_param_sync(force_sync=True)
     built.optimizer.zero_grad()
+
+
+def _gather_through_gradients(built: Built) -> None:
+    """As Megatron-LM's loop and its forward pass do with ``reuse_grad_buf_for_mxfp8_param_ag``."""
+    for chunk in built.chunks:
+        chunk.zero_grad_buffer()
+    for part in distributed_optimizers(built.optimizer):
+        part._copy_main_params_to_param_buffer()
+    for chunk in built.chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.start_param_sync()
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def start(case: Case, topology: Topology) -> Built:
@@ -285,7 +301,7 @@ def main_of(shard: Tensor, master: Tensor | None) -> Tensor:
 def plain(param: Tensor) -> Tensor:
     """A parameter's values in fp32; those in fp8 are dequantized."""
     value = param.detach()
-    return (value.dequantize() if hasattr(value, "_scale_inv") else value).float()
+    return (value.dequantize() if hasattr(value, "_get_quantizer") else value).float()
 
 
 def _owned(dist: Any) -> Iterable[tuple[Any, Tensor]]:

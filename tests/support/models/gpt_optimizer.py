@@ -36,6 +36,7 @@ def optimizer_config(built: Built) -> Any:
         params_dtype=case.dtype,
         use_distributed_optimizer=True,
         **({"fp8_recipe": case.fp8} if case.fp8 else {}),
+        **({"reuse_grad_buf_for_mxfp8_param_ag": True} if case.fp8 == "mxfp8" else {}),
         **said_twice,
         **({} if case.narrow is None else _precision_aware(case)),
         overlap_param_gather_with_optimizer_step=built.topology.step_overlap,

@@ -20,6 +20,8 @@ from support.te_on_cpu.fp8 import (  # noqa: F401
     compute_amax,
     create_empty_quantized_tensor,
     dequantize,
+    fp8_block_scaling_compute_partial_amax,
+    fp8_block_scaling_partial_cast,
     fp8_transpose,
     multi_tensor_compute_scale_and_scale_inv,
     quantize,

@@ -87,7 +87,7 @@ def _source(saved: Saved, optimizer: Any) -> foreign.Source:
     if writer != "megatron":
         raise ValueError(f"{saved.folder} is no checkpoint of Megatron's own Muon in torch_dist")
     require_plain_groups(saved.folder, saved.states)
-    source = foreign.Source(saved.metadata.entries, saved.states)
+    source = foreign.Source(saved.metadata.keys, saved.states)
     if source.is_fp32 and (optimizer.config.bf16 or optimizer.config.fp16):
         raise ValueError(
             f"{saved.folder} is of an fp32 model, whose weights are its main parameters; this run "
