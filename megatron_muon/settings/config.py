@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from megatron_muon.settings.coefficients import (
@@ -15,8 +17,8 @@ from megatron_muon.settings.coefficients import (
 from megatron_muon.settings.rows import rows_of
 from megatron_muon.settings.run import HomePolicy as HomePolicy
 from megatron_muon.settings.run import RunSettings
-from megatron_muon.settings.run import SplitKind as SplitKind
 from megatron_muon.settings.run import SplitMatrices as SplitMatrices
+from megatron_muon.settings.splits import SplitKind as SplitKind
 from megatron_muon.settings.update import NsIteration as NsIteration
 from megatron_muon.settings.update import UpdateSettings
 
@@ -27,12 +29,12 @@ class MuonConfig(RunSettings, UpdateSettings):
 
     docs/flags.md says what each is, as ``--help`` does. Here patterns are tuples, ``splits``,
     ``lr_mults`` and ``wd_mults`` are tuples of pairs, ``round_bytes`` is in bytes, and
-    ``ns_coefficients`` may be a set's name, one triple for every step or a tuple of triples. None
-    leaves a choice to the device or turns a feature off. lr and weight decay are not here: they
-    come from Megatron's parameter groups, step by step.
+    ``ns_coefficients`` may be a set's name, one triple for every step or a tuple of triples. A
+    list becomes a tuple. None leaves a choice to the device or turns a feature off. lr and weight
+    decay are not here: they come from Megatron's parameter groups, step by step.
 
     Raises:
-        TypeError: a setting is of the wrong kind.
+        TypeError: a setting is of the wrong kind, or there is none of that name.
         ValueError: a setting is out of its range, not finite or not one of its choices, or the
             coefficients make directions that are not finite.
     """
@@ -42,6 +44,10 @@ class MuonConfig(RunSettings, UpdateSettings):
 
     def __new__(cls, **given: Any) -> MuonConfig:
         made, defaults = super().__new__(cls), {each.name: each.default for each in fields(cls)}
+        for name in given.keys() - defaults:
+            close = " or ".join(map(repr, get_close_matches(name, defaults, 2)))
+            hint = f"; did you mean {close}?" if close else ""
+            raise TypeError(f"MuonConfig has no setting {name!r}{hint}")
         if len(given) == len(defaults):
             given = {name: value for name, value in given.items() if value != defaults.get(name)}
         object.__setattr__(made, "given", frozenset(given))
@@ -49,6 +55,7 @@ class MuonConfig(RunSettings, UpdateSettings):
 
     def __post_init__(self) -> None:
         for name, setting in ROWS.items():
+            object.__setattr__(self, name, _in_tuples(getattr(self, name)))
             setting.require(getattr(self, name))
         object.__setattr__(self, "ns_coefficients", canonical(self.ns_coefficients))
         for dtype in (self.ns_dtype,) if self.ns_dtype else ("bf16", "fp16"):
@@ -72,6 +79,13 @@ class MuonConfig(RunSettings, UpdateSettings):
 
 
 ROWS = rows_of(MuonConfig)
+
+
+def _in_tuples(value: Any) -> Any:
+    """A value in which lists, also those of Hydra, are tuples."""
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return tuple(map(_in_tuples, value))
+    return value
 
 
 def named(field: str) -> str:

@@ -7,11 +7,11 @@ from typing import Literal, get_args
 
 from megatron_muon.settings import kinds
 from megatron_muon.settings.rows import UPSTREAM, row
+from megatron_muon.settings.splits import check_split
 
 HomePolicy = Literal["balanced", "local"]
 EarlyParamGather = Literal["auto", "on", "off"]
 SplitMatrices = int | Literal["auto", "off"]
-SplitKind = Literal["whole", "qkv", "heads", "gate-up", "parts"]
 
 _MOST_STRIPS = 64  # beyond, squares are all of the work
 # The run's core decides as well (``bucketing.aligns_shards``), so the flag alone sets nothing.
@@ -36,15 +36,16 @@ class RunSettings:
         source=UPSTREAM,
         without="The default is Q, K and V separately.",
     )
-    splits: tuple[tuple[str, SplitKind], ...] = row(
+    splits: tuple[tuple[str, str], ...] = row(
         (),
         "--muon-split",
         "Matrices of the weights whose names match a pattern. whole: one. qkv: of fused attention, "
         "and of MLA's linear_kv_up_proj. heads: of the same, and of q. gate-up: of a gated "
         "linear_fc1. parts: of MLA's down-projections, and of the in_proj of a Mamba mixer or a "
-        "gated delta net. May be given several times; the last pattern that matches counts. See "
-        "docs/routing.md.",
-        kinds.pairs("kind", kinds.choice(get_args(SplitKind))),
+        "gated delta net. rows:A,B, cols:A,A, heads:N and groups:N:A,B split any weight by numbers "
+        "of the whole one. May be given several times; the last pattern that matches counts. "
+        "See docs/routing.md.",
+        kinds.pairs("kind", kinds.Kind(check_split)),
         without="The default is qkv for fused attention, whole for others.",
     )
     muon_include: tuple[str, ...] = row(

@@ -12,7 +12,7 @@ import megatron.core
 import pytest
 import torch
 
-from megatron_muon.lab.doctor.rows import counted_wrongly, whose_muon
+from megatron_muon.lab.doctor.rows import counted_wrongly, dataset_helper, whose_muon
 from support import PYTHON311, ROOT
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
@@ -82,7 +82,8 @@ def test_the_installed_megatron_core(here: subprocess.CompletedProcess[str]) -> 
     assert report["torch"] == torch.__version__
     assert report["megatron-core"].startswith(f"{megatron.core.__version__} (")
     assert report["gradient norm"].startswith("Megatron's counts")
-    assert "use_precision_aware_optimizer" in report["refused options"]
+    assert report["dataset helper"] == "compiled"  # in the wheel
+    assert "optimizer_cpu_offload" in report["refused options"]
     assert "use_distributed_optimizer" not in report["refused options"]
     assert "qk_clip" not in report["refused options"]
     have, _, of = report["hooks"].partition(" of ")
@@ -138,6 +139,12 @@ def test_without_psutil_saves_are_said_to_hang(here: subprocess.CompletedProcess
     hidden += "u.find_spec = lambda n, *a: None if n == 'psutil' else f(n, *a)"
     assert "pip install psutil" in rows(doctor(before=hidden).stdout)["psutil"]
     assert "psutil" not in rows(here.stdout)
+
+
+def test_a_dataset_helper_of_another_python_is_named(tmp_path: Path) -> None:
+    assert dataset_helper(tmp_path).value.startswith("not compiled: ")
+    (tmp_path / "helpers_cpp.cpython-309-x86_64-linux-gnu.so").touch()
+    assert dataset_helper(tmp_path).value.startswith("compiled for another Python (helpers_cpp.")
 
 
 def test_a_core_that_needs_a_newer_python(tmp_path: Path) -> None:
@@ -205,5 +212,5 @@ def test_a_checkout() -> None:
     assert str(Path(str(CHECKOUT)).resolve()) in report["megatron-core"]
     assert report["patch"].startswith("is not in: ")
     assert report["training hooks"] == "all"
-    assert "use_precision_aware_optimizer" in report["refused options"]
+    assert "optimizer_cpu_offload" in report["refused options"]
     assert "Distributed Muon takes the launcher or" in report["plain command"]

@@ -104,36 +104,6 @@ _SETTING = {
 }
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (
-            ["routes", *TINY, "--world-size", "0"],
-            "--world-size: must be a whole number of at least",
-        ),
-        (
-            ["routes", *TINY, "--muon-ns-coefficients", "1,2"],
-            "coefficients are a name or a,b,c;a,b,c;..., got '1,2'",
-        ),
-        (
-            ["routes", *TINY, "--muon-momentum", "1.5"],
-            "momentum (--muon-momentum) must be in [0, 1), got 1.5",
-        ),
-        (["routes", *TINY, "--muon-tp-mode", "x"], "argument --muon-tp-mode: invalid choice: 'x'"),
-        (["routes", *TINY, "--muon-backend", "upstream"], "--muon-backend upstream is not supp"),
-        (["routes", *TINY, "--muon-use-syrk"], "--muon-use-syrk has no meaning in megatron_muon"),
-        (["bench", "step", "--dp", "2000"], "--dp: must be a whole number of at most 1024"),
-    ],
-)
-def test_what_is_wanted_is_said(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatron_muon.lab.ranks._context", _never)
-    with pytest.raises(SystemExit) as ended:
-        main(argv)
-    assert ended.value.code == 2 and said in capsys.readouterr().err.strip().split("\n")[-1]
-
-
 def test_muons_flags_of_a_run_are_read_by_routes(capsys: pytest.CaptureFixture[str]) -> None:
     """None is named as not read: each is checked as a run checks it."""
     from megatron_muon.settings.run_flags import FLAGS

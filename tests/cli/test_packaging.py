@@ -110,6 +110,7 @@ def test_the_wheel_has_the_patches_and_the_mark_of_types_and_no_tests(
 def test_the_metadata_says_who_what_and_where(metadata: email.message.Message) -> None:
     assert (metadata["Name"], metadata["Version"]) == ("megatron-muon", VERSION)
     assert metadata["Author"] == "megatron_muon contributors"
+    assert metadata["Description-Content-Type"].startswith("text/markdown")
     assert "Paper, https://arxiv.org/abs/2502.16982" in metadata.get_all("Project-URL", [])
     classifiers = metadata.get_all("Classifier", [])
     assert "Typing :: Typed" in classifiers and len(classifiers) > 5

@@ -41,11 +41,6 @@ def recorded(name: str) -> Any:
     return json.loads((EVIDENCE / "figures" / name).read_text())
 
 
-def test_no_file_is_large() -> None:
-    kept = [path for path in EVIDENCE.rglob("*") if "out" not in path.parts and path.is_file()]
-    assert len(kept) > 8 and [path for path in kept if path.stat().st_size >= 200_000] == []
-
-
 def test_the_report_has_every_table_as_it_is_printed(script: Any) -> None:
     tables = script("reports").tables(recorded("tuning.json"), recorded("convergence.json"))
     for table in tables.split("\n\n"):
@@ -148,20 +143,3 @@ def test_adamw_is_tuned_at_least_as_hard(script: Any) -> None:
     grids = script("convergence").TUNED
     values = {name: sum(map(len, grid.values())) for name, grid in grids.items()}
     assert values["adam"] >= values["muon"]
-
-
-def test_a_questions_flags_are_those_of_train_py(script: Any) -> None:
-    convergence, arguments = script("convergence"), script("arguments")
-    gpt = f"@{QUICKSTART / 'gpt.args'}"
-    for question in convergence.QUESTIONS.values():
-        words = [*convergence.BASE.split(), *question.flags.split(), *question.matrices.split()]
-        args = arguments.parse([gpt, "--lr", "1", "--micro-batch-size", "32", *words])
-        assert args.eval_iters * args.global_batch_size == 128  # the same windows for all
-        assert args.global_batch_size % args.micro_batch_size == 0
-
-
-def test_the_fit_over_sizes_finds_a_power_law(script: Any) -> None:
-    fit = script("reports")._fit
-    assert fit([(0.0, 1.0), (1.0, 0.8), (2.0, 0.6)]) == pytest.approx((-0.2, 0.0))
-    slope, worst = fit([(0.0, 1.0), (1.0, 0.7), (2.0, 0.6)])
-    assert slope == pytest.approx(-0.2) and worst == pytest.approx(1 / 15)

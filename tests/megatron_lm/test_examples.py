@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.settings.run_flags import FLAGS
 from support import PYTHON311, ROOT, TESTS, te_on_cpu
 
 EXAMPLES = ROOT / "examples"
@@ -31,32 +30,6 @@ pytestmark = pytest.mark.timeout(900)
 
 # Of core 0.19 and later, whose local layers refuse --qk-layernorm without a rank for queries.
 REFUSES_QK_NORM = "megatron/core/transformer/mla_qk_norm_config.py"
-
-# What the sources of each recipe say; examples/*/README.md has them.
-RECIPES = {
-    "gpt_340m": "--num-layers 12 --hidden-size 1536 --num-attention-heads 12 --seq-length 1024 "
-    "--transformer-impl local --micro-batch-size 1 --global-batch-size 64 --train-iters 5000 "
-    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-decay-iters 5000 "
-    "--lr-warmup-fraction 0.02 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
-    "--init-method-std 0.006 --clip-grad 1.0 --tensor-model-parallel-size 2 "
-    "--pipeline-model-parallel-size 2 --muon-matched-adamw-rms 0.2 --split 949,50,1",
-    "moe_1b": "--num-layers 18 --hidden-size 728 --ffn-hidden-size 2176 --num-attention-heads 8 "
-    "--kv-channels 128 --rotary-percent 0.5 --num-experts 64 --moe-router-topk 6 "
-    "--moe-ffn-hidden-size 408 --moe-shared-expert-intermediate-size 816 "
-    "--moe-layer-freq ([0]*2+[1]*16) --moe-router-score-function sigmoid "
-    "--moe-router-topk-scaling-factor 2.45 --moe-router-bias-update-rate 1e-3 "
-    "--micro-batch-size 1 --global-batch-size 1152 --seq-length 2048 --train-samples 48828125 "
-    "--lr-decay-samples 47851562 --lr-warmup-samples 488281 --lr 1e-3 --min-lr 1e-4 "
-    "--weight-decay 0.1 --adam-eps 1e-8 --init-method-std 0.006 --muon-matched-adamw-rms 0.2",
-    "moonlight_mla": "--num-layers 27 --hidden-size 2048 --ffn-hidden-size 11264 "
-    "--num-attention-heads 16 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
-    "--v-head-dim 128 --rotary-base 50000 --norm-epsilon 1e-5 --num-experts 64 "
-    "--moe-router-topk 6 --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816 "
-    "--moe-layer-freq ([0]*1+[1]*26) --moe-router-topk-scaling-factor 2.446 "
-    "--moe-aux-loss-coeff 1e-3 --moe-router-bias-update-rate 1e-3 --vocab-size 163839 "
-    "--seq-length 8192 --global-batch-size 2048 --lr 4.2e-4 --min-lr 4.2e-5 "
-    "--lr-warmup-iters 2000 --weight-decay 0.1 --muon-matched-adamw-rms 0.2",
-}
 
 
 def environment(folder: Path, **variables: object) -> dict[str, str]:
@@ -132,16 +105,6 @@ def test_without_a_checkout_the_error_says_how_to_get_one(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_defaults_are_the_recipe(name: str, standin: Path) -> None:
-    words = asked(standin, name)
-    pairs = re.findall(r"(--\S+ \S+)", RECIPES[name])
-    assert [pair for pair in pairs if not has(words, pair)] == []
-    assert "--use-distributed-optimizer" in words and "--mock-data" in words
-    script = words.index(f"{standin}/pretrain_gpt.py")
-    assert words[script - 2 : script] == ["-m", "megatron_muon"]
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
 def test_the_adamw_twin_differs_in_nothing_else(name: str, standin: Path) -> None:
     muon, adam = (" ".join(asked(standin, name, OPTIMIZER=given)) for given in ("muon", "adam"))
     ours = "--optimizer muon --muon-matched-adamw-rms 0.2"
@@ -173,22 +136,6 @@ def test_moe_1b_with_long_sequences_sees_as_many_tokens(standin: Path) -> None:
     words = asked(standin, "moe_1b", SEQ_LENGTH=8192, GLOBAL_BATCH_SIZE=288)
     for wanted in ("--seq-length 8192", "--global-batch-size 288", "--train-samples 12207031"):
         assert has(words, wanted)
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_muons_flags_are_the_plugins(name: str, standin: Path) -> None:
-    ours = {flag.option for flag in FLAGS}
-    words = asked(standin, name)
-    assert {word for word in words if word.startswith("--muon")} <= ours
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_smoke_changes_sizes_and_asks_for_the_cpu(name: str, standin: Path) -> None:
-    """What only a GPU has stays on the line: the launcher replaces it."""
-    full, smoke = asked(standin, name), asked(standin, name, SMOKE=1)
-    flags = [[word for word in words if word.startswith("--")] for words in (full, smoke)]
-    assert flags[1] == [*flags[0], "--muon-cpu"]
-    assert has(smoke, "--distributed-backend nccl")
 
 
 # --- with a checkout --------------------------------------------------------------------------
@@ -316,33 +263,3 @@ def test_two_nodes_train_as_one(machine: Path) -> None:
     assert [node.returncode for node in nodes] == [0, 0], texts[0][-2000:] + texts[1][-2000:]
     assert "data-parallel size: 2" in texts[0]
     assert_trained("".join(texts), "muon")
-
-
-@needs_checkout
-def test_a_tokenised_file_of_megatrons_own_tool_trains(machine: Path) -> None:
-    """The README's way to a data file, on this repository's own text."""
-    sentencepiece = pytest.importorskip("sentencepiece")
-    sources = sorted((ROOT / "megatron_muon").rglob("*.py"))
-    documents = [{"text": source.read_text()} for source in sources]
-    lines = [json.dumps(document) for document in documents for _ in range(4)]
-    (machine / "text.jsonl").write_text("\n".join(lines))
-    sentencepiece.SentencePieceTrainer.train(
-        input=",".join(map(str, sources)),
-        model_prefix=str(machine / "pieces"),
-        vocab_size=1000,
-        minloglevel=2,
-    )
-    model = f"--tokenizer-model {machine}/pieces.model"
-    tokenizer = f"--tokenizer-type GPTSentencePieceTokenizer {model}"
-    command = [sys.executable, f"{CHECKOUT}/tools/preprocess_data.py", *tokenizer.split()]
-    command += ["--input", f"{machine}/text.jsonl", "--output-prefix", f"{machine}/data"]
-    command += ["--workers", "1", "--append-eod"]
-    env = environment(machine)
-    env["PYTHONPATH"] += f"{os.pathsep}{CHECKOUT}"  # the tool would take an installed megatron.core
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    data = {"DATA_PATH": machine / "data_text_document", "TOKENIZER": tokenizer}
-    # so few documents leave the recipe's last thousandth empty
-    split = ("--split", "90,5,5")
-    text = smoke(machine, "gpt_340m", *split, TP=1, PP=1, GPUS_PER_NODE=1, **data)
-    assert_trained(text, "muon")

@@ -42,26 +42,6 @@ for version in versions:
     texts["cpu"] = said(megatron_muon.cpu.enable)
     print(json.dumps(texts))
 """
-# A script's imports in a patched checkout, then what it may do with its arguments.
-PATCHED = """
-import megatron.core
-from argparse import Namespace
-from megatron.training import arguments
-
-print("parsed", arguments.parse_args("adam").optimizer)
-print("validated", arguments.validate_args(Namespace(optimizer="adam")).optimizer)
-validate = lambda name: arguments.validate_args(Namespace(optimizer=name))
-for enter in (arguments.parse_args, validate):
-    try:
-        print("trains", enter("muon"))
-    except RuntimeError as error:
-        print("refused", error)
-"""
-ARGUMENTS = """
-from argparse import Namespace
-def parse_args(name): return Namespace(optimizer=name)
-def validate_args(args, defaults=None): return args
-"""
 
 
 # As a Megatron of another shape: neither of the functions is where it was.
@@ -117,15 +97,6 @@ def test_every_way_in_refuses_it_by_its_number_before_it_is_imported(tmp_path: P
             assert "Take one of those, or a megatron_muon that supports" in text
             assert "the script was run" not in text and "cannot be imported" not in text
         assert "patch apply" not in texts["doctor"] and "use the launcher" not in texts["doctor"]
-
-
-def test_a_patched_checkout_stops_muon_and_leaves_other_optimizers_alone(tmp_path: Path) -> None:
-    done = python(checkout(tmp_path, "__version__ = '0.21.0'", ARGUMENTS), PATCHED)
-    first, parsed, validated, *refused = done.stdout.splitlines()
-    assert first.startswith("[megatron_muon] no --optimizer muon here: megatron-core 0.21.0 is not")
-    assert (parsed, validated) == ("parsed adam", "validated adam")
-    assert len(refused) == 2
-    assert all(line.startswith("refused megatron-core 0.21.0 is not") for line in refused)
 
 
 def test_a_patched_checkout_of_any_shape_stops_muon(tmp_path: Path) -> None:

@@ -72,18 +72,6 @@ def _printed(case: Case, topology: Topology, mixer: bool = False) -> str:
     return printed.getvalue()
 
 
-def _printed_in_ascii() -> bytes:
-    with redirect_stdout(io.TextIOWrapper(io.BytesIO(), "ascii")) as printed:
-        start(Case(layers=2), Topology())
-    return printed.buffer.getvalue()
-
-
-def test_the_start_lines_need_no_more_than_ascii() -> None:
-    """As with PYTHONIOENCODING=ascii; the run goes on."""
-    (printed,) = run(_printed_in_ascii, 1)
-    assert printed.isascii() and rb"1.00 \xd7 the mean on the busiest rank" in printed
-
-
 class Mixer(torch.nn.Module):
     """A module type that Muon's table does not know."""
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -55,47 +52,3 @@ def test_no_assert_has_a_side_effect() -> None:
 )
 def test_the_search_for_side_effects_sees_them(source: str) -> None:
     assert impure(asserts_in(source)) == [ast.unparse(ast.parse(source))]
-
-
-def test_no_condition_on_what_a_user_gives_is_an_assert() -> None:
-    """In the command line's modules an assert is about None or a type, for the type checker."""
-    for path in FILES:
-        for node in asserts(path):
-            if {"cli", "training"} & set(path.parts):
-                names = {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}
-                assert names.isdisjoint({"args", "flags", "given", "argv", "options"}), path
-
-
-PARTS = """
-import json, torch
-from megatron_muon.lab.bench.step.meter import StepTimers
-watch = StepTimers(torch.device("cpu"))
-insides = []
-def step():
-    with watch.part("muon-gather"):
-        insides.append(watch.inside)
-    insides.append(watch.inside)
-times = watch.measure(step)
-print(json.dumps([__debug__, sorted(times.parts_ms), insides, watch.inside]))
-"""
-
-
-WANTED = '["muon-gather", "rest"], ["muon-gather", "rest"], null]\n'
-
-
-def test_parts_of_a_step_end(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(PARTS, {})
-    assert capsys.readouterr().out == f"[true, {WANTED}"
-
-
-def test_parts_of_a_step_end_without_asserts() -> None:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(
-        [sys.executable, "-O", "-c", PARTS],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"[false, {WANTED}"

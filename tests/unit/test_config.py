@@ -64,9 +64,19 @@ def test_the_defaults_are_moonlights() -> None:
     assert config.nesterov and config.split_qkv and not config.weight_decay_all_params
 
 
-def test_simples_numbers_are_the_set_by_name() -> None:
-    """Settings saved before sets had names have the numbers."""
-    assert MuonConfig(ns_coefficients=(3.4445, -4.7750, 2.0315)) == MuonConfig()
+def test_lists_are_taken_where_tuples_are() -> None:
+    """YAML and Hydra have no tuples."""
+    lists = MuonConfig(muon_include=["a"], lr_mults=[["b", 2.0]], ns_coefficients=[2.0, -1.5, 0.5])
+    assert lists == MuonConfig(
+        muon_include=("a",), lr_mults=(("b", 2.0),), ns_coefficients=(2.0, -1.5, 0.5)
+    )
+
+
+def test_a_name_close_to_a_settings_is_answered_by_it() -> None:
+    with pytest.raises(TypeError, match="no setting 'exclude'; did you mean 'muon_exclude'"):
+        MuonConfig(exclude=("a",))
+    with pytest.raises(TypeError, match=r"no setting .x.$"):
+        MuonConfig(x=1)
 
 
 def test_a_checkpoint_with_simples_numbers_differs_in_nothing() -> None:
@@ -76,16 +86,6 @@ def test_a_checkpoint_with_simples_numbers_differs_in_nothing() -> None:
     saved = record(Numerics(MuonConfig(), "cpu"))
     saved["settings"]["ns_coefficients"] = (3.4445, -4.7750, 2.0315)
     check_record({"megatron_muon": saved}, Numerics(MuonConfig(), "cpu"))
-
-
-def test_a_checkpoint_knows_nothing_of_logging_steps() -> None:
-    from megatron_muon.mcore.checkpoint.param_groups import check_record, record
-
-    logs = MuonConfig(log_interval=10, log_file="lines.jsonl")
-    assert record(Numerics(logs, "cpu")) == record(Numerics(MuonConfig(), "cpu"))
-    check_record(
-        {"megatron_muon": record(Numerics(MuonConfig(), "cpu"))}, Numerics(logs, "cpu")
-    )  # nothing differs
 
 
 def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
@@ -162,21 +162,6 @@ def test_a_gpu_shares_matrices_where_bits_may_depend_on_the_layout(device: Devic
         lines = not_shared_lines(config, device, is_deterministic=is_deterministic)
         assert len(lines) == (why is not None and device in CUDAS)
         assert all(why is not None and why in line for line in lines)
-
-
-def test_another_speed_is_told_when_a_checkpoint_is_loaded_and_no_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from megatron_muon.mcore.checkpoint import param_groups
-
-    monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
-    saved = {"megatron_muon": param_groups.record(Numerics(MuonConfig(rank_tflops=300.0), "cpu"))}
-    param_groups.check_record(saved, Numerics(MuonConfig(), "cpu"))
-    told = "rank_tflops (--muon-rank-tflops) is 400.0 now; the checkpoint was saved with 300.0"
-    assert capsys.readouterr().out == f"[megatron_muon] {told}\n"
-    saved["megatron_muon"]["settings"] = {"of_a_later_version": 1}
-    param_groups.check_record(saved, Numerics(MuonConfig(), "cpu"))
-    assert "of_a_later_version is 'nothing: this" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

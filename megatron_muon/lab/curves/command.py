@@ -114,10 +114,8 @@ def _ending(name: str, curves: Sequence[Curve], window: float) -> dict[str, Any]
 
 
 def _beside(first: Sequence[Curve], own: Sequence[Curve], window: float) -> dict[str, Any]:
-    by_window = {str(part): lead.leads(first, own, part)[-1].ratio for part in lead.WINDOWS}
-    found = [each._asdict() | {"ratio": each.ratio} for each in lead.leads(first, own, window)]
-    hangs = lead.hangs_on_window(list(by_window.values()))
-    return {"leads": found, "by_window": by_window, "hangs_on_window": hangs}
+    leads = lead.leads(first, own, window)
+    return {"leads": [each._asdict() | {"ratio": each.ratio} for each in leads]}
 
 
 def _tables(found: dict[str, Any]) -> list[str]:
@@ -135,10 +133,6 @@ def _tables(found: dict[str, Any]) -> list[str]:
             name = other["name"]
             rows = [_lead(f"S, {first}", f"s, {name}", own) for own in other["leads"]]
             blocks.append(_table(rows))
-            if other["hangs_on_window"]:
-                parts = other["by_window"].items()
-                values = ", ".join(f"{part}: {_spread(own, (), '.2f')}" for part, own in parts)
-                blocks.append(f"warning: the window decides the last ratio of {name} ({values})")
     return blocks
 
 

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 SHARES = tuple(tenth / 10 for tenth in range(1, 11))  # of the baseline's steps
-WINDOWS = (0.0, 0.01, 0.02, 0.05)  # parts of a curve's points that are averaged; 0 is none
-_DECIDES = 0.1  # a leading ratio that moves by more than this under other windows hangs on them
 
 
 class Curve(NamedTuple):
@@ -118,11 +116,3 @@ def leads(baseline: Sequence[Curve], other: Sequence[Curve], window: float) -> l
 
 def _envelopes(curves: Sequence[Curve], window: float) -> list[Curve]:
     return [envelope(smooth(own, window)) for own in curves]
-
-
-def hangs_on_window(ratios: Sequence[float | None]) -> bool:
-    """Whether ratios under several windows differ so much that the window is the answer."""
-    numbers = [ratio for ratio in ratios if ratio is not None]
-    if not numbers or len(numbers) < len(ratios):
-        return bool(numbers)
-    return max(numbers) - min(numbers) > _DECIDES or min(numbers) < 0 < max(numbers)

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,8 @@ def _environment() -> Iterator[Examined]:
     for name, distribution, module in (
         ("transformer-engine", "transformer-engine", "transformer_engine"),
         ("apex", "apex", "apex.optimizers"),  # PyPI's package of that name is another
-        ("emerging_optimizers", "emerging-optimizers", "emerging_optimizers"),
+        ("triton", "triton", "triton"),
+        ("emerging_optimizers", "emerging-optimizers", "emerging_optimizers"),  # needs triton
     ):
         yield Examined(name, _installed(distribution, module))
     if importlib.util.find_spec("psutil") is None:
@@ -123,6 +125,7 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
         way = "is in" if is_patched(folder) else "is not in: use the launcher, or patches/README.md"
         yield Examined("patch", way)
     yield _core(where)
+    yield dataset_helper(where / "datasets")
     yield _hooks("hooks", CORE, needed=True)
     yield _hooks("optional hooks", _optional(), needed=False)
     yield _hooks("hooks without a GPU", cpu_seams.ROWS, needed=megatron_muon.cpu.enabled())
@@ -169,6 +172,16 @@ def _core(where: Path) -> Examined:
     except Exception as error:  # whatever a foreign package raises
         return Examined("megatron-core", f"({where})", _not_imported("megatron.core", where, error))
     return Examined("megatron-core", f"{version} ({where})")
+
+
+def dataset_helper(folder: Path) -> Examined:
+    """Megatron's compiled module for datasets, which its script makes at start, if it can."""
+    names = {path.name for path in folder.glob("helpers_cpp*.so")}
+    if names & {f"helpers_cpp{suffix}" for suffix in EXTENSION_SUFFIXES}:
+        return Examined("dataset helper", "compiled")
+    other = f"compiled for another Python ({', '.join(sorted(names))})" if names else "not compiled"
+    way = f"real data needs it; make -C {folder}, with this Python's python3-config on PATH"
+    return Examined("dataset helper", f"{other}: {way}")
 
 
 def _hooks(name: str, table: Sequence[Row], *, needed: bool) -> Examined:

@@ -133,6 +133,7 @@ class _Linear(torch.nn.Module):
             values = torch.empty(out_features, in_features, device=device, dtype=params_dtype)
             setattr(self, f"weight{number}", _parallel(values, dim))
             if not bias:
+                setattr(self, f"bias{number}", torch.Tensor())
                 continue
             values = torch.empty(out_features, device=device, dtype=params_dtype)
             bias_of = _parameter(values, sequence_parallel=sequence_parallel)

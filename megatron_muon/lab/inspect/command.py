@@ -14,16 +14,17 @@ from megatron_muon.lab.inspect.limited import MEMORY, SECONDS, LimitError, limit
 from megatron_muon.lab.inspect.report import Report, examine
 
 _DESCRIPTION = f"""\
-Print what wrote a checkpoint, its parameters with their optimizer, the bytes on
-disk, and whether it is complete, by the sizes of files and tensors; only --hash
-reads all bytes. Neither a GPU nor a process group is needed. Files are read as
-data in a process of their own: no name in them chooses code that runs. It may
-take {SECONDS} s and {MEMORY >> 30} GiB beyond what they need."""
+Print what wrote a checkpoint, its parameters with their optimizer, and whether
+it is complete: its digest, held against the sizes of its files, with --hash
+against every byte. Without a digest the files only tell who wrote them. No GPU
+and no process group are needed. Files are read as data in a process of their
+own: no name in them chooses code that runs. It may take {SECONDS} s and
+{MEMORY >> 30} GiB beyond what they need."""
 
 _STATUS = """\
 exit status:
-  0  complete, as far as its files tell
-  1  not complete, or damaged: the last lines name each file and what is wrong
+  0  complete, by its digest
+  1  not complete, damaged or without a digest: the last lines say why
   2  wrong arguments; or no checkpoint there, or several and no tracker file
   3  this command itself failed, or the files passed its limits"""
 
@@ -66,17 +67,13 @@ def _printable(text: str) -> str:
 
 
 def as_text(report: Report) -> str:
-    """The report as text: facts, parameters, bytes, notes, and the verdict."""
+    """The report as text: facts, parameters, and the verdict."""
     cells = [("parameter", "shape", "optimizer")]
-    for row in report.parameters:
-        shape = " x ".join(map(str, row.shape)) + " (a part)" * row.is_part
-        cells.append((row.name, shape, row.optimizer or "-"))
-    sizes = [("  " + kind, f"{count:>15,}") for kind, count in report.bytes.items()]
+    for name, entry in report.parameters.items():
+        cells.append((name, " x ".join(map(str, entry["shape"])), entry["optimizer"]))
     blocks = [
-        _columns([(name, value) for name, value in report.facts.items()]),
+        _columns(list(report.facts.items())),
         _columns(cells) if report.parameters else [],
-        ["bytes on disk", *_columns(sizes)] if sizes else [],
-        [f"note: {_one_line(note)}" for note in report.notes],
         [f"not complete: {_one_line(fault)}" for fault in report.faults] or ["complete"],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)

@@ -1,33 +1,29 @@
-"""The report of ``megatron-muon checkpoint inspect``."""
+"""The report of ``megatron-muon checkpoint inspect``: the digest, held against the files.
+
+Without a digest the files still tell which optimizer wrote them, but not whether they are complete.
+"""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.lab.inspect.contents import RECORD, Contents
-from megatron_muon.lab.inspect.folder import NoFolderError, located, read
-from megatron_muon.lab.inspect.rows import StoredParameter, parameters
-from megatron_muon.mcore.checkpoint.interop.foreign import writer_of
+from megatron_muon.mcore.checkpoint.interop.saved import Saved
+from megatron_muon.mcore.checkpoint.torch_dist import METADATA
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
-from megatron_muon.mcore.load_check.regular_files import entries
+from megatron_muon.megatron_lm import tracker
 
-_KINDS = {
-    "model": "model",
-    "main": "main parameters",
-    "momentum": "momentum",
-    "adamw": "AdamW's moments",
-}
 _WRITERS = {
     "concept": "the proof of concept of Distributed Muon (Megatron-LM#1428)",
     "megatron": "Megatron's own Muon",
     "megatron_torch": "Megatron's own Muon",
-    None: "a Megatron without megatron_muon",
+    "muon": "megatron_muon; its version is not in the checkpoint",
+    "adamw": "a Megatron without megatron_muon",
+    "none": "unknown: it has no optimizer state",
 }
 
 
@@ -37,105 +33,98 @@ class Report:
 
     Attributes:
         facts: facts by name, such as ``iteration``, in the order of printing.
-        parameters: a row per parameter.
-        bytes: bytes on disk by kind.
-        notes: sentences on what is not known, and why.
-        faults: reasons why the checkpoint is not complete; empty if it is.
+        parameters: shape and optimizer of each parameter, by name, from the digest.
+        faults: reasons why the checkpoint is not complete, or not known to be; empty if it is.
     """
 
     facts: dict[str, str]
-    parameters: list[StoredParameter] = field(default_factory=list)
-    bytes: dict[str, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
 
 def examine(path: Path, *, hashes: bool = False) -> Report:
-    """Read a whole checkpoint.
+    """Read what a checkpoint says of itself.
 
     Args:
-        hashes: also compare the hash of every file with the digest's.
+        path: the folder of ``--save``, or that of one iteration.
+        hashes: compare the hash of every file with the digest's, not only its size.
 
     Raises:
         OSError: there is no checkpoint.
     """
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is no folder")
     try:
-        folder = located(path)
-    except NoFolderError as error:
+        folder = _located(path)
+        kept = digest.read(folder)
+        if kept is not None:
+            digest.require_complete(folder, kept)
+    except ValueError as error:  # a DigestError, too
         return Report({"checkpoint": str(path)}, faults=[str(error)])
-    said, faults = _digest(folder, hashes)
-    unsealed = "no digest: that the files are as they were written is not known"
-    notes = [] if said or faults else [unsealed]
-    contents = read(folder)
-    rows, wrong = parameters(contents, said["parameters"] if said else {})
-    facts = {"checkpoint": str(folder)}
-    facts |= contents.read("what it says of itself", lambda: _facts(folder, contents, said)) or {}
-    return Report(facts, rows, _bytes(folder, contents), notes, [*faults, *contents.faults, *wrong])
-
-
-def _digest(folder: Path, hashes: bool) -> tuple[digest.Digest | None, list[str]]:
-    """The digest, or None if there is no usable one; and the faults in it and in its files."""
-    try:
-        said = digest.read(folder)
-        if said is None:
-            return None, ["there is no digest to hold hashes against"] if hashes else []
-        digest.require_complete(folder, said)
-    except digest.DigestError as error:
-        return None, [str(error)]
-    files, how = said["files"], checksum if hashes else None
+    number = digest.iteration_of(folder.name)
+    facts = {"checkpoint": str(folder), "iteration": "not known" if number is None else str(number)}
+    facts["format"] = "torch_dist" if (folder / METADATA).exists() else "torch"
+    if kept is None:
+        return _without_digest(folder, facts)
+    files, how = kept["files"], checksum if hashes else None
     faults = (digest.fault(folder, name, entry, how) for name, entry in files.items())
-    return said, [fault for fault in faults if fault]
+    facts["written by"] = ", ".join(f"{name} {value}" for name, value in kept["wrote"].items())
+    facts["settings"] = _settings(kept["settings"])
+    facts["bytes"] = f"{sum(entry['size'] for entry in files.values()):,} in {len(files)} files"
+    names = sorted(kept["parameters"], key=_natural)
+    rows = {name: kept["parameters"][name] for name in names}
+    return Report(facts, rows, [fault for fault in faults if fault])
 
 
-def _facts(folder: Path, contents: Contents, said: digest.Digest | None) -> dict[str, str]:
-    number = re.fullmatch(r"iter_(\d+)", folder.name)
-    iteration = contents.common.get("iteration", int(number[1]) if number else "not known")
-    records = [state[RECORD] for state in contents.states if RECORD in state]
-    settings = said["settings"] if said else records[0]["settings"] if records else {}
-    sharding = {str(state.get("param_state_sharding_type", "")) for state in contents.states}
-    kinds = {stored.kind for stored in contents.stored.values()}
-    whose = ["Muon"] * ("momentum" in kinds) + ["AdamW"] * ("adamw" in kinds)
-    facts = {
-        "iteration": str(iteration),
-        "format": ", ".join([contents.format, *sorted(sharding - {""})]),
-        "written by": _writer(folder, contents, said, settings),
-        "optimizer": " and ".join(whose) or "no optimizer state",
-    }
-    if settings:
-        facts["settings"] = ", ".join(f"{name} {_plain(settings[name])}" for name in settings)
-    if said is not None:
-        facts["digest"] = f"complete, {len(said['files'])} files"
-    return facts
+def _natural(name: str) -> str:
+    """A sort key that puts layer 10 after layer 9."""
+    return re.sub("[0-9]+", lambda number: number[0].zfill(20), name)
 
 
-def _writer(
-    folder: Path, contents: Contents, said: digest.Digest | None, settings: Mapping[str, Any]
-) -> str:
-    if said is not None:
-        return ", ".join(f"{name} {value}" for name, value in said["wrote"].items())
-    ranks = getattr(contents.common.get("args"), "world_size", None)
-    on = f", on {ranks} ranks" if isinstance(ranks, int) else ""
-    if settings:
-        return f"megatron_muon{on}; its version is not in the checkpoint"
-    files = [entry.name for entry in entries(folder) if entry.name.endswith(".pt")]
-    return _WRITERS[writer_of(contents.keys, contents.states, files)] + on
+def _located(path: Path) -> Path:
+    """The folder of the iteration that a path means: the tracker file's, or the path itself.
+
+    Raises:
+        ValueError: the tracker file is damaged, or names a folder that is not there.
+    """
+    file = path / tracker.NAME
+    if not file.exists():
+        return path
+    try:
+        folder = path / str(tracker.named_by(path))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    if not folder.is_dir():
+        raise ValueError(f"{file} names {folder.name}, which is not there")
+    return folder
+
+
+def _without_digest(folder: Path, facts: dict[str, str]) -> Report:
+    faults = [f"there is no {digest.FILE_NAME} that lists its files"]
+    try:
+        saved = Saved.of(folder)
+        writer = saved.foreign_writer or saved.writer
+        facts["written by"] = _WRITERS[writer]
+        if writer == "muon":
+            facts["settings"] = _settings(saved.record()["settings"])
+    except FileNotFoundError as error:
+        if (folder / METADATA).exists():  # a file beside it is missing
+            faults.insert(0, str(error))
+        else:
+            raise FileNotFoundError(
+                f"{error}, and no {tracker.NAME}: give the folder of one iteration"
+            ) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged or crafted file may hold anything
+        line = next(iter(str(error).splitlines()), "")
+        faults.insert(0, line if isinstance(error, ValueError) else f"{error!r}")
+    return Report(facts, faults=faults)
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_plain(value)}" for name, value in settings.items())
 
 
 def _plain(value: Any) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
-
-
-def _bytes(folder: Path, contents: Contents) -> dict[str, int]:
-    """Bytes of the tensors of each kind, of everything else in the files, and in total."""
-    sizes = dict.fromkeys(_KINDS.values(), 0)
-    for stored in contents.stored.values():
-        sizes[_KINDS[stored.kind]] += stored.numel * stored.dtype.itemsize
-    total = sum(entry.stat().st_size for entry in entries(folder) if _is_file(entry))
-    return {**sizes, "all else": total - sum(sizes.values()), "total": total}
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_file()
-    except OSError:  # a link that leads back to itself
-        return False

@@ -116,7 +116,7 @@ def our_row(
         seconds=step.seconds,
         launches=step.launches,
         rest=_most(memory.at_rest(optimizers)),
-        peak=max(memory.peaks(plans, config, device)),
+        peak=max(memory.peaks(plans, config, device, optimizers[0].held)),
         boundary=sum(len(plan.boundary_parameters()) for plan in plans),
         inside=Spread.of(sent.inside),
         between=Spread.of(sent.between),

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("verb", choices=("report",), help="the only verb")
     add("runs", nargs="+", type=Path, metavar="TRACE", help="a file, or a folder")
-    add_outputs(parser, plot="each rank's bar, and a step of each run")
+    add_outputs(parser, plot="each rank's bar")
     given = parser.parse_args(argv)
     try:
         require_outputs(given)

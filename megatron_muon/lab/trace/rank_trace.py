@@ -1,4 +1,4 @@
-"""One rank's trace, read once: what a report and a figure need, as sets of moments.
+"""One rank's trace, read once: what a report needs, as sets of moments.
 
 On a GPU compute is its kernels and copies, and communication is NCCL's kernels. On a CPU compute is
 torch's operators, and communication is gloo's own events: from when it takes a collective up until
@@ -34,8 +34,8 @@ class RankTrace:
 
     ``steps`` are the intervals of the steps, or of the whole trace if it ``has_marks`` of none.
     ``compute`` is when something is computed, ``calls`` are the collectives. ``optimizer`` is when
-    the optimizer steps, None where nothing marks it; ``phases`` are those of Muon's step on the
-    host, for a picture. ``device`` is ``gpu`` if the trace has kernels, else ``cpu``.
+    the optimizer steps, None where nothing marks it. ``device`` is ``gpu`` if the trace has
+    kernels, else ``cpu``.
 
     Raises:
         TraceError: the file is no trace, is damaged, or has no events with a time.
@@ -63,10 +63,6 @@ class RankTrace:
         self.device = "gpu" if self._has_device else "cpu"
         self.compute = self._device if self._has_device else self._host
         self.optimizer = optimizer[max(optimizer)] if optimizer else None
-        self.phases: dict[str, Spans] = defaultdict(Spans)
-        for mark in self._marks:
-            if mark.name.startswith("muon/") and mark.name.count("/") == 1:
-                self.phases[mark.name].add(mark.start, mark.stop)
         self.steps = [(m.start, m.stop) for m in self._marks if m.name.startswith(STEP)]
         self.has_marks = bool(self.steps)
         self.steps = sorted(self.steps) or [(self._start, self._stop)]

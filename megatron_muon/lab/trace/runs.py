@@ -31,13 +31,12 @@ class Run(NamedTuple):
     ``ranks`` has a row for each rank: file, device, steps (0: no marks, the trace is one step), ms
     of the step and of its parts. ``kinds`` has one for each rank and kind of collective: count, ms
     in which one is under way, the exposed part of it, bytes of whole buffers, sent bytes. NaN is
-    unknown. ``first`` is the first rank's trace.
+    unknown.
     """
 
     name: str
     ranks: pd.DataFrame
     kinds: pd.DataFrame
-    first: RankTrace
 
     def means(self) -> pd.DataFrame:
         """The collectives by name, as means over ranks, with GB/s; the longest first."""
@@ -49,14 +48,13 @@ class Run(NamedTuple):
 
 
 def read_run(path: Path, name: str) -> Run:
-    """Measure a run (see ``files_of``); one trace is in memory at a time, and the first one.
+    """Measure a run (see ``files_of``); one trace is in memory at a time.
 
     Raises:
         TraceError: a file is no trace, or two files are of one rank.
     """
     ranks: dict[int, dict[str, Any]] = {}
     kinds: list[dict[str, Any]] = []
-    first: dict[int, RankTrace] = {}
     for number, file in enumerate(files_of(path)):
         trace = RankTrace(file)
         rank = rank_of(file, trace.file.metadata, number)
@@ -65,12 +63,8 @@ def read_run(path: Path, name: str) -> Run:
             raise TraceError(f"{file}: {told}: give one run's folder, or each file by itself")
         ranks[rank], of_rank = _measured(trace)
         kinds += [{"rank": rank, **each} for each in of_rank]
-        if not first or rank < min(first):
-            first = {rank: trace}
     by_rank = pd.DataFrame.from_dict(ranks, orient="index").sort_index()
-    return Run(
-        name, by_rank, pd.DataFrame(kinds, columns=["rank", "name", *_SUMS]), *first.values()
-    )
+    return Run(name, by_rank, pd.DataFrame(kinds, columns=["rank", "name", *_SUMS]))
 
 
 def _measured(trace: RankTrace) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -17,6 +17,7 @@ import torch
 
 Tensor = torch.Tensor
 
+RECORD = "megatron_muon"  # the key of Muon's settings, beside "optimizer" in its state dict
 MOMENTUM = "muon_momentum"  # on disk; in memory it has a name that fused Adams know
 ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 STATE = "state"

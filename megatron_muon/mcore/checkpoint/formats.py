@@ -36,12 +36,12 @@ import torch
 from megatron_muon.mcore.checkpoint.buffers import (
     ADAMW_STATE,
     OTHER_CUT,
+    RECORD,
     check_tensor,
     from_disk,
     to_disk,
 )
 from megatron_muon.mcore.checkpoint.param_groups import (
-    RECORD,
     as_megatron_pairs,
     check_record,
     loaded_groups,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron_muon.console import printable, say
+from megatron_muon.mcore.checkpoint.buffers import RECORD
 from megatron_muon.mcore.routing.param_routing import LR_MULTIPLIER
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.coefficients import canonical
@@ -17,7 +18,6 @@ from megatron_muon.settings.config import ROWS, MuonConfig, named
 
 Group = dict[str, Any]
 
-RECORD = "megatron_muon"  # the record's key beside "optimizer" in the optimizer's state dict
 FORMAT = 1
 
 # Keys that pair saved groups with ours: the required ones must agree; the preferred ones decide,

@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from megatron_muon.mcore.checkpoint.buffers import ADAMW_STATE, MOMENTUM, gathered_spans
-from megatron_muon.mcore.checkpoint.param_groups import RECORD
+from megatron_muon.mcore.checkpoint.buffers import ADAMW_STATE, MOMENTUM, RECORD, gathered_spans
 from megatron_muon.mcore.checkpoint.state import MuonState, Parameter
 
 StateDict = dict[Any, Any]

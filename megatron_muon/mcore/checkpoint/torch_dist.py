@@ -8,19 +8,19 @@ Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` at to
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_muon.mcore.checkpoint.read import ReadError, Unknown, load, load_pickle
-from megatron_muon.mcore.load_check.regular_files import NotRegularError, open_regular
+from megatron_muon.mcore.load_check.files import NotRegularError, open_regular
 
 METADATA = ".metadata"
 # Everything that is not sharded: a file of its own, from core 0.19 an object among the tensors.
 COMMON_FILE, COMMON_KEY = "common.pt", re.compile(r"common_state/shard_")
-Numbers = tuple[int, ...]
 
 
 class FileRange(NamedTuple):
@@ -37,13 +37,13 @@ class Metadata:
 
     Attributes:
         folder: the checkpoint's folder.
-        entries: what torch says of the tensor or object of each key: an ``Unknown`` of its class.
-        places: the place by key and, for a slice of a tensor, its offsets.
+        keys: of all tensors and objects.
+        places: the place of each object, by its key.
     """
 
     folder: Path
-    entries: Mapping[str, Unknown]
-    places: Mapping[tuple[str, Numbers | None], FileRange]
+    keys: tuple[str, ...] = ()
+    places: Mapping[str, FileRange] = field(default_factory=dict)
 
     def object(self, key: str) -> Any:
         """The value of Megatron's ShardedObject.
@@ -53,7 +53,7 @@ class Metadata:
             OSError: the file cannot be read.
             ReadError: it is damaged.
         """
-        place = self.places[key, None]
+        place = self.places[key]
         try:
             with open_regular(self.folder / place.file) as file:
                 file.seek(place.offset)
@@ -80,48 +80,42 @@ def read_metadata(folder: Path) -> Metadata:
     """
     saved = load_pickle(folder / METADATA)
     try:
-        state = state_of(saved, "Metadata")
-        entries = {
-            checked(str, key): checked(Unknown, entry)
-            for key, entry in state["state_dict_metadata"].items()
-        }
-        places = dict(_place(*item) for item in state["storage_data"].items())
+        state = _state_of(saved, "Metadata")
+        keys = tuple(_checked(str, key) for key in state["state_dict_metadata"].keys())
+        places = dict(filter(None, itertools.starmap(_place, state["storage_data"].items())))
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ReadError(f"it is not what torch writes: {type(error).__name__}: {error}") from None
-    return Metadata(folder, entries, places)
+    return Metadata(folder, keys, places)
 
 
-def state_of(value: Any, name: str) -> dict[str, Any]:
+def _state_of(value: Any, name: str) -> dict[str, Any]:
     """The attributes of an object of one of torch's classes."""
     if isinstance(value, Unknown) and value.named[1] == name:
-        return checked(dict, value.state)  # type: ignore[no-any-return]
+        return _checked(dict, value.state)  # type: ignore[no-any-return]
     raise ReadError(f"it has {type(value).__name__[:100]!r} where a {name} of torch should be")
 
 
-def checked(kind: type, value: Any) -> Any:
+def _checked(kind: type, value: Any) -> Any:
     """The value, if it is of that kind; else ReadError."""
     if not isinstance(value, kind):
         raise ReadError(f"it has a {type(value).__name__[:100]} in place of a {kind.__name__}")
     return value
 
 
-def numbers(value: Any) -> Numbers:
-    """A size or offsets; ReadError for anything else."""
-    if isinstance(value, (list, tuple)) and all(type(n) is int and 0 <= n < 1 << 62 for n in value):
-        return tuple(value)
-    raise ReadError("a size or an offset is no tuple of numbers")
-
-
-def _place(index: Any, info: Any) -> tuple[tuple[str, Numbers | None], FileRange]:
-    where, state = state_of(index, "MetadataIndex"), state_of(info, "_StorageInfo")
-    offset = where.get("offset")
-    key = checked(str, where["fqn"]), None if offset is None else numbers(offset)
-    file = checked(str, state["relative_path"])
+def _place(index: Any, info: Any) -> tuple[str, FileRange] | None:
+    """The key and place of an object; None for a tensor."""
+    where, state = _state_of(index, "MetadataIndex"), _state_of(info, "_StorageInfo")
+    if where.get("offset") is not None:
+        return None
+    key, file = _checked(str, where["fqn"]), _checked(str, state["relative_path"])
     if Path(file).name != file or file in ("", "..") or "\0" in file:  # only in the folder
-        raise ReadError(f"it places {key[0]!r} in {file!r}, which is no name of a file")
+        raise ReadError(f"it places {key!r} in {file!r}, which is no name of a file")
     if state.get("transform_descriptors"):
-        raise ReadError(f"{key[0]!r} is compressed, which is not read here")
-    return key, FileRange(file, *numbers((state["offset"], state["length"])))
+        raise ReadError(f"{key!r} is compressed, which is not read here")
+    both = state["offset"], state["length"]
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in both):
+        raise ReadError(f"the place of {key!r} is no pair of numbers")
+    return key, FileRange(file, *both)
 
 
 def common(metadata: Metadata) -> dict[Any, Any]:
@@ -132,6 +126,6 @@ def common(metadata: Metadata) -> dict[Any, Any]:
         ValueError: it is damaged, or no dict.
     """
     file = metadata.folder / COMMON_FILE
-    key = next((key for key in metadata.entries if COMMON_KEY.match(key)), None)
+    key = next((key for key in metadata.keys if COMMON_KEY.match(key)), None)
     value = load(file) if key is None or file.exists() else metadata.object(key)
-    return checked(dict, value)  # type: ignore[no-any-return]
+    return _checked(dict, value)  # type: ignore[no-any-return]

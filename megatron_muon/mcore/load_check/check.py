@@ -11,19 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.console import printable, say
+from megatron_muon.console import say
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Digest, DigestError
 from megatron_muon.mcore.load_check.models import TrainedModel, Wanted, vocabulary, wanted_by_all
-from megatron_muon.mcore.load_check.regular_files import irregular
-from megatron_muon.mcore.load_check.same_model import (
-    SETTINGS_WAY_OUT,
-    Settings,
-    Table,
-    check_model,
-    model_in_digest,
-)
+from megatron_muon.mcore.load_check.same_model import parameters_in_digest, require_same_model
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_numbers
 from megatron_muon.runtime.consensus import together
@@ -57,7 +50,7 @@ def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> Non
     Args:
         trained: the model that is to be loaded, if Muon trains it.
         exact: the optimizer's state is loaded, too. So the checkpoint may have no parameter that
-            the model lacks, and the model must compute the same function.
+            the model lacks.
 
     Raises:
         DigestError: on the ranks that find a fault.
@@ -70,8 +63,8 @@ def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> Non
     saved = check_files(local_folder(checkpoint_dir), device)
     if saved is None:
         return
-    own = model_in_digest(trained)
-    together(lambda: _check_model(saved, own, checkpoint_dir, exact), None, device)
+    own, tokens = parameters_in_digest(trained), vocabulary()
+    together(lambda: require_same_model(saved, own, tokens, checkpoint_dir, exact), None, device)
 
 
 def local_folder(checkpoint_dir: str) -> Path:
@@ -84,30 +77,12 @@ def local_folder(checkpoint_dir: str) -> Path:
     return Path(checkpoint_dir)
 
 
-def _check_model(saved: Digest, own: tuple[Table, Settings], folder: str, exact: bool) -> None:
-    unknown, changed = check_model(saved, own, vocabulary(), folder)
-    if unknown and exact:
-        raise DigestError(
-            f"{folder} was saved by a different model: it has {unknown}, which this model lacks"
-        )
-    if not changed:
-        return
-    told = f"{folder} was saved by a model with other settings: {'; '.join(changed)}"
-    if exact:
-        raise DigestError(f"{told}. {SETTINGS_WAY_OUT}")
-    if dist.get_rank() == 0:
-        line = printable(f"WARNING: {told}. Its weights are loaded into this one")
-        say(f"[megatron_muon] {line}")
-
-
 def check_files(folder: Path, device: torch.device) -> Digest | None:
     """Refuse a checkpoint that is not complete or not intact; returns its digest, if it has one.
 
     Every rank of the world calls it. Without a digest there is one warning, on rank 0.
     """
     saved = together(lambda: _complete(folder), None, device)
-    first = dist.get_rank() == 0
-    together(lambda: _require_regular(folder) if first else None, None, device)
     numbers = all_gather_numbers([int(saved["hash"][:15], 16) if saved else 0], None, device)
     if any(other != numbers[0] for other in numbers):
         raise DigestError(
@@ -115,7 +90,7 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
             "file system that all of them share"
         )
     if saved is None:
-        if first:
+        if dist.get_rank() == 0:
             say(
                 f"[megatron_muon] WARNING: {folder} has no {digest.FILE_NAME}, so it is loaded "
                 "unchecked: its files may be incomplete or damaged"
@@ -131,18 +106,6 @@ def _complete(folder: Path) -> Digest | None:
     if saved is not None:
         digest.require_complete(folder, saved)
     return saved
-
-
-def _require_regular(folder: Path) -> None:
-    """Refuse pipes and the like, at which Megatron and torch would wait for ever."""
-    if not folder.is_dir():
-        return  # Megatron raises the error
-    bad = next(irregular(folder), None)
-    if bad is not None:
-        raise DigestError(
-            f"{bad} is no regular file, but a pipe, a socket or a device, which no save writes: "
-            f"remove it. {digest.way_out(folder)}"
-        )
 
 
 def _require_undamaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:

@@ -10,7 +10,6 @@ One JSON object:
 ``optimizer``   ``muon``
 ``settings``    the fields of MuonConfig
 ``vocabulary``  number of tokens before padding, where it is known
-``model``       by name, settings of the model that its parameters' shapes do not show
 ``parameters``  by name, with layers and experts numbered over the whole model: ``shape``, the
                 whole parameter's, and ``optimizer``: ``muon``, ``adamw`` or ``frozen``
 ``files``       by path in the folder: ``size`` in bytes and ``hash`` (see ``checksum``)
@@ -36,8 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.console import printable
-from megatron_muon.mcore.load_check.durable import write_text
-from megatron_muon.mcore.load_check.regular_files import NotRegularError, open_regular
+from megatron_muon.mcore.load_check.files import NotRegularError, open_regular, write_text
 
 FILE_NAME = "megatron_muon.json"
 FORMAT = 2
@@ -162,7 +160,7 @@ def _typed(content: Digest) -> Digest:
             isinstance(whole["complete"], bool),
             save is None or isinstance(save["id"], str),
             tokens is None or _is_count(tokens),
-            *(isinstance(whole[key], dict) for key in ("wrote", "settings", "model")),
+            *(isinstance(whole[key], dict) for key in ("wrote", "settings")),
             *(isinstance(entry["shape"], list) for entry in whole["parameters"].values()),
             *(all(map(_is_count, entry["shape"])) for entry in whole["parameters"].values()),
             *(entry["optimizer"] in _OWNERS for entry in whole["parameters"].values()),
@@ -178,7 +176,7 @@ def _typed(content: Digest) -> Digest:
 
 
 _DEFAULTS: Digest = {"complete": False, "wrote": {}, "save": None, "settings": {}}
-_DEFAULTS |= {"vocabulary": None, "model": {}, "parameters": {}, "files": {}}
+_DEFAULTS |= {"vocabulary": None, "parameters": {}, "files": {}}
 
 
 _OWNERS = ("muon", "adamw", "frozen")

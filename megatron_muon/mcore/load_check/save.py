@@ -27,6 +27,7 @@ from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.check import THREADS, check, is_checked, local_folder
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Files, Save
+from megatron_muon.mcore.load_check.files import open_regular
 from megatron_muon.mcore.load_check.models import (
     TrainedModel,
     Wanted,
@@ -34,8 +35,7 @@ from megatron_muon.mcore.load_check.models import (
     vocabulary,
     wanted_by_all,
 )
-from megatron_muon.mcore.load_check.regular_files import open_regular
-from megatron_muon.mcore.load_check.same_model import model_in_digest
+from megatron_muon.mcore.load_check.same_model import parameters_in_digest
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.runtime.consensus import together
@@ -73,7 +73,6 @@ def save(
     saving = Saving.begin(owner(sharded_state_dict), str(checkpoint_dir))
     if saving is None:
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    together(_require_psutil, None, saving.device)
     with _quiet_about_the_mark(saving.folder):
         request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     if request is None:
@@ -160,13 +159,6 @@ def _quiet_about_the_mark(folder: Path) -> Iterator[None]:
         logger.removeFilter(passes)
 
 
-def _require_psutil() -> None:
-    """Raise where Megatron's writer processes would, for which its save would wait for ever."""
-    writers = "megatron.core.dist_checkpointing.strategies.filesystem_async"
-    if not getattr(importlib.import_module(writers), "HAVE_PSUTIL", True):
-        raise ModuleNotFoundError("Megatron's saves need psutil: pip install psutil", name="psutil")
-
-
 @dataclass(frozen=True, slots=True)
 class Saving:
     """A save that has begun.
@@ -199,7 +191,7 @@ class Saving:
             together(lambda: stale.unlink(missing_ok=True) if first else None, None, device)
             return None
         folder = local_folder(checkpoint_dir)
-        parameters, model = model_in_digest(trained)
+        parameters = parameters_in_digest(trained)
         save: Save = json.loads(all_gather_texts(json.dumps(digest.new_save()), None)[0])
         wrote = {
             "megatron_muon": __version__,
@@ -214,7 +206,6 @@ class Saving:
             "optimizer": "muon",
             "settings": asdict(trained.config) if trained else None,
             "vocabulary": vocabulary(),
-            "model": model,
             "parameters": parameters,
         }
         return cls(folder, save, device, content if first else {})

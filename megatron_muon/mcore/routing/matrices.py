@@ -12,6 +12,8 @@ from megatron_muon.mcore.routing.param_routing import Weight, partition_dim_of, 
 from megatron_muon.mcore.routing.splits import (
     FusedRows,
     fused_of,
+    require_own,
+    rows_of_ones_own,
     split_of,
     split_of_legacy_experts,
 )
@@ -24,6 +26,7 @@ from megatron_muon.planning.layout import (
 )
 from megatron_muon.planning.sections import sectioned
 from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.settings.splits import own_split
 
 _NOWHERE = Span(0, 0)  # before it has a place in a grad buffer
 
@@ -45,8 +48,19 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
         return _legacy_experts(weight, tp_size, config)
     shape = (weight.param.size(0), weight.param.size(1))
     partition_dim = partition_dim_of(weight, tp_size)
-    fused = fused_of(weight, whole_shape(weight, tp_size)[0])
+    rows, cols = whole_shape(weight, tp_size)
+    fused = fused_of(weight, rows)
     kind = split_of(weight, config, fused)
+    own = own_split(kind)
+    if own is not None and own.of == "cols":
+        require_own(weight, kind, own, cols)
+        names, blocks = (weight.name,), len(own.sizes)
+        if shape[1] % blocks:
+            raise ValueError(f"{weight.name}: {tp_size} TP ranks cannot hold equal parts of {kind}")
+        matrices = batched_matrices(names, shape, partition_dim, tp_size, blocks, apart=True)
+        return _parameter(weight, shape, partition_dim, matrices)
+    if own is not None:
+        fused = rows_of_ones_own(weight, kind, own, rows, fused)
     if fused is None or (kind == "whole" and len(fused.sections) == 1):
         matrices = whole_matrix(weight.name, shape, partition_dim, tp_size)
     else:

@@ -32,6 +32,7 @@ MATRIX_MODULES = (
 LR_MULTIPLIER = "muon_lr_mult"  # a key of a group whose rate is multiplied; others have none
 EMBEDDING_OR_OUTPUT = "embedding or output layer"  # reasons of ``why_adamw``
 NOT_IN_TABLE = "not in Muon's table"
+MARKED = "marked use_muon=False"  # Megatron's own mark on fused projections
 ADAPTERS = "*.adapter.*.weight"
 _ADAPTER = re.compile(r"lora|adapter", re.IGNORECASE)
 _EMBEDDING_OR_OUTPUT = re.compile(r"embed|output_layer|lm_head|binary_head", re.IGNORECASE)
@@ -42,6 +43,7 @@ _EXPERT_PARTITION_DIM = {"linear_fc1": 0, "linear_fc2": 1}
 # Vectors that TP cuts by heads without a mark: softmax offsets, and before core 0.16 the norm in a
 # Mamba mixer.
 _CUT_VECTOR = re.compile(r"\.(softmax_offset|mixer\.norm\.weight)$")
+_NUMBER = re.compile(r"(\.|weight|bias)\d+(?=\.|$)")
 _LAYER = re.compile(r"(.*\blayers\.)\d+$")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)$")
 
@@ -142,6 +144,11 @@ def expert_name(name: str, ep_rank: int, local_experts: int) -> str:
     return f"{match[1]}{int(match[2]) + ep_rank * local_experts}{match[3]}"
 
 
+def of_any_number(name: str) -> str:
+    """``name`` with * for the numbers of layers and experts."""
+    return _NUMBER.sub(r"\1*", name)
+
+
 def why_adamw(weight: Weight, tp_size: int, config: MuonConfig) -> str | None:
     """Why AdamW updates the weight; None where Muon does. The same at every TP and EP size.
 
@@ -200,14 +207,16 @@ def is_adapter(weight: Weight) -> bool:
 
 def _why_adamw_by_itself(weight: Weight, tp_size: int) -> str | None:
     param = weight.param
-    if param.dim() != 2:
+    if param.dim() != 2 and not _is_batch(weight):
         return f"{param.dim()}-D"
     if _is_embedding_or_output(weight):
         return EMBEDDING_OR_OUTPUT
+    if param.dim() != 2:
+        return f"{param.dim()}-D of {type(weight.module).__name__}, which is {NOT_IN_TABLE}"
     if _is_vector(weight, tp_size):
         return "a vector"
-    if getattr(param, "use_muon", True) is False:  # Megatron's own mark on fused projections
-        return "marked use_muon=False"
+    if getattr(param, "use_muon", True) is False:
+        return MARKED
     if is_adapter(weight):
         raise NotImplementedError(
             f"{weight.name} looks like an adapter's weight; Muon would orthogonalize its two "
@@ -215,6 +224,12 @@ def _why_adamw_by_itself(weight: Weight, tp_size: int) -> str | None:
             f"{ADAPTERS!r} names all of Megatron-Bridge's"
         )
     return _by_type(weight)
+
+
+def _is_batch(weight: Weight) -> bool:
+    """A batch of matrices by its shape: experts of a fork, and no convolution or position."""
+    is_batch = weight.param.dim() == 3 and min(weight.param.shape) > 1
+    return is_batch and not weight.is_module("_ConvNd") and not is_adapter(weight)
 
 
 def _is_vector(weight: Weight, tp_size: int) -> bool:

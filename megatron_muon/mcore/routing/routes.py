@@ -42,7 +42,7 @@ class Route:
 
     @property
     def is_unknown(self) -> bool:
-        """A 2-D weight that is AdamW's only because its module type is not in the table."""
+        """Matrices that are AdamW's only because their module type is not in the table."""
         return self.why_adamw is not None and self.why_adamw.endswith(NOT_IN_TABLE)
 
 

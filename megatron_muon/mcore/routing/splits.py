@@ -8,7 +8,7 @@ matrices of the split, ``planning.sections`` what TP ranks hold of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from megatron.core.transformer.attention import CrossAttention
 from megatron_muon.mcore.routing.attention import projections_of
 from megatron_muon.mcore.routing.param_routing import Weight, is_adapter, is_of_class, matching
 from megatron_muon.planning.sections import Rows, Sections
-from megatron_muon.settings.config import MuonConfig, SplitKind, named
+from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.settings.splits import OwnSplit, own_split
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class RowRun:
     """Consecutive rows of a whole weight (TP = 1)."""
 
     count: int
-    parts: dict[SplitKind, str]  # the matrix that they belong to, by kind of split
+    parts: dict[str, str]  # the matrix that they belong to, by kind of split
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,12 @@ class FusedRows:
     """
 
     sections: tuple[tuple[RowRun, ...], ...]
-    default: SplitKind
+    default: str
     what: str
     may_be_replicated: bool = False
 
     @property
-    def kinds(self) -> tuple[SplitKind, ...]:
+    def kinds(self) -> tuple[str, ...]:
         """The splits that it can have."""
         return ("whole", *self.sections[0][0].parts)
 
@@ -55,7 +56,7 @@ class FusedRows:
         """Rows of the whole weight."""
         return sum(run.count for section in self.sections for run in section)
 
-    def by(self, kind: SplitKind) -> Sections:
+    def by(self, kind: str) -> Sections:
         """Its rows with the names of the matrices of a split."""
         return tuple(
             tuple(Rows("" if kind == "whole" else run.parts[kind], run.count) for run in section)
@@ -79,7 +80,7 @@ def fused_of(weight: Weight, rows: int) -> FusedRows | None:
     return None
 
 
-def split_of(weight: Weight, config: MuonConfig, fused: FusedRows | None) -> SplitKind:
+def split_of(weight: Weight, config: MuonConfig, fused: FusedRows | None) -> str:
     """The kind of split that a weight of Muon's has. The last pattern that matches counts.
 
     Args:
@@ -91,12 +92,71 @@ def split_of(weight: Weight, config: MuonConfig, fused: FusedRows | None) -> Spl
         ValueError: a pattern asks for a split that the weight cannot have.
     """
     if fused is None:
-        return _chosen(weight, config, "whole", ("whole",))
+        return _chosen(weight, config, "whole", ("whole",), own=True)
     default = fused.default if config.split_qkv or fused.default != "qkv" else "whole"
-    return _chosen(weight, config, default, fused.kinds)
+    return _chosen(weight, config, default, fused.kinds, own=True)
 
 
-def split_of_legacy_experts(weight: Weight, config: MuonConfig, *, gated: bool) -> SplitKind:
+def rows_of_ones_own(
+    weight: Weight, kind: str, own: OwnSplit, rows: int, known: FusedRows | None
+) -> FusedRows:
+    """The rows that a user's split says.
+
+    Args:
+        weight: Muon's.
+        kind, own: the split as it is written, and what it means, not ``cols``.
+        rows: of the weight over all TP ranks.
+        known: how its rows lie, which says what of them TP ranks hold. Where it is not known, TP
+            cuts each range of ``rows`` by itself, as in Megatron's fused weights, else all rows.
+
+    Raises:
+        ValueError: the weight has another number of rows.
+    """
+    require_own(weight, kind, own, rows)
+    if own.of == "heads":
+        runs = [RowRun(rows // own.count, {kind: f"head {at}"}) for at in range(own.count)]
+    else:
+        runs = [RowRun(size, {kind: f"part {at}"}) for at, size in enumerate(own.sizes)] * own.count
+    sizes = own.sizes if own.of == "rows" else (rows,)
+    if known is not None:
+        sizes = tuple(sum(run.count for run in section) for section in known.sections)
+    return FusedRows(tuple(_cut(runs, sizes)), kind, kind, may_be_replicated=True)
+
+
+def _cut(runs: list[RowRun], sizes: Sequence[int]) -> Iterator[tuple[RowRun, ...]]:
+    """``runs`` as sections of these sizes."""
+    left = list(reversed(runs))
+    for size in sizes:
+        section = []
+        while size:
+            run = left.pop()
+            count = min(run.count, size)
+            section.append(RowRun(count, run.parts))
+            if count < run.count:
+                left.append(RowRun(run.count - count, run.parts))
+            size -= count
+        yield tuple(section)
+
+
+def require_own(weight: Weight, kind: str, own: OwnSplit, size: int) -> None:
+    """Refuse a split of one's own that does not fit.
+
+    Raises:
+        ValueError: the weight has another number of rows, or of columns, or they are not equal.
+    """
+    what = "columns" if own.of == "cols" else "rows"
+    if size % own.total if own.of == "heads" else size != own.total:
+        raise ValueError(
+            f"{named('splits')} ...={kind}: {weight.name} has {size} {what} over all TP ranks, "
+            f"not {'a multiple of ' if own.of == 'heads' else ''}{own.total}"
+        )
+    if own.of == "cols" and len(set(own.sizes)) > 1:
+        raise ValueError(
+            f"{named('splits')} ...={kind} matches {weight.name}: ranges of columns must be equal"
+        )
+
+
+def split_of_legacy_experts(weight: Weight, config: MuonConfig, *, gated: bool) -> str:
     """``split_of`` for Megatron's legacy GroupedMLP, whose gate and up halves are columns.
 
     Args:
@@ -111,13 +171,13 @@ def split_of_legacy_experts(weight: Weight, config: MuonConfig, *, gated: bool) 
 
 
 def _chosen(
-    weight: Weight, config: MuonConfig, default: SplitKind, kinds: tuple[SplitKind, ...]
-) -> SplitKind:
+    weight: Weight, config: MuonConfig, default: str, kinds: tuple[str, ...], *, own: bool = False
+) -> str:
     chosen = [pair for pair in config.splits if matching(weight, pair[:1])]
     if not chosen:
         return default
     pattern, kind = chosen[-1]
-    if kind not in kinds:
+    if kind not in kinds and not (own and own_split(kind)):
         raise ValueError(
             f"{named('splits')} {pattern}={kind} matches {weight.name}, which can only be "
             f"{' or '.join(kinds)}: give another kind, or a pattern that does not match it"

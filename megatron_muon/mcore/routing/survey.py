@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,8 +13,11 @@ import torch.distributed as dist
 from megatron_muon.mcore.routing.attention import is_unknown_fusion
 from megatron_muon.mcore.routing.param_routing import (
     EMBEDDING_OR_OUTPUT,
+    MARKED,
     NOT_IN_TABLE,
+    Weight,
     is_matched,
+    of_any_number,
     weights,
     whole_shape,
 )
@@ -25,8 +27,6 @@ from megatron_muon.planning.describe import UNSPLIT, Share, share_lines
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.config import MuonConfig, named
-
-_NUMBER = re.compile(r"\.\d+\.")
 
 
 def survey(
@@ -127,21 +127,36 @@ def _fusions(muons: Sequence[Route], config: MuonConfig) -> list[str]:
         weight = route.weight
         if is_unknown_fusion(weight, whole_shape(weight, route.tp_size)[0]):
             holder = weight.holders[0] if weight.holders else weight.module
-            names[f"{_NUMBER.sub('.*.', weight.name)} (in {type(holder).__name__})"] = None
+            names[f"{of_any_number(weight.name)} (in {type(holder).__name__})"] = None
     return list(names)
 
 
 def unknown_lines(routes: Sequence[Route]) -> list[str]:
-    """A line that names the 2-D weights whose module type is not in Muon's table, if any is."""
-    names = [
-        f"{route.weight.name} ({type(route.weight.module).__name__})"
-        for route in routes
-        if route.is_unknown
-    ]
-    if not names:
-        return []
-    return [
-        "[megatron_muon] AdamW keeps these 2-D weights, since Muon's table does not know the type "
-        f"of their module: {', '.join(names)}. {named('muon_include')} and "
-        f"{named('muon_exclude')} in MuonConfig decide."
-    ]
+    """Lines that name matrices which AdamW keeps for no reason of their own, if any are."""
+    names = _names(route for route in routes if route.is_unknown)
+    marked = _names(route for route in routes if route.why_adamw == MARKED)
+    decide = f"{named('muon_include')} and {named('muon_exclude')} in MuonConfig decide."
+    lines = []
+    if names:
+        lines.append(
+            "[megatron_muon] AdamW keeps these matrices, since Muon's table does not know the type "
+            f"of their module: {', '.join(names)}. Of 2-D ones {decide}"
+        )
+    if marked:
+        lines.append(
+            f"[megatron_muon] AdamW keeps these matrices, since Megatron marks them "
+            f"use_muon=False: {', '.join(marked)}. {decide}"
+        )
+    return lines
+
+
+def _names(routes: Iterable[Route]) -> list[str]:
+    """One for all layers or experts, with ``*`` for the number, and the module's class."""
+    each = [route.weight for route in routes]
+    shown = [f"{of_any_number(weight.name)} ({_class_of(weight)})" for weight in each]
+    return list(dict.fromkeys(shown))
+
+
+def _class_of(weight: Weight) -> str:
+    batch = f", {weight.param.dim()}-D" if weight.param.dim() != 2 else ""
+    return f"{type(weight.module).__name__}{batch}"

@@ -7,7 +7,6 @@ _DIST15 = Place(_DIST.module, _DIST.owner, since=(0, 15))
 _CHAIN = Place("megatron.core.optimizer", "ChainedOptimizer")
 _CKPT = Place("megatron.core.dist_checkpointing")
 _ASYNC = Place("megatron.core.dist_checkpointing.strategies.async_utils")
-_FILES = Place("megatron.core.dist_checkpointing.strategies.filesystem_async")
 _MAPPING = Place("megatron.core.dist_checkpointing.mapping")
 _SERIALIZATION = Place("megatron.core.dist_checkpointing.serialization")
 _SHARDED = "model_sharded_state_dict is_loading"
@@ -89,5 +88,4 @@ ROWS = (
     ),
     _ASYNC.read("AsyncRequest", "calls finalize_fns in order after it", "async_fn finalize_fns"),
     _SERIALIZATION.read("logger", "silenced where the digest's mark is the only file"),
-    _FILES.read("HAVE_PSUTIL", "without psutil the processes that write hang", since=(0, 14)),
 )

@@ -83,6 +83,7 @@ ROWS = (
     _MODEL.has("moe_shared_expert_glu_interleave_size", _BLOCKS, (0, 19)),
     _MODEL.has("fp8_param", _SCALING),
     _MODEL.has("fp8_recipe", "how fp8 parameters are scaled"),
+    _OPTIM.has("reuse_grad_buf_for_mxfp8_param_ag", "how mxfp8 parameters travel", (0, 14)),
     _MODEL.has("qk_clip", "whether attention logits are clipped", (0, 16)),
     _MODEL.has("qk_clip_threshold", "from which logit on", (0, 16)),
     _MODEL.has("qk_clip_alpha", "the queries' share of a clip", (0, 16)),
@@ -153,7 +154,6 @@ ROWS = (
 REFUSALS = (
     _MODEL.has("fp4_param", _REFUSED, (0, 15)),
     _MODEL.has("moe_single_grouped_weight", _REFUSED, (0, 18)),
-    _OPTIM.has("use_precision_aware_optimizer", _REFUSED),
     _OPTIM.has("optimizer_cpu_offload", _REFUSED),
     _OPTIM.has("optimizer_cuda_graph", _REFUSED, (0, 17)),
     _DDP.has("use_megatron_fsdp", _REFUSED, (0, 14)),

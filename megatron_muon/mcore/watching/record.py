@@ -44,8 +44,6 @@ def start_record(table: Table, **more: Any) -> Record:
         "format": FORMAT,
         **more,
         "ranks": table.ranks,
-        "muon_share": _short(table.muon_share),
-        "newton_schulz_planned": _short(table.planned_ratio),
         "rows": {row: _all_short(about) for row, about in table.about.items()},
     }
 
@@ -69,23 +67,16 @@ def step_record(
     for row, largest in zip(table.names["logits"], maxima, strict=True):
         if largest != -math.inf:
             made.setdefault("logits", {})[row] = {"max_logit": _short(largest)}
-    times = totals[table.times :]
-    mean, slowest = sum(times) / len(times), max(times)
-    made["newton_schulz_ms"] = {
-        **_all_short({"mean": mean, "max": slowest}),
-        "rank": times.index(slowest),
-    }
     return made
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """``(muon_NUMBER/ROW, value)`` of each number; TensorBoard and W&B group them by number."""
-    rows = [(row, n) for kind in SUMS for row, n in record.get(kind, {}).items()]
-    named = [(f"muon_{name}/{row}", value) for row, n in rows for name, value in n.items()]
-    times = record["newton_schulz_ms"].items()
-    for name, value in (*named, *((f"muon_newton_schulz_ms/{k}", v) for k, v in times)):
-        if value is not None:
-            yield name, value
+    for kind in SUMS:
+        for row, numbers in record.get(kind, {}).items():
+            for name, value in numbers.items():
+                if value is not None:
+                    yield f"muon_{name}/{row}", value
 
 
 def _of_muon(sums: Mapping[str, float], row_elements: float) -> dict[str, float]:
@@ -93,7 +84,6 @@ def _of_muon(sums: Mapping[str, float], row_elements: float) -> dict[str, float]
     elements, gradient, moved = sums["elements"], sums["gradient_squares"], sums["moved"]
     numbers = {
         "weight_rms": _root(sums["weight_squares"], elements),
-        "spectral_norm": _root(sums["spectral_squares"], sums["matrices"]),
         "momentum_norm": _root(sums["momentum_squares"] * row_elements, elements),
         "gradient_norm": _root(gradient * row_elements, elements),
         "moved": _ratio(moved, sums["matrices"]),
@@ -105,8 +95,6 @@ def _of_muon(sums: Mapping[str, float], row_elements: float) -> dict[str, float]
     return {
         "update_rms": _root(sums["update_squares"], elements * share),
         **numbers,
-        "orthogonality_error": _root(sums["orthogonality_squares"], moved),
-        "effective_rank": _ratio(sums["ranks"], moved),
         "cosine": _ratio(sums["gradient_updates"], math.sqrt(products) if products >= 0 else 0),
     }
 

@@ -20,15 +20,13 @@ from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime.update import update_scale
 from megatron_muon.settings.config import MuonConfig
 
-# The sums of a row. Squares are of elements; ``spectral_squares`` and ``orthogonality_squares`` are
-# of matrices. ``home_elements`` are those of whole matrices at their homes, ``moved`` ones those of
-# matrices with a gradient. Logits have a message of their own, the maximum of the ranks'.
+# The sums of a row. ``home_elements`` are those of whole matrices at their homes, ``moved`` ones
+# those of matrices with a gradient. Logits have a message of their own, the ranks' maximum.
 SUMS: Mapping[str, tuple[str, ...]] = {
     "muon": (
         *("elements", "update_squares", "weight_squares", "momentum_squares"),
         *("gradient_squares", "gradient_updates"),
-        *("matrices", "spectral_squares", "home_elements"),
-        *("moved", "moved_elements", "orthogonality_squares", "ranks"),
+        *("matrices", "home_elements", "moved", "moved_elements"),
     ),
     "adamw": ("elements", "weight_squares", "gradient_squares"),
     "layers": ("elements", "output_squares"),
@@ -56,7 +54,7 @@ def muon_rows(matrices: Iterable[Matrix], config: MuonConfig) -> dict[str, dict[
     """What the first line of a run says of each row of a stage's matrices.
 
     ``promised_rms`` is the root mean square of an update per unit of lr if directions are
-    orthogonal, ``full_rank`` the short side, both in the mean of the row.
+    orthogonal, in the mean of the row.
     """
     members: dict[str, list[Matrix]] = defaultdict(list)
     for matrix in matrices:
@@ -73,7 +71,6 @@ def _about(matrices: Sequence[Matrix], config: MuonConfig) -> dict[str, float]:
         "elements": elements,
         "matrices": len(matrices),
         "promised_rms": math.sqrt(squares / elements),
-        "full_rank": sum(min(m.rows, m.cols) for m in matrices) / len(matrices),
     }
 
 
@@ -82,7 +79,7 @@ class Table:
 
     Args:
         stages: of each stage what ``watch._of_stage`` has.
-        ranks: number of ranks, each of which has a place for its time of Newton-Schulz.
+        ranks: number of ranks.
     """
 
     def __init__(self, stages: Sequence[Mapping[str, Any]], ranks: int) -> None:
@@ -91,12 +88,7 @@ class Table:
         self.about = {name: about for stage in stages for name, about in stage["muon"].items()}
         every = [(k, row, name) for k in SUMS for row in self.names[k] for name in SUMS[k]]
         self._places = {sum_: place for place, sum_ in enumerate(every)}
-        self.times, self.ranks, self.size = len(every), ranks, len(every) + ranks
-        total = sum(stage["all_elements"] for stage in stages)
-        self.muon_share = sum(s["muon_elements"] for s in stages) / total if total else 0.0
-        flops, busiest = (sum(s["flops"] for s in stages), max(s["busiest"] for s in stages))
-        # Newton-Schulz work of the busiest rank over the mean.
-        self.planned_ratio = busiest * sum(s["ranks"] for s in stages) / flops if flops else 0.0
+        self.ranks, self.size = ranks, len(every)
 
     def place(self, kind: str, row: str, name: str) -> int:
         """The place of a sum in the message."""
@@ -124,9 +116,8 @@ class Message:
             else:
                 self._known[place] += value
 
-    def total(self, rank: int, milliseconds: float) -> Tensor:
-        """``(table.size,)`` fp64, with this rank's time of Newton-Schulz."""
-        self._known[self._table.times + rank] = milliseconds
+    def total(self) -> Tensor:
+        """``(table.size,)`` fp64."""
         total = torch.tensor(self._known, dtype=torch.float64).to(self._device)
         if self._computed:
             places = torch.tensor([place for place, _ in self._computed]).to(self._device)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Any
 
 from megatron_muon.mcore.watching.record import Record
 from megatron_muon.mcore.watching.rows import SUMS
@@ -13,29 +11,24 @@ from megatron_muon.mcore.watching.rows import SUMS
 LOW, HIGH = 0.5, 1.25  # of a promised update; five Newton-Schulz steps give 0.75 to 0.95 of it
 GROWTH = 2.0  # of a layer's output, from the second quarter of the records to the last
 SETTLED = 1000  # steps; before, outputs grow from their start in every run
-FEWEST = 8  # records in which growth and lateness can be seen
+FEWEST = 8  # records in which growth can be seen
 MOST = 4096  # outputs of a layer that are kept; then every second one is dropped
 LOGIT = 100.0  # Kimi K2's threshold; a run's own clip has its own
-LATE = 1.5  # times the planned ratio between the slowest rank and the mean
 
 
 class Warnings:
     """The warnings of one run, in bounded memory; ``start`` is its first record."""
 
     def __init__(self, start: Record) -> None:
-        self._share: float | None = start["muon_share"]
-        self._planned: float | None = start["newton_schulz_planned"]
         self._threshold = start["logit_threshold"] or LOGIT
         self._promised = {row: each["promised_rms"] for row, each in start["rows"].items()}
         self._off: set[str] = set()  # rows whose last update was off its promise
         self._outputs: dict[str, list[float]] = {}
-        self._times: deque[Mapping[str, Any]] = deque(maxlen=FEWEST)
         self._told: set[str] = set()  # warnings of the record before
 
     def of(self, record: Record) -> list[str]:
         """The warnings of one more record of a step; one that stays true is given once."""
         rules = (
-            ("The advantage is small", "Muon has less than half", self._small_share()),
             ("Loss spikes", "not finite in the last step", _not_finite(record)),
             (
                 "Updates are off their promised size",
@@ -49,7 +42,6 @@ class Warnings:
             ),
             ("Outputs grow", "outputs of layers grow", self._growing_outputs(record)),
             ("Loss spikes", f"attention logits above {self._threshold:g}", self._logits(record)),
-            ("Throughput falls", "late in Newton-Schulz", self._late_rank(record)),
         )
         named = [(see, text, list(rows)) for see, text, rows in rules]
         before, self._told = self._told, {text for _, text, rows in named if rows}
@@ -58,10 +50,6 @@ class Warnings:
             for see, text, rows in named
             if rows and text not in before
         ]
-
-    def _small_share(self) -> Iterator[str]:
-        if self._share is not None and self._share < 0.5:
-            yield f"{self._share:.1%} of the parameters"
 
     def _update_sizes(self, record: Record) -> Iterator[str]:
         """Rows that are off in two successive records."""
@@ -93,20 +81,6 @@ class Warnings:
             value = numbers["max_logit"]
             if value is not None and value > self._threshold:
                 yield f"{row} {value:.4g}"
-
-    def _late_rank(self, record: Record) -> Iterator[str]:
-        times = record["newton_schulz_ms"]
-        if not self._planned or times["mean"] is None or times["max"] is None:
-            return
-        self._times.append(times)
-        most = LATE * self._planned
-        late = [each["rank"] for each in self._times if each["max"] > most * each["mean"]]
-        rank = max(late, key=late.count, default=None)
-        if rank is not None and late.count(rank) > FEWEST * 3 // 4:
-            yield (
-                f"rank {rank} with {times['max']:.3g} ms, where the mean rank takes "
-                f"{times['mean']:.3g} ms; planned was {self._planned:.2f} times the mean"
-            )
 
 
 def _not_finite(record: Record) -> Iterator[str]:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from megatron_muon.console import say
 from megatron_muon.mcore.routing.param_routing import layers, weights
-from megatron_muon.mcore.routing.survey import share_of
 from megatron_muon.mcore.watching.forward import LayerOutputs, clip_threshold, kept_logits
 from megatron_muon.mcore.watching.host import host
 from megatron_muon.mcore.watching.observer import MatrixObserver
@@ -26,6 +25,7 @@ from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import attempt, together
 from megatron_muon.runtime.optimizer import DistributedMuon
+from megatron_muon.runtime.states import MAIN_KEY
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.version import __version__
 
@@ -54,10 +54,10 @@ class Watch:
         self._group, self._device, self._interval = group, stage.device, config.log_interval
         self._tp, self._steps = stage.tp, 0
         self._table = _table(muons, model_chunks, config, stage, group)
-        self._observers = [(muon, MatrixObserver(muon)) for _, muon in muons]
+        self._muons = [muon for _, muon in muons]
         names = {weight.param: row_name(weight.name) for weight in weights(model_chunks)}
         self._adamws = [
-            (names[param], shard)
+            (names[param], shard, part.states)
             for part, muon in muons
             for param, shard in owned_shards(part)
             if not muon.owns(shard)
@@ -67,8 +67,8 @@ class Watch:
         self._threshold = clip_threshold(model_chunks, config.qk_clip)
         self._outputs = LayerOutputs(list(layers(model_chunks)))
         self._outputs.expect(True)  # the number of the first step is not known yet
-        self._rank = dist.get_rank(group)
-        writes, path = self._rank == dist.get_world_size(group) - 1, config.log_file
+        writes = dist.get_rank(group) == dist.get_world_size(group) - 1
+        path = config.log_file
         self._lines = together(lambda: _lines(path) if writes else None, group, stage.device)
         self._warnings: Warnings | None = None  # from the first record on
 
@@ -82,7 +82,7 @@ class Watch:
             try:
                 yield
             finally:
-                for muon, _ in self._observers:
+                for muon in self._muons:
                     muon.observe(None)
             self._log(message, number)
         else:
@@ -103,24 +103,22 @@ class Watch:
         """The sums of a logging step, with what there is before it."""
         message = Message(self._table, self._device)
         self._outputs.add_to(message)
-        for row, shard in self._adamws:
-            grad = shard.grad
+        for row, shard, states in self._adamws:
+            grad, weight = states.grad(shard), states.get(shard, MAIN_KEY)
             assert grad is not None  # checked before the step
             message.add(
                 "adamw",
                 row,
                 elements=shard.numel(),
-                weight_squares=dot(shard, shard),
+                weight_squares=dot(weight, weight),
                 gradient_squares=dot(grad, grad),
             )
-        for muon, observer in self._observers:
-            observer.observe_weights(message)
-            muon.observe(observer)
+        for muon in self._muons:
+            muon.observe(MatrixObserver(muon, message))
         return message
 
     def _log(self, message: Message, number: int) -> None:
-        milliseconds = sum(observer.stopwatch.milliseconds() for _, observer in self._observers)
-        total = message.total(self._rank, milliseconds)
+        total = message.total()
         collectives.add_up("muon/watch", total, self._group)
         maxima = self._largest_logits()
         if self._lines is not None:
@@ -188,16 +186,9 @@ def _of_stage(
     matrices = [matrix for _, muon in muons for matrix in muon.plan.matrices]
     routes = muons[0][0].routes
     adamws = {row_name(route.weight.name) for route in routes if route.muon is None}
-    share = share_of(routes, config)
-    work = [sum(flops) for flops in zip(*(muon.plan.ns_flops() for _, muon in muons), strict=True)]
     return {
         "muon": muon_rows(matrices, config),
         "adamw": sorted(adamws),
         "layers": [name for name, _ in layers(model_chunks)],
         "logits": [row for each in kept_logits(model_chunks, config.qk_clip) for row in each.rows],
-        "muon_elements": share.muon,
-        "all_elements": share.total,
-        "flops": sum(work),
-        "busiest": max(work, default=0),
-        "ranks": stage.group.size(),
     }

@@ -12,7 +12,6 @@ and the count of zeros read, so correcting those changes nothing else.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,14 +19,18 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 
-from megatron_muon.mcore.routing.param_routing import Weight, is_cut, partition_dim_of
+from megatron_muon.mcore.routing.param_routing import (
+    Weight,
+    is_cut,
+    of_any_number,
+    partition_dim_of,
+)
 from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.mcore.wiring.process_groups import Stage
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import together
 
 _MARK = "tensor_model_parallel"
-_NUMBER = re.compile(r"(\.|weight|bias)\d+(?=\.|$)")
 
 
 def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
@@ -78,7 +81,7 @@ def _corrected(part: Any, stage: Stage) -> Iterator[str]:
         before = _counted(part, shard)
         setattr(shard, _MARK, here)
         if _counted(part, shard) != before:
-            yield _NUMBER.sub(r"\1*", weight.name)
+            yield of_any_number(weight.name)
 
 
 def counts_here(weight: Weight, stage: Stage) -> bool | None:

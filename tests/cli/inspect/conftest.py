@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.checkpoints.inspecting import DEFAULT, saved
+from support.checkpoints.inspecting import DEFAULT, as_megatron_lm, saved, seal
 
 FORMATS = [DEFAULT, "torch"]
 
@@ -18,10 +18,18 @@ def whole_one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("whole") / "iter_0000003"
     folder.mkdir()
     saved(folder, request.param)
+    as_megatron_lm(folder)
     return folder
 
 
 @pytest.fixture
 def folder(whole_one: Path, tmp_path: Path) -> Path:
-    """A copy that may be changed."""
+    """A copy that may be changed; it has no digest."""
     return Path(shutil.copytree(whole_one, tmp_path / whole_one.name))
+
+
+@pytest.fixture
+def sealed(folder: Path) -> Path:
+    """The same with a digest."""
+    seal(folder)
+    return folder

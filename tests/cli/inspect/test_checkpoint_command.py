@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_muon.lab.commands import main
-from megatron_muon.lab.inspect.contents import canonical
-from support.checkpoints.inspecting import CASE, DEFAULT, EVERY, NAME, faults, inspect, saved, seal
+from megatron_muon.mcore.load_check import digest
+from support.checkpoints import sealing
+from support.checkpoints.inspecting import (
+    CASE,
+    DEFAULT,
+    EVERY,
+    NAME,
+    TRACKER,
+    as_megatron_lm,
+    faults,
+    inspect,
+    saved,
+)
 from support.models.gpt import Topology, muon_weights
+from support.ranks import run
 
-# --- what it says -----------------------------------------------------------------------------
-
-SHAPES = {
-    "tp": (CASE, Topology(2, 1, 2, overlap=True)),
-    "pp": (CASE, Topology(1, 2, 1)),
-    "experts": (replace(CASE, moe=True), Topology(dp=2, ep=2)),
-    "fp32": (replace(CASE, bf16=False), Topology(dp=2)),
-}
+SHAPES = {"tp": (CASE, Topology(tp=2)), "experts": (replace(CASE, moe=True), Topology(dp=2, ep=2))}
 
 
 @pytest.mark.parametrize("format", EVERY)
@@ -32,85 +37,91 @@ def test_names_shapes_and_optimizers_are_those_of_the_run(
     shape: str, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case, topology = SHAPES[shape]
-    truth = saved(tmp_path, format, topology, case)
-    status, report = inspect(tmp_path, capsys)
+    run(sealing.saved, topology.world_size, case, topology, format, str(tmp_path))
+    status, report = inspect(tmp_path, capsys, "--hash")
     assert status == 0, report["faults"]
-    assert report["facts"]["format"] == (format if format == "torch" else f"torch_dist, {format}")
-    assert "momentum 0.95" in report["facts"]["settings"]
-    rows = {row["name"]: row for row in report["parameters"]}
-    names = {canonical(name): name for name in truth["main"]}
-    assert rows.keys() == names.keys()
-    for name, row in rows.items():
-        assert row["optimizer"] == ("muon" if names[name] in muon_weights(case) else "adamw")
-        numel = truth["main"][names[name]].numel()
-        listed = torch.Size(row["shape"]).numel()
-        assert listed == numel or (row["is_part"] and listed * topology.tp == numel)
-        if not row["is_part"] and shape != "fp32" and format != "dp_zero_gather_scatter":
-            assert listed == numel
+    facts, rows = report["facts"], report["parameters"]
+    assert facts["format"] == ("torch" if format == "torch" else "torch_dist")
+    assert "momentum 0.95" in facts["settings"] and "world_size 2" in facts["written by"]
+    muons = muon_weights(case)
+    assert {name for name, row in rows.items() if row["optimizer"] == "muon"} == set(muons)
+    assert rows["decoder.layers.1.self_attention.linear_qkv.weight"]["shape"] == [160, 96]
 
 
-@pytest.mark.parametrize("format", EVERY)
-def test_bytes_by_kind(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    truth = saved(tmp_path, format)
-    _, report = inspect(tmp_path, capsys)
-    sizes = report["bytes"]
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert sizes["total"] == sum(path.stat().st_size for path in files)
-    muons = muon_weights(CASE)
-    numel = {name: tensor.numel() for name, tensor in truth["main"].items()}
-    assert sizes["momentum"] == 4 * sum(numel[name] for name in muons)
-    assert sizes["AdamW's moments"] == 8 * sum(numel[name] for name in numel.keys() - muons)
-    assert sizes["model"] == 2 * sum(numel.values())
-    padding = sizes["main parameters"] - 4 * sum(numel.values())
-    assert 0 <= padding < 4 * 64 * len(numel)
-    assert sizes["total"] == sum(sizes.values()) - sizes["total"]
-
-
-def test_a_line_for_each_in_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved(tmp_path, DEFAULT)
-    assert main(["checkpoint", "inspect", str(tmp_path)]) == 0
+@pytest.mark.parametrize("whole_one", [DEFAULT], indirect=True)
+def test_a_line_for_each_in_the_text(sealed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "inspect", str(sealed)]) == 0
     text = capsys.readouterr().out
     assert text.endswith("\ncomplete\n")
     (line,) = (line for line in text.split("\n") if line.startswith(NAME))
     assert "260 x 96" in line and "muon" in line
 
 
-@pytest.mark.parametrize("format", EVERY)
-def test_what_the_digest_says_is_believed(
+def test_every_file_is_held_against_the_digest(
+    sealed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = sorted(path for path in sealed.rglob("*") if path.is_file())
+    for file in (path for path in files if path.name != digest.FILE_NAME):
+        data = file.read_bytes()
+        changed = bytearray(data)
+        changed[len(data) // 2] ^= 1
+        file.write_bytes(changed)
+        assert faults(sealed, capsys) == ""
+        assert f"{file} is damaged" in faults(sealed, capsys, "--hash")
+        file.write_bytes(data[:-1])
+        assert f"{file} has {len(data) - 1} bytes, {len(data)} were written" in faults(
+            sealed, capsys
+        )
+        file.unlink()
+        assert f"{file} is missing" in faults(sealed, capsys)
+        file.write_bytes(data)
+
+
+def test_a_save_that_did_not_end(sealed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    digest.begin(sealed, {})
+    assert "was stopped before its end" in faults(sealed, capsys)
+
+
+# --- without a digest -------------------------------------------------------------------------
+
+
+def test_without_a_digest_it_says_who_wrote_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        faults(folder, capsys, "--hash") == f"there is no {digest.FILE_NAME} that lists its files"
+    )
+    _, report = inspect(folder, capsys)
+    assert report["facts"]["written by"].startswith("megatron_muon")
+    assert "momentum 0.95" in report["facts"]["settings"]
+
+
+@pytest.mark.parametrize("format", [DEFAULT, "torch"])
+def test_an_adamw_checkpoint(
     format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    truth = saved(tmp_path, format, Topology(2, 1, 2))
-    seal(tmp_path, truth)
-    status, report = inspect(tmp_path, capsys, "--hash")
-    assert status == 0, report["faults"]
-    assert "megatron_muon 9.8.7" in report["facts"]["written by"]
-    assert report["facts"]["settings"] == "momentum 0.5"
-    rows = {row["name"]: row for row in report["parameters"]}
-    assert rows.keys() == {canonical(name) for name in truth["main"]}
-    for name, tensor in truth["main"].items():
-        row = rows[canonical(name)]
-        assert (tuple(row["shape"]), row["is_part"]) == (tuple(tensor.shape), False)
+    saved(tmp_path, format, case=replace(CASE, optimizer="adam"))
+    as_megatron_lm(tmp_path)
+    _, report = inspect(tmp_path, capsys)
+    assert report["facts"]["written by"] == "a Megatron without megatron_muon"
 
 
 # --- where it looks ---------------------------------------------------------------------------
 
 
 def test_the_tracker_file_leads_to_the_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sealed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "iter_0000003"
-    folder.mkdir()
-    saved(folder, DEFAULT)
-    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker = sealed.parent / TRACKER
     tracker.write_text("3")
-    for path in (tmp_path, folder):
+    for path in (sealed.parent, sealed):
         status, report = inspect(path, capsys)
         assert (status, report["facts"]["iteration"]) == (0, "3")
-        assert report["facts"]["checkpoint"] == str(folder)
+        assert report["facts"]["checkpoint"] == str(sealed)
     tracker.write_text("5")
-    assert "names iter_0000005, which is not there" in faults(tmp_path, capsys)
+    assert "names iter_0000005, which is not there" in faults(sealed.parent, capsys)
     tracker.write_text("")
-    assert "names no iteration" in faults(tmp_path, capsys)
+    assert "neither the number of an iteration" in faults(sealed.parent, capsys)
 
 
 def test_no_checkpoint_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,25 +133,57 @@ def test_no_checkpoint_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture
         main(["checkpoint", "repair", str(tmp_path)])
 
 
-# --- others ------------------------------------------------------------------------------------
+def test_several_checkpoints_are_never_taken_for_one(
+    sealed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(sealed, sealed.with_name("iter_0000004"))
+    assert main(["checkpoint", "inspect", str(sealed.parent)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert f"{sealed.parent} has no checkpoint in it, and no {TRACKER}: give the" in said.err
 
 
-def test_an_adamw_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved(tmp_path, DEFAULT, case=replace(CASE, optimizer="adam"))
-    status, report = inspect(tmp_path, capsys)
-    assert status == 0
-    assert report["facts"]["optimizer"] == "AdamW"
-    assert report["facts"]["written by"] == "a Megatron without megatron_muon"
-    assert report["bytes"]["momentum"] == 0
+@pytest.mark.parametrize("path", ["", " ", "a\0b"])
+def test_no_path_is_not_the_current_folder(
+    path: str, sealed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(sealed)
+    with pytest.raises(SystemExit, match="2"):
+        main(["checkpoint", "inspect", path])
 
 
-def test_as_a_program_by_itself(tmp_path: Path) -> None:
-    """No launcher's environment and no GPU."""
-    saved(tmp_path, DEFAULT)
+@pytest.mark.parametrize("whole_one", [DEFAULT], indirect=True)
+def test_as_a_program_by_itself(sealed: Path) -> None:
+    """No launcher's environment and no GPU; in the C locale other letters are escaped."""
+    folder = Path(shutil.copytree(sealed, sealed.with_name("Прогон")))
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "CUDA_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "megatron_muon", "checkpoint", "inspect", str(tmp_path)]
+    env["PYTHONIOENCODING"] = "ascii"
+    command = [sys.executable, "-m", "megatron_muon", "checkpoint", "inspect", str(folder)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "" and "\ncomplete" in done.stdout
+    assert done.stderr == "" and "\ncomplete" in done.stdout and r"\u041f\u0440" in done.stdout
+
+
+# --- exit status ------------------------------------------------------------------------------
+
+
+def test_a_fault_of_its_own_has_a_status_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_muon.lab.inspect import command
+
+    monkeypatch.setattr(command, "examine", lambda *_, **__: {}["a mistake\nof ours"])
+    assert main(["checkpoint", "inspect", str(tmp_path)]) == 3
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert str(tmp_path) in said.err and "KeyError: 'a mistake" in said.err
+
+
+def test_help_lists_every_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["checkpoint", "--help"])
+    text = capsys.readouterr().out
+    for status in range(4):
+        assert f"\n  {status}  " in text

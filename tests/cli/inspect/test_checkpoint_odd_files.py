@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.mcore.load_check import digest
-from support.checkpoints.inspecting import DEFAULT, inspected, one_of_each_kind, saved, seal
+from support.checkpoints.inspecting import inspected, one_of_each_kind, seal
 
 TEXTS: dict[str, bytes] = {
     "deep lists": b"[" * 10**6 + b"]" * 10**6,
@@ -31,11 +31,8 @@ def test_a_digest_and_a_tracker_may_have_anything_in_them(
 ) -> None:
     where = folder if name == digest.FILE_NAME else folder.parent
     (where / name).write_bytes(TEXTS[text])
-    for path in (where, folder):
-        status, said = inspected(path, capsys)
-        assert status == (1 if path == where else 0), said
-        assert path != where or name in said
-        assert "\x1b" not in said
+    status, said = inspected(where, capsys)
+    assert status == 1 and name in said and "\x1b" not in said, said
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing"])
@@ -44,6 +41,7 @@ def test_what_is_no_file_is_not_waited_for(
     name: str, kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if name == "shard":
+        seal(folder)
         name = one_of_each_kind(folder)[-1]
         (folder / name).unlink()
     where = folder.parent if name.endswith(".txt") else folder
@@ -72,23 +70,21 @@ def test_folders_may_be_nested_ever_so_deeply_and_links_lead_in_circles(
             os.chdir("a")
         os.chdir(folder)
         status, said = inspected(folder, capsys)
-        assert status == 0, said
-        (folder / digest.FILE_NAME).unlink(missing_ok=True)
-        assert inspected(folder, capsys)[0] == 0
+        assert (status, said.count("not complete")) == (1, 1), said
+        (folder / digest.FILE_NAME).touch()
+        assert inspected(folder, capsys)[0] == 1
     finally:
         os.chdir(folder)  # pytest and shutil.rmtree would recurse
         subprocess.run(["rm", "-r", "a"], check=True)
 
 
 def test_a_name_cannot_forge_lines_or_steer_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    truth = saved(tmp_path, DEFAULT)
     evil = "x.weight\n\ncomplete\n\x1b[2J\ud800²"
     entry = {"shape": [3, 4], "optimizer": "muon"}
-    seal(tmp_path, truth, parameters={evil: entry})
-    status, said = inspected(tmp_path, capsys)
-    assert status == 1
-    assert "\x1b" not in said and "\ncomplete" not in said
-    status, said = inspected(tmp_path, capsys, "--json")
-    assert status == 1 and any(row["name"] == evil for row in json.loads(said)["parameters"])
+    seal(folder, parameters={evil: entry})
+    status, said = inspected(folder, capsys)
+    assert status == 0 and "\x1b" not in said and said.count("\ncomplete") == 1
+    status, said = inspected(folder, capsys, "--json")
+    assert status == 0 and evil in json.loads(said)["parameters"]

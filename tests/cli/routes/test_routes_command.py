@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,12 @@ def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
 
 
 MOE = Case(moe=True, gated=True)
+OWN = (("*.linear_fc1.*", "rows:120,400"), ("*.linear_proj.*", "heads:6"))
 ALIGNED = Case(layers=4, muon=(("align_shards", True),))
 CASES = [
     (Case(), Topology(2, 2, 2)),
     *([(ALIGNED, Topology(1, 1, 3, overlap=True))] if VERSION >= (0, 18) else []),
-    (Case(gated=True), Topology(2, 1, 2, overlap=True)),
+    (replace(Case(gated=True), muon=(("splits", OWN),)), Topology(2, 1, 2, overlap=True)),
     (MOE, Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)),
     (Case(layers=4), Topology(1, 2, 1, chunks=2)),
     (Case(), Topology(1, 1, 4, instances=2)),
@@ -79,7 +81,8 @@ def test_what_is_printed_is_what_a_run_does(case: Case, topology: Topology) -> N
     if reason := lacks(case, topology):
         pytest.skip(reason)
     layout = "contiguous" if dict(case.muon).get("align_shards") else "bucketed"
-    routes = routes_json([*flags_of(case, topology), "--muon-dp-layout", layout])
+    splits = [f"--muon-split={'='.join(split)}" for split in dict(case.muon).get("splits", ())]
+    routes = routes_json([*flags_of(case, topology), *splits, "--muon-dp-layout", layout])
     results = run(built_by_a_run, topology.world_size, case, topology)
     assert [stage["stage"] for stage in routes["stages"]] == list(range(topology.pp))
     for result in results:
@@ -357,7 +360,3 @@ def test_what_belongs_where_is_said(
     with pytest.raises(SystemExit) as ended:
         main(["routes", *words.split()])
     assert ended.value.code == 2 and said in capsys.readouterr().err.strip().split("\n")[-1]
-
-
-def test_the_program_is_installed_under_its_name() -> None:
-    assert '"megatron-muon = megatron_muon.__main__:main"' in (ROOT / "setup.py").read_text()

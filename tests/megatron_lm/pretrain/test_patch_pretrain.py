@@ -94,25 +94,6 @@ def test_a_gpus_command_line_trains_in_a_patched_checkout(patched: Path) -> None
 
 
 @no_gpu
-def test_adamws_twin_decays_all_in_a_patched_checkout(patched: Path) -> None:
-    """``--muon-cpu`` is for any optimizer; without it AdamW needs the GPU, as without the patch."""
-    script = str(patched / "pretrain_gpt.py")
-    options = of_a_gpu("--bf16 --optimizer adam --weight-decay-all-params --muon-cpu")
-    text = done([*TORCHRUN, "--nproc-per-node=1", script, *options], **COMPILING)
-    assert losses(text)[5] < losses(text)[0]
-    assert text.count("--weight-decay-all-params: AdamW decays norms' gammas") == 1
-
-
-@no_gpu
-def test_the_launcher_runs_a_patched_checkout_too(patched: Path) -> None:
-    script = str(patched / "pretrain_gpt.py")
-    command = [*TORCHRUN, "--nproc-per-node=1", "-m", "megatron_muon", script]
-    text = done([*command, *RUN_BF16, *words(MUON)])
-    assert losses(text)[5] < losses(text)[0]
-    assert text.count("[megatron_muon] no GPU is here") == 1
-
-
-@no_gpu
 @pytest.mark.parametrize("plugin", [True, False], ids=["plugin", "no plugin"])
 def test_adam_without_a_gpu_is_megatrons_own_error(patched: Path, plugin: bool) -> None:
     code = "" if plugin else NO_PLUGIN

@@ -62,7 +62,7 @@ def test_a_run_is_the_same_and_tensorboard_has_its_numbers(tmp_path: Path) -> No
                     tag = f"muon_{name}/{row}"
                     assert scalars[tag][line["step"]] == pytest.approx(value, rel=1e-5), tag
                     named.discard(tag)
-    assert named == {f"muon_newton_schulz_ms/{name}" for name in ("mean", "max", "rank")}
+    assert not named
     assert len(lines[0]["layers"]) == 4  # on both stages
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from support.checkpoints.resuming import check
 from support.checkpoints.saving import (
@@ -19,7 +18,7 @@ from support.checkpoints.saving import (
     save_new,
 )
 from support.installed import lacks
-from support.models.gpt import Case, Topology, inner_optimizers, muon_weights, start, take_step
+from support.models.gpt import Case, Topology, inner_optimizers, start, take_step
 from support.models.torch_adam import torchs_own_adam
 from support.ranks import run
 
@@ -178,44 +177,6 @@ def test_over_torchs_own_adamw(format: str, tmp_path: Path) -> None:
     """Megatron's own state of it comes back wrong, or not at all, in most formats."""
     for result in run(_resumed_over_torchs_adam, 2, BF16, Topology(dp=2), format, str(tmp_path)):
         assert result["differences"] == []
-
-
-# --- what is on disk --------------------------------------------------------------------------
-
-
-def _keys_on_disk(folder: Path) -> set[str]:
-    from torch.distributed.checkpoint import FileSystemReader
-
-    return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
-
-
-@pytest.mark.parametrize("format", [f for f in EVERY if f in ("dp_reshardable", MODEL_SPACE)])
-def test_no_second_moment_stands_for_nothing(format: str, tmp_path: Path) -> None:
-    run(save_new, 2, BF16, Topology(dp=2), format, str(tmp_path))
-    keys = {key for key in _keys_on_disk(tmp_path) if key.startswith("optimizer")}
-    for name in muon_weights(BF16):
-        on_disk = {key for key in keys if key.endswith(_stored(name))}
-        assert any(".muon_momentum." in key for key in on_disk)
-        assert not any("exp_avg" in key for key in on_disk)
-    assert any("exp_avg_sq" in key and "word_embeddings" in key for key in keys)
-
-
-def _stored(name: str) -> str:
-    """Megatron stacks the layers of some versions into one tensor: the name without its layer."""
-    return name.split(".", 3)[3]
-
-
-def test_no_second_moment_in_the_torch_format(tmp_path: Path) -> None:
-    run(save_new, 2, BF16, Topology(dp=2), "torch", str(tmp_path))
-    (buffer,) = torch.load(tmp_path / "0_0_0_distrib_optim.pt")[0].values()
-    state = buffer["state"]
-    momenta = {name for name, tensors in state.items() if tensors.keys() == {"muon_momentum"}}
-    assert momenta == muon_weights(BF16)
-    others = [tensors.keys() for name, tensors in state.items() if name not in momenta]
-    assert others and all(keys == {"exp_avg", "exp_avg_sq"} for keys in others)
-    size = (tmp_path / "0_0_0_distrib_optim.pt").stat().st_size
-    numel = sum(t.numel() for tensors in state.values() for t in tensors.values())
-    assert size < 4 * (buffer["param"].numel() + numel) * 1.1  # no view of a whole buffer in it
 
 
 # --- settings ---------------------------------------------------------------------------------

@@ -8,15 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.checkpoints import sealing
 from support.checkpoints.saving import formats
+from support.installed import VERSION
 from support.models.gpt import held, start, take_step
 from support.ranks import run
 from support.runs.cases import Case, Topology
 from support.runs.whole import differences, whole
 
 BEFORE = Case(steps=2, gated=True, heads=12, groups=6)
-HEADS = (("*.linear_qkv.*", "heads"), ("*.0.mlp.linear_fc1.*", "gate-up"))
+HEADS = (("*.linear_qkv.*", "heads"), ("*.0.mlp.linear_fc1.*", "rows:120,400"))
 AFTER = replace(BEFORE, muon=(("splits", HEADS),))
 
 
@@ -55,3 +58,19 @@ def test_a_checkpoint_goes_on_under_another_split(tmp_path: Path) -> None:
     told = [printed.count("(--muon-split) is") for _, _, printed in together]
     assert told == [1, 0, 0, 0]
     assert not any("--muon-split" in printed for _, _, printed in same)
+
+
+@pytest.mark.parametrize("mixer", ["mamba", "delta"])
+def test_a_hybrids_checkpoint_goes_on_at_another_tp_size(mixer: str, tmp_path: Path) -> None:
+    """TP cuts its convolutions and vectors by marks that do not name a dim."""
+    if mixer == "delta" and VERSION < (0, 16):
+        pytest.skip("gated delta nets are since core 0.16")
+    format = next(each for each in formats() if each.startswith("fully"))
+    folder, case = str(tmp_path / "checkpoint"), Case(steps=2, mixer=mixer, groups=6, vocab=144)
+    saved = whole(run(_saved, 2, case, Topology(tp=2), folder, format))
+    alone = run(_loaded, 1, case, Topology(), folder, format)
+    stages = run(_loaded, 2, case, Topology(pp=2), folder, format)
+    for results in (alone, stages):
+        assert differences(saved, whole([at_load for at_load, _, _ in results])) == []
+    later = [whole([after for _, after, _ in results]) for results in (alone, stages)]
+    assert differences(*later) == []

@@ -67,32 +67,6 @@ def test_context_parallel(m: Case, t: Topology) -> None:
 
 
 @pytest.mark.parametrize(
-    "t",
-    [
-        spread(dp=4, instances=2),
-        spread(dp=4, instances=2, overlap=True),
-        spread(dp=4, ep=2, instances=2, overlap=True),
-    ],
-    ids=said,
-)
-def test_several_optimizer_instances(t: Topology) -> None:
-    check(MOE if t.ep > 1 else DENSE, t)
-
-
-@pytest.mark.parametrize(
-    "t",
-    [
-        spread(pp=2, vpp=2),
-        spread(pp=2, vpp=2, dp=2, overlap=True),
-        spread(pp=2, vpp=2, dp=2, overlap=True, step_overlap=True),
-    ],
-    ids=said,
-)
-def test_virtual_pipeline(t: Topology) -> None:
-    check(DEEP, t)
-
-
-@pytest.mark.parametrize(
     ("m", "t"),
     [
         (MTP, spread(tp=2, dp=2)),
@@ -146,14 +120,6 @@ def by_expert(gradients: dict[str, Any]) -> dict[str, Any]:
         if not mark:
             of_experts[name] = grad
     return of_experts
-
-
-def test_fp16_skips_steps_until_the_loss_scale_fits() -> None:
-    log = trained(replace(MODEL, fp16=True, loss_scale=2.0**20, steps=8), spread(tp=2, dp=2)).log
-    ok, scales = log["ok"], log["scales"]
-    assert not ok[0] and ok[-1]
-    for before, after, stepped in zip(scales, scales[1:], ok, strict=False):
-        assert after == (before if stepped else before / 2)
 
 
 # ---------------------------------------------------------------- the comparison notices

@@ -5,7 +5,6 @@ gloo only: NCCL has its own watchdog, which ends the process from another thread
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import time
@@ -14,14 +13,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from support.models.gpt import Case, Topology, start, take_step
-from support.ranks import RankError, run
-from support.runs import training
+from support.ranks import run
 
 CASE = Case(steps=2)
 TIMEOUT = 6.0  # of the process groups, in seconds
@@ -80,8 +77,6 @@ def _fail(how: str, ended: Path) -> None:
     """Fail as ``how`` says; ``ended`` gets a file of each rank that has ended."""
     if how == "raise":
         _raise()
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
     _stop(ended)
 
 
@@ -164,62 +159,3 @@ def test_other_stages_end_in_the_norm_of_their_next_step(tmp_path: Path) -> None
     assert first.startswith("step 1: PhaseError: muon/scatter: rank 0"), first
     for text in others:
         assert text.startswith("step 2: PhaseError: grads/norm: rank "), text
-
-
-@contextmanager
-def _backward_that_fails() -> Iterator[None]:
-    """Rank 1's second backward pass raises inside of autograd."""
-    from megatron.core.pipeline_parallel import schedules
-
-    backward, calls = schedules.backward_step, itertools.count()
-
-    def fails_once(inputs: Any, outputs: Any, *more: Any, **named: Any) -> Any:
-        if dist.get_rank() == 1 and next(calls) == 1:
-            first = outputs[0] if isinstance(outputs, list) else outputs
-            first.register_hook(lambda grad: _raise())
-        return backward(inputs, outputs, *more, **named)
-
-    with _short_timeout(), mock.patch.object(schedules, "backward_step", fails_once):
-        yield
-
-
-def _train_with_a_failing_backward(topology: Topology) -> tuple[str, float]:
-    """The error of this rank, and when it came."""
-    case = replace(training.MODEL, bf16=True, optimizer="muon")
-    try:
-        training.train(case, topology, _backward_that_fails)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", time.time()
-    return "no error", time.time()
-
-
-@pytest.mark.parametrize(
-    "topology",
-    [training.spread(tp=2, dp=2, overlap=True), training.spread(pp=2, dp=2)],
-    ids=training.said,
-)
-def test_an_error_in_one_ranks_backward_ends_all(topology: Topology) -> None:
-    """In Megatron's own collectives, within the timeout of the first that rank 1 is missing from
-    and that of the next, where a rank waits for one that waits."""
-    results = run(_train_with_a_failing_backward, topology.world_size, topology)
-    text, failed = results[1]
-    assert text.startswith("ZeroDivisionError: rank 1 has had enough")
-    for rank, (text, ended) in enumerate(results):
-        assert text != "no error", f"rank {rank}"
-        assert ended - failed < 2 * TIMEOUT + 4, f"rank {rank}: {ended - failed:.1f} s"
-
-
-def _step_that_raises(topology: Topology, ended: Path) -> None:
-    text, _ = _step_with_a_failing_rank(topology, "muon/gather", "kill", ended)
-    raise RuntimeError(text)
-
-
-def test_a_killed_rank_ends_the_others_at_once(tmp_path: Path) -> None:
-    with pytest.raises(RankError) as caught:
-        run(_step_that_raises, 3, Topology(dp=3), tmp_path, timeout=60.0, grace=10.0)
-    text = str(caught.value)
-    assert "rank 1 of 3 died" in text and "exit code -9" in text
-    for rank in (0, 2):
-        assert (
-            f"rank {rank} then failed: RuntimeError: PhaseError: muon/gather: rank {rank}" in text
-        )

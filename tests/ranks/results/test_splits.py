@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -41,6 +42,13 @@ CASES = {
     "mamba": _split(MIXER, ("*.in_proj.*", "parts")),
     "mamba-whole": _split(MIXER, ("*.in_proj.*", "whole")),
     "delta": _split(DELTA, ("*.in_proj.*", "parts")),
+    "rows": _split(
+        GATED, ("*.linear_fc1.*", "rows:120,300,108"), ("*.linear_proj.*", "rows:12,84")
+    ),
+    "rows-mamba": _split(MIXER, ("*.in_proj.*", "rows:100,380,12")),
+    "groups": _split(PLAIN, ("*.linear_qkv.*", "groups:6:16,8,8"), ("*.linear_fc2.*", "heads:6")),
+    "cols": _split(replace(PLAIN, mtp=True, layers=1), ("*.eh_proj.*", "cols:96,96")),
+    "rows-experts": _split(EXPERTS, ("*.experts.*.linear_fc1.*", "rows:20,28,88")),
     "experts": _split(EXPERTS, ("*.linear_fc1.*", "gate-up")),
     "legacy-experts": _split(replace(EXPERTS, grouped="legacy"), ("*.experts.weight1", "gate-up")),
     "grouped-experts": _split(replace(EXPERTS, grouped="te"), ("*.linear_fc1.*", "gate-up")),
@@ -76,8 +84,7 @@ def test_blocks_move_as_separate_parameters_would(name: str) -> None:
     whole = truth(case)
     seen = set()
     for pattern, kind in dict(case.muon)["splits"]:
-        leaf = pattern.strip("*.")
-        for weight in [each for each in whole["main"] if leaf in each and "norm" not in each]:
+        for weight in [each for each in whole["main"] if fnmatchcase(each, pattern)]:
             if whole["main"][weight].dim() == 1:
                 continue
             apart = trained_apart(case, weight, tuple(whole["main"][weight].shape), kind)
@@ -135,6 +142,31 @@ def test_a_split_that_a_weight_cannot_have_is_an_error() -> None:
     assert "which can only be whole: give another kind" in text
     (text,) = run(_error, 1, PLAIN, ("*", "heads"))
     assert "linear_proj.weight, which can only be whole" in text
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        (
+            ("*.linear_fc1.*", "rows:4,9"),
+            "linear_fc1.weight has 264 rows over all TP ranks, not 13",
+        ),
+        (("*.linear_fc1.*", "heads:7"), "rows over all TP ranks, not a multiple of 7"),
+        (("*.linear_fc2.*", "cols:200,64"), "ranges of columns must be equal"),
+        (
+            ("*.linear_fc2.*", "cols:33,33,33,33,33,33,33,33"),
+            "2 TP ranks cannot hold equal parts of cols:33,33",
+        ),
+        (("*.linear_fc1.*", "rows:131,133"), "2 TP ranks cannot hold equal parts of the 131 rows"),
+    ],
+    ids=str,
+)
+def test_rows_of_ones_own_that_do_not_fit_are_errors(split: tuple[str, str], message: str) -> None:
+    assert all(message in text for text in run(_error_at_tp2, 2, PLAIN, split))
+
+
+def _error_at_tp2(case: Case, split: tuple[str, str]) -> str:
+    return error_of_optimizer(build(case, Topology(tp=2)), splits=(split,))
 
 
 @pytest.mark.parametrize("pattern", ["*.linear_none.*", "*word_embeddings*"])

@@ -81,35 +81,6 @@ def _shards(built: gpt.Built) -> dict[str, torch.Tensor]:
     }
 
 
-def _idle_for_long(case: Case, steps: int) -> dict[str, tuple[float, bool]]:
-    """By name: root mean square of the way, and whether all is finite, while expert 3 is idle."""
-    built = start(case, Topology())
-    take_step(built, 0)
-    take_step(built, 1)
-    shards = _shards(built)
-    before = {name: shard.clone() for name, shard in shards.items()}
-    for name, shard in shards.items():
-        shard.grad = torch.full_like(shard, 1e-3 * (".local_experts.3." not in name))
-    for _ in range(steps):
-        for part in gpt.distributed_optimizers(built.optimizer):
-            part.optimizer.step()
-    return {
-        name: (float((shard - before[name]).square().mean().sqrt()), bool(shard.isfinite().all()))
-        for name, shard in shards.items()
-    }
-
-
-@pytest.mark.parametrize("steps", [250, 1_000])
-@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
-def test_an_expert_that_is_long_without_tokens_is_where_it_was(bf16: bool, steps: int) -> None:
-    """By momentum alone it would be about 42 or 170 learning rates away: 0.2 × 0.85 × steps."""
-    case = Case(bf16=bf16, layers=1, lr=1e-3, weight_decay=0.0, moe=True)
-    (ways,) = run(_idle_for_long, 1, case, steps)
-    for name, (way, finite) in ways.items():
-        assert finite, name
-        assert (way == 0.0) == (".local_experts.3." in name), (name, way)
-
-
 def _ways(case: Case, scale: float) -> dict[str, float]:
     """Root mean square of a step, by name, with gradients this small after one that is not."""
     built = start(case, Topology())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -177,14 +178,31 @@ def _move_state(built: Built) -> None:
                 old.fill_(torch.nan)
 
 
-def _slept(case: Case, topology: Topology, waits: bool) -> dict[str, Any]:
+def _moved(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.clone()
+    tensor.fill_(torch.nan)
+    return copy
+
+
+@contextmanager
+def _megatron_moves(built: Built) -> Iterator[None]:
+    """Megatron's own functions for it, to which a tensor here looks like one of a GPU, then not."""
+    moves = {"cpu": _moved, "cuda": _moved}
+    with mock.patch.multiple(torch.Tensor, is_cuda=True, **moves):
+        built.optimizer.offload_to_cpu()
+    yield
+    with mock.patch.multiple(torch.Tensor, is_cuda=False, **moves):
+        built.optimizer.restore_from_cpu()
+
+
+def _slept(case: Case, topology: Topology, waits: bool, asleep: Any = _asleep) -> dict[str, Any]:
     with late_gathers():
         built = start(case, topology)
         for step in range(case.steps):
             _step(built, step)
             if waits:
                 built.optimizer.wait_for_params()
-            with _asleep(built):
+            with asleep(built):
                 pass
             _forward(built)
         return held(built)
@@ -202,3 +220,9 @@ def test_memory_may_be_given_back_right_after_a_step(
     case = replace(case, muon=case.muon + settings)
     results = run(_slept, topology.world_size, case, topology, waits)
     assert differences(expected, whole(results)) == []
+
+
+@pytest.mark.parametrize(("case", "topology"), RUNS)
+def test_state_comes_back_from_megatrons_own_offload(case: Case, topology: Topology) -> None:
+    results = run(_slept, topology.world_size, case, topology, False, _megatron_moves)
+    assert differences(truth(case), whole(results)) == []

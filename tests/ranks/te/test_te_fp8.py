@@ -1,7 +1,9 @@
-"""Weights in fp8 (--fp8-param-gather) by delayed scaling: the step is that of one process, in bits.
+"""Weights in fp8 (--fp8-param-gather): the step is that of one process, in bits.
 
-The weights are Transformer Engine's Float8Tensor; quantizing is the stub's. fp8 products are not in
-the stub, so nothing is computed with them: gradients are written, as everywhere here.
+The weights are Transformer Engine's Float8Tensor and Float8BlockwiseQTensor; quantizing is the
+stub's. fp8 products are not in the stub, so nothing is computed with them: gradients are written,
+as everywhere here. Tensorwise and blockwise a TP rank scales its slice by itself, so that weights,
+other than main parameters and momentum, have the bits of one process only without TP.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from support import te_on_cpu
 from support.checkpoints.resharding import loaded, saved
 from support.checkpoints.saving import formats, load, save, spoil, unequal
 from support.covering import FULL
+from support.installed import VERSION
 from support.models.gpt import (
     Case,
     Topology,
@@ -25,10 +28,12 @@ from support.models.gpt import (
     check,
     error_of_optimizer,
     held,
+    set_schedule,
     start,
     take_step,
     trained,
     truth,
+    write_grads,
 )
 from support.ranks import run
 from support.runs.whole import Whole, differences, whole
@@ -38,6 +43,11 @@ pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Eng
 FP8 = Case(steps=4, fp8="delayed")
 MOE = replace(FP8, moe=True, grouped="te")
 SP = {"sequence_parallel": True}
+# Several blocks of 128 rows in fc1, of which the edges of shards cut some.
+OTHERS = [replace(FP8, fp8=recipe, ffn=288) for recipe in ("tensorwise", "blockwise")]
+# A bucket's weights are gathered in bf16 through the memory of its gradients; slices of 32.
+MX = replace(FP8, fp8="mxfp8", ffn=256)
+by_other_recipes = pytest.mark.parametrize("case", OTHERS, ids=["tensorwise", "blockwise"])
 
 
 @pytest.mark.parametrize(
@@ -52,6 +62,55 @@ SP = {"sequence_parallel": True}
 )
 def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
     check(case, topology)
+
+
+@by_other_recipes
+def test_by_other_recipes_data_parallel_ranks_have_the_weights_of_one(case: Case) -> None:
+    check(case, Topology(dp=3, overlap=True))
+
+
+@by_other_recipes
+def test_by_other_recipes_a_topology_has_the_state_of_one_process(case: Case) -> None:
+    for each in (case, replace(case, moe=True, grouped="te")):
+        topology = Topology(2, 1 if each.moe else 2, 2, ep=2 if each.moe else 1, **SP)
+        assert differences(_state(truth(each)), _state(trained(each, topology))) == []
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param(Topology(dp=3), id="dp3"),
+        pytest.param(Topology(pp=2, dp=2, overlap=True), id="overlap"),
+    ],
+)
+def test_weights_that_travel_through_the_memory_of_gradients(topology: Topology) -> None:
+    if VERSION < (0, 19):
+        (said,) = run(_refused, 1, "mxfp8")
+        assert "does not support fp8_param_gather with fp8_recipe=mxfp8 before core 0.19" in said
+        return
+    check(replace(MX, fp32_grads=topology.overlap), topology)
+
+
+def _waited() -> list[dict[str, Any]]:
+    """What ranks hold once they have waited for parameters, and once they have again."""
+    built = start(MX, Topology(dp=2, overlap=True))
+    set_schedule(built, 0)
+    write_grads(built, 0)
+    built.optimizer.step()
+    found = []
+    for _ in range(2):
+        built.optimizer.wait_for_params()
+        found.append(held(built))
+        built.ddp.zero_grad_buffer()  # a gather of it would be one of zeros
+    return found
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason="mxfp8 parameters need core 0.19")
+def test_parameters_can_be_waited_for_where_they_travel_through_gradients() -> None:
+    ranks = run(_waited, 2)
+    for when in range(2):
+        found = whole([rank[when] for rank in ranks])
+        assert differences(truth(replace(MX, steps=1)), found) == []
 
 
 def test_a_gather_within_the_step_waits_for_what_is_scaled() -> None:
@@ -113,9 +172,10 @@ def _unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return unequal({**one, "params": {}}, {**other, "params": {}}, "stepped: ", log=False)
 
 
+@pytest.mark.parametrize("case", [FP8, *OTHERS], ids=lambda case: case.fp8)
 @pytest.mark.parametrize("format", formats())
-def test_a_checkpoint_goes_on(format: str, tmp_path: Path) -> None:
-    for wrong in run(_resumed, 2, FP8, Topology(dp=2), format, str(tmp_path)):
+def test_a_checkpoint_goes_on(case: Case, format: str, tmp_path: Path) -> None:
+    for wrong in run(_resumed, 2, case, Topology(dp=2), format, str(tmp_path)):
         assert wrong == []
 
 
@@ -135,13 +195,14 @@ def test_another_topology(case: Case, at_save: Topology, at_load: Topology, tmp_
     before = run(saved, at_save.world_size, case, at_save, format, str(tmp_path))
     after = run(loaded, at_load.world_size, case, at_load, format, str(tmp_path))
     for when in range(2):
-        one, other = (_of_optimizer([held[when] for held in runs]) for runs in (before, after))
+        one, other = (_state(whole([held[when] for held in runs])) for runs in (before, after))
         assert differences(one, other) == []
-    assert differences(one, _of_optimizer([held[0] for held in after]))  # the steps did something
+    assert differences(one, _state(whole([held[0] for held in after])))  # the steps did something
 
 
-def _of_optimizer(ranks: list[dict[str, Any]]) -> Whole:
-    return {kind: tensors for kind, tensors in whole(ranks).items() if kind != "params"}
+def _state(run: Whole) -> Whole:
+    """Main parameters and momenta."""
+    return {kind: tensors for kind, tensors in run.items() if kind != "params"}
 
 
 def _switched(format: str, folder: str, change: float) -> str:
@@ -174,10 +235,12 @@ def test_muon_goes_on_from_adamw(format: str, change: float, tmp_path: Path) -> 
 
 
 def _refused(recipe: str) -> str:
-    return error_of_optimizer(build(replace(FP8, fp8=recipe), Topology()))
+    built = build(FP8, Topology())
+    built.case = replace(FP8, fp8=recipe)  # a custom one needs a function to be built
+    return error_of_optimizer(built)
 
 
 def test_another_recipe_is_refused() -> None:
-    (said,) = run(_refused, 1, "tensorwise")
-    assert "does not support fp8_param_gather with fp8_recipe=tensorwise yet" in said
-    assert "give fp8_recipe='delayed' or keep parameters in bf16" in said
+    (said,) = run(_refused, 1, "custom")
+    assert "does not support fp8_param_gather with fp8_recipe=custom yet" in said
+    assert "give one of delayed, tensorwise, blockwise, mxfp8, or keep parameters in bf16" in said

@@ -56,9 +56,6 @@ def test_numbers_of_matrices(case: Case, topology: Topology, tmp_path: Path) -> 
             assert numbers.keys() == expected[row].keys()
             for name, value in expected[row].items():
                 allowed = rough if name in DIRECTIONS else 1e-2 * case.bf16 + 1e-5
-                if name == "spectral_norm":
-                    assert 0.9 * value <= numbers[name] <= value * (1 + 1e-5 + 4e-3 * case.bf16)
-                    continue
                 assert numbers[name] == pytest.approx(value, rel=allowed), (step, row, name)
     promised = {row: about["promised_rms"] for row, about in start["rows"].items()}
     assert len(steps) == case.steps and promised == pytest.approx(_promised(case), rel=1e-5)
@@ -80,7 +77,7 @@ def test_the_rank_that_writes_warns_of_an_expert_without_tokens(tmp_path: Path) 
     assert not any("warning: " in text for text in others)
 
 
-DIRECTIONS = {"update_rms", "orthogonality_error", "cosine"}
+DIRECTIONS = {"update_rms", "cosine"}
 
 
 def logged(case: Case, topology: Topology, path: Path) -> list[Any]:
@@ -129,8 +126,6 @@ def _of_matrix(case: Case, weight: Tensor, gradient: Tensor, momentum: Tensor) -
     direction = newton_schulz(given) if moved else torch.zeros_like(given)
     rows, cols = weight.shape
     update = _scale(case, rows, cols) * direction
-    squared = torch.linalg.svdvals(given).square()
-    error = torch.linalg.svdvals(direction).square() - 1
     return {
         "elements": weight.numel(),
         "moved": float(moved),
@@ -139,9 +134,6 @@ def _of_matrix(case: Case, weight: Tensor, gradient: Tensor, momentum: Tensor) -
         "momentum": float(momentum.square().sum()),
         "gradient": float(gradient.square().sum()),
         "product": float((gradient * update).sum()),
-        "spectral": float(torch.linalg.svdvals(weight)[0]) ** 2,
-        "error": float(error.square().mean()) * moved,
-        "rank": float(squared.sum() ** 2 / squared.square().sum()) if moved else 0.0,
     }
 
 
@@ -153,16 +145,12 @@ def _scale(case: Case, rows: int, cols: int) -> float:
 def _pooled(members: list[dict[str, float]]) -> dict[str, float]:
     total = {name: sum(member[name] for member in members) for name in members[0]}
     moved = sum(member["elements"] for member in members if member["moved"])
-    count = len(members)
     return {
         "update_rms": math.sqrt(total["update"] / moved),
         "weight_rms": math.sqrt(total["weight"] / total["elements"]),
-        "spectral_norm": math.sqrt(total["spectral"] / count),
         "momentum_norm": math.sqrt(total["momentum"]),
         "gradient_norm": math.sqrt(total["gradient"]),
-        "moved": total["moved"] / count,
-        "orthogonality_error": math.sqrt(total["error"] / total["moved"]),
-        "effective_rank": total["rank"] / total["moved"],
+        "moved": total["moved"] / len(members),
         "cosine": total["product"] / math.sqrt(total["gradient"] * total["update"]),
     }
 
@@ -176,8 +164,8 @@ def _promised(case: Case) -> dict[str, float]:
     return {row: _scale(case, *shape) / math.sqrt(max(shape)) for row, shape in shapes.items()}
 
 
-def test_adamws_parameters_muons_share_and_times_are_written(tmp_path: Path) -> None:
-    start, first, *_ = logged(FP32, Topology(2, 1, 2), tmp_path / "lines.jsonl")
+def test_adamws_parameters_are_written(tmp_path: Path) -> None:
+    _, first, *_ = logged(FP32, Topology(2, 1, 2), tmp_path / "lines.jsonl")
     before = truth(replace(FP32, steps=0))["main"]
     names = {name.removesuffix(".weight"): name for name in before.keys() - muon_weights(FP32)}
     assert first["adamw"].keys() == names.keys()
@@ -186,12 +174,6 @@ def test_adamws_parameters_muons_share_and_times_are_written(tmp_path: Path) -> 
         gradient = whole_grad(FP32, names[row], tuple(weight.shape), 0).double()
         assert numbers["weight_rms"] == pytest.approx(_rms(weight), rel=1e-5)
         assert numbers["gradient_rms"] == pytest.approx(_rms(gradient), rel=1e-5)
-    muons = sum(before[name].numel() for name in muon_weights(FP32))
-    total = sum(tensor.numel() for tensor in before.values())
-    assert start["muon_share"] == pytest.approx(muons / total, rel=1e-5)
-    assert start["newton_schulz_planned"] >= 1
-    times = first["newton_schulz_ms"]
-    assert 0 < times["mean"] <= times["max"] and times["rank"] in range(4)
 
 
 def _rms(tensor: Tensor) -> float:

@@ -14,13 +14,14 @@ from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
 from support.checkpoints.saving import formats, save
 from support.installed import lacks
-from support.models.gpt import Case, Topology, held, muon_weights, start, take_step
+from support.models.gpt import Case, Topology, held, start, take_step
 from support.ranks import run
 from support.runs.whole import Whole, whole
 
 CASE = Case(steps=2)
 DEFAULT, *_ = EVERY = formats()
 DP2 = Topology(dp=2)
+TRACKER = "latest_checkpointed_iteration.txt"
 NAME = "decoder.layers.1.mlp.linear_fc1.weight"
 
 
@@ -39,7 +40,8 @@ def inspected(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> 
 
 def one_of_each_kind(folder: Path) -> list[str]:
     """A file of each kind, by name; not the digest."""
-    kinds = {path.name.lstrip("_0123456789"): path.name for path in sorted(folder.iterdir())}
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    kinds = {p.name.lstrip("_0123456789"): str(p.relative_to(folder)) for p in files}
     kinds.pop(digest.FILE_NAME, None)
     return sorted(set(kinds.values()) - {"metadata.json"})
 
@@ -79,23 +81,24 @@ def saved(
     return whole(results) if change is None else {}
 
 
-def seal(folder: Path, truth: Whole, **other: Any) -> None:
+def as_megatron_lm(folder: Path) -> None:
+    """The first rank's file of the format torch, by the name that Megatron-LM gives it."""
+    for file in folder.glob("0_0_0_model_optim.pt"):
+        (folder / "mp_rank_00").mkdir()
+        file.rename(folder / "mp_rank_00" / "model_optim_rng.pt")
+
+
+def seal(folder: Path, **other: Any) -> None:
     """A digest of what is there, as a save writes it."""
-    names = [path.name for path in folder.iterdir() if not digest.own_file(path.name)]
+    files = (path for path in folder.rglob("*") if path.is_file())
+    kept = {str(p.relative_to(folder)): p for p in files if not digest.own_file(p.name)}
     said = {
         "wrote": {"megatron_muon": "9.8.7", "world_size": 2},
-        "optimizer": "muon",
         "settings": {"momentum": 0.5},
-        "parameters": {
-            name: {
-                "shape": list(tensor.shape),
-                "optimizer": "muon" if name in muon_weights(CASE) else "adamw",
-            }
-            for name, tensor in truth["main"].items()
-        },
+        "parameters": {NAME: {"shape": [260, 96], "optimizer": "muon"}},
         "files": {
-            name: {"size": (folder / name).stat().st_size, "hash": checksum(folder / name)}
-            for name in names
+            name: {"size": path.stat().st_size, "hash": checksum(path)}
+            for name, path in kept.items()
         },
     }
     digest.finish(folder, {**said, **other})

@@ -35,6 +35,8 @@ def blocks_of(case: Case, name: str, rows: int, kind: str) -> Blocks:
     leaf = name.rsplit(".", 2)[-2]
     if kind == "whole":
         return [list(range(rows))]
+    if ":" in kind:
+        return _of_ones_own(rows, *kind.split(":"))
     if leaf == "linear_qkv":
         return _of_attention(case, kind == "heads")
     if leaf == "linear_q_up_proj":
@@ -53,6 +55,16 @@ def blocks_of(case: Case, name: str, rows: int, kind: str) -> Blocks:
 def _cut(sizes: Sequence[int]) -> Blocks:
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _of_ones_own(rows: int, word: str, *numbers: str) -> Blocks:
+    """``rows:A,B``, ``heads:N`` and ``groups:N:A,B``."""
+    if word == "heads":
+        return _cut([rows // int(numbers[0])] * int(numbers[0]))
+    sizes = [int(size) for size in numbers[-1].split(",")]
+    groups = int(numbers[0]) if word == "groups" else 1
+    every = _cut(sizes * groups)
+    return [list(chain(*every[part :: len(sizes)])) for part in range(len(sizes))]
 
 
 def _of_attention(case: Case, heads: bool) -> Blocks:
@@ -83,6 +95,10 @@ def trained_apart(case: Case, name: str, shape: tuple[int, ...], kind: str) -> d
 
 def _places(case: Case, name: str, shape: tuple[int, ...], kind: str) -> Iterator[Any]:
     """An index of each block."""
+    if kind.startswith("cols:"):
+        halves = shape[1] // 2
+        yield from ((slice(None), cols) for cols in (slice(halves), slice(halves, None)))
+        return
     if len(shape) == 2:
         yield from blocks_of(case, name, shape[0], kind)
         return

@@ -92,22 +92,28 @@ def pretrain(
     *options: str,
     data: str = MOCK,
     script: Path | None = None,
+    model: str = MODEL,
     fails: bool = False,
     **more: str,
 ) -> str:
     """``pretrain_gpt.py``, or another script, through torchrun and the launcher."""
-    return done(pretrain_command(processes, *options, data=data, script=script), fails, **more)
+    command = pretrain_command(processes, *options, data=data, script=script, model=model)
+    return done(command, fails, **more)
 
 
 def pretrain_command(
-    processes: int, *options: str, data: str = MOCK, script: Path | None = None
+    processes: int,
+    *options: str,
+    data: str = MOCK,
+    script: Path | None = None,
+    model: str = MODEL,
 ) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", "-m", "megatron_muon"]
     return [
         *command,
         str(script or CHECKOUT / "pretrain_gpt.py"),
-        *words(MODEL, data, RUN, *options),
+        *words(model, data, RUN, *options),
     ]
 
 

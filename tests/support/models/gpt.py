@@ -121,7 +121,8 @@ def build(case: Case, topology: Topology) -> Built:
             assert name not in built.params, f"two parameters are {name}"
             built.params[name] = param
             built.pieces[name] = piece_of(name, param, case, built.place, topology)
-            param.data.copy_(built.local(name, whole_weight))
+            with torch.no_grad():
+                param.copy_(built.local(name, whole_weight))
             if hasattr(param, "get_high_precision_init_val"):  # of fp8: main parameters' start
                 param._high_precision_init_val = built.local(name, whole_weight)
             param.requires_grad_(not matches(name, case.frozen))
@@ -141,6 +142,7 @@ def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
         grad_reduce_in_fp32=case.fp32_grads,
         use_distributed_optimizer=case.optimizer != MEGATRONS,
         fp8_param_gather=bool(case.fp8),
+        **({"reuse_grad_buf_for_mxfp8_param_ag": True} if case.fp8 == "mxfp8" else {}),
         overlap_grad_reduce=topology.overlap,
         overlap_param_gather=topology.overlap,
         bucket_size=topology.bucket_size if topology.overlap else None,
@@ -191,10 +193,24 @@ def take_step(built: Built, step: int, after: Callable[[], object] = lambda: Non
     assert ok is not built.case.overflows(step), f"step {step}: successful is {ok}"
     built.log.setdefault("norms", []).append(float(norm) if ok else None)
     after()
-    if built.topology.overlap:
+    if built.topology.overlap and built.case.fp8 == "mxfp8":
+        _gather_through_gradients(built)
+    elif built.topology.overlap:
         for chunk in built.chunks:
             chunk.start_param_sync(force_sync=True)
     built.optimizer.zero_grad()
+
+
+def _gather_through_gradients(built: Built) -> None:
+    """As Megatron-LM's loop and its forward pass do with ``reuse_grad_buf_for_mxfp8_param_ag``."""
+    for chunk in built.chunks:
+        chunk.zero_grad_buffer()
+    for part in distributed_optimizers(built.optimizer):
+        part._copy_main_params_to_param_buffer()
+    for chunk in built.chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.start_param_sync()
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def start(case: Case, topology: Topology) -> Built:
@@ -260,7 +276,10 @@ def held(built: Built) -> dict[str, Any]:
             at = dist._get_model_param_range_map(param)["param"]
             assert shard.numel() == at.end - at.start
             state = {k: v for k, v in dist.optimizer.state[shard].items() if torch.is_tensor(v)}
-            kept = {"main": shard, **{k: v for k, v in state.items() if v.numel() == at.size}}
+            if built.case.narrow is not None:
+                state = {k: dist.optimizer.get_unscaled_state(shard, k) for k in state}
+            main = main_of(shard, state.pop("master_param", None))
+            kept = {"main": main, **{k: v for k, v in state.items() if v.numel() == at.size}}
             arrays = {kind: t.detach().float().numpy().copy() for kind, t in kept.items()}
             assert names[id(param)] not in result["shards"], "two optimizers own a parameter"
             result["shards"][names[id(param)]] = (at.start, at.end, arrays)
@@ -269,16 +288,28 @@ def held(built: Built) -> dict[str, Any]:
     return result
 
 
+def main_of(shard: Tensor, master: Tensor | None) -> Tensor:
+    """An fp32 main parameter; FusedAdam's may be the lower 16 bits of what a bf16 weight rounds."""
+    if master is None or shard.dtype == torch.float32:
+        return shard
+    if master.dtype != torch.int16:
+        return master
+    high = shard.view(torch.int16).int() - (master < 0).int()
+    return ((high << 16) | (master.int() & 0xFFFF)).view(torch.float32)
+
+
 def plain(param: Tensor) -> Tensor:
     """A parameter's values in fp32; those in fp8 are dequantized."""
     value = param.detach()
-    return (value.dequantize() if hasattr(value, "_scale_inv") else value).float()
+    return (value.dequantize() if hasattr(value, "_get_quantizer") else value).float()
 
 
 def _owned(dist: Any) -> Iterable[tuple[Any, Tensor]]:
-    """(model parameter, fp32 shard) of a DistributedOptimizer, paired by position as it does."""
+    """(model parameter, its shard) of a DistributedOptimizer, paired by position as it does."""
+    mains = dist.shard_fp32_from_float16_groups
+    in_adam = any(main is None for group in mains for main in group)  # with ``narrow``
     for models, shards in (
-        (dist.model_float16_groups, dist.shard_fp32_from_float16_groups),
+        (dist.model_float16_groups, dist.shard_float16_groups if in_adam else mains),
         (dist.model_fp32_groups, dist.shard_fp32_groups),
     ):
         for model_group, shard_group in zip(models, shards, strict=True):

@@ -353,6 +353,8 @@ def piece_of(
     sections = (1, 1) if case.gated and ".linear_fc1." in name else (1,)
     if name.endswith("in_proj.weight"):
         sections = IN_PROJ[case.mixer]
+    if ".conv1d" in name:  # of x, B, C, and of query, key, value
+        sections = IN_PROJ["mamba"][1:4] if case.mixer == "mamba" else IN_PROJ["delta"][:3]
     cut = Cut(dim, place.tp_rank, topology.tp, sections)
     if ".mlp.experts." in name:
         cut = replace(cut, index=place.etp_rank, count=topology.expert_tp)

@@ -20,6 +20,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_muon.runtime.patches import replaced
 
@@ -115,6 +116,13 @@ class _GatedNorm(torch.nn.Module):
     def __init__(self, hidden: int, device: Any = None, dtype: Any = None, **options: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden, device=device, dtype=dtype))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        """Cut over TP, as Megatron's ExtendedRMSNorm says."""
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
 
 class _AnyModule(torch.nn.Module):

@@ -36,13 +36,11 @@ def _is_of_experts(parameters: Any) -> bool:
     return any(".experts." in parameter.name for parameter in parameters)
 
 
-def wrong_piece(of_experts: bool = False) -> AbstractContextManager[None]:
+def wrong_piece() -> AbstractContextManager[None]:
     """Two pieces of one parameter, equally long, on one rank, go to each other's place: the plan
     still covers every element once, and its own check accepts it."""
 
     def change(plan: Any, parameters: Any, grid: Any) -> Any:
-        if _is_of_experts(parameters) is not of_experts:
-            return plan
         segments = list(plan.slices)
         for a, one in enumerate(segments):
             for b in range(a + 1, len(segments)):
@@ -55,11 +53,6 @@ def wrong_piece(of_experts: bool = False) -> AbstractContextManager[None]:
         raise AssertionError("the plan has no two pieces to swap")
 
     return _changed_plan(change)
-
-
-def wrong_expert_piece() -> AbstractContextManager[None]:
-    """As ``wrong_piece``, in the plan of the experts' optimizer."""
-    return wrong_piece(of_experts=True)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 from support.te_on_cpu.adam import (  # noqa: F401
     multi_tensor_adam,
+    multi_tensor_adam_param_remainder,
     multi_tensor_l2norm,
     multi_tensor_scale,
     multi_tensor_scale_tensor,
@@ -19,6 +20,8 @@ from support.te_on_cpu.fp8 import (  # noqa: F401
     compute_amax,
     create_empty_quantized_tensor,
     dequantize,
+    fp8_block_scaling_compute_partial_amax,
+    fp8_block_scaling_partial_cast,
     fp8_transpose,
     multi_tensor_compute_scale_and_scale_inv,
     quantize,

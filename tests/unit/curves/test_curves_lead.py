@@ -14,11 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon.lab.curves.lead import (
-    WINDOWS,
     Curve,
     curve,
     envelope,
-    hangs_on_window,
     leads,
     smooth,
     step_of,
@@ -84,24 +82,6 @@ def test_noise_spreads_the_ratio_and_does_not_shift_it(window: float) -> None:
     ratios = [lead[4].ratio for lead in by_seed]
     assert all(ratio is not None and 0.5 < ratio < 1.6 for ratio in ratios)
     assert statistics.fmean(ratio or 0 for ratio in ratios) == pytest.approx(1.0, abs=0.1)
-
-
-def line(slope: float, noise: float, seed: int) -> Curve:
-    draw = random.Random(seed)
-    return along([2 - t * slope + draw.gauss(0, noise) for t in range(1, 1001)])
-
-
-def smoothing_decides(first: Sequence[Curve], other: Sequence[Curve]) -> list[float | None]:
-    return [leads(first, other, window)[-1].ratio for window in WINDOWS]
-
-
-def test_a_ratio_that_hangs_on_the_window_is_told() -> None:
-    assert not hangs_on_window(smoothing_decides([power_law(2.0)], [power_law(1.05)]))
-    quiet = smoothing_decides([line(1e-4, 1e-3, 0)], [line(1.3e-4, 1e-3, 50)])
-    assert quiet == pytest.approx([0.3] * 4, abs=0.05) and not hangs_on_window(quiet)
-    assert hangs_on_window(smoothing_decides([line(1e-4, 0.1, 0)], [line(1.3e-4, 0.1, 50)]))
-    assert hangs_on_window([0.05, -0.02]) and hangs_on_window([0.3, None])
-    assert not hangs_on_window([None, None]) and not hangs_on_window([0.3, 0.35])
 
 
 @given(LOSSES)

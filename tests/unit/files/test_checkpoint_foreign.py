@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
-import torch
 
 from megatron_muon.mcore.checkpoint.interop.foreign import (
     Source,
     as_ours,
-    converted,
     refuse,
-    renamed,
     states_of,
     writer_of,
 )
@@ -39,13 +33,6 @@ STATES = {
 CONCEPT = {"optimizer": {"param_groups": [ADAMW, {**COMMON, "use_muon": True}]}}
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a ShardedTensor and its factory have in common here."""
-
-    key: str
-
-
 def test_each_writer_is_known() -> None:
     assert writer_of(KEYS, states_of(STATES), []) == "megatron"
     assert writer_of([], states_of(CONCEPT), ["distrib_optim.pt"]) == "concept"
@@ -57,43 +44,6 @@ def test_each_writer_is_known() -> None:
     assert writer_of([], states_of(STATES), ["model_optim_rng.pt"]) == "megatron_torch"
     sgd = [{"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9, "dampening": 0}]}}]
     assert writer_of(KEYS[:4], sgd, []) is None and writer_of([], sgd, []) is None
-
-
-def test_a_chain_in_a_chain_is_one_list() -> None:
-    """Core 0.18 and later: the layer-wise chain beside a DistributedOptimizer."""
-    assert states_of({0: STATES, 1: STATES[1]}) == [STATES[0], STATES[1], STATES[1]]
-
-
-@pytest.mark.parametrize("mu", ["momentum", "momentum_beta"])
-def test_where_megatrons_own_muon_has_it(mu: str) -> None:
-    source = Source(KEYS, [{"optimizer": {"param_groups": [{**COMMON, mu: 0.75}, ADAMW]}}])
-    assert source.of(f"optimizer.state.muon_momentum.{FC1}") == KEYS[3] and source.mu == 0.75
-    for main in ("param", "fp32_param"):  # fully_reshardable, fully_sharded_model_space
-        assert source.of(f"optimizer.state.{main}.{FC1}") == KEYS[2]
-    assert source.of(f"optimizer.state.exp_avg_sq.{EMBEDDING}") == KEYS[6]
-    assert source.of(f"chained_3.optimizer.state.exp_avg.{EMBEDDING}") == KEYS[5]
-
-
-def test_the_main_parameter_of_an_fp32_model_is_left_to_the_model() -> None:
-    source = Source([key for key in KEYS if "fp32_param" not in key], states_of(STATES))
-    assert source.is_fp32 and not Source(KEYS, states_of(STATES)).is_fp32
-    for main in ("param", "fp32_param"):
-        momentum = Wanted(f"optimizer.state.muon_momentum.{FC1}")
-        wanted = {0: {main: Wanted(f"optimizer.state.{main}.{FC1}"), "muon_momentum": momentum}}
-        assert renamed(wanted, source) == {0: {"muon_momentum": Wanted(KEYS[3])}}
-
-
-@pytest.mark.parametrize(
-    ("key", "lacking", "there"),
-    [
-        (f"optimizer.state.muon_momentum.{EMBEDDING}", "momentum_buffer", "exp_avg, exp_avg_sq"),
-        (f"optimizer.state.exp_avg.{FC1}", "exp_avg", "fp32_param, momentum_buffer"),
-        ("optimizer.state.exp_avg.other", "exp_avg", "nothing"),
-    ],
-)
-def test_what_is_not_there_is_named(key: str, lacking: str, there: str) -> None:
-    with pytest.raises(ValueError, match=f"has no {lacking} of .*only: {there}.*muon_include"):
-        Source(KEYS, states_of(STATES)).of(key)
 
 
 def test_adamws_in_buckets_is_named() -> None:
@@ -144,25 +94,3 @@ def test_torchs_adamw_has_its_step_elsewhere() -> None:
     states[0]["optimizer"]["state"] = {"common_step": 12}  # type: ignore[assignment]
     (group,) = as_ours(states, MuonConfig())["optimizer"]["param_groups"]
     assert group["step"] == 12
-
-
-@pytest.mark.parametrize("chain", [False, True])
-def test_a_load_by_other_names(chain: bool) -> None:
-    source = Source(KEYS, states_of(STATES))
-    wanted = {0: {"param": Wanted(f"optimizer.state.param.{FC1}")}}
-    wanted[0]["muon_momentum"] = Wanted(f"optimizer.state.muon_momentum.{FC1}")
-    assert renamed(wanted, source) == {
-        0: {"param": Wanted(KEYS[2]), "muon_momentum": Wanted(KEYS[3])}
-    }
-    state = {0: {"param": torch.ones(2), "muon_momentum": torch.ones(2)}}
-    loaded: dict[Any, Any] = {**STATES, "param_state": state, "param_state_sharding_type": "x"}
-    if chain:
-        loaded = {0: {**STATES[0], "param_state": state}, 1: STATES[1]}
-    ours = converted(loaded, source, MuonConfig(momentum=0.9), "whole")
-    part = ours[0] if chain else ours
-    assert (ours.keys() == {0}) if chain else (0 not in ours)
-    assert part["param_state_sharding_type"] == "whole"
-    assert part["param_state"][0]["param"].tolist() == [1, 1]
-    assert part["param_state"][0]["muon_momentum"].tolist() == pytest.approx([10, 10], rel=1e-6)
-    assert len(part["optimizer"]["param_groups"]) == 2
-    assert part["megatron_muon"]["settings"]["momentum"] == 0.9

@@ -10,6 +10,7 @@ import torch
 
 from megatron_muon.mcore.routing.param_routing import Weight, weights, why_adamw
 from megatron_muon.mcore.routing.routes import Route, routes_of
+from megatron_muon.mcore.routing.survey import unknown_lines
 from megatron_muon.mcore.wiring.buffers.placement import muon_parameters, on_every_ep_rank
 from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.planning.layout import Parameter
@@ -187,6 +188,22 @@ def test_a_matrix_of_an_unknown_module_is_adamws_and_reported() -> None:
     assert not _is_unknown(unknown, 1, MuonConfig(muon_exclude=("*.mixer.*",)))
     assert not _is_unknown(_one("a.b.bias", _weight(4), "Whatever"), 1, MuonConfig())
     assert not _is_unknown(_one("embedding.w", _weight(4, 4), "Whatever"), 1, MuonConfig())
+
+
+def test_matrices_of_a_forks_classes_are_named_whatever_their_share() -> None:
+    """Two-dimensional or a batch of experts; a subclass of a known class is Muon's."""
+    fork = {f"{EXPERTS}weight": _weight(4, 8, 8), "decoder.layers.7.mlp.fork.weight": _weight(4, 4)}
+    others = {"decoder.layers.0.mixer.conv1d_weight": _weight(8, 1, 4), "class_token": _weight(2)}
+    chunk = _Chunk({**fork, **{f"decoder.{name}": weight for name, weight in others.items()}}, "Of")
+    marked = _Chunk({f"decoder.layers.{n}.mixer.weight": _weight(4, 4) for n in range(2)})
+    for param in marked.parameters():
+        param.use_muon = False  # type: ignore[attr-defined]
+    conv = torch.nn.Conv1d(4, 4, 4)
+    conv.config = SimpleNamespace(gated_linear_unit=False)
+    unknown, by_mark = unknown_lines(routes_of([chunk, marked, conv], Sizes(2), MuonConfig()))
+    names = "decoder.layers.*.mlp.experts.weight (Of, 3-D), decoder.layers.*.mlp.fork.weight (Of)"
+    assert f"the type of their module: {names}. Of 2-D ones muon_include" in unknown
+    assert "use_muon=False: decoder.layers.*.mixer.weight (ColumnParallelLinear). mu" in by_mark
 
 
 def test_patterns_overrule_the_table() -> None:

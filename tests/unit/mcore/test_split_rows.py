@@ -9,8 +9,10 @@ import pytest
 import torch
 from megatron.core.transformer.attention import CrossAttention
 
+from megatron_muon.mcore.routing.matrices import matrices_of
 from megatron_muon.mcore.routing.param_routing import Weight
 from megatron_muon.mcore.routing.splits import fused_of
+from megatron_muon.settings.config import MuonConfig
 
 LATENT = {
     "num_attention_heads": 2,
@@ -72,3 +74,31 @@ def test_a_cross_attention_is_split_by_head() -> None:
     assert _parts(weight, 12, "heads") == [[("k 0", 3), ("v 0", 3), ("k 1", 3), ("v 1", 3)]]
     weight = _weight("decoder.layers.0.cross_attention.linear_q.weight", 6, holder, **sizes)
     assert _parts(weight, 6, "heads") == [[("q 0", 3), ("q 1", 3)]]
+
+
+@pytest.mark.parametrize("kind", ["rows:", "rows:8", "rows:4,0", "heads:0", "groups:2", "cols:a,b"])
+def test_a_split_of_ones_own_needs_sizes(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"must be one of whole, .*, rows:A,B,.*, got"):
+        MuonConfig(splits=(("*", kind),))
+
+
+@pytest.mark.parametrize(
+    ("kind", "held"),
+    [
+        ("rows:4,8", [("part 0", 0, 2, 2), ("part 1", 2, 6, 4)]),  # each is cut by itself
+        ("groups:3:1,3", [("part 1", 0, 2, 4), ("part 0", 2, 3, 2), ("part 1", 3, 6, 6)]),
+        ("groups:1:4,8", [("part 1", 0, 6, 2)]),
+        ("heads:3", [("head 1", 0, 2, 2), ("head 2", 2, 6, 0)]),
+    ],
+)
+def test_where_rows_are_unknown_tp_cuts_what_the_user_says(
+    kind: str, held: list[tuple[str, int, int, int]]
+) -> None:
+    """What the second of two TP ranks holds of 12 rows, and the rows of the matrices."""
+    weight = _weight("decoder.layers.0.indexer.linear_q.weight", 6, _held_by("Indexer"))
+    for name, value in {"tensor_model_parallel": True, "partition_dim": 0}.items():
+        setattr(weight.param, name, value)
+    made = matrices_of(weight, 2, MuonConfig(splits=(("*", kind),)))
+    names = [matrix.name.partition("[")[2].rstrip("]") for matrix in made.matrices]
+    blocks = [(names[b.matrix], b.rows.start, b.rows.stop, b.matrix_row) for b in made.blocks[1]]
+    assert blocks == held

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,33 +67,6 @@ def test_a_tracker_that_was_cut_off_is_refused_with_the_last_complete_one(tmp_pa
     (tmp_path / tracker.NAME).write_text("")
     with pytest.raises(ValueError, match=r"or give --ckpt-step 4, the last complete one"):
         tracker.named_by(tmp_path)
-
-
-class _Megatrons:
-    """What of megatron.training.checkpointing the tracker is about."""
-
-    def __init__(self) -> None:
-        self.read: list[str] = []
-
-    def read_metadata(self, tracker_filename: str) -> tuple[int, bool]:
-        self.read.append(tracker_filename)
-        return 9, True
-
-
-@pytest.mark.parametrize(
-    "spelled", [str, lambda folder: f"{folder}/", lambda folder: f"{folder}/."]
-)
-def test_with_a_step_given_the_tracker_names_that_one(
-    spelled: Callable[[Path], str], tmp_path: Path
-) -> None:
-    module = _Megatrons()
-    load_dir = spelled(tmp_path)
-    with tracker.naming(module, load_dir, 4):
-        assert module.read_metadata(f"{load_dir}/{tracker.NAME}") == (4, False)
-        assert module.read_metadata(f"{tmp_path}/other/{tracker.NAME}") == (9, True)
-    assert module.read_metadata(f"{load_dir}/{tracker.NAME}") == (9, True)
-    with tracker.naming(module, load_dir, None):
-        assert module.read_metadata(f"{load_dir}/{tracker.NAME}") == (9, True)
 
 
 @pytest.mark.timeout(60)

@@ -10,8 +10,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from megatron_muon.lab.trace.figure import lanes
-from megatron_muon.lab.trace.rank_trace import RankTrace
 from megatron_muon.lab.trace.runs import read_run
 from megatron_muon.lab.trace.spans import Spans
 from support.traces import Event, event, gloo, kernel, mark, nccl, write
@@ -258,16 +256,3 @@ def test_the_optimizers_share_is_its_own_mark_else_that_of_its_parts(
     more: list[Event], ms: float, tmp_path: Path
 ) -> None:
     assert _times(tmp_path, STEP, *MARKS, *more)[0].optimizer_ms == pytest.approx(ms)
-
-
-def test_the_lanes_of_a_step_begin_with_it_and_keep_its_gaps(tmp_path: Path) -> None:
-    events = [
-        *(mark("ProfilerStep#1", 0, 1000), mark("ProfilerStep#2", 2000, 4000)),
-        *(event("aten::mm", 500, 2500), event("aten::mm", 2500.5, 3000)),  # a gap too small to see
-        *(mark("muon/newton_schulz", 2200, 2400), mark("muon/gather/wait", 2200, 2400)),
-        *(event("c10d::send", 2100, 2150), gloo("send", 2110, 3110)),
-    ]
-    drawn = lanes(RankTrace(write(tmp_path / "t.json", events)))
-    assert list(drawn) == ["compute", "optimizer", "muon/newton_schulz", "send"]
-    assert drawn["compute"] == (False, [(0.0, pytest.approx(1.0))])
-    assert drawn["send"] == (True, [(pytest.approx(0.11), pytest.approx(1.0))])

@@ -14,12 +14,10 @@ ROW, LAYER = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0"
 
 
 def warned(
-    change: Callable[[int], dict[str, Any]] = lambda number: {}, steps: int = 20, **begin: Any
+    change: Callable[[int], dict[str, Any]] = lambda number: {}, steps: int = 20
 ) -> list[str]:
-    """All warnings of a run that is well, but for ``change`` of its records and ``begin``."""
-    rows = {ROW: {"promised_rms": 0.2, "full_rank": 96.0}}
-    start = {"muon_share": 0.9, "newton_schulz_planned": 1.2, "logit_threshold": None, "rows": rows}
-    run = Warnings({**start, **begin})
+    """All warnings of a run that is well, but for ``change`` of its records."""
+    run = Warnings({"logit_threshold": None, "rows": {ROW: {"promised_rms": 0.2}}})
     texts = []
     for number in range(1, steps + 1):
         record = {
@@ -27,7 +25,6 @@ def warned(
             "muon": {ROW: {"update_rms": 0.17, "moved": 1.0, "cosine": 0.3}},
             "layers": {LAYER: {"output_rms": 1.0 + 0.02 * number}},
             "logits": {f"{LAYER}.self_attention": {"max_logit": 40.0}},
-            "newton_schulz_ms": {"mean": 1.0, "max": 1.4, "rank": number % 4},
             **change(number),
         }
         texts += run.of(record)
@@ -39,7 +36,6 @@ def muon(**numbers: float | None) -> dict[str, Any]:
 
 
 SIGNS: dict[str, tuple[Callable[[], list[str]], str]] = {
-    "share": (lambda: warned(muon_share=0.42), "Muon has less than half: 42.0% of the parameters"),
     "small": (lambda: warned(lambda step: muon(update_rms=0.05)), f"promised size.* {ROW} 0.25"),
     "large": (lambda: warned(lambda step: muon(update_rms=0.3)), f"promised size.* {ROW} 1.50"),
     "nan": (lambda: warned(lambda step: muon(cosine=None)), f"not finite .*cosine of {ROW}"),
@@ -51,10 +47,6 @@ SIGNS: dict[str, tuple[Callable[[], list[str]], str]] = {
     "logit": (
         lambda: warned(lambda step: {"logits": {LAYER: {"max_logit": 130.0}}}),
         f"logits above 100: {LAYER} 130",
-    ),
-    "late": (
-        lambda: warned(lambda step: {"newton_schulz_ms": {"mean": 1.0, "max": 2.0, "rank": 3}}),
-        "late in Newton-Schulz: rank 3 with 2 ms, where the mean rank takes 1 ms; planned was 1.20",
     ),
 }
 

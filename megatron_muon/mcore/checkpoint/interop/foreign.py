@@ -29,12 +29,12 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from megatron_muon.mcore.checkpoint.buffers import MOMENTUM, RECORD
 from megatron_muon.settings.config import MuonConfig
 
 Writer = Literal["concept", "megatron", "megatron_torch"]
 StateDict = dict[Any, Any]
 
-MOMENTUM = "muon_momentum"  # equal to that of ``buffers``
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)$")
 # Our key in fully_reshardable and fully_sharded_model_space → their keys for the same tensor. A
 # DistributedOptimizer calls the main parameter "param".
@@ -50,7 +50,7 @@ _KNOWN = {kind for kinds in _THEIRS.values() for kind in kinds}
 _IN_BUCKETS = re.compile(r"(?:chained_\d+\.)*optimizer\.distributed\.")
 _MU = ("momentum", "momentum_beta")  # the latter in Emerging-Optimizers 0.1
 _SGD = "dampening"  # a key of SGD's groups, which have a momentum, too
-_CHAINS, _CHAIN = 4, 10_000  # how deep chains are, and how many optimizers they have, at most
+_CHAINS = 4  # how deep chains are, at most
 _BY_RANK = re.compile(r"layer_wise_optimizer_\d+\.pt$")
 # What their groups have and ours do not: Muon's settings, and from core 0.17 on a name.
 _NOT_OURS = (*_MU, "nesterov", "params", "optimizer")
@@ -140,32 +140,20 @@ def writer_of(
     return "megatron_torch" if mus and not keys else None
 
 
-def states_of(saved: Any) -> list[StateDict]:
+def states_of(saved: Any, depth: int = _CHAINS) -> list[StateDict]:
     """The state dicts of an optimizer, or of a chain, which is a list or has numbers for keys.
 
     Raises:
-        ValueError: chains are nested too deep or have too many optimizers, as in a damaged file.
+        ValueError: chains are nested deeper than ``depth``, as in a damaged file.
     """
-    states = [saved]
-    for _ in range(_CHAINS):
-        if not any(map(_is_chain, states)):
-            return [state for state in states if isinstance(state, dict)]
-        states = [each for state in states for each in _chained(state)]
-        if len(states) > _CHAIN:
-            break
-    raise ValueError(f"the optimizer is no state dict and no chain of up to {_CHAIN} of them")
-
-
-def _is_chain(saved: Any) -> bool:
-    if isinstance(saved, dict):
-        return bool(saved) and all(isinstance(key, int) for key in saved)
-    return isinstance(saved, list)
-
-
-def _chained(saved: Any) -> list[Any]:
-    if isinstance(saved, dict) and _is_chain(saved):
-        return [saved[number] for number in sorted(saved)]
-    return saved if isinstance(saved, list) else [saved]
+    is_dict = isinstance(saved, dict)
+    is_numbered = is_dict and bool(saved) and all(isinstance(key, int) for key in saved)
+    if not (is_numbered or isinstance(saved, list)):
+        return [saved] if is_dict else []
+    if not depth:
+        raise ValueError(f"the optimizer is no state dict and no chain, {_CHAINS} deep at most")
+    parts = [saved[number] for number in sorted(saved)] if is_numbered else saved
+    return [state for part in parts for state in states_of(part, depth - 1)]
 
 
 def refuse(writer: Writer | None) -> None:
@@ -203,7 +191,7 @@ def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDic
         groups.append({**adamw, **kept, "step": max(steps, default=0)})
     ours: StateDict = {
         "optimizer": {"param_groups": groups},
-        "megatron_muon": {
+        RECORD: {
             "format": 1,
             "settings": {**dataclasses.asdict(config), "momentum": _mu(states)},
         },

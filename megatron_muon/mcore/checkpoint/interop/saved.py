@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_muon.mcore.checkpoint.buffers import RECORD
 from megatron_muon.mcore.checkpoint.interop import foreign
-from megatron_muon.mcore.checkpoint.param_groups import RECORD
 from megatron_muon.mcore.checkpoint.read import load
 from megatron_muon.mcore.checkpoint.torch_dist import METADATA, Metadata, common, read_metadata
-from megatron_muon.mcore.load_check.regular_files import entries
+from megatron_muon.mcore.load_check.files import entries
 
 _OPTIMIZERS = re.compile(r"(chained_\d+\.)*optimizer\.")
 
@@ -44,7 +44,7 @@ class Saved:
             ValueError: it is damaged; names the file.
         """
         folder = Path(folder)
-        metadata = Metadata(folder, {}, {})
+        metadata = Metadata(folder)
         if (folder / METADATA).exists():
             with _naming(folder / METADATA):
                 metadata = read_metadata(folder)
@@ -103,7 +103,7 @@ class Saved:
 
     def _objects(self) -> list[str]:
         """The optimizer's keys in torch_dist."""
-        return [key for key in self.metadata.entries if _OPTIMIZERS.match(key)]
+        return [key for key in self.metadata.keys if _OPTIMIZERS.match(key)]
 
 
 @contextmanager

@@ -87,15 +87,6 @@ def test_every_kind_of_corruption_is_tried() -> None:
     assert {KINDS[seed % len(KINDS)] for seed in (*range(3), *range(3, 70))} == set(KINDS)
 
 
-def test_the_digest_itself_damaged(checkpoint: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "saved"
-    shutil.copytree(checkpoint(FORMATS[0]), folder)
-    path = folder / digest.FILE_NAME
-    path.write_text(path.read_text().replace('"shape"', '"shapf"', 1))
-    for errors in run(errors_of_loads, 2, CASE, DP, FORMATS[0], [str(folder)]):
-        assert re.search(r"megatron_muon\.json is damaged", errors[0])
-
-
 def test_an_incomplete_one_is_refused(checkpoint: Any, tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000007"
     shutil.copytree(checkpoint(FORMATS[0]), folder)

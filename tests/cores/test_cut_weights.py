@@ -1,0 +1,49 @@
+"""The norm counts each weight once, whatever its shape and whether or not Megatron marks it.
+
+A weight is cut where its shape at TP 2 is another than at TP 1: real modules on the meta device say
+so, for models of all kinds, some of whose kernels have stand-ins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+
+from support import PYTHON311, ROOT
+from support.installed import VERSION
+from support.models.meta_models import MODELS
+
+SINCE = {
+    **{"sinks": (0, 15), "output gate": (0, 16), "one group": (0, 16), "indexer": (0, 18)},
+    **{"experts": (0, 16), "latent experts": (0, 16), "delta nets": (0, 16)},
+    **{"Mamba with experts": (0, 15), "hyper-connections": (0, 20), "delta products": (0, 20)},
+}
+
+
+@cache
+def _found() -> Any:
+    path = [os.environ.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "tests"), str(PYTHON311)]
+    names = [name for name in MODELS if VERSION >= SINCE.get(name, VERSION)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "support.models.meta_models", *names],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        capture_output=True,
+        text=True,
+    )
+    return json.loads(ended.stdout) if ended.returncode == 0 else ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_weight_counts_on_all_tp_ranks_just_if_tp_cuts_it(name: str) -> None:
+    if VERSION < SINCE.get(name, VERSION):
+        pytest.skip("this core has no such model")
+    assert isinstance(_found(), dict), _found()
+    weights = _found()[name]
+    assert any(cut for cut, _ in weights.values()) and not all(cut for cut, _ in weights.values())
+    assert {weight: cut for weight, (cut, counted) in weights.items() if cut != counted} == {}
