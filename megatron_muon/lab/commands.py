@@ -70,7 +70,7 @@ GONE: Mapping[str, str] = {
     "bench newton-schulz --find-restarts": "in a clone, "
     "`cd tests && python -m figures.restart_errors --find`",
     "bench step --plot": "--json FILE has every figure, for a script of your own",
-    "bench step --muon-tp-mode": "upstream-layerwise has Megatron's default, duplicated",
+    "bench step --muon-tp-mode": "a row for each: upstream-blockwise, -duplicated and -distributed",
 }
 
 

@@ -46,7 +46,7 @@ def save_checkpoint(
     if not is_on(given):
         return original(iteration, model, *args, **kwargs)
     named = inspect.signature(original).bind(iteration, model, *args, **kwargs).arguments
-    with _vocabulary(), _digest_of_torch(given, named):
+    with _digest_of_torch(given, named):
         return original(iteration, model, *args, **kwargs)
 
 
@@ -145,14 +145,13 @@ def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[None]:
     from megatron_muon.mcore.load_check.check import check, checked
     from megatron_muon.mcore.load_check.models import owner
 
-    with _vocabulary():
-        if folder is None:
-            yield
-            return
-        exact = not (given.finetune or given.no_load_optim)
-        check(owner(model), str(folder), exact)
-        with checked(str(folder)):
-            yield
+    if folder is None:
+        yield
+        return
+    exact = not (given.finetune or given.no_load_optim)
+    check(owner(model), str(folder), exact)
+    with checked(str(folder)):
+        yield
 
 
 def _loaded_from(given: Any, load_dir: str | None) -> Path | None:
@@ -219,17 +218,3 @@ def _by_rank_0(find: Callable[[], str]) -> str:
 
     own = together(lambda: find() if dist.get_rank() == 0 else "", None, device_of([]))
     return all_gather_texts(own, None)[0]
-
-
-@contextmanager
-def _vocabulary() -> Iterator[None]:
-    """Within it digests use the vocabulary size of Megatron's tokenizer, if there is one."""
-    from megatron_muon.mcore.load_check.models import with_vocabulary
-
-    try:
-        tokenizer = importlib.import_module("megatron.training").get_tokenizer()
-        tokens = getattr(tokenizer, "vocab_size", None)  # under python -O it may be None
-    except AssertionError:  # no tokenizer was built
-        tokens = None
-    with with_vocabulary(tokens if isinstance(tokens, int) else None):
-        yield

@@ -15,7 +15,7 @@ from megatron_muon.console import say
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Digest, DigestError
-from megatron_muon.mcore.load_check.models import TrainedModel, Wanted, vocabulary, wanted_by_all
+from megatron_muon.mcore.load_check.models import TrainedModel, Wanted, wanted_by_all
 from megatron_muon.mcore.load_check.same_model import parameters_in_digest, require_same_model
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_numbers
@@ -63,8 +63,8 @@ def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> Non
     saved = check_files(local_folder(checkpoint_dir), device)
     if saved is None:
         return
-    own, tokens = parameters_in_digest(trained), vocabulary()
-    together(lambda: require_same_model(saved, own, tokens, checkpoint_dir, exact), None, device)
+    own = parameters_in_digest(trained)
+    together(lambda: require_same_model(saved, own, checkpoint_dir, exact), None, device)
 
 
 def local_folder(checkpoint_dir: str) -> Path:

@@ -9,7 +9,6 @@ One JSON object:
 ``save``        the save that wrote it: ``id``, random, and ``by``, who saved it
 ``optimizer``   ``muon``
 ``settings``    the fields of MuonConfig
-``vocabulary``  number of tokens before padding, where it is known
 ``parameters``  by name, with layers and experts numbered over the whole model: ``shape``, the
                 whole parameter's, and ``optimizer``: ``muon``, ``adamw`` or ``frozen``
 ``files``       by path in the folder: ``size`` in bytes and ``hash`` (see ``checksum``)
@@ -154,12 +153,11 @@ def _typed(content: Digest) -> Digest:
     """
     whole = {**_DEFAULTS, **content}
     whole["settings"] = whole["settings"] or {}
-    save, tokens = whole["save"], whole["vocabulary"]
+    save = whole["save"]
     try:
         right = [
             isinstance(whole["complete"], bool),
             save is None or isinstance(save["id"], str),
-            tokens is None or _is_count(tokens),
             *(isinstance(whole[key], dict) for key in ("wrote", "settings")),
             *(isinstance(entry["shape"], list) for entry in whole["parameters"].values()),
             *(all(map(_is_count, entry["shape"])) for entry in whole["parameters"].values()),
@@ -176,7 +174,7 @@ def _typed(content: Digest) -> Digest:
 
 
 _DEFAULTS: Digest = {"complete": False, "wrote": {}, "save": None, "settings": {}}
-_DEFAULTS |= {"vocabulary": None, "parameters": {}, "files": {}}
+_DEFAULTS |= {"parameters": {}, "files": {}}
 
 
 _OWNERS = ("muon", "adamw", "frozen")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -31,7 +30,6 @@ class TrainedModel:
 
 _trained: weakref.WeakKeyDictionary[Any, TrainedModel] = weakref.WeakKeyDictionary()
 _any_built = False  # the same on all ranks: while False, saves and loads do not communicate
-_vocabulary: int | None = None
 
 
 def remember(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> None:
@@ -98,19 +96,3 @@ def wanted_by_all(trained: TrainedModel | None) -> Wanted:
     device = device_of(trained.model_chunks() if trained else [])
     (most,) = max(all_gather_numbers([mine], None, device))
     return Wanted(most)
-
-
-def vocabulary() -> int | None:
-    """The run's vocabulary: number of tokens before padding; None if unknown."""
-    return _vocabulary
-
-
-@contextmanager
-def with_vocabulary(tokens: int | None) -> Iterator[None]:
-    """Set the run's vocabulary: number of tokens before padding; None if unknown."""
-    global _vocabulary
-    before, _vocabulary = _vocabulary, tokens
-    try:
-        yield
-    finally:
-        _vocabulary = before

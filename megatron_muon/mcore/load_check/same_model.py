@@ -1,7 +1,8 @@
 """The parameters in a digest, and whether a checkpoint was saved by the model that loads it.
 
-Names, shapes and owners do not depend on the model's parallelism. Settings that change no shape are
-not compared; Megatron-LM's ``--use-checkpoint-args`` takes them from the checkpoint.
+Names, shapes and owners do not depend on the model's parallelism. The vocabulary, which is padded
+for TP, is not compared, nor are settings that change no shape: Megatron-LM's
+``--use-checkpoint-args`` takes them from the checkpoint.
 """
 
 from __future__ import annotations
@@ -51,15 +52,11 @@ def parameters_in_digest(trained: TrainedModel | None) -> Table:
     return {name: entry for table in every for name, entry in table.items()}
 
 
-def require_same_model(
-    saved: Mapping[str, Any], own: Table, tokens: int | None, folder: str, exact: bool
-) -> None:
+def require_same_model(saved: Mapping[str, Any], own: Table, folder: str, exact: bool) -> None:
     """Refuse a checkpoint of a different model.
 
     Args:
         own: ``parameters_in_digest`` of the model that is to be loaded.
-        tokens: its vocabulary before padding. If the digest has one, too, they are compared in
-            place of the padded sizes, which depend on TP.
         exact: whether the checkpoint may not have parameters that the model lacks.
 
     Raises:
@@ -69,12 +66,6 @@ def require_same_model(
     then, now = _sizes(saved["parameters"]), _sizes(own)
     if missing := now.keys() - then.keys():
         raise DigestError(f"{different} it has no {first_names(missing)}, which this model has")
-    both_known = None not in (tokens, saved["vocabulary"])
-    if both_known and tokens != saved["vocabulary"]:
-        raise DigestError(
-            f"{different} its vocabulary has {saved['vocabulary']} tokens, this run's has {tokens} "
-            "(before padding). Load it with the tokenizer it was trained with"
-        )
     for name in sorted(now):
         one, two = then[name], now[name]
         there: object
@@ -84,7 +75,7 @@ def require_same_model(
         else:  # of several experts, which another class may hold in one
             what = "number of elements"
             there, here = (sum(map(math.prod, shapes)) for shapes in (one, two))
-        if there != here and not (both_known and _VOCABULARY.search(name)):
+        if there != here and not _VOCABULARY.search(name):
             raise DigestError(
                 f"{different} {name} has the {what} {there} there and {here} here, counted over "
                 "all ranks"

@@ -32,7 +32,6 @@ from megatron_muon.mcore.load_check.models import (
     TrainedModel,
     Wanted,
     owner,
-    vocabulary,
     wanted_by_all,
 )
 from megatron_muon.mcore.load_check.same_model import parameters_in_digest
@@ -205,7 +204,6 @@ class Saving:
             "save": save,
             "optimizer": "muon",
             "settings": asdict(trained.config) if trained else None,
-            "vocabulary": vocabulary(),
             "parameters": parameters,
         }
         return cls(folder, save, device, content if first else {})

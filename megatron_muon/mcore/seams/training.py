@@ -33,7 +33,6 @@ ROWS = (
         until=(0, 17),
     ),
     _PACKAGE.called("get_args", "the arguments of the run"),
-    _PACKAGE.called("get_tokenizer", "the number of tokens before padding"),
     _VARIABLES.called("get_tensorboard_writer", "the last rank's SummaryWriter, else None"),
     _VARIABLES.called("get_wandb_writer", "the wandb module on the last rank, else None"),
     # --- the training loop

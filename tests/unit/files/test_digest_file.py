@@ -11,7 +11,7 @@ from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import DigestError, sealed
 
-CONTENT = {"wrote": {"world_size": 2}, "parameters": {}, "files": {}, "vocabulary": None}
+CONTENT = {"wrote": {"world_size": 2}, "parameters": {}, "files": {}}
 
 
 def test_begin_and_finish(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from megatron_muon.mcore.load_check.digest import DigestError
 
 def _digest(shapes: dict[str, list[int]]) -> dict[str, Any]:
     table = {name: {"shape": shape, "optimizer": "muon"} for name, shape in shapes.items()}
-    return {"parameters": table, "vocabulary": None}
+    return {"parameters": table}
 
 
 def _require(saved: dict[str, list[int]], own: dict[str, list[int]], exact: bool = True) -> None:
     table = _digest(own)["parameters"]
-    same_model.require_same_model(_digest(saved), table, None, "folder", exact)
+    same_model.require_same_model(_digest(saved), table, "folder", exact)
 
 
 def test_one_weight_of_experts_is_compared_by_its_shape() -> None:
@@ -39,8 +39,9 @@ def test_weights_alone_load_into_a_part_of_the_model() -> None:
 
 
 def test_a_digest_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """It has the same format: with the model's settings, and before those without the save."""
-    digest.finish(tmp_path, {"parameters": {}, "model": {"rotary_base": 10000}, "files": {}})
+    """It has the same format: with more about the model, and before that without the save."""
+    more = {"model": {"rotary_base": 10000}, "vocabulary": 128}
+    digest.finish(tmp_path, {"parameters": {}, "files": {}, **more})
     earlier = digest.read(tmp_path)
     assert earlier is not None and earlier["complete"] and earlier["save"] is None
 

@@ -97,7 +97,6 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a size": {"files": {"a": {"size": "9", "hash": ""}}},
     "parameters": {"parameters": {"a": {"shape": "9", "optimizer": "muon"}}},
     "a shape": {"parameters": {"a": {"shape": [9, -1], "optimizer": "muon"}}},
-    "vocabulary": {"vocabulary": "many"},
     "settings": {"settings": 3},
     "save": {"save": {"id": 7}},
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -138,27 +139,24 @@ def test_the_digest_cannot_be_written(format: str, tmp_path: Path) -> None:
 # --- loading ---------------------------------------------------------------------------------
 
 
-def _with_one_vocabulary(folder: str) -> str | None:
-    """Only rank 1 knows how many tokens there are, and they are others."""
+def _of_another_model_on_rank_1(folder: str) -> str | None:
     import torch.distributed as dist
 
-    from megatron_muon.mcore.load_check.models import with_vocabulary
+    from megatron_muon.mcore.load_check import check
     from support.checkpoints import sealing
     from support.models.gpt import start
 
     built = start(CASE, TP2)
-    with with_vocabulary(100 if dist.get_rank() else None):
+    own = check.parameters_in_digest
+    more = {"more.weight": {"shape": [2, 2], "optimizer": "muon"}} if dist.get_rank() else {}
+    with mock.patch.object(check, "parameters_in_digest", lambda *a: {**own(*a), **more}):
         return described(lambda: sealing.load(built, folder, FORMAT))
 
 
 def test_a_check_that_fails_on_one_rank(tmp_path: Path) -> None:
     run(saved, 2, CASE, TP2, FORMAT, str(tmp_path))
-    file = tmp_path / digest.FILE_NAME
-    said = {**json.loads(file.read_text()), "vocabulary": 128}
-    del said["hash"]
-    digest.finish(tmp_path, {k: v for k, v in said.items() if k not in ("format", "complete")})
-    zero, one = run(_with_one_vocabulary, 2, str(tmp_path), timeout=60.0)
-    assert "its vocabulary has 128 tokens, this run's has 100" in (one or "")
+    zero, one = run(_of_another_model_on_rank_1, 2, str(tmp_path), timeout=60.0)
+    assert "it has no more.weight, which this model has" in (one or "")
     assert "rank 1 stopped this run" in (zero or "")
 
 
