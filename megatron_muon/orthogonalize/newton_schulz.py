@@ -30,6 +30,7 @@ from megatron_muon.orthogonalize.soundness import Soundness, largest_of
 from megatron_muon.settings.coefficients import Triple
 from megatron_muon.settings.config import MuonConfig
 
+_LINE = 32  # elements of 2 bytes in the alignment of torch's own memory, 64 bytes
 # Of matrices that a CPU takes together: their fp32 copies, 1 MiB, stay in its caches.
 _CPU_ELEMENTS = 1 << 18
 
@@ -147,7 +148,8 @@ def at_once_on(device: torch.device, numerics: Numerics, rows: int, cols: int, m
     have at most ``most`` elements of scratch memory.
     """
     if _is_cpu(device):
-        return max(1, _CPU_ELEMENTS // (rows * cols))
+        is_aligned = rows * cols % _LINE == 0  # else a later one is multiplied otherwise
+        return max(1, _CPU_ELEMENTS // (rows * cols)) if is_aligned else 1
     if not takes_batches(device):
         return 1
     if numerics.config.ns_batch is not None:

@@ -93,9 +93,6 @@ class Observer(Protocol):
     def before_newton_schulz(self, staged: Staged) -> None:
         """Matrices at their home, before they become directions."""
 
-    def after_newton_schulz(self, staged: Staged) -> None:
-        """The same matrices as directions."""
-
     def before_update(
         self, table: RoundTable, shards: Shards, directions: Sequence[Tensor]
     ) -> None:
@@ -161,8 +158,6 @@ class Round:
                 marks = cat(found.lines).mul_(-0.0)  # NaN where not finite; -0.0 adds nothing
                 self._numbers = found.norms, marks
                 self._exchange.mark(staged, marks)
-        if self.observer is not None:
-            self.observer.after_newton_schulz(staged)
 
     def taken_numbers(self) -> tuple[list[Tensor], Tensor]:
         """Norms, in several tensors, and marks of this step's ``homes``; forgotten here.
@@ -192,10 +187,12 @@ class Round:
     def _advance_momentum(self, shards: Shards, leaving: Leaving) -> None:
         config = self._work.numerics.config
         here = [shards[index] for index, _ in self._table.parameters]
-        momenta = [each.momentum_buffer for each in here]
+        momenta, grads = [each.momentum_buffer for each in here], [each.grad for each in here]
+        if len({grad.dtype for grad in grads}) > 1:  # kernels take tensors of one dtype
+            grads = [grad.float() for grad in grads]
         self._elementwise.advance_momentum(
             self._slices(momenta),
-            self._slices([each.grad for each in here]),
+            self._slices(grads),
             leaving.slices,
             leaving.moves,
             self._table.leaving,

@@ -79,7 +79,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         for on_disk, key in keys.items():
             name = key if self._exposed == "adam" else on_disk
             check_tensor(self._name_of[model_param], name, tensors, shard.numel())
-            wide = tensors[name].to(shard.device)
+            wide = tensors[name].to(shard.device, copy=self.states.are_copies)
             if self.from_adamw is not None and key == MAIN_KEY:
                 wide = self._as_main(model_param, wide)
             if self.from_adamw is not None and on_disk == MOMENTUM:

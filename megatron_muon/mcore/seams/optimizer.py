@@ -84,6 +84,9 @@ ROWS = (
     # --- the norm of gradients and the step
     # The norm is a float or, where Megatron does not wait for it, a tensor, the same on all ranks
     # of the grad_stats_parallel_group.
+    _DIST.overridden(
+        "_copy_main_params_to_param_buffer", "mxfp8 parameters to be gathered", "self", (0, 14)
+    ),
     _CHAIN.called(
         "prepare_model_params_for_param_sync", "parameters into gradients' memory", since=(0, 19)
     ),

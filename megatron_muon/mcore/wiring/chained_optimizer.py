@@ -11,7 +11,7 @@ import torch
 
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.routing.param_routing import expert_name
-from megatron_muon.mcore.wiring.buffers.bucket_groups import finish_gathers, lacks_params
+from megatron_muon.mcore.wiring.buffers.bucket_groups import finish_gathers
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.mcore.wiring.gradients import LateNorm
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
@@ -67,12 +67,12 @@ class MuonChainedOptimizer(CheckpointChain):
         With ``overlap_param_gather`` the next forward pass does so. Call it on every rank before
         anything else reads, copies or frees parameters. Without, or twice, it does nothing.
         """
-        chunks = [chunk for part in self.chained_optimizers for chunk in part.model_chunks]
-        if getattr(self.config, "reuse_grad_buf_for_mxfp8_param_ag", False) and lacks_params(
-            chunks
-        ):
-            self.prepare_model_params_for_param_sync()  # into the memory of gradients
-        finish_gathers(chunks)
+        if getattr(self.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+            if all(part.is_staged for part in self.chained_optimizers):
+                return
+            self.prepare_model_params_for_param_sync()  # into gradients, which the step has used
+        for part in self.chained_optimizers:
+            finish_gathers(part.model_chunks)
 
     @torch.no_grad()
     def get_grad_norm(self) -> Any:

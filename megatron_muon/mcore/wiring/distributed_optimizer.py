@@ -30,13 +30,20 @@ class MuonDistributedOptimizer(MuonCheckpoint):
     """A DistributedOptimizer whose inner optimizer is Muon for matrices and AdamW for the rest."""
 
     early_gathers: EarlyGathers | None = None  # with ``early_param_gather`` only
+    is_staged = True  # False from a step on, until mxfp8's are where they travel from
 
     def step_with_ready_grads(self) -> bool:
         """Megatron's step; gathers of parameters may start within it."""
+        self.is_staged = self.is_stub_optimizer
         if self.early_gathers is None:
             return bool(super().step_with_ready_grads())
         with self.early_gathers.step():
             return bool(super().step_with_ready_grads())
+
+    def _copy_main_params_to_param_buffer(self) -> None:
+        """Megatron's, of mxfp8 parameters, into the memory of gradients."""
+        super()._copy_main_params_to_param_buffer()
+        self.is_staged = True
 
     def _copy_main_params_to_model_params(self) -> None:
         """Megatron's, but for parameters that travel already."""
