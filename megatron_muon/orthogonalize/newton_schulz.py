@@ -30,8 +30,8 @@ from megatron_muon.orthogonalize.soundness import Soundness, largest_of
 from megatron_muon.settings.coefficients import Triple
 from megatron_muon.settings.config import MuonConfig
 
-# Of matrices that a CPU takes together: their fp32 copies, 1 MiB, stay in its caches.
 _LINE = 32  # elements of 2 bytes in the alignment of torch's own memory, 64 bytes
+# Of matrices that a CPU takes together: their fp32 copies, 1 MiB, stay in its caches.
 _CPU_ELEMENTS = 1 << 18
 
 
