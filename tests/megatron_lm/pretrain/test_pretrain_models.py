@@ -35,7 +35,8 @@ pytestmark = [
 SCRIPT = TESTS / "support" / "te_on_cpu" / "script"
 RUN = (
     f"{MUON} --transformer-impl transformer_engine --normalization RMSNorm --disable-bias-linear "
-    "--no-bias-swiglu-fusion --vocab-size 255 --ckpt-format torch_dist"
+    "--no-bias-swiglu-fusion --vocab-size 255 --ckpt-format torch_dist "
+    "--dist-ckpt-optim-fully-reshardable"
 )
 HYBRID = "--mamba-head-dim 16 --mamba-num-groups 4 --mamba-state-dim 16"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-grouped-gemm --swiglu"
@@ -133,5 +134,6 @@ def test_a_run_goes_on_elsewhere_as_on_one_process(name: str, layout: str, folde
         pytest.skip("this core has no such model there")
     expected = alone(name, folder)
     assert len(expected) >= 6 and expected[5] < expected[2] < expected[0]
-    text = trained(name, layout, f"--load {folder / name} --ckpt-step 3")
-    assert losses(text)[:3] == pytest.approx(expected[3:6], rel=2e-5)
+    text = trained(name, layout, f"--load {folder / name} --ckpt-step 3 --no-load-rng")
+    fourth, _, sixth = losses(text)[:3]  # Megatron's second line is the mean of two
+    assert [fourth, sixth] == pytest.approx([expected[3], expected[5]], rel=2e-5)
