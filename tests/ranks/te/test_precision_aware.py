@@ -58,6 +58,7 @@ BF16, FP16, FP8 = (
     replace(PLAIN, narrow=_moments(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.uint8)
 )
 WHOLE: Narrow = (("store_param_remainders", False),)  # fp32 main parameters
+SHARDS: Narrow = (("fp8_recipe", "tensorwise"),)  # Megatron has fp32 shards then
 HALF: Narrow = (*WHOLE, ("main_params_dtype", torch.float16))
 MOE = {"moe": True, "grouped": "te"}
 IN_FP16 = {"bf16": False, "fp16": True, "overflow": ((1, "*.linear_fc1.weight"),)}
@@ -67,7 +68,7 @@ SP = {"sequence_parallel": True}
 @pytest.fixture(autouse=True)
 def _needs_the_option(request: pytest.FixtureRequest) -> None:
     given = repr(getattr(getattr(request.node, "callspec", None), "params", ""))
-    if VERSION < (0, 13) and "store_param_remainders" in given:
+    if VERSION < (0, 13) and ("store_param_remainders" in given or "fp8_recipe" in given):
         pytest.skip("this core always keeps remainders")
 
 
@@ -80,12 +81,13 @@ def _of_optimizer(held: Whole) -> Whole:
     [
         {"clip": 1.0},
         {"narrow": WHOLE},
+        {"narrow": SHARDS},
         {"islands": ("*fc1*",)},
         {"fp32_grads": False},  # clipped, they would be rounded to bf16 again, as AdamW's are
         MOE,
         {**IN_FP16, "clip": 1.0},
     ],
-    ids=["remainders", "masters", "fp32-weights", "bf16-grads", "experts", "fp16"],
+    ids=["remainders", "masters", "shards", "fp32-weights", "bf16-grads", "experts", "fp16"],
 )
 def test_with_fp32_values_a_step_is_that_without_the_flag(change: Any) -> None:
     case = replace(EXACT, **change)
@@ -99,7 +101,7 @@ def _weight(main: torch.Tensor, case: Case, name: str) -> torch.Tensor:
     """What FusedAdam rounds a main parameter to: by remainders away from zero in a tie."""
     if "fc1" in name and case.islands:
         return main
-    if case.fp16 or case.narrow == WHOLE:
+    if case.fp16 or case.narrow in (WHOLE, SHARDS):
         return main.to(case.dtype).float()
     bits = main.view(torch.int32)
     return (((bits + 0x8000) >> 16) << 16).view(torch.float32)
@@ -111,6 +113,7 @@ def _weight(main: torch.Tensor, case: Case, name: str) -> torch.Tensor:
         pytest.param(BF16, Topology(2, 2, 2, overlap=True, **SP), id="dense"),
         pytest.param(replace(BF16, fp32_grads=False, narrow=WHOLE), Topology(dp=3), id="dp3"),
         pytest.param(replace(BF16, **MOE), Topology(tp=2, dp=2, ep=2, **SP), id="experts"),
+        pytest.param(replace(BF16, narrow=(*BF16.narrow, *SHARDS)), Topology(2, 1, 2), id="shards"),
         pytest.param(replace(BF16, layers=4), Topology(pp=2, dp=2, chunks=2), id="vpp"),
         pytest.param(replace(BF16, **IN_FP16), Topology(tp=2, dp=2, overlap=True, **SP), id="fp16"),
     ],
