@@ -18,7 +18,7 @@ _LAB = "megatron_muon.lab"
 BENCHES: Mapping[str, tuple[str, str]] = {
     "step": (
         f"{_LAB}.bench.step.command",
-        "an optimizer step: AdamW, Muon in both layouts, the paper's, Megatron's own",
+        "an optimizer step: AdamW, Muon in both layouts, Megatron's own",
     ),
     "newton-schulz": (
         f"{_LAB}.bench.newton_schulz",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.mcore.load_check import digest
-from megatron_muon.mcore.load_check.regular_files import open_regular
+from megatron_muon.mcore.load_check.files import open_regular
 from megatron_muon.runtime.patches import replaced
 
 NAME = "latest_checkpointed_iteration.txt"

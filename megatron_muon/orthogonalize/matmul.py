@@ -100,7 +100,7 @@ class Products:
 
     def plain(self) -> Products:
         """The same products without panels; a library's kernel stays in use."""
-        return replace(self, blocked=False)
+        return replace(self, blocked=False) if self.blocked else self
 
     def product(
         self,
@@ -116,14 +116,15 @@ class Products:
         is_batch = left.dim() == 3
         added = torch.baddbmm if is_batch else torch.addmm
         if linear is not None:
-            return self.rounded(added(linear, left, right, beta=beta, alpha=alpha, out=out))
-        if alpha == 1.0:
-            made = torch.bmm if is_batch else torch.mm
-            return self.rounded(made(left, right, out=out))
-        if out is None:
-            out = left.new_empty((*left.shape[:-1], right.size(-1)))
-        # With beta 0 torch neither reads nor copies the linear term.
-        return self.rounded(added(out, left, right, beta=0.0, alpha=alpha, out=out))
+            made = added(linear, left, right, beta=beta, alpha=alpha, out=out)
+        elif alpha == 1.0:
+            made = (torch.bmm if is_batch else torch.mm)(left, right, out=out)
+        else:
+            if out is None:
+                out = left.new_empty((*left.shape[:-1], right.size(-1)))
+            # With beta 0 torch neither reads nor copies the linear term.
+            made = added(out, left, right, beta=0.0, alpha=alpha, out=out)
+        return made if self.dtype is self.held else self.rounded(made)
 
     def folds(self, steps: Sequence[Triple]) -> bool:
         """Whether the Gram iteration's steps have their linear terms on a diagonal, too.

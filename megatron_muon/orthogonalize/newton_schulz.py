@@ -30,6 +30,10 @@ from megatron_muon.orthogonalize.soundness import Soundness, largest_of
 from megatron_muon.settings.coefficients import Triple
 from megatron_muon.settings.config import MuonConfig
 
+# Of matrices that a CPU takes together: their fp32 copies, 1 MiB, stay in its caches.
+_LINE = 32  # elements of 2 bytes in the alignment of torch's own memory, 64 bytes
+_CPU_ELEMENTS = 1 << 18
+
 
 def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
     """The direction of a matrix: all its singular values brought near 1.
@@ -49,10 +53,10 @@ def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
 
 
 def orthogonalize_at_once(matrices: Sequence[Tensor], config: MuonConfig) -> list[Tensor]:
-    """The directions of matrices of one shape, made together by batched products.
+    """The directions of matrices of one shape, made together.
 
-    A batch's products may round otherwise than those of a single matrix. For a single matrix the
-    result is that of ``orthogonalize``.
+    A GPU's products are batched, and may round otherwise than those of a single matrix. A CPU's
+    are not, and the result is that of ``orthogonalize``.
 
     Raises:
         ValueError: there are none, or they are not 2-D or not of one shape.
@@ -123,9 +127,9 @@ def orthogonalize_staged(
 
 
 def takes_batches(device: torch.device) -> bool:
-    """Whether matrices of one shape go through the iteration together.
+    """Whether products are of several matrices of one shape.
 
-    A CPU takes one at a time. So does torch's deterministic mode, since the layout decides which
+    A CPU's are of one. So are those of torch's deterministic mode, since the layout decides which
     matrices share a batch.
     """
     return not (_is_cpu(device) or torch.are_deterministic_algorithms_enabled())
@@ -140,8 +144,12 @@ def _bits_are_the_same(source: Tensor, numerics: Numerics) -> bool:
 def at_once_on(device: torch.device, numerics: Numerics, rows: int, cols: int, most: int) -> int:
     """The most matrices of a shape that go through the iteration together.
 
-    Where ``ns_batch`` is None they have at most ``most`` elements of scratch memory.
+    On a CPU they share what is not a product, with the same bits. Where ``ns_batch`` is None they
+    have at most ``most`` elements of scratch memory.
     """
+    if _is_cpu(device):
+        is_aligned = rows * cols % _LINE == 0  # else a later one is multiplied otherwise
+        return max(1, _CPU_ELEMENTS // (rows * cols)) if is_aligned else 1
     if not takes_batches(device):
         return 1
     if numerics.config.ns_batch is not None:
@@ -216,15 +224,20 @@ def _iterated(
     *,
     gram: bool,
 ) -> Tensor:
-    alone = x.size(0) == 1  # products of a single matrix are not batched
-    if alone:
-        x, spare = x[0], None if spare is None else spare[0]
-    with sums_in_fp32(x.device):
+    def iterate(x: Tensor, spare: Tensor | None) -> Tensor:
         if gram:
-            x = gram_iteration(x, numerics.segments, products, spare)
-        else:
-            x = standard_iteration(x, numerics.steps, products, spare)
-    return x[None] if alone else x
+            return gram_iteration(x, numerics.segments, products, spare)
+        return standard_iteration(x, numerics.steps, products, spare)
+
+    with sums_in_fp32(x.device):
+        if x.size(0) == 1:  # products of a single matrix are not batched
+            return iterate(x[0], None if spare is None else spare[0])[None]
+        if takes_batches(x.device):
+            return iterate(x, spare)
+        spare = torch.empty_like(x) if spare is None else spare
+        for one, beside in zip(x, spare, strict=True):
+            iterate(one, beside)
+    return spare if len(numerics.segments if gram else numerics.steps) % 2 else x
 
 
 def _is_cpu(device: torch.device) -> bool:
@@ -249,11 +262,13 @@ def standard_iteration(
         The last iterate, not scaled.
     """
     products, is_tall = products.plain(), x.size(-2) > x.size(-1)
+    symmetric = products.product if products.kernel is None else products.symmetric
     for step, (a, b, c) in enumerate(steps):
         leave = products.leave(is_last=step == len(steps) - 1)
-        square, alpha = products.short_square(x), b
+        left, right = (x.mT, x) if is_tall else (x, x.mT)
+        square, alpha = symmetric(left, right, alpha=products.scale**-2), b
         if c != 0:
-            square, alpha = products.symmetric(square, square, square, beta=b, alpha=c), 1.0
+            square, alpha = symmetric(square, square, square, beta=b, alpha=c), 1.0
         beta = products.fold(square, a * leave, alpha * leave)
         made = products.times(square, x, beta=beta, alpha=alpha * leave, is_tall=is_tall, out=spare)
         x, spare = made, None if spare is None else x

@@ -53,12 +53,9 @@ def enter(
     if _is_cpu(source.device):
         whole = torch.empty_like(x, dtype=torch.float32)
         torch.as_strided(whole, into.shape, into.stride()).copy_(source)
-        norms = [
-            normalize_(matrix, None if moves is None else moves[number])
-            for number, matrix in enumerate(whole)
-        ]
-        x.copy_(products.enter(whole))
-        return torch.stack(norms)
+        norms = normalize_(whole, moves)
+        products.rounded(x.copy_(whole if products.scale == 1.0 else whole.mul_(products.scale)))
+        return norms
     if source.dtype in _KERNEL_DTYPES and takes_kernels(source.device, numerics):
         norm = enter_by_kernels(into, source, moves, products.scale)
     else:
@@ -108,24 +105,24 @@ def power_of_two(largest: Tensor) -> Tensor:
 
 
 def normalize_(x: Tensor, moves: Tensor | None = None) -> Tensor:
-    """Divide an fp32 matrix by its Frobenius norm, in place; zero stays zero.
+    """Divide fp32 matrices by their Frobenius norms, in place; zero stays zero.
 
     The largest entry is divided out first. Then squares of entries neither over- nor underflow, and
     the norm is at least 1, so no epsilon is needed, below which small gradients would vanish.
 
     Args:
-        x: ``(m, n)``.
-        moves: bool scalar; where it is False ``x`` becomes zero.
+        x: ``(k, m, n)``.
+        moves: ``(k,)`` bool; where it is False a matrix becomes zero.
 
     Returns:
-        The norm in units of the largest entry, a scalar, at least 1; NaN if an entry is not finite.
+        ``(k,)``: the norms in units of the largest entry, at least 1; NaN if one is not finite.
     """
-    smallest, largest = torch.aminmax(x)
-    largest = torch.maximum(-smallest, largest)
-    x.div_(torch.where(largest == 0, torch.ones_like(largest), largest))
-    norm: Tensor = torch.linalg.vector_norm(x).clamp_min(1.0)
-    x.div_(norm if moves is None else torch.where(moves, norm, torch.inf))
-    return norm
+    flat = x.view(x.size(0), -1)
+    largest = torch.maximum(-flat.amin(1), flat.amax(1))
+    flat.div_(torch.where(largest == 0, 1.0, largest)[:, None])
+    norms = torch.stack(torch._foreach_norm(list(flat))).clamp_min_(1.0)
+    flat.div_((norms if moves is None else torch.where(moves, norms, torch.inf))[:, None])
+    return norms
 
 
 def _is_cpu(device: torch.device) -> bool:

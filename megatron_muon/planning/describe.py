@@ -10,7 +10,7 @@ from math import prod
 from megatron_muon.orthogonalize.iteration import NODE
 from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.rounds.gathers import ADAMW
+from megatron_muon.planning.rounds.pipeline import ADAMW
 from megatron_muon.settings.coefficients import spelled
 from megatron_muon.settings.config import MuonConfig, named
 

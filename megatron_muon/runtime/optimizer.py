@@ -11,33 +11,30 @@ from torch import Tensor
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rank_plan import RankPlan
-from megatron_muon.planning.rounds.gathers import ADAMW
+from megatron_muon.planning.rounds.pipeline import ADAMW
 from megatron_muon.runtime.exchange.messages import Exchange, Staged
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.nonfinite import Nonfinite
 from megatron_muon.runtime.round import Observer, Round, Shard, Shards, StepTools
+from megatron_muon.runtime.states import States
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.runtime.update import Elementwise, Foreach
 
-# The momentum has the key of Adam's first moment, and there is no second one: fused Adam classes
-# refuse to save or load a state under a key that they do not know.
-MOMENTUM_KEY = "exp_avg"
-
 ParamGroups = Sequence[Mapping[str, Any]]
-State = Mapping[Tensor, dict[str, Tensor]]
 
 
 class DistributedMuon:
     """The Muon part of a distributed optimizer on one rank.
 
-    Main parameters and momentum buffers are flat fp32 shards on the rank that holds the shard in
+    Main parameters and momentum buffers are flat shards on the rank that holds the shard in
     Megatron. A whole matrix exists only at its home, between gather and scatter.
 
     Args:
         numerics: of the run.
         plan, own: the stage's exchange plan, and this rank's part of it.
         exchange: moves this rank's slices and directions.
-        main_params: for each parameter of the plan that has a shard here, its flat fp32 shard.
+        main_params: for each parameter of the plan that has a shard here, the optimizer's flat
+            shard: fp32, or with ``States`` that say so a slice of the model's weight.
         meter: counts the work done.
         phase: names the parts of a step.
         elementwise: makes the elementwise operations of a round, once per round.
@@ -95,23 +92,23 @@ class DistributedMuon:
             each.observer = observer
 
     @torch.no_grad()
-    def start(self, groups: ParamGroups, state: State) -> None:
+    def start(self, groups: ParamGroups, states: States) -> None:
         """Start the first round of a step, ahead of ``step`` with the same arguments."""
         self.meter.start_step()
-        self._started = dict(self._shards(groups, state))
+        self._started = dict(self._shards(groups, states))
         self._start_early(0, self._started)
 
     @torch.no_grad()
-    def begin(self, groups: ParamGroups, state: State) -> None:
+    def begin(self, groups: ParamGroups, states: States) -> None:
         """``start``, and orthogonalize the first round: while the directions of another optimizer
         travel, which its slowest home may take long to send."""
-        self.start(groups, state)
+        self.start(groups, states)
         assert self._started is not None
         if self.rounds:
             self._begun = self._orthogonalized(0, self._started)
 
     @torch.no_grad()
-    def step(self, groups: ParamGroups, state: State, step_adamw: Callable[[], None]) -> None:
+    def step(self, groups: ParamGroups, states: States, step_adamw: Callable[[], None]) -> None:
         """Update Muon's parameters and AdamW's. Every rank of the stage calls it.
 
         A matrix whose direction is not finite stays as it is on all ranks, without decay.
@@ -122,11 +119,11 @@ class DistributedMuon:
 
         Args:
             groups: Megatron's parameter groups; ``lr`` and ``weight_decay`` are read.
-            state: holds each Muon shard's momentum under ``MOMENTUM_KEY``.
+            states: main parameters and state of the shards.
             step_adamw: updates the parameters that Muon does not own.
         """
         if self._started is None:
-            self.start(groups, state)
+            self.start(groups, states)
         assert self._started is not None
         shards, self._started = self._started, None
         with self._phase("muon/adamw"):  # while the first round travels
@@ -168,9 +165,9 @@ class DistributedMuon:
         if number >= 0 and self.rounds[number].travels:
             self.rounds[number].finish(shards)
 
-    def _shards(self, groups: ParamGroups, state: State) -> Iterator[tuple[int, Shard]]:
+    def _shards(self, groups: ParamGroups, states: States) -> Iterator[tuple[int, Shard]]:
         for group in groups:
             for shard in filter(self.owns, group["params"]):
-                momentum = state[shard][MOMENTUM_KEY]
-                at = Shard(shard, shard.grad, momentum, group["lr"], group["weight_decay"])
+                states.start_momentum(shard)
+                at = Shard(shard, states, group["lr"], group["weight_decay"])
                 yield self._parameter_of[id(shard)], at

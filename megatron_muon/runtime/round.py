@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor, cat, split_with_sizes
 
@@ -24,6 +24,7 @@ from megatron_muon.runtime.exchange.messages import (
     Staged,
 )
 from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.states import MAIN_KEY, MOMENTUM_KEY, States
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.runtime.update import Elementwise, update_scale
 
@@ -32,11 +33,27 @@ from megatron_muon.runtime.update import Elementwise, update_scale
 class Shard:
     """A Muon parameter's shard on this rank in this step, and its group's settings."""
 
-    main_param: Tensor
-    grad: Tensor
-    momentum_buffer: Tensor
+    shard: Tensor
+    states: States
     lr: float
     weight_decay: float
+
+    @property
+    def main_param(self) -> Tensor:
+        """Flat, fp32; a copy where ``states`` says so."""
+        return self.states.get(self.shard, MAIN_KEY)
+
+    @property
+    def momentum_buffer(self) -> Tensor:
+        """Like the main parameter."""
+        return self.states.get(self.shard, MOMENTUM_KEY)
+
+    @property
+    def grad(self) -> Tensor:
+        """Checked before the step."""
+        grad = self.states.grad(self.shard)
+        assert grad is not None
+        return grad
 
 
 Shards = Mapping[int, Shard]  # by the parameter's index in the plan
@@ -75,9 +92,6 @@ class Observer(Protocol):
 
     def before_newton_schulz(self, staged: Staged) -> None:
         """Matrices at their home, before they become directions."""
-
-    def after_newton_schulz(self, staged: Staged) -> None:
-        """The same matrices as directions."""
 
     def before_update(
         self, table: RoundTable, shards: Shards, directions: Sequence[Tensor]
@@ -144,8 +158,6 @@ class Round:
                 marks = cat(found.lines).mul_(-0.0)  # NaN where not finite; -0.0 adds nothing
                 self._numbers = found.norms, marks
                 self._exchange.mark(staged, marks)
-        if self.observer is not None:
-            self.observer.after_newton_schulz(staged)
 
     def taken_numbers(self) -> tuple[list[Tensor], Tensor]:
         """Norms, in several tensors, and marks of this step's ``homes``; forgotten here.
@@ -174,15 +186,21 @@ class Round:
 
     def _advance_momentum(self, shards: Shards, leaving: Leaving) -> None:
         config = self._work.numerics.config
+        here = [shards[index] for index, _ in self._table.parameters]
+        momenta, grads = [each.momentum_buffer for each in here], [each.grad for each in here]
+        if len({grad.dtype for grad in grads}) > 1:  # kernels take tensors of one dtype
+            grads = [grad.float() for grad in grads]
         self._elementwise.advance_momentum(
-            self._slices(shards, "momentum_buffer"),
-            self._slices(shards, "grad"),
+            self._slices(momenta),
+            self._slices(grads),
             leaving.slices,
             leaving.moves,
             self._table.leaving,
             momentum=config.momentum,
             nesterov=config.nesterov,
         )
+        for each, momentum in zip(here, momenta, strict=True):
+            each.states.put(each.shard, MOMENTUM_KEY, momentum)
 
     def _orthogonalize_whole(
         self, alike: Alike, elements: Tensor, moves: Tensor, found: Soundness
@@ -230,19 +248,18 @@ class Round:
     def _update(self, shards: Shards, directions: list[Tensor]) -> None:
         factors, decays = [], []
         scales = iter([self._work.scales[matrix] for matrix in self._table.matrices])
-        for index, sizes in self._table.parameters:
-            shard = shards[index]
-            factors += [shard.lr * next(scales) for _ in sizes]
-            decays += [shard.lr * shard.weight_decay] * len(sizes)
-        params = self._slices(shards, "main_param")
-        self._elementwise.apply_updates(params, directions, factors, decays)
+        here = [shards[index] for index, _ in self._table.parameters]
+        for each, (_, sizes) in zip(here, self._table.parameters, strict=True):
+            factors += [each.lr * next(scales) for _ in sizes]
+            decays += [each.lr * each.weight_decay] * len(sizes)
+        params = [each.main_param for each in here]
+        self._elementwise.apply_updates(self._slices(params), directions, factors, decays)
+        for each, param in zip(here, params, strict=True):
+            each.states.put(each.shard, MAIN_KEY, param)
 
-    def _slices(
-        self, shards: Shards, name: Literal["main_param", "grad", "momentum_buffer"]
-    ) -> list[Tensor]:
-        """One of each shard's tensors, cut into the round's slices."""
+    def _slices(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """A tensor of each shard, cut into the round's slices."""
         slices: list[Tensor] = []
-        for index, sizes in self._table.parameters:
-            whole: Tensor = getattr(shards[index], name)
+        for whole, (_, sizes) in zip(wholes, self._table.parameters, strict=True):
             slices += [whole] if len(sizes) == 1 else split_with_sizes(whole, sizes)
         return slices

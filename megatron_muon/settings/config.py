@@ -83,7 +83,7 @@ ROWS = rows_of(MuonConfig)
 
 def _in_tuples(value: Any) -> Any:
     """A value in which lists, also those of Hydra, are tuples."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return tuple(map(_in_tuples, value))
     return value
 

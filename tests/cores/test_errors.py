@@ -97,8 +97,8 @@ UNSUPPORTED = {
     ),
     "spelling": ({"late": {"optimizer": "Muon"}}, "ValueError: write optimizer='muon', got 'Muon'"),
     "precision-aware": (
-        {"late": {"use_precision_aware_optimizer": True}},  # its __post_init__ wants adam
-        "does not support use_precision_aware_optimizer yet (got True)",
+        {"late": {"use_precision_aware_optimizer": True}},  # its __post_init__ wants FusedAdam
+        "use_precision_aware_optimizer here: Megatron has picked megatron_muon.cpu",
     ),
     "optimizer cuda graph": (
         {"late": {"optimizer_cuda_graph": True}},

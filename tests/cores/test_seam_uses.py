@@ -41,6 +41,7 @@ OURS = own_names(PACKAGE)
 # In no row, and why.
 EXCEPTIONS = {
     "torch.cpu._is_avx512_bf16_supported": "read where torch has it; later ones have a public way",
+    "megatron.core.optimizer.Adam.set_scaled_state": "refused where Megatron's Adam lacks it",
     "torch.optim._muon": "a peer of bench newton-schulz, which is left out where it is not",
     "torch.optim._muon._zeropower_via_newtonschulz": "likewise",
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": "made where Megatron lacks it",
@@ -172,7 +173,7 @@ def use(dist_opt):
     state = parallel_state
     with replaced(state, get_other=None):
         getattr(state, "get_third")
-    return dist_opt.ddp_config, dist_opt.shard_float16_groups
+    return dist_opt.ddp_config, dist_opt.per_bucket_numel
 """
     symbols = {use.symbol for use in uses_in_text(text, "mcore/a.py") if in_no_row(use)}
     owner = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
@@ -184,7 +185,7 @@ def use(dist_opt):
         "megatron.core.gone.anything",
         "megatron.core.parallel_state.get_other",
         "megatron.core.parallel_state.get_third",
-        "DistributedOptimizer:shard_float16_groups",
+        "DistributedOptimizer:per_bucket_numel",
     }
 
 

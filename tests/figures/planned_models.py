@@ -13,11 +13,13 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
 from megatron_muon.lab.plan.command import DEVICES, command_line, hardware_given
 from megatron_muon.lab.plan.rows import Name
 from megatron_muon.lab.plan.run import RunPlan, plan_run
+from megatron_muon.lab.pricing.upstream import TpMode
 from support.virtual_gpu.plans import OVERLAP
 
 _PP16 = "--pp 16 --decoder-last-pipeline-num-layers 1"
@@ -52,8 +54,9 @@ MODELS = (
     ),
 )
 HEAD = (
-    "| model | ranks | AdamW | contiguous | bucketed | Megatron's duplicated / "
-    "distributed | in node / between, MB | busiest / mean | peak, MiB | longer than AdamW's |"
+    "| model | ranks | AdamW | contiguous | bucketed | Megatron's blockwise / duplicated / "
+    "distributed / layer_sharded | in node / between, MB | busiest / mean | peak, MiB | "
+    "longer than AdamW's |"
 )
 
 
@@ -91,7 +94,7 @@ def _cells(plan: RunPlan) -> Iterator[str]:
         return f"{1e3 * plan.seconds(name):.1f}" if name in plan.names else "–"
 
     yield from (ms(name) for name in ("adamw", "contiguous", "bucketed"))
-    yield f"{ms('duplicated')} / {ms('distributed')}"
+    yield " / ".join(map(ms, get_args(TpMode)))
     row = plan.slowest.row("contiguous")
     yield f"{row.inside.mean / 1e6:,.0f} / {row.between.mean / 1e6:,.0f}"
     yield f"{row.uneven:.2f}"

@@ -19,7 +19,8 @@ from figures.stages import stage_of, step_of
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.presets import hardware_of
 from megatron_muon.lab.pricing.step import price_adamw
-from megatron_muon.lab.pricing.upstream import price_layer_wise
+from megatron_muon.lab.pricing.upstream import TpMode, price_layer_wise
+from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.settings.update import Preset
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, QWEN3_30B
 
@@ -68,7 +69,8 @@ CASES = (
 
 HEAD = (
     "| ms | AdamW | safe | with kernel | fast | with kernel | in bf16 | rounds | "
-    "launches | NS busiest / mean | exposed | upstream duplicated / distributed |"
+    "launches | NS busiest / mean | exposed | upstream blockwise / duplicated / distributed / "
+    "layer_sharded | with syrk |"
 )
 
 
@@ -81,7 +83,7 @@ def main() -> None:
     parser.add_argument("--flags", default="", help="further flags of megatron-muon plan")
     given = parser.parse_args()
     hardware = hardware_of(given.hardware, given.set)
-    print(f"{HEAD}\n|---|{'--:|' * 11}")
+    print(f"{HEAD}\n|---|{'--:|' * 12}")
     for case in CASES:
         if not given.words or any(word in case.name for word in given.words):
             cells = _cells(f"{case.words} {given.flags}", hardware)
@@ -101,12 +103,13 @@ def _cells(words: str, hardware: Hardware) -> Iterator[str]:
     yield f"{last.launches:,}"
     yield f"{_ms(last.newton_schulz_busiest)} / {_ms(last.newton_schulz_mean)}"
     yield _ms(last.exposed_most)
-    duplicated, distributed = (
-        price_layer_wise(whole, config, hardware, mode)[0].seconds
-        for mode in ("duplicated", "distributed")
-    )
-    other = "–" if distributed == duplicated else _ms(distributed)
-    yield f"{_ms(duplicated)} / {other}"
+    devices: tuple[Device, ...] = "cuda", "cuda_symmetric"
+    for device in devices:
+        times = [
+            price_layer_wise(whole, config, hardware, mode, device)[0].seconds
+            for mode in get_args(TpMode)
+        ]
+        yield " / ".join(map(_ms, times)) if len(set(times)) > 2 else _ms(times[1])
 
 
 def _ms(seconds: float) -> str:

@@ -114,13 +114,13 @@ def _steps(case: Case, repeats: int) -> list[float]:
             numbers.append(torch.zeros(len(moves)))
 
     numerics, cpu = Numerics(case.config, "cpu"), torch.device("cpu")
-    muon, groups, state = muon_of(plan, rank, numerics, dist.group.WORLD, cpu)
+    muon, groups, states = muon_of(plan, rank, numerics, dist.group.WORLD, cpu)
     times = []
     with mock.patch.object(muon_round, "orthogonalize_staged", orthogonalize_staged):
         for _ in range(1 + repeats):
             dist.barrier()
             start = time.perf_counter()
-            muon.step(groups, state, lambda: None)
+            muon.step(groups, states, lambda: None)
             times.append(time.perf_counter() - start)
     return times[1:]
 

@@ -31,32 +31,6 @@ pytestmark = pytest.mark.timeout(900)
 # Of core 0.19 and later, whose local layers refuse --qk-layernorm without a rank for queries.
 REFUSES_QK_NORM = "megatron/core/transformer/mla_qk_norm_config.py"
 
-# What the sources of each recipe say; examples/*/README.md has them.
-RECIPES = {
-    "gpt_340m": "--num-layers 12 --hidden-size 1536 --num-attention-heads 12 --seq-length 1024 "
-    "--transformer-impl local --micro-batch-size 1 --global-batch-size 64 --train-iters 5000 "
-    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-decay-iters 5000 "
-    "--lr-warmup-fraction 0.02 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
-    "--init-method-std 0.006 --clip-grad 1.0 --tensor-model-parallel-size 2 "
-    "--pipeline-model-parallel-size 2 --muon-matched-adamw-rms 0.2 --split 949,50,1",
-    "moe_1b": "--num-layers 18 --hidden-size 728 --ffn-hidden-size 2176 --num-attention-heads 8 "
-    "--kv-channels 128 --rotary-percent 0.5 --num-experts 64 --moe-router-topk 6 "
-    "--moe-ffn-hidden-size 408 --moe-shared-expert-intermediate-size 816 "
-    "--moe-layer-freq ([0]*2+[1]*16) --moe-router-score-function sigmoid "
-    "--moe-router-topk-scaling-factor 2.45 --moe-router-bias-update-rate 1e-3 "
-    "--micro-batch-size 1 --global-batch-size 1152 --seq-length 2048 --train-samples 48828125 "
-    "--lr-decay-samples 47851562 --lr-warmup-samples 488281 --lr 1e-3 --min-lr 1e-4 "
-    "--weight-decay 0.1 --adam-eps 1e-8 --init-method-std 0.006 --muon-matched-adamw-rms 0.2",
-    "moonlight_mla": "--num-layers 27 --hidden-size 2048 --ffn-hidden-size 11264 "
-    "--num-attention-heads 16 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
-    "--v-head-dim 128 --rotary-base 50000 --norm-epsilon 1e-5 --num-experts 64 "
-    "--moe-router-topk 6 --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816 "
-    "--moe-layer-freq ([0]*1+[1]*26) --moe-router-topk-scaling-factor 2.446 "
-    "--moe-aux-loss-coeff 1e-3 --moe-router-bias-update-rate 1e-3 --vocab-size 163839 "
-    "--seq-length 8192 --global-batch-size 2048 --lr 4.2e-4 --min-lr 4.2e-5 "
-    "--lr-warmup-iters 2000 --weight-decay 0.1 --muon-matched-adamw-rms 0.2",
-}
-
 
 def environment(folder: Path, **variables: object) -> dict[str, str]:
     """Of a script; programs in ``folder`` come before all others, Python modules there too."""
@@ -128,16 +102,6 @@ def test_without_a_checkout_the_error_says_how_to_get_one(name: str, tmp_path: P
         message = f"MEGATRON_LM_PATH='{given.get('MEGATRON_LM_PATH', '')}' is no Megatron-LM chec"
         assert done.stderr.startswith(message)
         assert "git clone --depth 1 -b core_v0.16.1 https://github.com/NVIDIA" in done.stderr
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_the_defaults_are_the_recipe(name: str, standin: Path) -> None:
-    words = asked(standin, name)
-    pairs = re.findall(r"(--\S+ \S+)", RECIPES[name])
-    assert [pair for pair in pairs if not has(words, pair)] == []
-    assert "--use-distributed-optimizer" in words and "--mock-data" in words
-    script = words.index(f"{standin}/pretrain_gpt.py")
-    assert words[script - 2 : script] == ["-m", "megatron_muon"]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -34,7 +34,7 @@ def test_a_bad_or_missing_gradient_that_is_left_out_is_in_the_norm(left_out: tor
     here = _shard(1.0)
     assert here.grad is not None
     for counted, shards in (([here.grad], [here, left_out]), ([], [left_out])):
-        (grad,) = norm_grads(counted, shards, CPU)
+        (grad,) = norm_grads(counted, [shard.grad for shard in shards], CPU)
         assert grad.isnan().all()
 
 

@@ -10,7 +10,7 @@ from argparse import Namespace
 from support import ROOT
 
 SMALL = "--hidden 64 --layers 1 --heads 4 --vocab 512 --seq 16"
-OURS = ["muon-contiguous", "muon-bucketed", "muon-paper"]
+OURS = ["muon-contiguous", "muon-bucketed"]
 
 
 def environment() -> dict[str, str]:

@@ -11,5 +11,5 @@ from megatron_muon.orthogonalize.normalization import normalize_
 def normalize(x: Tensor) -> Tensor:
     """A new fp32 matrix; zero stays zero."""
     made = x.to(torch.float32, copy=True)
-    normalize_(made)
+    normalize_(made[None])
     return made

@@ -67,7 +67,7 @@ BAD: dict[str, tuple[tuple[Any, str], ...]] = {
     "ns_coefficients": (
         ((1.0, 2.0), "must be a tuple of three numbers"),
         ("septic", "must be one of simple, quintic, .*got 'septic'"),
-        ([1.0, 2.0, 3.0], "a set's name, a tuple of three numbers"),
+        ({1.0, 2.0}, "a set's name, a tuple of three numbers"),
         (((1.0, 2.0, 3.0), (1.0,)), "must be a tuple of three"),
         ((), r"three numbers, got \(\)"),
         ((1.0, 2.0, math.inf), "must be finite"),

@@ -48,8 +48,8 @@ WITHOUT_TORCH |= {"orthogonalize.iteration", "orthogonalize.numerics"}
 WITHOUT_TORCH |= {f"lab.{room}" for room in ("pricing", "trace", "curves")}
 WITHOUT_TORCH |= {"console"}
 # Of a checkpoint's files, those that hold no tensor.
-WITHOUT_TORCH |= {f"mcore.load_check.{name}" for name in ("checksum", "digest")}
-WITHOUT_TORCH |= {f"mcore.load_check.{name}" for name in ("durable", "regular_files")}
+WITHOUT_TORCH |= {f"mcore.load_check.{name}" for name in ("checksum", "digest", "files")}
+WITHOUT_TORCH |= {"mcore.load_check.files"}
 
 
 def dotted(path: Path) -> str:

@@ -18,7 +18,7 @@ from megatron_muon.lab.accept.report import as_json, as_markdown
 from megatron_muon.lab.accept.results import NO_TIME, Check, read
 from megatron_muon.lab.dry_run.numbers import count, up_to
 from megatron_muon.lab.outputs import add_outputs, require_outputs, require_writable, write_json
-from megatron_muon.mcore.load_check.durable import write_text
+from megatron_muon.mcore.load_check.files import write_text
 
 NAME, REPORT = "accept.json", "accept.md"
 _PROGRAM = "megatron-muon accept"

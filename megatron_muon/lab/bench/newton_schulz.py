@@ -35,7 +35,8 @@ coefficients and steps that are Muon's default. All take the same input, one
 after the other in rounds whose order rotates. A ratio is standard's time over
 the row's, as the median over rounds: above 1 is faster than standard. With
 --batch N a row takes N matrices one after the other; rows "at once" take them
-together, as --muon-ns-batch N does, or as the other package does.
+together, as a step does (a CPU multiplies each alone), or as the other package
+does.
 
 The ceiling is a plain matmul of two square matrices, a row of its own with the
 same rounds, device, threads and dtype (fp32 on a CPU without instructions for

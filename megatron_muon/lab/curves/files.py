@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_muon.lab.curves.lead import Curve, curve
 from megatron_muon.lab.outputs import CommandError
-from megatron_muon.mcore.load_check.regular_files import open_regular
+from megatron_muon.mcore.load_check.files import open_regular
 
 KINDS = ("train", "validation", "other")  # other: text from elsewhere
 MOST = 1 << 28  # bytes of a file

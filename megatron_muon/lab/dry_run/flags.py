@@ -37,7 +37,7 @@ _SWITCHES = (
     *("--add-qkv-bias", "--use-distributed-optimizer", "--overlap-grad-reduce"),
     *("--overlap-param-gather", "--overlap-param-gather-with-optimizer-step"),
     *("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"),
-    "--ddp-pad-buckets-for-high-nccl-busbw",
+    *("--ddp-pad-buckets-for-high-nccl-busbw", "--use-precision-aware-optimizer"),
 )
 _OF_RANKS = {
     "--tensor-model-parallel-size": "--tp",
@@ -78,6 +78,8 @@ def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
     for name in _SWITCHES:
         add(name, action="store_true")
     add("--disable-bias-linear", action="store_false", dest="add_bias_linear")
+    for name in ("--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"):
+        add(name, choices=["fp32", "fp16", "bf16", "fp8"], default="fp32")
     for name in ("--hidden-dropout", "--attention-dropout"):
         add(name, type=finite, default=0.1)
     add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")

@@ -28,6 +28,7 @@ import torch.distributed as dist
 import megatron_muon.cpu
 from megatron_muon.lab.dry_run import stand_ins
 from megatron_muon.lab.dry_run.seams import SCRIPT
+from megatron_muon.lab.pricing.work import state_bytes
 from megatron_muon.megatron_lm.launch import check_installation, checkout_of
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.settings.config import MuonConfig
@@ -180,6 +181,7 @@ def _leave_out(args: Namespace) -> list[str]:
     for name, value in _LEFT_OUT.items():
         if hasattr(args, name):
             setattr(args, name, value)
+    _take_state_bytes(args)
     given = [row for row in options.REFUSED if row.needs_gpu(getattr(args, row.dest, None))]
     for row in given:
         if row.dest in _IN_FEW_BITS:
@@ -195,6 +197,16 @@ def _leave_out(args: Namespace) -> list[str]:
     args.transformer_impl = kept  # it has a stand-in
     told = ", ".join(row.option for row in given)
     return [f"{_LEFT}: {told}"] if given else []
+
+
+def _take_state_bytes(args: Namespace) -> None:
+    """Turn off what only Transformer Engine's FusedAdam can, and keep what it costs."""
+    args.state_bytes = state_bytes(args)
+    if args.use_precision_aware_optimizer:
+        args.use_precision_aware_optimizer = False
+        args.grad_reduce_in_bf16 |= args.main_grads_dtype == "bf16"
+        for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq"):
+            setattr(args, f"{name}_dtype", "fp32")
 
 
 def _stop(*args: Any, **options: Any) -> NoReturn:

@@ -16,15 +16,15 @@ from megatron_muon.lab.inspect.report import Report, examine
 _DESCRIPTION = f"""\
 Print what wrote a checkpoint, its parameters with their optimizer, and whether
 it is complete: its digest, held against the sizes of its files, with --hash
-against every byte. Without a digest the files tell only who wrote them. Neither
-a GPU nor a process group is needed. Files are read as data in a process of
-their own: no name in them chooses code that runs. It may take {SECONDS} s and
+against every byte. Without a digest the files only tell who wrote them. No GPU
+and no process group are needed. Files are read as data in a process of their
+own: no name in them chooses code that runs. It may take {SECONDS} s and
 {MEMORY >> 30} GiB beyond what they need."""
 
 _STATUS = """\
 exit status:
   0  complete, by its digest
-  1  not complete, damaged, or without a digest: the last lines say what is wrong
+  1  not complete, damaged or without a digest: the last lines say why
   2  wrong arguments; or no checkpoint there, or several and no tracker file
   3  this command itself failed, or the files passed its limits"""
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_muon.mcore.load_check.regular_files import entries
+from megatron_muon.mcore.load_check.files import entries
 
 SECONDS, MEMORY = 60, 4 << 30  # of processor time, and bytes, beyond what the files need
 _RATE = 100 << 20  # bytes of files that a second of processor time reads, at least

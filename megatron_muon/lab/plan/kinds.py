@@ -17,7 +17,7 @@ from megatron_muon.lab.dry_run.stages import (
     planned_optimizers,
     sizes_of,
 )
-from megatron_muon.lab.pricing.work import Optimizer
+from megatron_muon.lab.pricing.work import WIDE, Optimizer, StateBytes, state_bytes
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.mcore.routing.routes import routes_of
 from megatron_muon.mcore.routing.survey import matched_patterns, require_matched, share_of
@@ -102,7 +102,10 @@ def planned_kinds(
                 continue
             every = [chunks, *(built(*run, ranks) for run in runs[1:])]
             planned = [
-                [optimizer_of(one) for one in planned_optimizers(*run, ranks, each, device)]
+                [
+                    optimizer_of(one, state_bytes_of(run[0]))
+                    for one in planned_optimizers(*run, ranks, each, device)
+                ]
                 for run, each in zip(runs, every, strict=True)
             ]
             if not planned[0]:
@@ -116,7 +119,13 @@ def planned_kinds(
     return list(alike.values())
 
 
-def optimizer_of(planned: Planned) -> Optimizer:
+def state_bytes_of(flags: Namespace) -> StateBytes:
+    """As they were given, where the flags are a script's, which knows no GPU."""
+    given: StateBytes | None = getattr(flags, "state_bytes", None)
+    return state_bytes(flags) if given is None else given
+
+
+def optimizer_of(planned: Planned, held: StateBytes = WIDE) -> Optimizer:
     """An optimizer as the time model takes it."""
     parameters = gradients = 0
     has_main = False
@@ -126,7 +135,7 @@ def optimizer_of(planned: Planned) -> Optimizer:
         gradients += sum(grad.nbytes for grad in grads)
         parameters += sum(grad.numel() for grad in grads) * itemsize
         has_main = has_main or itemsize < _FP32
-    return Optimizer(planned.plan, _rest_of(planned), parameters, gradients, has_main)
+    return Optimizer(planned.plan, _rest_of(planned), parameters, gradients, has_main, held)
 
 
 def _rest_of(planned: Planned) -> tuple[int, ...]:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from megatron_muon.lab.pricing import memory
 from megatron_muon.lab.pricing.hardware import Hardware
+from megatron_muon.lab.pricing.paper import price_paper
 from megatron_muon.lab.pricing.step import price_adamw, price_step
 from megatron_muon.lab.pricing.upstream import TpMode, price_layer_wise
 from megatron_muon.lab.pricing.work import Optimizer, total, traffic_of
-from megatron_muon.orthogonalize.numerics import Device
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.settings.config import MuonConfig
 
-Name = Literal["adamw", "contiguous", "bucketed", "duplicated", "distributed"]
+Name = Literal["adamw", "contiguous", "bucketed", "paper"] | TpMode
 OURS: tuple[Name, ...] = ("contiguous", "bucketed")
-NAMES: tuple[Name, ...] = ("adamw", *OURS, "duplicated", "distributed")
+NAMES: tuple[Name, ...] = ("adamw", *OURS, "paper", *get_args(TpMode))
 TITLES: Mapping[Name, str] = {
     "adamw": "AdamW",
     "contiguous": "Muon, contiguous",
     "bucketed": "Muon, bucketed",
+    "paper": "the paper's",
+    "blockwise": "Megatron's, blockwise: other mathematics",
     "duplicated": "Megatron's, duplicated",
     "distributed": "Megatron's, distributed",
+    "layer_sharded": "Megatron's, layer_sharded (#6683)",
 }
 _FP32 = 4
 
@@ -112,7 +116,7 @@ def our_row(
         seconds=step.seconds,
         launches=step.launches,
         rest=_most(memory.at_rest(optimizers)),
-        peak=max(memory.peaks(plans, config, device)),
+        peak=max(memory.peaks(plans, config, device, optimizers[0].held)),
         boundary=sum(len(plan.boundary_parameters()) for plan in plans),
         inside=Spread.of(sent.inside),
         between=Spread.of(sent.between),
@@ -126,11 +130,39 @@ def our_row(
     )
 
 
+def paper_row(
+    optimizers: Sequence[Optimizer],
+    nodes: Sequence[int],
+    config: MuonConfig,
+    hardware: Hardware,
+    device: Device,
+) -> PlannedStep:
+    """The paper's algorithm over the shards of our plans (``pricing.paper``)."""
+    ranks = price_paper(optimizers, Numerics(config, device), hardware, nodes)
+    exposed = [rank.exposed(hardware) for rank in ranks]
+    ends = [rank.cost.seconds + waits for rank, waits in zip(ranks, exposed, strict=True)]
+    return PlannedStep(
+        name="paper",
+        seconds=max(ends),
+        launches=max(rank.cost.launches for rank in ranks),
+        rest=_most(memory.at_rest(optimizers)),
+        peak=None,
+        inside=Spread.of([rank.inside for rank in ranks]),
+        between=Spread.of([rank.between for rank in ranks]),
+        flops=Spread.of([rank.flops for rank in ranks]),
+        exposed=Spread.of(exposed),
+    )
+
+
 def layer_wise_row(
-    mode: TpMode, optimizers: Sequence[Optimizer], config: MuonConfig, hardware: Hardware
+    mode: TpMode,
+    optimizers: Sequence[Optimizer],
+    config: MuonConfig,
+    hardware: Hardware,
+    device: Device,
 ) -> PlannedStep:
     """Megatron's own, by its rules (``pricing.upstream``)."""
-    most, mean = price_layer_wise(optimizers, config, hardware, mode)
+    most, mean = price_layer_wise(optimizers, config, hardware, mode, device)
     peers = (optimizers[0].plan.grid.tp_size - 1) * bool(most.messages)
     evenly = sum(sum(one.rest) // len(one.rest) for one in optimizers)  # AdamW's part
     has_main = any(one.has_main for one in optimizers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from megatron_muon.lab.dry_run.model import Ranks
 from megatron_muon.lab.plan.kinds import PlannedKind, planned_kinds
@@ -15,10 +16,12 @@ from megatron_muon.lab.plan.rows import (
     adamw_row,
     layer_wise_row,
     our_row,
+    paper_row,
 )
 from megatron_muon.lab.plan.training import Training, training_of
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.streams import nodes_of
+from megatron_muon.lab.pricing.upstream import TpMode
 from megatron_muon.lab.routes.model_flags import CommandLine, megatron_is_quiet
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.describe import Share
@@ -126,7 +129,7 @@ def plan_run(
     layout: Name = own.flags.muon_dp_layout or "contiguous"
     layouts = [layout, *(name for name in OURS if name != layout and name in wanted)]
     runs = [own, *(line.settled([*words, "--muon-dp-layout", name]) for name in layouts[1:])]
-    if Numerics(config, device).split != "off":  # Megatron's own takes whole matrices
+    if Numerics(config, device).split != "off":  # others have whole matrices
         whole = ["--muon-split-matrices", "off", "--muon-dp-layout", "contiguous"]
         runs.append(line.settled([*words, *whole]))
     numbers = range(ranks.pp)
@@ -174,10 +177,14 @@ def _stage(
         if name in by_layout
     ]
     plans = [one.plan for one in own]
-    if "duplicated" in wanted:
-        rows.append(layer_wise_row("duplicated", whole, config, hardware))
-    if "distributed" in wanted and any(plan.grid.tp_size > 1 for plan in plans):
-        rows.append(layer_wise_row("distributed", whole, config, hardware))
+    if "paper" in wanted:
+        rows.append(paper_row(whole, nodes, config, hardware, device))
+    has_tp = any(plan.grid.tp_size > 1 for plan in plans)  # without it, all modes are one
+    rows += [
+        layer_wise_row(mode, whole, config, hardware, device)
+        for mode in get_args(TpMode)
+        if mode in wanted and (has_tp or mode == "duplicated")
+    ]
     dp_sizes = [plan.grid.dp_size for plan in plans]
     return StagePlan(
         stages=tuple(kind.stages),

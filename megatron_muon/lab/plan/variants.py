@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_muon.lab.plan.report import MB, MIB, aligned, ms
+from megatron_muon.lab.plan.report import MB, MIB, aligned, with_bar
 from megatron_muon.lab.plan.rows import OURS, TITLES, Name
 from megatron_muon.lab.plan.run import RunPlan
 from megatron_muon.lab.routes.model_flags import REFUSALS, said
@@ -103,9 +103,9 @@ def table(
         cells += [f"{plan.share(layout):.2%}", f"{plan.slower(layout):+.2%}"]
         if before:
             after = plan.seconds(layout)
-            cells += [ms(after), f"{(before - after) / before:+.1%}"]
+            cells += [with_bar(after), f"{(before - after) / before:+.1%}"]
         else:
-            cells += [ms(plan.seconds(name)) if name in plan.names else "-" for name in names]
+            cells += [with_bar(plan.seconds(name)) if name in plan.names else "-" for name in names]
         rows.append([*cells, variant.effect])
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]

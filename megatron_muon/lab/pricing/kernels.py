@@ -180,6 +180,14 @@ def newton_schulz_strip(
     return cost + add.times(len(numerics.steps)) + work.standard_steps()
 
 
+def sliced_steps(hardware: Hardware, square: int, long: int, numerics: Numerics) -> Cost:
+    """The cost of the standard iteration on a slice ``(square, long)``, without what sums squares.
+
+    ``long`` may be the smaller one.
+    """
+    return _Products(hardware, square, long, 1, numerics).standard_steps()
+
+
 def turns(hardware: Hardware, nbytes: int, homes: int) -> Cost:
     """The cost to turn a strip there and back, the messages too, which nothing hides.
 

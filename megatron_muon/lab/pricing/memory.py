@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_muon.lab.pricing import scratch
-from megatron_muon.lab.pricing.work import Optimizer, Pairs, RoundWork, rounds_of
+from megatron_muon.lab.pricing.work import (
+    WIDE,
+    Optimizer,
+    Pairs,
+    RoundWork,
+    StateBytes,
+    rounds_of,
+)
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.config import MuonConfig
@@ -29,24 +36,31 @@ def at_rest(optimizers: Sequence[Optimizer], *, with_muon: bool = True) -> list[
     for rank in range(len(every[0][0])):
         main = momentum = moments = 0
         for one, (muon, elements) in zip(optimizers, every, strict=True):
-            main += elements[rank] * _FP32 * one.has_main
-            momentum += muon[rank] * _FP32 * with_muon
-            moments += (elements[rank] - muon[rank] * with_muon) * 2 * _FP32
+            held = one.held
+            main += elements[rank] * held.main * one.has_main
+            momentum += muon[rank] * held.first * with_muon
+            moments += (elements[rank] - muon[rank] * with_muon) * (held.first + held.second)
         whole = sum(one.parameters for one in optimizers), sum(one.gradients for one in optimizers)
         kinds.append(dict(zip(KINDS, (*whole, main, momentum, moments), strict=True)))
     return kinds
 
 
-def peaks(plans: Sequence[ExchangePlan], config: MuonConfig, device: Device = "cuda") -> list[int]:
+def peaks(
+    plans: Sequence[ExchangePlan],
+    config: MuonConfig,
+    device: Device = "cuda",
+    held: StateBytes = WIDE,
+) -> list[int]:
     """Bytes of each rank above the state at the highest moment of its step.
 
     Args:
         plans: of the stage's optimizers, in the order of their steps.
         config: the settings that made them.
         device: kind of device of all ranks.
+        held: bytes of state; a round works on fp32 copies of its shards where they are fewer.
     """
     numerics = Numerics(config, device)
-    sized = [_sized(plan, numerics) for plan in plans]
+    sized = [_sized(plan, numerics, held) for plan in plans]
     return [
         _peak([[sizes[rank] for sizes in rounds] for rounds in sized])
         for rank in range(plans[0].size if plans else 0)
@@ -83,18 +97,22 @@ class _Sizes:
         return bool(self.sent or self.received or self.out or self.back)
 
 
-def _sized(plan: ExchangePlan, numerics: Numerics) -> list[list[_Sizes]]:
+def _sized(plan: ExchangePlan, numerics: Numerics, held: StateBytes) -> list[list[_Sizes]]:
     """``[round][rank]``."""
     works = rounds_of(plan)
     of_newton_schulz = scratch.of_newton_schulz(plan, works, numerics)
     return [
-        _of_round(work, plan, numerics, scratches)
+        _of_round(work, plan, numerics, held, scratches)
         for work, scratches in zip(works, of_newton_schulz, strict=True)
     ]
 
 
 def _of_round(
-    work: RoundWork, plan: ExchangePlan, numerics: Numerics, scratches: list[int]
+    work: RoundWork,
+    plan: ExchangePlan,
+    numerics: Numerics,
+    held: StateBytes,
+    scratches: list[int],
 ) -> list[_Sizes]:
     sent, received = _ends(work.gather, plan.size)
     out, back = _ends(work.scatter, plan.size)
@@ -108,8 +126,10 @@ def _of_round(
             out=out[rank],
             back=back[rank],
             scratch=scratches[rank],
-            momentum=scratch.of_momentum((kept + sent[rank]) // plan.itemsize, numerics),
-            update=scratch.of_update(work.held[rank], numerics),
+            momentum=scratch.of_momentum((kept + sent[rank]) // plan.itemsize, numerics)
+            + work.held[rank] * _FP32 * (held.first < _FP32),
+            update=scratch.of_update(work.held[rank], numerics)
+            + work.held[rank] * _FP32 * (held.main < _FP32),
         )
         for rank in range(plan.size)
     ]

@@ -4,15 +4,17 @@ The rules are those of Megatron-LM's ``layer_wise_optimizer.py`` and of Emerging
 
 - A parameter has one owner among the data-parallel ranks, which steps it on all of its TP ranks.
 - Here owners are balanced by priced time, longest first, which is in upstream's favour. Its own
-  owners follow from parameters' places in its buffers, in older cores from their sizes.
+  owners follow from parameters' places in its buffers, since core 0.20 also from their cost.
+- ``blockwise``, its default up to core 0.19: each TP rank orthogonalizes its slice by itself. This
+  is other mathematics: directions depend on TP.
 - ``duplicated``: the owner's TP ranks gather the matrix in fp32 and each orthogonalizes all of it.
 - ``distributed``: each TP rank orthogonalizes its slice. In each Newton-Schulz step they all-reduce
   the square of the dim that TP does not cut. The slice of a replicated weight is all of it.
-- One matrix at a time, the standard iteration, torch's products.
-- Momentum and update move as many bytes as ours without fused kernels. AdamW's part is spread
-  evenly, at no other cost.
-
-Not counted: upstream all-reduces whole gradients, where ours reduce-scatters them.
+- ``layer_sharded`` (https://github.com/NVIDIA/Megatron-LM/pull/6683, not merged): each matrix has
+  one of the owner's TP ranks, to which an all-to-all in fp32 brings it, and another takes it back.
+- One matrix at a time, the standard iteration. Where our products are a library's, two of three are
+  those of its ``--muon-use-syrk`` (core 0.20), at the same speed.
+- Momentum and update move 66 bytes an element. AdamW's part is spread evenly, at no other cost.
 """
 
 from __future__ import annotations
@@ -24,19 +26,21 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_muon.lab.pricing.hardware import MICRO, Hardware
-from megatron_muon.lab.pricing.kernels import Cost, newton_schulz, product, stream
+from megatron_muon.lab.pricing.kernels import Cost, newton_schulz, sliced_steps, stream
 from megatron_muon.lab.pricing.step import adamw
 from megatron_muon.lab.pricing.work import Optimizer, owned_matrices
-from megatron_muon.orthogonalize.iteration import ns_flops
-from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.orthogonalize.iteration import ns_flops, symmetric_flops
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.settings.config import MuonConfig
 
-TpMode = Literal["duplicated", "distributed"]
-_BYTES = 46 + 34  # per element, in momentum and update
-_LAUNCHES = 9  # of momentum and update of a parameter
+TpMode = Literal["blockwise", "duplicated", "distributed", "layer_sharded"]
+# Per element in fp32: momentum and Nesterov's are read, read, written; the decay; the direction
+# from bf16, times two scales; the difference.
+_BYTES = 12 + 12 + 8 + 6 + 16 + 12
+_LAUNCHES = 7  # of these
 _FP32, _BF16 = 4, 2
 
 
@@ -75,7 +79,11 @@ class LayerWise:
 
 
 def price_layer_wise(
-    optimizers: Sequence[Optimizer], config: MuonConfig, hardware: Hardware, mode: TpMode
+    optimizers: Sequence[Optimizer],
+    config: MuonConfig,
+    hardware: Hardware,
+    mode: TpMode,
+    device: Device = "cuda",
 ) -> tuple[LayerWise, LayerWise]:
     """Upstream's step: of the rank that ends last, with the most of each figure; and the mean.
 
@@ -84,6 +92,7 @@ def price_layer_wise(
         config: steps, coefficients and dtype are read.
         hardware: the hardware of every rank.
         mode: the work of TP ranks that share a matrix.
+        device: kind of the hardware; ``cuda_symmetric`` is upstream's own symmetric kernel.
     """
     settings = replace(
         config,
@@ -91,7 +100,7 @@ def price_layer_wise(
         ns_dtype=config.ns_dtype or "bf16",
         elementwise="foreach",  # its norms are torch's, too
     )
-    numerics, busiest, mean = Numerics(settings), LayerWise(), LayerWise()
+    numerics, busiest, mean = Numerics(settings, device), LayerWise(), LayerWise()
     for optimizer in optimizers:
         owners = _owners(optimizer.plan, numerics, hardware, mode)
         last = max(owners, key=lambda owner: owner.seconds, default=LayerWise())
@@ -121,18 +130,21 @@ def _owners(
     plan: ExchangePlan, numerics: Numerics, hardware: Hardware, mode: TpMode
 ) -> list[LayerWise]:
     """Every owner: within an EP rank, the parameter that takes longest goes to the least busy."""
-    works = [
-        LayerWise(launches=_LAUNCHES, elements=parameter.shape[0] * parameter.shape[1])
-        for parameter in plan.parameters
+    homes = plan.grid.tp_size if mode == "layer_sharded" else 1  # of an owner
+    works = [  # each of an owner's TP ranks has slices of all its homes' matrices
+        LayerWise(launches=_LAUNCHES * homes, elements=homes * shape[0] * shape[1])
+        for shape in (parameter.shape for parameter in plan.parameters)
     ]
     for index, matrix in owned_matrices(plan):
         works[index] += _matrix(plan.parameters[index], matrix, numerics, hardware, mode)
     by_ep_rank: dict[int, list[LayerWise]] = defaultdict(list)
     for parameter, work in zip(plan.parameters, works, strict=True):
         by_ep_rank[parameter.ep_rank].append(work)
+    both_ways = _collective(hardware, 0.0).times(2 * (homes > 1))
+    exchanges = LayerWise(both_ways.seconds, both_ways.seconds, messages=both_ways.launches)
     owners = []
     for of_ep in by_ep_rank.values():
-        own = [LayerWise()] * plan.grid.dp_size
+        own = [exchanges] * plan.grid.dp_size * homes
         by_time = [(0.0, owner) for owner in range(len(own))]  # a heap
         for work in sorted(of_ep, key=lambda work: -work.seconds):
             _, least = heapq.heappop(by_time)
@@ -147,26 +159,32 @@ def _matrix(
 ) -> LayerWise:
     """The part of each TP rank in a matrix."""
     tp_size, dim = len(parameter.blocks), parameter.partition_dim
-    if tp_size == 1 or dim is None or mode == "duplicated":
-        cost = newton_schulz(hardware, matrix.rows, matrix.cols, 1, numerics)
-        flops = ns_flops(matrix.rows, matrix.cols, numerics)
-        if tp_size == 1 or dim is None:
+    rows, cols = matrix.rows, matrix.cols
+    whole = tp_size == 1 or dim is None
+    if mode == "blockwise" and not whole:
+        rows, cols = (rows // tp_size, cols) if dim == 0 else (rows, cols // tp_size)
+    if mode != "distributed" or whole:
+        cost = newton_schulz(hardware, max(1, rows), max(1, cols), 1, numerics)
+        flops = ns_flops(max(1, rows), max(1, cols), numerics)
+        if whole or mode == "blockwise":
             return LayerWise(cost.seconds, 0.0, cost.launches, flops)
         sent = matrix.numel * _FP32 * (tp_size - 1) // tp_size
         gather = _collective(hardware, sent)
+        if mode == "layer_sharded":  # there and back; their calls are the owner's
+            gather = Cost(2 * sent / hardware.node_link)
+            return LayerWise(
+                cost.seconds + gather.seconds, gather.seconds, cost.launches, flops, 2 * sent
+            )
         cost += gather
         return LayerWise(cost.seconds, gather.seconds, cost.launches, flops, sent, 1)
-    square, cut = (matrix.cols, matrix.rows) if dim == 0 else (matrix.rows, matrix.cols)
+    square, cut = (cols, rows) if dim == 0 else (rows, cols)
     local, steps = max(1, cut // tp_size), len(numerics.steps)
-    step = product(hardware, square, square, local) + product(hardware, square, square, square)
-    step += product(hardware, square, local, square)
-    step += stream(hardware, 2 * _BF16 * (square * square + square * local), 2)
     sent = 2 * (tp_size - 1) * square * square * _BF16 // tp_size
-    reduce = _collective(hardware, sent)
-    cost = (step + reduce).times(steps)
-    flops = steps * 2 * (2 * square * square * local + square**3)
-    exposed = steps * reduce.seconds
-    return LayerWise(cost.seconds, exposed, cost.launches, flops, steps * sent, steps)
+    reduce = _collective(hardware, sent).times(steps)
+    cost = sliced_steps(hardware, square, local, numerics) + reduce
+    squares = [symmetric_flops(square, inner, numerics.device) for inner in (local, square)]
+    flops = steps * (sum(squares) + 2 * square * square * local)
+    return LayerWise(cost.seconds, reduce.seconds, cost.launches, flops, steps * sent, steps)
 
 
 def _collective(hardware: Hardware, nbytes: float) -> Cost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,27 @@ from megatron_muon.planning.slices import Matrix
 Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
 
 
+class StateBytes(NamedTuple):
+    """Bytes of an element's main parameter beside a weight, first and second moment."""
+
+    main: int = 4
+    first: int = 4
+    second: int = 4
+
+
+WIDE = StateBytes()
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+def state_bytes(flags: Namespace) -> StateBytes:
+    """By Megatron-LM's flags, before it has mapped them to dtypes."""
+    if not flags.use_precision_aware_optimizer:
+        return WIDE
+    keeps = flags.bf16 and flags.main_params_dtype == "fp32"  # 16 bits that a weight lacks
+    main = 2 if keeps else _BYTES[flags.main_params_dtype]
+    return StateBytes(main, _BYTES[flags.exp_avg_dtype], _BYTES[flags.exp_avg_sq_dtype])
+
+
 @dataclass(frozen=True, slots=True)
 class Optimizer:
     """One DistributedOptimizer of a stage.
@@ -22,7 +44,8 @@ class Optimizer:
         plan: the plan of its Muon parameters.
         rest: by rank, elements that AdamW updates.
         parameters, gradients: bytes of Megatron's buffers on each rank, padding included.
-        has_main: whether main parameters in fp32 are beside the parameters.
+        has_main: whether main parameters are beside the parameters.
+        held: bytes of an element.
     """
 
     plan: ExchangePlan
@@ -30,6 +53,7 @@ class Optimizer:
     parameters: int = 0
     gradients: int = 0
     has_main: bool = True
+    held: StateBytes = WIDE
 
     @property
     def muon(self) -> list[int]:

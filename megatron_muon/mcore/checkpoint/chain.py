@@ -89,6 +89,13 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         with self._without_stubs():
             for part in self.chained_optimizers:
                 part.scatter()
+        first = self.chained_optimizers[0]
+        if first.config.use_precision_aware_optimizer:
+            # A loaded main parameter sets its part of the weight, which may have been rounded
+            # otherwise where it lies between two bf16 values: other ranks get that, too.
+            chunks = {id(c): c for part in self.chained_optimizers for c in part.model_chunks}
+            for chunk in chunks.values():
+                chunk.start_param_sync(force_sync=True)
 
     def _given(self, state_dict: Any) -> Any:
         if self.source is not None:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron_muon.mcore.load_check.regular_files import NotRegularError, open_regular
+from megatron_muon.mcore.load_check.files import NotRegularError, open_regular
 
 _ZIP, _TORCH_SCRIPT = b"PK\003\004", "constants.pkl"
 

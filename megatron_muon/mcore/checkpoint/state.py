@@ -21,7 +21,8 @@ from megatron_muon.mcore.checkpoint.buffers import (
 from megatron_muon.mcore.routing.param_routing import expert_name, weights
 from megatron_muon.mcore.routing.routes import Route, muons_of
 from megatron_muon.mcore.wiring.buffers.shards import owned_shards
-from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
+from megatron_muon.runtime.optimizer import DistributedMuon
+from megatron_muon.runtime.states import MAIN_KEY, MOMENTUM_KEY, States, of_halves
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -36,6 +37,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
 
     Attributes:
         muon: the Muon part; None in a stub.
+        states: its main parameters and state; None in a stub.
         stage_group: the ranks of this stage (and instance); all of them have the same optimizers.
         ep_rank, local_experts: this rank's experts, for names.
         routes: of all parameters of this rank's model that train.
@@ -46,6 +48,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     """
 
     muon: DistributedMuon | None
+    states: States
     stage_group: Any = None
     ep_rank: int = 0
     local_experts: int = 0
@@ -56,42 +59,52 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
 
     def _get_main_param_and_optimizer_states(self, model_param: Parameter) -> dict[str, Tensor]:
         shard = self._shard_of[model_param]
-        main = {"param": shard.detach()}
         if self._exposed == "main":
-            return main
-        state = self._state_on_disk(shard)
-        if self._exposed == "disk" or MOMENTUM not in state:
-            return main | state
+            return {MAIN_KEY: self._wide(shard, MAIN_KEY)}
+        tensors = self._all_on_disk(shard)
+        if self._exposed == "disk" or MOMENTUM not in tensors:
+            return tensors
         first, second = ADAMW_STATE
-        return main | {first: state[MOMENTUM], second: torch.zeros_like(shard)}
+        momentum = tensors.pop(MOMENTUM)
+        return {**tensors, first: momentum, second: torch.zeros_like(momentum)}
 
     @torch.no_grad()
     def _set_main_param_and_optimizer_states(
         self, model_param: Parameter, tensors: Mapping[str, Any]
     ) -> None:
         shard = self._shard_of[model_param]
-        targets = self._state_on_disk(shard)
+        keys = self._keys_on_disk(shard)
         if not self.main_is_weight:
-            targets["param"] = shard
-        if self._exposed == "adam" and MOMENTUM in targets:
-            targets[ADAMW_STATE[0]] = targets.pop(MOMENTUM)
-        for key, target in targets.items():
-            check_tensor(self._name_of[model_param], key, tensors, target.numel())
-            target.copy_(tensors[key])
-        if self.from_adamw is not None and self._muon.owns(shard):
-            self._make_momentum(model_param, targets[ADAMW_STATE[0]])
+            keys[MAIN_KEY] = MAIN_KEY
+        for on_disk, key in keys.items():
+            name = key if self._exposed == "adam" else on_disk
+            check_tensor(self._name_of[model_param], name, tensors, shard.numel())
+            wide = tensors[name].to(shard.device, copy=self.states.are_copies)
+            if self.from_adamw is not None and key == MAIN_KEY:
+                wide = self._as_main(model_param, wide)
+            if self.from_adamw is not None and on_disk == MOMENTUM:
+                wide = self._as_momentum(model_param, wide)
+            self.states.put(shard, key, wide)
 
-    def _make_momentum(self, model_param: Parameter, first_moment: Tensor) -> None:
-        """Turn a first moment into Muon's momentum, in place.
+    def _as_main(self, model_param: Parameter, wide: Tensor) -> Tensor:
+        """AdamW's main parameter, of which a precision-aware checkpoint has the lower 16 bits."""
+        here = self._get_model_param_range_map(model_param)["param"]
+        weight = model_param.detach().view(-1)[here.start : here.end]
+        low = wide.to(torch.int16)
+        if weight.dtype != torch.bfloat16 or torch.equal(wide.to(weight.dtype), weight):
+            return wide
+        return of_halves(weight, low) if torch.equal(low.float(), wide) else wide
+
+    def _as_momentum(self, model_param: Parameter, first_moment: Tensor) -> Tensor:
+        """Muon's momentum from a first moment.
 
         Adam's first moment is a mean of gradients, (1-β1) Σ β1^k g; Muon's momentum is their sum.
         """
         if self.from_adamw == "fresh":
-            first_moment.zero_()
-            return
+            return torch.zeros_like(first_moment)
         group_index, _ = self.model_param_group_index_map[model_param]
         beta1, _ = self.optimizer.param_groups[group_index]["betas"]
-        first_moment.div_(1 - beta1)
+        return first_moment / (1.0 - float(beta1))
 
     @property
     def _names_on_disk(self) -> Exposed:
@@ -110,15 +123,20 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         assert self.muon is not None, "the chain saves and loads no stubs"
         return self.muon
 
-    def _state_on_disk(self, shard: Tensor) -> dict[str, Tensor]:
-        """A shard's state by the names on disk; the optimizer's own tensors, not copies."""
-        state = self.optimizer.state[shard]
+    def _keys_on_disk(self, shard: Tensor) -> dict[str, str]:
+        """The names on disk of a shard's state, and those in memory."""
         if self._muon.owns(shard):
-            return {MOMENTUM: state[MOMENTUM_KEY]}
-        return {key: state[key] for key in ADAMW_STATE}
+            return {MOMENTUM: MOMENTUM_KEY}
+        return {key: key for key in ADAMW_STATE}
+
+    def _wide(self, shard: Tensor, key: str) -> Tensor:
+        """In fp32, as on disk: the optimizer's own tensor, or a copy, which is on the host."""
+        wide = self.states.get(shard, key)
+        return wide.cpu() if self.states.are_copies else wide
 
     def _all_on_disk(self, shard: Tensor) -> dict[str, Tensor]:
-        return {"param": shard.detach(), **self._state_on_disk(shard)}
+        keys = {MAIN_KEY: MAIN_KEY, **self._keys_on_disk(shard)}
+        return {on_disk: self._wide(shard, key) for on_disk, key in keys.items()}
 
     def _fill_state(self) -> None:
         """Give zeros to parameters without state: before its first step AdamW has none."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_muon.mcore.checkpoint.read import ReadError, Unknown, load, load_pickle
-from megatron_muon.mcore.load_check.regular_files import NotRegularError, open_regular
+from megatron_muon.mcore.load_check.files import NotRegularError, open_regular
 
 METADATA = ".metadata"
 # Everything that is not sharded: a file of its own, from core 0.19 an object among the tensors.

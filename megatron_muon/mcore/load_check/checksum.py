@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
-from megatron_muon.mcore.load_check.regular_files import open_regular
+from megatron_muon.mcore.load_check.files import open_regular
 
 NAME = "crc32+blake2b"  # prefix of every checksum
 LARGE = 4096  # bytes; a record of this size or more is hashed as its CRC-32

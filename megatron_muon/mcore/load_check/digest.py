@@ -35,8 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.console import printable
-from megatron_muon.mcore.load_check.durable import write_text
-from megatron_muon.mcore.load_check.regular_files import NotRegularError, open_regular
+from megatron_muon.mcore.load_check.files import NotRegularError, open_regular, write_text
 
 FILE_NAME = "megatron_muon.json"
 FORMAT = 2

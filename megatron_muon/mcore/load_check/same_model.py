@@ -1,7 +1,7 @@
 """The parameters in a digest, and whether a checkpoint was saved by the model that loads it.
 
 Names, shapes and owners do not depend on the model's parallelism. Settings that change no shape are
-compared by Megatron-LM, with the arguments in the checkpoint.
+not compared; Megatron-LM's ``--use-checkpoint-args`` takes them from the checkpoint.
 """
 
 from __future__ import annotations

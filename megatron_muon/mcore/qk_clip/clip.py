@@ -11,8 +11,8 @@ import torch
 from megatron_muon.mcore.qk_clip.attentions import WatchedAttention
 from megatron_muon.mcore.qk_clip.factors import eta_of, row_factors
 from megatron_muon.mcore.qk_clip.local import MAXIMA
+from megatron_muon.mcore.qk_clip.row_scaling import scale_rows
 from megatron_muon.runtime.collectives import Group, max_over
-from megatron_muon.runtime.row_scaling import scale_rows
 
 # Largest logits have the dtype in which the attention computes them, and so has eta. A rank whose
 # attention did not run in a step learns it from the others.

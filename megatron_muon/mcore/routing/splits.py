@@ -118,7 +118,7 @@ def rows_of_ones_own(
     else:
         runs = [RowRun(size, {kind: f"part {at}"}) for at, size in enumerate(own.sizes)] * own.count
     sizes = own.sizes if own.of == "rows" else (rows,)
-    if known is not None:
+    if known is not None and known.rows == rows:
         sizes = tuple(sum(run.count for run in section) for section in known.sections)
     return FusedRows(tuple(_cut(runs, sizes)), kind, kind, may_be_replicated=True)
 

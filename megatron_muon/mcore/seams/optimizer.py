@@ -5,6 +5,7 @@ from megatron_muon.mcore.seams.row import Place
 _CORE = Place("megatron.core.optimizer")
 _DISTRIB = Place("megatron.core.optimizer.distrib_optimizer")
 _DIST = Place(_DISTRIB.module, "DistributedOptimizer")
+_CONFIG = Place(_CORE.module, "OptimizerConfig")
 _CHAIN = Place(_CORE.module, "ChainedOptimizer")
 _SCALER = Place("megatron.core.optimizer.grad_scaler", "DynamicGradScaler")
 _OWN_MUON = Place("megatron.core.optimizer.muon", since=(0, 16), until=(0, 17))
@@ -71,9 +72,21 @@ ROWS = (
     _CORE.subclassed("ChainedOptimizer", "the chain of dense and experts' optimizers"),
     _DISTRIB.subclassed("DistributedOptimizer", "shards main parameters and state over DP ranks"),
     _CORE.subclassed("Adam", "the Adam that Megatron picked: TE's, Apex's or torch's"),
+    # --- states in fewer bytes
+    _CONFIG.wrapped("__post_init__", "wants AdamW for use_precision_aware_optimizer", "self"),
+    _CONFIG.has("use_precision_aware_optimizer", "whether the inner Adam is to hold such states"),
+    _CONFIG.has(
+        "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+        "whether it has the main parameters",
+        since=(0, 14),
+    ),
+    _DIST.has("shard_float16_groups", "slices of the weights, whose main parameters it then has"),
     # --- the norm of gradients and the step
     # The norm is a float or, where Megatron does not wait for it, a tensor, the same on all ranks
     # of the grad_stats_parallel_group.
+    _DIST.overridden(
+        "_copy_main_params_to_param_buffer", "mxfp8 parameters to be gathered", "self", (0, 14)
+    ),
     _CHAIN.called(
         "prepare_model_params_for_param_sync", "parameters into gradients' memory", since=(0, 19)
     ),
@@ -119,6 +132,7 @@ ROWS = (
         since=_LAYOUT.since,
     ),
     _DISTRIBUTED.read("DistributedDataParallel", "the one wrapper whose buffers Muon shards over"),
+    _DDP.called("start_param_sync", "gathers all parameters, after a load", "self force_sync"),
     _DDP.wrapped(
         "__init__",
         "takes the layouts or makes them",

@@ -20,7 +20,7 @@ class MatrixObserver:
     def __init__(self, muon: DistributedMuon, message: Message) -> None:
         self._matrices, self._message = muon.plan.matrices, message
         self._rows = [row_name(matrix.name) for matrix in self._matrices]
-        self._scales = [update_scale(m.rows, m.cols, muon.config) for m in self._matrices]
+        self._scales = [update_scale(*m.whole, muon.config) for m in self._matrices]
 
     def before_newton_schulz(self, staged: Staged) -> None:
         """Count the matrices at home here, and those with a gradient."""
@@ -29,9 +29,6 @@ class MatrixObserver:
             numel = self._matrices[index].numel
             counts = {"matrices": 1, "home_elements": numel}
             self._add(index, **counts, moved=moves, moved_elements=moves * numel)
-
-    def after_newton_schulz(self, staged: Staged) -> None:
-        """Nothing: the directions are seen before the update."""
 
     def before_update(
         self, table: RoundTable, shards: Shards, directions: Sequence[Tensor]

@@ -64,9 +64,7 @@ def muon_rows(matrices: Iterable[Matrix], config: MuonConfig) -> dict[str, dict[
 
 def _about(matrices: Sequence[Matrix], config: MuonConfig) -> dict[str, float]:
     elements = sum(matrix.numel for matrix in matrices)
-    squares = sum(
-        m.numel * update_scale(m.rows, m.cols, config) ** 2 / max(m.rows, m.cols) for m in matrices
-    )
+    squares = sum(m.numel * update_scale(*m.whole, config) ** 2 / max(m.whole) for m in matrices)
     return {
         "elements": elements,
         "matrices": len(matrices),

@@ -25,6 +25,7 @@ from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import attempt, together
 from megatron_muon.runtime.optimizer import DistributedMuon
+from megatron_muon.runtime.states import MAIN_KEY
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.version import __version__
 
@@ -56,7 +57,7 @@ class Watch:
         self._muons = [muon for _, muon in muons]
         names = {weight.param: row_name(weight.name) for weight in weights(model_chunks)}
         self._adamws = [
-            (names[param], shard)
+            (names[param], shard, part.states)
             for part, muon in muons
             for param, shard in owned_shards(part)
             if not muon.owns(shard)
@@ -102,14 +103,14 @@ class Watch:
         """The sums of a logging step, with what there is before it."""
         message = Message(self._table, self._device)
         self._outputs.add_to(message)
-        for row, shard in self._adamws:
-            grad = shard.grad
+        for row, shard, states in self._adamws:
+            grad, weight = states.grad(shard), states.get(shard, MAIN_KEY)
             assert grad is not None  # checked before the step
             message.add(
                 "adamw",
                 row,
                 elements=shard.numel(),
-                weight_squares=dot(shard, shard),
+                weight_squares=dot(weight, weight),
                 gradient_squares=dot(grad, grad),
             )
         for muon in self._muons:

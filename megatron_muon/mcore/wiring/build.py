@@ -31,14 +31,13 @@ from megatron_muon.mcore.wiring.chained_optimizer import MuonChainedOptimizer
 from megatron_muon.mcore.wiring.counted_once import count_once
 from megatron_muon.mcore.wiring.distributed_optimizer import (
     MuonDistributedOptimizer,
-    init_momentum,
-    init_state_of,
     muon_over,
     start_of,
 )
 from megatron_muon.mcore.wiring.gradients import share_loss_scale
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
 from megatron_muon.mcore.wiring.process_groups import Stage
+from megatron_muon.mcore.wiring.states import init_state_of, states_of
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
     numerics_on,
@@ -101,6 +100,7 @@ def make_muons(
     config = numerics.config
     for part in parts:
         part.muon = None
+        part.states = None if part.is_stub_optimizer else states_of(part)
         turn_into(part, MuonDistributedOptimizer)
     agree_everywhere(description, device)
     instance = int(parts[0].distributed_optimizer_instance_id)
@@ -367,8 +367,10 @@ def _muon_of(
 
 def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
     dist_opt.muon = muon
-    dist_opt.init_state_fn = init_state_of(dist_opt.init_state_fn, muon)
-    dist_opt.optimizer.muon = muon
+    dist_opt.init_state_fn = init_state_of(dist_opt.init_state_fn, dist_opt.states, muon)
+    dist_opt.optimizer.muon, dist_opt.optimizer.states = muon, dist_opt.states
     adam: type[torch.optim.Optimizer] = type(dist_opt.optimizer)
     turn_into(dist_opt.optimizer, muon_over(adam))
-    init_momentum(dist_opt.optimizer, muon)
+    if not dist_opt.states.are_copies:  # those of weights, which are loaded later, start at a step
+        for shard in muon.main_params.values():
+            dist_opt.states.start_momentum(shard)

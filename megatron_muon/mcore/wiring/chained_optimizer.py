@@ -11,7 +11,7 @@ import torch
 
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.routing.param_routing import expert_name
-from megatron_muon.mcore.wiring.buffers.bucket_groups import finish_gathers, lacks_params
+from megatron_muon.mcore.wiring.buffers.bucket_groups import finish_gathers
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.mcore.wiring.gradients import LateNorm
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
@@ -67,12 +67,12 @@ class MuonChainedOptimizer(CheckpointChain):
         With ``overlap_param_gather`` the next forward pass does so. Call it on every rank before
         anything else reads, copies or frees parameters. Without, or twice, it does nothing.
         """
-        chunks = [chunk for part in self.chained_optimizers for chunk in part.model_chunks]
-        if getattr(self.config, "reuse_grad_buf_for_mxfp8_param_ag", False) and lacks_params(
-            chunks
-        ):
-            self.prepare_model_params_for_param_sync()  # into the memory of gradients
-        finish_gathers(chunks)
+        if getattr(self.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+            if all(part.is_staged for part in self.chained_optimizers):
+                return
+            self.prepare_model_params_for_param_sync()  # into gradients, which the step has used
+        for part in self.chained_optimizers:
+            finish_gathers(part.model_chunks)
 
     @torch.no_grad()
     def get_grad_norm(self) -> Any:
@@ -139,9 +139,10 @@ class MuonChainedOptimizer(CheckpointChain):
         device = device_of(self.chained_optimizers[0].model_chunks)
         of_limit: dict[float, list[torch.Tensor]] = {}
         for part, _, shard in self._owned():
-            if shard.grad is None:
+            grad = part.states.grad(shard)
+            if grad is None:
                 return torch.tensor(True, device=device)
-            of_limit.setdefault(_limit(part, shard), []).append(shard.grad)
+            of_limit.setdefault(_limit(part, shard), []).append(grad)
         votes = [_beyond(grads, limit, device) for limit, grads in of_limit.items()]
         return torch.stack(votes).any() if votes else torch.tensor(False, device=device)
 
@@ -151,7 +152,8 @@ class MuonChainedOptimizer(CheckpointChain):
         bad = [
             (expert_name(names[param], part.ep_rank, part.local_experts), _limit(part, shard))
             for part, param, shard in self._owned()
-            if shard.grad is None or _beyond([shard.grad], _limit(part, shard), shard.device)
+            if (grad := part.states.grad(shard)) is None
+            or _beyond([grad], _limit(part, shard), shard.device)
         ]
         if not bad:
             return None

@@ -17,26 +17,33 @@ import torch
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.mcore.wiring.gradients import norm_grads
+from megatron_muon.mcore.wiring.states import TORCH_ADAMS, OfWeights
 from megatron_muon.runtime.collectives import raise_named
-from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
+from megatron_muon.runtime.optimizer import DistributedMuon
+from megatron_muon.runtime.states import States
 
 if TYPE_CHECKING:
     from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGathers
-
-TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # they count the steps of each parameter
 
 
 class MuonDistributedOptimizer(MuonCheckpoint):
     """A DistributedOptimizer whose inner optimizer is Muon for matrices and AdamW for the rest."""
 
     early_gathers: EarlyGathers | None = None  # with ``early_param_gather`` only
+    is_staged = True  # False from a step on, until mxfp8's are where they travel from
 
     def step_with_ready_grads(self) -> bool:
         """Megatron's step; gathers of parameters may start within it."""
+        self.is_staged = self.is_stub_optimizer
         if self.early_gathers is None:
             return bool(super().step_with_ready_grads())
         with self.early_gathers.step():
             return bool(super().step_with_ready_grads())
+
+    def _copy_main_params_to_param_buffer(self) -> None:
+        """Megatron's, of mxfp8 parameters, into the memory of gradients."""
+        super()._copy_main_params_to_param_buffer()
+        self.is_staged = True
 
     def _copy_main_params_to_model_params(self) -> None:
         """Megatron's, but for parameters that travel already."""
@@ -55,6 +62,9 @@ class MuonDistributedOptimizer(MuonCheckpoint):
         if self.early_gathers is not None:
             self.early_gathers.forget()
         super()._copy_model_params_to_main_params(*args, **kwargs)
+        if isinstance(self.states, OfWeights):
+            for _, shard in owned_shards(self):
+                self.states.reset_main(shard)
 
     def get_parameters(self) -> list[torch.nn.Parameter]:
         """The main parameters whose gradients are in the norm and are clipped (``clip_scope``)."""
@@ -84,8 +94,8 @@ class MuonDistributedOptimizer(MuonCheckpoint):
     def _with_all(self, counted: list[torch.Tensor]) -> list[torch.Tensor]:
         if self.is_stub_optimizer or self.grad_scaler:
             return counted
-        shards = [shard for _, shard in owned_shards(self)]
-        return norm_grads(counted, shards, device_of(self.model_chunks))
+        grads = [self.states.grad(shard) for _, shard in owned_shards(self)]
+        return norm_grads(counted, grads, device_of(self.model_chunks))
 
 
 def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -93,14 +103,15 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
     class MuonOverAdam(adam):  # type: ignore[misc,valid-type]
         muon: DistributedMuon
+        states: States
 
         def start_muon(self) -> None:
             """Begin Muon's part of the next step, once its gradients are ready."""
-            self.muon.start(self.param_groups, self.state)
+            self.muon.start(self.param_groups, self.states)
 
         def begin_muon(self) -> None:
             """``start_muon``, and orthogonalize the first round."""
-            self.muon.begin(self.param_groups, self.state)
+            self.muon.begin(self.param_groups, self.states)
 
         @torch.no_grad()
         def step(self, closure: None = None, **kwargs: Any) -> None:
@@ -108,10 +119,10 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
                 raise TypeError("optimizer.step() does not accept a closure with Muon")
 
             def step_adamw() -> None:
-                with _hidden_grads(self.muon.main_params.values()):
+                with _hidden_grads(self.muon.main_params.values(), self.states):
                     super(MuonOverAdam, self).step(**kwargs)
 
-            self.muon.step(self.param_groups, self.state, step_adamw)
+            self.muon.step(self.param_groups, self.states, step_adamw)
             if issubclass(adam, TORCH_ADAMS):  # Megatron wants one step number for all parameters
                 for shard in self.muon.main_params.values():
                     state = self.state[shard]
@@ -134,35 +145,13 @@ def start_of(dist_opt: MuonDistributedOptimizer, *, orthogonalizes: bool) -> Cal
 
 
 @contextmanager
-def _hidden_grads(shards: Iterable[torch.Tensor]) -> Iterator[None]:
+def _hidden_grads(shards: Iterable[torch.Tensor], states: States) -> Iterator[None]:
     """Hide the shards' gradients, so that Adam passes over them."""
-    grads = [(shard, shard.grad) for shard in shards]
+    grads = [(shard, states.grad(shard)) for shard in shards]
     for shard, _ in grads:
-        shard.grad = None
+        states.set_grad(shard, None)
     try:
         yield
     finally:
         for shard, grad in grads:
-            shard.grad = grad
-
-
-def init_state_of(
-    init_adam_state: Callable[..., None], muon: DistributedMuon
-) -> Callable[..., None]:
-    """Megatron's ``init_state_fn``, which gives Muon's shards a momentum and no second moment."""
-
-    def init_state(optimizer: Any, config: Any = None) -> None:
-        init_momentum(optimizer, muon)
-        init_adam_state(optimizer, config)  # passes over parameters that have state
-        if isinstance(optimizer, TORCH_ADAMS):
-            for state in optimizer.state.values():
-                state.setdefault("step", torch.tensor(0.0))
-
-    return init_state
-
-
-def init_momentum(optimizer: Any, muon: DistributedMuon) -> None:
-    """Give each Muon shard without state a momentum of zeros, so it is there before a step."""
-    for shard in muon.main_params.values():
-        if not optimizer.state[shard]:
-            optimizer.state[shard][MOMENTUM_KEY] = torch.zeros_like(shard, dtype=torch.float32)
+            states.set_grad(shard, grad)

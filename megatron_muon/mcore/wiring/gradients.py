@@ -46,25 +46,24 @@ class LateNorm:
 
 
 def norm_grads(
-    counted: list[torch.Tensor], shards: list[torch.Tensor], device: torch.device
+    counted: list[torch.Tensor], grads: list[torch.Tensor | None], device: torch.device
 ) -> list[torch.Tensor]:
     """The gradients of Megatron's norm, made NaN if a gradient outside the norm cannot be used.
 
     If several ranks have a gradient (TP replica, shared embedding), only one of them counts it.
 
     Args:
-        counted: gradients that Megatron puts in the norm, each ``(n,)`` fp32.
-        shards: all shards that this rank holds, with their gradients.
+        counted: gradients that Megatron puts in the norm, each ``(n,)``.
+        grads: those of all shards that this rank holds; None: missing.
         device: the shards' device.
 
     Returns:
         ``counted``; if there are other gradients, 0 or NaN is added to a copy of one of them.
     """
     there = {id(grad) for grad in counted}
-    if any(shard.grad is None for shard in shards):
+    if any(grad is None for grad in grads):
         unusable = torch.full((), math.nan, device=device)
     else:
-        grads = [shard.grad for shard in shards]
         others = [g for g in grads if g is not None and g.numel() and id(g) not in there]
         if not others:
             return counted

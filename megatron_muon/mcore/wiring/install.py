@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -68,10 +68,18 @@ def install(config: MuonConfig | None = None) -> None:
 def _wrap() -> None:
     for seam in wrapped_in_core():
         if seam.name in _WRAPPERS:
-            original = getattr(importlib.import_module(seam.module), seam.name)
+            module, (holder, _, name) = (
+                importlib.import_module(seam.module),
+                seam.name.rpartition("."),
+            )
+            owner = getattr(module, holder) if holder else module
+            original = getattr(owner, name)
             ours = around(original, _WRAPPERS[seam.name], _is_installed)
             _originals[seam.name] = original
-            _patches.everywhere(seam.name, original, ours)
+            if holder:
+                _patches.set(owner, name, ours)
+            else:
+                _patches.everywhere(name, original, ours)
 
 
 def uninstall() -> None:
@@ -230,6 +238,13 @@ def _stopped(original: Callable[..., Any], config: Any, *args: Any, **kwargs: An
     return original(config, *args, **kwargs)
 
 
+def _check_config(original: Callable[..., None], config: Any) -> None:
+    """Wraps the checks of a config: of Megatron's optimizers AdamW alone may hold narrow states."""
+    holds = config.use_precision_aware_optimizer and _is_muon(config)
+    with _asking_for_adam(config) if holds else nullcontext():
+        original(config)
+
+
 def _clip_qk(original: Callable[..., float], *args: Any, **kwargs: Any) -> float:
     from megatron_muon.mcore.qk_clip.attach import clip_qk  # where Megatron's loop clips only
 
@@ -255,6 +270,7 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
     "_get_megatron_optimizer_based_on_param_groups": _stopped,
     "_get_megatron_emerging_optimizer": _stopped,
+    "OptimizerConfig.__post_init__": _check_config,
     "clip_qk": _clip_qk,
     "save": _save,
     "load": _load,

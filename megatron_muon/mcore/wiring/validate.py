@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 from megatron_muon.mcore.routing.param_routing import weights
 from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.mcore.wiring.buffers.shards import device_of
+from megatron_muon.mcore.wiring.states import try_states
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.settings.config import MuonConfig, named
@@ -26,7 +27,6 @@ from megatron_muon.settings.config import MuonConfig, named
 # Switches of Megatron's that Muon does not support, by field and flag, and what to do instead. No
 # release has those of the last lines: they are of Megatron's branch dev, or of a fork.
 REFUSED = {
-    "use_precision_aware_optimizer": "keep fp32 main parameters by leaving it off",
     "optimizer_cpu_offload": "leave it off",
     "optimizer_cuda_graph": "leave it off",
     "use_layer_wise_distributed_optimizer": "delete that line, which asks for Megatron's own Muon",
@@ -117,6 +117,7 @@ def refused_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
     for name, way_out in REFUSED.items():
         yield name, read(name), way_out
     yield from _fp8_modes(read)
+    yield from _state_modes(read)
     yield from _upstream_faults(read)
 
 
@@ -146,6 +147,15 @@ def _faults_of_call(
             f"{scope} with clip_grad {clip}: nothing is clipped; give a clip (--clip-grad), or "
             "leave the scope out"
         )
+    if optimizer_config.use_precision_aware_optimizer:
+        try:
+            try_states(optimizer_config, device_of(arguments["model_chunks"]))
+        except RuntimeError as error:
+            yield NotImplementedError(
+                "optimizer='muon' does not support use_precision_aware_optimizer here: "
+                f"{error}; install a Transformer Engine whose FusedAdam has these dtypes (1.13 or "
+                "newer, for bf16 2.3), or leave it off"
+            )
     for name in ("grad_comm_pgs", "model_comm_pgs"):  # of core 0.14: without a group of a stage
         if arguments.get(name) is not None:
             yield NotImplementedError(
@@ -211,6 +221,16 @@ def _fp8_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
         "fp8_recipe=mxfp8 with fp8_param_gather and without reuse_grad_buf_for_mxfp8_param_ag",
         fp8 and recipe == "mxfp8" and not read("reuse_grad_buf_for_mxfp8_param_ag"),
         f"set it (--reuse-grad-buf-for-mxfp8-param-ag), or {bf16}",
+    )
+
+
+def _state_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
+    """Refuses what FusedAdam can and Muon cannot do with states in other dtypes."""
+    on = read("use_precision_aware_optimizer")
+    yield (
+        "use_precision_aware_optimizer with fp8_param_gather",
+        on and (read("fp8_param_gather") or read("fp8_param")),
+        "leave out one of both",
     )
 
 

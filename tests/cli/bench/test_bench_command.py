@@ -37,8 +37,8 @@ def test_json_has_the_schema(printed: tuple[dict[str, Any], str, Path]) -> None:
     assert report.keys() == {"topology", "run", "rows"}
     assert report["topology"] == {"tp": 1, "pp": 1, "dp": 2, "ep": 1, "cp": 1}
     names = [row["name"] for row in report["rows"]]
-    assert set(names) - {"upstream-layerwise"} >= {"adamw", *OURS}
-    assert ("upstream-layerwise" in names) != ("upstream-layerwise is left out: " in text)
+    assert set(names) >= {"adamw", *OURS} and "upstream-blockwise" not in names  # at TP 1
+    assert ("upstream-duplicated" in names) != ("upstream-duplicated: left out: " in text)
     for row in report["rows"]:
         assert list(row) == [
             *("name", "step_ms", "exchange_ms", "newton_schulz_ms", "sent_bytes"),
@@ -81,7 +81,7 @@ def test_rounds_of_the_exchange_are_in_json_and_in_the_start_line(
     report, text, _ = printed
     rounds = {row["name"]: row["exchange_rounds"] for row in report["rows"]}
     parameters = 4  # Muon's of a layer: QKV, projection, fc1, fc2
-    assert (rounds["adamw"], rounds["muon-paper"]) == (0, 0)
+    assert rounds["adamw"] == 0
     assert (rounds["muon-contiguous"], rounds["muon-bucketed-auto"]) == (1, 1)
     assert (rounds["muon-contiguous-none"], rounds["muon-contiguous-naive"]) == (1, parameters)
     for name in ("muon-contiguous", "muon-contiguous-naive"):
@@ -115,9 +115,7 @@ def test_the_trace_of_every_row_has_a_lane_for_what_the_row_does(
         shown |= {str(event.get("name")) for event in trace.file.events}
         if name == "adamw":
             assert gathers <= shown and not work & shown
-        elif name == "muon-paper":
-            assert work <= shown and any("muon/dp_gather" in lane for lane in shown)
-        elif name != "upstream-layerwise":
+        elif not name.startswith("upstream"):
             assert work <= shown and {"send muon/gather", "recv muon/scatter"} & shown
 
 
@@ -153,7 +151,7 @@ def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, argument
     return main([*command.split(), *arguments.split()])
 
 
-@pytest.mark.parametrize("other", ["muon-paper", "muon-bucketed-auto"])
+@pytest.mark.parametrize("other", ["muon-bucketed", "muon-bucketed-auto"])
 def test_other_weights_are_exit_status_1_after_all_is_written(
     other: str,
     capsys: pytest.CaptureFixture[str],
@@ -170,7 +168,7 @@ def test_other_weights_are_exit_status_1_after_all_is_written(
     assert f"{other}: NOT the same" in said.out
     assert len(said.err.splitlines()) <= 2  # and that upstream's row is left out
     assert "ended a step with different weights" in said.err
-    assert len(json.loads(file.read_text())["rows"]) == 6
+    assert len(json.loads(file.read_text())["rows"]) == 5
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="of Linux")
@@ -206,7 +204,6 @@ def test_a_file_that_cannot_be_written_in_the_end_is_one_line(
         ("--ddp-num-buckets 2 --ddp-bucket-size 9", "not both"),
         ("--rows adamw --ddp-bucket-size 9", "these rows have one bucket a buffer"),
         ("--group-query-attention --num-query-groups 3", "num_query_groups (3) must be a m"),
-        ("--tp 4 --group-query-attention --num-query-groups 2", "cuts 2 query group(s), so that"),
     ],
 )
 def test_a_wrong_argument_is_named(
@@ -256,9 +253,10 @@ def test_a_variant_asked_for_twice_is_one_row() -> None:
 def test_a_row_is_made_only_where_it_is_asked_for_and_those_on_auto_come_last() -> None:
     from megatron_muon.lab.bench.step.rows import rows
 
-    names = model_and_ranks("").rows
-    assert set(names) == set(ROWS)
-    made = [row.name for row in rows(MuonConfig(), names, ["none"])]
+    by_default = set(ROWS) - {"upstream-distributed"}
+    assert set(model_and_ranks("").rows) == by_default
+    assert set(model_and_ranks("--tp 1").rows) == by_default - {"upstream-blockwise"}
+    made = [row.name for row in rows(MuonConfig(), ROWS, ["none"])]
     assert set(made) == {*ROWS, "muon-contiguous-none"}
     assert made[-2:] == ["muon-contiguous-auto", "muon-bucketed-auto"]
     for name in ROWS:

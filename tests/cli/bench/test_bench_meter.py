@@ -19,7 +19,7 @@ def _counted_collectives() -> dict[str, int]:
     calls = {
         "gather": lambda: dist.all_gather_into_tensor(torch.empty(36), x),
         "scatter": lambda: dist.reduce_scatter_tensor(torch.empty(4), x),
-        "dp_gather": lambda: dist.all_reduce(x),
+        "reduction": lambda: dist.all_reduce(x),
         "tp_gather": lambda: dist.broadcast(x, src=1),
     }
 
@@ -44,7 +44,7 @@ def test_bytes_are_counted_from_outside_whatever_the_collective() -> None:
         assert sent == {
             "gather": 2 * 48,
             "scatter": 2 * 16,
-            "dp_gather": 2 * 2 * 16,
+            "norm": 2 * 2 * 16,
             "param_gather": all_to_all,
         }
 

@@ -9,6 +9,7 @@ import torch
 
 from megatron_muon import MuonConfig
 from megatron_muon.lab.bench.step.measure import Measured, StepJob, measure
+from megatron_muon.lab.bench.step.rows import UPSTREAM
 from megatron_muon.lab.bench.step.upstream import why_no_upstream
 from support.benching import model_and_ranks
 from support.installed import VERSION
@@ -22,25 +23,31 @@ def importable() -> None:
         pytest.skip(reason)
 
 
-def _measured(arguments: str) -> dict[str, Measured]:
+def _measured(arguments: str, names: list[str]) -> dict[str, Measured]:
     from megatron_muon.lab.bench.step.rows import rows
 
-    chosen = rows(MuonConfig(), ["upstream-layerwise", "muon-contiguous"])
+    chosen = rows(MuonConfig(), names)
     measured = measure(StepJob(model_and_ranks(arguments), tuple(chosen), 1))
     return {row.name: one for row, one in zip(chosen, measured, strict=True)}
 
 
 @pytest.mark.usefixtures("importable")
-def test_megatrons_own_muon_orthogonalizes_on_every_tp_rank() -> None:
-    ranks = run(_measured, 4, "--tp 2 --dp 2")
-    ours, theirs = (
-        sum(rank[name].counted.flops for rank in ranks)
-        for name in ("muon-contiguous", "upstream-layerwise")
+def test_each_mode_of_megatrons_own_muon_does_its_work_on_every_tp_rank() -> None:
+    """Whole matrices twice at TP 2, or in halves without a message: other mathematics."""
+    names = ["muon-contiguous", *UPSTREAM]
+    ranks = run(_measured, 4, "--tp 2 --dp 2", names)
+    ours, blockwise, duplicated, distributed = (
+        sum(rank[name].counted.flops for rank in ranks) for name in names
     )
-    assert theirs == 2 * ours > 0
+    assert duplicated == 2 * ours > 0
+    assert blockwise < ours < distributed < duplicated
     for rank in ranks:
-        kinds = {"tp_gather", "param_gather", "grad_reduce", "norm"}
-        assert rank["upstream-layerwise"].counted.sent_bytes.keys() == kinds
+        kinds = {"param_gather", "grad_reduce", "norm"}
+        assert rank["upstream-blockwise"].counted.sent_bytes.keys() == kinds
+        for name in UPSTREAM[1:]:
+            assert rank[name].counted.sent_bytes.keys() == kinds | {"tp_gather"}
+    weights = [{rank[name].weights for rank in ranks} for name in UPSTREAM]
+    assert weights[0] != weights[1]
 
 
 def _directions(name: str) -> dict[str, torch.Tensor]:
@@ -55,7 +62,7 @@ def _directions(name: str) -> dict[str, torch.Tensor]:
     device = measure.start_megatron(flags)
     noise = torch.randn(measure.NOISE, generator=torch.Generator().manual_seed(1)) / 50
     watch = StepTimers(device)
-    contender: Any = measure._Contender(build(row, flags, watch), watch, noise)
+    contender: Any = measure._Contender(row, build(row, flags, watch), watch, noise)
     contender.park()
     contender.wake()
     names = {param: key for key, param in contender._params()}
@@ -78,7 +85,7 @@ def test_megatrons_own_muon_runs_the_coefficients_of_the_other_rows() -> None:
         assert (direction - theirs[key]).norm() < 0.02 * direction.norm(), key
 
 
-_COMPARED = ("muon-contiguous", "upstream-layerwise")
+_COMPARED = ("muon-contiguous", "upstream-duplicated")
 
 
 def test_why_megatrons_own_muon_is_left_out_is_said_with_the_way_out(

@@ -54,6 +54,17 @@ def test_every_algorithm_and_every_assumption_is_printed(
     assert 0 < written["step"]["adamw"]["seconds"] < written["step"]["contiguous"]["seconds"]
 
 
+def test_states_in_fewer_bytes_are_counted_and_copied_in_rounds() -> None:
+    """2 + 2 bytes an element of Muon's and 2 + 2 + 2 of AdamW's, in place of 4 + 4 and 4 + 8."""
+    bf16 = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    rows = [planned(f"{TINY} --world-size 4 {words}").kinds[0].rows[1] for words in ("", bf16)]
+    wide, narrow = (row.rest for row in rows)
+    for kind in ("main parameters", "Muon's momentum", "AdamW's moments"):
+        assert 0 < 2 * narrow[kind] == wide[kind]
+    assert narrow["parameters"] == wide["parameters"]
+    assert rows[0].peak < rows[1].peak < rows[0].peak + wide["Muon's momentum"]
+
+
 def test_ranks_of_another_node_cost_more() -> None:
     """TP within a node of 4, DP over the network: what is sent is the same."""
     one, two = (planned(f"{TINY} {TP} 2 --world-size 4") for _ in range(2))

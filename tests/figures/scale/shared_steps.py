@@ -22,7 +22,7 @@ from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.presets import hardware_of
 from megatron_muon.lab.pricing.step import price_step
 from megatron_muon.lab.pricing.streams import nodes_of
-from megatron_muon.lab.pricing.upstream import price_layer_wise
+from megatron_muon.lab.pricing.upstream import TpMode, price_layer_wise
 from megatron_muon.lab.pricing.work import total, traffic_of
 from megatron_muon.planning.plan import ExchangePlan
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, LLAMA_405B
@@ -53,7 +53,8 @@ def main() -> None:
     hardware = hardware_of(given.hardware, [])
     heads = " | ".join(ASKED)
     ratios = "busiest / mean, off | auto | auto / its mean | bytes, auto / off"
-    print(f"| ms | {heads} | upstream | {ratios} | between nodes | there at most |")
+    upstream = "upstream blockwise / duplicated / distributed"
+    print(f"| ms | {heads} | {upstream} | {ratios} | between nodes | there at most |")
     print("|---" + "|--:" * (len(ASKED) + 7) + "|")
     for case in (*MODELS, *LARGE):
         if not given.words or any(word in case.name for word in given.words):
@@ -70,10 +71,10 @@ def _cells(case: Case, hardware: Hardware) -> list[str]:
         step = price_step(optimizers, config, hardware, device="cuda_symmetric")
         cells.append(f"{1e3 * step.seconds:.1f} ({1e3 * step.newton_schulz_busiest:.1f})")
         if asked == "off":
-            modes = "duplicated", "distributed"
             whole = stage_of(words)[1]
-            both = (price_layer_wise(whole, config, hardware, mode)[0].seconds for mode in modes)
-            upstream = f"{1e3 * min(both):.1f}"
+            modes: tuple[TpMode, ...] = "blockwise", "duplicated", "distributed"
+            times = (price_layer_wise(whole, config, hardware, mode)[0].seconds for mode in modes)
+            upstream = " / ".join(f"{1e3 * time:.1f}" for time in times)
     off, auto = (total([plan.ns_flops() for plan in plans[asked]]) for asked in ("off", "auto"))
     mean, own_mean = sum(off) / len(off), sum(auto) / len(auto)
     cells += [upstream, f"{max(off) / mean:.2f}", f"{max(auto) / mean:.2f}"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_muon.orthogonalize import newton_schulz
 from megatron_muon.orthogonalize.newton_schulz import (
     at_once_on,
     orthogonalize,
@@ -32,9 +35,10 @@ def _matrices(count: int, rows: int, cols: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("iteration", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (1, 7), (400, 420)])
 def test_each_of_a_batch_is_what_it_is_alone(
-    shape: tuple[int, int], iteration: NsIteration
+    shape: tuple[int, int], iteration: NsIteration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To what rounding amounts to: see test_newton_schulz.test_fp32_equals_float64, twice."""
+    monkeypatch.setattr(newton_schulz, "takes_batches", lambda device: True)
     config = MuonConfig(ns_dtype="fp32", ns_iteration=iteration)
     matrices = _matrices(3, *shape)
     bound = 2 * 486 * max(shape) * 2.0**-24
@@ -53,12 +57,59 @@ def test_of_a_batch_each_has_its_own_scale() -> None:
     assert torch.equal(first, small) and not zero.any()
 
 
-def test_a_cpu_and_deterministic_mode_take_one_at_a_time(request: pytest.FixtureRequest) -> None:
-    four = Numerics(FOUR)
-    assert [at_once_on(device, four, 8, 8, 0) for device in (CUDA, CPU)] == [4, 1]
-    request.getfixturevalue("deterministic")
-    assert at_once_on(CUDA, four, 8, 8, 0) == 1
+def test_deterministic_mode_takes_one_at_a_time(deterministic: None) -> None:
+    assert at_once_on(CUDA, Numerics(FOUR), 8, 8, 0) == 1
     assert at_once_on(CUDA, Numerics(MuonConfig()), 8, 8, 999) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("iteration", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(32, 64), (64, 33), (400, 420)])
+def test_a_cpu_takes_small_ones_together_with_the_bits_of_each(
+    shape: tuple[int, int], iteration: NsIteration, dtype: Any
+) -> None:
+    """What is not a product is done once for all of them, but for their norms."""
+    config = MuonConfig(ns_dtype=dtype, ns_iteration=iteration)
+    matrices = [x * 10.0**n for n, x in enumerate(_matrices(12, *shape))]
+    alone = [_Counted.of(orthogonalize, matrix, config) for matrix in matrices]
+    made = _Counted.of(orthogonalize_at_once, matrices, config)
+    assert all(torch.equal(x, y.made) for x, y in zip(made.made, alone, strict=True))
+    assert made.products == 12 * alone[0].products
+    if iteration == "standard":  # Gram's diagonals are each matrix's own
+        assert made.others <= alone[0].others + 12
+    assert at_once_on(CPU, Numerics(FOUR), *shape, 0) == max(1, (1 << 18) // (shape[0] * shape[1]))
+
+
+@pytest.mark.parametrize("shape", [(11, 13), (23, 7)])
+def test_a_cpu_takes_one_at_a_time_where_a_next_one_would_lie_otherwise(
+    shape: tuple[int, int],
+) -> None:
+    """torch multiplies in fp16 by other sums where memory is not aligned."""
+    config = MuonConfig(ns_dtype="fp16")
+    matrices = list(_matrices(12, *shape))
+    made = orthogonalize_at_once(matrices, config)
+    assert all(torch.equal(x, orthogonalize(y, config)) for x, y in zip(made, matrices, strict=True))
+    assert at_once_on(CPU, Numerics(FOUR), *shape, 0) == 1
+
+
+class _Counted(TorchDispatchMode):
+    """Products and other operations, without views, of a call; and what it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.others = 0
+
+    @classmethod
+    def of(cls, call: Callable[..., Any], *arguments: Any) -> _Counted:
+        with cls() as counted:
+            counted.made = call(*arguments)
+        return counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_product = func.overloadpacket.__name__ in ("mm", "addmm")
+        self.products += is_product
+        self.others += not is_product and not func.is_view
+        return func(*args, **kwargs or {})
 
 
 def test_by_default_as_many_as_have_scratch_memory_are_taken_at_once() -> None:
@@ -78,6 +129,7 @@ def _stepped(case: Case, at_once: int) -> dict[str, Any]:
 
     with (
         mock.patch.object(muon_round, "at_once_on", lambda *shape: at_once),
+        mock.patch.object(newton_schulz, "takes_batches", lambda device: True),
         mock.patch.object(muon_round, "orthogonalize_staged", counted),
     ):
         built = start(case, Topology())

@@ -101,8 +101,23 @@ def _waited() -> list[dict[str, Any]]:
     for _ in range(2):
         built.optimizer.wait_for_params()
         found.append(held(built))
-        built.ddp.zero_grad_buffer()  # a gather of it would be one of zeros
+        for buffer in built.ddp.buffers:  # another one would gather, and erase, these gradients
+            buffer.grad_data.fill_(1.0)
+        for group in built.ddp.bucket_groups:
+            group.param_gather_dispatched = False  # as the backward pass does
+    assert all(bool((buffer.grad_data == 1.0).all()) for buffer in built.ddp.buffers)
     return found
+
+
+def _refused_early() -> str:
+    built = build(MX, Topology(overlap=True))
+    return error_of_optimizer(built, early_param_gather="on")
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason="mxfp8 parameters need core 0.19")
+def test_no_gather_starts_within_a_step_from_the_memory_of_its_gradients() -> None:
+    (said,) = run(_refused_early, 1)
+    assert "with reuse_grad_buf_for_mxfp8_param_ag (--reuse-grad-buf-for-mxfp8-param-ag)" in said
 
 
 @pytest.mark.skipif(VERSION < (0, 19), reason="mxfp8 parameters need core 0.19")
@@ -205,9 +220,9 @@ def _state(run: Whole) -> Whole:
     return {kind: tensors for kind, tensors in run.items() if kind != "params"}
 
 
-def _switched(format: str, folder: str, change: float) -> str:
+def _switched(case: Case, format: str, folder: str, change: float) -> str:
     """AdamW's checkpoint into Muon; with main parameters that are not the model's, if changed."""
-    adam = start(replace(FP8, optimizer="adam"), Topology(dp=2))
+    adam = start(replace(case, optimizer="adam"), Topology(dp=2))
     for step in range(2):
         take_step(adam, step)
     if change:
@@ -215,7 +230,7 @@ def _switched(format: str, folder: str, change: float) -> str:
             for shard in group:
                 shard.mul_(change)
     save(adam, folder, format)
-    muon = start(FP8, Topology(dp=2))
+    muon = start(case, Topology(dp=2))
     spoil(muon)
     try:
         with reading_adamw(muon.optimizer, "momentum"):
@@ -227,9 +242,10 @@ def _switched(format: str, folder: str, change: float) -> str:
 
 
 @pytest.mark.parametrize("change", [0.0, 2.0], ids=["as-saved", "others"])
+@pytest.mark.parametrize("case", [FP8, *OTHERS], ids=lambda case: case.fp8)
 @pytest.mark.parametrize("format", formats()[:1])
-def test_muon_goes_on_from_adamw(format: str, change: float, tmp_path: Path) -> None:
-    for said in run(_switched, 2, format, str(tmp_path), change):
+def test_muon_goes_on_from_adamw(case: Case, format: str, change: float, tmp_path: Path) -> None:
+    for said in run(_switched, 2, case, format, str(tmp_path), change):
         assert ("no error" in said) is not bool(change), said
         assert "does not round to the model's weight" in said or not change
 

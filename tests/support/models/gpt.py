@@ -276,13 +276,26 @@ def held(built: Built) -> dict[str, Any]:
             at = dist._get_model_param_range_map(param)["param"]
             assert shard.numel() == at.end - at.start
             state = {k: v for k, v in dist.optimizer.state[shard].items() if torch.is_tensor(v)}
-            kept = {"main": shard, **{k: v for k, v in state.items() if v.numel() == at.size}}
+            if built.case.narrow is not None:
+                state = {k: dist.optimizer.get_unscaled_state(shard, k) for k in state}
+            main = main_of(shard, state.pop("master_param", None))
+            kept = {"main": main, **{k: v for k, v in state.items() if v.numel() == at.size}}
             arrays = {kind: t.detach().float().numpy().copy() for kind, t in kept.items()}
             assert names[id(param)] not in result["shards"], "two optimizers own a parameter"
             result["shards"][names[id(param)]] = (at.start, at.end, arrays)
     for kind in ("params", "owners", "shards"):
         result[kind] = {n: v for n, v in result[kind].items() if not n.startswith(UNUSED)}
     return result
+
+
+def main_of(shard: Tensor, master: Tensor | None) -> Tensor:
+    """An fp32 main parameter; FusedAdam's may be the lower 16 bits of what a bf16 weight rounds."""
+    if master is None or shard.dtype == torch.float32:
+        return shard
+    if master.dtype != torch.int16:
+        return master
+    high = shard.view(torch.int16).int() - (master < 0).int()
+    return ((high << 16) | (master.int() & 0xFFFF)).view(torch.float32)
 
 
 def plain(param: Tensor) -> Tensor:
@@ -292,9 +305,11 @@ def plain(param: Tensor) -> Tensor:
 
 
 def _owned(dist: Any) -> Iterable[tuple[Any, Tensor]]:
-    """(model parameter, fp32 shard) of a DistributedOptimizer, paired by position as it does."""
+    """(model parameter, its shard) of a DistributedOptimizer, paired by position as it does."""
+    mains = dist.shard_fp32_from_float16_groups
+    in_adam = any(main is None for group in mains for main in group)  # with ``narrow``
     for models, shards in (
-        (dist.model_float16_groups, dist.shard_fp32_from_float16_groups),
+        (dist.model_float16_groups, dist.shard_float16_groups if in_adam else mains),
         (dist.model_fp32_groups, dist.shard_fp32_groups),
     ):
         for model_group, shard_group in zip(models, shards, strict=True):

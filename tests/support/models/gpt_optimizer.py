@@ -38,11 +38,17 @@ def optimizer_config(built: Built) -> Any:
         **({"fp8_recipe": case.fp8} if case.fp8 else {}),
         **({"reuse_grad_buf_for_mxfp8_param_ag": True} if case.fp8 == "mxfp8" else {}),
         **said_twice,
+        **({} if case.narrow is None else _precision_aware(case)),
         overlap_param_gather_with_optimizer_step=built.topology.step_overlap,
         adam_beta1=0.9,
         adam_beta2=0.95,
         adam_eps=case.adam_eps,
     )
+
+
+def _precision_aware(case: Any) -> dict[str, Any]:
+    grads = torch.float32 if case.fp32_grads else torch.bfloat16
+    return {"use_precision_aware_optimizer": True, "main_grads_dtype": grads, **dict(case.narrow)}
 
 
 def make_optimizer(built: Built) -> Any:

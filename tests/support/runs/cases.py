@@ -102,6 +102,7 @@ class Case:
     Megatron's threshold and alpha. ``rms_norm``, ``shared`` (experts), ``recompute`` and
     ``dropout`` are the model's, ``loss_scale``, ``scale_window`` and ``adam_eps`` the optimizer's.
     With ``sinks`` the softmax of each head has a learnable offset.
+    With ``narrow``, settings of OptimizerConfig, states are held by precision-aware FusedAdam.
     Without ``te_attention`` a model of Transformer Engine's layers has Megatron's own attention.
     """
 
@@ -146,6 +147,7 @@ class Case:
     loss_scale: float = 2.0**12
     scale_window: int = 3  # so that the scale grows within the steps of a case
     adam_eps: float = 1e-8
+    narrow: tuple[tuple[str, Any], ...] | None = None
 
     @property
     def head_size(self) -> int:

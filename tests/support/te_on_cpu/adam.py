@@ -53,6 +53,20 @@ def multi_tensor_adam(chunk: int, noop: Tensor, lists: Any, *numbers: Any) -> No
         _step(grad, param, first, second, master[0] if master else None, *numbers)
 
 
+def multi_tensor_adam_param_remainder(chunk: int, noop: Tensor, lists: Any, *numbers: Any) -> None:
+    """bf16 weights; a fifth list has the lower 16 bits of their fp32 masters, as int16.
+
+    The kernel's own words: a negative remainder says that the weight was rounded up.
+    """
+    for grad, param, first, second, low in zip(*lists, strict=True):
+        high = param.view(torch.int16).int() - (low < 0).int()
+        master = ((high << 16) | (low.int() & 0xFFFF)).view(torch.float32)
+        _step(grad, param, first, second, master, *numbers)
+        bits = master.view(torch.int32)
+        low.copy_((bits << 16) >> 16)
+        param.view(torch.int16).copy_((bits >> 16) + (low < 0).int())
+
+
 def multi_tensor_scale(chunk: int, noop: Tensor, lists: Any, scale: Any) -> None:
     """Second list = first list × scale; ``noop`` is 1 if a value is not finite."""
     for source, target in zip(*lists, strict=True):

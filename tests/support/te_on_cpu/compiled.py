@@ -11,6 +11,7 @@ from typing import Any
 
 from support.te_on_cpu.adam import (  # noqa: F401
     multi_tensor_adam,
+    multi_tensor_adam_param_remainder,
     multi_tensor_l2norm,
     multi_tensor_scale,
     multi_tensor_scale_tensor,

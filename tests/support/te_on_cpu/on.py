@@ -13,5 +13,7 @@ if te_on_cpu.TE is not None:
     loader.install()
     cpu.REPLACEMENTS = tuple(each for each in cpu.REPLACEMENTS if each is not megatron_core.adam)
     options.REPLACED = tuple(row for row in options.REPLACED if row.dest != "transformer_impl")
+    with_adam = "use_precision_aware_optimizer"
+    options.REFUSED = tuple(row for row in options.REFUSED if row.dest != with_adam)
 elif apex_on_cpu.installed():
     apex_on_cpu.install()

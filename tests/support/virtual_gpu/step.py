@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import fused
 from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
-from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
+from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.runtime.patches import replaced
+from megatron_muon.runtime.states import MOMENTUM_KEY, States
 from megatron_muon.runtime.tracing import phases
 from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.device.communication import VirtualNccl
@@ -69,10 +71,10 @@ def record_step(
     """The work of ``rank`` in steps of Muon, each with ``adamw`` launches that touch no memory."""
 
     def program(gpu: Gpu, group: Any) -> None:
-        muon, groups, state = muon_of(plan, rank, Numerics(config), group, CUDA)
+        muon, groups, states = muon_of(plan, rank, Numerics(config), group, CUDA)
         for _ in range(steps):
             gpu.trace.events.append(StepStart())
-            muon.step(groups, state, lambda: gpu.launch("adamw", [], [], adamw))
+            muon.step(groups, states, lambda: gpu.launch("adamw", [], [], adamw))
 
     return record(rank, plan.size, program)
 
@@ -86,10 +88,11 @@ def muon_of(
     for shard in shards.values():
         shard.grad = torch.ones_like(shard)
     state = {shard: {MOMENTUM_KEY: torch.zeros_like(shard)} for shard in shards.values()}
+    states = States(SimpleNamespace(state=state))
     groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.1}]
     exchange = Exchange(own, plan.matrices, group, TORCH_DTYPE[numerics.travels], device, meter)
     tools = meter, phases(), fused.elementwise_on(device, numerics)
-    return DistributedMuon(numerics, plan, own, exchange, shards, *tools), groups, state
+    return DistributedMuon(numerics, plan, own, exchange, shards, *tools), groups, states
 
 
 @contextmanager

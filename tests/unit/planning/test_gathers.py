@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_muon.planning.rounds.gathers import ADAMW, starts
+from megatron_muon.planning.rounds.pipeline import ADAMW, starts
 
 CASES: dict[str, tuple[list[int], list[int | None], list[int | None]]] = {
     "all after the first round": ([0, 0, 0], [0, 0, 0], [0, 1, None]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware
 from megatron_muon.lab.pricing.kernels import batches, foreach, newton_schulz, product, stream
+from megatron_muon.lab.pricing.paper import price_paper
 from megatron_muon.lab.pricing.presets import H100, from_json
 from megatron_muon.lab.pricing.step import StepTime, price_adamw, price_step
 from megatron_muon.lab.pricing.streams import Streams
-from megatron_muon.lab.pricing.upstream import price_layer_wise
+from megatron_muon.lab.pricing.upstream import TpMode, price_layer_wise
 from megatron_muon.lab.pricing.work import Optimizer, rounds_of
+from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
@@ -246,16 +248,45 @@ def test_adamw_takes_its_bytes() -> None:
     assert seconds == pytest.approx(((1 << 20) + (1 << 19)) * 28 / 1e9)
 
 
-def test_upstream_orthogonalizes_on_every_tp_rank() -> None:
-    values = {"memory_gbytes": 1e6, "node_gbytes": 1e6, "dense_tflops": 1.0}
-    quick = PLAIN.with_values(values, "the test")
-    alone, four = (
-        price_layer_wise(
-            [Optimizer(small_plan(CONFIG, tp, 1), (0,) * tp)], CONFIG, quick, "duplicated"
-        )[0].seconds
-        for tp in (1, 4)
+QUICK = PLAIN.with_values(
+    {"memory_gbytes": 1e6, "node_gbytes": 1e6, "dense_tflops": 1.0}, "the test"
+)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda_symmetric"])
+def test_upstream_s_modes_divide_the_work_of_a_matrix_over_tp(device: Any) -> None:
+    """Duplicated does all of it on every rank, blockwise and distributed a slice's, layer_sharded
+    that of its own matrices. Only blockwise sends nothing."""
+    plan = [Optimizer(small_plan(CONFIG, 4, 1), (0,) * 4)]
+    alone = price_layer_wise(
+        [Optimizer(small_plan(CONFIG, 1, 1), (0,))], CONFIG, QUICK, "duplicated", device
+    )[0]
+    most = {mode: price_layer_wise(plan, CONFIG, QUICK, mode, device) for mode in get_args(TpMode)}
+    assert most["duplicated"][0].flops == alone.flops
+    assert most["duplicated"][0].seconds == pytest.approx(alone.seconds, rel=0.05)
+    assert {mode for mode, (each, _) in most.items() if each.sent == 0} == {"blockwise"}
+    assert most["layer_sharded"][1].flops * 4 == pytest.approx(alone.flops)
+    assert most["layer_sharded"][0].messages == 2
+    assert alone.flops / 4 < most["distributed"][0].flops < alone.flops
+    slices = [
+        (x.rows // (4 if dim == 0 else 1), x.cols // (4 if dim == 1 else 1))
+        for x, dim in (
+            (shape, p.partition_dim) for p in plan[0].plan.parameters for shape in p.matrices
+        )
+    ]
+    flops = sum(
+        ns_flops(*each, Numerics(MuonConfig(ns_iteration="standard"), device)) for each in slices
     )
-    assert four == pytest.approx(alone, rel=0.05)
+    assert most["blockwise"][0].flops == flops
+
+
+def test_the_papers_ranks_each_gather_and_orthogonalize_what_they_have_a_slice_of() -> None:
+    plan = one_matrix(1024, 2048, dp=4)
+    ranks = price_paper([Optimizer(plan, (0,) * 4)], Numerics(CONFIG), PLAIN, (0, 0, 1, 1))
+    quarter = 1024 * 2048 * 2 // 4
+    assert [(rank.inside, rank.between) for rank in ranks] == [(quarter, 2 * quarter)] * 4
+    assert {rank.flops for rank in ranks} == {ns_flops(1024, 2048, Numerics(CONFIG))}
+    assert ranks[0].exposed(PLAIN) == pytest.approx(3 * quarter / 1e9)
 
 
 # ---------------------------------------------------------------- hardware

@@ -46,15 +46,13 @@ def build(row: Row, flags: Namespace, timers: Any) -> Built:
             wrapping = {"layouts": layouts} if lays_out_buffers() else old
         chunks = build_chunks(own, config, device=device, **wrapping)
         optimizer = _optimizer(row, own, chunks, timers)
-    if row.kind == "paper":
-        _make_papers(optimizer)
     return Built(chunks, optimizer, printed.getvalue().splitlines())
 
 
 @contextlib.contextmanager
 def _installed(row: Row) -> Iterator[None]:
     """Within it our Muon is installed for rows that use it, for the model and the optimizer."""
-    if row.kind not in ("muon", "paper"):
+    if row.kind != "muon":
         yield
         return
     megatron_muon.install(row.config)
@@ -80,19 +78,3 @@ def _optimizer(row: Row, flags: Namespace, chunks: list[Any], timers: Any) -> An
     )
     config.timers = timers
     return core.get_megatron_optimizer(config, chunks)
-
-
-def _make_papers(optimizer: Any) -> None:
-    from megatron.core import parallel_state
-
-    from megatron_muon.lab.bench.step.paper import PaperMuon
-    from megatron_muon.mcore.wiring.process_groups import has_experts
-
-    for part in optimizer.chained_optimizers:
-        if part.muon is None:
-            continue
-        if has_experts(part):
-            tp_group = parallel_state.get_expert_tensor_parallel_group()
-        else:
-            tp_group = parallel_state.get_tensor_model_parallel_group()
-        PaperMuon.take_over(part.muon, part, part.stage_group.rank(), tp_group)

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 def _task(flags: Namespace) -> Task:
     """The task of the ranks; says why upstream's row is left out of it, if it is."""
     from megatron_muon.lab.bench.step.measure import StepJob, measure
-    from megatron_muon.lab.bench.step.rows import rows
+    from megatron_muon.lab.bench.step.rows import UPSTREAM, rows
     from megatron_muon.lab.bench.step.upstream import why_no_upstream
     from megatron_muon.lab.dry_run.model import ranks_of, transformer_config
 
@@ -56,10 +56,11 @@ def _task(flags: Namespace) -> Task:
     transformer_config(flags, ranks)  # raises Megatron's own errors
     gpus = gpus_for(ranks.world, "TP x PP x CP x DP", "--tp --pp --cp --dp")
     names = list(flags.rows)
-    left_out = why_no_upstream(flags) if "upstream-layerwise" in names else None
+    upstream = [name for name in names if name in UPSTREAM]
+    left_out = why_no_upstream(flags) if upstream else None
     if left_out is not None:
-        names.remove("upstream-layerwise")
-        print(f"{_PROGRAM}: upstream-layerwise is left out: {left_out}", file=sys.stderr)
+        names = [name for name in names if name not in upstream]
+        print(f"{_PROGRAM}: {', '.join(upstream)}: left out: {left_out}", file=sys.stderr)
     mib = flags.muon_round_mib
     config = MuonConfig(round_bytes=round(mib * (1 << 20)) if mib else None)
     chosen = rows(config, names, flags.exchange, flags.gathers)
@@ -69,7 +70,7 @@ def _task(flags: Namespace) -> Task:
     if buckets and not any(row.buckets for row in chosen):
         raise ValueError(
             "these rows have one bucket a buffer: leave out --ddp-bucket-size and "
-            "--ddp-num-buckets, or add muon-bucketed or muon-paper to --rows"
+            "--ddp-num-buckets, or add muon-bucketed to --rows"
         )
     for row in chosen if flags.traces is not None else ():
         if (flags.traces / row.name).exists():
@@ -81,21 +82,11 @@ def _task(flags: Namespace) -> Task:
 
 def _check(flags: Namespace) -> None:
     """Raise errors that ranks would only find one by one, or after all the work."""
-    tp, pp, ep = (getattr(flags, f"{name}_model_parallel_size") for name in _PARALLEL)
+    pp, ep = flags.pipeline_model_parallel_size, flags.expert_model_parallel_size
     if (flags.num_experts or 0) % ep:
         raise ValueError(f"--num-experts {flags.num_experts} is not a multiple of --ep {ep}")
     if flags.num_layers % pp:
         raise ValueError(f"--layers {flags.num_layers} is not a multiple of --pp {pp}")
-    groups = flags.num_query_groups if flags.group_query_attention else flags.num_attention_heads
-    if "muon-paper" in flags.rows and groups < tp and not flags.multi_latent_attention:
-        raise ValueError(
-            f"muon-paper gathers slices of one size from all TP ranks, but --tp {tp} cuts "
-            f"{groups} query group(s), so that not every rank has some of Q, K and V: leave it "
-            "out of --rows"
-        )
     if flags.traces is not None and not flags.traces.is_dir():
         raise ValueError(f"--traces {flags.traces}: there is no such folder")
     require_outputs(flags)
-
-
-_PARALLEL = ("tensor", "pipeline", "expert")

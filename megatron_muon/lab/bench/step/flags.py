@@ -12,7 +12,8 @@ from megatron_muon.lab.dry_run.numbers import MOST_HERE, count, positive
 from megatron_muon.lab.outputs import add_outputs
 
 ROWS = (
-    *("adamw", "muon-contiguous", "muon-bucketed", "muon-paper", "upstream-layerwise"),
+    *("adamw", "muon-contiguous", "muon-bucketed"),
+    *("upstream-blockwise", "upstream-duplicated", "upstream-distributed"),
     *("muon-contiguous-auto", "muon-bucketed-auto"),
 )
 _DESCRIPTION = """\
@@ -26,13 +27,17 @@ rows:
   muon-contiguous     this package's Muon, one bucket per grad buffer
   muon-bucketed       the same on Megatron's buckets (a fifth of a layer, which
                       40 M elements are of Llama-3-8B's, or --ddp-bucket-size)
-  muon-paper          Algorithm 1 of arXiv 2502.16982 on the same buckets
-  upstream-layerwise  Megatron's own Muon, where it can be imported
+  upstream-blockwise  Megatron's own Muon, where it can be imported, with its
+                      default up to core 0.19. Other mathematics: each TP rank
+                      orthogonalizes its slice by itself
+  upstream-duplicated, upstream-distributed
+                      the same with whole matrices, by --muon-tp-mode; only
+                      the first is measured by default, and at TP 1
   muon-contiguous-auto, muon-bucketed-auto
                       with --muon-ns-iteration auto; the others are standard
 
 A step is optimizer.step(): gradient norm, update, all-gather of parameters. All
-rows but upstream-layerwise shard by Megatron's DistributedOptimizer. On a CPU,
+rows but upstream's shard by Megatron's DistributedOptimizer. On a CPU,
 AdamW is megatron_muon.cpu's, in plain torch operations.
 
 Sizes are given as --tp --pp --cp --ep --dp --hidden --layers --heads --ffn
@@ -58,7 +63,7 @@ _LIKE_LLAMA = {
 # Flags that not all rows can have, and why.
 _REFUSED = {
     "fp16": "every row is in bf16, the one precision that all of them have",
-    "overlap_grad_reduce": "muon-bucketed and muon-paper have its buckets, others one",
+    "overlap_grad_reduce": "muon-bucketed has its buckets, others one",
     "overlap_param_gather": "--gathers adds rows with it",
     "overlap_param_gather_with_optimizer_step": "--gathers adds rows that gather early",
 }
@@ -82,6 +87,10 @@ def parsed(argv: Sequence[str], program: str = "megatron-muon bench step") -> Na
     if None not in (flags.ddp_bucket_size, flags.ddp_num_buckets):
         parser.error("give either --ddp-bucket-size or --ddp-num-buckets, not both")
     flags.num_attention_heads = flags.num_attention_heads or max(1, flags.hidden_size // 64)
+    if flags.rows is None:  # at TP 1 all modes of upstream's are one
+        several = flags.tensor_model_parallel_size > 1
+        left_out = {"upstream-distributed", "" if several else "upstream-blockwise"}
+        flags.rows = [row for row in ROWS if row not in left_out]
     flags.max_position_embeddings = flags.seq_length
     flags.world_size = (
         flags.dp
@@ -115,8 +124,8 @@ def command_parser(program: str) -> argparse.ArgumentParser:
     add("--threads", type=ranks, metavar="N", help=text)
     text = "steps of each row (%(default)s)"
     add("--rounds", type=count(most=1 << 20), default=7, metavar="N", help=text)
-    text = "measure only these rows (default: all)"
-    add("--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help=text)
+    text = "measure only these rows"
+    add("--rows", nargs="+", choices=ROWS, metavar="ROW", help=text)
     text = "add rows of muon-contiguous: with one round (none), or one for each parameter (naive)"
     add("--exchange", nargs="+", choices=["none", "naive"], default=[], help=text)
     text = "add rows of muon-bucketed with --overlap-param-gather: gathers start in the forward "

@@ -25,12 +25,11 @@ PARAM_GATHER = "params-all-gather"
 KINDS = {
     "muon-gather": "gather",
     "muon-scatter": "scatter",
-    "muon-dp_gather": "dp_gather",
     "muon-tp_gather": "tp_gather",
     PARAM_GATHER: "param_gather",
     "grad-reduce": "grad_reduce",
 }
-EXCHANGE = ("muon-gather", "muon-scatter", "muon-dp_gather", "muon-tp_gather")
+EXCHANGE = ("muon-gather", "muon-scatter", "muon-tp_gather")
 NEWTON_SCHULZ = "muon-newton_schulz"
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron_muon.lab.bench.step import table
 from megatron_muon.lab.bench.step.measure import Measured, checksums_agree
-from megatron_muon.lab.bench.step.rows import Row, bucket_elements
+from megatron_muon.lab.bench.step.rows import BLOCKWISE, UPSTREAM, Row, bucket_elements
 from megatron_muon.lab.bench.step.upstream import lays_out_buffers
 from megatron_muon.lab.dry_run.model import padded_vocab, ranks_of, transformer_config
 from megatron_muon.lab.outputs import CommandError, write_json
@@ -79,15 +79,16 @@ def _print_tables(
         speeds = ", ".join(f"{name} {ms:.2f}" for name, ms in times.items() if ms is not None)
         if speeds:
             print(f"\nNewton-Schulz, processor ms per Gflop: {speeds}")
-    if any(line.name == table.UPSTREAM for line in lines):
+    if any(line.name in UPSTREAM for line in lines):
         print(
-            f'{table.UPSTREAM}: coefficients "simple" as in the other rows; its own default, '
-            '"quintic", needs as many products'
+            'upstream: coefficients "simple" as in the other rows; its own default, "quintic", '
+            f"needs as many products\n{BLOCKWISE}: other mathematics, since each TP rank "
+            "orthogonalizes its slice by itself; its default up to core 0.19"
         )
         if not task.gpus and not lays_out_buffers():
             print(
-                f"{table.UPSTREAM}: concurrent broadcasts replace its gather of parameters, since "
-                "gloo cannot gather unequal parts; other rows' gathers are broadcasts, too"
+                "upstream: concurrent broadcasts replace its gather of parameters, since gloo "
+                "cannot gather unequal parts; other rows' gathers are broadcasts, too"
             )
     if flags.parts:
         print(f"\n{table.parts_text(lines)}")
@@ -106,7 +107,7 @@ def _weights(rows: Sequence[Row], lines: Sequence[table.Line]) -> dict[str, bool
     """
     sets: dict[str, list[table.Line]] = {}
     for row, line in zip(rows, lines, strict=True):
-        if row.kind in ("muon", "paper"):
+        if row.kind == "muon":
             sets.setdefault(str(row.config.ns_iteration), []).append(line)
     verdicts = {}
     for alike in sets.values():

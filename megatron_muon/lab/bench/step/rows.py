@@ -16,9 +16,15 @@ from typing import Literal
 
 from megatron_muon.settings.config import MuonConfig
 
-Kind = Literal["adamw", "muon", "paper", "upstream"]
+Kind = Literal["adamw", "muon", "upstream"]
 Gathers = Literal["late", "early"]
 
+# Megatron's own Muon, by its mode of TP.
+UPSTREAM = BLOCKWISE, DUPLICATED, DISTRIBUTED = (
+    "upstream-blockwise",
+    "upstream-duplicated",
+    "upstream-distributed",
+)
 # Megatron's buckets of 40 M elements hold about a fifth of a layer of Llama-3-8B.
 BUCKETS_PER_LAYER = 5
 # The norm is computed, but no gradient is clipped. Rows sum the norm in different orders, so its
@@ -75,8 +81,7 @@ def rows(
         Row("adamw", "adamw", equal),
         contiguous,
         bucketed,
-        Row("muon-paper", "paper", equal, buckets=True),
-        Row("upstream-layerwise", "upstream", equal),
+        *(Row(name, "upstream", equal) for name in UPSTREAM),
         _on_auto(contiguous),
         _on_auto(bucketed),
     ]

@@ -9,13 +9,13 @@ from typing import Any
 
 from megatron_muon.lab.bench.step.measure import Measured
 from megatron_muon.lab.bench.step.meter import EXCHANGE, NEWTON_SCHULZ, PARAM_GATHER, Times
+from megatron_muon.lab.bench.step.rows import UPSTREAM
 from megatron_muon.lab.tables import aligned
 
-UPSTREAM = "upstream-layerwise"
-_OTHERS = ("adamw", "muon-paper", UPSTREAM)  # rows without a variant on auto
-_AGAINST = ("adamw", "muon-contiguous", "muon-paper", UPSTREAM)
+_OTHERS = ("adamw", *UPSTREAM)  # rows without a variant on auto
+_AGAINST = ("adamw", "muon-contiguous", *UPSTREAM)
 _AUTO = "-auto"  # suffix of our rows whose iteration is chosen by shape
-_EXCHANGED = ("gather", "scatter", "dp_gather", "tp_gather")
+_EXCHANGED = ("gather", "scatter", "tp_gather")
 _HEADER = (
     *("row", "step ms", "(min to max)", "exchange ms", "NS ms", "exchange MB", "all MB"),
     *("NS Gflop", "(all ranks)", "state MB", "peak MB"),
@@ -74,8 +74,8 @@ def as_json(lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]
 
     - ``step_ms``: the slowest rank's step, over rounds.
     - ``exchange_ms``, ``newton_schulz_ms``: on the rank where they take longest, median of rounds.
-    - ``sent_bytes``, by kind: ``gather`` and ``scatter`` are our exchange; ``dp_gather`` and
-      ``tp_gather`` gather matrices in other optimizers; ``param_gather`` gathers updated
+    - ``sent_bytes``, by kind: ``gather`` and ``scatter`` are our exchange; ``tp_gather``
+      gathers matrices in Megatron's own Muon; ``param_gather`` gathers updated
       parameters; ``norm`` is for the gradient norm and votes; ``grad_reduce`` reduces gradients,
       before the step and not in its time.
     - ``ns_flops_once``: flops of all stages if each matrix is orthogonalized once.
@@ -164,7 +164,7 @@ def _block(title: str, lines: Sequence[Line]) -> list[str]:
     ratios = _ratios_to(lines, against, Line.steps_ms)
     if not ratios:
         return []
-    ungathered = _ratios_to(lines, [UPSTREAM], lambda line: line.steps_ms(PARAM_GATHER))
+    ungathered = _ratios_to(lines, UPSTREAM, lambda line: line.steps_ms(PARAM_GATHER))
     if ungathered:
         ungathered.insert(0, " without the gather of parameters in either:")
     return [title, *ratios, *ungathered]

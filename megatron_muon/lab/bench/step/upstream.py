@@ -18,7 +18,6 @@ import importlib.util
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +130,7 @@ def upstream_optimizer(row: Row, chunks: Sequence[Any], timers: Any) -> Any:
         muon_momentum=row.config.momentum,
         muon_num_ns_steps=row.config.ns_steps,
         muon_extra_scale_factor=row.config.matched_adamw_rms,
-        muon_tp_mode="duplicated",
+        muon_tp_mode=row.name.removeprefix("upstream-"),
         **own,
     )
     config.timers = timers
@@ -167,17 +166,27 @@ def _parts(row: Row, timers: Any) -> Iterator[None]:
     """Within it functions of the step are timed, and unequal parts are broadcast over gloo.
 
     ``newton_schulz_tp`` gathers over TP, then calls ``newton_schulz``: the time of the first
-    without the second is that of the gather.
+    without the second is that of the gather. ``distributed`` adds squares within the second.
     """
     utils = importlib.import_module("emerging_optimizers.orthogonalized_optimizers.muon_utils")
     muon = _muon_module()
-    # both packages name their sets alike
-    over_tp = partial(muon.newton_schulz_tp, coefficient_type=row.config.ns_coefficients)
+    own = muon.newton_schulz_tp
+
+    def over_tp(*args: Any, **kwargs: Any) -> Any:  # both packages name their sets alike
+        return own(*args, **kwargs | {"coefficient_type": row.config.ns_coefficients})
+
     iteration = timers.timed(utils.newton_schulz, NEWTON_SCHULZ)
+    of_squares, of_others = timers.timed(dist.all_reduce, _TP_GATHER), dist.all_reduce
+
+    def all_reduce(*args: Any, **kwargs: Any) -> Any:
+        in_iteration = timers.inside == NEWTON_SCHULZ
+        return (of_squares if in_iteration else of_others)(*args, **kwargs)
+
     with (
         replaced(utils, newton_schulz=iteration),
         replaced(muon, newton_schulz_tp=timers.timed(over_tp, _TP_GATHER)),
         replaced(dist, all_gather=_uneven(dist.all_gather)),
+        replaced(dist, all_reduce=all_reduce),
     ):
         yield
 

@@ -27,6 +27,7 @@ from megatron_muon.mcore.wiring import process_groups
 from megatron_muon.mcore.wiring.buffers.placement import local_experts
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.mcore.wiring.process_groups import Sizes
+from megatron_muon.mcore.wiring.states import init_state_of, states_of
 from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import turn_into
@@ -54,8 +55,8 @@ class _Former:
 class MuonReader(MuonCheckpoint):
     """An AdamW DistributedOptimizer that reads a Muon checkpoint, except for the momentum."""
 
-    def _state_on_disk(self, shard: Tensor) -> dict[str, Tensor]:
-        return {} if self._muon.owns(shard) else super()._state_on_disk(shard)
+    def _keys_on_disk(self, shard: Tensor) -> dict[str, str]:
+        return {} if self._muon.owns(shard) else super()._keys_on_disk(shard)
 
 
 class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
@@ -196,6 +197,9 @@ def _turn_into_readers(parts: Sequence[Any], settings: Mapping[str, Any]) -> Muo
     for part in parts:
         turn_into(part, MuonReader)
         part._muons = _young(part, config)
+        part.states = states_of(part)
+        if part.states.are_copies:
+            part.init_state_fn = init_state_of(part.init_state_fn, part.states, None)
         part.muon = _Former(config, part)
         part.local_experts = local_experts(part.model_chunks, _sizes().ep)
         part.ep_rank = parallel_state.get_expert_model_parallel_rank()

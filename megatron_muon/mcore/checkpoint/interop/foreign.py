@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 from megatron_muon.mcore.checkpoint.buffers import MOMENTUM, RECORD
@@ -50,7 +51,7 @@ _KNOWN = {kind for kinds in _THEIRS.values() for kind in kinds}
 _IN_BUCKETS = re.compile(r"(?:chained_\d+\.)*optimizer\.distributed\.")
 _MU = ("momentum", "momentum_beta")  # the latter in Emerging-Optimizers 0.1
 _SGD = "dampening"  # a key of SGD's groups, which have a momentum, too
-_CHAINS = 4  # how deep chains are, at most
+_CHAINS, _CHAIN = 4, 10_000  # how deep chains are, and how many optimizers they have, at most
 _BY_RANK = re.compile(r"layer_wise_optimizer_\d+\.pt$")
 # What their groups have and ours do not: Muon's settings, and from core 0.17 on a name.
 _NOT_OURS = (*_MU, "nesterov", "params", "optimizer")
@@ -140,20 +141,29 @@ def writer_of(
     return "megatron_torch" if mus and not keys else None
 
 
-def states_of(saved: Any, depth: int = _CHAINS) -> list[StateDict]:
+def states_of(saved: Any) -> list[StateDict]:
     """The state dicts of an optimizer, or of a chain, which is a list or has numbers for keys.
 
     Raises:
-        ValueError: chains are nested deeper than ``depth``, as in a damaged file.
+        ValueError: chains are nested deeper, or have more optimizers, than any that was saved.
     """
+    states = list(islice(_states_of(saved, _CHAINS), _CHAIN + 1))
+    if len(states) > _CHAIN:
+        raise ValueError(f"the optimizer's state is a chain of more than {_CHAIN} optimizers")
+    return states
+
+
+def _states_of(saved: Any, depth: int) -> Iterator[StateDict]:
     is_dict = isinstance(saved, dict)
     is_numbered = is_dict and bool(saved) and all(isinstance(key, int) for key in saved)
     if not (is_numbered or isinstance(saved, list)):
-        return [saved] if is_dict else []
+        if is_dict:
+            yield saved
+        return
     if not depth:
         raise ValueError(f"the optimizer is no state dict and no chain, {_CHAINS} deep at most")
-    parts = [saved[number] for number in sorted(saved)] if is_numbered else saved
-    return [state for part in parts for state in states_of(part, depth - 1)]
+    for part in [saved[number] for number in sorted(saved)] if is_numbered else saved:
+        yield from _states_of(part, depth - 1)
 
 
 def refuse(writer: Writer | None) -> None:

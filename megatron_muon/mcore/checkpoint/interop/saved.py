@@ -13,7 +13,7 @@ from megatron_muon.mcore.checkpoint.buffers import RECORD
 from megatron_muon.mcore.checkpoint.interop import foreign
 from megatron_muon.mcore.checkpoint.read import load
 from megatron_muon.mcore.checkpoint.torch_dist import METADATA, Metadata, common, read_metadata
-from megatron_muon.mcore.load_check.regular_files import entries
+from megatron_muon.mcore.load_check.files import entries
 
 _OPTIMIZERS = re.compile(r"(chained_\d+\.)*optimizer\.")
 

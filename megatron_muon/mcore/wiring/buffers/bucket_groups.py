@@ -9,7 +9,7 @@ process from another thread.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
@@ -106,16 +106,7 @@ def name_phases(model_chunks: Iterable[Any]) -> None:
 
 def finish_gathers(model_chunks: Iterable[Any]) -> None:
     """Have all parameters of a model be as after the last step, as its forward pass does."""
-    for group in _overlapped(model_chunks):
-        group.finish_param_sync(skip_next_bucket_dispatch=True)
-
-
-def lacks_params(model_chunks: Iterable[Any]) -> bool:
-    """Whether the gather of some parameters has not started since the last step."""
-    return not all(group.param_gather_dispatched for group in _overlapped(model_chunks))
-
-
-def _overlapped(model_chunks: Iterable[Any]) -> Iterator[Any]:
     for chunk in model_chunks:
         if chunk.ddp_config.overlap_param_gather:
-            yield from (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group.finish_param_sync(skip_next_bucket_dispatch=True)

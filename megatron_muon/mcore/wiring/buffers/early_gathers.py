@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.mcore.wiring.process_groups import has_experts
-from megatron_muon.planning.rounds.gathers import ADAMW, starts
+from megatron_muon.planning.rounds.pipeline import ADAMW, starts
 from megatron_muon.runtime.patches import replaced
 
 # Megatron's lists of a DistributedOptimizer: model parameters, and what is copied into them.

@@ -61,6 +61,10 @@ def _hindrances(
         )
         why = "both start the first gather"
         yield what, ValueError(f"{setting} with {what}: {why}: {leave_out}")
+    if getattr(optimizer_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+        what = "reuse_grad_buf_for_mxfp8_param_ag (--reuse-grad-buf-for-mxfp8-param-ag)"
+        why = "parameters travel in the memory of gradients, which a step still reads"
+        yield what, NotImplementedError(f"{setting} with {what}: {why}: {leave_out}")
     graph = f"{getattr(model, 'cuda_graph_impl', '')} {getattr(model, 'cuda_graph_scope', '')}"
     if "full_iteration" in re.findall(r"\w+", graph):  # it may be a list of scopes
         what = "a CUDA graph of the full iteration (--cuda-graph-impl, --cuda-graph-scope)"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.runtime.row_scaling import scale_rows
+from megatron_muon.mcore.qk_clip.row_scaling import scale_rows
 
 
 @given(

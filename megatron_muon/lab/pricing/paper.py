@@ -1,0 +1,72 @@
+"""The paper's algorithm (arXiv 2502.16982, Algorithm 1) over the run's shards, priced.
+
+- A rank with a slice of a matrix gathers all others' slices in 16 bits, over DP and over TP,
+  orthogonalizes the whole matrix, one after another, and keeps the direction of its slice.
+- All gathers are two messages a step, and nothing hides them: one matrix's cost little.
+- Momentum and update are the plugin's fused kernels.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_muon.lab.pricing.hardware import MICRO, Hardware
+from megatron_muon.lab.pricing.kernels import Cost, newton_schulz, stream
+from megatron_muon.lab.pricing.step import adamw
+from megatron_muon.lab.pricing.work import Optimizer
+from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.numerics import Numerics
+
+_MESSAGES = 2
+_ELEMENTWISE = 24, 5  # bytes an element, and launches, of the fused kernels (``pricing.step``)
+
+
+@dataclass(slots=True)
+class Gathering:
+    """A rank's step: its work, bytes that it receives in its node and from others, its flops."""
+
+    cost: Cost = field(default_factory=Cost)
+    inside: int = 0
+    between: int = 0
+    flops: int = 0
+
+    def exposed(self, hardware: Hardware) -> float:
+        """Seconds of its messages."""
+        if not self.inside + self.between:
+            return 0.0
+        links = self.inside / hardware.node_link + self.between / hardware.network_link
+        return links + _MESSAGES * hardware.message_us * MICRO
+
+
+def price_paper(
+    optimizers: Sequence[Optimizer], numerics: Numerics, hardware: Hardware, nodes: Sequence[int]
+) -> list[Gathering]:
+    """Each rank's step; the plans' matrices are whole, and their homes are not read."""
+    ranks = [Gathering() for _ in nodes]
+    for optimizer in optimizers:
+        plan = optimizer.plan
+        tp_rank_of = plan.grid.tp_ranks()
+        held: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        for part in plan.slices:  # each TP rank gathers its own copy of a replicated weight
+            is_copy = plan.parameters[part.parameter].replicated
+            copy = tp_rank_of[part.rank] if is_copy else 0
+            held[part.matrix, copy][part.rank] += part.elements.size
+        for (index, _), holders in held.items():
+            matrix = plan.matrices[index]
+            cost = newton_schulz(hardware, *matrix.unit, 1, numerics).times(matrix.units)
+            flops = matrix.units * ns_flops(*matrix.unit, numerics)
+            by_node: dict[int, int] = defaultdict(int)
+            for rank, elements in holders.items():
+                by_node[nodes[rank]] += elements
+            for rank, elements in holders.items():
+                one, near = ranks[rank], by_node[nodes[rank]]
+                one.cost += cost
+                one.flops += flops
+                one.inside += (near - elements) * plan.itemsize
+                one.between += (matrix.numel - near) * plan.itemsize
+        for rank, (muon, rest) in enumerate(zip(optimizer.muon, optimizer.rest, strict=True)):
+            nbytes, launches = _ELEMENTWISE
+            ranks[rank].cost += stream(hardware, nbytes * muon, launches) + adamw(hardware, rest)
+    return ranks

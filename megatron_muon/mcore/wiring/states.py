@@ -1,0 +1,171 @@
+"""States that Transformer Engine's FusedAdam holds in fewer bytes: use_precision_aware_optimizer.
+
+Megatron then gives the optimizer slices of the model's weights themselves, with gradients under
+another name and in any dtype. FusedAdam has the main parameters among its states: whole, or the
+16 bits that a bf16 weight lacks. Muon's momentum and main parameters are held by the same Python,
+with the same scales; Muon writes weight and main parameter, as FusedAdam does for AdamW's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import optimizer as mcore_optimizer
+
+from megatron_muon.runtime.optimizer import DistributedMuon
+from megatron_muon.runtime.states import MAIN_KEY, States, of_halves, write_halves
+
+TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # they count the steps of each parameter
+Tensor = torch.Tensor
+_MOST_IN_FP8 = 448.0  # e4m3
+_MASTER, _SECOND = "master_param", "exp_avg_sq"
+
+
+def adam_holds_main(config: Any) -> bool:
+    """Whether main parameters are FusedAdam's: not with fp8 by most recipes, since core 0.13."""
+    on = bool(config.use_precision_aware_optimizer)
+    return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", on))
+
+
+def try_states(config: Any, device: torch.device) -> None:
+    """Make the Adam that Megatron has picked hold one element as the config says.
+
+    Raises:
+        RuntimeError: it cannot; says why.
+    """
+    adam = mcore_optimizer.Adam
+    if not hasattr(adam, "set_scaled_state"):
+        name = f"{adam.__module__}.{adam.__name__}"
+        raise RuntimeError(f"Megatron has picked {name}, which holds states in fp32 alone")
+    adam(
+        [torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16, device=device))],
+        master_weights=True,
+        master_weight_dtype=config.main_params_dtype,
+        exp_avg_dtype=config.exp_avg_dtype,
+        exp_avg_sq_dtype=config.exp_avg_sq_dtype,
+    )
+
+
+def states_of(dist_opt: Any) -> States:
+    """Those of a DistributedOptimizer that is no stub."""
+    if not dist_opt.config.use_precision_aware_optimizer:
+        return States(dist_opt.optimizer)
+    kind = OfWeights if adam_holds_main(dist_opt.config) else OfFusedAdam
+    return kind(dist_opt.optimizer)
+
+
+class OfFusedAdam(States):
+    """Moments in other dtypes, by FusedAdam's scales; main parameters are fp32 shards."""
+
+    are_copies = True
+
+    def get(self, shard: Tensor, key: str) -> Tensor:
+        """See ``States``."""
+        if key == MAIN_KEY:
+            return shard.detach()
+        wide: Tensor = self._optimizer.get_unscaled_state(shard, key)
+        return wide
+
+    def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
+        """See ``States``."""
+        dtype = torch.float32 if key == MAIN_KEY else self._optimizer.name_to_dtype_map[key]
+        if dtype == torch.float32:
+            super().put(shard, key, wide)
+        elif dtype == torch.uint8:
+            # FusedAdam's own way divides zeros by zero. Muon's scale is rounded, so that a load
+            # of what was saved finds the same one: the largest element is 448 by both.
+            state, scale = self._optimizer.state[shard], _MOST_IN_FP8 / wide.abs().amax()
+            if _SECOND not in state:
+                scale = scale.bfloat16().float()
+            state[key]._quantizer.scale.copy_(torch.where(scale.isfinite(), scale, 1.0))
+            state[key].copy_(wide)
+        else:
+            self._optimizer.set_scaled_state(shard, key, wide)
+
+    def start_momentum(self, shard: Tensor) -> None:
+        """See ``States``."""
+        if self._optimizer.state[shard]:
+            return
+        self.start(shard)
+        del self._optimizer.state[shard][_SECOND]
+        if shard.dtype == torch.float32:
+            self._optimizer.state[shard].pop(_MASTER, None)
+
+    def start(self, shard: Tensor) -> None:
+        """Give a shard without state that of AdamW before its first step.
+
+        Megatron's own call lacks an argument that FusedAdam has since it keeps remainders.
+        """
+        if self._optimizer.state[shard]:
+            return
+        keeps = getattr(self._optimizer, "store_param_remainders", None)
+        takes = len(inspect.signature(self._optimizer.initialize_state).parameters) > 1
+        given = (bool(keeps) and shard.dtype == torch.bfloat16,) if takes else ()
+        self._optimizer.initialize_state(shard, *given)
+
+
+class OfWeights(OfFusedAdam):
+    """Shards are slices of the model's weights, and FusedAdam has their main parameters.
+
+    An fp32 weight is its own main parameter. (FusedAdam makes a copy, which it never updates.)
+    """
+
+    def grad(self, shard: Tensor) -> Tensor | None:
+        """See ``States``."""
+        grad: Tensor | None = getattr(shard, "decoupled_grad", None)
+        return grad
+
+    def set_grad(self, shard: Tensor, grad: Tensor | None) -> None:
+        """See ``States``."""
+        shard.decoupled_grad = grad  # type: ignore[attr-defined]
+
+    def get(self, shard: Tensor, key: str) -> Tensor:
+        """See ``States``."""
+        if key != MAIN_KEY or shard.dtype == torch.float32:
+            return super().get(shard, key)
+        master = self._optimizer.state[shard].get(_MASTER)
+        if master is None:  # before a first step
+            return shard.detach().to(torch.float32, copy=True)
+        if master.dtype == torch.int16:
+            return of_halves(shard.detach(), master)
+        return super().get(shard, _MASTER)
+
+    def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
+        """See ``States``."""
+        if key != MAIN_KEY or shard.dtype == torch.float32:
+            super().put(shard, key, wide)
+            return
+        master = self._optimizer.state[shard][_MASTER]
+        if master.dtype == torch.int16:
+            write_halves(wide, shard.detach(), master)
+            return
+        shard.detach().copy_(wide)
+        super().put(shard, _MASTER, wide)
+
+    def reset_main(self, shard: Tensor) -> None:
+        """Take the main parameter from the weight, which was loaded; if there is one yet."""
+        if _MASTER in self._optimizer.state[shard]:
+            self.put(shard, MAIN_KEY, shard.detach().to(torch.float32, copy=True))
+
+
+def init_state_of(
+    init_adam_state: Callable[..., None], states: States, muon: DistributedMuon | None
+) -> Callable[..., None]:
+    """Megatron's ``init_state_fn``, which gives Muon's shards a momentum and no second moment."""
+
+    def init_state(optimizer: Any, config: Any = None) -> None:
+        for shard in () if muon is None else muon.main_params.values():
+            states.start_momentum(shard)
+        if isinstance(states, OfFusedAdam):
+            for group in optimizer.param_groups:
+                for shard in group["params"]:
+                    states.start(shard)
+        init_adam_state(optimizer, config)  # passes over parameters that have state
+        if isinstance(optimizer, TORCH_ADAMS):
+            for state in optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
+
+    return init_state

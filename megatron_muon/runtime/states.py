@@ -1,0 +1,83 @@
+"""Main parameters and state of an optimizer's shards, in fp32, however the optimizer holds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The momentum has the key of Adam's first moment, and there is no second one: fused Adam classes
+# refuse to save or load a state under a key that they do not know.
+MOMENTUM_KEY = "exp_avg"
+MAIN_KEY = "param"
+
+
+class States:
+    """Those of an optimizer whose shards are fp32 main parameters with fp32 state.
+
+    Args:
+        optimizer: has ``state`` by shard, another dict after each load.
+
+    Attributes:
+        are_copies: what ``get`` returns are copies, so that ``put`` must follow a change.
+    """
+
+    are_copies = False
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def grad(self, shard: Tensor) -> Tensor | None:
+        """The shard's reduced gradient."""
+        return shard.grad
+
+    def set_grad(self, shard: Tensor, grad: Tensor | None) -> None:
+        """Set it."""
+        shard.grad = grad
+
+    def get(self, shard: Tensor, key: str) -> Tensor:
+        """``MAIN_KEY``: the main parameter; else a state by Adam's name; fp32, like the shard."""
+        if key == MAIN_KEY:
+            return shard.detach()
+        state: Tensor = self._optimizer.state[shard][key]
+        return state
+
+    def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
+        """Keep new values; those of ``wide`` may be overwritten."""
+        held = self.get(shard, key)
+        if held.data_ptr() != wide.data_ptr():
+            held.copy_(wide)
+
+    def start_momentum(self, shard: Tensor) -> None:
+        """Give a shard without state a momentum of zeros."""
+        state = self._optimizer.state[shard]
+        if not state:
+            state[MOMENTUM_KEY] = torch.zeros_like(shard, dtype=torch.float32)
+
+
+def of_halves(high: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 values that ``write_halves`` has written.
+
+    Args:
+        high: bf16.
+        remainder: int16, of the same shape.
+    """
+    bits = high.view(torch.int16).to(torch.int32)
+    return bits.mul_(1 << 16).add_(remainder).view(torch.float32)
+
+
+def write_halves(wide: Tensor, high: Tensor, remainder: Tensor) -> None:
+    """Write fp32 values as bf16 and the lower 16 bits, as Transformer Engine does.
+
+    The bf16 value is the nearest one. In a tie it is the one away from zero, where torch takes the
+    even one, since the remainder's sign says which way it was rounded.
+
+    Args:
+        wide: overwritten.
+        high, remainder: bf16 and int16; written.
+    """
+    bits = wide.view(torch.int32)
+    remainder.copy_(bits)  # its lower half, with a sign
+    bits.sub_(remainder).bitwise_right_shift_(16)
+    high.view(torch.int16).copy_(bits)

@@ -1,0 +1,333 @@
+"""States in fewer bytes (--use-precision-aware-optimizer), over Transformer Engine's FusedAdam.
+
+Its Python is real: which states there are, in which dtypes, how they are scaled. Main parameters in
+16 + 16 bits are exact, so with an fp32 momentum a step is that without the flag, in bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon import MuonConfig
+from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
+from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
+from support import te_on_cpu
+from support.checkpoints.resharding import loaded, saved
+from support.checkpoints.resuming import check as check_resumed
+from support.checkpoints.saving import formats, load, resumed, save, spoil
+from support.covering import FULL
+from support.installed import VERSION
+from support.models.gpt import (
+    Case,
+    Topology,
+    build,
+    check,
+    distributed_optimizers,
+    error_of_optimizer,
+    held,
+    muon_weights,
+    set_schedule,
+    start,
+    take_step,
+    trained,
+    truth,
+    write_grads,
+)
+from support.ranks import error_of, run
+from support.runs.watching import watched
+from support.runs.whole import Whole, differences, whole
+
+pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
+
+Narrow = tuple[tuple[str, Any], ...]
+
+
+def _moments(dtype: torch.dtype) -> Narrow:
+    return ("exp_avg_dtype", dtype), ("exp_avg_sq_dtype", dtype)
+
+
+PLAIN = Case(steps=4)
+EXACT = replace(PLAIN, narrow=())
+BF16, FP16, FP8 = (
+    replace(PLAIN, narrow=_moments(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.uint8)
+)
+WHOLE: Narrow = (("store_param_remainders", False),)  # fp32 main parameters
+HALF: Narrow = (*WHOLE, ("main_params_dtype", torch.float16))
+MOE = {"moe": True, "grouped": "te"}
+IN_FP16 = {"bf16": False, "fp16": True, "overflow": ((1, "*.linear_fc1.weight"),)}
+SP = {"sequence_parallel": True}
+
+
+@pytest.fixture(autouse=True)
+def _needs_the_option(request: pytest.FixtureRequest) -> None:
+    given = repr(getattr(getattr(request.node, "callspec", None), "params", ""))
+    if VERSION < (0, 13) and "store_param_remainders" in given:
+        pytest.skip("this core always keeps remainders")
+
+
+def _of_optimizer(held: Whole) -> Whole:
+    return {kind: tensors for kind, tensors in held.items() if kind != "params"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"clip": 1.0},
+        {"narrow": WHOLE},
+        {"islands": ("*fc1*",)},
+        {"fp32_grads": False},  # clipped, they would be rounded to bf16 again, as AdamW's are
+        MOE,
+        {**IN_FP16, "clip": 1.0},
+    ],
+    ids=["remainders", "masters", "fp32-weights", "bf16-grads", "experts", "fp16"],
+)
+def test_with_fp32_values_a_step_is_that_without_the_flag(change: Any) -> None:
+    case = replace(EXACT, **change)
+    plain, narrow = truth(replace(case, narrow=None)), truth(case)
+    assert differences(_of_optimizer(plain), _of_optimizer(narrow)) == []
+    for name, main in narrow["main"].items():
+        assert torch.equal(narrow["params"][name], _weight(main, case, name)), name
+
+
+def _weight(main: torch.Tensor, case: Case, name: str) -> torch.Tensor:
+    """What FusedAdam rounds a main parameter to: by remainders away from zero in a tie."""
+    if "fc1" in name and case.islands:
+        return main
+    if case.fp16 or case.narrow == WHOLE:
+        return main.to(case.dtype).float()
+    bits = main.view(torch.int32)
+    return (((bits + 0x8000) >> 16) << 16).view(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        pytest.param(BF16, Topology(2, 2, 2, overlap=True, **SP), id="dense"),
+        pytest.param(replace(BF16, fp32_grads=False, narrow=WHOLE), Topology(dp=3), id="dp3"),
+        pytest.param(replace(BF16, **MOE), Topology(tp=2, dp=2, ep=2, **SP), id="experts"),
+        pytest.param(replace(BF16, layers=4), Topology(pp=2, dp=2, chunks=2), id="vpp"),
+        pytest.param(replace(BF16, **IN_FP16), Topology(tp=2, dp=2, overlap=True, **SP), id="fp16"),
+    ],
+)
+def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
+    """But for states in fp16, whose scales are those of a shard, as AdamW's."""
+    check(case, topology)
+
+
+def test_neither_early_gathers_nor_logging_change_a_bit(tmp_path: Path) -> None:
+    case = replace(BF16, muon=(("round_bytes", 1), ("early_param_gather", "on")))
+    topology = Topology(tp=2, dp=2, overlap=True, **SP)
+    early = trained(watched(case, tmp_path / "lines"), topology)
+    assert differences(truth(replace(case, muon=case.muon[:1])), early) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "off", "floor"),
+    [(BF16, 2.0**-8, 0.0), (FP16, 2.0**-11, 2.0**-39), (FP8, 2.0**-4, 2.0**-18)],
+    ids=["bf16", "fp16", "fp8"],
+)
+def test_momentum_is_rounded_to_nearest_and_newton_schulz_gets_it_unrounded(
+    case: Case, off: float, floor: float
+) -> None:
+    """Half a unit in the last place, and of the smallest of a shard's largest in fp16 and fp8."""
+    one, plain = truth(replace(case, steps=1)), truth(replace(PLAIN, steps=1))
+    for name in muon_weights(case):
+        assert torch.equal(one["main"][name], plain["main"][name]), name
+        rounded, exact = one["exp_avg"][name], plain["exp_avg"][name]
+        least = floor * exact.abs().max()
+        assert ((rounded - exact).abs() <= off * exact.abs() + least).all(), name
+
+
+def test_a_momentum_of_zeros_stays_zero_in_fp8() -> None:
+    without = truth(replace(FP8, zero_grads=("*.linear_fc1.weight",)))
+    for name, momentum in without["exp_avg"].items():
+        assert bool(momentum.any()) is not name.endswith("linear_fc1.weight"), name
+        assert momentum.isfinite().all() and without["main"][name].isfinite().all(), name
+
+
+def _bytes(case: Case) -> dict[str, float]:
+    """Bytes an element of the state of Muon's and of AdamW's bf16 weights, beside the weights."""
+    built = start(case, Topology(dp=2))
+    take_step(built, 0)
+    found = {"muon": [0, 0], "adamw": [0, 0]}
+    for part in distributed_optimizers(built.optimizer):
+        for shard, state in part.optimizer.state.items():
+            kind = found["muon" if part.muon.owns(shard) else "adamw"]
+            kind[0] += sum(getattr(each, "_data", each).nbytes for each in state.values())
+            kind[0] += shard.nbytes * (shard.dtype == torch.float32)
+            kind[1] += shard.numel()
+    return {kind: nbytes / elements for kind, (nbytes, elements) in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("case", "muon", "adamw"),
+    [
+        (PLAIN, 8.0, 12.0),
+        (EXACT, 6.0, 10.0),
+        (BF16, 4.0, 6.0),
+        (FP16, 4.0, 6.0),
+        (FP8, 3.0, 4.0),
+        (replace(BF16, narrow=(*BF16.narrow, *HALF)), 4.0, 6.0),  # type: ignore[misc]
+        (replace(BF16, narrow=(*BF16.narrow, *WHOLE)), 6.0, 8.0),  # type: ignore[misc]
+    ],
+)
+def test_bytes_an_element(case: Case, muon: float, adamw: float) -> None:
+    for found in run(_bytes, 2, case):
+        assert found == {"muon": muon, "adamw": adamw}
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    [BF16, replace(PLAIN, narrow=WHOLE), replace(BF16, **MOE), FP16],
+    ids=["bf16", "fp32", "moe", "fp16"],
+)
+@pytest.mark.parametrize("format", formats())
+def test_a_checkpoint_goes_on(case: Case, format: str, tmp_path: Path) -> None:
+    check_resumed(case, Topology(dp=2, ep=2 if case.moe else 1), format, tmp_path, dirty=case.moe)
+
+
+def test_in_fp8_what_is_muons_goes_on(tmp_path: Path) -> None:
+    """FusedAdam finds AdamW's scales again but for the last bit."""
+    muons = muon_weights(FP8)
+    for result in run(resumed, 2, FP8, Topology(dp=2), formats()[0], str(tmp_path)):
+        assert [each for each in result["differences"] if each.split()[-1] in muons] == []
+
+
+@pytest.mark.parametrize(
+    ("at_save", "at_load"),
+    [
+        pytest.param(BF16, BF16, id="resharded"),
+        pytest.param(PLAIN, EXACT, id="from-plain"),
+        pytest.param(EXACT, PLAIN, id="to-plain"),
+        pytest.param(BF16, replace(BF16, narrow=(*BF16.narrow, *WHOLE)), id="to-fp32"),  # type: ignore[misc]
+    ],
+)
+def test_another_topology_or_dtype(at_save: Case, at_load: Case, tmp_path: Path) -> None:
+    before, after = Topology(tp=2, dp=2, **SP), Topology(pp=2, dp=3, overlap=True)
+    (format,) = (format for format in formats() if format in FULL)
+    one = run(saved, before.world_size, at_save, before, format, str(tmp_path))
+    other = run(loaded, after.world_size, at_load, after, format, str(tmp_path))
+    for when in range(2):
+        pair = [whole([held[when] for held in runs]) for runs in (one, other)]
+        assert differences(*map(_of_optimizer, pair)) == []
+    assert differences(_of_optimizer(pair[0]), _of_optimizer(whole([held[0] for held in other])))
+
+
+def _switched(muon: Case, format: str, folder: str) -> list[str]:
+    """AdamW's checkpoint into Muon's run, and Muon's into AdamW's; what is not taken over."""
+    unlike = []
+    adam = replace(muon, optimizer="adam")
+    for narrow in (muon.narrow, None):
+        for case, other in (
+            (adam, replace(muon, narrow=narrow)),
+            (muon, replace(adam, narrow=narrow)),
+        ):
+            place = f"{folder}/{case.optimizer}-{narrow is None}"
+            if torch.distributed.get_rank() == 0:
+                Path(place).mkdir()
+            torch.distributed.barrier()
+            built = start(case, Topology(dp=2))
+            take_step(built, 0)
+            save(built, place, format)
+            theirs = held(built)["shards"]
+            built = start(other, Topology(dp=2))
+            spoil(built)
+            settings = dataclasses.asdict(MuonConfig(**dict(muon.muon)))
+            from_muon = case.optimizer == "muon"
+            with (
+                reading_muon(built.optimizer, settings)
+                if from_muon
+                else reading_adamw(built.optimizer, "momentum")
+            ):
+                load(built, place, format)
+            for name, (*_, arrays) in held(built)["shards"].items():
+                kinds = (
+                    {"main"} if name in muon_weights(muon) else {"main", "exp_avg", "exp_avg_sq"}
+                )
+                unlike += [
+                    f"{kind} of {name} from {case.optimizer}"
+                    for kind in kinds
+                    if (arrays[kind] != theirs[name][2][kind]).any()
+                ]
+            take_step(built, 2)
+    return unlike
+
+
+@pytest.mark.parametrize("narrow", [BF16.narrow, WHOLE], ids=["remainders", "masters"])
+@pytest.mark.parametrize("format", formats()[:2])
+def test_switches_between_muon_and_adamw(format: str, narrow: Narrow, tmp_path: Path) -> None:
+    """Each with and without the flag on the other side."""
+    for unlike in run(_switched, 2, replace(PLAIN, narrow=narrow), format, str(tmp_path)):
+        assert unlike == []
+
+
+# --- what a run may do otherwise --------------------------------------------------------------
+
+
+def _reloaded(narrow: Narrow) -> list[bool]:
+    """Weights of a model that is loaded without its optimizer, before and after a step."""
+    same = []
+    for steps in (0, 1):
+        built = start(replace(PLAIN, narrow=narrow), Topology(dp=2))
+        for step in range(steps):
+            take_step(built, step)
+        with torch.no_grad():
+            for param in built.params.values():
+                param.mul_(-0.5)
+        built.optimizer.reload_model_params()
+        for part in distributed_optimizers(built.optimizer):
+            same += [
+                torch.equal(part.states.get(shard, "param"), shard.float())
+                for group in part.optimizer.param_groups
+                for shard in group["params"]
+            ]
+    return same
+
+
+@pytest.mark.parametrize("narrow", [(), WHOLE, HALF], ids=["remainders", "masters", "fp16"])
+def test_main_parameters_follow_a_loaded_model(narrow: Narrow) -> None:
+    for same in run(_reloaded, 2, narrow):
+        assert same
+        assert all(same) or narrow == HALF  # scaled by a shard's largest element
+
+
+def _with_nan() -> str:
+    built = start(EXACT, Topology(dp=2))
+    set_schedule(built, 0)
+    write_grads(built, 0)
+    built.params["decoder.final_layernorm.weight"].main_grad.fill_(float("nan"))
+    said = error_of(built.optimizer.step)
+    return error_of(built.optimizer.step) if said == "no error" else said  # of a late norm
+
+
+def test_gradients_that_are_not_finite_are_named() -> None:
+    for said in run(_with_nan, 2):
+        assert "final_layernorm" in said or "previous step's gradient norm was nan" in said
+
+
+def _refused(change: dict[str, Any]) -> str:
+    return error_of_optimizer(build(replace(PLAIN, **change), Topology()))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"narrow": _moments(torch.int64)}, "here: FusedAdam only supports fp32"),
+        (
+            {"narrow": (), "fp8": "delayed"},
+            "does not support use_precision_aware_optimizer with fp8_param_gather yet",
+        ),
+    ],
+    ids=["dtype", "fp8-weights"],
+)
+def test_what_cannot_be_is_refused_by_name(change: dict[str, Any], said: str) -> None:
+    assert said in run(_refused, 1, change)[0]
