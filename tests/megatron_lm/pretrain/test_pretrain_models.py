@@ -82,7 +82,7 @@ SINCE = {("delta", CP2): (0, 18)}
 LAYOUTS = {
     **dict.fromkeys(("mamba", "delta"), (TP2, PP2, CP2)),
     **dict.fromkeys(("mamba-latent-experts", "delta-gated-experts"), (TP2, EP2)),
-    **{"sinks": (TP2, PP2), "mla-mtp": (TP2, PP2, EP2)},
+    **{"sinks": (TP2, PP2), "mla-mtp": (TP2, EP2)},
 }
 
 
