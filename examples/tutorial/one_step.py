@@ -82,26 +82,26 @@ def take_step(tp: int = 1, dp: int = 4) -> list[RankStep]:
 
 
 class _Watcher:
-    """Keeps the matrices of each round as they come to their home and as they leave it."""
+    """Keeps the matrices of the round as they come to their home and as they leave it."""
 
     def __init__(self, names: list[str], step: RankStep) -> None:
         self.names, self.step = names, step
+        self.memory: Any = None
 
     def before_newton_schulz(self, staged: Any) -> None:
-        self._keep(staged, self.step.staged)
-
-    def after_newton_schulz(self, staged: Any) -> None:
-        self._keep(staged, self.step.directions)
+        self.memory = staged.alike, staged.elements
+        self._keep(self.step.staged)
 
     def before_update(self, table: Any, shards: Any, directions: Any) -> None:
-        pass
+        self._keep(self.step.directions)  # they are where the matrices were
 
-    def _keep(self, staged: Any, into: dict[str, np.ndarray]) -> None:
-        for alike in staged.alike:
+    def _keep(self, into: dict[str, np.ndarray]) -> None:
+        alikes, elements = self.memory
+        for alike in alikes:
             like = alike.like
             for number, index in enumerate(alike.matrices):
                 start = alike.start + number * like.numel
-                flat = staged.elements[start : start + like.numel].float()
+                flat = elements[start : start + like.numel].float()
                 # a weight that TP cuts by columns is staged one rank's columns after the other's
                 parts = flat.view(like.column_parts, like.rows, -1)
                 into[self.names[index]] = torch.cat(list(parts), dim=1).numpy()
