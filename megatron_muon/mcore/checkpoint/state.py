@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.mcore.checkpoint.buffers import (
@@ -88,10 +89,12 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
 
     def _as_main(self, model_param: Parameter, wide: Tensor) -> Tensor:
         """AdamW's main parameter, of which a precision-aware checkpoint has the lower 16 bits."""
+        if is_float8tensor(model_param) or model_param.dtype != torch.bfloat16:
+            return wide
         here = self._get_model_param_range_map(model_param)["param"]
         weight = model_param.detach().view(-1)[here.start : here.end]
         low = wide.to(torch.int16)
-        if weight.dtype != torch.bfloat16 or torch.equal(wide.to(weight.dtype), weight):
+        if torch.equal(wide.to(weight.dtype), weight):
             return wide
         return of_halves(weight, low) if torch.equal(low.float(), wide) else wide
 
