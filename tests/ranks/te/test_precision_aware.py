@@ -7,9 +7,12 @@ Its Python is real: which states there are, in which dtypes, how they are scaled
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ import torch
 from megatron_muon import MuonConfig
 from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
 from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
+from megatron_muon.runtime.update import Foreach
 from support import te_on_cpu
 from support.checkpoints.resharding import loaded, saved
 from support.checkpoints.resuming import check as check_resumed
@@ -95,6 +99,24 @@ def test_with_fp32_values_a_step_is_that_without_the_flag(change: Any) -> None:
     assert differences(_of_optimizer(plain), _of_optimizer(narrow)) == []
     for name, main in narrow["main"].items():
         assert torch.equal(narrow["params"][name], _weight(main, case, name)), name
+
+
+@contextmanager
+def _of_one_dtype() -> Iterator[None]:
+    """Within it gradients in two dtypes are refused, as fused kernels do."""
+    plain = Foreach.advance_momentum
+
+    def strict(self: Foreach, momenta: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
+        assert len({grad.dtype for grad in grads}) == 1
+        plain(self, momenta, grads, *args, **kwargs)
+
+    with mock.patch.object(Foreach, "advance_momentum", strict):
+        yield
+
+
+def test_a_rounds_gradients_are_of_one_dtype() -> None:
+    case = replace(EXACT, islands=("*fc1*",), fp32_grads=False)
+    assert differences(truth(case), trained(case, Topology(), _of_one_dtype)) == []
 
 
 def _weight(main: torch.Tensor, case: Case, name: str) -> torch.Tensor:
