@@ -97,14 +97,14 @@ def _waited() -> list[dict[str, Any]]:
     set_schedule(built, 0)
     write_grads(built, 0)
     built.optimizer.step()
-    found = []
-    for _ in range(2):
-        built.optimizer.wait_for_params()
-        found.append(held(built))
-        for buffer in built.ddp.buffers:  # another one would gather, and erase, these gradients
-            buffer.grad_data.fill_(1.0)
-        for group in built.ddp.bucket_groups:
-            group.param_gather_dispatched = False  # as the backward pass does
+    built.optimizer.wait_for_params()
+    found = [held(built)]
+    for buffer in built.ddp.buffers:  # another one would gather, and erase, these gradients
+        buffer.grad_data.fill_(1.0)
+    for group in built.ddp.bucket_groups:
+        group.param_gather_dispatched = False  # as the backward pass does
+    built.optimizer.wait_for_params()
+    found.append(held(built))
     assert all(bool((buffer.grad_data == 1.0).all()) for buffer in built.ddp.buffers)
     return found
 
