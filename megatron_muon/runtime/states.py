@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +55,10 @@ class States:
         state = self._optimizer.state[shard]
         if not state:
             state[MOMENTUM_KEY] = torch.zeros_like(shard, dtype=torch.float32)
+
+    def load(self, load_state_dict: Callable[[Any], None], state_dict: Any) -> None:
+        """Load a state dict of Megatron's, whose tensors have sizes and no values yet."""
+        load_state_dict(state_dict)
 
 
 def of_halves(high: Tensor, remainder: Tensor) -> Tensor:

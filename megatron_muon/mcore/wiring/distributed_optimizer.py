@@ -128,6 +128,9 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
                     state = self.state[shard]
                     state["step"] = state.get("step", torch.tensor(0.0)) + 1
 
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.states.load(super().load_state_dict, state_dict)
+
     MuonOverAdam.__name__ = f"MuonOver{adam.__name__}"
     return MuonOverAdam
 

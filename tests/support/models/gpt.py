@@ -278,6 +278,8 @@ def held(built: Built) -> dict[str, Any]:
             state = {k: v for k, v in dist.optimizer.state[shard].items() if torch.is_tensor(v)}
             if built.case.narrow is not None:
                 state = {k: dist.optimizer.get_unscaled_state(shard, k) for k in state}
+            if dict(built.case.muon).get("momentum_dtype") == "int8":
+                state = {key: dist.states.get(shard, key) for key in state}
             main = main_of(shard, state.pop("master_param", None))
             kept = {"main": main, **{k: v for k, v in state.items() if v.numel() == at.size}}
             arrays = {kind: t.detach().float().numpy().copy() for kind, t in kept.items()}
