@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +49,10 @@ class States:
         held = self.get(shard, key)
         if held.data_ptr() != wide.data_ptr():
             held.copy_(wide)
+
+    def visiting(self, round: int, key: str) -> AbstractContextManager[None]:
+        """Within it that state of a round's shards is on the device."""
+        return nullcontext()
 
     def start_momentum(self, shard: Tensor) -> None:
         """Give a shard without state a momentum of zeros."""
