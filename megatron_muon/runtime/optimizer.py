@@ -97,6 +97,7 @@ class DistributedMuon:
         """Start the first round of a step, ahead of ``step`` with the same arguments."""
         self.meter.start_step()
         self._states = states
+        states.begin()
         self._started = dict(self._shards(groups, states))
         self._start_early(0, self._started)
 
@@ -128,9 +129,8 @@ class DistributedMuon:
             self.start(groups, states)
         assert self._started is not None
         shards, self._started = self._started, None
-        with self._phase("muon/adamw"):  # while the first round travels
-            step_adamw()
-        self.applied(ADAMW)
+        if not states.adamw_is_last:  # while the first round travels
+            self._adamw(step_adamw)
         for number, round in enumerate(self.rounds):
             staged, self._begun = self._begun, None
             if staged is None:
@@ -146,6 +146,13 @@ class DistributedMuon:
         self._finish_late(len(self.rounds) - 1, shards)
         with self._phase("muon/update"):
             self.nonfinite.add([each.taken_numbers() for each in self.rounds if each.homes])
+        if states.adamw_is_last:
+            self._adamw(step_adamw)
+
+    def _adamw(self, step_adamw: Callable[[], None]) -> None:
+        with self._phase("muon/adamw"):
+            step_adamw()
+        self.applied(ADAMW)
 
     def _orthogonalized(self, number: int, shards: Shards) -> Staged:
         """The directions of a round; the next one's slices are on their way then."""

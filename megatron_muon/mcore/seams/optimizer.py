@@ -93,10 +93,12 @@ ROWS = (
     ),
     _HYBRID.overridden("step", "updates shards, and copies them to the weights", "self"),
     _HYBRID.overridden("dummy_step", "makes state before a load", "self"),
-    _HYBRID.called("_init_sub_optimizers", "makes the parts anew", "self"),
+    _HYBRID.overridden("_init_sub_optimizers", "makes the parts anew", "self"),
     _HYBRID.called("_sync_sub_optimizers_state_to_hdo", "takes the state of the parts", "self"),
     _HYBRID.read("sub_optimizers", "the parts, each torch's AdamW or the Adam of a GPU"),
     _HYBRID.has("param_to_inner_param", "the main parameter of each shard"),
+    _HYBRID.has("gpu_optimizer", "the part on the device, if any"),
+    _HYBRID.has("_d2h_stream", "the stream that copies gradients to the host"),
     _HYBRID.has("_h2d_stream", "the stream that copies shards to the weights"),
     _DIST.has("shard_float16_groups", "slices of the weights, whose main parameters it then has"),
     # --- the norm of gradients and the step

@@ -164,9 +164,13 @@ class OfWeights(OfFusedAdam):
 
 
 class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
-    """Megatron's optimizer in host memory, for AdamW's shards; Muon's are in its groups alone."""
+    """Megatron's optimizer in host memory, for AdamW's shards; Muon's are in its groups alone.
+
+    It waits on the host for gradients. So its step is on a stream that is not behind Muon's part.
+    """
 
     muon: DistributedMuon
+    beside: Any
     param_groups: list[dict[str, Any]]
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
@@ -180,10 +184,20 @@ class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
         finally:
             self.param_groups = groups
 
+    def _init_sub_optimizers(self) -> None:
+        """Megatron's; the part on the device waits for gradients that another stream makes."""
+        super()._init_sub_optimizers()
+        if self.gpu_optimizer is not None:
+            self.gpu_optimizer.register_step_pre_hook(
+                lambda *_: torch.cuda.current_stream().wait_stream(self._d2h_stream)
+            )
+
     def step(self, closure: None = None) -> None:
         """Megatron's; cores up to 0.14 do not wait for the weights that it copies."""
-        super().step(closure)
-        torch.cuda.current_stream().wait_stream(self._h2d_stream)
+        with torch.cuda.stream(self.beside):
+            super().step(closure)
+        for stream in (self.beside, self._h2d_stream):
+            torch.cuda.current_stream().wait_stream(stream)
 
     def dummy_step(self) -> None:
         """Give shards state as before the first step. Megatron's own takes a random one."""
@@ -204,12 +218,15 @@ class OfHybrid(OfWeights):
     16 bits that a bf16 weight lacks; its momentum is fp32 or bf16.
     """
 
+    adamw_is_last = True
     _memory: HostMemory
     _places: dict[tuple[int, str], tuple[Name, int, int]]  # by id of shard, and key
 
     def hold(self, muon: DistributedMuon, config: Any) -> None:
         """Make Muon's state: of some rounds, evenly, on the host, at least the fraction asked."""
-        self._optimizer.muon, self._places = muon, {}
+        stream: Any = torch.cuda.Stream
+        self._optimizer.muon, self._optimizer.beside = muon, stream(muon.exchange.device)
+        self._places = {}
         self._memory = HostMemory(muon.exchange.device, MOMENTUM_KEY)
         halves = config.bf16 and getattr(config, "store_param_remainders", False)
         hosted = seen = 0
@@ -240,6 +257,10 @@ class OfHybrid(OfWeights):
         inner: Tensor = self._optimizer.param_to_inner_param[shard].detach()
         held: Tensor = inner if key == MAIN_KEY else self._optimizer.state[shard][key]
         return held
+
+    def begin(self) -> None:
+        """See ``States``."""
+        self._optimizer.beside.wait_stream(torch.cuda.current_stream())
 
     def visiting(self, round: int, key: str) -> AbstractContextManager[None]:
         """See ``States``."""
