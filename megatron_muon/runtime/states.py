@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ class States:
 
     Attributes:
         are_copies: what ``get`` returns are copies, so that ``put`` must follow a change.
+        adamw_is_last: AdamW's part keeps the host busy, so Muon's is launched before it.
     """
 
     are_copies = False
+    adamw_is_last = False
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -49,6 +52,13 @@ class States:
         held = self.get(shard, key)
         if held.data_ptr() != wide.data_ptr():
             held.copy_(wide)
+
+    def begin(self) -> None:
+        """Gradients are ready on the current stream, and Muon's part of a step begins."""
+
+    def visiting(self, round: int, key: str) -> AbstractContextManager[None]:
+        """Within it that state of a round's shards is on the device."""
+        return nullcontext()
 
     def start_momentum(self, shard: Tensor) -> None:
         """Give a shard without state a momentum of zeros."""
