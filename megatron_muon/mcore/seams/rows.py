@@ -5,9 +5,8 @@ Each is a row in this folder's modules, with the behaviour relied on: read them 
 upgrade can break. A command's rows are beside the command (``lab/*/seams.py``). A test holds the
 package's syntax trees to all of them.
 
-``check_hooks`` compares the rows of every run with the installed megatron-core and torch,
-``check_rows`` any. ``check_built`` compares an optimizer that Megatron has built. All raise an
-error that names the symbol.
+``check_hooks`` compares the rows of every run with the installed megatron-core and torch.
+``check_built`` compares an optimizer that Megatron has built.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ _TORCH = (
     Place("torch.distributed.distributed_c10d").called(
         "_get_default_store", "where the first rank to compare settings says if it asks"
     ),
-    Place("torch._C").called("PyTorchFileReader", "reads the archives that torch.save writes"),
     Place("torch.autograd").called("_profiler_enabled", "whether a profiler is on already"),
 )
 # What every run with Muon needs; ``training`` has what a run of Megatron-LM's scripts needs.
@@ -69,11 +67,7 @@ _OTHERS = {
 
 
 def described_version() -> str:
-    """The installed megatron-core's version; of a branch or fork, which one it is and by what.
-
-    Raises:
-        SeamError: see ``megatron_version``.
-    """
+    """The installed megatron-core's version; of a branch or fork, which one it is and by what."""
     fields = importlib.import_module("megatron.core.optimizer").OptimizerConfig.__dataclass_fields__
     found = [f"{whose} (it has {name})" for name, whose in _OTHERS.items() if name in fields]
     text, _ = megatron_version()
@@ -92,11 +86,7 @@ def wrapped_in_core() -> list[Seam]:
 
 
 def check_hooks() -> None:
-    """Compare the rows of every run with the installed megatron-core and torch.
-
-    Raises:
-        SeamError: names the version or the symbol, and the way out.
-    """
+    """``check_rows`` of the rows of every run."""
     check_rows(CORE)
 
 
@@ -112,15 +102,7 @@ def check_rows(rows: Iterable[Row]) -> None:
 
 
 def check_row(row: Row, version: str) -> None:
-    """Compare a row with the installed package.
-
-    Args:
-        row: a row that holds for the installed version.
-        version: megatron-core's version, for errors.
-
-    Raises:
-        SeamError: names the symbol and the way out.
-    """
+    """Compare a row that holds here with the installed package; as ``check_rows``."""
     holder = _module(row, version)
     if isinstance(row, Attribute):
         owner = getattr(holder, row.owner, None) if row.owner else holder
