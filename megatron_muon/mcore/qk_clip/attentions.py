@@ -57,9 +57,6 @@ def watched_attentions(
 ) -> list[WatchedAttention]:
     """Every attention of this rank that is to be watched, in the model's order.
 
-    Args:
-        config: ``qk_clip`` and ``qk_clip_alpha`` are read.
-
     Raises:
         ValueError, NotImplementedError: one of them cannot be watched or clipped; names it and the
             way out.

@@ -34,11 +34,6 @@ _NOWHERE = Span(0, 0)  # before it has a place in a grad buffer
 def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
     """The matrices of a 2-D weight, which has no place in a grad buffer yet.
 
-    Args:
-        weight: Muon's.
-        tp_size: number of TP ranks that share it; of an expert, expert-TP ranks.
-        config: ``splits``, ``split_qkv`` and ``scale_mode`` are read.
-
     Raises:
         ValueError, NotImplementedError: its shape is not what its name promises, or ``scale_mode``
             needs to know outputs from inputs and a batch of experts is transposed.

@@ -153,9 +153,7 @@ def why_adamw(weight: Weight, tp_size: int, config: MuonConfig) -> str | None:
     """Why AdamW updates the weight; None where Muon does. The same at every TP and EP size.
 
     Args:
-        weight: any.
         tp_size: number of TP ranks that share it; of an expert, expert-TP ranks.
-        config: ``muon_include`` and ``muon_exclude`` are read.
 
     Raises:
         ValueError: a pattern asks for what cannot be.
@@ -245,10 +243,6 @@ def _is_vector(weight: Weight, tp_size: int) -> bool:
 def whole_shape(weight: Weight, tp_size: int) -> tuple[int, int]:
     """Rows and columns of a 2-D weight over all TP ranks; of legacy grouped experts, one expert's.
 
-    Args:
-        weight: 2-D.
-        tp_size: number of TP ranks that share it.
-
     Raises:
         NotImplementedError: it is an expert's, by a name that is not known.
     """
@@ -270,10 +264,6 @@ def partition_dim_of(weight: Weight, tp_size: int) -> int | None:
     (``parallel_mode`` None with a ``tp_size`` of 1: MLA's down-projections), and with experts'
     second layers on the wrong dim. Megatron sets ``parallel_mode`` None on shared experts that
     overlap, too, which are split. Megatron's own linears, of which adapters are made, mark the dim.
-
-    Args:
-        weight: any.
-        tp_size: number of TP ranks that share it; of an expert, expert-TP ranks.
 
     Raises:
         NotImplementedError: a 2-D weight of an expert that expert TP splits in an unknown way.

@@ -83,11 +83,6 @@ def fused_of(weight: Weight, rows: int) -> FusedRows | None:
 def split_of(weight: Weight, config: MuonConfig, fused: FusedRows | None) -> str:
     """The kind of split that a weight of Muon's has. The last pattern that matches counts.
 
-    Args:
-        weight: Muon's.
-        config: ``splits`` and ``split_qkv`` are read.
-        fused: how its rows lie.
-
     Raises:
         ValueError: a pattern asks for a split that the weight cannot have.
     """
@@ -103,7 +98,6 @@ def rows_of_ones_own(
     """The rows that a user's split says.
 
     Args:
-        weight: Muon's.
         kind, own: the split as it is written, and what it means, not ``cols``.
         rows: of the weight over all TP ranks.
         known: how its rows lie, which says what of them TP ranks hold. Where it is not known, TP
@@ -139,11 +133,7 @@ def _cut(runs: list[RowRun], sizes: Sequence[int]) -> Iterator[tuple[RowRun, ...
 
 
 def require_own(weight: Weight, kind: str, own: OwnSplit, size: int) -> None:
-    """Refuse a split of one's own that does not fit.
-
-    Raises:
-        ValueError: the weight has another number of rows, or of columns, or they are not equal.
-    """
+    """Refuse, by a ValueError, a split of one's own that does not fit the weight."""
     what = "columns" if own.of == "cols" else "rows"
     if size % own.total if own.of == "heads" else size != own.total:
         raise ValueError(
@@ -157,16 +147,7 @@ def require_own(weight: Weight, kind: str, own: OwnSplit, size: int) -> None:
 
 
 def split_of_legacy_experts(weight: Weight, config: MuonConfig, *, gated: bool) -> str:
-    """``split_of`` for Megatron's legacy GroupedMLP, whose gate and up halves are columns.
-
-    Args:
-        weight: Muon's.
-        config: ``splits`` is read.
-        gated: it has two halves.
-
-    Raises:
-        ValueError: a pattern asks for a split that the weight cannot have.
-    """
+    """``split_of`` for Megatron's legacy GroupedMLP, whose gate and up halves are columns."""
     return _chosen(weight, config, "whole", ("whole", "gate-up") if gated else ("whole",))
 
 
