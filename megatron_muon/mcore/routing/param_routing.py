@@ -221,7 +221,9 @@ def _why_adamw_by_itself(weight: Weight, tp_size: int) -> str | None:
             f"factors separately. Choose with {named('muon_include')} or {named('muon_exclude')}: "
             f"{ADAPTERS!r} names all of Megatron-Bridge's"
         )
-    return _by_type(weight)
+    if weight.is_module(*MATRIX_MODULES):
+        return None
+    return f"module type {type(weight.module).__name__} is {NOT_IN_TABLE}"
 
 
 def _is_batch(weight: Weight) -> bool:
@@ -295,12 +297,6 @@ def is_cut(weight: Weight) -> bool:
     """
     marked = bool(getattr(weight.param, "tensor_model_parallel", False))
     return marked or _CUT_VECTOR.search(weight.name) is not None
-
-
-def _by_type(weight: Weight) -> str | None:
-    if weight.is_module(*MATRIX_MODULES):
-        return None
-    return f"module type {type(weight.module).__name__} is {NOT_IN_TABLE}"
 
 
 def _is_embedding_or_output(weight: Weight) -> bool:

@@ -81,15 +81,11 @@ def fused_of(weight: Weight, rows: int) -> FusedRows | None:
 
 
 def split_of(weight: Weight, config: MuonConfig, fused: FusedRows | None) -> str:
-    """The kind of split that a weight of Muon's has. The last pattern that matches counts.
-
-    Raises:
-        ValueError: a pattern asks for a split that the weight cannot have.
-    """
+    """The kind of split that a weight of Muon's has: see ``chosen_split``."""
     if fused is None:
-        return _chosen(weight, config, "whole", ("whole",), own=True)
+        return chosen_split(weight, config, "whole", ("whole",), own=True)
     default = fused.default if config.split_qkv or fused.default != "qkv" else "whole"
-    return _chosen(weight, config, default, fused.kinds, own=True)
+    return chosen_split(weight, config, default, fused.kinds, own=True)
 
 
 def rows_of_ones_own(
@@ -146,14 +142,14 @@ def require_own(weight: Weight, kind: str, own: OwnSplit, size: int) -> None:
         )
 
 
-def split_of_legacy_experts(weight: Weight, config: MuonConfig, *, gated: bool) -> str:
-    """``split_of`` for Megatron's legacy GroupedMLP, whose gate and up halves are columns."""
-    return _chosen(weight, config, "whole", ("whole", "gate-up") if gated else ("whole",))
-
-
-def _chosen(
+def chosen_split(
     weight: Weight, config: MuonConfig, default: str, kinds: tuple[str, ...], *, own: bool = False
 ) -> str:
+    """The split of these kinds, or of one's ``own``, that the last pattern which matches asks for.
+
+    Raises:
+        ValueError: it asks for another split.
+    """
     chosen = [pair for pair in config.splits if matching(weight, pair[:1])]
     if not chosen:
         return default
