@@ -47,6 +47,7 @@ EXCEPTIONS = {
     "torch.optim._muon._zeropower_via_newtonschulz": "likewise",
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": "made where Megatron lacks it",
     "quack.gemm_interface.gemm_symmetric": "kernels, which are tried before the first step",
+    "megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer:param_groups": "torch's",
     "ChainedOptimizer:lower": "of a text: the optimizer of a config",
     "arguments:extend": "of a list",
     "arguments:get": "of a dict",
@@ -77,6 +78,7 @@ BASES = {
     "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup": (
         "_ParamAndGradBucketGroup"
     ),
+    "megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer": "HybridDeviceOptimizer",
 }
 TABLES = ("seams.py", *(f"mcore/seams/{path.name}" for path in PACKAGE.glob("mcore/seams/*.py")))
 EVERY_OBJECTS = ("__class__", "__dict__", "__file__", "__init__", "__name__", "__new__", "__path__")

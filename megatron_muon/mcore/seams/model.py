@@ -144,7 +144,6 @@ ROWS = (
 REFUSALS = (
     _MODEL.has("fp4_param", _REFUSED, (0, 15)),
     _MODEL.has("moe_single_grouped_weight", _REFUSED, (0, 18)),
-    _OPTIM.has("optimizer_cpu_offload", _REFUSED),
     _OPTIM.has("optimizer_cuda_graph", _REFUSED, (0, 17)),
     _DDP.has("use_megatron_fsdp", _REFUSED, (0, 14)),
     _DDP.has("use_custom_fsdp", _REFUSED),

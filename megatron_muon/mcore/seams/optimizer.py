@@ -6,6 +6,8 @@ _CORE = Place("megatron.core.optimizer")
 _DISTRIB = Place("megatron.core.optimizer.distrib_optimizer")
 _DIST = Place(_DISTRIB.module, "DistributedOptimizer")
 _CONFIG = Place(_CORE.module, "OptimizerConfig")
+_CPU = Place("megatron.core.optimizer.cpu_offloading")
+_HYBRID = Place(_CPU.module, "HybridDeviceOptimizer")
 _CHAIN = Place(_CORE.module, "ChainedOptimizer")
 _SCALER = Place("megatron.core.optimizer.grad_scaler", "DynamicGradScaler")
 _OWN_MUON = Place("megatron.core.optimizer.muon", since=(0, 16), until=(0, 17))
@@ -54,6 +56,22 @@ ROWS = (
     _CONFIG.wrapped("__post_init__", "wants AdamW for use_precision_aware_optimizer", "self"),
     _CONFIG.has("use_precision_aware_optimizer", "whether the inner Adam is to hold such states"),
     _CONFIG.has("use_precision_aware_optimizer_no_fp8_or_ds_fp8", "and main parameters", (0, 14)),
+    # --- states on the host
+    _CONFIG.has("optimizer_cpu_offload", "whether the inner optimizer is the hybrid one"),
+    _CONFIG.has("optimizer_offload_fraction", "the part of state that is on the host"),
+    _CONFIG.has("exp_avg_dtype", "that of the momentum"),
+    _CONFIG.has("bf16", "whether weights lack 16 bits of an fp32 number"),
+    _CPU.subclassed("HybridDeviceOptimizer", "AdamW on the host, in parts"),
+    _HYBRID.overridden("_get_sub_optimizer_param_groups", "its shards", "self offload_fraction"),
+    _HYBRID.overridden("step", "updates shards, and copies them to the weights", "self"),
+    _HYBRID.overridden("dummy_step", "makes state before a load", "self"),
+    _HYBRID.overridden("_init_sub_optimizers", "makes the parts anew", "self"),
+    _HYBRID.called("_sync_sub_optimizers_state_to_hdo", "takes the state of the parts", "self"),
+    _HYBRID.read("sub_optimizers", "the parts, each torch's AdamW or the Adam of a GPU"),
+    _HYBRID.has("param_to_inner_param", "the main parameter of each shard"),
+    _HYBRID.has("gpu_optimizer", "the part on the device, if any"),
+    _HYBRID.has("_d2h_stream", "the stream that copies gradients to the host"),
+    _HYBRID.has("_h2d_stream", "the stream that copies shards to the weights"),
     _DIST.has("shard_float16_groups", "slices of the weights, whose main parameters it then has"),
     # --- the norm of gradients and the step
     # The norm is a float or, where Megatron does not wait for it, a tensor, the same on all ranks
