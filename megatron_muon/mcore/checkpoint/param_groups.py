@@ -55,13 +55,11 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
     # An older megatron_muon that lacked a setting did what is now its default.
     default = MuonConfig(ns_iteration="standard", ns_dtype="bf16", split_matrices="off")
     then = {**_in_force(Numerics(default, numerics.device)), **own["settings"]}
-    then["split_matrices"] = then["split_matrices"] or "off"  # None was that for a while
     now = _in_force(numerics)
     for name in ("ns_iteration", "ns_dtype"):
         if then[name] is None:  # another Muon's checkpoint does not say which it took
             then[name] = now[name]
-    if "ns_coefficients" in then:  # a set may have been saved as its numbers
-        then["ns_coefficients"] = canonical(then["ns_coefficients"])
+    then["ns_coefficients"] = canonical(then["ns_coefficients"])  # it may be saved as numbers
     for name in sorted((then.keys() | now.keys()) - set(_OTHERS)):
         before, after = (
             settings.get(name, "nothing: this megatron_muon has no such setting")
