@@ -17,7 +17,6 @@ from support.checkpoints.inspecting import inspected
 TUPLES = b"".join(
     [b"\x80\x02})", *[b"q\x010" + b"(" + b"h\x01" * 250 + b"t"] * 6, b"Ns."]
 )  # a tuple of 250 references to a tuple of 250 ..., as a key
-MEMO = b"\x80\x02Nr\xff\xff\xff\xff."  # one opcode, for which Python's unpickler allocates 64 GB
 
 
 def _texts(folder: Path) -> None:
@@ -34,11 +33,6 @@ def _metadata(data: bytes) -> Any:
 
 SPOILT: dict[str, tuple[Any, int, str]] = {
     "shared tuples": (_metadata(TUPLES), 3, "took more than 1 s of processor time"),
-    "a memo": (
-        _metadata(MEMO),
-        1,
-        ".metadata cannot be read: it is no pickle, or damaged: MemoryError",
-    ),
     "deep tuples": (_metadata(b"\x80\x02})" + b"\x85" * 200_000 + b"Ns."), 3, "by signal 11"),
     "texts": (_texts, 3, "has more than 1 MiB"),
     "escapes": (_metadata(pickle.dumps("\x1b[2J")), 1, "not complete"),
