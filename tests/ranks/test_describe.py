@@ -226,17 +226,6 @@ def test_a_log_says_once_on_rank_0_that_the_plugin_is_active() -> None:
     assert first == (f"{line} {core}", "") and other == ("", "")
 
 
-def test_the_start_line_says_which_bytes_are_the_mean_and_which_the_busiest_ranks() -> None:
-    """A matrix whose home has 75 of its 100 elements: 25 come, in a message of 32 with a flag, and
-    25 go back: 64 B and 50 B."""
-    matrices, blocks = whole_matrix("a", (10, 10), 0, 1)
-    held = [Parameter("a", (10, 10), 0, Span(0, 400), Span(25, 125), 0, matrices, blocks)]
-    plan = make_plan(held, RankGrid((((0, 1, 2, 3),),)), Numerics(MuonConfig()))
-    assert plan.sent_bytes() == [50, 64, 0, 0]
-    line = start_line(plan, stage=0, experts=False, buckets=[1])
-    assert "the exchange sends 28.5 B a step on the mean rank and 64 B on the busiest rank" in line
-
-
 def test_the_busiest_rank_is_that_of_all_of_the_stages_optimizers() -> None:
     """Rank 0 has a dense matrix, rank 1 an expert: each plan is uneven, both together are even."""
     matrices, blocks = whole_matrix("a", (10, 10), 0, 1)

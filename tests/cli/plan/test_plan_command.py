@@ -169,18 +169,6 @@ def test_stages_that_lie_otherwise_in_their_nodes_are_no_kind() -> None:
     assert one != two
 
 
-def test_elements_of_adamw_are_those_that_muon_does_not_own() -> None:
-    from support.virtual_gpu.dry_run import optimizer_of, planned_on
-
-    run = given(f"{TINY} --world-size 4 {TP} 2").settled()
-    with megatron_is_quiet():
-        ((one,),) = planned_on(["cuda"], run.flags, run.config, run.ranks, 0)
-    all_elements = sum(
-        stop - start for buffer in one.buffers for start, stop, _ in buffer.param_index_map.values()
-    )
-    assert sum(optimizer_of(one).elements) == all_elements * run.ranks.tp
-
-
 def test_every_preset_has_a_source_for_every_constant() -> None:
     for hardware in PRESETS.values():
         assert not [line for line in hardware.lines() if "no source" in line]
@@ -206,9 +194,3 @@ def test_wrong_arguments_are_named(
         main(f"plan {TINY} --world-size 4 {more}".split())
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
-
-
-def test_the_number_of_ranks_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(f"plan {TINY}".split())
-    assert "--world-size or --dp" in capsys.readouterr().err
