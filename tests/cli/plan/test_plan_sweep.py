@@ -102,6 +102,7 @@ def test_changes_leave_out_what_the_run_has() -> None:
         "--muon-ns-iteration standard",
         "--muon-split-matrices auto",
         "--muon-homes balanced",
+        "--muon-link-gbytes 315",
         "--muon-round-mib 128",
         "--muon-round-mib 32",
         f"{TP} 2",
