@@ -87,7 +87,7 @@ BAD: dict[str, tuple[tuple[Any, str], ...]] = {
     "splits": (*_PAIRS, ((("a", "rows"),), "must be one of whole, qkv, heads, gate-up, parts")),
     "muon_include": _PATTERNS,
     "muon_exclude": _PATTERNS,
-    "homes": (("anywhere", "must be one of balanced, local, got 'anywhere'"),),
+    "homes": (("anywhere", "must be one of auto, balanced, local, got 'anywhere'"),),
     "split_matrices": (
         (1, "must be at least 2, got 1"),
         (65, "must be at most 64, got 65"),
