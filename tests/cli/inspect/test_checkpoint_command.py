@@ -49,12 +49,18 @@ def test_names_shapes_and_optimizers_are_those_of_the_run(
 
 
 @pytest.mark.parametrize("whole_one", [DEFAULT], indirect=True)
-def test_a_line_for_each_in_the_text(sealed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_for_each_in_the_text(
+    sealed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["checkpoint", "inspect", str(sealed)]) == 0
     text = capsys.readouterr().out
     assert text.endswith("\ncomplete\n")
     (line,) = (line for line in text.split("\n") if line.startswith(NAME))
     assert "260 x 96" in line and "muon" in line
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["checkpoint", "inspect", str(sealed)]) == 0
+    lines = capsys.readouterr().out.replace(str(sealed), "PATH").splitlines()
+    assert max(map(len, lines)) <= 80
 
 
 def test_every_file_is_held_against_the_digest(
