@@ -86,7 +86,7 @@ def test_rounds_of_the_exchange_are_in_json_and_in_the_start_line(
     assert (rounds["muon-contiguous-none"], rounds["muon-contiguous-naive"]) == (1, parameters)
     for name in ("muon-contiguous", "muon-contiguous-naive"):
         (line,) = [x for x in text.splitlines() if x.startswith(f"{name}: [megatron_muon]")]
-        assert f", in {rounds[name]} round(s); " in line
+        assert f" in {rounds[name]} round(s); " in line
 
 
 def test_a_table_and_the_parts_are_there(

@@ -112,10 +112,10 @@ def test_the_number_of_buckets_is_a_runs() -> None:
     """Of the model, as run through bucketing in test_bucket_count."""
     flags = [*LLAMA_3_8B, "--overlap-grad-reduce", "--world-size", "8"]
     routes = routes_json(flags)
-    assert "; 8 bucket(s), " in routes["stages"][0]["lines"][0]
+    assert "; 8 bucket(s); " in routes["stages"][0]["lines"][0]
     assert any("about 8 buckets in place of 98" in note for note in routes["notes"])
     stock = routes_json([*flags, "--muon-dp-layout", "bucketed"])
-    assert "; 98 bucket(s), " in stock["stages"][0]["lines"][0]
+    assert "; 98 bucket(s); " in stock["stages"][0]["lines"][0]
 
 
 def test_tp_columns() -> None:
