@@ -68,7 +68,7 @@ def test_rounds_of_the_exchange_are_in_json_and_in_the_start_line(
     assert (rounds["muon-contiguous-none"], rounds["muon-contiguous-naive"]) == (1, parameters)
     for name in ("muon-contiguous", "muon-contiguous-naive"):
         (line,) = [x for x in text.splitlines() if x.startswith(f"{name}: [megatron_muon]")]
-        assert f", in {rounds[name]} round(s); " in line
+        assert f" in {rounds[name]} round(s); " in line
 
 
 def test_the_trace_of_every_row_has_a_lane_for_what_the_row_does(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron_muon.mcore.checkpoint.interop.foreign import (
