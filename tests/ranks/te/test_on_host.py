@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
 from ranks.te.test_precision_aware import _of_optimizer as of_optimizer
 from ranks.te.test_precision_aware import _switched as switched
 from support import te_on_cpu
@@ -34,7 +35,7 @@ from support.models.gpt import (
     trained,
     truth,
 )
-from support.ranks import run
+from support.ranks import error_of, run
 from support.runs.watching import watched
 from support.runs.whole import Whole, whole
 
@@ -147,6 +148,15 @@ def test_switches_between_muon_and_adamw(format: str, tmp_path: Path) -> None:
     """AdamW's checkpoint of state on the host, too, each with and without it on the other side."""
     for unlike in run(switched, 2, HOSTED, format, str(tmp_path)):
         assert unlike == []
+
+
+def _read_by_adamw() -> str:
+    built = start(replace(HOSTED, optimizer="adam"), Topology())
+    return error_of(lambda: reading_muon(built.optimizer, {}).__enter__())
+
+
+def test_a_switch_to_adamw_on_the_host_is_refused() -> None:
+    assert "load it once without --optimizer-cpu-offload" in run(_read_by_adamw, 1)[0]
 
 
 # --- what a run may do otherwise --------------------------------------------------------------
