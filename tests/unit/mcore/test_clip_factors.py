@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
 from megatron_muon.mcore.qk_clip.factors import HeadRows, eta_of
@@ -31,5 +30,3 @@ def test_tp_ranks_have_equal_ranges_of_rows() -> None:
         "[12, 18)",
         "[18, 24)",
     ]
-    with pytest.raises(ValueError, match="24 rows are not 5 equal ranges"):
-        GATED.local(0, 5)
