@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_muon.console import printable
 from megatron_muon.lab.inspect.report import Report, examine
+from megatron_muon.lab.tables import listed, wrapped
 
 _DESCRIPTION = """\
 Print what wrote a checkpoint, its parameters with their optimizer, and whether
@@ -60,24 +61,15 @@ def _printable(text: str) -> str:
 
 def as_text(report: Report) -> str:
     """The report as text: facts, parameters, and the verdict."""
+    facts = [(name, _one_line(fact)) for name, fact in report.facts.items()]
     cells = [("parameter", "shape", "optimizer")]
     for name, entry in report.parameters.items():
-        cells.append((name, " x ".join(map(str, entry["shape"])), entry["optimizer"]))
-    blocks = [
-        _columns(list(report.facts.items())),
-        _columns(cells) if report.parameters else [],
-        [f"not complete: {_one_line(fault)}" for fault in report.faults] or ["complete"],
-    ]
+        shape = " x ".join(map(str, entry["shape"]))
+        cells.append((_one_line(name), shape, _one_line(entry["optimizer"])))
+    faults = (f"not complete: {_one_line(fault)}" for fault in report.faults)
+    verdict = [line for fault in faults for line in wrapped(fault)] or ["complete"]
+    blocks = [listed(facts), listed(cells) if report.parameters else [], verdict]
     return "\n\n".join("\n".join(block) for block in blocks if block)
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [[_one_line(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
 
 
 def _one_line(text: str) -> str:

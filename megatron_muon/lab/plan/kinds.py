@@ -18,6 +18,7 @@ from megatron_muon.lab.dry_run.stages import (
     sizes_of,
 )
 from megatron_muon.lab.pricing.work import WIDE, Optimizer, StateBytes, state_bytes
+from megatron_muon.lab.progress import progress
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.mcore.routing.routes import routes_of
 from megatron_muon.mcore.routing.survey import matched_patterns, require_matched, share_of
@@ -89,7 +90,8 @@ def planned_kinds(
     matched: set[str] = set()
     flags, config = runs[0]
     sizes = sizes_of(flags, ranks)
-    for number in sorted(range(ranks.pp), key=lambda number: number not in numbers):
+    every = sorted(range(ranks.pp), key=lambda number: number not in numbers)
+    for number in progress(every, "pipeline stages"):
         if number not in numbers and matched.issuperset(config.patterns):
             break  # other stages are built for the patterns that match there
         with as_rank(world.first_ranks(ranks)[number], flags, ranks):
@@ -101,13 +103,13 @@ def planned_kinds(
             if makeup in alike:
                 alike[makeup].stages.append(number)
                 continue
-            every = [chunks, *(built(*run, ranks) for run in runs[1:])]
+            models = [chunks, *(built(*run, ranks) for run in runs[1:])]
             planned = [
                 [
                     optimizer_of(one, state_bytes_of(*run))
                     for one in planned_optimizers(*run, ranks, each, device)
                 ]
-                for run, each in zip(runs, every, strict=True)
+                for run, each in zip(runs, models, strict=True)
             ]
             if not planned[0]:
                 raise ValueError(f"pipeline stage {number} has no parameters")

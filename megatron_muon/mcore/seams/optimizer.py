@@ -74,6 +74,8 @@ ROWS = (
     _HYBRID.overridden("_get_sub_optimizer_param_groups", "its shards", "self offload_fraction"),
     _HYBRID.overridden("step", "updates shards, and copies them to the weights", "self"),
     _HYBRID.overridden("dummy_step", "makes state before a load", "self"),
+    _HYBRID.overridden("_update_fp32_params_by_new_state", "called at the end of a load", "self"),
+    _HYBRID.has("state", "that of the parts, by shard"),
     _HYBRID.overridden("_init_sub_optimizers", "makes the parts anew", "self"),
     _HYBRID.called("_sync_sub_optimizers_state_to_hdo", "takes the state of the parts", "self"),
     _HYBRID.read("sub_optimizers", "the parts, each torch's AdamW or the Adam of a GPU"),

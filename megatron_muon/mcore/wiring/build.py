@@ -207,6 +207,8 @@ def _completed(
     if stage.speaks and stage.device.type != "cpu":
         by = said_of_elementwise(stage.device, numerics)
         lines.append(f"{describe.PREFIX} momentum, norm and update: {by}")
+    if stage.speaks and stage.pipeline_rank == 0 and dist.get_world_size(stage.group) > 1:
+        lines += describe.homes_lines(config)
     share_loss_scale(parts)
     for (_, before), (part, _) in itertools.pairwise(muons):
         before.start_next = start_of(part, orthogonalizes=process_groups.has_experts(part))

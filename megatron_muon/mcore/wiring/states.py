@@ -171,6 +171,7 @@ class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
 
     muon: DistributedMuon
     beside: Any
+    state: Any
     param_groups: list[dict[str, Any]]
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
@@ -196,6 +197,8 @@ class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
         """Megatron's; cores up to 0.14 do not wait for the weights that it copies."""
         with torch.cuda.stream(self.beside):
             super().step(closure)
+        for group in self.param_groups:  # which a part on the device takes from here
+            group["step"] = group.get("step", 0) + 1
         for stream in (self.beside, self._h2d_stream):
             torch.cuda.current_stream().wait_stream(stream)
 
@@ -209,6 +212,12 @@ class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
                     if isinstance(adam, TORCH_ADAMS):
                         adam.state[main]["step"] = torch.zeros((), device=main.device)
         self._sync_sub_optimizers_state_to_hdo()
+        if not self.state:  # for Megatron this would mean that no load has made any
+            self.state[self.param_groups[0]["params"][0]] = {}
+
+    def _update_fp32_params_by_new_state(self) -> None:
+        self.state = {shard: each for shard, each in self.state.items() if _MASTER in each}
+        super()._update_fp32_params_by_new_state()
 
 
 class OfHybrid(OfWeights):
@@ -220,13 +229,16 @@ class OfHybrid(OfWeights):
 
     adamw_is_last = True
     _memory: HostMemory
-    _places: dict[tuple[int, str], tuple[Name, int, int]]  # by id of shard, and key
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        # Muon's, by id of shard, and key
+        self._places: dict[tuple[int, str], tuple[Name, int, int]] = {}
 
     def hold(self, muon: DistributedMuon, config: Any) -> None:
         """Make Muon's state: of some rounds, evenly, on the host, at least the fraction asked."""
         stream: Any = torch.cuda.Stream
         self._optimizer.muon, self._optimizer.beside = muon, stream(muon.exchange.device)
-        self._places = {}
         self._memory = HostMemory(muon.exchange.device, MOMENTUM_KEY)
         halves = config.bf16 and getattr(config, "store_param_remainders", False)
         hosted = seen = 0
@@ -279,6 +291,8 @@ class OfHybrid(OfWeights):
             write_halves(wide, shard.detach(), low)
             held.copy_(low)
             return
+        if key == MAIN_KEY and _MASTER in self._optimizer.state.get(shard, ()):  # AdamW's
+            self._optimizer.state[shard][_MASTER] = held  # a load may have made it another tensor
         for target in (held, shard.detach()) if key == MAIN_KEY else (held,):
             if target.data_ptr() != wide.data_ptr():
                 target.copy_(wide)

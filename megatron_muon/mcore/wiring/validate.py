@@ -44,6 +44,7 @@ REFUSED = {
 }
 
 
+_FP32, _BF16 = {"fp32", "float32"}, {"bf16", "bfloat16"}  # as flags and as torch's names
 _FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
@@ -249,14 +250,11 @@ def _state_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
         not on,
         "set it (--use-precision-aware-optimizer), as Megatron-LM's own flags want",
     )
-    for name, dtypes in (
-        ("main_params_dtype", (torch.float32,)),
-        ("exp_avg_dtype", (torch.float32, torch.bfloat16)),
-    ):
+    for name, dtypes in (("main_params_dtype", _FP32), ("exp_avg_dtype", _FP32 | _BF16)):
         yield (
             f"optimizer_cpu_offload with {name}={read(name)}",
-            on and read(name) not in dtypes,
-            f"give {' or '.join(map(str, dtypes))}",
+            on and read(name) and str(read(name)).removeprefix("torch.") not in dtypes,
+            f"give {' or '.join(sorted(dtypes & {'fp32', 'bf16'}, reverse=True))}",
         )
 
 

@@ -43,7 +43,7 @@ class HostMemory:
     def add(self, name: Name, size: int, dtype: torch.dtype, *, on_host: bool) -> None:
         """Keep a flat tensor of zeros by that name from now on."""
         if on_host:
-            self._homes[name] = torch.zeros(size, dtype=dtype, device="cpu", pin_memory=True)
+            self._homes[name] = torch.zeros(size, dtype=dtype, device="cpu").pin_memory()
         else:
             self._staying[name] = torch.zeros(size, dtype=dtype, device=self._device)
 

@@ -354,3 +354,14 @@ def check(case: Case, topology: Topology) -> Whole:
         assert result["main"].keys() - result["exp_avg_sq"].keys() == muon_weights(case)
     assert differences(truth(case), result) == []
     return result
+
+
+def runs_of(table: dict[str, tuple[Case, list[Topology], list[Topology]]]) -> list[Any]:
+    """Parameters ``(case, topology)``: of each name a case, its topologies, and those that are
+    slow."""
+    return [
+        pytest.param(case, topology, id=f"{name}-{topology}", marks=[pytest.mark.slow] * is_slow)
+        for name, (case, fast, slow) in table.items()
+        for is_slow, topologies in enumerate((fast, slow))
+        for topology in topologies
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,33 @@ def test_a_damaged_file_is_named(name: str, data: bytes, tmp_path: Path) -> None
     (folder / name).write_bytes(data)
     with pytest.raises(ValueError, match=f"{name} cannot be read: "):
         Saved.of(tmp_path)
+
+
+class _Hostile:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> object:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "model_optim_rng.pt"])
+def test_no_name_in_a_file_chooses_code_that_runs(name: str, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    folder = tmp_path / "mp_rank_00" if name.startswith("model") else tmp_path
+    folder.mkdir(exist_ok=True)
+    groups = {"param_groups": [{"lr": 1.0, "odd": _Hostile(mark)}]}
+    if name == ".metadata":
+        (folder / name).write_bytes(pickle.dumps(_Hostile(mark)))
+        with pytest.raises(ValueError, match="cannot be read"):
+            Saved.of(tmp_path)
+    else:
+        if name == "common.pt":
+            save({"weight": torch.ones(1)}, storage_writer=FileSystemWriter(tmp_path))
+        torch.save({"optimizer": groups}, folder / name)
+        (state,) = Saved.of(tmp_path).states
+        assert state["param_groups"][0]["lr"] == 1.0
+    assert not mark.exists()
 
 
 def test_no_checkpoint_is_an_error_of_its_own(tmp_path: Path) -> None:

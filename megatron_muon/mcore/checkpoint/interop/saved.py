@@ -1,6 +1,7 @@
 """Who wrote a checkpoint, and what it says of its optimizer; no communication.
 
-Pickles are read as Megatron reads the same files right after: without restriction.
+Pickles are read as data: a class or a function that a file names is not called, but for the few
+that Megatron's and torch's own files need. (Megatron reads the same files next, and trusts them.)
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -58,7 +60,7 @@ class Saved:
                 raise FileNotFoundError(f"{folder} has no checkpoint in it")
             return cls(folder, Metadata({}), _states_in(files[0]))
         with _naming(folder / METADATA) as file:
-            saved = cls(folder, pickle.loads(file.read_bytes()), [])
+            saved = cls(folder, _Data(io.BytesIO(file.read_bytes())).load(), [])
             key = next(filter(_COMMON_KEY.match, saved.keys), None)
         if key is None or (folder / _COMMON_FILE).exists():
             return replace(saved, states=_states_in(folder / _COMMON_FILE))
@@ -109,9 +111,9 @@ class Saved:
         place = self.metadata.storage_data[MetadataIndex(key)]
         with _naming(self.folder / place.relative_path) as path, path.open("rb") as file:
             file.seek(place.offset)
-            value = torch.load(io.BytesIO(file.read(place.length)), weights_only=False)
+            value = _loaded(io.BytesIO(file.read(place.length)))
             if isinstance(value, io.BytesIO):
-                value = torch.load(value, weights_only=False)
+                value = _loaded(value)
         return value[0] if isinstance(value, list) and len(value) == 1 else value
 
     def _of_optimizers(self) -> list[str]:
@@ -120,7 +122,7 @@ class Saved:
 
 def _states_in(file: Path) -> list[dict[Any, Any]]:
     with _naming(file):
-        saved = torch.load(str(file), map_location="cpu", weights_only=False, mmap=True)
+        saved = _loaded(str(file), mmap=True)
         return foreign.states_of(saved.get("optimizer"))
 
 
@@ -133,3 +135,54 @@ def _naming(file: Path) -> Iterator[Path]:
         raise
     except Exception as error:  # there is no list of what a damaged file raises
         raise ValueError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _loaded(file: Any, **options: Any) -> Any:
+    """What ``torch.save`` has written, by ``_Data``."""
+    if "constants.pkl" in torch._C.PyTorchFileReader(file).get_all_records():
+        raise ValueError("it is a TorchScript archive, which is code")
+    if not isinstance(file, str):
+        file.seek(0)
+    reading: Any = SimpleNamespace(__name__="pickle", Unpickler=_Data)
+    options |= {"map_location": "cpu", "pickle_module": reading, "weights_only": False}
+    return torch.load(file, **options)
+
+
+class _Unknown:
+    """An object of a class, or a result of a function, that is not known; it holds nothing."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Unknown:
+        return object.__new__(cls)
+
+    def ignore(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    __call__ = __setstate__ = __setitem__ = append = extend = add = ignore
+
+
+class _Data(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _KNOWN.get(module, ()):
+            found = super().find_class(module, name)
+            # a file may set attributes of what it is given
+            return (lambda *args: found(*args)) if isinstance(found, FunctionType) else found
+        return type(name, (_Unknown,), {})
+
+
+# What the files of torch and Megatron need, by module.
+_KNOWN = {
+    "builtins": ("bytearray", "complex", "dict", "frozenset", "list", "set"),
+    "argparse": ("Namespace",),
+    "collections": ("OrderedDict", "defaultdict"),
+    "_io": ("BytesIO",),
+    "torch": ("Size",),
+    "torch.storage": ("UntypedStorage",),
+    "torch._utils": ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
+    ),
+}
