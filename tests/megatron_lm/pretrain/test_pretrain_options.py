@@ -68,7 +68,7 @@ _OF_BRANCHES += ("--low-memory-resume", "--head-wise-attn-gate", "--use-dualpipe
 RUNS |= {flag: (1, flag) for flag in (*_ALONE, *_OF_BRANCHES)}
 REFUSED = {  # what the error must name
     "--use-precision-aware-optimizer": r"use_precision_aware_optimizer|precision.aware",
-    "--optimizer-cpu-offload --use-precision-aware-optimizer": r"optimizer.cpu.offload",
+    "--optimizer-cpu-offload --use-precision-aware-optimizer": r"precision.aware",
     "--use-custom-fsdp": r"use_custom_fsdp|use_megatron_fsdp",
     "--use-megatron-fsdp": r"use_megatron_fsdp|Megatron.FSDP (?:requires|only)",
     "--use-torch-fsdp2": r"fsdp2|TorchFullyShardedDataParallel",
