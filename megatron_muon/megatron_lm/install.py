@@ -135,7 +135,9 @@ def _validate_args(
     told = [] if again else _turn_on(args) if is_muon else _leave_out(args)
     hidden: dict[str, Any] = {"optimizer": "adam"} if is_muon else {}
     if _is_on_cpu():
-        told += _on_the_cpu(args)
+        options = importlib.import_module("megatron_muon.cpu.options")
+        options.refuse(args)
+        told += options.replace(args)
         # Megatron's checks of options on logits want Transformer Engine.
         hidden |= {name: False for name in _LOGITS if getattr(args, name, False)}
     with _hidden(args, hidden):
@@ -143,26 +145,13 @@ def _validate_args(
     if is_muon:
         check_arguments(args)
         told += [] if again else bucketing.choose_buckets(args)
-    _tell(told)
+    for line in told if int(os.environ.get("RANK", "0")) == 0 else ():
+        say(f"[megatron_muon] {line}")
     return result
-
-
-def _tell(lines: list[str]) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        for line in lines:
-            say(f"[megatron_muon] {line}")
 
 
 def _is_on_cpu() -> bool:
     return bool(importlib.import_module("megatron_muon.cpu").enabled())
-
-
-def _on_the_cpu(args: Any) -> list[str]:
-    """Replace options that need a GPU; return a line for each."""
-    options = importlib.import_module("megatron_muon.cpu.options")
-    options.refuse(args)
-    told: list[str] = options.replace(args)
-    return told
 
 
 @contextmanager
