@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.installed import installed
 from support.models.gpt import Built, Case, Topology, build, held, write_grads
 from support.ranks import run
 from support.runs.whole import differences, whole
@@ -33,8 +34,6 @@ def _optimizer(built: Built, fast: str) -> Any:
     )
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
-    import megatron_muon
-
     config = OptimizerConfig(
         optimizer="muon",
         lr=LR,
@@ -56,13 +55,10 @@ def _optimizer(built: Built, fast: str) -> Any:
         "start_wd": FAST_START_WD,
         "end_wd": FAST_END_WD,
     }
-    megatron_muon.install()
-    try:
+    with installed():
         return mcore_optimizer.get_megatron_optimizer(
             config, built.chunks, config_overrides=overrides
         )
-    finally:
-        megatron_muon.uninstall()
 
 
 def _scheduler(optimizer: Any) -> Any:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import megatron_muon
+from support.installed import installed
 from support.models.gpt import (
     Case,
     Topology,
@@ -106,15 +107,12 @@ def _through_core(built: Any) -> Any:
 def _stepped(topology: Topology, rates: list[Any] | None) -> dict[str, Any]:
     """Through NeMo, whose rates are written down; or through Megatron's factory, given these."""
     built = build(CASE, topology)
-    megatron_muon.install(SETTINGS)
-    try:
+    with installed(SETTINGS):
         if rates is None:
             theirs, schedule = _through_nemo(built)
             built.optimizer = theirs.mcore_optimizer
         else:
             theirs = built.optimizer = _through_core(built)
-    finally:
-        megatron_muon.uninstall()
     for step in range(CASE.steps):
         groups = [
             group for inner in inner_optimizers(built.optimizer) for group in inner.param_groups
