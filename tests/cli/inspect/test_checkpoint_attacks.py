@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_muon.mcore.load_check import digest
-from support.checkpoints.attacks import ATTACKS, PICKLES, Touch, trusted
+from support.checkpoints.attacks import ATTACKS, Touch, trusted
 from support.checkpoints.inspecting import DEFAULT, inspected, one_of_each_kind
 
 
@@ -181,6 +181,3 @@ def test_groups_with_objects_do_not_go_on_into_a_run(tmp_path: Path) -> None:
     loaded = read.load(file.getvalue())
     with pytest.raises(ValueError, match=r"group's step is an object of posix\.system"):
         require_plain_groups(tmp_path, [loaded])
-
-
-assert set(PICKLES) < set(ATTACKS)

@@ -29,22 +29,10 @@ def plain_pickle(canary: Path) -> bytes:
     return pickle.dumps(Touch(canary))
 
 
-def plain_pickle_2(canary: Path) -> bytes:
-    """In the protocol of torch.save."""
-    return pickle.dumps({"args": Touch(canary)}, protocol=2)
-
-
 def old_torch(canary: Path) -> bytes:
     """As torch before 1.6 wrote, whose system information runs the command."""
     parts = [torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION, Touch(canary)]
     return b"".join(pickle.dumps(part, protocol=2) for part in parts)
-
-
-def old_torch_object(canary: Path) -> bytes:
-    """As torch before 1.6 wrote, with the command in what is saved."""
-    file = io.BytesIO()
-    torch.save({"args": Touch(canary)}, file, _use_new_zipfile_serialization=False)
-    return file.getvalue()
 
 
 def oldest_torch(canary: Path) -> bytes:
@@ -96,18 +84,14 @@ def torch_script(canary: Path) -> bytes:
 
 ATTACKS: dict[str, Callable[[Path], bytes]] = {
     attack.__name__: attack
-    for attack in (
-        *(plain_pickle, plain_pickle_2, old_torch, old_torch_object, oldest_torch),
-        *(archive, torch_script),
-    )
+    for attack in (plain_pickle, old_torch, oldest_torch, archive, torch_script)
 }
-PICKLES = ("plain_pickle", "plain_pickle_2")
 
 
 def trusted(attack: str, file: Path) -> None:
     """Load it as what trusts a file does."""
     try:
-        if attack in PICKLES:
+        if attack == "plain_pickle":
             pickle.loads(file.read_bytes())
         else:
             torch.load(file, weights_only=False)

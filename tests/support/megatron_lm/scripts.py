@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,12 @@ def alone(*options: str, script: str = "pretrain_gpt.py", fails: bool = False) -
     """A script through the launcher in one process, for what comes before any rank is needed."""
     command = [sys.executable, "-m", "megatron_muon", str(CHECKOUT / script)]
     return done([*command, *words(*options)], fails)
+
+
+@cache
+def known_flags() -> frozenset[str]:
+    """Of ``pretrain_gpt.py``."""
+    return frozenset(re.findall(r"--[\w-]+", alone("--help")))
 
 
 def losses(text: str) -> list[float]:
