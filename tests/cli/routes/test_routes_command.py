@@ -151,7 +151,7 @@ def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(tmp_path:
 # --- patterns and settings -------------------------------------------------------------------
 
 
-def test_rates_and_decays_by_pattern_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_and_decays_by_pattern_are_shown() -> None:
     flags = ["--muon-lr-mult", "*fc1.weight=0.5", "--muon-wd-mult", "*.1.*fc?.weight=0"]
     flags += ["--muon-lr-mult", "embedding.word*=2"]
     (stage,) = routes_json([*TINY, *flags])["stages"]
@@ -162,13 +162,6 @@ def test_rates_and_decays_by_pattern_are_shown(capsys: pytest.CaptureFixture[str
         "decoder.layers.1.mlp.linear_fc1.weight": (0.5, 0),
         "decoder.layers.1.mlp.linear_fc2.weight": (1, 0),
     }
-    assert main(["routes", *TINY, *flags]) == 0
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
-    assert "adamw lr*2 " in lines["embedding.word_embeddings.weight"]
-    assert "muon lr*0.5 " in lines["decoder.layers.0.mlp.linear_fc1.weight"]
-    assert "muon lr*0.5 wd*0 " in lines["decoder.layers.1.mlp.linear_fc1.weight"]
-    assert "muon " in lines["decoder.layers.0.mlp.linear_fc2.weight"]  # layers no longer share
-    assert "wd*0" not in lines["decoder.layers.0.mlp.linear_fc2.weight"]
 
 
 # --- the table -------------------------------------------------------------------------------
@@ -214,9 +207,7 @@ def test_lines_that_share_a_range_are_all_parameters(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_read_by_its_name_and_changed_by_flags(
-    name: str,
-) -> None:
+def test_a_preset_is_read_by_its_name_and_changed_by_flags(name: str) -> None:
     """Small enough to build in a moment; ``test_dry_run.py`` holds presets to Megatron-LM's own."""
     small = ["--num-layers", "4", "--dp", "2", "--moe-layer-freq", "1"]
     routes = routes_json(["--model", name, *small])
