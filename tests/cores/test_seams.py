@@ -32,12 +32,7 @@ from megatron_muon.lab.dry_run import seams as dry_run
 from megatron_muon.mcore.seams import model, optimizer, rows, training
 from megatron_muon.mcore.seams.optimizer import GROUP_KEYS
 from megatron_muon.mcore.seams.row import Attribute, Seam
-from megatron_muon.mcore.seams.rows import (
-    check_built,
-    check_row,
-    check_rows,
-    rows_of,
-)
+from megatron_muon.mcore.seams.rows import check_built, check_row, check_rows, rows_of
 from megatron_muon.mcore.seams.training import ARGUMENTS, check_arguments
 from megatron_muon.presence import SeamError
 from support.installed import NAME, VERSION

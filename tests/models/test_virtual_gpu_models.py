@@ -17,15 +17,7 @@ from megatron_muon.planning.rounds import table
 from megatron_muon.runtime.optimizer import DistributedMuon
 from support.models.model_flags import DEEPSEEK_V3
 from support.virtual_gpu.mutants import early_free, early_read
-from support.virtual_gpu.plans import (
-    LLAMA_8B,
-    LLAMA_70B,
-    OVERLAP,
-    PP,
-    QWEN3_30B,
-    TP,
-    settled_flags,
-)
+from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, PP, QWEN3_30B, TP, settled_flags
 from support.virtual_gpu.runs import Run
 from support.virtual_gpu.verdict import CLAIMS, Verdict, verdict_of
 

@@ -8,12 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.models.gpt import (
-    error_of_building,
-    prepare_step,
-    start,
-    train,
-)
+from support.models.gpt import error_of_building, prepare_step, start, train
 from support.ranks import error_of, run
 from support.runs.cases import Case, Topology, muon_weights, whole_grad
 from support.runs.whole import whole

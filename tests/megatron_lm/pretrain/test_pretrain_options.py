@@ -80,7 +80,7 @@ SIGNS = {  # what a run with the options prints
         "params norm:",
         "num zeros:",
         "optimizer-inner-step",  # a timer of level 1
-    ),
+    )
 }
 ENVIRONMENT = {
     "WANDB_MODE": "offline",

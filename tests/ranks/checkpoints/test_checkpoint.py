@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 
 from support.checkpoints.resuming import check
-from support.checkpoints.saving import (
-    formats,
-    load,
-    resumed,
-    save_new,
-)
+from support.checkpoints.saving import formats, load, resumed, save_new
 from support.installed import lacks
 from support.models.gpt import Case, Topology, inner_optimizers, printed_by, start, take_step
 from support.models.torch_adam import torchs_own_adam

@@ -21,10 +21,7 @@ from support.expected.oracle_cases import (
     plugin,
 )
 from support.expected.shaking import UNIT
-from support.models.gpt import (
-    Case,
-    Topology,
-)
+from support.models.gpt import Case, Topology
 
 
 @pytest.mark.parametrize("which", CASES)

@@ -28,10 +28,7 @@ FAST_EXPERT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"
 def _optimizer(built: Built, fast: str) -> Any:
     """Decoupled rates for the embedding and output layer, and an override as muP's are."""
     from megatron.core import optimizer as mcore_optimizer
-    from megatron.core.optimizer import (
-        OptimizerConfig,
-        get_standard_config_overrides,
-    )
+    from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
     config = OptimizerConfig(
@@ -116,10 +113,7 @@ def _train(case: Case, topology: Topology, fast: str, scheduled: bool) -> dict[s
 
 @pytest.mark.parametrize(
     ("case", "topology", "fast"),
-    [
-        (CASE, Topology(2, 1, 2), FAST),
-        (MOE, Topology(dp=2, ep=2), FAST_EXPERT),
-    ],
+    [(CASE, Topology(2, 1, 2), FAST), (MOE, Topology(dp=2, ep=2), FAST_EXPERT)],
     ids=["dense", "experts"],
 )
 def test_schedules_and_overrides_are_applied_once(

@@ -24,16 +24,7 @@ import torch
 import megatron_muon
 from support.checkpoints.saving import spoil
 from support.installed import installed
-from support.models.gpt import (
-    Built,
-    Case,
-    Topology,
-    build,
-    held,
-    prepare_step,
-    start,
-    truth,
-)
+from support.models.gpt import Built, Case, Topology, build, held, prepare_step, start, truth
 from support.ranks import run
 from support.runs.whole import differences, whole
 

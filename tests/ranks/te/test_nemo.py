@@ -15,14 +15,7 @@ import torch
 
 import megatron_muon
 from support.installed import installed
-from support.models.gpt import (
-    Case,
-    Topology,
-    build,
-    held,
-    inner_optimizers,
-    write_grads,
-)
+from support.models.gpt import Case, Topology, build, held, inner_optimizers, write_grads
 from support.ranks import run
 from support.runs.whole import differences, whole
 

@@ -22,10 +22,7 @@ pytestmark = pytest.mark.skipif(
     reason="the model is built with vp_stage; test_pretrain_watch.py has core 0.12",
 )
 DENSE = replace(MODEL, steps=2, optimizer="muon")
-RUNS = [
-    (DENSE, spread(tp=2, dp=2)),
-    (replace(DENSE, recompute=True), spread(pp=2)),
-]
+RUNS = [(DENSE, spread(tp=2, dp=2)), (replace(DENSE, recompute=True), spread(pp=2))]
 
 
 def _train(model: Case, topology: Topology, path: str, interval: int) -> dict[str, Any]:

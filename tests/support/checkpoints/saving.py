@@ -236,11 +236,7 @@ def spoil(built: Built) -> None:
 
 
 def resumed(
-    case: Case,
-    topology: Topology,
-    format: str,
-    folder: str,
-    dirty: bool = False,
+    case: Case, topology: Topology, format: str, folder: str, dirty: bool = False
 ) -> dict[str, Any]:
     """Take half of the case's steps, save, go on; load into a new run and go on there, too.
 

@@ -87,10 +87,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "fp16": (["--muon-ns-dtype", "fp16"], {"ns_dtype": "fp16"}),
     "medium": (["--muon-fp32-matmul-prec", "medium"], {"ns_dtype": "bf16"}),
     "no-split-qkv": (["--muon-no-split-qkv"], {"split_qkv": False}),
-    "duplicated": (
-        ["--muon-tp-mode", "duplicated", "--tensor-model-parallel-size", "2"],
-        {},
-    ),
+    "duplicated": (["--muon-tp-mode", "duplicated", "--tensor-model-parallel-size", "2"], {}),
     "blockwise, TP 1": (["--muon-tp-mode", "blockwise"], {}),
     "distributed, TP 1": (["--muon-tp-mode", "distributed"], {}),
     "scalar-adam": (["--muon-scalar-optimizer", "adam"], {}),
@@ -108,10 +105,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         ["--muon-qk-clip-alpha", "0.3", "--muon-qk-clip", "30"],
         {"qk_clip": 30.0, "qk_clip_alpha": 0.3},
     ),
-    "include": (
-        ["--muon-include", "a.*", "--muon-include", "b"],
-        {"muon_include": ("a.*", "b")},
-    ),
+    "include": (["--muon-include", "a.*", "--muon-include", "b"], {"muon_include": ("a.*", "b")}),
     "exclude": (["--muon-exclude", "*.router.weight"], {"muon_exclude": ("*.router.weight",)}),
     "split-matrices auto": (["--muon-split-matrices", "auto"], {"split_matrices": "auto"}),
     "split-matrices off": (["--muon-split-matrices", "off"], {"split_matrices": "off"}),

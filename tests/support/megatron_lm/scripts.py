@@ -103,11 +103,7 @@ def pretrain(
 
 
 def pretrain_command(
-    processes: int,
-    *options: str,
-    data: str = MOCK,
-    script: Path | None = None,
-    model: str = MODEL,
+    processes: int, *options: str, data: str = MOCK, script: Path | None = None, model: str = MODEL
 ) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", "-m", "megatron_muon"]

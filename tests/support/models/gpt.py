@@ -158,10 +158,7 @@ def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
         num_distributed_optimizer_instances=topology.instances,
     )
     return DistributedDataParallel(
-        model.config,
-        ddp_config,
-        wrapped,
-        disable_bucketing=index > 0 or topology.step_overlap,
+        model.config, ddp_config, wrapped, disable_bucketing=index > 0 or topology.step_overlap
     )
 
 

@@ -16,11 +16,7 @@ from megatron_muon.lab.dry_run.presets import PRESETS
 from megatron_muon.lab.routes.model_flags import Settled
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.layout import (
-    Parameter,
-    Span,
-    whole_matrix,
-)
+from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.sections import Rows, repeated, sectioned
 from megatron_muon.settings.config import MuonConfig

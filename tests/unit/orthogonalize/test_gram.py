@@ -12,16 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_muon.orthogonalize.gram import gram_iteration
 from megatron_muon.orthogonalize.iteration import ns_flops, takes_gram
-from megatron_muon.orthogonalize.matmul import (
-    TORCH_DTYPE,
-    Products,
-    plan_device,
-    scale_of,
-)
-from megatron_muon.orthogonalize.newton_schulz import (
-    orthogonalize,
-    standard_iteration,
-)
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, Products, plan_device, scale_of
+from megatron_muon.orthogonalize.newton_schulz import orthogonalize, standard_iteration
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.settings.coefficients import GRAM_ERROR, GRAM_LEAST, SETS, NsDtype, schedule
 from support.drawn import WORST, trials

@@ -21,10 +21,7 @@ from megatron_muon.orthogonalize.matmul import (
     products_on,
     try_products,
 )
-from megatron_muon.orthogonalize.newton_schulz import (
-    orthogonalize,
-    standard_iteration,
-)
+from megatron_muon.orthogonalize.newton_schulz import orthogonalize, standard_iteration
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration

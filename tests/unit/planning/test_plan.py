@@ -15,12 +15,7 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.agreed import description, fingerprint
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import Price, Work, choose_homes
-from megatron_muon.planning.layout import (
-    Parameter,
-    Span,
-    batched_matrices,
-    whole_matrix,
-)
+from megatron_muon.planning.layout import Parameter, Span, batched_matrices, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.rounds.table import round_tables
 from megatron_muon.planning.sections import Rows, repeated, sectioned

@@ -102,13 +102,7 @@ def test_a_fused_multiply_add_would_fail_the_trial(monkeypatch: pytest.MonkeyPat
 def test_tensors_that_the_kernels_do_not_take_are_an_error(broken: Any, said: str) -> None:
     with pytest.raises(ValueError, match=f"{said}.*--muon-elementwise"):
         Fused().advance_momentum(
-            [torch.zeros(5)],
-            [broken(5)],
-            [None],
-            torch.zeros(0),
-            (),
-            momentum=0.9,
-            nesterov=True,
+            [torch.zeros(5)], [broken(5)], [None], torch.zeros(0), (), momentum=0.9, nesterov=True
         )
 
 

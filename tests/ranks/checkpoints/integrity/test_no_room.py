@@ -84,8 +84,7 @@ def _first_loads(format: str, folder: str) -> dict[str, Any]:
 
 # fully_reshardable gathers the state on rank 0, so that rank 1 writes little
 @pytest.mark.parametrize(
-    ("format", "failing"),
-    [(FORMATS[0], 0), (FORMATS[0], 1), (FORMATS[1], 0), ("torch", 1)],
+    ("format", "failing"), [(FORMATS[0], 0), (FORMATS[0], 1), (FORMATS[1], 0), ("torch", 1)]
 )
 def test_a_disk_that_is_full_on_one_rank(format: str, failing: int, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
