@@ -10,12 +10,11 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from support.megatron_lm.scripts import MUON, alone, losses, needs_checkout, pretrain
+from support.megatron_lm.scripts import MUON, known_flags, losses, needs_checkout, pretrain
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
@@ -83,18 +82,13 @@ SIGNS = {  # what a run with the options prints
         "params norm:",
         "num zeros:",
         "optimizer-inner-step",  # a timer of level 1
-    ),
+    )
 }
 ENVIRONMENT = {
     "WANDB_MODE": "offline",
     "NCCL_ALGO": "Ring",  # deterministic mode asks for it
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
-
-
-@cache
-def known_flags() -> frozenset[str]:
-    return frozenset(re.findall(r"--[\w-]+", alone("--help")))
 
 
 def options_of(row: str, folder: Path) -> tuple[int, str]:
