@@ -199,6 +199,7 @@ def test_16_ranks(overlap: bool) -> None:
     [
         ("split_qkv", False),
         ("homes", "local"),
+        ("link_gbytes", 1e-3),
         ("ns_dtype", "fp32"),
         ("nesterov", False),
         ("ns_iteration", "gram"),
