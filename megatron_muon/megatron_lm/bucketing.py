@@ -11,7 +11,8 @@ from argparse import Namespace
 
 from megatron_muon.planning.buckets.count import Buffer, LocalParameter, choose
 from megatron_muon.planning.buckets.order import UNPLACED
-from megatron_muon.planning.layout import Parameter, whole_matrix
+from megatron_muon.planning.layout import Parameter
+from megatron_muon.planning.sections import Rows, Sections, repeated, sectioned
 from megatron_muon.settings.flag_values import value_given
 
 # The number of buckets must not depend on the number of ranks. A run may start from an AdamW
@@ -66,11 +67,12 @@ def aligns_shards(args: Namespace) -> bool:
     return contiguous and not from_adamw and takes_layouts()
 
 
-def buffers(args: Namespace, dp_size: int) -> list[Buffer]:
+def buffers(args: Namespace, dp_size: int, *, norms: bool = False) -> list[Buffer]:
     """A rank's grad buffers of the first model chunk on the first pipeline stage, approximately.
 
-    Norms, biases, routers and the layers of multi-token prediction are left out. The buffers only
-    serve to choose the number of buckets.
+    Norms, routers, biases and the layers of multi-token prediction are left out, the first two
+    not with ``norms``. The buffers only serve to choose the number of buckets, and with ``norms``
+    the layout, for which it matters where shards begin. Experts have a name with ``.experts.``.
     """
     tp = args.tensor_model_parallel_size
     expert_tp = args.expert_tensor_parallel_size or tp
@@ -78,20 +80,34 @@ def buffers(args: Namespace, dp_size: int) -> list[Buffer]:
     embedding = LocalParameter(vocabulary * args.hidden_size // tp)
     dense, experts = [embedding], []
     for number in range(_layers(args)):
-        of_layer, of_experts = _feed_forward(args, number, tp, expert_tp)
-        dense += [_muons(numel) for numel in (*_attention(args, tp), *of_layer)]
-        experts += [_muons(numel) for numel in of_experts]
+        of_layer, of_experts = _feed_forward(args, number)
+        if norms and of_experts:
+            of_layer = [_whole(args.num_experts, args.hidden_size, None), *of_layer]
+        for weights in (_attention(args), of_layer):
+            dense += [LocalParameter(args.hidden_size)] * norms
+            dense += [_muons(f"{number}", weight, tp) for weight in weights]
+        experts += [_muons(f"{number}.experts.", weight, expert_tp) for weight in of_experts]
+    dense += [LocalParameter(args.hidden_size)] * (norms and args.pipeline_model_parallel_size == 1)
     if args.pipeline_model_parallel_size == 1 and args.untie_embeddings_and_output_weights:
         dense.append(embedding)
     both = [Buffer(tuple(dense), dp_size, tp), Buffer(tuple(experts), dp_size, expert_tp)]
     return [buffer for buffer in both if buffer.weights]
 
 
-def _muons(numel: int) -> LocalParameter:
-    """A weight of Muon's; its shape does not matter here."""
-    matrices, blocks = whole_matrix("", (1, numel), 0, 1)
-    muon = Parameter("", (1, numel), 0, UNPLACED, UNPLACED, 0, matrices, blocks)
-    return LocalParameter(numel, muon)
+_Weight = tuple[Sections, int, int | None]  # a whole weight's rows, its columns, the dim TP cuts
+
+
+def _muons(name: str, weight: _Weight, tp: int) -> LocalParameter:
+    sections, cols, dim = weight
+    rows = sum(run.count for section in sections for run in section)
+    shape = rows // (tp if dim == 0 else 1), cols // (tp if dim == 1 else 1)
+    matrices, blocks = sectioned(name, shape, dim, tp, sections)
+    muon = Parameter(name, shape, dim, UNPLACED, UNPLACED, 0, matrices, blocks)
+    return LocalParameter(shape[0] * shape[1], muon)
+
+
+def _whole(rows: int, cols: int, dim: int | None) -> _Weight:
+    return ((Rows("", rows),),), cols, dim
 
 
 def _layers(args: Namespace) -> int:
@@ -101,38 +117,36 @@ def _layers(args: Namespace) -> int:
     return max(1, int(first or args.num_layers // stages) // chunks)
 
 
-def _attention(args: Namespace, tp: int) -> list[int]:
-    """Elements of the attention weights of a layer on a rank, in Megatron's order.
+def _attention(args: Namespace) -> list[_Weight]:
+    """The attention weights of a layer, in Megatron's order.
 
     Multi-latent attention's down projections count as replicated, as in Transformer Engine.
     """
     hidden, heads = args.hidden_size, args.num_attention_heads
     if args.multi_latent_attention:
         query, rope = args.qk_head_dim + args.qk_pos_emb_head_dim, args.qk_pos_emb_head_dim
-        down = [args.q_lora_rank * hidden] if args.q_lora_rank else []
+        down = [_whole(args.q_lora_rank, hidden, None)] if args.q_lora_rank else []
         return [
-            hidden * heads * args.v_head_dim // tp,
+            _whole(hidden, heads * args.v_head_dim, 1),
             *down,
-            heads * query * (args.q_lora_rank or hidden) // tp,
-            (args.kv_lora_rank + rope) * hidden,
-            heads * (args.qk_head_dim + args.v_head_dim) * args.kv_lora_rank // tp,
+            _whole(heads * query, args.q_lora_rank or hidden, 0),
+            _whole(args.kv_lora_rank + rope, hidden, None),
+            _whole(heads * (args.qk_head_dim + args.v_head_dim), args.kv_lora_rank, 0),
         ]
-    groups = args.num_query_groups if args.group_query_attention else heads
-    query, both = heads * args.kv_channels, 2 * groups * args.kv_channels
-    return [hidden * query // tp, (query + both) * hidden // tp]
+    groups, width = args.num_query_groups if args.group_query_attention else heads, args.kv_channels
+    of_group = ("q", heads // groups * width), ("k", width), ("v", width)
+    return [_whole(hidden, heads * width, 1), (repeated(groups, of_group), hidden, 0)]
 
 
-def _feed_forward(
-    args: Namespace, layer: int, tp: int, expert_tp: int
-) -> tuple[list[int], list[int]]:
-    """Elements on a rank of the dense MLP weights of a layer, and of the experts' weights."""
+def _feed_forward(args: Namespace, layer: int) -> tuple[list[_Weight], list[_Weight]]:
+    """The dense MLP weights of a layer, and a rank's experts' weights."""
     if not args.num_experts or not _has_experts(args.moe_layer_freq, layer):
-        return _two(args, args.ffn_hidden_size, tp), []
-    shared = _two(args, args.moe_shared_expert_intermediate_size or 0, tp)
-    one = _two(args, args.moe_ffn_hidden_size or args.ffn_hidden_size, expert_tp)
+        return _two(args, args.ffn_hidden_size), []
+    shared = _two(args, args.moe_shared_expert_intermediate_size or 0)
+    one = _two(args, args.moe_ffn_hidden_size or args.ffn_hidden_size)
     count = args.num_experts // args.expert_model_parallel_size
     if args.moe_grouped_gemm:  # Megatron orders these weights by kind, not by expert
-        return shared, [numel for numel in one for _ in range(count)]
+        return shared, [weight for weight in one for _ in range(count)]
     return shared, one * count
 
 
@@ -142,7 +156,9 @@ def _has_experts(frequency: int | list[int], layer: int) -> bool:
     return bool(frequency[layer % len(frequency)])
 
 
-def _two(args: Namespace, ffn: int, tp: int) -> list[int]:
+def _two(args: Namespace, ffn: int) -> list[_Weight]:
+    if not ffn:
+        return []
     gated = args.swiglu or getattr(args, "quick_geglu", False)
-    elements = ffn * args.hidden_size
-    return [(2 if gated else 1) * elements // tp, elements // tp] if ffn else []
+    first: _Weight = ((Rows("", ffn),),) * (1 + gated), args.hidden_size, 0
+    return [first, _whole(args.hidden_size, ffn, 1)]

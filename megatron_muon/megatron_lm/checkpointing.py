@@ -156,11 +156,12 @@ def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[None]:
 
 def _loaded_from(given: Any, load_dir: str | None) -> Path | None:
     """The folder that Megatron will read, as rank 0 sees it; None for none or a local one."""
-    told = _by_rank_0(lambda: str(_newest(given, load_dir) or ""))
+    told = _by_rank_0(lambda: str(newest(given, load_dir) or ""))
     return Path(told) if told else None
 
 
-def _newest(given: Any, load_dir: str | None) -> Path | None:
+def newest(given: Any, load_dir: str | None) -> Path | None:
+    """The folder that Megatron will read, as this rank sees it; None for none or a local one."""
     module = _checkpointing()
     own = _latest(load_dir, _step(given))
     pretrained = getattr(given, "pretrained_checkpoint", None)

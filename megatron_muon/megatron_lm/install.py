@@ -20,7 +20,8 @@ from megatron_muon.mcore.seams.rows import (
 )
 from megatron_muon.mcore.seams.training import ROWS, check_arguments
 from megatron_muon.mcore.watching.host import NO_HOST, set_host
-from megatron_muon.megatron_lm import bucketing, checkpointing
+from megatron_muon.megatron_lm import checkpointing
+from megatron_muon.megatron_lm.bucketing import aligns_shards, choose_buckets
 from megatron_muon.megatron_lm.flags import namespace
 from megatron_muon.megatron_lm.flags.parser import (
     add_flags,
@@ -31,11 +32,12 @@ from megatron_muon.megatron_lm.flags.parser import (
 )
 from megatron_muon.megatron_lm.loop import early_gathers, step_traces
 from megatron_muon.megatron_lm.writers import MegatronLM
+from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.runtime.patches import Patches, around
 from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.flag_values import KEPT
+from megatron_muon.settings.flag_values import KEPT, value_given
 from megatron_muon.settings.from_flags import muon_config, qk_clip_alpha
 
 _patches = Patches()
@@ -132,6 +134,7 @@ def _validate_args(
     step_traces.check(args)
     is_muon = asks_for_muon(args)
     again = is_muon and namespace.is_on(args)  # a namespace may be validated twice
+    is_free = value_given(args, "muon_dp_layout") is None
     told = [] if again else _turn_on(args) if is_muon else _leave_out(args)
     hidden: dict[str, Any] = {"optimizer": "adam"} if is_muon else {}
     if _is_on_cpu():
@@ -144,10 +147,31 @@ def _validate_args(
         result = original(args, defaults or {}, **kwargs)
     if is_muon:
         check_arguments(args)
-        told += [] if again else bucketing.choose_buckets(args)
+        told += [] if again else [*_settled(args, is_free=is_free), *choose_buckets(args)]
     for line in told if int(os.environ.get("RANK", "0")) == 0 else ():
         say(f"[megatron_muon] {line}")
     return result
+
+
+def _settled(args: Any, *, is_free: bool) -> list[str]:
+    """Choose the layout where the run leaves it free, and note it for checkpoints; lines to print.
+
+    Without the overlap all layouts are alike.
+    """
+    if not args.overlap_grad_reduce:
+        return []
+    from megatron_muon.mcore.wiring.install import install, settings
+    from megatron_muon.megatron_lm import layouts  # where gradient reduction overlaps
+
+    config, lines = settings() or muon_config(args), list[str]()
+    if is_free:
+        folder = checkpointing.newest(args, getattr(args, "load", None))
+        device: Device = "cpu" if _is_on_cpu() else "cuda"
+        args.muon_dp_layout, lines = layouts.own_layout(args, config, device, folder)
+        if args.muon_dp_layout == "bucketed" and config.align_shards:
+            install(dataclasses.replace(config, align_shards=False))
+    layouts.note(args.muon_dp_layout)
+    return lines
 
 
 def _is_on_cpu() -> bool:
@@ -216,7 +240,7 @@ def _turn_on(args: Any) -> list[str]:
 
     _check(args)
     config = muon_config(args)
-    if bucketing.aligns_shards(args):
+    if aligns_shards(args):
         config = dataclasses.replace(config, align_shards=True)
     told = namespace.differences(args)
     install(config)

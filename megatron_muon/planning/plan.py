@@ -53,6 +53,7 @@ class ExchangePlan:
         itemsize: bytes of an element that travels.
         rounds: indices of the parameters that go through the exchange together, in order.
         shared: the matrices that several homes share; their strips are among ``matrices``.
+        ends: the time of a step by both speeds, where these have chosen the homes, else 0.
     """
 
     parameters: tuple[Parameter, ...]
@@ -63,6 +64,7 @@ class ExchangePlan:
     flops: tuple[int, ...]
     rounds: tuple[tuple[int, ...], ...]
     shared: tuple[SharedMatrix, ...]
+    ends: int = 0
 
     @property
     def size(self) -> int:
@@ -163,10 +165,8 @@ def make_plan(
         parameters: the stage's Muon parameters, in an order that is the same on all ranks.
         grid: the stage's ranks.
         numerics: of the run; with it ``homes``, the two speeds and ``round_bytes``.
-        earlier: plans of the stage's optimizers that step before this one. Homes balance the work
-            of all of them.
-        later: ``flops_of`` those that step after it. Where they fill the ranks, it gains nothing
-            to share a matrix.
+        earlier: plans of the stage's optimizers that step before; homes balance all of them.
+        later: ``flops_of`` those after it. Where they fill the ranks, it gains nothing to share.
 
     Raises:
         ValueError: the shards do not cover a parameter exactly once, or the plans have other ranks.
@@ -176,9 +176,9 @@ def make_plan(
     parameters, works = [parameter for parameter, _ in cut], _all_works(cut)
     shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
     owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
-    homes = stage.homes(cut)
+    homes, ends = stage.homes(cut), 0
     if numerics.config.homes_by_link:
-        homes = _by_link(stage, cut, homes, earlier)
+        homes, ends = _by_link(stage, cut, homes, earlier)
     matrices = tuple(
         _homed(parameter, shape, home)
         for (parameter, shape), home in zip(shapes, homes, strict=True)
@@ -192,6 +192,7 @@ def make_plan(
         flops=tuple(_flops_at_homes(works, matrices, numerics)),
         rounds=stage_rounds(owner, matrices, works, grid.size, numerics),
         shared=tuple(_shared(owner, matrices, numerics)),
+        ends=ends,
     )
     plan.validate()
     return plan
@@ -323,20 +324,19 @@ def _in_strips(parameters: Sequence[Parameter], stage: _Stage, later: int) -> Se
 
 def _by_link(
     stage: _Stage, cut: Sequence[_Cut], first: Sequence[int], earlier: Sequence[ExchangePlan]
-) -> Sequence[int]:
-    """The homes with which a step takes least time; ``first`` where others gain too little."""
+) -> tuple[Sequence[int], int]:
+    """The homes with which a step takes least time, and the time; ``first`` where none gains."""
     from megatron_muon.planning import link_homes  # only where a link is stated
 
     works, numerics, link = _all_works(cut), stage.numerics, stage.numerics.config.link_gbytes
     every = [(at, p, m) for at, (p, _) in enumerate(cut) for m in p.matrices]
-    owner, numbers = [at for at, _, _ in every], range(len(every))
-    fixed = frozenset(index for index in numbers if every[index][2].strip is not None)
+    owner = [at for at, _, _ in every]
+    fixed = frozenset(at for at, (_, _, m) in enumerate(every) if m.strip is not None)
     price, neighbours, before = prices(numerics), stage.grid.neighbours, stage.before
     directions = list(before.times)
-    for plan in earlier:
-        for one in plan.slices:
-            at_home = before.times[plan.matrices[one.matrix].home]
-            directions[one.rank] = max(directions[one.rank], at_home)
+    for at_homes, one in ((plan.matrices, one) for plan in earlier for one in plan.slices):
+        at_home = before.times[at_homes[one.matrix].home]
+        directions[one.rank] = max(directions[one.rank], at_home)
     assert link is not None
     of = link_homes.Stage(works, owner, fixed, before, directions, price, link, neighbours)
 

@@ -122,7 +122,9 @@ class RunSettings:
         "from core 0.18 on also an order in which shards cut few parameters. bucketed: Megatron's "
         "own. Without the overlap a buffer is one bucket.",
         _LAYOUT,
-        without="False in Python; in Megatron-LM the default is contiguous.",
+        without="False in Python; in Megatron-LM the default is contiguous. With "
+        "--muon-link-gbytes a run that starts without a checkpoint takes the layout with the "
+        "shorter step; runs from a checkpoint keep its own.",
     )
     early_param_gather: EarlyParamGather | None = row(
         None,

@@ -216,12 +216,20 @@ def _settled(flags: Namespace) -> Settled:
     """Check the flags of a GPT and choose what a run would choose: layers and buckets."""
     from megatron_muon.lab.dry_run.model import ranks_of, validated
     from megatron_muon.megatron_lm.bucketing import choose_buckets
+    from megatron_muon.megatron_lm.layouts import own_layout
 
-    config = muon_settings(flags)
+    config, notes = muon_settings(flags), list[str]()
     ranks = ranks_of(flags)
     with megatron_is_quiet():
         args = validated(flags, ranks)
-        notes = choose_buckets(args)
+        if flags.muon_dp_layout is None:
+            args.muon_dp_layout, notes = own_layout(args, config, "cuda", None)
+        if args.muon_dp_layout == "bucketed":
+            config, flags.muon_dp_layout = (
+                dataclasses.replace(config, align_shards=False),
+                "bucketed",
+            )
+        notes += choose_buckets(args)
     flags.ddp_num_buckets = args.ddp_num_buckets
     return Settled(flags, config, ranks, notes)
 

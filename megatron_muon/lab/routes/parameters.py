@@ -34,7 +34,7 @@ from megatron_muon.mcore.routing.survey import (
 )
 from megatron_muon.mcore.wiring.buffers.placement import local_experts
 from megatron_muon.mcore.wiring.process_groups import Sizes
-from megatron_muon.planning.describe import Share, share_lines, start_line
+from megatron_muon.planning.describe import Share, homes_lines, share_lines, start_line
 from megatron_muon.runtime.update import update_scale
 from megatron_muon.settings.config import MuonConfig
 
@@ -136,7 +136,9 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
             matched |= matched_patterns(chunks, sizes, config)
             share += share_of(routes_of(chunks, sizes, config), config)
     require_matched(matched, config)
-    return Routes(ranks, tuple(share_lines(share)), tuple(stages))
+    several = ranks.world > ranks.pp * ranks.instances  # ranks of a stage
+    lines = [*share_lines(share), *(homes_lines(config) if several else ())]
+    return Routes(ranks, tuple(lines), tuple(stages))
 
 
 def _stage(

@@ -8,6 +8,7 @@ One JSON object:
 ``wrote``       versions of ``megatron_muon``, ``megatron_core`` and ``torch``; ``world_size``
 ``save``        the save that wrote it: ``id``, random, and ``by``, who saved it
 ``optimizer``   ``muon``
+``layout``      ``bucketed`` where Megatron-LM's run has that (``--muon-dp-layout``)
 ``settings``    the fields of MuonConfig
 ``parameters``  by name, with layers and experts numbered over the whole model: ``shape``, the
                 whole parameter's, and ``optimizer``: ``muon``, ``adamw`` or ``frozen``
@@ -43,6 +44,8 @@ Digest = dict[str, Any]
 Files = dict[str, dict[str, Any]]
 Save = dict[str, Any]
 
+beside: Digest = {}  # what this process writes into its digests beside all else
+
 _ITERATION = re.compile(r"iter_([0-9]{7,})")
 _OWN = re.compile(r"megatron_muon\..*(part\.json|tmp|lock|contested)")  # beside the digest itself
 
@@ -76,7 +79,9 @@ def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> N
 
 def finish(folder: Path, content: Mapping[str, Any]) -> None:
     """Mark a folder as complete; ``content`` has all other keys. Raises OSError."""
-    write_text(folder / FILE_NAME, sealed({"format": FORMAT, "complete": True, **content}))
+    write_text(
+        folder / FILE_NAME, sealed({"format": FORMAT, "complete": True, **beside, **content})
+    )
 
 
 def sealed(content: Mapping[str, Any]) -> str:

@@ -43,7 +43,13 @@ GATED_GROUP = Case(heads=4, groups=1, output_gate=True, steps=3)
 ADAM = Case(optimizer="adam", lr=1e-3, steps=3)
 ADAM_MOE = replace(ADAM, moe=True, gated=True)
 SETTINGS = (
-    *(("split_qkv", False), ("homes", "local"), ("ns_dtype", "fp32"), ("nesterov", False)),
+    *(
+        ("split_qkv", False),
+        ("homes", "local"),
+        ("link_gbytes", 1e-3),
+        ("ns_dtype", "fp32"),
+        ("nesterov", False),
+    ),
     *(("ns_iteration", "gram"), ("ns_dtype", "fp16")),
 )
 
