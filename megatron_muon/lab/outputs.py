@@ -5,13 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter, _ArgumentGroup
 from pathlib import Path
 from typing import Any
 
 
 class CommandError(RuntimeError):
     """A command cannot do its work; the text is its one line for the user, with exit status 1."""
+
+
+def parser_of(program: str, description: str, **options: Any) -> ArgumentParser:
+    """A command's parser, whose texts keep their lines; flags have no abbreviations."""
+    options |= {"allow_abbrev": False, "formatter_class": RawDescriptionHelpFormatter}
+    return ArgumentParser(prog=program, description=description, **options)
 
 
 def add_outputs(parser: ArgumentParser | _ArgumentGroup, plot: str = "") -> None:

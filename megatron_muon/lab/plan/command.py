@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.lab.dry_run.numbers import MOST_THINGS, count, up_to
-from megatron_muon.lab.outputs import require_outputs, write_json
+from megatron_muon.lab.outputs import parser_of, require_outputs, write_json
 from megatron_muon.lab.plan.training import MFU
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.presets import PRESETS, hardware_of
 from megatron_muon.lab.routes.model_flags import (
     OF_MODELS,
     REFUSALS,
+    USAGE,
     CommandLine,
     import_megatron,
     said,
@@ -157,13 +158,10 @@ def hardware_given(given: Namespace) -> Hardware:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} [OPTIONS] --world-size N SCRIPT ITS-ARGUMENTS...\n"
-        f"       {PROGRAM} [OPTIONS] --model NAME [FLAGS...]",
-        description=_DESCRIPTION,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    made = parser_of(
+        PROGRAM,
+        _DESCRIPTION,
+        usage=USAGE.format(PROGRAM),
     )
     add = made.add_argument
     known = f"the GPUs: {', '.join(PRESETS)}, or a JSON file of constants (%(default)s)"

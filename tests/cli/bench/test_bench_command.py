@@ -75,18 +75,15 @@ def test_json_says_what_was_measured_on_what(
     assert versions.items() <= run["versions"].items() and run["versions"]["torch"]
 
 
-def test_rounds_of_the_exchange_are_in_json_and_in_the_start_line(
+def test_rounds_of_the_exchange_are_in_json(
     printed: tuple[dict[str, Any], str, Path],
 ) -> None:
-    report, text, _ = printed
+    report, _, _ = printed
     rounds = {row["name"]: row["exchange_rounds"] for row in report["rows"]}
     parameters = 4  # Muon's of a layer: QKV, projection, fc1, fc2
     assert rounds["adamw"] == 0
     assert (rounds["muon-contiguous"], rounds["muon-bucketed-auto"]) == (1, 1)
     assert (rounds["muon-contiguous-none"], rounds["muon-contiguous-naive"]) == (1, parameters)
-    for name in ("muon-contiguous", "muon-contiguous-naive"):
-        (line,) = [x for x in text.splitlines() if x.startswith(f"{name}: [megatron_muon]")]
-        assert f" in {rounds[name]} round(s); " in line
 
 
 def test_a_table_and_the_parts_are_there(
