@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from argparse import Namespace
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 from megatron_muon.lab.dry_run.numbers import MOST_THINGS, count, up_to
 from megatron_muon.lab.outputs import parser_of, require_outputs, write_json
 from megatron_muon.lab.plan.training import MFU
-from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.presets import PRESETS, hardware_of
 from megatron_muon.lab.routes.model_flags import (
     OF_MODELS,
@@ -128,7 +126,9 @@ def _plan(line: CommandLine, words: Sequence[str], wanted: Collection[Any] | Non
 
     given = line.options(words)
     names = NAMES if wanted is None else wanted
-    return plan_run(line, hardware_given(given), DEVICES[given.products], names, words)
+    return plan_run(
+        line, hardware_of(given.hardware, given.set), DEVICES[given.products], names, words
+    )
 
 
 def command_line(argv: Sequence[str]) -> CommandLine:
@@ -146,15 +146,6 @@ def command_line(argv: Sequence[str]) -> CommandLine:
     if given.explain and given.sweep is not None:
         made.error("--explain is about one run: leave --sweep out")
     return line
-
-
-def hardware_given(given: Namespace) -> Hardware:
-    """The hardware that the flags state.
-
-    Raises:
-        ValueError, TypeError, OSError: see ``hardware_of``.
-    """
-    return hardware_of(given.hardware, given.set)
 
 
 def _parser() -> argparse.ArgumentParser:

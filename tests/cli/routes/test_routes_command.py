@@ -315,22 +315,6 @@ def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> N
     assert "no command 'rotes'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["plan", "routes"])
-def test_help_fits_a_terminal_and_needs_no_core(command: str) -> None:
-    """Megatron's flags are Megatron's to list."""
-    code = (
-        "import sys; sys.modules['megatron'] = None\n"
-        "from megatron_muon.lab.commands import main\n"
-        f"main(['{command}', '--help'])"
-    )
-    env = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and 20 < len(lines) <= 60, done.stderr
-    assert max(map(len, lines)) <= 80
-    assert "--model" in done.stdout and "--num-layers" not in done.stdout
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_read_by_its_name_and_changed_by_flags(
     name: str,
