@@ -20,15 +20,15 @@ class Replaced(NamedTuple):
         dest: the argument's name.
         gpu: its values that need a GPU, Megatron's default or given; of an enumeration their names.
         cpu: the value that it gets.
-        said: the option as it would be written.
         why: the GPU is needed for it.
+        said: the option as it would be written, where that is not ``--DEST CPU``.
     """
 
     dest: str
     gpu: tuple[Any, ...]
     cpu: Any
-    said: str
     why: str
+    said: str = ""
 
 
 class Refused(NamedTuple):
@@ -60,25 +60,18 @@ _PERMUTATION = "the fused permutation of tokens is Transformer Engine's"
 _ROPE = "it is a kernel of Transformer Engine"
 _CHOSEN = "it is a kernel that Transformer Engine chooses"
 _APEX = "it is a CUDA extension of Apex"
+_KERNEL, _NO_FUSED_ACCUMULATION = "it is a CUDA kernel", "--no-gradient-accumulation-fusion"
 _PERSISTENT = "the persistent LayerNorm is Apex's"
 
 REPLACED = (
-    Replaced("distributed_backend", ("nccl",), "gloo", "--distributed-backend gloo", _NCCL),
-    Replaced(
-        "transformer_impl", ("transformer_engine",), "local", "--transformer-impl local", _TE_LAYERS
-    ),
-    Replaced(
-        "attention_backend", ("flash", "fused"), "unfused", "--attention-backend unfused", _CHOSEN
-    ),
-    Replaced("no_persist_layer_norm", (False,), True, "--no-persist-layer-norm", _PERSISTENT),
-    Replaced(
-        "gradient_accumulation_fusion", (True,), False, "--no-gradient-accumulation-fusion", _APEX
-    ),
-    Replaced(
-        "masked_softmax_fusion", (True,), False, "--no-masked-softmax-fusion", "it is a CUDA kernel"
-    ),
-    Replaced("apply_rope_fusion", (True,), False, "--no-rope-fusion", _ROPE),
-    Replaced("moe_permute_fusion", (True,), False, "no --moe-permute-fusion", _PERMUTATION),
+    Replaced("distributed_backend", ("nccl",), "gloo", _NCCL),
+    Replaced("transformer_impl", ("transformer_engine",), "local", _TE_LAYERS),
+    Replaced("attention_backend", ("flash", "fused"), "unfused", _CHOSEN),
+    Replaced("no_persist_layer_norm", (False,), True, _PERSISTENT, "--no-persist-layer-norm"),
+    Replaced("gradient_accumulation_fusion", (True,), False, _APEX, _NO_FUSED_ACCUMULATION),
+    Replaced("masked_softmax_fusion", (True,), False, _KERNEL, "--no-masked-softmax-fusion"),
+    Replaced("apply_rope_fusion", (True,), False, _ROPE, "--no-rope-fusion"),
+    Replaced("moe_permute_fusion", (True,), False, _PERMUTATION, "no --moe-permute-fusion"),
 )
 
 
@@ -128,14 +121,7 @@ _WITHOUT_SHARDS = tuple(
 
 
 def refuse(args: Namespace) -> None:
-    """Refuse what a CPU cannot run and nothing stands in for.
-
-    Args:
-        args: Megatron's, parsed; options that its version lacks are passed over.
-
-    Raises:
-        ValueError: names every one of them, with what to write.
-    """
+    """Refuse what a CPU cannot run and nothing stands in for; one ValueError names them all."""
     sharded = getattr(args, "use_distributed_optimizer", False)
     refused = REFUSED if sharded else (*REFUSED, *_WITHOUT_SHARDS)
     bad = [
@@ -157,21 +143,15 @@ def _shown(value: Any) -> str:
 
 
 def replace(args: Namespace) -> list[str]:
-    """Put what a CPU can run in the place of what it cannot; twice is once.
-
-    Args:
-        args: Megatron's, parsed, not yet checked.
-
-    Returns:
-        A line to print for each that was replaced.
-    """
+    """Put what a CPU can run in the place of what it cannot; returns a line for each."""
     lines = []
     for row in REPLACED:
         value = getattr(args, row.dest, None)
         if _name(value) in row.gpu:
             setattr(args, row.dest, type(value)[row.cpu] if isinstance(value, Enum) else row.cpu)
             old = "" if isinstance(value, bool) else f" in place of {_name(value)}"
-            lines.append(f"on the CPU: {row.said}{old}: {row.why}")
+            said = row.said or f"--{row.dest.replace('_', '-')} {row.cpu}"
+            lines.append(f"on the CPU: {said}{old}: {row.why}")
     if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         why = "Megatron asks for it with TP and CP, and no GPU reads it here"

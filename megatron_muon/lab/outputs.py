@@ -21,12 +21,7 @@ def parser_of(program: str, description: str, **options: Any) -> ArgumentParser:
 
 
 def add_outputs(parser: ArgumentParser | _ArgumentGroup, plot: str = "") -> None:
-    """Add ``--json``, and ``--plot`` where there is a picture.
-
-    Args:
-        parser: where the flags go.
-        plot: what the picture shows.
-    """
+    """Add ``--json``, and ``--plot`` where there is a picture, of what ``plot`` says."""
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write all figures as JSON, too")
     if plot:
@@ -48,15 +43,7 @@ def require_outputs(given: Namespace) -> None:
 
 
 def require_writable(flag: str, path: Path) -> None:
-    """Check that a file can be written; write nothing.
-
-    Args:
-        flag: the flag that names the file, for errors.
-        path: path of the file, which may exist already.
-
-    Raises:
-        ValueError: the file cannot be written; names the flag and the path.
-    """
+    """Raise a ValueError with the flag where a file, which may exist, cannot be written."""
     if not path.parent.is_dir():
         raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
     if path.is_dir():

@@ -19,7 +19,8 @@ from megatron_muon.mcore.seams.rows import (
     rows_of,
 )
 from megatron_muon.mcore.seams.training import ROWS, check_arguments
-from megatron_muon.megatron_lm import bucketing, checkpointing, writers
+from megatron_muon.mcore.watching.host import NO_HOST, set_host
+from megatron_muon.megatron_lm import bucketing, checkpointing
 from megatron_muon.megatron_lm.flags import namespace
 from megatron_muon.megatron_lm.flags.parser import (
     add_flags,
@@ -29,6 +30,7 @@ from megatron_muon.megatron_lm.flags.parser import (
     refuse_forks_flags,
 )
 from megatron_muon.megatron_lm.loop import early_gathers, step_traces
+from megatron_muon.megatron_lm.writers import MegatronLM
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.runtime.patches import Patches, around
@@ -80,7 +82,7 @@ def wrap(module_name: str, name: str, wrapper: Callable[..., Any]) -> None:
 def uninstall_training() -> None:
     """Restore megatron.training's own functions, and leave no trace in its modules."""
     global _is_on
-    writers.disconnect()
+    set_host(NO_HOST)
     step_traces.forget()
     _patches.undo()
     _is_on = False
@@ -133,7 +135,9 @@ def _validate_args(
     told = [] if again else _turn_on(args) if is_muon else _leave_out(args)
     hidden: dict[str, Any] = {"optimizer": "adam"} if is_muon else {}
     if _is_on_cpu():
-        told += _on_the_cpu(args)
+        options = importlib.import_module("megatron_muon.cpu.options")
+        options.refuse(args)
+        told += options.replace(args)
         # Megatron's checks of options on logits want Transformer Engine.
         hidden |= {name: False for name in _LOGITS if getattr(args, name, False)}
     with _hidden(args, hidden):
@@ -141,26 +145,13 @@ def _validate_args(
     if is_muon:
         check_arguments(args)
         told += [] if again else bucketing.choose_buckets(args)
-    _tell(told)
+    for line in told if int(os.environ.get("RANK", "0")) == 0 else ():
+        say(f"[megatron_muon] {line}")
     return result
-
-
-def _tell(lines: list[str]) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        for line in lines:
-            say(f"[megatron_muon] {line}")
 
 
 def _is_on_cpu() -> bool:
     return bool(importlib.import_module("megatron_muon.cpu").enabled())
-
-
-def _on_the_cpu(args: Any) -> list[str]:
-    """Replace options that need a GPU; return a line for each."""
-    options = importlib.import_module("megatron_muon.cpu.options")
-    options.refuse(args)
-    told: list[str] = options.replace(args)
-    return told
 
 
 @contextmanager
@@ -229,7 +220,7 @@ def _turn_on(args: Any) -> list[str]:
         config = dataclasses.replace(config, align_shards=True)
     told = namespace.differences(args)
     install(config)
-    writers.connect()
+    set_host(MegatronLM())
     namespace.put_in_force(args, config)
     args.megatron_muon = True
     return told

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_muon.orthogonalize.iteration import NODE
 from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
+from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.pipeline import ADAMW
 from megatron_muon.settings.coefficients import spelled
@@ -205,6 +206,19 @@ def start_line(
         f"{max(together) / mean if mean else 1:.2f} × the mean on the busiest rank"
         f"{', with the matrices above' if earlier else ''}"
     )
+
+
+def homes_lines(config: MuonConfig) -> list[str]:
+    """A line on the two speeds that homes are chosen by, where ``homes`` leaves it to the plan."""
+    if config.homes != "auto":
+        return []
+    link, tflops = named("link_gbytes"), f"{named('rank_tflops')} {config.rank_tflops:g}"
+    if config.link_gbytes is not None:
+        return [f"{PREFIX} homes by time, from {tflops} and {link} {config.link_gbytes:g}"]
+    return [
+        f"{PREFIX} homes by work: no {link} is given, so {LINK_GBYTES:g} is assumed, and a slower "
+        "link may take longer than it needs; megatron-muon bench speeds prints the flag"
+    ]
 
 
 def node_lines(plans: Sequence[ExchangePlan], config: MuonConfig, ranks_here: int) -> list[str]:

@@ -82,10 +82,7 @@ def test_the_sdist_has_tests_examples_and_patches_whole(tree: Path, source: Path
 
 def test_the_sdists_tests_run(source: Path) -> None:
     """Two that read the package, the patches and the examples."""
-    chosen = [
-        "tests/cli/test_patch.py",
-        "tests/megatron_lm/test_examples.py",
-    ]
+    chosen = ["tests/cli/test_patch.py", "tests/megatron_lm/test_examples.py"]
     quick = "goes_in or folder_is_complete"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, "-k", quick]
     assert " passed" in done(command, source, PYTHONPATH=source)
@@ -105,17 +102,6 @@ def test_the_wheel_has_the_patches_and_the_mark_of_types_and_no_tests(
     assert tops == {"megatron_muon", f"megatron_muon-{VERSION}.dist-info"}
     scripts = wheel.read(f"megatron_muon-{VERSION}.dist-info/entry_points.txt").decode()
     assert "megatron-muon = megatron_muon.__main__:main" in scripts
-
-
-def test_the_metadata_says_who_what_and_where(metadata: email.message.Message) -> None:
-    assert (metadata["Name"], metadata["Version"]) == ("megatron-muon", VERSION)
-    assert metadata["Author"] == "megatron_muon contributors"
-    assert metadata["Description-Content-Type"].startswith("text/markdown")
-    assert "Paper, https://arxiv.org/abs/2502.16982" in metadata.get_all("Project-URL", [])
-    classifiers = metadata.get_all("Classifier", [])
-    assert "Typing :: Typed" in classifiers and len(classifiers) > 5
-    assert metadata["Requires-Python"] == ">=3.10"
-    assert "Apache-2.0" in (metadata["License"] or metadata["License-Expression"])
 
 
 def test_pip_brings_a_megatron_core_only_where_it_is_asked_for(

@@ -26,6 +26,7 @@ from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.planning.describe import Share, require_muons
 from megatron_muon.planning.grid import held_shards, neighbours_of
 from megatron_muon.planning.layout import Parameter, Span
+from megatron_muon.runtime.exchange.blocks import BLOCK
 from megatron_muon.settings.config import MuonConfig
 
 _FP32 = 4  # bytes
@@ -105,7 +106,7 @@ def planned_kinds(
             models = [chunks, *(built(*run, ranks) for run in runs[1:])]
             planned = [
                 [
-                    optimizer_of(one, state_bytes_of(run[0]))
+                    optimizer_of(one, state_bytes_of(*run))
                     for one in planned_optimizers(*run, ranks, each, device)
                 ]
                 for run, each in zip(runs, models, strict=True)
@@ -121,10 +122,12 @@ def planned_kinds(
     return list(alike.values())
 
 
-def state_bytes_of(flags: Namespace) -> StateBytes:
+def state_bytes_of(flags: Namespace, config: MuonConfig) -> StateBytes:
     """As they were given, where the flags are a script's, which knows no GPU."""
     given: StateBytes | None = getattr(flags, "state_bytes", None)
-    return state_bytes(flags) if given is None else given
+    held = state_bytes(flags) if given is None else given
+    in_blocks = config.momentum_dtype == "int8"
+    return held._replace(momentum=1 + _FP32 / BLOCK) if in_blocks else held
 
 
 def optimizer_of(planned: Planned, held: StateBytes = WIDE) -> Optimizer:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_muon.lab.plan.report import MB, MIB, ms
 from megatron_muon.lab.plan.rows import OURS, TITLES, Name
 from megatron_muon.lab.plan.run import RunPlan
+from megatron_muon.lab.pricing.hardware import GIGA
 from megatron_muon.lab.progress import progress
 from megatron_muon.lab.routes.model_flags import REFUSALS, said
 from megatron_muon.lab.tables import aligned, listed
@@ -129,7 +130,10 @@ def changes(plan: RunPlan) -> Iterator[Variant]:
     yield change("--muon-ns-iteration", iteration, "another rounding")
     if Numerics(config, plan.device).split == "off":
         yield change("--muon-split-matrices", "auto", "another rounding")
-    yield change("--muon-homes", "local" if config.homes == "balanced" else "balanced")
+    yield change("--muon-homes", "local" if config.homes != "local" else "balanced")
+    if config.link_gbytes is None:
+        link = plan.hardware.network_link if plan.slowest.row(plan.layout).between.most else 0.0
+        yield change("--muon-link-gbytes", f"{(link or plan.hardware.node_link) / GIGA:.4g}")
     limit = config.round_bytes
     for mib in (512, 2048, 8192) if limit is None else (limit // MIB * 2, limit // MIB // 2):
         if mib:

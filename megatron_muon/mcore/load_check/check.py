@@ -53,9 +53,8 @@ def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> Non
             the model lacks.
 
     Raises:
-        DigestError: on the ranks that find a fault.
+        DigestError: on the ranks that find a fault; a RuntimeError on the others.
         NotImplementedError: the folder is in an object store.
-        RuntimeError: only another rank has an error.
     """
     if wanted_by_all(trained) != Wanted.DIGEST:
         return

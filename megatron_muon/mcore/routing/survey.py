@@ -15,7 +15,6 @@ from megatron_muon.mcore.routing.param_routing import (
     EMBEDDING_OR_OUTPUT,
     MARKED,
     NOT_IN_TABLE,
-    Weight,
     is_matched,
     of_any_number,
     weights,
@@ -33,12 +32,6 @@ def survey(
     model_chunks: Sequence[Any], routes: Sequence[Route], config: MuonConfig, stage: Stage
 ) -> list[str]:
     """Check the patterns and count the elements of the whole model. Every rank of the world calls.
-
-    Args:
-        model_chunks: all of this rank's.
-        routes: theirs.
-        config: the settings.
-        stage: this rank's.
 
     Returns:
         Lines for this rank to print. On rank 0 they are about the model, on the first rank of a
@@ -71,11 +64,7 @@ def matched_patterns(model_chunks: Sequence[Any], sizes: Sizes, config: MuonConf
 
 
 def require_matched(matched: Collection[str], config: MuonConfig) -> None:
-    """Refuse a pattern without effect.
-
-    Raises:
-        ValueError: one of ``config.patterns`` is not among those that matched on any stage.
-    """
+    """Refuse, by a ValueError, one of ``config.patterns`` that matched on no stage."""
     for pattern in config.patterns:
         if pattern not in matched:
             splits = any(pattern == split for split, _ in config.splits)
@@ -133,30 +122,22 @@ def _fusions(muons: Sequence[Route], config: MuonConfig) -> list[str]:
 
 def unknown_lines(routes: Sequence[Route]) -> list[str]:
     """Lines that name matrices which AdamW keeps for no reason of their own, if any are."""
-    names = _names(route for route in routes if route.is_unknown)
-    marked = _names(route for route in routes if route.why_adamw == MARKED)
-    decide = f"{named('muon_include')} and {named('muon_exclude')} in MuonConfig decide."
-    lines = []
-    if names:
-        lines.append(
-            "[megatron_muon] AdamW keeps these matrices, since Muon's table does not know the type "
-            f"of their module: {', '.join(names)}. Of 2-D ones {decide}"
-        )
-    if marked:
-        lines.append(
-            f"[megatron_muon] AdamW keeps these matrices, since Megatron marks them "
-            f"use_muon=False: {', '.join(marked)}. {decide}"
-        )
-    return lines
+    kept = (
+        ("Muon's table does not know the type of their module", lambda route: route.is_unknown),
+        ("Megatron marks them use_muon=False", lambda route: route.why_adamw == MARKED),
+    )
+    return [
+        f"[megatron_muon] AdamW keeps these matrices, since {why}: {', '.join(names)}. Of 2-D ones "
+        f"{named('muon_include')} and {named('muon_exclude')} in MuonConfig decide."
+        for why, is_kept in kept
+        if (names := _names(filter(is_kept, routes)))
+    ]
 
 
 def _names(routes: Iterable[Route]) -> list[str]:
     """One for all layers or experts, with ``*`` for the number, and the module's class."""
-    each = [route.weight for route in routes]
-    shown = [f"{of_any_number(weight.name)} ({_class_of(weight)})" for weight in each]
-    return list(dict.fromkeys(shown))
-
-
-def _class_of(weight: Weight) -> str:
-    batch = f", {weight.param.dim()}-D" if weight.param.dim() != 2 else ""
-    return f"{type(weight.module).__name__}{batch}"
+    names: dict[str, None] = {}
+    for weight in (route.weight for route in routes):
+        batch = f", {weight.param.dim()}-D" if weight.param.dim() != 2 else ""
+        names[f"{of_any_number(weight.name)} ({type(weight.module).__name__}{batch})"] = None
+    return list(names)

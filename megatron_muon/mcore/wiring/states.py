@@ -21,7 +21,7 @@ from megatron_muon.runtime.states import MAIN_KEY, States, of_halves, write_halv
 TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # they count the steps of each parameter
 Tensor = torch.Tensor
 _MOST_IN_FP8 = 448.0  # e4m3
-_MASTER, _SECOND = "master_param", "exp_avg_sq"
+MASTER_KEY, SECOND_KEY = "master_param", "exp_avg_sq"
 
 
 def adam_holds_main(config: Any) -> bool:
@@ -78,7 +78,7 @@ class OfFusedAdam(States):
             # FusedAdam's own way divides zeros by zero. Muon's scale is rounded, so that a load
             # of what was saved finds the same one: the largest element is 448 by both.
             state, scale = self._optimizer.state[shard], _MOST_IN_FP8 / wide.abs().amax()
-            if _SECOND not in state:
+            if SECOND_KEY not in state:
                 scale = scale.bfloat16().float()
             state[key]._quantizer.scale.copy_(torch.where(scale.isfinite(), scale, 1.0))
             state[key].copy_(wide)
@@ -90,9 +90,9 @@ class OfFusedAdam(States):
         if self._optimizer.state[shard]:
             return
         self.start(shard)
-        del self._optimizer.state[shard][_SECOND]
+        del self._optimizer.state[shard][SECOND_KEY]
         if shard.dtype == torch.float32:
-            self._optimizer.state[shard].pop(_MASTER, None)
+            self._optimizer.state[shard].pop(MASTER_KEY, None)
 
     def start(self, shard: Tensor) -> None:
         """Give a shard without state that of AdamW before its first step.
@@ -126,28 +126,28 @@ class OfWeights(OfFusedAdam):
         """See ``States``."""
         if key != MAIN_KEY or shard.dtype == torch.float32:
             return super().get(shard, key)
-        master = self._optimizer.state[shard].get(_MASTER)
+        master = self._optimizer.state[shard].get(MASTER_KEY)
         if master is None:  # before a first step
             return shard.detach().to(torch.float32, copy=True)
         if master.dtype == torch.int16:
             return of_halves(shard.detach(), master)
-        return super().get(shard, _MASTER)
+        return super().get(shard, MASTER_KEY)
 
     def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
         """See ``States``."""
         if key != MAIN_KEY or shard.dtype == torch.float32:
             super().put(shard, key, wide)
             return
-        master = self._optimizer.state[shard][_MASTER]
+        master = self._optimizer.state[shard][MASTER_KEY]
         if master.dtype == torch.int16:
             write_halves(wide, shard.detach(), master)
             return
         shard.detach().copy_(wide)
-        super().put(shard, _MASTER, wide)
+        super().put(shard, MASTER_KEY, wide)
 
     def reset_main(self, shard: Tensor) -> None:
         """Take the main parameter from the weight, which was loaded; if there is one yet."""
-        if _MASTER in self._optimizer.state[shard]:
+        if MASTER_KEY in self._optimizer.state[shard]:
             self.put(shard, MAIN_KEY, shard.detach().to(torch.float32, copy=True))
 
 
@@ -155,6 +155,8 @@ def init_state_of(
     init_adam_state: Callable[..., None], states: States, muon: DistributedMuon | None
 ) -> Callable[..., None]:
     """Megatron's ``init_state_fn``, which gives Muon's shards a momentum and no second moment."""
+    if states.adamw_is_last:  # HybridDeviceOptimizer's
+        return lambda optimizer, config=None: optimizer.dummy_step()
 
     def init_state(optimizer: Any, config: Any = None) -> None:
         for shard in () if muon is None else muon.main_params.values():

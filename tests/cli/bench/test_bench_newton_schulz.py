@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_muon.lab.bench import newton_schulz, peers
+from megatron_muon.lab.bench import peers
 from megatron_muon.lab.bench.newton_schulz import Ceiling
 from megatron_muon.lab.commands import main
 from megatron_muon.orthogonalize.matmul import numerics_on, products_on
@@ -49,16 +49,6 @@ def test_the_bench_prints_times_and_flops(
     assert batch["gram, at once"]["flops"] == batch["gram"]["flops"] == 3 * rows["gram"]["flops"]
     assert "torch.optim.Muon, at once" not in batch  # it takes no batches
     assert "\nstandard, at once " in capsys.readouterr().out
-
-
-def test_of_ceiling_is_the_median_of_the_rounds_rates() -> None:
-    times = {"standard": [2.0, 4.0, 8.0], "gram": [1.0, 4.0, 2.0], "matmul": [3.0, 1.0, 2.0]}
-    flops: dict[str, int | None] = {"standard": 100, "gram": None, "matmul": 200}
-    standard, gram, matmul = newton_schulz._rows(times, flops, "matmul")
-    # 100 / 2 of 200 / 3, 100 / 4 of 200 / 1, 100 / 8 of 200 / 2
-    assert standard["of_ceiling"] == pytest.approx(1 / 8) and gram["of_ceiling"] is None
-    assert (standard["ratio"], gram["ratio"], matmul["ratio"]) == (1.0, 2.0, None)
-    assert matmul["of_ceiling"] == 1.0
 
 
 @pytest.mark.parametrize("dtype", get_args(NsDtype))

@@ -23,26 +23,6 @@ def test_times_are_the_slowest_ranks() -> None:
     assert row["exchange_ms"] == 4 and row["newton_schulz_ms"] == 0
 
 
-def test_ratios_are_printed_twice_where_ours_is_also_on_auto() -> None:
-    lines = [
-        _line("adamw", 1, 2, 4),
-        _line("muon-contiguous", 4, 4, 4),
-        _line("upstream-duplicated", 8, 4, 16),
-    ]
-    once = as_text(lines)
-    assert "ours on auto" not in once
-    assert "\nmuon-contiguous      2.00 (1.00-4.00) " in once
-    equal, auto = as_text([*lines, _line("muon-contiguous-auto", 2, 2, 2)]).split("ours on auto:")
-    assert "-auto" not in equal[equal.index("step time to others'") :]
-    whole = auto.partition(" without")[0].splitlines()
-    ratios = {line.split()[0]: line.split()[1:] for line in whole if line}
-    assert ratios["muon-contiguous-auto"] == ["1.00", "(0.50-2.00)", "0.25", "(0.12-0.50)"]
-    assert ratios["upstream-duplicated"] == ["4.00", "(2.00-8.00)"] * 2
-    naive = _line("muon-contiguous-naive", 1, 1, 1)  # its iteration is standard
-    equal, auto = as_text([*lines, naive, _line("muon-contiguous-auto", 2, 2, 2)]).split("auto:")
-    assert "naive" in equal and "naive" not in auto
-
-
 def test_ratios_to_upstream_are_also_without_the_gather_of_parameters() -> None:
     lines = [
         _line("adamw", 2, 2, gather=1),

@@ -10,12 +10,11 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from support.megatron_lm.scripts import MUON, alone, losses, needs_checkout, pretrain
+from support.megatron_lm.scripts import MUON, known_flags, losses, needs_checkout, pretrain
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
@@ -69,7 +68,7 @@ _OF_BRANCHES += ("--low-memory-resume", "--head-wise-attn-gate", "--use-dualpipe
 RUNS |= {flag: (1, flag) for flag in (*_ALONE, *_OF_BRANCHES)}
 REFUSED = {  # what the error must name
     "--use-precision-aware-optimizer": r"use_precision_aware_optimizer|precision.aware",
-    "--optimizer-cpu-offload --use-precision-aware-optimizer": r"optimizer.cpu.offload",
+    "--optimizer-cpu-offload --use-precision-aware-optimizer": r"precision.aware",
     "--use-custom-fsdp": r"use_custom_fsdp|use_megatron_fsdp",
     "--use-megatron-fsdp": r"use_megatron_fsdp|Megatron.FSDP (?:requires|only)",
     "--use-torch-fsdp2": r"fsdp2|TorchFullyShardedDataParallel",
@@ -83,18 +82,13 @@ SIGNS = {  # what a run with the options prints
         "params norm:",
         "num zeros:",
         "optimizer-inner-step",  # a timer of level 1
-    ),
+    )
 }
 ENVIRONMENT = {
     "WANDB_MODE": "offline",
     "NCCL_ALGO": "Ring",  # deterministic mode asks for it
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
-
-
-@cache
-def known_flags() -> frozenset[str]:
-    return frozenset(re.findall(r"--[\w-]+", alone("--help")))
 
 
 def options_of(row: str, folder: Path) -> tuple[int, str]:

@@ -7,16 +7,20 @@ every topology gets bit for bit the same ones.
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from support.installed import lacks
+from megatron_muon import MuonConfig
+from support.installed import installed, lacks
 from support.models.gpt_model import (
     UNUSED,
     Place,
@@ -28,12 +32,13 @@ from support.models.gpt_model import (
     transformer_config,
 )
 from support.models.gpt_optimizer import (  # noqa: F401 for those who import from here
+    ON_HOST,
     distributed_optimizers,
     inner_optimizers,
     make_optimizer,
     optimizer_config,
 )
-from support.ranks import run
+from support.ranks import error_of, run
 from support.runs.cases import (  # noqa: F401 as well
     FFN,
     GROUPS,
@@ -88,6 +93,11 @@ class Built:
     @property
     def dp_rank(self) -> int:
         return self.place.dp_rank
+
+    @property
+    def groups(self) -> list[Any]:
+        """Megatron's bucket groups, the experts' too."""
+        return [*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups]
 
     def buffers(self) -> Iterator[Any]:
         """Megatron's grad buffers, the experts' too; each is sharded over a group of its own."""
@@ -149,11 +159,22 @@ def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
         num_distributed_optimizer_instances=topology.instances,
     )
     return DistributedDataParallel(
-        model.config,
-        ddp_config,
-        wrapped,
-        disable_bucketing=index > 0 or topology.step_overlap,
+        model.config, ddp_config, wrapped, disable_bucketing=index > 0 or topology.step_overlap
     )
+
+
+@contextmanager
+def each_chunk(change: Callable[[Any], object]) -> Iterator[None]:
+    """Within it ``change`` is given each chunk that is made, in its DDP."""
+    in_ddp = _in_ddp
+
+    def changed(*args: Any) -> Any:
+        chunk = in_ddp(*args)
+        change(chunk)
+        return chunk
+
+    with mock.patch.object(sys.modules[__name__], "_in_ddp", changed):
+        yield
 
 
 def set_schedule(built: Built, step: int) -> None:
@@ -182,10 +203,15 @@ def write_grads(built: Built, step: int) -> None:
                     shard.mul_(-3.0)
 
 
-def take_step(built: Built, step: int, after: Callable[[], object] = lambda: None) -> None:
-    """Take a step, then call ``after``, before an overlapped gather of the parameters ends."""
+def prepare_step(built: Built, step: int) -> None:
+    """All that comes before ``optimizer.step()``."""
     set_schedule(built, step)
     write_grads(built, step)
+
+
+def take_step(built: Built, step: int, after: Callable[[], object] = lambda: None) -> None:
+    """Take a step, then call ``after``, before an overlapped gather of the parameters ends."""
+    prepare_step(built, step)
     if built.case.fp16:
         scale = float(built.optimizer.get_loss_scale())
         built.log.setdefault("loss_scales", []).append(scale)
@@ -213,33 +239,39 @@ def _gather_through_gradients(built: Built) -> None:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
-def start(case: Case, topology: Topology) -> Built:
-    """Model and optimizer, with the plugin installed if the case asks for Muon."""
-    import megatron_muon
-
-    if case.optimizer == "muon":
-        megatron_muon.install(megatron_muon.MuonConfig(**dict(case.muon)))
-    try:
+def start(case: Case, topology: Topology, *, plugin: bool = False) -> Built:
+    """Model and optimizer, with the plugin installed for Muon, and with ``plugin`` for AdamW."""
+    plugin = plugin or case.optimizer == "muon"
+    with installed(MuonConfig(**dict(case.muon))) if plugin else nullcontext():
         built = build(case, topology)
         built.optimizer = make_optimizer(built)
-    finally:
-        if case.optimizer == "muon":
-            megatron_muon.uninstall()
+    return built
+
+
+def stepped(case: Case, topology: Topology) -> Built:
+    """A run that has taken the case's steps."""
+    built = start(case, topology)
+    for step in range(case.steps):
+        take_step(built, step)
     return built
 
 
 def error_of_optimizer(built: Built, **settings: Any) -> str:
     """What making the optimizer with the plugin and these settings raises, as text."""
-    import megatron_muon
+    with installed(MuonConfig(**settings)):
+        return error_of(lambda: make_optimizer(built))
 
-    megatron_muon.install(megatron_muon.MuonConfig(**settings))
-    try:
-        make_optimizer(built)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        megatron_muon.uninstall()
-    return "no error"
+
+def error_of_building(case: Case, topology: Topology, settings: dict[str, Any]) -> str:
+    """``error_of_optimizer`` of a model that is built on this rank."""
+    return error_of_optimizer(build(case, topology), **settings)
+
+
+def printed_by(call: Callable[[], Any]) -> tuple[Any, str]:
+    """What a call returns, and what it prints."""
+    with redirect_stdout(io.StringIO()) as printed:
+        result = call()
+    return result, printed.getvalue()
 
 
 def train(
@@ -247,10 +279,7 @@ def train(
 ) -> dict[str, Any]:
     """Take the case's steps on this rank, inside ``mutation()``, and return what it holds then."""
     with mutation():
-        built = start(case, topology)
-        for step in range(case.steps):
-            take_step(built, step)
-        return held(built)
+        return held(stepped(case, topology))
 
 
 def held(built: Built) -> dict[str, Any]:
@@ -275,9 +304,7 @@ def held(built: Built) -> dict[str, Any]:
         for param, shard in _owned(dist):
             at = dist._get_model_param_range_map(param)["param"]
             assert shard.numel() == at.end - at.start
-            state = {k: v for k, v in dist.optimizer.state[shard].items() if torch.is_tensor(v)}
-            if built.case.narrow is not None:
-                state = {k: dist.optimizer.get_unscaled_state(shard, k) for k in state}
+            state = _state(dist, shard, built.case)
             main = main_of(shard, state.pop("master_param", None))
             kept = {"main": main, **{k: v for k, v in state.items() if v.numel() == at.size}}
             arrays = {kind: t.detach().float().numpy().copy() for kind, t in kept.items()}
@@ -286,6 +313,20 @@ def held(built: Built) -> dict[str, Any]:
     for kind in ("params", "owners", "shards"):
         result[kind] = {n: v for n, v in result[kind].items() if not n.startswith(UNUSED)}
     return result
+
+
+def _state(dist: Any, shard: Tensor, case: Case) -> dict[str, Tensor]:
+    """A shard's tensors by Adam's names, as values; Muon's may be on the host."""
+    if case.narrow is not None and ON_HOST in case.narrow and case.optimizer == "muon":
+        keys = ["exp_avg"] if dist.muon.owns(shard) else ["exp_avg", "exp_avg_sq"]
+        state = {key: dist.states.get(shard, key) for key in keys}
+        return {**state, "master_param": dist.states.get(shard, "param")}
+    state = {k: v for k, v in dist.optimizer.state[shard].items() if torch.is_tensor(v)}
+    if case.narrow is not None and ON_HOST not in case.narrow:
+        return {k: dist.optimizer.get_unscaled_state(shard, k) for k in state}
+    if dict(case.muon).get("momentum_dtype") == "int8":
+        return {key: dist.states.get(shard, key) for key in state}
+    return state
 
 
 def main_of(shard: Tensor, master: Tensor | None) -> Tensor:
@@ -341,3 +382,14 @@ def check(case: Case, topology: Topology) -> Whole:
         assert result["main"].keys() - result["exp_avg_sq"].keys() == muon_weights(case)
     assert differences(truth(case), result) == []
     return result
+
+
+def runs_of(table: dict[str, tuple[Case, list[Topology], list[Topology]]]) -> list[Any]:
+    """Parameters ``(case, topology)``: of each name a case, its topologies, and those that are
+    slow."""
+    return [
+        pytest.param(case, topology, id=f"{name}-{topology}", marks=[pytest.mark.slow] * is_slow)
+        for name, (case, fast, slow) in table.items()
+        for is_slow, topologies in enumerate((fast, slow))
+        for topology in topologies
+    ]

@@ -91,7 +91,6 @@ def test_a_flag_keeps_its_meaning(version: str, which: str) -> None:
 
 REFUSED = {
     "high": (["--muon-fp32-matmul-prec", "high"], "--muon-fp32-matmul-prec high .*ns-dtype"),
-    "low": (["--muon-fp32-matmul-prec", "low"], "--muon-fp32-matmul-prec low .*ns-dtype"),
     "septic": (["--muon-coefficient-type", "septic"], "one of simple, quintic.*got 'septic'"),
     "custom": (["--muon-coefficient-type", "custom"], "custom: give the numbers, --muon-ns-coeff"),
     "two numbers": (["--muon-ns-coefficients", "1,2"], "a name or a,b,c;a,b,c;..., got '1,2'"),
@@ -105,10 +104,6 @@ REFUSED = {
     "blockwise": (
         ["--muon-tp-mode", "blockwise", "--tensor-model-parallel-size", "2"],
         "--muon-tp-mode blockwise .*slice by itself.*give --muon-tp-mode duplicated",
-    ),
-    "distributed": (
-        ["--muon-tp-mode", "distributed", "--tensor-model-parallel-size", "2"],
-        "--muon-tp-mode distributed .*give --muon-tp-mode duplicated",
     ),
     "blockwise, expert TP": (
         ["--muon-tp-mode", "blockwise", "--expert-tensor-parallel-size", "2"],
