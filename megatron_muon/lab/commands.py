@@ -75,15 +75,11 @@ GONE: Mapping[str, str] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: the command's name and its own arguments; None for the arguments of the process.
+    """Run a command by its name and arguments, by default those of the process.
 
     Returns:
-        The exit status: the command's own; 1 where it cannot do its work, or needs a megatron.core
-        and there is none, or one that is not supported; 2 where the arguments are wrong; 141 where
-        the reader of its output is gone; 130 where a user stops the command.
+        The command's exit status; 1 where it cannot do its work, as without a supported core; 2 for
+        wrong arguments; 141 where the reader of its output is gone; 130 where a user stops it.
     """
     return run_command(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
 

@@ -14,15 +14,9 @@ NO_READER, STOPPED = 141, 130
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Run a command; print no traceback where its reader is gone or a user stops it.
+    """The status of a command, or ``NO_READER`` or ``STOPPED`` without a traceback.
 
     Characters that stdout's encoding lacks are escaped.
-
-    Args:
-        command: returns its exit status, or raises SystemExit as argparse does.
-
-    Returns:
-        The command's status, or ``NO_READER`` or ``STOPPED``.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

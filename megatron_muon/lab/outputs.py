@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter, _ArgumentGroup
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ class CommandError(RuntimeError):
     """A command cannot do its work; the text is its one line for the user, with exit status 1."""
 
 
-def add_outputs(parser: ArgumentParser | _ArgumentGroup, plot: str = "") -> None:
-    """Add ``--json``, and ``--plot`` where there is a picture.
+def parser_of(program: str, description: str, **options: Any) -> ArgumentParser:
+    """A command's parser, whose texts keep their lines; flags have no abbreviations."""
+    options |= {"allow_abbrev": False, "formatter_class": RawDescriptionHelpFormatter}
+    return ArgumentParser(prog=program, description=description, **options)
 
-    Args:
-        parser: where the flags go.
-        plot: what the picture shows.
-    """
+
+def add_outputs(parser: ArgumentParser | _ArgumentGroup, plot: str = "") -> None:
+    """Add ``--json``, and ``--plot`` where there is a picture, of what ``plot`` says."""
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write all figures as JSON, too")
     if plot:
@@ -42,15 +43,7 @@ def require_outputs(given: Namespace) -> None:
 
 
 def require_writable(flag: str, path: Path) -> None:
-    """Check that a file can be written; write nothing.
-
-    Args:
-        flag: the flag that names the file, for errors.
-        path: path of the file, which may exist already.
-
-    Raises:
-        ValueError: the file cannot be written; names the flag and the path.
-    """
+    """Raise a ValueError with the flag where a file, which may exist, cannot be written."""
     if not path.parent.is_dir():
         raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
     if path.is_dir():

@@ -9,13 +9,7 @@ _Thing = TypeVar("_Thing")
 
 
 def progress(things: Iterable[_Thing], text: str, **options: Any) -> Iterable[_Thing]:
-    """The things, with a bar of them on stderr that goes when they end.
-
-    Args:
-        things: what takes long.
-        text: what they are, before the bar.
-        options: tqdm's.
-    """
+    """The things, with a bar of them on stderr that goes when they end; ``options`` are tqdm's."""
     try:
         from tqdm import tqdm
     except ImportError:

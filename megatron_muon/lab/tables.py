@@ -29,13 +29,10 @@ def show(*texts: str, to: TextIO | None = None) -> None:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table of numbers that fits the terminal.
+    """Lines of a table of numbers, the heads first, that fits the terminal.
 
     Heads break between words. Columns that do not fit go below the others, beside the first one
     again and without the rows that are empty there.
-
-    Args:
-        rows: cells, the heads first; all rows have equally many.
     """
     columns = list(zip(*rows, strict=True))
     sizes = [max(map(len, column)) for column in columns]
@@ -62,13 +59,9 @@ def _line(cells: Sequence[str], sizes: Sequence[int]) -> str:
 
 
 def listed(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table of texts that fits the terminal.
+    """Lines of a table of texts that fits the terminal: its last column breaks between words.
 
-    The last column breaks between words. Where a column stays too narrow, the first one has a line
-    of its own above the others.
-
-    Args:
-        rows: cells; all rows have equally many.
+    Where that stays too narrow, the first one has a line of its own above the others.
     """
     return [line for row in _entries(rows, width()) for line in row]
 

@@ -16,14 +16,16 @@ from support.traces import PAIR
 
 RUN = " ".join([*LLAMA_3_8B, "--num-layers 2 --tensor-model-parallel-size 2"])
 COMMANDS = [
+    "plan --model llama3-8b --tp 8 --dp 8",
     f"plan --world-size 16 --assumptions {RUN}",
     f"plan --world-size 16 --explain {RUN}",
     f"plan --sweep dp=1,8,3 {RUN}",
+    "routes --model llama3-8b --num-layers 2 --tp 2 --dp 2",
     f"routes --world-size 16 --muon-lr-mult *=0.5 --muon-wd-mult *qkv*=0 {RUN}",
     "doctor",
     f"trace report {PAIR / 'adamw'} {PAIR / 'muon'}",
     "curves a_run_with_a_long_name=a.jsonl,b.jsonl another_run=b.jsonl,a.jsonl",
-    "bench newton-schulz --shapes 16x64 --rounds 2 --batch 2",
+    "bench newton-schulz --shapes 256x1024 512x512",
     "bench speeds --shape 16x64 --ranks 1",
     f"bench step {SMALL} --dp 1 --rounds 1 --parts",
 ]

@@ -17,7 +17,13 @@ from pathlib import Path
 from megatron_muon.lab.accept.report import as_json, as_markdown, as_text
 from megatron_muon.lab.accept.results import NO_TIME, Check, read
 from megatron_muon.lab.dry_run.numbers import count, up_to
-from megatron_muon.lab.outputs import add_outputs, require_outputs, require_writable, write_json
+from megatron_muon.lab.outputs import (
+    add_outputs,
+    parser_of,
+    require_outputs,
+    require_writable,
+    write_json,
+)
 from megatron_muon.lab.tables import show
 from megatron_muon.mcore.load_check.files import write_text
 
@@ -141,13 +147,7 @@ def _folder(folder: Path) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=_PROGRAM,
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(_PROGRAM, _DESCRIPTION, epilog=_EPILOG)
     add = parser.add_argument
     text = f"where all files go ({_FOLDER})"
     add("folder", nargs="?", type=Path, default=_FOLDER, metavar="FOLDER", help=text)

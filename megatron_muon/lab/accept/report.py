@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_muon.lab.accept.results import Check, Figure
-from megatron_muon.lab.tables import listed, markdown, wrapped
+from megatron_muon.lab.tables import markdown, wrapped
 
 ROWS = {"safe": "muon-contiguous", "fast": "muon-contiguous-auto"}  # of the bench, by preset
 STEP = "optimizer step: "  # and the row, a figure's name
@@ -34,14 +34,9 @@ def as_markdown(environment: Mapping[str, str], checks: Sequence[Check]) -> str:
 
 
 def as_text(checks: Sequence[Check]) -> str:
-    """The verdict, the checks and what was not as predicted, for a terminal."""
-    rows = [("check", "seconds", "verdict")]
-    for check in checks:
-        missing = f"; {check.missing} of {len(check.tests)} not run" if check.missing else ""
-        rows.append((check.name, f"{check.seconds:.0f}", f"{check.verdict}{missing}"))
-    texts = [verdict(checks), recommended(checks), "", *_wrong(checks), ""]
-    lines = [line for text in texts for line in wrapped(text) or [""]]
-    return "\n".join([*listed(rows), "", *lines]).replace("**", "")
+    """The verdict, the recommendation and what was not as predicted, for a terminal."""
+    texts = [verdict(checks), recommended(checks), *_wrong(checks)]
+    return "\n".join(line for text in texts for line in wrapped(text)).replace("**", "")
 
 
 def verdict(checks: Sequence[Check]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_muon.lab.bench.peers import Run, peers
 from megatron_muon.lab.dry_run.numbers import count
-from megatron_muon.lab.outputs import add_outputs, require_outputs, write_json
+from megatron_muon.lab.outputs import add_outputs, parser_of, require_outputs, write_json
 from megatron_muon.lab.progress import progress
 from megatron_muon.lab.tables import aligned, show
 from megatron_muon.orthogonalize.iteration import ns_flops
@@ -53,11 +53,7 @@ _CPU_SIZE, _GPU_SIZE = 1024, 8192
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; wrong arguments end the process with status 2, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-muon bench newton-schulz",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("megatron-muon bench newton-schulz", _DESCRIPTION)
     add = parser.add_argument
     numbers: dict[str, Any] = {"type": count(most=1 << 20), "metavar": "N"}
     text = "shapes, short side first (default: 512x512 to 512x4096)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from argparse import Namespace
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_muon.lab.bench.newton_schulz import interleaved, shape_of
 from megatron_muon.lab.dry_run.numbers import MOST_HERE, count
+from megatron_muon.lab.outputs import parser_of
 from megatron_muon.lab.ranks import Task, gpus_for, run_ranks, threads_for
 from megatron_muon.lab.tables import show
 from megatron_muon.orthogonalize.iteration import ns_flops
@@ -62,12 +62,7 @@ class Speeds:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; wrong arguments end the process with status 2, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-muon bench speeds",
-        description=_DESCRIPTION,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("megatron-muon bench speeds", _DESCRIPTION)
     text = "ranks to start (default: one for each GPU; 2 on a CPU)"
     parser.add_argument("--ranks", type=count(most=MOST_HERE), metavar="N", help=text)
     gpu, cpu = ("x".join(map(str, shape)) for shape in (_GPU_SHAPE, _CPU_SHAPE))

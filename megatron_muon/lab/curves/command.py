@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from megatron_muon.console import printable
 from megatron_muon.lab.curves import lead
 from megatron_muon.lab.curves.files import KINDS, CurveError, read_curves
 from megatron_muon.lab.curves.lead import Curve
-from megatron_muon.lab.outputs import add_outputs, require_outputs, write_json
+from megatron_muon.lab.outputs import add_outputs, parser_of, require_outputs, write_json
 from megatron_muon.lab.tables import aligned
 
 _DESCRIPTION = """\
@@ -41,11 +40,7 @@ _Runs = Mapping[str, Sequence[Mapping[str, Curve]]]  # by name a curve of each k
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; wrong arguments end the process with 2."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-muon curves",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("megatron-muon curves", _DESCRIPTION)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="the first one is the baseline")
     tag = "name of a loss: its tag, column or key; KIND is train, validation or other"

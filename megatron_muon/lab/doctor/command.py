@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.lab.doctor.rows import examine
-from megatron_muon.lab.outputs import add_outputs, require_outputs, write_json
+from megatron_muon.lab.outputs import add_outputs, parser_of, require_outputs, write_json
 from megatron_muon.lab.tables import listed, show
 
 _DESCRIPTION = """\
@@ -22,11 +21,7 @@ wrong arguments."""
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status, as ``--help`` lists them."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-muon doctor",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("megatron-muon doctor", _DESCRIPTION)
     text = "Megatron-LM's folder with pretrain_gpt.py (default: the Megatron that Python finds)"
     parser.add_argument("checkout", metavar="CHECKOUT", nargs="?", type=Path, help=text)
     add_outputs(parser)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_muon.console import printable
 from megatron_muon.lab.inspect.report import Report, examine
+from megatron_muon.lab.outputs import parser_of
 from megatron_muon.lab.tables import listed, wrapped
 
 _DESCRIPTION = """\
@@ -77,12 +78,7 @@ def _one_line(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron-muon checkpoint",
-        description=_DESCRIPTION,
-        epilog=_STATUS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("megatron-muon checkpoint", _DESCRIPTION, epilog=_STATUS)
     parser.add_argument("action", choices=["inspect"], help="the only action")
     parser.add_argument(
         "path", metavar="PATH", type=_path, help="the folder of --save, or one iteration's folder"

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-from argparse import Namespace
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_muon.lab.dry_run.numbers import MOST_THINGS, count, up_to
-from megatron_muon.lab.outputs import require_outputs, write_json
+from megatron_muon.lab.outputs import parser_of, require_outputs, write_json
 from megatron_muon.lab.plan.training import MFU
-from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.presets import PRESETS, hardware_of
 from megatron_muon.lab.routes.model_flags import (
     OF_MODELS,
     REFUSALS,
+    USAGE,
     CommandLine,
     import_megatron,
     said,
@@ -127,7 +126,9 @@ def _plan(line: CommandLine, words: Sequence[str], wanted: Collection[Any] | Non
 
     given = line.options(words)
     names = NAMES if wanted is None else wanted
-    return plan_run(line, hardware_given(given), DEVICES[given.products], names, words)
+    return plan_run(
+        line, hardware_of(given.hardware, given.set), DEVICES[given.products], names, words
+    )
 
 
 def command_line(argv: Sequence[str]) -> CommandLine:
@@ -147,23 +148,11 @@ def command_line(argv: Sequence[str]) -> CommandLine:
     return line
 
 
-def hardware_given(given: Namespace) -> Hardware:
-    """The hardware that the flags state.
-
-    Raises:
-        ValueError, TypeError, OSError: see ``hardware_of``.
-    """
-    return hardware_of(given.hardware, given.set)
-
-
 def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} [OPTIONS] --world-size N SCRIPT ITS-ARGUMENTS...\n"
-        f"       {PROGRAM} [OPTIONS] --model NAME [FLAGS...]",
-        description=_DESCRIPTION,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    made = parser_of(
+        PROGRAM,
+        _DESCRIPTION,
+        usage=USAGE.format(PROGRAM),
     )
     add = made.add_argument
     known = f"the GPUs: {', '.join(PRESETS)}, or a JSON file of constants (%(default)s)"

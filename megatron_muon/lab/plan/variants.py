@@ -93,25 +93,21 @@ def table(
         made: the variants with their plans.
         before: seconds of a step whose gain each variant has, in place of other algorithms' steps.
     """
-    names: list[Name] = list(dict.fromkeys(name for _, plan in made for name in plan.names))
-    header = ["step, ms", "gain"] if before else ["ranks", "between nodes, MB", "share of training"]
+    every: list[Name] = list(dict.fromkeys(name for _, plan in made for name in plan.names))
+    names = [] if before else every
+    header = [title, *(["step, ms", "gain"] if before else ["ranks", "between nodes"])]
     header += ["slower than AdamW", "busiest / mean", "sent MB", "peak MiB"]
-    header += [] if before else [f"{TITLES[name]}, ms" for name in names]
-    rows = [[title, *header]]
+    rows = [[*header, *(f"{TITLES[name]}, ms" for name in names)]]
     for variant, plan in made:
-        row, layout = plan.slowest.row(plan.layout), plan.layout
+        row, after = plan.slowest.row(plan.layout), plan.seconds(plan.layout)
+        cells = [variant.name, f"{plan.ranks.world:,}", f"{row.between.mean / MB:,.1f}"]
         if before:
-            after = plan.seconds(layout)
-            cells = [ms(after), f"{(before - after) / before:+.1%}"]
-        else:
-            cells = [f"{plan.ranks.world:,}", f"{row.between.mean / MB:,.1f}"]
-            cells += [f"{plan.share(layout):.2%}"]
-        cells += [f"{plan.slower(layout):+.2%}", f"{row.uneven:.2f}"]
+            cells[1:] = [ms(after), f"{(before - after) / before:+.1%}"]
+        cells += [f"{plan.slower(plan.layout):+.2%}", f"{row.uneven:.2f}"]
         cells += [f"{(row.inside.mean + row.between.mean) / MB:,.1f}"]
         cells += [f"{(row.peak or 0) / MIB:,.0f}"]
-        if not before:
-            cells += [ms(plan.seconds(name)) if name in plan.names else "-" for name in names]
-        rows.append([variant.name, *cells])
+        cells += [ms(plan.seconds(name)) if name in plan.names else "-" for name in names]
+        rows.append(cells)
     effects = [(variant.name, variant.effect) for variant, _ in made if variant.effect]
     effects = [("change", "changes also"), *effects] if effects else []
     return [*aligned(rows), *([""] if effects else []), *(listed(effects) if effects else [])]

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_muon.lab.outputs import require_outputs, write_json
+from megatron_muon.lab.outputs import parser_of, require_outputs, write_json
 from megatron_muon.lab.routes.model_flags import (
     OF_MODELS,
     REFUSALS,
+    USAGE,
     CommandLine,
     import_megatron,
     megatron_is_quiet,
@@ -75,14 +76,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=_PROGRAM,
-        usage=f"{_PROGRAM} [OPTIONS] --world-size N SCRIPT ITS-ARGUMENTS...\n"
-        f"       {_PROGRAM} [OPTIONS] --model NAME [FLAGS...]",
-        description=_DESCRIPTION,
+    parser = parser_of(
+        _PROGRAM,
+        _DESCRIPTION,
+        usage=USAGE.format(_PROGRAM),
         epilog=_HOMES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write every parameter and its homes"

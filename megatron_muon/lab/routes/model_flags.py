@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # Megatron or the plugin refuses the flags: the user's error, to be said as argparse does.
 REFUSALS = (ValueError, NotImplementedError, AssertionError, RuntimeError)
+USAGE = "{0} [OPTIONS] --world-size N SCRIPT ITS-ARGUMENTS...\n"
+USAGE += "       {0} [OPTIONS] --model NAME [FLAGS...]"
 OF_MODELS = f"""\
 SCRIPT is the run's own, such as pretrain_gpt.py in a Megatron-LM checkout, with
 its arguments behind it as the run has them: it parses them and builds its model

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.console import printable
-from megatron_muon.lab.outputs import add_outputs, require_outputs, write_json
+from megatron_muon.lab.outputs import add_outputs, parser_of, require_outputs, write_json
 
 _DESCRIPTION = """\
 report prints where the time of a training step goes on each rank: compute,
@@ -33,11 +32,7 @@ arguments are wrong."""
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; wrong arguments end the process with 2."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-muon trace",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("megatron-muon trace", _DESCRIPTION)
     add = parser.add_argument
     add("verb", choices=("report",), help="the only verb")
     add("runs", nargs="+", type=Path, metavar="TRACE", help="a file, or a folder")

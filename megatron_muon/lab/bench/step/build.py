@@ -18,11 +18,10 @@ from megatron_muon.lab.bench.step.upstream import layouts, lays_out_buffers, ups
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A row's model (chunks in Megatron's DDP), optimizer, and the lines that our Muon printed."""
+    """A row's model (chunks in Megatron's DDP) and its optimizer."""
 
     chunks: list[Any]
     optimizer: Any
-    lines: list[str]
 
 
 def build(row: Row, flags: Namespace, timers: Any) -> Built:
@@ -39,14 +38,14 @@ def build(row: Row, flags: Namespace, timers: Any) -> Built:
     model_parallel_cuda_manual_seed(1)
     config = transformer_config(own, ranks_of(own))
     device = torch.device(torch.cuda.current_device())
-    with contextlib.redirect_stdout(io.StringIO()) as printed, _installed(row):
+    with contextlib.redirect_stdout(io.StringIO()), _installed(row):
         wrapping: dict[str, Any] = {}
         if row.kind == "upstream":
             old = {"distributed_optimizer": False}
             wrapping = {"layouts": layouts} if lays_out_buffers() else old
         chunks = build_chunks(own, config, device=device, **wrapping)
         optimizer = _optimizer(row, own, chunks, timers)
-    return Built(chunks, optimizer, printed.getvalue().splitlines())
+    return Built(chunks, optimizer)
 
 
 @contextlib.contextmanager

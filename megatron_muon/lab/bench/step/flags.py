@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_muon.lab.dry_run.flags import add_megatron_flags
 from megatron_muon.lab.dry_run.numbers import MOST_HERE, count, positive
-from megatron_muon.lab.outputs import add_outputs
+from megatron_muon.lab.outputs import add_outputs, parser_of
 
 ROWS = (
     *("adamw", "muon-contiguous", "muon-bucketed"),
@@ -104,13 +104,11 @@ def parsed(argv: Sequence[str], program: str = "megatron-muon bench step") -> Na
 
 def command_parser(program: str) -> argparse.ArgumentParser:
     """The parser of all flags; ``--help`` lists the command's own."""
-    parser = argparse.ArgumentParser(
-        prog=program,
+    parser = parser_of(
+        program,
+        _DESCRIPTION,
         usage=f"{program} [OPTIONS] [SIZES] [MEGATRON-LM'S FLAGS]",
-        description=_DESCRIPTION,
         epilog=_EPILOG,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_megatron_flags(parser)
     for name, (of_megatron, _) in _SIZES.items():

@@ -72,7 +72,6 @@ class Measured:
         state_bytes: bytes of fp32 main parameters and optimizer state.
         peak_bytes: peak bytes in a step, minus the bytes before it.
         weights: checksum of the model's weights after a step.
-        lines: lines that our Muon prints when it is built.
         metered_bytes: bytes of the exchange in the last step by our own meter; 0 for other rows.
         launched: kernels and copies of a step by kind, if asked for, on a GPU.
         host_ms: milliseconds in which the host launches a step, likewise; 0 if not asked for.
@@ -85,7 +84,6 @@ class Measured:
     state_bytes: int = 0
     peak_bytes: int = 0
     weights: int = 0
-    lines: list[str] = field(default_factory=list)
     metered_bytes: int = 0
     launched: dict[str, int] = field(default_factory=dict)
     host_ms: float = 0.0
@@ -142,7 +140,7 @@ class _Contender:
     """A row on this rank."""
 
     def __init__(self, row: Row, built: Built, watch: StepTimers, noise: Tensor) -> None:
-        self.measured = Measured(lines=built.lines)
+        self.measured = Measured()
         self._chunks = built.chunks
         self._optimizer = built.optimizer
         self._watch = watch

@@ -64,10 +64,6 @@ def report(
 def _print_tables(
     flags: Namespace, topology: dict[str, int], task: Task, lines: Sequence[table.Line]
 ) -> None:
-    for row, line in zip(task.argument.rows, lines, strict=True):
-        for text in line.ranks[0].lines if row.kind == "muon" else ():
-            if "pipeline stage" in text:
-                show(f"{row.name}: {text}")
     backend = "nccl" if task.gpus else f"gloo, {os.cpu_count()} cores"
     show(
         "",

@@ -72,20 +72,13 @@ class Line:
 def as_json(lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]) -> dict[str, Any]:
     """All figures for JSON: times in ms; lists of bytes and flops are by rank.
 
-    - ``step_ms``: the slowest rank's step, over rounds.
-    - ``exchange_ms``, ``newton_schulz_ms``: on the rank where they take longest, median of rounds.
-    - ``sent_bytes``, by kind: ``gather`` and ``scatter`` are our exchange; ``tp_gather``
-      gathers matrices in Megatron's own Muon; ``param_gather`` gathers updated
-      parameters; ``norm`` is for the gradient norm and votes; ``grad_reduce`` reduces gradients,
-      before the step and not in its time.
-    - ``ns_flops_once``: flops of all stages if each matrix is orthogonalized once.
-    - ``peak_bytes``: the peak in a step, minus the bytes before it.
-    - ``rounds_ms``: a step per round, from which ``step_ms`` and the printed ratios follow.
-    - ``rounds_ungathered_ms``: the same without the all-gather of parameters.
-    - ``newton_schulz_cpu_ms_per_gflop``: over all ranks and rounds; None without Newton-Schulz.
-    - ``exchange_rounds``: rounds of our exchange per step on the rank with most, dense and experts'
-      together; 0 for other optimizers.
-    - ``run``: the arguments, model, machine and versions of the measurement.
+    ``rounds_ms`` has the slowest rank's step by round, ``rounds_ungathered_ms`` without the
+    all-gather of parameters; other times are medians over rounds, on the rank with the longest.
+    ``sent_bytes`` by kind: ``gather`` and ``scatter`` are our exchange, ``tp_gather`` is that of
+    Megatron's own Muon, ``norm`` the gradient norm and votes; ``grad_reduce`` is before the step.
+    ``ns_flops_once``: flops of all stages if each matrix is orthogonalized once.
+    ``peak_bytes``: the peak in a step, minus the bytes before it.
+    ``exchange_rounds``: of a step on the rank with most, dense and experts' together.
     """
     once = [sum(rank.ns_flops_once for rank in line.ranks) for line in lines]
     return {
