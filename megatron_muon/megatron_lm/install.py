@@ -27,6 +27,7 @@ from megatron_muon.megatron_lm.flags.parser import (
     given_on,
     mend_help,
     muon_backend,
+    refuse_forks_flags,
 )
 from megatron_muon.megatron_lm.loop import early_gathers, step_traces
 from megatron_muon.megatron_lm.writers import MegatronLM
@@ -108,6 +109,7 @@ def _parse_args(
         parser = parser if extra_args_provider is None else extra_args_provider(parser)
         add_flags(parser)
         mend_help(parser)
+        refuse_forks_flags(parser, sys.argv[1:])
         given.extend(given_on(parser, sys.argv[1:]))
         if any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
             _refuse_yaml(None, given)  # before the YAML reader of Megatron main, which fails

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
@@ -15,9 +14,11 @@ import pytest
 
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
+from support.checkpoints import saving
 from support.checkpoints.saving import formats, save_new
 from support.checkpoints.sealing import KINDS, Corruption, corrupt, errors_of_loads, loaded, saved
-from support.models.gpt import Case, Topology
+from support.installed import installed
+from support.models.gpt import Case, Topology, printed_by, start, take_step
 from support.ranks import RankError, run
 
 CASE = Case(steps=2)
@@ -115,11 +116,8 @@ def test_another_model_is_refused(other: str, format: str, checkpoint: Any) -> N
 
 
 def _loads_without(case: Case, topology: Topology, format: str, folder: str) -> tuple[Any, str]:
-    from contextlib import redirect_stdout
-
-    with redirect_stdout(io.StringIO()) as printed:
-        result = loaded(case, topology, format, folder)
-    return result["error"], printed.getvalue()
+    result, printed = printed_by(lambda: loaded(case, topology, format, folder))
+    return result["error"], printed
 
 
 def test_without_a_digest_there_is_one_warning(tmp_path: Path) -> None:
@@ -195,17 +193,10 @@ def test_what_two_saves_wrote_is_not_sealed_by_either(format: str, tmp_path: Pat
 
 def _addresses_of_an_adamw_run(folder: str) -> bool:
     """A run of AdamW's in a process that has the plugin: no digest, and nothing asked of others."""
-    import megatron_muon
-    from support.checkpoints import saving
-    from support.models.gpt import start, take_step
-
     built = start(replace(CASE, optimizer="adam"), DP)
     take_step(built, 0)  # core 0.12 saves no state that is not there yet
-    megatron_muon.install()
-    try:
+    with installed():
         saving.save(built, folder, FORMATS[0])
-    finally:
-        megatron_muon.uninstall()
     return (Path(folder) / digest.FILE_NAME).exists()
 
 
