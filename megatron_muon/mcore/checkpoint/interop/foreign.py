@@ -151,10 +151,7 @@ def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDic
         groups.append({**adamw, **kept, "step": max(steps, default=0)})
     ours: StateDict = {
         "optimizer": {"param_groups": groups},
-        RECORD: {
-            "format": 1,
-            "settings": {**dataclasses.asdict(config), "momentum": _mu(states)},
-        },
+        RECORD: {"format": 1, "settings": {**dataclasses.asdict(config), "momentum": _mu(states)}},
     }
     scalers = [state["grad_scaler"] for state in states if state.get("grad_scaler")]
     return {**ours, **({"grad_scaler": scalers[0]} if scalers else {})}
