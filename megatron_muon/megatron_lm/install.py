@@ -12,12 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_muon.console import say
-from megatron_muon.mcore.seams.rows import (
-    check_hooks,
-    check_row,
-    megatron_version,
-    rows_of,
-)
+from megatron_muon.mcore.seams.rows import check_hooks, check_row, megatron_version, rows_of
 from megatron_muon.mcore.seams.training import ROWS, check_arguments
 from megatron_muon.mcore.watching.host import NO_HOST, set_host
 from megatron_muon.megatron_lm import checkpointing

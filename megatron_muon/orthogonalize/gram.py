@@ -19,10 +19,7 @@ from megatron_muon.settings.coefficients import Triple
 
 
 def gram_iteration(
-    x: Tensor,
-    parts: Segments,
-    products: Products,
-    spare: Tensor | None = None,
+    x: Tensor, parts: Segments, products: Products, spare: Tensor | None = None
 ) -> Tensor:
     """Apply the same polynomials to the short side's square, and multiply X once per segment.
 

@@ -214,12 +214,7 @@ def _orthogonalize_into(
 
 
 def _iterated(
-    x: Tensor,
-    spare: Tensor | None,
-    products: Products,
-    numerics: Numerics,
-    *,
-    gram: bool,
+    x: Tensor, spare: Tensor | None, products: Products, numerics: Numerics, *, gram: bool
 ) -> Tensor:
     def iterate(x: Tensor, spare: Tensor | None) -> Tensor:
         if gram:

@@ -16,11 +16,7 @@ from torch import Tensor
 
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, Products, scale_of
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.orthogonalize.triton_operations import (
-    define,
-    launching_beside,
-    takes_kernels,
-)
+from megatron_muon.orthogonalize.triton_operations import define, launching_beside, takes_kernels
 
 _EXPONENT = 0x7F800000  # exponent bits of an fp32 number
 _SMALLEST = 2.0**-126  # smallest normal fp32 number

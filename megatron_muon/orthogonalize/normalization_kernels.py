@@ -100,13 +100,7 @@ def squares_kernel(
 
 @triton.jit(do_not_specialize=["per_matrix", "scale"])
 def norm_kernel(
-    tiles,
-    moves,
-    made,
-    per_matrix,
-    scale,
-    HAS_MOVES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    tiles, moves, made, per_matrix, scale, HAS_MOVES: tl.constexpr, AT_ONCE: tl.constexpr
 ):
     """Two divisors of each matrix: a power of two, and its norm in units of it over ``scale``.
 
@@ -188,13 +182,7 @@ def launch_norms(source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
     count, per_matrix = source.size(0), of_matrix["per_matrix"]
     tiles = source.new_empty((count * per_matrix, 2), dtype=torch.float32)
     squares_kernel[(count * per_matrix,)](
-        source,
-        tiles,
-        *_strides(source),
-        **of_matrix,
-        **tile,
-        EIGHTS=_in_eights(source),
-        **LAUNCH,
+        source, tiles, *_strides(source), **of_matrix, **tile, EIGHTS=_in_eights(source), **LAUNCH
     )
     made = source.new_empty((count, 2), dtype=torch.float32)
     norm_kernel[(count,)](

@@ -28,12 +28,7 @@ from megatron_muon.mcore.load_check.check import THREADS, check, is_checked, loc
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Files, Save
 from megatron_muon.mcore.load_check.files import open_regular
-from megatron_muon.mcore.load_check.models import (
-    TrainedModel,
-    Wanted,
-    owner,
-    wanted_by_all,
-)
+from megatron_muon.mcore.load_check.models import TrainedModel, Wanted, owner, wanted_by_all
 from megatron_muon.mcore.load_check.same_model import parameters_in_digest
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_texts

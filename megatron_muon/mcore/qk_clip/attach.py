@@ -17,6 +17,7 @@ from megatron_muon.mcore.wiring.process_groups import group_of
 from megatron_muon.runtime.patches import turn_into
 from megatron_muon.settings.config import MuonConfig, named
 
+_ELSEWHERE = "the main parameters that it updates are elsewhere"
 _CLIP = "_muon_clip"  # an attribute of a rank's first model chunk
 
 
@@ -115,14 +116,9 @@ def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
         )
     modes = {
         "use_precision_aware_optimizer": "the optimizer keeps the main parameters to itself",
-        **dict.fromkeys(
-            (
-                "optimizer_cpu_offload",
-                "chunked_optimizer_state_offload",
-                "offload_optimizer_states",
-            ),
-            "the main parameters that it updates are elsewhere",
-        ),
+        "optimizer_cpu_offload": _ELSEWHERE,
+        "chunked_optimizer_state_offload": _ELSEWHERE,
+        "offload_optimizer_states": _ELSEWHERE,
         "overlap_param_gather_with_optimizer_step": "weights are gathered before they are clipped",
     }
     on = {name: why for name, why in modes.items() if getattr(optimizer_config, name, False)}

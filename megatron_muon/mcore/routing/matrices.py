@@ -17,13 +17,7 @@ from megatron_muon.mcore.routing.splits import (
     rows_of_ones_own,
     split_of,
 )
-from megatron_muon.planning.layout import (
-    Matrices,
-    Parameter,
-    Span,
-    batched_matrices,
-    whole_matrix,
-)
+from megatron_muon.planning.layout import Matrices, Parameter, Span, batched_matrices, whole_matrix
 from megatron_muon.planning.sections import sectioned
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.splits import own_split

@@ -40,6 +40,7 @@ _TORCH = (
     Place("torch.distributed.distributed_c10d").called(
         "_get_default_store", "where the first rank to compare settings says if it asks"
     ),
+    Place("torch._C").called("PyTorchFileReader", "reads the archives that torch.save writes"),
     Place("torch.autograd").called("_profiler_enabled", "whether a profiler is on already"),
 )
 # What every run with Muon needs; ``training`` has what a run of Megatron-LM's scripts needs.

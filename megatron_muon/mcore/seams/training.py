@@ -57,47 +57,30 @@ ROWS = (
 )
 
 # Arguments that are read after Megatron-LM has checked them; the namespace exists only then.
-ARGUMENTS = {
-    "save": "the folder to save into",
-    "load": "the folder to load from",
-    "use_dist_ckpt": "whether dist_checkpointing writes, or torch.save",
-    "non_persistent_ckpt_type": "whether there are non-persistent checkpoints, and their kind",
-    "non_persistent_global_ckpt_dir": "the folder of non-persistent checkpoints",
-    "finetune": "whether the optimizer's state is loaded",
-    "no_load_optim": "whether the optimizer's state is loaded",
-    "override_opt_param_scheduler": "whether the run's own rates hold after a load",
-    "ddp_num_buckets": "how many buckets the grad buffers have",
-    "ddp_bucket_size": "how large they are",
-    "overlap_grad_reduce": "whether there is more than one",
-    "virtual_pipeline_model_parallel_size": "how many model chunks the buckets are divided over",
-    **dict.fromkeys(
-        (
-            *("world_size", "pipeline_model_parallel_size", "tensor_model_parallel_size"),
-            *("expert_tensor_parallel_size", "expert_model_parallel_size"),
-            "num_distributed_optimizer_instances",
-        ),
-        "how many ranks shard a buffer, which the number of buckets comes from",
-    ),
-    **dict.fromkeys(
-        (
-            *("hidden_size", "ffn_hidden_size", "kv_channels", "num_layers", "num_experts"),
-            *("num_attention_heads", "num_query_groups", "group_query_attention"),
-            *("moe_ffn_hidden_size", "moe_grouped_gemm", "moe_layer_freq", "swiglu"),
-            *("moe_shared_expert_intermediate_size", "multi_latent_attention"),
-            *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-            *("vocab_size", "untie_embeddings_and_output_weights"),
-            "decoder_first_pipeline_num_layers",
-        ),
-        "the sizes of the first pipeline stage, which the number of buckets comes from",
-    ),
-}
+ARGUMENTS = (
+    # what is loaded and saved, and where
+    *("save", "load", "finetune", "no_load_optim", "override_opt_param_scheduler"),
+    *("use_dist_ckpt", "non_persistent_ckpt_type", "non_persistent_global_ckpt_dir"),
+    # how many buckets there are, over how many ranks
+    *("ddp_num_buckets", "ddp_bucket_size", "overlap_grad_reduce", "world_size"),
+    *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("tensor_model_parallel_size", "expert_tensor_parallel_size", "expert_model_parallel_size"),
+    "num_distributed_optimizer_instances",
+    # the sizes of the first pipeline stage, which that number comes from
+    *("hidden_size", "ffn_hidden_size", "kv_channels", "num_layers", "num_experts"),
+    *("num_attention_heads", "num_query_groups", "group_query_attention"),
+    *("moe_ffn_hidden_size", "moe_grouped_gemm", "moe_layer_freq", "swiglu"),
+    *("moe_shared_expert_intermediate_size", "multi_latent_attention"),
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("vocab_size", "untie_embeddings_and_output_weights", "decoder_first_pipeline_num_layers"),
+)
 
 
 def check_arguments(args: Any) -> None:
     """Refuse, by a SeamError, validated arguments that lack one which this package reads."""
-    for name, relied_on in ARGUMENTS.items():
-        if not hasattr(args, name):
-            raise SeamError(
-                f"the arguments of Megatron-LM of core {megatron_version()[0]} have no {name}, "
-                f"which megatron_muon needs: {relied_on}. {WAY_OUT}"
-            )
+    missing = [name for name in ARGUMENTS if not hasattr(args, name)]
+    if missing:
+        raise SeamError(
+            f"the arguments of Megatron-LM of core {megatron_version()[0]} have no "
+            f"{', '.join(missing)}, which megatron_muon needs. {WAY_OUT}"
+        )

@@ -165,11 +165,7 @@ def _lines(path: str) -> Lines:
 
 
 def _table(
-    muons: Muons,
-    model_chunks: Sequence[Any],
-    config: MuonConfig,
-    stage: Stage,
-    group: Group | None,
+    muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: Stage, group: Group | None
 ) -> Table:
     """The rows of all stages: the first rank of each stage tells the others."""
 

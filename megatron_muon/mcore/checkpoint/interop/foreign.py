@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_muon.mcore.checkpoint.buffers import MOMENTUM, RECORD
-from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.config import MuonConfig, named
 
 StateDict = dict[Any, Any]
 
@@ -85,22 +85,19 @@ class Source:
         keys = [self._at[kind, weight] for kind in theirs if (kind, weight) in self._at]
         if keys:
             return keys[0]
-        there = sorted(kind for kind, name in self._at if name == weight)
+        there = ", ".join(sorted(kind for kind, name in self._at if name == weight))
+        way_out = (
+            "Each parameter must belong to the same optimizer as in that checkpoint: set "
+            f"{named('muon_include')} and {named('muon_exclude')} accordingly"
+        )
         if self._in_buckets and not there:
             way_out = (
-                "It keeps AdamW's state in flat buckets (dp_reshardable), which cannot be told "
-                "apart by weights: save it there with --dist-ckpt-optim-fully-reshardable, or load "
-                "the model alone (--no-load-optim)"
-            )
-        else:
-            way_out = (
-                "Each parameter must belong to the same optimizer as in that checkpoint: set "
-                "muon_include and muon_exclude accordingly (in Megatron-LM --muon-include and "
-                "--muon-exclude), or load the model alone (--no-load-optim)"
+                "AdamW's state is in flat buckets (dp_reshardable), which cannot be told apart by "
+                "weights: save it there with --dist-ckpt-optim-fully-reshardable"
             )
         raise ValueError(
             f"the checkpoint, of Megatron's own Muon, has no {theirs[0]} of {weight}, only: "
-            f"{', '.join(there) or 'nothing'}. {way_out}"
+            f"{there or 'nothing'}. {way_out}, or load the model alone (--no-load-optim)"
         )
 
 
@@ -154,10 +151,7 @@ def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDic
         groups.append({**adamw, **kept, "step": max(steps, default=0)})
     ours: StateDict = {
         "optimizer": {"param_groups": groups},
-        RECORD: {
-            "format": 1,
-            "settings": {**dataclasses.asdict(config), "momentum": _mu(states)},
-        },
+        RECORD: {"format": 1, "settings": {**dataclasses.asdict(config), "momentum": _mu(states)}},
     }
     scalers = [state["grad_scaler"] for state in states if state.get("grad_scaler")]
     return {**ours, **({"grad_scaler": scalers[0]} if scalers else {})}
