@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -64,6 +65,10 @@ class States:
         state = self._optimizer.state[shard]
         if not state:
             state[MOMENTUM_KEY] = torch.zeros_like(shard, dtype=torch.float32)
+
+    def load(self, load_state_dict: Callable[[Any], None], state_dict: Any) -> None:
+        """Load a state dict of Megatron's, whose tensors have sizes and no values yet."""
+        load_state_dict(state_dict)
 
 
 def of_halves(high: Tensor, remainder: Tensor) -> Tensor:

@@ -107,17 +107,6 @@ def test_the_wheel_has_the_patches_and_the_mark_of_types_and_no_tests(
     assert "megatron-muon = megatron_muon.__main__:main" in scripts
 
 
-def test_the_metadata_says_who_what_and_where(metadata: email.message.Message) -> None:
-    assert (metadata["Name"], metadata["Version"]) == ("megatron-muon", VERSION)
-    assert metadata["Author"] == "megatron_muon contributors"
-    assert metadata["Description-Content-Type"].startswith("text/markdown")
-    assert "Paper, https://arxiv.org/abs/2502.16982" in metadata.get_all("Project-URL", [])
-    classifiers = metadata.get_all("Classifier", [])
-    assert "Typing :: Typed" in classifiers and len(classifiers) > 5
-    assert metadata["Requires-Python"] == ">=3.10"
-    assert "Apache-2.0" in (metadata["License"] or metadata["License-Expression"])
-
-
 def test_pip_brings_a_megatron_core_only_where_it_is_asked_for(
     metadata: email.message.Message,
 ) -> None:

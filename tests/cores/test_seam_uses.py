@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import sys
 from functools import cache
 
@@ -123,7 +124,7 @@ def _is_known_attribute(owner: str, name: str, use: Use) -> bool:
 
 def _has(made: type, name: str) -> bool:
     own = [each for each in made.__mro__ if each.__module__.startswith("megatron.")]
-    return any(name in vars(each) for each in own) or rows.sets_attribute(made, name)
+    return any(name in vars(each) or f"self.{name}" in inspect.getsource(each) for each in own)
 
 
 @cache

@@ -81,30 +81,6 @@ def test_memory_over_topologies_is_the_plans() -> None:
             assert each[name]["state_bytes"] == pytest.approx(planned, rel=1e-4)
 
 
-def test_every_page_with_a_command_of_figures_is_in_the_list_of_claims() -> None:
-    claims = REPORT.partition("## Claims elsewhere")[2]
-    for page in sorted((ROOT / "docs").glob("*.md")):
-        modules = re.findall(r"python -m ((?:figures|support)[.\w]+)", page.read_text())
-        for module in modules:
-            of_scale = module.startswith("figures.scale.") and "`tests/figures/scale`" in claims
-            named = of_scale or module in claims or f"`{module.rpartition('.')[2]}`" in claims
-            assert named, f"{page.name}: {module}"
-            assert f"(../../docs/{page.name}" in claims, page.name
-    assert "../../docs/watching.md" in claims  # there are such pages
-
-
-def test_every_command_of_figures_in_a_document_is_in_the_report() -> None:
-    """All but those that look at the user's own files or environment."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    pages += (ROOT / "examples").glob("*/README.md")
-    named: set[str] = set()
-    for text in (page.read_text() for page in pages if page.parent != EVIDENCE):
-        named |= set(re.findall(r"\bpython (\w+\.py)", text))
-        named |= set(re.findall(r"\bmegatron-muon (bench [a-z-]+|[a-z]+)", text))
-    named -= {"doctor", "patch", "checkpoint"}
-    assert len(named) > 12 and [each for each in sorted(named) if each not in REPORT] == []
-
-
 def test_bytes_over_topologies_are_the_plans_and_state_is_near_it() -> None:
     for each in recorded("compare.json")["topologies"]:
         assert each["muon"]["exchange"] == each["predicted"]["exchange"]

@@ -53,10 +53,3 @@ def test_the_notebook_prints_what_it_has_printed() -> None:
         pairs = zip(_NUMBER.findall(old), _NUMBER.findall(new), strict=True)
         assert [pair for pair in pairs if apart(*pair)] == []
     assert any("all weights of all ranks are the same: True" in text for text in now)
-
-
-def test_a_changed_number_would_be_seen() -> None:
-    assert apart("3200", "3201") and apart("0.5", "0.52") and apart("1.195", "1.1")
-    assert not apart("0.0055", "0.0057") and not apart("1.195", "1.2")
-    assert words("rank 0  [ 0.1 -0.2]") == words("rank 1 [-0.11  0.2]")
-    assert words("True") != words("False")

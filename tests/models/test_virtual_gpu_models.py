@@ -53,23 +53,6 @@ def test_all_claims_hold_for_published_models(words: str, stages: list[int]) -> 
     assert any(report.sent for report in found.reports.values())
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run(tp=2, dp=2),
-        Run(tp=2, dp=2, overlap=False),
-        Run(dp=4, ep=2, experts=4),
-        Run(tp=2, dp=4, instances=2),
-        Run(tp=1, dp=1),
-    ],
-    ids=["dense", "no overlap", "experts", "two instances", "one rank"],
-)
-def test_all_claims_hold_where_every_rank_is_looked_at(run: Run) -> None:
-    found = verdict(run)
-    assert found.failed == {} and len(found.reports) == run.world
-    assert all(seen == size for seen, size in found.compared)
-
-
 # --- mutants: one rank, or all of them, broken on the way -----------------------------------------
 
 Patch = pytest.MonkeyPatch

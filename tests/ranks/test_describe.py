@@ -27,7 +27,6 @@ def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
     with redirect_stdout(printed):
         built = start(case, topology)
     shards_of: dict[str, set[int]] = {}  # Muon parameter -> shards of its bucket that hold some
-    elements = {}
     for buffer in built.ddp.buffers:
         for name, param in built.params.items():
             if param.dim() == 2 and "embedding" not in name and "output" not in name:
@@ -36,13 +35,11 @@ def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
                 size = bucket.grad_data.numel() // topology.dp
                 places = range(begin - bucket.offset, end - bucket.offset)
                 shards_of[name] = {place // size for place in places}
-                elements[name] = param.numel()
     cut = [name for name, shards in shards_of.items() if len(shards) > 1]
     return {
         "printed": printed.getvalue(),
         "buckets": sum(len(buffer.buckets) for buffer in built.ddp.buffers),
         "boundary": len(cut),
-        "bytes": 2 * sum(elements[name] for name in cut),  # they travel in bf16
         "parameters": len(shards_of),
         "first of its stage": built.tp_rank == built.dp_rank == 0,
     }
@@ -58,9 +55,8 @@ def test_each_stage_says_its_buckets_and_boundary_parameters_once(overlap: bool)
         assert len(lines) == int(rank["first of its stage"])
         assert len(of_stage) == (1 + overlap) * len(lines)
         for line in lines:
-            assert f"in {rank['parameters']} parameters" in line
-            assert f" {rank['buckets']} bucket(s), {rank['boundary']} boundary parameter(s)" in line
-            assert f"({rank['bytes'] / 1000:.3g} kB per TP rank)" in line
+            cut = f"{rank['parameters']} parameters, of which shards cut {rank['boundary']}; "
+            assert f"{cut}{rank['buckets']} bucket(s); " in line
     assert rank["boundary"] <= rank["buckets"] * (topology.dp - 1)
 
 
@@ -135,7 +131,7 @@ def test_the_share_of_all_and_of_activated_parameters_is_the_models(
     first, *others = run(_printed, topology.world_size, case, topology)
     (line,) = [x for x in first.splitlines() if "Muon has" in x]
     assert f"Muon has {muon / total:.1%} of the model's {total / 1000:.3g} k" in line
-    assert f"and {active_muon / active:.1%} of the {active / 1000:.3g} k" in line
+    assert (f"and {active_muon / active:.1%} of the {active / 1000:.3g} k" in line) == case.moe
     assert ("projections are one matrix each, not split" in line) == bool(case.mla)
     assert not any("Muon has" in other for other in others)
     assert "warning" not in first
@@ -224,17 +220,6 @@ def test_a_log_says_once_on_rank_0_that_the_plugin_is_active() -> None:
     line = f"[megatron_muon] megatron-muon {megatron_muon.__version__} is active: Distributed Muon"
     core = f"over the DistributedOptimizer of megatron-core {megatron.core.__version__}"
     assert first == (f"{line} {core}", "") and other == ("", "")
-
-
-def test_the_start_line_says_which_bytes_are_the_mean_and_which_the_busiest_ranks() -> None:
-    """A matrix whose home has 75 of its 100 elements: 25 come, in a message of 32 with a flag, and
-    25 go back: 64 B and 50 B."""
-    matrices, blocks = whole_matrix("a", (10, 10), 0, 1)
-    held = [Parameter("a", (10, 10), 0, Span(0, 400), Span(25, 125), 0, matrices, blocks)]
-    plan = make_plan(held, RankGrid((((0, 1, 2, 3),),)), Numerics(MuonConfig()))
-    assert plan.sent_bytes() == [50, 64, 0, 0]
-    line = start_line(plan, stage=0, experts=False, buckets=[1])
-    assert "the exchange sends 28.5 B a step on the mean rank and 64 B on the busiest rank" in line
 
 
 def test_the_busiest_rank_is_that_of_all_of_the_stages_optimizers() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from megatron_muon.settings.coefficients import NsDtype
+
 GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
 _WHOLE = ("processors", "GPUs")  # units that are counted
 
@@ -28,6 +30,7 @@ class Hardware:
     dense_tflops: float = _in("10^12 flop/s")  # peak of dense products in 16 bits
     fp32_tflops: float = _in("10^12 flop/s")  # peak in fp32 without TF32
     gemm_efficiency: float = _in("share")  # of the peak, by a large product
+    fp16_ratio: float = _in("share")  # speed of a product in fp16 over one in bf16
     processors: int = _in("processors")  # tiles worked on at once; products take whole waves
     split_efficiency: float = _in("share")  # further one where a product is cut along its inner dim
     split_us: float = _in("us")  # that such a cut adds
@@ -86,6 +89,11 @@ class Hardware:
             f"{name} {getattr(self, name):g} {unit} ({sources.get(name, 'no source')})"
             for name, unit in CONSTANTS.items()
         ]
+
+    def product_rate(self, dtype: NsDtype) -> float:
+        """Flop/s of a large product."""
+        tera = self.fp32_tflops if dtype == "fp32" else self.dense_tflops
+        return tera * TERA * self.gemm_efficiency * (self.fp16_ratio if dtype == "fp16" else 1.0)
 
     @property
     def memory(self) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_muon.lab.pricing.hardware import MICRO, TERA, Hardware
+from megatron_muon.lab.pricing.hardware import MICRO, Hardware
 from megatron_muon.orthogonalize.iteration import (
     fits_kernel,
     gathers_of_rows,
@@ -22,6 +22,7 @@ from megatron_muon.orthogonalize.iteration import (
     takes_gram,
 )
 from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.settings.coefficients import NsDtype
 
 _FP32 = 4  # bytes
 # Rows, columns and share of ``gemm_efficiency`` of the tiles that a product may take. They are an
@@ -80,15 +81,15 @@ def foreach(
 
 @lru_cache(65536)
 def product(
-    hardware: Hardware, rows: int, cols: int, inner: int, batch: int = 1, itemsize: int = 2
+    hardware: Hardware, rows: int, cols: int, inner: int, batch: int = 1, dtype: NsDtype = "bf16"
 ) -> Cost:
     """The cost of a product ``(batch, rows, inner) @ (batch, inner, cols)``, one launch.
 
     It takes whole waves of the tiles that are fastest for it. Where they do not fill the device, it
     may be cut along its inner dim. Reading its operands and writing its result is a lower bound.
     """
-    tera = hardware.fp32_tflops if itemsize == _FP32 else hardware.dense_tflops
-    rate = tera * TERA * hardware.gemm_efficiency
+    itemsize = _FP32 if dtype == "fp32" else 2
+    rate = hardware.product_rate(dtype)
     flops = 2 * batch * rows * cols * inner
     best = math.inf
     for tile_rows, tile_cols, share in TILES:
@@ -134,7 +135,7 @@ def newton_schulz(
     """
     cost = _normalisation(hardware, batch * rows * cols, numerics)
     if not numerics.on_gpu:
-        rate = hardware.dense_tflops * TERA * hardware.gemm_efficiency
+        rate = hardware.product_rate("bf16")
         flops = ns_flops(rows, cols, numerics)
         return cost + Cost(batch * flops / rate, batch * 3 * len(numerics.steps))
     work = _Products(hardware, min(rows, cols), max(rows, cols), batch, numerics)
@@ -318,7 +319,7 @@ class _Products:
         return has and self.short >= _SYMMETRIC_ROWS and fits_kernel(self.short, inner)
 
     def _product(self, rows: int, cols: int, inner: int) -> Cost:
-        return product(self.hardware, rows, cols, inner, self.batch, self.numerics.itemsize)
+        return product(self.hardware, rows, cols, inner, self.batch, self.numerics.dtype)
 
     def _copy(self, elements: int) -> Cost:
         """The cost of the linear term's copy, over which ``addmm`` writes its result."""

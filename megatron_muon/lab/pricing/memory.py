@@ -46,7 +46,7 @@ def at_rest(
             part = held.on_host if host else 1 - held.on_host
             adamws = elements[rank] - muons
             main += int(part * (muons * held.main + adamws * wide)) * one.has_main
-            momentum += int(part * muons * held.first)
+            momentum += int(part * muons * held.momentum)
             moments += int(part * adamws * both)
         whole = [
             sum(each) * (not host)
@@ -146,7 +146,7 @@ def _of_round(
             back=back[rank],
             scratch=scratches[rank],
             momentum=scratch.of_momentum((kept + sent[rank]) // plan.itemsize, numerics)
-            + work.held[rank] * _FP32 * (held.first < _FP32),
+            + work.held[rank] * _FP32 * (held.momentum < _FP32),
             update=scratch.of_update(work.held[rank], numerics)
             + work.held[rank] * _FP32 * (held.main < _FP32),
         )

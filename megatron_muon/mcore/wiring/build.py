@@ -202,6 +202,8 @@ def _completed(
     if stage.speaks and stage.device.type != "cpu":
         by = said_of_elementwise(stage.device, numerics)
         lines.append(f"{describe.PREFIX} momentum, norm and update: {by}")
+    if stage.speaks and stage.pipeline_rank == 0 and dist.get_world_size(stage.group) > 1:
+        lines += describe.homes_lines(config)
     share_loss_scale(parts)
     for (_, before), (part, _) in itertools.pairwise(muons):
         before.start_next = start_of(part, orthogonalizes=process_groups.has_experts(part))
@@ -375,6 +377,13 @@ def _states_of(dist_opt: Any) -> Any:
 
 def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
     dist_opt.muon = muon
+    if muon.config.momentum_dtype == "int8":
+        from megatron_muon.runtime.exchange.blocks import InBlocks
+
+        place = dist_opt._get_model_param_range_map
+        owned = [pair for pair in owned_shards(dist_opt) if muon.owns(pair[1])]
+        firsts = {id(shard): place(param)["param"].start for param, shard in owned}
+        dist_opt.states = InBlocks(dist_opt.optimizer, firsts)
     dist_opt.init_state_fn = init_state_of(dist_opt.init_state_fn, dist_opt.states, muon)
     dist_opt.optimizer.muon, dist_opt.optimizer.states = muon, dist_opt.states
     adam: type[torch.optim.Optimizer] = type(dist_opt.optimizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import pytest
@@ -101,17 +100,6 @@ def test_a_constant_that_was_measured_explains_the_phase(expected: predicted.Pre
     assert corrections(wrong([alone, *part])) == {"gemm_efficiency": 0.3}
 
 
-@pytest.mark.parametrize(
-    ("reached", "constant", "value"),
-    [(500.0, "gemm_efficiency", 0.5), (1440.0, "dense_tflops", 2000.0)],
-)
-def test_more_than_the_peak_corrects_the_peak(reached: float, constant: str, value: float) -> None:
-    figure = speeds.share(
-        "p", "TFLOP/s", reached, 1000.0, 0.72, ("gemm_efficiency", "dense_tflops")
-    )
-    assert (figure.constant, figure.value) == (constant, value)
-
-
 def test_a_time_that_no_value_gives_has_no_value() -> None:
     assert predicted.solved(H100, "launch_us", lambda one: one.launch_us + 10, 5.0) is None
     share = "gemm_efficiency"  # at most 1
@@ -141,9 +129,3 @@ def test_memory_and_launches_that_are_not_as_predicted_are_named(
     assert "virtual_gpu/device/launches.py" in report_of(cost.launches(expected, [few, few]))
     none = as_predicted_on(expected, H100, launched={})
     assert cost.launches(expected, [none, none]) == []
-
-
-def test_a_figure_is_read_as_it_was_written() -> None:
-    figure = Figure("a", "ms", 1.0, float("nan"), constant="launch_us")
-    read = Figure(**json.loads(figure.as_json()))
-    assert read.measured is None and (read.name, read.predicted) == ("a", 1.0)

@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 
-import megatron_muon
 from megatron_muon import MuonConfig
 from megatron_muon.lab.bench.step.flags import ROWS
 from megatron_muon.lab.bench.step.measure import Measured
 from megatron_muon.lab.bench.step.meter import Times
-from megatron_muon.lab.bench.step.rows import Gathers
 from megatron_muon.lab.commands import main
 from megatron_muon.lab.trace.rank_trace import RankTrace
 from support.benching import OURS, SMALL, command, model_and_ranks
-from support.installed import NAME
 
 
 @pytest.fixture(scope="module")
@@ -60,21 +57,6 @@ def test_json_has_the_schema(printed: tuple[dict[str, Any], str, Path]) -> None:
         assert all(0 < peak for peak in row["peak_bytes"])
 
 
-def test_json_says_what_was_measured_on_what(
-    printed: tuple[dict[str, Any], str, Path],
-) -> None:
-    run = printed[0]["run"]
-    assert run["arguments"][:4] == ["--tp", "1", "--dp", "2"]
-    assert run["model"] == {
-        **{"hidden_size": 64, "num_layers": 1, "num_attention_heads": 4, "ffn_hidden_size": 256},
-        **{"padded_vocab_size": 512, "seq_length": 16},
-    }
-    assert (run["ranks"], run["backend"]) == (2, "gloo")
-    assert run["threads"] == max(1, run["cores"] // 2)
-    versions = {"megatron-core": NAME, "megatron_muon": megatron_muon.__version__}
-    assert versions.items() <= run["versions"].items() and run["versions"]["torch"]
-
-
 def test_rounds_of_the_exchange_are_in_json_and_in_the_start_line(
     printed: tuple[dict[str, Any], str, Path],
 ) -> None:
@@ -86,21 +68,7 @@ def test_rounds_of_the_exchange_are_in_json_and_in_the_start_line(
     assert (rounds["muon-contiguous-none"], rounds["muon-contiguous-naive"]) == (1, parameters)
     for name in ("muon-contiguous", "muon-contiguous-naive"):
         (line,) = [x for x in text.splitlines() if x.startswith(f"{name}: [megatron_muon]")]
-        assert f", in {rounds[name]} round(s); " in line
-
-
-def test_a_table_and_the_parts_are_there(
-    printed: tuple[dict[str, Any], str, Path],
-) -> None:
-    report, text, _ = printed
-    for row in report["rows"]:
-        assert f"\n{row['name']} " in text and f"{row['name']}: parts of the step" in text
-    alike = [*OURS, *(f"muon-contiguous-{one}" for one in ("none", "naive"))]
-    alike += ["muon-bucketed-late", "muon-bucketed-early"]
-    assert f"weights after a step of {', '.join(alike)}: the same, bit by bit" in text
-    auto = "muon-contiguous-auto, muon-bucketed-auto"
-    assert f"weights after a step of {auto}: the same, bit by bit" in text
-    assert "2 rounds; at least 7 are needed to compare" in text
+        assert f" in {rounds[name]} round(s); " in line
 
 
 def test_the_trace_of_every_row_has_a_lane_for_what_the_row_does(
@@ -117,24 +85,6 @@ def test_the_trace_of_every_row_has_a_lane_for_what_the_row_does(
             assert gathers <= shown and not work & shown
         elif not name.startswith("upstream"):
             assert work <= shown and {"send muon/gather", "recv muon/scatter"} & shown
-
-
-def test_rows_with_the_overlap_gather_the_same_and_wait_for_it(
-    printed: tuple[dict[str, Any], str, Path],
-) -> None:
-    """``late`` starts nothing within the step; both end once all is there.
-
-    That ``early`` does is ``test_early_gather``'s claim: gloo may take its gathers up late.
-    """
-    rows = {row["name"]: row for row in printed[0]["rows"]}
-    for name in ("muon-bucketed-late", "muon-bucketed-early"):
-        assert rows[name]["sent_bytes"] == rows["muon-bucketed"]["sent_bytes"]
-        trace = RankTrace(printed[2] / name / "rank0.json.gz")
-        assert trace.optimizer is not None
-        (_, end), ((_, last),) = trace.optimizer.edges(), trace.steps
-        gathers = [one for one in trace.calls if one.place == "params/gather"]
-        assert gathers and all(one.stop <= last for one in gathers)
-        assert name.endswith("early") or all(end <= one.start for one in gathers)
 
 
 def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, arguments: str = "") -> int:
@@ -222,32 +172,6 @@ def test_flags_of_the_model_and_its_buckets_are_read() -> None:
     assert (flags.swiglu, flags.num_experts, flags.bf16) == (True, 4, True)
     flags = model_and_ranks("--ddp-bucket-size 9 --tensor-model-parallel-size 1 --num-layers 3")
     assert (flags.ddp_bucket_size, flags.world_size, flags.num_layers) == (9, 2, 3)
-
-
-def test_contiguous_rows_are_laid_out_as_a_run_has_them() -> None:
-    """In order from core 0.18 on, and only they."""
-    from megatron_muon.lab.bench.step.rows import rows
-    from support.installed import VERSION
-
-    names = ["adamw", *OURS, "muon-contiguous-auto", "muon-bucketed-auto"]
-    aligned = {
-        row.name: row.config.align_shards for row in rows(MuonConfig(), names, ["none", "naive"])
-    }
-    contiguous = {name for name in aligned if name.startswith("muon-contiguous")}
-    assert len(contiguous) == 4
-    assert {name for name, is_so in aligned.items() if is_so} == (
-        contiguous if VERSION >= (0, 18) else set()
-    )
-
-
-def test_a_variant_asked_for_twice_is_one_row() -> None:
-    from megatron_muon.lab.bench.step.rows import rows
-
-    gathers: list[Gathers] = ["early", "late", "early"]
-    chosen = rows(MuonConfig(), ["adamw"], ["none", "none"], gathers)
-    added = ["muon-contiguous-none", "muon-bucketed-early", "muon-bucketed-late"]
-    assert [row.name for row in chosen] == ["adamw", *added]
-    assert [row.config.early_param_gather for row in chosen[-2:]] == ["on", "off"]
 
 
 def test_a_row_is_made_only_where_it_is_asked_for_and_those_on_auto_come_last() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_muon.lab.bench.step.meter import StepTimers, count, launched, peak_bytes
+from megatron_muon.lab.bench.step.meter import StepTimers, count, peak_bytes
 from support.ranks import run
 
 
@@ -75,38 +73,3 @@ def test_the_peak_is_what_is_there_at_once() -> None:
 
     # what the operators themselves need for a moment is small
     assert 0 <= peak_bytes(torch.device("cpu"), step) - 3 * (4 << 20) < 1 << 16
-
-
-class _Event:
-    def __init__(self, name: str, device: Any, annotation: bool = False) -> None:
-        self._name, self._device, self._annotation = name, device, annotation
-
-    def name(self) -> str:
-        return self._name
-
-    def device_type(self) -> Any:
-        return self._device
-
-    def is_user_annotation(self) -> bool:
-        return self._annotation
-
-
-def test_launches_are_a_profilers_kernels_and_copies() -> None:
-    from torch.autograd import DeviceType
-
-    events = [
-        _Event("aten::mm", DeviceType.CPU),
-        _Event("ampere_bf16_gemm", DeviceType.CUDA),
-        _Event("ncclDevKernel_SendRecv", DeviceType.CUDA),
-        _Event("Memcpy DtoD (Device -> Device)", DeviceType.CUDA),
-        _Event("Memset (Device)", DeviceType.CUDA),
-        _Event("muon/gather", DeviceType.CUDA, annotation=True),
-    ]
-
-    class Profiler:
-        class kineto_results:
-            @staticmethod
-            def events() -> list[_Event]:
-                return events
-
-    assert launched(Profiler) == {"kernels": 2, "copies": 1, "memsets": 1}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_muon.lab.bench import newton_schulz, peers
+from megatron_muon.lab.bench import peers
 from megatron_muon.lab.bench.newton_schulz import Ceiling
 from megatron_muon.lab.commands import main
 from megatron_muon.orthogonalize.matmul import numerics_on, products_on
@@ -38,8 +38,8 @@ def test_the_bench_prints_times_and_flops(
     assert rows["gram"]["flops"] < rows["standard"]["flops"]
     said = capsys.readouterr().out
     assert "emerging_optimizers has no row: Invalid coefficient type: simple\n" in said
-    assert "| 16x64 | standard | " in said and "symmetric products: torch, in panels" in said
-    assert "| Gflop/s | of ceiling |" in said
+    assert "\n16x64\nrow " in said and "symmetric products: torch, in panels" in said
+    assert "Gflop/s  of ceiling\nstandard " in said
     top = rows[json.loads(file.read_text())["ceiling"]]
     assert (top["flops"], top["ratio"], top["of_ceiling"]) == (2 * 1024**3, None, 1.0)
     assert 0 < rows["standard"]["of_ceiling"] < 1  # far too small to be at it
@@ -48,17 +48,7 @@ def test_the_bench_prints_times_and_flops(
     batch = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
     assert batch["gram, at once"]["flops"] == batch["gram"]["flops"] == 3 * rows["gram"]["flops"]
     assert "torch.optim.Muon, at once" not in batch  # it takes no batches
-    assert "| 16x64 | standard, at once | " in capsys.readouterr().out
-
-
-def test_of_ceiling_is_the_median_of_the_rounds_rates() -> None:
-    times = {"standard": [2.0, 4.0, 8.0], "gram": [1.0, 4.0, 2.0], "matmul": [3.0, 1.0, 2.0]}
-    flops: dict[str, int | None] = {"standard": 100, "gram": None, "matmul": 200}
-    standard, gram, matmul = newton_schulz._rows(times, flops, "matmul")
-    # 100 / 2 of 200 / 3, 100 / 4 of 200 / 1, 100 / 8 of 200 / 2
-    assert standard["of_ceiling"] == pytest.approx(1 / 8) and gram["of_ceiling"] is None
-    assert (standard["ratio"], gram["ratio"], matmul["ratio"]) == (1.0, 2.0, None)
-    assert matmul["of_ceiling"] == 1.0
+    assert "\nstandard, at once " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", get_args(NsDtype))

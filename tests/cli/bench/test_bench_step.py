@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from megatron_muon.lab.bench.step.measure import Measured, StepJob, checksums_ag
 from megatron_muon.lab.bench.step.meter import StepTimers
 from megatron_muon.lab.bench.step.rows import rows
 from support.benching import OURS, model_and_ranks
-from support.installed import VERSION
 from support.ranks import run
 
 MOE = "--num-experts 4 --moe-ffn-hidden-size 40"
@@ -74,27 +72,3 @@ def test_all_rows_reduce_and_gather_the_same_bytes(by_rank: list[dict[str, Any]]
         for kind, item in (("grad_reduce", 4), ("param_gather", 2)):
             sent = [cost[kind] for cost in costs]
             assert 0 <= max(sent) - min(sent) <= 20 * 128 * item * len(by_rank)
-
-
-def test_state_is_what_adamw_keeps_and_less(by_rank: list[dict[str, Any]]) -> None:
-    totals = {
-        name: sum(rank["rows"][name].state_bytes for rank in by_rank) for name in ("adamw", *OURS)
-    }
-    elements = sum(m.numel for plan in by_rank[0]["plans"] for m in plan.matrices)
-    assert {totals["adamw"] - totals[name] for name in OURS} == {4 * elements}
-
-
-def _planned_bytes(aligned: bool) -> list[int]:
-    """On a rank: what all ranks together send in muon-contiguous, by the plan of each part."""
-    flags = model_and_ranks("--tp 1 --dp 3 --hidden 96")
-    (row, *_) = rows(MuonConfig(homes="local"), ["muon-contiguous"])
-    row = replace(row, config=replace(row.config, align_shards=aligned and row.config.align_shards))
-    measure(StepJob(flags, (), 0))  # Megatron's groups
-    built = build(row, flags, StepTimers(torch.device("cpu")))
-    return [sum(part.muon.plan.sent_bytes()) for part in built.optimizer.chained_optimizers]
-
-
-@pytest.mark.skipif(VERSION < (0, 18), reason="Megatron takes no layout before core 0.18")
-def test_the_contiguous_row_is_in_the_order_in_which_shards_cut_little() -> None:
-    ordered, stock = (run(_planned_bytes, 3, aligned)[0] for aligned in (True, False))
-    assert sum(ordered) < sum(stock)

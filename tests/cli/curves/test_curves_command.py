@@ -38,13 +38,6 @@ def test_a_run_that_needs_half_the_steps(
     assert last["ratio"] == pytest.approx(1.0)
 
 
-def test_a_name_is_the_files_where_none_is_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["curves", run_of(tmp_path, "a", 2.0), run_of(tmp_path, "b", 1.0)]) == 0
-    assert "S, a" in capsys.readouterr().out
-
-
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "curves.png"
     runs = [run_of(tmp_path, "a", 2.0), run_of(tmp_path, "b", 1.0)]

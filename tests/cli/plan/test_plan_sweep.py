@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_muon.lab.commands import main
-from megatron_muon.lab.plan import variants
-from megatron_muon.lab.plan.command import DEVICES, command_line
-from megatron_muon.lab.plan.run import plan_run
-from megatron_muon.lab.pricing.presets import H100
 from support.models.model_flags import TINY as TINY_WORDS
 
 TINY = " ".join(TINY_WORDS)
@@ -55,15 +49,6 @@ def test_any_flag_can_be_swept(tmp_path: Path) -> None:
     assert sent[1] == 2 * sent[0] > 0
 
 
-def test_flags_are_parsed_before_megatron_is_imported() -> None:
-    """Where there is no GPU, the runtime for CPUs must come first."""
-    code = "import sys, megatron_muon.lab.plan.command; print('megatron.core' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == "False\n"
-
-
 def test_batches_change_the_share_and_not_the_step(tmp_path: Path) -> None:
     words = "--world-size 2 --seq-length 32 --sweep batch=8,16"
     small, large = written(words, tmp_path / "sweep.json")["points"]
@@ -87,25 +72,6 @@ def test_a_gain_is_the_difference_of_two_plans(
         assert changes[words]["gain"] == pytest.approx((plain - seconds) / plain)
     seconds = [one["seconds"] for one in explained["changes"]]
     assert seconds == sorted(seconds)
-
-
-def test_changes_leave_out_what_the_run_has() -> None:
-    words = (
-        f"{TINY} --world-size 4 --muon-dp-layout bucketed --muon-homes local "
-        "--muon-split-matrices off --muon-round-mib 64 --products kernel"
-    )
-    line = command_line(words.split())
-    plan = plan_run(line, H100, DEVICES[line.given.products], ["bucketed"])
-    names = [change.name for change in variants.changes(plan)]
-    assert names == [
-        "--muon-dp-layout contiguous",
-        "--muon-ns-iteration standard",
-        "--muon-split-matrices auto",
-        "--muon-homes balanced",
-        "--muon-round-mib 128",
-        "--muon-round-mib 32",
-        f"{TP} 2",
-    ]
 
 
 @pytest.mark.parametrize(

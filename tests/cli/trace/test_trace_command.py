@@ -50,19 +50,6 @@ def test_a_report_of_a_real_pair_tells_our_exchange_from_megatrons_reduction(
     assert sum(line.startswith("rank ") for line in lines) == 4
 
 
-def test_ratios_are_to_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, stop in (("a", 100), ("b", 150), ("c", 0)):
-        (tmp_path / name).mkdir()
-        write(tmp_path / name / "rank0.json", [STEP, event("aten::mm", 0, stop)])
-    words = [str(tmp_path / name) for name in "abc"]
-    text = _reported(*words, "--json", str(tmp_path / "x.json"), capsys=capsys)
-    (line,) = [line for line in text.splitlines() if line.startswith("compute  ")]
-    assert line.split() == ["compute", "0.1", "0.15", "(1.50)", "0", "(0.00)"]
-    ratios = json.loads((tmp_path / "x.json").read_text())["ratios"]
-    assert [round(ratio["compute"], 9) for ratio in ratios] == [1.5, 0]
-    assert ratios[0]["communication"] is None  # nothing over nothing
-
-
 def test_no_escape_sequence_of_a_file_or_its_name_reaches_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

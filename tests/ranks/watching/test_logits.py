@@ -23,7 +23,6 @@ pytestmark = pytest.mark.skipif(
     VERSION < (0, 13),
     reason="the model is built with vp_stage; test_pretrain_watch.py has core 0.12",
 )
-_HAS_QK_CLIP = pytest.mark.skipif(VERSION < (0, 16), reason="--qk-clip is since core 0.16")
 MUON = replace(MODEL, steps=2, optimizer="muon")
 
 
@@ -63,20 +62,6 @@ def _keep(core: Any) -> None:
 def _logged(path: Path) -> dict[str, float]:
     _, step = records(path)
     return {row: numbers["max_logit"] for row, numbers in step["logits"].items()}
-
-
-def _start_line(path: str, megatrons: bool) -> None:
-    """A run that clips by the plugin's flag, or by Megatron's settings."""
-    own = () if megatrons else (("qk_clip", 50.0),)
-    settings = (*own, ("log_interval", 1), ("log_file", path))
-    train(replace(MUON, qk_clip=(70.0, 0.5) if megatrons else None, muon=settings), Topology())
-
-
-@pytest.mark.parametrize("megatrons", [False, pytest.param(True, marks=_HAS_QK_CLIP)])
-def test_the_first_line_has_the_threshold_of_the_runs_clip(tmp_path: Path, megatrons: bool) -> None:
-    path = tmp_path / "lines.jsonl"
-    run(_start_line, 1, str(path), megatrons)
-    assert records(path)[0]["logit_threshold"] == (70.0 if megatrons else 50.0)
 
 
 def test_logits_are_those_of_one_process(tmp_path: Path) -> None:

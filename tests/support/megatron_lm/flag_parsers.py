@@ -85,6 +85,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "preset": (["--muon-preset", "fast"], {"preset": "fast"}),
     "iteration": (["--muon-ns-iteration", "auto"], {"ns_iteration": "auto"}),
     "batch": (["--muon-ns-batch", "4"], {"ns_batch": 4}),
+    "momentum-dtype": (["--muon-momentum-dtype", "int8"], {"momentum_dtype": "int8"}),
     "elementwise": (["--muon-elementwise", "foreach"], {"elementwise": "foreach"}),
     "fp16": (["--muon-ns-dtype", "fp16"], {"ns_dtype": "fp16"}),
     "medium": (["--muon-fp32-matmul-prec", "medium"], {"ns_dtype": "bf16"}),

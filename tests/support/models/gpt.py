@@ -296,6 +296,8 @@ def _state(dist: Any, shard: Tensor, case: Case) -> dict[str, Tensor]:
     state = {k: v for k, v in dist.optimizer.state[shard].items() if torch.is_tensor(v)}
     if case.narrow is not None and ON_HOST not in case.narrow:
         return {k: dist.optimizer.get_unscaled_state(shard, k) for k in state}
+    if dict(case.muon).get("momentum_dtype") == "int8":
+        return {key: dist.states.get(shard, key) for key in state}
     return state
 
 
@@ -352,3 +354,14 @@ def check(case: Case, topology: Topology) -> Whole:
         assert result["main"].keys() - result["exp_avg_sq"].keys() == muon_weights(case)
     assert differences(truth(case), result) == []
     return result
+
+
+def runs_of(table: dict[str, tuple[Case, list[Topology], list[Topology]]]) -> list[Any]:
+    """Parameters ``(case, topology)``: of each name a case, its topologies, and those that are
+    slow."""
+    return [
+        pytest.param(case, topology, id=f"{name}-{topology}", marks=[pytest.mark.slow] * is_slow)
+        for name, (case, fast, slow) in table.items()
+        for is_slow, topologies in enumerate((fast, slow))
+        for topology in topologies
+    ]

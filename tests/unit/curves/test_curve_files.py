@@ -91,16 +91,12 @@ def test_tensorboards_files_and_a_resumed_run(tmp_path: Path) -> None:
     ("name", "kind"),
     [
         ("lm loss", "train"),
-        ("lm loss validation", "validation"),
         ("loss/val", "validation"),
         ("eval/loss", "validation"),
         ("train_loss", "train"),
         ("out-of-distribution loss", "other"),
         ("lm loss validation ppl", None),
-        ("lm loss vs samples", None),
-        ("loss-scale", None),
         ("load_balancing_loss", None),
-        ("learning-rate", None),
     ],
 )
 def test_a_losss_name_tells_its_kind(name: str, kind: str | None) -> None:
@@ -111,16 +107,12 @@ def test_a_losss_name_tells_its_kind(name: str, kind: str | None) -> None:
     ("text", "says"),
     [
         ("", "no loss is in it"),
-        ("hello\nworld\n", "no loss is in it"),
         (LOG[: LOG.index("some")].replace("1.083210E+01", "1.2.3"), "no loss is in it"),
         ('{"iteration": 1, "lm loss": 2.0}\n{"iteration": 2,\n', "it cannot be read: Expecting"),
         ('{"iteration": 1, "lm loss": 2.0}\n[]\n', "line 2 is no object"),
         ('{"curve": {"train": [[1]]}}', r"curve 'train' has a point '\[1\]'"),
-        ("[" * 100_000, "no loss is in it"),
         ('{"a": ' + "[" * 100_000, "it cannot be read"),
-        (f'{{"step": {"9" * 9999}}}', "it cannot be read"),
         ('{"iteration": 1, "lr": 2.0}\n', "no loss is in it .'lr'.*--tag KIND=NAME"),
-        ('{"iteration": 1, "lm loss": NaN}\n', "no loss is in it .'lm loss'"),
         ('step,loss\n1,"' + "x" * 200_000, "it cannot be read: field larger"),
     ],
 )

@@ -18,7 +18,6 @@ from megatron_muon.lab.curves.lead import (
     curve,
     envelope,
     leads,
-    smooth,
     step_of,
 )
 
@@ -46,13 +45,6 @@ def test_a_run_that_needs_half_the_steps_leads_by_one_all_along() -> None:
     for lead in led:
         assert lead.reached[0] == pytest.approx(lead.step / 2, rel=1e-9)
         assert lead.ratio == pytest.approx(1.0, rel=1e-9)
-
-
-def test_the_same_run_leads_by_nothing_and_a_slower_one_by_less() -> None:
-    assert [lead.ratio for lead in leads([power_law(2.0)], [power_law(2.0)], 0.0)] == [0.0] * 10
-    slower = leads([power_law(1.0)], [power_law(2.0)], 0.0)
-    assert [lead.ratio for lead in slower[:5]] == pytest.approx([-0.5] * 5, rel=1e-9)
-    assert [lead.ratio for lead in slower[5:]] == [None] * 5  # 2 x 600 steps are not there
 
 
 def test_the_band_is_that_of_all_pairs_of_seeds() -> None:
@@ -109,13 +101,6 @@ def test_the_step_of_a_loss_has_that_loss(falls: list[float], share: float) -> N
     loss = float(np.interp(step, falling.steps, falling.losses))
     assert step_of(falling, loss) == pytest.approx(step, abs=1e-6)
     assert step_of(falling, falling.losses[-1] - 1e-6) is None
-
-
-def test_blocks_stand_at_the_mean_of_their_steps() -> None:
-    points = along([float(step) for step in range(1, 104)])
-    assert smooth(points, 0.0).losses.tolist() == points.losses.tolist()
-    blocks = smooth(points, 0.1)
-    assert (blocks.steps[0], blocks.losses[0], blocks.steps[-1]) == (5.5, 5.5, 102)
 
 
 def test_a_resumed_runs_later_losses_win_and_what_is_not_finite_is_counted() -> None:

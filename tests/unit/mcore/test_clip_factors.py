@@ -1,15 +1,12 @@
-"""The rows and factors of QK-Clip."""
+"""The factors of QK-Clip."""
 
 from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
-from megatron_muon.mcore.qk_clip.factors import HeadRows, eta_of
-
-GATED = HeadRows(2, (("q", 4), ("gate", 4), ("k", 2), ("v", 2)))
+from megatron_muon.mcore.qk_clip.factors import eta_of
 
 
 def test_a_head_of_negative_or_unusable_logits_is_left_as_it_is() -> None:
@@ -22,14 +19,3 @@ def test_a_head_of_negative_or_unusable_logits_is_left_as_it_is() -> None:
         1,
         0.25,
     ]
-
-
-def test_tp_ranks_have_equal_ranges_of_rows() -> None:
-    assert [str(GATED.local(rank, 4)) for rank in range(4)] == [
-        "[0, 6)",
-        "[6, 12)",
-        "[12, 18)",
-        "[18, 24)",
-    ]
-    with pytest.raises(ValueError, match="24 rows are not 5 equal ranges"):
-        GATED.local(0, 5)

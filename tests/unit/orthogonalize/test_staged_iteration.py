@@ -19,11 +19,7 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.config import MuonConfig
 
 SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7), (7, 1), (130, 520)]
-LAYOUTS: list[dict[str, int]] = [
-    *({}, {"column_parts": 2}, {"column_parts": 2, "column_blocks": 3}),
-]
 FP32 = MuonConfig(ns_dtype="fp32")
-ONE = torch.ones(1, dtype=torch.bool)
 # fp32's unit roundoff, 2^-24, through five steps: see test_newton_schulz.test_fp32_equals_float64.
 BOUND = 486 * 2.0**-24
 

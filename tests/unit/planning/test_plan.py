@@ -26,8 +26,10 @@ from megatron_muon.planning.layout import (
     whole_matrix,
 )
 from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.planning.rounds.table import round_tables
 from megatron_muon.planning.sections import Rows, repeated, sectioned
 from megatron_muon.settings.config import MuonConfig
+from support.virtual_gpu.plans import small_plan
 
 KINDS = (
     *("rows", "columns", "replicated", "gated", "qkv", "one group", "batch", "transposed batch"),
@@ -299,3 +301,14 @@ def test_a_plan_for_1024_ranks_takes_two_seconds_at_most(homes: str) -> None:
     plan.for_rank(1023)
     fingerprint(description(parameters, Numerics(config)))
     assert time.process_time() - start <= 2.0
+
+
+def test_a_tables_size_does_not_follow_the_stages() -> None:
+    """At 64 DP ranks a rank's lists are as long as what it has and whom it shares it with."""
+    plan = small_plan(MuonConfig(), tp=1, dp=64)
+    for rank in range(plan.size):
+        for table in round_tables(plan.for_rank(rank), plan.matrices):
+            shared = {r for r, _ in (*table.sent_to, *table.directions_to, *table.received_from)}
+            own = len(table.matrices) + len(table.staged_sizes)
+            assert len(table.sent_to) + len(table.received_from) <= own
+            assert len(shared) <= own

@@ -4,29 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_muon.planning.layout import Block, Span
 from megatron_muon.planning.sections import Rows, repeated, sectioned
-
-
-def test_query_groups_are_gathered_into_q_k_and_v() -> None:
-    """Rows of two groups (q q k v | q q k v) on each of two TP ranks."""
-    groups = repeated(4, (("q", 2), ("k", 1), ("v", 1)))
-    matrices, blocks = sectioned("qkv", (8, 1), 0, 2, groups)
-    assert [(m.name, m.rows, m.cols) for m in matrices] == [
-        ("qkv[q]", 8, 1),
-        ("qkv[k]", 4, 1),
-        ("qkv[v]", 4, 1),
-    ]
-    rows = {
-        (block.matrix, block.matrix_row + i): (tp_rank, block.rows.start + i)
-        for tp_rank, local in enumerate(blocks)
-        for block in local
-        for i in range(block.rows.size)
-    }
-    q = [rows[0, i] for i in range(8)]
-    assert q == [(0, 0), (0, 1), (0, 4), (0, 5), (1, 0), (1, 1), (1, 4), (1, 5)]
-    assert [rows[1, i] for i in range(4)] == [(0, 2), (0, 6), (1, 2), (1, 6)]
-    assert [rows[2, i] for i in range(4)] == [(0, 3), (0, 7), (1, 3), (1, 7)]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 6, 8, 12, 24])
@@ -70,14 +48,6 @@ def test_tp_cuts_each_section_for_itself(tp_size: int, names: tuple[str, ...]) -
         ]
         found = [(parts[b.matrix], b.matrix_row + i) for b in local for i in range(b.rows.size)]
         assert found == held
-
-
-def test_replicas_and_columns_hold_all_rows_of_every_part() -> None:
-    sections = ((Rows("latent", 3), Rows("rope", 1)),)
-    for dim, width in ((None, 5), (1, 10)):
-        matrices, blocks = sectioned("w", (4, 5), dim, 2, sections)
-        assert [(m.rows, m.cols) for m in matrices] == [(3, width), (1, width)]
-        assert blocks[0] == blocks[1] == (Block(0, Span(0, 3), 0), Block(1, Span(3, 4), 0))
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:

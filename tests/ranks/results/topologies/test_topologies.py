@@ -1,8 +1,9 @@
-"""The plugin on any topology equals the plugin on one process, bit for bit: dense models.
+"""The plugin on any topology equals the plugin on one process, bit for bit.
 
 Steps with new gradients each, written after the reduction and the same everywhere; the clip is
 off, because a global norm sums in an order that depends on the topology. Parameters, main
-parameters and all optimizer state are compared with ``torch.equal``.
+parameters and all optimizer state are compared with ``torch.equal``. Experts: see
+``test_topologies_moe``.
 """
 
 from __future__ import annotations
@@ -11,48 +12,137 @@ from dataclasses import replace
 
 import pytest
 
-from support.models.gpt import Case, Topology, check, train, trained, truth
+from support.models.gpt import Case, Topology, build, check, runs_of, train, trained, truth
+from support.models.gpt_model import DOWN_PROJECTIONS
 from support.ranks import run
-from support.runs.cases import muon_weights
-from support.runs.mutants import swapped_tp_order, wrong_piece
+from support.runs.cases import TIED, muon_weights
+from support.runs.mutants import believed_marks, swapped_tp_order, wrong_piece
 from support.runs.whole import differences
 
-SHAPES = [(1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 1), (2, 1, 2), (2, 1, 4), (1, 2, 2), (2, 2, 2)]
-BF16 = Case()
-FP32 = Case(bf16=False, muon=(("ns_dtype", "fp32"),))
+T = Topology
+BF16, GATED = Case(), Case(gated=True)
+NS_FP32 = (("ns_dtype", "fp32"),)
+FP32 = Case(bf16=False, muon=NS_FP32)
 FP16 = Case(bf16=False, fp16=True)
-TIED = Case(tied=True)
-GATED = Case(gated=True)
-MOES = [Case(moe=True, steps=5, grouped=grouped) for grouped in ("", "legacy", "te")]
-MLAS = [Case(mla=mla, steps=5) for mla in ("column", "duplicated")]
-MTPS = [Case(mtp=True, steps=5, tied=tied) for tied in (False, True)]
+OVERFLOW = replace(FP16, overflow=((1, "*.layers.1.mlp.linear_fc2.weight"),))
 GROUPS = Case(faster=("*.linear_fc2.weight", "decoder.layers.1.*", "embedding.*"))
+FIVE, DEEP = Case(steps=5), Case(layers=4, steps=5)
+CHUNKS, INSTANCES = T(pp=2, chunks=2), T(dp=4, instances=2)
+IN_CHUNKS = replace(CHUNKS, dp=2)
+STEP_OVERLAP = replace(IN_CHUNKS, overlap=True, step_overlap=True)
+COLUMN, DUPLICATED = Case(mla="column", steps=5), Case(mla="duplicated", steps=5)
+DEEPSEEKS = replace(DUPLICATED, moe=True, grouped="te", gated=True)
+MTP = Case(mtp=True, steps=5)
+# Where TP leaves a rank a vector of a matrix, or cuts inside a query group: whose a weight is, how
+# it splits and its scale follow from whole matrices alone.
+NARROW = Case(ffn=2, steps=3)  # fc1 is (2, 96): (1, 96) on each of two TP ranks
+ONE_ROW = Case(heads=96, groups=1, steps=3)  # K and V are (1, 96)
+ONE_GROUP = Case(groups=1, steps=3)  # q q q q | q q k v
+HALF_OF_K = replace(ONE_GROUP, heads=4)  # on each of the last two of four
+GATED_GROUP = Case(heads=4, groups=1, output_gate=True, steps=3)
+ADAM = Case(optimizer="adam", lr=1e-3, steps=3)
+ADAM_MOE = replace(ADAM, moe=True, gated=True)
+SETTINGS = (
+    *(("split_qkv", False), ("homes", "local"), ("ns_dtype", "fp32"), ("nesterov", False)),
+    *(("ns_iteration", "gram"), ("ns_dtype", "fp16")),
+)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("case", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-def test_any_topology_equals_one_process(
-    shape: tuple[int, int, int], case: Case, overlap: bool
-) -> None:
-    check(case, Topology(*shape, overlap=overlap))
+def overlapping(*topologies: Topology) -> list[Topology]:
+    return [replace(topology, overlap=True) for topology in topologies]
 
 
-def test_more_layers_than_ranks_and_bf16_newton_schulz_of_an_fp32_model() -> None:
-    check(Case(bf16=False, layers=4), Topology(2, 2, 2))
+DP = [T(1, 1, 2), T(1, 1, 3), T(1, 1, 4)]
+LARGE = [T(2, 1, 4), T(2, 2, 2)]
+TP2, TP2_DP2, PP2_DP2 = T(2, 1, 1), T(2, 1, 2), T(1, 2, 2)
+CP = [T(cp=2), T(tp=2, cp=2)]
+IN_SEQUENCE = T(2, 1, 2, overlap=True, sequence_parallel=True)
+# By name: the case, its topologies, and those that are slow: each has a sibling that is not.
+RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
+    "bf16": (
+        BF16,
+        [TP2, PP2_DP2, *overlapping(*DP, TP2, TP2_DP2, PP2_DP2, *LARGE)],
+        [*DP, TP2_DP2, *LARGE, T(2, 2, 4), T(2, 2, 4, overlap=True)],
+    ),
+    "fp32": (
+        FP32,
+        [TP2, TP2_DP2],
+        [*DP, PP2_DP2, *LARGE, *overlapping(*DP, TP2, TP2_DP2, PP2_DP2, *LARGE)],
+    ),
+    "sp": (BF16, [T(2, 2, 2, sequence_parallel=True)], [T(2, 1, 2, sequence_parallel=True)]),
+    "cp": (BF16, [CP[0], *overlapping(*CP)], [CP[1]]),
+    "cp-fp32": (FP32, [], [*CP, *overlapping(*CP)]),
+    "layers": (Case(bf16=False, layers=4), [T(2, 2, 2)], []),
+    "tied": (Case(tied=True), [TP2_DP2, PP2_DP2], [T(2, 2, 2)]),
+    "gated": (GATED, [TP2_DP2], [TP2]),
+    "groups": (GROUPS, overlapping(T(2, 2, 2)), [T(2, 2, 2), DP[1], *overlapping(DP[1])]),
+    "chunks": (
+        DEEP,
+        [CHUNKS, replace(STEP_OVERLAP, tp=2)],
+        [IN_CHUNKS, *overlapping(IN_CHUNKS), STEP_OVERLAP],
+    ),
+    "chunks-tied": (replace(DEEP, tied=True), [], [IN_CHUNKS, STEP_OVERLAP]),
+    "instances": (BF16, overlapping(INSTANCES), [INSTANCES]),
+    "instances-fp32": (FP32, [], [INSTANCES, *overlapping(INSTANCES)]),
+    "instances-with": (FIVE, [replace(INSTANCES, tp=2), T(cp=4, instances=2)], []),
+    "fp16": (FP16, overlapping(T(2, 2, 2)), [TP2_DP2]),
+    "overflow": (OVERFLOW, [TP2_DP2], [PP2_DP2]),  # of one element, so on one rank
+    "bf16-gradients": (Case(fp32_grads=False), [TP2_DP2], overlapping(PP2_DP2)),
+    **{
+        "=".join(map(str, setting)): (Case(muon=(setting,)), [T(2, 1, 3)], [])
+        for setting in SETTINGS
+    },
+    "mla-column": (COLUMN, [TP2_DP2, T(2, 2, 2)], [TP2]),
+    "mla": (DUPLICATED, [TP2_DP2, T(2, 2, 2)], [TP2]),
+    "mla-column-fp32": (replace(COLUMN, bf16=False, muon=NS_FP32), [], [IN_SEQUENCE]),
+    "mla-fp32": (replace(DUPLICATED, bf16=False, muon=NS_FP32), [IN_SEQUENCE], []),
+    "mla-experts": (DEEPSEEKS, [T(tp=2, dp=2, ep=2, sequence_parallel=True)], []),
+    "mtp": (MTP, [T(pp=2)], [T(2, 2, 2)]),
+    "mtp-tied": (replace(MTP, tied=True), [T(pp=2), T(2, 2, 2)], []),
+    "narrow": (NARROW, [TP2_DP2], []),
+    "narrow-gated": (replace(NARROW, gated=True), [TP2_DP2], []),
+    "one-row": (ONE_ROW, [TP2], []),
+    "one-group": (ONE_GROUP, overlapping(T(2, 2, 2)), [TP2_DP2]),
+    "two-groups": (replace(ONE_GROUP, heads=8, groups=2), [T(4, 1, 1)], []),  # q q q | q k v | …
+    "half-of-k": (HALF_OF_K, [], [T(4, 1, 1)]),
+    "half-of-k-fp32": (replace(HALF_OF_K, bf16=False, muon=NS_FP32), [T(4, 1, 2)], []),
+    "gated-group": (GATED_GROUP, [TP2_DP2], []),
+    "two-gated-groups": (replace(GATED_GROUP, heads=8, groups=2), [T(4, 1, 1)], []),
+    "group-whole": (replace(ONE_GROUP, muon=(("split_qkv", False),)), [TP2_DP2], []),
+    # Megatron's own AdamW passes the comparison: the others rest on it
+    "adam": (ADAM, [INSTANCES], []),
+    "adam-chunks": (replace(ADAM, layers=4), [STEP_OVERLAP], []),
+    "adam-mtp": (replace(ADAM, mtp=True, tied=True), [T(tp=2, pp=2)], []),
+    "adam-fp16": (replace(ADAM, bf16=False, fp16=True), [], [TP2_DP2]),
+    "adam-mla": (replace(ADAM_MOE, grouped="te", mla="duplicated"), [], [T(tp=2, dp=2, ep=2)]),
+    "adam-experts": (
+        ADAM_MOE,
+        overlapping(T(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)),
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "topology"), runs_of(RUNS))
+def test_any_topology_equals_one_process(case: Case, topology: Topology) -> None:
+    check(case, topology)
 
 
 def test_one_process_repeats_itself() -> None:
-    assert differences(truth(BF16), trained(BF16, Topology(overlap=True))) == []
+    assert differences(truth(BF16), trained(BF16, T(overlap=True))) == []
 
 
-@pytest.mark.parametrize(
-    "case",
-    [BF16, *MOES, *MLAS, *MTPS],
-    ids=["dense", "sequential", "legacy", "te", "column", "duplicated", "mtp", "mtp-tied"],
-)
-def test_every_weight_moves(case: Case) -> None:
+# --- what this rests on ----------------------------------------------------------------------
+
+MOES = {f"moe-{kind}": Case(moe=True, steps=5, grouped=kind) for kind in ("", "legacy", "te")}
+MOVING = {"bf16": BF16, **MOES, "mla-column": COLUMN, "mla": DUPLICATED, "one-row": ONE_ROW}
+MOVING |= {"mtp": MTP, "mtp-tied": replace(MTP, tied=True)}
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_every_weight_moves(name: str) -> None:
     """Without this, comparing two runs that both do nothing would pass."""
+    case = MOVING[name]
     before, after = truth(replace(case, steps=0)), truth(case)
     assert muon_weights(case) <= before["main"].keys()
     same = [n for n, w in before["main"].items() if bool((w == after["main"][n]).any())]
@@ -60,87 +150,17 @@ def test_every_weight_moves(case: Case) -> None:
 
 
 def test_overlap_really_has_several_buckets() -> None:
-    topology = Topology(2, 2, 2, overlap=True)
+    topology = T(2, 2, 2, overlap=True)
     results = run(train, topology.world_size, replace(BF16, steps=0), topology)
     buckets = {result["rank"][1]: result["buckets"] for result in results}
     assert buckets[0][0] >= 3  # first stage: Megatron cuts by bucket_size
     assert buckets[1] == [1]  # later stages: Megatron keeps one
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2), (2, 2, 2)], ids=str)
-def test_tied_embeddings(shape: tuple[int, int, int]) -> None:
-    check(TIED, Topology(*shape))
-
-
-@pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1, 2)], ids=str)
-def test_gated_fc1_is_assembled_in_tp1_order(shape: tuple[int, int, int]) -> None:
-    check(GATED, Topology(*shape))
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 3), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-def test_groups_with_their_own_lr_and_decay(shape: tuple[int, int, int], overlap: bool) -> None:
-    check(GROUPS, Topology(*shape, overlap=overlap))
-
-
-@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 2, 2)], ids=str)
-def test_sequence_parallel(shape: tuple[int, int, int]) -> None:
-    check(BF16, Topology(*shape, sequence_parallel=True))
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("case", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_context_parallel(tp: int, case: Case, overlap: bool) -> None:
-    check(case, Topology(tp=tp, cp=2, overlap=overlap))
-
-
-CHUNKS = Topology(pp=2, chunks=2)
-
-
-@pytest.mark.parametrize(
-    "topology",
-    [
-        CHUNKS,
-        replace(CHUNKS, dp=2),
-        replace(CHUNKS, dp=2, overlap=True),
-        replace(CHUNKS, dp=2, overlap=True, step_overlap=True),
-        replace(CHUNKS, tp=2, dp=2, overlap=True, step_overlap=True),
-    ],
-    ids=str,
-)
-def test_model_chunks(topology: Topology) -> None:
-    check(Case(layers=4, steps=5), topology)
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "step-overlap"])
-def test_model_chunks_with_tied_embeddings(overlap: bool) -> None:
-    topology = replace(CHUNKS, dp=2, overlap=overlap, step_overlap=overlap)
-    check(Case(layers=4, steps=5, tied=True), topology)
-
-
 def test_step_overlap_really_has_two_dense_optimizers() -> None:
-    topology = replace(CHUNKS, dp=2, overlap=True, step_overlap=True)
     case = Case(layers=4, steps=0)
-    assert [r["optimizers"] for r in run(train, 4, case, topology)] == [2] * 4
-    results = run(train, 4, case, replace(topology, step_overlap=False))
-    assert [r["optimizers"] for r in results] == [1] * 4
-
-
-INSTANCES = Topology(dp=4, instances=2)
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("case", [BF16, FP32], ids=["bf16", "fp32"])
-def test_two_optimizer_instances(case: Case, overlap: bool) -> None:
-    check(case, replace(INSTANCES, overlap=overlap))
-
-
-@pytest.mark.parametrize(
-    "topology", [replace(INSTANCES, tp=2), Topology(cp=4, instances=2)], ids=str
-)
-def test_two_optimizer_instances_with_others(topology: Topology) -> None:
-    check(replace(BF16, steps=5), topology)
+    for topology, number in ((STEP_OVERLAP, 2), (replace(STEP_OVERLAP, step_overlap=False), 1)):
+        assert [r["optimizers"] for r in run(train, 4, case, topology)] == [number] * 4
 
 
 def test_instances_really_shard_over_half_of_the_ranks() -> None:
@@ -149,65 +169,52 @@ def test_instances_really_shard_over_half_of_the_ranks() -> None:
     assert owners == [{(0, 1)}, {(0, 1)}, {(2, 3)}, {(2, 3)}]
 
 
-# --- precisions ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("topology", [Topology(2, 1, 2), Topology(2, 2, 2, overlap=True)], ids=str)
-def test_fp16(topology: Topology) -> None:
-    check(FP16, topology)
-
-
-@pytest.mark.parametrize("topology", [Topology(2, 1, 2), Topology(1, 2, 2, overlap=True)], ids=str)
-def test_bf16_gradients(topology: Topology) -> None:
-    check(Case(fp32_grads=False), topology)
-
-
 def test_bf16_gradients_are_others_than_fp32_ones() -> None:
     """Without this, an option that has no effect would pass."""
     assert differences(truth(BF16), truth(replace(BF16, fp32_grads=False)))
 
 
-OVERFLOW = replace(FP16, overflow=((1, "*.layers.1.mlp.linear_fc2.weight"),))
-
-
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)], ids=str)
-def test_overflow_skips_the_step_on_every_rank(shape: tuple[int, int, int]) -> None:
-    """The inf is in one element, so on one rank; take_step wants the same answer from all."""
-    check(OVERFLOW, Topology(*shape))
-
-
 def test_overflow_changes_nothing_but_the_loss_scale() -> None:
     one_step, two_steps = replace(FP16, steps=1), replace(OVERFLOW, steps=2)
     assert differences(truth(one_step), truth(two_steps)) == []
-    for result in run(train, 4, replace(OVERFLOW, steps=6), Topology(2, 1, 2)):
+    for result in run(train, 4, replace(OVERFLOW, steps=6), TP2_DP2):
         scales = result["log"]["loss_scales"]
         # halved by the overflow in step 1, doubled after three good steps
         assert scales == [2.0**12, 2.0**12, 2.0**11, 2.0**11, 2.0**11, 2.0**12]
 
 
-# --- large -----------------------------------------------------------------------------------
+def _marks() -> dict[str, tuple[bool, int, tuple[int, ...]]]:
+    built = build(DUPLICATED, TP2)
+    return {
+        name: (param.tensor_model_parallel, param.partition_dim, tuple(param.shape))
+        for name, param in built.params.items()
+        if name.endswith(DOWN_PROJECTIONS)
+    }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-def test_16_ranks(overlap: bool) -> None:
-    check(BF16, Topology(2, 2, 4, overlap=overlap))
+def test_duplicated_weights_are_really_marked_as_partitioned() -> None:
+    for marks in run(_marks, 2):
+        assert len(marks) == 2 * DUPLICATED.layers
+        assert {mark[:2] for mark in marks.values()} == {(True, 0)}
+        whole = truth(DUPLICATED)["params"]
+        assert all(shape == whole[name].shape for name, (*_, shape) in marks.items())
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        ("split_qkv", False),
-        ("homes", "local"),
-        ("ns_dtype", "fp32"),
-        ("nesterov", False),
-        ("ns_iteration", "gram"),
-        ("ns_dtype", "fp16"),
-    ],
-    ids=lambda setting: "=".join(map(str, setting)),
-)
-def test_settings(setting: tuple[str, object]) -> None:
-    check(Case(muon=(setting,)), Topology(2, 1, 3))
+def test_column_parallel_and_duplicated_down_projections_are_the_same_model() -> None:
+    """In one process the two differ by marks only."""
+    assert differences(truth(COLUMN), truth(DUPLICATED)) == []
+
+
+def test_last_stage_really_has_a_copy_of_the_embedding() -> None:
+    for tied in (False, True):
+        first, last = run(_names, 2, replace(MTP, tied=tied), T(pp=2))
+        assert TIED in first and TIED in last
+        assert "output_layer.weight" not in first
+        assert ("output_layer.weight" in last) is not tied
+
+
+def _names(case: Case, topology: Topology) -> set[str]:
+    return set(build(case, topology).params)
 
 
 # --- mutants of the plan: each must be noticed -----------------------------------------------
@@ -215,7 +222,7 @@ def test_settings(setting: tuple[str, object]) -> None:
 
 @pytest.mark.parametrize("case", [BF16, FP32], ids=["bf16", "fp32"])
 def test_mutant_with_a_wrong_piece_is_noticed(case: Case) -> None:
-    unlike = differences(truth(case), trained(case, Topology(2, 1, 2), wrong_piece))
+    unlike = differences(truth(case), trained(case, TP2_DP2, wrong_piece))
     assert unlike and all("linear_qkv.weight" in name for name in unlike)
 
 
@@ -229,5 +236,10 @@ def test_mutant_with_swapped_tp_order_is_noticed(case: Case, noticed: set[str]) 
     is what canonical order is for, and only a bitwise comparison sees it. In bf16 that needs a sum
     that is rounded differently when its halves change places, which the long side of fc1 and fc2
     (260 = two blocks of the fp32 product) does not."""
-    unlike = differences(truth(case), trained(case, Topology(2, 1, 2), swapped_tp_order))
+    unlike = differences(truth(case), trained(case, TP2_DP2, swapped_tp_order))
     assert {name.split(".")[-2] for name in unlike if name.startswith("main ")} >= noticed
+
+
+def test_mutant_that_believes_the_marks_is_noticed() -> None:
+    unlike = differences(truth(DUPLICATED), trained(DUPLICATED, TP2, believed_marks))
+    assert unlike and all(name.endswith(DOWN_PROJECTIONS) for name in unlike)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from support.models.gpt import Case, Topology, check, train, trained, truth
+from support.models.gpt import Case, Topology, check, runs_of, train, trained, truth
 from support.ranks import run
 from support.runs.cases import EXPERTS, HIDDEN, MOE_FFN, muon_weights
 from support.runs.mutants import swapped_ep_ranks
@@ -23,32 +23,49 @@ EP2_TP2 = Topology(tp=2, ep=2, etp=1, sequence_parallel=True)
 EP2_ETP2 = Topology(tp=2, dp=2, ep=2, sequence_parallel=True)
 EP2_EDP2 = replace(EP2_TP2, dp=2)  # two expert-DP ranks, and expert TP differs from TP
 EP2_EDP3 = Topology(dp=6, ep=2)  # thirds of the experts' buffers end within matrices
-TOPOLOGIES = [
-    EP2,
-    EP2_EDP3,
-    Topology(cp=2, ep=2),
-    Topology(dp=2, pp=2, ep=2),
-    EP2_TP2,
-    EP2_ETP2,
-    EP2_EDP2,
-    replace(EP2_EDP2, overlap=True),
-    Topology(dp=4, ep=4),
+FP16 = replace(MOE, bf16=False, fp16=True)
+EXPERTS_OVERFLOW = replace(FP16, overflow=((1, "*.local_experts.3.linear_fc1.weight"),))
+ROUTERS_OVERFLOW = replace(FP16, overflow=((1, "*.router.weight"),))
+FASTER = ("*.local_experts.2.*", "*.router.weight", "*.layers.1.*.shared_experts.*")
+STAGES = [
+    Topology(pp=2, dp=2, ep=2, chunks=chunks, overlap=overlap)
+    for chunks in (2, 1)
+    for overlap in (True, False)
 ]
+FOUR = Topology(pp=2, dp=4, ep=2)
+INSTANCES = Topology(dp=4, ep=2, instances=2)
+# By name: the case, its topologies, and those that are slow: each has a sibling that is not.
+RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
+    "sequential": (
+        MOE,
+        [
+            *(EP2_EDP3, Topology(cp=2, ep=2), Topology(dp=2, pp=2, ep=2), EP2_ETP2),
+            *(replace(EP2_EDP2, overlap=True), Topology(dp=4, ep=4)),
+            *(replace(FOUR, overlap=True), replace(INSTANCES, overlap=True)),
+            # without EP they are in the dense optimizer, with a TP group that has the size of TP
+            Topology(tp=2, dp=2, sequence_parallel=True),
+        ],
+        [EP2, EP2_TP2, EP2_EDP2, FOUR, INSTANCES],
+    ),
+    "fp32": (FP32, [EP2_ETP2], [EP2, EP2_TP2]),
+    "gated": (replace(MOE, gated=True), [EP2_ETP2], []),
+    "legacy": (LEGACY, [EP2_ETP2], [EP2_TP2, EP2_EDP3]),
+    "te": (TE, [EP2_ETP2, EP2_EDP3], [EP2_TP2]),
+    "legacy-gated": (replace(LEGACY, gated=True), [EP2_ETP2], []),
+    "te-gated": (replace(TE, gated=True), [], [EP2_ETP2]),
+    "layers": (replace(MOE, layers=4, steps=3), STAGES[:1], STAGES[1:]),
+    "groups": (replace(MOE, faster=FASTER), [EP2_EDP2], []),
+    # no token came to an expert: it only decays
+    "no-gradient": (replace(MOE, zero_grads=("*.local_experts.3.*",)), [EP2_EDP2], []),
+    # Megatron has a loss scaler in each optimizer; without a remedy they would part
+    "overflow": (EXPERTS_OVERFLOW, [EP2_ETP2], [EP2]),
+    "routers-overflow": (ROUTERS_OVERFLOW, [], [EP2, EP2_ETP2]),
+}
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-def test_sequential_experts(topology: Topology) -> None:
-    check(MOE, topology)
-
-
-@pytest.mark.parametrize("topology", [EP2, EP2_TP2, EP2_ETP2], ids=str)
-def test_sequential_experts_in_fp32(topology: Topology) -> None:
-    check(FP32, topology)
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-def test_experts_on_two_stages_with_two_expert_dp_ranks(overlap: bool) -> None:
-    check(MOE, Topology(pp=2, dp=4, ep=2, overlap=overlap))
+@pytest.mark.parametrize(("case", "topology"), runs_of(RUNS))
+def test_any_topology_equals_one_process(case: Case, topology: Topology) -> None:
+    check(case, topology)
 
 
 @pytest.mark.parametrize("round_bytes", [None, 1 << 14])
@@ -58,58 +75,6 @@ def test_experts_that_leave_their_rank_for_a_dense_matrix(round_bytes: int | Non
     muon = (("split_qkv", False), ("muon_exclude", few_dense), ("round_bytes", round_bytes))
     case = replace(MOE, muon=muon)
     assert not differences(trained(case, Topology(dp=4, ep=4)), truth(case))
-
-
-def test_experts_without_expert_parallelism() -> None:
-    """Then they are in the dense optimizer, with a TP group that has the size of TP."""
-    check(MOE, Topology(tp=2, dp=2, sequence_parallel=True))
-
-
-def test_gated_experts() -> None:
-    check(replace(MOE, gated=True), EP2_ETP2)
-
-
-@pytest.mark.parametrize("topology", [EP2_TP2, EP2_ETP2, EP2_EDP3], ids=str)
-@pytest.mark.parametrize("case", [LEGACY, TE], ids=["legacy", "te"])
-def test_grouped_experts(case: Case, topology: Topology) -> None:
-    check(case, topology)
-
-
-@pytest.mark.parametrize("case", [LEGACY, TE], ids=["legacy", "te"])
-def test_gated_grouped_experts(case: Case) -> None:
-    check(replace(case, gated=True), EP2_ETP2)
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_experts_in_model_chunks(chunks: int, overlap: bool) -> None:
-    topology = Topology(pp=2, dp=2, ep=2, chunks=chunks, overlap=overlap)
-    check(replace(MOE, layers=4, steps=3), topology)
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-def test_experts_in_two_optimizer_instances(overlap: bool) -> None:
-    check(MOE, Topology(dp=4, ep=2, instances=2, overlap=overlap))
-
-
-def test_experts_with_groups_of_their_own_lr_and_decay() -> None:
-    faster = ("*.local_experts.2.*", "*.router.weight", "*.layers.1.*.shared_experts.*")
-    check(replace(MOE, faster=faster), EP2_EDP2)
-
-
-def test_expert_without_gradient() -> None:
-    """No token came to an expert: it only decays."""
-    check(replace(MOE, zero_grads=("*.local_experts.3.*",)), EP2_EDP2)
-
-
-@pytest.mark.parametrize("topology", [EP2, EP2_ETP2], ids=str)
-@pytest.mark.parametrize("pattern", ["*.local_experts.3.linear_fc1.weight", "*.router.weight"])
-def test_fp16_overflow_of_one_optimizer_skips_the_step_of_both(
-    pattern: str, topology: Topology
-) -> None:
-    """Megatron has a loss scaler in each optimizer; without a remedy they would part."""
-    case = replace(MOE, bf16=False, fp16=True, overflow=((1, pattern),))
-    check(case, topology)
 
 
 # --- what the tests above rest on ------------------------------------------------------------
