@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import megatron.core
@@ -13,7 +12,8 @@ import pytest
 import torch
 
 from megatron_muon.lab.doctor.rows import counted_wrongly, dataset_helper, whose_muon
-from support import PYTHON311, ROOT
+from support import PYTHON311, written
+from support.processes import python
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
 # stands before the doctor's own code, in the same process: what another machine would have
@@ -31,10 +31,7 @@ def doctor(
 ) -> subprocess.CompletedProcess[str]:
     code = f"{before}\nimport sys\nfrom megatron_muon.lab import commands\n"
     code += "sys.exit(commands.main(sys.argv[1:]))"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT)))}
-    done = subprocess.run(
-        [sys.executable, "-c", code, "doctor", *arguments], env=env, capture_output=True, text=True
-    )
+    done = python("-c", code, "doctor", *arguments, path=path)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
@@ -128,10 +125,7 @@ def test_where_muon_would_not_run(before: str, why: str, tmp_path: Path) -> None
     ],
 )
 def test_a_core_that_cannot_be_imported(line: str, why: str, tmp_path: Path) -> None:
-    core = tmp_path / "megatron/core"
-    core.mkdir(parents=True)
-    (core / "__init__.py").write_text(f"{line}\n")
-    done = doctor(path=(tmp_path,))
+    done = doctor(path=(written(tmp_path, {"megatron/core/__init__.py": f"{line}\n"}),))
     assert done.returncode == 1 and why in rows(done.stdout)["verdict"]
 
 
@@ -149,11 +143,12 @@ def test_a_dataset_helper_of_another_python_is_named(tmp_path: Path) -> None:
 
 
 def test_a_core_that_needs_a_newer_python(tmp_path: Path) -> None:
-    core = tmp_path / "megatron/core"
-    core.mkdir(parents=True)
-    (core / "__init__.py").write_text("from typing import nothing_of_this_name\n")
-    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\n")
-    (tmp_path / "pyproject.toml").write_text('requires-python = ">=3.99"\n')
+    files = {
+        "megatron/core/__init__.py": "from typing import nothing_of_this_name\n",
+        "megatron/core/package_info.py": "MAJOR = 0\nMINOR = 19\nPATCH = 0\n",
+        "pyproject.toml": 'requires-python = ">=3.99"\n',
+    }
+    written(tmp_path, files)
     verdict = rows(doctor(path=(tmp_path,)).stdout)["verdict"]
     assert verdict.startswith("Muon would not run: megatron-core 0.19.0 needs Python >=3.99 (")
     assert "cannot import name 'nothing_of_this_name' from 'typing'" in verdict
@@ -179,20 +174,11 @@ def test_whose_muon_a_plain_command_starts(
     assert patched or text.endswith("takes the launcher or the patch")
 
 
-def _checkout(root: Path) -> Path:
-    """A checkout as far as its version is asked for."""
-    for name, text in (
-        ("training/__init__.py", ""),
-        ("core/package_info.py", "MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ''\n"),
-    ):
-        (root / "megatron" / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / "megatron" / name).write_text(text)
-    return root
-
-
 def test_a_mixed_installation_names_both(tmp_path: Path) -> None:
     """The checkout's megatron.core is no package, so that the installed one would be imported."""
-    done = doctor(str(_checkout(tmp_path)))
+    number = "MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ''\n"
+    files = {"megatron/training/__init__.py": "", "megatron/core/package_info.py": number}
+    done = doctor(str(written(tmp_path, files)))
     assert done.returncode == 1
     verdict = rows(done.stdout)["verdict"]
     assert str(tmp_path) in verdict and str(Path(megatron.core.__file__).parent) in verdict

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from megatron_muon.lab.commands import BENCHES, COMMANDS, GONE, main
-from support.benching import environment
+from support.processes import python
 
 LINES = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)]
 # without what only some environments have; prints each help, or what went wrong
@@ -28,14 +25,8 @@ for line in LINES:
 
 @pytest.fixture(scope="module")
 def helps() -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE.replace("LINES", repr(LINES))],
-        env=environment() | {"COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr == ""
+    done = python("-c", CODE.replace("LINES", repr(LINES)), COLUMNS="80")
+    assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.split("END\n")
 
 

@@ -47,8 +47,7 @@ def started(
 
 
 @pytest.mark.parametrize(
-    ("name", "python"),
-    [*((name, ()) for name in COMMANDS), ("routes", ("-u",))],
+    ("name", "python"), [*((name, ()) for name in COMMANDS), ("routes", ("-u",))]
 )
 def test_a_command_whose_output_nobody_reads_ends_quietly(
     name: str, python: tuple[str, ...]

@@ -82,10 +82,7 @@ def test_the_sdist_has_tests_examples_and_patches_whole(tree: Path, source: Path
 
 def test_the_sdists_tests_run(source: Path) -> None:
     """Two that read the package, the patches and the examples."""
-    chosen = [
-        "tests/cli/test_patch.py",
-        "tests/megatron_lm/test_examples.py",
-    ]
+    chosen = ["tests/cli/test_patch.py", "tests/megatron_lm/test_examples.py"]
     quick = "goes_in or folder_is_complete"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, "-k", quick]
     assert " passed" in done(command, source, PYTHONPATH=source)

@@ -7,17 +7,14 @@ so, for models of all kinds, some of whose kernels have stand-ins.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from typing import Any
 
 import pytest
 
-from support import PYTHON311, ROOT
 from support.installed import VERSION
 from support.models.meta_models import MODELS
+from support.processes import python
 
 SINCE = {
     **{"sinks": (0, 15), "output gate": (0, 16), "one group": (0, 16), "indexer": (0, 18)},
@@ -28,14 +25,8 @@ SINCE = {
 
 @cache
 def _found() -> Any:
-    path = [os.environ.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "tests"), str(PYTHON311)]
     names = [name for name in MODELS if VERSION >= SINCE.get(name, VERSION)]
-    ended = subprocess.run(
-        [sys.executable, "-m", "support.models.meta_models", *names],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
-        capture_output=True,
-        text=True,
-    )
+    ended = python("-m", "support.models.meta_models", *names)
     return json.loads(ended.stdout) if ended.returncode == 0 else ended.stderr[-3000:]
 
 

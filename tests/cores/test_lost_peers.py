@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -19,10 +18,6 @@ from support.ranks import RankError, run
 
 CASE = Case(layers=2, steps=2)
 FP16 = replace(CASE, bf16=False, fp16=True)
-
-
-def _groups(built: Built) -> list[Any]:
-    return [*built.ddp.bucket_groups, *built.ddp.expert_parallel_bucket_groups]
 
 
 def _reduce(built: Built) -> None:
@@ -91,7 +86,7 @@ class _LostHandle:
 
 def _errors_of_lost_handles() -> dict[str, str]:
     built = start(CASE, Topology(overlap=True))
-    (group, *_) = _groups(built)
+    (group, *_) = built.groups
     group.is_first_batch = False  # in which newer cores start a reduction where they wait
     group.grad_reduce_handle = group.param_gather_handle = _LostHandle()
     group.param_gather_dispatched = True
@@ -139,7 +134,7 @@ def _classes() -> dict[str, set[str]]:
 
     megatron_muon.install()
     built = {name: start(replace(CASE, optimizer=name), Topology()) for name in ("adam", "muon")}
-    return {name: {type(group).__name__ for group in _groups(one)} for name, one in built.items()}
+    return {name: {type(group).__name__ for group in one.groups} for name, one in built.items()}
 
 
 def test_models_of_adamw_keep_megatrons_own_classes() -> None:

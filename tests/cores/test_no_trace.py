@@ -6,13 +6,11 @@ With the scripts of Megatron-LM too where MEGATRON_LM_PATH names a checkout.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
-from support import PYTHON311, ROOT
 from support.installed import VERSION
+from support.processes import python
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
 
@@ -80,15 +78,7 @@ except Exception as error:
 
 
 def _lines(training: bool, *path: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _CODE.format(training=training)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([*path, str(ROOT), str(PYTHON311), *sys.path[1:]]),
-        },
-        capture_output=True,
-        text=True,
-    )
+    done = python("-W", "ignore", "-c", _CODE.format(training=training), path=path)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

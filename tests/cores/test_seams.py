@@ -10,11 +10,8 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from enum import EnumMeta
@@ -33,16 +30,11 @@ from megatron_muon.lab.dry_run import seams as dry_run
 from megatron_muon.mcore.seams import model, optimizer, rows, training
 from megatron_muon.mcore.seams.optimizer import GROUP_KEYS
 from megatron_muon.mcore.seams.row import Attribute, Seam
-from megatron_muon.mcore.seams.rows import (
-    check_built,
-    check_row,
-    check_rows,
-    rows_of,
-)
+from megatron_muon.mcore.seams.rows import check_built, check_row, check_rows, rows_of
 from megatron_muon.mcore.seams.training import ARGUMENTS, check_arguments
 from megatron_muon.presence import SeamError
-from support import PYTHON311, ROOT
 from support.installed import NAME, VERSION
+from support.processes import python
 from support.virtual_gpu.seams import SEAMS as VIRTUAL_GPU
 
 ROWS = rows_of(VERSION, rows.CORE)
@@ -222,15 +214,7 @@ def test_a_key_of_parameter_groups_that_was_renamed_is_named(key: str) -> None:
 def test_a_class_that_the_plugin_imports_by_name_is_named_too() -> None:
     code = "import megatron_muon; megatron_muon.cpu.enable(allow_cuda=True); "
     code += "import megatron.core.optimizer as o; del o.ChainedOptimizer; megatron_muon.install()"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(PYTHON311), *sys.path[1:]]),
-        },
-        capture_output=True,
-        text=True,
-    )
+    done = python("-W", "ignore", "-c", code)
     assert "has no megatron.core.optimizer.ChainedOptimizer, which megatron_muon" in done.stderr
 
 
@@ -252,13 +236,7 @@ def test_a_copy_of_the_core_with_another_name_is_refused(
     source.write_text(re.sub(rf"\b{name}\b", f"{name}_of_a_fork", source.read_text()))
     code = "import megatron_muon; megatron_muon.cpu.enable(allow_cuda=True); "
     code += "megatron_muon.install(); print('accepted')"
-    path = [str(tmp_path), str(ROOT), str(PYTHON311)]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, *sys.path[1:]])},
-        capture_output=True,
-        text=True,
-    )
+    done = python("-W", "ignore", "-c", code, path=[tmp_path])
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and "accepted" not in done.stdout, done.stderr
     assert last.startswith("megatron_muon.presence.SeamError: megatron-core "), done.stderr

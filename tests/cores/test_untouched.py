@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.installed import VERSION
-from support.models.gpt import Case, Topology, build, held, make_optimizer, take_step, train
+from support.installed import VERSION, installed
+from support.models.gpt import Case, Topology, build, held, make_optimizer, start, take_step, train
 from support.ranks import run
 from support.runs.whole import differences, whole
 
@@ -17,13 +17,8 @@ ADAM = Case(optimizer="adam", layers=2, steps=4, lr=1e-3, clip=1.0)
 
 
 def _train_adam_with_the_plugin(case: Case, topology: Topology) -> dict[str, Any]:
-    import megatron_muon
-
-    megatron_muon.install()
-    try:
+    with installed():
         return train(case, topology)
-    finally:
-        megatron_muon.uninstall()
 
 
 @pytest.mark.parametrize("topology", [Topology(), Topology(2, 2, 2, overlap=True)], ids=str)
@@ -120,19 +115,15 @@ def _asked_of_megatrons_own_function(layer_wise: bool) -> str:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer import muon as module
 
-    import megatron_muon
-
     built = build(replace(ADAM, optimizer="muon"), Topology())
     config = OptimizerConfig(optimizer="muon", lr=0.1, bf16=True, use_distributed_optimizer=True)
-    megatron_muon.install()
     try:
-        optimizer = module.get_megatron_muon_optimizer(
-            config, [built.ddp], layer_wise_distributed_optimizer=layer_wise
-        )
+        with installed():
+            optimizer = module.get_megatron_muon_optimizer(
+                config, [built.ddp], layer_wise_distributed_optimizer=layer_wise
+            )
     except ValueError as error:
         return str(error)
-    finally:
-        megatron_muon.uninstall()
     return type(optimizer.chained_optimizers[0]).__name__
 
 
@@ -149,16 +140,9 @@ def _decayed(all_params: bool, optimizer: str) -> dict[str, float]:
     """With lr · decay = 1 a decayed parameter becomes minus its update: how much is left of it."""
     import torch
 
-    import megatron_muon
-
-    settings = megatron_muon.MuonConfig(weight_decay_all_params=all_params)
-    case = replace(ADAM, optimizer=optimizer, steps=1)
-    megatron_muon.install(settings)
-    try:
-        built = build(case, Topology())
-        built.optimizer = make_optimizer(built)
-    finally:
-        megatron_muon.uninstall()
+    settings = (("weight_decay_all_params", all_params),)
+    case = replace(ADAM, optimizer=optimizer, steps=1, muon=settings)
+    built = start(case, Topology(), plugin=True)
     shards = {n: s[2]["main"].copy() for n, s in held(built)["shards"].items()}
     for inner in built.optimizer.chained_optimizers:
         for group in inner.optimizer.param_groups:

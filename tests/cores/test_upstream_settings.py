@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 from megatron.core.optimizer import OptimizerConfig
 
 import megatron_muon
-from support.installed import VERSION
+from support.installed import VERSION, installed
 from support.models import megatrons_muon
 from support.models.gpt import (
     Case,
@@ -21,6 +19,7 @@ from support.models.gpt import (
     build,
     held,
     optimizer_config,
+    printed_by,
     take_step,
     whole_weight,
 )
@@ -58,7 +57,7 @@ def _started(
     from megatron.core import optimizer as core
     from megatron.core.optimizer.optimizer_config import ParamKey
 
-    printed, built = io.StringIO(), build(CASE, topology)
+    built = build(CASE, topology)
     config = optimizer_config(built)
     for name, value in fields.items():
         setattr(config, name, value)
@@ -67,19 +66,15 @@ def _started(
         standard = core.get_standard_config_overrides(config)
         named = {ParamKey(name=name): {"optimizer": whose} for name, whose in routed}
         arguments["config_overrides"] = {**standard, **named}
-    megatron_muon.install(None if own is None else megatron_muon.MuonConfig(**own))
-    make = core.get_megatron_optimizer
-    if by == "bridge":  # what Megatron-Bridge and ms-swift call for any name with muon in it
-        from megatron.core.optimizer.muon import get_megatron_muon_optimizer as make
+    with installed(None if own is None else megatron_muon.MuonConfig(**own)):
+        make = core.get_megatron_optimizer
+        if by == "bridge":  # what Megatron-Bridge and ms-swift call for any name with muon in it
+            from megatron.core.optimizer.muon import get_megatron_muon_optimizer as make
 
-        arguments["layer_wise_distributed_optimizer"] = "dist" in config.optimizer
-    try:
-        with redirect_stdout(printed):
-            built.optimizer = make(config, built.chunks, **arguments)
-    finally:
-        megatron_muon.uninstall()
+            arguments["layer_wise_distributed_optimizer"] = "dist" in config.optimizer
+        built.optimizer, printed = printed_by(lambda: make(config, built.chunks, **arguments))
     assert config.optimizer == fields.get("optimizer", "muon")
-    return built, printed.getvalue()
+    return built, printed
 
 
 def _settings(*cases: Any) -> list[Any]:

@@ -21,15 +21,15 @@ from support.installed import VERSION
 from support.models.gpt import (
     Case,
     Topology,
-    build,
     check,
     distributed_optimizers,
-    error_of_optimizer,
+    error_of_building,
+    runs_of,
     start,
     trained,
     truth,
 )
-from support.ranks import run
+from support.ranks import error_of, run
 from support.runs.whole import differences, whole
 
 BF16 = Case(steps=4, clip=0.0)
@@ -44,41 +44,28 @@ ISLANDS = replace(BF16, islands=("*.linear_fc1.weight", "*layernorm.weight"))  #
 FP16_MOE = Case(steps=6, bf16=False, fp16=True, moe=True, overflow=((2, "*.experts.*"),))
 
 
-@pytest.mark.parametrize(
-    ("case", "topology"),
-    [
-        pytest.param(BF16, Topology(2, 2, 2, overlap=True), id="tp2-pp2-dp2-overlap"),
-        pytest.param(FP32, Topology(2, 2, 2, sequence_parallel=True), id="tp2-pp2-dp2-fp32-sp"),
-        pytest.param(BF16, Topology(dp=3, overlap=True), id="dp3-overlap"),
-        pytest.param(FASTER, Topology(dp=3), id="dp3-groups"),
-        pytest.param(ISLANDS, Topology(2, 2, 2, overlap=True), id="tp2-pp2-dp2-islands"),
-        pytest.param(BF16, Topology(tp=2, cp=2), id="tp2-cp2"),
-        pytest.param(
-            replace(BF16, layers=4), Topology(pp=2, dp=2, chunks=2, overlap=True), id="pp2-dp2-vpp2"
-        ),
-        pytest.param(BF16, Topology(dp=4, instances=2), id="dp4-two-instances"),
-        pytest.param(replace(BF16, tied=True), Topology(pp=2, dp=2), id="pp2-dp2-tied"),
-        pytest.param(replace(BF16, gated=True), Topology(tp=2, dp=2), id="tp2-dp2-gated"),
-        pytest.param(replace(BF16, mla="column"), Topology(tp=2), id="tp2-mla"),
-        pytest.param(replace(BF16, mtp=True), Topology(pp=2), id="pp2-mtp"),
-        pytest.param(
-            MOE, Topology(tp=2, dp=2, ep=2, sequence_parallel=True), id="tp2-dp2-ep2-sequential"
-        ),
-        pytest.param(
-            replace(MOE, grouped="te", gated=True),
-            Topology(tp=2, dp=2, ep=2, sequence_parallel=True),
-            id="tp2-dp2-ep2-te",
-        ),
-        pytest.param(
-            replace(MOE, grouped="legacy"),
-            Topology(tp=2, dp=2, ep=2, sequence_parallel=True),
-            id="tp2-dp2-ep2-legacy",
-        ),
-        pytest.param(MOE, Topology(dp=6, ep=2), id="dp6-ep2"),
-        pytest.param(DENSE_STAGE, Topology(pp=2, dp=2, ep=2), id="pp2-dp2-ep2-dense-stage"),
-        pytest.param(FP16_MOE, Topology(dp=2, ep=2), id="dp2-ep2-fp16-overflow"),
-    ],
-)
+T = Topology
+LARGE, EXPERTS = T(2, 2, 2, overlap=True), T(tp=2, dp=2, ep=2, sequence_parallel=True)
+IN_CHUNKS = T(pp=2, dp=2, chunks=2, overlap=True)
+RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
+    "bf16": (BF16, [LARGE, T(dp=3, overlap=True), T(tp=2, cp=2), T(dp=4, instances=2)], []),
+    "fp32": (FP32, [T(2, 2, 2, sequence_parallel=True)], []),
+    "groups": (FASTER, [T(dp=3)], []),
+    "islands": (ISLANDS, [LARGE], []),
+    "chunks": (replace(BF16, layers=4), [IN_CHUNKS], []),
+    "tied": (replace(BF16, tied=True), [T(pp=2, dp=2)], []),
+    "gated": (replace(BF16, gated=True), [T(tp=2, dp=2)], []),
+    "mla": (replace(BF16, mla="column"), [T(tp=2)], []),
+    "mtp": (replace(BF16, mtp=True), [T(pp=2)], []),
+    "experts": (MOE, [EXPERTS, T(dp=6, ep=2)], []),
+    "te": (replace(MOE, grouped="te", gated=True), [EXPERTS], []),
+    "legacy": (replace(MOE, grouped="legacy"), [EXPERTS], []),
+    "dense-stage": (DENSE_STAGE, [T(pp=2, dp=2, ep=2)], []),
+    "fp16-overflow": (FP16_MOE, [T(dp=2, ep=2)], []),
+}
+
+
+@pytest.mark.parametrize(("case", "topology"), runs_of(RUNS))
 def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
     check(case, topology)
 
@@ -148,15 +135,10 @@ def _stock_and_ordered(topology: Topology, homes: HomePolicy) -> Iterator[tuple[
 
 @needs_layouts
 @pytest.mark.parametrize("topology", [Topology(dp=3), Topology(dp=4)], ids=str)
-def test_ordered_shards_cut_fewer_and_take_no_padding(topology: Topology) -> None:
+def test_ordered_shards_cut_fewer_take_no_padding_and_never_send_more(topology: Topology) -> None:
+    """Balanced homes move whole weights where few are cut."""
     for (many, more, stock), (few, less, sizes) in _stock_and_ordered(topology, "local"):
         assert few < many and less < more and sizes == stock
-
-
-@needs_layouts
-@pytest.mark.parametrize("topology", [Topology(dp=3), Topology(dp=4)], ids=str)
-def test_shards_are_ordered_only_where_that_sends_less(topology: Topology) -> None:
-    """Balanced homes move whole weights where few are cut."""
     for (_, stock, _), (_, ours, _) in _stock_and_ordered(topology, "balanced"):
         assert ours <= stock
 
@@ -182,14 +164,9 @@ def test_checkpoints_load_in_another_order(
         assert differences(whole(list(one)), whole(list(two))) == []
 
 
-def _installed_late(topology: Topology) -> str:
-    built = build(BF16, topology)
-    return error_of_optimizer(built, align_shards=True)
-
-
 @needs_layouts
 def test_a_model_that_was_laid_out_before_is_refused() -> None:
-    for error in run(_installed_late, 2, Topology(dp=2)):
+    for error in run(error_of_building, 2, BF16, Topology(dp=2), {"align_shards": True}):
         assert (
             error.startswith("ValueError: align_shards (--muon-dp-layout) orders")
             and "install first" in error
@@ -198,12 +175,8 @@ def test_a_model_that_was_laid_out_before_is_refused() -> None:
 
 def _from_adamw(topology: Topology, format: str, folder: str) -> str:
     built = start(ALIGNED, topology)
-    try:
-        with reading_adamw(built.optimizer, "momentum"):
-            load(built, folder, format)
-    except Exception as error:
-        return str(error)
-    return "no error"
+    with reading_adamw(built.optimizer, "momentum"):
+        return error_of(lambda: load(built, folder, format))
 
 
 @needs_layouts

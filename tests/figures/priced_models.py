@@ -22,7 +22,7 @@ from megatron_muon.lab.pricing.step import price_adamw
 from megatron_muon.lab.pricing.upstream import TpMode, price_layer_wise
 from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.settings.update import Preset
-from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, QWEN3_30B
+from support.virtual_gpu.plans import EP, LLAMA_8B, LLAMA_70B, OVERLAP, PP, QWEN3_30B, TP
 
 DEEPSEEK_V3 = (
     "--num-layers 64 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
@@ -34,7 +34,6 @@ DEEPSEEK_V3 = (
     "--max-position-embeddings 4096 --bf16 --use-distributed-optimizer "
     "--pipeline-model-parallel-size 16 --expert-model-parallel-size 64 "
 )
-TP = "--tensor-model-parallel-size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +54,8 @@ CASES = (
     Case("Llama-3-8B TP2 × DP4", LLAMA_8B + f"{TP} 2 --world-size 8"),
     Case("Llama-3-8B TP8 × DP8", LLAMA_8B + f"{TP} 8 --world-size 64"),
     Case("Llama-3-8B TP8 × DP64", LLAMA_8B + f"{TP} 8 --world-size 512"),
-    Case(
-        "Llama-3-70B TP8 PP4 DP16",
-        LLAMA_70B + f"{TP} 8 --pipeline-model-parallel-size 4 --world-size 512",
-        1,
-    ),
-    Case(
-        "Qwen3-30B-A3B EP8, 32 GPUs", QWEN3_30B + "--expert-model-parallel-size 8 --world-size 32"
-    ),
+    Case("Llama-3-70B TP8 PP4 DP16", LLAMA_70B + f"{TP} 8 {PP} 4 --world-size 512", 1),
+    Case("Qwen3-30B-A3B EP8, 32 GPUs", QWEN3_30B + f"{EP} 8 --world-size 32"),
     Case("DeepSeek-V3 PP16 EP64, 1,024 GPUs", DEEPSEEK_V3 + "--world-size 1024", 1),
 )
 

@@ -37,10 +37,7 @@ def measured(settings: Settings) -> list[Measured]:
 
 @pytest.fixture(scope="module")
 def of_gpu(
-    settings: Settings,
-    measured: list[Measured],
-    on_gpu: PredictedStep,
-    hardware: Hardware,
+    settings: Settings, measured: list[Measured], on_gpu: PredictedStep, hardware: Hardware
 ) -> Sequence[Measured]:
     """Without a GPU what the prediction would measure: it runs the code, and is not reported."""
     if settings.gpus:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 
 from support import ROOT
+from support.processes import python
 
 EVIDENCE = ROOT / "examples" / "evidence"
 SMALL = (
@@ -95,17 +94,10 @@ def test_a_second_call_trains_what_is_missing_or_other_only(
 def test_under_a_launcher_its_ranks_train_what_is_missing(folder: Path, tmp_path: Path) -> None:
     """They have the other training from the first rank, which reads it."""
     shutil.copy(folder / "tp2-adamw.json", tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(EVIDENCE / "compare.py"), *SMALL, "--folder", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, "--topologies", "tp2", "dp4"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words += [str(EVIDENCE / "compare.py"), *SMALL, "--folder", str(tmp_path)]
+    done = python(
+        *words, "--topologies", "tp2", "dp4", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""
     )
     assert done.returncode == 0, done.stderr
     assert trainings(done.stderr) == ["tp2-muon"]

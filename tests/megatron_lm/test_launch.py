@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -15,35 +14,28 @@ import megatron_muon.cpu.training
 from megatron_muon.lab.doctor import rows as doctor_rows
 from megatron_muon.megatron_lm import launch
 from megatron_muon.megatron_lm.launch import LostGpuError, without_gpu
-from support import ROOT
+from support import ROOT, written
+from support.processes import python
+
+SCRIPT = {"pretrain_gpt.py": "raise SystemExit('the script was run')\n"}
 
 
 def checkout(root: Path, core: str) -> Path:
     """A folder that the launcher takes for a checkout, whose megatron.core has this source."""
-    for name, text in (
-        ("megatron/training/__init__.py", ""),
-        ("megatron/core/__init__.py", core),
-        ("megatron/core/package_info.py", "MAJOR = 0\nMINOR = 19\nPATCH = 0\n"),
-        ("pretrain_gpt.py", "raise SystemExit('the script was run')\n"),
-    ):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
+    number = "MAJOR = 0\nMINOR = 19\nPATCH = 0\n"
+    files = {"core/__init__.py": core, "core/package_info.py": number, "training/__init__.py": ""}
+    written(root / "megatron", files)
+    return written(root, SCRIPT)
 
 
 def launched(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    command = [sys.executable, "-m", "megatron_muon", *words]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return python("-m", "megatron_muon", *words, PYTHONPATH=str(ROOT), **variables)
 
 
 def test_without_any_core_nothing_is_to_be_uninstalled(tmp_path: Path) -> None:
-    (tmp_path / "megatron" / "training").mkdir(parents=True)
-    script = tmp_path / "pretrain_gpt.py"
-    script.write_text("raise SystemExit('the script was run')\n")
     # a megatron without a core, so that none of this environment is found
-    (tmp_path / "megatron" / "__init__.py").write_text("")
-    done = launched(str(script))
+    written(tmp_path / "megatron", {"__init__.py": "", "training/none": ""})
+    done = launched(str(written(tmp_path, SCRIPT) / "pretrain_gpt.py"))
     assert done.returncode == 1 and "Python finds no megatron.core" in done.stderr
     assert "uninstall" not in done.stderr
 
@@ -74,8 +66,7 @@ def test_muon_cpu_is_an_error_where_a_gpu_is_in_use() -> None:
         "from megatron_muon.megatron_lm.launch import hide_gpus\n"
         "hide_gpus()"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    done = python("-c", code)
     assert done.returncode == 1
     assert "--muon-cpu: torch uses a GPU of this machine already" in done.stderr
 

@@ -15,6 +15,11 @@ QUICKSTART = ROOT / "examples" / "quickstart"
 PAGE = (QUICKSTART / "README.md").read_text()
 
 
+@pytest.fixture(autouse=True)
+def _scripts_import_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(QUICKSTART))
+
+
 def script(name: str) -> ModuleType:
     """A script of the quickstart as a module; none of these two imports Megatron."""
     spec = importlib.util.spec_from_file_location(f"quickstart_{name}", QUICKSTART / f"{name}.py")
@@ -45,10 +50,7 @@ def test_the_page_has_the_table_of_rates_as_it_was_printed() -> None:
     assert script("sweep").transfer_table(recorded("transfer.json")) in PAGE
 
 
-def test_the_page_on_qk_clip_has_the_table_as_it_was_printed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(QUICKSTART))  # it imports sweep.py
+def test_the_page_on_qk_clip_has_the_table_as_it_was_printed() -> None:
     clip, report = script("clip"), recorded("clip.json")
     assert clip.table(report) in (ROOT / "docs" / "qk_clip.md").read_text()
     free, clipped, usual = report["runs"].values()
@@ -59,10 +61,7 @@ def test_the_page_on_qk_clip_has_the_table_as_it_was_printed(
     assert all(max(logits) < 1.4 * clip.THRESHOLD for logits in clipped["logits"])
 
 
-def test_the_page_has_the_table_of_splits_as_it_was_printed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(QUICKSTART))
+def test_the_page_has_the_table_of_splits_as_it_was_printed() -> None:
     splits, report = script("splits"), recorded("splits.json")
     assert splits.table(report) in PAGE
     assert report["rates"] == list(splits.RATES) and report["steps"] == splits.STEPS
@@ -74,10 +73,7 @@ def test_the_page_has_the_table_of_splits_as_it_was_printed(
             assert {len(losses) for losses in row["val_losses"].values()} == {len(splits.SEEDS)}
 
 
-def test_the_page_has_the_table_of_clips_as_it_was_printed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(QUICKSTART))
+def test_the_page_has_the_table_of_clips_as_it_was_printed() -> None:
     clips, report = script("clip_scope"), recorded("clip_scope.json")
     assert clips.table(report) in PAGE
     assert (report["lr"], report["steps"]) == (clips.RATE, clips.STEPS)

@@ -42,16 +42,18 @@ def slurm(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(slurm: Path, name: str, **variables: object) -> subprocess.CompletedProcess[str]:
+def run(
+    slurm: Path, name: str, *words: str, **variables: object
+) -> subprocess.CompletedProcess[str]:
     env = environment(slurm, MEGATRON_LM_PATH=slurm, **{**JOB, **variables})
     env = {key: value for key, value in env.items() if key != "OMP_NUM_THREADS"}
-    batch = EXAMPLES / name / "train.sbatch"
-    return subprocess.run(["bash", batch], env=env, cwd=ROOT, capture_output=True, text=True)
+    command = ["bash", str(EXAMPLES / name), *words]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
 
 
 def tasks(slurm: Path, name: str, **variables: object) -> list[list[str]]:
     """The words that each node's torchrun gets, after those on its task."""
-    done = run(slurm, name, **{"SAVE": "a folder", **variables})
+    done = run(slurm, f"{name}/train.sbatch", **{"SAVE": "a folder", **variables})
     assert done.returncode == 0, done.stderr
     words = done.stdout.splitlines()
     second = words.index("task 64 no", 1)
@@ -70,16 +72,15 @@ def test_a_job_has_whole_nodes_a_log_of_its_own_and_may_be_requeued(name: str) -
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_batch_file_starts_one_torchrun_on_each_node(name: str, slurm: Path) -> None:
+def test_each_node_has_one_torchrun_all_its_cpus_and_what_the_job_saved(
+    name: str, slurm: Path
+) -> None:
     for rank, words in enumerate(tasks(slurm, name)):
         wanted = f"--nnodes 2 --node-rank {rank} --master-addr n0 --master-port 10007"
         assert has(words, f"--nproc-per-node 8 {wanted}")
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_nodes_ranks_share_all_cpus_of_their_task(name: str, slurm: Path) -> None:
-    for words in tasks(slurm, name):
         assert words[:2] == ["task 64 no", "threads 8"]
+        for flag in ("--save", "--load"):  # as a requeued job needs it
+            assert words[words.index(flag) + 1] == "a folder"
     assert tasks(slurm, name, GPUS_PER_NODE=3)[0][1] == "threads 22"
 
 
@@ -94,27 +95,16 @@ def test_jobs_have_ports_of_their_own_below_the_ephemeral_ones(name: str, slurm:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_requeued_job_loads_what_it_saved(name: str, slurm: Path) -> None:
-    for words in tasks(slurm, name):
-        for flag in ("--save", "--load"):
-            assert words[words.index(flag) + 1] == "a folder"
-    done = run(slurm, name)
-    assert done.returncode != 0 and done.stdout == ""
-    assert "SAVE: name a folder for checkpoints" in done.stderr
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_job_whose_nodes_are_unknown_ends(name: str, slurm: Path) -> None:
-    done = run(slurm, name, SAVE="x", SLURM_JOB_NODELIST="n[8-9]")
-    assert done.returncode != 0 and done.stdout == ""
+def test_a_job_without_a_folder_or_whose_nodes_are_unknown_ends(name: str, slurm: Path) -> None:
+    lost = {"SAVE": "x", "SLURM_JOB_NODELIST": "n[8-9]"}
+    for given, said in (({}, "SAVE: name a folder for checkpoints"), (lost, "")):
+        done = run(slurm, f"{name}/train.sbatch", **given)
+        assert done.returncode != 0 and done.stdout == "" and said in done.stderr
 
 
 def test_a_comparison_has_the_topologies_of_its_gpus(slurm: Path) -> None:
-    batch = EXAMPLES / "evidence" / "compare.sbatch"
-    env = environment(slurm, **JOB, FOLDER="a folder")
-    env = {key: value for key, value in env.items() if key != "OMP_NUM_THREADS"}
-    command = ["bash", str(batch), "--hidden", "4096"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    given = slurm, "evidence/compare.sbatch", "--hidden", "4096"
+    done = run(*given, FOLDER="a folder")
     assert done.returncode == 0, done.stderr
     words = done.stdout.splitlines()
     assert words[:2] == ["task 64 no", "threads 8"] and words.count("task 64 no") == 2
@@ -124,6 +114,5 @@ def test_a_comparison_has_the_topologies_of_its_gpus(slurm: Path) -> None:
     assert has(words, "--topologies dp16 tp8-dp2 tp2-dp8 tp2-pp2-dp4 --folder")
     assert words[words.index("--folder") + 1] == "a folder"
     assert words[-2:] == ["--hidden", "4096"]
-    env["FOLDER"] = ""
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    done = run(*given, FOLDER="")
     assert done.returncode != 0 and "FOLDER: name a folder for the report" in done.stderr

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 
 import pytest
 
 from support import ROOT
+from support.processes import environment
 
 FOLDER = ROOT / "examples" / "tutorial"
 NOTEBOOK = FOLDER / "one_step.ipynb"
@@ -43,10 +43,9 @@ def test_the_notebook_prints_what_it_has_printed() -> None:
     nbformat = pytest.importorskip("nbformat")
     committed = json.loads(NOTEBOOK.read_text())["cells"]
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     nbclient.NotebookClient(
         notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
-    ).execute(env={**os.environ, "PYTHONPATH": path})
+    ).execute(env=environment())
     before, now = printed(committed), printed(notebook.cells)
     assert [words(text) for text in now] == [words(text) for text in before]
     for old, new in zip(before, now, strict=True):

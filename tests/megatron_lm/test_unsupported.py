@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_muon.presence import SeamError, check_version
-from support import ROOT
+from support import ROOT, written
+from support.processes import python
 
 UNSUPPORTED = ("0.11.0", "0.12.0rc0", "0.21.0")
 # Each way into the plugin, in one process, for one version after the other.
@@ -68,27 +68,19 @@ def package_info(version: str) -> str:
 
 def checkout(root: Path, core: str, arguments: str = "") -> Path:
     """A checkout, as far as a refused run gets."""
-    for name, text in (
-        ("core/__init__.py", core),
-        ("training/__init__.py", "from . import arguments\nimport megatron_muon.autoload\n"),
-        ("training/arguments.py", arguments),
-    ):
-        file = root / "megatron" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    (root / "pretrain_gpt.py").write_text("print('the script was run')\n")
-    return root
+    training = "from . import arguments\nimport megatron_muon.autoload\n"
+    files = {"core/__init__.py": core, "training/__init__.py": training}
+    written(root / "megatron", {**files, "training/arguments.py": arguments})
+    return written(root, {"pretrain_gpt.py": "print('the script was run')\n"})
 
 
-def python(root: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root, ROOT)))}
-    command = [sys.executable, "-W", "error", "-c", code, *words]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+def entered(root: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return python("-W", "error", "-c", code, *words, PYTHONPATH=f"{root}{os.pathsep}{ROOT}")
 
 
 def test_every_way_in_refuses_it_by_its_number_before_it_is_imported(tmp_path: Path) -> None:
     root = checkout(tmp_path, "raise ImportError('imported')")
-    done = python(root, ENTRIES, str(root), *map(package_info, UNSUPPORTED))
+    done = entered(root, ENTRIES, str(root), *map(package_info, UNSUPPORTED))
     for version, line in zip(UNSUPPORTED, done.stdout.splitlines(), strict=True):
         texts = json.loads(line)
         assert len(texts) == 6
@@ -100,7 +92,7 @@ def test_every_way_in_refuses_it_by_its_number_before_it_is_imported(tmp_path: P
 
 
 def test_a_patched_checkout_of_any_shape_stops_muon(tmp_path: Path) -> None:
-    done = python(checkout(tmp_path, "__version__ = '0.12.0rc0'"), OTHER_SHAPE)
+    done = entered(checkout(tmp_path, "__version__ = '0.12.0rc0'"), OTHER_SHAPE)
     refused = [line for line in done.stdout.splitlines() if "no --optimizer muon" not in line]
     assert len(refused) == 2, done.stderr
     assert all(line.startswith("refused megatron-core 0.12.0rc0 is not") for line in refused)

@@ -17,12 +17,11 @@ from megatron_muon.planning.rounds import table
 from megatron_muon.runtime.optimizer import DistributedMuon
 from support.models.model_flags import DEEPSEEK_V3
 from support.virtual_gpu.mutants import early_free, early_read
-from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, QWEN3_30B, settled_flags
+from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, PP, QWEN3_30B, TP, settled_flags
 from support.virtual_gpu.runs import Run
 from support.virtual_gpu.verdict import CLAIMS, Verdict, verdict_of
 
 SMALL = (Run(tp=2, dp=2, hidden=256), "--muon-round-mib", "1")  # several rounds: a fc1 has 1 MiB
-TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 
 
 def verdict(run: Run = SMALL[0], *words: str) -> Verdict:

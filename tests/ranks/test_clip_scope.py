@@ -8,14 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.models.gpt import (
-    build,
-    error_of_optimizer,
-    set_schedule,
-    start,
-    train,
-    write_grads,
-)
+from support.models.gpt import error_of_building, prepare_step, start, train
 from support.ranks import error_of, run
 from support.runs.cases import Case, Topology, muon_weights, whole_grad
 from support.runs.whole import whole
@@ -53,8 +46,7 @@ def test_muons_gradients_are_not_clipped_and_adamws_are(topology: Topology) -> N
 
 def _bad_gradient() -> str:
     built = start(CLIPPED, Topology(dp=2))
-    set_schedule(built, 0)
-    write_grads(built, 0)
+    prepare_step(built, 0)
     built.params["decoder.layers.1.mlp.linear_fc1.weight"].main_grad.view(-1)[0] = math.nan
     return error_of(built.optimizer.step)
 
@@ -65,10 +57,6 @@ def test_a_gradient_of_muons_must_still_be_finite() -> None:
     assert sum(text.startswith("FloatingPointError") for text in texts) == 1
 
 
-def _error() -> str:
-    return error_of_optimizer(build(FREE, Topology()), clip_scope="adamw")
-
-
 def test_without_a_clip_it_is_refused() -> None:
-    (text,) = run(_error, 1)
+    (text,) = run(error_of_building, 1, FREE, Topology(), {"clip_scope": "adamw"})
     assert text.startswith("ValueError: clip_scope (--muon-clip-scope) 'adamw' with clip_grad 0.0")

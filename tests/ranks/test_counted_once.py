@@ -6,7 +6,6 @@ With Transformer Engine's Python on the path over its own modules, else over the
 from __future__ import annotations
 
 import contextlib
-import io
 from dataclasses import replace
 from unittest import mock
 
@@ -15,7 +14,7 @@ import pytest
 from megatron_muon.mcore.wiring import build
 from support import te_on_cpu
 from support.installed import VERSION, lacks
-from support.models.gpt import Case, Topology, start, take_step
+from support.models.gpt import Case, Topology, printed_by, start, take_step
 from support.ranks import run
 
 GROUPED = Case(steps=1, moe=True, grouped="te", gated=True)
@@ -32,12 +31,11 @@ NormAndText = tuple[float, str]
 
 def _norm(case: Case, topology: Topology, corrected: bool) -> NormAndText:
     """The norm of a step's gradients, and what is printed at the start."""
-    said = io.StringIO()
     kept = contextlib.nullcontext() if corrected else mock.patch.object(build, "count_once", _none)
-    with kept, contextlib.redirect_stdout(said):
-        built = start(case, topology)
+    with kept:
+        built, said = printed_by(lambda: start(case, topology))
     take_step(built, 0)
-    return float(built.log["norms"][0]), said.getvalue()
+    return float(built.log["norms"][0]), said
 
 
 def _none(parts: object, stage: object) -> list[str]:

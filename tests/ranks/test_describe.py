@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +17,12 @@ from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.settings.config import MuonConfig
 from support.models import gpt
-from support.models.gpt import Case, Topology, muon_weights, start, truth
+from support.models.gpt import Case, Topology, muon_weights, printed_by, start, truth
 from support.ranks import error_of, run
 
 
 def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        built = start(case, topology)
+    built, printed = printed_by(lambda: start(case, topology))
     shards_of: dict[str, set[int]] = {}  # Muon parameter -> shards of its bucket that hold some
     for buffer in built.ddp.buffers:
         for name, param in built.params.items():
@@ -37,7 +34,7 @@ def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
                 shards_of[name] = {place // size for place in places}
     cut = [name for name, shards in shards_of.items() if len(shards) > 1]
     return {
-        "printed": printed.getvalue(),
+        "printed": printed,
         "buckets": sum(len(buffer.buckets) for buffer in built.ddp.buffers),
         "boundary": len(cut),
         "parameters": len(shards_of),
@@ -62,10 +59,8 @@ def test_each_stage_says_its_buckets_and_boundary_parameters_once(overlap: bool)
 
 def _printed(case: Case, topology: Topology, mixer: bool = False) -> str:
     """All that a rank prints; with ``mixer``, of a model with a matrix in a module of its own."""
-    printed = io.StringIO()
-    with redirect_stdout(printed), _with_mixer() if mixer else nullcontext():
-        start(case, topology)
-    return printed.getvalue()
+    with _with_mixer() if mixer else nullcontext():
+        return printed_by(lambda: start(case, topology))[1]
 
 
 class Mixer(torch.nn.Module):
@@ -173,12 +168,11 @@ def test_a_matrix_of_an_unknown_module_is_named_once_by_its_stage() -> None:
 
 def _nodes_of(case: Case, topology: Topology, here: str) -> tuple[int, str]:
     """The plan's neighbours, and what is printed, where a launcher has so many ranks a machine."""
-    printed = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", here)
-        built = start(case, topology)
+        built, printed = printed_by(lambda: start(case, topology))
     (part,) = gpt.distributed_optimizers(built.optimizer)
-    return part.muon.plan.grid.neighbours, printed.getvalue()
+    return part.muon.plan.grid.neighbours, printed
 
 
 @pytest.mark.parametrize(
@@ -205,9 +199,8 @@ def _said_active() -> tuple[str, str]:
     printed = []
     plugin._has_said_active = False  # as in a new process
     for _ in range(2):
-        with redirect_stdout(io.StringIO()) as out:
-            start(Case(layers=1), Topology(dp=2))
-        printed.append("\n".join(x for x in out.getvalue().splitlines() if "is active" in x))
+        _, out = printed_by(lambda: start(Case(layers=1), Topology(dp=2)))
+        printed.append("\n".join(x for x in out.splitlines() if "is active" in x))
     return printed[0], printed[1]
 
 

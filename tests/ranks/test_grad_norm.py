@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_muon.mcore.wiring.gradients import LateNorm, norm_grads
-from support.models.gpt import Case, Topology, held, set_schedule, start, take_step, write_grads
+from support.models.gpt import Case, Topology, held, prepare_step, start, take_step
 from support.ranks import error_of, run
 
 CASE = Case(layers=2, steps=3)
@@ -41,8 +41,7 @@ def test_a_bad_or_missing_gradient_that_is_left_out_is_in_the_norm(left_out: tor
 def _bad_replica(topology: Topology) -> str:
     built = start(CASE, topology)
     take_step(built, 0)
-    set_schedule(built, 1)
-    write_grads(built, 1)
+    prepare_step(built, 1)
     if built.tp_rank == 1:
         built.params[NORM].main_grad.view(-1)[0] = math.nan
     return error_of(built.optimizer.step)
@@ -66,26 +65,23 @@ def _steps_with_a_late_norm(bad: float) -> dict[str, Any]:
     ):
         take_step(built, 0)
         said["first"] = bool(held(built)["shards"])
-        set_schedule(built, 1)
-        write_grads(built, 1)
+        prepare_step(built, 1)
         next(iter(built.params.values())).main_grad.view(-1)[0] = bad
         said["second"] = built.optimizer.step()[0]
         for name, call in (
             ("saved", built.optimizer.state_dict),
             ("third", lambda: take_step(built, 2)),
         ):
-            try:
-                call()
-                said[name] = "no error"
-            except FloatingPointError as error:
-                said[name] = str(error)
+            said[name] = error_of(call)
     return said
 
 
 def test_a_late_norm_is_an_error_before_anything_is_saved() -> None:
     for said in run(_steps_with_a_late_norm, 2, math.nan):
         assert said["second"]
-        assert said["saved"].startswith("The previous step's gradient norm was nan")
+        assert said["saved"].startswith(
+            "FloatingPointError: The previous step's gradient norm was nan"
+        )
         assert "resume from the last checkpoint" in said["saved"]
     for said in run(_steps_with_a_late_norm, 2, 1.0):
         assert said["saved"] == said["third"] == "no error"

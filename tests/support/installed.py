@@ -32,6 +32,8 @@ def lacks(case: Case, topology: Topology) -> str | None:
         return f"megatron-core {NAME} builds MTP with Transformer Engine only"
     if (topology.tp > case.groups or case.output_gate) and not case.mla and VERSION < (0, 16):
         return f"megatron-core {NAME} has no query groups on several TP ranks, and no output gate"
+    if case.mixer == "delta" and VERSION < (0, 16):
+        return f"megatron-core {NAME} has no gated delta nets"
     if case.sinks and VERSION < (0, 15):
         return f"megatron-core {NAME} has no learnable softmax offsets"
     whole = (topology.tp, topology.pp, topology.dp, topology.overlap) == (2, 2, 2, False)
@@ -41,8 +43,8 @@ def lacks(case: Case, topology: Topology) -> str | None:
 
 
 @contextmanager
-def installed(config: Any) -> Iterator[None]:
-    """Within it the plugin is installed with these settings, afterwards as it was before."""
+def installed(config: Any = None) -> Iterator[None]:
+    """Within it the plugin is installed with these settings, or its own; then as it was before."""
     from megatron_muon.mcore.wiring.install import install, settings, uninstall
 
     before = settings()

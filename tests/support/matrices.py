@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_muon import MuonConfig
+from megatron_muon.orthogonalize.matmul import Products
 from megatron_muon.settings.coefficients import Triple
 
+PANELS = Products(torch.float64, squares=torch.float64, held=torch.float64, blocked=True)
 CONDITIONS = (1e0, 1e1, 1e2, 1e3, 1e4, 1e6, 1e8)
+
+
+def config_of(name: Any, steps: int, dtype: Any, iteration: Any) -> MuonConfig:
+    """Settings of Newton-Schulz."""
+    return MuonConfig(ns_coefficients=name, ns_steps=steps, ns_dtype=dtype, ns_iteration=iteration)
+
+
+def drawn(rows: int, cols: int) -> Tensor:
+    """A Gaussian matrix; the same at every call."""
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows + 7 * cols))
 
 
 def inputs(short: int, long: int) -> Iterator[tuple[str, Tensor]]:

@@ -343,9 +343,11 @@ def _clean_up(workers: list[_Worker], fn: str, limit: float = 30.0) -> list[_Wor
 
 def error_of(call: Callable[[], object]) -> str:
     """The type and the text of what a call raises, or ``no error``."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         call()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
         return f"{type(error).__name__}: {error}"
     return "no error"
 

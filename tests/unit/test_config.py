@@ -175,10 +175,7 @@ def test_a_gpu_shares_matrices_where_bits_may_depend_on_the_layout(device: Devic
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (
-            {"ns_coefficients": "cans"},
-            r"ns-coefficients\) 'cans', ns_steps .* 5, .* 'bf16 and f",
-        ),
+        ({"ns_coefficients": "cans"}, r"ns-coefficients\) 'cans', ns_steps .* 5, .* 'bf16 and f"),
         ({"ns_steps": 7}, r"ns-coefficients\) 'simple', ns_steps .* 7, .* 'bf16 and fp16'"),
         ({"ns_coefficients": (2.0, -1.5, 0.5)}, r"\(\(2.0, -1.5, 0.5\),\), ns_steps .* 5"),
     ],

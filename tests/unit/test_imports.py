@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 from support import ROOT
+from support.processes import printed
 
 PACKAGE = ROOT / "megatron_muon"
 
@@ -235,10 +234,7 @@ def test_lines_of_a_run_are_printed_by_say_which_takes_any_encoding() -> None:
 
 def _loaded_after(statement: str) -> set[str]:
     code = f"{statement}\nimport sys; print(*sorted(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return {name.split(".")[0] for name in done.stdout.split()}
+    return {name.split(".")[0] for name in printed("-c", code).split()}
 
 
 def test_importing_the_package_pulls_in_nothing_heavy() -> None:

@@ -43,8 +43,8 @@ def state_bytes(flags: Namespace) -> StateBytes:
         return WIDE
     keeps = flags.bf16 and flags.main_params_dtype == "fp32"  # 16 bits that a weight lacks
     main = 2 if keeps else _BYTES[flags.main_params_dtype]
-    first = _BYTES[flags.exp_avg_dtype]
     on_host = flags.optimizer_offload_fraction if flags.optimizer_cpu_offload else 0.0
+    first = _BYTES[flags.exp_avg_dtype]
     return StateBytes(main, first, _BYTES[flags.exp_avg_sq_dtype], first, on_host)
 
 

@@ -57,9 +57,10 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
     default = MuonConfig(ns_iteration="standard", ns_dtype="bf16", split_matrices="off")
     then = {**_in_force(Numerics(default, numerics.device)), **own["settings"]}
     now = _in_force(numerics)
-    for name in ("ns_iteration", "ns_dtype"):
-        if then[name] is None:  # another Muon's checkpoint does not say which it took
-            then[name] = now[name]
+    unsaid = dict.fromkeys(("ns_iteration", "ns_dtype", "split_matrices", "link_gbytes"))
+    unsaid |= {"homes": "auto"}
+    # another Muon's checkpoint does not say which it took
+    then |= {name: now[name] for name, value in unsaid.items() if then[name] == value}
     then["ns_coefficients"] = canonical(then["ns_coefficients"])  # it may be saved as numbers
     for name in sorted((then.keys() | now.keys()) - set(_OTHERS)):
         before, after = (

@@ -233,7 +233,7 @@ def _early(part: Any, stage: Stage) -> list[str]:
         return []
     return [
         describe.early_gathers_line(
-            [(gather.after, gather.nbytes) for gather in part.early_gathers.gathers],
+            [gather.after for gather in part.early_gathers.gathers],
             len(part.muon.plan.rounds),
             stage=stage.pipeline_rank,
             experts=process_groups.has_experts(part),

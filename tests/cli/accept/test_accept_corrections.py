@@ -6,14 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_muon.lab.accept.report import (
-    ROWS,
-    STEP,
-    as_markdown,
-    corrections,
-    recommended,
-    wrong,
-)
+from megatron_muon.lab.accept.report import ROWS, STEP, as_markdown, corrections, recommended, wrong
 from megatron_muon.lab.accept.results import Check, Figure, Outcome, Verdict
 from megatron_muon.lab.bench.step.meter import Counted
 from megatron_muon.lab.pricing.presets import H100, hardware_of
@@ -35,19 +28,14 @@ def report_of(figures: Sequence[Figure]) -> str:
 
 def test_measurements_as_predicted_correct_nothing(expected: predicted.PredictedStep) -> None:
     part = cost.times(expected.price, [as_predicted_on(expected, H100)], H100, ())
-    assert [figure.name for figure in wrong(part)] in (
-        [],
-        ["step without what AdamW has alike"],
-    ), part
+    assert [figure.name for figure in wrong(part)] in ([], ["step without what AdamW has alike"]), (
+        part
+    )
     assert "Corrects `" not in report_of(part)
 
 
 @pytest.mark.parametrize(
-    ("constant", "value"),
-    [
-        ("gemm_efficiency", 0.3),
-        ("memory_efficiency", 0.3),
-    ],
+    ("constant", "value"), [("gemm_efficiency", 0.3), ("memory_efficiency", 0.3)]
 )
 def test_a_wrong_phase_names_its_constant_and_the_value_that_it_has(
     constant: str, value: float, expected: predicted.PredictedStep

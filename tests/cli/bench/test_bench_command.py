@@ -57,20 +57,6 @@ def test_json_has_the_schema(printed: tuple[dict[str, Any], str, Path]) -> None:
         assert all(0 < peak for peak in row["peak_bytes"])
 
 
-def test_rounds_of_the_exchange_are_in_json_and_in_the_start_line(
-    printed: tuple[dict[str, Any], str, Path],
-) -> None:
-    report, text, _ = printed
-    rounds = {row["name"]: row["exchange_rounds"] for row in report["rows"]}
-    parameters = 4  # Muon's of a layer: QKV, projection, fc1, fc2
-    assert rounds["adamw"] == 0
-    assert (rounds["muon-contiguous"], rounds["muon-bucketed-auto"]) == (1, 1)
-    assert (rounds["muon-contiguous-none"], rounds["muon-contiguous-naive"]) == (1, parameters)
-    for name in ("muon-contiguous", "muon-contiguous-naive"):
-        (line,) = [x for x in text.splitlines() if x.startswith(f"{name}: [megatron_muon]")]
-        assert f" in {rounds[name]} round(s); " in line
-
-
 def test_the_trace_of_every_row_has_a_lane_for_what_the_row_does(
     printed: tuple[dict[str, Any], str, Path],
 ) -> None:

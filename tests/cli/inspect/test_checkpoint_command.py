@@ -24,6 +24,7 @@ from support.checkpoints.inspecting import (
     inspect,
 )
 from support.models.gpt import Topology, muon_weights
+from support.processes import environment
 from support.ranks import run
 
 SHAPES = {"tp": (CASE, Topology(tp=2)), "experts": (replace(CASE, moe=True), Topology(dp=2, ep=2))}
@@ -136,9 +137,8 @@ def test_as_a_program_by_itself(sealed: Path) -> None:
     """No launcher's environment and no GPU; in the C locale other letters are escaped."""
     folder = Path(shutil.copytree(sealed, sealed.with_name("Прогон")))
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "CUDA_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    env["PYTHONIOENCODING"] = "ascii"
+    env = {name: v for name, v in environment().items() if not name.startswith(launcher)}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "megatron_muon", "checkpoint", "inspect", str(folder)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 
 from figures.priced_models import CASES as MODELS
-from figures.priced_models import TP, Case
+from figures.priced_models import Case
 from figures.stages import stage_of
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.presets import hardware_of
@@ -25,22 +25,14 @@ from megatron_muon.lab.pricing.streams import nodes_of
 from megatron_muon.lab.pricing.upstream import TpMode, price_layer_wise
 from megatron_muon.lab.pricing.work import total, traffic_of
 from megatron_muon.planning.plan import ExchangePlan
-from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, LLAMA_405B
+from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, LLAMA_405B, PP, TP
 
 ASKED = ("off", "2", "4", "8", "auto")
 LARGE = (
     Case("Llama-3-8B TP1 × DP64", LLAMA_8B + "--world-size 64"),
     Case("Llama-3-8B TP1 × DP512", LLAMA_8B + "--world-size 512"),
-    Case(
-        "Llama-3-70B TP8 PP4 DP64",
-        LLAMA_70B + f"{TP} 8 --pipeline-model-parallel-size 4 --world-size 2048",
-        1,
-    ),
-    Case(
-        "Llama-3-405B TP8 PP14 DP128",
-        LLAMA_405B + f"{TP} 8 --pipeline-model-parallel-size 14 --world-size 14336",
-        1,
-    ),
+    Case("Llama-3-70B TP8 PP4 DP64", LLAMA_70B + f"{TP} 8 {PP} 4 --world-size 2048", 1),
+    Case("Llama-3-405B TP8 PP14 DP128", LLAMA_405B + f"{TP} 8 {PP} 14 --world-size 14336", 1),
 )
 
 

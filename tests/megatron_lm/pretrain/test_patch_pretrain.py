@@ -124,6 +124,15 @@ def test_importing_it_turns_nothing_on(patched: Path) -> None:
     assert "parsed adam False" in done([*command, NO_PLUGIN + code], **path(patched))
 
 
+def parsed(optimizer: str, code: str, *folders: Path) -> str:
+    """What is printed where arguments are parsed; Muon's are refused as they are validated."""
+    if optimizer == "muon":  # to adam without a GPU it may have something of its own to say
+        code += "validate_args(args)\n"
+    command = [sys.executable, "-c", code, *RUN_BF16, *words("--use-distributed-optimizer")]
+    command += ["--optimizer", optimizer]
+    return done(command, fails=optimizer == "muon", **path(*folders, ROOT))
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_a_mixed_installation_is_refused_for_muon_alone(
     patched: Path, tmp_path: Path, optimizer: str
@@ -136,11 +145,7 @@ def test_a_mixed_installation_is_refused_for_muon_alone(
         "args = parse_args()\n"
         "print('parsed', megatron.core.__file__)\n"
     )
-    if optimizer == "muon":  # to adam without a GPU it may have something of its own to say
-        code += "validate_args(args)\n"
-    command = [sys.executable, "-c", code, *RUN_BF16, *words("--use-distributed-optimizer")]
-    command += ["--optimizer", optimizer]
-    text = done(command, fails=optimizer == "muon", **path(tmp_path, patched, ROOT))
+    text = parsed(optimizer, code, tmp_path, patched)
     assert f"parsed {core}" in text
     if optimizer == "muon":
         assert "MixedInstallationError: megatron.training is in" in text
@@ -157,11 +162,7 @@ def test_a_megatron_of_another_shape_stops_muon_alone(patched: Path, optimizer: 
         "args = parse_args()\n"
         "print('parsed', args.optimizer)\n"
     )
-    if optimizer == "muon":
-        code += "validate_args(args)\n"
-    command = [sys.executable, "-c", code, *RUN_BF16, *words("--use-distributed-optimizer")]
-    command += ["--optimizer", optimizer]
-    text = done(command, fails=optimizer == "muon", **path(patched, ROOT))
+    text = parsed(optimizer, code, patched)
     assert f"parsed {optimizer}" in text
     assert "[megatron_muon] no --optimizer muon here: " in text
     assert ("SeamError: " in text) == (optimizer == "muon")

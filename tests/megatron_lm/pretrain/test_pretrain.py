@@ -17,7 +17,7 @@ import pytest
 
 from megatron_muon.lab.trace.events import read_trace
 from megatron_muon.runtime.step_traces import OPTIMIZER
-from support import PYTHON311, ROOT
+from support import PYTHON311, ROOT, written
 from support.megatron_lm.scripts import (
     CHECKOUT,
     EXPERTS,
@@ -210,12 +210,11 @@ def test_a_script_is_imported_and_its_help_has_the_flags(script: str) -> None:
 
 def test_a_core_from_elsewhere_is_refused_with_both_versions(tmp_path: Path) -> None:
     """A folder with megatron/training alone, beside another megatron.core on the path."""
-    (tmp_path / "fork" / "megatron" / "training").mkdir(parents=True)
-    (tmp_path / "fork" / "pretrain_gpt.py").write_text("raise SystemExit('it was run')")
     core = tmp_path / "other" / "megatron" / "core"
-    core.mkdir(parents=True)
-    (core / "__init__.py").write_text("")
-    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 5\nPATCH = 7\n")
+    number = "MAJOR = 0\nMINOR = 5\nPATCH = 7\n"
+    written(core, {"__init__.py": "", "package_info.py": number})
+    script = "raise SystemExit('it was run')"
+    written(tmp_path / "fork", {"pretrain_gpt.py": script, "megatron/training/none": ""})
     command = [sys.executable, "-m", "megatron_muon", str(tmp_path / "fork" / "pretrain_gpt.py")]
     path = f"{ROOT}:{tmp_path / 'other'}"
     text = done(command, fails=True, PYTHONPATH=path)

@@ -6,7 +6,6 @@ MEGATRON_LM_PATH=... pytest tests/megatron_lm/pretrain/test_pretrain_cpu.py
 from __future__ import annotations
 
 import re
-from functools import cache
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from support.megatron_lm.scripts import (
     RUN,
     alone,
     done,
+    known_flags,
     losses,
     needs_checkout,
     pretrain,
@@ -41,11 +41,6 @@ def of_a_gpu(*options: str) -> list[str]:
         assert f" {flag} " in text, flag
         text = text.replace(f" {flag} ", " ")
     return words(text, *options)
-
-
-@cache
-def known_flags() -> frozenset[str]:
-    return frozenset(re.findall(r"--[\w-]+", alone("--help")))
 
 
 @no_gpu

@@ -10,12 +10,11 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from support.megatron_lm.scripts import MUON, alone, losses, needs_checkout, pretrain
+from support.megatron_lm.scripts import MUON, known_flags, losses, needs_checkout, pretrain
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
@@ -59,6 +58,7 @@ RUNS = {
         "--optimizer-cpu-offload --use-precision-aware-optimizer",
     ),
     "--use-torch-fsdp2": (2, "--use-torch-fsdp2"),
+    "--eval-interval 0": (1, "--eval-interval 0"),  # Megatron divides by it, with AdamW, too
     "--fp8-param-gather": (1, "--fp8-format e4m3 --fp8-param-gather"),
 }
 _ALONE = ("--use-precision-aware-optimizer", "--use-custom-fsdp", "--use-megatron-fsdp")
@@ -74,6 +74,7 @@ REFUSED = {  # what the error must name
     "--use-torch-fsdp2": r"fsdp2|TorchFullyShardedDataParallel",
     "--fp8-param-gather": r"fp8.param",  # without a GPU it is refused for that reason
     "--optimizer-cuda-graph": r"optimizer.cuda.graph",
+    "--eval-interval 0": r"^Megatron divides by --eval-interval",
 }
 REFUSED |= {flag: f"{flag} yet: " for flag in _OF_BRANCHES}
 SIGNS = {  # what a run with the options prints
@@ -81,18 +82,13 @@ SIGNS = {  # what a run with the options prints
         "params norm:",
         "num zeros:",
         "optimizer-inner-step",  # a timer of level 1
-    ),
+    )
 }
 ENVIRONMENT = {
     "WANDB_MODE": "offline",
     "NCCL_ALGO": "Ring",  # deterministic mode asks for it
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
-
-
-@cache
-def known_flags() -> frozenset[str]:
-    return frozenset(re.findall(r"--[\w-]+", alone("--help")))
 
 
 def options_of(row: str, folder: Path) -> tuple[int, str]:

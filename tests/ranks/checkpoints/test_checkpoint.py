@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,9 @@ from typing import Any
 import pytest
 
 from support.checkpoints.resuming import check
-from support.checkpoints.saving import (
-    formats,
-    load,
-    resumed,
-    save_new,
-)
+from support.checkpoints.saving import formats, load, resumed, save_new
 from support.installed import lacks
-from support.models.gpt import Case, Topology, inner_optimizers, start, take_step
+from support.models.gpt import Case, Topology, inner_optimizers, printed_by, start, take_step
 from support.models.torch_adam import torchs_own_adam
 from support.ranks import run
 
@@ -53,46 +46,29 @@ def test_tp_pp_dp(format: str, tmp_path: Path) -> None:
     check(BF16, Topology(2, 2, 2, overlap=True), format, tmp_path)
 
 
-@pytest.mark.parametrize("format", MOSTLY)
-def test_an_fp32_model(format: str, tmp_path: Path) -> None:
-    """Main parameters are views of the model's."""
-    check(FP32, Topology(dp=3, overlap=True), format, tmp_path)
-
-
-@pytest.mark.parametrize("format", EVERY)
-def test_fp16_and_its_loss_scale(format: str, tmp_path: Path) -> None:
-    check(FP16, Topology(tp=2, dp=2), format, tmp_path)
-
-
-@pytest.mark.parametrize("format", EVERY)
-def test_experts(format: str, tmp_path: Path) -> None:
-    check(MOE, Topology(dp=2, ep=2), format, tmp_path)
-
-
-@pytest.mark.parametrize("format", MOSTLY)
-def test_experts_in_fp16_share_a_loss_scale(format: str, tmp_path: Path) -> None:
-    case = replace(FP16, moe=True, overflow=((1, "*.experts.*"),))
-    check(case, Topology(dp=4, ep=2), format, tmp_path)
-
-
-@pytest.mark.parametrize("format", MOSTLY)
-def test_only_experts_train(format: str, tmp_path: Path) -> None:
-    """Megatron then makes a stub for the dense part, whose state it asks for and fails."""
-    check(ONLY_EXPERTS, Topology(dp=2, ep=2), format, tmp_path)
-
-
-@pytest.mark.parametrize("format", MOSTLY)
-def test_groups_that_megatron_takes_for_one_another(format: str, tmp_path: Path) -> None:
-    check(GROUPS, Topology(dp=2), format, tmp_path)
-
-
 FACTORS = (("embedding.*", 0.5), ("*.linear_fc2.*", 3.0))
 MULTIPLIED = replace(BF16, muon=(("lr_mults", FACTORS), ("wd_mults", FACTORS)))
+DP2, EP2 = Topology(dp=2), Topology(dp=2, ep=2)
+KINDS = {
+    "fp32": (FP32, Topology(dp=3, overlap=True)),  # main parameters are views of the model's
+    "fp16": (FP16, Topology(tp=2, dp=2)),
+    "experts": (MOE, EP2),
+    # they share a loss scale
+    "experts in fp16": (
+        replace(FP16, moe=True, overflow=((1, "*.experts.*"),)),
+        Topology(dp=4, ep=2),
+    ),
+    # Megatron then makes a stub for the dense part, whose state it asks for and fails
+    "only experts": (ONLY_EXPERTS, EP2),
+    "groups that Megatron takes for one another": (GROUPS, DP2),
+    "groups of multipliers": (MULTIPLIED, DP2),
+}
 
 
 @pytest.mark.parametrize("format", MOSTLY)
-def test_groups_of_multipliers(format: str, tmp_path: Path) -> None:
-    check(MULTIPLIED, Topology(dp=2), format, tmp_path)
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_of_all_kinds(kind: str, format: str, tmp_path: Path) -> None:
+    check(*KINDS[kind], format, tmp_path)
 
 
 def _rates(built: Any) -> set[tuple[float, float]]:
@@ -105,7 +81,7 @@ def _rates(built: Any) -> set[tuple[float, float]]:
 
 
 def _rates_at_load(case: Case, format: str, folder: str) -> list[set[tuple[float, float]]]:
-    built = start(case, Topology(dp=2))
+    built = start(case, DP2)
     own = _rates(built)
     load(built, folder, format)
     take_step(built, 0)
@@ -115,7 +91,7 @@ def _rates_at_load(case: Case, format: str, folder: str) -> list[set[tuple[float
 @pytest.mark.parametrize("format", MOSTLY)
 def test_a_run_has_its_own_multipliers_after_a_load(format: str, tmp_path: Path) -> None:
     """Those of the checkpoint's groups, which pass for them, would undo what the run asks for."""
-    run(save_new, 2, MULTIPLIED, Topology(dp=2), format, str(tmp_path))
+    run(save_new, 2, MULTIPLIED, DP2, format, str(tmp_path))
     other = (("lr_mults", (("*.linear_fc2.*", 2.0),)),)
     for case in (BF16, replace(BF16, muon=other), MULTIPLIED):
         for own, loaded in run(_rates_at_load, 2, case, format, str(tmp_path)):
@@ -161,7 +137,7 @@ def test_other_shapes(shape: str, format: str, tmp_path: Path) -> None:
 
 def test_transformer_engines_experts(tmp_path: Path) -> None:
     """Their stand-in cannot say for torch_dist which expert a weight is."""
-    check(replace(MOE, grouped="te"), Topology(dp=2, ep=2), "torch", tmp_path)
+    check(replace(MOE, grouped="te"), EP2, "torch", tmp_path)
 
 
 # --- over torch's own AdamW -------------------------------------------------------------------
@@ -175,7 +151,7 @@ def _resumed_over_torchs_adam(*args: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("format", EVERY)
 def test_over_torchs_own_adamw(format: str, tmp_path: Path) -> None:
     """Megatron's own state of it comes back wrong, or not at all, in most formats."""
-    for result in run(_resumed_over_torchs_adam, 2, BF16, Topology(dp=2), format, str(tmp_path)):
+    for result in run(_resumed_over_torchs_adam, 2, BF16, DP2, format, str(tmp_path)):
         assert result["differences"] == []
 
 
@@ -185,14 +161,13 @@ def test_over_torchs_own_adamw(format: str, tmp_path: Path) -> None:
 def _decays_after_load(
     case: Case, saved: Case, format: str, folder: str
 ) -> tuple[list[float], str]:
-    topology = Topology(dp=2)
+    topology = DP2
     save_new(saved, topology, format, folder)
     built = start(case, topology)
-    with redirect_stdout(io.StringIO()) as printed:
-        load(built, folder, format)
+    _, printed = printed_by(lambda: load(built, folder, format))
     take_step(built, 0)
     groups = [group for inner in inner_optimizers(built.optimizer) for group in inner.param_groups]
-    return [group["wd_mult"] for group in groups], printed.getvalue()
+    return [group["wd_mult"] for group in groups], printed
 
 
 @pytest.mark.parametrize("format", [DEFAULT, "torch"])

@@ -16,13 +16,7 @@ import torch
 from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
 from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from support.checkpoints.resuming import check
-from support.checkpoints.saving import (
-    error_of_load,
-    error_of_save,
-    formats,
-    load,
-    save_new,
-)
+from support.checkpoints.saving import error_of_load, error_of_save, formats, load, save_new
 from support.installed import VERSION
 from support.models.gpt import Case, Topology, start
 from support.ranks import error_of, run

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 from support.checkpoints import sealing
 from support.checkpoints.saving import formats
 from support.installed import VERSION
-from support.models.gpt import held, start, take_step
+from support.models.gpt import held, printed_by, start, take_step
 from support.ranks import run
 from support.runs.cases import Case, Topology
 from support.runs.whole import differences, whole
@@ -23,29 +21,20 @@ HEADS = (("*.linear_qkv.*", "heads"), ("*.0.mlp.linear_fc1.*", "rows:120,400"))
 AFTER = replace(BEFORE, muon=(("splits", HEADS),))
 
 
-def _saved(case: Case, topology: Topology, folder: str, format: str) -> dict[str, Any]:
-    built = start(case, topology)
-    for step in range(case.steps):
-        take_step(built, step)
-    sealing.save(built, folder, format)
-    return held(built)
-
-
 def _loaded(case: Case, topology: Topology, folder: str, format: str) -> tuple[Any, Any, str]:
     """What a rank holds after the load and a step later, and what it prints as it loads."""
     built = start(case, topology)
-    with redirect_stdout(io.StringIO()) as printed:
-        sealing.load(built, folder, format)
+    _, printed = printed_by(lambda: sealing.load(built, folder, format))
     before = held(built)
     take_step(built, case.steps)
-    return before, held(built), printed.getvalue()
+    return before, held(built), printed
 
 
 def test_a_checkpoint_goes_on_under_another_split(tmp_path: Path) -> None:
     format = next(each for each in formats() if each.startswith("fully"))
     folder = str(tmp_path / "checkpoint")
     topology = Topology(2, 1, 2)
-    saved = whole(run(_saved, 4, BEFORE, topology, folder, format))
+    saved = whole(run(sealing.saved, 4, BEFORE, topology, format, folder))
     alone = run(_loaded, 1, AFTER, Topology(), folder, format)
     together = run(_loaded, 4, AFTER, replace(topology, tp=1, dp=4), folder, format)
     same = run(_loaded, 4, BEFORE, topology, folder, format)
@@ -67,7 +56,7 @@ def test_a_hybrids_checkpoint_goes_on_at_another_tp_size(mixer: str, tmp_path: P
         pytest.skip("gated delta nets are since core 0.16")
     format = next(each for each in formats() if each.startswith("fully"))
     folder, case = str(tmp_path / "checkpoint"), Case(steps=2, mixer=mixer, groups=6, vocab=144)
-    saved = whole(run(_saved, 2, case, Topology(tp=2), folder, format))
+    saved = whole(run(sealing.saved, 2, case, Topology(tp=2), format, folder))
     alone = run(_loaded, 1, case, Topology(), folder, format)
     stages = run(_loaded, 2, case, Topology(pp=2), folder, format)
     for results in (alone, stages):

@@ -20,14 +20,12 @@ from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import (
 from megatron_muon.mcore.checkpoint.interop.saved import Saved
 from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from support import te_on_cpu
-from support.checkpoints.saving import formats, load, save, spoil, unequal
+from support.checkpoints.saving import formats, load, save, save_new, spoil, unequal
 from support.models.gpt import (
     Case,
     Topology,
-    build,
     held,
     lr_at,
-    make_optimizer,
     muon_weights,
     start,
     take_step,
@@ -40,14 +38,6 @@ MUON = Case(steps=3)
 ADAM = replace(MUON, optimizer="adam")
 MOE = replace(MUON, moe=True)
 BETA1 = 0.9  # of Megatron's OptimizerConfig
-
-
-def _saved(case: Case, topology: Topology, format: str, folder: str) -> dict[str, Any]:
-    built = start(case, topology)
-    for step in range(case.steps):
-        take_step(built, step)
-    save(built, folder, format)
-    return held(built)
 
 
 def _switched(
@@ -79,7 +69,7 @@ def test_muon_goes_on_from_adamw(format: str, shape: str, momentum: str, tmp_pat
     case, topology = SHAPES[shape]
     adam = replace(case, optimizer="adam")
     size = topology.world_size
-    before = run(_saved, size, adam, topology, format, str(tmp_path))
+    before = run(save_new, size, adam, topology, format, str(tmp_path))
     after = run(_switched, size, case, topology, format, str(tmp_path), momentum)
     muons = muon_weights(case)
     seen = set()
@@ -127,7 +117,7 @@ def settings_of(case: Case) -> dict[str, Any]:
 def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[str]:
     """What is not as it should be, after a switch, two steps, and one more after a resume."""
     muon = replace(case, optimizer="muon")
-    before = _saved(muon, topology, format, f"{folder}/muon")
+    before = save_new(muon, topology, format, f"{folder}/muon")
     built = start(case, topology)
     spoil(built)
     with reading_muon(built.optimizer, settings_of(muon)):
@@ -181,12 +171,7 @@ def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[
 @pytest.mark.parametrize("format", formats())
 def test_adamw_goes_on_from_muon(format: str, shape: str, tmp_path: Path) -> None:
     """The tolerance: fp32 against float64, with sums of 2 terms that are far above eps."""
-    case, topology = SHAPES[shape]
-    for name in ("muon", "adamw"):
-        (tmp_path / name).mkdir()
-    adam = replace(case, optimizer="adam")
-    for unlike in run(_to_adamw, topology.world_size, adam, topology, format, str(tmp_path)):
-        assert unlike == []
+    _check_to_adamw(_to_adamw, shape, format, tmp_path)
 
 
 def _to_adamw_with_apexs_loop(*args: Any) -> list[str]:
@@ -195,27 +180,24 @@ def _to_adamw_with_apexs_loop(*args: Any) -> list[str]:
 
 
 def test_apexs_adam_goes_on_from_muon(tmp_path: Path) -> None:
-    case, topology = SHAPES["dp3"]
+    _check_to_adamw(_to_adamw_with_apexs_loop, "dp3", formats()[0], tmp_path)
+
+
+def _check_to_adamw(switched: Any, shape: str, format: str, folder: Path) -> None:
+    case, topology = SHAPES[shape]
     for name in ("muon", "adamw"):
-        (tmp_path / name).mkdir()
+        (folder / name).mkdir()
     adam = replace(case, optimizer="adam")
-    format, size = formats()[0], topology.world_size
-    for unlike in run(_to_adamw_with_apexs_loop, size, adam, topology, format, str(tmp_path)):
+    for unlike in run(switched, topology.world_size, adam, topology, format, str(folder)):
         assert unlike == []
 
 
 def _clips_after_muon(folder: str) -> int:
     """How often a step of AdamW with QK-Clip clips, once it has read Muon's checkpoint."""
-    import megatron_muon
     from megatron_muon.mcore.qk_clip.attach import RunClip
 
-    _saved(MUON, Topology(), "torch", folder)
-    megatron_muon.install(MuonConfig(qk_clip=100.0))
-    try:
-        built = build(ADAM, Topology())
-        built.optimizer = make_optimizer(built)
-    finally:
-        megatron_muon.uninstall()
+    save_new(MUON, Topology(), "torch", folder)
+    built = start(replace(ADAM, muon=(("qk_clip", 100.0),)), Topology(), plugin=True)
     with reading_muon(built.optimizer, settings_of(MUON)):
         load(built, folder, "torch")
     with mock.patch.object(RunClip, "after_step") as clip:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from support.installed import VERSION
+from megatron_muon import MuonConfig
+from support.installed import VERSION, installed
 from support.models.clipped import attentions
 from support.models.gpt import Built, build, make_optimizer
 from support.ranks import run
@@ -39,10 +40,7 @@ def _forward(built: Built, batch: int) -> None:
 
 
 def _watched(case: Case, topology: Topology, **settings: Any) -> Built:
-    import megatron_muon
-
-    megatron_muon.install(megatron_muon.MuonConfig(**dict(case.muon)))
-    try:
+    with installed(MuonConfig(**dict(case.muon))):
         built = build(case, topology)
         for attention in attentions(built):
             for name, value in settings.items():
@@ -50,8 +48,6 @@ def _watched(case: Case, topology: Topology, **settings: Any) -> Built:
         for param in built.params.values():
             param.data.mul_(3.0)  # so that logits differ
         built.optimizer = make_optimizer(built)
-    finally:
-        megatron_muon.uninstall()
     return built
 
 
@@ -150,12 +146,8 @@ def test_logits_are_logged_alone_by_megatrons_flag() -> None:
 
 
 def _logged() -> tuple[float, bool]:
-    import megatron_muon
-
-    case = replace(WATCHED, muon=())
-    megatron_muon.install()
-    try:
-        built = build(case, Topology())
+    with installed():
+        built = build(replace(WATCHED, muon=()), Topology())
         built.chunks[0].config.log_max_attention_logit = True
         for param in built.params.values():
             param.data.mul_(3.0)
@@ -168,8 +160,6 @@ def _logged() -> tuple[float, bool]:
         largest = qk_clip.clip_qk(built.chunks, log_max_only=True)
         same = all(torch.equal(param, before[name]) for name, param in built.params.items())
         return largest, same
-    finally:
-        megatron_muon.uninstall()
 
 
 @pytest.mark.skipif(VERSION < (0, 16), reason="this core has no clip_qk")
@@ -179,16 +169,11 @@ def test_the_log_has_the_logits_that_a_step_has_clipped() -> None:
 
 
 def _logged_after_a_step() -> tuple[float, float]:
-    import megatron_muon
-
     built = _watched(replace(WATCHED, muon=(("qk_clip", 0.05),)), Topology())
     _forward(built, 0)
     largest = max(max(each.tolist()) for each in _maxima(built))
     built.optimizer.logits.after_step()
-    megatron_muon.install()
-    try:
+    with installed():
         from megatron.core.optimizer import qk_clip
 
         return largest, qk_clip.clip_qk(built.chunks, log_max_only=True)
-    finally:
-        megatron_muon.uninstall()

@@ -1,9 +1,5 @@
 """Megatron without a GPU: the switch, the half-precision products and the Adam."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -11,9 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import megatron_muon.cpu as cpu
 from megatron_muon.cpu.fused_adam import FusedAdam
 from megatron_muon.orthogonalize.matmul import multiplies_bf16
-from support import ROOT
+from support.processes import printed
 
-PATHS = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 needs_products = pytest.mark.skipif(
     multiplies_bf16(), reason="this CPU has bf16 instructions; nothing is replaced"
 )
@@ -24,15 +19,7 @@ needs_enabled = pytest.mark.skipif(not cpu.enabled(), reason="a GPU is here, so 
 
 def _python(code: str) -> str:
     """Run ``code`` in a fresh interpreter and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return printed("-W", "ignore", "-c", code)
 
 
 @needs_enabled

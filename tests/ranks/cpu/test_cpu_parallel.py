@@ -1,10 +1,9 @@
 """Megatron's own parallel training on gloo ranks equals one process, and the loss falls."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,65 +18,38 @@ pytestmark = pytest.mark.skipif(not cpu.enabled(), reason="a GPU is here, so cpu
 # about sqrt(260) u = 16 u of its size. In forward and backward of four layers about 2 × (4 × 5 + 1)
 # products follow each other, and independent errors add as squares: 16 u × sqrt(42) = 105 u.
 REDUCTION = 105 * U
-DENSE, DEEP = MODEL, replace(MODEL, layers=4)
+DENSE = MODEL
 MOE, SHARED = replace(MODEL, moe=True, shared=False), replace(MODEL, moe=True)
 MTP, MLA = replace(MODEL, mtp=True), replace(MODEL, mla="column")
-
-
-def check(m: Case, t: Topology) -> None:
-    """Losses, norms and each gradient equal those of one process but for rounding."""
-    expected, parallel = truth(m), trained(m, t)
-    assert parallel.losses == pytest.approx(expected.losses, rel=REDUCTION)
-    assert parallel.norms == pytest.approx(expected.norms, rel=REDUCTION)
-    far = {name: d for name, d in differences(expected, parallel).items() if d > REDUCTION}
-    assert not far
 
 
 # ---------------------------------------------------------------- each parallelism
 
 
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-@pytest.mark.parametrize(
-    ("m", "t"),
-    [
-        (MOE, spread(dp=2, ep=2)),
-        (SHARED, spread(tp=2, ep=2, pp=2)),
-        (SHARED, spread(tp=2, dp=2, ep=2, etp=2)),
-    ],
-    ids=said,
-)
-def test_experts(m: Case, t: Topology, dispatcher: str) -> None:
-    check(m, replace(t, dispatcher=dispatcher))
+EXPERTS = [
+    (MOE, spread(dp=2, ep=2)),
+    (SHARED, spread(tp=2, ep=2, pp=2)),
+    (SHARED, spread(tp=2, dp=2, ep=2, etp=2)),
+]
+CONTEXT = [
+    *((DENSE, t) for t in (spread(cp=2), spread(cp=4), spread(tp=2, cp=2, pp=2))),
+    *((MOE, spread(cp=2, ep=2)), (MLA, spread(cp=2)), (MTP, spread(cp=2))),
+]
+OTHERS = [
+    *((MTP, spread(tp=2, dp=2)), (MTP, spread(pp=2)), (MLA, spread(pp=2, dp=2))),
+    (replace(MODEL, recompute=True), spread(tp=2, dp=2)),
+]
+ALLTOALL = [(m, replace(t, dispatcher="alltoall")) for m, t in EXPERTS]
 
 
-@pytest.mark.parametrize(
-    ("m", "t"),
-    [
-        (DENSE, spread(cp=2)),
-        (DENSE, spread(cp=4)),
-        (DENSE, spread(tp=2, cp=2, pp=2)),
-        (MOE, spread(cp=2, ep=2)),
-        (MLA, spread(cp=2)),
-        (MTP, spread(cp=2)),
-    ],
-    ids=said,
-)
-def test_context_parallel(m: Case, t: Topology) -> None:
-    check(m, t)
-
-
-@pytest.mark.parametrize(
-    ("m", "t"),
-    [
-        (MTP, spread(tp=2, dp=2)),
-        (MTP, spread(pp=2)),
-        (MLA, spread(pp=2, dp=2)),
-        (replace(MODEL, recompute=True), spread(tp=2, dp=2)),
-    ],
-    ids=said,
-)
-def test_other_models(m: Case, t: Topology) -> None:
-    check(m, t)
+@pytest.mark.parametrize(("m", "t"), [*EXPERTS, *ALLTOALL, *CONTEXT, *OTHERS], ids=said)
+def test_losses_norms_and_gradients_are_those_of_one_process(m: Case, t: Topology) -> None:
+    """But for rounding."""
+    expected, parallel = truth(m), trained(m, t)
+    assert parallel.losses == pytest.approx(expected.losses, rel=REDUCTION)
+    assert parallel.norms == pytest.approx(expected.norms, rel=REDUCTION)
+    far = {name: d for name, d in differences(expected, parallel).items() if d > REDUCTION}
+    assert not far
 
 
 def test_multi_latent_attention_trains_over_tensor_parallel_ranks() -> None:
@@ -125,19 +97,9 @@ def by_expert(gradients: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------- the comparison notices
 
 
-@contextmanager
-def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def chunks_in_order() -> Any:
     """Each rank takes its tokens for neighbours, so masks and keys are out of place."""
-    return _changed(attention, "chunks", lambda size, rank: (2 * rank, 2 * rank + 1))
+    return mock.patch.object(attention, "chunks", lambda size, rank: (2 * rank, 2 * rank + 1))
 
 
 def keys_without_the_others_gradient() -> Any:
@@ -146,7 +108,7 @@ def keys_without_the_others_gradient() -> Any:
 
     gather = mappings.gather_from_sequence_parallel_region
     cut = partial(gather, tensor_parallel_output_grad=False)
-    return _changed(mappings, "gather_from_sequence_parallel_region", cut)
+    return mock.patch.object(mappings, "gather_from_sequence_parallel_region", cut)
 
 
 @pytest.mark.parametrize("mutation", [chunks_in_order, keys_without_the_others_gradient])

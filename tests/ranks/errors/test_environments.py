@@ -6,13 +6,12 @@ The processes are started here: an environment is read at a process's start.
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-from support import PYTHON311, ROOT
 from support.models.gpt import Case, Topology, start, take_step
+from support.processes import environment
 from support.ranks import run
 
 RANK = """
@@ -56,10 +55,7 @@ def digest() -> str:
 
 def digests(rendezvous: Path, **of_rank_1: str) -> list[str]:
     """Of both ranks, where the second one has more in its environment."""
-    here = Path(__file__).parent
-    path = [str(each) for each in (here, ROOT, ROOT / "tests", PYTHON311)]
-    plain = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    plain["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, sys.path)])
+    plain = environment(Path(__file__).parent, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), str(rendezvous)],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_muon import MuonConfig
+from support.installed import installed
 from support.models.gpt import Case, Topology, build
 from support.ranks import error_of, run
 from support.settings import OTHERS
@@ -53,17 +53,6 @@ def _another(value: Any) -> Any:
     return torch.float16 if isinstance(value, torch.dtype) else value * 2 + type(value)(1)
 
 
-@contextlib.contextmanager
-def _installed() -> Iterator[None]:
-    import megatron_muon
-
-    megatron_muon.install()
-    try:
-        yield
-    finally:
-        megatron_muon.uninstall()
-
-
 def _error(chunk: Any, config: OptimizerConfig, **settings: Any) -> str:
     """Of asking for the optimizer, as if the plugin was installed with these settings."""
     from megatron.core import optimizer as mcore_optimizer
@@ -82,7 +71,7 @@ def _errors() -> dict[tuple[str, str], str]:
     """This rank's error for each of ``FIELDS``, which is another on rank 1."""
     chunk, odd = build(CASE, TOPOLOGY).ddp, dist.get_rank() == 1
     texts = {}
-    with _installed():
+    with installed():
         for kind, name in FIELDS:
             config, asked = _config(), {}
             if kind == "setting":
@@ -127,7 +116,7 @@ def _error_among_adamws(asks: str) -> str:
         _let_the_other_come_first()
     settings = {"qk_clip": 100.0} if asks == "setting qk_clip" and not odd else {}
     config = _config("muon" if asks == "optimizer" and not odd else "adam")
-    with _installed():
+    with installed():
         return _error(chunk, config, **settings)
 
 
@@ -172,7 +161,7 @@ def _error_of_initializing(asks: bool) -> str:
     args = SimpleNamespace(optimizer="muon" if is_muon else "adam")
     training = SimpleNamespace(get_args=lambda: args)
     with mock.patch.dict(sys.modules, {"megatron.training": training}):
-        with _installed() if is_muon else contextlib.nullcontext():
+        with installed() if is_muon else contextlib.nullcontext():
             return error_of(lambda: install._initialize_megatron(lambda: None))
 
 
@@ -191,7 +180,7 @@ def _errors_of_flags() -> dict[str, str]:
         given = {dest: "given"} if dist.get_rank() == 1 else {}
         args = SimpleNamespace(optimizer="muon", **given)
         training = SimpleNamespace(get_args=lambda args=args: args)
-        with mock.patch.dict(sys.modules, {"megatron.training": training}), _installed():
+        with mock.patch.dict(sys.modules, {"megatron.training": training}), installed():
             texts[dest] = error_of(lambda: install._initialize_megatron(lambda: None))
     return texts
 

@@ -5,8 +5,6 @@ All modules are Megatron's own, on ranks of a real run, or hold Megatron's own.
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ import torch
 
 import megatron_muon
 from support.installed import VERSION
-from support.models.gpt import Case, Topology, distributed_optimizers, start
+from support.models.gpt import Case, Topology, distributed_optimizers, printed_by, start
 from support.models.gpt_model import initialize_parallel_state, transformer_config
 from support.ranks import run
 
@@ -173,10 +171,10 @@ def _started(
 ) -> tuple[int, list[str]]:
     """Matrices of this rank's stage, and what it prints at its start."""
     case = Case(steps=0, muon=(("split_qkv", split),))
-    with how(), contextlib.redirect_stdout(io.StringIO()) as printed:
-        built = start(case, topology)
+    with how():
+        built, printed = printed_by(lambda: start(case, topology))
     (part,) = distributed_optimizers(built.optimizer)
-    return len(part.muon.plan.matrices), printed.getvalue().splitlines()
+    return len(part.muon.plan.matrices), printed.splitlines()
 
 
 def test_an_attention_by_another_name_has_as_many_matrices() -> None:

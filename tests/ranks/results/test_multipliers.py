@@ -9,13 +9,12 @@ import pytest
 
 from support.installed import lacks
 from support.models.gpt import (
-    build,
     distributed_optimizers,
-    error_of_optimizer,
+    error_of_building,
     held,
     inner_optimizers,
     start,
-    take_step,
+    stepped,
 )
 from support.ranks import run
 from support.runs.cases import Case, Topology
@@ -34,9 +33,7 @@ BY_US = replace(
 
 
 def _trained(case: Case, topology: Topology) -> tuple[dict[Any, bytes], list[Any]]:
-    built = start(case, topology)
-    for step in range(case.steps):
-        take_step(built, step)
+    built = stepped(case, topology)
     rates = [
         (group["max_lr"] * group["lr_mult"], group["wd_mult"], group["is_expert_parallel"])
         for inner in inner_optimizers(built.optimizer)
@@ -76,12 +73,8 @@ def test_rates_and_decays_are_those_of_megatrons_groups(moe: bool, topology: Top
     assert {rate[:2] for rate in all_rates[0]} >= {(3 * case.lr, 0.5), (case.lr, 1.0)}
 
 
-def _error(settings: dict[str, Any]) -> str:
-    return error_of_optimizer(build(BY_US, Topology()), **settings)
-
-
 def test_a_pattern_that_matches_no_parameter_is_named_with_its_flag() -> None:
-    (text,) = run(_error, 1, {"wd_mults": (("nothing*", 0.5),)})
+    (text,) = run(error_of_building, 1, BY_US, Topology(), {"wd_mults": (("nothing*", 0.5),)})
     assert "'nothing*' in wd_mults (--muon-wd-mult) matches no parameter of the model" in text
 
 

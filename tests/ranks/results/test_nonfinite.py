@@ -203,11 +203,7 @@ def test_an_iteration_that_overflows_leaves_its_matrix(
 def _until_it_ends(case: Case, topology: Topology, fault: Callable[[], Any]) -> dict[str, Any]:
     """Lines come every second step; at most eight steps."""
     said = io.StringIO()
-    with (
-        fault(),
-        mock.patch.object(nonfinite, "_INTERVAL", 2),
-        contextlib.redirect_stdout(said),
-    ):
+    with fault(), mock.patch.object(nonfinite, "_INTERVAL", 2), contextlib.redirect_stdout(said):
         built = start(case, topology)
         said.truncate(0)
         steps = 0

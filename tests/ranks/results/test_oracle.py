@@ -21,10 +21,7 @@ from support.expected.oracle_cases import (
     plugin,
 )
 from support.expected.shaking import UNIT
-from support.models.gpt import (
-    Case,
-    Topology,
-)
+from support.models.gpt import Case, Topology
 
 
 @pytest.mark.parametrize("which", CASES)
@@ -46,22 +43,17 @@ def test_adamw_alone_equals_the_oracle(which: str) -> None:
     assert compare(case, Topology(2, 2, 2)) == {}
 
 
-def test_global_norm_equals_the_oracles() -> None:
+@pytest.mark.parametrize(("which", "topologies"), [("fp32", TOPOLOGIES), ("moe", [EXPERTS])])
+def test_global_norm_equals_the_oracles(which: str, topologies: list[Topology]) -> None:
     """Each partial sum of n squares is rounded by u at most, of random sign: u sqrt(n) of the sum,
-    half of it in the root."""
-    oracle = oracle_for(FP32)
-    computed(FP32, oracle)
+    half of it in the root. With experts over two optimizers; routers and shared experts' gates are
+    counted once over TP."""
+    case = CASES[which]
+    oracle = oracle_for(case)
+    computed(case, oracle)
     bound = UNIT["fp32"] * math.sqrt(sum(w.numel() for w in oracle.weights.values())) / 2
-    for topology in TOPOLOGIES:
-        assert plugin(FP32, topology)[1] == pytest.approx(oracle.norms, rel=bound)
-
-
-def test_global_norm_with_experts_equals_the_oracles() -> None:
-    """Over two optimizers; routers and shared experts' gates are counted once over TP."""
-    oracle = oracle_for(CASES["moe"])
-    computed(CASES["moe"], oracle)
-    bound = UNIT["fp32"] * math.sqrt(sum(w.numel() for w in oracle.weights.values())) / 2
-    assert plugin(CASES["moe"], EXPERTS)[1] == pytest.approx(oracle.norms, rel=bound)
+    for topology in topologies:
+        assert plugin(case, topology)[1] == pytest.approx(oracle.norms, rel=bound)
 
 
 def test_clip_is_active_in_some_steps_and_not_in_others() -> None:

@@ -24,14 +24,7 @@ from support.expected.oracle_cases import (
     outside,
     plugin,
 )
-from support.models.gpt import (
-    GROUPS,
-    HEAD_SIZE,
-    HEADS,
-    Case,
-    Topology,
-    train,
-)
+from support.models.gpt import GROUPS, HEAD_SIZE, HEADS, Case, Topology, train
 from support.ranks import run
 from support.runs.whole import whole
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.installed import installed
 from support.models.gpt import Built, Case, Topology, build, held, write_grads
 from support.ranks import run
 from support.runs.whole import differences, whole
@@ -27,13 +28,8 @@ FAST_EXPERT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"
 def _optimizer(built: Built, fast: str) -> Any:
     """Decoupled rates for the embedding and output layer, and an override as muP's are."""
     from megatron.core import optimizer as mcore_optimizer
-    from megatron.core.optimizer import (
-        OptimizerConfig,
-        get_standard_config_overrides,
-    )
+    from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
-
-    import megatron_muon
 
     config = OptimizerConfig(
         optimizer="muon",
@@ -56,13 +52,10 @@ def _optimizer(built: Built, fast: str) -> Any:
         "start_wd": FAST_START_WD,
         "end_wd": FAST_END_WD,
     }
-    megatron_muon.install()
-    try:
+    with installed():
         return mcore_optimizer.get_megatron_optimizer(
             config, built.chunks, config_overrides=overrides
         )
-    finally:
-        megatron_muon.uninstall()
 
 
 def _scheduler(optimizer: Any) -> Any:
@@ -120,10 +113,7 @@ def _train(case: Case, topology: Topology, fast: str, scheduled: bool) -> dict[s
 
 @pytest.mark.parametrize(
     ("case", "topology", "fast"),
-    [
-        (CASE, Topology(2, 1, 2), FAST),
-        (MOE, Topology(dp=2, ep=2), FAST_EXPERT),
-    ],
+    [(CASE, Topology(2, 1, 2), FAST), (MOE, Topology(dp=2, ep=2), FAST_EXPERT)],
     ids=["dense", "experts"],
 )
 def test_schedules_and_overrides_are_applied_once(

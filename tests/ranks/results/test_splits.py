@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from support.expected.separate import trained_apart
-from support.installed import VERSION
-from support.models.gpt import Case, Topology, build, check, error_of_optimizer, start, truth
+from support.models.gpt import Case, Topology, check, error_of_building, start, truth
 from support.ranks import run
 
 PLAIN = Case(steps=4, heads=12, groups=6, ffn=264, vocab=144)
@@ -60,27 +59,9 @@ OTHERS = [
 ]
 
 
-def _lacks(case: Case, topology: Topology) -> str:
-    if case.mixer == "delta" and VERSION < (0, 16):
-        return "gated delta nets are since core 0.16"
-    if case.output_gate and VERSION < (0, 16):
-        return "gated attention is since core 0.16"
-    if case.groups < topology.tp and VERSION < (0, 16):
-        return "a query group on several TP ranks is since core 0.16"
-    return ""
-
-
-def _check(case: Case, topology: Topology) -> None:
-    if _lacks(case, topology):
-        pytest.skip(_lacks(case, topology))
-    check(case, topology)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_move_as_separate_parameters_would(name: str) -> None:
     case = CASES[name]
-    if _lacks(case, Topology()):
-        pytest.skip(_lacks(case, Topology()))
     whole = truth(case)
     seen = set()
     for pattern, kind in dict(case.muon)["splits"]:
@@ -97,24 +78,25 @@ def test_blocks_move_as_separate_parameters_would(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_two_tp_and_two_dp_ranks_equal_one_process(name: str) -> None:
     case = CASES[name]
-    _check(case, Topology(2, 1, 2, ep=2 if case.moe else 1))
+    check(case, Topology(2, 1, 2, ep=2 if case.moe else 1))
 
 
 @pytest.mark.parametrize(("name", "topology"), OTHERS, ids=str)
 def test_other_topologies_equal_one_process(name: str, topology: Topology) -> None:
-    _check(CASES[name], topology)
+    check(CASES[name], topology)
 
 
 @pytest.mark.parametrize("name", TP_3)
 def test_three_tp_ranks_equal_one_process(name: str) -> None:
-    _check(CASES[name], Topology(3, 1, 1))
+    check(CASES[name], Topology(3, 1, 1))
 
 
 # --- settings and errors -----------------------------------------------------------------------
 
 
-def _error(case: Case, *splits: tuple[str, str]) -> str:
-    return error_of_optimizer(build(case, Topology()), splits=splits)
+def _errors(topology: Topology, split: tuple[str, str]) -> list[str]:
+    splits = {"splits": (split,)}
+    return run(error_of_building, topology.world_size, PLAIN, topology, splits)
 
 
 def _chosen(case: Case, splits: tuple[tuple[str, str], ...]) -> list[tuple[str, int, int]]:
@@ -137,10 +119,10 @@ def test_the_last_pattern_that_matches_counts() -> None:
 
 
 def test_a_split_that_a_weight_cannot_have_is_an_error() -> None:
-    (text,) = run(_error, 1, PLAIN, ("*.linear_fc1.*", "gate-up"))
+    (text,) = _errors(Topology(), ("*.linear_fc1.*", "gate-up"))
     assert "splits (--muon-split) *.linear_fc1.*=gate-up matches decoder.layers.0.mlp" in text
     assert "which can only be whole: give another kind" in text
-    (text,) = run(_error, 1, PLAIN, ("*", "heads"))
+    (text,) = _errors(Topology(), ("*", "heads"))
     assert "linear_proj.weight, which can only be whole" in text
 
 
@@ -162,14 +144,10 @@ def test_a_split_that_a_weight_cannot_have_is_an_error() -> None:
     ids=str,
 )
 def test_rows_of_ones_own_that_do_not_fit_are_errors(split: tuple[str, str], message: str) -> None:
-    assert all(message in text for text in run(_error_at_tp2, 2, PLAIN, split))
-
-
-def _error_at_tp2(case: Case, split: tuple[str, str]) -> str:
-    return error_of_optimizer(build(case, Topology(tp=2)), splits=(split,))
+    assert all(message in text for text in _errors(Topology(tp=2), split))
 
 
 @pytest.mark.parametrize("pattern", ["*.linear_none.*", "*word_embeddings*"])
 def test_a_pattern_without_effect_is_an_error(pattern: str) -> None:
-    (text,) = run(_error, 1, PLAIN, (pattern, "whole"))
+    (text,) = _errors(Topology(), (pattern, "whole"))
     assert f"{pattern!r} in splits (--muon-split) matches no parameter of Muon's" in text

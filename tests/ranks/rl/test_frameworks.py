@@ -23,17 +23,8 @@ import torch
 
 import megatron_muon
 from support.checkpoints.saving import spoil
-from support.models.gpt import (
-    Built,
-    Case,
-    Topology,
-    build,
-    held,
-    set_schedule,
-    start,
-    truth,
-    write_grads,
-)
+from support.installed import installed
+from support.models.gpt import Built, Case, Topology, build, held, prepare_step, start, truth
 from support.ranks import run
 from support.runs.whole import differences, whole
 
@@ -79,9 +70,8 @@ def _moves() -> Iterator[None]:
 
 def _steps(built: Built, steps: range, step: Any, between: Any) -> None:
     for number in steps:
-        set_schedule(built, number)
-        write_grads(built, number)
-        for group in (*built.ddp.bucket_groups, *built.ddp.expert_parallel_bucket_groups):
+        prepare_step(built, number)
+        for group in built.groups:
             group.param_gather_dispatched = False  # as the backward pass does
         step()
         built.optimizer.wait_for_params()
@@ -97,15 +87,12 @@ def _made_by_verl(case: Case, topology: Topology) -> Built:
     betas = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": case.adam_eps}
     settings = {"optimizer": "muon", "lr": case.lr, "min_lr": 0.0, "clip_grad": case.clip}
     settings |= {"weight_decay": case.weight_decay, "override_optimizer_config": betas}
-    megatron_muon.install(megatron_muon.MuonConfig(**dict(case.muon)))
-    try:
+    with installed(megatron_muon.MuonConfig(**dict(case.muon))):
         built = build(case, topology)
         sys.modules.pop("verl.utils.megatron.optimizer", None)  # its engine imports it here
         theirs = _module("verl", "verl.utils.megatron.optimizer")
         config = theirs.init_megatron_optim_config(OmegaConf.create(settings))
         built.optimizer = theirs.get_megatron_optimizer(built.chunks, config)
-    finally:
-        megatron_muon.uninstall()
     return built
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -14,9 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-import megatron_muon
+from megatron_muon import MuonConfig
 from support.installed import installed
-from support.models import gpt
 from support.models.gpt import (
     Built,
     Case,
@@ -26,21 +24,25 @@ from support.models.gpt import (
     error_of_optimizer,
     held,
     make_optimizer,
-    set_schedule,
+    prepare_step,
+    printed_by,
     start,
     train,
     trained,
     truth,
-    write_grads,
 )
 from support.ranks import RankError, run
-from support.runs import training
 from support.runs.whole import differences, whole
 
 ON, OFF = ("early_param_gather", "on"), ("early_param_gather", "off")
-EARLY = (("round_bytes", 1), ON)  # a round for each parameter
-DENSE, EXPERTS = Case(muon=EARLY), Case(muon=EARLY, moe=True)
+ROUNDS = ("round_bytes", 1)  # one for each parameter
+EARLY = (ROUNDS, ON)
+DENSE, EXPERTS, UNSET = Case(muon=EARLY), Case(muon=EARLY, moe=True), Case(muon=(ROUNDS,))
+FAST = Case(muon=(ROUNDS, ("preset", "fast")))
 IN_BUCKETS = Topology(dp=3, overlap=True, bucket_size=30_000)  # the first has some matrices
+
+
+IN_STAGES, IN_EP = Topology(pp=2, dp=2, overlap=True), Topology(dp=4, ep=2, overlap=True)
 
 
 def plain(case: Case) -> Case:
@@ -48,19 +50,13 @@ def plain(case: Case) -> Case:
     return replace(case, muon=(*case.muon, OFF))
 
 
-def unset(case: Case, *more: tuple[str, Any]) -> Case:
-    """The same without the setting."""
-    return replace(case, muon=(*(pair for pair in case.muon if pair not in (ON, OFF)), *more))
-
-
-def fast(case: Case) -> Case:
-    """The same by the preset fast."""
-    return unset(case, ("preset", "fast"))
+def without(case: Case, *patterns: str) -> Case:
+    """The same with fewer matrices."""
+    return replace(case, muon=(*case.muon, ("muon_exclude", patterns)))
 
 
 def step_of(built: Built, step: int = 0) -> None:
-    set_schedule(built, step)
-    write_grads(built, step)
+    prepare_step(built, step)
     built.optimizer.step()
 
 
@@ -81,18 +77,12 @@ RUNS = {
     "one round, so after the step": (replace(DENSE, muon=(ON,)), IN_BUCKETS),
     "fp16": (replace(DENSE, bf16=False, fp16=True), IN_BUCKETS),
     "fp32": (replace(DENSE, bf16=False), IN_BUCKETS),
-    "tied": (replace(DENSE, tied=True), Topology(pp=2, dp=2, overlap=True)),
-    "chunks": (replace(DENSE, layers=4), Topology(pp=2, dp=2, chunks=2, overlap=True)),
+    "tied": (replace(DENSE, tied=True), IN_STAGES),
+    "chunks": (replace(DENSE, layers=4), replace(IN_STAGES, chunks=2)),
     "instances": (DENSE, Topology(dp=4, instances=2, overlap=True)),
-    "experts": (EXPERTS, Topology(dp=4, ep=2, overlap=True)),
-    "experts without a round": (
-        Case(muon=(*EARLY, ("muon_exclude", ("*experts*",))), moe=True),
-        Topology(dp=4, ep=2, overlap=True),
-    ),
-    "a stage without a round": (
-        Case(muon=(*EARLY, ("muon_exclude", ("*layers.0.*",)))),
-        Topology(pp=2, dp=2, overlap=True),
-    ),
+    "experts": (EXPERTS, IN_EP),
+    "experts without a round": (without(EXPERTS, "*experts*"), IN_EP),
+    "a stage without a round": (without(DENSE, "*layers.0.*"), IN_STAGES),
     "experts-tp2": (
         EXPERTS,
         Topology(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, overlap=True),
@@ -116,11 +106,6 @@ def too_early() -> Iterator[None]:
         yield
 
 
-def test_a_gather_before_its_round_is_found() -> None:
-    found = differences(truth(plain(DENSE)), trained(DENSE, IN_BUCKETS, too_early))
-    assert found != []
-
-
 @contextmanager
 def one_by_one() -> Iterator[None]:
     """As on a GPU with one hardware queue."""
@@ -130,8 +115,12 @@ def one_by_one() -> Iterator[None]:
         yield
 
 
-def test_no_bit_changes_where_they_start_one_by_one() -> None:
-    assert differences(truth(plain(DENSE)), trained(DENSE, IN_BUCKETS, one_by_one)) == []
+@pytest.mark.parametrize(("how", "same"), [(one_by_one, True), (too_early, False)])
+def test_a_gather_before_its_round_is_found_and_one_by_one_changes_no_bit(
+    how: Callable[[], Any], same: bool
+) -> None:
+    found = differences(truth(plain(DENSE)), trained(DENSE, IN_BUCKETS, how))
+    assert (found == []) is same
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +144,7 @@ def _order(case: Case, topology: Topology, patch: Any = nullcontext) -> Order:
         built = start(case, topology)
     gather, finish = NamedBucketGroup.start_param_sync, Round.finish
     seen: list[int | None] = []
-    groups = [*built.ddp.bucket_groups, *built.ddp.expert_parallel_bucket_groups]
+    groups = built.groups
 
     def started(self: Any, *args: Any, **kwargs: Any) -> None:
         seen.append(groups.index(self))
@@ -196,7 +185,6 @@ AT_END = replace(DENSE, muon=(ON,))  # one round, so the only gather starts afte
 SEVERAL = replace(DENSE, muon=(("round_bytes", 100_000), ON))
 ORDERS: dict[str, tuple[Case, Any, str]] = {
     "once its parameters are updated": (DENSE, nullcontext, r"r+g[rg]*g?r+"),
-    "by the preset fast": (fast(DENSE), nullcontext, r"r+g[rg]*g?r+"),
     "several after a round": (SEVERAL, nullcontext, "rggrr"),
     "one by one, at most one after a round": (SEVERAL, one_by_one, "rgrgr"),
     "after the last round if it must": (AT_END, nullcontext, "rg"),
@@ -225,9 +213,16 @@ def test_gathers_start_within_the_step(which: str) -> None:
 def test_dense_parameters_are_gathered_while_experts_step(
     case: Case, bucket_size: int, kinds: str, started: list[int]
 ) -> None:
-    topology = Topology(dp=4, ep=2, overlap=True, bucket_size=bucket_size)
+    topology = replace(IN_EP, bucket_size=bucket_size)
     for order in run(_order, 4, case, topology):
         assert (order.kinds, order.started) == (kinds, started)
+
+
+def _forced(built: Built) -> dict[str, Any]:
+    """What this rank holds once all is gathered, by force."""
+    for chunk in built.chunks:
+        chunk.start_param_sync(force_sync=True)
+    return held(built)
 
 
 def _steps_without_a_forward_pass(case: Case, topology: Topology) -> dict[str, Any]:
@@ -235,9 +230,7 @@ def _steps_without_a_forward_pass(case: Case, topology: Topology) -> dict[str, A
     with in_the_loop(built):
         for step in range(case.steps):
             step_of(built, step)
-        for chunk in built.chunks:
-            chunk.start_param_sync(force_sync=True)
-        return held(built)
+        return _forced(built)
 
 
 def test_a_step_waits_for_a_gather_that_no_forward_pass_has_waited_for() -> None:
@@ -246,27 +239,25 @@ def test_a_step_waits_for_a_gather_that_no_forward_pass_has_waited_for() -> None
     assert differences(truth(plain(case)), results) == []
 
 
-def _loaded_whole(built: Built) -> None:
-    built.optimizer.load_state_dict(built.optimizer.state_dict())
-
-
-def _model_loaded(built: Built) -> None:
-    built.optimizer.reload_model_params()
-
-
-def _gathers_again(case: Case, topology: Topology, load: Callable[[Built], None]) -> list[bool]:
+def _gathers_again(case: Case, topology: Topology) -> list[bool]:
+    """Of a load of the optimizer's state, then of one of the model."""
     built = start(case, topology)
-    group = built.ddp.bucket_groups[-1]
-    with in_the_loop(built):
-        step_of(built)
-        under_way = group.param_gather_handle is not None
-        load(built)
-    return [under_way, group.param_gather_handle is None, not group.param_gather_dispatched]
+    group, optimizer = built.ddp.bucket_groups[-1], built.optimizer
+    found = []
+    for load in (
+        lambda: optimizer.load_state_dict(optimizer.state_dict()),
+        optimizer.reload_model_params,
+    ):
+        with in_the_loop(built):
+            step_of(built)
+            found.append(group.param_gather_handle is not None)
+            load()
+        found += [group.param_gather_handle is None, not group.param_gather_dispatched]
+    return found
 
 
-@pytest.mark.parametrize("load", [_loaded_whole, _model_loaded])
-def test_what_a_load_changes_is_gathered_again(load: Callable[[Built], None]) -> None:
-    assert run(_gathers_again, 3, DENSE, IN_BUCKETS, load) == [[True, True, True]] * 3
+def test_what_a_load_changes_is_gathered_again() -> None:
+    assert run(_gathers_again, 3, DENSE, IN_BUCKETS) == [[True] * 6] * 3
 
 
 def _changed_after_a_step(case: Case, topology: Topology) -> dict[str, Any]:
@@ -279,9 +270,7 @@ def _changed_after_a_step(case: Case, topology: Topology) -> dict[str, Any]:
                 for shard in shards:
                     shard.data.add_(1.0)
             part._copy_main_params_to_model_params()
-        for chunk in built.chunks:
-            chunk.start_param_sync(force_sync=True)
-        return held(built)
+        return _forced(built)
 
 
 def test_a_copy_outside_of_a_step_is_gathered_again() -> None:
@@ -289,40 +278,6 @@ def test_a_copy_outside_of_a_step_is_gathered_again() -> None:
         whole(run(_changed_after_a_step, 3, case, IN_BUCKETS)) for case in (DENSE, plain(DENSE))
     )
     assert differences(late, early) == []
-
-
-@contextmanager
-def aligned() -> Iterator[None]:
-    """Chunks whose gathers the schedule asks for, as Megatron has it with interleaved stages."""
-    in_ddp = gpt._in_ddp
-
-    def wrapped(*args: Any) -> Any:
-        chunk = in_ddp(*args)
-        chunk.ddp_config.align_param_gather = True
-        return chunk
-
-    with mock.patch.object(gpt, "_in_ddp", wrapped):
-        yield
-
-
-CHUNKS = training.spread(pp=2, dp=2, vpp=2, overlap=True)
-
-
-@pytest.mark.parametrize(
-    ("topology", "how"),
-    [
-        (training.spread(tp=2, dp=2, overlap=True), nullcontext),
-        (CHUNKS, nullcontext),
-        (CHUNKS, aligned),
-        (training.spread(dp=4, ep=2, overlap=True), nullcontext),
-    ],
-    ids=["tp2-dp2", "chunks", "chunks-aligned", "experts"],
-)
-def test_training_is_the_same(topology: Topology, how: Any) -> None:
-    case = replace(training.MODEL, bf16=True, optimizer="muon", moe=topology.ep > 1)
-    case = replace(case, muon=EARLY, layers=4 if topology.chunks > 1 else case.layers)
-    early, late = (training.trained(each, topology, how) for each in (case, plain(case)))
-    assert early.losses == late.losses and early.norms == late.norms
 
 
 def _under_way(built: Built) -> list[Any]:
@@ -335,20 +290,18 @@ def _in_and_out(case: Case, topology: Topology) -> list[int]:
     """How many gathers are under way after a step outside of the loop, in it, and after it."""
     built = start(case, topology)
     counts = []
-    step_of(built)
-    counts.append(len(_under_way(built)))
-    with in_the_loop(built):
-        step_of(built)
+    for loop in (nullcontext(), in_the_loop(built), nullcontext()):
+        with loop:
+            step_of(built)
+            counts.append(len(_under_way(built)))
         counts.append(len(_under_way(built)))
-    counts.append(len(_under_way(built)))
-    step_of(built)
-    return [*counts, len(_under_way(built))]
+    return counts
 
 
-@pytest.mark.parametrize("case", [fast(DENSE), DENSE], ids=["fast", "on"])
+@pytest.mark.parametrize("case", [FAST, DENSE], ids=["fast", "on"])
 def test_gathers_are_under_way_after_a_step_of_megatron_lms_loop_alone(case: Case) -> None:
-    for outside, within, left, again in run(_in_and_out, 3, case, IN_BUCKETS):
-        assert within > 0 and [outside, left, again] == [0, 0, 0]
+    for before, _, within, *after in run(_in_and_out, 3, case, IN_BUCKETS):
+        assert within > 0 and [before, *after] == [0] * 4
 
 
 def _written_while_under_way(case: Case, topology: Topology) -> list[float]:
@@ -389,12 +342,9 @@ def _of_a_mode(settings: dict[str, Any], mode: tuple[str, Any]) -> tuple[str, bo
     owner = built.ddp.ddp_config if hasattr(built.ddp.ddp_config, mode[0]) else built.ddp.config
     setattr(owner, *mode)
     error = error_of_optimizer(built, early_param_gather="on", **settings)
-    with (
-        installed(megatron_muon.MuonConfig(preset="fast", **settings)),
-        redirect_stdout(io.StringIO()) as printed,
-    ):
-        optimizer = make_optimizer(built)
-    lines = [line for line in printed.getvalue().splitlines() if "early_param_gather" in line]
+    with installed(MuonConfig(preset="fast", **settings)):
+        optimizer, printed = printed_by(lambda: make_optimizer(built))
+    lines = [line for line in printed.splitlines() if "early_param_gather" in line]
     return error, _starts_early(optimizer), lines
 
 
@@ -415,7 +365,7 @@ def test_what_gathers_otherwise_is_refused_and_with_fast_they_are_off_and_a_line
     assert [line.startswith(off) for line in lines] == [True] * bool(what), lines
 
 
-STEP_OVERLAP = Topology(pp=2, dp=2, chunks=2, overlap=True, step_overlap=True)
+STEP_OVERLAP = replace(IN_STAGES, chunks=2, step_overlap=True)
 
 
 def test_megatrons_own_early_gather_is_refused_with_it() -> None:
@@ -428,9 +378,10 @@ def _made(case: Case, topology: Topology) -> bool:
     return _starts_early(start(case, topology).optimizer)
 
 
-def test_with_fast_they_are_off_with_megatrons_own_early_gather() -> None:
-    assert run(_made, 4, replace(fast(DENSE), layers=4), STEP_OVERLAP) == [False] * 4
-
-
-def test_by_default_they_are_off() -> None:
-    assert run(_made, 3, unset(DENSE), IN_BUCKETS) == [False] * 3
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [(replace(FAST, layers=4), STEP_OVERLAP), (UNSET, IN_BUCKETS)],
+    ids=["with Megatron's own early gather", "by default"],
+)
+def test_with_fast_or_by_default_they_are_off(case: Case, topology: Topology) -> None:
+    assert run(_made, topology.world_size, case, topology) == [False] * topology.world_size

@@ -13,8 +13,7 @@ from support.models.gpt import (
     Case,
     Topology,
     held,
-    start,
-    take_step,
+    stepped,
     train,
     trained,
     truth,
@@ -36,9 +35,7 @@ def meters(built: Built) -> dict[str, int]:
 
 
 def train_and_meter(case: Case, topology: Topology) -> dict[str, Any]:
-    built = start(case, topology)
-    for step in range(case.steps):
-        take_step(built, step)
+    built = stepped(case, topology)
     return {**held(built), "meters": meters(built)}
 
 
@@ -122,6 +119,3 @@ def test_frozen_parameter_keeps_its_value_and_has_no_state() -> None:
     assert torch.equal(result["params"][name], initial)
     assert name not in result["main"] and name not in result["exp_avg"]
     assert differences(truth(case), result) == []
-
-
-# --- gradients -------------------------------------------------------------------------------

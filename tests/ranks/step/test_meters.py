@@ -17,10 +17,9 @@ from support.models.gpt import (
     Case,
     Topology,
     distributed_optimizers,
-    set_schedule,
+    prepare_step,
     start,
     take_step,
-    write_grads,
 )
 from support.ranks import run
 from support.small_squares import rows_of_small_squares
@@ -157,8 +156,7 @@ def _first_step(case: Case, topology: Topology) -> tuple[list[str], bool]:
     ranks of a group that messages travel in have met in it before."""
     with counted_collectives() as before:
         built = start(case, topology)
-    set_schedule(built, 0)
-    write_grads(built, 0)
+    prepare_step(built, 0)
     with counted_collectives() as calls:
         built.optimizer.step()
     met = {size for name, _, size in before if name == "all_gather"}

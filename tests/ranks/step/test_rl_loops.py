@@ -17,10 +17,9 @@ from support.models.gpt import (
     Topology,
     distributed_optimizers,
     held,
-    set_schedule,
+    prepare_step,
     start,
     truth,
-    write_grads,
 )
 from support.ranks import run
 from support.runs.messages import late_gathers
@@ -43,14 +42,9 @@ def _weights(built: Built) -> dict[str, torch.Tensor]:
     return {name: param.data.clone() for name, param in built.params.items()}
 
 
-def _groups(built: Built) -> list[Any]:
-    return [*built.ddp.bucket_groups, *built.ddp.expert_parallel_bucket_groups]
-
-
 def _step(built: Built, step: int) -> None:
-    set_schedule(built, step)
-    write_grads(built, step)
-    for group in _groups(built):
+    prepare_step(built, step)
+    for group in built.groups:
         group.param_gather_dispatched = False  # as the backward pass does
     built.optimizer.step()
 
@@ -58,7 +52,7 @@ def _step(built: Built, step: int) -> None:
 def _forward(built: Built) -> None:
     """As far as parameters are concerned."""
     if built.topology.overlap:
-        for group in reversed(_groups(built)):
+        for group in reversed(built.groups):
             group.finish_param_sync()
 
 
@@ -76,7 +70,7 @@ def _by_hooks(built: Built) -> None:
 
 def _by_waiting(built: Built) -> None:
     built.optimizer.wait_for_params()
-    before = [group.param_gather_dispatched for group in _groups(built)]
+    before = [group.param_gather_dispatched for group in built.groups]
     built.optimizer.wait_for_params()
     assert all(before)  # so the second has nothing to do, nor the forward pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from dataclasses import replace
@@ -56,28 +57,27 @@ def _keep_to(limit: int, rounds: tuple[tuple[int, ...], ...], taken: list[dict[i
             assert of_rank <= limit or len(there) == 1
 
 
-@given(st.lists(st.tuples(LOADS, LOADS), max_size=12), st.integers(1, 200))
+@given(
+    st.lists(st.tuples(LOADS, LOADS), max_size=12),
+    st.one_of(st.none(), st.integers(1, 200)),
+    st.integers(1, 4),
+)
 def test_every_parameter_is_in_one_round_within_the_limit(
-    loads: list[tuple[dict[int, int], dict[int, int]]], limit: int
+    loads: list[tuple[dict[int, int], dict[int, int]]], limit: int | None, least: int
 ) -> None:
+    """Also with small ones first. As they come, none waits that could have been in one before."""
     homed, taken = [one for one, _ in loads], [two for _, two in loads]
-    rounds = make_rounds(homed, taken, limit)
-    assert sorted(index for round in rounds for index in round) == list(range(len(loads)))
-    _keep_to(limit, rounds, taken)
+    for rounds in (make_rounds(homed, taken, limit), smaller_first(homed, taken, limit, least)):
+        assert sorted(index for round in rounds for index in round) == list(range(len(loads)))
+        assert all(rounds)
+        if limit is not None:
+            _keep_to(limit, rounds, taken)
     assert make_rounds(homed, taken, 12 * 200) == ((tuple(range(len(loads))),) if loads else ())
-
-
-@given(st.lists(st.tuples(LOADS, LOADS), max_size=12), st.integers(1, 200))
-def test_no_parameter_waits_for_a_round_that_it_could_have_been_in_before(
-    loads: list[tuple[dict[int, int], dict[int, int]]], limit: int
-) -> None:
-    homed, taken = [one for one, _ in loads], [two for _, two in loads]
-    rounds = make_rounds(homed, taken, limit)
+    rounds = make_rounds(homed, taken, limit) if limit is not None else ()
     for number, round in enumerate(rounds):
-        for index in round:
-            for before in rounds[:number]:
-                of_rank = {rank: sum(taken[i].get(rank, 0) for i in before) for rank in range(4)}
-                assert any(of_rank[r] and of_rank[r] + n > limit for r, n in taken[index].items())
+        for index, before in itertools.product(round, rounds[:number]):
+            of_rank = {rank: sum(taken[i].get(rank, 0) for i in before) for rank in range(4)}
+            assert any(of_rank[r] and of_rank[r] + n > limit for r, n in taken[index].items())
 
 
 def test_what_one_rank_has_too_much_of_closes_no_others_round() -> None:
@@ -94,22 +94,6 @@ def test_by_default_a_round_has_room_for_the_largest_parameter_three_times() -> 
     assert len(make_rounds([small] * 257, [small] * 257, None)) == 2
     assert make_rounds([large] * 4, [large] * 4, None) == ((0, 1, 2), (3,))
     assert make_rounds([], [], None) == ()
-
-
-@given(
-    st.lists(st.tuples(LOADS, LOADS), max_size=12),
-    st.one_of(st.none(), st.integers(1, 200)),
-    st.integers(1, 4),
-)
-def test_with_small_ones_first_every_parameter_is_in_one_round_within_the_limit(
-    loads: list[tuple[dict[int, int], dict[int, int]]], limit: int | None, least: int
-) -> None:
-    homed, taken = [one for one, _ in loads], [two for _, two in loads]
-    rounds = smaller_first(homed, taken, limit, least)
-    assert sorted(index for round in rounds for index in round) == list(range(len(loads)))
-    assert all(rounds)
-    if limit is not None:
-        _keep_to(limit, rounds, taken)
 
 
 def test_small_ones_come_first_in_equal_shares_of_each_home() -> None:
@@ -162,12 +146,18 @@ def test_rounds_of_experts_change_no_bit(case: Case) -> None:
     assert differences(truth(replace(CASE, moe=True)), check(moe, topology)) == []
 
 
-def _counted(case: Case, topology: Topology) -> dict[str, Any]:
+def _before_a_step(case: Case, topology: Topology) -> Any:
+    """An optimizer that has taken a step, with gradients."""
     built = start(case, topology)
     take_step(built, 0)
     (megatron,) = distributed_optimizers(built.optimizer)
     for shard in megatron.get_parameters():
         shard.grad = torch.ones_like(shard)
+    return megatron
+
+
+def _counted(case: Case, topology: Topology) -> dict[str, Any]:
+    megatron = _before_a_step(case, topology)
     start_messages = mock.patch.object(
         collectives, "start_messages", wraps=collectives.start_messages
     )
@@ -199,11 +189,7 @@ def test_rounds_move_the_same_bytes_and_are_silent_where_nothing_moves(case: Cas
 
 def _peak(case: Case, topology: Topology) -> tuple[int, int, int]:
     """(peak of an inner step, of the largest matrix's orthogonalization alone, parameters)."""
-    built = start(case, topology)
-    take_step(built, 0)
-    (megatron,) = distributed_optimizers(built.optimizer)
-    for shard in megatron.get_parameters():
-        shard.grad = torch.ones_like(shard)
+    megatron = _before_a_step(case, topology)
     muon, cpu = megatron.muon, torch.device("cpu")
     step = peak_bytes(cpu, megatron.optimizer.step)
     matrices = [torch.ones(m.rows, m.cols, dtype=torch.bfloat16) for m in muon.plan.matrices]
@@ -257,9 +243,9 @@ def test_connections_are_made_to_the_plans_peers_before_the_first_step() -> None
 Event = tuple[str, float, float]
 
 
-def _traced(case: Case) -> list[Event]:
+def _traced(case: Case, topology: Topology) -> list[Event]:
     """Of a step: what is called, and when it starts and ends in µs."""
-    built = start(case, Topology(tp=2))
+    built = start(case, topology)
     take_step(built, 0)
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         take_step(built, 1)
@@ -274,7 +260,7 @@ def _named(events: list[Event], name: str) -> list[Event]:
 
 def test_neighbours_are_under_way_while_a_round_is_orthogonalized() -> None:
     """Of each round but the first and last, which have one neighbour."""
-    for events in run(_traced, 2, ALONE):
+    for events in run(_traced, 2, ALONE, Topology(tp=2)):
         work = _named(events, "muon/newton_schulz")
         for half in ("gather", "scatter"):
             starts = _named(events, f"muon/{half}/collective")
@@ -287,28 +273,12 @@ def test_neighbours_are_under_way_while_a_round_is_orthogonalized() -> None:
                     assert starts[beside][2] <= begun and ended <= waits[beside][1]
 
 
-def _traced_experts() -> list[str]:
-    """Experts on three ranks each, whose shards cut some."""
-    built = start(replace(CASE, moe=True), Topology(dp=6, ep=2))
-    take_step(built, 0)
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        take_step(built, 1)
-    events: list[Any] = sorted(trace.events(), key=lambda event: event.time_range.start)
-    return [event.name for event in events if event.name.startswith("muon/")]
-
-
 def test_experts_first_round_is_under_way_before_the_last_dense_scatter_is_waited_for() -> None:
-    """On ranks that share something in it; the others begin it in its turn."""
+    """On ranks that share something in it; the others begin it in its turn. Experts are on three
+    ranks each, whose shards cut some."""
     early = []
-    for names in run(_traced_experts, 6):
+    for events in run(_traced, 6, replace(CASE, moe=True), Topology(dp=6, ep=2)):
+        names = [name for name, *_ in events]
         momentum = [at for at, name in enumerate(names) if name == "muon/momentum"]
         early.append(momentum[1] < names.index("muon/update"))
     assert any(early)
-
-
-def test_adamw_runs_while_the_first_round_travels() -> None:
-    for events in run(_traced, 2, CASE):
-        names = [name for name, *_ in events]
-        order = ["muon/gather/collective", "muon/adamw", "muon/gather/wait"]
-        places = [names.index(name) for name in order]
-        assert places == sorted(places)

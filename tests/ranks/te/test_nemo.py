@@ -14,14 +14,8 @@ import pytest
 import torch
 
 import megatron_muon
-from support.models.gpt import (
-    Case,
-    Topology,
-    build,
-    held,
-    inner_optimizers,
-    write_grads,
-)
+from support.installed import installed
+from support.models.gpt import Case, Topology, build, held, inner_optimizers, write_grads
 from support.ranks import run
 from support.runs.whole import differences, whole
 
@@ -106,15 +100,12 @@ def _through_core(built: Any) -> Any:
 def _stepped(topology: Topology, rates: list[Any] | None) -> dict[str, Any]:
     """Through NeMo, whose rates are written down; or through Megatron's factory, given these."""
     built = build(CASE, topology)
-    megatron_muon.install(SETTINGS)
-    try:
+    with installed(SETTINGS):
         if rates is None:
             theirs, schedule = _through_nemo(built)
             built.optimizer = theirs.mcore_optimizer
         else:
             theirs = built.optimizer = _through_core(built)
-    finally:
-        megatron_muon.uninstall()
     for step in range(CASE.steps):
         groups = [
             group for inner in inner_optimizers(built.optimizer) for group in inner.param_groups

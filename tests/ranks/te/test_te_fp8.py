@@ -26,14 +26,15 @@ from support.models.gpt import (
     Topology,
     build,
     check,
+    error_of_building,
     error_of_optimizer,
     held,
-    set_schedule,
+    prepare_step,
     start,
+    stepped,
     take_step,
     trained,
     truth,
-    write_grads,
 )
 from support.ranks import run
 from support.runs.whole import Whole, differences, whole
@@ -94,8 +95,7 @@ def test_weights_that_travel_through_the_memory_of_gradients(topology: Topology)
 def _waited() -> list[dict[str, Any]]:
     """What ranks hold once they have waited for parameters, and once they have again."""
     built = start(MX, Topology(dp=2, overlap=True))
-    set_schedule(built, 0)
-    write_grads(built, 0)
+    prepare_step(built, 0)
     built.optimizer.step()
     built.optimizer.wait_for_params()
     found = [held(built)]
@@ -109,14 +109,9 @@ def _waited() -> list[dict[str, Any]]:
     return found
 
 
-def _refused_early() -> str:
-    built = build(MX, Topology(overlap=True))
-    return error_of_optimizer(built, early_param_gather="on")
-
-
 @pytest.mark.skipif(VERSION < (0, 19), reason="mxfp8 parameters need core 0.19")
 def test_no_gather_starts_within_a_step_from_the_memory_of_its_gradients() -> None:
-    (said,) = run(_refused_early, 1)
+    (said,) = run(error_of_building, 1, MX, Topology(overlap=True), {"early_param_gather": "on"})
     assert "with reuse_grad_buf_for_mxfp8_param_ag (--reuse-grad-buf-for-mxfp8-param-ag)" in said
 
 
@@ -168,9 +163,7 @@ def test_the_linears_weights_are_in_fp8() -> None:
 
 
 def _resumed(case: Case, topology: Topology, format: str, folder: str) -> list[str]:
-    built = start(case, topology)
-    for step in range(2):
-        take_step(built, step)
+    built = stepped(replace(case, steps=2), topology)
     save(built, folder, format)
     saved = held(built)
     take_step(built, 2)
@@ -222,9 +215,7 @@ def _state(run: Whole) -> Whole:
 
 def _switched(case: Case, format: str, folder: str, change: float) -> str:
     """AdamW's checkpoint into Muon; with main parameters that are not the model's, if changed."""
-    adam = start(replace(case, optimizer="adam"), Topology(dp=2))
-    for step in range(2):
-        take_step(adam, step)
+    adam = stepped(replace(case, optimizer="adam", steps=2), Topology(dp=2))
     if change:
         for group in adam.optimizer.chained_optimizers[0].shard_fp32_from_float16_groups:
             for shard in group:

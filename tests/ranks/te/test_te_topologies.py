@@ -10,42 +10,34 @@ from dataclasses import replace
 import pytest
 
 from support import te_on_cpu
-from support.models.gpt import Case, Topology, check
+from support.models.gpt import Case, Topology, check, runs_of
 
 pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
 
+T = Topology
+SP = {"sequence_parallel": True}
 BF16 = Case(steps=4)
 MOE = replace(BF16, moe=True)
 GROUPED = replace(MOE, grouped="te")
 MLA = replace(BF16, mla="duplicated")
 
 
-def _sp(*sizes: int, **topology: object) -> Topology:
-    return Topology(*sizes, sequence_parallel=True, **topology)
+LARGE, EP2 = T(2, 2, 2, overlap=True, **SP), T(2, 1, 2, ep=2, **SP)
+RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
+    "dense": (BF16, [LARGE], []),
+    "gated": (replace(BF16, gated=True), [T(2, 1, 2)], []),
+    "fp32": (replace(BF16, bf16=False), [T(dp=3)], []),
+    "vpp": (replace(BF16, layers=4), [T(pp=2, dp=2, chunks=2, overlap=True)], []),
+    "grouped-gated": (replace(GROUPED, gated=True), [EP2], []),
+    "grouped": (GROUPED, [T(2, ep=2, etp=1, **SP), T(dp=6, ep=2)], []),
+    "sequential": (MOE, [EP2], []),
+    "mla": (MLA, [T(2, 1, 2, **SP)], []),
+    "mla-grouped": (replace(GROUPED, mla="duplicated", gated=True), [EP2], []),
+    "mtp": (replace(BF16, mtp=True), [T(2, 2, 2)], []),
+    "dense-and-experts": (replace(GROUPED, dense_layers=1), [T(pp=2, dp=2, ep=2)], []),
+}
 
 
-@pytest.mark.parametrize(
-    ("case", "topology"),
-    [
-        pytest.param(BF16, _sp(2, 2, 2, overlap=True), id="dense"),
-        pytest.param(replace(BF16, gated=True), Topology(2, 1, 2), id="gated"),
-        pytest.param(replace(BF16, bf16=False), Topology(dp=3), id="fp32"),
-        pytest.param(
-            replace(BF16, layers=4), Topology(pp=2, dp=2, chunks=2, overlap=True), id="vpp"
-        ),
-        pytest.param(replace(GROUPED, gated=True), _sp(2, 1, 2, ep=2), id="grouped-gated"),
-        pytest.param(GROUPED, _sp(2, ep=2, etp=1), id="grouped-etp1"),
-        pytest.param(GROUPED, Topology(dp=6, ep=2), id="grouped-dp6"),
-        pytest.param(MOE, _sp(2, 1, 2, ep=2), id="sequential"),
-        pytest.param(MLA, _sp(2, 1, 2), id="mla"),
-        pytest.param(
-            replace(GROUPED, mla="duplicated", gated=True), _sp(2, 1, 2, ep=2), id="mla-grouped"
-        ),
-        pytest.param(replace(BF16, mtp=True), Topology(2, 2, 2), id="mtp"),
-        pytest.param(
-            replace(GROUPED, dense_layers=1), Topology(pp=2, dp=2, ep=2), id="dense-and-experts"
-        ),
-    ],
-)
+@pytest.mark.parametrize(("case", "topology"), runs_of(RUNS))
 def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
     check(case, topology)

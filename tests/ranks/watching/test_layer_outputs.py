@@ -11,7 +11,7 @@ import torch
 from megatron.core import pipeline_parallel
 
 from support.installed import VERSION
-from support.models import gpt
+from support.models.gpt import each_chunk
 from support.ranks import run
 from support.runs.cases import Case, Topology
 from support.runs.training import MODEL, said, spread, train
@@ -22,31 +22,22 @@ pytestmark = pytest.mark.skipif(
     reason="the model is built with vp_stage; test_pretrain_watch.py has core 0.12",
 )
 DENSE = replace(MODEL, steps=2, optimizer="muon")
-RUNS = [
-    (DENSE, spread(tp=2, dp=2)),
-    (replace(DENSE, recompute=True), spread(pp=2)),
-]
+RUNS = [(DENSE, spread(tp=2, dp=2)), (replace(DENSE, recompute=True), spread(pp=2))]
 
 
 def _train(model: Case, topology: Topology, path: str, interval: int) -> dict[str, Any]:
     """What ``train`` returns, in a run that logs; and each forward pass's outputs."""
     settings = (("log_interval", interval), ("log_file", path))
     outputs: dict[str, list[float]] = {}
-    make = gpt._in_ddp
 
-    def chunk(*args: Any) -> Any:
-        made = make(*args)
-        for name, module in made.named_modules():
+    def watch(chunk: Any) -> None:
+        for name, module in chunk.named_modules():
             if name.rpartition(".")[2].isdigit() and name.split(".")[-2] == "layers":
                 row = f"decoder.layers.{module.layer_number - 1}"
                 module.register_forward_hook(_keep(outputs.setdefault(row, [])))
-        return made
 
-    gpt._in_ddp = chunk
-    try:
+    with each_chunk(watch):
         return {**train(replace(model, muon=settings), topology), "outputs": outputs}
-    finally:
-        gpt._in_ddp = make
 
 
 def _keep(seen: list[float]) -> Any:

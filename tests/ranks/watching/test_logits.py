@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from support.installed import VERSION
-from support.models import gpt
+from support.models.gpt import each_chunk
 from support.ranks import run
 from support.runs.cases import GROUPS, HEADS, Topology
 from support.runs.training import MODEL, spread, train
@@ -28,22 +28,17 @@ MUON = replace(MODEL, steps=2, optimizer="muon")
 
 def _train(topology: Topology, path: str) -> list[float]:
     """A run that logs; and the largest logit of each of layer 0's heads here in the last step."""
-    make, seen = gpt._in_ddp, []
+    seen = []
 
-    def chunk(*args: Any) -> Any:
-        made = make(*args)
-        for module in made.modules():
+    def watch(chunk: Any) -> None:
+        for module in chunk.modules():
             if hasattr(module, "core_attention"):
                 module.config.log_max_attention_logit = True
                 _keep(module.core_attention)
                 seen.append(module.core_attention)
-        return made
 
-    gpt._in_ddp = chunk
-    try:
+    with each_chunk(watch):
         train(replace(MUON, muon=(("log_interval", 2), ("log_file", path))), topology)
-    finally:
-        gpt._in_ddp = make
     return [float(logit) for logit in seen[0].current_max_attn_logits]
 
 

@@ -5,10 +5,8 @@ The same runs hold that logging changes no bit.
 
 from __future__ import annotations
 
-import io
 import math
 from collections import defaultdict
-from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +16,7 @@ import pytest
 import torch
 
 from support.expected.oracle import newton_schulz, qkv_rows
-from support.models.gpt import Case, Topology, muon_weights, train, trained, truth
+from support.models.gpt import Case, Topology, muon_weights, printed_by, train, trained, truth
 from support.ranks import run
 from support.runs.cases import whole_grad
 from support.runs.watching import records, watched
@@ -63,10 +61,7 @@ def test_numbers_of_matrices(case: Case, topology: Topology, tmp_path: Path) -> 
 
 def printed(case: Case, topology: Topology) -> str:
     """What a rank prints."""
-    text = io.StringIO()
-    with redirect_stdout(text):
-        train(case, topology)
-    return text.getvalue()
+    return printed_by(lambda: train(case, topology))[1]
 
 
 def test_the_rank_that_writes_warns_of_an_expert_without_tokens(tmp_path: Path) -> None:

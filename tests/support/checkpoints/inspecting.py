@@ -14,7 +14,7 @@ from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
 from support.checkpoints.saving import formats, save
 from support.installed import lacks
-from support.models.gpt import Case, Topology, held, start, take_step
+from support.models.gpt import Case, Topology, held, stepped
 from support.ranks import run
 from support.runs.whole import Whole, whole
 
@@ -57,9 +57,7 @@ def save_and_hold(
     case: Case, topology: Topology, format: str, folder: str, change: Callable[[Any], None] | None
 ) -> dict[str, Any]:
     """On a rank: save a run that has taken the case's steps; what it held."""
-    built = start(case, topology)
-    for step in range(case.steps):
-        take_step(built, step)
+    built = stepped(case, topology)
     if change is not None:
         change(built)
     save(built, folder, format)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from support.checkpoints.saving import load, load_parameter_state, save, spoil
+from support.installed import installed
 from support.models.gpt import Built, distributed_optimizers, held, start, take_step
+from support.ranks import error_of
 from support.runs.cases import Case, Topology
 
 Held = dict[str, Any]
@@ -79,15 +79,8 @@ def loaded(
 def refused(case: Case, topology: Topology, format: str, folder: str) -> str:
     """What loading into a new run raises with the plugin installed; in the format ``torch`` only
     what the optimizer itself reads is."""
-    import megatron_muon
-
     built = start(case, topology)
     take_step(built, 0)
-    megatron_muon.install()
-    try:
-        (load_parameter_state if format == "torch" else load)(built, folder, format)
-    except (Exception, CheckpointException) as error:  # torch's is no Exception
-        return f"{type(error).__name__}: {error}"
-    finally:
-        megatron_muon.uninstall()
-    return "no error"
+    read = load_parameter_state if format == "torch" else load
+    with installed():
+        return error_of(lambda: read(built, folder, format))

@@ -15,10 +15,18 @@ from typing import Any
 
 import numpy
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from support.installed import VERSION
-from support.models.gpt import Built, Case, Topology, distributed_optimizers, held, start, take_step
+from support.models.gpt import (
+    Built,
+    Case,
+    Topology,
+    distributed_optimizers,
+    held,
+    start,
+    stepped,
+    take_step,
+)
 from support.ranks import error_of
 
 
@@ -228,11 +236,7 @@ def spoil(built: Built) -> None:
 
 
 def resumed(
-    case: Case,
-    topology: Topology,
-    format: str,
-    folder: str,
-    dirty: bool = False,
+    case: Case, topology: Topology, format: str, folder: str, dirty: bool = False
 ) -> dict[str, Any]:
     """Take half of the case's steps, save, go on; load into a new run and go on there, too.
 
@@ -272,22 +276,17 @@ def resumed(
     return {"differences": unlike, "moved": moved, "held": after}
 
 
-def save_new(case: Case, topology: Topology, format: str, folder: str) -> None:
-    """Save a run that has taken the case's steps."""
-    built = start(case, topology)
-    for step in range(case.steps):
-        take_step(built, step)
+def save_new(case: Case, topology: Topology, format: str, folder: str) -> dict[str, Any]:
+    """Save a run that has taken the case's steps; what it holds."""
+    built = stepped(case, topology)
     save(built, folder, format)
+    return held(built)
 
 
 def error_of_load(case: Case, topology: Topology, format: str, folder: str) -> str:
     """What loading into a new run raises, as text."""
     built = start(case, topology)
-    try:
-        load(built, folder, format)
-    except (Exception, CheckpointException) as error:  # torch's is no Exception
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return error_of(lambda: load(built, folder, format))
 
 
 def error_of_save(case: Case, topology: Topology, format: str, folder: str) -> str:

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_muon import MuonConfig
 from support.checkpoints import saving
-from support.models.gpt import Built, Case, Topology, start, take_step
+from support.installed import installed
+from support.models.gpt import Built, Case, Topology, held, start, stepped
 
 
-@contextmanager
-def plugin(built: Built, **settings: Any) -> Iterator[None]:
+def plugin(built: Built, **settings: Any) -> AbstractContextManager[None]:
     """The hooks are in place, as they are in a run."""
-    import megatron_muon
-
-    megatron_muon.install(megatron_muon.MuonConfig(**{**dict(built.case.muon), **settings}))
-    try:
-        yield
-    finally:
-        megatron_muon.uninstall()
+    return installed(MuonConfig(**{**dict(built.case.muon), **settings}))
 
 
 def save(built: Built, folder: str, format: str) -> None:
@@ -52,12 +46,11 @@ def load(built: Built, folder: str, format: str) -> None:
         saving.load(built, folder, format)
 
 
-def saved(case: Case, topology: Topology, format: str, folder: str) -> None:
-    """Save a run that has taken the case's steps."""
-    built = start(case, topology)
-    for step in range(case.steps):
-        take_step(built, step)
+def saved(case: Case, topology: Topology, format: str, folder: str) -> dict[str, Any]:
+    """Save a run that has taken the case's steps; what it holds."""
+    built = stepped(case, topology)
     save(built, folder, format)
+    return held(built)
 
 
 def loaded(case: Case, topology: Topology, format: str, folder: str) -> dict[str, Any]:
@@ -68,7 +61,7 @@ def loaded(case: Case, topology: Topology, format: str, folder: str) -> dict[str
         load(built, folder, format)
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"error": None, "held": saving.held(built)}
+    return {"error": None, "held": held(built)}
 
 
 def errors_of_loads(

@@ -84,10 +84,7 @@ CASES = {
         FP32,
         gated=True,
         steps=FEW,
-        muon=(
-            *FP32.muon,
-            ("splits", (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up"))),
-        ),
+        muon=(*FP32.muon, ("splits", (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up")))),
     ),
     "moe": replace(FP32, moe=True, steps=FEW),
     "moe-bf16": replace(BF16, moe=True, steps=FEW),

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
-from support.benching import environment
 from support.gpu.settings import Settings
+from support.processes import python
 
 
 def ended(settings: Settings, *words: str) -> subprocess.CompletedProcess[str]:
     """``megatron-muon WORDS``; without GPUs where the settings say so."""
     hidden = {} if settings.gpus else {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_muon", *words],
-        env=environment() | hidden,
-        capture_output=True,
-        text=True,
-    )
+    return python("-m", "megatron_muon", *words, timeout=None, **hidden)

@@ -87,12 +87,7 @@ def link(hardware: Hardware, gbytes: float) -> Figure:
 
 
 def share(
-    name: str,
-    unit: str,
-    reached: float,
-    peak: float,
-    efficiency: float,
-    constants: tuple[str, str],
+    name: str, unit: str, reached: float, peak: float, efficiency: float, constants: tuple[str, str]
 ) -> Figure:
     """A rate against a peak and a share of it; above the peak, the peak is what is wrong."""
     of_peak = reached / peak

@@ -7,6 +7,8 @@ stand-in for triton's driver names one, and ``warmup`` compiles in place of the 
 from __future__ import annotations
 
 import itertools
+import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -81,7 +83,13 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def main() -> None:
-    """Print a line for each capability: the number of launches, and their kernels."""
+    """Print a line for each capability: the number of launches, and their kernels; or with
+    ``--instructions`` first, those of each launch in PTX."""
+    if sys.argv[1] == "--instructions":
+        form = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]+)\s", re.M)
+        every = compiled(int(sys.argv[2]))
+        print(json.dumps({name: form.findall(made.asm["ptx"]) for name, made in every}))
+        return
     for capability in map(int, sys.argv[1:]):
         made = compiled(capability)
         assert all(each.asm["cubin"] for _, each in made)

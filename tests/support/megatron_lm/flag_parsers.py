@@ -11,7 +11,9 @@ import pytest
 
 from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags.parser import add_flags
+from megatron_muon.settings.config import ROWS
 from megatron_muon.settings.from_flags import muon_config
+from support.settings import OTHERS
 
 # megatron/training/arguments.py at core_v0.12.0 (as until 0.15.3), 0.16.1, 0.17.1, 0.19.0 (as
 # 0.18.2), and after it; what is new in each.
@@ -56,7 +58,6 @@ WITH_MUON = pytest.mark.parametrize("version", ["0.16", "0.17", "0.19", "later"]
 MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "matched-rms": (["--muon-matched-adamw-rms", "0.4"], {"matched_adamw_rms": 0.4}),
     "extra-factor": (["--muon-extra-scale-factor", "0.4"], {"matched_adamw_rms": 0.4}),
-    "momentum": (["--muon-momentum", "0.9"], {"momentum": 0.9}),
     "ns-steps": (["--muon-ns-steps", "7"], {"ns_steps": 7}),
     "num-ns-steps": (["--muon-num-ns-steps", "7"], {"ns_steps": 7}),
     "no-nesterov": (["--no-muon-nesterov"], {"nesterov": False}),
@@ -82,18 +83,12 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         {"ns_coefficients": ((3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5))},
     ),
     "one triple": (["--muon-ns-coefficients", "3.4445,-4.775,2.0315"], {}),
-    "preset": (["--muon-preset", "fast"], {"preset": "fast"}),
     "iteration": (["--muon-ns-iteration", "auto"], {"ns_iteration": "auto"}),
-    "batch": (["--muon-ns-batch", "4"], {"ns_batch": 4}),
     "momentum-dtype": (["--muon-momentum-dtype", "int8"], {"momentum_dtype": "int8"}),
-    "elementwise": (["--muon-elementwise", "foreach"], {"elementwise": "foreach"}),
     "fp16": (["--muon-ns-dtype", "fp16"], {"ns_dtype": "fp16"}),
     "medium": (["--muon-fp32-matmul-prec", "medium"], {"ns_dtype": "bf16"}),
     "no-split-qkv": (["--muon-no-split-qkv"], {"split_qkv": False}),
-    "duplicated": (
-        ["--muon-tp-mode", "duplicated", "--tensor-model-parallel-size", "2"],
-        {},
-    ),
+    "duplicated": (["--muon-tp-mode", "duplicated", "--tensor-model-parallel-size", "2"], {}),
     "blockwise, TP 1": (["--muon-tp-mode", "blockwise"], {}),
     "distributed, TP 1": (["--muon-tp-mode", "distributed"], {}),
     "scalar-adam": (["--muon-scalar-optimizer", "adam"], {}),
@@ -107,31 +102,18 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         {"lr_mults": (("embedding.*", 0.5), ("a=b", 0.2))},
     ),
     "wd-mult": (["--muon-wd-mult", "*.router.*=0"], {"wd_mults": (("*.router.*", 0.0),)}),
-    "clip-scope": (["--muon-clip-scope", "adamw"], {"clip_scope": "adamw"}),
-    "clip": (["--muon-qk-clip", "100"], {"qk_clip": 100.0}),
     "clip-alpha": (
         ["--muon-qk-clip-alpha", "0.3", "--muon-qk-clip", "30"],
         {"qk_clip": 30.0, "qk_clip_alpha": 0.3},
     ),
-    "include": (
-        ["--muon-include", "a.*", "--muon-include", "b"],
-        {"muon_include": ("a.*", "b")},
-    ),
+    "include": (["--muon-include", "a.*", "--muon-include", "b"], {"muon_include": ("a.*", "b")}),
     "exclude": (["--muon-exclude", "*.router.weight"], {"muon_exclude": ("*.router.weight",)}),
-    "homes": (["--muon-homes", "local"], {"homes": "local"}),
-    "split-matrices": (["--muon-split-matrices", "4"], {"split_matrices": 4}),
     "split-matrices auto": (["--muon-split-matrices", "auto"], {"split_matrices": "auto"}),
     "split-matrices off": (["--muon-split-matrices", "off"], {"split_matrices": "off"}),
-    "rank-tflops": (["--muon-rank-tflops", "300"], {"rank_tflops": 300.0}),
-    "link-gbytes": (["--muon-link-gbytes", "12.5"], {"link_gbytes": 12.5}),
-    "node-ranks": (["--muon-node-ranks", "4"], {"node_ranks": 4}),
     "layout": (["--muon-dp-layout", "bucketed"], {}),
-    "early-gather": (["--muon-early-param-gather", "off"], {"early_param_gather": "off"}),
     "rounds": (["--muon-round-mib", "64"], {"round_bytes": 64 << 20}),
     "auto-dtype": (["--muon-ns-dtype", "auto"], {"ns_dtype": None}),
-    "ns-dtype": (["--muon-ns-dtype", "fp32"], {"ns_dtype": "fp32"}),
     "no-digest": (["--no-muon-checkpoint-digest"], {"checkpoint_digest": False}),
-    "nonfinite-limit": (["--muon-nonfinite-limit", "1"], {"nonfinite_limit": 1}),
     "log-interval": (
         ["--muon-log-interval", "100", "--muon-log-file", "lines.jsonl"],
         {"log_interval": 100, "log_file": "lines.jsonl"},
@@ -147,6 +129,14 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "trace-steps": (["--muon-trace-steps", "5:7"], {}),
     "trace-dir": (["--muon-trace-dir", "traces"], {}),
     "twice the same": (["--muon-ns-steps", "7", "--muon-num-ns-steps", "7"], {"ns_steps": 7}),
+}
+MEANINGS |= {
+    name: ([ROWS[name].flags[0].option, str(OTHERS[name])], {name: OTHERS[name]})
+    for name in (
+        *("momentum", "preset", "ns_dtype", "ns_batch", "elementwise", "clip_scope", "qk_clip"),
+        *("homes", "split_matrices", "rank_tflops", "link_gbytes", "node_ranks"),
+        *("early_param_gather", "nonfinite_limit"),
+    )
 }
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +103,7 @@ def pretrain(
 
 
 def pretrain_command(
-    processes: int,
-    *options: str,
-    data: str = MOCK,
-    script: Path | None = None,
-    model: str = MODEL,
+    processes: int, *options: str, data: str = MOCK, script: Path | None = None, model: str = MODEL
 ) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", "-m", "megatron_muon"]
@@ -131,6 +128,12 @@ def alone(*options: str, script: str = "pretrain_gpt.py", fails: bool = False) -
     """A script through the launcher in one process, for what comes before any rank is needed."""
     command = [sys.executable, "-m", "megatron_muon", str(CHECKOUT / script)]
     return done([*command, *words(*options)], fails)
+
+
+@cache
+def known_flags() -> frozenset[str]:
+    """Of ``pretrain_gpt.py``."""
+    return frozenset(re.findall(r"--[\w-]+", alone("--help")))
 
 
 def losses(text: str) -> list[float]:

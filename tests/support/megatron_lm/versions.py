@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as xml
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 TESTS = Path(__file__).parents[2]
@@ -100,37 +100,40 @@ def outcome(case: xml.Element) -> tuple[str, str]:
     return "run", ""
 
 
-def table(rows: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
-    lines = [f"| Megatron-LM | {' | '.join(COLUMNS)} |", f"|---{'|---' * len(COLUMNS)}|"]
-    notes: list[str] = []
-    for name, row in rows.items():
-        cells = []
-        for column, start in COLUMNS.items():
-            of_test = [row[test] for test in row if test.startswith(start)]
-            text, why = worst(of_test)
-            cells.append(text)
-            if why:
-                notes.append(f"{name}, {column}: {text}, {why}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return [*lines, "", *(f"- {note}" for note in notes)]
+Cell = tuple[str, str]
 
 
-def table_of_options(rows: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
-    names = [name.split(" (")[0] for name in rows]
-    lines = [f"| option | {' | '.join(names)} |", f"|---{'|---' * len(names)}|"]
+def drawn(
+    title: str, down: Iterable[str], across: Sequence[str], cell: Callable[[str, str], Cell]
+) -> list[str]:
+    """A table, and below it a note of each cell that has a reason."""
+    lines = [f"| {title} | {' | '.join(across)} |", f"|---{'|---' * len(across)}|"]
     notes: list[str] = []
-    for test in dict.fromkeys(test for row in rows.values() for test in row):
-        option = test.split("[", 1)[1].removesuffix("]")
-        cells = []
-        for name, row in rows.items():
-            text, why = row.get(test, ("not run", "left out"))
-            if "has no --" in why:
-                text, why = "–", ""
-            cells.append(text)
-            if why:
-                notes.append(f"{name}, {option}: {text}, {why}")
-        lines.append(f"| {option} | {' | '.join(cells)} |")
-    return [*lines, "", *(f"- {note}" for note in notes)]
+    for name in down:
+        cells = {column: cell(name, column) for column in across}
+        notes += [f"- {name}, {at}: {text}, {why}" for at, (text, why) in cells.items() if why]
+        lines.append(f"| {name} | {' | '.join(text for text, _ in cells.values())} |")
+    return [*lines, "", *notes]
+
+
+def table(rows: dict[str, dict[str, Cell]]) -> list[str]:
+    def cell(name: str, column: str) -> Cell:
+        row = rows[name]
+        return worst([row[test] for test in row if test.startswith(COLUMNS[column])])
+
+    return drawn("Megatron-LM", rows, list(COLUMNS), cell)
+
+
+def table_of_options(rows: dict[str, dict[str, Cell]]) -> list[str]:
+    by_name = {name.split(" (")[0]: row for name, row in rows.items()}
+    tests = dict.fromkeys(test for row in rows.values() for test in row)
+    options = {test.split("[", 1)[1].removesuffix("]"): test for test in tests}
+
+    def cell(option: str, name: str) -> Cell:
+        text, why = by_name[name].get(options[option], ("not run", "left out"))
+        return ("–", "") if "has no --" in why else (text, why)
+
+    return drawn("option", options, list(by_name), cell)
 
 
 def worst(cells: Sequence[tuple[str, str]]) -> tuple[str, str]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from support.models.gpt import Built, build, held, make_optimizer, take_step
+from megatron_muon import MuonConfig
+from support.installed import installed
+from support.models.gpt import Built, held, start, take_step
 from support.runs.cases import Case, Topology
 
 Tensor = torch.Tensor
@@ -52,30 +55,19 @@ def set_logits(built: Built, step: int, dtype: torch.dtype) -> float:
     return largest
 
 
-def _start(case: Case, topology: Topology) -> Built:
-    built = build(case, topology)
-    built.optimizer = make_optimizer(built)
-    return built
-
-
 def clipped(case: Case, topology: Topology, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """What this rank holds after the case's steps, each with a clip.
 
     With Megatron's ``qk_clip`` its training loop calls ``clip_qk`` after a step; with the plugin's
     the step itself clips.
     """
-    import megatron_muon
-
-    megatron_muon.install(megatron_muon.MuonConfig(**dict(case.muon)))
-    try:
-        built = _start(case, topology)
+    with installed(MuonConfig(**dict(case.muon))):
+        built = start(case, topology)
         for step in range(case.steps):
             largest = set_logits(built, step, dtype)
             take_step(built, step, partial(_loops_clip, built, largest) if case.qk_clip else _no)
             assert all(a.core_attention.current_max_attn_logits is None for a in attentions(built))
         return held(built)
-    finally:
-        megatron_muon.uninstall()
 
 
 def _no() -> None:
@@ -92,14 +84,8 @@ def clipped_whole(
     case: Case, dtype: torch.dtype = torch.float32, by_hand: bool = False
 ) -> dict[str, Any]:
     """The same on one process, where whole weights are clipped."""
-    import megatron_muon
-
-    settings = {k: v for k, v in case.muon if not k.startswith("qk_clip")}
-    megatron_muon.install(megatron_muon.MuonConfig(**settings))
-    try:
-        built = _start(case, Topology())
-    finally:
-        megatron_muon.uninstall()
+    settings = tuple(pair for pair in case.muon if not pair[0].startswith("qk_clip"))
+    built = start(replace(case, muon=settings), Topology(), plugin=True)
     clip_one = partial(_clip_by_hand, case) if by_hand else _clip_by_megatron
 
     def clip() -> None:

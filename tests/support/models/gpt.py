@@ -7,16 +7,20 @@ every topology gets bit for bit the same ones.
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from support.installed import lacks
+from megatron_muon import MuonConfig
+from support.installed import installed, lacks
 from support.models.gpt_model import (
     UNUSED,
     Place,
@@ -34,7 +38,7 @@ from support.models.gpt_optimizer import (  # noqa: F401 for those who import fr
     make_optimizer,
     optimizer_config,
 )
-from support.ranks import run
+from support.ranks import error_of, run
 from support.runs.cases import (  # noqa: F401 as well
     FFN,
     GROUPS,
@@ -89,6 +93,11 @@ class Built:
     @property
     def dp_rank(self) -> int:
         return self.place.dp_rank
+
+    @property
+    def groups(self) -> list[Any]:
+        """Megatron's bucket groups, the experts' too."""
+        return [*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups]
 
     def buffers(self) -> Iterator[Any]:
         """Megatron's grad buffers, the experts' too; each is sharded over a group of its own."""
@@ -150,11 +159,22 @@ def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
         num_distributed_optimizer_instances=topology.instances,
     )
     return DistributedDataParallel(
-        model.config,
-        ddp_config,
-        wrapped,
-        disable_bucketing=index > 0 or topology.step_overlap,
+        model.config, ddp_config, wrapped, disable_bucketing=index > 0 or topology.step_overlap
     )
+
+
+@contextmanager
+def each_chunk(change: Callable[[Any], object]) -> Iterator[None]:
+    """Within it ``change`` is given each chunk that is made, in its DDP."""
+    in_ddp = _in_ddp
+
+    def changed(*args: Any) -> Any:
+        chunk = in_ddp(*args)
+        change(chunk)
+        return chunk
+
+    with mock.patch.object(sys.modules[__name__], "_in_ddp", changed):
+        yield
 
 
 def set_schedule(built: Built, step: int) -> None:
@@ -183,10 +203,15 @@ def write_grads(built: Built, step: int) -> None:
                     shard.mul_(-3.0)
 
 
-def take_step(built: Built, step: int, after: Callable[[], object] = lambda: None) -> None:
-    """Take a step, then call ``after``, before an overlapped gather of the parameters ends."""
+def prepare_step(built: Built, step: int) -> None:
+    """All that comes before ``optimizer.step()``."""
     set_schedule(built, step)
     write_grads(built, step)
+
+
+def take_step(built: Built, step: int, after: Callable[[], object] = lambda: None) -> None:
+    """Take a step, then call ``after``, before an overlapped gather of the parameters ends."""
+    prepare_step(built, step)
     if built.case.fp16:
         scale = float(built.optimizer.get_loss_scale())
         built.log.setdefault("loss_scales", []).append(scale)
@@ -214,33 +239,39 @@ def _gather_through_gradients(built: Built) -> None:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
-def start(case: Case, topology: Topology) -> Built:
-    """Model and optimizer, with the plugin installed if the case asks for Muon."""
-    import megatron_muon
-
-    if case.optimizer == "muon":
-        megatron_muon.install(megatron_muon.MuonConfig(**dict(case.muon)))
-    try:
+def start(case: Case, topology: Topology, *, plugin: bool = False) -> Built:
+    """Model and optimizer, with the plugin installed for Muon, and with ``plugin`` for AdamW."""
+    plugin = plugin or case.optimizer == "muon"
+    with installed(MuonConfig(**dict(case.muon))) if plugin else nullcontext():
         built = build(case, topology)
         built.optimizer = make_optimizer(built)
-    finally:
-        if case.optimizer == "muon":
-            megatron_muon.uninstall()
+    return built
+
+
+def stepped(case: Case, topology: Topology) -> Built:
+    """A run that has taken the case's steps."""
+    built = start(case, topology)
+    for step in range(case.steps):
+        take_step(built, step)
     return built
 
 
 def error_of_optimizer(built: Built, **settings: Any) -> str:
     """What making the optimizer with the plugin and these settings raises, as text."""
-    import megatron_muon
+    with installed(MuonConfig(**settings)):
+        return error_of(lambda: make_optimizer(built))
 
-    megatron_muon.install(megatron_muon.MuonConfig(**settings))
-    try:
-        make_optimizer(built)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        megatron_muon.uninstall()
-    return "no error"
+
+def error_of_building(case: Case, topology: Topology, settings: dict[str, Any]) -> str:
+    """``error_of_optimizer`` of a model that is built on this rank."""
+    return error_of_optimizer(build(case, topology), **settings)
+
+
+def printed_by(call: Callable[[], Any]) -> tuple[Any, str]:
+    """What a call returns, and what it prints."""
+    with redirect_stdout(io.StringIO()) as printed:
+        result = call()
+    return result, printed.getvalue()
 
 
 def train(
@@ -248,10 +279,7 @@ def train(
 ) -> dict[str, Any]:
     """Take the case's steps on this rank, inside ``mutation()``, and return what it holds then."""
     with mutation():
-        built = start(case, topology)
-        for step in range(case.steps):
-            take_step(built, step)
-        return held(built)
+        return held(stepped(case, topology))
 
 
 def held(built: Built) -> dict[str, Any]:

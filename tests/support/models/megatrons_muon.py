@@ -23,8 +23,7 @@ from support.models.gpt import (
     Topology,
     build,
     set_schedule,
-    start,
-    take_step,
+    stepped,
     whole_grad,
 )
 from support.models.gpt import held as held_here
@@ -168,9 +167,7 @@ def imitated(case: Case, topology: Topology, folder: str) -> dict[str, Any]:
     this rank held, the momentum as it is once it was a mean."""
     from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
 
-    built = start(case, topology)
-    for step in range(case.steps):
-        take_step(built, step)
+    built = stepped(case, topology)
     state = saving.sharded(built, WHOLE_WEIGHTS, is_loading=False)
     ours = state["optimizer"]
     parts = [ours] if "param_state" in ours else list(ours.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_muon.lab.dry_run.presets import PRESETS
 from support.runs.cases import (
     EXPERTS,
     HEAD_SIZE,
@@ -23,22 +24,11 @@ TINY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 100 --bf16 "
     "--position-embedding-type rope --transformer-impl local --use-distributed-optimizer"
 ).split()
-LLAMA_3_8B = (
-    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
-    "--group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm --bf16 "
-    "--untie-embeddings-and-output-weights --vocab-size 128256 --position-embedding-type rope "
-    "--disable-bias-linear --use-distributed-optimizer"
-).split()
+LLAMA_3_8B = PRESETS["llama3-8b"].split()
 DEEPSEEK_V3 = (
-    "--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
-    "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
-    "--qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm --num-experts 256 "
-    "--moe-ffn-hidden-size 2048 --moe-router-topk 8 --moe-shared-expert-intermediate-size 2048 "
-    "--moe-layer-freq ([0]*3+[1]*58) --swiglu --normalization RMSNorm "
-    "--disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 129280 "
-    "--position-embedding-type rope --seq-length 4096 --bf16 --use-distributed-optimizer "
-    "--pipeline-model-parallel-size 16 --decoder-last-pipeline-num-layers 1 "
-    "--expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --world-size 1024"
+    PRESETS["deepseek-v3"].partition("--global-batch-size")[0]
+    + "--pipeline-model-parallel-size 16 --decoder-last-pipeline-num-layers 1 "
+    "--expert-model-parallel-size 64 --world-size 1024"
 ).split()
 
 

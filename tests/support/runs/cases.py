@@ -21,10 +21,7 @@ DELTA = {
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4},
     **{"linear_num_key_heads": 6, "linear_num_value_heads": 12},
 }
-IN_PROJ = {
-    "mamba": (2 * HIDDEN, 2 * HIDDEN, 48, 48, 12),
-    "delta": (48, 48, 144, 144, 12, 12),
-}
+IN_PROJ = {"mamba": (2 * HIDDEN, 2 * HIDDEN, 48, 48, 12), "delta": (48, 48, 144, 144, 12, 12)}
 EXPERTS, MOE_FFN, SHARED_FFN = 4, 68, 100
 Q_RANK, KV_RANK, ROPE_HEAD = 48, 40, 8  # multi-latent attention
 TIED = "embedding.word_embeddings.weight"

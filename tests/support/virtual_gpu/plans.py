@@ -12,40 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import megatron_muon.cpu
+from megatron_muon.lab.dry_run.presets import PRESETS
 from megatron_muon.lab.routes.model_flags import Settled
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.layout import (
-    Parameter,
-    Span,
-    whole_matrix,
-)
+from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.sections import Rows, repeated, sectioned
 from megatron_muon.settings.config import MuonConfig
 
-_COMMON = (
-    "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
-    "--position-embedding-type rope --bf16 --use-distributed-optimizer "
-)
-_LLAMA = _COMMON + (
-    "--group-query-attention --num-query-groups 8 --padded-vocab-size 128256 --seq-length 8192 "
-    "--max-position-embeddings 8192 "
-)
-LLAMA_8B = _LLAMA + (
-    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
-)
-LLAMA_70B = _LLAMA + (
-    "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
-)
-LLAMA_405B = _LLAMA + (
-    "--num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 "
-)
-QWEN3_30B = _COMMON + (
-    "--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
-    "--kv-channels 128 --group-query-attention --num-query-groups 4 --qk-layernorm "
-    "--padded-vocab-size 151936 --num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8 "
-    "--seq-length 4096 --max-position-embeddings 4096 "
+# Of published models, whose vocabulary is not padded further where TP is larger.
+LLAMA_8B, LLAMA_70B, LLAMA_405B, QWEN3_30B = (
+    PRESETS[name].replace("--vocab-size", "--padded-vocab-size") + " "
+    for name in ("llama3-8b", "llama3-70b", "llama3-405b", "qwen3-30b-a3b")
 )
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather "
 
@@ -59,27 +38,13 @@ class Model:
     stage: int = 0  # the pipeline stage that is looked at
 
 
+TP, PP, EP = (f"--{kind}-model-parallel-size" for kind in ("tensor", "pipeline", "expert"))
 MODELS = (
-    Model("Llama-3-8B TP1 DP8", LLAMA_8B + OVERLAP + "--world-size 8"),
-    Model(
-        "Llama-3-8B TP2 DP4",
-        LLAMA_8B + OVERLAP + "--tensor-model-parallel-size 2 --world-size 8",
-    ),
-    Model(
-        "Llama-3-8B TP8 DP8",
-        LLAMA_8B + OVERLAP + "--tensor-model-parallel-size 8 --world-size 64",
-    ),
-    Model(
-        "Llama-3-70B TP8 PP4 DP16",
-        LLAMA_70B
-        + OVERLAP
-        + "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --world-size 512",
-        stage=1,
-    ),
-    Model(
-        "Qwen3-30B-A3B EP8, 8 ranks",
-        QWEN3_30B + OVERLAP + "--expert-model-parallel-size 8 --world-size 8",
-    ),
+    Model("Llama-3-8B TP1 DP8", f"{LLAMA_8B}{OVERLAP}--world-size 8"),
+    Model("Llama-3-8B TP2 DP4", f"{LLAMA_8B}{OVERLAP}{TP} 2 --world-size 8"),
+    Model("Llama-3-8B TP8 DP8", f"{LLAMA_8B}{OVERLAP}{TP} 8 --world-size 64"),
+    Model("Llama-3-70B TP8 PP4 DP16", f"{LLAMA_70B}{OVERLAP}{TP} 8 {PP} 4 --world-size 512", 1),
+    Model("Qwen3-30B-A3B EP8, 8 ranks", f"{QWEN3_30B}{OVERLAP}{EP} 8 --world-size 8"),
 )
 
 

@@ -216,10 +216,7 @@ class _Replay:
         phase = self._freed[block] if operation is None else operation.phase
         said = "" if operation is None else _said(operation)
         key = (kind, block, said, _said(other))
-        self._races.setdefault(
-            key,
-            Race(kind, self._memory, block, at, said, _said(other), phase),
-        )
+        self._races.setdefault(key, Race(kind, self._memory, block, at, said, _said(other), phase))
 
 
 def _said(operation: Operation) -> str:

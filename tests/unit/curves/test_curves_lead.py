@@ -13,13 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.lab.curves.lead import (
-    Curve,
-    curve,
-    envelope,
-    leads,
-    step_of,
-)
+from megatron_muon.lab.curves.lead import Curve, curve, envelope, leads, step_of
 
 
 def along(losses: Sequence[float]) -> Curve:

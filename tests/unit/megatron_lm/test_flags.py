@@ -8,7 +8,7 @@ import pytest
 
 from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags.namespace import differences, restore_defaults
-from megatron_muon.megatron_lm.flags.parser import add_flags, muon_backend
+from megatron_muon.megatron_lm.flags.parser import add_flags, muon_backend, refuse_forks_flags
 from megatron_muon.settings.from_flags import muon_config
 from megatron_muon.settings.run_flags import FLAGS
 from support.megatron_lm.flag_parsers import (
@@ -68,6 +68,17 @@ def test_megatrons_defaults_come_back_and_what_was_given_stays(version: str) -> 
     assert args.muon_momentum == 0.5 and args.muon_split_qkv is False
 
 
+def test_a_flag_of_moonshots_fork_is_answered_by_todays(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser, line = parser_of("0.17"), ["--moe-routed-scaling-factor=2.45"]
+    with pytest.raises(SystemExit):
+        refuse_forks_flags(parser, line)
+    assert "fork of Megatron; today it is --moe-router-topk-scaling" in capsys.readouterr().err
+    parser.add_argument("--moe-routed-scaling-factor")  # as that fork has it
+    refuse_forks_flags(parser, line)
+
+
 # --- meanings --------------------------------------------------------------------------------
 
 
@@ -80,7 +91,6 @@ def test_a_flag_keeps_its_meaning(version: str, which: str) -> None:
 
 REFUSED = {
     "high": (["--muon-fp32-matmul-prec", "high"], "--muon-fp32-matmul-prec high .*ns-dtype"),
-    "low": (["--muon-fp32-matmul-prec", "low"], "--muon-fp32-matmul-prec low .*ns-dtype"),
     "septic": (["--muon-coefficient-type", "septic"], "one of simple, quintic.*got 'septic'"),
     "custom": (["--muon-coefficient-type", "custom"], "custom: give the numbers, --muon-ns-coeff"),
     "two numbers": (["--muon-ns-coefficients", "1,2"], "a name or a,b,c;a,b,c;..., got '1,2'"),
@@ -94,10 +104,6 @@ REFUSED = {
     "blockwise": (
         ["--muon-tp-mode", "blockwise", "--tensor-model-parallel-size", "2"],
         "--muon-tp-mode blockwise .*slice by itself.*give --muon-tp-mode duplicated",
-    ),
-    "distributed": (
-        ["--muon-tp-mode", "distributed", "--tensor-model-parallel-size", "2"],
-        "--muon-tp-mode distributed .*give --muon-tp-mode duplicated",
     ),
     "blockwise, expert TP": (
         ["--muon-tp-mode", "blockwise", "--expert-tensor-parallel-size", "2"],

@@ -12,22 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_muon.orthogonalize.gram import gram_iteration
 from megatron_muon.orthogonalize.iteration import ns_flops, takes_gram
-from megatron_muon.orthogonalize.matmul import (
-    TORCH_DTYPE,
-    Products,
-    plan_device,
-    scale_of,
-)
-from megatron_muon.orthogonalize.newton_schulz import (
-    orthogonalize,
-    standard_iteration,
-)
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, Products, plan_device, scale_of
+from megatron_muon.orthogonalize.newton_schulz import orthogonalize, standard_iteration
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.settings.coefficients import GRAM_ERROR, GRAM_LEAST, SETS, NsDtype, schedule
-from megatron_muon.settings.config import MuonConfig
 from support.drawn import WORST, trials
 from support.expected.oracle import newton_schulz
-from support.matrices import exactly, inputs
+from support.matrices import PANELS, config_of, drawn, exactly, inputs
 from support.normalized import normalize
 
 PAIRS = [(name, steps) for name, found in SETS.items() for steps in found.restarts]
@@ -35,15 +26,6 @@ DTYPES = get_args(NsDtype)
 FLOAT64 = Products(torch.float64, squares=torch.float64, held=torch.float64)
 CPU_DEVICE = torch.device("cpu")
 CPU = plan_device(CPU_DEVICE)
-PANELS = Products(torch.float64, squares=torch.float64, held=torch.float64, blocked=True)
-
-
-def _config(name: Any, steps: int, dtype: Any, iteration: Any) -> MuonConfig:
-    return MuonConfig(ns_coefficients=name, ns_steps=steps, ns_dtype=dtype, ns_iteration=iteration)
-
-
-def _matrix(rows: int, cols: int) -> torch.Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows + 7 * cols))
 
 
 @pytest.mark.parametrize("products", [FLOAT64, PANELS], ids=["plain", "panels"])
@@ -55,7 +37,7 @@ def test_gram_is_standard_in_float64(name: Any, steps: int, products: Products) 
     is a factor of 1e6 and its square root times the norm: 1e-7 is far above it, and a wrong term
     gives 1e-1.
     """
-    x = normalize(_matrix(24, 400 if products.blocked else 60)).double()
+    x = normalize(drawn(24, 400 if products.blocked else 60)).double()
     triples = schedule(name, steps, "fp32")
     exact = standard_iteration(x, triples, FLOAT64)
     for restarts in {
@@ -85,7 +67,7 @@ def test_a_folded_step_is_as_accurate(name: Any, steps: int) -> None:
             )
             floor = 64 * torch.finfo(kind).eps * exact.norm()
             assert together <= max(2 * apart, floor), what
-    x = normalize(_matrix(24, 60)).double()
+    x = normalize(drawn(24, 60)).double()
     folded = replace(FLOAT64, folded=True)
     exact = standard_iteration(x, triples, FLOAT64)
     assert (standard_iteration(x, triples, folded) - exact).norm() <= 1e-11 * exact.norm()
@@ -117,7 +99,7 @@ def test_gram_holds_its_bound_on_the_worst_of_10_000_matrices(
 def test_a_matrix_that_became_nan_has_a_direction(steps: int) -> None:
     matrix = torch.tensor([[1.734375, 0.69140625], [-1.2421875, -0.52734375], [-0.330078125, 1.5]])
     gram, standard = (
-        orthogonalize(matrix, _config("polar_express", steps, "bf16", iteration))
+        orthogonalize(matrix, config_of("polar_express", steps, "bf16", iteration))
         for iteration in ("gram", "standard")
     )
     torch.testing.assert_close(gram, standard, rtol=0, atol=2.0**-6)
@@ -136,7 +118,7 @@ def test_gram_in_fp32_is_as_near_to_the_oracle_as_standard(
     Standard's error is the worst of three: as the matrix is, upside down and from right to left,
     which adds up in other orders.
     """
-    configs = [_config(name, steps, "fp32", iteration) for iteration in ("gram", "standard")]
+    configs = [config_of(name, steps, "fp32", iteration) for iteration in ("gram", "standard")]
     for what, wide in inputs(min(shape), max(shape)):
         matrix = (wide if shape[0] <= shape[1] else wide.mT).float()
         exact = newton_schulz(matrix.double(), steps, coefficients=Numerics(configs[0]).steps)
@@ -160,10 +142,10 @@ def test_what_comes_out_and_what_it_costs(
     shape: tuple[int, int], dtype: Any, iteration: Any
 ) -> None:
     """Zero gives zero, directions are in its dtype, twice is the same, flops are torch's."""
-    config = _config("simple", 5, dtype, iteration)
+    config = config_of("simple", 5, dtype, iteration)
     zero = orthogonalize(torch.zeros(shape), config)
     assert torch.equal(zero, torch.zeros(shape, dtype=TORCH_DTYPE[dtype]))
-    matrix = _matrix(*shape).to(TORCH_DTYPE[Numerics(config).travels])
+    matrix = drawn(*shape).to(TORCH_DTYPE[Numerics(config).travels])
     with FlopCounterMode(display=False) as counter:
         once = orthogonalize(matrix, config)
     assert counter.get_total_flops() == ns_flops(*shape, Numerics(config, CPU))
@@ -178,8 +160,8 @@ def test_auto_never_does_more_work(short: int, device: Any) -> None:
     for aspect in (1, 2, 4, 8):
         shape = (short, aspect * short)
         auto, standard, gram = (
-            ns_flops(*shape, Numerics(_config("simple", 5, "bf16", iteration), device))
+            ns_flops(*shape, Numerics(config_of("simple", 5, "bf16", iteration), device))
             for iteration in ("auto", "standard", "gram")
         )
-        took = takes_gram(*shape, Numerics(_config("simple", 5, "bf16", "auto"), device))
+        took = takes_gram(*shape, Numerics(config_of("simple", 5, "bf16", "auto"), device))
         assert auto == (gram if took else standard) <= standard

@@ -21,31 +21,20 @@ from megatron_muon.orthogonalize.matmul import (
     products_on,
     try_products,
 )
-from megatron_muon.orthogonalize.newton_schulz import (
-    orthogonalize,
-    standard_iteration,
-)
+from megatron_muon.orthogonalize.newton_schulz import orthogonalize, standard_iteration
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
+from support.matrices import PANELS, config_of, drawn
 from support.normalized import normalize
 
 DTYPES = get_args(NsDtype)
 CPU_DEVICE = torch.device("cpu")
-PANELS = Products(torch.float64, squares=torch.float64, held=torch.float64, blocked=True)
-
-
-def _config(name: Any, steps: int, dtype: Any, iteration: Any) -> MuonConfig:
-    return MuonConfig(ns_coefficients=name, ns_steps=steps, ns_dtype=dtype, ns_iteration=iteration)
-
-
-def _matrix(rows: int, cols: int) -> torch.Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows + 7 * cols))
 
 
 @pytest.mark.parametrize("rows", [383, 384, 401])
 def test_panels_are_the_whole_product(rows: int) -> None:
-    left, linear = _matrix(rows, 30).double(), _matrix(rows, rows).double()
+    left, linear = drawn(rows, 30).double(), drawn(rows, rows).double()
     linear = linear + linear.mT
     made = PANELS.symmetric(left, left.mT, linear, beta=0.3, alpha=-2.0)
     for start, stop in panels(rows):  # mirrored, not made again
@@ -60,8 +49,8 @@ def test_a_product_in_bf16_rounds_once(rows: int, inner: int) -> None:
     2⁻²⁴ × √inner off, against 2⁻⁹ of the rounding: one element in a thousand goes to its neighbour.
     """
     products = products_on(CPU_DEVICE, numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16")))
-    left = products.enter(_matrix(rows, inner))
-    linear = products.enter(_matrix(rows, rows) + _matrix(rows, rows).mT)
+    left = products.enter(drawn(rows, inner))
+    linear = products.enter(drawn(rows, rows) + drawn(rows, rows).mT)
     for make in (products.product, products.symmetric):
         made = products.rounded(make(left, left.mT, linear, beta=0.3, alpha=-2.0))
         exact = 0.3 * linear.double() - 2.0 * left.double() @ left.mT.double()
@@ -77,7 +66,7 @@ def test_a_kernels_symmetric_products_are_9_of_16(
     in fp32, all."""
     short, long = min(rows, cols), max(rows, cols)
     for dtype in DTYPES:
-        config = _config("simple", 5, dtype, iteration)
+        config = config_of("simple", 5, dtype, iteration)
         plain, kernel = (
             ns_flops(rows, cols, Numerics(config, d)) for d in ("cuda", "cuda_symmetric")
         )  # type: ignore[arg-type]
@@ -86,7 +75,7 @@ def test_a_kernels_symmetric_products_are_9_of_16(
         assert symmetric > 0 and symmetric % 8 == 0
         assert kernel == plain - (0 if dtype == "fp32" else symmetric * 7 // 16)
     assert abs(9 / 16 / H100.symmetric_ratio - 1) < 0.03
-    config = _config("simple", 5, "bf16", iteration)
+    config = config_of("simple", 5, "bf16", iteration)
     for odd in ((256, 512), (1001, 2048)):
         assert ns_flops(*odd, Numerics(config, "cuda")) == ns_flops(
             *odd, Numerics(config, "cuda_symmetric")
@@ -112,7 +101,7 @@ def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> 
 
     plain = Products(torch.float32, squares=torch.float32, held=torch.float32)
     own = replace(plain, kernel=kernel)
-    config = _config("simple", 5, "fp32", "gram")
+    config = config_of("simple", 5, "fp32", "gram")
     squares, whole = (264, 264), (264, 304)
     for rows, cols, used in (
         (264, 304, {whole, squares}),
@@ -190,7 +179,7 @@ def test_a_library_that_cannot_be_imported_is_an_error_and_one_that_is_not_there
 def test_the_process_cannot_make_fp32_less(dtype: NsDtype, iteration: NsIteration) -> None:
     """As container images do for GPUs; on CPUs with bf16 it is "medium" that would."""
     matrix = torch.randn(256, 512)
-    config = _config("simple", 5, dtype, iteration)
+    config = config_of("simple", 5, dtype, iteration)
     expected = orthogonalize(matrix, config)
     torch.set_float32_matmul_precision("medium")
     try:

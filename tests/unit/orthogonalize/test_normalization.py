@@ -5,11 +5,9 @@ No GPU runs here. Both need triton; without it the tests say that they are skipp
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,8 +18,9 @@ from megatron_muon.orthogonalize import triton_operations
 from megatron_muon.orthogonalize.normalization import enter_by_torch, trial
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.triton_operations import takes_kernels
-from support import ROOT, TESTS
+from support import TESTS
 from support.kernels.compiled import CAPABILITIES, instructions, interpreted
+from support.processes import environment, printed
 
 CPU_DEVICE = torch.device("cpu")
 # Triton 3.5's. What they flush is below 2^-126 of the norm: the power of two is divided out before.
@@ -56,53 +55,18 @@ def test_the_trials_sums_are_exact_in_any_order() -> None:
     assert not other[0].equal(made[0])
 
 
-def _squares(capability: int) -> Counter[str]:
-    return _compiled("squares_kernel", {"source": "*bf16", "made": "*fp32"}, capability)
-
-
-def _divide(capability: int) -> Counter[str]:
-    pointers = {"source": "*bf16", "into": "*fp16", "divisors": "*fp32"}
-    return _compiled("divide_kernel", pointers, capability)
-
-
-def _compiled(
-    name: str, pointers: dict[str, str], capability: int, eights: bool = True
-) -> Counter[str]:
-    pytest.importorskip("triton", reason="the kernels are triton's")
-    from megatron_muon.orthogonalize import normalization_kernels as kernels
-
-    kernel = getattr(kernels, name)
-    tile = {"TILE_ROWS": kernels.TILE // kernels.COLUMNS, "TILE_COLS": kernels.COLUMNS}
-    constants = {**tile, "EIGHTS": eights}
-    numbers = [each for each in kernel.arg_names if each not in {*pointers, *constants}]
-    signature = pointers | dict.fromkeys(numbers, "i32")
-    return instructions(kernel, signature, constants, kernels.LAUNCH, capability)
-
-
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_matrices_are_read_16_bytes_at_a_time_and_each_operation_rounds(capability: int) -> None:
-    squares, divide = _squares(capability), _divide(capability)
-    for count in (squares, divide):
-        assert count["ld.global.v4.b32"] and not count["ld.global.b16"]
-        assert not any(re.match(r"fma|mad\.(rn|f32)", x) for x in count)
-        assert {x for x in count if "ftz" in x} <= FLUSHING
-    assert divide["st.global.v4.b32"] and divide["div.rn.f32"] + divide["div.rn.ftz.f32"] == 32
+def test_each_operation_rounds_and_the_norm_once(capability: int) -> None:
+    counts = instructions(capability)
+    for name, count in counts.items():
+        if name.startswith(("squares_kernel", "divide_kernel", "norm_kernel")):
+            assert not any(re.match(r"fma|mad\.(rn|f32)", x) or "approx" in x for x in count), name
+            assert {x for x in count if "ftz" in x} <= FLUSHING, name
+        if name.startswith("norm_kernel"):
+            assert count["sqrt.rn.f32"] + count["sqrt.rn.ftz.f32"] == 1, name
+    divide = counts["divide_kernel bf16 to fp16 in eights"]
+    assert divide["div.rn.f32"] + divide["div.rn.ftz.f32"] == 32
     assert divide["cvt.rn.f16x2.f32"] or divide["cvt.rn.f16.f32"]
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_the_norm_is_rounded_once(capability: int) -> None:
-    pytest.importorskip("triton", reason="the kernels are triton's")
-    from megatron_muon.orthogonalize import normalization_kernels as kernels
-
-    signature = {
-        **{"tiles": "*fp32", "moves": "*u8", "made": "*fp32"},
-        **{"per_matrix": "i32", "scale": "fp32"},
-    }
-    constants = {"HAS_MOVES": True, "AT_ONCE": 1024}
-    count = instructions(kernels.norm_kernel, signature, constants, kernels.LAUNCH, capability)
-    assert count["sqrt.rn.f32"] + count["sqrt.rn.ftz.f32"] == 1
-    assert {x for x in count if "ftz" in x} <= FLUSHING and not any("approx" in x for x in count)
 
 
 def test_registers_spills_and_widths_of_all_kernels_are_those_that_are_recorded() -> None:
@@ -111,28 +75,19 @@ def test_registers_spills_and_widths_of_all_kernels_are_those_that_are_recorded(
     In a process of its own, whose stand-in for a driver stays.
     """
     pytest.importorskip("triton", reason="the kernels are triton's")
-    path = os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "figures.kernels"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout == (TESTS / "support" / "expected" / "kernels.tsv").read_text()
-    _, *rows = (line.split("\t") for line in done.stdout.splitlines())
+    table = printed("-m", "figures.kernels")
+    assert table == (TESTS / "support" / "expected" / "kernels.tsv").read_text()
+    _, *rows = (line.split("\t") for line in table.splitlines())
     assert len(rows) == 27 and not any(int(n) for row in rows for n in row[2::4])
     whole = [row for row in rows if "in eights" in row[0] and "norm" not in row[0]]
     assert len(whole) == 5 and all({*row[3::4]} == {"16"} for row in whole)
 
 
-def _first_step(*words: str, **environment: str) -> subprocess.Popen[str]:
+def _first_step(*words: str, **variables: str) -> subprocess.Popen[str]:
     pytest.importorskip("triton", reason="the kernels are triton's")
-    path = os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [sys.executable, "-m", "support.kernels.first_step", *words],
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -149,7 +104,7 @@ def test_a_step_compiles_nothing_that_was_not_compiled_when_the_optimizer_was_bu
 def test_ranks_that_compile_at_once_survive_a_cache_that_refuses_files(tmp_path: Path) -> None:
     """Eight processes and one folder, whose file system says EBUSY or ESTALE now and then."""
     ranks = [_first_step("busy", str(n), TRITON_CACHE_DIR=str(tmp_path)) for n in range(8)]
-    printed = [rank.communicate(timeout=280)[0] for rank in ranks]
-    found = [re.fullmatch(r"(\d+) refused, 7 variants\n", said) for said in printed]
-    assert all(found), printed
+    texts = [rank.communicate(timeout=280)[0] for rank in ranks]
+    found = [re.fullmatch(r"(\d+) refused, 7 variants\n", said) for said in texts]
+    assert all(found), texts
     assert sum(int(each[1]) for each in found if each) >= 4

@@ -39,10 +39,7 @@ def _matrix(rows: int, cols: int, seed: int = 0) -> Tensor:
 
 
 def _in_place(
-    matrices: list[Tensor],
-    config: MuonConfig,
-    numerics: Numerics | None = None,
-    **layout: int,
+    matrices: list[Tensor], config: MuonConfig, numerics: Numerics | None = None, **layout: int
 ) -> list[Tensor]:
     """What becomes of them where they lie."""
     rows, cols = matrices[0].shape
@@ -135,11 +132,7 @@ def test_a_gpus_way_is_a_cpus(
 @pytest.mark.parametrize(("name", "steps"), [("simple", 5), ("aol", 5), ("polar_express", 8)])
 @pytest.mark.parametrize("shape", [(520, 130), (7, 1), (500, 130)])
 def test_a_tall_matrix_has_its_squares_in_the_next_iterates_memory(
-    shape: tuple[int, int],
-    name: Any,
-    steps: int,
-    as_a_gpu: None,
-    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int], name: Any, steps: int, as_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From four squares' room on, and with the same result."""
     settings: dict[str, Any] = {"ns_coefficients": name, "ns_steps": steps}

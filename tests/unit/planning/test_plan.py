@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,16 +15,12 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.agreed import description, fingerprint
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import Price, Work, choose_homes
-from megatron_muon.planning.layout import (
-    Parameter,
-    Span,
-    batched_matrices,
-    whole_matrix,
-)
+from megatron_muon.planning.layout import Parameter, Span, batched_matrices, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.rounds.table import round_tables
 from megatron_muon.planning.sections import Rows, repeated, sectioned
 from megatron_muon.settings.config import MuonConfig
+from support.processes import printed
 from support.virtual_gpu.plans import small_plan
 
 KINDS = (
@@ -157,7 +149,6 @@ def test_what_one_rank_sends_another_expects(
 
 
 _PRINT_PLAN = """
-import sys; sys.path.insert(0, "tests")
 from figures.llama import llama_8b
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.orthogonalize.numerics import Numerics
@@ -173,19 +164,8 @@ print(fingerprint(description(parameters, numerics)).hex(), fingerprint([repr(pl
 
 def test_every_process_makes_the_same_plan() -> None:
     """Nothing that differs between processes, such as the order of a set, decides anything."""
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", _PRINT_PLAN],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            cwd=Path(__file__).parents[3],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2", "3")
-    }
-    assert len(printed) == 1
-    assert printed != {""}
+    plans = {printed("-c", _PRINT_PLAN, PYTHONHASHSEED=seed) for seed in ("1", "2", "3")}
+    assert len(plans) == 1 and plans != {""}
 
 
 def test_tp_coordinates_are_those_of_one_rank() -> None:

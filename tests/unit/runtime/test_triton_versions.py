@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from support import ROOT, TESTS
+from support.processes import printed
 
 TRITONS = "3.0.0 3.1.0 3.2.0 3.3.1 3.4.0 3.5.1 3.6.0 3.7.1 3.8.0 3.9.0".split()
 OLDEST = TRITONS[0]  # torch 2.4's
@@ -24,15 +24,7 @@ KERNELS = "divide_kernel momentum_kernel norm_kernel squares_kernel update_kerne
 
 def _run(command: str, **environment: str) -> str:
     """What ``python -m command`` prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", *command.split()],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    return printed("-m", *command.split(), timeout=500, **environment)
 
 
 def _compile(version: str, folder: Path, *capabilities: str) -> None:

@@ -54,10 +54,7 @@ def products_of(config: MuonConfig) -> list[set[tuple[object, ...]]]:
 )
 @pytest.mark.parametrize("mode", ["one at a time", "deterministic"])
 def test_each_sum_of_a_matrix_is_the_same_in_every_layout(
-    mode: str,
-    kind: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    mode: str, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Products, and the norm, which is of rows that lie one after another."""
     config = MuonConfig(**PROMISED, **kind)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
@@ -15,9 +14,11 @@ import pytest
 
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
+from support.checkpoints import saving
 from support.checkpoints.saving import formats, save_new
 from support.checkpoints.sealing import KINDS, Corruption, corrupt, errors_of_loads, loaded, saved
-from support.models.gpt import Case, Topology
+from support.installed import installed
+from support.models.gpt import Case, Topology, printed_by, start, take_step
 from support.ranks import RankError, run
 
 CASE = Case(steps=2)
@@ -115,11 +116,8 @@ def test_another_model_is_refused(other: str, format: str, checkpoint: Any) -> N
 
 
 def _loads_without(case: Case, topology: Topology, format: str, folder: str) -> tuple[Any, str]:
-    from contextlib import redirect_stdout
-
-    with redirect_stdout(io.StringIO()) as printed:
-        result = loaded(case, topology, format, folder)
-    return result["error"], printed.getvalue()
+    result, printed = printed_by(lambda: loaded(case, topology, format, folder))
+    return result["error"], printed
 
 
 def test_without_a_digest_there_is_one_warning(tmp_path: Path) -> None:
@@ -128,7 +126,7 @@ def test_without_a_digest_there_is_one_warning(tmp_path: Path) -> None:
     printed = []
     for error, text in run(_loads_without, 2, CASE, DP, FORMATS[0], str(tmp_path)):
         assert error is None
-        printed.append(re.findall(r"WARNING: .* has no megatron_muon.json", text))
+        printed.append(re.findall(r"was saved without a digest", text))
     assert [len(lines) for lines in printed] == [1, 0]
 
 
@@ -140,7 +138,7 @@ def test_switched_off_there_is_none(checkpoint: Any, tmp_path: Path) -> None:
     content = json.loads((tmp_path / "damaged" / digest.FILE_NAME).read_text())
     (tmp_path / "damaged" / digest.FILE_NAME).write_text(json.dumps(content | {"format": 7}))
     (error, text), _ = run(_loads_without, 2, off, DP, FORMATS[0], str(tmp_path / "damaged"))
-    assert error is None and "WARNING" not in text  # neither checked nor missed
+    assert error is None and "without a digest" not in text  # neither checked nor missed
 
 
 def test_a_save_into_it_marks_it_incomplete_first(tmp_path: Path) -> None:
@@ -195,17 +193,10 @@ def test_what_two_saves_wrote_is_not_sealed_by_either(format: str, tmp_path: Pat
 
 def _addresses_of_an_adamw_run(folder: str) -> bool:
     """A run of AdamW's in a process that has the plugin: no digest, and nothing asked of others."""
-    import megatron_muon
-    from support.checkpoints import saving
-    from support.models.gpt import start, take_step
-
     built = start(replace(CASE, optimizer="adam"), DP)
     take_step(built, 0)  # core 0.12 saves no state that is not there yet
-    megatron_muon.install()
-    try:
+    with installed():
         saving.save(built, folder, FORMATS[0])
-    finally:
-        megatron_muon.uninstall()
     return (Path(folder) / digest.FILE_NAME).exists()
 
 

@@ -53,16 +53,7 @@ def refused(file: Path, message: str) -> None:
     assert digest.complete_iterations(file.parent.parent) == [4]
 
 
-NESTED = {
-    "lists": "[" * 200_000 + "]" * 200_000,
-    "in a key": '{"complete": true, "files": ' + "[" * 200_000 + "]" * 200_000 + "}",
-}
-
-
-@pytest.mark.parametrize("name", NESTED)
-def test_nested_deeply(name: str, beside: Path) -> None:
-    beside.write_text(NESTED[name])
-    refused(beside, "is damaged: it is not what was written")
+NESTED = "[" * 200_000 + "]" * 200_000, '{"files": ' + "[" * 200_000 + "]" * 200_000 + "}"
 
 
 def test_no_file(beside: Path) -> None:
@@ -78,7 +69,8 @@ def test_no_file(beside: Path) -> None:
 
 
 def test_not_of_an_object(beside: Path) -> None:
-    for text in ("3", "null", '"text"', "[]", "", "\x00" * 50, "{}", "1e999", "9" * 5000):
+    texts = ("3", "null", '"text"', "[]", "", "\x00" * 50, "{}", "1e999", "9" * 5000)
+    for text in (*texts, *NESTED):
         beside.write_text(text)
         refused(beside, "is damaged")
 
@@ -87,7 +79,7 @@ def test_a_load_of_it_ends_on_all_ranks(real: Path, beside: Path) -> None:
     folder = beside.parent
     text = beside.read_text()
     messages = []
-    for content in (text[:1000], NESTED["lists"]):
+    for content in (text[:1000], NESTED[0]):
         beside.write_text(content)
         messages += run(errors_of_loads, 2, CASE, DP, FORMAT, [str(folder)])
     for (error,) in messages:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,20 +14,10 @@ from megatron_muon.mcore.load_check import digest
 from support.checkpoints.saving import formats
 from support.checkpoints.sealing import saved
 from support.models.gpt import Case, Topology
-from support.ranks import run
+from support.ranks import error_of, run
 
 CASE, FORMAT = Case(steps=1), formats()[0]
 TP2 = Topology(tp=2)
-
-
-def described(act: Callable[[], Any]) -> str | None:
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        act()
-    except (Exception, CheckpointException) as error:  # torch's is no Exception
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def _nested() -> None:
@@ -60,25 +48,25 @@ FAULTS = {
 }
 
 
-def _one_fails(kind: str, failing: int) -> str | None:
+def _one_fails(kind: str, failing: int) -> str:
     import torch.distributed as dist
 
     from megatron_muon.runtime.consensus import together
 
     act = FAULTS[kind] if dist.get_rank() == failing else lambda: None
-    return described(lambda: together(act, None, torch.device("cpu")))
+    return error_of(lambda: together(act, None, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_any_type_of_error(kind: str, failing: int) -> None:
     errors = run(_one_fails, 2, kind, failing, timeout=30.0)
-    assert (errors[failing] or "").startswith(f"{kind}:")
-    other = errors[1 - failing] or ""
+    assert errors[failing].startswith(f"{kind}:")
+    other = errors[1 - failing]
     assert other.startswith(f"RuntimeError: rank {failing} stopped this run: ") and other[45:]
 
 
-def _nobody_else_votes() -> str | None:
+def _nobody_else_votes() -> str:
     import datetime
 
     import torch.distributed as dist
@@ -87,44 +75,44 @@ def _nobody_else_votes() -> str | None:
 
     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
     if dist.get_rank() == 1:
-        return None
-    return described(lambda: together(_lookup, group, torch.device("cpu")))
+        return "no vote"
+    return error_of(lambda: together(_lookup, group, torch.device("cpu")))
 
 
 def test_an_error_is_not_lost_where_others_do_not_answer() -> None:
-    assert run(_nobody_else_votes, 2, timeout=30.0) == ["KeyError: 'a key'", None]
+    assert run(_nobody_else_votes, 2, timeout=30.0) == ["KeyError: 'a key'", "no vote"]
 
 
-def _act_that_communicates() -> str | None:
+def _act_that_communicates() -> str:
     from megatron_muon.runtime.consensus import together
 
-    return described(lambda: together(torch.distributed.barrier, None, torch.device("cpu")))
+    return error_of(lambda: together(torch.distributed.barrier, None, torch.device("cpu")))
 
 
 def test_every_test_on_ranks_holds_acts_to_not_communicating() -> None:
     for text in run(_act_that_communicates, 2, timeout=30.0):
-        assert "communicates: barrier" in (text or ""), text
+        assert "communicates: barrier" in text, text
 
 
-def _rank_0_fails(kind: str) -> str | None:
+def _rank_0_fails(kind: str) -> str:
     from megatron_muon.megatron_lm import checkpointing
 
-    return described(lambda: checkpointing._by_rank_0(FAULTS[kind]))
+    return error_of(lambda: checkpointing._by_rank_0(FAULTS[kind]))
 
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_what_rank_0_does_for_all(kind: str) -> None:
     """In Megatron-LM's load."""
     zero, one = run(_rank_0_fails, 2, kind, timeout=30.0)
-    assert (zero or "").startswith(f"{kind}:")
-    assert (one or "").startswith("RuntimeError: rank 0 stopped this run: ")
+    assert zero.startswith(f"{kind}:")
+    assert one.startswith("RuntimeError: rank 0 stopped this run: ")
 
 
 # --- saving ----------------------------------------------------------------------------------
 
 
-def _error_of_save(format: str, folder: str) -> str | None:
-    return described(lambda: saved(CASE, TP2, format, folder))
+def _error_of_save(format: str, folder: str) -> str:
+    return error_of(lambda: saved(CASE, TP2, format, folder))
 
 
 @pytest.mark.parametrize("format", [FORMAT, "torch"])
@@ -132,14 +120,14 @@ def test_the_digest_cannot_be_written(format: str, tmp_path: Path) -> None:
     """A folder is in its place, from before the save."""
     (tmp_path / digest.FILE_NAME).mkdir()
     zero, one = run(_error_of_save, 2, format, str(tmp_path), timeout=60.0)
-    assert "OSError" in (zero or "") or "IsADirectoryError" in (zero or "")
-    assert "rank 0 stopped this run" in (one or "")
+    assert "OSError" in zero or "IsADirectoryError" in zero
+    assert "rank 0 stopped this run" in one
 
 
 # --- loading ---------------------------------------------------------------------------------
 
 
-def _of_another_model_on_rank_1(folder: str) -> str | None:
+def _of_another_model_on_rank_1(folder: str) -> str:
     import torch.distributed as dist
 
     from megatron_muon.mcore.load_check import check
@@ -150,20 +138,20 @@ def _of_another_model_on_rank_1(folder: str) -> str | None:
     own = check.parameters_in_digest
     more = {"more.weight": {"shape": [2, 2], "optimizer": "muon"}} if dist.get_rank() else {}
     with mock.patch.object(check, "parameters_in_digest", lambda *a: {**own(*a), **more}):
-        return described(lambda: sealing.load(built, folder, FORMAT))
+        return error_of(lambda: sealing.load(built, folder, FORMAT))
 
 
 def test_a_check_that_fails_on_one_rank(tmp_path: Path) -> None:
     run(saved, 2, CASE, TP2, FORMAT, str(tmp_path))
     zero, one = run(_of_another_model_on_rank_1, 2, str(tmp_path), timeout=60.0)
-    assert "it has no more.weight, which this model has" in (one or "")
-    assert "rank 1 stopped this run" in (zero or "")
+    assert "it has no more.weight, which this model has" in one
+    assert "rank 1 stopped this run" in zero
 
 
 # --- building --------------------------------------------------------------------------------
 
 
-def _refused_on_one_rank(case: Case) -> str | None:
+def _refused_on_one_rank(case: Case) -> str:
     """The model's configuration is another on rank 1, as a stage's may be."""
     import torch.distributed as dist
     from megatron.core.utils import get_model_config
@@ -178,5 +166,5 @@ def _refused_on_one_rank(case: Case) -> str | None:
 
 def test_what_is_refused_on_one_rank() -> None:
     zero, one = run(_refused_on_one_rank, 2, replace(CASE), timeout=60.0)
-    assert "does not support fp4_param yet" in (one or "")
-    assert "rank 1 stopped this run" in (zero or "")
+    assert "does not support fp4_param yet" in one
+    assert "rank 1 stopped this run" in zero

@@ -115,11 +115,7 @@ RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
     "adam-mtp": (replace(ADAM, mtp=True, tied=True), [T(tp=2, pp=2)], []),
     "adam-fp16": (replace(ADAM, bf16=False, fp16=True), [], [TP2_DP2]),
     "adam-mla": (replace(ADAM_MOE, grouped="te", mla="duplicated"), [], [T(tp=2, dp=2, ep=2)]),
-    "adam-experts": (
-        ADAM_MOE,
-        overlapping(T(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)),
-        [],
-    ),
+    "adam-experts": (ADAM_MOE, overlapping(T(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)), []),
 }
 
 

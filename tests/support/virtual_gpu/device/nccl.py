@@ -19,13 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from support.virtual_gpu.device.gpu import Gpu
 from support.virtual_gpu.device.tensors import VirtualTensor, ranges
-from support.virtual_gpu.trace import (
-    Group,
-    RecordedCollective,
-    RecordedMessage,
-    WorkWait,
-    place,
-)
+from support.virtual_gpu.trace import Group, RecordedCollective, RecordedMessage, WorkWait, place
 
 _numbers = itertools.count(1)
 
