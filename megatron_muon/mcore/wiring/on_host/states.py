@@ -113,7 +113,8 @@ class OfHybrid(OfWeights):
         places = [0, *accumulate(shard.numel() for shard in shards)]
         for shard, (start, stop) in zip(shards, pairwise(places), strict=True):
             self._places[id(shard), name[1]] = name, start, stop
-        self._memory.add(name, places[-1], dtype, on_host=on_host)
+        if shards:  # a rank may hold none of a round
+            self._memory.add(name, places[-1], dtype, on_host=on_host)
 
     def _held(self, shard: Tensor, key: str) -> Tensor:
         """A shard's state where it is now, as it is held."""
