@@ -58,39 +58,28 @@ def uneven_parts(patches: Patches) -> None:
     gather = module._gather_along_first_dim
     reduce_scatter = module._reduce_scatter_along_first_dim
 
+    def are_even(group: Any, sizes: Any) -> bool:
+        return sizes is None or len(set(sizes)) == 1 or group.size() == 1
+
     def new_gather(
-        input_: torch.Tensor,
-        group: Any = None,
-        output_split_sizes: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+        input_: Any, group: Any = None, output_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         group = _or_tensor_parallel(group)
-        even = output_split_sizes is None or len(set(output_split_sizes)) == 1
-        if even or group.size() == 1:
-            result: torch.Tensor = gather(input_, group, None, *args, **kwargs)
-            return result
+        if are_even(group, output_split_sizes):
+            return gather(input_, group, None, *args, **kwargs)
         longest = max(output_split_sizes)
         parts = gather(_padded(input_, longest), group).split(longest)
         return torch.cat([p[:n] for p, n in zip(parts, output_split_sizes, strict=True)])
 
     def new_reduce_scatter(
-        input_: torch.Tensor,
-        group: Any = None,
-        input_split_sizes: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+        input_: Any, group: Any = None, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         group = _or_tensor_parallel(group)
-        even = input_split_sizes is None or len(set(input_split_sizes)) == 1
-        if even or group.size() == 1:
-            result: torch.Tensor = reduce_scatter(input_, group, None, *args, **kwargs)
-            return result
+        if are_even(group, input_split_sizes):
+            return reduce_scatter(input_, group, None, *args, **kwargs)
         sizes = list(input_split_sizes)
-        longest = max(sizes)
-        parts = [_padded(part, longest) for part in input_.split_with_sizes(sizes)]
-        mine: torch.Tensor = reduce_scatter(torch.cat(parts), group)
-        return mine[: sizes[group.rank()]]
+        parts = [_padded(part, max(sizes)) for part in input_.split_with_sizes(sizes)]
+        return reduce_scatter(torch.cat(parts), group)[: sizes[group.rank()]]
 
     patches.set(module, "_gather_along_first_dim", new_gather)
     patches.set(module, "_reduce_scatter_along_first_dim", new_reduce_scatter)
@@ -113,19 +102,10 @@ def gmm(
 
     Returns:
         [rows, n], in the dtype of ``a``.
-
-    Raises:
-        ValueError: the sizes do not fit ``a`` and ``b``.
     """
-    sizes = [int(size) for size in batch_sizes]
-    if len(sizes) != b.shape[0] or sum(sizes) != a.shape[0]:
-        raise ValueError(
-            f"batch_sizes {sizes} for {b.shape[0]} experts and {a.shape[0]} rows: they need one "
-            "size for each expert, and the sum must be the number of rows"
-        )
+    rows = a.split_with_sizes([int(size) for size in batch_sizes])
     if trans_b:
         b = b.transpose(1, 2)
-    rows = a.split_with_sizes(sizes)
     return torch.cat([part @ matrix for part, matrix in zip(rows, b.unbind(0), strict=True)])
 
 

@@ -5,15 +5,12 @@ Source of the interface and formulas: NVIDIA TransformerEngine,
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 _STATES = ("exp_avg", "exp_avg_sq")
-_SWITCHES = ("amsgrad", "capturable", "master_weights", "use_decoupled_grad")
-_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype")
-_NOT_HERE = {*_SWITCHES, "store_param_remainders", *_DTYPES}
 _CHUNK = 1 << 20  # elements worked on at a time: bounds the temporaries to three times 4 MiB
 
 
@@ -34,9 +31,7 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
 
     Raises:
-        NotImplementedError: an option of Transformer Engine that this CPU version does not have:
-            amsgrad, capturable, master_weights, use_decoupled_grad, store_param_remainders, or
-            a state dtype other than fp32.
+        NotImplementedError: another option of Transformer Engine's, not at its default.
     """
 
     def __init__(
@@ -51,7 +46,12 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         **unsupported: Any,
     ) -> None:
-        _refuse(unsupported)
+        for name, value in unsupported.items():
+            if value not in (False, torch.float32):
+                raise NotImplementedError(
+                    f"{name}={value}: the CPU's FusedAdam lacks it; run on a GPU with "
+                    "Transformer Engine"
+                )
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {"bias_correction": bias_correction, **numbers})
         self.adam_w_mode = 1 if adam_w_mode else 0
@@ -62,12 +62,8 @@ class FusedAdam(torch.optim.Optimizer):
             self.state[param][name] = torch.zeros_like(param, dtype=torch.float32)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """One step over all groups; parameters without gradient get state but do not move."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
@@ -75,12 +71,10 @@ class FusedAdam(torch.optim.Optimizer):
                     self.initialize_state(param, False)
                 if param.grad is not None:
                     self._update(param, group)
-        return loss
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        if param.grad is None or param.grad.is_sparse:
-            raise RuntimeError("FusedAdam does not support sparse gradients")
         state = self.state[param]
+        assert param.grad is not None
         tensors = [param.detach(), param.grad.detach(), *(state[name] for name in _STATES)]
         for p, g, m, v in _chunks(tensors):
             wide = p if p.dtype == torch.float32 else p.float()
@@ -114,17 +108,6 @@ def _require_known(state_dict: dict[str, Any]) -> None:
         for name in state:
             if name not in _STATES:
                 raise KeyError(name)
-
-
-def _refuse(options: dict[str, Any]) -> None:
-    """Refuse what only Transformer Engine's own has, unless it is left at its default."""
-    for name, value in options.items():
-        if name not in _NOT_HERE:
-            raise TypeError(f"FusedAdam has no option {name!r}")
-        if value not in (False, torch.float32):
-            raise NotImplementedError(
-                f"{name}={value}: not in the CPU FusedAdam; run on a GPU with Transformer Engine"
-            )
 
 
 def _chunks(tensors: list[torch.Tensor]) -> Iterable[tuple[torch.Tensor, ...]]:

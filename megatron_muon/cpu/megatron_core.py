@@ -81,15 +81,13 @@ def sequence_parallel_norm(patches: Patches) -> None:
     norm = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
     original = norm.__new__
 
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        if not config.sequence_parallel:
-            plain: torch.nn.Module = original(cls, config, *args, **kwargs)
-            return plain
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         whole = copy.copy(config)
         whole.sequence_parallel = False
-        module: torch.nn.Module = original(cls, whole, *args, **kwargs)
-        for parameter in module.parameters():
-            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+        module = original(cls, whole, *args, **kwargs)
+        if config.sequence_parallel:
+            for parameter in module.parameters():
+                parameter.sequence_parallel = True
         return module
 
     patches.set(norm, "__new__", staticmethod(new))

@@ -128,14 +128,7 @@ _WITHOUT_SHARDS = tuple(
 
 
 def refuse(args: Namespace) -> None:
-    """Refuse what a CPU cannot run and nothing stands in for.
-
-    Args:
-        args: Megatron's, parsed; options that its version lacks are passed over.
-
-    Raises:
-        ValueError: names every one of them, with what to write.
-    """
+    """Refuse what a CPU cannot run and nothing stands in for; one ValueError names them all."""
     sharded = getattr(args, "use_distributed_optimizer", False)
     refused = REFUSED if sharded else (*REFUSED, *_WITHOUT_SHARDS)
     bad = [
@@ -157,14 +150,7 @@ def _shown(value: Any) -> str:
 
 
 def replace(args: Namespace) -> list[str]:
-    """Put what a CPU can run in the place of what it cannot; twice is once.
-
-    Args:
-        args: Megatron's, parsed, not yet checked.
-
-    Returns:
-        A line to print for each that was replaced.
-    """
+    """Put what a CPU can run in the place of what it cannot; returns a line for each."""
     lines = []
     for row in REPLACED:
         value = getattr(args, row.dest, None)

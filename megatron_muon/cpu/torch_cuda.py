@@ -62,13 +62,12 @@ def factories(patches: Patches) -> None:
 
 def _to(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args and is_cuda(args[0]):
             args = (CPU, *args[1:])
         if "device" in kwargs and is_cuda(kwargs["device"]):
             kwargs["device"] = CPU
-        result: torch.Tensor = original(self, *args, **kwargs)
-        return result
+        return original(self, *args, **kwargs)
 
     return to
 

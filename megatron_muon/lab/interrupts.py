@@ -39,6 +39,7 @@ def run_command(command: Callable[[], int]) -> int:
             _discard(stream)
         return NO_READER
     except KeyboardInterrupt:
+        print("stopped, with all processes that it started; no result is written", file=sys.stderr)
         return STOPPED
 
 

@@ -19,7 +19,8 @@ from megatron_muon.mcore.seams.rows import (
     rows_of,
 )
 from megatron_muon.mcore.seams.training import ROWS, check_arguments
-from megatron_muon.megatron_lm import bucketing, checkpointing, writers
+from megatron_muon.mcore.watching.host import NO_HOST, set_host
+from megatron_muon.megatron_lm import bucketing, checkpointing
 from megatron_muon.megatron_lm.flags import namespace
 from megatron_muon.megatron_lm.flags.parser import (
     add_flags,
@@ -28,6 +29,7 @@ from megatron_muon.megatron_lm.flags.parser import (
     muon_backend,
 )
 from megatron_muon.megatron_lm.loop import early_gathers, step_traces
+from megatron_muon.megatron_lm.writers import MegatronLM
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.runtime.patches import Patches, around
@@ -79,7 +81,7 @@ def wrap(module_name: str, name: str, wrapper: Callable[..., Any]) -> None:
 def uninstall_training() -> None:
     """Restore megatron.training's own functions, and leave no trace in its modules."""
     global _is_on
-    writers.disconnect()
+    set_host(NO_HOST)
     step_traces.forget()
     _patches.undo()
     _is_on = False
@@ -227,7 +229,7 @@ def _turn_on(args: Any) -> list[str]:
         config = dataclasses.replace(config, align_shards=True)
     told = namespace.differences(args)
     install(config)
-    writers.connect()
+    set_host(MegatronLM())
     namespace.put_in_force(args, config)
     args.megatron_muon = True
     return told

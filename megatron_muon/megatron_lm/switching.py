@@ -30,10 +30,7 @@ def from_other(
 ) -> Iterator[None]:
     """Within it ``optimizer`` loads the checkpoint, converted if another optimizer wrote it.
 
-    Every rank of the world calls it. Nothing is done without an optimizer or a folder.
-
-    Args:
-        muon: the run is Muon's, not AdamW's.
+    Every rank of the world calls it, with ``muon`` in a run of Muon's.
 
     Raises:
         ValueError: the checkpoint is AdamW's and no flag says how to load it, or ranks see
@@ -83,13 +80,9 @@ def _agreed(find: Callable[[], str], device: Any) -> Any:
 
 def _into_muon(args: Namespace, saved: Any) -> str:
     """How a run with Muon reads the checkpoint: ``own`` (unconverted), or a key of ``_SAID``."""
-    from megatron_muon.mcore.checkpoint.interop.foreign import refuse
-
     if saved.writer != "adamw":
         return "own"
-    foreign = saved.foreign_writer
-    refuse(foreign)
-    if foreign is not None:
+    if saved.is_megatrons:
         return "megatron's"
     how = str(args.muon_from_adamw)
     if how == "refuse":

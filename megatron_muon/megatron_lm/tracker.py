@@ -78,30 +78,18 @@ def require_settled(load_dir: Path) -> None:
     Such a save moved the checkpoint that the tracker names to ``NAME.before`` and wrote anew.
 
     Raises:
-        ValueError: has the commands that put it back, or that remove what is left of it.
+        ValueError: has the commands that put it back, or aside where the new one is whole.
     """
     marks = (_SET_ASIDE.fullmatch(path.name) for path in load_dir.glob("*"))
     name = min((mark[1] for mark in marks if mark), default=None)
     if name is None:
         return
-    folder, aside, mark = (load_dir / f"{name}{end}" for end in ("", ".before", ".anew"))
-    try:
-        named = named_by(load_dir)
-    except ValueError:
-        named = None
-    here, there = shlex.quote(str(folder)), shlex.quote(str(aside))
-    ways = []
-    if aside.is_dir() and not digest.says_complete(folder) and named != name:
-        ways += [f"mv {here} {here}.stopped"] if folder.exists() else []
-        ways.append(f"mv {there} {here}")
-    elif aside.exists():
-        ways.append(f"mv {there} {here}.older")
-    if named != name:
-        number = digest.iteration_of(name)
-        tracker = shlex.quote(str(load_dir / NAME))
-        ways.append(f"echo {'release' if number is None else number} > {tracker}")
-    ways += [f"rm {shlex.quote(str(mark))}"] if mark.exists() else []
+    here, tracker = (shlex.quote(str(load_dir / each)) for each in (name, NAME))
+    moves = f"mv {here} {here}.stopped; mv {here}.before {here}"
+    if digest.says_complete(load_dir / name):
+        moves = f"mv {here}.before {here}.older"
+    number = digest.iteration_of(name)
     raise ValueError(
-        f"a save into {folder} by an earlier megatron_muon was stopped, or still runs; it had "
-        f"moved the checkpoint there to {aside}. If it was stopped: {' && '.join(ways)}"
+        f"a save into {load_dir / name} by an earlier megatron_muon was stopped, or still runs. If "
+        f"it was stopped: {moves}; rm -f {here}.anew; echo {number or name} > {tracker}"
     )

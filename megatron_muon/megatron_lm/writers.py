@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_muon.mcore.watching.host import NO_HOST, Host, set_host
+from megatron_muon.mcore.watching.host import Host
 
 
 class MegatronLM(Host):
@@ -31,16 +31,6 @@ class MegatronLM(Host):
                 tensorboard.add_scalar(name, value, step)
         if wandb is not None:
             wandb.log(dict(scalars), step)
-
-
-def connect() -> None:
-    """Log as Megatron-LM's loop does."""
-    set_host(MegatronLM())
-
-
-def disconnect() -> None:
-    """The reverse of ``connect``; without it, there is nothing to do."""
-    set_host(NO_HOST)
 
 
 def _argument(name: str) -> Any:

@@ -186,8 +186,26 @@ class Products:
         if self.kernel is not None and fits_kernel(*left.shape[-2:]):
             return self.rounded(self.kernel(left, right, linear, beta, alpha, out))
         if self.blocked and left.dim() == 2 and len(panels(left.size(0))) > 1:
-            return self.rounded(_lower_and_mirrored(left, right, linear, beta, alpha, out))
+            return self._lower_and_mirrored(left, right, linear, beta, alpha, out)
         return self.product(left, right, linear, beta=beta, alpha=alpha, out=out)
+
+    def _lower_and_mirrored(
+        self,
+        left: Tensor,
+        right: Tensor,
+        linear: Tensor | None,
+        beta: float,
+        alpha: float,
+        out: Tensor | None,
+    ) -> Tensor:
+        size = left.size(0)
+        out = left.new_empty(size, size) if out is None else out
+        for start, stop in panels(size):
+            panel, rows, cols = out[start:stop, :stop], left[start:stop], right[:, :stop]
+            within = None if linear is None else linear[start:stop, :stop]
+            self.product(rows, cols, within, beta=beta, alpha=alpha, out=panel)
+            out[:start, start:stop].copy_(out[start:stop, :start].mT)
+        return out
 
 
 @cache
@@ -298,29 +316,6 @@ def said_of_products(numerics: Numerics) -> str:
         return "torch, plain matmul"
     of_gram = " in the Gram iteration" if numerics.iteration == "auto" else ""
     return f"torch, in panels up to the diagonal{of_gram}"
-
-
-def _lower_and_mirrored(
-    left: Tensor,
-    right: Tensor,
-    linear: Tensor | None,
-    beta: float,
-    alpha: float,
-    out: Tensor | None,
-) -> Tensor:
-    size = left.size(0)
-    out = left.new_empty(size, size) if out is None else out
-    for start, stop in panels(size):
-        panel, rows, cols = out[start:stop, :stop], left[start:stop], right[:, :stop]
-        if linear is not None:
-            within = linear[start:stop, :stop]
-            torch.addmm(within, rows, cols, beta=beta, alpha=alpha, out=panel)
-        elif alpha == 1.0:
-            torch.mm(rows, cols, out=panel)
-        else:
-            torch.addmm(panel, rows, cols, beta=0.0, alpha=alpha, out=panel)
-        out[:start, start:stop].copy_(out[start:stop, :start].mT)
-    return out
 
 
 @cache

@@ -172,10 +172,9 @@ def _orthogonalize_into(
     Args:
         out: ``(k, rows, ...)``, whose last dims are a matrix's columns; takes the directions.
         source: the matrices, in the same shape; may have the memory of ``out``.
-        numerics, moves: see ``orthogonalize_staged``.
         memory: flat memory that may be overwritten once ``source`` is read.
         is_direct: whether ``memory`` is that of ``source``, which is row-major.
-        soundness: see ``orthogonalize_staged``.
+        numerics, moves, soundness: see ``orthogonalize_staged``.
     """
     products = products_on(source.device, numerics)
     rows, cols = source.size(1), source[0, 0].numel()
@@ -247,19 +246,10 @@ def _is_cpu(device: torch.device) -> bool:
 def standard_iteration(
     x: Tensor, steps: tuple[Triple, ...], products: Products, spare: Tensor | None = None
 ) -> Tensor:
-    """Each step: A = XXᵀ, B = bA + cA², X ← aX + BX.
+    """Each step: A = XXᵀ, B = bA + cA², X ← aX + BX; arguments are as of ``gram_iteration``.
 
     A tall X has A = XᵀX and X ← aX + XB. On a CPU no product is made in panels, since other
     implementations are compared with this one step by step.
-
-    Args:
-        x: ``(m, n)``, or ``(k, m, n)``, a batch; as ``products.enter`` makes it.
-        steps: (a, b, c) of each step.
-        products: products of x's device.
-        spare: memory like ``x``; iterates alternate between the two. None: each has new memory.
-
-    Returns:
-        The last iterate, not scaled.
     """
     products, is_tall = products.plain(), x.size(-2) > x.size(-1)
     symmetric = products.product if products.kernel is None else products.symmetric

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 from megatron_muon.orthogonalize.iteration import NODE
 from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
+from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.pipeline import ADAMW
 from megatron_muon.settings.coefficients import spelled
@@ -75,9 +75,10 @@ def share_lines(share: Share) -> list[str]:
     """
     require_muons(share)
     all_of_it, activated = _ratio(share.muon, share.total), _ratio(share.active_muon, share.active)
+    of_active = f" and {activated:.1%} of the {_count(share.active)} that a token activates"
     lines = [
-        f"{PREFIX} Muon has {all_of_it:.1%} of the model's {_count(share.total)} parameters and "
-        f"{activated:.1%} of the {_count(share.active)} that a token activates, AdamW the rest"
+        f"{PREFIX} Muon has {all_of_it:.1%} of the model's {_count(share.total)} parameters"
+        f"{of_active if share.active < share.total else ''}, AdamW the rest"
         + "".join(f"; {UNSPLIT[leaf]} are one matrix each, not split" for leaf in share.unsplit)
     ]
     if min(all_of_it, activated) < 0.5:
@@ -193,24 +194,32 @@ def start_line(
         earlier: plans of the stage's optimizers before it. Homes balance the work of all of them
             together, so the busiest rank is that of the sum.
     """
-    cut = _cut(plan, range(len(buckets)))
-    by_buffer = [
-        f"{count} bucket(s), {_cut(plan, [buffer])}" for buffer, count in enumerate(buckets)
-    ]
-    several = f", by buffer: {'; '.join(by_buffer)}" if len(buckets) > 1 else ""
     flops, sent = plan.ns_flops(), plan.sent_bytes()
+    least, most = _amount(sum(sent) / len(sent)), _amount(max(sent))
     together = [sum(each) for each in zip(flops, *(one.ns_flops() for one in earlier), strict=True)]
     mean = sum(together) / len(together)
     return (
         f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: "
-        f"{len(plan.matrices)} matrices in {len(plan.parameters)} parameters; "
-        f"{sum(buckets)} bucket(s), {cut}{several}; "
-        f"the exchange sends {_amount(sum(sent) / len(sent))}B a step on the mean rank and "
-        f"{_amount(max(sent))}B on the busiest rank, in {len(plan.rounds)} round(s); "
+        f"{len(plan.matrices)} matrices in {len(plan.parameters)} parameters, of which shards cut "
+        f"{len(plan.boundary_parameters())}; {sum(buckets)} bucket(s); a rank sends {least}B a step"
+        f"{f' (busiest {most}B)' if least != most else ''} in {len(plan.rounds)} round(s); "
         f"Newton-Schulz {_amount(sum(flops))}flop a step on the stage, "
         f"{max(together) / mean if mean else 1:.2f} × the mean on the busiest rank"
         f"{', with the matrices above' if earlier else ''}"
     )
+
+
+def homes_lines(config: MuonConfig) -> list[str]:
+    """A line on the two speeds that homes are chosen by, where ``homes`` leaves it to the plan."""
+    if config.homes != "auto":
+        return []
+    link, tflops = named("link_gbytes"), f"{named('rank_tflops')} {config.rank_tflops:g}"
+    if config.link_gbytes is not None:
+        return [f"{PREFIX} homes by time, from {tflops} and {link} {config.link_gbytes:g}"]
+    return [
+        f"{PREFIX} homes by work: no {link} is given, so {LINK_GBYTES:g} is assumed, and a slower "
+        "link may take longer than it needs; megatron-muon bench speeds prints the flag"
+    ]
 
 
 def node_lines(plans: Sequence[ExchangePlan], config: MuonConfig, ranks_here: int) -> list[str]:
@@ -277,12 +286,6 @@ def early_gathers_line(
         f"({_amount(sum(within))}B) start within the step, {at_the_end} at its end, {left} in the "
         f"forward pass{other_loops}"
     )
-
-
-def _cut(plan: ExchangePlan, buffers: Sequence[int]) -> str:
-    cut = [p for p in plan.boundary_parameters() if p.buffer in buffers]
-    size = sum(prod(parameter.shape) for parameter in cut) * plan.itemsize
-    return f"{len(cut)} boundary parameter(s) ({_amount(size)}B per TP rank)"
 
 
 def _ratio(part: int, whole: int) -> float:

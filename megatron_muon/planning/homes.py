@@ -36,6 +36,7 @@ from megatron_muon.settings.config import HomePolicy
 # matrix); up to LIMIT × that, where another rank would end later.
 HOME_SLACK = Fraction(105, 100)
 HOME_LIMIT = Fraction(110, 100)
+LINK_GBYTES = 40.0  # where none is stated
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ def prices(numerics: Numerics) -> Price:
     """Prices from ``rank_tflops`` and ``link_gbytes``, in a unit in which nothing is rounded."""
     config, itemsize = numerics.config, numerics.itemsize
     flops, per_flops = config.rank_tflops.as_integer_ratio()  # per picosecond
-    bytes_, per_bytes = config.link_gbytes.as_integer_ratio()  # per nanosecond
+    link = LINK_GBYTES if config.link_gbytes is None else config.link_gbytes
+    bytes_, per_bytes = link.as_integer_ratio()  # per nanosecond
     flop, element = per_flops * bytes_, 1000 * itemsize * per_bytes * flops
     picosecond = bytes_ * flops
     common = math.gcd(flop, element, picosecond)
@@ -109,7 +111,7 @@ def choose_homes(
     Args:
         matrices: all matrices of an optimizer of the stage.
         size: number of ranks in the stage.
-        policy: ``local`` keeps the rank that holds most; ``balanced`` does so until that rank's
+        policy: ``local`` keeps the rank that holds most; others do so until that rank's
             work would pass ``HOME_SLACK`` × max(ideal, largest matrix), then takes the rank with
             the least work, a neighbour's first, or one that holds some, ends sooner and stays
             within ``HOME_LIMIT``.
@@ -134,7 +136,7 @@ def choose_homes(
         leaving = []
         for index in alike:
             home = ranks.holder(index)
-            if policy == "balanced" and not ranks.has_room(index, home):
+            if policy != "local" and not ranks.has_room(index, home):
                 leaving.append(index)
                 continue
             homes[index] = home

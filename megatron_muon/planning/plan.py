@@ -41,6 +41,7 @@ from megatron_muon.planning.strips import (
     in_strips,
     strip_homes,
 )
+from megatron_muon.settings.config import HomePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,8 @@ def make_plan(
     shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
     owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
     homes = stage.homes(cut)
+    if numerics.config.homes_by_link:
+        homes = _by_link(stage, cut, homes, earlier)
     matrices = tuple(
         _homed(parameter, shape, home)
         for (parameter, shape), home in zip(shapes, homes, strict=True)
@@ -236,12 +239,12 @@ class _Stage:
             for shape, by_rank in zip(parameter.matrices, held, strict=True)
         ]
 
-    def homes(self, cut: Sequence[_Cut]) -> Sequence[int]:
-        """The home of each matrix."""
+    def homes(self, cut: Sequence[_Cut], policy: HomePolicy | None = None) -> Sequence[int]:
+        """The home of each matrix, by the run's policy or another."""
         works, grid = _all_works(cut), self.grid
         strips = [shape.strip for parameter, _ in cut for shape in parameter.matrices]
         chosen = strip_homes(strips, works, self.before.flops)
-        policy, price = self.numerics.config.homes, prices(self.numerics)
+        policy, price = policy or self.numerics.config.homes, prices(self.numerics)
         return choose_homes(works, grid.size, policy, price, chosen, self.before, grid.neighbours)
 
     def time(self, cut: Sequence[_Cut], later: int) -> int:
@@ -316,6 +319,32 @@ def _in_strips(parameters: Sequence[Parameter], stage: _Stage, later: int) -> Se
         sorted(shapes), stage.grid.size, lambda counts: stage.time(cut_all(counts), later), can
     )
     return cut_all(chosen)
+
+
+def _by_link(
+    stage: _Stage, cut: Sequence[_Cut], first: Sequence[int], earlier: Sequence[ExchangePlan]
+) -> Sequence[int]:
+    """The homes with which a step takes least time; ``first`` where others gain too little."""
+    from megatron_muon.planning import link_homes  # only where a link is stated
+
+    works, numerics, link = _all_works(cut), stage.numerics, stage.numerics.config.link_gbytes
+    every = [(at, p, m) for at, (p, _) in enumerate(cut) for m in p.matrices]
+    owner, numbers = [at for at, _, _ in every], range(len(every))
+    fixed = frozenset(index for index in numbers if every[index][2].strip is not None)
+    price, neighbours, before = prices(numerics), stage.grid.neighbours, stage.before
+    directions = list(before.times)
+    for plan in earlier:
+        for one in plan.slices:
+            at_home = before.times[plan.matrices[one.matrix].home]
+            directions[one.rank] = max(directions[one.rank], at_home)
+    assert link is not None
+    of = link_homes.Stage(works, owner, fixed, before, directions, price, link, neighbours)
+
+    def rounds_of(homes: Sequence[int]) -> Sequence[Sequence[int]]:
+        matrices = [_homed(p, m, home) for (_, p, m), home in zip(every, homes, strict=True)]
+        return stage_rounds(owner, matrices, works, stage.grid.size, numerics)
+
+    return link_homes.fastest(of, [first, stage.homes(cut, "local")], rounds_of)
 
 
 def _shared(

@@ -16,7 +16,7 @@ from megatron_muon.runtime.exchange.messages import Exchange, Staged
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.nonfinite import Nonfinite
 from megatron_muon.runtime.round import Observer, Round, Shard, Shards, StepTools
-from megatron_muon.runtime.states import States
+from megatron_muon.runtime.states import MAIN_KEY, MOMENTUM_KEY, States
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.runtime.update import Elementwise, Foreach
 
@@ -79,6 +79,7 @@ class DistributedMuon:
         self.applied: Callable[[int], None] = lambda round: None
         self._phase = phase
         self._parameter_of = {id(shard): index for index, shard in main_params.items()}
+        self._states: States | None = None  # of the step under way
         self._started: Shards | None = None
         self._begun: Staged | None = None  # the first round's directions
 
@@ -95,6 +96,8 @@ class DistributedMuon:
     def start(self, groups: ParamGroups, states: States) -> None:
         """Start the first round of a step, ahead of ``step`` with the same arguments."""
         self.meter.start_step()
+        self._states = states
+        states.begin()
         self._started = dict(self._shards(groups, states))
         self._start_early(0, self._started)
 
@@ -126,9 +129,8 @@ class DistributedMuon:
             self.start(groups, states)
         assert self._started is not None
         shards, self._started = self._started, None
-        with self._phase("muon/adamw"):  # while the first round travels
-            step_adamw()
-        self.applied(ADAMW)
+        if not states.adamw_is_last:  # while the first round travels
+            self._adamw(step_adamw)
         for number, round in enumerate(self.rounds):
             staged, self._begun = self._begun, None
             if staged is None:
@@ -138,18 +140,25 @@ class DistributedMuon:
             if number:
                 self.applied(number - 1)
             if not round.travels:
-                round.finish(shards)
+                self._finish(number, shards)
         if self.start_next is not None:
             self.start_next()
         self._finish_late(len(self.rounds) - 1, shards)
         with self._phase("muon/update"):
             self.nonfinite.add([each.taken_numbers() for each in self.rounds if each.homes])
+        if states.adamw_is_last:
+            self._adamw(step_adamw)
+
+    def _adamw(self, step_adamw: Callable[[], None]) -> None:
+        with self._phase("muon/adamw"):
+            step_adamw()
+        self.applied(ADAMW)
 
     def _orthogonalized(self, number: int, shards: Shards) -> Staged:
         """The directions of a round; the next one's slices are on their way then."""
         round = self.rounds[number]
         if not round.travels:
-            round.start(shards)
+            self._start(number, shards)
         staged = round.finish_gather()
         self._start_early(number + 1, shards)
         round.orthogonalize(staged)
@@ -158,11 +167,21 @@ class DistributedMuon:
     def _start_early(self, number: int, shards: Shards) -> None:
         """Start a round that travels before its turn."""
         if number < len(self.rounds) and self.rounds[number].travels:
-            self.rounds[number].start(shards)
+            self._start(number, shards)
 
     def _finish_late(self, number: int, shards: Shards) -> None:
         """Finish a round that travels after its turn."""
         if number >= 0 and self.rounds[number].travels:
+            self._finish(number, shards)
+
+    def _start(self, number: int, shards: Shards) -> None:
+        assert self._states is not None
+        with self._states.visiting(number, MOMENTUM_KEY):
+            self.rounds[number].start(shards)
+
+    def _finish(self, number: int, shards: Shards) -> None:
+        assert self._states is not None
+        with self._states.visiting(number, MAIN_KEY):
             self.rounds[number].finish(shards)
 
     def _shards(self, groups: ParamGroups, states: States) -> Iterator[tuple[int, Shard]]:

@@ -112,6 +112,7 @@ class Round:
 
     Attributes:
         homes: the matrices whose home this rank is.
+        parameters: the plan's indices of those with a shard here.
         travels: this rank sends or receives something in this round.
         observer: sees this step's matrices and updates; None except in a logging step.
     """
@@ -120,6 +121,7 @@ class Round:
         self._exchange, self._work, self._elementwise = exchange, work, elementwise
         self._table = exchange.table
         self.homes, self.travels = self._table.homes, self._table.travels
+        self.parameters = [index for index, _ in self._table.parameters]
         self.observer: Observer | None = None
         self._numbers: tuple[list[Tensor], Tensor] | None = None
         self._gathering: Gathering | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,9 +23,11 @@ class States:
 
     Attributes:
         are_copies: what ``get`` returns are copies, so that ``put`` must follow a change.
+        adamw_is_last: AdamW's part keeps the host busy, so Muon's is launched before it.
     """
 
     are_copies = False
+    adamw_is_last = False
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -49,11 +53,22 @@ class States:
         if held.data_ptr() != wide.data_ptr():
             held.copy_(wide)
 
+    def begin(self) -> None:
+        """Gradients are ready on the current stream, and Muon's part of a step begins."""
+
+    def visiting(self, round: int, key: str) -> AbstractContextManager[None]:
+        """Within it that state of a round's shards is on the device."""
+        return nullcontext()
+
     def start_momentum(self, shard: Tensor) -> None:
         """Give a shard without state a momentum of zeros."""
         state = self._optimizer.state[shard]
         if not state:
             state[MOMENTUM_KEY] = torch.zeros_like(shard, dtype=torch.float32)
+
+    def load(self, load_state_dict: Callable[[Any], None], state_dict: Any) -> None:
+        """Load a state dict of Megatron's, whose tensors have sizes and no values yet."""
+        load_state_dict(state_dict)
 
 
 def of_halves(high: Tensor, remainder: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from megatron_muon.settings import kinds
 from megatron_muon.settings.rows import UPSTREAM, row
 from megatron_muon.settings.splits import check_split
 
-HomePolicy = Literal["balanced", "local"]
+HomePolicy = Literal["auto", "balanced", "local"]
 EarlyParamGather = Literal["auto", "on", "off"]
 SplitMatrices = int | Literal["auto", "off"]
 
@@ -65,10 +65,11 @@ class RunSettings:
         without="The default is none.",
     )
     homes: HomePolicy = row(
-        "balanced",
+        "auto",
         "--muon-homes",
         "Choice of the rank that orthogonalizes a matrix. balanced evens out the ranks' work. "
-        "local sends the fewest bytes, and some ranks work longer.",
+        "local sends the fewest bytes, and some ranks work longer. auto is balanced; with "
+        "--muon-link-gbytes, whatever makes the shortest step by both speeds.",
         kinds.choice(get_args(HomePolicy)),
     )
     split_matrices: SplitMatrices | None = row(
@@ -89,14 +90,14 @@ class RunSettings:
         kinds.POSITIVE,
         without="The default is 400, an assumption for an H100.",
     )
-    link_gbytes: float = row(
-        40.0,
+    link_gbytes: float | None = row(
+        None,
         "--muon-link-gbytes",
         "Speed of the exchange, for the choice of homes: GB/s (10^9 bytes) that a rank sends, and "
         "as many that it receives. A run never measures it: megatron-muon bench speeds does, and "
         "prints the flag.",
-        kinds.POSITIVE,
-        without="The default is 40, an assumption for a 400 Gbit/s port per rank.",
+        kinds.POSITIVE.or_none(),
+        without="The default is an assumption, 40 for a 400 Gbit/s port per rank.",
     )
     node_ranks: int = row(
         8,
@@ -169,3 +170,8 @@ class RunSettings:
         without="The default is muon_watch.jsonl in the folder of --tensorboard-dir, else of "
         "--save.",
     )
+
+    @property
+    def homes_by_link(self) -> bool:
+        """Whether the shortest step by both speeds decides the homes, not the work alone."""
+        return self.homes == "auto" and self.link_gbytes is not None

@@ -12,6 +12,7 @@ from megatron_muon.settings.rows import CONCEPT, UPSTREAM, Flag, row
 NsIteration = Literal["standard", "gram", "auto"]
 ClipScope = Literal["all", "adamw"]
 ElementwiseBy = Literal["auto", "foreach"]
+MomentumDtype = Literal["fp32", "int8"]
 Preset = Literal["safe", "fast"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
@@ -78,6 +79,15 @@ class UpdateSettings:
         kinds.number("in [0, 1)", lambda value: 0 <= value < 1),
         source=UPSTREAM,
         without="The default is 0.95 (Megatron's own Muon: 0.9).",
+    )
+    momentum_dtype: MomentumDtype = row(
+        "fp32",
+        "--muon-momentum-dtype",
+        "Muon's momentum in memory. int8: one byte an element, in blocks of 256 with an fp32 scale "
+        "each (arXiv 2509.23106); Newton-Schulz gets it before it is rounded. Where a shard's edge "
+        "cuts a block, its bits depend on the layout. Checkpoints hold fp32, and load with either. "
+        "With --use-precision-aware-optimizer give --exp-avg-dtype.",
+        kinds.choice(get_args(MomentumDtype)),
     )
     nesterov: bool = row(
         True,

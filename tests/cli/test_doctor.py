@@ -80,7 +80,8 @@ def test_the_installed_megatron_core(here: subprocess.CompletedProcess[str]) -> 
     assert report["megatron-core"].startswith(f"{megatron.core.__version__} (")
     assert report["gradient norm"].startswith("Megatron's counts")
     assert report["dataset helper"] == "compiled"  # in the wheel
-    assert "optimizer_cpu_offload" in report["refused options"]
+    assert "fp4_param" in report["refused options"]
+    assert "optimizer_cpu_offload" not in report["refused options"]
     assert "use_distributed_optimizer" not in report["refused options"]
     assert "qk_clip" not in report["refused options"]
     have, _, of = report["hooks"].partition(" of ")
@@ -198,5 +199,5 @@ def test_a_checkout() -> None:
     assert str(Path(str(CHECKOUT)).resolve()) in report["megatron-core"]
     assert report["patch"].startswith("is not in: ")
     assert report["training hooks"] == "all"
-    assert "optimizer_cpu_offload" in report["refused options"]
+    assert "fp4_param" in report["refused options"]
     assert "Distributed Muon takes the launcher or" in report["plain command"]

@@ -89,6 +89,7 @@ def test_ctrl_c_ends_a_command_and_its_ranks() -> None:
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said.decode()
     assert b"Traceback" not in said and b"KeyboardInterrupt" not in said, said.decode()
+    assert said.endswith(b"stopped, with all processes that it started; no result is written\n")
     end = time.monotonic() + 20
     while (left := processes_of(process.pid)) and time.monotonic() < end:
         time.sleep(0.1)

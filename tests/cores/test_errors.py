@@ -97,8 +97,9 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two offloads, one of Megatron's branch dev": (
         {"late": {"optimizer_cpu_offload": True, "chunked_optimizer_state_offload": True}},
-        "optimizer_cpu_offload yet (got True): leave it off, or choose optimizer='adam'\n"
-        "optimizer='muon' does not support chunked_optimizer_state_offload yet (got True): leave",
+        "chunked_optimizer_state_offload yet (got True): leave it off: Muon's state is half of "
+        "AdamW's, or choose optimizer='adam'\n"
+        "optimizer='muon' does not support optimizer_cpu_offload without use_precision_aware",
     ),
     "megatron fsdp": ({"ddp": {"use_megatron_fsdp": True}}, "support use_megatron_fsdp yet"),
     "fp8 parameters by another recipe": (

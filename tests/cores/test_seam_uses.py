@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import sys
 from functools import cache
 
@@ -46,6 +47,7 @@ EXCEPTIONS = {
     "torch.optim._muon._zeropower_via_newtonschulz": "likewise",
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": "made where Megatron lacks it",
     "quack.gemm_interface.gemm_symmetric": "kernels, which are tried before the first step",
+    "megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer:param_groups": "torch's",
     "ChainedOptimizer:lower": "of a text: the optimizer of a config",
     "arguments:extend": "of a list",
     "arguments:get": "of a dict",
@@ -76,6 +78,7 @@ BASES = {
     "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup": (
         "_ParamAndGradBucketGroup"
     ),
+    "megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer": "HybridDeviceOptimizer",
 }
 TABLES = ("seams.py", *(f"mcore/seams/{path.name}" for path in PACKAGE.glob("mcore/seams/*.py")))
 EVERY_OBJECTS = ("__class__", "__dict__", "__file__", "__init__", "__name__", "__new__", "__path__")
@@ -121,7 +124,7 @@ def _is_known_attribute(owner: str, name: str, use: Use) -> bool:
 
 def _has(made: type, name: str) -> bool:
     own = [each for each in made.__mro__ if each.__module__.startswith("megatron.")]
-    return any(name in vars(each) for each in own) or rows.sets_attribute(made, name)
+    return any(name in vars(each) or f"self.{name}" in inspect.getsource(each) for each in own)
 
 
 @cache

@@ -10,10 +10,8 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import inspect
 import re
 import shutil
-import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from enum import EnumMeta
@@ -57,26 +55,22 @@ def renamed(row: Seam | Attribute) -> Iterator[None]:
     """Within it what is imported has the symbol by another name."""
     module = importlib.import_module(row.module)
     with ExitStack() as undo:
-        undo.callback(rows._members.cache_clear)
-        undo.callback(rows._functions.cache_clear)
-        if isinstance(row, Seam):
-            *path, name = row.name.split(".")
-            holder: Any = module
-            for part in path[:-1]:
-                holder = getattr(holder, part)
-            held = getattr(holder, path[-1]) if path else holder
-            if path and (isinstance(held, EnumMeta) or not isinstance(held, type)):
-                undo.callback(setattr, holder, path[-1], held)
-                setattr(holder, path[-1], SimpleNamespace())  # none of its names can be deleted
-            else:
-                _rename(held, name, undo)
+        if isinstance(row, Attribute):
+            source, name = rows._source, rf"\b{row.name}\b"
+            undo.callback(setattr, rows, "_source", source)
+            rows._source = lambda module: re.sub(name, "of_a_fork", source(module))  # type: ignore
+            yield
+            return
+        *path, name = row.name.split(".")
+        holder: Any = module
+        for part in path[:-1]:
+            holder = getattr(holder, part)
+        held = getattr(holder, path[-1]) if path else holder
+        if path and (isinstance(held, EnumMeta) or not isinstance(held, type)):
+            undo.callback(setattr, holder, path[-1], held)
+            setattr(holder, path[-1], SimpleNamespace())  # none of its names can be deleted
         else:
-            owner = getattr(module, row.owner) if row.owner else None
-            for member in [module] if owner is None else owner.__mro__:
-                if member.__name__.startswith("megatron.") or owner is not None:
-                    _without_name(member, row.name, undo)
-        rows._members.cache_clear()
-        rows._functions.cache_clear()
+            _rename(held, name, undo)
         yield
 
 
@@ -88,34 +82,6 @@ def _rename(holder: Any, name: str, undo: ExitStack) -> None:
     setattr(holder, f"{name}_of_a_fork", own)
     undo.callback(setattr, holder, name, own)
     undo.callback(delattr, holder, f"{name}_of_a_fork")
-
-
-def _without_name(holder: Any, name: str, undo: ExitStack) -> None:
-    """Of a module's functions and classes, or a class's methods and fields, by another name."""
-    if not getattr(holder, "__module__", holder.__name__).startswith("megatron."):
-        return
-    fields = vars(holder).get("__dataclass_fields__", {})
-    if name in fields:
-        undo.callback(fields.__setitem__, name, fields.pop(name))
-    for member in list(vars(holder).values()):
-        if isinstance(member, type) and isinstance(holder, types.ModuleType):
-            _without_name(member, name, undo)
-            continue
-        function = inspect.unwrap(getattr(member, "__func__", member))
-        if isinstance(function, types.FunctionType):
-            undo.callback(setattr, function, "__code__", function.__code__)
-            function.__code__ = _code_without(function.__code__, name)
-
-
-def _code_without(code: types.CodeType, name: str) -> types.CodeType:
-    def other(value: Any) -> Any:
-        if isinstance(value, types.CodeType):
-            return _code_without(value, name)
-        if isinstance(value, tuple):
-            return tuple(other(each) for each in value)
-        return f"{name}_of_a_fork" if value == name and isinstance(value, str) else value
-
-    return code.replace(co_names=other(code.co_names), co_consts=other(code.co_consts))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row).removeprefix("megatron.core."))
@@ -185,13 +151,6 @@ def names_in_source(module: str) -> frozenset[str]:
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             names.add(node.attr)
     return frozenset(names)
-
-
-def test_an_attribute_that_is_only_read_is_not_set() -> None:
-    made: dict[str, Any] = {}
-    exec("def both(self):\n    self.written = self.asked", made)
-    owner = type("Owner", (), {"__module__": "megatron.x", "both": made["both"]})
-    assert rows.sets_attribute(owner, "written") and not rows.sets_attribute(owner, "asked")
 
 
 def test_a_module_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ from support.ranks import error_of, run
 def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
     built, printed = printed_by(lambda: start(case, topology))
     shards_of: dict[str, set[int]] = {}  # Muon parameter -> shards of its bucket that hold some
-    elements = {}
     for buffer in built.ddp.buffers:
         for name, param in built.params.items():
             if param.dim() == 2 and "embedding" not in name and "output" not in name:
@@ -33,13 +32,11 @@ def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
                 size = bucket.grad_data.numel() // topology.dp
                 places = range(begin - bucket.offset, end - bucket.offset)
                 shards_of[name] = {place // size for place in places}
-                elements[name] = param.numel()
     cut = [name for name, shards in shards_of.items() if len(shards) > 1]
     return {
         "printed": printed,
         "buckets": sum(len(buffer.buckets) for buffer in built.ddp.buffers),
         "boundary": len(cut),
-        "bytes": 2 * sum(elements[name] for name in cut),  # they travel in bf16
         "parameters": len(shards_of),
         "first of its stage": built.tp_rank == built.dp_rank == 0,
     }
@@ -55,9 +52,8 @@ def test_each_stage_says_its_buckets_and_boundary_parameters_once(overlap: bool)
         assert len(lines) == int(rank["first of its stage"])
         assert len(of_stage) == (1 + overlap) * len(lines)
         for line in lines:
-            assert f"in {rank['parameters']} parameters" in line
-            assert f" {rank['buckets']} bucket(s), {rank['boundary']} boundary parameter(s)" in line
-            assert f"({rank['bytes'] / 1000:.3g} kB per TP rank)" in line
+            cut = f"{rank['parameters']} parameters, of which shards cut {rank['boundary']}; "
+            assert f"{cut}{rank['buckets']} bucket(s); " in line
     assert rank["boundary"] <= rank["buckets"] * (topology.dp - 1)
 
 
@@ -130,7 +126,7 @@ def test_the_share_of_all_and_of_activated_parameters_is_the_models(
     first, *others = run(_printed, topology.world_size, case, topology)
     (line,) = [x for x in first.splitlines() if "Muon has" in x]
     assert f"Muon has {muon / total:.1%} of the model's {total / 1000:.3g} k" in line
-    assert f"and {active_muon / active:.1%} of the {active / 1000:.3g} k" in line
+    assert (f"and {active_muon / active:.1%} of the {active / 1000:.3g} k" in line) == case.moe
     assert ("projections are one matrix each, not split" in line) == bool(case.mla)
     assert not any("Muon has" in other for other in others)
     assert "warning" not in first

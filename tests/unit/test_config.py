@@ -15,7 +15,7 @@ import megatron_muon
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize.iteration import takes_gram
 from megatron_muon.orthogonalize.numerics import Device, Numerics, layout_free
-from megatron_muon.planning.describe import newton_schulz_line, not_shared_lines
+from megatron_muon.planning.describe import homes_lines, newton_schulz_line, not_shared_lines
 from megatron_muon.settings.coefficients import SETS, NsDtype, schedule
 from megatron_muon.settings.config import ROWS
 from megatron_muon.settings.update import Preset
@@ -98,7 +98,15 @@ def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
         {"megatron_muon": saved}, Numerics(MuonConfig(), "cpu")
     )  # nothing differs: see above
     rebuilt = MuonConfig(**saved["settings"])  # what is made of a record
-    assert rebuilt == MuonConfig(ns_iteration="standard", ns_dtype="bf16", split_matrices="off")
+    taken = {"ns_iteration": "standard", "ns_dtype": "bf16", "split_matrices": "off"}
+    assert rebuilt == MuonConfig(**taken, homes="balanced")
+
+
+def test_the_start_names_the_link_that_is_assumed_or_stated() -> None:
+    (assumed,), (stated,) = (homes_lines(MuonConfig(link_gbytes=link)) for link in (None, 7.0))
+    assert "no link_gbytes (--muon-link-gbytes) is given, so 40 is assumed" in assumed
+    assert stated.endswith("(--muon-rank-tflops) 400 and link_gbytes (--muon-link-gbytes) 7")
+    assert homes_lines(MuonConfig(homes="local", link_gbytes=7.0)) == []
 
 
 @pytest.mark.parametrize("device", get_args(Device))

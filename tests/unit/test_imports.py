@@ -27,7 +27,7 @@ TIERS = (
 )
 # Rooms of ``lab`` by the same rule.
 LAB_TIERS = (
-    ("frozen", "interrupts", "json_text", "outputs", "tables"),
+    ("frozen", "interrupts", "json_text", "outputs", "progress", "tables"),
     ("pricing", "ranks"),
     ("dry_run",),
     ("routes",),

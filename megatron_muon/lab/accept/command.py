@@ -14,10 +14,11 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_muon.lab.accept.report import as_json, as_markdown
+from megatron_muon.lab.accept.report import as_json, as_markdown, as_text
 from megatron_muon.lab.accept.results import NO_TIME, Check, read
 from megatron_muon.lab.dry_run.numbers import count, up_to
 from megatron_muon.lab.outputs import add_outputs, require_outputs, require_writable, write_json
+from megatron_muon.lab.tables import show
 from megatron_muon.mcore.load_check.files import write_text
 
 NAME, REPORT = "accept.json", "accept.md"
@@ -123,8 +124,8 @@ def _report(
     write_text(folder / REPORT, report)
     write_text(folder / NAME, json.dumps(everything, indent=1) + "\n")
     write_json(given.json, everything)
-    print(report)
-    print(f"{_PROGRAM}: attach {folder / REPORT} to an issue", file=sys.stderr)
+    print(as_text(checks))
+    show(f"the report, to attach to an issue: {folder / REPORT}")
     is_late = any(test.text == NO_TIME for check in checks for test in check.tests)
     return 1 if is_late or any(check.verdict == "FAILED" for check in checks) else 0
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_muon.lab.accept.results import Check, Figure
-from megatron_muon.lab.tables import markdown
+from megatron_muon.lab.tables import listed, markdown, wrapped
 
 ROWS = {"safe": "muon-contiguous", "fast": "muon-contiguous-auto"}  # of the bench, by preset
 STEP = "optimizer step: "  # and the row, a figure's name
@@ -31,6 +31,17 @@ def as_markdown(environment: Mapping[str, str], checks: Sequence[Check]) -> str:
     lines += ["## Not as predicted", "", *_wrong(checks), ""]
     lines += _logs(checks)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def as_text(checks: Sequence[Check]) -> str:
+    """The verdict, the checks and what was not as predicted, for a terminal."""
+    rows = [("check", "seconds", "verdict")]
+    for check in checks:
+        missing = f"; {check.missing} of {len(check.tests)} not run" if check.missing else ""
+        rows.append((check.name, f"{check.seconds:.0f}", f"{check.verdict}{missing}"))
+    texts = [verdict(checks), recommended(checks), "", *_wrong(checks), ""]
+    lines = [line for text in texts for line in wrapped(text) or [""]]
+    return "\n".join([*listed(rows), "", *lines]).replace("**", "")
 
 
 def verdict(checks: Sequence[Check]) -> str:

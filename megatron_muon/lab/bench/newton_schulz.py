@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron_muon.lab.bench.peers import Run, peers
 from megatron_muon.lab.dry_run.numbers import count
 from megatron_muon.lab.outputs import add_outputs, require_outputs, write_json
-from megatron_muon.lab.tables import markdown, markdown_row
+from megatron_muon.lab.progress import progress
+from megatron_muon.lab.tables import aligned, show
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
@@ -44,7 +45,7 @@ the dtype). "of ceiling" is the median over rounds of a row's flop/s over the
 ceiling's, where a row's flops are known. A library's symmetric product counts
 as 9/16 of a plain one."""
 _SHAPES = ((512, 512), (512, 1024), (512, 2048), (512, 4096))
-_HEADS = ("shape", "row", "ms: median (min, max)", "× standard", "Gflop", "Gflop/s", "of ceiling")
+_HEADS = ("row", "ms", "(min to max)", "× standard", "Gflop", "Gflop/s", "of ceiling")
 # Rows of the ceiling's matrices: on a CPU so many that more are not faster, and few enough for a
 # product in every round. Measured on one thread with AVX512_BF16; not measured on a GPU.
 _CPU_SIZE, _GPU_SIZE = 1024, 8192
@@ -81,27 +82,28 @@ def _report(given: argparse.Namespace, config: MuonConfig, device: torch.device)
     auto = numerics_on(device, replace(config, ns_iteration="auto"))
     dtype = auto.dtype
     threads = torch.get_num_threads()
-    print(
+    show(
         f"{config.ns_coefficients}, {config.ns_steps} steps, {dtype}, {device}, {threads} "
-        f"thread(s); symmetric products: {said_of_products(auto)}\n"
+        f"thread(s); symmetric products: {said_of_products(auto)}",
+        "",
     )
     others: dict[str, Run] = {}
     for name, peer in peers(config.ns_steps, device, TORCH_DTYPE[auto.travels]):
         if isinstance(peer, str):
-            print(f"{name} has no row: {peer}")
+            show(f"{name} has no row: {peer}")
         else:
             others[name] = peer
-    print("\n".join(markdown(_HEADS, ())), flush=True)
-    rows = []
+    rows: list[dict[str, Any]] = []
     ceiling = Ceiling.on(device, dtype)
     for shape in given.shapes:
         runs, matrices = _runs(shape, given.batch, config, others, device)
         runs[ceiling.name] = ceiling, ceiling.flops
         times = interleaved([run for run, _ in runs.values()], matrices, given.rounds)
         flops = {name: work for name, (_, work) in runs.items()}
-        for row in _rows(dict(zip(runs, times, strict=True)), flops, ceiling.name):
-            rows.append({"shape": f"{shape[0]}x{shape[1]}", **row})
-            print(markdown_row(_cells(rows[-1])), flush=True)
+        name = f"{shape[0]}x{shape[1]}"
+        own = list(_rows(dict(zip(runs, times, strict=True)), flops, ceiling.name))
+        rows += [{"shape": name, **row} for row in own]
+        print("\n".join(["", name, *aligned([_HEADS, *map(_cells, own)])]), flush=True)
     return {
         **{"ns_coefficients": config.ns_coefficients, "ns_steps": config.ns_steps},
         **{"ns_dtype": dtype, "device": str(device), "threads": threads, "batch": given.batch},
@@ -111,13 +113,13 @@ def _report(given: argparse.Namespace, config: MuonConfig, device: torch.device)
 
 def _cells(row: dict[str, Any]) -> list[str]:
     ms, flops = row["ms"], row["flops"]
-    times = f"{ms['median']:.2f} ({ms['min']:.2f}, {ms['max']:.2f})"
+    times = [f"{ms['median']:.2f}", f"({ms['min']:.2f} to {ms['max']:.2f})"]
     ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
     work = ["", "", ""]
     if flops:
         per_second = f"{flops / ms['median'] / 1e6:.0f}"
         work = [f"{flops / 1e9:.2f}", per_second, f"{row['of_ceiling']:.2f}"]
-    return [row["shape"], row["name"], times, ratio, *work]
+    return [row["name"], *times, ratio, *work]
 
 
 def _runs(
@@ -238,7 +240,7 @@ def interleaved(
     times: list[list[float]] = [[] for _ in runs]
     for run in runs:
         run(matrix)  # compile, and fill caches
-    for number in range(rounds):
+    for number in progress(range(rounds), "rounds"):
         for place in range(len(runs)):
             index = (place + number) % len(runs)
             start = now()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_muon.lab.bench.newton_schulz import interleaved, shape_of
 from megatron_muon.lab.dry_run.numbers import MOST_HERE, count
 from megatron_muon.lab.ranks import Task, gpus_for, run_ranks, threads_for
+from megatron_muon.lab.tables import show
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
@@ -135,7 +136,7 @@ def _report(task: Task, ranks: Sequence[Speeds]) -> None:
     numerics = numerics_on(torch.device("cuda" if job.gpu else "cpu"), job.config)
     where = "GPU" if job.gpu else f"CPU, {task.threads} thread(s)"
     flags = {"--muon-rank-tflops": [rank.rank_tflops for rank in ranks]}
-    print(
+    show(
         f"Newton-Schulz of {rows}x{cols}, {numerics.iteration}, "
         f"{job.config.ns_steps} steps, "
         f"{numerics.dtype}, {task.world} rank(s) at once, each a {where}: "
@@ -144,13 +145,13 @@ def _report(task: Task, ranks: Sequence[Speeds]) -> None:
     links = [rank.link_gbytes for rank in ranks if rank.link_gbytes is not None]
     if links:
         flags["--muon-link-gbytes"] = links
-        print(
+        show(
             f"all-to-all over {'nccl' if job.gpu else 'gloo'}, {task.world} ranks of this machine, "
-            f"{job.message_bytes >> 20} MiB from each: {_spread(links)} GB/s a rank"
+            f"{job.message_bytes >> 20} MiB from each: {_spread(links)} GB/s a rank",
+            "where a run's stages span machines, give the network's speed per rank",
         )
-        print("where a run's stages span machines, give the network's speed per rank")
     else:
-        print("one rank has no link to measure: --ranks 2 or more, or give the network's speed")
+        show("one rank has no link to measure: --ranks 2 or more, or give the network's speed")
     print(" ".join(f"{flag} {statistics.median(speeds):.3g}" for flag, speeds in flags.items()))
 
 

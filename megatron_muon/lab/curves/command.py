@@ -146,7 +146,7 @@ def _lead(first: str, other: str, own: dict[str, Any]) -> dict[str, str]:
         first: f"{own['step']:g}",
         "loss": f"{own['loss']:.4f}",
         other: _spread(reached, own["reached"], ".1f"),
-        "leading ratio (S - s) / s": _spread(own["ratio"], own["ratios"], ".2f"),
+        "leading ratio": _spread(own["ratio"], own["ratios"], ".2f"),
         "pairs never": f"{own['pairs'] - len(own['reached'])} of {own['pairs']}",
     }
 

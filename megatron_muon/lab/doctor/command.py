@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_muon.lab.doctor.rows import examine
 from megatron_muon.lab.outputs import add_outputs, require_outputs, write_json
-from megatron_muon.lab.tables import aligned
+from megatron_muon.lab.tables import listed, show
 
 _DESCRIPTION = """\
 Print what a run with --optimizer muon would find here: versions, the hooks in
@@ -45,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
     rows = examine(checkout)
     faults = [row.fault for row in rows if row.fault]
     verdict = [f"Muon would not run: {fault}" for fault in faults] or ["Muon would run."]
-    print("\n".join([*aligned([(row.name, row.value) for row in rows], left=True), "", *verdict]))
+    print("\n".join(listed([(row.name, row.value) for row in rows])))
+    show("", *verdict)
     values = {row.name: row.value for row in rows}
     write_json(given.json, {"runs": not faults, "faults": faults, **values})
     return 1 if faults else 0

@@ -41,6 +41,8 @@ def _configs() -> dict[str, Any]:
 def _is_refused(holder: str, field: str) -> bool:
     configs = _configs()
     setattr(configs[holder], field, True)
+    if field == "optimizer_cpu_offload":  # which Megatron-LM has with this one only
+        configs[holder].use_precision_aware_optimizer = True
     chunk: Any = DistributedDataParallel.__new__(DistributedDataParallel)
     torch.nn.Module.__init__(chunk)  # an empty one: the check only reads its configurations
     chunk.config, chunk.ddp_config = configs["model"], configs["ddp"]

@@ -10,47 +10,40 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_muon.console import printable
-from megatron_muon.lab.inspect.limited import MEMORY, SECONDS, LimitError, limited
 from megatron_muon.lab.inspect.report import Report, examine
+from megatron_muon.lab.tables import listed, wrapped
 
-_DESCRIPTION = f"""\
+_DESCRIPTION = """\
 Print what wrote a checkpoint, its parameters with their optimizer, and whether
 it is complete: its digest, held against the sizes of its files, with --hash
-against every byte. Without a digest the files only tell who wrote them. No GPU
-and no process group are needed. Files are read as data in a process of their
-own: no name in them chooses code that runs. It may take {SECONDS} s and
-{MEMORY >> 30} GiB beyond what they need."""
+against every byte. No GPU and no process group are needed. Nothing is
+unpickled, so no name in a file chooses code that runs."""
 
 _STATUS = """\
 exit status:
   0  complete, by its digest
   1  not complete, damaged or without a digest: the last lines say why
   2  wrong arguments; or no checkpoint there, or several and no tracker file
-  3  this command itself failed, or the files passed its limits"""
+  3  this command itself failed"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status, as ``--help`` lists them."""
     parser = _parser()
     given = parser.parse_args(argv)
-    try:
-        status, text = json.loads(limited(lambda: json.dumps(_examined(given)), given.path))
-    except LimitError as error:
-        status, text = 3, str(error)
+    status, text = _examined(given)
     if status < 2:
         print(text)
     else:
         line = _printable(" ".join(text.split()))
         print(f"{parser.prog} inspect: error: {line}", file=sys.stderr)
-    return int(status)
+    return status
 
 
 def _examined(given: argparse.Namespace) -> tuple[int, str]:
     """The exit status, and the report or an error."""
     try:
         report = examine(given.path, hashes=given.hash)
-    except MemoryError:
-        raise
     except OSError as error:
         return 2, str(error)
     except Exception as error:
@@ -68,24 +61,15 @@ def _printable(text: str) -> str:
 
 def as_text(report: Report) -> str:
     """The report as text: facts, parameters, and the verdict."""
+    facts = [(name, _one_line(fact)) for name, fact in report.facts.items()]
     cells = [("parameter", "shape", "optimizer")]
     for name, entry in report.parameters.items():
-        cells.append((name, " x ".join(map(str, entry["shape"])), entry["optimizer"]))
-    blocks = [
-        _columns(list(report.facts.items())),
-        _columns(cells) if report.parameters else [],
-        [f"not complete: {_one_line(fault)}" for fault in report.faults] or ["complete"],
-    ]
+        shape = " x ".join(map(str, entry["shape"]))
+        cells.append((_one_line(name), shape, _one_line(entry["optimizer"])))
+    faults = (f"not complete: {_one_line(fault)}" for fault in report.faults)
+    verdict = [line for fault in faults for line in wrapped(fault)] or ["complete"]
+    blocks = [listed(facts), listed(cells) if report.parameters else [], verdict]
     return "\n\n".join("\n".join(block) for block in blocks if block)
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [[_one_line(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
 
 
 def _one_line(text: str) -> str:

@@ -1,7 +1,4 @@
-"""The report of ``megatron-muon checkpoint inspect``: the digest, held against the files.
-
-Without a digest the files still tell which optimizer wrote them, but not whether they are complete.
-"""
+"""The report of ``megatron-muon checkpoint inspect``: the digest, held against the files."""
 
 from __future__ import annotations
 
@@ -11,20 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.mcore.checkpoint.interop.saved import Saved
-from megatron_muon.mcore.checkpoint.torch_dist import METADATA
+from megatron_muon.mcore.checkpoint.interop.saved import METADATA
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.megatron_lm import tracker
-
-_WRITERS = {
-    "concept": "the proof of concept of Distributed Muon (Megatron-LM#1428)",
-    "megatron": "Megatron's own Muon",
-    "megatron_torch": "Megatron's own Muon",
-    "muon": "megatron_muon; its version is not in the checkpoint",
-    "adamw": "a Megatron without megatron_muon",
-    "none": "unknown: it has no optimizer state",
-}
 
 
 @dataclass(slots=True)
@@ -65,7 +52,12 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
     facts = {"checkpoint": str(folder), "iteration": "not known" if number is None else str(number)}
     facts["format"] = "torch_dist" if (folder / METADATA).exists() else "torch"
     if kept is None:
-        return _without_digest(folder, facts)
+        if not (folder / METADATA).exists() and not any(folder.glob("mp_rank_*/*.pt")):
+            raise FileNotFoundError(
+                f"{folder} has no checkpoint in it, and no {tracker.NAME}: give the folder of one "
+                "iteration"
+            )
+        return Report(facts, faults=[f"there is no {digest.FILE_NAME} that lists its files"])
     files, how = kept["files"], checksum if hashes else None
     faults = (digest.fault(folder, name, entry, how) for name, entry in files.items())
     facts["written by"] = ", ".join(f"{name} {value}" for name, value in kept["wrote"].items())
@@ -97,29 +89,6 @@ def _located(path: Path) -> Path:
     if not folder.is_dir():
         raise ValueError(f"{file} names {folder.name}, which is not there")
     return folder
-
-
-def _without_digest(folder: Path, facts: dict[str, str]) -> Report:
-    faults = [f"there is no {digest.FILE_NAME} that lists its files"]
-    try:
-        saved = Saved.of(folder)
-        writer = saved.foreign_writer or saved.writer
-        facts["written by"] = _WRITERS[writer]
-        if writer == "muon":
-            facts["settings"] = _settings(saved.record()["settings"])
-    except FileNotFoundError as error:
-        if (folder / METADATA).exists():  # a file beside it is missing
-            faults.insert(0, str(error))
-        else:
-            raise FileNotFoundError(
-                f"{error}, and no {tracker.NAME}: give the folder of one iteration"
-            ) from None
-    except MemoryError:
-        raise
-    except Exception as error:  # a damaged or crafted file may hold anything
-        line = next(iter(str(error).splitlines()), "")
-        faults.insert(0, line if isinstance(error, ValueError) else f"{error!r}")
-    return Report(facts, faults=faults)
 
 
 def _settings(settings: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from megatron_muon.lab.routes.model_flags import (
     said,
     stop,
 )
+from megatron_muon.lab.tables import wrapped
 from megatron_muon.orthogonalize.numerics import Device
 
 PROGRAM = "megatron-muon plan"
@@ -66,6 +67,8 @@ def _planned(line: CommandLine) -> dict[str, Any]:
 
     plan = _plan(line, ())
     print(report.as_text(plan))
+    if line.given.assumptions:
+        print("\n".join(["", *report.assumption_lines(plan)]))
     written = report.as_json_ready(plan)
     if line.given.explain:
         stage = ["--stage", str(plan.slowest.stages[0])] if plan.ranks.pp > 1 else []
@@ -86,6 +89,7 @@ def _planned(line: CommandLine) -> dict[str, Any]:
             }
             for variant, changed in made
         ]
+    print(f"\n{report.answer(plan)}")
     return written
 
 
@@ -97,9 +101,10 @@ def _swept(line: CommandLine) -> dict[str, Any]:
     made = variants.planned(values, partial(_plan, line))
     plans = variants.accepted(made)
     lines = variants.table(name, plans) if plans else []
-    lines += [f"{variant.name}: refused: {why}" for variant, why in made if isinstance(why, str)]
-    if plans:
-        lines += ["", "assumptions of the first row:", *report.assumption_lines(plans[0][1])]
+    for variant, why in made:
+        lines += wrapped(f"{variant.name}: refused: {why}") if isinstance(why, str) else []
+    if plans and line.given.assumptions:
+        lines += ["", *report.assumption_lines(plans[0][1])]
     print("\n".join(lines))
     points = [
         {"value": variant.name}
@@ -194,5 +199,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="plan other settings, too, and print which of them are faster",
     )
+    text = "print every assumption with its source"
+    add("--assumptions", action="store_true", help=text)
     add("--json", type=Path, metavar="FILE", help="write all figures and assumptions")
     return made

@@ -18,6 +18,7 @@ from megatron_muon.lab.dry_run.stages import (
     sizes_of,
 )
 from megatron_muon.lab.pricing.work import WIDE, Optimizer, StateBytes, state_bytes
+from megatron_muon.lab.progress import progress
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.mcore.routing.routes import routes_of
 from megatron_muon.mcore.routing.survey import matched_patterns, require_matched, share_of
@@ -25,6 +26,7 @@ from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.planning.describe import Share, require_muons
 from megatron_muon.planning.grid import held_shards, neighbours_of
 from megatron_muon.planning.layout import Parameter, Span
+from megatron_muon.runtime.exchange.blocks import BLOCK
 from megatron_muon.settings.config import MuonConfig
 
 _FP32 = 4  # bytes
@@ -88,7 +90,8 @@ def planned_kinds(
     matched: set[str] = set()
     flags, config = runs[0]
     sizes = sizes_of(flags, ranks)
-    for number in sorted(range(ranks.pp), key=lambda number: number not in numbers):
+    every = sorted(range(ranks.pp), key=lambda number: number not in numbers)
+    for number in progress(every, "pipeline stages"):
         if number not in numbers and matched.issuperset(config.patterns):
             break  # other stages are built for the patterns that match there
         with as_rank(world.first_ranks(ranks)[number], flags, ranks):
@@ -100,13 +103,13 @@ def planned_kinds(
             if makeup in alike:
                 alike[makeup].stages.append(number)
                 continue
-            every = [chunks, *(built(*run, ranks) for run in runs[1:])]
+            models = [chunks, *(built(*run, ranks) for run in runs[1:])]
             planned = [
                 [
-                    optimizer_of(one, state_bytes_of(run[0]))
+                    optimizer_of(one, state_bytes_of(*run))
                     for one in planned_optimizers(*run, ranks, each, device)
                 ]
-                for run, each in zip(runs, every, strict=True)
+                for run, each in zip(runs, models, strict=True)
             ]
             if not planned[0]:
                 raise ValueError(f"pipeline stage {number} has no parameters")
@@ -119,10 +122,12 @@ def planned_kinds(
     return list(alike.values())
 
 
-def state_bytes_of(flags: Namespace) -> StateBytes:
+def state_bytes_of(flags: Namespace, config: MuonConfig) -> StateBytes:
     """As they were given, where the flags are a script's, which knows no GPU."""
     given: StateBytes | None = getattr(flags, "state_bytes", None)
-    return state_bytes(flags) if given is None else given
+    held = state_bytes(flags) if given is None else given
+    in_blocks = config.momentum_dtype == "int8"
+    return held._replace(momentum=1 + _FP32 / BLOCK) if in_blocks else held
 
 
 def optimizer_of(planned: Planned, held: StateBytes = WIDE) -> Optimizer:

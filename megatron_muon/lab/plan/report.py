@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_muon.lab.plan.rows import TITLES, PlannedStep, Spread
@@ -12,6 +12,8 @@ from megatron_muon.lab.pricing import upstream
 from megatron_muon.lab.pricing.hardware import CONSTANTS
 from megatron_muon.lab.pricing.memory import KINDS
 from megatron_muon.lab.pricing.step import PHASES
+from megatron_muon.lab.routes.table import numbers
+from megatron_muon.lab.tables import aligned, wrapped
 from megatron_muon.planning.describe import Share
 from megatron_muon.version import __version__
 
@@ -40,23 +42,31 @@ ASSUMPTIONS = (
 
 
 def as_text(plan: RunPlan) -> str:
-    """A table for each kind of stage, the step of the slowest one, then every assumption."""
-    lines = [_head(plan), ""]
+    """A table for each kind of stage, then the step of the slowest one."""
+    lines = [*_head(plan), ""]
     for kind in plan.kinds:
         lines += [*_stage(kind), ""]
-    lines += [*_whole(plan), "", *assumption_lines(plan)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_whole(plan)])
+
+
+def answer(plan: RunPlan) -> str:
+    """What Muon costs in place of AdamW, in one line."""
+    more = plan.seconds(plan.layout) - plan.seconds("adamw")
+    peak = (plan.peak(plan.layout) - plan.peak("adamw")) / MIB
+    return (
+        f"Muon: {1e3 * more:+,.1f} ms a step, {100 * plan.slower(plan.layout):+.2f} % of a "
+        f"training step, {abs(peak):,.0f} MiB {'less' if peak < 0 else 'more'} at the peak"
+    )
 
 
 def assumption_lines(plan: RunPlan) -> list[str]:
     """Every assumption with its source."""
-    return [
-        "assumptions, each with its source; --set NAME=VALUE changes a constant:",
-        *(f"  {line}" for line in (*plan.assumptions, *plan.hardware.lines())),
-        *(f"  {line}" for line in (*ASSUMPTIONS, *plan.notes)),
-        "rules of Megatron's own Muon:",
-        *(f"  {line}" for line in _rules()),
-    ]
+    assumed = (*plan.assumptions, *plan.hardware.lines(), *ASSUMPTIONS)
+    rules = " ".join(line.strip() for line in _rules()).split(" - ")
+    lines = ["assumptions, each with its source; --set NAME=VALUE changes a constant:"]
+    lines += [line for text in assumed for line in wrapped(f"  {text}", "    ")]
+    lines += [line for text in rules for line in wrapped(f"  {text}", "    ")]
+    return lines
 
 
 def as_json_ready(plan: RunPlan) -> dict[str, Any]:
@@ -95,18 +105,6 @@ def as_json_ready(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of a table, the first column to the left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            f"{cell:{width}}" if at == 0 else f"{cell:>{width}}"
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def ms(seconds: float) -> str:
     """Milliseconds."""
     return f"{1e3 * seconds:,.1f}"
@@ -115,7 +113,7 @@ def ms(seconds: float) -> str:
 def with_bar(seconds: float) -> str:
     """Milliseconds with their range by the back-tests."""
     least, most = (ms(seconds * factor) for factor in BACK_TESTS)
-    return f"{ms(seconds)} ({least} to {most})"
+    return f"{ms(seconds)} ({least}-{most})"
 
 
 def _rules() -> list[str]:
@@ -124,45 +122,51 @@ def _rules() -> list[str]:
     return [line for part in parts for line in part.split("\n")]
 
 
-def _head(plan: RunPlan) -> str:
+def _head(plan: RunPlan) -> Iterator[str]:
     ranks = plan.ranks
     sizes = {"TP": ranks.tp, "CP": ranks.cp, "PP": ranks.pp, "EP": ranks.ep}
     split = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     products = "a library's" if plan.device == "cuda_symmetric" else "torch's"
     whole = sum((kind.share for kind in plan.kinds for _ in kind.stages), start=Share())
-    return (
+    yield (
         f"{ranks.world:,} ranks{f' ({split})' if split else ''} of {plan.hardware.name}, "
-        f"{plan.hardware.gpus_per_node} a node; symmetric products: {products}\n"
-        f"{whole.total / 1e9:,.2f} G parameters, {whole.muon / 1e9:,.2f} G of them Muon's"
+        f"{plan.hardware.gpus_per_node} a node"
     )
+    yield (
+        f"{whole.total / 1e9:,.2f} G parameters, {whole.muon / 1e9:,.2f} G of them Muon's; "
+        f"symmetric products: {products}"
+    )
+    for note in plan.notes:
+        yield from wrapped(note)
 
 
 def _stage(kind: StagePlan) -> Iterator[str]:
-    numbers = ", ".join(map(str, kind.stages))
-    several = f" (stages {numbers} are alike)" if len(kind.stages) > 1 else ""
-    yield (
+    several = f" (like it: {numbers(kind.stages[1:])})" if len(kind.stages) > 1 else ""
+    yield from wrapped(
         f"pipeline stage {kind.stages[0]}{several}: {kind.ranks:,} rank(s), {kind.matrices:,} "
-        f"matrices; gradients and parameters send {kind.reduced / MB:,.1f} MB a rank, whatever the "
+        f"matrices; {kind.reduced / MB:,.1f} MB a rank for gradients and parameters, with any "
         "optimizer"
     )
     header = ["mean / most of a rank", *(TITLES[row.name] for row in kind.rows)]
     yield from aligned([header, *([name, *map(of, kind.rows)] for name, of in FIGURES)])
 
 
-def _whole(plan: RunPlan) -> list[str]:
-    seconds = plan.training.seconds(plan.hardware)
+def _whole(plan: RunPlan) -> Iterator[str]:
     where = "" if len(plan.kinds) == 1 else ", slowest stage"
-    rows = [["optimizer step" + where, "ms", "of the training step", "slower than AdamW's"]]
+    rows = [["optimizer step" + where, "ms", "of training", "slower than AdamW's"]]
     for name in plan.names:
         mark = " (this run)" if name == plan.layout else ""
         slower = "" if name == "adamw" else f"{plan.slower(name):+.2%}"
         share = f"{plan.share(name):.2%}"
         rows.append([TITLES[name] + mark, with_bar(plan.seconds(name)), share, slower])
-    return [f"forward and backward: {ms(seconds)} ms, an assumption (below)", *aligned(rows)]
+    yield from aligned(rows)
+    seconds = ms(plan.training.seconds(plan.hardware))
+    yield f"forward and backward: {seconds} ms, as assumed; --assumptions prints all"
 
 
 def _both(spread: Spread, unit: float, digits: int) -> str:
-    return f"{spread.mean / unit:,.{digits}f} / {spread.most / unit:,.{digits}f}"
+    mean, most = (f"{value / unit:,.{digits}f}" for value in (spread.mean, spread.most))
+    return mean if mean == most else f"{mean} / {most}"
 
 
 def _count(spread: Spread) -> str:
@@ -187,11 +191,11 @@ FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
     ("busiest / mean", lambda row: f"{row.uneven:.2f}" if row.flops.mean else "-"),
     ("rounds", lambda row: "+".join(map(str, row.rounds)) or "-"),
     ("launches", lambda row: f"{row.launches:,}"),
-    *((f"memory: {kind}, MiB", _rest(kind)) for kind in KINDS),
-    ("memory at rest, MiB", lambda row: f"{sum(row.rest.values()) / MIB:,.0f}"),
+    *((f"{kind}, MiB", _rest(kind)) for kind in KINDS),
+    ("in all at rest, MiB", lambda row: f"{sum(row.rest.values()) / MIB:,.0f}"),
     ("more at the peak, MiB", lambda row: "-" if row.peak is None else f"{row.peak / MIB:,.0f}"),
     *((f"{name}, ms", _phase(name)) for name in PHASES if name != "waiting"),
-    ("exposed, ms", lambda row: f"{ms(row.exposed.mean)} / {ms(row.exposed.most)}"),
+    ("exposed, ms", lambda row: _both(row.exposed, 1e-3, 1)),
     ("hidden, ms", lambda row: ms(row.hidden)),
-    ("step, ms", lambda row: with_bar(row.seconds)),
+    ("step, ms", lambda row: ms(row.seconds)),
 )

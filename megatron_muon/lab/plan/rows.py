@@ -23,10 +23,10 @@ TITLES: Mapping[Name, str] = {
     "contiguous": "Muon, contiguous",
     "bucketed": "Muon, bucketed",
     "paper": "the paper's",
-    "blockwise": "Megatron's, blockwise: other mathematics",
-    "duplicated": "Megatron's, duplicated",
-    "distributed": "Megatron's, distributed",
-    "layer_sharded": "Megatron's, layer_sharded (#6683)",
+    "blockwise": "Megatron's blockwise: other mathematics",
+    "duplicated": "Megatron's duplicated",
+    "distributed": "Megatron's distributed",
+    "layer_sharded": "Megatron's layer_sharded (#6683)",
 }
 _FP32 = 4
 

@@ -94,6 +94,11 @@ class RunPlan:
         """The time of an algorithm's step in the slowest stage."""
         return max(kind.row(name).seconds for kind in self.kinds)
 
+    def peak(self, name: Name) -> int:
+        """Most bytes of a rank in an algorithm's step, of the fullest stage."""
+        rows = (kind.row(name) for kind in self.kinds)
+        return max(sum(row.rest.values()) + (row.peak or 0) for row in rows)
+
     def share(self, name: Name) -> float:
         """The share of an algorithm's step in the training step."""
         return self.seconds(name) / (self.seconds(name) + self.training.seconds(self.hardware))

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_muon.lab.plan.report import MB, MIB, aligned, with_bar
+from megatron_muon.lab.plan.report import MB, MIB, ms
 from megatron_muon.lab.plan.rows import OURS, TITLES, Name
 from megatron_muon.lab.plan.run import RunPlan
+from megatron_muon.lab.pricing.hardware import GIGA
+from megatron_muon.lab.progress import progress
 from megatron_muon.lab.routes.model_flags import REFUSALS, said
+from megatron_muon.lab.tables import aligned, listed
 from megatron_muon.orthogonalize.numerics import Numerics
 
 Outcome = RunPlan | str  # a plan, or why Megatron or the plugin refuses the flags
@@ -67,7 +70,7 @@ def planned(
         plan: plans the run with further flags.
     """
     made: list[tuple[Variant, Outcome]] = []
-    for variant in variants:
+    for variant in progress(list(variants), "plans"):
         try:
             made.append((variant, plan(variant.words)))
         except (*REFUSALS, TypeError) as error:
@@ -91,25 +94,27 @@ def table(
         before: seconds of a step whose gain each variant has, in place of other algorithms' steps.
     """
     names: list[Name] = list(dict.fromkeys(name for _, plan in made for name in plan.names))
-    header = [title, "ranks", "busiest / mean", "sent MB", "between nodes", "peak MiB", "share"]
-    header += ["slower than AdamW"]
-    header += ["step, ms", "gain"] if before else [f"{TITLES[name]}, ms" for name in names]
-    rows = [[*header, "but also"]]
+    header = ["step, ms", "gain"] if before else ["ranks", "between nodes, MB", "share of training"]
+    header += ["slower than AdamW", "busiest / mean", "sent MB", "peak MiB"]
+    header += [] if before else [f"{TITLES[name]}, ms" for name in names]
+    rows = [[title, *header]]
     for variant, plan in made:
         row, layout = plan.slowest.row(plan.layout), plan.layout
-        cells = [variant.name, f"{plan.ranks.world:,}", f"{row.uneven:.2f}"]
-        cells += [f"{(row.inside.mean + row.between.mean) / MB:,.1f}"]
-        cells += [f"{row.between.mean / MB:,.1f}", f"{(row.peak or 0) / MIB:,.0f}"]
-        cells += [f"{plan.share(layout):.2%}", f"{plan.slower(layout):+.2%}"]
         if before:
             after = plan.seconds(layout)
-            cells += [with_bar(after), f"{(before - after) / before:+.1%}"]
+            cells = [ms(after), f"{(before - after) / before:+.1%}"]
         else:
-            cells += [with_bar(plan.seconds(name)) if name in plan.names else "-" for name in names]
-        rows.append([*cells, variant.effect])
-    if not any(row[-1] for row in rows[1:]):
-        rows = [row[:-1] for row in rows]
-    return aligned(rows)
+            cells = [f"{plan.ranks.world:,}", f"{row.between.mean / MB:,.1f}"]
+            cells += [f"{plan.share(layout):.2%}"]
+        cells += [f"{plan.slower(layout):+.2%}", f"{row.uneven:.2f}"]
+        cells += [f"{(row.inside.mean + row.between.mean) / MB:,.1f}"]
+        cells += [f"{(row.peak or 0) / MIB:,.0f}"]
+        if not before:
+            cells += [ms(plan.seconds(name)) if name in plan.names else "-" for name in names]
+        rows.append([variant.name, *cells])
+    effects = [(variant.name, variant.effect) for variant, _ in made if variant.effect]
+    effects = [("change", "changes also"), *effects] if effects else []
+    return [*aligned(rows), *([""] if effects else []), *(listed(effects) if effects else [])]
 
 
 def changes(plan: RunPlan) -> Iterator[Variant]:
@@ -129,7 +134,10 @@ def changes(plan: RunPlan) -> Iterator[Variant]:
     yield change("--muon-ns-iteration", iteration, "another rounding")
     if Numerics(config, plan.device).split == "off":
         yield change("--muon-split-matrices", "auto", "another rounding")
-    yield change("--muon-homes", "local" if config.homes == "balanced" else "balanced")
+    yield change("--muon-homes", "local" if config.homes != "local" else "balanced")
+    if config.link_gbytes is None:
+        link = plan.hardware.network_link if plan.slowest.row(plan.layout).between.most else 0.0
+        yield change("--muon-link-gbytes", f"{(link or plan.hardware.node_link) / GIGA:.4g}")
     limit = config.round_bytes
     for mib in (512, 2048, 8192) if limit is None else (limit // MIB * 2, limit // MIB // 2):
         if mib:

@@ -38,7 +38,7 @@ def at_rest(optimizers: Sequence[Optimizer], *, with_muon: bool = True) -> list[
         for one, (muon, elements) in zip(optimizers, every, strict=True):
             held = one.held
             main += elements[rank] * held.main * one.has_main
-            momentum += muon[rank] * held.first * with_muon
+            momentum += int(muon[rank] * held.momentum) * with_muon
             moments += (elements[rank] - muon[rank] * with_muon) * (held.first + held.second)
         whole = sum(one.parameters for one in optimizers), sum(one.gradients for one in optimizers)
         kinds.append(dict(zip(KINDS, (*whole, main, momentum, moments), strict=True)))
@@ -127,7 +127,7 @@ def _of_round(
             back=back[rank],
             scratch=scratches[rank],
             momentum=scratch.of_momentum((kept + sent[rank]) // plan.itemsize, numerics)
-            + work.held[rank] * _FP32 * (held.first < _FP32),
+            + work.held[rank] * _FP32 * (held.momentum < _FP32),
             update=scratch.of_update(work.held[rank], numerics)
             + work.held[rank] * _FP32 * (held.main < _FP32),
         )

@@ -16,11 +16,12 @@ Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
 
 
 class StateBytes(NamedTuple):
-    """Bytes of an element's main parameter beside a weight, first and second moment."""
+    """Bytes of an element's main parameter beside a weight, AdamW's moments, Muon's momentum."""
 
     main: int = 4
     first: int = 4
     second: int = 4
+    momentum: float = 4
 
 
 WIDE = StateBytes()
@@ -33,7 +34,8 @@ def state_bytes(flags: Namespace) -> StateBytes:
         return WIDE
     keeps = flags.bf16 and flags.main_params_dtype == "fp32"  # 16 bits that a weight lacks
     main = 2 if keeps else _BYTES[flags.main_params_dtype]
-    return StateBytes(main, _BYTES[flags.exp_avg_dtype], _BYTES[flags.exp_avg_sq_dtype])
+    first = _BYTES[flags.exp_avg_dtype]
+    return StateBytes(main, first, _BYTES[flags.exp_avg_sq_dtype], first)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
     import_megatron(_PROGRAM, script=line.script)
     from megatron_muon.lab.routes.parameters import routes
     from megatron_muon.lab.routes.table import as_text
+    from megatron_muon.lab.tables import show
     from megatron_muon.mcore.seams.rows import megatron_version
 
     try:
@@ -67,8 +68,8 @@ def main(argv: Sequence[str]) -> int:
     except (*REFUSALS, OSError) as error:
         stop(said(error), _PROGRAM)
     for note in run.notes:
-        print(f"{_PROGRAM}: {note}", file=sys.stderr)
-    print(f"megatron-core {core['version']} ({core['folder']})\n")
+        show(f"{_PROGRAM}: {note}", to=sys.stderr)
+    show(f"megatron-core {core['version']} ({core['folder']})", "")
     print(as_text(routed, every=given.all))
     return 0
 

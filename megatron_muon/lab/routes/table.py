@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_muon.lab.routes.parameters import Routed, RoutedParameter, RoutedStage, Routes
+from megatron_muon.lab.tables import listed, wrapped
 
 _LAYER = re.compile(r"(.*?\blayers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
-_HEADER = ("parameter", "local shape", "TP", "optimizer", "matrices", "scale", "home")
+_HEADER = ("parameter", "local shape", "TP", "optimizer", "scale", "home", "matrices")
 
 
 def as_text(routes: Routes, *, every: bool) -> str:
@@ -24,13 +25,13 @@ def as_text(routes: Routes, *, every: bool) -> str:
     lines = []
     for stage in routes.stages:
         ranks = numbers(stage.ranks)
-        lines.append(
+        lines += wrapped(
             f"pipeline stage {stage.stage}, {len(stage.ranks)} rank(s) of the world: {ranks}"
         )
         shared = [[row] for row in stage.parameters] if every else _shared(stage)
-        lines += [*_aligned([_HEADER, *map(_cells, shared)]), ""]
-    lines += routes.lines
-    lines += [line for stage in routes.stages for line in stage.lines]
+        lines += [*listed([_HEADER, *map(_cells, shared)]), ""]
+    for line in (*routes.lines, *(line for stage in routes.stages for line in stage.lines)):
+        lines += wrapped(line)
     return "\n".join(lines)
 
 
@@ -67,14 +68,14 @@ def _cells(rows: Sequence[RoutedParameter]) -> tuple[str, ...]:
     changed = [f"{what}*{factor:g}" for what, factor in factors if factor != 1.0]
     optimizer = " ".join([first.optimizer, *changed])
     if first.reason is not None:
-        return (name, shape, first.tp, optimizer, f"({first.reason})", "", "")
+        return (name, shape, first.tp, optimizer, "", "", f"({first.reason})")
     homes = sorted({matrix.home for row in rows for matrix in row.matrices})
     one_by_one = len(rows) == 1 and len(first.matrices) <= 4
     home = ",".join(str(m.home) for m in first.matrices) if one_by_one else f"{len(homes)} ranks"
     if len(homes) == 1:
         home = str(homes[0])
     scales = " ".join(dict.fromkeys(f"{matrix.scale:.4g}" for matrix in first.matrices))
-    return (name, shape, first.tp, optimizer, _matrices(first.matrices), scales, home)
+    return (name, shape, first.tp, optimizer, scales, home, _matrices(first.matrices))
 
 
 def _matrices(matrices: Sequence[Routed]) -> str:
@@ -119,15 +120,3 @@ def numbers(values: Iterable[int]) -> str:
         else:
             runs.append([value])
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}..{r[-1]}" for r in runs)
-
-
-def _aligned(lines: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns of equal width; a long reason may run on into empty cells behind it."""
-    widths = [
-        max(len(line[column]) for line in lines if not line[column].startswith("("))
-        for column in range(len(_HEADER))
-    ]
-    return [
-        "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]

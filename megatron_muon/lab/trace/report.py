@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from megatron_muon.lab.tables import aligned
 from megatron_muon.lab.trace.runs import Run
 
 TIMES = ["step", "compute", "communication", "overlapped", "exposed", "idle", "optimizer"]
@@ -59,7 +60,7 @@ def _title(run: Run) -> str:
 
 
 def _ranks(run: Run) -> str:
-    rows = times(run).rename(index="rank {}".format)
+    rows = times(run).drop(columns="overlapped").rename(index="rank {}".format)
     mean, most = rows.mean(skipna=False), rows.max()
     rows = pd.concat([rows, mean.to_frame("mean").T] if len(rows) > 1 else [rows])
     rows["optimizer, %"] = 100 * rows["optimizer"] / rows["step"]
@@ -95,7 +96,8 @@ def _beside(runs: Sequence[Run]) -> str:
 
 
 def _table(shown: pd.DataFrame, corner: str) -> str:
-    return str(shown.rename_axis(index=None, columns=corner).to_string())
+    rows = shown.reset_index().astype(str).values.tolist()
+    return "\n".join(aligned([[corner, *map(str, shown.columns)], *rows]))
 
 
 def _number(value: float) -> str:

@@ -59,6 +59,9 @@ class MuonCheckpoint(ShardedState):
         """Megatron's state dict, without parameters' state, plus the record of Muon's settings."""
         self._fill_state()
         state: StateDict = super().state_dict()
+        for group in state["optimizer"]["param_groups"]:  # no load takes the hybrid one's classes
+            for key in [key for key, value in group.items() if isinstance(value, type)]:
+                del group[key]
         if self.from_adamw is None:  # AdamW's checkpoint, which Megatron is to read, has no record
             state[RECORD] = record(self._muon.numerics)
         return state

@@ -13,6 +13,7 @@ from megatron_muon.console import printable, say
 from megatron_muon.mcore.checkpoint.buffers import RECORD
 from megatron_muon.mcore.routing.param_routing import LR_MULTIPLIER
 from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.settings.coefficients import canonical
 from megatron_muon.settings.config import ROWS, MuonConfig, named
 
@@ -55,13 +56,11 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
     # An older megatron_muon that lacked a setting did what is now its default.
     default = MuonConfig(ns_iteration="standard", ns_dtype="bf16", split_matrices="off")
     then = {**_in_force(Numerics(default, numerics.device)), **own["settings"]}
-    then["split_matrices"] = then["split_matrices"] or "off"  # None was that for a while
     now = _in_force(numerics)
-    for name in ("ns_iteration", "ns_dtype"):
-        if then[name] is None:  # another Muon's checkpoint does not say which it took
-            then[name] = now[name]
-    if "ns_coefficients" in then:  # a set may have been saved as its numbers
-        then["ns_coefficients"] = canonical(then["ns_coefficients"])
+    unsaid = {"ns_iteration": None, "ns_dtype": None, "homes": "auto", "link_gbytes": None}
+    # another Muon's checkpoint does not say which it took
+    then |= {name: now[name] for name, value in unsaid.items() if then[name] == value}
+    then["ns_coefficients"] = canonical(then["ns_coefficients"])  # it may be saved as numbers
     for name in sorted((then.keys() | now.keys()) - set(_OTHERS)):
         before, after = (
             settings.get(name, "nothing: this megatron_muon has no such setting")
@@ -80,8 +79,11 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
 
 def _in_force(numerics: Numerics) -> Group:
     """The settings that results depend on, with what the device chooses in place of None."""
+    config = numerics.config
     settings = {
-        **dataclasses.asdict(numerics.config),
+        **dataclasses.asdict(config),
+        "homes": config.homes if config.homes != "auto" or config.homes_by_link else "balanced",
+        "link_gbytes": LINK_GBYTES if config.link_gbytes is None else config.link_gbytes,
         "ns_iteration": numerics.iteration,
         "ns_dtype": numerics.dtype,
         "split_matrices": numerics.split,

@@ -135,7 +135,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     def _wide(self, shard: Tensor, key: str) -> Tensor:
         """In fp32, as on disk: the optimizer's own tensor, or a copy, which is on the host."""
         wide = self.states.get(shard, key)
-        return wide.cpu() if self.states.are_copies else wide
+        return wide.to("cpu", copy=True) if self.states.are_copies else wide
 
     def _all_on_disk(self, shard: Tensor) -> dict[str, Tensor]:
         keys = {MAIN_KEY: MAIN_KEY, **self._keys_on_disk(shard)}

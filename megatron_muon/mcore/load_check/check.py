@@ -45,7 +45,7 @@ def is_checked(folder: str) -> bool:
 def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> None:
     """Refuse a checkpoint that is not complete, not intact, or of a different model.
 
-    Every rank of the world calls it. Without a digest there is one warning, on rank 0.
+    Every rank of the world calls it. Without a digest rank 0 prints a line.
 
     Args:
         trained: the model that is to be loaded, if Muon trains it.
@@ -53,9 +53,8 @@ def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> Non
             the model lacks.
 
     Raises:
-        DigestError: on the ranks that find a fault.
+        DigestError: on the ranks that find a fault; a RuntimeError on the others.
         NotImplementedError: the folder is in an object store.
-        RuntimeError: only another rank has an error.
     """
     if wanted_by_all(trained) != Wanted.DIGEST:
         return
@@ -80,7 +79,7 @@ def local_folder(checkpoint_dir: str) -> Path:
 def check_files(folder: Path, device: torch.device) -> Digest | None:
     """Refuse a checkpoint that is not complete or not intact; returns its digest, if it has one.
 
-    Every rank of the world calls it. Without a digest there is one warning, on rank 0.
+    Every rank of the world calls it. Without a digest rank 0 prints a line.
     """
     saved = together(lambda: _complete(folder), None, device)
     numbers = all_gather_numbers([int(saved["hash"][:15], 16) if saved else 0], None, device)
@@ -92,8 +91,8 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
     if saved is None:
         if dist.get_rank() == 0:
             say(
-                f"[megatron_muon] WARNING: {folder} has no {digest.FILE_NAME}, so it is loaded "
-                "unchecked: its files may be incomplete or damaged"
+                f"[megatron_muon] {folder} was saved without a digest ({digest.FILE_NAME}), so its "
+                "files are not checked"
             )
         return None
     files = saved["files"]

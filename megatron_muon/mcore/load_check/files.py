@@ -10,46 +10,17 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 
-class NotRegularError(OSError):
-    """A pipe, a socket, a device or a folder is where a file should be."""
-
-
 def open_regular(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
-    """``open`` for reading, of a regular file or of a link to one.
-
-    Raises:
-        NotRegularError: the path is something else; nothing is read from it.
-        OSError: it cannot be opened.
-    """
-    not_regular = NotRegularError(errno.EINVAL, "it is no regular file", str(path))
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    except OSError as error:
-        raise not_regular if error.errno == errno.ENXIO else error from None  # a socket
-    try:
-        if not stat.S_ISREG(os.fstat(number).st_mode):
-            raise not_regular
-        return os.fdopen(number, "rb", buffering)
-    except BaseException:
+    """``open`` for reading, of a regular file or of a link to one; OSError for any other."""
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise
-
-
-def entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """All entries but folders, in a folder and those below it, but not behind links."""
-    folders = [str(folder)]
-    while folders:
-        with os.scandir(folders.pop()) as listed:
-            for entry in sorted(listed, key=lambda entry: entry.name):
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                else:
-                    yield entry
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(number, "rb", buffering)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -83,11 +83,7 @@ class Wanted(IntEnum):
 
 
 def wanted_by_all(trained: TrainedModel | None) -> Wanted:
-    """Whether a digest is to be made or checked. Every rank of the world calls it.
-
-    Args:
-        trained: ``owner`` of what this rank saves or loads.
-    """
+    """Whether a digest is to be made or checked. Every rank calls it, with its ``owner``."""
     if not _any_built:
         return Wanted.NOTHING
     mine = Wanted.NOTHING

@@ -25,7 +25,6 @@ class RunClip:
     """The clip of a run, and what its steps have found.
 
     Attributes:
-        clip: of this rank.
         clips_in_step: the optimizer's step clips; else Megatron's training loop asks for it.
         largest: the largest logit of the last step that clipped.
     """
@@ -41,11 +40,7 @@ class RunClip:
 def prepare(
     optimizer_config: Any, model_chunks: Sequence[Any], config: MuonConfig, pg_collection: Any
 ) -> list[WatchedAttention]:
-    """Check a run whose logits are to be watched or clipped; no communication.
-
-    Raises:
-        ValueError, NotImplementedError: it cannot be; names the cause and the way out.
-    """
+    """Check a run whose logits are to be watched or clipped; as ``watched_attentions``."""
     if is_asked(model_chunks, config):
         _refuse_modes(optimizer_config, model_chunks)
     group_of("tp_dp_cp", pg_collection)
@@ -87,14 +82,7 @@ def attach(
 def clip_qk(
     original: Callable[..., float], model: Sequence[Any], log_max_only: bool = False
 ) -> float:
-    """Wraps Megatron's, which takes a shard of a main parameter for the whole matrix.
-
-    Args:
-        original: Megatron's, for a model without the distributed optimizer.
-
-    Returns:
-        The largest logit.
-    """
+    """The largest logit. Megatron's own takes a shard of a main parameter for the whole matrix."""
     run_clip: RunClip | None = getattr(model[0], _CLIP, None)
     if run_clip is None:
         return original(model, log_max_only=log_max_only)

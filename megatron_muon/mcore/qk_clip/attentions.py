@@ -57,9 +57,6 @@ def watched_attentions(
 ) -> list[WatchedAttention]:
     """Every attention of this rank that is to be watched, in the model's order.
 
-    Args:
-        config: ``qk_clip`` and ``qk_clip_alpha`` are read.
-
     Raises:
         ValueError, NotImplementedError: one of them cannot be watched or clipped; names it and the
             way out.
@@ -166,12 +163,12 @@ def _clipped(
 ) -> Iterator[ClippedWeight]:
     for linear, latent in _linears(attention):
         param = _weight_of(name, linear, getattr(attention, linear, None))
-        heads = latent or _fused_rows(by_param[param], tp_size)
-        if param.shape[0] * tp_size != heads.rows:
+        rows = param.shape[0] * tp_size
+        heads = latent or _fused_rows(by_param[param], rows)
+        if heads is None or heads.rows != rows:
             raise NotImplementedError(
-                f"{name}.{linear}.weight has {param.shape[0]} rows on each of {tp_size} TP ranks, "
-                f"which are not {heads.rows} rows of {heads.groups} heads or groups: its logits "
-                "cannot be clipped, leave the clip out"
+                f"{name}.{linear}.weight: which of its {rows} rows over {tp_size} TP ranks are "
+                "which head's is not known: its logits cannot be clipped, leave the clip out"
             )
         yield ClippedWeight(param, heads)
         bias = getattr(getattr(attention, linear), "bias", None)
@@ -192,14 +189,9 @@ def _linears(attention: Any) -> Iterator[tuple[str, HeadRows | None]]:
     yield "linear_kv_up_proj", keys
 
 
-def _fused_rows(weight: Weight, tp_size: int) -> HeadRows:
-    known = projections_of(weight, weight.param.shape[0] * tp_size)
-    if known is None:
-        raise NotImplementedError(
-            f"{weight.name}: how the rows of its heads lie is not known: its logits cannot be "
-            "clipped, leave the clip out"
-        )
-    return HeadRows(known.groups, known.group_rows)
+def _fused_rows(weight: Weight, rows: int) -> HeadRows | None:
+    known = projections_of(weight, rows)
+    return None if known is None else HeadRows(known.groups, known.group_rows)
 
 
 def _weight_of(name: str, linear: str, module: Any) -> torch.nn.Parameter:

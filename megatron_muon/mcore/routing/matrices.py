@@ -11,11 +11,11 @@ from __future__ import annotations
 from megatron_muon.mcore.routing.param_routing import Weight, partition_dim_of, whole_shape
 from megatron_muon.mcore.routing.splits import (
     FusedRows,
+    chosen_split,
     fused_of,
     require_own,
     rows_of_ones_own,
     split_of,
-    split_of_legacy_experts,
 )
 from megatron_muon.planning.layout import (
     Matrices,
@@ -33,11 +33,6 @@ _NOWHERE = Span(0, 0)  # before it has a place in a grad buffer
 
 def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
     """The matrices of a 2-D weight, which has no place in a grad buffer yet.
-
-    Args:
-        weight: Muon's.
-        tp_size: number of TP ranks that share it; of an expert, expert-TP ranks.
-        config: ``splits``, ``split_qkv`` and ``scale_mode`` are read.
 
     Raises:
         ValueError, NotImplementedError: its shape is not what its name promises, or ``scale_mode``
@@ -85,7 +80,8 @@ def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Paramet
     names = tuple(f"{weight.name}[expert {expert}]" for expert in range(experts))
     partition_dim = 1 if first else 0
     halves = 2 if first and weight.model_config.gated_linear_unit else 1
-    apart = split_of_legacy_experts(weight, config, gated=halves == 2) == "gate-up"
+    kinds = ("whole", "gate-up")[:halves]
+    apart = chosen_split(weight, config, "whole", kinds) == "gate-up"
     matrices = batched_matrices(names, shape, partition_dim, tp_size, halves, apart=apart)
     return _parameter(weight, shape, partition_dim, matrices)
 

@@ -24,12 +24,7 @@ _ONE: Multipliers = (1.0, 1.0)
 
 
 def multipliers_of(weight: Weight, config: MuonConfig) -> Multipliers:
-    """The factors of a weight's learning rate and weight decay.
-
-    Args:
-        weight: of Muon or of AdamW.
-        config: ``lr_mults`` and ``wd_mults``; the last pattern that matches counts.
-    """
+    """The factors of a weight's learning rate and weight decay; the last pattern counts."""
     return _last(weight, config.lr_mults), _last(weight, config.wd_mults)
 
 

@@ -153,9 +153,7 @@ def why_adamw(weight: Weight, tp_size: int, config: MuonConfig) -> str | None:
     """Why AdamW updates the weight; None where Muon does. The same at every TP and EP size.
 
     Args:
-        weight: any.
         tp_size: number of TP ranks that share it; of an expert, expert-TP ranks.
-        config: ``muon_include`` and ``muon_exclude`` are read.
 
     Raises:
         ValueError: a pattern asks for what cannot be.
@@ -223,7 +221,9 @@ def _why_adamw_by_itself(weight: Weight, tp_size: int) -> str | None:
             f"factors separately. Choose with {named('muon_include')} or {named('muon_exclude')}: "
             f"{ADAPTERS!r} names all of Megatron-Bridge's"
         )
-    return _by_type(weight)
+    if weight.is_module(*MATRIX_MODULES):
+        return None
+    return f"module type {type(weight.module).__name__} is {NOT_IN_TABLE}"
 
 
 def _is_batch(weight: Weight) -> bool:
@@ -244,10 +244,6 @@ def _is_vector(weight: Weight, tp_size: int) -> bool:
 
 def whole_shape(weight: Weight, tp_size: int) -> tuple[int, int]:
     """Rows and columns of a 2-D weight over all TP ranks; of legacy grouped experts, one expert's.
-
-    Args:
-        weight: 2-D.
-        tp_size: number of TP ranks that share it.
 
     Raises:
         NotImplementedError: it is an expert's, by a name that is not known.
@@ -270,10 +266,6 @@ def partition_dim_of(weight: Weight, tp_size: int) -> int | None:
     (``parallel_mode`` None with a ``tp_size`` of 1: MLA's down-projections), and with experts'
     second layers on the wrong dim. Megatron sets ``parallel_mode`` None on shared experts that
     overlap, too, which are split. Megatron's own linears, of which adapters are made, mark the dim.
-
-    Args:
-        weight: any.
-        tp_size: number of TP ranks that share it; of an expert, expert-TP ranks.
 
     Raises:
         NotImplementedError: a 2-D weight of an expert that expert TP splits in an unknown way.
@@ -305,12 +297,6 @@ def is_cut(weight: Weight) -> bool:
     """
     marked = bool(getattr(weight.param, "tensor_model_parallel", False))
     return marked or _CUT_VECTOR.search(weight.name) is not None
-
-
-def _by_type(weight: Weight) -> str | None:
-    if weight.is_module(*MATRIX_MODULES):
-        return None
-    return f"module type {type(weight.module).__name__} is {NOT_IN_TABLE}"
 
 
 def _is_embedding_or_output(weight: Weight) -> bool:

@@ -47,12 +47,7 @@ class Route:
 
 
 def routes_of(model_chunks: Sequence[Any], sizes: Sizes, config: MuonConfig) -> list[Route]:
-    """The routes of all parameters that train, in Megatron's order. No communication.
-
-    Args:
-        model_chunks: a rank's.
-        sizes: those of its stage's groups.
-        config: the settings.
+    """The routes of all of a rank's parameters that train, in Megatron's order.
 
     Raises:
         ValueError, NotImplementedError: a weight cannot be routed, or is not what its name

@@ -81,20 +81,11 @@ def fused_of(weight: Weight, rows: int) -> FusedRows | None:
 
 
 def split_of(weight: Weight, config: MuonConfig, fused: FusedRows | None) -> str:
-    """The kind of split that a weight of Muon's has. The last pattern that matches counts.
-
-    Args:
-        weight: Muon's.
-        config: ``splits`` and ``split_qkv`` are read.
-        fused: how its rows lie.
-
-    Raises:
-        ValueError: a pattern asks for a split that the weight cannot have.
-    """
+    """The kind of split that a weight of Muon's has: see ``chosen_split``."""
     if fused is None:
-        return _chosen(weight, config, "whole", ("whole",), own=True)
+        return chosen_split(weight, config, "whole", ("whole",), own=True)
     default = fused.default if config.split_qkv or fused.default != "qkv" else "whole"
-    return _chosen(weight, config, default, fused.kinds, own=True)
+    return chosen_split(weight, config, default, fused.kinds, own=True)
 
 
 def rows_of_ones_own(
@@ -103,7 +94,6 @@ def rows_of_ones_own(
     """The rows that a user's split says.
 
     Args:
-        weight: Muon's.
         kind, own: the split as it is written, and what it means, not ``cols``.
         rows: of the weight over all TP ranks.
         known: how its rows lie, which says what of them TP ranks hold. Where it is not known, TP
@@ -139,11 +129,7 @@ def _cut(runs: list[RowRun], sizes: Sequence[int]) -> Iterator[tuple[RowRun, ...
 
 
 def require_own(weight: Weight, kind: str, own: OwnSplit, size: int) -> None:
-    """Refuse a split of one's own that does not fit.
-
-    Raises:
-        ValueError: the weight has another number of rows, or of columns, or they are not equal.
-    """
+    """Refuse, by a ValueError, a split of one's own that does not fit the weight."""
     what = "columns" if own.of == "cols" else "rows"
     if size % own.total if own.of == "heads" else size != own.total:
         raise ValueError(
@@ -156,23 +142,14 @@ def require_own(weight: Weight, kind: str, own: OwnSplit, size: int) -> None:
         )
 
 
-def split_of_legacy_experts(weight: Weight, config: MuonConfig, *, gated: bool) -> str:
-    """``split_of`` for Megatron's legacy GroupedMLP, whose gate and up halves are columns.
-
-    Args:
-        weight: Muon's.
-        config: ``splits`` is read.
-        gated: it has two halves.
-
-    Raises:
-        ValueError: a pattern asks for a split that the weight cannot have.
-    """
-    return _chosen(weight, config, "whole", ("whole", "gate-up") if gated else ("whole",))
-
-
-def _chosen(
+def chosen_split(
     weight: Weight, config: MuonConfig, default: str, kinds: tuple[str, ...], *, own: bool = False
 ) -> str:
+    """The split of these kinds, or of one's ``own``, that the last pattern which matches asks for.
+
+    Raises:
+        ValueError: it asks for another split.
+    """
     chosen = [pair for pair in config.splits if matching(weight, pair[:1])]
     if not chosen:
         return default

@@ -34,12 +34,6 @@ def survey(
 ) -> list[str]:
     """Check the patterns and count the elements of the whole model. Every rank of the world calls.
 
-    Args:
-        model_chunks: all of this rank's.
-        routes: theirs.
-        config: the settings.
-        stage: this rank's.
-
     Returns:
         Lines for this rank to print. On rank 0 they are about the model, on the first rank of a
         stage about the stage's weights of unknown modules.
@@ -71,11 +65,7 @@ def matched_patterns(model_chunks: Sequence[Any], sizes: Sizes, config: MuonConf
 
 
 def require_matched(matched: Collection[str], config: MuonConfig) -> None:
-    """Refuse a pattern without effect.
-
-    Raises:
-        ValueError: one of ``config.patterns`` is not among those that matched on any stage.
-    """
+    """Refuse, by a ValueError, one of ``config.patterns`` that matched on no stage."""
     for pattern in config.patterns:
         if pattern not in matched:
             splits = any(pattern == split for split, _ in config.splits)

@@ -40,6 +40,7 @@ _GROUPS = Place("megatron.core.process_groups_config", "ProcessGroupCollection",
 _STAGE, _EXPERT_TP = "the ranks of a stage", "the ranks that share an expert's weights"
 _SHARDS = "how many shards a grad buffer has, inside one optimizer instance"
 _CP = "with_context_parallel"
+_DENSE_PART, _EXPERT_PART = f"{_CP} partial_data_parallel", "partial_expert_data_parallel"
 ROWS = (
     # --- classes and functions
     Place("megatron.core").read("__version__", "which rows hold here"),
@@ -49,17 +50,13 @@ ROWS = (
     _OPTIMIZER.read("OptimizerConfig", "the settings of an optimizer"),
     _DISTRIBUTED.read("DistributedDataParallelConfig", "the settings of the wrapper"),
     Place("megatron.core.tensor_parallel").read("VocabParallelEmbedding", "embeddings: AdamW's"),
-    _LAYERS.called(
-        "param_is_not_tensor_parallel_duplicate", "whether the norm counts a shard here", "param"
-    ),
+    _LAYERS.called("param_is_not_tensor_parallel_duplicate", "if the norm counts it", "param"),
     _ATTENTION.read("SelfAttention", "its linear_qkv has query groups of q, k and v rows"),
     _ATTENTION.read("CrossAttention", "its linear_kv has heads of k and v rows"),
     # --- attention logits
     _ATTENTION.read("Attention", "the class of all attentions with a core_attention"),
     Place(_LATENT.module).read("MLASelfAttention", "its up-projections are clipped"),
-    Place(_CORE.module).read(
-        "DotProductAttention", "its softmax gets all scaled logits, and a mask"
-    ),
+    Place(_CORE.module).read("DotProductAttention", "its softmax gets all logits and a mask"),
     _SOFTMAX.called("forward", "logits (batch, heads, queries, keys) and mask", "input mask"),
     Place("megatron.core.transformer.enums").read("AttnMaskType", "whether a mask is causal"),
     _CLIP.wrapped("clip_qk", "called after each step; clips shards", "model log_max_only"),
@@ -124,15 +121,8 @@ ROWS = (
     _STATE.called("get_expert_model_parallel_world_size", _EP),
     _STATE.called("get_tensor_model_parallel_world_size", _TP),
     _STATE.called("get_expert_tensor_parallel_world_size", _EXPERT_TP),
-    _STATE.called(
-        "get_data_parallel_world_size", _SHARDS, f"{_CP} partial_data_parallel", since=(0, 18)
-    ),
-    _STATE.called(
-        "get_expert_data_parallel_world_size",
-        _SHARDS,
-        "partial_expert_data_parallel",
-        since=(0, 18),
-    ),
+    _STATE.called("get_data_parallel_world_size", _SHARDS, _DENSE_PART, since=(0, 18)),
+    _STATE.called("get_expert_data_parallel_world_size", _SHARDS, _EXPERT_PART, since=(0, 18)),
     _GROUPS.has("tp", _TP),
     _GROUPS.has("expt_tp", _EXPERT_TP),
     _GROUPS.has("ep", _EP),
@@ -154,7 +144,6 @@ ROWS = (
 REFUSALS = (
     _MODEL.has("fp4_param", _REFUSED, (0, 15)),
     _MODEL.has("moe_single_grouped_weight", _REFUSED, (0, 18)),
-    _OPTIM.has("optimizer_cpu_offload", _REFUSED),
     _OPTIM.has("optimizer_cuda_graph", _REFUSED, (0, 17)),
     _DDP.has("use_megatron_fsdp", _REFUSED, (0, 14)),
     _DDP.has("use_custom_fsdp", _REFUSED),

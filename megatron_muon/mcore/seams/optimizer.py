@@ -6,6 +6,8 @@ _CORE = Place("megatron.core.optimizer")
 _DISTRIB = Place("megatron.core.optimizer.distrib_optimizer")
 _DIST = Place(_DISTRIB.module, "DistributedOptimizer")
 _CONFIG = Place(_CORE.module, "OptimizerConfig")
+_CPU = Place("megatron.core.optimizer.cpu_offloading")
+_HYBRID = Place(_CPU.module, "HybridDeviceOptimizer")
 _CHAIN = Place(_CORE.module, "ChainedOptimizer")
 _SCALER = Place("megatron.core.optimizer.grad_scaler", "DynamicGradScaler")
 _OWN_MUON = Place("megatron.core.optimizer.muon", since=(0, 16), until=(0, 17))
@@ -18,7 +20,14 @@ _DDP = Place(_DISTRIBUTED.module, "DistributedDataParallel")
 # The first version that takes a layout of its grad buffers is 0.18.
 _LAYOUTS = Place("megatron.core.optimizer.param_layout", "FullParamLayout", since=(0, 18))
 _LAYOUT = Place(_LAYOUTS.module, "PerBufferParamLayout", since=(0, 18))
-_BUILDER, _NORM = "config model_chunks", "the gradients that the norm counts, once a replica"
+_NORM, _SKIPS = "the gradients that the norm counts", "reduces the flag that skips a step"
+_BUILDS = "builds a chain around Adam, which becomes Muon's"
+_BELOW = "what a builder calls that was taken before install()"
+_BUILDER = "config model_chunks no_weight_decay_cond"
+_LATER_BUILDER = "config model_chunks config_overrides pg_collection"
+_OWN_BUILDER = "config model_chunks layer_wise_distributed_optimizer pg_collection"
+_BUCKET_OF = "param_and_grad_buffer bucket_index"
+_LAID_OUT = "params bucket_size data_parallel_world_size ddp_config param_indices"
 # Overridden to name the phase in the error where a peer is lost; replaced in a step that is traced.
 SYNCS = (
     _GROUP.overridden("start_grad_sync", "starts the reduction of gradients", "self"),
@@ -28,46 +37,17 @@ SYNCS = (
 )
 ROWS = (
     # --- communication
-    _BUFFERS.subclassed(
-        "_ParamAndGradBucketGroup", "buckets that are reduced and gathered together"
-    ),
+    _BUFFERS.subclassed("_ParamAndGradBucketGroup", "what is reduced and gathered together"),
     _GROUP.read("check_grads", "the frame that raises for gradients that are not finite"),
     *SYNCS,
     # --- making one
-    _CORE.wrapped(
-        "get_megatron_optimizer",
-        "builds a chain around Adam, which becomes Muon's",
-        f"{_BUILDER} no_weight_decay_cond",
-        until=(0, 15),
-    ),
-    _CORE.wrapped(
-        "get_megatron_optimizer",
-        "builds a chain around Adam, which becomes Muon's",
-        f"{_BUILDER} config_overrides pg_collection",
-        since=(0, 16),
-    ),
-    _CORE.replaced(
-        "_get_param_groups", "makes the parameter groups; replaced to cut them", "model_chunks"
-    ),
-    _CORE.called(
-        "get_standard_config_overrides", "Megatron's own overrides", "config", since=(0, 16)
-    ),
-    _CORE.wrapped(
-        "_get_megatron_optimizer_based_on_param_groups",
-        "called by a get_megatron_optimizer that was taken before install()",
-        "config",
-    ),
-    _CORE.wrapped(
-        "_get_megatron_emerging_optimizer",
-        "the same for Megatron's own Muon",
-        "config",
-        since=(0, 18),
-    ),
-    _OWN_MUON.wrapped(
-        "get_megatron_muon_optimizer",
-        "builds Megatron's own Muon",
-        f"{_BUILDER} layer_wise_distributed_optimizer pg_collection",
-    ),
+    _CORE.wrapped("get_megatron_optimizer", _BUILDS, _BUILDER, until=(0, 15)),
+    _CORE.wrapped("get_megatron_optimizer", _BUILDS, _LATER_BUILDER, since=(0, 16)),
+    _CORE.replaced("_get_param_groups", "the parameter groups, which are cut", "model_chunks"),
+    _CORE.called("get_standard_config_overrides", "Megatron's overrides", "config", (0, 16)),
+    _CORE.wrapped("_get_megatron_optimizer_based_on_param_groups", _BELOW, "config"),
+    _CORE.wrapped("_get_megatron_emerging_optimizer", _BELOW, "config", since=(0, 18)),
+    _OWN_MUON.wrapped("get_megatron_muon_optimizer", "builds Megatron's own Muon", _OWN_BUILDER),
     # --- the classes that built optimizers are turned into subclasses of
     _CORE.subclassed("ChainedOptimizer", "the chain of dense and experts' optimizers"),
     _DISTRIB.subclassed("DistributedOptimizer", "shards main parameters and state over DP ranks"),
@@ -75,70 +55,53 @@ ROWS = (
     # --- states in fewer bytes
     _CONFIG.wrapped("__post_init__", "wants AdamW for use_precision_aware_optimizer", "self"),
     _CONFIG.has("use_precision_aware_optimizer", "whether the inner Adam is to hold such states"),
-    _CONFIG.has(
-        "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
-        "whether it has the main parameters",
-        since=(0, 14),
-    ),
+    _CONFIG.has("use_precision_aware_optimizer_no_fp8_or_ds_fp8", "and main parameters", (0, 14)),
+    # --- states on the host
+    _CONFIG.has("optimizer_cpu_offload", "whether the inner optimizer is the hybrid one"),
+    _CONFIG.has("optimizer_offload_fraction", "the part of state that is on the host"),
+    _CONFIG.has("exp_avg_dtype", "that of the momentum"),
+    _CONFIG.has("bf16", "whether weights lack 16 bits of an fp32 number"),
+    _CPU.subclassed("HybridDeviceOptimizer", "AdamW on the host, in parts"),
+    _HYBRID.overridden("_get_sub_optimizer_param_groups", "its shards", "self offload_fraction"),
+    _HYBRID.overridden("step", "updates shards, and copies them to the weights", "self"),
+    _HYBRID.overridden("dummy_step", "makes state before a load", "self"),
+    _HYBRID.overridden("_update_fp32_params_by_new_state", "called at the end of a load", "self"),
+    _HYBRID.has("state", "that of the parts, by shard"),
+    _HYBRID.overridden("_init_sub_optimizers", "makes the parts anew", "self"),
+    _HYBRID.called("_sync_sub_optimizers_state_to_hdo", "takes the state of the parts", "self"),
+    _HYBRID.read("sub_optimizers", "the parts, each torch's AdamW or the Adam of a GPU"),
+    _HYBRID.has("param_to_inner_param", "the main parameter of each shard"),
+    _HYBRID.has("gpu_optimizer", "the part on the device, if any"),
+    _HYBRID.has("_d2h_stream", "the stream that copies gradients to the host"),
+    _HYBRID.has("_h2d_stream", "the stream that copies shards to the weights"),
     _DIST.has("shard_float16_groups", "slices of the weights, whose main parameters it then has"),
     # --- the norm of gradients and the step
     # The norm is a float or, where Megatron does not wait for it, a tensor, the same on all ranks
     # of the grad_stats_parallel_group.
-    _DIST.overridden(
-        "_copy_main_params_to_param_buffer", "mxfp8 parameters to be gathered", "self", (0, 14)
-    ),
-    _CHAIN.called(
-        "prepare_model_params_for_param_sync", "parameters into gradients' memory", since=(0, 19)
-    ),
+    _DIST.overridden("_copy_main_params_to_param_buffer", "mxfp8 parameters", "self", (0, 14)),
+    _CHAIN.called("prepare_model_params_for_param_sync", "the same for a chain", since=(0, 19)),
     _CHAIN.overridden("get_grad_norm", "called on every rank before a part steps", "self"),
     _DIST.overridden("get_main_grads_for_grad_norm", _NORM, "self", until=(0, 18), inherited=True),
     _DIST.overridden(
         "get_grads_for_grad_norm", _NORM, "self grad_norm_group", since=(0, 19), inherited=True
     ),
-    _DIST.overridden(
-        "_unscale_main_grads_and_check_for_nan",
-        "reduces the flag that skips a step",
-        "self",
-        inherited=True,
-    ),
+    _DIST.overridden("_unscale_main_grads_and_check_for_nan", _SKIPS, "self", inherited=True),
     _CHAIN.called("grads_states_parallel_group_is_shared", "if its parts share a norm", "self"),
     _CHAIN.overridden("prepare_grads", "called before each step; True if it is skipped", "self"),
     _CHAIN.overridden("step_with_ready_grads", "steps its parts one after another", "self"),
-    _DIST.overridden(
-        "step_with_ready_grads", "steps, copies main to model parameters, starts gathers", "self"
-    ),
-    _DIST.overridden(
-        "_copy_main_params_to_model_params", "pair by pair of its lists into buckets", "self"
-    ),
-    _DIST.overridden(
-        "_copy_model_params_to_main_params", "called after a load of the model alone", "self"
-    ),
+    _DIST.overridden("step_with_ready_grads", "steps, copies parameters, starts gathers", "self"),
+    _DIST.overridden("_copy_main_params_to_model_params", "pair by pair into buckets", "self"),
+    _DIST.overridden("_copy_model_params_to_main_params", "after a load of the model", "self"),
     _DIST.called("get_grad_stats_parallel_group", "the ranks that step together", "self"),
-    _DIST.called(
-        "get_parameters", "flat fp32 shards of the inner optimizer", "self", inherited=True
-    ),
+    _DIST.called("get_parameters", "flat fp32 shards of the inner Adam", "self", inherited=True),
     # --- the loss scale, which the plugin makes dense and experts' optimizers share
     _SCALER.overridden("update", "is told if a step overflowed; moves the scale", "found_inf"),
     # --- shards and buffers
-    _DIST.called(
-        "_build_model_gbuf_range",
-        "cuts each bucket into equal shards, one per DP rank",
-        "param_and_grad_buffer bucket_index",
-    ),
-    _DIST.wrapped(
-        "_compute_per_buffer_param_layout",
-        "lays out a grad buffer; orders its parameters",
-        "params bucket_size data_parallel_world_size ddp_config param_indices",
-        since=_LAYOUT.since,
-    ),
+    _DIST.called("_build_model_gbuf_range", "cuts each bucket into equal shards", _BUCKET_OF),
+    _DIST.wrapped("_compute_per_buffer_param_layout", "orders parameters", _LAID_OUT, (0, 18)),
     _DISTRIBUTED.read("DistributedDataParallel", "the one wrapper whose buffers Muon shards over"),
     _DDP.called("start_param_sync", "gathers all parameters, after a load", "self force_sync"),
-    _DDP.wrapped(
-        "__init__",
-        "takes the layouts or makes them",
-        "module pg_collection full_param_layout",
-        since=_LAYOUT.since,
-    ),
+    _DDP.wrapped("__init__", "makes layouts", "module pg_collection full_param_layout", (0, 18)),
     # --- attributes
     _DIST.has("model_chunks", "the DDP-wrapped modules, for names and marks of parameters"),
     _DIST.has("is_stub_optimizer", "True on a rank that has no groups and never steps"),

@@ -5,18 +5,17 @@ Each is a row in this folder's modules, with the behaviour relied on: read them 
 upgrade can break. A command's rows are beside the command (``lab/*/seams.py``). A test holds the
 package's syntax trees to all of them.
 
-``check_hooks`` compares the rows of every run with the installed megatron-core and torch,
-``check_rows`` any. ``check_built`` compares an optimizer that Megatron has built. All raise an
-error that names the symbol.
+``check_hooks`` compares the rows of every run with the installed megatron-core and torch.
+``check_built`` compares an optimizer that Megatron has built.
 """
 
 from __future__ import annotations
 
-import dis
 import importlib
 import inspect
+import re
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -41,7 +40,6 @@ _TORCH = (
     Place("torch.distributed.distributed_c10d").called(
         "_get_default_store", "where the first rank to compare settings says if it asks"
     ),
-    Place("torch._C").called("PyTorchFileReader", "reads the archives that torch.save writes"),
     Place("torch.autograd").called("_profiler_enabled", "whether a profiler is on already"),
 )
 # What every run with Muon needs; ``training`` has what a run of Megatron-LM's scripts needs.
@@ -69,11 +67,7 @@ _OTHERS = {
 
 
 def described_version() -> str:
-    """The installed megatron-core's version; of a branch or fork, which one it is and by what.
-
-    Raises:
-        SeamError: see ``megatron_version``.
-    """
+    """The installed megatron-core's version; of a branch or fork, which one it is and by what."""
     fields = importlib.import_module("megatron.core.optimizer").OptimizerConfig.__dataclass_fields__
     found = [f"{whose} (it has {name})" for name, whose in _OTHERS.items() if name in fields]
     text, _ = megatron_version()
@@ -92,11 +86,7 @@ def wrapped_in_core() -> list[Seam]:
 
 
 def check_hooks() -> None:
-    """Compare the rows of every run with the installed megatron-core and torch.
-
-    Raises:
-        SeamError: names the version or the symbol, and the way out.
-    """
+    """``check_rows`` of the rows of every run."""
     check_rows(CORE)
 
 
@@ -112,19 +102,11 @@ def check_rows(rows: Iterable[Row]) -> None:
 
 
 def check_row(row: Row, version: str) -> None:
-    """Compare a row with the installed package.
-
-    Args:
-        row: a row that holds for the installed version.
-        version: megatron-core's version, for errors.
-
-    Raises:
-        SeamError: names the symbol and the way out.
-    """
+    """Compare a row that holds here with the installed package; as ``check_rows``."""
     holder = _module(row, version)
     if isinstance(row, Attribute):
         owner = getattr(holder, row.owner, None) if row.owner else holder
-        if owner is None or not sets_attribute(owner, row.name):
+        if owner is None or not has_attribute(owner, row.name):
             raise _missing(row, version)
         return
     for name in row.name.split("."):
@@ -189,60 +171,20 @@ def _module(row: Row, version: str) -> Any:
         raise _missing(row, version) from error
 
 
-def sets_attribute(owner: type | types.ModuleType, name: str) -> bool:
-    """Whether code sets an attribute, or a class has a field of that name.
+def has_attribute(owner: type | types.ModuleType, name: str) -> bool:
+    """Whether the source of a class, with its bases, has ``self.NAME`` or a field of that name.
 
-    Args:
-        owner: a class, whose methods are asked, inherited ones too; or a module, whose functions
-            and methods are asked, and whose ``setattr`` counts, too.
-        name: the attribute.
+    A module, of a mark, has ``….NAME``, or the name as a text, which ``setattr`` takes.
     """
     if isinstance(owner, type):
-        return name in getattr(owner, "__dataclass_fields__", ()) or _stores(_members(owner), name)
-    own = _functions(owner)
-    return _stores(own, name) or any(name in _words(_code(each)) for each in own)
+        modules = {each.__module__ for each in owner.__mro__}
+        pattern = rf"\bself\.{name}\b|^    {name}\b *[:=]"
+    else:
+        modules, pattern = {owner.__name__}, rf"\.{name}\b|['\"]{name}['\"]"
+    own = (module for module in modules if module.startswith("megatron."))
+    return any(re.search(pattern, _source(module), re.MULTILINE) for module in own)
 
 
 @cache
-def _members(owner: type) -> list[Any]:
-    classes = [each for each in owner.__mro__ if each.__module__.startswith("megatron.")]
-    return [member for each in classes for member in vars(each).values()]
-
-
-@cache
-def _functions(module: types.ModuleType) -> list[Any]:
-    members = list(vars(module).values())
-    classes = [each for each in members if isinstance(each, type)]
-    members += [member for each in classes for member in vars(each).values()]
-    return [member for member in members if getattr(member, "__module__", "") == module.__name__]
-
-
-def _stores(members: list[Any], name: str) -> bool:
-    """Whether one of these functions has ``….name = …``."""
-    codes = (code for code in map(_code, members) if code is not None and name in code.co_names)
-    return any(name in _stored(code) for code in codes)
-
-
-@cache
-def _stored(code: types.CodeType) -> frozenset[str]:
-    """The attributes that a function sets, read once: taking it apart is slow."""
-    steps = dis.get_instructions(code)
-    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
-
-
-def _code(member: Any) -> types.CodeType | None:
-    function = inspect.unwrap(getattr(member, "__func__", member))
-    code: types.CodeType | None = getattr(function, "__code__", None)
-    return code
-
-
-def _words(value: Any) -> Iterator[str]:
-    """Texts among a function's constants: the names given to ``setattr`` are some of them."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, types.CodeType):
-        for each in value.co_consts:
-            yield from _words(each)
-    elif isinstance(value, tuple):
-        for each in value:
-            yield from _words(each)
+def _source(module: str) -> str:
+    return inspect.getsource(importlib.import_module(module))

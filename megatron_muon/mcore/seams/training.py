@@ -16,16 +16,14 @@ _CKPT = Place("megatron.training.checkpointing")
 _INITIALIZE = Place("megatron.training.initialize")
 _VARIABLES = Place("megatron.training.global_vars")
 _LOOP = Place("megatron.training.training")
+_NAMED = "checkpoints_path iteration release return_base_dir"
+_LOADED, _MODEL = "ddp_model optimizer opt_param_scheduler", "model_checkpoint_name"
 ROWS = (
     # --- arguments
     _ARGS.wrapped("parse_args", "makes the parser; adds Muon's flags", "extra_args_provider"),
-    _ARGS.wrapped(
-        "validate_args", "checks arguments; sees AdamW in place of Muon", "args defaults"
-    ),
+    _ARGS.wrapped("validate_args", "checks arguments; sees AdamW for Muon", "args defaults"),
     _ARGS.wrapped("_print_args", "prints the optimizer as it was given", "title args"),
-    _INITIALIZE.wrapped(
-        "initialize_megatron", "makes the process groups; settings are compared", "allow_no_cuda"
-    ),
+    _INITIALIZE.wrapped("initialize_megatron", "makes the process groups", "allow_no_cuda"),
     _INITIALIZE.called(
         "parse_args",
         "parses before initialize_megatron asks for a GPU",
@@ -36,9 +34,7 @@ ROWS = (
     _VARIABLES.called("get_tensorboard_writer", "the last rank's SummaryWriter, else None"),
     _VARIABLES.called("get_wandb_writer", "the wandb module on the last rank, else None"),
     # --- the training loop
-    _LOOP.wrapped(
-        "get_megatron_optimizer_config", "without Megatron's own Muon's", "args", since=(0, 16)
-    ),
+    _LOOP.wrapped("get_megatron_optimizer_config", "without Megatron's Muon's", "args", (0, 16)),
     _LOOP.wrapped(
         "get_megatron_muon_optimizer",
         "called for the name muon; builds the plugin's",
@@ -51,28 +47,12 @@ ROWS = (
     _LOOP.wrapped("train_step", "a step of training; traced, and the first warned of", "optimizer"),
     # --- checkpoints
     _CKPT.wrapped("generate_state_dict", "arguments that Megatron's tools read", "args"),
-    _CKPT.wrapped(
-        "save_checkpoint", "writes a checkpoint, then its tracker", "iteration model optimizer"
-    ),
-    _CKPT.wrapped(
-        "load_checkpoint",
-        "reads a checkpoint; wrapped to check it first",
-        "ddp_model optimizer opt_param_scheduler",
-    ),
-    _CKPT.called(
-        "get_checkpoint_name",
-        "a checkpoint's folder; in the format torch a rank's file",
-        "checkpoints_path iteration release return_base_dir",
-    ),
-    _CKPT.called(
-        "get_distributed_optimizer_checkpoint_name",
-        "torch: the file of the optimizer's state",
-        "model_checkpoint_name",
-    ),
+    _CKPT.wrapped("save_checkpoint", "writes a checkpoint", "iteration model optimizer"),
+    _CKPT.wrapped("load_checkpoint", "reads a checkpoint; checked first", _LOADED),
+    _CKPT.called("get_checkpoint_name", "a checkpoint's folder; torch: a rank's file", _NAMED),
+    _CKPT.called("get_distributed_optimizer_checkpoint_name", "torch: the file of state", _MODEL),
     _CKPT.called("checkpoint_exists", "whether there is a tracker", "checkpoints_path"),
-    _CKPT.replaced(
-        "read_metadata", "the tracker's iteration, or --ckpt-step's", "tracker_filename"
-    ),
+    _CKPT.replaced("read_metadata", "the tracker's iteration, or --ckpt-step", "tracker_filename"),
     _CKPT.read("_NON_PERSISTENT_CKPT_SUBDIR", "where non-persistent checkpoints are"),
 )
 
@@ -114,11 +94,7 @@ ARGUMENTS = {
 
 
 def check_arguments(args: Any) -> None:
-    """Check that Megatron-LM's arguments, once validated, have all that this package reads.
-
-    Raises:
-        SeamError: names the missing argument.
-    """
+    """Refuse, by a SeamError, validated arguments that lack one which this package reads."""
     for name, relied_on in ARGUMENTS.items():
         if not hasattr(args, name):
             raise SeamError(

@@ -35,7 +35,7 @@ class MatrixObserver:
     ) -> None:
         """Sums over the elements that are held here."""
         weights, momenta, grads = (
-            _slices(table, {index: getattr(shard, name) for index, shard in shards.items()})
+            _slices(table, {index: getattr(shards[index], name) for index, _ in table.parameters})
             for name in ("main_param", "momentum_buffer", "grad")
         )
         slices = zip(table.matrices, directions, weights, momenta, grads, strict=True)

@@ -37,7 +37,12 @@ from megatron_muon.mcore.wiring.distributed_optimizer import (
 from megatron_muon.mcore.wiring.gradients import share_loss_scale
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
 from megatron_muon.mcore.wiring.process_groups import Stage
-from megatron_muon.mcore.wiring.states import init_state_of, states_of
+from megatron_muon.mcore.wiring.states import (
+    HybridOfAdamW,
+    OfHybrid,
+    init_state_of,
+    states_of,
+)
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
     numerics_on,
@@ -202,6 +207,8 @@ def _completed(
     if stage.speaks and stage.device.type != "cpu":
         by = said_of_elementwise(stage.device, numerics)
         lines.append(f"{describe.PREFIX} momentum, norm and update: {by}")
+    if stage.speaks and stage.pipeline_rank == 0 and dist.get_world_size(stage.group) > 1:
+        lines += describe.homes_lines(config)
     share_loss_scale(parts)
     for (_, before), (part, _) in itertools.pairwise(muons):
         before.start_next = start_of(part, orthogonalizes=process_groups.has_experts(part))
@@ -367,9 +374,20 @@ def _muon_of(
 
 def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
     dist_opt.muon = muon
+    if muon.config.momentum_dtype == "int8":
+        from megatron_muon.runtime.exchange.blocks import InBlocks
+
+        place = dist_opt._get_model_param_range_map
+        owned = [pair for pair in owned_shards(dist_opt) if muon.owns(pair[1])]
+        firsts = {id(shard): place(param)["param"].start for param, shard in owned}
+        dist_opt.states = InBlocks(dist_opt.optimizer, firsts)
     dist_opt.init_state_fn = init_state_of(dist_opt.init_state_fn, dist_opt.states, muon)
     dist_opt.optimizer.muon, dist_opt.optimizer.states = muon, dist_opt.states
     adam: type[torch.optim.Optimizer] = type(dist_opt.optimizer)
+    if isinstance(dist_opt.states, OfHybrid):
+        turn_into(dist_opt.optimizer, muon_over(HybridOfAdamW))
+        dist_opt.states.hold(muon, dist_opt.config)
+        return
     turn_into(dist_opt.optimizer, muon_over(adam))
     if not dist_opt.states.are_copies:  # those of weights, which are loaded later, start at a step
         for shard in muon.main_params.values():

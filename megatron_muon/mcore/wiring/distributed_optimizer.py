@@ -126,7 +126,10 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
             if issubclass(adam, TORCH_ADAMS):  # Megatron wants one step number for all parameters
                 for shard in self.muon.main_params.values():
                     state = self.state[shard]
-                    state["step"] = state.get("step", torch.tensor(0.0)) + 1
+                    state["step"] = state["step"] + 1 if "step" in state else torch.tensor(1.0)
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.states.load(super().load_state_dict, state_dict)
 
     MuonOverAdam.__name__ = f"MuonOver{adam.__name__}"
     return MuonOverAdam

@@ -27,7 +27,6 @@ from megatron_muon.settings.config import MuonConfig, named
 # Switches of Megatron's that Muon does not support, by field and flag, and what to do instead. No
 # release has those of the last lines: they are of Megatron's branch dev, or of a fork.
 REFUSED = {
-    "optimizer_cpu_offload": "leave it off",
     "optimizer_cuda_graph": "leave it off",
     "use_layer_wise_distributed_optimizer": "delete that line, which asks for Megatron's own Muon",
     "use_megatron_fsdp": "use the distributed optimizer without FSDP",
@@ -45,6 +44,7 @@ REFUSED = {
 }
 
 
+_FP32, _BF16 = {"fp32", "float32"}, {"bf16", "bfloat16"}  # as flags and as torch's names
 _FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
@@ -94,7 +94,10 @@ def _unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> Iterator
     params = [pair for chunk in model_chunks for pair in chunk.named_parameters()]
     marked = [name for name, param in params if getattr(param, "is_gtp_weight_remat", False)]
     sharded = ("generalized tensor parallelism", marked[:1], "use tensor parallelism alone")
-    for option, value, way_out in (*refused_modes(read), sharded):
+    wide = [name for name, param in params if param.dtype == torch.float32 and param.requires_grad]
+    offload = bool(read("optimizer_cpu_offload")) and wide[:1]
+    whole = ("optimizer_cpu_offload with fp32 weights", offload, "keep them in 16 bits")
+    for option, value, way_out in (*refused_modes(read), sharded, whole):
         if value:
             yield NotImplementedError(
                 f"optimizer='muon' does not support {option} yet (got {value!r}): {way_out}, or "
@@ -147,7 +150,15 @@ def _faults_of_call(
             f"{scope} with clip_grad {clip}: nothing is clipped; give a clip (--clip-grad), or "
             "leave the scope out"
         )
-    if optimizer_config.use_precision_aware_optimizer:
+    if optimizer_config.use_precision_aware_optimizer and config.momentum_dtype != "fp32":
+        yield ValueError(
+            f"{named('momentum_dtype')} {config.momentum_dtype!r} with "
+            "use_precision_aware_optimizer: give the momentum's dtype by exp_avg_dtype there"
+        )
+    if (
+        optimizer_config.use_precision_aware_optimizer
+        and not optimizer_config.optimizer_cpu_offload
+    ):
         try:
             try_states(optimizer_config, device_of(arguments["model_chunks"]))
         except RuntimeError as error:
@@ -232,6 +243,19 @@ def _state_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
         on and (read("fp8_param_gather") or read("fp8_param")),
         "leave out one of both",
     )
+    if not read("optimizer_cpu_offload"):
+        return
+    yield (
+        "optimizer_cpu_offload without use_precision_aware_optimizer",
+        not on,
+        "set it (--use-precision-aware-optimizer), as Megatron-LM's own flags want",
+    )
+    for name, dtypes in (("main_params_dtype", _FP32), ("exp_avg_dtype", _FP32 | _BF16)):
+        yield (
+            f"optimizer_cpu_offload with {name}={read(name)}",
+            on and read(name) and str(read(name)).removeprefix("torch.") not in dtypes,
+            f"give {' or '.join(sorted(dtypes & {'fp32', 'bf16'}, reverse=True))}",
+        )
 
 
 def _upstream_faults(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:

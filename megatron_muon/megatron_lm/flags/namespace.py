@@ -112,7 +112,7 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
 
 
 def differences(args: Namespace) -> list[str]:
-    """A line for every setting that differs from the default of this Megatron's own Muon.
+    """A line with all settings that differ from the defaults of this Megatron's own Muon.
 
     There is another line where ``--muon-tp-mode`` is given: its result is the same, its method is
     not. Without a Muon of Megatron's own only this line is possible.
@@ -121,11 +121,12 @@ def differences(args: Namespace) -> list[str]:
         ValueError: see ``muon_config``.
     """
     config = muon_config(args)
-    lines = [
-        f"{setting} {ours} here, Megatron's own default is {theirs}"
+    unlike = [
+        f"{setting} {ours} ({theirs})"
         for setting, ours, theirs in (_compared(config, args) if upstreams_values(args) else ())
         if ours != theirs
     ]
+    lines = [f"unlike the defaults of Megatron's own Muon: {', '.join(unlike)}"] if unlike else []
     if value_given(args, "muon_tp_mode") is not None:
         lines.append(
             f"--muon-tp-mode {args.muon_tp_mode}: each matrix is orthogonalized once and whole, at "

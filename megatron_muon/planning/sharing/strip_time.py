@@ -18,7 +18,7 @@ from megatron_muon.planning.layout import Strip
 # reaches 0.7 of it, its memory 3,350 and 0.8, its port 50 and 0.85 (``pricing.presets``).
 NODE_LINK, MEMORY = 7, 63
 # Latency of a grouped send and receive, and what each peer adds; the shortest kernel. The same.
-_MESSAGE_PS, _PEER_PS, _KERNEL_PS = 25_000_000, 1_200_000, 2_500_000
+MESSAGE_PS, PEER_PS, _KERNEL_PS = 25_000_000, 1_200_000, 2_500_000
 # Of a strip: kernels, and bytes read or written per element (``pricing.kernels``: largest entry,
 # fp32 copy, division, norm, division and cast, copy back).
 _STRIP_KERNELS, _STRIP_BYTES = 24, 38
@@ -72,5 +72,5 @@ def strip_time(
     kernels = _STRIP_KERNELS + sums * (homes + 4) + rows
     return StripTime(
         travels * (homes - 1) // (homes * speed) + passes // MEMORY,
-        messages * (_MESSAGE_PS + _PEER_PS * (homes - 1)) + kernels * _KERNEL_PS,
+        messages * (MESSAGE_PS + PEER_PS * (homes - 1)) + kernels * _KERNEL_PS,
     )

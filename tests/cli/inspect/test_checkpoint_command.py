@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -18,10 +20,8 @@ from support.checkpoints.inspecting import (
     DEFAULT,
     EVERY,
     TRACKER,
-    as_megatron_lm,
     faults,
     inspect,
-    saved,
 )
 from support.models.gpt import Topology, muon_weights
 from support.processes import environment
@@ -75,25 +75,24 @@ def test_a_save_that_did_not_end(sealed: Path, capsys: pytest.CaptureFixture[str
 # --- without a digest -------------------------------------------------------------------------
 
 
-def test_without_a_digest_it_says_who_wrote_it(
+def test_without_a_digest_nothing_is_unpickled(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        faults(folder, capsys, "--hash") == f"there is no {digest.FILE_NAME} that lists its files"
-    )
-    _, report = inspect(folder, capsys)
-    assert report["facts"]["written by"].startswith("megatron_muon")
-    assert "momentum 0.95" in report["facts"]["settings"]
+    canary = folder.with_name("canary")
+    for file in (path for path in folder.rglob("*") if path.is_file()):
+        file.write_bytes(pickle.dumps(_Touch(canary)))
+    expected = f"there is no {digest.FILE_NAME} that lists its files"
+    assert faults(folder, capsys, "--hash") == expected and not canary.exists()
 
 
-@pytest.mark.parametrize("format", [DEFAULT, "torch"])
-def test_an_adamw_checkpoint(
-    format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved(tmp_path, format, case=replace(CASE, optimizer="adam"))
-    as_megatron_lm(tmp_path)
-    _, report = inspect(tmp_path, capsys)
-    assert report["facts"]["written by"] == "a Megatron without megatron_muon"
+class _Touch:
+    """Its pickle makes a file."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.canary),)
 
 
 # --- where it looks ---------------------------------------------------------------------------

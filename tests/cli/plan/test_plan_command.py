@@ -42,8 +42,11 @@ def test_every_algorithm_and_every_assumption_is_printed(
     file = tmp_path / "plan.json"
     words = f"plan {TINY} {TP} 2 --world-size 4 --set launch_us=9 --mfu 0.3 --json {file}"
     assert main(words.split()) == 0
+    short = capsys.readouterr().out
+    assert all(title in short for title in TITLES.values()) and "launch_us" not in short
+    assert main([*words.split(), "--assumptions"]) == 0
     printed = capsys.readouterr().out
-    assert all(title in printed for title in TITLES.values())
+    assert printed.splitlines()[-1] == short.splitlines()[-1]
     assert "launch_us 9 us (--set)" in printed and "0.3 (--mfu)" in printed
     assert all(line in printed for line in H100.lines() if not line.startswith("launch_us"))
     written = json.loads(file.read_text())
@@ -51,7 +54,15 @@ def test_every_algorithm_and_every_assumption_is_printed(
     (stage,) = written["stages"]
     assert [row["name"] for row in stage["rows"]] == list(NAMES)
     assert set(written["step"]) == set(NAMES)
-    assert 0 < written["step"]["adamw"]["seconds"] < written["step"]["contiguous"]["seconds"]
+    adamw, muon = (written["step"][name] for name in ("adamw", "contiguous"))
+    assert 0 < adamw["seconds"] < muon["seconds"]
+    more = f"{1e3 * (muon['seconds'] - adamw['seconds']):+,.1f} ms a step"
+    rows = [sum(row["rest"].values()) + (row["peak"] or 0) for row in stage["rows"][:2]]
+    peak = (rows[1] - rows[0]) / (1 << 20)
+    assert short.splitlines()[-1] == (
+        f"Muon: {more}, {muon['slower_than_adamw']:+.2%} of a training step, ".replace("%", " %")
+        + f"{abs(peak):,.0f} MiB {'less' if peak < 0 else 'more'} at the peak"
+    )
 
 
 def test_states_in_fewer_bytes_are_counted_and_copied_in_rounds() -> None:

@@ -340,7 +340,8 @@ def test_gradients_that_are_not_finite_are_named() -> None:
 
 
 def _refused(change: dict[str, Any]) -> str:
-    return error_of_optimizer(build(replace(PLAIN, **change), Topology()))
+    case = replace(PLAIN, **change)
+    return error_of_optimizer(build(case, Topology()), **dict(case.muon))
 
 
 @pytest.mark.parametrize(
@@ -351,8 +352,12 @@ def _refused(change: dict[str, Any]) -> str:
             {"narrow": (), "fp8": "delayed"},
             "does not support use_precision_aware_optimizer with fp8_param_gather yet",
         ),
+        (
+            {"narrow": (), "muon": (("momentum_dtype", "int8"),)},
+            "dtype by exp_avg_dtype",
+        ),
     ],
-    ids=["dtype", "fp8-weights"],
+    ids=["dtype", "fp8-weights", "int8-too"],
 )
 def test_what_cannot_be_is_refused_by_name(change: dict[str, Any], said: str) -> None:
     assert said in run(_refused, 1, change)[0]

@@ -84,6 +84,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     ),
     "one triple": (["--muon-ns-coefficients", "3.4445,-4.775,2.0315"], {}),
     "iteration": (["--muon-ns-iteration", "auto"], {"ns_iteration": "auto"}),
+    "momentum-dtype": (["--muon-momentum-dtype", "int8"], {"momentum_dtype": "int8"}),
     "fp16": (["--muon-ns-dtype", "fp16"], {"ns_dtype": "fp16"}),
     "medium": (["--muon-fp32-matmul-prec", "medium"], {"ns_dtype": "bf16"}),
     "no-split-qkv": (["--muon-no-split-qkv"], {"split_qkv": False}),

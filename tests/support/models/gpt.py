@@ -32,6 +32,7 @@ from support.models.gpt_model import (
     transformer_config,
 )
 from support.models.gpt_optimizer import (  # noqa: F401 for those who import from here
+    ON_HOST,
     distributed_optimizers,
     inner_optimizers,
     make_optimizer,
@@ -303,9 +304,7 @@ def held(built: Built) -> dict[str, Any]:
         for param, shard in _owned(dist):
             at = dist._get_model_param_range_map(param)["param"]
             assert shard.numel() == at.end - at.start
-            state = {k: v for k, v in dist.optimizer.state[shard].items() if torch.is_tensor(v)}
-            if built.case.narrow is not None:
-                state = {k: dist.optimizer.get_unscaled_state(shard, k) for k in state}
+            state = _state(dist, shard, built.case)
             main = main_of(shard, state.pop("master_param", None))
             kept = {"main": main, **{k: v for k, v in state.items() if v.numel() == at.size}}
             arrays = {kind: t.detach().float().numpy().copy() for kind, t in kept.items()}
@@ -314,6 +313,20 @@ def held(built: Built) -> dict[str, Any]:
     for kind in ("params", "owners", "shards"):
         result[kind] = {n: v for n, v in result[kind].items() if not n.startswith(UNUSED)}
     return result
+
+
+def _state(dist: Any, shard: Tensor, case: Case) -> dict[str, Tensor]:
+    """A shard's tensors by Adam's names, as values; Muon's may be on the host."""
+    if case.narrow is not None and ON_HOST in case.narrow and case.optimizer == "muon":
+        keys = ["exp_avg"] if dist.muon.owns(shard) else ["exp_avg", "exp_avg_sq"]
+        state = {key: dist.states.get(shard, key) for key in keys}
+        return {**state, "master_param": dist.states.get(shard, "param")}
+    state = {k: v for k, v in dist.optimizer.state[shard].items() if torch.is_tensor(v)}
+    if case.narrow is not None and ON_HOST not in case.narrow:
+        return {k: dist.optimizer.get_unscaled_state(shard, k) for k in state}
+    if dict(case.muon).get("momentum_dtype") == "int8":
+        return {key: dist.states.get(shard, key) for key in state}
+    return state
 
 
 def main_of(shard: Tensor, master: Tensor | None) -> Tensor:

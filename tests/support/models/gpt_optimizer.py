@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from support import hybrid_on_cpu
 from support.installed import VERSION
 from support.runs.cases import matches
 
 if TYPE_CHECKING:
     from support.models.gpt import Built
+
+
+ON_HOST = ("optimizer_cpu_offload", True)  # among the settings of ``narrow``
 
 
 def optimizer_config(built: Built) -> Any:
@@ -47,6 +51,8 @@ def optimizer_config(built: Built) -> Any:
 
 
 def _precision_aware(case: Any) -> dict[str, Any]:
+    if ON_HOST in case.narrow:
+        hybrid_on_cpu.install()
     grads = torch.float32 if case.fp32_grads else torch.bfloat16
     return {"use_precision_aware_optimizer": True, "main_grads_dtype": grads, **dict(case.narrow)}
 

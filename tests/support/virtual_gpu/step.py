@@ -66,12 +66,24 @@ def closed(rank: int, gpu: Gpu, held: Mapping[int, str] | None = None) -> Record
 
 
 def record_step(
-    plan: ExchangePlan, rank: int, config: MuonConfig, *, steps: int = 1, adamw: int = 0
+    plan: ExchangePlan,
+    rank: int,
+    config: MuonConfig,
+    *,
+    steps: int = 1,
+    adamw: int = 0,
+    hosted: Mapping[str, Any] | None = None,
 ) -> Recording:
-    """The work of ``rank`` in steps of Muon, each with ``adamw`` launches that touch no memory."""
+    """The work of ``rank`` in steps of Muon, each with ``adamw`` launches that touch no memory.
+
+    With ``hosted``, settings of Megatron's OptimizerConfig, the state is on the host.
+    """
 
     def program(gpu: Gpu, group: Any) -> None:
-        muon, groups, states = muon_of(plan, rank, Numerics(config), group, CUDA)
+        dtype = torch.float32 if hosted is None else torch.bfloat16
+        muon, groups, states = muon_of(plan, rank, Numerics(config), group, CUDA, dtype)
+        if hosted is not None:
+            states = _on_host(muon, hosted)
         for _ in range(steps):
             gpu.trace.events.append(StepStart())
             muon.step(groups, states, lambda: gpu.launch("adamw", [], [], adamw))
@@ -80,11 +92,19 @@ def record_step(
 
 
 def muon_of(
-    plan: ExchangePlan, rank: int, numerics: Numerics, group: Any, device: torch.device
+    plan: ExchangePlan,
+    rank: int,
+    numerics: Numerics,
+    group: Any,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[DistributedMuon, Any, Any]:
     """The Muon of a rank, its parameter groups and their state."""
     own, meter = plan.for_rank(rank), Meter()
-    shards = {index: torch.zeros(span.size, device=device) for index, span in own.shards.items()}
+    shards = {
+        index: torch.zeros(span.size, device=device, dtype=dtype)
+        for index, span in own.shards.items()
+    }
     for shard in shards.values():
         shard.grad = torch.ones_like(shard)
     state = {shard: {MOMENTUM_KEY: torch.zeros_like(shard)} for shard in shards.values()}
@@ -93,6 +113,17 @@ def muon_of(
     exchange = Exchange(own, plan.matrices, group, TORCH_DTYPE[numerics.travels], device, meter)
     tools = meter, phases(), fused.elementwise_on(device, numerics)
     return DistributedMuon(numerics, plan, own, exchange, shards, *tools), groups, states
+
+
+def _on_host(muon: DistributedMuon, hosted: Mapping[str, Any]) -> Any:
+    """The state of Muon's shards, where no shard is AdamW's."""
+    from megatron_muon.mcore.wiring.states import OfHybrid
+
+    for shard in muon.main_params.values():
+        shard.decoupled_grad, shard.grad = torch.ones_like(shard, dtype=torch.float32), None
+    states = OfHybrid(SimpleNamespace(state={}, _init_sub_optimizers=lambda: None))
+    states.hold(muon, SimpleNamespace(bf16=True, **hosted))
+    return states
 
 
 @contextmanager

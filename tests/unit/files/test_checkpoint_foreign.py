@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron_muon.mcore.checkpoint.interop.foreign import (
     Source,
     as_ours,
-    refuse,
+    is_megatrons,
     states_of,
-    writer_of,
 )
 from megatron_muon.settings.config import MuonConfig
 
@@ -34,16 +35,33 @@ CONCEPT = {"optimizer": {"param_groups": [ADAMW, {**COMMON, "use_muon": True}]}}
 
 
 def test_each_writer_is_known() -> None:
-    assert writer_of(KEYS, states_of(STATES), []) == "megatron"
-    assert writer_of([], states_of(CONCEPT), ["distrib_optim.pt"]) == "concept"
-    files = ["model_optim_rng.pt", "layer_wise_optimizer_0.pt"]
-    assert writer_of([], states_of(STATES), files) == "megatron_torch"
+    assert is_megatrons(KEYS, states_of(STATES), [])
     ours = {"optimizer": {"param_groups": [ADAMW]}, "megatron_muon": {}}
-    assert writer_of([f"optimizer.state.muon_momentum.{FC1}"], [ours], ["common.pt"]) is None
-    assert writer_of([f"optimizer.state.exp_avg.{FC1}"], [], []) is None
-    assert writer_of([], states_of(STATES), ["model_optim_rng.pt"]) == "megatron_torch"
+    assert not is_megatrons([f"optimizer.state.muon_momentum.{FC1}"], [ours], ["common.pt"])
+    assert not is_megatrons([f"optimizer.state.exp_avg.{FC1}"], [], [])
     sgd = [{"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9, "dampening": 0}]}}]
-    assert writer_of(KEYS[:4], sgd, []) is None and writer_of([], sgd, []) is None
+    assert not is_megatrons(KEYS[:4], sgd, []) and not is_megatrons([], sgd, [])
+
+
+FP32 = {number: state["optimizer"] for number, state in STATES.items()}  # torch's own state dicts
+
+
+@pytest.mark.parametrize(
+    ("saved", "file"),
+    [
+        (CONCEPT, "distrib_optim.pt"),
+        (STATES, "layer_wise_optimizer_0.pt"),
+        (STATES, "model_optim_rng.pt"),
+        (FP32, "model_optim_rng.pt"),
+    ],
+)
+def test_state_without_names_is_refused(saved: Any, file: str) -> None:
+    with pytest.raises(ValueError, match=r"which weights were Muon's.*--ckpt-format torch_dist"):
+        is_megatrons([], states_of(saved), [file])
+
+
+def test_chains_may_be_nested() -> None:
+    assert states_of([[{"a": 1}], {0: {"b": 2}}, None]) == [{"a": 1}, {"b": 2}]
 
 
 def test_adamws_in_buckets_is_named() -> None:
@@ -74,17 +92,8 @@ def test_one_momentum_coefficient_must_be_said(coefficients: tuple[float, ...]) 
         Source(KEYS, [{"optimizer": {"param_groups": groups}}])
 
 
-def test_files_without_names_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"numbers its optimizer state .layer_wise_optimizer_N"):
-        refuse("megatron_torch")
-    with pytest.raises(ValueError, match=r"proof of concept .*--no-load-optim"):
-        refuse("concept")
-    refuse("megatron")
-
-
 def test_an_fp32_models_state_dict_is_torchs_own() -> None:
-    states = [state["optimizer"] for state in states_of(STATES)]
-    assert writer_of([], states, []) == "megatron_torch"
+    states = states_of(FP32)
     first, _ = as_ours(states, MuonConfig())["optimizer"]["param_groups"]
     assert first["step"] == 3 and Source(KEYS, states).mu == 0.9
 

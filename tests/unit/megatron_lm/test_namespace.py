@@ -18,7 +18,7 @@ from support.megatron_lm.flag_parsers import EVERY, MEANINGS, WITH_MUON, parsed,
 
 def test_all_refused_flags_are_in_one_error() -> None:
     args = argparse.Namespace(use_distributed_optimizer=False, optimizer_cpu_offload=1, use_mup=1)
-    each = "(?s)--use-distributed-opt.*--optimizer-cpu-offload yet.*--use-mup yet: leave it off"
+    each = "(?s)--use-distributed-opt.*--use-mup yet: leave it off.*--optimizer-cpu-offload without"
     with pytest.raises(ValueError, match=each):
         _check(args)
 
@@ -116,6 +116,7 @@ def test_what_is_in_force_is_written(version: str, which: str) -> None:
     expected |= {"muon_early_param_gather"} if config.early_param_gather is None else set()
     expected |= {"muon_ns_iteration"} if config.ns_iteration is None else set()
     expected |= {"muon_split_matrices"} if config.split_matrices is None else set()
+    expected |= {"muon_link_gbytes"} if config.link_gbytes is None else set()
     expected |= {"muon_log_interval", "muon_log_file"} if config.log_interval is None else set()
     expected |= {"muon_qk_clip", "muon_qk_clip_alpha"} if config.qk_clip is None else set()
     assert unset == expected

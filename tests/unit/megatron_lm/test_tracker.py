@@ -27,7 +27,6 @@ def _checkpoint(folder: Path, content: str, digested: bool = True) -> None:
 LEFT = {
     "before it is moved": ("six", None, True, 4, "six"),
     "after it is moved": (None, "six", True, 4, "six"),
-    "the only one, moved": (None, "six", True, None, "six"),
     "in the new save": ("partial", "six", True, 4, "six"),
     "before the tracker": ("new", "six", True, 4, "new"),
     "after the tracker": ("new", "six", True, 6, "new"),
@@ -47,8 +46,7 @@ def test_what_an_earlier_version_left_is_refused_with_what_repairs_it(
         _checkpoint(tmp_path / f"{SIX}.before", aside)
     if mark:
         (tmp_path / f"{SIX}.anew").touch()
-    if named is not None:
-        (tmp_path / tracker.NAME).write_text(str(named))
+    (tmp_path / tracker.NAME).write_text(str(named))
     before = sorted(path for path in tmp_path.rglob("*"))
     with pytest.raises(ValueError, match="by an earlier megatron_muon was stopped") as caught:
         tracker.require_settled(tmp_path)

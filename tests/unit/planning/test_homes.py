@@ -58,7 +58,8 @@ def test_whatever_the_speeds_the_busiest_rank_is_near_the_best(
 
 def _llama(dp_size: int, **settings: Any) -> ExchangePlan:
     grid = RankGrid(((tuple(range(dp_size)),),))
-    return make_plan(llama_8b(dp_size)[0], grid, Numerics(MuonConfig(**settings)))
+    own = MuonConfig(homes="balanced", **settings)
+    return make_plan(llama_8b(dp_size)[0], grid, Numerics(own))
 
 
 def _over_ideal(plan: ExchangePlan) -> Fraction:

@@ -9,6 +9,7 @@ from megatron_muon.lab.pricing.kernels import newton_schulz, newton_schulz_strip
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.orthogonalize.iteration import ns_flops, strip_flops
 from megatron_muon.orthogonalize.numerics import Device, Numerics
+from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.layout import Strip
 from megatron_muon.planning.sharing.strip_time import MEMORY, NODE_LINK, strip_time
 from megatron_muon.settings.config import MuonConfig
@@ -46,7 +47,7 @@ def test_a_plan_and_the_time_model_price_a_strip_alike(
 def test_the_ratios_of_speeds_are_the_time_models() -> None:
     assert H100.node_link / H100.network_link == pytest.approx(NODE_LINK, rel=0.06)
     assert H100.memory / H100.network_link == pytest.approx(MEMORY, rel=0.11)
-    assert H100.network_link / GIGA == pytest.approx(CONFIG.link_gbytes, rel=0.07)
+    assert H100.network_link / GIGA == pytest.approx(LINK_GBYTES, rel=0.07)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda_symmetric"])

@@ -35,6 +35,7 @@ from megatron_muon.lab.bench.step.meter import (
     peak_bytes,
 )
 from megatron_muon.lab.bench.step.rows import Row
+from megatron_muon.lab.progress import progress
 from megatron_muon.runtime import collectives
 
 NOISE = 4_194_301  # elements; a prime, so that no two rows of a weight are the same
@@ -112,16 +113,19 @@ def measure(job: StepJob) -> list[Measured]:
             contender.watch_launches()
         if job.traces is not None:
             contender.trace(job.traces / row.name)
-    for number in range(job.rounds):
-        _say(f"round {number + 1} of {job.rounds}")
+    for number in progress(range(job.rounds), "rounds", disable=None if _is_first() else True):
         shift = number % len(contenders)
         for contender in contenders[shift:] + contenders[:shift]:
             contender.measured.times.append(contender.step())
     return [contender.measured for contender in contenders]
 
 
+def _is_first() -> bool:
+    return dist.get_rank() == 0
+
+
 def _say(text: str) -> None:
-    if dist.get_rank() == 0:  # a large model takes minutes
+    if _is_first():  # a large model takes minutes
         print(text, file=sys.stderr, flush=True)
 
 

@@ -18,6 +18,7 @@ from megatron_muon.lab.dry_run.model import padded_vocab, ranks_of, transformer_
 from megatron_muon.lab.outputs import CommandError, write_json
 from megatron_muon.lab.ranks import Task
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
+from megatron_muon.lab.tables import show
 from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.version import __version__
 
@@ -49,7 +50,7 @@ def report(
     _print_tables(flags, topology, task, lines)
     verdicts = _weights(rows, lines)
     if verdicts:
-        print("\n" + "\n".join(verdicts))
+        show("", *verdicts)
     result = table.as_json(lines, topology, _run_of(argv, flags, task))
     write_json(flags.json, result)
     if all(verdicts.values()):
@@ -66,27 +67,29 @@ def _print_tables(
     for row, line in zip(task.argument.rows, lines, strict=True):
         for text in line.ranks[0].lines if row.kind == "muon" else ():
             if "pipeline stage" in text:
-                print(f"{row.name}: {text}")
+                show(f"{row.name}: {text}")
     backend = "nccl" if task.gpus else f"gloo, {os.cpu_count()} cores"
-    print(
-        f"\n{_named(topology)} ({task.world} ranks over {backend}, {task.threads} thread(s) "
+    show(
+        "",
+        f"{_named(topology)} ({task.world} ranks over {backend}, {task.threads} thread(s) "
         f"each), hidden {flags.hidden_size}, {flags.num_layers} layers, {flags.rounds} rounds"
-        + ("; at least 7 are needed to compare" if flags.rounds < 7 else "")
+        + ("; at least 7 are needed to compare" if flags.rounds < 7 else ""),
     )
     print(table.as_text(lines))
     if not task.gpus:
         times = {line.name: line.ns_cpu_ms_per_gflop() for line in lines}
         speeds = ", ".join(f"{name} {ms:.2f}" for name, ms in times.items() if ms is not None)
         if speeds:
-            print(f"\nNewton-Schulz, processor ms per Gflop: {speeds}")
+            show("", f"Newton-Schulz, processor ms per Gflop: {speeds}")
     if any(line.name in UPSTREAM for line in lines):
-        print(
+        show(
             'upstream: coefficients "simple" as in the other rows; its own default, "quintic", '
-            f"needs as many products\n{BLOCKWISE}: other mathematics, since each TP rank "
-            "orthogonalizes its slice by itself; its default up to core 0.19"
+            "needs as many products",
+            f"{BLOCKWISE}: other mathematics, since each TP rank orthogonalizes its slice by "
+            "itself; its default up to core 0.19",
         )
         if not task.gpus and not lays_out_buffers():
-            print(
+            show(
                 "upstream: concurrent broadcasts replace its gather of parameters, since gloo "
                 "cannot gather unequal parts; other rows' gathers are broadcasts, too"
             )

@@ -173,20 +173,19 @@ def _block(title: str, lines: Sequence[Line]) -> list[str]:
 def _ratios_to(
     lines: Sequence[Line], against: Sequence[str], steps_of: Callable[[Line], list[float]]
 ) -> list[str]:
-    """A line per row: median and range of the rounds' ratios to each of ``against``."""
+    """A table: median and range of the rounds' ratios to each of ``against``."""
     by_name = {line.name: steps_of(line) for line in lines}
-    width = max((len(name) for name in by_name), default=0)
-    text = []
+    against = [other for other in against if other in by_name]
+    rows = []
     for name, steps in by_name.items():
-        parts = []
-        for other in against:
-            if other != name and other in by_name:
-                ratios = [a / b for a, b in zip(steps, by_name[other], strict=True)]
-                span = f"{min(ratios):.2f} to {max(ratios):.2f}"
-                parts.append(f"{statistics.median(ratios):.2f} ({span}) of {other}")
-        if parts:
-            text.append(f"  {name:{width}}  {', '.join(parts)}")
-    return text
+        cells = ["" if other == name else _ratio(steps, by_name[other]) for other in against]
+        rows += [[name, *cells]] if any(cells) else []
+    return aligned([["row", *(f"to {other}" for other in against)], *rows]) if rows else []
+
+
+def _ratio(steps: Sequence[float], others: Sequence[float]) -> str:
+    ratios = [a / b for a, b in zip(steps, others, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def parts_text(lines: Sequence[Line]) -> str:

@@ -171,12 +171,7 @@ class ChainAfterMuon(ChainedOptimizer):  # type: ignore[misc]
 
 @contextmanager
 def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Let AdamW's optimizer load a checkpoint of Muon's inside the ``with``; all ranks call it.
-
-    Args:
-        optimizer: the chain that ``get_megatron_optimizer`` has returned for ``optimizer='adam'``
-            with the distributed optimizer.
-    """
+    """See ``megatron_muon.reading_muon``; ``settings`` are those of Muon in the checkpoint."""
     chain, every = type(optimizer), optimizer.chained_optimizers
     parts = [part for part in every if not part.is_stub_optimizer]
     device = device_of(every[0].model_chunks)

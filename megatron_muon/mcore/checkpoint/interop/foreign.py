@@ -1,18 +1,11 @@
-"""Muon checkpoints that others have written, and their keys in terms of this package's.
+"""Checkpoints of Megatron's own Muon, and their keys in terms of this package's.
 
 Functions of keys and of state dicts: no communication, no Megatron.
 
-===========  ==============================  =====================================================
-who          known by                        its momentum, and the factor that makes it M ← μM + G
-===========  ==============================  =====================================================
-concept      ``use_muon`` in a parameter     refused: nothing but zeros in place of a second
-             group                           moment says which weights were Muon's
-megatron     ``momentum_buffer`` in a key    ``optimizer.state.momentum_buffer.WEIGHT``, whole
-             of torch_dist                   weights, a mean: M ← μM + (1-μ)G; 1/(1-μ)
-megatron_    files layer_wise_optimizer_N    refused: it has numbers in place of names, and does not
-torch        .pt, or μ in a parameter group  say which rank had which weight
-             of the format ``torch``
-===========  ==============================  =====================================================
+In torch_dist it has state of whole weights, ``optimizer.state.momentum_buffer.WEIGHT``. Momentum is
+a mean, M ← μM + (1-μ)G, and 1/(1-μ) makes it the sum M ← μM + G. In the format ``torch`` state has
+numbers, in files layer_wise_optimizer_N.pt, which do not say which rank had which weight. The proof
+of concept has zeros in place of a second moment, and ``use_muon`` in its groups.
 
 From core 0.18 on Megatron's own Muon may leave AdamW's part to a DistributedOptimizer. Its state is
 in whole weights only in the format fully_reshardable.
@@ -27,13 +20,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 from megatron_muon.mcore.checkpoint.buffers import MOMENTUM, RECORD
 from megatron_muon.settings.config import MuonConfig
 
-Writer = Literal["concept", "megatron", "megatron_torch"]
 StateDict = dict[Any, Any]
 
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)$")
@@ -51,7 +42,6 @@ _KNOWN = {kind for kinds in _THEIRS.values() for kind in kinds}
 _IN_BUCKETS = re.compile(r"(?:chained_\d+\.)*optimizer\.distributed\.")
 _MU = ("momentum", "momentum_beta")  # the latter in Emerging-Optimizers 0.1
 _SGD = "dampening"  # a key of SGD's groups, which have a momentum, too
-_CHAINS, _CHAIN = 4, 10_000  # how deep chains are, and how many optimizers they have, at most
 _BY_RANK = re.compile(r"layer_wise_optimizer_\d+\.pt$")
 # What their groups have and ours do not: Muon's settings, and from core 0.17 on a name.
 _NOT_OURS = (*_MU, "nesterov", "params", "optimizer")
@@ -120,67 +110,40 @@ class Source:
         )
 
 
-def writer_of(
+def is_megatrons(
     keys: Collection[str], states: Sequence[Mapping[str, Any]], files: Collection[str]
-) -> Writer | None:
-    """The writer of a checkpoint, if it is one of the table above.
+) -> bool:
+    """Whether Megatron's own Muon has written a checkpoint, in whole weights.
 
     Args:
         keys: keys of its tensors, from ``.metadata`` of torch_dist; else empty.
+
+    Raises:
+        ValueError: another Muon's optimizer state, which cannot be told apart by weights.
     """
     groups = list(groups_of(states))
-    if any(_BY_RANK.search(file) for file in files):
-        return "megatron_torch"
-    if any("use_muon" in group for group in groups):
-        return "concept"
-    if any(_SGD in group for group in groups):
-        return None
-    if any(at[1] == "momentum_buffer" for at in map(_STATE.match, keys) if at):
-        return "megatron"
-    mus = any(key in group for group in groups for key in _MU)
-    return "megatron_torch" if mus and not keys else None
+    is_sgd = any(_SGD in group for group in groups)
+    has_mu = not is_sgd and any(key in group for group in groups for key in _MU)
+    if (
+        any(_BY_RANK.search(file) for file in files)
+        or any("use_muon" in group for group in groups)
+        or (has_mu and not keys)
+    ):
+        raise ValueError(
+            "The checkpoint's optimizer state does not say which weights were Muon's: it was saved "
+            "by Megatron's own Muon in the format torch, or by the proof of concept of Distributed "
+            "Muon (Megatron-LM#1428). Save it with --ckpt-format torch_dist, or load the model "
+            "alone (--no-load-optim)"
+        )
+    return not is_sgd and any(at[1] == "momentum_buffer" for at in map(_STATE.match, keys) if at)
 
 
 def states_of(saved: Any) -> list[StateDict]:
-    """The state dicts of an optimizer, or of a chain, which is a list or has numbers for keys.
-
-    Raises:
-        ValueError: chains are nested deeper, or have more optimizers, than any that was saved.
-    """
-    states = list(islice(_states_of(saved, _CHAINS), _CHAIN + 1))
-    if len(states) > _CHAIN:
-        raise ValueError(f"the optimizer's state is a chain of more than {_CHAIN} optimizers")
-    return states
-
-
-def _states_of(saved: Any, depth: int) -> Iterator[StateDict]:
-    is_dict = isinstance(saved, dict)
-    is_numbered = is_dict and bool(saved) and all(isinstance(key, int) for key in saved)
-    if not (is_numbered or isinstance(saved, list)):
-        if is_dict:
-            yield saved
-        return
-    if not depth:
-        raise ValueError(f"the optimizer is no state dict and no chain, {_CHAINS} deep at most")
-    for part in [saved[number] for number in sorted(saved)] if is_numbered else saved:
-        yield from _states_of(part, depth - 1)
-
-
-def refuse(writer: Writer | None) -> None:
-    """Refuse a checkpoint whose optimizer state cannot be told apart; ValueError says why."""
-    if writer == "concept":
-        raise ValueError(
-            "The checkpoint's optimizer state was saved by the proof of concept of Distributed "
-            "Muon (Megatron-LM#1428), which is no longer read: load the model alone "
-            "(--no-load-optim), or load and save it once with megatron_muon's tag lab-full"
-        )
-    if writer == "megatron_torch":
-        raise ValueError(
-            "The checkpoint was saved by Megatron's own Muon in the format torch, which numbers "
-            "its optimizer state (layer_wise_optimizer_N.pt) and does not record which weights "
-            "rank N owned. Save it with --ckpt-format torch_dist, or load the model alone "
-            "(--no-load-optim)"
-        )
+    """The state dicts of an optimizer, or of a chain, which is a list or has numbers for keys."""
+    if isinstance(saved, dict) and not (saved and all(isinstance(key, int) for key in saved)):
+        return [saved]
+    parts = [saved[key] for key in sorted(saved)] if isinstance(saved, dict) else saved or []
+    return [state for part in parts for state in states_of(part)]
 
 
 def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDict:

@@ -1,20 +1,30 @@
-"""Who wrote a checkpoint, and what it says of its optimizer: read as data, no communication."""
+"""Who wrote a checkpoint, and what it says of its optimizer; no communication.
+
+Pickles are read as data: a class or a function that a file names is not called, but for the few
+that Megatron's and torch's own files need. (Megatron reads the same files next, and trusts them.)
+"""
 
 from __future__ import annotations
 
+import io
+import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_muon.mcore.checkpoint.buffers import RECORD
 from megatron_muon.mcore.checkpoint.interop import foreign
-from megatron_muon.mcore.checkpoint.read import load
-from megatron_muon.mcore.checkpoint.torch_dist import METADATA, Metadata, common, read_metadata
-from megatron_muon.mcore.load_check.files import entries
 
+METADATA = ".metadata"  # of torch_dist
+# Everything that is not sharded: a file of its own, from core 0.19 an object among the tensors.
+_COMMON_FILE, _COMMON_KEY = "common.pt", re.compile(r"common_state/shard_")
 _OPTIMIZERS = re.compile(r"(chained_\d+\.)*optimizer\.")
 
 
@@ -24,7 +34,7 @@ class Saved:
 
     Attributes:
         folder: the folder of one iteration.
-        metadata: those of torch_dist; empty in other formats.
+        metadata: torch's of torch_dist; empty in other formats.
         states: the state dicts of a chain of optimizers, without what differs between ranks.
     """
 
@@ -44,72 +54,135 @@ class Saved:
             ValueError: it is damaged; names the file.
         """
         folder = Path(folder)
-        metadata = Metadata(folder)
-        if (folder / METADATA).exists():
-            with _naming(folder / METADATA):
-                metadata = read_metadata(folder)
-            with _naming(folder / "common.pt"):
-                saved = common(metadata)
-        else:
-            file = min(folder.glob("mp_rank_*/model_optim_rng.pt"), default=None)
-            if file is None:
+        if not (folder / METADATA).exists():
+            files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
+            if not files:
                 raise FileNotFoundError(f"{folder} has no checkpoint in it")
-            with _naming(file):
-                saved = load(file)
-                if not isinstance(saved, dict):
-                    raise ValueError(f"it holds a {type(saved).__name__}, not a dict")
-        return cls(folder, metadata, foreign.states_of(saved.get("optimizer")))
+            return cls(folder, Metadata({}), _states_in(files[0]))
+        with _naming(folder / METADATA) as file:
+            saved = cls(folder, _Data(io.BytesIO(file.read_bytes())).load(), [])
+            key = next(filter(_COMMON_KEY.match, saved.keys), None)
+        if key is None or (folder / _COMMON_FILE).exists():
+            return replace(saved, states=_states_in(folder / _COMMON_FILE))
+        return replace(saved, states=foreign.states_of(saved.object(key).get("optimizer")))
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys of all tensors and objects in torch_dist."""
+        return list(self.metadata.state_dict_metadata)
 
     @property
     def writer(self) -> Literal["muon", "adamw", "none"]:
         """The optimizer whose state it has: this package's Muon, AdamW or another, or none."""
         if self.has():
             return "muon"
-        return "adamw" if self.states or self._objects() else "none"
+        return "adamw" if self.states or self._of_optimizers() else "none"
 
     @property
-    def foreign_writer(self) -> foreign.Writer | None:
-        """The other Muon that has written it, if any: see ``foreign``."""
-        states = self.states
-        if any(
-            ".optimizer/" in key for key in self._objects()
-        ):  # each model-parallel rank's groups
+    def is_megatrons(self) -> bool:
+        """Whether Megatron's own Muon has written it: see ``foreign``."""
+        states, keys = self.states, self._of_optimizers()
+        if any(".optimizer/" in key for key in keys):  # each model-parallel rank's groups
             states = [*states, {"optimizer": self.record("optimizer")}]
-        files = [entry.name for entry in entries(self.folder)]
-        return foreign.writer_of(self._objects(), states, files)
+        return foreign.is_megatrons(keys, states, [path.name for path in self.folder.rglob("*.pt")])
 
     def has(self, key: str = RECORD) -> bool:
         """Whether there is a ``record`` under this key."""
         beside = any(key in state for state in self.states)
-        return beside or any(f".{key}/" in name for name in self._objects())
+        return beside or any(f".{key}/" in name for name in self._of_optimizers())
 
     def record(self, key: str = RECORD) -> dict[str, Any]:
         """The dict saved under a key beside the optimizer's groups; Muon's settings by default.
 
         Raises:
             KeyError: the checkpoint has nothing under that key.
-            ValueError: it is damaged; names the file or the key.
+            ValueError: it is damaged; names the file.
         """
-        found = next((state[key] for state in self.states if key in state), None)
-        if found is None:
-            name = next((name for name in self._objects() if f".{key}/" in name), None)
-            if name is None:
-                raise KeyError(f"{self.folder} has no {key}")
-            with _naming(self.folder / name):
-                found = self.metadata.object(name)
-        if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-            raise ValueError(f"{self.folder}: {key} is damaged: it is a {type(found).__name__}")
-        return found
+        beside = [state[key] for state in self.states if key in state]
+        if beside:
+            return dict(beside[0])
+        names = [name for name in self._of_optimizers() if f".{key}/" in name]
+        if not names:
+            raise KeyError(f"{self.folder} has no {key}")
+        return dict(self.object(names[0]))
 
-    def _objects(self) -> list[str]:
-        """The optimizer's keys in torch_dist."""
-        return [key for key in self.metadata.keys if _OPTIMIZERS.match(key)]
+    def object(self, key: str) -> Any:
+        """The value of Megatron's ShardedObject; ValueError where its file is damaged."""
+        place = self.metadata.storage_data[MetadataIndex(key)]
+        with _naming(self.folder / place.relative_path) as path, path.open("rb") as file:
+            file.seek(place.offset)
+            value = _loaded(io.BytesIO(file.read(place.length)))
+            if isinstance(value, io.BytesIO):
+                value = _loaded(value)
+        return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+    def _of_optimizers(self) -> list[str]:
+        return [key for key in self.keys if _OPTIMIZERS.match(key)]
+
+
+def _states_in(file: Path) -> list[dict[Any, Any]]:
+    with _naming(file):
+        saved = _loaded(str(file), mmap=True)
+        return foreign.states_of(saved.get("optimizer"))
 
 
 @contextmanager
-def _naming(file: Path) -> Iterator[None]:
+def _naming(file: Path) -> Iterator[Path]:
     """Add the file's path to errors about its damaged content."""
     try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+        yield file
+    except OSError:
+        raise
+    except Exception as error:  # there is no list of what a damaged file raises
+        raise ValueError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _loaded(file: Any, **options: Any) -> Any:
+    """What ``torch.save`` has written, by ``_Data``."""
+    if "constants.pkl" in torch._C.PyTorchFileReader(file).get_all_records():
+        raise ValueError("it is a TorchScript archive, which is code")
+    if not isinstance(file, str):
+        file.seek(0)
+    reading: Any = SimpleNamespace(__name__="pickle", Unpickler=_Data)
+    options |= {"map_location": "cpu", "pickle_module": reading, "weights_only": False}
+    return torch.load(file, **options)
+
+
+class _Unknown:
+    """An object of a class, or a result of a function, that is not known; it holds nothing."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Unknown:
+        return object.__new__(cls)
+
+    def ignore(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    __call__ = __setstate__ = __setitem__ = append = extend = add = ignore
+
+
+class _Data(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _KNOWN.get(module, ()):
+            found = super().find_class(module, name)
+            # a file may set attributes of what it is given
+            return (lambda *args: found(*args)) if isinstance(found, FunctionType) else found
+        return type(name, (_Unknown,), {})
+
+
+# What the files of torch and Megatron need, by module.
+_KNOWN = {
+    "builtins": ("bytearray", "complex", "dict", "frozenset", "list", "set"),
+    "argparse": ("Namespace",),
+    "collections": ("OrderedDict", "defaultdict"),
+    "_io": ("BytesIO",),
+    "torch": ("Size",),
+    "torch.storage": ("UntypedStorage",),
+    "torch._utils": ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
+    ),
+}

@@ -12,7 +12,6 @@ from megatron.core.fp8_utils import is_float8tensor
 
 from megatron_muon.mcore.checkpoint.interop import foreign
 from megatron_muon.mcore.checkpoint.interop.saved import Saved
-from megatron_muon.mcore.checkpoint.read import Unknown
 from megatron_muon.mcore.checkpoint.state import FromAdamW
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.runtime.consensus import together
@@ -21,21 +20,10 @@ from megatron_muon.runtime.states import MAIN_KEY, write_halves
 
 @contextmanager
 def reading_adamw(optimizer: Any, momentum: FromAdamW) -> Iterator[None]:
-    """Let the optimizer load a checkpoint of AdamW's DistributedOptimizer inside the ``with``.
+    """See ``megatron_muon.reading_adamw``.
 
     It takes over main parameters, steps, groups, and both moments of AdamW's remaining parameters.
-    Muon's momentum M is Σ μ^k g where Adam's first moment is (1-β1) Σ β1^k g. At its end it checks
-    that main parameters round to the model's, so load the model first.
-
-    Args:
-        optimizer: the chain that ``get_megatron_optimizer`` has returned. Every rank of the world
-            calls this.
-        momentum: ``momentum``: M starts as exp_avg / (1-β1), by the β1 of the checkpoint;
-            ``fresh``: at zero.
-
-    Raises:
-        ValueError: a main parameter does not round to the model's weight; names one.
-        RuntimeError: only another rank has an error.
+    Muon's momentum is Σ μ^k g where Adam's first moment is (1-β1) Σ β1^k g.
     """
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in parts:
@@ -51,20 +39,9 @@ def reading_adamw(optimizer: Any, momentum: FromAdamW) -> Iterator[None]:
 
 @contextmanager
 def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
-    """Let the optimizer load a torch_dist checkpoint of Megatron's own Muon inside the ``with``.
+    """See ``megatron_muon.reading_megatron_muon``.
 
-    It takes over main parameters, momentum, AdamW's moments, steps and groups, at any topology,
-    since the checkpoint has whole weights. The format that the run itself saves in does not matter.
-    A momentum coefficient that differs is printed, as other settings are. At its end it checks
-    that main parameters round to the model's, so load the model first.
-
-    Every rank of the world calls this, with the chain that ``get_megatron_optimizer`` has returned
-    and the folder of one iteration.
-
-    Raises:
-        ValueError: the checkpoint is not of Megatron's own Muon, or a main parameter does not round
-            to the model's weight.
-        RuntimeError: only another rank has an error.
+    A momentum coefficient that differs is printed, as other settings are.
     """
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
     source = together(lambda: _source(Saved.of(folder), optimizer), None, device)
@@ -82,12 +59,9 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
 
 
 def _source(saved: Saved, optimizer: Any) -> foreign.Source:
-    writer = saved.foreign_writer
-    foreign.refuse(writer)
-    if writer != "megatron":
+    if not saved.is_megatrons:
         raise ValueError(f"{saved.folder} is no checkpoint of Megatron's own Muon in torch_dist")
-    require_plain_groups(saved.folder, saved.states)
-    source = foreign.Source(saved.metadata.keys, saved.states)
+    source = foreign.Source(saved.keys, saved.states)
     if source.is_fp32 and (optimizer.config.bf16 or optimizer.config.fp16):
         raise ValueError(
             f"{saved.folder} is of an fp32 model, whose weights are its main parameters; this run "
@@ -95,14 +69,6 @@ def _source(saved: Saved, optimizer: Any) -> foreign.Source:
             "(--no-load-optim)"
         )
     return source
-
-
-def require_plain_groups(folder: Path, states: list[dict[Any, Any]]) -> None:
-    """Refuse groups with objects that are no plain values, since a file's objects are not made."""
-    for group in foreign.groups_of(states):
-        for key, value in group.items():
-            if isinstance(value, Unknown):
-                raise ValueError(f"{folder}: a group's {key} is {value}, no plain value")
 
 
 def _check_main_params(parts: Sequence[Any], whose: str) -> None:

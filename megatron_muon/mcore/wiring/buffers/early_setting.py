@@ -61,6 +61,10 @@ def _hindrances(
         )
         why = "both start the first gather"
         yield what, ValueError(f"{setting} with {what}: {why}: {leave_out}")
+    if optimizer_config.optimizer_cpu_offload:
+        what = "optimizer_cpu_offload (--optimizer-cpu-offload)"
+        why = "AdamW's part, on the host, ends last"
+        yield what, NotImplementedError(f"{setting} with {what}: {why}: {leave_out}")
     if getattr(optimizer_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
         what = "reuse_grad_buf_for_mxfp8_param_ag (--reuse-grad-buf-for-mxfp8-param-ag)"
         why = "parameters travel in the memory of gradients, which a step still reads"

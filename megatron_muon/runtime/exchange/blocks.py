@@ -1,0 +1,117 @@
+"""A momentum in one byte an element: blocks of 256 elements, each with an fp32 scale.
+
+A block's largest element is 1 times its scale, the others are the nearest of 255 values: dynamic
+tree quantization (arXiv 2110.02861, section 1.3), for Muon in arXiv 2509.23106. The largest value
+is 1 on both sides, so that reading and writing again changes no bit. An element is off by at most
+``MOST_OFF`` of its block's largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_muon.runtime.states import MAIN_KEY, MOMENTUM_KEY, States
+
+BLOCK = 256  # elements, counted from the first one of the parameter's TP slice
+DECADES = 7
+MOST_OFF = 0.75 * 0.9 / 2 ** (DECADES - 1)  # half of the distance from 1 to the next value
+
+
+def values_on(device: torch.device) -> Tensor:
+    """The 255 values, ascending: in the k-th decade below 1 half as many as in the one above it."""
+    positive: list[float] = []
+    for decade in range(DECADES):
+        count = 2**decade
+        width = 0.9 / count
+        factor = 10.0 ** (decade + 1 - DECADES)
+        positive += [factor * (0.1 + width * (k + 0.5)) for k in range(count)]
+    positive[-1] = 1.0
+    return torch.tensor([*(-value for value in reversed(positive)), 0.0, *positive], device=device)
+
+
+class InBlocks(States):
+    """States with Muon's momentum in blocks. A block that the edge of a shard cuts has two scales.
+
+    Scales and codes are one fp32 tensor, since fused Adam classes refuse other dtypes and keys. It
+    stays where Megatron loads tensors without values.
+
+    Args:
+        optimizer: see ``States``.
+        firsts: by ``id`` of a shard of Muon's, its first element's place in the parameter's TP
+            slice.
+    """
+
+    are_copies = True
+
+    def __init__(self, optimizer: Any, firsts: Mapping[int, int]) -> None:
+        super().__init__(optimizer)
+        self._firsts = firsts
+        self._values: Tensor | None = None
+
+    def get(self, shard: Tensor, key: str) -> Tensor:
+        """See ``States``."""
+        held = super().get(shard, key)
+        if key == MAIN_KEY or id(shard) not in self._firsts:
+            return held
+        before, scales, codes = self._parts(shard, held)
+        wide = self._values_of(shard).index_select(0, codes.int())
+        every = scales[:, None].expand(-1, BLOCK).reshape(-1)
+        return wide.mul_(every[before : before + wide.numel()])
+
+    def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
+        """See ``States``."""
+        if key == MAIN_KEY or id(shard) not in self._firsts:
+            super().put(shard, key, wide)
+            return
+        before, scales, codes = self._parts(shard, super().get(shard, key))
+        after = -(before + wide.numel()) % BLOCK
+        blocks = torch.nn.functional.pad(wide, (before, after)).view(-1, BLOCK)
+        torch.linalg.vector_norm(blocks, float("inf"), dim=1, out=scales)
+        blocks.div_(torch.where(scales == 0, 1.0, scales)[:, None])
+        values = self._values_of(shard)
+        middles = (values[1:] + values[:-1]) / 2
+        nearest = torch.bucketize(blocks.view(-1), middles, out_int32=True)
+        codes.copy_(nearest[before : before + wide.numel()])
+
+    def start_momentum(self, shard: Tensor) -> None:
+        """See ``States``."""
+        state = self._optimizer.state[shard]
+        if not state:
+            size = self._blocks(shard) + -(-shard.numel() // 4)
+            state[MOMENTUM_KEY] = torch.zeros(size, dtype=torch.float32, device=shard.device)
+
+    def load(self, load_state_dict: Callable[[Any], None], state_dict: Any) -> None:
+        """See ``States``."""
+        own, saved = self._optimizer.param_groups, state_dict["param_groups"]
+        shards = chain.from_iterable(group["params"] for group in own)
+        keys = chain.from_iterable(group["params"] for group in saved)
+        mine = {
+            key: shard for key, shard in zip(keys, shards, strict=True) if id(shard) in self._firsts
+        }
+        kept = {shard: super(InBlocks, self).get(shard, MOMENTUM_KEY) for shard in mine.values()}
+        state = {
+            key: {name: each for name, each in held.items() if key not in mine or name == "step"}
+            for key, held in state_dict["state"].items()
+        }
+        load_state_dict({**state_dict, "state": state})
+        for shard, momentum in kept.items():
+            self._optimizer.state[shard][MOMENTUM_KEY] = momentum
+
+    def _parts(self, shard: Tensor, held: Tensor) -> tuple[int, Tensor, Tensor]:
+        """Elements of the first block that another rank holds; scales; codes."""
+        blocks = self._blocks(shard)
+        codes = held[blocks:].view(torch.uint8)[: shard.numel()]
+        return self._firsts[id(shard)] % BLOCK, held[:blocks], codes
+
+    def _blocks(self, shard: Tensor) -> int:
+        return -(-(self._firsts[id(shard)] % BLOCK + shard.numel()) // BLOCK)
+
+    def _values_of(self, shard: Tensor) -> Tensor:
+        if self._values is None or self._values.device != shard.device:
+            self._values = values_on(shard.device)
+        return self._values

@@ -1,0 +1,35 @@
+"""docs/published_figures.md has the figures that its own commands print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from megatron_muon.lab.commands import main
+from support.documents import ROOT, commands
+
+PAGE = (ROOT / "docs" / "published_figures.md").read_text()
+GPT, SLOW = (re.findall(f'^{name}="(.*)"$', PAGE, re.MULTILINE)[0] for name in ("GPT", "SLOW"))
+# What each command prints of the page; a plan by its rows, a sweep by its steps.
+FIGURES = [
+    [r"parameters +- +6 ", "0.20%", r"momentum, MiB +0 +1,825 ", r"moments, MiB +7,658 +4,008 "],
+    ["29.7", "29.2", "28.5", "27.9"],
+    ["631.1 MB a rank", "184.1 / 210.1"],
+    ["24.2", "36.1", "37.5", "45.8", "18.23%", "25.61%"],
+    ["36.1", "65.1", "42.5"],
+]
+
+
+@pytest.mark.parametrize("number", range(len(FIGURES)))
+def test_the_page_has_what_its_commands_print(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans = [line for line in commands(PAGE) if line.startswith("megatron-muon plan")]
+    assert len(plans) == len(FIGURES)
+    line = plans[number].replace("$SLOW", SLOW).replace("$GPT", GPT)
+    assert main(shlex.split(line)[1:]) == 0
+    printed = capsys.readouterr().out
+    for figure in FIGURES[number]:
+        assert re.search(figure, printed), printed

@@ -1,0 +1,119 @@
+"""--muon-momentum-dtype int8: one byte an element, bitwise the same after a save and a load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.runtime.exchange.blocks import BLOCK, MOST_OFF, InBlocks
+from support.checkpoints.resharding import loaded, saved
+from support.checkpoints.resuming import check as check_resumed
+from support.checkpoints.saving import formats
+from support.covering import FULL
+from support.models.gpt import (
+    Case,
+    Topology,
+    distributed_optimizers,
+    muon_weights,
+    start,
+    take_step,
+    trained,
+    truth,
+)
+from support.ranks import run
+from support.runs.whole import differences, whole
+
+PLAIN = Case(steps=4)
+INT8 = replace(PLAIN, muon=(("momentum_dtype", "int8"),))
+SP = {"sequence_parallel": True}
+
+
+class _Adam:
+    def __init__(self, shard: torch.Tensor) -> None:
+        self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {shard: {}}
+
+
+@given(st.integers(1, 3 * BLOCK), st.integers(0, 2 * BLOCK), st.integers(0, 1 << 20))
+def test_an_element_is_near_and_a_second_rounding_changes_no_bit(
+    size: int, first: int, seed: int
+) -> None:
+    numbers = torch.Generator().manual_seed(seed)
+    exact = torch.randn(size, generator=numbers) * torch.rand(size, generator=numbers) ** 8
+    states = InBlocks(_Adam(exact), {id(exact): first})
+    states.start_momentum(exact)
+    assert not states.get(exact, "exp_avg").any()
+    states.put(exact, "exp_avg", exact.clone())
+    once = states.get(exact, "exp_avg")
+    states.put(exact, "exp_avg", once.clone())
+    assert torch.equal(once, states.get(exact, "exp_avg"))
+    blocks = (torch.arange(size) + first % BLOCK) // BLOCK
+    for block in blocks.unique():
+        here = blocks == block
+        assert (once - exact)[here].abs().max() <= MOST_OFF * exact[here].abs().max() * (1 + 1e-6)
+
+
+def test_newton_schulz_gets_the_momentum_before_it_is_rounded() -> None:
+    one, plain = truth(replace(INT8, steps=1)), truth(replace(PLAIN, steps=1))
+    assert differences({"main": plain["main"]}, {"main": one["main"]}) == []
+    for name in muon_weights(INT8):
+        rounded, exact = one["exp_avg"][name], plain["exp_avg"][name]
+        assert not torch.equal(rounded, exact), name
+        assert (rounded - exact).abs().max() <= MOST_OFF * exact.abs().max(), name
+    both = truth(INT8), truth(PLAIN)
+    assert differences(*({"main": each["main"]} for each in both))  # by the second step
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(2, 2, 1, overlap=True, **SP), Topology(dp=3), Topology(tp=2, pp=2, **SP)],
+    ids=["tp2-dp2", "dp3", "tp2-pp2"],
+)
+def test_a_layout_changes_only_what_a_block_at_an_edge_rounds_to(topology: Topology) -> None:
+    """Two roundings of a block lie at most twice the bound apart; steps carry that on."""
+    one, other = (
+        {name: values for name, values in made["exp_avg"].items() if name in muon_weights(INT8)}
+        for made in (truth(replace(INT8, steps=1)), trained(replace(INT8, steps=1), topology))
+    )
+    for name, values in one.items():
+        assert (values - other[name]).abs().max() <= 2 * MOST_OFF * values.abs().max(), name
+
+
+@pytest.mark.parametrize("format", formats())
+def test_a_checkpoint_goes_on_with_the_same_bits(format: str, tmp_path: Path) -> None:
+    check_resumed(INT8, Topology(dp=2), format, tmp_path)
+
+
+@pytest.mark.parametrize(("at_save", "at_load"), [(PLAIN, INT8), (INT8, PLAIN)])
+def test_a_checkpoint_of_one_dtype_loads_with_the_other(
+    at_save: Case, at_load: Case, tmp_path: Path
+) -> None:
+    (format,) = (format for format in formats() if format in FULL)
+    before, after = Topology(tp=2, dp=2, **SP), Topology(dp=2)
+    one = run(saved, before.world_size, at_save, before, format, str(tmp_path))
+    two = run(loaded, after.world_size, at_load, after, format, str(tmp_path))
+    there, here = (whole([held[0] for held in runs]) for runs in (one, two))
+    assert differences({"main": there["main"]}, {"main": here["main"]}) == []
+    for name in muon_weights(INT8):
+        values = there["exp_avg"][name]
+        assert (values - here["exp_avg"][name]).abs().max() <= MOST_OFF * values.abs().max(), name
+
+
+def _bytes() -> float:
+    built = start(INT8, Topology(dp=2))
+    take_step(built, 0)
+    held = elements = 0
+    for part in distributed_optimizers(built.optimizer):
+        for shard in part.muon.main_params.values():
+            held += sum(each.nbytes for each in part.optimizer.state[shard].values())
+            elements += shard.numel()
+    return held / elements
+
+
+def test_the_momentum_has_one_byte_an_element_and_a_scale_a_block() -> None:
+    for held in run(_bytes, 2):
+        assert 1 + 4 / BLOCK <= held <= 1.05  # a step count of 4 bytes, too

@@ -1,0 +1,194 @@
+"""State on the host (--optimizer-cpu-offload): Muon's comes by round, AdamW's is Megatron's own.
+
+Muon's part is that of a run without the flag, in bits. AdamW's is torch's, on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ranks.te.test_precision_aware import _of_optimizer as of_optimizer
+from ranks.te.test_precision_aware import _switched as switched
+from support import te_on_cpu
+from support.checkpoints.resharding import loaded, saved
+from support.checkpoints.resuming import check as check_resumed
+from support.checkpoints.saving import formats
+from support.covering import FULL
+from support.installed import VERSION
+from support.models.gpt import (
+    ON_HOST,
+    Case,
+    Topology,
+    build,
+    differences,
+    distributed_optimizers,
+    error_of_optimizer,
+    muon_weights,
+    start,
+    take_step,
+    trained,
+    truth,
+)
+from support.ranks import run
+from support.runs.watching import watched
+from support.runs.whole import Whole, whole
+
+pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
+
+PLAIN = Case(steps=4)
+HOSTED = replace(
+    PLAIN,
+    narrow=(
+        ON_HOST,
+        ("overlap_cpu_optimizer_d2h_h2d", True),
+        ("optimizer_offload_fraction", 1.0),
+        *((("store_param_remainders", False),) if VERSION >= (0, 13) else ()),
+    ),
+)
+HALVES = replace(HOSTED, narrow=(*HOSTED.narrow[:3], ("store_param_remainders", True)))
+if VERSION < (0, 13):  # which has no such setting
+    HALVES = HOSTED
+BF16 = replace(HOSTED, narrow=(*HOSTED.narrow, ("exp_avg_dtype", torch.bfloat16)))
+ONE_BY_ONE = (("round_bytes", 1),)
+MOE = {"moe": True, "grouped": "te"}
+
+
+def _without(case: Case) -> Case:
+    """The same run with the state on the device."""
+    narrow = [(name, value) for name, value in case.narrow or () if name not in _OFFLOADS]
+    return replace(case, narrow=tuple(narrow))
+
+
+_OFFLOADS = {ON_HOST[0], "overlap_cpu_optimizer_d2h_h2d", "optimizer_offload_fraction"}
+
+
+def _check_same(one: Whole, other: Whole, case: Case) -> None:
+    """Muon's in bits. Torch's AdamW on a CPU rounds a tail otherwise than a vector."""
+    muons = muon_weights(case)
+    kinds = ("main", "exp_avg", "params")[: 2 if VERSION < (0, 13) else 3]  # weights by halves
+    bits = [{k: {n: whole[k][n] for n in muons} for k in kinds} for whole in (one, other)]
+    assert differences(*bits) == []
+    if case == BF16:  # HybridDeviceOptimizer holds AdamW's in fp32, whatever is asked
+        return
+    for kind in ("main", "exp_avg", "exp_avg_sq"):
+        assert one[kind].keys() == other[kind].keys()
+        for name, value in one[kind].items():
+            assert torch.allclose(value, other[kind][name], rtol=2e-5, atol=1e-7), (kind, name)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        HOSTED,
+        replace(HOSTED, clip=1.0, fp32_grads=False),
+        replace(HOSTED, muon=ONE_BY_ONE),
+        HALVES,
+        BF16,
+        replace(HOSTED, bf16=False, fp16=True, overflow=((1, "*.linear_fc1.weight"),)),
+        replace(HOSTED, **MOE),
+    ],
+    ids=["plain", "clip", "rounds", "halves", "bf16", "fp16", "experts"],
+)
+def test_muons_part_is_that_of_state_on_the_device(case: Case) -> None:
+    _check_same(truth(_without(case)), truth(case), case)
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        (HOSTED, Topology(2, 2, 2, overlap=True, sequence_parallel=True)),
+        (replace(HOSTED, fp32_grads=False), Topology(dp=3)),
+        (replace(HOSTED, **MOE), Topology(tp=2, dp=2, ep=2, sequence_parallel=True)),
+        (replace(HOSTED, layers=4), Topology(pp=2, dp=2, chunks=2)),
+    ],
+    ids=["dense", "dp3", "experts", "vpp"],
+)
+def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
+    case = replace(case, muon=ONE_BY_ONE)
+    _check_same(truth(case), trained(case, topology), case)
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", [HOSTED, HALVES, replace(HOSTED, **MOE)], ids=["fp32", "16", "moe"]
+)
+@pytest.mark.parametrize("format", formats())
+def test_a_checkpoint_goes_on(case: Case, format: str, tmp_path: Path) -> None:
+    topology = Topology(dp=2, ep=2 if case.moe else 1)
+    check_resumed(case, topology, format, tmp_path, dirty=case.moe)
+
+
+@pytest.mark.parametrize(
+    ("at_save", "at_load"),
+    [(HOSTED, HOSTED), (PLAIN, HOSTED), (HOSTED, PLAIN), (_without(HALVES), HALVES)],
+    ids=["resharded", "from-device", "to-device", "from-narrow"],
+)
+def test_another_topology_or_place(at_save: Case, at_load: Case, tmp_path: Path) -> None:
+    before, after = Topology(tp=2, dp=2, sequence_parallel=True), Topology(pp=2, dp=3, overlap=True)
+    (format,) = (format for format in formats() if format in FULL)
+    one = run(saved, before.world_size, at_save, before, format, str(tmp_path))
+    other = run(loaded, after.world_size, at_load, after, format, str(tmp_path))
+    first, then = (
+        [whole([held[when] for held in runs]) for when in range(2)] for runs in (one, other)
+    )
+    assert differences(of_optimizer(first[0]), of_optimizer(then[0])) == []
+    _check_same(first[1], then[1], HOSTED)
+
+
+@pytest.mark.parametrize("format", formats()[:2])
+def test_switches_between_muon_and_adamw(format: str, tmp_path: Path) -> None:
+    """AdamW's checkpoint of state on the host, too, each with and without it on the other side."""
+    for unlike in run(switched, 2, HOSTED, format, str(tmp_path)):
+        assert unlike == []
+
+
+# --- what a run may do otherwise --------------------------------------------------------------
+
+
+def _reloaded() -> list[bool]:
+    """Main parameters of a model that is loaded without its optimizer, after a step."""
+    built = start(HALVES, Topology(dp=2))
+    take_step(built, 0)
+    with torch.no_grad():
+        for param in built.params.values():
+            param.mul_(-0.5)
+    built.optimizer.reload_model_params()
+    return [
+        torch.equal(part.states.get(shard, "param"), shard.float())
+        for part in distributed_optimizers(built.optimizer)
+        for shard in part._shard_of.values()
+    ]
+
+
+def test_main_parameters_follow_a_loaded_model() -> None:
+    for same in run(_reloaded, 2):
+        assert same and all(same)
+
+
+def test_a_logging_step_changes_no_bit(tmp_path: Path) -> None:
+    case = replace(HOSTED, muon=ONE_BY_ONE)
+    seen = trained(watched(case, tmp_path / "lines"), Topology(dp=2))
+    _check_same(truth(case), seen, case)
+
+
+def _refused(change: dict[str, Any]) -> str:
+    return error_of_optimizer(build(replace(HOSTED, **change), Topology()))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"narrow": (*HOSTED.narrow, ("exp_avg_dtype", torch.float16))}, "exp_avg_dtype=torch.fl"),
+        ({"islands": ("*fc1*",)}, "optimizer_cpu_offload with fp32 weights"),
+    ],
+    ids=["dtype", "fp32-weights"],
+)
+def test_what_cannot_be_is_refused_by_name(change: dict[str, Any], said: str) -> None:
+    assert said in run(_refused, 1, change)[0]
