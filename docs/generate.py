@@ -30,22 +30,41 @@ from megatron_muon.settings.run_flags import RUN_ROWS  # noqa: E402
 WRITTEN = "<!-- Written by docs/generate.py from {source}; change that. -->\n\n"
 
 
+# Groups of flags, by words in their names; the first group with one has the flag.
+GROUPS = {
+    "Megatron's own Muon": ("defaults", "backend", "tp-mode", "scalar", "syrk", "matmul-prec"),
+    "Checkpoints": ("adamw-from", "from-adamw", "digest"),
+    "Logs, traces, CPUs": ("log-", "trace-", "nonfinite", "cpu"),
+    "Work and messages": ("split-matrices", "homes", "rank", "link", "round", "layout", "gather"),
+    "Which weights, which matrices": ("split", "include", "exclude"),
+    "Newton-Schulz": ("ns-", "coefficient", "preset", "elementwise"),
+    "Rate, momentum, decay and clips": ("",),
+}
+
+
 def flags_page() -> str:
     """Every flag of Muon's: its values, the setting that it is, its help."""
-    rows = [
-        [f"`{flag.option}`", _values(flag), setting, _cell(flag.help)]
-        for row in (*ROWS.values(), *RUN_ROWS)
-        for flag, setting in _settings(row)
-    ]
-    return WRITTEN.format(source="the table of flags") + (
+    groups: dict[str, list[str]] = {name: [] for name in reversed(GROUPS)}
+    for row in (*ROWS.values(), *RUN_ROWS):
+        for flag, setting in _settings(row):
+            groups[_group(flag.option)].append(
+                f"### `{flag.option}`\n\n"
+                f"{_values(flag)}{f'; in Python {setting}' if setting else ''}\n\n"
+                f"{_cell(flag.help)}\n\n"
+            )
+    page = WRITTEN.format(source="the table of flags") + (
         "# Flags\n\n"
-        "Every flag that the plugin adds to Megatron-LM's command line, as `--help` explains it. "
-        "*Setting* is the field of [`MuonConfig`](usage.md#settings) that the flag sets, with "
-        "its default.\n\n"
+        "Every flag that the plugin adds to Megatron-LM's command line, as `--help` explains it, "
+        "with its values and the field of [`MuonConfig`](usage.md#settings) that it sets.\n\n"
         "A flag of the proof of concept or of Megatron's own Muon means here what it means there. "
         "Where it cannot, it is an error that says why. No flag is accepted and then ignored.\n\n"
-        + _table(["flag", "values", "setting", "help"], rows)
     )
+    page += "".join(f"## {name}\n\n{''.join(parts)}" for name, parts in groups.items())
+    return page.rstrip("\n") + "\n"
+
+
+def _group(option: str) -> str:
+    return next(name for name, words in GROUPS.items() if any(word in option for word in words))
 
 
 def coefficients_page() -> str:
@@ -145,11 +164,9 @@ def _linked(source: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that a cell of a table shows as it is, but for links to other pages."""
+    """Text that a page shows as it is, but for links to other pages."""
     text = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
-    for sign in ("|", "*", "<"):
-        text = text.replace(sign, f"\\{sign}")
-    return text
+    return text.replace("*", r"\*").replace("<", "&lt;")
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

@@ -21,6 +21,13 @@ OVERVIEW = "index.md"  # the site's first page is the README
 NOTEBOOK = "examples/tutorial/one_step.ipynb"
 
 
+def on_config(config: Any) -> Any:
+    """Name the release at the foot of each page."""
+    found = re.search(r'"(.+)"', (ROOT / "megatron_muon" / "version.py").read_text())
+    config.copyright = f"megatron_muon {found[1] if found else ''}, {config.copyright}"
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages and pictures outside docs/ under their paths in the clone."""
     for path in _elsewhere():

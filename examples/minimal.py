@@ -20,6 +20,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
@@ -36,8 +37,11 @@ shape = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4)
 gpt = GPTModel(shape, get_gpt_layer_local_spec(), vocab_size=256, max_sequence_length=32)
 sharded = DistributedDataParallelConfig(use_distributed_optimizer=True)
 model = DistributedDataParallel(shape, sharded, gpt.to(device))
-settings = OptimizerConfig(optimizer="muon", use_distributed_optimizer=True, lr=2e-3)
+settings = OptimizerConfig(optimizer="muon", use_distributed_optimizer=True, lr=2e-3, min_lr=1e-3)
 optimizer = get_megatron_optimizer(settings, [model])
+# lr, then decay: without it norms' gammas decay, too
+rates, decays = (0.0, 2e-3, 1e-3, 2, 20, "cosine"), (0.1, 0.1, 20, "constant")
+scheduler = OptimizerParamScheduler(optimizer, *rates, *decays)
 
 torch.manual_seed(torch.distributed.get_rank())  # its own tokens
 positions = torch.arange(32, device=device).expand(8, 32)
@@ -48,6 +52,7 @@ for step in range(20):
     loss.backward()
     model.finish_grad_sync()  # averages the gradients over the ranks
     optimizer.step()
+    scheduler.step(increment=1)
     if torch.distributed.get_rank() == 0 and step % 5 == 4:
         print(f"step {step + 1}: loss {loss.item():.3f}")
 torch.distributed.destroy_process_group()

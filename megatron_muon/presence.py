@@ -26,16 +26,6 @@ class SeamError(RuntimeError):
     """The installed Megatron is of a version that is not supported, or has another shape."""
 
 
-def has_core() -> bool:
-    """Whether Python would find megatron.core, without importing it."""
-    if sys.modules.get(_NAME) is not None:
-        return True
-    try:
-        return importlib.util.find_spec(_NAME) is not None
-    except ModuleNotFoundError:  # there is no package megatron either
-        return False
-
-
 def require_core() -> None:
     """Raise an error where there is no megatron.core of a supported version; imports none.
 
@@ -43,7 +33,10 @@ def require_core() -> None:
         CoreNotFoundError: names both ways to get one.
         SeamError: see ``check_version``.
     """
-    if not has_core():
+    there = sys.modules.get(_NAME) is not None
+    with contextlib.suppress(ModuleNotFoundError):  # there is no package megatron either
+        there = there or importlib.util.find_spec(_NAME) is not None
+    if not there:
         raise CoreNotFoundError(f"there is no {_NAME}: {WAY_OUT}", name=_NAME)
     text = core_version()
     if text is not None:

@@ -82,18 +82,8 @@ class FusedAdam(torch.optim.Optimizer):
             if wide is not p:
                 p.copy_(wide)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's; KeyError, as Transformer Engine raises, for a state by another name."""
-        state_dict = super().state_dict()
-        _require_known(state_dict)
-        return state_dict
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load, keeping the moments in fp32 and in memory of this optimizer's own.
-
-        KeyError for a state by another name than FusedAdam's.
-        """
-        _require_known(state_dict)
+        """Load, keeping the moments in fp32 and in memory of this optimizer's own."""
         super().load_state_dict(state_dict)
         ours = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
         theirs = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
@@ -101,13 +91,6 @@ class FusedAdam(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(index, {}).items():
                 # torch's loader casts to the parameter's dtype and aliases
                 self.state[param][name] = value.detach().to(param.device, torch.float32).clone()
-
-
-def _require_known(state_dict: dict[str, Any]) -> None:
-    for state in state_dict["state"].values():
-        for name in state:
-            if name not in _STATES:
-                raise KeyError(name)
 
 
 def _chunks(tensors: list[torch.Tensor]) -> Iterable[tuple[torch.Tensor, ...]]:

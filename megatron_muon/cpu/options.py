@@ -20,15 +20,15 @@ class Replaced(NamedTuple):
         dest: the argument's name.
         gpu: its values that need a GPU, Megatron's default or given; of an enumeration their names.
         cpu: the value that it gets.
-        said: the option as it would be written.
         why: the GPU is needed for it.
+        said: the option as it would be written, where that is not ``--DEST CPU``.
     """
 
     dest: str
     gpu: tuple[Any, ...]
     cpu: Any
-    said: str
     why: str
+    said: str = ""
 
 
 class Refused(NamedTuple):
@@ -60,25 +60,18 @@ _PERMUTATION = "the fused permutation of tokens is Transformer Engine's"
 _ROPE = "it is a kernel of Transformer Engine"
 _CHOSEN = "it is a kernel that Transformer Engine chooses"
 _APEX = "it is a CUDA extension of Apex"
+_KERNEL, _NO_FUSED_ACCUMULATION = "it is a CUDA kernel", "--no-gradient-accumulation-fusion"
 _PERSISTENT = "the persistent LayerNorm is Apex's"
 
 REPLACED = (
-    Replaced("distributed_backend", ("nccl",), "gloo", "--distributed-backend gloo", _NCCL),
-    Replaced(
-        "transformer_impl", ("transformer_engine",), "local", "--transformer-impl local", _TE_LAYERS
-    ),
-    Replaced(
-        "attention_backend", ("flash", "fused"), "unfused", "--attention-backend unfused", _CHOSEN
-    ),
-    Replaced("no_persist_layer_norm", (False,), True, "--no-persist-layer-norm", _PERSISTENT),
-    Replaced(
-        "gradient_accumulation_fusion", (True,), False, "--no-gradient-accumulation-fusion", _APEX
-    ),
-    Replaced(
-        "masked_softmax_fusion", (True,), False, "--no-masked-softmax-fusion", "it is a CUDA kernel"
-    ),
-    Replaced("apply_rope_fusion", (True,), False, "--no-rope-fusion", _ROPE),
-    Replaced("moe_permute_fusion", (True,), False, "no --moe-permute-fusion", _PERMUTATION),
+    Replaced("distributed_backend", ("nccl",), "gloo", _NCCL),
+    Replaced("transformer_impl", ("transformer_engine",), "local", _TE_LAYERS),
+    Replaced("attention_backend", ("flash", "fused"), "unfused", _CHOSEN),
+    Replaced("no_persist_layer_norm", (False,), True, _PERSISTENT, "--no-persist-layer-norm"),
+    Replaced("gradient_accumulation_fusion", (True,), False, _APEX, _NO_FUSED_ACCUMULATION),
+    Replaced("masked_softmax_fusion", (True,), False, _KERNEL, "--no-masked-softmax-fusion"),
+    Replaced("apply_rope_fusion", (True,), False, _ROPE, "--no-rope-fusion"),
+    Replaced("moe_permute_fusion", (True,), False, _PERMUTATION, "no --moe-permute-fusion"),
 )
 
 
@@ -157,7 +150,8 @@ def replace(args: Namespace) -> list[str]:
         if _name(value) in row.gpu:
             setattr(args, row.dest, type(value)[row.cpu] if isinstance(value, Enum) else row.cpu)
             old = "" if isinstance(value, bool) else f" in place of {_name(value)}"
-            lines.append(f"on the CPU: {row.said}{old}: {row.why}")
+            said = row.said or f"--{row.dest.replace('_', '-')} {row.cpu}"
+            lines.append(f"on the CPU: {said}{old}: {row.why}")
     if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         why = "Megatron asks for it with TP and CP, and no GPU reads it here"

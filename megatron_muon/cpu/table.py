@@ -25,7 +25,7 @@ BEFORE_MEGATRON: tuple[Replacement, ...] = (
 )
 # Local modules are not built without these, whatever the device: a GPU run has Transformer Engine's
 # in their place.
-_FOR_MODULES: tuple[Replacement, ...] = (
+FOR_MODULES: tuple[Replacement, ...] = (
     megatron_core.sequence_parallel_norm,
     experts.grouped_gemm,
     attention.multi_latent,
@@ -38,12 +38,6 @@ AFTER_MEGATRON: tuple[Replacement, ...] = (
     experts.router,
     experts.split_sizes,
     experts.uneven_parts,
-    *_FOR_MODULES,
+    *FOR_MODULES,
 )
 REPLACEMENTS = (*BEFORE_MEGATRON, *AFTER_MEGATRON)
-
-
-def build_local_modules(patches: Patches) -> None:
-    """Apply what local modules need to be built, and nothing that stands in for a device."""
-    for replace in _FOR_MODULES:
-        replace(patches)

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_muon.planning.buckets.count import (
-    Buffer,
-    LocalParameter,
-    choose,
-)
+from megatron_muon.planning.buckets.count import Buffer, LocalParameter, choose
 from megatron_muon.planning.buckets.order import UNPLACED
 from megatron_muon.planning.layout import Parameter, whole_matrix
 from megatron_muon.settings.flag_values import value_given
@@ -34,14 +30,9 @@ def choose_buckets(args: Namespace) -> list[str]:
     """
     if args.muon_dp_layout != "contiguous" or not args.overlap_grad_reduce:
         return []
-    for option, given in (
-        ("--ddp-num-buckets", args.ddp_num_buckets),
-        ("--ddp-bucket-size", args.ddp_bucket_size),
-    ):
-        if given is not None:
-            return [f"--muon-dp-layout contiguous: buckets as {option} {given} has them"]
-    if getattr(args, "overlap_param_gather_with_optimizer_step", False):
-        return []  # Megatron makes one bucket of each buffer then
+    are_given = args.ddp_num_buckets is not None or args.ddp_bucket_size is not None
+    if are_given or getattr(args, "overlap_param_gather_with_optimizer_step", False):
+        return []  # with the latter Megatron makes one bucket of each buffer
     if any(getattr(args, f"hybrid_{name}_pattern", None) for name in ("override", "layer")):
         return [
             "--muon-dp-layout contiguous: Megatron's own buckets, since the sizes of a hybrid "
@@ -59,8 +50,7 @@ def choose_buckets(args: Namespace) -> list[str]:
     return [
         f"--muon-dp-layout contiguous: about {chosen.cost.buckets} buckets in place of "
         f"{chosen.stock.buckets} on the first pipeline stage, the fewest that keep the overlap"
-        f"{ordered if aligns_shards(args) else ''}. --ddp-num-buckets or --ddp-bucket-size sets "
-        "another number, --muon-dp-layout bucketed leaves it to Megatron"
+        f"{ordered if aligns_shards(args) else ''}. --ddp-num-buckets sets another number"
     ]
 
 

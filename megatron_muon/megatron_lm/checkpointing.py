@@ -186,11 +186,7 @@ def _step(given: Any) -> int | None:
 
 
 def _latest(load_dir: str | None, step: int | None) -> Path | None:
-    """The folder of a step, or the one that the tracker names; None without one.
-
-    Raises:
-        ValueError: an earlier version left a mark there: see ``tracker.require_settled``.
-    """
+    """The folder of a step, or the one that the tracker names; None without one."""
     if load_dir is None or "://" in load_dir:
         return None
     tracker.require_settled(Path(load_dir))

@@ -27,6 +27,7 @@ from megatron_muon.megatron_lm.flags.parser import (
     given_on,
     mend_help,
     muon_backend,
+    refuse_forks_flags,
 )
 from megatron_muon.megatron_lm.loop import early_gathers, step_traces
 from megatron_muon.megatron_lm.writers import MegatronLM
@@ -108,6 +109,7 @@ def _parse_args(
         parser = parser if extra_args_provider is None else extra_args_provider(parser)
         add_flags(parser)
         mend_help(parser)
+        refuse_forks_flags(parser, sys.argv[1:])
         given.extend(given_on(parser, sys.argv[1:]))
         if any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
             _refuse_yaml(None, given)  # before the YAML reader of Megatron main, which fails
@@ -133,7 +135,9 @@ def _validate_args(
     told = [] if again else _turn_on(args) if is_muon else _leave_out(args)
     hidden: dict[str, Any] = {"optimizer": "adam"} if is_muon else {}
     if _is_on_cpu():
-        told += _on_the_cpu(args)
+        options = importlib.import_module("megatron_muon.cpu.options")
+        options.refuse(args)
+        told += options.replace(args)
         # Megatron's checks of options on logits want Transformer Engine.
         hidden |= {name: False for name in _LOGITS if getattr(args, name, False)}
     with _hidden(args, hidden):
@@ -141,26 +145,13 @@ def _validate_args(
     if is_muon:
         check_arguments(args)
         told += [] if again else bucketing.choose_buckets(args)
-    _tell(told)
+    for line in told if int(os.environ.get("RANK", "0")) == 0 else ():
+        say(f"[megatron_muon] {line}")
     return result
-
-
-def _tell(lines: list[str]) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        for line in lines:
-            say(f"[megatron_muon] {line}")
 
 
 def _is_on_cpu() -> bool:
     return bool(importlib.import_module("megatron_muon.cpu").enabled())
-
-
-def _on_the_cpu(args: Any) -> list[str]:
-    """Replace options that need a GPU; return a line for each."""
-    options = importlib.import_module("megatron_muon.cpu.options")
-    options.refuse(args)
-    told: list[str] = options.replace(args)
-    return told
 
 
 @contextmanager

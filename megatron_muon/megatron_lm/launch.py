@@ -12,6 +12,7 @@ import os
 import platform
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,7 +66,13 @@ def main(argv: Sequence[str]) -> None:
     without_gpu()
     importlib.import_module("megatron_muon.megatron_lm.install").install_training()
     sys.argv = [str(script), *argv[1:]]
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except (ZeroDivisionError, TypeError) as error:
+        if "args.eval_interval" not in (traceback.extract_tb(error.__traceback__)[-1].line or ""):
+            raise
+        text = "Megatron divides by --eval-interval: give one, with --eval-iters 0 to leave it out"
+        raise ValueError(text) from error
 
 
 def checkout_of(script: Path) -> Path:

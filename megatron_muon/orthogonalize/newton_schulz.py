@@ -62,10 +62,8 @@ def orthogonalize_at_once(matrices: Sequence[Tensor], config: MuonConfig) -> lis
         ValueError: there are none, or they are not 2-D or not of one shape.
     """
     shapes = {tuple(matrix.shape) for matrix in matrices}
-    if any(len(shape) != 2 for shape in shapes):
-        raise ValueError(f"a matrix has 2 dims, got shape {', '.join(map(str, sorted(shapes)))}")
-    if len(shapes) != 1:
-        raise ValueError(f"a batch is of 2-D matrices of one shape, got {sorted(shapes)}")
+    if len(shapes) != 1 or any(len(shape) != 2 for shape in shapes):
+        raise ValueError(f"matrices have 2 dims, and in a batch one shape, got {sorted(shapes)}")
     batch = torch.stack(list(matrices))
     numerics = numerics_on(batch.device, config)
     directions = batch.new_empty(batch.shape, dtype=TORCH_DTYPE[numerics.dtype])

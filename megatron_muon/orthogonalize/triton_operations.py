@@ -23,12 +23,9 @@ _LIBRARY: Any = torch.library.Library("megatron_muon", "FRAGMENT")  # type: igno
 def define(
     schema: str, kernel: Callable[..., Any], on_meta: Callable[..., Any] | None = None
 ) -> None:
-    """Define an operation.
+    """Define an operation by its kernel, on a CPU in triton's interpreter.
 
-    Args:
-        schema: name, arguments and results, as ``torch.library`` takes them.
-        kernel: launches its kernels; on a CPU in triton's interpreter.
-        on_meta: makes its results on the meta device; None for an operation without results.
+    ``on_meta`` makes its results on the meta device; None: it has none.
     """
     name = schema.split("(")[0]
     _LIBRARY.define(schema)

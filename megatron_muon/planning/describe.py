@@ -137,9 +137,8 @@ def newton_schulz_line(numerics: Numerics, products: str, *, in_batches: bool) -
     """
     batches, config = "", numerics.config
     if in_batches and config.ns_batch != 1:
-        most = "as many" if config.ns_batch is None else f"up to {config.ns_batch}"
-        fit = " as fit" if config.ns_batch is None else ""
-        batches = f"; {most} matrices of one shape at once{fit}"
+        most = "all" if config.ns_batch is None else f"up to {config.ns_batch}"
+        batches = f"; {most} matrices of one shape at once"
     elif (config.ns_batch or 1) > 1:
         batches = (
             f"; one matrix at a time, not {config.ns_batch}: a CPU and torch's deterministic mode "
@@ -255,7 +254,7 @@ def late_gather_lines(why: str | None) -> list[str]:
 
 
 def early_gathers_line(
-    gathers: Sequence[tuple[int | None, int]],
+    gathers: Sequence[int | None],
     rounds: int,
     *,
     stage: int,
@@ -265,26 +264,24 @@ def early_gathers_line(
     """One line about the parameters that are gathered within the step (``early_param_gather``).
 
     Args:
-        gathers: (the round after which it starts, see ``gathers.starts``; bytes) of each bucket.
+        gathers: the round after which each bucket's starts, see ``gathers.starts``.
         rounds: the number of rounds in a step.
         stage: pipeline rank.
         experts: whether the parameters are the experts' optimizer's.
         in_any_loop: False: in Megatron-LM's own training loop only.
     """
-    first = gathers[0][0]
+    first = gathers[0]
     begin = "the optimizer's step"
     if first is not None and first < rounds - 1:
         begin = "AdamW's part" if first == ADAMW else f"round {first + 1} of {rounds}"
-    within = [nbytes for after, nbytes in gathers if after is not None and after < rounds - 1]
-    total = sum(nbytes for _, nbytes in gathers)
-    at_the_end = sum(after is not None for after, _ in gathers) - len(within)
-    left = len(gathers) - len(within) - at_the_end
+    started = [after for after in gathers if after is not None]
+    within = sum(after < rounds - 1 for after in started)
     other_loops = "" if in_any_loop else "; outside Megatron-LM's training loop all start there"
     return (
         f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: the first gather of "
-        f"parameters starts after {begin}; of {len(gathers)} ({_amount(total)}B) {len(within)} "
-        f"({_amount(sum(within))}B) start within the step, {at_the_end} at its end, {left} in the "
-        f"forward pass{other_loops}"
+        f"parameters starts after {begin}; of {len(gathers)} {within} start within the step, "
+        f"{len(started) - within} at its end, {len(gathers) - len(started)} in the forward pass"
+        f"{other_loops}"
     )
 
 

@@ -38,6 +38,7 @@ _SWITCHES = (
     *("--overlap-param-gather", "--overlap-param-gather-with-optimizer-step"),
     *("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"),
     *("--ddp-pad-buckets-for-high-nccl-busbw", "--use-precision-aware-optimizer"),
+    *("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"),
 )
 _OF_RANKS = {
     "--tensor-model-parallel-size": "--tp",
@@ -82,6 +83,7 @@ def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
         add(name, choices=["fp32", "fp16", "bf16", "fp8"], default="fp32")
     for name in ("--hidden-dropout", "--attention-dropout"):
         add(name, type=finite, default=0.1)
+    add("--optimizer-offload-fraction", type=finite, default=1.0)
     add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
     positions = ["learned_absolute", "rope"]
     add("--position-embedding-type", choices=positions, default="learned_absolute")

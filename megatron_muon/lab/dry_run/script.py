@@ -203,7 +203,7 @@ def _take_state_bytes(args: Namespace) -> None:
     """Turn off what only Transformer Engine's FusedAdam can, and keep what it costs."""
     args.state_bytes = state_bytes(args)
     if args.use_precision_aware_optimizer:
-        args.use_precision_aware_optimizer = False
+        args.use_precision_aware_optimizer = args.optimizer_cpu_offload = False
         args.grad_reduce_in_bf16 |= args.main_grads_dtype == "bf16"
         for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq"):
             setattr(args, f"{name}_dtype", "fp32")

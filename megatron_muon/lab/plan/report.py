@@ -148,7 +148,8 @@ def _stage(kind: StagePlan) -> Iterator[str]:
         "optimizer"
     )
     header = ["mean / most of a rank", *(TITLES[row.name] for row in kind.rows)]
-    yield from aligned([header, *([name, *map(of, kind.rows)] for name, of in FIGURES)])
+    figures = [each for each in FIGURES if each[0] != _HOST or any(row.host for row in kind.rows)]
+    yield from aligned([header, *([name, *map(of, kind.rows)] for name, of in figures)])
 
 
 def _whole(plan: RunPlan) -> Iterator[str]:
@@ -181,6 +182,7 @@ def _rest(kind: str) -> Callable[[PlannedStep], str]:
     return lambda row: f"{row.rest[kind] / MIB:,.0f}"
 
 
+_HOST = "state on the host, MiB"
 FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
     ("boundary parameters", lambda row: "-" if row.boundary is None else f"{row.boundary:,}"),
     ("sent in the node, MB", lambda row: _both(row.inside, MB, 1)),
@@ -193,6 +195,7 @@ FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
     ("launches", lambda row: f"{row.launches:,}"),
     *((f"{kind}, MiB", _rest(kind)) for kind in KINDS),
     ("in all at rest, MiB", lambda row: f"{sum(row.rest.values()) / MIB:,.0f}"),
+    (_HOST, lambda row: f"{row.host / MIB:,.0f}"),
     ("more at the peak, MiB", lambda row: "-" if row.peak is None else f"{row.peak / MIB:,.0f}"),
     *((f"{name}, ms", _phase(name)) for name in PHASES if name != "waiting"),
     ("exposed, ms", lambda row: _both(row.exposed, 1e-3, 1)),

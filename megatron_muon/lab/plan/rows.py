@@ -52,6 +52,7 @@ class PlannedStep:
         seconds: time until the last rank has ended its step.
         launches: kernels and messages that the host of the rank with most launches.
         rest: bytes at rest by kind, of the rank that has most.
+        host: bytes of state on the host, of the rank that has most.
         peak: most bytes above the rest on a rank during the step; None where it is not modelled.
         boundary: parameters that a shard's edge cuts; None where nothing is exchanged for them.
         inside, between: bytes that a rank sends in the step to ranks of its node, and to others.
@@ -69,6 +70,7 @@ class PlannedStep:
     launches: int
     rest: dict[str, int]
     peak: int | None
+    host: int = 0
     boundary: int | None = None
     inside: Spread = Spread()
     between: Spread = Spread()
@@ -94,6 +96,7 @@ def adamw_row(optimizers: Sequence[Optimizer], hardware: Hardware) -> PlannedSte
         seconds=seconds,
         launches=len(optimizers),
         rest=_most(memory.at_rest(optimizers, with_muon=False)),
+        host=sum(_most(memory.at_rest(optimizers, with_muon=False, host=True)).values()),
         peak=0,
         phases={"adamw": seconds},
     )
@@ -116,6 +119,7 @@ def our_row(
         seconds=step.seconds,
         launches=step.launches,
         rest=_most(memory.at_rest(optimizers)),
+        host=sum(_most(memory.at_rest(optimizers, host=True)).values()),
         peak=max(memory.peaks(plans, config, device, optimizers[0].held)),
         boundary=sum(len(plan.boundary_parameters()) for plan in plans),
         inside=Spread.of(sent.inside),

@@ -29,18 +29,29 @@ KINDS = (PARAMETERS, GRADIENTS, MAIN, MOMENTUM, MOMENTS)
 _FP32 = 4
 
 
-def at_rest(optimizers: Sequence[Optimizer], *, with_muon: bool = True) -> list[dict[str, int]]:
-    """Bytes by kind, of each rank of a stage with these optimizers; or with AdamW's alone."""
+def at_rest(
+    optimizers: Sequence[Optimizer], *, with_muon: bool = True, host: bool = False
+) -> list[dict[str, int]]:
+    """Bytes by kind, of each rank of a stage with these optimizers; or with AdamW's alone.
+
+    They are those on the device, or with ``host`` the others.
+    """
     kinds = []
     every = [(one.muon, one.elements) for one in optimizers]
     for rank in range(len(every[0][0])):
         main = momentum = moments = 0
         for one, (muon, elements) in zip(optimizers, every, strict=True):
-            held = one.held
-            main += elements[rank] * held.main * one.has_main
-            momentum += int(muon[rank] * held.momentum) * with_muon
-            moments += (elements[rank] - muon[rank] * with_muon) * (held.first + held.second)
-        whole = sum(one.parameters for one in optimizers), sum(one.gradients for one in optimizers)
+            held, muons = one.held, muon[rank] * with_muon
+            wide, both = held.of_adamw
+            part = held.on_host if host else 1 - held.on_host
+            adamws = elements[rank] - muons
+            main += int(part * (muons * held.main + adamws * wide)) * one.has_main
+            momentum += int(part * muons * held.momentum)
+            moments += int(part * adamws * both)
+        whole = [
+            sum(each) * (not host)
+            for each in zip(*((one.parameters, one.gradients) for one in optimizers), strict=True)
+        ]
         kinds.append(dict(zip(KINDS, (*whole, main, momentum, moments), strict=True)))
     return kinds
 
@@ -57,14 +68,22 @@ def peaks(
         plans: of the stage's optimizers, in the order of their steps.
         config: the settings that made them.
         device: kind of device of all ranks.
-        held: bytes of state; a round works on fp32 copies of its shards where they are fewer.
+        held: bytes of state; a round works on fp32 copies of its shards where they are fewer. Of
+            state on the host, that of two rounds is on the device at most.
     """
     numerics = Numerics(config, device)
     sized = [_sized(plan, numerics, held) for plan in plans]
+    each = (held.first + held.main) * (held.on_host > 0)
+    here = [each * sum(sorted(works)[-2:]) for works in zip(*_held(plans), strict=True)]
     return [
-        _peak([[sizes[rank] for sizes in rounds] for rounds in sized])
+        _peak([[sizes[rank] for sizes in rounds] for rounds in sized]) + here[rank]
         for rank in range(plans[0].size if plans else 0)
     ]
+
+
+def _held(plans: Sequence[ExchangePlan]) -> list[list[int]]:
+    """Elements of each rank, by round."""
+    return [work.held for plan in plans for work in rounds_of(plan)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,21 @@ Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
 
 
 class StateBytes(NamedTuple):
-    """Bytes of an element's main parameter beside a weight, AdamW's moments, Muon's momentum."""
+    """Bytes of an element's main parameter beside a weight, AdamW's moments, Muon's momentum.
+
+    A part of all may be ``on_host``, where AdamW's are fp32.
+    """
 
     main: int = 4
     first: int = 4
     second: int = 4
     momentum: float = 4
+    on_host: float = 0.0
+
+    @property
+    def of_adamw(self) -> tuple[int, int]:
+        """Bytes of its main parameter, and of its moments."""
+        return (4, 8) if self.on_host else (self.main, self.first + self.second)
 
 
 WIDE = StateBytes()
@@ -34,8 +43,9 @@ def state_bytes(flags: Namespace) -> StateBytes:
         return WIDE
     keeps = flags.bf16 and flags.main_params_dtype == "fp32"  # 16 bits that a weight lacks
     main = 2 if keeps else _BYTES[flags.main_params_dtype]
+    on_host = flags.optimizer_offload_fraction if flags.optimizer_cpu_offload else 0.0
     first = _BYTES[flags.exp_avg_dtype]
-    return StateBytes(main, first, _BYTES[flags.exp_avg_sq_dtype], first)
+    return StateBytes(main, first, _BYTES[flags.exp_avg_sq_dtype], first, on_host)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,8 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
     default = MuonConfig(ns_iteration="standard", ns_dtype="bf16", split_matrices="off")
     then = {**_in_force(Numerics(default, numerics.device)), **own["settings"]}
     now = _in_force(numerics)
-    unsaid = {"ns_iteration": None, "ns_dtype": None, "homes": "auto", "link_gbytes": None}
+    unsaid = dict.fromkeys(("ns_iteration", "ns_dtype", "split_matrices", "link_gbytes"))
+    unsaid |= {"homes": "auto"}
     # another Muon's checkpoint does not say which it took
     then |= {name: now[name] for name, value in unsaid.items() if then[name] == value}
     then["ns_coefficients"] = canonical(then["ns_coefficients"])  # it may be saved as numbers

@@ -63,12 +63,7 @@ def save(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Megatron's save, and the digest. Every rank of the world calls it.
-
-    Raises:
-        OSError: the digest cannot be written, or a file to be hashed cannot be read.
-        RuntimeError: only another rank has an error, or another save has written there meanwhile.
-    """
+    """Megatron's save, and the digest. Every rank of the world calls it."""
     saving = Saving.begin(owner(sharded_state_dict), str(checkpoint_dir))
     if saving is None:
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
@@ -163,9 +158,7 @@ class Saving:
     """A save that has begun.
 
     Attributes:
-        folder: the checkpoint's folder.
         save: rank 0's ``digest.new_save``, on all ranks.
-        device: device of the tensors that the world communicates.
         content: the digest without ``files`` on rank 0; empty on other ranks.
     """
 

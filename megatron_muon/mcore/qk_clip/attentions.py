@@ -38,11 +38,9 @@ class WatchedAttention:
     """An attention whose largest logits are reduced in each step.
 
     Attributes:
-        name: its name in messages.
         core: the module that has the largest logits of this TP rank's heads.
         heads: number of heads over all TP ranks.
         clip: None where logits are only watched.
-        weights: the weights that a clip scales.
     """
 
     name: str

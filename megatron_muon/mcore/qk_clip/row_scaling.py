@@ -15,15 +15,8 @@ def scale_rows(flat: torch.Tensor, start: int, cols: int, factors: torch.Tensor)
         start: the place of its first element.
         cols: of the matrix.
         factors: (rows,) in fp32.
-
-    Raises:
-        ValueError: the elements are not all in the matrix.
     """
     count = flat.numel()
-    if start < 0 or start + count > factors.numel() * cols:
-        raise ValueError(
-            f"elements [{start}, {start + count}) are not in {factors.numel()} rows of {cols}"
-        )
     head = min(-start % cols, count)  # up to the end of a row that has begun before
     rows = (count - head) // cols
     body = head + rows * cols

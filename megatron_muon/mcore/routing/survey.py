@@ -15,7 +15,6 @@ from megatron_muon.mcore.routing.param_routing import (
     EMBEDDING_OR_OUTPUT,
     MARKED,
     NOT_IN_TABLE,
-    Weight,
     is_matched,
     of_any_number,
     weights,
@@ -123,30 +122,22 @@ def _fusions(muons: Sequence[Route], config: MuonConfig) -> list[str]:
 
 def unknown_lines(routes: Sequence[Route]) -> list[str]:
     """Lines that name matrices which AdamW keeps for no reason of their own, if any are."""
-    names = _names(route for route in routes if route.is_unknown)
-    marked = _names(route for route in routes if route.why_adamw == MARKED)
-    decide = f"{named('muon_include')} and {named('muon_exclude')} in MuonConfig decide."
-    lines = []
-    if names:
-        lines.append(
-            "[megatron_muon] AdamW keeps these matrices, since Muon's table does not know the type "
-            f"of their module: {', '.join(names)}. Of 2-D ones {decide}"
-        )
-    if marked:
-        lines.append(
-            f"[megatron_muon] AdamW keeps these matrices, since Megatron marks them "
-            f"use_muon=False: {', '.join(marked)}. {decide}"
-        )
-    return lines
+    kept = (
+        ("Muon's table does not know the type of their module", lambda route: route.is_unknown),
+        ("Megatron marks them use_muon=False", lambda route: route.why_adamw == MARKED),
+    )
+    return [
+        f"[megatron_muon] AdamW keeps these matrices, since {why}: {', '.join(names)}. Of 2-D ones "
+        f"{named('muon_include')} and {named('muon_exclude')} in MuonConfig decide."
+        for why, is_kept in kept
+        if (names := _names(filter(is_kept, routes)))
+    ]
 
 
 def _names(routes: Iterable[Route]) -> list[str]:
     """One for all layers or experts, with ``*`` for the number, and the module's class."""
-    each = [route.weight for route in routes]
-    shown = [f"{of_any_number(weight.name)} ({_class_of(weight)})" for weight in each]
-    return list(dict.fromkeys(shown))
-
-
-def _class_of(weight: Weight) -> str:
-    batch = f", {weight.param.dim()}-D" if weight.param.dim() != 2 else ""
-    return f"{type(weight.module).__name__}{batch}"
+    names: dict[str, None] = {}
+    for weight in (route.weight for route in routes):
+        batch = f", {weight.param.dim()}-D" if weight.param.dim() != 2 else ""
+        names[f"{of_any_number(weight.name)} ({type(weight.module).__name__}{batch})"] = None
+    return list(names)

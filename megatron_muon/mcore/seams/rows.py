@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from megatron_muon.mcore.seams import checkpointing, model, optimizer
+from megatron_muon.mcore.seams import model, optimizer
 from megatron_muon.mcore.seams.optimizer import GROUP_KEYS
 from megatron_muon.mcore.seams.row import Attribute, Place, Seam
 from megatron_muon.presence import SeamError, Version, check_version
@@ -43,7 +43,7 @@ _TORCH = (
     Place("torch.autograd").called("_profiler_enabled", "whether a profiler is on already"),
 )
 # What every run with Muon needs; ``training`` has what a run of Megatron-LM's scripts needs.
-CORE: tuple[Row, ...] = (*model.ROWS, *optimizer.ROWS, *checkpointing.ROWS, *_TORCH)
+CORE: tuple[Row, ...] = (*model.ROWS, *optimizer.ROWS, *_TORCH)
 
 
 def megatron_version() -> tuple[str, Version]:

@@ -15,11 +15,7 @@ Record = dict[str, Any]
 
 
 class Lines:
-    """Appends records to a file, each as one line in one write; makes its folder.
-
-    Raises:
-        OSError: the file cannot be opened, or written.
-    """
+    """Appends records to a file, each as one line in one write; makes its folder."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)

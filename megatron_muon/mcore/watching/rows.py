@@ -38,11 +38,7 @@ _GROUPED_EXPERT = re.compile(r"(\.experts\..*\.(?:weight|bias))\d+$")
 
 
 def row_name(name: str) -> str:
-    """The row of a parameter or matrix: without ``.weight`` and the numbers of experts and heads.
-
-    Args:
-        name: of a parameter, with the matrix in brackets where it holds several.
-    """
+    """The row of a parameter, or of its [matrix], without the numbers of experts and heads."""
     parameter, _, matrix = name.partition("[")
     parameter = _GROUPED_EXPERT.sub(r"\1", _LOCAL_EXPERT.sub(".", parameter))
     matrix = re.sub(r"\s*\d+", "", matrix.rstrip("]")).strip()
@@ -73,12 +69,7 @@ def _about(matrices: Sequence[Matrix], config: MuonConfig) -> dict[str, float]:
 
 
 class Table:
-    """The rows of all stages, and the place of each sum in the message.
-
-    Args:
-        stages: of each stage what ``watch._of_stage`` has.
-        ranks: number of ranks.
-    """
+    """The rows of all stages (``watch._of_stage``), and the place of each sum in the message."""
 
     def __init__(self, stages: Sequence[Mapping[str, Any]], ranks: int) -> None:
         # Each name once: a tied embedding is on two stages.

@@ -13,6 +13,8 @@ GROWTH = 2.0  # of a layer's output, from the second quarter of the records to t
 SETTLED = 1000  # steps; before, outputs grow from their start in every run
 FEWEST = 8  # records in which growth can be seen
 MOST = 4096  # outputs of a layer that are kept; then every second one is dropped
+_SPIKES, _OFF = "Loss spikes", "Updates are off their promised size"  # headings of the page
+_EXPERTS, _GROW = "Gains are smaller in a mixture of experts", "Outputs grow"
 LOGIT = 100.0  # Kimi K2's threshold; a run's own clip has its own
 
 
@@ -28,20 +30,13 @@ class Warnings:
 
     def of(self, record: Record) -> list[str]:
         """The warnings of one more record of a step; one that stays true is given once."""
+        logits = f"attention logits above {self._threshold:g}"
         rules = (
-            ("Loss spikes", "not finite in the last step", _not_finite(record)),
-            (
-                "Updates are off their promised size",
-                "updates are off their promised size, as a share of it",
-                self._update_sizes(record),
-            ),
-            (
-                "Gains are smaller in a mixture of experts",
-                "matrices without a gradient in the last step",
-                _without_gradient(record),
-            ),
-            ("Outputs grow", "outputs of layers grow", self._growing_outputs(record)),
-            ("Loss spikes", f"attention logits above {self._threshold:g}", self._logits(record)),
+            (_SPIKES, "not finite in the last step", _not_finite(record)),
+            (_OFF, "updates are off their promised size, as a share of it", self._sizes(record)),
+            (_EXPERTS, "matrices without a gradient in the last step", _without_gradient(record)),
+            (_GROW, "outputs of layers grow", self._growing_outputs(record)),
+            (_SPIKES, logits, self._logits(record)),
         )
         named = [(see, text, list(rows)) for see, text, rows in rules]
         before, self._told = self._told, {text for _, text, rows in named if rows}
@@ -51,7 +46,7 @@ class Warnings:
             if rows and text not in before
         ]
 
-    def _update_sizes(self, record: Record) -> Iterator[str]:
+    def _sizes(self, record: Record) -> Iterator[str]:
         """Rows that are off in two successive records."""
         before, self._off = self._off, set()
         for row, numbers in record.get("muon", {}).items():

@@ -37,12 +37,7 @@ from megatron_muon.mcore.wiring.distributed_optimizer import (
 from megatron_muon.mcore.wiring.gradients import share_loss_scale
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
 from megatron_muon.mcore.wiring.process_groups import Stage
-from megatron_muon.mcore.wiring.states import (
-    HybridOfAdamW,
-    OfHybrid,
-    init_state_of,
-    states_of,
-)
+from megatron_muon.mcore.wiring.states import init_state_of, states_of
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
     numerics_on,
@@ -105,7 +100,7 @@ def make_muons(
     config = numerics.config
     for part in parts:
         part.muon = None
-        part.states = None if part.is_stub_optimizer else states_of(part)
+        part.states = None if part.is_stub_optimizer else _states_of(part)
         turn_into(part, MuonDistributedOptimizer)
     agree_everywhere(description, device)
     instance = int(parts[0].distributed_optimizer_instance_id)
@@ -238,7 +233,7 @@ def _early(part: Any, stage: Stage) -> list[str]:
         return []
     return [
         describe.early_gathers_line(
-            [(gather.after, gather.nbytes) for gather in part.early_gathers.gathers],
+            [gather.after for gather in part.early_gathers.gathers],
             len(part.muon.plan.rounds),
             stage=stage.pipeline_rank,
             experts=process_groups.has_experts(part),
@@ -372,6 +367,14 @@ def _muon_of(
     return muon
 
 
+def _states_of(dist_opt: Any) -> Any:
+    if not dist_opt.config.optimizer_cpu_offload:
+        return states_of(dist_opt)
+    from megatron_muon.mcore.wiring.on_host.states import OfHybrid  # for this option only
+
+    return OfHybrid(dist_opt.optimizer)
+
+
 def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
     dist_opt.muon = muon
     if muon.config.momentum_dtype == "int8":
@@ -384,7 +387,9 @@ def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
     dist_opt.init_state_fn = init_state_of(dist_opt.init_state_fn, dist_opt.states, muon)
     dist_opt.optimizer.muon, dist_opt.optimizer.states = muon, dist_opt.states
     adam: type[torch.optim.Optimizer] = type(dist_opt.optimizer)
-    if isinstance(dist_opt.states, OfHybrid):
+    if dist_opt.config.optimizer_cpu_offload:
+        from megatron_muon.mcore.wiring.on_host.states import HybridOfAdamW  # for it only
+
         turn_into(dist_opt.optimizer, muon_over(HybridOfAdamW))
         dist_opt.states.hold(muon, dist_opt.config)
         return

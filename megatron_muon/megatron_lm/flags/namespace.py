@@ -114,8 +114,7 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
 def differences(args: Namespace) -> list[str]:
     """A line with all settings that differ from the defaults of this Megatron's own Muon.
 
-    There is another line where ``--muon-tp-mode`` is given: its result is the same, its method is
-    not. Without a Muon of Megatron's own only this line is possible.
+    Another line where ``--muon-tp-mode`` is given: its result is the same, its method is not.
 
     Raises:
         ValueError: see ``muon_config``.

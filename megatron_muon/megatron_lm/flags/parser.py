@@ -48,6 +48,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**dict.fromkeys(own), **{KEPT: own})
 
 
+# Flags of published command lines that no Megatron has but Moonshot's fork, with today's.
+_FORK = {
+    "--moe-routed-scaling-factor": "--moe-router-topk-scaling-factor",
+    "--moe-num-first-dense-layers": "--moe-layer-freq, such as ([0]*2+[1]*25)",
+    "--moe-router-activation-type": "--moe-router-score-function",
+    "--moe-global-batch-balance": "--moe-router-load-balancing-type global_aux_loss",
+    "--save-async-fast-checkpoint": "--async-save",
+}
+
+
+def refuse_forks_flags(parser: argparse.ArgumentParser, line: Sequence[str]) -> None:
+    """End the process with an error where a command line has a flag of Moonshot's fork alone."""
+    for name in (word.partition("=")[0] for word in line):
+        if name in _FORK and name not in parser._option_string_actions:
+            parser.error(f"{name} is of Moonshot's fork of Megatron; today it is {_FORK[name]}")
+
+
 def mend_help(parser: argparse.ArgumentParser) -> None:
     """Double the percent signs of help texts that argparse cannot print, so that ``--help`` works.
 

@@ -76,6 +76,23 @@ def test_states_in_fewer_bytes_are_counted_and_copied_in_rounds() -> None:
     assert rows[0].peak < rows[1].peak < rows[0].peak + wide["Muon's momentum"]
 
 
+def test_state_on_the_host_is_counted_there_and_two_rounds_of_it_here() -> None:
+    """Main parameters are 2 bytes of Muon's beside a weight, 4 of AdamW's; moments are fp32."""
+    words = "--use-precision-aware-optimizer --optimizer-cpu-offload"
+    plain, hosted, half = (
+        planned(f"{TINY} --world-size 4 {flags}").kinds[0].rows[1]
+        for flags in ("", words, f"{words} --optimizer-offload-fraction 0.5")
+    )
+    kinds = ("main parameters", "Muon's momentum", "AdamW's moments")
+    assert [hosted.rest[kind] for kind in kinds] == [0, 0, 0]
+    muons, moments = plain.rest["Muon's momentum"], plain.rest["AdamW's moments"]
+    assert hosted.host == muons + muons // 2 + moments + moments // 2
+    assert half.host == pytest.approx(hosted.host / 2, abs=8)
+    assert sum(half.rest[kind] for kind in kinds) == pytest.approx(hosted.host / 2, abs=8)
+    assert plain.host == 0 and hosted.rest["parameters"] == plain.rest["parameters"]
+    assert plain.peak < hosted.peak <= plain.peak + 4 * muons
+
+
 def test_ranks_of_another_node_cost_more() -> None:
     """TP within a node of 4, DP over the network: what is sent is the same."""
     one, two = (planned(f"{TINY} {TP} 2 --world-size 4") for _ in range(2))

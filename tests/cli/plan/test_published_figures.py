@@ -10,8 +10,8 @@ import pytest
 from megatron_muon.lab.commands import main
 from support.documents import ROOT, commands
 
-PAGE = (ROOT / "docs" / "published_figures.md").read_text()
-GPT, SLOW = (re.findall(f'^{name}="(.*)"$', PAGE, re.MULTILINE)[0] for name in ("GPT", "SLOW"))
+LINES = commands((ROOT / "docs" / "published_figures.md").read_text())
+GPT, SLOW = (line.split('"')[1] for line in LINES if line.startswith(("GPT=", "SLOW=")))
 # What each command prints of the page; a plan by its rows, a sweep by its steps.
 FIGURES = [
     [r"parameters +- +6 ", "0.20%", r"momentum, MiB +0 +1,825 ", r"moments, MiB +7,658 +4,008 "],
@@ -26,7 +26,7 @@ FIGURES = [
 def test_the_page_has_what_its_commands_print(
     number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plans = [line for line in commands(PAGE) if line.startswith("megatron-muon plan")]
+    plans = [line for line in LINES if line.startswith("megatron-muon plan")]
     assert len(plans) == len(FIGURES)
     line = plans[number].replace("$SLOW", SLOW).replace("$GPT", GPT)
     assert main(shlex.split(line)[1:]) == 0

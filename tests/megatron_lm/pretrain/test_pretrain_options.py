@@ -58,6 +58,7 @@ RUNS = {
         "--optimizer-cpu-offload --use-precision-aware-optimizer",
     ),
     "--use-torch-fsdp2": (2, "--use-torch-fsdp2"),
+    "--eval-interval 0": (1, "--eval-interval 0"),  # Megatron divides by it, with AdamW, too
     "--fp8-param-gather": (1, "--fp8-format e4m3 --fp8-param-gather"),
 }
 _ALONE = ("--use-precision-aware-optimizer", "--use-custom-fsdp", "--use-megatron-fsdp")
@@ -67,12 +68,13 @@ _OF_BRANCHES += ("--low-memory-resume", "--head-wise-attn-gate", "--use-dualpipe
 RUNS |= {flag: (1, flag) for flag in (*_ALONE, *_OF_BRANCHES)}
 REFUSED = {  # what the error must name
     "--use-precision-aware-optimizer": r"use_precision_aware_optimizer|precision.aware",
-    "--optimizer-cpu-offload --use-precision-aware-optimizer": r"optimizer.cpu.offload",
+    "--optimizer-cpu-offload --use-precision-aware-optimizer": r"precision.aware",
     "--use-custom-fsdp": r"use_custom_fsdp|use_megatron_fsdp",
     "--use-megatron-fsdp": r"use_megatron_fsdp|Megatron.FSDP (?:requires|only)",
     "--use-torch-fsdp2": r"fsdp2|TorchFullyShardedDataParallel",
     "--fp8-param-gather": r"fp8.param",  # without a GPU it is refused for that reason
     "--optimizer-cuda-graph": r"optimizer.cuda.graph",
+    "--eval-interval 0": r"^Megatron divides by --eval-interval",
 }
 REFUSED |= {flag: f"{flag} yet: " for flag in _OF_BRANCHES}
 SIGNS = {  # what a run with the options prints

@@ -132,7 +132,7 @@ def test_another_momentum_coefficient_is_said(tmp_path: Path) -> None:
     run(megatrons_muon.imitated, 1, CASE, Topology(), str(tmp_path))
     other = replace(CASE, muon=())
     (after,) = run(_loaded, 1, other, Topology(), TORCH_DIST[0], str(tmp_path))
-    said = [line for line in after["printed"] if "saved with" in line]
+    said = [line for line in after["printed"] if "checkpoint was saved with" in line]
     assert said == [
         "[megatron_muon] momentum (--muon-momentum) is 0.95 now; the checkpoint was saved with 0.9"
     ]

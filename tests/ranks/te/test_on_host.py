@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
 from ranks.te.test_precision_aware import _of_optimizer as of_optimizer
 from ranks.te.test_precision_aware import _switched as switched
 from support import te_on_cpu
@@ -34,7 +35,7 @@ from support.models.gpt import (
     trained,
     truth,
 )
-from support.ranks import run
+from support.ranks import error_of, run
 from support.runs.watching import watched
 from support.runs.whole import Whole, whole
 
@@ -53,6 +54,9 @@ HOSTED = replace(
 HALVES = replace(HOSTED, narrow=(*HOSTED.narrow[:3], ("store_param_remainders", True)))
 if VERSION < (0, 13):  # which has no such setting
     HALVES = HOSTED
+HALF = replace(
+    HOSTED, narrow=(*HOSTED.narrow[:2], ("optimizer_offload_fraction", 0.5), *HOSTED.narrow[3:])
+)
 BF16 = replace(HOSTED, narrow=(*HOSTED.narrow, ("exp_avg_dtype", torch.bfloat16)))
 ONE_BY_ONE = (("round_bytes", 1),)
 MOE = {"moe": True, "grouped": "te"}
@@ -88,11 +92,12 @@ def _check_same(one: Whole, other: Whole, case: Case) -> None:
         replace(HOSTED, clip=1.0, fp32_grads=False),
         replace(HOSTED, muon=ONE_BY_ONE),
         HALVES,
+        replace(HALF, muon=ONE_BY_ONE, fp32_grads=False),
         BF16,
         replace(HOSTED, bf16=False, fp16=True, overflow=((1, "*.linear_fc1.weight"),)),
         replace(HOSTED, **MOE),
     ],
-    ids=["plain", "clip", "rounds", "halves", "bf16", "fp16", "experts"],
+    ids=["plain", "clip", "rounds", "halves", "half", "bf16", "fp16", "experts"],
 )
 def test_muons_part_is_that_of_state_on_the_device(case: Case) -> None:
     _check_same(truth(_without(case)), truth(case), case)
@@ -116,9 +121,7 @@ def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
 # --- checkpoints ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "case", [HOSTED, HALVES, replace(HOSTED, **MOE)], ids=["fp32", "16", "moe"]
-)
+@pytest.mark.parametrize("case", [HALVES, HALF, replace(HOSTED, **MOE)], ids=["16", "half", "moe"])
 @pytest.mark.parametrize("format", formats())
 def test_a_checkpoint_goes_on(case: Case, format: str, tmp_path: Path) -> None:
     topology = Topology(dp=2, ep=2 if case.moe else 1)
@@ -147,6 +150,15 @@ def test_switches_between_muon_and_adamw(format: str, tmp_path: Path) -> None:
     """AdamW's checkpoint of state on the host, too, each with and without it on the other side."""
     for unlike in run(switched, 2, HOSTED, format, str(tmp_path)):
         assert unlike == []
+
+
+def _read_by_adamw() -> str:
+    built = start(replace(HOSTED, optimizer="adam"), Topology())
+    return error_of(lambda: reading_muon(built.optimizer, {}).__enter__())
+
+
+def test_a_switch_to_adamw_on_the_host_is_refused() -> None:
+    assert "load it once without --optimizer-cpu-offload" in run(_read_by_adamw, 1)[0]
 
 
 # --- what a run may do otherwise --------------------------------------------------------------

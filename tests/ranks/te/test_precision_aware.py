@@ -28,6 +28,7 @@ from support.checkpoints.saving import formats, load, resumed, save, spoil
 from support.covering import FULL
 from support.installed import VERSION
 from support.models.gpt import (
+    ON_HOST,
     Case,
     Topology,
     build,
@@ -256,6 +257,8 @@ def _switched(muon: Case, format: str, folder: str) -> list[str]:
             (adam, replace(muon, narrow=narrow)),
             (muon, replace(adam, narrow=narrow)),
         ):
+            if other.optimizer == "adam" and ON_HOST in (other.narrow or ()):
+                continue  # refused
             place = f"{folder}/{case.optimizer}-{narrow is None}"
             if torch.distributed.get_rank() == 0:
                 Path(place).mkdir()

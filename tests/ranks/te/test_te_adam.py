@@ -6,7 +6,6 @@ Python; the formula is the stub's, written after their kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,35 +66,6 @@ def test_what_is_saved_is_the_same() -> None:
         assert "step" not in theirs[2] and ours[2].pop("step") == 5
     assert theirs == ours
     assert saved[0]["state"].keys() == saved[1]["state"].keys()
-
-
-def _foreign_state(optimizer: Any, param: torch.nn.Parameter) -> None:
-    optimizer.state[param]["momentum_buffer"] = torch.zeros(1000)
-    optimizer.state_dict()
-
-
-def _foreign_file(optimizer: Any, param: torch.nn.Parameter) -> None:
-    saved = optimizer.state_dict()
-    saved["state"][0]["momentum_buffer"] = torch.zeros(1000)
-    optimizer.load_state_dict(saved)
-
-
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (_foreign_state, KeyError),
-        (_foreign_file, KeyError),
-        (lambda optimizer, param: optimizer.initialize_state(param), TypeError),
-    ],
-    ids=["state", "file", "initialize_state"],
-)
-def test_what_is_refused_is_the_same(
-    call: Callable[[Any, torch.nn.Parameter], None], error: type[Exception]
-) -> None:
-    for adam in (_theirs(), Ours):
-        params, optimizer = _stepped(adam, torch.float32, True)
-        with pytest.raises(error):
-            call(optimizer, params[0])
 
 
 def test_a_float8_tensor_is_on_cuda_by_its_type() -> None:

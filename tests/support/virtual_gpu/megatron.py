@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_muon.cpu.table import build_local_modules
+from megatron_muon.cpu.table import FOR_MODULES
 from megatron_muon.mcore.wiring import build
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import collectives
@@ -80,7 +80,8 @@ def _megatron(gpu: Gpu) -> Iterator[None]:
     patches = Patches(by="support.virtual_gpu")
     with ExitStack() as stack:
         stack.callback(patches.undo)
-        build_local_modules(patches)  # the CPU runtime, which has them too, is off here
+        for replace in FOR_MODULES:  # the CPU runtime, which has them too, is off here
+            replace(patches)
         stack.enter_context(fused_kernels(gpu))
         stack.enter_context(replaced(tracker, fork=lambda *a, **k: fork()))
         yield

@@ -195,7 +195,7 @@ def test_matrices_of_a_forks_classes_are_named_whatever_their_share() -> None:
     unknown, by_mark = unknown_lines(routes_of([chunk, marked, conv], Sizes(2), MuonConfig()))
     names = "decoder.layers.*.mlp.experts.weight (Of, 3-D), decoder.layers.*.mlp.fork.weight (Of)"
     assert f"the type of their module: {names}. Of 2-D ones muon_include" in unknown
-    assert "use_muon=False: decoder.layers.*.mixer.weight (ColumnParallelLinear). mu" in by_mark
+    assert "use_muon=False: decoder.layers.*.mixer.weight (ColumnParallelLinear). Of" in by_mark
 
 
 def test_patterns_overrule_the_table() -> None:

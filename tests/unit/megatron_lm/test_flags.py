@@ -8,7 +8,7 @@ import pytest
 
 from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags.namespace import differences, restore_defaults
-from megatron_muon.megatron_lm.flags.parser import add_flags, muon_backend
+from megatron_muon.megatron_lm.flags.parser import add_flags, muon_backend, refuse_forks_flags
 from megatron_muon.settings.from_flags import muon_config
 from megatron_muon.settings.run_flags import FLAGS
 from support.megatron_lm.flag_parsers import (
@@ -66,6 +66,17 @@ def test_megatrons_defaults_come_back_and_what_was_given_stays(version: str) -> 
     args = parsed(version, "--muon-momentum", "0.5", "--muon-no-split-qkv")
     restore_defaults(args)
     assert args.muon_momentum == 0.5 and args.muon_split_qkv is False
+
+
+def test_a_flag_of_moonshots_fork_is_answered_by_todays(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser, line = parser_of("0.17"), ["--moe-routed-scaling-factor=2.45"]
+    with pytest.raises(SystemExit):
+        refuse_forks_flags(parser, line)
+    assert "fork of Megatron; today it is --moe-router-topk-scaling" in capsys.readouterr().err
+    parser.add_argument("--moe-routed-scaling-factor")  # as that fork has it
+    refuse_forks_flags(parser, line)
 
 
 # --- meanings --------------------------------------------------------------------------------

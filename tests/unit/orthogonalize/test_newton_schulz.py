@@ -89,5 +89,5 @@ def test_rank_one_and_subnormal_are_finite() -> None:
 
 
 def test_only_a_matrix_is_taken() -> None:
-    with pytest.raises(ValueError, match=r"2 dims, got shape \(2, 3, 4\)"):
+    with pytest.raises(ValueError, match=r"2 dims, .*\(2, 3, 4\)"):
         orthogonalize(torch.zeros(2, 3, 4), BF16)

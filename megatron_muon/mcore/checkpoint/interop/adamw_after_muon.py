@@ -190,6 +190,11 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
 def _turn_into_readers(parts: Sequence[Any], settings: Mapping[str, Any]) -> MuonConfig:
     config = MuonConfig(**settings)
     for part in parts:
+        if part.config.optimizer_cpu_offload:
+            raise NotImplementedError(
+                "a Muon checkpoint cannot be loaded into AdamW with optimizer_cpu_offload: load it "
+                "once without --optimizer-cpu-offload, save, and go on with the flag"
+            )
         turn_into(part, MuonReader)
         part._muons = _young(part, config)
         part.states = states_of(part)

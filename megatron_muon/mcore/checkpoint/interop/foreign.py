@@ -57,12 +57,7 @@ class Source:
     """
 
     def __init__(self, keys: Collection[str], states: Sequence[Mapping[str, Any]]) -> None:
-        """Index the keys of a checkpoint's tensors.
-
-        Raises:
-            ValueError: the checkpoint has no μ, or several; or it has state that is neither Muon's
-                nor AdamW's.
-        """
+        """Index the keys of a checkpoint's tensors; ValueError for state of another optimizer."""
         self._at: dict[tuple[str, str], str] = {}
         self._in_buckets = any(_IN_BUCKETS.match(key) for key in keys)
         for at in filter(None, map(_STATE.match, keys)):
@@ -78,14 +73,13 @@ class Source:
         self.mu = _mu(states)
 
     def of(self, key: str) -> str:
-        """The key there for one of our keys in a format that has whole weights.
+        """The key there for one of our keys of state in whole weights.
 
         Raises:
             ValueError: the checkpoint lacks that tensor; says which it has of the weight.
         """
         at = _STATE.match(key)
-        if at is None:
-            raise ValueError(f"{key} is no key of optimizer state in whole weights")
+        assert at is not None, key
         what, weight = at.groups()
         theirs = _THEIRS[what]
         keys = [self._at[kind, weight] for kind in theirs if (kind, weight) in self._at]
@@ -147,11 +141,7 @@ def states_of(saved: Any) -> list[StateDict]:
 
 
 def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDict:
-    """A state dict for ``MuonCheckpoint.load_state_dict``, without the tensors.
-
-    Raises:
-        ValueError: their groups have several momentum coefficients, or none.
-    """
+    """A state dict for ``MuonCheckpoint.load_state_dict``, without the tensors."""
     steps = [group["step"] for group in groups_of(states) if "step" in group]
     inner = (_inner(state).get("state") for state in states)  # where torch's AdamW has its step
     steps += [

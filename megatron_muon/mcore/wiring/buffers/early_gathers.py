@@ -55,11 +55,6 @@ class EarlyGather:
         self.params = frozenset(map(id, params))
         self._copies = copies
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parameters on every rank, with padding."""
-        return sum(bucket.param_data.nbytes for bucket in self.group.buckets)
-
     def copy(self) -> None:
         """Round this rank's updated parameters to where they are gathered.
 

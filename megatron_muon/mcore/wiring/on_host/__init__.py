@@ -1,0 +1,1 @@
+"""State in host memory: optimizer_cpu_offload."""
