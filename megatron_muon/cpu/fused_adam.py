@@ -62,7 +62,7 @@ class FusedAdam(torch.optim.Optimizer):
             self.state[param][name] = torch.zeros_like(param, dtype=torch.float32)
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step over all groups; parameters without gradient get state but do not move."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
