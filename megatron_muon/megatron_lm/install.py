@@ -133,9 +133,7 @@ def _validate_args(
     told = [] if again else _turn_on(args) if is_muon else _leave_out(args)
     hidden: dict[str, Any] = {"optimizer": "adam"} if is_muon else {}
     if _is_on_cpu():
-        options = importlib.import_module("megatron_muon.cpu.options")
-        options.refuse(args)
-        told += options.replace(args)
+        told += _on_the_cpu(args)
         # Megatron's checks of options on logits want Transformer Engine.
         hidden |= {name: False for name in _LOGITS if getattr(args, name, False)}
     with _hidden(args, hidden):
@@ -143,9 +141,22 @@ def _validate_args(
     if is_muon:
         check_arguments(args)
         told += [] if again else [*_settled(args, is_free=is_free), *choose_buckets(args)]
-    for line in told if int(os.environ.get("RANK", "0")) == 0 else ():
-        say(f"[megatron_muon] {line}")
+    _tell(told)
     return result
+
+
+def _tell(lines: list[str]) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        for line in lines:
+            say(f"[megatron_muon] {line}")
+
+
+def _on_the_cpu(args: Any) -> list[str]:
+    """Replace options that need a GPU; return a line for each. ``lab.dry_run`` leaves them out."""
+    options = importlib.import_module("megatron_muon.cpu.options")
+    options.refuse(args)
+    told: list[str] = options.replace(args)
+    return told
 
 
 def _settled(args: Any, *, is_free: bool) -> list[str]:
