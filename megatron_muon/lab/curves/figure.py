@@ -34,6 +34,8 @@ def draw(runs: dict[str, list[dict[str, Curve]]], found: dict[str, Any], path: P
                 right.plot(steps, [lead["ratio"] for lead in known], "o-", color=color, label=label)
                 right.fill_between(steps, low, high, color=color, alpha=0.2)
         left.set_ylim(top=max(top))  # the fall of the first steps would flatten all that follows
+        smoothed = f"means of {each['window']:.0%} of the points, " if each["window"] else ""
+        left.set_title(f"thin: as logged; thick: {smoothed}never rising", fontsize="medium")
         left.set(xlabel="step", ylabel=f"{kind} loss")
         right.axhline(0, color="gray", lw=0.8)
         right.set(xlabel="S, step of the first run", ylabel="leading ratio (S - s) / s")
