@@ -75,15 +75,6 @@ class ExchangePlan:
         """The part of one rank of the stage."""
         return rank_plan(rank, self.grid, self.parameters, self.matrices, self.slices, self.rounds)
 
-    def silent_rounds(self) -> list[bool]:
-        """For each round, whether nothing travels in it."""
-        silent = [True] * len(self.rounds)
-        round_of = self.round_of()
-        for one in self.slices:
-            if self.matrices[one.matrix].home != one.rank:
-                silent[round_of[one.parameter]] = False
-        return silent
-
     def round_of(self) -> dict[int, int]:
         """The round of each parameter."""
         return {index: number for number, round in enumerate(self.rounds) for index in round}

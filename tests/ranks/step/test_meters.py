@@ -22,6 +22,7 @@ from support.models.gpt import (
     take_step,
 )
 from support.ranks import run
+from support.rounds import silent_rounds
 from support.small_squares import rows_of_small_squares
 
 CASE = Case(layers=2, steps=2)
@@ -127,7 +128,7 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
             sum(one.sent[rank] for one in planned),
             sum(one.messages[rank] for one in planned),
         ),
-        "travel": [False in plan.silent_rounds() for plan in plans],
+        "travel": [False in silent_rounds(plan) for plan in plans],
         "stage_matrices": sum(len(plan.matrices) for plan in plans),
         "state": tuple(map(sum, zip(*states, strict=True))),
         "shared": sum(
