@@ -170,7 +170,7 @@ def _settled(args: Any, *, is_free: bool) -> list[str]:
     from megatron_muon.megatron_lm import layouts  # where gradient reduction overlaps
 
     config, lines = settings() or muon_config(args), list[str]()
-    if is_free:
+    if is_free and args.non_persistent_ckpt_type in (None, "global"):  # others say no layout
         folder = checkpointing.newest(args, getattr(args, "load", None))
         device: Device = "cpu" if _is_on_cpu() else "cuda"
         args.muon_dp_layout, lines = layouts.own_layout(args, config, device, folder)
@@ -353,7 +353,7 @@ def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any
 _AGREED = (
     *("muon_backend", "muon_from_adamw", "adamw_from_muon", "no_muon_checkpoint_digest"),
     *("muon_trace_steps", "finetune", "no_load_optim", "override_opt_param_scheduler"),
-    *("ckpt_step", "use_dist_ckpt", "non_persistent_ckpt_type"),
+    *("ckpt_step", "use_dist_ckpt", "non_persistent_ckpt_type", "muon_dp_layout"),
 )
 
 

@@ -85,11 +85,14 @@ def require_settled(load_dir: Path) -> None:
     if name is None:
         return
     here, tracker = (shlex.quote(str(load_dir / each)) for each in (name, NAME))
-    moves = f"mv {here} {here}.stopped; mv {here}.before {here}"
-    if digest.says_complete(load_dir / name):
-        moves = f"mv {here}.before {here}.older"
+    moves = f"mv {here} {here}.stopped; mv {here}.before {here} && "
+    if not (load_dir / f"{name}.before").is_dir():
+        moves = ""
+    elif digest.says_complete(load_dir / name):
+        moves = f"mv {here}.before {here}.older && "
     number = digest.iteration_of(name)
     raise ValueError(
         f"a save into {load_dir / name} by an earlier megatron_muon was stopped, or still runs. If "
-        f"it was stopped: {moves}; rm -f {here}.anew; echo {number or name} > {tracker}"
+        f"it was stopped: {moves}rm -f {here}.anew && "
+        f"echo {name if number is None else number} > {tracker}"
     )

@@ -123,6 +123,8 @@ def _content(folder: Path) -> Digest | None:
         content = json.loads(text)
         intact = sealed({key: content[key] for key in content if key != "hash"}) == text
     except (FileNotFoundError, NotADirectoryError):
+        if path.is_symlink():
+            raise DigestError(f"{path} is damaged: it is a link to nothing") from None
         return None
     except OSError as error:
         raise DigestError(f"{path} cannot be read ({error})") from error

@@ -267,6 +267,11 @@ def _upstream_faults(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str
         "use overlap_param_gather alone, since Megatron gives each half of the model a loss scale "
         "of its own",
     )
+    yield (
+        "use_precision_aware_optimizer with rl_offload_optimizer_during_inference",
+        read("use_precision_aware_optimizer") and read("rl_offload_optimizer_during_inference"),
+        "leave out one of both, since Megatron then parts the optimizer's shards from the weights",
+    )
     if not read("num_moe_experts"):
         return
     yield (

@@ -47,6 +47,14 @@ class HostMemory:
         else:
             self._staying[name] = torch.zeros(size, dtype=dtype, device=self._device)
 
+    def begin(self) -> None:
+        """A step begins; what one that raised has left on its way is waited for and forgotten."""
+        if self._visited:
+            self._incoming.synchronize()
+            self._outgoing.synchronize()
+            for each in (self._visited, self._here, self._leaving):
+                each.clear()
+
     def at(self, name: Name) -> Tensor:
         """The tensor: on the device during its visit, else at home, once no copy is under way."""
         if name in self._staying:

@@ -162,6 +162,7 @@ class _Unknown:
 
 class _Data(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = "builtins" if module == "__builtin__" else module  # in protocol 2
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _KNOWN.get(module, ()):
             found = super().find_class(module, name)
@@ -173,6 +174,7 @@ class _Data(pickle.Unpickler):
 # What the files of torch and Megatron need, by module.
 _KNOWN = {
     "builtins": ("bytearray", "complex", "dict", "frozenset", "list", "set"),
+    "_codecs": ("encode",),
     "argparse": ("Namespace",),
     "collections": ("OrderedDict", "defaultdict"),
     "_io": ("BytesIO",),

@@ -66,8 +66,9 @@ class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
                     if isinstance(adam, TORCH_ADAMS):
                         adam.state[main]["step"] = torch.zeros((), device=main.device)
         self._sync_sub_optimizers_state_to_hdo()
-        if not self.state:  # for Megatron this would mean that no load has made any
-            self.state[self.param_groups[0]["params"][0]] = {}
+        for group in self.param_groups if not self.state else ():
+            for shard in group["params"]:  # for Megatron none would mean that no load has made any
+                self.state[shard] = {"step": torch.tensor(float(group.get("step", 0)))}
 
     def _update_fp32_params_by_new_state(self) -> None:
         self.state = {shard: each for shard, each in self.state.items() if MASTER_KEY in each}
@@ -127,6 +128,7 @@ class OfHybrid(OfWeights):
 
     def begin(self) -> None:
         """See ``States``."""
+        self._memory.begin()
         self._optimizer.beside.wait_stream(torch.cuda.current_stream())
 
     def visiting(self, round: int, key: str) -> AbstractContextManager[None]:
@@ -147,9 +149,7 @@ class OfHybrid(OfWeights):
             held.copy_(low)
             return
         if key == MAIN_KEY and MASTER_KEY in self._optimizer.state.get(shard, ()):  # AdamW's
-            self._optimizer.state[shard][MASTER_KEY] = (
-                held  # a load may have made it another tensor
-            )
+            self._optimizer.state[shard][MASTER_KEY] = held  # a load may have made another one
         for target in (held, shard.detach()) if key == MAIN_KEY else (held,):
             if target.data_ptr() != wide.data_ptr():
                 target.copy_(wide)
