@@ -169,12 +169,8 @@ def test_the_number_does_not_depend_on_the_ranks() -> None:
 )
 def test_what_is_given_wins(given: dict[str, Any]) -> None:
     args = Namespace(**{**vars(LLAMA_3_8B), **given})
-    lines = choose_buckets(args)
+    assert choose_buckets(args) == []
     assert args.ddp_num_buckets == given.get("ddp_num_buckets")
-    said = [
-        f"--{name.replace('_', '-')} {value}" for name, value in given.items() if "ddp_" in name
-    ]
-    assert len(lines) == len(said) and all(a in b for a, b in zip(said, lines, strict=True))
 
 
 @pytest.mark.parametrize("layers", [32, 2])

@@ -10,7 +10,7 @@ import argparse
 import ast
 from typing import Any
 
-from megatron_muon.lab.dry_run.numbers import MOST_THINGS, count, finite
+from megatron_muon.lab.dry_run.numbers import MOST_THINGS, count, finite, up_to
 
 _SIZES = (
     *("--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups"),
@@ -83,7 +83,7 @@ def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
         add(name, choices=["fp32", "fp16", "bf16", "fp8"], default="fp32")
     for name in ("--hidden-dropout", "--attention-dropout"):
         add(name, type=finite, default=0.1)
-    add("--optimizer-offload-fraction", type=finite, default=1.0)
+    add("--optimizer-offload-fraction", type=up_to(1.0), default=1.0)
     add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
     positions = ["learned_absolute", "rope"]
     add("--position-embedding-type", choices=positions, default="learned_absolute")
