@@ -108,7 +108,7 @@ def _reset_megatron() -> None:
         ("megatron.core.num_microbatches_calculator", ("unset_num_microbatches_calculator",)),
         ("megatron.core.rerun_state_machine", ("destroy_rerun_state_machine",)),
         ("megatron_muon.mcore.load_check.models", ("forget",)),
-        ("megatron_muon.mcore.wiring.install", ("uninstall",)),  # else on some ranks of a later test
+        ("megatron_muon.mcore.wiring.install", ("uninstall",)),  # else some ranks keep hooks
     ):
         for call in calls:
             getattr(sys.modules.get(name), call, lambda: None)()
