@@ -175,8 +175,12 @@ def test_a_model_that_was_laid_out_before_is_refused() -> None:
 
 def _from_adamw(topology: Topology, format: str, folder: str) -> str:
     built = start(ALIGNED, topology)
-    with reading_adamw(built.optimizer, "momentum"):
-        return error_of(lambda: load(built, folder, format))
+
+    def read() -> None:
+        with reading_adamw(built.optimizer, "momentum"):
+            load(built, folder, format)
+
+    return error_of(read)
 
 
 @needs_layouts
