@@ -40,6 +40,7 @@ from megatron_muon.mcore.load_check.files import open_regular, write_text
 
 FILE_NAME = "megatron_muon.json"
 FORMAT = 2
+MOST = 1 << 28  # bytes of a digest; a million parameters take about half of it
 Digest = dict[str, Any]
 Files = dict[str, dict[str, Any]]
 Save = dict[str, Any]
@@ -119,7 +120,7 @@ def _content(folder: Path) -> Digest | None:
     path = folder / FILE_NAME
     try:
         with open_regular(path) as file:
-            text = file.read().decode()
+            text = file.read(MOST + 1)[:MOST].decode()
         content = json.loads(text)
         intact = sealed({key: content[key] for key in content if key != "hash"}) == text
     except (FileNotFoundError, NotADirectoryError):
@@ -138,10 +139,41 @@ def _content(folder: Path) -> Digest | None:
             "use the megatron_muon that wrote it, or load without the check "
             "(--no-muon-checkpoint-digest)"
         )
-    return {**_DEFAULTS, **content, "settings": content.get("settings") or {}}
+    whole = {**_DEFAULTS, **content, "settings": content.get("settings") or {}}
+    if not _has_types(whole):
+        raise DigestError(f"{path} is damaged: its values are not those of a digest")
+    return whole
 
 
 _DEFAULTS: Digest = {"complete": False, "wrote": {}, "save": None, "parameters": {}, "files": {}}
+
+
+def _has_types(whole: Digest) -> bool:
+    """Whether all that readers use has its type: a hash is no protection against intent."""
+    try:
+        parameters, files = whole["parameters"].values(), whole["files"].items()
+        return (
+            isinstance(whole["complete"], bool)
+            and (whole["save"] is None or isinstance(whole["save"]["id"], str))
+            and all(isinstance(whole[key], dict) for key in ("wrote", "settings"))
+            and all(isinstance(each["shape"], list) for each in parameters)
+            and all(map(_is_count, (size for each in parameters for size in each["shape"])))
+            and all(each["optimizer"] in ("muon", "adamw", "frozen") for each in parameters)
+            and all(_is_below(name) and isinstance(entry["hash"], str) for name, entry in files)
+            and all(_is_count(entry["size"]) for _, entry in files)
+        )
+    except (AttributeError, KeyError, TypeError):
+        return False
+
+
+def _is_below(name: str) -> bool:
+    """Whether a path stays in its folder."""
+    path = Path(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
 
 
 # --- checking ------------------------------------------------------------------------------------

@@ -69,3 +69,28 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / digest.FILE_NAME).write_text(sealed({"format": 3, "complete": True}))
     with pytest.raises(DigestError, match=r"is of format 3, this megatron_muon reads 2: use the"):
         digest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"files": files} for files in ([1], {"x": 5}, {"x": {"size": 1}}, {"x": {"hash": "a"}})),
+        *({"files": {name: {"size": 1, "hash": "a"}}} for name in ("/etc/passwd", "../x", "")),
+        *({"files": {"x": {"size": size, "hash": "a"}}} for size in (-1, True, 10**400, "1")),
+        *({"parameters": {"w": {"shape": [1], **odd}}} for odd in ({"optimizer": 5}, {})),
+        *({"parameters": {"w": {"shape": of, "optimizer": "muon"}}} for of in ("1", ["1"], 1)),
+        *({"wrote": [1]}, {"settings": [1]}, {"save": 5}, {"save": {}}, {"complete": "yes"}),
+    ],
+    ids=str,
+)
+def test_values_of_another_type_are_damage_whatever_the_hash(
+    change: dict[str, object], tmp_path: Path
+) -> None:
+    """Also for the error of another checkpoint, which looks at its neighbours."""
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    whole = {"format": 2, "complete": True, **CONTENT, **change}
+    (folder / digest.FILE_NAME).write_text(sealed(whole))
+    with pytest.raises(DigestError, match="its values are not those of a digest"):
+        digest.read(folder)
+    assert digest.complete_iterations(tmp_path) == [] and digest.saver(folder) is None

@@ -50,6 +50,8 @@ def test_no_name_in_a_file_chooses_code_that_runs(name: str, tmp_path: Path) -> 
         torch.save({"optimizer": groups}, folder / name)
         (state,) = Saved.of(tmp_path).states
         assert state["param_groups"][0]["lr"] == 1.0
+        with pytest.raises(ValueError, match="a group's odd is of a class, mkdir"):
+            Saved.of(tmp_path).require_plain_groups()
     assert not mark.exists()
 
 

@@ -106,6 +106,14 @@ class Saved:
             raise KeyError(f"{self.folder} has no {key}")
         return dict(self.object(names[0]))
 
+    def require_plain_groups(self) -> None:
+        """Refuse, by a ValueError, groups with objects of a class that is not made here."""
+        for group in foreign.groups_of(self.states):
+            for key, value in group.items():
+                if isinstance(value, _Unknown):
+                    what = type(value).__name__
+                    raise ValueError(f"{self.folder}: a group's {key} is of a class, {what}")
+
     def object(self, key: str) -> Any:
         """The value of Megatron's ShardedObject; ValueError where its file is damaged."""
         place = self.metadata.storage_data[MetadataIndex(key)]

@@ -61,6 +61,7 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
 def _source(saved: Saved, optimizer: Any) -> foreign.Source:
     if not saved.is_megatrons:
         raise ValueError(f"{saved.folder} is no checkpoint of Megatron's own Muon in torch_dist")
+    saved.require_plain_groups()
     source = foreign.Source(saved.keys, saved.states)
     if source.is_fp32 and (optimizer.config.bf16 or optimizer.config.fp16):
         raise ValueError(
