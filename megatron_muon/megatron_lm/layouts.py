@@ -16,12 +16,7 @@ from pathlib import Path
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.megatron_lm.bucketing import REFERENCE_DP_SIZE, aligns_shards, buffers
 from megatron_muon.orthogonalize.numerics import Device, Numerics
-from megatron_muon.planning.buckets.count import (
-    Buffer,
-    choose,
-    in_buckets,
-    stock_bucket_size,
-)
+from megatron_muon.planning.buckets.count import Buffer, choose, in_buckets, stock_bucket_size
 from megatron_muon.planning.buckets.order import Holders, orders, parameters_in
 from megatron_muon.planning.grid import RankGrid, neighbours_of
 from megatron_muon.planning.layout import Parameter
@@ -53,15 +48,11 @@ def own_layout(
     chosen = choose(buffers(args, REFERENCE_DP_SIZE))
     if chosen is None:
         return "contiguous", []
-    size = (
-        sum(weight.numel for one in buffers(args, 1, norms=True) for weight in one.weights)
-        // chosen.number
-    )
-    own = replace(config, align_shards=False)
-    contiguous, bucketed = (
-        _ends(args, Numerics(config, device), size, in_order=aligns_shards(args)),
-        _ends(args, Numerics(own, device), None, in_order=False),
-    )
+    weights = [weight for one in buffers(args, 1, norms=True) for weight in one.weights]
+    size, own = sum(each.numel for each in weights) // chosen.number, Numerics(config, device)
+    contiguous = _ends(args, own, size, in_order=aligns_shards(args))
+    own = Numerics(replace(config, align_shards=False), device)
+    bucketed = _ends(args, own, None, in_order=False)
     if bucketed >= contiguous * (1 - _LEAST_GAIN):
         return "contiguous", []
     return "bucketed", [

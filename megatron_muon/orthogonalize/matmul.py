@@ -185,22 +185,11 @@ class Products:
         """``product`` where the result and ``linear`` are known to be symmetric."""
         if self.kernel is not None and fits_kernel(*left.shape[-2:]):
             return self.rounded(self.kernel(left, right, linear, beta, alpha, out))
-        if self.blocked and left.dim() == 2 and len(panels(left.size(0))) > 1:
-            return self._lower_and_mirrored(left, right, linear, beta, alpha, out)
-        return self.product(left, right, linear, beta=beta, alpha=alpha, out=out)
-
-    def _lower_and_mirrored(
-        self,
-        left: Tensor,
-        right: Tensor,
-        linear: Tensor | None,
-        beta: float,
-        alpha: float,
-        out: Tensor | None,
-    ) -> Tensor:
-        size = left.size(0)
-        out = left.new_empty(size, size) if out is None else out
-        for start, stop in panels(size):
+        in_panels = panels(left.size(0)) if self.blocked and left.dim() == 2 else ()
+        if len(in_panels) < 2:
+            return self.product(left, right, linear, beta=beta, alpha=alpha, out=out)
+        out = left.new_empty(left.size(0), left.size(0)) if out is None else out
+        for start, stop in in_panels:  # up to the diagonal, then mirrored
             panel, rows, cols = out[start:stop, :stop], left[start:stop], right[:, :stop]
             within = None if linear is None else linear[start:stop, :stop]
             self.product(rows, cols, within, beta=beta, alpha=alpha, out=panel)

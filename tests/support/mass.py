@@ -19,7 +19,7 @@ LOADS = (  # what a training process imports
     "print(*(sys.modules[name].__file__ for name in names))"
 )
 LIMITS = {
-    "package without lab, lines": 22_940,
+    "package without lab, lines": 22_955,
     "package, lines": 33_450,
     "tests, lines": 39_750,
     "documents, words": 16_000,

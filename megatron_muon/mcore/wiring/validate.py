@@ -150,15 +150,13 @@ def _faults_of_call(
             f"{scope} with clip_grad {clip}: nothing is clipped; give a clip (--clip-grad), or "
             "leave the scope out"
         )
-    if optimizer_config.use_precision_aware_optimizer and config.momentum_dtype != "fp32":
+    narrow = optimizer_config.use_precision_aware_optimizer
+    if narrow and config.momentum_dtype != "fp32":
         yield ValueError(
             f"{named('momentum_dtype')} {config.momentum_dtype!r} with "
             "use_precision_aware_optimizer: give the momentum's dtype by exp_avg_dtype there"
         )
-    if (
-        optimizer_config.use_precision_aware_optimizer
-        and not optimizer_config.optimizer_cpu_offload
-    ):
+    if narrow and not optimizer_config.optimizer_cpu_offload:
         try:
             try_states(optimizer_config, device_of(arguments["model_chunks"]))
         except RuntimeError as error:
