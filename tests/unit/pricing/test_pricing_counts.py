@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_muon.lab.pricing import memory
@@ -11,6 +13,7 @@ from megatron_muon.lab.pricing.work import Optimizer, Traffic, traffic_of
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
+from megatron_muon.settings.update import ElementwiseBy
 from support.virtual_gpu.plans import small_plan
 from support.virtual_gpu.step import record_step
 
@@ -70,6 +73,26 @@ def test_launches_of_shared_matrices_are_nearly_those_of_the_virtual_gpu(
     recorded = record_step(plan, 0, config, steps=2).launches
     step = price_step([Optimizer(plan, (0,) * plan.size)], config, H100)
     assert abs(step.launches - recorded) < 0.1 * recorded
+
+
+@pytest.mark.parametrize("elementwise", ["auto", "foreach"])
+def test_a_momentum_in_one_byte_costs_its_launches_and_bytes_and_waits_for_nothing(
+    elementwise: ElementwiseBy,
+) -> None:
+    config = replace(CONFIG, elementwise=elementwise)
+    plan = small_plan(config, 1, 2, hidden=512, ffn=1280)
+    recorded, priced = [], []
+    for one in (config, replace(config, momentum_dtype="int8")):
+        recording = record_step(plan, 0, one, steps=2)
+        assert recording.host_syncs == [] and recording.races == []
+        recorded.append(recording.launches)
+        priced.append(price_step([Optimizer(plan, (0, 0))], one, H100))
+    # the busiest rank's; some slices share a shard here
+    assert recorded[1] - recorded[0] == 14 * len(plan.for_rank(0).shards)
+    assert priced[1].launches - priced[0].launches >= recorded[1] - recorded[0]
+    elements = sum(span.size for span in plan.for_rank(0).shards.values())
+    more = priced[1].phases["momentum"] - priced[0].phases["momentum"]
+    assert more >= 62 * elements / H100.memory
 
 
 @pytest.mark.parametrize(("tp", "dp"), SIZES)
