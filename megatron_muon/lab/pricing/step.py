@@ -204,10 +204,8 @@ class _Steps:
         if self._fused:
             return in_blocks + self._in_one(elements, *_FUSED_MOMENTUM)
         nbytes, operations = _MOMENTUM[self._config.nesterov]
-        cost = in_blocks + foreach(
-            self._hardware, elements, pieces, nbytes + self._itemsize, operations
-        )
-        cost += foreach(self._hardware, elements, pieces, _NORM)
+        cost = foreach(self._hardware, elements, pieces, nbytes + self._itemsize, operations)
+        cost += in_blocks + foreach(self._hardware, elements, pieces, _NORM)
         return cost + stream(self._hardware, 0, _FLAGS)
 
     def _updated(self, work: RoundWork, rank: int) -> Cost:
