@@ -21,7 +21,7 @@ LOADS = (  # what a training process imports
 LIMITS = {
     "package without lab, lines": 22_955,
     "package, lines": 33_450,
-    "tests, lines": 39_780,
+    "tests, lines": 39_800,
     "documents, words": 16_000,
     "documents, pages": 14,
     "a training process, modules": 100,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,20 @@ def test_an_element_is_near_and_a_second_rounding_changes_no_bit(
     for block in blocks.unique():
         here = blocks == block
         assert (once - exact)[here].abs().max() <= MOST_OFF * exact[here].abs().max() * (1 + 1e-6)
+
+
+def test_a_load_of_tensors_without_values_keeps_the_momentum() -> None:
+    shard = torch.randn(3 * BLOCK)
+    adam: Any = _Adam(shard)
+    adam.param_groups = [{"params": [shard]}]
+    states = InBlocks(adam, {id(shard): 0})
+    states.start_momentum(shard)
+    states.put(shard, "exp_avg", shard.clone())
+    before = states.get(shard, "exp_avg")
+    empty = {"exp_avg": torch.empty(3 * BLOCK), "exp_avg_sq": shard, "step": torch.tensor(1.0)}
+    load = lambda given: adam.state.update({shard: dict(given["state"][0])})  # noqa: E731
+    states.load(load, {"param_groups": [{"params": [0]}], "state": {0: empty}})
+    assert torch.equal(states.get(shard, "exp_avg"), before) and len(adam.state[shard]) == 2
 
 
 def test_newton_schulz_gets_the_momentum_before_it_is_rounded() -> None:
