@@ -45,25 +45,15 @@ class RankError(CommandError):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The function that every rank runs, and its setting.
+    """The function that every rank runs, and its setting."""
 
-    Attributes:
-        run: a function of an importable module; called with ``argument`` once torch's world is up.
-        argument: any picklable value, the same for every rank.
-        world: number of ranks.
-        gpus: whether each rank has a GPU, with NCCL; else megatron_muon.cpu and gloo.
-        threads: number of torch's threads per rank.
-        seconds: timeout of the measurement, and of each collective.
-        builds: whether ranks build models: without GPUs, what that imports is imported once.
-    """
-
-    run: Callable[[Any], Any]
-    argument: Any
-    world: int
-    gpus: bool
-    threads: int
-    seconds: float
-    builds: bool = False
+    run: Callable[[Any], Any]  # of an importable module; called once torch's world is up
+    argument: Any  # any picklable value, the same for every rank
+    world: int  # number of ranks
+    gpus: bool  # whether each rank has a GPU, with NCCL; else megatron_muon.cpu and gloo
+    threads: int  # number of torch's threads per rank
+    seconds: float  # timeout of the measurement, and of each collective
+    builds: bool = False  # models: without GPUs, what that imports is imported once
 
 
 def gpus_for(world: int, asked_by: str, fewer: str) -> bool:

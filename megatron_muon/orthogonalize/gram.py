@@ -77,19 +77,12 @@ def _over_factor(
 
 @dataclass(slots=True)
 class _Squares:
-    """Memory of a segment's square matrices, each ``(m, m)`` or ``(k, m, m)``.
+    """Memory of a segment's square matrices, each ``(m, m)`` or ``(k, m, m)``."""
 
-    Attributes:
-        gram: R.
-        power: P = bR + cR²; H = a + P where linear terms are folded, and so the first Q.
-        factor: Q.
-        other: Q's next value, then R(a + Z).
-    """
-
-    gram: Tensor
-    power: Tensor
-    factor: Tensor
-    other: Tensor
+    gram: Tensor  # R
+    power: Tensor  # P = bR + cR²; H = a + P where linear terms are folded, and so the first Q
+    factor: Tensor  # Q
+    other: Tensor  # Q's next value, then R(a + Z)
 
     @classmethod
     def of(

@@ -61,25 +61,15 @@ class KernelError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Products on one device, each rounded.
+    """Products on one device, each rounded."""
 
-    Attributes:
-        dtype: the dtype of iterates, to which products are rounded.
-        squares: the dtype to which the Gram iteration's square matrices are rounded.
-        held: the dtype in which matrices are held and multiplied.
-        scale: an iterate X is held as ``scale``·X, a power of two. Square matrices are not scaled.
-        folded: see ``Numerics``.
-        blocked: whether symmetric products are made in panels up to the diagonal, and mirrored.
-        kernel: a library's symmetric product; None for torch's matmul.
-    """
-
-    dtype: torch.dtype
-    squares: torch.dtype
-    held: torch.dtype
-    scale: float = 1.0
-    folded: bool = False
-    blocked: bool = False
-    kernel: SymmetricKernel | None = None
+    dtype: torch.dtype  # the dtype of iterates, to which products are rounded
+    squares: torch.dtype  # the dtype to which the Gram iteration's square matrices are rounded
+    held: torch.dtype  # the dtype in which matrices are held and multiplied
+    scale: float = 1.0  # an iterate X is held as scale·X, a power of two; squares are not
+    folded: bool = False  # see Numerics
+    blocked: bool = False  # symmetric products are made in panels up to the diagonal, and mirrored
+    kernel: SymmetricKernel | None = None  # a library's symmetric product; None for torch's matmul
 
     def enter(self, x: Tensor, *, is_scaled: bool = False) -> Tensor:
         """An fp32 matrix, scaled, rounded to ``dtype`` and held in ``held``."""

@@ -54,45 +54,28 @@ class Restarts(NamedTuple):
     """The steps after which the Gram iteration restarts, by dtype.
 
     None: no list that leaves out a product with the long side holds ``GRAM_ERROR``.
-
-    Attributes:
-        bf16, fp16, fp32: X and the square matrices are in this dtype.
-        fp32_squares: X is in 16 bits, the square matrices are in fp32, as on most CPUs.
     """
 
-    bf16: tuple[int, ...] | None
+    bf16: tuple[int, ...] | None  # X and the square matrices are in this dtype
     fp16: tuple[int, ...] | None
     fp32: tuple[int, ...] | None
-    fp32_squares: tuple[int, ...] | None
+    fp32_squares: tuple[int, ...] | None  # X in 16 bits, squares in fp32, as on most CPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoefficientSet:
-    """A published list of coefficients.
+    """A published list of coefficients."""
 
-    Attributes:
-        triples: (a, b, c) of each step.
-        after: steps beyond the list's end. ``cycle`` takes the list again from its start,
-            ``repeat_last`` its last triple again, ``refuse`` allows no other number of steps.
-        source: the paper or post, and the place of the numbers in it.
-        steps: the number of steps that the set is made for.
-        interval: (smallest, largest) singular value, of a matrix of Frobenius norm 1, that
-            ``steps`` steps bring into ``band``. It is the source's interval if there is one, else
-            the widest for the band that the source aims at (tests hold both).
-        band: (smallest, largest) absolute value that the interval is brought to, in exact
-            arithmetic.
-        headroom: divisor of each polynomial's argument in bf16 and fp16.
-        restarts: restarts by number of steps, as tests/figures/restart_errors.py finds them; other
-            numbers of steps have not been tested.
-    """
-
-    triples: tuple[Triple, ...]
-    after: After
-    source: str
-    steps: int
+    triples: tuple[Triple, ...]  # (a, b, c) of each step
+    after: After  # for steps beyond the list's end; ``refuse`` allows no other number of steps
+    source: str  # the paper or post, and the place of the numbers in it
+    steps: int  # the number of steps that the set is made for
+    # (smallest, largest) singular value, of a matrix of Frobenius norm 1, that ``steps`` bring into
+    # ``band``: the source's, or else the widest for its band (tests hold both)
     interval: tuple[float, float]
-    band: tuple[float, float]
-    headroom: float = 1.0
+    band: tuple[float, float]  # absolute values that it is brought to, in exact arithmetic
+    headroom: float = 1.0  # divisor of each polynomial's argument in bf16 and fp16
+    # by the number of steps, as tests/figures/restart_errors.py finds them; others are not tested
     restarts: dict[int, Restarts] = field(default_factory=dict)
 
 

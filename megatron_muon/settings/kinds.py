@@ -20,25 +20,15 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of setting, and of its flag.
+    """A kind of setting, and of its flag."""
 
-    Attributes:
-        check: raises for a value that the setting cannot have.
-        type: makes the flag's value of a text.
-        choices: the values that the flag takes; empty: any of its type.
-        metavar: what ``--help`` calls the value.
-        action: argparse's.
-        read: the setting that a value of the flag means; None: none.
-        write: the value of the flag that means a setting.
-    """
-
-    check: Check
-    type: Callable[[str], Any] = str
-    choices: tuple[str, ...] = ()
-    metavar: str | None = None
-    action: Literal["store", "store_true", "store_false", "append"] = "store"
-    read: Callable[[Any], Any] = _same
-    write: Callable[[Any], Any] = _same
+    check: Check  # raises for a value that the setting cannot have
+    type: Callable[[str], Any] = str  # makes the flag's value of a text
+    choices: tuple[str, ...] = ()  # the values that the flag takes; empty: any of its type
+    metavar: str | None = None  # what --help calls the value
+    action: Literal["store", "store_true", "store_false", "append"] = "store"  # argparse's
+    read: Callable[[Any], Any] = _same  # the setting that a value of the flag means; None: none
+    write: Callable[[Any], Any] = _same  # the value of the flag that means a setting
 
     def or_none(self) -> Kind:
         """The same, or None, which leaves the choice to the run or turns a feature off."""

@@ -15,18 +15,13 @@ FORMS = f"{', '.join(get_args(SplitKind))}, rows:A,B,..., cols:A,A,..., heads:N,
 
 @dataclass(frozen=True, slots=True)
 class OwnSplit:
-    """Matrices by the sizes that a user gives; of the whole weight, at every TP size.
+    """Matrices by the sizes that a user gives; of the whole weight, at every TP size."""
 
-    Attributes:
-        of: ``rows`` and ``cols``: a matrix of each size, one after another, of each of which TP
-            cuts a range; ``groups``: rows that repeat; ``heads``: as many equal ranges of rows.
-        count: number of groups or heads, else 1.
-        sizes: of the matrices' rows or columns, of ``groups`` in one of them; of ``heads`` none.
-    """
-
+    # ``rows`` and ``cols``: a matrix of each size, one after another, of each of which TP cuts a
+    # range; ``groups``: rows that repeat; ``heads``: as many equal ranges of rows
     of: str
-    count: int
-    sizes: tuple[int, ...]
+    count: int  # number of groups or heads, else 1
+    sizes: tuple[int, ...]  # of the matrices' rows or columns, in one group; of ``heads`` none
 
     @property
     def total(self) -> int:

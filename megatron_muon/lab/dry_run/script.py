@@ -50,13 +50,9 @@ class _Stopped(BaseException):
 
 
 class ScriptArguments(Namespace):
-    """Megatron-LM's arguments of a run, validated, which also build its model.
+    """Megatron-LM's arguments of a run, validated, which also build its model."""
 
-    Attributes:
-        embeddings: further arguments of ``initialize_model_parallel`` that the script has chosen.
-    """
-
-    embeddings: dict[str, Any]
+    embeddings: dict[str, Any]  # for initialize_model_parallel, chosen by the script
     _setup: dict[str, Any]
 
     def chunks(self) -> list[Any]:

@@ -16,17 +16,11 @@ from megatron_muon.megatron_lm import tracker
 
 @dataclass(slots=True)
 class Report:
-    """A checkpoint's contents and faults.
+    """A checkpoint's contents and faults."""
 
-    Attributes:
-        facts: facts by name, such as ``iteration``, in the order of printing.
-        parameters: shape and optimizer of each parameter, by name, from the digest.
-        faults: reasons why the checkpoint is not complete, or not known to be; empty if it is.
-    """
-
-    facts: dict[str, str]
-    parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
+    facts: dict[str, str]  # facts by name, such as iteration, in the order of printing
+    parameters: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name
+    faults: list[str] = field(default_factory=list)  # why it is not known to be complete
 
 
 def examine(path: Path, *, hashes: bool = False) -> Report:

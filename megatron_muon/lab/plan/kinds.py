@@ -34,20 +34,12 @@ _FP32 = 4  # bytes
 
 @dataclass(frozen=True, slots=True)
 class PlannedKind:
-    """Pipeline stages that are alike; the first of them stands for all.
+    """Pipeline stages that are alike; the first of them stands for all."""
 
-    Attributes:
-        stages: their numbers.
-        members: world ranks of the first of them; with several optimizer instances, those of the
-            first one.
-        share: elements of one such stage.
-        optimizers: for each run, those of the stage in the order of their steps.
-    """
-
-    stages: list[int]
-    members: tuple[int, ...]
-    share: Share
-    optimizers: list[list[Optimizer]]
+    stages: list[int]  # their numbers
+    members: tuple[int, ...]  # world ranks of the first of them, in the first optimizer instance
+    share: Share  # elements of one such stage
+    optimizers: list[list[Optimizer]]  # for each run, in the order of their steps
 
 
 def makeup_of(

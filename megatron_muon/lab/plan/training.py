@@ -20,19 +20,12 @@ _FLOPS_SOURCE = (
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Forward and backward of a step.
+    """Forward and backward of a step."""
 
-    Attributes:
-        tokens: of a step, over all ranks.
-        flops_per_token: of forward and backward.
-        mfu: share of the peak that forward and backward reach.
-        ranks: number of ranks.
-    """
-
-    tokens: int
-    flops_per_token: float
-    mfu: float
-    ranks: int
+    tokens: int  # of a step, over all ranks
+    flops_per_token: float  # of forward and backward
+    mfu: float  # share of the peak that forward and backward reach
+    ranks: int  # number of ranks
 
     def seconds(self, hardware: Hardware) -> float:
         """The time of forward and backward."""

@@ -29,17 +29,11 @@ SHORT = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A run with further flags.
+    """A run with further flags."""
 
-    Attributes:
-        name: the value, or the flags.
-        words: the flags, which go behind those of the run.
-        effect: what else they change; empty where weights stay the same but for rounding.
-    """
-
-    name: str
-    words: tuple[str, ...]
-    effect: str = ""
+    name: str  # the value, or the flags
+    words: tuple[str, ...]  # the flags, which go behind those of the run
+    effect: str = ""  # what else they change; empty where weights stay the same but for rounding
 
 
 def swept(text: str) -> tuple[str, list[Variant]]:

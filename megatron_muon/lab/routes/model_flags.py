@@ -46,19 +46,12 @@ of its buckets change them, and Muon's flags can be given as well."""
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A run that a command line asks for.
+    """A run that a command line asks for."""
 
-    Attributes:
-        flags: Megatron's arguments, with the layers and the buckets that the run would choose.
-        config: Muon's settings.
-        ranks: how its ranks are divided.
-        notes: what there is to say about the choice of buckets, and about flags.
-    """
-
-    flags: Namespace
-    config: MuonConfig
-    ranks: Ranks
-    notes: list[str]
+    flags: Namespace  # Megatron's arguments, with the buckets that the run would choose
+    config: MuonConfig  # Muon's settings
+    ranks: Ranks  # how its ranks are divided
+    notes: list[str]  # what there is to say about the choice of buckets, and about flags
 
 
 class CommandLine:

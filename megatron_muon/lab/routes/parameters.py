@@ -43,64 +43,38 @@ Split = Literal["rows", "columns", "replicated", "whole"]
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A matrix.
+    """A matrix."""
 
-    Attributes:
-        name: the parameter's, with the part in brackets where it holds several.
-        rows, cols: over all TP ranks.
-        scale: factor of its orthogonalized update, ``update_scale``.
-        home: rank of the stage that orthogonalizes it.
-    """
-
-    name: str
-    rows: int
+    name: str  # the parameter's, with the part in brackets where it holds several
+    rows: int  # over all TP ranks
     cols: int
-    scale: float
-    home: int
+    scale: float  # factor of its orthogonalized update, update_scale
+    home: int  # rank of the stage that orthogonalizes it
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedParameter:
-    """A parameter of a stage.
+    """A parameter of a stage."""
 
-    Attributes:
-        name: Megatron's, with layers and experts numbered over all ranks.
-        shape: one TP rank's.
-        tp: the parts of a matrix that TP ranks hold: ranges of rows or of columns, or replicas. All
-            of it where there is one TP rank.
-        ep_rank: the EP rank of an expert's parameter, where there are several; None for others.
-        reason: why AdamW has it; None where Muon does.
-        lr_mult, wd_mult: factors of its learning rate and its weight decay.
-        matrices: Muon's.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    tp: Split
-    ep_rank: int | None
+    name: str  # Megatron's, with layers and experts numbered over all ranks
+    shape: tuple[int, ...]  # one TP rank's
+    tp: Split  # what TP ranks hold: ranges of rows or of columns, or replicas
+    ep_rank: int | None  # of an expert's parameter, where there are several
     optimizer: Literal["muon", "adamw"]
-    reason: str | None
+    reason: str | None  # why AdamW has it; None where Muon does
     lr_mult: float
     wd_mult: float
-    matrices: tuple[Routed, ...] = ()
+    matrices: tuple[Routed, ...] = ()  # Muon's
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedStage:
-    """A pipeline stage.
+    """A pipeline stage."""
 
-    Attributes:
-        stage: its number.
-        ranks: ranks of the world, by their number in the stage; with several optimizer instances,
-            those of the first one.
-        lines: those that a run prints about the stage at its start.
-        parameters: all of them, those of an expert on every EP rank.
-    """
-
-    stage: int
-    ranks: tuple[int, ...]
-    lines: tuple[str, ...]
-    parameters: tuple[RoutedParameter, ...]
+    stage: int  # its number
+    ranks: tuple[int, ...]  # of the world, in the order of the stage; of the first instance
+    lines: tuple[str, ...]  # those that a run prints about the stage at its start
+    parameters: tuple[RoutedParameter, ...]  # all of them, those of an expert on every EP rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,21 +42,14 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
 
     Every rank with an optimizer that is no stub calls each method but ``state_dict``. They raise on
     all those ranks: this rank's error, or a RuntimeError that quotes another's.
-
-    Attributes:
-        voters: the ranks that call the methods together with this one; None for the world.
-        decided_by_name: name patterns assign weights to Muon or AdamW, so layers may differ.
-        source: the keys of a checkpoint of Megatron's own Muon, while one is read; else None.
-        is_new: it has taken no step.
-        lacks_state: it has loaded groups, and no momentum with them.
     """
 
     chained_optimizers: list[Any]
-    voters: Group | None
-    decided_by_name: bool
-    source: Source | None = None
-    is_new = True
-    lacks_state = False
+    voters: Group | None  # the ranks that call the methods together; None for the world
+    decided_by_name: bool  # name patterns assign weights to Muon or AdamW, so layers may differ
+    source: Source | None = None  # while a checkpoint of Megatron's own Muon is read
+    is_new = True  # it has taken no step
+    lacks_state = False  # it has loaded groups, and no momentum with them
 
     def state_dict(self) -> Any:
         """Megatron's state dict, without the state of parameters. No communication."""

@@ -34,27 +34,19 @@ FromAdamW = Literal["momentum", "fresh"]
 
 
 class MuonState(DistributedOptimizer):  # type: ignore[misc]
-    """The state of a parameter, as all formats save and load it.
+    """The state of a parameter, as all formats save and load it."""
 
-    Attributes:
-        muon: the Muon part; None in a stub.
-        states: its main parameters and state; None in a stub.
-        stage_group: the ranks of this stage (and instance); all of them have the same optimizers.
-        ep_rank, local_experts: this rank's experts, for names.
-        routes: of all parameters of this rank's model that train.
-        from_adamw: the source of Muon's momentum while a checkpoint in AdamW's layout is read: see
-            ``switch.reading_adamw``. None: the checkpoint is of this package's Muon.
-        main_is_weight: the checkpoint being read has no main parameters, since the model's weights
-            are fp32 and are loaded as such.
-    """
-
-    muon: DistributedMuon | None
-    states: States
-    stage_group: Any = None
-    ep_rank: int = 0
+    muon: DistributedMuon | None  # the Muon part; None in a stub
+    states: States  # its main parameters and state; None in a stub
+    stage_group: Any = None  # the ranks of this stage, which have the same optimizers
+    ep_rank: int = 0  # for the names of experts
     local_experts: int = 0
-    routes: Sequence[Route]
+    routes: Sequence[Route]  # of all parameters of this rank's model that train
+    # the source of Muon's momentum while a checkpoint in AdamW's layout is read: see
+    # switch.reading_adamw. None: the checkpoint is of this package's Muon.
     from_adamw: FromAdamW | None = None
+    # the checkpoint being read has no main parameters, since the model's weights are fp32 and are
+    # loaded as such
     main_is_weight: bool = False
     _exposed: Exposed = "adam"
 

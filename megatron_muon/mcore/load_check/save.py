@@ -150,17 +150,12 @@ def _quiet_about_the_mark(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A save that has begun.
-
-    Attributes:
-        save: rank 0's ``digest.new_save``, on all ranks.
-        content: the digest without ``files`` on rank 0; empty on other ranks.
-    """
+    """A save that has begun."""
 
     folder: Path
-    save: Save
+    save: Save  # rank 0's digest.new_save, on all ranks
     device: torch.device
-    content: Mapping[str, Any]
+    content: Mapping[str, Any]  # the digest without files on rank 0; empty on other ranks
 
     @classmethod
     def begin(cls, trained: TrainedModel | None, checkpoint_dir: str) -> Saving | None:

@@ -35,18 +35,12 @@ class ClippedWeight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WatchedAttention:
-    """An attention whose largest logits are reduced in each step.
-
-    Attributes:
-        core: the module that has the largest logits of this TP rank's heads.
-        heads: number of heads over all TP ranks.
-        clip: None where logits are only watched.
-    """
+    """An attention whose largest logits are reduced in each step."""
 
     name: str
-    core: Any
-    heads: int
-    clip: Clip | None
+    core: Any  # the module that has the largest logits of this TP rank's heads
+    heads: int  # number of heads over all TP ranks
+    clip: Clip | None  # None where logits are only watched
     weights: tuple[ClippedWeight, ...]
 
 

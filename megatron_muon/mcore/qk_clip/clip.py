@@ -26,22 +26,14 @@ MainPiece = tuple[torch.Tensor, int]
 
 @dataclass(frozen=True, slots=True)
 class QkClip:
-    """A rank's means to clip the logits of its attentions.
+    """A rank's means to clip the logits of its attentions."""
 
-    Attributes:
-        attentions: the same on every rank of a stage but for their TP slices.
-        shards: the slices of main parameters that are apart from the model's weights.
-        group: the ranks of the pipeline stage in all optimizer instances.
-        tp_rank, tp_size: this rank's place among those that share a weight.
-        device: the device that the group communicates from.
-    """
-
-    attentions: tuple[WatchedAttention, ...]
-    shards: dict[torch.nn.Parameter, MainPiece]
-    group: Group
-    tp_rank: int
+    attentions: tuple[WatchedAttention, ...]  # the same on every rank of a stage but for TP slices
+    shards: dict[torch.nn.Parameter, MainPiece]  # main parameters' slices that are no views
+    group: Group  # the ranks of the pipeline stage in all optimizer instances
+    tp_rank: int  # among the ranks that share a weight
     tp_size: int
-    device: torch.device
+    device: torch.device  # the device that the group communicates from
 
     @torch.no_grad()
     def apply(self, *, only_watch: bool = False) -> float:

@@ -16,19 +16,14 @@ from megatron_muon.planning.layout import Span
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """The rows of a whole weight, over all TP ranks, which repeat group by group.
+    """The rows of a whole weight, over all TP ranks, which repeat group by group."""
 
-    Attributes:
-        groups: how often. The heads of a group share their keys, and so one factor.
-        parts: ``(part, rows of it in one group)``, in order. A clip by eta multiplies ``q`` by
-            eta^alpha, ``k`` by eta^(1 - alpha), and by eta ``rotary``, a query's rotary part whose
-            key all heads share. Other parts stay as they are.
-        is_latent: an up-projection of multi-latent attention.
-    """
-
-    groups: int
+    groups: int  # how often. The heads of a group share their keys, and so one factor.
+    # (part, rows of it in one group), in order. A clip by eta multiplies q by eta^alpha, k by
+    # eta^(1 - alpha), and by eta rotary, a query's rotary part whose key all heads share. Other
+    # parts stay as they are.
     parts: tuple[tuple[str, int], ...]
-    is_latent: bool = False
+    is_latent: bool = False  # an up-projection of multi-latent attention
 
     @property
     def rows(self) -> int:

@@ -50,24 +50,16 @@ _LOCAL_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.wei
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter of a model chunk.
+    """A parameter of a model chunk."""
 
-    Attributes:
-        name: Megatron's, without the names of wrapping modules, and with layers numbered over all
-            pipeline stages. Experts are numbered as on EP rank 0: see ``expert_name``.
-        param: the local TP slice.
-        module: the one that holds it.
-        holders: the modules that ``module`` is in, from the innermost to the model chunk.
-        model_config: the TransformerConfig that this part of the model was built from.
-        is_expert: one of an MoE layer's routed experts has it.
-    """
-
+    # Megatron's, without the names of wrapping modules, and with layers numbered over all pipeline
+    # stages. Experts are numbered as on EP rank 0: see expert_name.
     name: str
-    param: torch.nn.Parameter
-    module: torch.nn.Module
-    holders: tuple[torch.nn.Module, ...]
-    model_config: Any
-    is_expert: bool
+    param: torch.nn.Parameter  # the local TP slice
+    module: torch.nn.Module  # the one that holds it
+    holders: tuple[torch.nn.Module, ...]  # from the innermost module to the model chunk
+    model_config: Any  # the TransformerConfig that this part of the model was built from
+    is_expert: bool  # one of an MoE layer's routed experts has it
 
     @property
     def leaf(self) -> str:

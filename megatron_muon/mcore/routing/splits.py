@@ -31,19 +31,13 @@ class RowRun:
 
 @dataclass(frozen=True, slots=True)
 class FusedRows:
-    """The order of rows in a weight that holds several projections.
+    """The order of rows in a weight that holds several projections."""
 
-    Attributes:
-        sections: its rows in order; see ``planning.sections``.
-        default: the split without a pattern for it.
-        what: the rows in words, for errors.
-        may_be_replicated: TP ranks may hold all of its rows. Without this, a weight that TP does
-            not split at TP > 1 is unknown here.
-    """
-
-    sections: tuple[tuple[RowRun, ...], ...]
-    default: str
-    what: str
+    sections: tuple[tuple[RowRun, ...], ...]  # its rows in order; see planning.sections
+    default: str  # the split without a pattern for it
+    what: str  # the rows in words, for errors
+    # TP ranks may hold all of its rows. Without this, a weight that TP does not split at TP > 1 is
+    # unknown here.
     may_be_replicated: bool = False
 
     @property

@@ -23,17 +23,11 @@ _stages_of_instances: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDic
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a stage's model-parallel groups.
+    """Sizes of a stage's model-parallel groups."""
 
-    Attributes:
-        tp: number of ranks that share a dense weight.
-        expert_tp: number of ranks that share an expert's weight.
-        ep: number of ranks that a layer's experts are spread over.
-    """
-
-    tp: int
-    expert_tp: int = 1
-    ep: int = 1
+    tp: int  # number of ranks that share a dense weight
+    expert_tp: int = 1  # number of ranks that share an expert's weight
+    ep: int = 1  # number of ranks that a layer's experts are spread over
 
     def tp_of(self, weight: Weight) -> int:
         """How many TP ranks share the weight."""
@@ -42,25 +36,15 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A rank's pipeline stage, inside its optimizer instance.
+    """A rank's pipeline stage, inside its optimizer instance."""
 
-    Attributes:
-        group: its ranks, which exchange with each other.
-        tp: the ranks that share a dense weight.
-        expert_tp: the ranks that share an expert's weight; None in a dense model.
-        ep: the ranks that a layer's experts are spread over; None in a dense model.
-        pipeline_rank: the stage's number.
-        instance: number of the distributed optimizer instance.
-        device: device of the tensors that the groups communicate.
-    """
-
-    group: Group
-    tp: Group
-    expert_tp: Group | None
-    ep: Group | None
-    pipeline_rank: int
-    instance: int
-    device: torch.device
+    group: Group  # its ranks, which exchange with each other
+    tp: Group  # the ranks that share a dense weight
+    expert_tp: Group | None  # the ranks that share an expert's weight; None in a dense model
+    ep: Group | None  # the ranks that a layer's experts are spread over; None in a dense model
+    pipeline_rank: int  # the stage's number
+    instance: int  # number of the distributed optimizer instance
+    device: torch.device  # device of the tensors that the groups communicate
 
     @property
     def sizes(self) -> Sizes:

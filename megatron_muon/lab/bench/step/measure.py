@@ -43,50 +43,29 @@ NOISE = 4_194_301  # elements; a prime, so that no two rows of a weight are the 
 
 @dataclass(frozen=True, slots=True)
 class StepJob:
-    """The task of the measurement; the same for every rank.
+    """The task of the measurement; the same for every rank."""
 
-    Attributes:
-        flags: flags of the model and its ranks, see ``flags.parsed``.
-        rows: rows in the order of the table.
-        rounds: number of rounds, with one timed step of each row.
-        traces: folder for Chrome traces of a step, in a folder for each row, or None.
-        launches: whether to count a GPU's kernels and copies, and the host's time, in a step.
-    """
-
-    flags: Namespace
-    rows: tuple[Row, ...]
-    rounds: int
-    traces: Path | None = None
-    launches: bool = False
+    flags: Namespace  # flags of the model and its ranks, see flags.parsed
+    rows: tuple[Row, ...]  # rows in the order of the table
+    rounds: int  # number of rounds, with one timed step of each row
+    traces: Path | None = None  # for Chrome traces of a step, in a folder for each row
+    launches: bool = False  # whether to count a GPU's kernels and copies, and the host's time
 
 
 @dataclass
 class Measured:
-    """The measurements of one row on one rank.
+    """The measurements of one row on one rank."""
 
-    Attributes:
-        times: times of each round's step.
-        counted: counts of one step, and bytes of the reduction of gradients before it.
-        exchange_rounds: rounds of our exchange in a step, summed over its optimizers.
-        ns_flops_once: flops of the pipeline stage with each matrix once; on its first rank, else 0.
-        state_bytes: bytes of fp32 main parameters and optimizer state.
-        peak_bytes: peak bytes in a step, minus the bytes before it.
-        weights: checksum of the model's weights after a step.
-        metered_bytes: bytes of the exchange in the last step by our own meter; 0 for other rows.
-        launched: kernels and copies of a step by kind, if asked for, on a GPU.
-        host_ms: milliseconds in which the host launches a step, likewise; 0 if not asked for.
-    """
-
-    times: list[Times] = field(default_factory=list)
-    counted: Counted = field(default_factory=Counted)
-    exchange_rounds: int = 0
-    ns_flops_once: int = 0
-    state_bytes: int = 0
-    peak_bytes: int = 0
-    weights: int = 0
-    metered_bytes: int = 0
-    launched: dict[str, int] = field(default_factory=dict)
-    host_ms: float = 0.0
+    times: list[Times] = field(default_factory=list)  # times of each round's step
+    counted: Counted = field(default_factory=Counted)  # of one step, and of its gradients
+    exchange_rounds: int = 0  # rounds of our exchange in a step, summed over its optimizers
+    ns_flops_once: int = 0  # of the stage with each matrix once; on its first rank, else 0
+    state_bytes: int = 0  # bytes of fp32 main parameters and optimizer state
+    peak_bytes: int = 0  # peak bytes in a step, minus the bytes before it
+    weights: int = 0  # checksum of the model's weights after a step
+    metered_bytes: int = 0  # of the exchange by our own meter; 0 for other rows
+    launched: dict[str, int] = field(default_factory=dict)  # kernels and copies
+    host_ms: float = 0.0  # in which the host launches a step; 0 if not asked for
 
 
 def measure(job: StepJob) -> list[Measured]:

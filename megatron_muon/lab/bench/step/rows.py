@@ -34,22 +34,13 @@ NO_CLIP = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An optimizer to measure.
+    """An optimizer to measure."""
 
-    Attributes:
-        name: name in the table and in JSON.
-        kind: kind of optimizer.
-        config: settings of our Muon; other optimizers take those that they have, too.
-        buckets: whether buckets are Megatron's stock ones, as with ``--overlap-grad-reduce``; else
-            a buffer has one.
-        overlap: whether the step only starts gathers of parameters (``--overlap-param-gather``).
-    """
-
-    name: str
-    kind: Kind
-    config: MuonConfig
-    buckets: bool = False
-    overlap: bool = False
+    name: str  # name in the table and in JSON
+    kind: Kind  # kind of optimizer
+    config: MuonConfig  # settings of our Muon; other optimizers take those that they have, too
+    buckets: bool = False  # Megatron's stock ones (--overlap-grad-reduce); else one a buffer
+    overlap: bool = False  # whether the step only starts gathers (--overlap-param-gather)
 
 
 def rows(

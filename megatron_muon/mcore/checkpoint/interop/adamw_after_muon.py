@@ -60,15 +60,10 @@ class MuonReader(MuonCheckpoint):
 
 
 class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
-    """An AdamW DistributedOptimizer in which the young parameters have taken fewer steps.
+    """An AdamW DistributedOptimizer in which the young parameters have taken fewer steps."""
 
-    Attributes:
-        former: the settings of the Muon that updated them before.
-        behind: how many steps fewer they have taken.
-    """
-
-    former: MuonConfig
-    behind: int = 0
+    former: MuonConfig  # the settings of the Muon that updated them before
+    behind: int = 0  # how many steps fewer they have taken
     _is_whole: bool = False
 
     def state_dict(self) -> StateDict:

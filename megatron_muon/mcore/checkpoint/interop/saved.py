@@ -30,17 +30,11 @@ _OPTIMIZERS = re.compile(r"(chained_\d+\.)*optimizer\.")
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a checkpoint's files say of its optimizer.
+    """What a checkpoint's files say of its optimizer."""
 
-    Attributes:
-        folder: the folder of one iteration.
-        metadata: torch's of torch_dist; empty in other formats.
-        states: the state dicts of a chain of optimizers, without what differs between ranks.
-    """
-
-    folder: Path
-    metadata: Metadata
-    states: list[dict[Any, Any]]
+    folder: Path  # the folder of one iteration
+    metadata: Metadata  # torch's of torch_dist; empty in other formats
+    states: list[dict[Any, Any]]  # of a chain of optimizers, without what differs between ranks
 
     @classmethod
     def of(cls, folder: str | Path) -> Saved:
