@@ -36,21 +36,17 @@ _MARK = "tensor_model_parallel"
 def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
     """Correct the marks of main parameters. Every rank of the world calls this.
 
-    Args:
-        parts: Megatron's DistributedOptimizers.
-        stage: this rank's.
-
     Returns:
         A line for rank 0 to print, where a mark was wrong on any rank.
 
     Raises:
         RuntimeError: on ranks that have no error themselves when another has.
     """
-
-    def correct() -> list[str]:
-        return sorted({name for part in parts for name in _corrected(part, stage)})
-
-    wrong = together(correct, None, stage.device)
+    wrong = together(
+        lambda: sorted({name for part in parts for name in _corrected(part, stage)}),
+        None,
+        stage.device,
+    )
     counts = collectives.all_gather_numbers([len(wrong)], None, stage.device)
     if not any(count for (count,) in counts):
         return []
@@ -85,12 +81,7 @@ def _corrected(part: Any, stage: Stage) -> Iterator[str]:
 
 
 def counts_here(weight: Weight, stage: Stage) -> bool | None:
-    """Whether this rank is the one to count what it holds; None where Megatron's mark is kept.
-
-    Args:
-        weight: any.
-        stage: this rank's.
-    """
+    """Whether this rank is the one to count what it holds; None where Megatron's mark is kept."""
     if not weight.is_expert:
         if stage.tp.size() == 1:
             return None

@@ -26,12 +26,6 @@ class NonfiniteReport:
     loop, elsewhere every ``log_interval`` or 100. Ranks communicate then only, and only then the
     host waits for the device. A momentum that is not finite stays so: its home names it as soon as
     the host knows of it, on a GPU at the start of the next step.
-
-    Args:
-        muons: the optimizers.
-        config: the settings.
-        group: the ranks that step together; None for the world.
-        device: the device that they communicate from.
     """
 
     def __init__(
@@ -51,7 +45,13 @@ class NonfiniteReport:
 
     def before_step(self) -> None:
         """Name momenta of the step before, if the device is done with it."""
-        self._name_momenta()
+        for name, left in self._left(waits=False).items():
+            if left.momenta and name not in self._momenta:
+                self._momenta.add(name)
+                _say(
+                    f"step {self._number}: the momentum of {name} is not finite, and stays so; the "
+                    "matrix is left where it is"
+                )
 
     def after_step(self) -> None:
         """Every rank of the group calls it.
@@ -64,18 +64,9 @@ class NonfiniteReport:
         interval = host().log_interval() or self._interval
         lines = (self._number - 1) // interval if self._lines is None else self._lines
         self._lines = self._number // interval
-        self._name_momenta()
+        self.before_step()
         if self._lines != lines:
             self._log()
-
-    def _name_momenta(self) -> None:
-        for name, left in self._left(waits=False).items():
-            if left.momenta and name not in self._momenta:
-                self._momenta.add(name)
-                _say(
-                    f"step {self._number}: the momentum of {name} is not finite, and stays so; the "
-                    "matrix is left where it is"
-                )
 
     def _left(self, *, waits: bool) -> dict[str, Left]:
         every: dict[str, Left] = {}

@@ -64,14 +64,8 @@ class Stage:
         if not has_experts(dist_opt):
             return Coordinates(0, 1, self.tp.rank(), self.tp.size(), dp.rank(), dp.size())
         assert self.expert_tp is not None and self.ep is not None
-        return Coordinates(
-            self.ep.rank(),
-            self.ep.size(),
-            self.expert_tp.rank(),
-            self.expert_tp.size(),
-            dp.rank(),
-            dp.size(),
-        )
+        groups = (self.ep, self.expert_tp, dp)
+        return Coordinates(*(number for each in groups for number in (each.rank(), each.size())))
 
 
 def has_experts(dist_opt: Any) -> bool:
@@ -101,13 +95,9 @@ _GROUPS: dict[str, tuple[Callable[[], Group], str]] = {
 
 
 def group_of(name: str, pg_collection: Any) -> Group:
-    """One of a rank's groups.
+    """One of a rank's groups, by its name in a pg_collection; None for Megatron's global ones.
 
-    Args:
-        name: ``tp_dp_cp``: the ranks of the pipeline stage, in all optimizer instances. ``tp``,
-            ``expt_tp``: the ranks that share a dense weight, an expert's weight. ``ep``: those that
-            a layer's experts are spread over.
-        pg_collection: as given to ``get_megatron_optimizer``; None for Megatron's global groups.
+    ``tp_dp_cp`` are the ranks of the pipeline stage, in all optimizer instances.
 
     Raises:
         ValueError: the collection lacks the group.
@@ -120,12 +110,6 @@ def stage_of(
     model_chunks: Sequence[Any], instance: int, pg_collection: Any, device: torch.device
 ) -> Stage:
     """The rank's stage; with several optimizer instances every rank of the world calls this.
-
-    Args:
-        model_chunks: this rank's model chunks.
-        instance: number of the rank's distributed optimizer instance.
-        pg_collection: as given to ``get_megatron_optimizer``; None for Megatron's global groups.
-        device: device of the tensors that the groups communicate.
 
     Raises:
         ValueError: the collection lacks a group.
@@ -149,11 +133,7 @@ def stage_of(
 
 
 def require_groups(model_chunks: Sequence[Any], pg_collection: Any) -> None:
-    """Check that each group that ``stage_of`` asks for is there; no communication.
-
-    Raises:
-        ValueError: the collection lacks a group.
-    """
+    """Raise a ValueError if the collection lacks a group of ``stage_of``'s; no communication."""
     for name in _GROUPS if is_moe(model_chunks) else ("tp_dp_cp", "tp"):
         group_of(name, pg_collection)
 

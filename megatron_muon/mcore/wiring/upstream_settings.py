@@ -37,10 +37,7 @@ def in_force(
 ) -> tuple[MuonConfig, list[str]]:
     """The settings of ``install()`` with those of the fields that count, and lines to print.
 
-    Args:
-        config: of ``install()``.
-        optimizer_config: Megatron's, with ``given``, its ``fields_set``.
-        model: a model chunk.
+    ``given`` are the ``fields_set`` of Megatron's config; ``model`` is a model chunk.
 
     Raises:
         ValueError: a field has no meaning here, or ``install()`` got one of Muon's settings, too.

@@ -57,9 +57,6 @@ def takes_layouts() -> bool:
 def put_in(config: MuonConfig) -> None:
     """Order the parameters of all buckets that are laid out from now on. Idempotent.
 
-    Args:
-        config: the settings: the bytes that an order sends depend on them.
-
     Raises:
         NotImplementedError: this Megatron takes no layout.
     """
@@ -72,8 +69,9 @@ def put_in(config: MuonConfig) -> None:
     before, _config = _config, config
     if before is None:
         layout, init = getattr(DistributedOptimizer, _LAYOUT), DistributedDataParallel.__init__
-        _patches.set(DistributedOptimizer, _LAYOUT, staticmethod(around(layout, _laid_out, _is_in)))
-        _patches.set(DistributedDataParallel, "__init__", around(init, _init, _is_in))
+        layout, init = around(layout, _laid_out, _is_in), around(init, _init, _is_in)
+        _patches.set(DistributedOptimizer, _LAYOUT, staticmethod(layout))
+        _patches.set(DistributedDataParallel, "__init__", init)
 
 
 def take_out() -> None:

@@ -68,15 +68,6 @@ class EarlyGather:
         self.group.start_param_sync()
         self.group.is_early = True
 
-    def finish(self) -> None:
-        """Wait for it if no forward pass has."""
-        self.group.wait_for_params()
-
-    def forget(self) -> None:
-        """Let the next forward pass gather again: the parameters have changed outside of a step."""
-        self.finish()
-        self.group.param_gather_dispatched = False
-
 
 class EarlyGathers:
     """The all-gathers of a DistributedOptimizer.
@@ -86,11 +77,6 @@ class EarlyGathers:
         last: the last round of a step.
         is_on: whether they start within the step. Where they do not, Megatron's gathers are as
             they are without this.
-
-    Attributes:
-        gathers: see above.
-        last: see above.
-        is_on: see above.
     """
 
     def __init__(self, gathers: Sequence[EarlyGather], last: int, *, is_on: bool) -> None:
@@ -170,12 +156,13 @@ class EarlyGathers:
     def finish(self) -> None:
         """Wait for those that no forward pass has waited for."""
         for gather in self.gathers:
-            gather.finish()
+            gather.group.wait_for_params()
 
     def forget(self) -> None:
         """Let the next forward pass gather again: parameters have changed outside of a step."""
         for gather in self.gathers if self.is_on else ():
-            gather.forget()
+            gather.group.wait_for_params()
+            gather.group.param_gather_dispatched = False
 
     def _after(self, round: int) -> Iterator[EarlyGather]:
         """Those that have not started, up to the first that waits for a later round."""
@@ -200,12 +187,7 @@ def early_gathers(
 ) -> EarlyGathers | None:
     """The gathers of an optimizer's bucket groups; None where it has no parameters.
 
-    Args:
-        dist_opt: Megatron's DistributedOptimizer.
-        rounds: the round of each of Muon's parameters.
-        last: the last round of the plan.
-        one_by_one, is_followed: see ``starts``.
-        is_on: see ``EarlyGathers``.
+    ``rounds`` are those of Muon's parameters; for other arguments see ``starts``, ``EarlyGathers``.
     """
     places = {
         param: (buffer.buckets[index], start, stop)
