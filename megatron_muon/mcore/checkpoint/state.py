@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from megatron_muon.mcore.routing.param_routing import expert_name, weights
 from megatron_muon.mcore.routing.routes import Route, muons_of
 from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.runtime.optimizer import DistributedMuon
+from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.states import MAIN_KEY, MOMENTUM_KEY, States, of_halves
 
 Tensor = torch.Tensor
@@ -105,13 +106,8 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     def _names_on_disk(self) -> Exposed:
         return "disk" if self.from_adamw is None else "adam"
 
-    @contextmanager
-    def _exposing(self, exposed: Exposed) -> Iterator[None]:
-        before, self._exposed = self._exposed, exposed
-        try:
-            yield
-        finally:
-            self._exposed = before
+    def _exposing(self, exposed: Exposed) -> AbstractContextManager[None]:
+        return replaced(self, _exposed=exposed)
 
     @property
     def _muon(self) -> DistributedMuon:
@@ -120,9 +116,8 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
 
     def _keys_on_disk(self, shard: Tensor) -> dict[str, str]:
         """The names on disk of a shard's state, and those in memory."""
-        if self._muon.owns(shard):
-            return {MOMENTUM: MOMENTUM_KEY}
-        return {key: key for key in ADAMW_STATE}
+        muons = {MOMENTUM: MOMENTUM_KEY}
+        return muons if self._muon.owns(shard) else {key: key for key in ADAMW_STATE}
 
     def _wide(self, shard: Tensor, key: str) -> Tensor:
         """In fp32, as on disk: the optimizer's own tensor, or a copy, which is on the host."""
