@@ -39,11 +39,7 @@ class QkClip:
     def apply(self, *, only_watch: bool = False) -> float:
         """Clip what passed its threshold since the last call; every rank of the stage calls it.
 
-        Args:
-            only_watch: reduce the logits and leave the weights.
-
-        Returns:
-            The largest logit of the stage, 0.0 if all are below.
+        With ``only_watch`` weights stay. Returns the stage's largest logit, 0.0 if all are below.
         """
         if not self.attentions:
             return 0.0
@@ -71,7 +67,7 @@ class QkClip:
             if maxima is not None:
                 local = attention.heads // self.tp_size
                 first = start + 1 + self.tp_rank * local
-                numbers[start] = _number_of(maxima.dtype)
+                numbers[start] = float(_DTYPES.index(maxima.dtype))
                 numbers[first : first + local] = maxima.detach().view(local)
             start += 1 + attention.heads
         max_over("muon/logits", numbers, self.group)
@@ -100,10 +96,6 @@ class QkClip:
             if param in self.shards:
                 flat, start = self.shards[param]
                 scale_rows(flat.data, start, cols, local)
-
-
-def _number_of(dtype: torch.dtype) -> float:
-    return float(_DTYPES.index(dtype))
 
 
 def shards_of(

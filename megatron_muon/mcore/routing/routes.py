@@ -39,12 +39,7 @@ class Route:
 
 
 def routes_of(model_chunks: Sequence[Any], sizes: Sizes, config: MuonConfig) -> list[Route]:
-    """The routes of all of a rank's parameters that train, in Megatron's order.
-
-    Raises:
-        ValueError, NotImplementedError: a weight cannot be routed, or is not what its name
-            promises.
-    """
+    """The routes of all of a rank's parameters that train, in Megatron's order; errors name one."""
     trained = (weight for weight in weights(model_chunks) if weight.param.requires_grad)
     return [_route(weight, sizes, config) for weight in trained]
 
