@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_muon.console import first_names
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.routing.param_routing import expert_name
 from megatron_muon.mcore.wiring.buffers.bucket_groups import finish_gathers
@@ -150,12 +151,11 @@ class MuonChainedOptimizer(CheckpointChain):
         ]
         if not bad:
             return None
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         lowest = min(limit for _, limit in bad)
         beyond = f", or beyond ±{lowest:.1e}, which momentum adds up to Inf (set clip_grad)"
         return FloatingPointError(
             f"gradients are missing, NaN or Inf{beyond * (lowest < _LARGEST)} in "
-            f"{', '.join(name for name, _ in bad[:5])}{more}; no optimizer state or parameter has "
+            f"{first_names([name for name, _ in bad], 5)}; no optimizer state or parameter has "
             "been changed"
         )
 

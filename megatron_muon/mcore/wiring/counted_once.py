@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 
+from megatron_muon.console import first_names
 from megatron_muon.mcore.routing.param_routing import (
     Weight,
     is_cut,
@@ -52,16 +53,12 @@ def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
         return []
     texts = collectives.all_gather_texts("\n".join(wrong), None)
     names = sorted({name for text in texts for name in text.split("\n") if name})
-    return [_line(names)] if dist.get_rank() == 0 else []
-
-
-def _line(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (
-        f"[megatron_muon] Megatron would count {', '.join(names[:3])}{more} on the wrong number of "
-        "TP ranks in the gradient norm. This run counts each weight once; runs with --optimizer "
+    line = (
+        f"[megatron_muon] Megatron would count {first_names(names)} on the wrong number of TP "
+        "ranks in the gradient norm. This run counts each weight once; runs with --optimizer "
         "adam keep Megatron's norm"
     )
+    return [line] if dist.get_rank() == 0 else []
 
 
 def _corrected(part: Any, stage: Stage) -> Iterator[str]:

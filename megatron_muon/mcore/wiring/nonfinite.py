@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_muon.console import say
+from megatron_muon.console import first_names, say
 from megatron_muon.mcore.watching.host import host
 from megatron_muon.runtime.collectives import Group, all_gather_texts, any_rank
 from megatron_muon.runtime.nonfinite import Left
@@ -16,7 +16,6 @@ from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.settings.config import MuonConfig, named
 
 _INTERVAL = 100  # steps, where neither the loop nor a setting says it: Megatron-LM's own default
-_MOST = 5  # names in an error
 
 
 class NonfiniteReport:
@@ -54,11 +53,7 @@ class NonfiniteReport:
                 )
 
     def after_step(self) -> None:
-        """Every rank of the group calls it.
-
-        Raises:
-            FloatingPointError: on every rank: ``nonfinite_limit`` lines in a row name a matrix.
-        """
+        """All ranks call it; FloatingPointError once ``nonfinite_limit`` lines name a matrix."""
         self._steps += 1
         self._number = host().step() or self._steps
         interval = host().log_interval() or self._interval
@@ -97,11 +92,10 @@ class NonfiniteReport:
                 )
         ended = [name for name, count in self._in_a_row.items() if count >= self._limit]
         if ended:
-            more = f" and {len(ended) - _MOST} more" if len(ended) > _MOST else ""
             momenta = any(every[name].momenta for name in ended)
             raise FloatingPointError(
-                f"{', '.join(ended[:_MOST])}{more}: the direction was not finite before each of "
-                f"the last {self._limit} lines of the log ({named('nonfinite_limit')}), so these "
+                f"{first_names(ended, 5)}: the direction was not finite before each of the last "
+                f"{self._limit} lines of the log ({named('nonfinite_limit')}), so these "
                 f"matrices were not updated. {_OF_MOMENTA if momenta else _OF_DIRECTIONS}"
             )
 

@@ -73,24 +73,22 @@ def has_experts(dist_opt: Any) -> bool:
     return any(group["is_expert_parallel"] for group in dist_opt.optimizer.param_groups)
 
 
-# The groups by their names in a pg_collection: Megatron's global one, and why Muon needs it.
-_GROUPS: dict[str, tuple[Callable[[], Group], str]] = {
-    "tp_dp_cp": (
-        lambda: parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
-        "exchanges over a pipeline stage",
+# Megatron's global groups by their names in a pg_collection, and why Muon needs them.
+_GROUPS: dict[str, Callable[[], Group]] = {
+    "tp_dp_cp": lambda: parallel_state.get_tensor_and_data_parallel_group(
+        with_context_parallel=True
     ),
-    "tp": (
-        lambda: parallel_state.get_tensor_model_parallel_group(),
-        "needs to know who shares a weight",
-    ),
-    "expt_tp": (
-        lambda: parallel_state.get_expert_tensor_parallel_group(),
-        "needs to know who shares an expert",
-    ),
-    "ep": (
-        lambda: parallel_state.get_expert_model_parallel_group(),
-        "needs to know who has which experts",
-    ),
+    "tp": lambda: parallel_state.get_tensor_model_parallel_group(),
+    "expt_tp": lambda: parallel_state.get_expert_tensor_parallel_group(),
+    "ep": lambda: parallel_state.get_expert_model_parallel_group(),
+}
+_PURPOSES = {
+    "tp_dp_cp": "exchanges over a pipeline stage",
+    "tp": "needs to know who shares a weight",
+    "expt_tp": "needs to know who shares an expert",
+    "ep": "needs to know who has which experts",
+    "dp_cp": "needs to know who shards a buffer",
+    "expt_dp": "needs to know who shards experts",
 }
 
 
@@ -102,18 +100,13 @@ def group_of(name: str, pg_collection: Any) -> Group:
     Raises:
         ValueError: the collection lacks the group.
     """
-    megatrons, purpose = _GROUPS[name]
-    return megatrons() if pg_collection is None else _given(pg_collection, name, purpose)
+    return _GROUPS[name]() if pg_collection is None else _given(pg_collection, name)
 
 
 def stage_of(
     model_chunks: Sequence[Any], instance: int, pg_collection: Any, device: torch.device
 ) -> Stage:
-    """The rank's stage; with several optimizer instances every rank of the world calls this.
-
-    Raises:
-        ValueError: the collection lacks a group.
-    """
+    """The rank's stage; with several optimizer instances every rank of the world calls this."""
     whole = group_of("tp_dp_cp", pg_collection)
     several = model_chunks[0].ddp_config.num_distributed_optimizer_instances > 1
     moe = is_moe(model_chunks)
@@ -154,8 +147,7 @@ def sharing(model_chunk: Any, pg_collection: Any) -> tuple[tuple[int, int], tupl
         shards = int(parallel_state.get_data_parallel_world_size(**both))
     else:
         inside: Group | None = getattr(pg_collection, "intra_dp_cp", None)
-        why = "needs to know who shards a buffer"
-        shards = (inside or _given(pg_collection, "dp_cp", why)).size()
+        shards = (inside or _given(pg_collection, "dp_cp")).size()
     if not is_moe([model_chunk]):
         return (tp_size, 1), (shards, 1)
     expert_tp_size = group_of("expt_tp", pg_collection).size()
@@ -164,17 +156,16 @@ def sharing(model_chunk: Any, pg_collection: Any) -> tuple[tuple[int, int], tupl
         expert_shards = int(parallel_state.get_expert_data_parallel_world_size(**partial))
     else:
         inside = getattr(pg_collection, "intra_expt_dp", None)
-        why = "needs to know who shards experts"
-        expert_shards = (inside or _given(pg_collection, "expt_dp", why)).size()
+        expert_shards = (inside or _given(pg_collection, "expt_dp")).size()
     return (tp_size, expert_tp_size), (shards, expert_shards)
 
 
-def _given(pg_collection: Any, name: str, purpose: str) -> Group:
+def _given(pg_collection: Any, name: str) -> Group:
     group: Group | None = getattr(pg_collection, name, None)
     if group is None:
         raise ValueError(
-            f"optimizer='muon' {purpose}: give the pg_collection its {name} group, or pass none to "
-            "use Megatron's global groups"
+            f"optimizer='muon' {_PURPOSES[name]}: give the pg_collection its {name} group, or pass "
+            "none to use Megatron's global groups"
         )
     return group
 

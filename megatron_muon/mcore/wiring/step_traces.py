@@ -27,11 +27,7 @@ _MARKS = {
 
 
 class MegatronTraces:
-    """Traces steps of a run with megatron-core; see ``megatron_muon.step_traces``.
-
-    Raises:
-        SeamError: this Megatron lacks a method that the traces mark.
-    """
+    """Traces steps of a run with megatron-core; see ``megatron_muon.step_traces``."""
 
     def __init__(self, steps: str, folder: str | Path) -> None:
         check_rows(SYNCS)

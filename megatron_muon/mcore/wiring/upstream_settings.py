@@ -89,11 +89,7 @@ def _refuse_twice(config: MuonConfig, given: Mapping[str, Any]) -> None:
 
 
 def routes_asked(overrides: Mapping[Any, Any], model_chunks: Sequence[Any]) -> str:
-    """(setting, name) of each weight here whose optimizer ``config_overrides`` name, as JSON.
-
-    Raises:
-        ValueError: an optimizer is neither AdamW nor Muon.
-    """
+    """(setting, name) of each weight here whose optimizer ``config_overrides`` name, as JSON."""
     local = {param: name for chunk in model_chunks for name, param in chunk.named_parameters()}
     trained = [weight for weight in weights(model_chunks) if weight.param.requires_grad]
     asked = []

@@ -118,12 +118,7 @@ def refused_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def refuse(config: MuonConfig, arguments: Mapping[str, Any]) -> None:
-    """Check a call of ``get_megatron_optimizer`` for Muon, by what one pipeline stage knows.
-
-    Raises:
-        ValueError, NotImplementedError: see ``refuse_unsupported``; or a group or a frozen weight
-            is of no use to Muon.
-    """
+    """Check a call of ``get_megatron_optimizer`` for Muon, by what one pipeline stage knows."""
     optimizer_config, model_chunks = arguments["config"], arguments["model_chunks"]
     of_call = _faults_of_call(config, optimizer_config, arguments)
     frozen = _frozen_too_late(model_chunks)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,34 +34,22 @@ _COPIED = (
 )
 
 
+@dataclass(frozen=True, slots=True)
 class EarlyGather:
-    """The all-gather of one bucket group.
+    """The all-gather of one bucket group."""
 
-    Args:
-        group: the bucket group, one whose errors name the phase (``named``).
-        params: its parameters.
-        after: the round, or ``ADAMW``, after which it starts; None: in the forward pass.
-        copies: (this rank's part of a parameter as it is gathered, the flat fp32 shard) for each
-            parameter of which it has one.
-    """
-
-    def __init__(
-        self,
-        group: Any,
-        params: Sequence[torch.nn.Parameter],
-        after: int | None,
-        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        self.group, self.after = group, after
-        self.params = frozenset(map(id, params))
-        self._copies = copies
+    group: Any  # one whose errors name the phase (``bucket_groups``)
+    params: frozenset[int]  # ids of its parameters
+    after: int | None  # the round, or ``ADAMW``, after which it starts; None: in the forward pass
+    # (this rank's part of a parameter as it is gathered, the flat fp32 shard), where there is one
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
     def copy(self) -> None:
         """Round this rank's updated parameters to where they are gathered.
 
         Where it starts at the end of the step, Megatron does so.
         """
-        for gathered, shard in self._copies:
+        for gathered, shard in self.copies:
             gathered.copy_(shard)
 
     def start(self) -> None:
@@ -205,7 +194,7 @@ def early_gathers(
     for group, own, start in zip(groups, params, after, strict=True):
         here = [param for param in own if param in shards]
         copies = [(_own_part(group, *places[param]), shards[param]) for param in here]
-        gathers.append(EarlyGather(group, own, start, copies))
+        gathers.append(EarlyGather(group, frozenset(map(id, own)), start, copies))
     return EarlyGathers(gathers, last, is_on=is_on) if gathers else None
 
 

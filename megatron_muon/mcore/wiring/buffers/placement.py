@@ -22,9 +22,11 @@ def muon_parameters(routes: Iterable[Route], buffers: Sequence[Any]) -> Located:
     ``buffers`` are the grad buffers of one DistributedOptimizer.
     """
     places = {
-        param: (index, Span(start, stop), _bucket_span(buffer.buckets[bucket_id]))
+        param: (index, Span(start, stop), Span(first, first + bucket.grad_data.numel()))
         for index, buffer in enumerate(buffers)
         for param, (start, stop, bucket_id) in buffer.param_index_map.items()
+        for bucket in (buffer.buckets[bucket_id],)
+        for first in (bucket.offset,)
     }
     located = []
     for route in routes:
@@ -69,7 +71,3 @@ def _numbered(matrix: MatrixShape, ep_rank: int, local_experts: int) -> MatrixSh
         number = str(int(number.rstrip("]")) + ep_rank * local_experts)
         return replace(matrix, name=f"{name}[expert {number}]")
     return replace(matrix, name=expert_name(name, ep_rank, local_experts))
-
-
-def _bucket_span(bucket: Any) -> Span:
-    return Span(bucket.offset, bucket.offset + bucket.grad_data.numel())
