@@ -42,8 +42,6 @@ class Refused(NamedTuple):
 
 _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "fp4_param": "--fp4-param-gather"}
 _FLAGS |= {"nccl_ub": "--use-nccl-ub"}
-
-
 _NCCL = "NCCL connects GPUs only"
 _TE = "it is Transformer Engine's, which is CUDA code"
 _CAPTURES = "it captures kernels"

@@ -200,11 +200,7 @@ def multiplies_bf16() -> bool:
 
 
 def plan_device(device: torch.device) -> Device:
-    """The kind of a device, for plans; all devices but CPUs count as CUDA's.
-
-    Raises:
-        KernelError: a kernel library is installed and cannot be imported.
-    """
+    """The kind of a device, for plans; all but CPUs count as CUDA's. Errors: ``_quack``'s."""
     if device.type != "cpu":
         return "cuda" if _quack_on(device) is None else "cuda_symmetric"
     return "cpu_bf16" if multiplies_bf16() else "cpu"
@@ -270,11 +266,7 @@ def _old_precision() -> str | None:
 
 
 def try_products(device: torch.device, numerics: Numerics) -> None:
-    """Make products with the library's kernel, where there is one, before a step needs it.
-
-    Raises:
-        KernelError: the library is installed and does not work.
-    """
+    """Make products with the library's kernel, if any; a KernelError if it does not work."""
     products = products_on(device, numerics)
     if products.kernel is None:
         return

@@ -21,10 +21,7 @@ Given = Coefficients | Triple
 After = Literal["cycle", "repeat_last", "refuse"]
 NsDtype = Literal["bf16", "fp16", "fp32"]
 
-_NAME, _STEPS = (
-    "ns_coefficients (--muon-ns-coefficients)",
-    "ns_steps (--muon-ns-steps)",
-)  # in errors
+_NAME = "ns_coefficients (--muon-ns-coefficients)"  # in errors
 
 # NVIDIA's Emerging-Optimizers has these sets in its tables. It also defines the steps after a
 # list's last triple (get_coefficient_iterator, newton_schulz).
@@ -90,9 +87,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         steps=5,
         interval=(2e-3, 1.0),
         band=(0.68, 1.21),
-        restarts={
-            5: Restarts(bf16=(1, 2, 3), fp16=(2,), fp32=(1, 2, 3), fp32_squares=()),
-        },
+        restarts={5: Restarts(bf16=(1, 2, 3), fp16=(2,), fp32=(1, 2, 3), fp32_squares=())},
     ),
     "quintic": CoefficientSet(
         triples=(
@@ -109,9 +104,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         steps=5,
         interval=(3e-3, 1.0),
         band=(0.97, 1.15),
-        restarts={
-            5: Restarts(bf16=(1, 2, 3), fp16=(2,), fp32=(1, 2, 3), fp32_squares=(2,)),
-        },
+        restarts={5: Restarts(bf16=(1, 2, 3), fp16=(2,), fp32=(1, 2, 3), fp32_squares=(2,))},
     ),
     "polar_express": CoefficientSet(
         # The paper's list for [1e-3, 1]. As in its Algorithm 1, arguments are divided by 1.01
@@ -206,9 +199,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         steps=5,
         interval=(7e-3, 1.0),
         band=(0.77, 1.31),
-        restarts={
-            5: Restarts(bf16=(2,), fp16=(2,), fp32=(1, 3), fp32_squares=(3,)),
-        },
+        restarts={5: Restarts(bf16=(2,), fp16=(2,), fp32=(1, 3), fp32_squares=(3,))},
     ),
 }
 
@@ -216,9 +207,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
 def canonical(value: object) -> Coefficients:
     """A set's name, or the triples of a custom list; a triple by itself is a list of one.
 
-    Args:
-        value: a name, a triple, or a tuple of triples. The triple of ``simple`` becomes that name,
-            so that settings saved before sets had names stay equal.
+    The triple of ``simple`` becomes that name: settings saved before sets had names stay equal.
 
     Raises:
         TypeError: it is none of these.
@@ -254,18 +243,14 @@ def schedule(given: Given, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
 
 @lru_cache(1024)
 def _schedule(coefficients: Coefficients, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
-    after: After = "cycle"
-    room = 1.0
-    if isinstance(coefficients, str):
-        chosen = SETS[coefficients]
-        triples, after = chosen.triples, chosen.after
-        room = 1.0 if dtype == "fp32" else chosen.headroom
-    else:
-        triples = coefficients
+    chosen = SETS[coefficients] if isinstance(coefficients, str) else None
+    triples: tuple[Triple, ...] = chosen.triples if chosen else coefficients  # type: ignore[assignment]
+    after, room = (chosen.after, chosen.headroom) if chosen else ("cycle", 1.0)
+    room = 1.0 if dtype == "fp32" else room
     if after == "refuse" and steps != len(triples):
         raise ValueError(
-            f"{_NAME} {coefficients!r} are for {len(triples)} steps, and "
-            f"{_STEPS} is {steps}: take {len(triples)}, or give the numbers themselves"
+            f"{_NAME} {coefficients!r} are for {len(triples)} steps, and ns_steps "
+            f"(--muon-ns-steps) is {steps}: take {len(triples)}, or give the numbers themselves"
         )
     last = len(triples) - 1
     places = [min(s, last) if after == "repeat_last" else s % (last + 1) for s in range(steps)]
@@ -308,11 +293,7 @@ def restarts_of(given: Given, steps: int) -> Restarts | None:
 
 
 def parse(text: str) -> Coefficients:
-    """Coefficients from a command line: a name, or ``a,b,c`` or ``a,b,c;a,b,c;...``.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Coefficients of a text, a name, ``a,b,c`` or ``a,b,c;a,b,c;...``; a ValueError for others."""
     if not any(sign in text for sign in ",;"):
         return canonical(text)
     try:

@@ -47,14 +47,10 @@ def _switch(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def _number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-
-
 def _within(interval: str, holds: Callable[[float], bool]) -> Check:
     def check(name: str, value: Any) -> None:
-        _number(name, value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a number, got {value!r}")
         if not holds(value):
             raise ValueError(f"{name} must be {interval}, got {value}")
 

@@ -41,11 +41,6 @@ def own_split(kind: str) -> OwnSplit | None:
 
 
 def check_split(name: str, kind: object) -> None:
-    """Refuse what is no split.
-
-    Raises:
-        ValueError: see above.
-    """
-    if kind in get_args(SplitKind) or (isinstance(kind, str) and own_split(kind)):
-        return
-    raise ValueError(f"{name} must be one of {FORMS}, got {kind!r}")
+    """Refuse, by a ValueError, what is no split."""
+    if not (kind in get_args(SplitKind) or (isinstance(kind, str) and own_split(kind))):
+        raise ValueError(f"{name} must be one of {FORMS}, got {kind!r}")
