@@ -57,14 +57,9 @@ class Task:
 
 
 def gpus_for(world: int, asked_by: str, fewer: str) -> bool:
-    """Whether ranks take a GPU each: they do if there is any.
+    """Whether ranks take a GPU each: they do if there is any; a ValueError if there are too few.
 
-    Args:
-        world: number of ranks.
-        asked_by, fewer: texts for the error: flags that gave ``world``, and flags for fewer ranks.
-
-    Raises:
-        ValueError: there are fewer GPUs than ranks.
+    ``asked_by`` and ``fewer`` are texts for it: flags that gave ``world``, flags for fewer ranks.
     """
     import torch
 
@@ -83,11 +78,7 @@ def threads_for(world: int, asked: int | None) -> int:
 
 
 def run_ranks(task: Task) -> list[Any]:
-    """The result of ``task.run`` on each rank.
-
-    Raises:
-        RankError: a rank failed or is late; all ranks are ended first.
-    """
+    """The result of ``task.run`` on each rank; a RankError, which ends all, if one fails."""
     context = _context(task)
     with tempfile.TemporaryDirectory(prefix="megatron_muon") as folder, _nothing_as_main():
         pipes, processes = [], []

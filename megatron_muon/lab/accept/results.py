@@ -102,11 +102,8 @@ def read(
 ) -> tuple[dict[str, str], list[Check]]:
     """The environment that the tests name, and all checks in order.
 
-    Args:
-        names: of all checks.
-        asked: of those that pytest was to run.
-        junit: pytest's XML, if it came to write it.
-        ended: how pytest ended, where that was an error of its own; else empty.
+    ``asked`` are those that pytest was to run, ``junit`` is its XML, if it came to write it, and
+    ``ended`` how it ended, where that was an error of its own.
     """
     root = ElementTree.parse(junit).getroot() if junit.exists() else ElementTree.Element("none")
     of_suite = {

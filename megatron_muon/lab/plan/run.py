@@ -94,14 +94,9 @@ def plan_run(
     wanted: Collection[Name] = NAMES,
     words: Sequence[str] = (),
 ) -> RunPlan:
-    """Plan one stage of each kind, and price it.
+    """Plan one stage of each kind, and price it, with further flags of the command or of the run.
 
-    Args:
-        line: the run.
-        hardware: of every rank.
-        device: kind of device, with or without a library's symmetric products.
-        wanted: the algorithms; AdamW's row and that of the run's own layout are always there.
-        words: further flags, of the command or of the run.
+    AdamW's row and that of the run's own layout are always there.
 
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin

@@ -38,11 +38,7 @@ def training_of(
 ) -> tuple[Training, tuple[str, ...]]:
     """Forward and backward, and what is assumed about them.
 
-    Args:
-        flags: the model's sizes and the batch.
-        mfu: that of ``--mfu``.
-        ranks: number of ranks.
-        active: parameters that a token goes through.
+    ``active`` is the number of parameters that a token goes through.
     """
     sequence = flags.seq_length or flags.max_position_embeddings or _SEQUENCE
     size = flags.kv_channels or flags.hidden_size // flags.num_attention_heads

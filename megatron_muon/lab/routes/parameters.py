@@ -9,13 +9,7 @@ from typing import Any, Literal
 
 from megatron_muon.lab.dry_run import world
 from megatron_muon.lab.dry_run.model import Ranks, ranks_of
-from megatron_muon.lab.dry_run.stages import (
-    Planned,
-    as_rank,
-    built,
-    planned_optimizers,
-    sizes_of,
-)
+from megatron_muon.lab.dry_run.stages import Planned, as_rank, built, planned_optimizers, sizes_of
 from megatron_muon.mcore.routing.matrices import matrices_of
 from megatron_muon.mcore.routing.multipliers import multipliers_of
 from megatron_muon.mcore.routing.param_routing import (
@@ -89,10 +83,6 @@ class Routes:
 def routes(flags: Namespace, config: MuonConfig) -> Routes:
     """Build one rank of each pipeline stage, without memory for parameters, and ask the plugin.
 
-    Args:
-        flags: of ``dry_run.flags``, or a script's arguments.
-        config: the settings.
-
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin finds
             something wrong, as they would in the run.
@@ -132,15 +122,8 @@ def _stage(
             on_ep_ranks.update(*(buffer.param_index_map for buffer in planned.buffers))
         buckets = [len(buffer.buckets) for buffer in planned.buffers]
         earlier = [one.plan for one in optimizers[:at]]
-        lines.append(
-            start_line(
-                planned.plan,
-                stage=number,
-                experts=planned.experts,
-                buckets=buckets,
-                earlier=earlier,
-            )
-        )
+        plan, experts = planned.plan, planned.experts
+        lines += [start_line(plan, stage=number, experts=experts, buckets=buckets, earlier=earlier)]
     parameters: list[RoutedParameter] = []
     for weight in weights(chunks):
         ep_size = sizes.ep if weight.param in on_ep_ranks else 1

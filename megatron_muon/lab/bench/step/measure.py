@@ -80,8 +80,10 @@ def measure(job: StepJob) -> list[Measured]:
         contender = _Contender(row, build(row, job.flags, watch), watch, noise)
         contender.park()
         contenders.append(contender)
+    is_first = dist.get_rank() == 0
     for row, contender in zip(job.rows, contenders, strict=True):
-        _say(f"counting {row.name}")
+        if is_first:  # a large model takes minutes
+            print(f"counting {row.name}", file=sys.stderr, flush=True)
         contender.count()
         contender.weigh()
         if row.kind == "muon":
@@ -90,20 +92,11 @@ def measure(job: StepJob) -> list[Measured]:
             contender.watch_launches()
         if job.traces is not None:
             contender.trace(job.traces / row.name)
-    for number in progress(range(job.rounds), "rounds", disable=None if _is_first() else True):
+    for number in progress(range(job.rounds), "rounds", disable=None if is_first else True):
         shift = number % len(contenders)
         for contender in contenders[shift:] + contenders[:shift]:
             contender.measured.times.append(contender.step())
     return [contender.measured for contender in contenders]
-
-
-def _is_first() -> bool:
-    return dist.get_rank() == 0
-
-
-def _say(text: str) -> None:
-    if _is_first():  # a large model takes minutes
-        print(text, file=sys.stderr, flush=True)
 
 
 def start_megatron(flags: Namespace) -> torch.device:
@@ -142,7 +135,8 @@ class _Contender:
         self._parked = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage, _ in self._parked:
             storage.resize_(0)
-        _trim()
+        # freed memory goes back to the system for other ranks; glibc may keep it
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
     @torch.no_grad()
     def wake(self) -> None:
@@ -220,9 +214,7 @@ class _Contender:
             group.param_gather_dispatched = False  # as the backward pass says
         successful, _, _ = self._optimizer.step()
         if not successful:
-            raise RuntimeError(
-                "Megatron skipped a step: the gradients or their norm are not finite"
-            )
+            raise RuntimeError("Megatron skipped a step: gradients or their norm are not finite")
         for group in self._awaited:
             group.finish_param_sync()  # as a forward pass does
 
@@ -277,13 +269,6 @@ class _Contender:
         return value
 
 
-def _trim() -> None:
-    """Return freed memory to the system for other ranks; glibc may keep it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def _in_forward_order(chunks: Sequence[Any]) -> Iterator[Any]:
     """Bucket groups of a model; Megatron fills them from the last layer on.
 
@@ -300,8 +285,6 @@ def main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
     from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 
     for part in optimizers_of(optimizer):
-        if part.is_stub_optimizer:
-            continue
         if hasattr(part, "shard_fp32_from_float16_groups"):
             for param, shard in owned_shards(part):
                 yield param, shard, part._get_model_param_range_map(param)["param"].start
@@ -319,18 +302,16 @@ def state_bytes(optimizer: Any) -> int:
 
 def states(optimizer: Any) -> Iterator[Tensor]:
     for part in optimizers_of(optimizer):
-        if part.is_stub_optimizer:
-            continue
         for state in part.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def optimizers_of(optimizer: Any) -> Iterator[Any]:
-    """The optimizers of a chain, also of nested chains."""
+    """The optimizers of a chain that are no stubs, also of nested chains."""
     for part in optimizer.chained_optimizers:
         if hasattr(part, "chained_optimizers"):
             yield from optimizers_of(part)
-        else:
+        elif not part.is_stub_optimizer:
             yield part
 
 

@@ -20,11 +20,7 @@ Kind = Literal["adamw", "muon", "upstream"]
 Gathers = Literal["late", "early"]
 
 # Megatron's own Muon, by its mode of TP.
-UPSTREAM = BLOCKWISE, DUPLICATED, DISTRIBUTED = (
-    "upstream-blockwise",
-    "upstream-duplicated",
-    "upstream-distributed",
-)
+UPSTREAM = ("upstream-blockwise", "upstream-duplicated", "upstream-distributed")
 # Megatron's buckets of 40 M elements hold about a fifth of a layer of Llama-3-8B.
 BUCKETS_PER_LAYER = 5
 # The norm is computed, but no gradient is clipped. Rows sum the norm in different orders, so its
@@ -49,17 +45,12 @@ def rows(
     exchanges: Sequence[str] = (),
     gathers: Sequence[Gathers] = (),
 ) -> list[Row]:
-    """The rows to measure.
+    """The rows to measure: the standard iteration's, then those on ``auto``, in ``fast``'s dtype.
 
-    Args:
-        exchanges: further rows of muon-contiguous: ``none`` puts all matrices into one round,
-            ``naive`` gives every parameter a round of its own.
-        gathers: further rows of muon-bucketed with ``--overlap-param-gather``: ``late`` starts
-            gathers in the forward pass, ``early`` within the step (``early_param_gather``).
-
-    Returns:
-        The rows: first those with the standard iteration, then those on ``auto``, with the dtype of
-        the preset ``fast``.
+    ``exchanges`` are further rows of muon-contiguous: ``none`` puts all matrices into one round,
+    ``naive`` gives every parameter a round of its own. ``gathers`` are further rows of
+    muon-bucketed with ``--overlap-param-gather``: ``late`` starts gathers in the forward pass,
+    ``early`` within the step (``early_param_gather``).
     """
     from megatron_muon.mcore.wiring.buffers.bucket_layout import takes_layouts
 
