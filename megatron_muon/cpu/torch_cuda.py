@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils import _device
+from torch.utils.data import DataLoader
 
 from megatron_muon.runtime.patches import Patches
 
@@ -111,7 +112,9 @@ def tensor_type(patches: Patches) -> None:
 def rng(patches: Patches) -> None:
     """The CPU generator is the GPU's: one state, which the fork in Megatron saves and restores.
 
-    The RNG tracker seeds and saves the GPU's (tensor_parallel/random.py:235).
+    The RNG tracker seeds and saves the GPU's (tensor_parallel/random.py:235). A DataLoader, which
+    one TP rank alone has, draws a seed from the CPU's: from one of its own here, or dropout would
+    differ between TP ranks.
     """
     generator = torch.default_generator
 
@@ -124,6 +127,13 @@ def rng(patches: Patches) -> None:
     def manual_seed(seed: int) -> None:
         generator.manual_seed(int(seed))
 
+    def init_loader(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(torch.initial_seed())
+
+    init = DataLoader.__init__
+    patches.set(DataLoader, "__init__", init_loader)
     for module in (torch.cuda, torch.cuda.random):
         patches.set(module, "get_rng_state", get_state)
         patches.set(module, "set_rng_state", set_state)
