@@ -39,6 +39,9 @@ from megatron_muon.megatron_lm.launch import (
 from megatron_muon.presence import WAY_OUT, SeamError, Version, core_version, require_core
 
 _OLDEST_TORCH = (2, 4)
+_CORES = ("numpy", "packaging")  # what megatron.core imports beside torch
+_SCRIPTS = (*_CORES, "pydantic", "regex", "six", "yaml")
+_PACKAGES = {"yaml": "pyyaml"}
 _REQUIRES_PYTHON = re.compile(
     r"^requires-python\s*[:=]\s*[\"']?([^\"'\n]*?>=\s*(\d+(?:\.\d+)*)[^\"'\n]*)",
     re.IGNORECASE | re.MULTILINE,
@@ -85,13 +88,14 @@ def _environment() -> Iterator[Examined]:
     fault = f"torch {version} is too old: install 2.4 or newer" if old else ""
     yield Examined("torch", version, fault)
     yield _device(torch)
-    for name, distribution, module in (
-        ("transformer-engine", "transformer-engine", "transformer_engine"),
-        ("apex", "apex", "apex.optimizers"),  # PyPI's package of that name is another
-        ("triton", "triton", "triton"),
-        ("emerging_optimizers", "emerging-optimizers", "emerging_optimizers"),  # needs triton
+    for name, module, needs in (
+        ("transformer-engine", "transformer_engine", ""),
+        ("apex", "apex.optimizers", ""),  # PyPI's package of that name is another
+        ("triton", "triton", ": a GPU's fused kernels and emerging_optimizers need it"),
+        ("emerging_optimizers", "emerging_optimizers", ": Megatron's own Muon needs it and triton"),
     ):
-        yield Examined(name, _installed(distribution, module))
+        found = _installed(name.replace("_", "-"), module)
+        yield Examined(name, found + needs if found == "none" else found)
     if importlib.util.find_spec("psutil") is None:
         yield Examined("psutil", "none: saves in torch_dist hang without it; pip install psutil")
 
@@ -242,9 +246,12 @@ def _not_imported(module: str, core: Path, error: Exception) -> str:
     what = f"{type(error).__name__}: {error}"
     why = _older_python(core)
     if why is None and isinstance(error, ModuleNotFoundError) and error.name:
-        package = error.name.partition(".")[0]
-        if package not in ("megatron", "megatron_muon"):
-            what = f"{what}: Megatron-LM needs it, not megatron_muon; pip install {package}"
+        missing = [error.name.partition(".")[0]]
+        if not missing[0].startswith("megatron"):
+            more = _SCRIPTS if (core.parent / "training").is_dir() else _CORES
+            missing += [each for each in more if importlib.util.find_spec(each) is None]
+            names = " ".join(dict.fromkeys(_PACKAGES.get(each, each) for each in missing))
+            what = f"{what}: Megatron-LM needs it, not megatron_muon; pip install {names}"
     return f"{why} ({what})" if why else f"{module} cannot be imported: {what}"
 
 

@@ -45,6 +45,7 @@ _EXPERT_PARTITION_DIM = {"linear_fc1": 0, "linear_fc2": 1}
 _CUT_VECTOR = re.compile(r"\.(softmax_offset|mixer\.norm\.weight)$")
 _NUMBER = re.compile(r"(\.|weight|bias)\d+(?=\.|$)")
 _LAYER = re.compile(r"(.*\blayers\.)\d+$")
+_LAST = re.compile(r"(?!.*\blayers\.)(.*\.)?(final_layernorm|final_norm|output_layer)$")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)$")
 
 
@@ -111,13 +112,18 @@ def weights(model_chunks: Sequence[torch.nn.Module]) -> Iterator[Weight]:
 
 
 def layers(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each layer of all chunks with its name, numbered over all pipeline stages."""
+    """Each layer of all chunks with its name, numbered over all pipeline stages.
+
+    Behind them, where the last stage is, the final norm and the output layer.
+    """
     for chunk in model_chunks:
         for path, module in chunk.named_modules():
             match = _LAYER.match(path)
             if match and isinstance(getattr(module, "layer_number", None), int):
                 name = f"{match[1]}{module.layer_number - 1}"
                 yield _model_wide(name, {}), module
+            elif _LAST.match(path):
+                yield _model_wide(path, {}), module
 
 
 def _around(path: str) -> Iterator[str]:
