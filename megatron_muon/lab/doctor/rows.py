@@ -40,7 +40,7 @@ from megatron_muon.presence import WAY_OUT, SeamError, Version, core_version, re
 
 _OLDEST_TORCH = (2, 4)
 _CORES = ("numpy", "packaging")  # what megatron.core imports beside torch
-_SCRIPTS = (*_CORES, "pydantic", "regex", "six", "yaml")
+_SCRIPTS = (*_CORES, "einops", "psutil", "pydantic", "regex", "six", "triton", "yaml")
 _PACKAGES = {"yaml": "pyyaml"}
 _REQUIRES_PYTHON = re.compile(
     r"^requires-python\s*[:=]\s*[\"']?([^\"'\n]*?>=\s*(\d+(?:\.\d+)*)[^\"'\n]*)",
