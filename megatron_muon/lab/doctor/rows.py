@@ -60,8 +60,7 @@ class Examined:
 def examine(checkout: Path | None) -> list[Examined]:
     """Make all checks; of those that import Megatron, the first with a fault is the last.
 
-    Args:
-        checkout: a Megatron-LM checkout to import from, or None for the installed Megatron.
+    Megatron is that of a Megatron-LM ``checkout``, or the installed one.
     """
     if checkout is not None:
         sys.path.insert(0, str(checkout))
@@ -119,7 +118,8 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
         fault = f"there is no megatron.core: {WAY_OUT}, or name one to this command"
         yield Examined("megatron-core", "none", fault)
         return
-    folder = checkout or _checkout_on_path()
+    training = _location("megatron.training")
+    folder = checkout or (training and training.parent.parent)
     if folder is not None:
         yield _checkout(folder)
     try:
@@ -286,9 +286,7 @@ def _grad_norm() -> Examined:
 def counted_wrongly(core: Version, te: tuple[int, ...]) -> str:
     """Weights that are marked as cut over TP and are not, or the reverse: every core has some.
 
-    Args:
-        core: version of megatron-core.
-        te: version of Transformer Engine, major and minor; empty without it.
+    ``te`` is Transformer Engine's version, empty without it.
     """
     first = ["learnable softmax offsets"] if core >= (0, 15) else []
     if core < (0, 16):
@@ -310,11 +308,6 @@ def _location(module: str) -> Path | None:
     except ModuleNotFoundError:
         return None
     return _folder(spec.origin) if spec is not None and spec.origin else None
-
-
-def _checkout_on_path() -> Path | None:
-    training = _location("megatron.training")
-    return training.parent.parent if training is not None else None
 
 
 def _folder(file: str | None) -> Path:
