@@ -135,7 +135,7 @@ def _observe(
     stage: Stage,
 ) -> None:
     """Name matrices that are left where they are, and watch logging steps if that is asked for."""
-    each = [muon for _, muon in muons]
+    each = [one for _, muon in muons for one in muon.each]
     optimizer.nonfinite = NonfiniteReport(each, config, optimizer.voters, stage.device)
     if config.log_interval is not None:
         from megatron_muon.mcore.watching.watch import Watch
@@ -209,8 +209,8 @@ def _completed(
         before.start_next = start_of(part, orthogonalizes=process_groups.has_experts(part))
     for at, (part, muon) in enumerate(muons):
         _put_inside(part, muon)
-        part.stage_group = stage.group
-        if process_groups.has_experts(part):
+        part.stage_group, experts = stage.group, process_groups.has_experts(part)
+        if experts:
             part.ep_rank = stage.coordinates(part).ep_rank
         part.local_experts = local_experts(part.model_chunks, stage.sizes.ep)
         if stage.speaks:
@@ -218,12 +218,16 @@ def _completed(
                 describe.start_line(
                     muon.plan,
                     stage=stage.pipeline_rank,
-                    experts=process_groups.has_experts(part),
+                    experts=experts,
                     buckets=[len(buffer.buckets) for buffer in part.buffers],
                     earlier=[before.plan for _, before in muons[:at]],
                 )
             )
             lines += _early(part, stage)
+            lines += [
+                describe.block_line(one.plan, config, stage=stage.pipeline_rank, experts=experts)
+                for one in muon.each[1:]
+            ]
     return lines
 
 
@@ -260,7 +264,7 @@ def _connected(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> li
     if stage.device.type == "cpu":
         return []
     start = time.perf_counter()
-    peers = sum(muon.exchange.connect() for _, muon in muons)
+    peers = sum(each.exchange.connect() for _, muon in muons for each in muon.each)
     torch.cuda.synchronize(stage.device)
     line = (
         f"{describe.PREFIX} pipeline stage {stage.pipeline_rank}: connected to {peers} peer(s) of "
@@ -274,14 +278,19 @@ def _made_together(
 ) -> list[tuple[Any, DistributedMuon]]:
     """Each part that is no stub, with its Muon; an error of one rank stops the whole world."""
     parts = [part for part in parts if not part.is_stub_optimizer]
-    every = together(partial(_on_every_rank, parts, stage), None, stage.device)
+    every = together(lambda: [_everywhere(part, stage) for part in parts], None, stage.device)
     plans, error = attempt(partial(_agreed_plans, parts, every, numerics, stage))
     raise_together(error, None, stage.device)  # all ranks of a stage have its errors
     assert plans is not None
 
     def made() -> list[tuple[Any, DistributedMuon]]:
         both = zip(parts, plans, strict=True)
-        return [(part, _muon_of(part, plan, numerics, stage)) for part, plan in both]
+        muons = [(part, _muon_of(part, plan, numerics, stage)) for part, plan in both]
+        if numerics.config.full_period > 1:
+            from megatron_muon.mcore.wiring.buffers.block_steps import add_block_steps
+
+            add_block_steps(muons, every, stage)
+        return muons
 
     return together(made, None, stage.device)
 
@@ -291,8 +300,7 @@ class _Agreed:
     """The plan of a DistributedOptimizer.
 
     Attributes:
-        plan: see above.
-        mine: this rank's Muon parameters by their place in it.
+        mine: this rank's Muon parameters by their place in the plan.
         is_followed: whether another optimizer's rounds follow.
     """
 
@@ -301,18 +309,10 @@ class _Agreed:
     is_followed: bool
 
 
-def _on_every_rank(parts: Sequence[Any], stage: Stage) -> list[list[Parameter]]:
-    return [_everywhere(part, stage) for part in parts]
-
-
 def _agreed_plans(
     parts: Sequence[Any], every: Sequence[list[Parameter]], numerics: Numerics, stage: Stage
 ) -> list[_Agreed]:
-    """The plans of all optimizers, on which all ranks of the stage agree.
-
-    Args:
-        every: parameters of each optimizer, ``_everywhere``.
-    """
+    """The plans of all optimizers, of these parameters, on which all ranks of the stage agree."""
     node = dist.get_rank() // numerics.config.node_ranks
     work = [flops_of(parameters, numerics) for parameters in every]
     plans: list[_Agreed] = []

@@ -61,6 +61,9 @@ def _hindrances(
         )
         why = "both start the first gather"
         yield what, ValueError(f"{setting} with {what}: {why}: {leave_out}")
+    if config.full_period > 1:
+        what, why = named("full_period"), "block steps have other rounds"
+        yield what, NotImplementedError(f"{setting} with {what}: {why}: {leave_out}")
     if optimizer_config.optimizer_cpu_offload:
         what = "optimizer_cpu_offload (--optimizer-cpu-offload)"
         why = "AdamW's part, on the host, ends last"
