@@ -110,6 +110,10 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         ["--muon-qk-clip-alpha", "0.3", "--muon-qk-clip", "30"],
         {"qk_clip": 30.0, "qk_clip_alpha": 0.3},
     ),
+    "block-lr": (
+        ["--muon-block-lr-mult", "0.5", "--muon-full-period", "5"],
+        {"block_lr_mult": 0.5, "full_period": 5},
+    ),
     "include": (["--muon-include", "a.*", "--muon-include", "b"], {"muon_include": ("a.*", "b")}),
     "exclude": (["--muon-exclude", "*.router.weight"], {"muon_exclude": ("*.router.weight",)}),
     "split-matrices auto": (["--muon-split-matrices", "auto"], {"split_matrices": "auto"}),
