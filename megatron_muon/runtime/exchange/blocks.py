@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_muon.runtime.states import MAIN_KEY, MOMENTUM_KEY, States
 
+Place = TypeVar("Place")
 BLOCK = 256  # elements, counted from the first one of the parameter's TP slice
 DECADES = 7
 MOST_OFF = 0.75 * 0.9 / 2 ** (DECADES - 1)  # half of the distance from 1 to the next value
@@ -34,41 +35,93 @@ def values_on(device: torch.device) -> Tensor:
     return torch.tensor([*(-value for value in reversed(positive)), 0.0, *positive], device=device)
 
 
-class InBlocks(States):
-    """States with Muon's momentum in blocks. A block that the edge of a shard cuts has two scales.
+class Packed(States, Generic[Place]):
+    """States with Muon's momentum in fewer bytes, in one fp32 tensor a shard.
 
-    Scales and codes are one fp32 tensor, since fused Adam classes refuse other dtypes and keys. It
-    stays where Megatron loads tensors without values.
+    Fused Adam classes refuse other dtypes and keys. It stays where Megatron loads tensors without
+    values.
 
     Args:
         optimizer: see ``States``.
-        firsts: by ``id`` of a shard of Muon's, its first element's place in the parameter's TP
-            slice.
+        places: by ``id`` of a shard of Muon's, where its elements are.
     """
 
     are_copies = True
 
-    def __init__(self, optimizer: Any, firsts: Mapping[int, int]) -> None:
+    def __init__(self, optimizer: Any, places: Mapping[int, Place]) -> None:
         super().__init__(optimizer)
-        self._firsts = firsts
-        self._values: Tensor | None = None
+        self._places = places
 
     def get(self, shard: Tensor, key: str) -> Tensor:
         """See ``States``."""
         held = super().get(shard, key)
-        if key == MAIN_KEY or id(shard) not in self._firsts:
-            return held
+        is_packed = key != MAIN_KEY and id(shard) in self._places
+        return self._unpacked(shard, held) if is_packed else held
+
+    def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
+        """See ``States``."""
+        if key == MAIN_KEY or id(shard) not in self._places:
+            super().put(shard, key, wide)
+        else:
+            self._pack(shard, super().get(shard, key), wide)
+
+    def start_momentum(self, shard: Tensor) -> None:
+        """See ``States``."""
+        state = self._optimizer.state[shard]
+        if not state:
+            size = self._size(shard)
+            state[MOMENTUM_KEY] = torch.zeros(size, dtype=torch.float32, device=shard.device)
+
+    def load(self, load_state_dict: Callable[[Any], None], state_dict: Any) -> None:
+        """See ``States``."""
+        own, saved = self._optimizer.param_groups, state_dict["param_groups"]
+        shards = chain.from_iterable(group["params"] for group in own)
+        keys = chain.from_iterable(group["params"] for group in saved)
+        mine = {
+            key: shard for key, shard in zip(keys, shards, strict=True) if id(shard) in self._places
+        }
+        kept = {shard: super(Packed, self).get(shard, MOMENTUM_KEY) for shard in mine.values()}
+        state = {
+            key: {name: each for name, each in held.items() if key not in mine or name == "step"}
+            for key, held in state_dict["state"].items()
+        }
+        load_state_dict({**state_dict, "state": state})
+        for shard, momentum in kept.items():
+            self._optimizer.state[shard][MOMENTUM_KEY] = momentum
+
+    def _size(self, shard: Tensor) -> int:
+        """Elements of the tensor."""
+        raise NotImplementedError
+
+    def _unpacked(self, shard: Tensor, held: Tensor) -> Tensor:
+        """The momentum, in fp32."""
+        raise NotImplementedError
+
+    def _pack(self, shard: Tensor, held: Tensor, wide: Tensor) -> None:
+        """Write it into the tensor; values of ``wide`` may be overwritten."""
+        raise NotImplementedError
+
+
+class InBlocks(Packed[int]):
+    """States with Muon's momentum in blocks. A block that the edge of a shard cuts has two scales.
+
+    A shard's place is that of its first element in the parameter's TP slice. Its tensor has scales,
+    then codes.
+    """
+
+    _values: Tensor | None = None
+
+    def _size(self, shard: Tensor) -> int:
+        return self._blocks(shard) + -(-shard.numel() // 4)
+
+    def _unpacked(self, shard: Tensor, held: Tensor) -> Tensor:
         before, scales, codes = self._parts(shard, held)
         wide = self._values_of(shard).index_select(0, codes.int())
         every = scales[:, None].expand(-1, BLOCK).reshape(-1)
         return wide.mul_(every[before : before + wide.numel()])
 
-    def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
-        """See ``States``."""
-        if key == MAIN_KEY or id(shard) not in self._firsts:
-            super().put(shard, key, wide)
-            return
-        before, scales, codes = self._parts(shard, super().get(shard, key))
+    def _pack(self, shard: Tensor, held: Tensor, wide: Tensor) -> None:
+        before, scales, codes = self._parts(shard, held)
         after = -(before + wide.numel()) % BLOCK
         blocks = torch.nn.functional.pad(wide, (before, after)).view(-1, BLOCK)
         torch.linalg.vector_norm(blocks, float("inf"), dim=1, out=scales)
@@ -78,38 +131,14 @@ class InBlocks(States):
         nearest = torch.bucketize(blocks.view(-1), middles, out_int32=True)
         codes.copy_(nearest[before : before + wide.numel()])
 
-    def start_momentum(self, shard: Tensor) -> None:
-        """See ``States``."""
-        state = self._optimizer.state[shard]
-        if not state:
-            size = self._blocks(shard) + -(-shard.numel() // 4)
-            state[MOMENTUM_KEY] = torch.zeros(size, dtype=torch.float32, device=shard.device)
-
-    def load(self, load_state_dict: Callable[[Any], None], state_dict: Any) -> None:
-        """See ``States``."""
-        own, saved = self._optimizer.param_groups, state_dict["param_groups"]
-        shards = chain.from_iterable(group["params"] for group in own)
-        keys = chain.from_iterable(group["params"] for group in saved)
-        mine = {
-            key: shard for key, shard in zip(keys, shards, strict=True) if id(shard) in self._firsts
-        }
-        kept = {shard: super(InBlocks, self).get(shard, MOMENTUM_KEY) for shard in mine.values()}
-        state = {
-            key: {name: each for name, each in held.items() if key not in mine or name == "step"}
-            for key, held in state_dict["state"].items()
-        }
-        load_state_dict({**state_dict, "state": state})
-        for shard, momentum in kept.items():
-            self._optimizer.state[shard][MOMENTUM_KEY] = momentum
-
     def _parts(self, shard: Tensor, held: Tensor) -> tuple[int, Tensor, Tensor]:
         """Elements of the first block that another rank holds; scales; codes."""
         blocks = self._blocks(shard)
         codes = held[blocks:].view(torch.uint8)[: shard.numel()]
-        return self._firsts[id(shard)] % BLOCK, held[:blocks], codes
+        return self._places[id(shard)] % BLOCK, held[:blocks], codes
 
     def _blocks(self, shard: Tensor) -> int:
-        return -(-(self._firsts[id(shard)] % BLOCK + shard.numel()) // BLOCK)
+        return -(-(self._places[id(shard)] % BLOCK + shard.numel()) // BLOCK)
 
     def _values_of(self, shard: Tensor) -> Tensor:
         if self._values is None or self._values.device != shard.device:

@@ -1,4 +1,4 @@
-"""--muon-momentum-dtype int8: one byte an element, bitwise the same after a save and a load."""
+"""--muon-momentum-dtype: fewer bytes an element, bitwise the same after a save and a load."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_muon.runtime.exchange import rounded
 from megatron_muon.runtime.exchange.blocks import BLOCK, MOST_OFF, InBlocks
 from support.checkpoints.resharding import loaded, saved
 from support.checkpoints.resuming import check as check_resumed
@@ -19,6 +20,7 @@ from support.covering import FULL
 from support.models.gpt import (
     Case,
     Topology,
+    check,
     distributed_optimizers,
     muon_weights,
     start,
@@ -30,7 +32,8 @@ from support.ranks import run
 from support.runs.whole import differences, whole
 
 PLAIN = Case(steps=4)
-INT8 = replace(PLAIN, muon=(("momentum_dtype", "int8"),))
+INT8, BF16 = (replace(PLAIN, muon=(("momentum_dtype", dtype),)) for dtype in ("int8", "bf16"))
+ULP = 2.0**-7  # the most between an element and the two values of bf16 around it
 SP = {"sequence_parallel": True}
 
 
@@ -72,15 +75,60 @@ def test_a_load_of_tensors_without_values_keeps_the_momentum() -> None:
     assert torch.equal(states.get(shard, "exp_avg"), before) and len(adam.state[shard]) == 2
 
 
+def test_roundings_to_bf16_are_exact_in_the_mean_and_differ_by_step() -> None:
+    """An error has at most half a unit's deviation: six deviations of the mean of as many."""
+    size, steps, exact = 1234, 1000, torch.randn(1234, generator=torch.Generator().manual_seed(0))
+    adam: Any = _Adam(exact)
+    adam.param_groups = [{"params": [exact]}]
+    rows, cols = torch.arange(26, dtype=torch.int32) * 100, torch.arange(50, dtype=torch.int32)
+    where = rounded.Elements(rows, cols, before=3)
+    states = rounded.InBf16(adam, {id(exact): where})
+    states.start_momentum(exact)
+    errors = []
+    for step in range(steps):
+        adam.param_groups[0]["step"] = step
+        states.begin()
+        states.put(exact, "exp_avg", exact.clone())
+        once = states.get(exact, "exp_avg")
+        errors.append((once - exact) / (exact.abs().log2().floor() - 7).exp2())
+        states.put(exact, "exp_avg", once.clone())
+        assert torch.equal(once, states.get(exact, "exp_avg"))
+    off = torch.stack(errors).double()
+    assert off.abs().max() < 1 and not torch.equal(off[0], off[1])
+    assert (off.mean(0).abs() < 6 * 0.5 / steps**0.5).all()
+    assert off.mean().abs() < 6 * 0.5 / (steps * size) ** 0.5
+
+
 def test_newton_schulz_gets_the_momentum_before_it_is_rounded() -> None:
-    one, plain = truth(replace(INT8, steps=1)), truth(replace(PLAIN, steps=1))
-    assert differences({"main": plain["main"]}, {"main": one["main"]}) == []
-    for name in muon_weights(INT8):
-        rounded, exact = one["exp_avg"][name], plain["exp_avg"][name]
-        assert not torch.equal(rounded, exact), name
-        assert (rounded - exact).abs().max() <= MOST_OFF * exact.abs().max(), name
-    both = truth(INT8), truth(PLAIN)
-    assert differences(*({"main": each["main"]} for each in both))  # by the second step
+    plain, later = truth(replace(PLAIN, steps=1)), truth(PLAIN)
+    for case in (INT8, BF16):
+        one, both = truth(replace(case, steps=1)), truth(case)
+        assert differences({"main": plain["main"]}, {"main": one["main"]}) == []
+        for name in muon_weights(case):
+            rounded, exact = one["exp_avg"][name], plain["exp_avg"][name]
+            assert not torch.equal(rounded, exact), name
+            off = MOST_OFF * exact.abs().max() if case == INT8 else ULP * exact.abs()
+            assert ((rounded - exact).abs() <= off).all(), name
+        assert differences({"main": later["main"]}, {"main": both["main"]})  # by the second step
+
+
+MOE = {"moe": True}
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        (BF16, Topology(dp=2)),
+        (BF16, Topology(dp=4, overlap=True)),
+        (BF16, Topology(2, 2, 2, overlap=True, **SP)),
+        (BF16, Topology(tp=2, pp=2, **SP)),
+        (replace(BF16, muon=(*BF16.muon, ("split_matrices", 2))), Topology(tp=2, dp=2, **SP)),
+        (replace(BF16, grouped="legacy", gated=True, **MOE), Topology(tp=2, dp=2, ep=2, **SP)),
+    ],
+    ids=["dp2", "dp4", "tp2-pp2-dp2", "tp2-pp2", "strips", "experts"],
+)
+def test_in_bf16_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
+    check(case, topology)
 
 
 @pytest.mark.parametrize(
@@ -98,12 +146,13 @@ def test_a_layout_changes_only_what_a_block_at_an_edge_rounds_to(topology: Topol
         assert (values - other[name]).abs().max() <= 2 * MOST_OFF * values.abs().max(), name
 
 
+@pytest.mark.parametrize("case", [INT8, BF16], ids=["int8", "bf16"])
 @pytest.mark.parametrize("format", formats())
-def test_a_checkpoint_goes_on_with_the_same_bits(format: str, tmp_path: Path) -> None:
-    check_resumed(INT8, Topology(dp=2), format, tmp_path)
+def test_a_checkpoint_goes_on_with_the_same_bits(format: str, case: Case, tmp_path: Path) -> None:
+    check_resumed(case, Topology(dp=2), format, tmp_path)
 
 
-@pytest.mark.parametrize(("at_save", "at_load"), [(PLAIN, INT8), (INT8, PLAIN)])
+@pytest.mark.parametrize(("at_save", "at_load"), [(PLAIN, INT8), (BF16, PLAIN), (INT8, BF16)])
 def test_a_checkpoint_of_one_dtype_loads_with_the_other(
     at_save: Case, at_load: Case, tmp_path: Path
 ) -> None:
@@ -118,8 +167,8 @@ def test_a_checkpoint_of_one_dtype_loads_with_the_other(
         assert (values - here["exp_avg"][name]).abs().max() <= MOST_OFF * values.abs().max(), name
 
 
-def _bytes() -> float:
-    built = start(INT8, Topology(dp=2))
+def _bytes(case: Case) -> float:
+    built = start(case, Topology(dp=2))
     take_step(built, 0)
     held = elements = 0
     for part in distributed_optimizers(built.optimizer):
@@ -129,6 +178,7 @@ def _bytes() -> float:
     return held / elements
 
 
-def test_the_momentum_has_one_byte_an_element_and_a_scale_a_block() -> None:
-    for held in run(_bytes, 2):
-        assert 1 + 4 / BLOCK <= held <= 1.05  # a step count of 4 bytes, too
+@pytest.mark.parametrize(("case", "least"), [(INT8, 1 + 4 / BLOCK), (BF16, 2.0)])
+def test_bytes_an_element(case: Case, least: float) -> None:
+    for held in run(_bytes, 2, case):
+        assert least <= held <= least + 0.035  # a step count of 4 bytes, too
