@@ -22,7 +22,7 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.planning.slices import Matrix
-from megatron_muon.runtime.exchange.rounded import AT_ONCE
+from megatron_muon.runtime.exchange.blocks import AT_ONCE
 
 _FP32 = 4
 
@@ -66,14 +66,14 @@ def of_momentum(elements: int, numerics: Numerics) -> int:
 
 def of_packing(plan: ExchangePlan, numerics: Numerics) -> list[list[int]]:
     """Bytes for the largest shard's momentum while it is packed: ``[round][rank]``."""
-    most = {"fp32": 0, "bf16": AT_ONCE}.get(numerics.config.momentum_dtype)
+    packs = numerics.config.momentum_dtype != "fp32"
     round_of, sizes = plan.round_of(), Counter[tuple[int, int]]()
-    for one in plan.slices if most != 0 else ():
+    for one in plan.slices if packs else ():
         sizes[one.parameter, one.rank] += one.elements.size
     found = [[0] * plan.size for _ in plan.rounds]
     for (parameter, rank), size in sizes.items():
         here = found[round_of[parameter]]
-        here[rank] = max(here[rank], 2 * _FP32 * min(size, most or size))
+        here[rank] = max(here[rank], 2 * _FP32 * min(size, AT_ONCE))
     return found
 
 

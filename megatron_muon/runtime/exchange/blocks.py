@@ -8,7 +8,7 @@ is 1 on both sides, so that reading and writing again changes no bit. An element
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +19,7 @@ from megatron_muon.runtime.states import MAIN_KEY, MOMENTUM_KEY, States
 
 Place = TypeVar("Place")
 BLOCK = 256  # elements, counted from the first one of the parameter's TP slice
+AT_ONCE = 1 << 22  # elements, which bounds scratch memory
 DECADES = 7
 MOST_OFF = 0.75 * 0.9 / 2 ** (DECADES - 1)  # half of the distance from 1 to the next value
 
@@ -115,27 +116,33 @@ class InBlocks(Packed[int]):
         return self._blocks(shard) + -(-shard.numel() // 4)
 
     def _unpacked(self, shard: Tensor, held: Tensor) -> Tensor:
-        before, scales, codes = self._parts(shard, held)
-        wide = self._values_of(shard).index_select(0, codes.int())
-        every = scales[:, None].expand(-1, BLOCK).reshape(-1)
-        return wide.mul_(every[before : before + wide.numel()])
+        wide, values = torch.empty(shard.numel(), device=shard.device), self._values_of(shard)
+        for start, stop, before, scales, codes in self._parts(shard, held):
+            here = wide[start:stop]
+            torch.index_select(values, 0, codes.int(), out=here)
+            here.mul_(scales[:, None].expand(-1, BLOCK).reshape(-1)[before : before + len(here)])
+        return wide
 
     def _pack(self, shard: Tensor, held: Tensor, wide: Tensor) -> None:
-        before, scales, codes = self._parts(shard, held)
-        after = -(before + wide.numel()) % BLOCK
-        blocks = torch.nn.functional.pad(wide, (before, after)).view(-1, BLOCK)
-        torch.linalg.vector_norm(blocks, float("inf"), dim=1, out=scales)
-        blocks.div_(torch.where(scales == 0, 1.0, scales)[:, None])
         values = self._values_of(shard)
         middles = (values[1:] + values[:-1]) / 2
-        nearest = torch.bucketize(blocks.view(-1), middles, out_int32=True)
-        codes.copy_(nearest[before : before + wide.numel()])
+        for start, stop, before, scales, codes in self._parts(shard, held):
+            edges = before, -(before + stop - start) % BLOCK
+            blocks = torch.nn.functional.pad(wide[start:stop], edges).view(-1, BLOCK)
+            torch.linalg.vector_norm(blocks, float("inf"), dim=1, out=scales)
+            blocks.div_(torch.where(scales == 0, 1.0, scales)[:, None])
+            nearest = torch.bucketize(blocks.view(-1), middles, out_int32=True)
+            codes.copy_(nearest[before : before + stop - start])
+            del blocks, nearest  # before the next ones are made
 
-    def _parts(self, shard: Tensor, held: Tensor) -> tuple[int, Tensor, Tensor]:
-        """Elements of the first block that another rank holds; scales; codes."""
-        blocks = self._blocks(shard)
-        codes = held[blocks:].view(torch.uint8)[: shard.numel()]
-        return self._places[id(shard)] % BLOCK, held[:blocks], codes
+    def _parts(self, shard: Tensor, held: Tensor) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
+        """Elements from and to; those of their first block before them; scales; codes."""
+        blocks, before = self._blocks(shard), self._places[id(shard)] % BLOCK
+        start, codes = 0, held[blocks:].view(torch.uint8)
+        for scales in torch.split(held[:blocks], AT_ONCE // BLOCK):
+            stop = min(start + len(scales) * BLOCK - before, shard.numel())
+            yield start, stop, before, scales, codes[start:stop]
+            start, before = stop, 0
 
     def _blocks(self, shard: Tensor) -> int:
         return -(-(self._places[id(shard)] % BLOCK + shard.numel()) // BLOCK)

@@ -17,10 +17,8 @@ from torch import Tensor
 from megatron_muon.planning.layout import range_of
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.slices import Slice
-from megatron_muon.runtime.exchange.blocks import InBlocks, Packed
+from megatron_muon.runtime.exchange.blocks import AT_ONCE, InBlocks, Packed
 from megatron_muon.runtime.optimizer import DistributedMuon
-
-AT_ONCE = 1 << 22  # elements, which bounds scratch memory
 
 
 class Elements(NamedTuple):
@@ -91,10 +89,11 @@ class InBf16(Packed[Elements]):
         bits, (rows, cols, before) = wide.view(torch.int32), self._places[id(shard)]
         start, seed = -before, crc32(self._step.to_bytes(8, "little")) - (1 << 31)
         for some in torch.split(rows + seed, max(1, AT_ONCE // len(cols))):
+            low, stop = max(start, 0), min(start + len(some) * len(cols), bits.numel())
             chances = _hashed(some[:, None] + cols).view(-1)
-            low, stop = max(start, 0), min(start + chances.numel(), bits.numel())
             bits[low:stop].add_(chances[low - start : stop - start])
-            start += chances.numel()
+            start = stop
+            del chances  # before the next ones are made
         held.view(torch.int16)[: shard.numel()].copy_(bits.bitwise_right_shift_(16))
 
 
