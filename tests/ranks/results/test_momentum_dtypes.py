@@ -15,11 +15,16 @@ from hypothesis import strategies as st
 from megatron_muon.runtime.exchange import blocks as in_blocks
 from megatron_muon.runtime.exchange import rounded
 from megatron_muon.runtime.exchange.blocks import BLOCK, MOST_OFF, InBlocks
+from support import te_on_cpu
+from support.checkpoints import sealing
+from support.checkpoints.inspecting import inspect
 from support.checkpoints.resharding import loaded, saved
 from support.checkpoints.resuming import check as check_resumed
 from support.checkpoints.saving import formats
 from support.covering import FULL
+from support.models.clipped import clipped, clipped_whole
 from support.models.gpt import (
+    ON_HOST,
     Case,
     Topology,
     check,
@@ -31,6 +36,7 @@ from support.models.gpt import (
     truth,
 )
 from support.ranks import run
+from support.runs.watching import records, watched
 from support.runs.whole import differences, whole
 
 PLAIN = Case(steps=4)
@@ -170,6 +176,43 @@ def test_a_checkpoint_of_one_dtype_loads_with_the_other(
     for name in muon_weights(INT8):
         values = there["exp_avg"][name]
         assert (values - here["exp_avg"][name]).abs().max() <= MOST_OFF * values.abs().max(), name
+
+
+_OVER_TE = [
+    replace(PLAIN, narrow=(("exp_avg_dtype", torch.bfloat16),)),
+    replace(PLAIN, narrow=(ON_HOST,)),
+]
+
+
+@pytest.mark.parametrize("case", [INT8, BF16, *(_OVER_TE if te_on_cpu.TE else ())])
+def test_it_is_watched_sealed_and_inspected(
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A logging step changes no bit; a load of what the digest is of has all bits."""
+    topology, folder = Topology(tp=2, **SP), tmp_path / "saved"
+    seen = trained(watched(case, tmp_path / "lines"), topology)
+    assert differences(trained(case, topology), seen) == [] and records(tmp_path / "lines")
+    folder.mkdir()
+    (format, *_), size = formats(), topology.world_size
+    before = run(sealing.saved, size, case, topology, format, str(folder))
+    status, report = inspect(folder, capsys, "--hash")
+    assert status == 0, report["faults"]
+    muons = [name for name, row in report["parameters"].items() if row["optimizer"] == "muon"]
+    assert sorted(muons) == sorted(muon_weights(case))
+    after = run(sealing.loaded, size, case, topology, format, str(folder))
+    assert [each["error"] for each in after] == [None, None]
+    assert differences(whole(before), whole([each["held"] for each in after])) == []
+
+
+@pytest.mark.skipif(te_on_cpu.TE is not None, reason="its attention has no logits to read")
+@pytest.mark.parametrize("case", [INT8, BF16])
+def test_a_clip_of_logits_scales_weights_alone(case: Case) -> None:
+    case = replace(case, steps=3, muon=(*case.muon, ("qk_clip", 100.0)))
+    by_hand = whole(run(clipped_whole, 1, case, torch.float32, True))
+    topology = Topology(tp=2, dp=2, **SP) if "bf16" in str(case.muon) else Topology()
+    clip = run(clipped, topology.world_size, case, topology, torch.float32)
+    assert differences(by_hand, whole(clip)) == []
+    assert differences(truth(case), by_hand)  # it was clipped
 
 
 def _bytes(case: Case) -> float:
