@@ -3,7 +3,7 @@
 Prints the table of docs/plan.md, of the models whose name has one of the words. Every row is
 ``megatron-muon plan --model`` with the flags below. How the ranks are divided is an assumption, as
 is the number of tokens in a step. ``--states`` prints GiB of the fullest rank by how states are
-held instead: at rest / at the peak of the step, and what is on the host.
+held instead: at rest/at the peak of the step, and what is on the host.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ STATES = {
     "fp32": "",
     "int8 momentum": "--muon-momentum-dtype int8",
     "precision-aware": _NARROW,
-    "the same, moments in bf16": f"{_NARROW} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+    "its moments in bf16": f"{_NARROW} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
     "on the host": f"{_NARROW} --optimizer-cpu-offload",
 }
 HEAD = (
@@ -78,7 +78,7 @@ def main() -> None:
     arguments.add_argument("--states", action="store_true")
     given = arguments.parse_args()
     if given.states:
-        print(f"| GiB | {' | '.join(STATES)} |\n|---|{'--:|' * len(STATES)}", flush=True)
+        print(f"| | {' | '.join(STATES)} |\n|---|{'--:|' * len(STATES)}", flush=True)
     else:
         print(f"{HEAD}\n|---|--:|{'--:|' * 8}")
     for model in MODELS:

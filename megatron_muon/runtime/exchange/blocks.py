@@ -48,6 +48,9 @@ class Packed(States, Generic[Place]):
     """
 
     are_copies = True
+    _size: Callable[[Tensor], int]  # elements of a shard's tensor
+    _unpacked: Callable[[Tensor, Tensor], Tensor]  # a shard's momentum, out of its tensor
+    _pack: Callable[[Tensor, Tensor, Tensor], None]  # into it
 
     def __init__(self, optimizer: Any, places: Mapping[int, Place]) -> None:
         super().__init__(optimizer)
@@ -89,18 +92,6 @@ class Packed(States, Generic[Place]):
         load_state_dict({**state_dict, "state": state})
         for shard, momentum in kept.items():
             self._optimizer.state[shard][MOMENTUM_KEY] = momentum
-
-    def _size(self, shard: Tensor) -> int:
-        """Elements of the tensor."""
-        raise NotImplementedError
-
-    def _unpacked(self, shard: Tensor, held: Tensor) -> Tensor:
-        """The momentum, in fp32."""
-        raise NotImplementedError
-
-    def _pack(self, shard: Tensor, held: Tensor, wide: Tensor) -> None:
-        """Write it into the tensor; values of ``wide`` may be overwritten."""
-        raise NotImplementedError
 
 
 class InBlocks(Packed[int]):

@@ -6,9 +6,8 @@ bits depend on no layout and no device, and a resumed run has them again.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -20,31 +19,13 @@ from megatron_muon.planning.slices import Slice
 from megatron_muon.runtime.exchange.blocks import AT_ONCE, InBlocks, Packed
 from megatron_muon.runtime.optimizer import DistributedMuon
 
-
-class Elements(NamedTuple):
-    """Those of a shard: the number of one is that of its row plus that of its column, in int32.
-
-    Attributes:
-        rows: of the parameter's TP slice, from the first one that the shard has some of.
-        cols: of the TP slice.
-        before: elements of the first row that are before the shard.
-    """
-
-    rows: Tensor
-    cols: Tensor
-    before: int
-
-
-def elements_of(plan: ExchangePlan, rank: int, device: torch.device) -> Mapping[int, Elements]:
-    """What a rank of the stage holds, by parameter, numbered whatever the layout is."""
-    found = defaultdict[int, list[Slice]](list)
-    for one in plan.slices:
-        if one.rank == rank:
-            found[one.parameter].append(one)
-    return {at: _numbered(plan, slices, device) for at, slices in found.items()}
+# The number of an element is that of its row plus that of its column, in int32. Of the rows that a
+# shard has some of, and of the columns of the TP slice; then the elements before it in its row.
+Elements = tuple[Tensor, Tensor, int]
 
 
 def _numbered(plan: ExchangePlan, slices: list[Slice], device: torch.device) -> Elements:
+    """The elements of a shard, numbered alike whatever the layout is."""
     parts = plan.parameters[slices[0].parameter].column_parts
     rows: list[Tensor] = []
     before = 0
@@ -62,7 +43,7 @@ def _numbered(plan: ExchangePlan, slices: list[Slice], device: torch.device) -> 
         rows.append(here * (cols * parts) + crc32(matrix.whole_name.encode()))
     width, every = cols // matrix.column_blocks, torch.arange(cols)
     columns = every + (every // width * (parts - 1) + part) * width
-    return Elements(torch.cat(rows).int().to(device), columns.int().to(device), before)
+    return torch.cat(rows).int().to(device), columns.int().to(device), before
 
 
 class InBf16(Packed[Elements]):
@@ -72,12 +53,11 @@ class InBf16(Packed[Elements]):
 
     def begin(self) -> None:
         """See ``States``. Megatron's number of steps comes back with a checkpoint."""
-        counts = [0]
-        for group in self._optimizer.param_groups:
-            counts.append(int(group.get("step", 0)))
-            for shard in group["params"][:1]:  # torch's AdamW counts there
-                counts.append(int(self._optimizer.state.get(shard, {}).get("step", 0)))
-        self._step = max(counts)
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        counts = [group.get("step", 0) for group in groups]
+        first = [shard for group in groups for shard in group["params"][:1]]
+        counts += [state.get(shard, {}).get("step", 0) for shard in first]  # torch's AdamW's
+        self._step = int(max(counts, default=0))
 
     def _size(self, shard: Tensor) -> int:
         return -(-shard.numel() // 2)
@@ -102,8 +82,9 @@ def packed(optimizer: Any, muon: DistributedMuon) -> Packed[Any]:
     ids = {index: id(shard) for index, shard in muon.main_params.items()}
     if muon.config.momentum_dtype == "int8":
         return InBlocks(optimizer, {ids[at]: span.start for at, span in muon.own.shards.items()})
-    every = elements_of(muon.plan, muon.own.rank, muon.exchange.device)
-    return InBf16(optimizer, {ids[at]: elements for at, elements in every.items()})
+    mine = (one for one in muon.plan.slices if one.rank == muon.own.rank)
+    by_shard, device = groupby(mine, key=lambda one: ids[one.parameter]), muon.exchange.device
+    return InBf16(optimizer, {at: _numbered(muon.plan, [*of], device) for at, of in by_shard})
 
 
 def _hashed(numbers: Tensor) -> Tensor:

@@ -90,8 +90,7 @@ def test_roundings_to_bf16_are_exact_in_the_mean_and_differ_by_step() -> None:
     adam: Any = _Adam(exact)
     adam.param_groups = [{"params": [exact]}]
     rows, cols = torch.arange(26, dtype=torch.int32) * 100, torch.arange(50, dtype=torch.int32)
-    where = rounded.Elements(rows, cols, before=3)
-    states = rounded.InBf16(adam, {id(exact): where})
+    states = rounded.InBf16(adam, {id(exact): (rows, cols, 3)})
     states.start_momentum(exact)
     errors = []
     for step in range(steps):
