@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils import _device
+from torch.utils.data import DataLoader
 
 from megatron_muon.runtime.patches import Patches
 
@@ -82,17 +83,13 @@ def moves(patches: Patches) -> None:
     patches.set(torch.Tensor, "to", _to(torch.Tensor.to))
 
 
-def _cuda_name(name: str) -> str:
-    """A subclass of Tensor may have asked for the name of its parts: then it is one already."""
-    return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
-
-
 def _type(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            name: str = original(self)
-            return _cuda_name(name) if self.device.type == "cpu" else name
+            name: str = original(self)  # of a subclass, which asks for its parts', a GPU's already
+            is_cpus = self.device.type == "cpu" and not name.startswith("torch.cuda.")
+            return name.replace("torch.", "torch.cuda.", 1) if is_cpus else name
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
         return original(self, dtype, *args, **kwargs)
@@ -111,23 +108,25 @@ def tensor_type(patches: Patches) -> None:
 def rng(patches: Patches) -> None:
     """The CPU generator is the GPU's: one state, which the fork in Megatron saves and restores.
 
-    The RNG tracker seeds and saves the GPU's (tensor_parallel/random.py:235).
+    The RNG tracker seeds and saves the GPU's (tensor_parallel/random.py:235). A DataLoader, which
+    one TP rank alone has, draws a seed from the CPU's: from one of its own here, or dropout would
+    differ between TP ranks.
     """
-    generator = torch.default_generator
+    one = torch.default_generator
 
-    def get_state(device: object = "cuda") -> torch.Tensor:
-        return generator.get_state()
+    def init_loader(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(torch.initial_seed())
 
-    def set_state(new_state: torch.Tensor, device: object = "cuda") -> None:
-        generator.set_state(new_state)
-
-    def manual_seed(seed: int) -> None:
-        generator.manual_seed(int(seed))
-
+    init = DataLoader.__init__
+    patches.set(DataLoader, "__init__", init_loader)
     for module in (torch.cuda, torch.cuda.random):
-        patches.set(module, "get_rng_state", get_state)
-        patches.set(module, "set_rng_state", set_state)
-        patches.set(module, "manual_seed", manual_seed)
+        patches.set(module, "get_rng_state", lambda device="cuda": one.get_state())
+        patches.set(
+            module, "set_rng_state", lambda new_state, device="cuda": one.set_state(new_state)
+        )
+        patches.set(module, "manual_seed", lambda seed: one.manual_seed(int(seed)))
 
 
 class _InOrder:

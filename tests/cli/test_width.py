@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.lab.commands import main
-from megatron_muon.lab.tables import aligned, listed
 from support import benching
 from support.benching import SMALL
 from support.models.model_flags import LLAMA_3_8B
@@ -52,19 +51,3 @@ def test_lines_fit_a_terminal(
     assert len(lines) > 2
     # A path stays whole.
     assert [line for line in lines if len(line) > 80 and "/site-packages/" not in line] == []
-
-
-def test_every_cell_is_there_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    rows = [
-        ["row", "a long head", "b", "c"],
-        ["first", "1", "22222222", "3"],
-        ["2nd", "4", "", "-"],
-    ]
-    assert aligned(rows) == [
-        *("row       a", "       long", "       head", "first     1", "2nd       4"),
-        *("", "row           b  c", "first  22222222  3"),  # the second has nothing there
-    ]
-    assert listed([["a name of 17 let", "one", "two words"]]) == [
-        *("a name of 17 let", "    one  two words"),
-    ]

@@ -158,12 +158,6 @@ def test_an_unsupported_mode_is_refused_before_any_collective(name: str) -> None
         assert message in text, text
 
 
-def test_logging_the_largest_logit_alone_is_not_refused() -> None:
-    changes = {"model": {"log_max_attention_logit": True}}
-    (text,) = run(_error_of_building, 1, CASE, Topology(), changes)
-    assert "called before the error" in text  # it went on to the first collective
-
-
 class _Fsdp2(torch.nn.Module):
     """What get_megatron_optimizer needs of a chunk, as torch FSDP2's wrapper has it."""
 
@@ -198,8 +192,6 @@ def _disagree(topology: Topology, kind: str) -> str:
     built = build(CASE, topology)
     odd = dist.get_rank() == dist.get_world_size() - 1
     settings: dict[str, Any] = {}
-    if odd and kind == "settings":
-        settings = {"momentum": 0.9}
     if odd and kind == "routing":  # as if a checkout of another version marked it
         name = next(n for n in built.params if n.endswith("linear_fc2.weight"))
         built.params[name].is_embedding_or_output_parameter = True
@@ -217,12 +209,7 @@ def _disagree(topology: Topology, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"),
-    [
-        ("settings", "setting momentum"),
-        ("routing", "linear_fc2.weight"),
-        ("shape", "decoder.layers"),
-    ],
+    ("kind", "named"), [("routing", "linear_fc2.weight"), ("shape", "decoder.layers")]
 )
 @pytest.mark.parametrize("topology", [Topology(dp=3), Topology(tp=2, pp=2, dp=2)], ids=str)
 def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
@@ -231,9 +218,7 @@ def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
     texts = run(_disagree, topology.world_size, topology, kind, timeout=60.0)
     last_stage = texts[-(len(texts) // topology.pp) :]
     for text in texts:
-        assert text != "no error"
-        about = "its settings" if kind == "settings" else "the exchange plan"
-        assert f"disagree about {about}" in text or "cannot split it" in text, text
+        assert "disagree about the exchange plan" in text or "cannot split it" in text, text
     for text in last_stage[:-1]:
         if "cannot split it" in text:  # of the rank that cannot, before a plan is compared
             assert text.startswith(f"RuntimeError: rank {len(texts) - 1} stopped this run: {named}")

@@ -65,10 +65,7 @@ def llama_8b(
 ) -> tuple[list[Parameter], int]:
     """Muon's parameters, and the elements of the buffer.
 
-    Args:
-        dp_size: shards.
-        bucket_size: elements from which on a bucket is closed.
-        ordered_for: settings for which its parameters are ordered; None: in Megatron's order.
+    In Megatron's order, or ordered for these settings.
     """
     buckets = list(in_buckets(whole_buffer(dp_size), bucket_size))
     own = [bucket.own() for bucket in buckets]

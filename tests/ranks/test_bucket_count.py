@@ -95,13 +95,6 @@ def test_no_number_costs_much_less_and_the_overlap_stays(
                 assert number > chosen.number
 
 
-def test_a_small_model_is_left_alone() -> None:
-    assert choose([Buffer((_weight(30_000_000),) * 30, 8)]) is not None
-    assert choose([Buffer((_weight(30_000_000),) * 3, 8)]) is None  # two buckets either way
-    assert choose([Buffer((_weight(10_000_000),) * 3, 8)]) is None
-    assert choose([]) is None
-
-
 # --- from Megatron's arguments ------------------------------------------------------------------
 
 LLAMA_3_8B = Namespace(

@@ -362,15 +362,8 @@ def run(
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``world_size`` gloo ranks and return their values in rank order.
 
-    Args:
-        fn: a top-level function of an importable module (not ``__main__``).
-        args: picklable, the same for every rank.
-        timeout: seconds for the whole call.
-        grace: seconds in which other ranks' reports are still collected after a failure.
-
-    Raises:
-        RankError: a rank raised or died (its number and traceback are in the text), or did not
-            finish in time (the text has its stack). The ranks of this call are then killed.
+    RankError has the traceback of a rank that raised or died, or the stack of one that did not
+    finish in ``timeout`` seconds; other ranks may report for ``grace`` seconds, and are killed.
     """
     global _pool
     if fn.__module__ == "__main__":

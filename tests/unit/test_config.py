@@ -16,7 +16,7 @@ from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize.iteration import takes_gram
 from megatron_muon.orthogonalize.numerics import Device, Numerics, layout_free
 from megatron_muon.planning.describe import homes_lines, newton_schulz_line, not_shared_lines
-from megatron_muon.settings.coefficients import SETS, NsDtype, schedule
+from megatron_muon.settings.coefficients import SETS, NsDtype
 from megatron_muon.settings.config import ROWS
 from megatron_muon.settings.update import Preset
 
@@ -52,16 +52,6 @@ def test_no_text_names_a_setting_without_its_flag() -> None:
         for text in _texts(path):
             for field in NAMES.findall(text) if " " in text else []:
                 assert ROWS[field].flags[0].option in text, f"{path}: {text}"
-
-
-def test_the_defaults_are_moonlights() -> None:
-    config = MuonConfig()
-    assert (config.matched_adamw_rms, config.momentum, config.ns_steps) == (0.2, 0.95, 5)
-    assert config.ns_coefficients == "simple"
-    assert schedule("simple", 5, "bf16") == ((3.4445, -4.7750, 2.0315),) * 5
-    assert (config.ns_iteration, config.ns_dtype) == (None, None)
-    assert {Numerics(config, device).iteration for device in CPUS} == {"standard"}
-    assert config.nesterov and config.split_qkv and not config.weight_decay_all_params
 
 
 def test_lists_are_taken_where_tuples_are() -> None:

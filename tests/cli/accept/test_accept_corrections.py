@@ -88,13 +88,6 @@ def test_a_constant_that_was_measured_explains_the_phase(expected: predicted.Pre
     assert corrections(wrong([alone, *part])) == {"gemm_efficiency": 0.3}
 
 
-def test_a_time_that_no_value_gives_has_no_value() -> None:
-    assert predicted.solved(H100, "launch_us", lambda one: one.launch_us + 10, 5.0) is None
-    share = "gemm_efficiency"  # at most 1
-    assert predicted.solved(H100, share, lambda one: 1 / one.gemm_efficiency, 0.9) is None
-    assert predicted.solved(H100, "launch_us", lambda one: one.launch_us, 9.0) == 9.0
-
-
 def test_bytes_that_are_not_the_plans_fail(expected: predicted.PredictedStep) -> None:
     good = [as_predicted_on(expected, H100, rank) for rank in range(2)]
     assert all(expected.sent)
@@ -102,18 +95,3 @@ def test_bytes_that_are_not_the_plans_fail(expected: predicted.PredictedStep) ->
     for change in ({"metered_bytes": 1}, {"counted": Counted({"gather": 1})}):
         bad = cost.sent(expected, [good[0], as_predicted_on(expected, H100, 1, **change)])
         assert {figure.name.split(",")[0] for figure in wrong(bad)} == {"bytes that rank 1 sends"}
-
-
-def test_memory_and_launches_that_are_not_as_predicted_are_named(
-    expected: predicted.PredictedStep,
-) -> None:
-    good = [as_predicted_on(expected, H100, rank) for rank in range(2)]
-    parts = cost.peak(expected, good), cost.launches(expected, good)
-    assert "Nothing: 4 figures" in report_of([*parts[0], *parts[1]])
-    twice = 2 * expected.reports[0].peak_bytes
-    high = cost.peak(expected, [good[0], as_predicted_on(expected, H100, peak_bytes=twice)])
-    assert "- peak memory of rank 1 above its state: predicted" in report_of(high)
-    few = as_predicted_on(expected, H100, launched={"kernels": 3})
-    assert "virtual_gpu/device/launches.py" in report_of(cost.launches(expected, [few, few]))
-    none = as_predicted_on(expected, H100, launched={})
-    assert cost.launches(expected, [none, none]) == []

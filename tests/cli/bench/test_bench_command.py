@@ -14,7 +14,6 @@ from megatron_muon.lab.bench.step.flags import ROWS
 from megatron_muon.lab.bench.step.measure import Measured
 from megatron_muon.lab.bench.step.meter import Times
 from megatron_muon.lab.commands import main
-from megatron_muon.lab.trace.rank_trace import RankTrace
 from support.benching import OURS, SMALL, command, model_and_ranks
 
 
@@ -55,22 +54,6 @@ def test_json_has_the_schema(printed: tuple[dict[str, Any], str, Path]) -> None:
         for by_rank in (*row["sent_bytes"].values(), row["ns_flops"], row["state_bytes"]):
             assert len(by_rank) == 2 and all(isinstance(number, int) for number in by_rank)
         assert all(0 < peak for peak in row["peak_bytes"])
-
-
-def test_the_trace_of_every_row_has_a_lane_for_what_the_row_does(
-    printed: tuple[dict[str, Any], str, Path],
-) -> None:
-    report, _, folder = printed
-    work = {f"muon/{phase}" for phase in ("momentum", "adamw", "newton_schulz", "update")}
-    gathers = {"broadcast params/gather", "optimizer/step"}
-    for name in (row["name"] for row in report["rows"]):
-        trace = RankTrace(folder / name / "rank0.json.gz")
-        shown = {f"{call.operation} {call.place}" for call in trace.calls}
-        shown |= {str(event.get("name")) for event in trace.file.events}
-        if name == "adamw":
-            assert gathers <= shown and not work & shown
-        elif not name.startswith("upstream"):
-            assert work <= shown and {"send muon/gather", "recv muon/scatter"} & shown
 
 
 def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, arguments: str = "") -> int:
@@ -150,14 +133,6 @@ def test_a_wrong_argument_is_named(
         main(["bench", "step", *arguments.split()])
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_flags_of_the_model_and_its_buckets_are_read() -> None:
-    """Also those that are so in every row anyway, and sizes by Megatron-LM's names."""
-    flags = model_and_ranks("--swiglu --num-experts 4 --use-distributed-optimizer --bf16")
-    assert (flags.swiglu, flags.num_experts, flags.bf16) == (True, 4, True)
-    flags = model_and_ranks("--ddp-bucket-size 9 --tensor-model-parallel-size 1 --num-layers 3")
-    assert (flags.ddp_bucket_size, flags.world_size, flags.num_layers) == (9, 2, 3)
 
 
 def test_a_row_is_made_only_where_it_is_asked_for_and_those_on_auto_come_last() -> None:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_muon.lab.bench import peers
-from megatron_muon.lab.bench.newton_schulz import Ceiling
 from megatron_muon.lab.commands import main
-from megatron_muon.orthogonalize.matmul import numerics_on, products_on
-from megatron_muon.settings.coefficients import NsDtype
-from megatron_muon.settings.config import MuonConfig
 
 CPU = torch.device("cpu")
 
@@ -49,17 +44,6 @@ def test_the_bench_prints_times_and_flops(
     assert batch["gram, at once"]["flops"] == batch["gram"]["flops"] == 3 * rows["gram"]["flops"]
     assert "torch.optim.Muon, at once" not in batch  # it takes no batches
     assert "\nstandard, at once " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("dtype", get_args(NsDtype))
-def test_the_ceiling_is_in_what_products_are_made_in(dtype: Any) -> None:
-    ceiling = Ceiling.on(CPU, dtype)
-    numerics = numerics_on(CPU, MuonConfig(ns_dtype=dtype))
-    assert ceiling.left.dtype == products_on(CPU, numerics).held
-    with FlopCounterMode(display=False) as counter:
-        assert ceiling(torch.zeros(1)).shape == (1024, 1024)
-    assert counter.get_total_flops() == ceiling.flops
-    assert ceiling.name == f"matmul 1024x1024, {numerics.held}"
 
 
 @pytest.mark.parametrize(

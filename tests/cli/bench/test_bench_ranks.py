@@ -51,16 +51,3 @@ def test_ranks_end_when_the_command_is_killed() -> None:
             time.sleep(0.1)
         command.kill()
     assert psutil.wait_procs(ranks, timeout=30)[1] == []
-
-
-def test_an_error_of_a_rank_is_the_commands() -> None:
-    code = (
-        "from megatron_muon.lab.ranks import Task, run_ranks\n"
-        "run_ranks(Task(run=int, argument='x', world=2, gpus=False, threads=1, seconds=60))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1
-    assert "RankError: rank " in done.stderr
-    assert "invalid literal for int() with base 10: 'x'" in done.stderr

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from megatron_muon.mcore.load_check import digest
-from support.checkpoints.inspecting import inspected, one_of_each_kind, seal
+from support.checkpoints.inspecting import inspected, seal
 
 TEXTS: dict[str, bytes] = {
     "deep lists": b"[" * 10**6 + b"]" * 10**6,
@@ -30,29 +29,6 @@ def test_a_digest_and_a_tracker_may_have_anything_in_them(
     (where / name).write_bytes(TEXTS[text])
     status, said = inspected(where, capsys)
     assert status == 1 and name in said and "\x1b" not in said, said
-
-
-@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing"])
-@pytest.mark.parametrize("name", [digest.FILE_NAME, "latest_checkpointed_iteration.txt", "shard"])
-def test_what_is_no_file_is_not_waited_for(
-    name: str, kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if name == "shard":
-        seal(folder)
-        name = one_of_each_kind(folder)[-1]
-        (folder / name).unlink()
-    where = folder.parent if name.endswith(".txt") else folder
-    (where / name).unlink(missing_ok=True)
-    if kind == "folder":
-        (where / name).mkdir()
-    elif kind == "pipe":
-        os.mkfifo(where / name)
-    else:
-        (where / name).symlink_to(folder / "nowhere")
-    status, said = inspected(where, capsys)
-    is_tracker = kind == "link to nothing" and name.endswith(".txt")
-    assert status == (2 if is_tracker else 1)
-    assert name in said
 
 
 def test_a_name_cannot_forge_lines_or_steer_the_terminal(

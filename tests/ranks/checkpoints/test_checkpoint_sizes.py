@@ -12,8 +12,7 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from support.checkpoints.inspecting import save_and_hold
-from support.checkpoints.saving import formats
+from support.checkpoints.saving import formats, save_new
 from support.models.gpt import Case, Topology, muon_weights
 from support.ranks import run
 from support.runs.whole import whole
@@ -25,8 +24,8 @@ TOPOLOGY = Topology(dp=2)
 def sizes(optimizer: str, format: str, folder: Path) -> tuple[int, int, int, float]:
     """Bytes of state and of files, elements of the model, and the part of them that is Muon's."""
     case = replace(CASE, optimizer=optimizer)
-    args = (case, TOPOLOGY, format, str(folder), None)
-    truth = whole(run(save_and_hold, TOPOLOGY.world_size, *args))
+    args = (case, TOPOLOGY, format, str(folder))
+    truth = whole(run(save_new, TOPOLOGY.world_size, *args))
     numel = {name: tensor.numel() for name, tensor in truth["params"].items()}
     of_muon = sum(numel[name] for name in muon_weights(CASE)) / sum(numel.values())
     files = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -77,3 +77,9 @@ def _refused(what: str) -> None:
 def test_attention_refuses_what_it_does_not_do(what: str) -> None:
     with pytest.raises(RankError, match=f"Error: .*{what}"):
         run(_refused, 2, what)
+
+
+def test_dropout_is_the_same_where_one_tp_rank_alone_reads_data() -> None:
+    before = torch.cuda.get_rng_state()
+    assert list(torch.utils.data.DataLoader([1, 2])) == [1, 2]
+    assert torch.equal(torch.cuda.get_rng_state(), before)

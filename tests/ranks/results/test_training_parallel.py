@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 
-from support.models.gpt import each_chunk
 from support.runs.cases import Case, Topology
 from support.runs.training import MODEL, U, differences, said, spread, trained, truth
 
@@ -91,31 +90,3 @@ def test_overlap_does_not_change_a_run(
     one, other = trained(m, plain), trained(m, overlapped, how)
     assert one.losses == other.losses
     assert set(differences(one, other).values()) == {0.0}
-
-
-def aligned() -> Any:
-    """Chunks whose gathers the schedule asks for, as Megatron has it with interleaved stages."""
-    return each_chunk(lambda chunk: setattr(chunk.ddp_config, "align_param_gather", True))
-
-
-CHUNKS = spread(pp=2, dp=2, vpp=2, overlap=True)
-
-
-@pytest.mark.parametrize(
-    ("m", "t", "how"),
-    [
-        (BF16, spread(tp=2, dp=2, overlap=True), nullcontext),
-        (DEEP, CHUNKS, nullcontext),
-        (DEEP, CHUNKS, aligned),
-        (MOE, spread(dp=4, ep=2, overlap=True), nullcontext),
-    ],
-    ids=["tp2-dp2", "chunks", "chunks-aligned", "experts"],
-)
-def test_gathers_that_start_within_the_step_do_not_change_a_run(
-    m: Case, t: Topology, how: Any
-) -> None:
-    early, late = (
-        trained(replace(m, muon=(("round_bytes", 1), ("early_param_gather", mode))), t, how)
-        for mode in ("on", "off")
-    )
-    assert early.losses == late.losses and early.norms == late.norms

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from support.models.gpt import Case, Topology, start, take_step
@@ -54,22 +53,3 @@ def _traced() -> list[str]:
 
 def test_phases_and_their_collectives_are_in_the_trace_in_order() -> None:
     assert run(_traced, 2) == [STEP, STEP]
-
-
-def _failing(phase_method: str) -> str:
-    built = start(CASE, Topology())
-    (megatron,) = built.optimizer.chained_optimizers
-
-    def fail(*args: Any) -> None:
-        raise MemoryError("no more")
-
-    for round in megatron.muon.rounds:
-        setattr(round, phase_method, fail)
-    with pytest.raises(MemoryError) as caught:
-        take_step(built, 0)
-    return " ".join(getattr(caught.value, "__notes__", []))
-
-
-def test_an_error_inside_a_phase_says_which() -> None:
-    (notes,) = run(_failing, 1, "_orthogonalize_whole")
-    assert notes == "in phase muon/newton_schulz of Muon's step"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import pytest
 from megatron_muon.lab.commands import main
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
-from support.checkpoints.saving import formats, save
-from support.installed import lacks
-from support.models.gpt import Case, Topology, held, stepped
+from support.checkpoints.saving import formats, save_new
+from support.models.gpt import Case, Topology
 from support.ranks import run
-from support.runs.whole import Whole, whole
 
 CASE = Case(steps=2)
 DEFAULT, *_ = EVERY = formats()
@@ -38,14 +35,6 @@ def inspected(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> 
     return status, said.out + said.err
 
 
-def one_of_each_kind(folder: Path) -> list[str]:
-    """A file of each kind, by name; not the digest."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    kinds = {p.name.lstrip("_0123456789"): str(p.relative_to(folder)) for p in files}
-    kinds.pop(digest.FILE_NAME, None)
-    return sorted(set(kinds.values()) - {"metadata.json"})
-
-
 def faults(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """All that is not complete, which must be the exit status, too."""
     status, report = inspect(path, capsys, *options)
@@ -53,30 +42,9 @@ def faults(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str
     return "\n".join(report["faults"])
 
 
-def save_and_hold(
-    case: Case, topology: Topology, format: str, folder: str, change: Callable[[Any], None] | None
-) -> dict[str, Any]:
-    """On a rank: save a run that has taken the case's steps; what it held."""
-    built = stepped(case, topology)
-    if change is not None:
-        change(built)
-    save(built, folder, format)
-    return held(built)
-
-
-def saved(
-    folder: Path,
-    format: str,
-    topology: Topology = DP2,
-    case: Case = CASE,
-    change: Callable[[Any], None] | None = None,
-) -> Whole:
-    """A checkpoint of a run; what the run held, nothing where it was changed before the save."""
-    if lacking := lacks(case, topology):
-        pytest.skip(lacking)
-    args = (case, topology, format, str(folder), change)
-    results = run(save_and_hold, topology.world_size, *args)
-    return whole(results) if change is None else {}
+def saved(folder: Path, format: str) -> None:
+    """A checkpoint of a run."""
+    run(save_new, DP2.world_size, CASE, DP2, format, str(folder))
 
 
 def as_megatron_lm(folder: Path) -> None:

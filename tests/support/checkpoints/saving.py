@@ -66,9 +66,7 @@ def save(
 ) -> None:
     """Write the model and its optimizer.
 
-    Args:
-        parallel: the DP ranks share out what all of them have (--ckpt-fully-parallel-save).
-        meanwhile: done while processes of their own write (--async-save); None: no such ones.
+    As --ckpt-fully-parallel-save does; ``meanwhile`` processes of their own write (--async-save).
     """
     if format == "torch":
         assert not parallel and meanwhile is None, "that is torch_dist's"
@@ -240,12 +238,8 @@ def resumed(
 ) -> dict[str, Any]:
     """Take half of the case's steps, save, go on; load into a new run and go on there, too.
 
-    Args:
-        dirty: the new run has taken a step before the load, so that its state is made and wrong.
-
-    Returns:
-        ``differences`` of what this rank holds then, and what it logged; ``moved``: whether the
-        steps after the load changed anything; ``held``.
+    With ``dirty`` the new run has taken a step before the load, so that its state is made and
+    wrong. ``moved``: whether the steps after the load changed anything.
     """
     half = case.steps // 2
     built = start(case, topology)

@@ -83,12 +83,8 @@ def _sections(tensor: Tensor, one: Cut) -> tuple[Tensor, ...]:
 def whole(results: list[dict[str, Any]]) -> Whole:
     """Put the ranks' results together, in TP 1, EP 1 coordinates.
 
-    Args:
-        results: what ``gpt.held`` returned, in rank order.
-
-    Raises:
-        AssertionError: shards that overlap or leave a hole, parts that are missing, or replicas
-            (over DP and CP, optimizer instances, TP, pipeline stages) that differ.
+    Shards that overlap or leave a hole, parts that are missing, and replicas (over DP and CP,
+    optimizer instances, TP, pipeline stages) that differ are an AssertionError.
     """
     out: Whole = {"params": {}}
     for name in {name: None for result in results for name in result["params"]}:

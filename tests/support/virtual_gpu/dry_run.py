@@ -22,15 +22,7 @@ from megatron_muon.settings.config import MuonConfig
 def planned_on(
     devices: Sequence[Device], flags: Namespace, config: MuonConfig, ranks: Ranks, number: int
 ) -> list[list[Planned]]:
-    """The DistributedOptimizers of a pipeline stage in the order of their steps, for each device.
-
-    Args:
-        devices: kinds of device; for each the stage is planned once.
-        flags: of ``dry_run.flags``, or a script's arguments.
-        config: the settings.
-        ranks: those of ``flags``.
-        number: the stage's.
-    """
+    """DistributedOptimizers of a pipeline stage in the order of their steps, for each device."""
     with as_rank(world.first_ranks(ranks)[number], flags, ranks):
         chunks = built(flags, config, ranks)
         return [planned_optimizers(flags, config, ranks, chunks, device) for device in devices]

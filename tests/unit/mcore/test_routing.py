@@ -17,7 +17,7 @@ from megatron_muon.mcore.routing.param_routing import (
 )
 from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.routing.survey import unknown_lines
-from megatron_muon.mcore.wiring.buffers.placement import muon_parameters, on_every_ep_rank
+from megatron_muon.mcore.wiring.buffers.placement import muon_parameters
 from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.settings.config import MuonConfig
@@ -232,59 +232,11 @@ def test_an_adapter_is_an_error_until_a_pattern_decides() -> None:
     assert why_adamw(norm, 1, MuonConfig()) == "1-D"
 
 
-@pytest.mark.parametrize(
-    ("gated", "split", "matrices"),
-    [
-        (False, True, {"ght[q]": 24, "ght[k]": 8, "ght[v]": 8}),
-        (False, False, {"weight": 40}),
-        (True, True, {"ght[q]": 24, "[gate]": 24, "ght[k]": 8, "ght[v]": 8}),
-    ],
-)
-def test_a_fused_qkv_is_a_matrix_for_each_part_or_one(
-    gated: bool, split: bool, matrices: dict[str, int]
-) -> None:
-    rows = sum(matrices.values())
-    weight = _weight(rows // 2, 24, tensor_model_parallel=True, partition_dim=0)
-    chunk = _Chunk({QKV: weight}, attention_output_gate=gated, **SIZES)
-    (routed,) = _routed(chunk, 2, split_qkv=split)
-    assert routed.name == QKV.removeprefix("module.module.")
-    assert {m.name[-6:]: m.rows for m in routed.matrices} == matrices
-    assert {m.cols for m in routed.matrices} == {24}
-
-
 @pytest.mark.parametrize(("local_rows", "tp_size"), [(28, 2), (11, 4)])
 def test_a_qkv_of_another_shape_is_refused(local_rows: int, tp_size: int) -> None:
     weight = _weight(local_rows, 24, tensor_model_parallel=True, partition_dim=0)
     with pytest.raises(NotImplementedError, match=r"set split_qkv=False .*-no-split-qkv"):
         _routed(_Chunk({QKV: weight}, **SIZES), tp_size)
-
-
-def test_a_query_group_over_several_tp_ranks_is_split_into_the_same_matrices() -> None:
-    """Two groups of q q q k v, 4 rows each, on 4 ranks of 10 rows: q q q' | q' k v | …"""
-    weight = _weight(10, 24, tensor_model_parallel=True, partition_dim=0)
-    (cut,) = _routed(_Chunk({QKV: weight}, **SIZES), 4)
-    whole = _weight(40, 24, tensor_model_parallel=True, partition_dim=0)
-    (one,) = _routed(_Chunk({QKV: whole}, **SIZES), 1)
-    assert cut.matrices == one.matrices
-
-
-@pytest.mark.parametrize(
-    ("marks", "shape"),
-    [
-        ({"tensor_model_parallel": True, "partition_dim": 0}, (12, 5)),
-        ({"tensor_model_parallel": True, "partition_dim": 1}, (6, 10)),
-        ({"tensor_model_parallel": False, "partition_dim": -1}, (6, 5)),
-        ({}, (6, 5)),
-    ],
-)
-def test_the_whole_matrix_follows_the_partition_dim(
-    marks: dict[str, Any], shape: tuple[int, int]
-) -> None:
-    name = "decoder.layers.0.mlp.linear_fc2.weight"
-    (routed,) = _routed(_Chunk({name: _weight(6, 5, **marks)}, **SIZES), 2)
-    (matrix,) = routed.matrices
-    assert (matrix.rows, matrix.cols) == shape
-    assert routed.replicated == (shape == (6, 5))
 
 
 @pytest.mark.parametrize(
@@ -342,48 +294,3 @@ def test_copies_of_a_tied_embedding_share_a_pattern() -> None:
 
 MOE = {"num_moe_experts": 4, "expert_model_parallel_size": 2, "hidden_size": 5, **SIZES}
 EXPERTS = "decoder.layers.0.mlp.experts."
-
-
-def test_experts_second_layers_are_partitioned_by_columns_whatever_te_says() -> None:
-    """With explicit expert communication it stamps partition_dim 0 on both."""
-    shapes = {"linear_fc1.weight1": (6, 5), "linear_fc2.weight1": (5, 6)}
-    marks = {"tensor_model_parallel": True, "partition_dim": 0}
-    both = {f"{EXPERTS}{name}": _weight(*shape, **marks) for name, shape in shapes.items()}
-    chunk = _Chunk(both, "TEColumnParallelGroupedLinear", {"parallel_mode": None}, **MOE)
-    routed = _routed(chunk, tp_size=1, expert_tp_size=2)
-    assert [[(m.rows, m.cols) for m in p.matrices] for p in routed] == [[(12, 5)], [(5, 12)]]
-    assert [p.partition_dim for p in routed] == [0, 1]
-
-
-def test_legacy_grouped_experts_are_a_batch_of_transposed_matrices() -> None:
-    both = {f"{EXPERTS}weight1": _weight(5, 2 * 6), f"{EXPERTS}weight2": _weight(2 * 3, 5)}
-    chunk = _Chunk(both, "GroupedMLP", **{**MOE, "gated_linear_unit": True})
-    first, second = _routed(chunk, tp_size=1, expert_tp_size=2)
-    assert first.shape == (2 * 5, 6) and second.shape == (2 * 3, 5)
-    assert [(m.rows, m.cols, m.column_blocks) for m in first.matrices] == [(5, 12, 2)] * 2
-    assert [(m.rows, m.cols, m.column_blocks) for m in second.matrices] == [(6, 5, 1)] * 2
-    names = [m.name for p in on_every_ep_rank([first], 2, 2) for m in p.matrices]
-    assert names == [f"{EXPERTS}weight1[expert {number}]" for number in range(4)]
-
-
-@pytest.mark.parametrize("leaf", ["local_experts.1.linear_fc1.weight", "linear_fc1.weight1"])
-def test_experts_are_numbered_over_all_ep_ranks(leaf: str) -> None:
-    (routed,) = _routed(_Chunk({EXPERTS + leaf: _weight(4, 5)}, **MOE))
-    everywhere = on_every_ep_rank([routed], ep_size=3, local_experts=2)
-    assert [p.ep_rank for p in everywhere] == [0, 1, 2]
-    before, number, after = leaf.rpartition("1") if leaf.endswith("1") else leaf.partition("1")
-    wanted = [f"{EXPERTS}{before}{int(number) + n}{after}" for n in (0, 2, 4)]
-    assert [p.name for p in everywhere] == wanted
-    assert [m.name for p in everywhere for m in p.matrices] == wanted
-
-
-def test_layers_are_numbered_over_all_stages_and_chunks() -> None:
-    chunks = []
-    for number in (3, 7):
-        chunk = _Chunk({"module.decoder.layers.0.linear_proj.weight": _weight(2, 2)}, **SIZES)
-        chunk.module.decoder.layers.get_submodule("0").layer_number = number
-        chunks.append(chunk)
-    assert [w.name for w in weights(chunks)] == [
-        "decoder.layers.2.linear_proj.weight",
-        "decoder.layers.6.linear_proj.weight",
-    ]

@@ -50,14 +50,6 @@ def test_every_flag_is_known_and_says_what_it_is_and_its_default(version: str) -
 
 
 @EVERY
-def test_megatrons_own_actions_stay(version: str) -> None:
-    parser = parser_of(version)
-    before = dict(parser._option_string_actions)
-    add_flags(parser)
-    assert before.items() <= parser._option_string_actions.items()
-
-
-@EVERY
 def test_megatrons_defaults_come_back_and_what_was_given_stays(version: str) -> None:
     before = vars(parser_of(version).parse_args([]))
     args = parsed(version)
@@ -166,11 +158,6 @@ def test_in_deterministic_mode_no_matrix_is_shared_unless_asked(version: str) ->
         args = parsed(version, *given)
         args.deterministic_mode = True
         assert muon_config(args).split_matrices == expected
-
-
-@EVERY
-def test_the_defaults_are_moonlights(version: str) -> None:
-    assert config_of(version, "--tensor-model-parallel-size", "8") == MuonConfig()
 
 
 @WITH_MUON

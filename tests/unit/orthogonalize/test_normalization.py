@@ -18,9 +18,8 @@ from megatron_muon.orthogonalize import triton_operations
 from megatron_muon.orthogonalize.normalization import enter_by_torch, trial
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.triton_operations import takes_kernels
-from support import TESTS
 from support.kernels.compiled import CAPABILITIES, instructions, interpreted
-from support.processes import environment, printed
+from support.processes import environment
 
 CPU_DEVICE = torch.device("cpu")
 # Triton 3.5's. What they flush is below 2^-126 of the norm: the power of two is divided out before.
@@ -67,20 +66,6 @@ def test_each_operation_rounds_and_the_norm_once(capability: int) -> None:
     divide = counts["divide_kernel bf16 to fp16 in eights"]
     assert divide["div.rn.f32"] + divide["div.rn.ftz.f32"] == 32
     assert divide["cvt.rn.f16x2.f32"] or divide["cvt.rn.f16.f32"]
-
-
-def test_registers_spills_and_widths_of_all_kernels_are_those_that_are_recorded() -> None:
-    """None spills; rows that start at 16 bytes are read and written 16 bytes at a time.
-
-    In a process of its own, whose stand-in for a driver stays.
-    """
-    pytest.importorskip("triton", reason="the kernels are triton's")
-    table = printed("-m", "figures.kernels")
-    assert table == (TESTS / "support" / "expected" / "kernels.tsv").read_text()
-    _, *rows = (line.split("\t") for line in table.splitlines())
-    assert len(rows) == 27 and not any(int(n) for row in rows for n in row[2::4])
-    whole = [row for row in rows if "in eights" in row[0] and "norm" not in row[0]]
-    assert len(whole) == 5 and all({*row[3::4]} == {"16"} for row in whole)
 
 
 def _first_step(*words: str, **variables: str) -> subprocess.Popen[str]:

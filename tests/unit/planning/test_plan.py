@@ -169,58 +169,12 @@ def test_every_process_makes_the_same_plan() -> None:
     assert len(plans) == 1 and plans != {""}
 
 
-def test_tp_coordinates_are_those_of_one_rank() -> None:
-    """Row parts, column parts, gated halves and query groups land where TP = 1 has them."""
-    grid = RankGrid((((0,), (1,)),))
-    whole = Span(0, 8 * 3)
-    for kind, wanted in {
-        # for each TP rank and local element: the element of the whole matrix (row-major)
-        "rows": [list(range(0, 24)), list(range(24, 48))],
-        "gated": [[*range(0, 12), *range(24, 36)], [*range(12, 24), *range(36, 48)]],
-        "columns": [
-            [row * 6 + col for row in range(8) for col in range(0, 3)],
-            [row * 6 + col for row in range(8) for col in range(3, 6)],
-        ],
-    }.items():
-        if kind == "gated":
-            matrices, blocks = sectioned("w", (8, 3), 0, 2, ((Rows("", 8),), (Rows("", 8),)))
-        else:
-            matrices, blocks = whole_matrix("w", (8, 3), 0 if kind == "rows" else 1, 2)
-        dim = 1 if kind == "columns" else 0
-        parameter = Parameter("w", (8, 3), dim, whole, whole, 0, matrices, blocks)
-        plan = make_plan([parameter], grid, Numerics(MuonConfig()))
-        (matrix,) = plan.matrices
-        found: list[list[int]] = [[0] * 24, [0] * 24]
-        for (_, staged), holders in _elements(plan).items():
-            per_part = matrix.numel // matrix.column_parts
-            part, rest = divmod(staged, per_part)
-            row, col = divmod(rest, matrix.cols // matrix.column_parts)
-            position = row * matrix.cols + part * (matrix.cols // matrix.column_parts) + col
-            for rank, element in holders:
-                found[rank][element] = position
-        assert found == wanted, kind
-
-
 def test_ties_go_to_the_least_loaded_rank() -> None:
     """Under TP every holder ties; lowest-rank-wins would give rank 0 everything."""
     for policy in ("balanced", "local"):
         matrix = Work(10, 20, {0: 5, 1: 5, 2: 5, 3: 5})
         homes = choose_homes([matrix] * 8, 4, policy, Price(1, 1, 1))
         assert sorted(homes) == [0, 0, 1, 1, 2, 2, 3, 3], policy
-
-
-def test_replicas_are_orthogonalized_once_and_get_the_same_directions() -> None:
-    matrices, blocks = whole_matrix("router", (4, 6), None, 2)
-    span = Span(0, 24)
-    parameter = Parameter("router", (4, 6), None, span, span, 0, matrices, blocks)
-    plan = make_plan([parameter], RankGrid((((0, 1), (2, 3)),)), Numerics(MuonConfig()))
-    assert len(plan.matrices) == 1
-    home = plan.matrices[0].home
-    gathered = sum(s.elements.size for s in plan.slices if not s.replica)
-    returned = sum(s.elements.size for s in plan.slices)
-    assert (gathered, returned) == (24, 48)
-    senders = {s.rank for s in plan.slices if not s.replica}
-    assert home in senders  # the home's own TP row sends: those pieces are nearest
 
 
 @pytest.mark.parametrize("change", ["hole", "overlap", "stranger"])

@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from megatron_muon import MuonConfig
-from megatron_muon.orthogonalize import newton_schulz
 from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
 from megatron_muon.orthogonalize.soundness import Soundness
 from megatron_muon.runtime import update
-from megatron_muon.runtime.nonfinite import Left, Nonfinite
 from megatron_muon.runtime.update import Foreach
 
-CPU = torch.device("cpu")
 BAD = (torch.nan, torch.inf, -torch.inf)
 
 
@@ -68,37 +65,3 @@ def test_a_home_knows_of_any_entry_that_is_not_finite(
         assert norms.isnan().tolist() == [False, True]
         assert lines.isfinite().tolist() == [True, False]
         assert staged[: rows * cols].isfinite().all()
-
-
-@pytest.mark.parametrize(("rows", "cols"), [(6, 10), (10, 6), (8, 8)])
-def test_a_home_knows_of_a_square_that_overflows(
-    rows: int, cols: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One entry of the last polynomial is infinite; the input is finite."""
-    of_torch = newton_schulz.Products.times
-
-    def times(self: Any, square: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
-        square[..., -1, 1] = torch.inf
-        return of_torch(self, square, *rest, **more)
-
-    monkeypatch.setattr(newton_schulz.Products, "times", times)
-    found = Soundness()
-    staged = torch.randn(rows * cols, generator=torch.Generator().manual_seed(0))
-    config = MuonConfig(ns_dtype="fp32", ns_steps=1)
-    moves = torch.tensor([True])
-    orthogonalize_staged(
-        staged, moves, numerics_on(staged.device, config), rows=rows, cols=cols, soundness=found
-    )
-    assert not found.lines[0].isfinite().any() and found.norms[0].isfinite().all()
-    assert staged.isfinite().any()  # only some rows or columns of the short side are not
-
-
-def test_steps_are_counted_by_matrix() -> None:
-    counts = Nonfinite(["a", "b", "c"], CPU)
-    assert counts.left(waits=False) == {}
-    nan, fine = torch.tensor([torch.nan]), torch.tensor([-0.0])
-    counts.add([([fine, fine], torch.cat([fine, nan])), ([nan], nan)])
-    counts.add([([fine, fine], torch.cat([fine, fine])), ([nan], nan)])
-    assert counts.left(waits=False) == {"b": Left(1, 0), "c": Left(2, 2)}
-    assert Left(5, 3).since(Left(2, 2)) == Left(3, 1)
-    Nonfinite([], CPU).add([])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pandas as pd
 import pytest
 
 from megatron_muon.lab.trace.runs import read_run
-from megatron_muon.lab.trace.spans import Spans
 from support.traces import Event, event, gloo, kernel, mark, nccl, write
 
 STEP = mark("ProfilerStep#3", 0, 1000)
@@ -22,20 +19,6 @@ def _times(tmp_path: Path, *events: Event, **metadata: Any) -> tuple[pd.Series, 
     """The row of the rank, and its collectives by name."""
     run = read_run(write(tmp_path / "t.json.gz", events, **metadata), "t")
     return run.ranks.iloc[0], run.means()
-
-
-def test_unions_and_intersections_are_those_of_sets_of_moments() -> None:
-    draw = random.Random(1)
-    for _ in range(100):
-        cuts, others = (
-            [sorted(draw.choices(range(60), k=2)) for _ in range(draw.randint(0, 12))]
-            for _ in range(2)
-        )
-        one, two = ({t for a, b in own for t in range(a, b)} for own in (cuts, others))
-        left, right = (Spans((a, b) for a, b in own) for own in (cuts, others))
-        assert left.length() == len(one)
-        assert left.common(right).length() == left.length(right) == len(one & two)
-        assert all(a < b for a, b in itertools.pairwise(left.edges()))
 
 
 GEMM, RING = "void gemm<float>(int)", "ncclDevKernel_AllGather_RING_LL(ncclDevComm*)"

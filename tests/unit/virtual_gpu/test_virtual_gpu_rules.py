@@ -105,18 +105,6 @@ def test_memory_of_a_collective_is_kept_as_the_torch_release_does() -> None:
     assert {memory for memory in MEMORY if races(trace, memory)} == {"caller"}
 
 
-def test_peak_is_of_blocks_alive_together() -> None:
-    def program(gpu: Any, group: Any) -> None:
-        x = new()
-        y = x + 1
-        del x
-        z = y + 1
-        del y
-        z.view(2, -1)[1].add_(1)  # a view has no memory of its own
-
-    assert alone(program).peak_bytes == 2 * N * 4
-
-
 @pytest.mark.parametrize("is_foreign", [False, True])
 def test_torch_keeps_a_message_in_its_own_memory_until_the_gpu_is_done(is_foreign: bool) -> None:
     def program(gpu: Any, group: Any) -> None:
