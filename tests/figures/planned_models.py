@@ -60,7 +60,7 @@ STATES = {
     "fp32": "",
     "int8 momentum": "--muon-momentum-dtype int8",
     "precision-aware": _NARROW,
-    "its moments in bf16": f"{_NARROW} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+    "in bf16": f"{_NARROW} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
     "on the host": f"{_NARROW} --optimizer-cpu-offload",
 }
 HEAD = (
