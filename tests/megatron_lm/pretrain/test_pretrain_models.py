@@ -59,15 +59,10 @@ EP2 = "--expert-model-parallel-size 2"
 
 @dataclass(frozen=True)
 class Model:
-    """A family, by its flags.
+    """A family, by its flags."""
 
-    Attributes:
-        flags: of pretrain_gpt.py, or beside ``pattern``.
-        pattern: the layers of a hybrid, with ``|`` between the stages of PP2.
-    """
-
-    flags: str
-    pattern: str = ""
+    flags: str  # of pretrain_gpt.py, or beside ``pattern``
+    pattern: str = ""  # the layers of a hybrid, with ``|`` between the stages of PP2
 
 
 MODELS = {

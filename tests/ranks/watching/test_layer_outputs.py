@@ -116,13 +116,8 @@ def test_outputs_and_logits_are_those_of_one_process(
 
 
 def _train_with_overflow(path: str, at: int, numbered: bool) -> dict[str, Any]:
-    """``_train`` of 6 steps, of which one is skipped: a gradient is not finite.
-
-    Args:
-        path: of the lines, of every second step.
-        at: the step, counted from 1.
-        numbered: steps have the numbers of a loop, which counts the skipped one, too.
-    """
+    """``_train`` of 6 steps, of which number ``at`` is skipped: a gradient is not finite. Numbered
+    steps have the numbers of a loop, which counts the skipped one, too."""
     from megatron_muon.mcore.watching.host import NO_HOST, Host, set_host
 
     begun: list[str] = []

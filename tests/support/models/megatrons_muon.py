@@ -51,11 +51,7 @@ def as_sum(mean: Tensor, mu: float = MU) -> Tensor:
 
 def trained(case: Case, topology: Topology, layer_wise: bool, folder: str) -> dict[str, Any]:
     """Take the case's steps, save, take one more; what this rank holds before and after that.
-
-    Args:
-        layer_wise: whole weights are shared out over the DP ranks (``dist_muon``); else every rank
-            has all of them.
-    """
+    ``layer_wise``: whole weights are shared out over DP ranks (``dist_muon``)."""
     built = build(replace(case, optimizer=MEGATRONS), topology)
     built.optimizer = _optimizer(built, layer_wise)
     for step in range(case.steps):
