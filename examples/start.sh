@@ -15,7 +15,13 @@ fi
 
 # Starts Megatron-LM's script on this node with the array ARGS, then the flags given here.
 start() {
-  [[ -n $DATA_PATH ]] && ARGS+=(--data-path $DATA_PATH) || ARGS+=(--mock-data)
+  if [[ -n ${VALID_DATA_PATH:-} ]]; then # a loss for each of its files, from core 0.14 on
+    ARGS+=(--train-data-path $DATA_PATH --valid-data-path $VALID_DATA_PATH)
+    ARGS+=(--multiple-validation-sets --full-validation)
+  else
+    [[ -n $DATA_PATH ]] && ARGS+=(--data-path $DATA_PATH) || ARGS+=(--mock-data)
+    ARGS+=(--split "$SPLIT")
+  fi
   [[ -z $SAVE ]] || ARGS+=(--save "$SAVE" --load "$SAVE" --save-interval "${SAVE_INTERVAL:-1000}")
   [[ -z $TENSORBOARD_DIR ]] || ARGS+=(--tensorboard-dir "$TENSORBOARD_DIR")
   [[ $SMOKE != 1 ]] || ARGS+=(--muon-cpu) # replaces what only a GPU has, and prints each

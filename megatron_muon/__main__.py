@@ -10,17 +10,14 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a training script or a command.
-
-    Args:
-        argv: a script's path and its arguments, or a command's name and its own; None for the
-            arguments of the process.
+    """Run a training script or a command, by default by the arguments of the process.
 
     Returns:
         The exit status: 0 once a script has ended; a command's own.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if _names_a_script(arguments):
+    first = arguments[0] if arguments else ""
+    if first == "--muon-cpu" or first.endswith(".py") or "/" in first:
         from megatron_muon.megatron_lm.launch import main as launch
 
         launch(arguments)
@@ -28,11 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron_muon.lab.commands import main as command
 
     return command(arguments)
-
-
-def _names_a_script(arguments: Sequence[str]) -> bool:
-    first = arguments[0] if arguments else ""
-    return first == "--muon-cpu" or first.endswith(".py") or "/" in first
 
 
 if __name__ == "__main__":

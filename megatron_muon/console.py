@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 
 def say(line: str) -> None:
     """Print a line of a run; characters that stdout's encoding lacks are escaped, not an error."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def first_names(names: Sequence[str], most: int = 3) -> str:
+    """Some of the names, and how many more there are: ``a, b, c and 9 more``; "" for none."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def printable(text: str, kept: str = "") -> str:

@@ -27,12 +27,7 @@ class SeamError(RuntimeError):
 
 
 def require_core() -> None:
-    """Raise an error where there is no megatron.core of a supported version; imports none.
-
-    Raises:
-        CoreNotFoundError: names both ways to get one.
-        SeamError: see ``check_version``.
-    """
+    """Raise CoreNotFoundError or SeamError without a supported megatron.core; imports none."""
     there = sys.modules.get(_NAME) is not None
     with contextlib.suppress(ModuleNotFoundError):  # there is no package megatron either
         there = there or importlib.util.find_spec(_NAME) is not None

@@ -20,6 +20,7 @@ TRAIN_ITERS=${TRAIN_ITERS:-5000} LR=${LR:-1e-3} MIN_LR=${MIN_LR:-1e-4}
 TP=${TP:-2} PP=${PP:-2} # data parallel: the GPUs of all nodes / (TP * PP)
 GPUS_PER_NODE=${GPUS_PER_NODE:-8} NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-localhost} MASTER_PORT=${MASTER_PORT:-6000}
+SPLIT=${SPLIT:-949,50,1} # training, validation, test; or VALID_DATA_PATH
 DATA_PATH=${DATA_PATH:-} # prefix of a tokenised .bin and .idx; empty: mock data
 TOKENIZER=${TOKENIZER:---tokenizer-type NullTokenizer --vocab-size 50256} # GPT-2's size
 SAVE=${SAVE:-} TENSORBOARD_DIR=${TENSORBOARD_DIR:-}
@@ -38,7 +39,7 @@ ARGS=(
   --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 --bf16 --train-iters "$TRAIN_ITERS"
   --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size "$GLOBAL_BATCH_SIZE"
   --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
-  --distributed-backend nccl --split 949,50,1
+  --distributed-backend nccl
   --log-interval "${LOG_INTERVAL:-100}" --eval-interval 1000 --eval-iters "${EVAL_ITERS:-10}"
 )
 start "$@"

@@ -24,6 +24,7 @@ MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-1} TRAIN_TOKENS=${TRAIN_TOKENS:-10000000000
 LR=${LR:-1e-3} MIN_LR=${MIN_LR:-1e-4} TP=${TP:-1} PP=${PP:-1} EP=${EP:-1}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8} NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-localhost} MASTER_PORT=${MASTER_PORT:-6000}
+SPLIT=${SPLIT:-990,9,1} # training, validation, test; or VALID_DATA_PATH
 DATA_PATH=${DATA_PATH:-} SAVE=${SAVE:-} TENSORBOARD_DIR=${TENSORBOARD_DIR:-} # empty data: mock data
 TOKENIZER=${TOKENIZER:---tokenizer-type NullTokenizer --vocab-size $VOCAB_SIZE}
 samples=$((TRAIN_TOKENS / SEQ_LENGTH))
@@ -54,7 +55,7 @@ ARGS=(
   --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --train-samples "$samples"
   --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size "$GLOBAL_BATCH_SIZE"
   --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
-  --expert-model-parallel-size "$EP" --distributed-backend nccl --manual-gc --split 990,9,1
+  --expert-model-parallel-size "$EP" --distributed-backend nccl --manual-gc
   --log-interval 1 --eval-interval 1000 --eval-iters "${EVAL_ITERS:-10}"
 )
 start "$@"

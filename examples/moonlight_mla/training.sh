@@ -27,6 +27,7 @@ LR=${LR:-4.2e-4} MIN_LR=${MIN_LR:-4.2e-5}
 TP=${TP:-2} PP=${PP:-1} EP=${EP:-8} # experts are not split over TP
 GPUS_PER_NODE=${GPUS_PER_NODE:-8} NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-localhost} MASTER_PORT=${MASTER_PORT:-6000}
+SPLIT=${SPLIT:-990,9,1} # training, validation, test; or VALID_DATA_PATH
 DATA_PATH=${DATA_PATH:-} SAVE=${SAVE:-} TENSORBOARD_DIR=${TENSORBOARD_DIR:-} # empty data: mock data
 TOKENIZER=${TOKENIZER:---tokenizer-type NullTokenizer --vocab-size $VOCAB_SIZE}
 
@@ -59,7 +60,7 @@ ARGS=(
   --adam-beta2 0.95 --train-iters "$TRAIN_ITERS" --micro-batch-size "$MICRO_BATCH_SIZE"
   --global-batch-size "$GLOBAL_BATCH_SIZE" --tensor-model-parallel-size "$TP" --sequence-parallel
   --pipeline-model-parallel-size "$PP" --expert-model-parallel-size "$EP"
-  --expert-tensor-parallel-size 1 --distributed-backend nccl --split 990,9,1
+  --expert-tensor-parallel-size 1 --distributed-backend nccl
   --log-interval 1 --eval-interval 1000 --eval-iters "${EVAL_ITERS:-10}"
 )
 start "$@"

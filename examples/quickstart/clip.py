@@ -89,6 +89,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
     logits.text(1, report["threshold"] * 1.1, f"threshold {report['threshold']:g}", fontsize=9)
     logits.set(yscale="log", xlabel="step", ylabel="largest attention logit of the step")
     losses.set(xlabel="step", ylabel="training loss, mean of 8 steps")
+    losses.set_title("loss of the same runs")
+    logits.set_title("attention logits, a line for each seed")
     logits.legend(frameon=False, fontsize=9, loc="lower right")
     for axes in (logits, losses):
         axes.spines[["top", "right"]].set_visible(False)

@@ -61,7 +61,15 @@ def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
     if _patches is not None:
         return
     require_core()
-    _check_may_enable(allow_cuda, late)
+    if "megatron.core" in sys.modules and not late:
+        raise RuntimeError(
+            "megatron.core is already imported: call megatron_muon.cpu.enable() before anything "
+            "imports Megatron (megatron_muon.install() does, too)"
+        )
+    if not allow_cuda and torch.cuda.is_available():
+        raise RuntimeError(
+            "this machine has a GPU; pass enable(allow_cuda=True) to run Megatron on the CPU anyway"
+        )
     patches = Patches(by="megatron_muon.cpu")
     try:
         if late:
@@ -83,18 +91,6 @@ def disable() -> None:
     if _patches is not None:
         _patches.undo()
         _patches = None
-
-
-def _check_may_enable(allow_cuda: bool, late: bool) -> None:
-    if "megatron.core" in sys.modules and not late:
-        raise RuntimeError(
-            "megatron.core is already imported: call megatron_muon.cpu.enable() before anything "
-            "imports Megatron (megatron_muon.install() does, too)"
-        )
-    if not allow_cuda and torch.cuda.is_available():
-        raise RuntimeError(
-            "this machine has a GPU; pass enable(allow_cuda=True) to run Megatron on the CPU anyway"
-        )
 
 
 def _apply(patches: Patches) -> None:

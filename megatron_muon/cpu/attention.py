@@ -22,11 +22,7 @@ def chunks(cp_size: int, cp_rank: int) -> tuple[int, int]:
 
 
 def positions(sequence: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """int64 [sequence / cp_size]: where in the whole sequence a rank's tokens are.
-
-    Raises:
-        ValueError: ``sequence`` (tokens of all ranks) is not a multiple of 2 × ``cp_size``.
-    """
+    """int64 [sequence / cp_size]: where in the whole sequence a rank's tokens are."""
     if sequence % (2 * cp_size):
         raise ValueError(
             f"a sequence of {sequence} tokens over {cp_size} context-parallel ranks: "
@@ -48,12 +44,6 @@ def whole_sequence(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     return gathered.index_select(0, torch.cat(parts).argsort())
 
 
-def causal_mask(sequence: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """bool [1, 1, sequence / cp_size, sequence]: True where a key is later than the query."""
-    queries = positions(sequence, cp_size, cp_rank)
-    return (torch.arange(sequence) > queries[:, None])[None, None]
-
-
 def _group(attention: Any) -> Any:
     group = getattr(attention.megatron_muon_groups, "cp", None)
     if group is None:
@@ -69,7 +59,8 @@ def _mask(attention: Any, given: torch.Tensor | None, sequence: int, group: Any)
     if given is None:
         if attention.attn_mask_type != enums.AttnMaskType.causal:
             return None
-        return causal_mask(sequence, cp_size, cp_rank)
+        queries = positions(sequence, cp_size, cp_rank)
+        return (torch.arange(sequence) > queries[:, None])[None, None]  # a key after the query
     rows, columns = given.shape[-2:]
     if columns == sequence and rows in (1, sequence // cp_size):
         return given  # as get_batch_on_this_cp_rank cuts it
@@ -130,8 +121,7 @@ def context_parallel(patches: Patches) -> None:
     """Each rank's queries attend to the keys and values of all ranks, gathered before the product.
 
     Megatron leaves that to Transformer Engine (dot_product_attention.py:58), which passes them
-    around. The result is the same but for rounding. The
-    memory for keys and values is that of one rank without context parallelism.
+    around. The result is the same but for rounding; keys and values take the memory of the whole.
     """
     module = importlib.import_module("megatron.core.transformer.dot_product_attention")
     attention = module.DotProductAttention

@@ -93,15 +93,8 @@ def gmm(
 ) -> torch.Tensor:
     """One product for each expert, over its own rows of ``a``, as grouped_gemm's ``ops.gmm``.
 
-    Every expert's matrix gets a gradient, zero where it has no rows.
-
-    Args:
-        a: [rows, k], sorted by expert.
-        b: [experts, k, n], or [experts, n, k] with ``trans_b``.
-        batch_sizes: rows of each expert, integers that sum to ``rows``.
-
-    Returns:
-        [rows, n], in the dtype of ``a``.
+    ``a`` is [rows, k], sorted by expert; ``b`` [experts, k, n], or [experts, n, k] with
+    ``trans_b``; the result [rows, n]. Every expert's matrix gets a gradient, also without rows.
     """
     rows = a.split_with_sizes([int(size) for size in batch_sizes])
     if trans_b:

@@ -25,10 +25,7 @@ class FusedAdam(torch.optim.Optimizer):
     depend on how a parameter is cut into shards. (addcmul, addcdiv and lerp may fuse the multiply
     and the add in the vector loop and not in its tail.)
 
-    Args:
-        params: parameters or groups; fp32, fp16 or bf16, any shape.
-        lr, betas, eps, weight_decay, bias_correction: Adam's numbers, settable per group.
-        adam_w_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
+    ``adam_w_mode`` decouples weight decay; False adds ``weight_decay * p`` to the gradient.
 
     Raises:
         NotImplementedError: another option of Transformer Engine's, not at its default.

@@ -39,16 +39,9 @@ def rng_states(patches: Patches) -> None:
     log message is filtered.
     """
     module = importlib.import_module("megatron.core.tensor_parallel.random")
-    generator = torch.default_generator
-
-    def get_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
-        return generator.get_state()
-
-    def set_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
-        generator.set_state(new_state)
-
-    patches.set(module, "_set_cuda_rng_state", set_state)
-    patches.set_existing(module, "_get_cuda_rng_state", get_state)
+    one = torch.default_generator
+    patches.set(module, "_set_cuda_rng_state", lambda new_state, *_, **__: one.set_state(new_state))
+    patches.set_existing(module, "_get_cuda_rng_state", lambda *_, **__: one.get_state())
     logger = logging.getLogger(module.__name__)
     logger.addFilter(_only_real_warnings)
     patches.on_undo(lambda: logger.removeFilter(_only_real_warnings))

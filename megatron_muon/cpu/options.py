@@ -14,21 +14,13 @@ from typing import Any, NamedTuple
 
 
 class Replaced(NamedTuple):
-    """An option that has a counterpart on the CPU.
-
-    Attributes:
-        dest: the argument's name.
-        gpu: its values that need a GPU, Megatron's default or given; of an enumeration their names.
-        cpu: the value that it gets.
-        why: the GPU is needed for it.
-        said: the option as it would be written, where that is not ``--DEST CPU``.
-    """
+    """An option that has a counterpart on the CPU."""
 
     dest: str
-    gpu: tuple[Any, ...]
-    cpu: Any
-    why: str
-    said: str = ""
+    gpu: tuple[Any, ...]  # its values that need a GPU; of an enumeration their names
+    cpu: Any  # the value that it gets
+    why: str  # the GPU is needed for it
+    said: str = ""  # the option as it would be written, where that is not --DEST CPU
 
 
 class Refused(NamedTuple):
@@ -50,8 +42,6 @@ class Refused(NamedTuple):
 
 _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "fp4_param": "--fp4-param-gather"}
 _FLAGS |= {"nccl_ub": "--use-nccl-ub"}
-
-
 _NCCL = "NCCL connects GPUs only"
 _TE = "it is Transformer Engine's, which is CUDA code"
 _CAPTURES = "it captures kernels"

@@ -83,17 +83,13 @@ def moves(patches: Patches) -> None:
     patches.set(torch.Tensor, "to", _to(torch.Tensor.to))
 
 
-def _cuda_name(name: str) -> str:
-    """A subclass of Tensor may have asked for the name of its parts: then it is one already."""
-    return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
-
-
 def _type(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            name: str = original(self)
-            return _cuda_name(name) if self.device.type == "cpu" else name
+            name: str = original(self)  # of a subclass, which asks for its parts', a GPU's already
+            is_cpus = self.device.type == "cpu" and not name.startswith("torch.cuda.")
+            return name.replace("torch.", "torch.cuda.", 1) if is_cpus else name
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
         return original(self, dtype, *args, **kwargs)
@@ -116,16 +112,7 @@ def rng(patches: Patches) -> None:
     one TP rank alone has, draws a seed from the CPU's: from one of its own here, or dropout would
     differ between TP ranks.
     """
-    generator = torch.default_generator
-
-    def get_state(device: object = "cuda") -> torch.Tensor:
-        return generator.get_state()
-
-    def set_state(new_state: torch.Tensor, device: object = "cuda") -> None:
-        generator.set_state(new_state)
-
-    def manual_seed(seed: int) -> None:
-        generator.manual_seed(int(seed))
+    one = torch.default_generator
 
     def init_loader(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -135,9 +122,11 @@ def rng(patches: Patches) -> None:
     init = DataLoader.__init__
     patches.set(DataLoader, "__init__", init_loader)
     for module in (torch.cuda, torch.cuda.random):
-        patches.set(module, "get_rng_state", get_state)
-        patches.set(module, "set_rng_state", set_state)
-        patches.set(module, "manual_seed", manual_seed)
+        patches.set(module, "get_rng_state", lambda device="cuda": one.get_state())
+        patches.set(
+            module, "set_rng_state", lambda new_state, device="cuda": one.set_state(new_state)
+        )
+        patches.set(module, "manual_seed", lambda seed: one.manual_seed(int(seed)))
 
 
 class _InOrder:

@@ -13,42 +13,23 @@ from megatron_muon.lab.outputs import CommandError
 from megatron_muon.presence import CoreNotFoundError, SeamError
 from megatron_muon.version import __version__
 
-_LAB = "megatron_muon.lab"
-# By name: a module with ``main(arguments) -> exit status``, and what it does.
+# By name: a module of the lab with ``main(arguments) -> exit status``, and what it does.
 BENCHES: Mapping[str, tuple[str, str]] = {
     "step": (
-        f"{_LAB}.bench.step.command",
+        "bench.step.command",
         "an optimizer step: AdamW, Muon in both layouts, Megatron's own",
     ),
-    "newton-schulz": (
-        f"{_LAB}.bench.newton_schulz",
-        "speed of the iterations, beside those of other packages",
-    ),
-    "speeds": (
-        f"{_LAB}.bench.speeds",
-        "speeds of a rank and its link, as flags for the choice of homes",
-    ),
+    "newton-schulz": ("bench.newton_schulz", "speed of the iterations, beside other packages'"),
+    "speeds": ("bench.speeds", "speeds of a rank and its link, as flags for the choice of homes"),
 }
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "routes": (
-        f"{_LAB}.routes.command",
-        "print which parameters are Muon's, in what matrices, with what homes",
-    ),
-    "plan": (
-        f"{_LAB}.plan.command",
-        "predict bytes, work, memory and time of a run's optimizer step",
-    ),
-    "doctor": (f"{_LAB}.doctor.command", "check whether Muon would run here, and on what"),
-    "accept": (f"{_LAB}.accept.command", "run a clone's tests on this node's GPUs, and report"),
-    "checkpoint": (
-        f"{_LAB}.inspect.command",
-        "inspect a checkpoint: its contents, and whether they are complete",
-    ),
-    "trace": (
-        f"{_LAB}.trace.command",
-        "report where the time of a step goes, from torch profiler's traces",
-    ),
-    "curves": (f"{_LAB}.curves.command", "compare the steps that runs need for the same losses"),
+    "routes": ("routes.command", "print each parameter's optimizer, matrices and homes"),
+    "plan": ("plan.command", "predict bytes, work, memory and time of a run's optimizer step"),
+    "doctor": ("doctor.command", "check whether Muon would run here, and on what"),
+    "accept": ("accept.command", "run a clone's tests on this node's GPUs, and report"),
+    "checkpoint": ("inspect.command", "inspect a checkpoint's contents, and if they are complete"),
+    "trace": ("trace.command", "report where a step's time goes, from torch profiler's traces"),
+    "curves": ("curves.command", "compare the steps that runs need for the same losses"),
     "bench": ("", "measure a step, Newton-Schulz, or the speed of a rank and its link"),
 }
 LIBRARIES = ("pandas", "numpy", "tensorboard", "matplotlib")  # of the extra [lab]
@@ -115,7 +96,7 @@ def _named(program: str, commands: Mapping[str, tuple[str, str]], arguments: lis
         print(f"{program}: error: no command {name!r}\n{usage}", file=sys.stderr)
         return 2
     try:
-        return int(importlib.import_module(commands[name][0]).main(rest))
+        return int(importlib.import_module(f"megatron_muon.lab.{commands[name][0]}").main(rest))
     except BrokenPipeError:
         raise  # the reader of the output is gone, which is no error of a file
     except ModuleNotFoundError as error:

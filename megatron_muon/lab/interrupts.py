@@ -29,8 +29,9 @@ def run_command(command: Callable[[], int]) -> int:
         broken = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
         if not broken:
             raise  # another pipe, such as one to a rank
-        for stream in broken:
-            _discard(stream)
+        for stream in broken:  # what is buffered and comes goes to /dev/null
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
         return NO_READER
     except KeyboardInterrupt:
         print("stopped, with all processes that it started; no result is written", file=sys.stderr)
@@ -45,10 +46,3 @@ def _has_no_reader(stream: TextIO) -> bool:
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-
-
-def _discard(stream: TextIO) -> None:
-    """Send buffered and future output to /dev/null."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)

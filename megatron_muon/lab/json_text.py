@@ -8,11 +8,7 @@ from typing import Any, NoReturn
 
 
 def parsed(text: str) -> Any:
-    """The value of a text.
-
-    Raises:
-        ValueError: it is not JSON, is nested too deeply, or has a number that is not finite.
-    """
+    """The value of JSON; a ValueError for others, too deep ones, numbers that are not finite."""
     try:
         return json.loads(text, parse_constant=_refused, parse_int=_whole, parse_float=finite)
     except RecursionError as error:
@@ -20,11 +16,7 @@ def parsed(text: str) -> Any:
 
 
 def finite(text: str) -> float:
-    """A number from a file or a command line.
-
-    Raises:
-        ValueError: it is none, or not finite.
-    """
+    """A number from a file or a command line; a ValueError if it is none, or not finite."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is not finite")

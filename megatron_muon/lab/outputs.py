@@ -29,11 +29,7 @@ def add_outputs(parser: ArgumentParser | _ArgumentGroup, plot: str = "") -> None
 
 
 def require_outputs(given: Namespace) -> None:
-    """Check the files of ``--json`` and ``--plot``; write nothing.
-
-    Raises:
-        ValueError: a file cannot be written, or no chart in its format.
-    """
+    """Check the files of ``--json`` and ``--plot``, write nothing; a ValueError for a bad one."""
     for name in ("json", "plot"):
         path = getattr(given, name, None)
         if path is not None:
@@ -71,11 +67,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def write_json(path: Path | None, value: Any) -> None:
-    """Write the file of ``--json``, where there is one.
-
-    Raises:
-        CommandError: it cannot be written.
-    """
+    """Write the file of ``--json``, where there is one; a CommandError if that fails."""
     if path is not None:
         try:
             path.write_text(json.dumps(value, indent=1) + "\n")

@@ -45,36 +45,21 @@ class RankError(CommandError):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The function that every rank runs, and its setting.
+    """The function that every rank runs, and its setting."""
 
-    Attributes:
-        run: a function of an importable module; called with ``argument`` once torch's world is up.
-        argument: any picklable value, the same for every rank.
-        world: number of ranks.
-        gpus: whether each rank has a GPU, with NCCL; else megatron_muon.cpu and gloo.
-        threads: number of torch's threads per rank.
-        seconds: timeout of the measurement, and of each collective.
-        builds: whether ranks build models: without GPUs, what that imports is imported once.
-    """
-
-    run: Callable[[Any], Any]
-    argument: Any
-    world: int
-    gpus: bool
-    threads: int
-    seconds: float
-    builds: bool = False
+    run: Callable[[Any], Any]  # of an importable module; called once torch's world is up
+    argument: Any  # any picklable value, the same for every rank
+    world: int  # number of ranks
+    gpus: bool  # whether each rank has a GPU, with NCCL; else megatron_muon.cpu and gloo
+    threads: int  # number of torch's threads per rank
+    seconds: float  # timeout of the measurement, and of each collective
+    builds: bool = False  # models: without GPUs, what that imports is imported once
 
 
 def gpus_for(world: int, asked_by: str, fewer: str) -> bool:
-    """Whether ranks take a GPU each: they do if there is any.
+    """Whether ranks take a GPU each: they do if there is any; a ValueError if there are too few.
 
-    Args:
-        world: number of ranks.
-        asked_by, fewer: texts for the error: flags that gave ``world``, and flags for fewer ranks.
-
-    Raises:
-        ValueError: there are fewer GPUs than ranks.
+    ``asked_by`` and ``fewer`` are texts for it: flags that gave ``world``, flags for fewer ranks.
     """
     import torch
 
@@ -93,11 +78,7 @@ def threads_for(world: int, asked: int | None) -> int:
 
 
 def run_ranks(task: Task) -> list[Any]:
-    """The result of ``task.run`` on each rank.
-
-    Raises:
-        RankError: a rank failed or is late; all ranks are ended first.
-    """
+    """The result of ``task.run`` on each rank; a RankError, which ends all, if one fails."""
     context = _context(task)
     with tempfile.TemporaryDirectory(prefix="megatron_muon") as folder, _nothing_as_main():
         pipes, processes = [], []

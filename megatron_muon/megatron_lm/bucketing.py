@@ -79,7 +79,9 @@ def buffers(args: Namespace, dp_size: int, *, norms: bool = False) -> list[Buffe
     vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size or 0
     embedding = LocalParameter(vocabulary * args.hidden_size // tp)
     dense, experts = [embedding], []
-    for number in range(_layers(args)):
+    stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    layers = getattr(args, "decoder_first_pipeline_num_layers", None) or args.num_layers // stages
+    for number in range(max(1, int(layers) // (chunks or 1))):
         of_layer, of_experts = _feed_forward(args, number)
         if norms and of_experts:
             of_layer = [_whole(args.num_experts, args.hidden_size, None), *of_layer]
@@ -110,13 +112,6 @@ def _whole(rows: int, cols: int, dim: int | None) -> _Weight:
     return ((Rows("", rows),),), cols, dim
 
 
-def _layers(args: Namespace) -> int:
-    first = getattr(args, "decoder_first_pipeline_num_layers", None)
-    stages = args.pipeline_model_parallel_size
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    return max(1, int(first or args.num_layers // stages) // chunks)
-
-
 def _attention(args: Namespace) -> list[_Weight]:
     """The attention weights of a layer, in Megatron's order.
 
@@ -140,7 +135,8 @@ def _attention(args: Namespace) -> list[_Weight]:
 
 def _feed_forward(args: Namespace, layer: int) -> tuple[list[_Weight], list[_Weight]]:
     """The dense MLP weights of a layer, and a rank's experts' weights."""
-    if not args.num_experts or not _has_experts(args.moe_layer_freq, layer):
+    every = args.moe_layer_freq if args.num_experts else [0]  # a period, or a mark for each layer
+    if layer % every if isinstance(every, int) else not every[layer % len(every)]:
         return _two(args, args.ffn_hidden_size), []
     shared = _two(args, args.moe_shared_expert_intermediate_size or 0)
     one = _two(args, args.moe_ffn_hidden_size or args.ffn_hidden_size)
@@ -148,12 +144,6 @@ def _feed_forward(args: Namespace, layer: int) -> tuple[list[_Weight], list[_Wei
     if args.moe_grouped_gemm:  # Megatron orders these weights by kind, not by expert
         return shared, [weight for weight in one for _ in range(count)]
     return shared, one * count
-
-
-def _has_experts(frequency: int | list[int], layer: int) -> bool:
-    if isinstance(frequency, int):
-        return layer % frequency == 0
-    return bool(frequency[layer % len(frequency)])
 
 
 def _two(args: Namespace, ffn: int) -> list[_Weight]:

@@ -100,7 +100,8 @@ def load_checkpoint(
     if not muon and not getattr(given, "adamw_from_muon", False):
         with _explained_to_others(load_dir, given):
             return original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
-    folder = _loaded_from(given, load_dir)
+    found = _by_rank_0(lambda: str(newest(given, load_dir) or ""))
+    folder = Path(found) if found else None
     groups = optimizer.param_groups if optimizer is not None and muon else []
     rates = [{key: group[key] for key in SCHEDULE if key in group} for group in groups]
     with ExitStack() as loading:
@@ -152,12 +153,6 @@ def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[None]:
     check(owner(model), str(folder), exact)
     with checked(str(folder)):
         yield
-
-
-def _loaded_from(given: Any, load_dir: str | None) -> Path | None:
-    """The folder that Megatron will read, as rank 0 sees it; None for none or a local one."""
-    told = _by_rank_0(lambda: str(newest(given, load_dir) or ""))
-    return Path(told) if told else None
 
 
 def newest(given: Any, load_dir: str | None) -> Path | None:

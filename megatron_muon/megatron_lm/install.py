@@ -57,15 +57,12 @@ def install_training() -> None:
 
 
 def wrap(module_name: str, name: str, wrapper: Callable[..., Any]) -> None:
-    """Put ``wrapper`` around a function of megatron.training until ``uninstall_training``.
-
-    It takes Megatron's function, then the arguments of that function. Idempotent.
-    """
+    """Put ``wrapper(original, ...)`` around a function of megatron.training. Idempotent."""
     global _is_on
     _is_on = True
     module = importlib.import_module(module_name)
     original: Any = getattr(module, name)
-    before: tuple[Any, ...] = getattr(original, "megatron_muon_wrappers", ())
+    before = getattr(original, "megatron_muon_wrappers", ())
     if wrapper in before:
         return
     wrapped = around(original, wrapper, lambda: _is_on)
@@ -146,13 +143,13 @@ def _validate_args(
 
 
 def _tell(lines: list[str]) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        for line in lines:
-            say(f"[megatron_muon] {line}")
+    """Print lines; ``lab.dry_run`` replaces this, and ``_on_the_cpu``, by name."""
+    for line in lines if int(os.environ.get("RANK", "0")) == 0 else ():
+        say(f"[megatron_muon] {line}")
 
 
 def _on_the_cpu(args: Any) -> list[str]:
-    """Replace options that need a GPU; return a line for each. ``lab.dry_run`` leaves them out."""
+    """Replace options that need a GPU; return a line for each."""
     options = importlib.import_module("megatron_muon.cpu.options")
     options.refuse(args)
     told: list[str] = options.replace(args)

@@ -36,10 +36,7 @@ class LostGpuError(RuntimeError):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run a training script of a Megatron-LM checkout in this process.
-
-    Args:
-        argv: the script's path and its arguments, or ``--version`` alone.
+    """Run a training script of a Megatron-LM checkout: its path and arguments, or ``--version``.
 
     Raises:
         SystemExit: no script is given, or it is not there.
@@ -125,14 +122,7 @@ def hide_gpus() -> None:
 
 
 def without_gpu(*, late: bool = False) -> None:
-    """Turn on the CPU runtime where there is no GPU, and say so. Idempotent.
-
-    Args:
-        late: Megatron is imported already; see ``megatron_muon.cpu.enable``.
-
-    Raises:
-        LostGpuError: a GPU is expected here, and the command line has no ``--muon-cpu``.
-    """
+    """Turn on the CPU runtime where there is no GPU, unless one is expected (LostGpuError)."""
     torch = importlib.import_module("torch")
     cpu = importlib.import_module("megatron_muon.cpu")
     if torch.cuda.is_available() or cpu.enabled():

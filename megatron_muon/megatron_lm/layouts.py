@@ -31,14 +31,7 @@ _HYBRID = ("hybrid_override_pattern", "hybrid_layer_pattern")
 def own_layout(
     args: Namespace, config: MuonConfig, device: Device, folder: Path | None
 ) -> tuple[str, list[str]]:
-    """The layout, and lines to print.
-
-    Args:
-        args: Megatron-LM's arguments after its validation.
-        config: the settings.
-        device: kind of device of all ranks.
-        folder: the checkpoint that the run goes on from, if any.
-    """
+    """The layout, and lines to print; ``folder`` is the checkpoint that the run goes on from."""
     if folder is not None:
         saved = saved_layout(folder)
         return saved, [f"--muon-dp-layout {saved}, as {folder} has it"] * (saved == "bucketed")

@@ -48,12 +48,7 @@ def naming(checkpointing: Any, load_dir: str | None, step: int | None) -> Iterat
 
 
 def named_by(save_dir: Path) -> str | None:
-    """The name of the folder that the tracker names; None where there is no tracker.
-
-    Raises:
-        ValueError: the tracker holds neither a number nor ``release``.
-        OSError: the tracker cannot be read, or is no regular file.
-    """
+    """The name of the folder that the tracker names, if there is one; ValueError for a bad text."""
     path = save_dir / NAME
     try:
         with open_regular(path) as file:

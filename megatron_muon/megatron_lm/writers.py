@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Any
 
 from megatron_muon.mcore.watching.host import Host
 
@@ -14,13 +13,12 @@ class MegatronLM(Host):
 
     def step(self) -> int | None:
         """The iteration under way, as Megatron's log numbers it; None outside its loop."""
-        before: int | None = _argument("curr_iteration")
+        before = _argument("curr_iteration")
         return None if before is None else before + 1
 
     def log_interval(self) -> int | None:
         """``--log-interval``."""
-        interval: int | None = _argument("log_interval")
-        return interval
+        return _argument("log_interval")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """To TensorBoard and W&B, where the run has them."""
@@ -33,5 +31,5 @@ class MegatronLM(Host):
             wandb.log(dict(scalars), step)
 
 
-def _argument(name: str) -> Any:
+def _argument(name: str) -> int | None:
     return getattr(importlib.import_module("megatron.training").get_args(), name, None)

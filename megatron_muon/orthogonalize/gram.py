@@ -25,14 +25,8 @@ def gram_iteration(
 
     X is rounded as in the standard iteration, the square matrices to ``products.squares``.
 
-    Args:
-        x: ``(m, n)``, or ``(k, m, n)``, a batch; as ``products.enter`` makes it.
-        parts: (a, b, c) of each step, in the segments between restarts.
-        products: products of x's device.
-        spare: memory like ``x``; iterates alternate between the two. None: each has new memory.
-
-    Returns:
-        The last iterate, not scaled.
+    ``x`` is ``(m, n)``, or ``(k, m, n)``, as ``products.enter`` makes it; the result is not scaled.
+    Iterates alternate between ``x`` and ``spare``, of its shape. None: each has new memory.
     """
     is_tall = x.size(-2) > x.size(-1)
     holds_all = spare is not None and _holds_all_squares(x)
@@ -77,19 +71,12 @@ def _over_factor(
 
 @dataclass(slots=True)
 class _Squares:
-    """Memory of a segment's square matrices, each ``(m, m)`` or ``(k, m, m)``.
+    """Memory of a segment's square matrices, each ``(m, m)`` or ``(k, m, m)``."""
 
-    Attributes:
-        gram: R.
-        power: P = bR + cR²; H = a + P where linear terms are folded, and so the first Q.
-        factor: Q.
-        other: Q's next value, then R(a + Z).
-    """
-
-    gram: Tensor
-    power: Tensor
-    factor: Tensor
-    other: Tensor
+    gram: Tensor  # R
+    power: Tensor  # P = bR + cR²; H = a + P where linear terms are folded, and so the first Q
+    factor: Tensor  # Q
+    other: Tensor  # Q's next value, then R(a + Z)
 
     @classmethod
     def of(
@@ -116,13 +103,7 @@ class _Squares:
 
 
 def factor_of(gram: Tensor, steps: tuple[Triple, ...], products: Products) -> Tensor:
-    """Q of one segment, given R = XXᵀ: QX is the result of ``steps`` on X.
-
-    Args:
-        gram: R, ``(m, m)``; overwritten.
-        steps: (a, b, c) of the segment's steps.
-        products: products that round to the squares' dtype.
-    """
+    """``_factor`` of R, ``(m, m)``, which is overwritten; products round to the squares' dtype."""
     power, factor, other = (torch.empty_like(gram) for _ in range(3))
     return _factor(_Squares(gram, power, factor, other), steps, products)
 

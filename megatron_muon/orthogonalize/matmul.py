@@ -61,25 +61,15 @@ class KernelError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Products on one device, each rounded.
+    """Products on one device, each rounded."""
 
-    Attributes:
-        dtype: the dtype of iterates, to which products are rounded.
-        squares: the dtype to which the Gram iteration's square matrices are rounded.
-        held: the dtype in which matrices are held and multiplied.
-        scale: an iterate X is held as ``scale``·X, a power of two. Square matrices are not scaled.
-        folded: see ``Numerics``.
-        blocked: whether symmetric products are made in panels up to the diagonal, and mirrored.
-        kernel: a library's symmetric product; None for torch's matmul.
-    """
-
-    dtype: torch.dtype
-    squares: torch.dtype
-    held: torch.dtype
-    scale: float = 1.0
-    folded: bool = False
-    blocked: bool = False
-    kernel: SymmetricKernel | None = None
+    dtype: torch.dtype  # the dtype of iterates, to which products are rounded
+    squares: torch.dtype  # the dtype to which the Gram iteration's square matrices are rounded
+    held: torch.dtype  # the dtype in which matrices are held and multiplied
+    scale: float = 1.0  # an iterate X is held as scale·X, a power of two; squares are not
+    folded: bool = False  # see Numerics
+    blocked: bool = False  # symmetric products are made in panels up to the diagonal, and mirrored
+    kernel: SymmetricKernel | None = None  # a library's symmetric product; None for torch's matmul
 
     def enter(self, x: Tensor, *, is_scaled: bool = False) -> Tensor:
         """An fp32 matrix, scaled, rounded to ``dtype`` and held in ``held``."""
@@ -210,11 +200,7 @@ def multiplies_bf16() -> bool:
 
 
 def plan_device(device: torch.device) -> Device:
-    """The kind of a device, for plans; all devices but CPUs count as CUDA's.
-
-    Raises:
-        KernelError: a kernel library is installed and cannot be imported.
-    """
+    """The kind of a device, for plans; all but CPUs count as CUDA's. Errors: ``_quack``'s."""
     if device.type != "cpu":
         return "cuda" if _quack_on(device) is None else "cuda_symmetric"
     return "cpu_bf16" if multiplies_bf16() else "cpu"
@@ -280,11 +266,7 @@ def _old_precision() -> str | None:
 
 
 def try_products(device: torch.device, numerics: Numerics) -> None:
-    """Make products with the library's kernel, where there is one, before a step needs it.
-
-    Raises:
-        KernelError: the library is installed and does not work.
-    """
+    """Make products with the library's kernel, if any; a KernelError if it does not work."""
     products = products_on(device, numerics)
     if products.kernel is None:
         return

@@ -11,6 +11,7 @@ definition, since another order gives other bits; ``matmul`` says what a product
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,16 +39,9 @@ _CPU_ELEMENTS = 1 << 18
 def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
     """The direction of a matrix: all its singular values brought near 1.
 
-    Args:
-        matrix: ``(rows, cols)``, any floating dtype. Any scale: it is normalised in fp32, by its
-            largest entry first, so nothing over- or underflows. Zero gives zero.
-        config: the settings whose names begin with ``ns_`` are read.
-
-    Returns:
-        ``(rows, cols)`` in ``Numerics.dtype``.
-
-    Raises:
-        ValueError: ``matrix`` is not 2-D.
+    The matrix is ``(rows, cols)`` in any floating dtype, else a ValueError is raised; the result
+    has ``Numerics.dtype``. Any scale: it is normalised in fp32, by its largest entry first, so
+    nothing over- or underflows. Zero gives zero.
     """
     return orthogonalize_at_once([matrix], config)[0]
 
@@ -92,10 +86,8 @@ def orthogonalize_staged(
         staged: ``(k·rows·cols,)`` in ``Numerics.travels``: k matrices, each with its column
             parts one after another (``planning.slices``).
         moves: ``(k,)`` bool; where it is False the direction is zero.
-        numerics: of the run and the device.
         rows, cols, column_parts, column_blocks: layout of each matrix (``slices.Matrix``).
         apart: each column block is orthogonalized as a matrix of its own.
-        soundness: takes the numbers of the matrices.
 
     Returns:
         ``staged``'s memory in ``Numerics.dtype``, whose elements are of the same size.
@@ -112,15 +104,8 @@ def orthogonalize_staged(
             _orthogonalize_into(out[:, :, at], in_rows[:, :, at], numerics, moves, soundness=units)
         soundness.of_units(units)
         return directions
-    _orthogonalize_into(
-        out,
-        in_rows,
-        numerics,
-        moves,
-        memory=staged,
-        is_direct=column_parts == 1,
-        soundness=soundness,
-    )
+    memory: dict[str, Any] = {"memory": staged, "is_direct": column_parts == 1}
+    _orthogonalize_into(out, in_rows, numerics, moves, **memory, soundness=soundness)
     return directions
 
 
@@ -165,14 +150,10 @@ def _orthogonalize_into(
     is_direct: bool = False,
     soundness: Soundness | None = None,
 ) -> None:
-    """Write the directions of k matrices.
+    """Write the directions of k matrices into ``out``, ``(k, rows, ...)``, of ``source``'s shape.
 
-    Args:
-        out: ``(k, rows, ...)``, whose last dims are a matrix's columns; takes the directions.
-        source: the matrices, in the same shape; may have the memory of ``out``.
-        memory: flat memory that may be overwritten once ``source`` is read.
-        is_direct: whether ``memory`` is that of ``source``, which is row-major.
-        numerics, moves, soundness: see ``orthogonalize_staged``.
+    Both may have one memory. Flat ``memory`` may be overwritten once ``source`` is read; it
+    ``is_direct`` if it is that of ``source``, which is row-major.
     """
     products = products_on(source.device, numerics)
     rows, cols = source.size(1), source[0, 0].numel()

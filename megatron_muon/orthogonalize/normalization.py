@@ -33,18 +33,13 @@ def enter(
 ) -> Tensor:
     """Fill ``x`` with the matrices of ``source``, each divided by its norm, as products hold them.
 
-    Where ``moves`` is False the norm is taken as infinite, so the matrix becomes zero.
+    Where ``moves``, ``(k,)`` bool, is False the norm is taken as infinite, so the matrix becomes
+    zero. Norms are ``(k,)``, NaN for each matrix with an entry that is not finite.
 
     Args:
         x: ``(k, m, n)`` in ``products.held``.
         into: ``x`` in the shape of ``source``; ``source`` itself, where both share memory.
         source: ``(k, rows, ...)``, at most three dims of columns; may be overwritten.
-        moves: ``(k,)`` bool, or None.
-        products: products of x's device.
-        numerics: says whether kernels are used.
-
-    Returns:
-        ``(k,)``, NaN for each matrix with an entry that is not finite.
     """
     if _is_cpu(source.device):
         whole = torch.empty_like(x, dtype=torch.float32)
@@ -105,13 +100,7 @@ def normalize_(x: Tensor, moves: Tensor | None = None) -> Tensor:
 
     The largest entry is divided out first. Then squares of entries neither over- nor underflow, and
     the norm is at least 1, so no epsilon is needed, below which small gradients would vanish.
-
-    Args:
-        x: ``(k, m, n)``.
-        moves: ``(k,)`` bool; where it is False a matrix becomes zero.
-
-    Returns:
-        ``(k,)``: the norms in units of the largest entry, at least 1; NaN if one is not finite.
+    Returns ``(k,)``, the norms in units of the largest entry; NaN if one is not finite.
     """
     flat = x.view(x.size(0), -1)
     largest = torch.maximum(-flat.amin(1), flat.amax(1))

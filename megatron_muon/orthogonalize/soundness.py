@@ -20,15 +20,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Soundness:
-    """The numbers of matrices, in the order in which these are orthogonalized.
+    """The numbers of matrices, in the order in which these are orthogonalized."""
 
-    Attributes:
-        norms: each ``(k,)``, of k inputs; NaN where an input is not finite.
-        lines: each ``(k,)``, of their directions; NaN or Inf where a direction is not finite.
-    """
-
-    norms: list[Tensor] = field(default_factory=list)
-    lines: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)  # each (k,); NaN: an input is not finite
+    lines: list[Tensor] = field(default_factory=list)  # each (k,); NaN, Inf: a direction is not
 
     def of_units(self, units: Soundness) -> None:
         """Add matrices of which each has several units: a unit that is not finite counts."""

@@ -69,8 +69,6 @@ def orthogonalize_strips(
         whole: rows and columns of the matrix.
         moves: ``(len(strips),)`` bool: whether a strip has a gradient. Without any, the direction
             is zero.
-        numerics: of the run and the device.
-        sharing: the matrix's other homes.
         soundness: takes the matrix's numbers for each of these strips, the same at all homes.
     """
     products = products_on(strips[0].device, numerics)
@@ -141,9 +139,7 @@ def _factor_by_rows(
 
     A product's rows follow from the same rows of its left operand. So Q and what is multiplied
     twice stay in rows until they are the right operand: P in each step, R in the next one, Q of X.
-
-    Args:
-        held: R, alone; taken out of the list, so that its memory returns.
+    ``held`` is R alone, which is taken out of the list, so that its memory returns.
     """
     gram = held.pop()
     spans = [square_rows(gram.size(0), number, sharing.count) for number in sharing.numbers]

@@ -21,10 +21,7 @@ Given = Coefficients | Triple
 After = Literal["cycle", "repeat_last", "refuse"]
 NsDtype = Literal["bf16", "fp16", "fp32"]
 
-_NAME, _STEPS = (
-    "ns_coefficients (--muon-ns-coefficients)",
-    "ns_steps (--muon-ns-steps)",
-)  # in errors
+_NAME = "ns_coefficients (--muon-ns-coefficients)"  # in errors
 
 # NVIDIA's Emerging-Optimizers has these sets in its tables. It also defines the steps after a
 # list's last triple (get_coefficient_iterator, newton_schulz).
@@ -54,45 +51,28 @@ class Restarts(NamedTuple):
     """The steps after which the Gram iteration restarts, by dtype.
 
     None: no list that leaves out a product with the long side holds ``GRAM_ERROR``.
-
-    Attributes:
-        bf16, fp16, fp32: X and the square matrices are in this dtype.
-        fp32_squares: X is in 16 bits, the square matrices are in fp32, as on most CPUs.
     """
 
-    bf16: tuple[int, ...] | None
+    bf16: tuple[int, ...] | None  # X and the square matrices are in this dtype
     fp16: tuple[int, ...] | None
     fp32: tuple[int, ...] | None
-    fp32_squares: tuple[int, ...] | None
+    fp32_squares: tuple[int, ...] | None  # X in 16 bits, squares in fp32, as on most CPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoefficientSet:
-    """A published list of coefficients.
+    """A published list of coefficients."""
 
-    Attributes:
-        triples: (a, b, c) of each step.
-        after: steps beyond the list's end. ``cycle`` takes the list again from its start,
-            ``repeat_last`` its last triple again, ``refuse`` allows no other number of steps.
-        source: the paper or post, and the place of the numbers in it.
-        steps: the number of steps that the set is made for.
-        interval: (smallest, largest) singular value, of a matrix of Frobenius norm 1, that
-            ``steps`` steps bring into ``band``. It is the source's interval if there is one, else
-            the widest for the band that the source aims at (tests hold both).
-        band: (smallest, largest) absolute value that the interval is brought to, in exact
-            arithmetic.
-        headroom: divisor of each polynomial's argument in bf16 and fp16.
-        restarts: restarts by number of steps, as tests/figures/restart_errors.py finds them; other
-            numbers of steps have not been tested.
-    """
-
-    triples: tuple[Triple, ...]
-    after: After
-    source: str
-    steps: int
+    triples: tuple[Triple, ...]  # (a, b, c) of each step
+    after: After  # for steps beyond the list's end; ``refuse`` allows no other number of steps
+    source: str  # the paper or post, and the place of the numbers in it
+    steps: int  # the number of steps that the set is made for
+    # (smallest, largest) singular value, of a matrix of Frobenius norm 1, that ``steps`` bring into
+    # ``band``: the source's, or else the widest for its band (tests hold both)
     interval: tuple[float, float]
-    band: tuple[float, float]
-    headroom: float = 1.0
+    band: tuple[float, float]  # absolute values that it is brought to, in exact arithmetic
+    headroom: float = 1.0  # divisor of each polynomial's argument in bf16 and fp16
+    # by the number of steps, as tests/figures/restart_errors.py finds them; others are not tested
     restarts: dict[int, Restarts] = field(default_factory=dict)
 
 
@@ -107,9 +87,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         steps=5,
         interval=(2e-3, 1.0),
         band=(0.68, 1.21),
-        restarts={
-            5: Restarts(bf16=(1, 2, 3), fp16=(2,), fp32=(1, 2, 3), fp32_squares=()),
-        },
+        restarts={5: Restarts(bf16=(1, 2, 3), fp16=(2,), fp32=(1, 2, 3), fp32_squares=())},
     ),
     "quintic": CoefficientSet(
         triples=(
@@ -126,9 +104,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         steps=5,
         interval=(3e-3, 1.0),
         band=(0.97, 1.15),
-        restarts={
-            5: Restarts(bf16=(1, 2, 3), fp16=(2,), fp32=(1, 2, 3), fp32_squares=(2,)),
-        },
+        restarts={5: Restarts(bf16=(1, 2, 3), fp16=(2,), fp32=(1, 2, 3), fp32_squares=(2,))},
     ),
     "polar_express": CoefficientSet(
         # The paper's list for [1e-3, 1]. As in its Algorithm 1, arguments are divided by 1.01
@@ -223,9 +199,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         steps=5,
         interval=(7e-3, 1.0),
         band=(0.77, 1.31),
-        restarts={
-            5: Restarts(bf16=(2,), fp16=(2,), fp32=(1, 3), fp32_squares=(3,)),
-        },
+        restarts={5: Restarts(bf16=(2,), fp16=(2,), fp32=(1, 3), fp32_squares=(3,))},
     ),
 }
 
@@ -233,9 +207,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
 def canonical(value: object) -> Coefficients:
     """A set's name, or the triples of a custom list; a triple by itself is a list of one.
 
-    Args:
-        value: a name, a triple, or a tuple of triples. The triple of ``simple`` becomes that name,
-            so that settings saved before sets had names stay equal.
+    The triple of ``simple`` becomes that name: settings saved before sets had names stay equal.
 
     Raises:
         TypeError: it is none of these.
@@ -271,18 +243,14 @@ def schedule(given: Given, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
 
 @lru_cache(1024)
 def _schedule(coefficients: Coefficients, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
-    after: After = "cycle"
-    room = 1.0
-    if isinstance(coefficients, str):
-        chosen = SETS[coefficients]
-        triples, after = chosen.triples, chosen.after
-        room = 1.0 if dtype == "fp32" else chosen.headroom
-    else:
-        triples = coefficients
+    chosen = SETS[coefficients] if isinstance(coefficients, str) else None
+    triples: tuple[Triple, ...] = chosen.triples if chosen else coefficients  # type: ignore[assignment]
+    after, room = (chosen.after, chosen.headroom) if chosen else ("cycle", 1.0)
+    room = 1.0 if dtype == "fp32" else room
     if after == "refuse" and steps != len(triples):
         raise ValueError(
-            f"{_NAME} {coefficients!r} are for {len(triples)} steps, and "
-            f"{_STEPS} is {steps}: take {len(triples)}, or give the numbers themselves"
+            f"{_NAME} {coefficients!r} are for {len(triples)} steps, and ns_steps "
+            f"(--muon-ns-steps) is {steps}: take {len(triples)}, or give the numbers themselves"
         )
     last = len(triples) - 1
     places = [min(s, last) if after == "repeat_last" else s % (last + 1) for s in range(steps)]
@@ -325,11 +293,7 @@ def restarts_of(given: Given, steps: int) -> Restarts | None:
 
 
 def parse(text: str) -> Coefficients:
-    """Coefficients from a command line: a name, or ``a,b,c`` or ``a,b,c;a,b,c;...``.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Coefficients of a text, a name, ``a,b,c`` or ``a,b,c;a,b,c;...``; a ValueError for others."""
     if not any(sign in text for sign in ",;"):
         return canonical(text)
     try:

@@ -49,11 +49,7 @@ def upstreams_setting(args: Namespace, row: Row) -> Any:
 
 
 def setting_given(args: Namespace, row: Row) -> Any:
-    """The setting that the given flags of a row mean; None where there are none.
-
-    Raises:
-        ValueError: a value has no meaning, or two flags contradict each other.
-    """
+    """The setting that a row's given flags mean, if any; a ValueError where they contradict."""
     told, meanings = [], []
     for flag in row.flags:
         value = value_given(args, flag.dest)

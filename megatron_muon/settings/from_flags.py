@@ -16,16 +16,11 @@ from megatron_muon.settings.flag_values import (
     value_given,
     wants_upstreams,
 )
-from megatron_muon.settings.rows import Only, Row
 from megatron_muon.settings.run_flags import FLAGS, RUN_ROWS
 
 
 def muon_config(args: Namespace) -> MuonConfig:
-    """The settings that parsed flags ask for.
-
-    Args:
-        args: result of a parser that ``add_flags`` completed; ``tensor_model_parallel_size`` and
-            ``expert_tensor_parallel_size`` are read, too.
+    """The settings that flags of a parser that ``add_flags`` completed ask for.
 
     Raises:
         ValueError: a flag, or a default of ``--muon-defaults upstream``, has no meaning here; two
@@ -78,11 +73,7 @@ def _dtype(args: Namespace, settings: dict[str, Any]) -> Any:
 
 
 def qk_clip_alpha(args: Namespace) -> float:
-    """The queries' share of the clip of ``--muon-qk-clip``.
-
-    Raises:
-        ValueError: it is given without that flag, and would be ignored.
-    """
+    """The queries' share of the clip; a ValueError where it is given without ``--muon-qk-clip``."""
     given = value_given(args, "muon_qk_clip_alpha")
     if given is not None and value_given(args, "muon_qk_clip") is None:
         raise ValueError(
@@ -131,16 +122,10 @@ def _refuse_without_meaning(args: Namespace) -> None:
             "--muon-coefficient-type custom: give the numbers, --muon-ns-coefficients 'a,b,c;...'"
         )
     for row in RUN_ROWS:
-        if row.only and (tp_size(args) > 1 or row.flags[0].dest != "muon_tp_mode"):
-            _refuse_others(args, row, row.only)
-
-
-def _refuse_others(args: Namespace, row: Row, only: Only) -> None:
-    """Raise ValueError unless the value or default of a flag of Megatron's is one of ``only``."""
-    value, flag = setting_of(args, row), row.flags[0]
-    if value == only.value:
-        return
-    said = flag.option if flag.is_switch else f"{flag.option} {value}"
-    if value_given(args, flag.dest) is None:
-        said += " (Megatron's own default, by --muon-defaults upstream)"
-    raise ValueError(f"{said} has no meaning in megatron_muon: {only.why}; {only.way_out}")
+        value, flag, only = setting_of(args, row), row.flags[0], row.only
+        applies = tp_size(args) > 1 or flag.dest != "muon_tp_mode"
+        if only and applies and value != only.value:
+            said = flag.option if flag.is_switch else f"{flag.option} {value}"
+            if value_given(args, flag.dest) is None:
+                said += " (Megatron's own default, by --muon-defaults upstream)"
+            raise ValueError(f"{said} has no meaning in megatron_muon: {only.why}; {only.way_out}")

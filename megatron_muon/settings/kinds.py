@@ -20,25 +20,15 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of setting, and of its flag.
+    """A kind of setting, and of its flag."""
 
-    Attributes:
-        check: raises for a value that the setting cannot have.
-        type: makes the flag's value of a text.
-        choices: the values that the flag takes; empty: any of its type.
-        metavar: what ``--help`` calls the value.
-        action: argparse's.
-        read: the setting that a value of the flag means; None: none.
-        write: the value of the flag that means a setting.
-    """
-
-    check: Check
-    type: Callable[[str], Any] = str
-    choices: tuple[str, ...] = ()
-    metavar: str | None = None
-    action: Literal["store", "store_true", "store_false", "append"] = "store"
-    read: Callable[[Any], Any] = _same
-    write: Callable[[Any], Any] = _same
+    check: Check  # raises for a value that the setting cannot have
+    type: Callable[[str], Any] = str  # makes the flag's value of a text
+    choices: tuple[str, ...] = ()  # the values that the flag takes; empty: any of its type
+    metavar: str | None = None  # what --help calls the value
+    action: Literal["store", "store_true", "store_false", "append"] = "store"  # argparse's
+    read: Callable[[Any], Any] = _same  # the setting that a value of the flag means; None: none
+    write: Callable[[Any], Any] = _same  # the value of the flag that means a setting
 
     def or_none(self) -> Kind:
         """The same, or None, which leaves the choice to the run or turns a feature off."""
@@ -57,14 +47,10 @@ def _switch(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def _number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-
-
 def _within(interval: str, holds: Callable[[float], bool]) -> Check:
     def check(name: str, value: Any) -> None:
-        _number(name, value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a number, got {value!r}")
         if not holds(value):
             raise ValueError(f"{name} must be {interval}, got {value}")
 

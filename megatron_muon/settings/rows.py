@@ -18,23 +18,14 @@ _KEY = "megatron_muon"
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag on Megatron-LM's command line.
+    """A flag on Megatron-LM's command line."""
 
-    Attributes:
-        option: the flag with its dashes.
-        says: sentences: what it does, its unit, when to change it.
-        kind: what its value means.
-        source: where the flag comes from; it keeps the meaning that it has there.
-        without: a sentence about what holds without the flag; empty: the row's default.
-        name: the argument's name, if not made of the option.
-    """
-
-    option: str
-    says: str
-    kind: Kind
-    source: str = OURS
-    without: str = ""
-    name: str = ""
+    option: str  # the flag with its dashes
+    says: str  # sentences: what it does, its unit, when to change it
+    kind: Kind  # what its value means
+    source: str = OURS  # where the flag comes from; it keeps the meaning that it has there
+    without: str = ""  # a sentence about what holds without the flag; empty: the row's default
+    name: str = ""  # the argument's name, if not made of the option
 
     @property
     def dest(self) -> str:
@@ -63,19 +54,12 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One setting.
+    """One setting."""
 
-    Attributes:
-        field: its field of ``MuonConfig``; empty for what is no setting of the optimizer.
-        default: the value without a flag.
-        flags: those that set it. Messages name the first.
-        only: where other values have no meaning here.
-    """
-
-    field: str
-    default: Any
-    flags: tuple[Flag, ...]
-    only: Only | None = None
+    field: str  # its field of MuonConfig; empty for what is no setting of the optimizer
+    default: Any  # the value without a flag
+    flags: tuple[Flag, ...]  # those that set it. Messages name the first.
+    only: Only | None = None  # where other values have no meaning here
 
     @property
     def named(self) -> str:

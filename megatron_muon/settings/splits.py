@@ -15,18 +15,13 @@ FORMS = f"{', '.join(get_args(SplitKind))}, rows:A,B,..., cols:A,A,..., heads:N,
 
 @dataclass(frozen=True, slots=True)
 class OwnSplit:
-    """Matrices by the sizes that a user gives; of the whole weight, at every TP size.
+    """Matrices by the sizes that a user gives; of the whole weight, at every TP size."""
 
-    Attributes:
-        of: ``rows`` and ``cols``: a matrix of each size, one after another, of each of which TP
-            cuts a range; ``groups``: rows that repeat; ``heads``: as many equal ranges of rows.
-        count: number of groups or heads, else 1.
-        sizes: of the matrices' rows or columns, of ``groups`` in one of them; of ``heads`` none.
-    """
-
+    # ``rows`` and ``cols``: a matrix of each size, one after another, of each of which TP cuts a
+    # range; ``groups``: rows that repeat; ``heads``: as many equal ranges of rows
     of: str
-    count: int
-    sizes: tuple[int, ...]
+    count: int  # number of groups or heads, else 1
+    sizes: tuple[int, ...]  # of the matrices' rows or columns, in one group; of ``heads`` none
 
     @property
     def total(self) -> int:
@@ -46,11 +41,6 @@ def own_split(kind: str) -> OwnSplit | None:
 
 
 def check_split(name: str, kind: object) -> None:
-    """Refuse what is no split.
-
-    Raises:
-        ValueError: see above.
-    """
-    if kind in get_args(SplitKind) or (isinstance(kind, str) and own_split(kind)):
-        return
-    raise ValueError(f"{name} must be one of {FORMS}, got {kind!r}")
+    """Refuse, by a ValueError, what is no split."""
+    if not (kind in get_args(SplitKind) or (isinstance(kind, str) and own_split(kind))):
+        raise ValueError(f"{name} must be one of {FORMS}, got {kind!r}")

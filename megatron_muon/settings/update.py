@@ -24,17 +24,12 @@ def _check(name: str, value: object) -> None:
     canonical(value)
 
 
-def _upstreams_name(value: Given) -> str:
-    coefficients = canonical(value)
-    return coefficients if isinstance(coefficients, str) else "custom"
-
-
-def _of_upstreams_name(name: str) -> Given | None:
-    return None if name == "custom" else canonical(name)  # its numbers come by the other flag
-
-
 _COEFFICIENTS = kinds.Kind(_check, metavar="NAME|NUMBERS", read=parse, write=spelled)
-_SET = kinds.Kind(_check, read=_of_upstreams_name, write=_upstreams_name)
+_SET = kinds.Kind(
+    _check,
+    read=lambda name: None if name == "custom" else canonical(name),  # numbers: the other flag's
+    write=lambda value: name if isinstance(name := canonical(value), str) else "custom",
+)
 _FACTORS = kinds.pairs("factor", kinds.MULTIPLIER)
 
 

@@ -23,6 +23,10 @@ STRANGE = (
     "at = 'megatron.core.optimizer'; row = next(row for row in h.CORE if row.module == at); "
     "h.CORE = (*h.CORE, dataclasses.replace(row, name='gone', since=(0, 0), until=(9, 9)))"
 )
+HIDDEN = (
+    "import importlib.util as u; f = u.find_spec; "
+    "u.find_spec = lambda n, *a: None if n == '{}' else f(n, *a)"
+)
 TOO_NEW = "import megatron_muon.presence as p; p.OLDEST, p.NEWEST = (0, 97), (0, 98)"
 
 
@@ -121,18 +125,20 @@ def test_where_muon_would_not_run(before: str, why: str, tmp_path: Path) -> None
     ("line", "why"),
     [
         ("raise ImportError('no wheel')", "cannot be imported: ImportError: no wheel"),
-        ("import not_here.part", "Megatron-LM needs it, not megatron_muon; pip install not_here"),
+        ("import not_here.part", "not megatron_muon; pip install not_here numpy"),
+        ("raise ModuleNotFoundError('no', name='yaml')", "pip install pyyaml numpy"),
     ],
 )
 def test_a_core_that_cannot_be_imported(line: str, why: str, tmp_path: Path) -> None:
-    done = doctor(path=(written(tmp_path, {"megatron/core/__init__.py": f"{line}\n"}),))
+    """All packages that are missing are named at once: here numpy is hidden, too."""
+    core = written(tmp_path, {"megatron/core/__init__.py": f"{line}\n"})
+    done = doctor(before=HIDDEN.format("numpy"), path=(core,))
     assert done.returncode == 1 and why in rows(done.stdout)["verdict"]
 
 
 def test_without_psutil_saves_are_said_to_hang(here: subprocess.CompletedProcess[str]) -> None:
-    hidden = "import importlib.util as u; f = u.find_spec; "
-    hidden += "u.find_spec = lambda n, *a: None if n == 'psutil' else f(n, *a)"
-    assert "pip install psutil" in rows(doctor(before=hidden).stdout)["psutil"]
+    said = rows(doctor(before=HIDDEN.format("psutil")).stdout)["psutil"]
+    assert "pip install psutil" in said
     assert "psutil" not in rows(here.stdout)
 
 

@@ -132,6 +132,13 @@ def test_variables_and_flags_reach_megatron(name: str, smoke: int, standin: Path
     assert has(words, nodes)
 
 
+def test_each_validation_set_gets_a_loss(standin: Path) -> None:
+    words = asked(standin, "moe_1b", DATA_PATH="0.4 a 0.6 b", VALID_DATA_PATH="c d")
+    sets = "--multiple-validation-sets --full-validation"
+    assert has(words, f"--train-data-path 0.4 a 0.6 b --valid-data-path c d {sets}")
+    assert not {"--split", "--data-path", "--mock-data"} & set(words)
+
+
 def test_moe_1b_with_long_sequences_sees_as_many_tokens(standin: Path) -> None:
     words = asked(standin, "moe_1b", SEQ_LENGTH=8192, GLOBAL_BATCH_SIZE=288)
     for wanted in ("--seq-length 8192", "--global-batch-size 288", "--train-samples 12207031"):

@@ -119,7 +119,8 @@ def test_the_changelog_keeps_its_form() -> None:
     kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     for release in releases:
         headings = re.findall(r"^### (.*)$", release, re.MULTILINE)
-        assert headings and len(headings) == len(set(headings)) and set(headings) <= kinds
+        assert headings or release == "[Unreleased]\n\n"
+        assert len(headings) == len(set(headings)) and set(headings) <= kinds
         assert re.findall(r"\n\n- ", re.sub(r"### .*\n\n?- ", "", release)) == []
 
 

@@ -53,7 +53,10 @@ def main(argv: Sequence[str]) -> int:
         tests = _tests()
         files = sorted(tests.glob("test_gpu_*.py"))
         names = [file.stem.removeprefix("test_gpu_") for file in files]
-        asked = _asked(given.only, names)
+        asked = [name.replace("-", "_") for name in given.only or names]
+        for name in asked:
+            if name not in names:
+                raise ValueError(f"--only {name}: choose from {', '.join(names)}")
         require_outputs(given)
         folder = _folder(given.folder)
     except (ValueError, TypeError, OSError) as error:
@@ -82,14 +85,6 @@ def _tests() -> Path:
             f"{', '.join(missing)} is not installed: pip install -e '{package.parent}[test]'"
         )
     return tests
-
-
-def _asked(only: Sequence[str] | None, names: Sequence[str]) -> list[str]:
-    asked = [name.replace("-", "_") for name in only or names]
-    for name in asked:
-        if name not in names:
-            raise ValueError(f"--only {name}: choose from {', '.join(names)}")
-    return asked
 
 
 def _pytest(tests: Path, asked: Sequence[str], given: Namespace, junit: Path) -> tuple[int, str]:

@@ -74,10 +74,8 @@ def _checks(checks: Sequence[Check]) -> Iterator[str]:
             word = f"ok; {check.missing} of {len(check.tests)} not run"
         rows.append((f"**{check.name}**", word, f"{check.seconds:.0f} s"))
         bold = {"FAILED": "**FAILED**"}
-        rows += [
-            (f"· {test.name}", bold.get(test.verdict, test.verdict), test.text)
-            for test in check.tests
-        ]
+        for test in check.tests:
+            rows.append((f"· {test.name}", bold.get(test.verdict, test.verdict), test.text))
     yield from markdown(("check", "verdict", "what was looked at, or why not"), rows)
 
 

@@ -20,27 +20,17 @@ EXACT = (1.0, 1.0)  # bounds of a ratio
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number that was predicted, measured, or both.
-
-    Attributes:
-        name, unit: its name and unit.
-        predicted, measured: values; None where there is none.
-        least, most: bounds of measured / predicted within which it is as predicted.
-        constant: constant of the time model (``pricing.hardware``) that a wrong prediction
-            corrects; empty where none does.
-        value: value to set that constant to; None where the measurement gives none.
-        corrects: in words, what else a wrong prediction corrects.
-    """
+    """A number that was predicted, measured, or both."""
 
     name: str
     unit: str
-    predicted: float | None = None
+    predicted: float | None = None  # both are None where there is none
     measured: float | None = None
-    least: float = 0.8
+    least: float = 0.8  # bounds of measured / predicted within which it is as predicted
     most: float = 1.25
-    constant: str = ""
-    value: float | None = None
-    corrects: str = ""
+    constant: str = ""  # of the time model (pricing.hardware), which a wrong prediction corrects
+    value: float | None = None  # value to set that constant to, if the measurement gives one
+    corrects: str = ""  # in words, what else a wrong prediction corrects
 
     @property
     def ratio(self) -> float | None:
@@ -71,23 +61,14 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A test after its run; it is one claim.
+    """A test after its run; it is one claim."""
 
-    Attributes:
-        name: the claim.
-        verdict: ``ok``, ``FAILED`` or ``not run``.
-        text: what was looked at, the fault, or why it was not run.
-        seconds: wall time.
-        figures: its numbers.
-        log: pytest's account of a failure.
-    """
-
-    name: str
-    verdict: Verdict
-    text: str = ""
-    seconds: float = 0.0
-    figures: tuple[Figure, ...] = ()
-    log: str = ""
+    name: str  # the claim
+    verdict: Verdict  # ok, FAILED or not run
+    text: str = ""  # what was looked at, the fault, or why it was not run
+    seconds: float = 0.0  # wall time
+    figures: tuple[Figure, ...] = ()  # its numbers
+    log: str = ""  # pytest's account of a failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +102,8 @@ def read(
 ) -> tuple[dict[str, str], list[Check]]:
     """The environment that the tests name, and all checks in order.
 
-    Args:
-        names: of all checks.
-        asked: of those that pytest was to run.
-        junit: pytest's XML, if it came to write it.
-        ended: how pytest ended, where that was an error of its own; else empty.
+    ``asked`` are those that pytest was to run, ``junit`` is its XML, if it came to write it, and
+    ``ended`` how it ended, where that was an error of its own.
     """
     root = ElementTree.parse(junit).getroot() if junit.exists() else ElementTree.Element("none")
     of_suite = {

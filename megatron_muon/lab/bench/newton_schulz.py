@@ -78,11 +78,8 @@ def _report(given: argparse.Namespace, config: MuonConfig, device: torch.device)
     auto = numerics_on(device, replace(config, ns_iteration="auto"))
     dtype = auto.dtype
     threads = torch.get_num_threads()
-    show(
-        f"{config.ns_coefficients}, {config.ns_steps} steps, {dtype}, {device}, {threads} "
-        f"thread(s); symmetric products: {said_of_products(auto)}",
-        "",
-    )
+    what = f"{config.ns_coefficients}, {config.ns_steps} steps, {dtype}, {device}, {threads}"
+    show(f"{what} thread(s); symmetric products: {said_of_products(auto)}", "")
     others: dict[str, Run] = {}
     for name, peer in peers(config.ns_steps, device, TORCH_DTYPE[auto.travels]):
         if isinstance(peer, str):
@@ -213,17 +210,12 @@ def _median_ratio(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def interleaved(
-    runs: Sequence[Run],
-    matrix: Tensor,
-    rounds: int,
-    clock: Callable[[], float] | None = None,
+    runs: Sequence[Run], matrix: Tensor, rounds: int, clock: Callable[[], float] | None = None
 ) -> list[list[float]]:
     """Milliseconds of each run in each round; the order rotates from round to round.
 
-    Args:
-        runs: functions of ``matrix``; each is called once before the rounds.
-        clock: a clock in seconds. The default on a GPU is wall time. On a CPU it is the processor
-            time of all threads of the process, which leaves out waiting for other processes.
+    By default the clock is wall time on a GPU. On a CPU it is the processor time of all threads of
+    the process, which leaves out waiting for other processes.
     """
     cuda = matrix.device.type == "cuda"
     clock = clock or (time.perf_counter if cuda else time.process_time)
@@ -246,11 +238,7 @@ def interleaved(
 
 
 def device_of(text: str) -> torch.device:
-    """The device that torch gives to a name.
-
-    Raises:
-        ValueError: it is no CPU and no GPU, or this machine does not have it.
-    """
+    """The device that torch gives to a name; a ValueError if it is not here, or no CPU or GPU."""
     try:
         device = torch.device(text)
     except RuntimeError:

@@ -12,9 +12,8 @@ from torch import Tensor
 from megatron_muon.settings.coefficients import CoefficientName, schedule
 
 Run = Callable[[Tensor], object]
-_SET: CoefficientName = (
-    "simple"  # of all rows but dion's, which has five triples of its own; the work is the same
-)
+# Of all rows but dion's, which has five triples of its own; the work is the same.
+_SET: CoefficientName = "simple"
 
 
 def peers(steps: int, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Run | str]]:

@@ -35,21 +35,13 @@ _MESSAGE, _ROUNDS = 64 << 20, 5
 
 @dataclass(frozen=True, slots=True)
 class SpeedsJob:
-    """The measurements to make on every rank.
+    """The measurements to make on every rank."""
 
-    Attributes:
-        config: settings of the iteration.
-        shape: (rows, cols) of the matrix.
-        message_bytes: bytes that a rank sends in an all-to-all.
-        rounds: number of measurements of each speed.
-        gpu: whether to measure on a GPU.
-    """
-
-    config: MuonConfig
-    shape: tuple[int, int]
-    message_bytes: int
-    rounds: int
-    gpu: bool
+    config: MuonConfig  # settings of the iteration
+    shape: tuple[int, int]  # (rows, cols) of the matrix
+    message_bytes: int  # bytes that a rank sends in an all-to-all
+    rounds: int  # number of measurements of each speed
+    gpu: bool  # whether to measure on a GPU
 
 
 @dataclass(frozen=True, slots=True)

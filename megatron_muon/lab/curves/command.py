@@ -80,11 +80,7 @@ def _files(run: str) -> tuple[str, list[Path]]:
 
 
 def compare(runs: _Runs, window: float | None) -> dict[str, Any]:
-    """Compare runs with the first one: all figures, by kind of loss.
-
-    Raises:
-        CurveError: no kind of loss is in all files.
-    """
+    """All figures beside the first run, by kind of loss; a CurveError if none is in all files."""
     found = {}
     for kind in KINDS:
         if all(kind in seed for seeds in runs.values() for seed in seeds):

@@ -37,6 +37,7 @@ def draw(runs: dict[str, list[dict[str, Curve]]], found: dict[str, Any], path: P
         smoothed = f"means of {each['window']:.0%} of the points, " if each["window"] else ""
         left.set_title(f"thin: as logged; thick: {smoothed}never rising", fontsize="medium")
         left.set(xlabel="step", ylabel=f"{kind} loss")
+        right.set_title("median of all pairs of seeds, smallest to largest", fontsize="medium")
         right.axhline(0, color="gray", lw=0.8)
         right.set(xlabel="S, step of the first run", ylabel="leading ratio (S - s) / s")
         for axes in (left, right):

@@ -35,8 +35,7 @@ class CurveError(CommandError):
 def read_curves(path: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
     """The loss of each kind in a file, or in the event files of a folder and those below it.
 
-    Args:
-        tags: names that losses have in it, by kind, where they do not tell by themselves.
+    ``tags`` are the names of losses, by kind, where they do not tell by themselves.
 
     Raises:
         CurveError: the file cannot be read, is too large, or has no loss, or several of one kind.
@@ -142,12 +141,9 @@ def _add(columns: Columns, row: Mapping[Any, Any]) -> None:
     step = _number(next((by_name[name] for name in STEPS if name in by_name), None))
     for name, cell in row.items():
         value = _number(cell)
-        if (
-            isinstance(name, str)
-            and name.strip().lower() not in STEPS
-            and None not in (step, value)
-        ):
-            columns.setdefault(name.strip(), []).append((step, value))  # type: ignore[arg-type]
+        is_loss = isinstance(name, str) and name.strip().lower() not in STEPS
+        if is_loss and step is not None and value is not None:
+            columns.setdefault(name.strip(), []).append((step, value))
 
 
 def _number(value: Any) -> float | None:

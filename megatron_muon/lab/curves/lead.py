@@ -87,14 +87,9 @@ class Lead(NamedTuple):
     @property
     def ratio(self) -> float | None:
         """The median over all pairs; None where the median pair never reaches the loss."""
-        return _median_of(self.ratios, self.pairs)
-
-
-def _median_of(values: Sequence[float], pairs: int) -> float | None:
-    """The median of ``pairs`` values; missing ones count as below all others."""
-    ordered = [None] * (pairs - len(values)) + sorted(values)
-    low, high = ordered[(pairs - 1) // 2], ordered[pairs // 2]
-    return None if low is None or high is None else (low + high) / 2
+        ordered = [None] * (self.pairs - len(self.ratios)) + sorted(self.ratios)
+        low, high = ordered[(self.pairs - 1) // 2], ordered[self.pairs // 2]
+        return None if low is None or high is None else (low + high) / 2
 
 
 def leads(baseline: Sequence[Curve], other: Sequence[Curve], window: float) -> list[Lead]:

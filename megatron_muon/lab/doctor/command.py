@@ -33,9 +33,8 @@ def main(argv: Sequence[str]) -> int:
     checkout: Path | None = given.checkout
     if checkout is not None:
         if not (checkout / "megatron" / "training").is_dir():
-            parser.error(
-                f"{checkout} is no Megatron-LM checkout: give the folder with pretrain_gpt.py"
-            )
+            way = "give the folder with pretrain_gpt.py"
+            parser.error(f"{checkout} is no Megatron-LM checkout: {way}")
         checkout = checkout.resolve()
     rows = examine(checkout)
     faults = [row.fault for row in rows if row.fault]

@@ -39,6 +39,9 @@ from megatron_muon.megatron_lm.launch import (
 from megatron_muon.presence import WAY_OUT, SeamError, Version, core_version, require_core
 
 _OLDEST_TORCH = (2, 4)
+_CORES = ("numpy", "packaging")  # what megatron.core imports beside torch
+_SCRIPTS = (*_CORES, "pydantic", "regex", "six", "yaml")
+_PACKAGES = {"yaml": "pyyaml"}
 _REQUIRES_PYTHON = re.compile(
     r"^requires-python\s*[:=]\s*[\"']?([^\"'\n]*?>=\s*(\d+(?:\.\d+)*)[^\"'\n]*)",
     re.IGNORECASE | re.MULTILINE,
@@ -57,8 +60,7 @@ class Examined:
 def examine(checkout: Path | None) -> list[Examined]:
     """Make all checks; of those that import Megatron, the first with a fault is the last.
 
-    Args:
-        checkout: a Megatron-LM checkout to import from, or None for the installed Megatron.
+    Megatron is that of a Megatron-LM ``checkout``, or the installed one.
     """
     if checkout is not None:
         sys.path.insert(0, str(checkout))
@@ -86,13 +88,14 @@ def _environment() -> Iterator[Examined]:
     fault = f"torch {version} is too old: install 2.4 or newer" if old else ""
     yield Examined("torch", version, fault)
     yield _device(torch)
-    for name, distribution, module in (
-        ("transformer-engine", "transformer-engine", "transformer_engine"),
-        ("apex", "apex", "apex.optimizers"),  # PyPI's package of that name is another
-        ("triton", "triton", "triton"),
-        ("emerging_optimizers", "emerging-optimizers", "emerging_optimizers"),  # needs triton
+    for name, module, needs in (
+        ("transformer-engine", "transformer_engine", ""),
+        ("apex", "apex.optimizers", ""),  # PyPI's package of that name is another
+        ("triton", "triton", ": a GPU's fused kernels and emerging_optimizers need it"),
+        ("emerging_optimizers", "emerging_optimizers", ": Megatron's own Muon needs it and triton"),
     ):
-        yield Examined(name, _installed(distribution, module))
+        found = _installed(name.replace("_", "-"), module)
+        yield Examined(name, found + needs if found == "none" else found)
     if importlib.util.find_spec("psutil") is None:
         yield Examined("psutil", "none: saves in torch_dist hang without it; pip install psutil")
 
@@ -114,7 +117,8 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
         fault = f"there is no megatron.core: {WAY_OUT}, or name one to this command"
         yield Examined("megatron-core", "none", fault)
         return
-    folder = checkout or _checkout_on_path()
+    training = _location("megatron.training")
+    folder = checkout or (training and training.parent.parent)
     if folder is not None:
         yield _checkout(folder)
     try:
@@ -242,9 +246,12 @@ def _not_imported(module: str, core: Path, error: Exception) -> str:
     what = f"{type(error).__name__}: {error}"
     why = _older_python(core)
     if why is None and isinstance(error, ModuleNotFoundError) and error.name:
-        package = error.name.partition(".")[0]
-        if package not in ("megatron", "megatron_muon"):
-            what = f"{what}: Megatron-LM needs it, not megatron_muon; pip install {package}"
+        missing = [error.name.partition(".")[0]]
+        if not missing[0].startswith("megatron"):
+            more = _SCRIPTS if (core.parent / "training").is_dir() else _CORES
+            missing += [each for each in more if importlib.util.find_spec(each) is None]
+            names = " ".join(dict.fromkeys(_PACKAGES.get(each, each) for each in missing))
+            what = f"{what}: Megatron-LM needs it, not megatron_muon; pip install {names}"
     return f"{why} ({what})" if why else f"{module} cannot be imported: {what}"
 
 
@@ -278,9 +285,7 @@ def _grad_norm() -> Examined:
 def counted_wrongly(core: Version, te: tuple[int, ...]) -> str:
     """Weights that are marked as cut over TP and are not, or the reverse: every core has some.
 
-    Args:
-        core: version of megatron-core.
-        te: version of Transformer Engine, major and minor; empty without it.
+    ``te`` is Transformer Engine's version, empty without it.
     """
     first = ["learnable softmax offsets"] if core >= (0, 15) else []
     if core < (0, 16):
@@ -302,11 +307,6 @@ def _location(module: str) -> Path | None:
     except ModuleNotFoundError:
         return None
     return _folder(spec.origin) if spec is not None and spec.origin else None
-
-
-def _checkout_on_path() -> Path | None:
-    training = _location("megatron.training")
-    return training.parent.parent if training is not None else None
 
 
 def _folder(file: str | None) -> Path:

@@ -29,15 +29,10 @@ def build_chunks(
     device: torch.device | None = None,
     layouts: Callable[[Sequence[Any], Any], Sequence[dict[str, Any]]] | None = None,
 ) -> list[Any]:
-    """This rank's model chunks in their DDP.
+    """This rank's model chunks in their DDP, moved to a ``device``, if one is given.
 
-    Args:
-        flags: see ``flags``.
-        config: Megatron's TransformerConfig.
-        distributed_optimizer: whether grad buffers are sharded; else gradients are all-reduced.
-        device: the one that parameters are moved to; None: they stay where they are made.
-        layouts: of the chunks and Megatron's DistributedDataParallelConfig, makes further arguments
-            of each chunk's DDP.
+    Without the ``distributed_optimizer`` gradients are all-reduced. ``layouts`` makes further
+    arguments of each chunk's DDP, of the chunks and Megatron's DistributedDataParallelConfig.
     """
     chunks = config.virtual_pipeline_model_parallel_size
     stages: Sequence[int | None] = range(chunks) if chunks else [None]
@@ -106,10 +101,9 @@ def _layer_spec(config: Any, chunk: dict[str, int | None]) -> Any:
 
 def _ddp_config(flags: Namespace, parameters: int) -> Any:
     """``get_model``'s, for as many parameters in all chunks of this rank."""
+    of_fp16 = flags.accumulate_allreduce_grads_in_fp32
     config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=not flags.grad_reduce_in_bf16
-        if flags.bf16
-        else flags.accumulate_allreduce_grads_in_fp32,
+        grad_reduce_in_fp32=not flags.grad_reduce_in_bf16 if flags.bf16 else of_fp16,
         overlap_grad_reduce=flags.overlap_grad_reduce,
         overlap_param_gather=flags.overlap_param_gather,
         use_distributed_optimizer=True,

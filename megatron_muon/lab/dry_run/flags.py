@@ -60,11 +60,7 @@ def add_rank_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags with Megatron-LM's defaults, hidden from ``--help``.
-
-    Args:
-        parser: made with ``allow_abbrev=False``.
-    """
+    """Add the flags with Megatron-LM's defaults, hidden from ``--help``."""
 
     def add(name: str, **options: Any) -> None:
         parser.add_argument(name, help=argparse.SUPPRESS, **options)

@@ -36,14 +36,7 @@ class Ranks:
 
 
 def ranks_of(flags: Namespace) -> Ranks:
-    """The division, of the smallest world that it fits where no size is given.
-
-    Args:
-        flags: of ``flags``, or Megatron-LM's arguments.
-
-    Raises:
-        ValueError: it does not come out even.
-    """
+    """The division of the ranks, of the smallest world if none is given; a ValueError if uneven."""
     tp, pp = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
     cp, ep = flags.context_parallel_size, flags.expert_model_parallel_size
     expert_tp = flags.expert_tensor_parallel_size or tp
@@ -66,11 +59,7 @@ def ranks_of(flags: Namespace) -> Ranks:
 
 
 def transformer_config(flags: Namespace, ranks: Ranks) -> Any:
-    """Megatron's TransformerConfig, or MLATransformerConfig.
-
-    Raises:
-        ValueError, AssertionError: Megatron itself finds something wrong.
-    """
+    """Megatron's TransformerConfig, or MLATransformerConfig, and its own errors."""
     sizes = _sizes(flags)
     config_class = MLATransformerConfig if flags.multi_latent_attention else TransformerConfig
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
@@ -96,11 +85,7 @@ def transformer_config(flags: Namespace, ranks: Ranks) -> Any:
 
 
 def validated(flags: Namespace, ranks: Ranks) -> Namespace:
-    """The flags as a run has them once Megatron-LM has validated them and Muon is turned on.
-
-    Raises:
-        ValueError: a flag is missing, or is not possible here.
-    """
+    """The flags once Megatron-LM has validated them and Muon is on, or a ValueError."""
     sizes = _sizes(flags) | {
         "padded_vocab_size": padded_vocab(flags),
         "world_size": ranks.world,
@@ -112,11 +97,7 @@ def validated(flags: Namespace, ranks: Ranks) -> Namespace:
 
 
 def padded_vocab(flags: Namespace) -> int:
-    """Rows of the embedding over all TP ranks.
-
-    Raises:
-        ValueError: no size is given.
-    """
+    """Rows of the embedding over all TP ranks; a ValueError if no size is given."""
     if flags.padded_vocab_size is not None:
         return int(flags.padded_vocab_size)
     _require(flags, "vocab_size")

@@ -17,7 +17,7 @@ import os
 import runpy
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,13 +50,9 @@ class _Stopped(BaseException):
 
 
 class ScriptArguments(Namespace):
-    """Megatron-LM's arguments of a run, validated, which also build its model.
+    """Megatron-LM's arguments of a run, validated, which also build its model."""
 
-    Attributes:
-        embeddings: further arguments of ``initialize_model_parallel`` that the script has chosen.
-    """
-
-    embeddings: dict[str, Any]
+    embeddings: dict[str, Any]  # for initialize_model_parallel, chosen by the script
     _setup: dict[str, Any]
 
     def chunks(self) -> list[Any]:
@@ -99,10 +95,7 @@ def arguments_of(
 ) -> tuple[ScriptArguments, MuonConfig, list[str]]:
     """Run a script until it calls ``pretrain``; ``prepare`` comes first.
 
-    Args:
-        script: a training script of a Megatron-LM checkout.
-        words: its arguments; Muon and the distributed optimizer are turned on where they are not.
-        world_size: number of ranks.
+    Muon and the distributed optimizer are turned on where they are not.
 
     Returns:
         Its validated arguments; Muon's settings; what there is to say about the choice of buckets,
@@ -220,8 +213,7 @@ def _forget() -> None:
         ("megatron.core.num_microbatches_calculator", "destroy_num_microbatches_calculator"),
         ("megatron.core.rerun_state_machine", "destroy_rerun_state_machine"),
     ):
-        forget: Callable[[], None] = getattr(importlib.import_module(module), name)
-        forget()
+        getattr(importlib.import_module(module), name)()
 
 
 class _Printed(io.StringIO):

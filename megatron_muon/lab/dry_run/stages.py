@@ -32,19 +32,12 @@ from megatron_muon.settings.config import MuonConfig
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A DistributedOptimizer of a stage.
+    """A DistributedOptimizer of a stage."""
 
-    Attributes:
-        plan: the plan of its Muon parameters.
-        experts: it has those of experts.
-        buffers: Megatron's grad buffers of it on this rank.
-        muon: parameters in them that are Muon's.
-    """
-
-    plan: ExchangePlan
-    experts: bool
-    buffers: list[Any]
-    muon: set[Any]
+    plan: ExchangePlan  # of its Muon parameters
+    experts: bool  # it has those of experts
+    buffers: list[Any]  # Megatron's grad buffers of it on this rank
+    muon: set[Any]  # parameters in them that are Muon's
 
 
 def as_rank(rank: int, flags: Namespace, ranks: Ranks) -> AbstractContextManager[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,17 @@ from megatron_muon.megatron_lm import tracker
 
 @dataclass(slots=True)
 class Report:
-    """A checkpoint's contents and faults.
+    """A checkpoint's contents and faults."""
 
-    Attributes:
-        facts: facts by name, such as ``iteration``, in the order of printing.
-        parameters: shape and optimizer of each parameter, by name, from the digest.
-        faults: reasons why the checkpoint is not complete, or not known to be; empty if it is.
-    """
-
-    facts: dict[str, str]
-    parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
+    facts: dict[str, str]  # facts by name, such as iteration, in the order of printing
+    parameters: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name
+    faults: list[str] = field(default_factory=list)  # why it is not known to be complete
 
 
 def examine(path: Path, *, hashes: bool = False) -> Report:
-    """Read what a checkpoint says of itself.
+    """Read what the checkpoint in a folder of ``--save``, or of one iteration, says of itself.
 
-    Args:
-        path: the folder of ``--save``, or that of one iteration.
-        hashes: compare the hash of every file with the digest's, not only its size.
+    With ``hashes`` the hash of every file is compared with the digest's, not only its size.
 
     Raises:
         OSError: there is no checkpoint.
@@ -43,9 +34,7 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
         raise FileNotFoundError(f"{path} is no folder")
     try:
         folder = _located(path)
-        kept = digest.read(folder)
-        if kept is not None:
-            digest.require_complete(folder, kept)
+        kept = digest.complete(folder)
     except ValueError as error:  # a DigestError, too
         return Report({"checkpoint": str(path)}, faults=[str(error)])
     number = digest.iteration_of(folder.name)
@@ -61,24 +50,18 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
     files, how = kept["files"], checksum if hashes else None
     faults = (digest.fault(folder, name, entry, how) for name, entry in files.items())
     facts["written by"] = ", ".join(f"{name} {value}" for name, value in kept["wrote"].items())
-    facts["settings"] = _settings(kept["settings"])
+    facts["settings"] = ", ".join(f"{name} {_plain(v)}" for name, v in kept["settings"].items())
     facts["bytes"] = f"{sum(entry['size'] for entry in files.values()):,} in {len(files)} files"
-    names = sorted(kept["parameters"], key=_natural)
-    rows = {name: kept["parameters"][name] for name in names}
+
+    def natural(name: str) -> str:  # a key that puts layer 10 after layer 9
+        return re.sub("[0-9]+", lambda number: number[0].zfill(20), name)
+
+    rows = {name: kept["parameters"][name] for name in sorted(kept["parameters"], key=natural)}
     return Report(facts, rows, [fault for fault in faults if fault])
 
 
-def _natural(name: str) -> str:
-    """A sort key that puts layer 10 after layer 9."""
-    return re.sub("[0-9]+", lambda number: number[0].zfill(20), name)
-
-
 def _located(path: Path) -> Path:
-    """The folder of the iteration that a path means: the tracker file's, or the path itself.
-
-    Raises:
-        ValueError: the tracker file is damaged, or names a folder that is not there.
-    """
+    """The folder that a tracker file names, else ``path``; a ValueError if it is not there."""
     file = path / tracker.NAME
     if not file.exists():
         return path
@@ -89,10 +72,6 @@ def _located(path: Path) -> Path:
     if not folder.is_dir():
         raise ValueError(f"{file} names {folder.name}, which is not there")
     return folder
-
-
-def _settings(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_plain(value)}" for name, value in settings.items())
 
 
 def _plain(value: Any) -> str:

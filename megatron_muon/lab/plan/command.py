@@ -40,14 +40,7 @@ DEVICES: dict[str, Device] = {"torch": "cuda", "kernel": "cuda_symmetric"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: its arguments.
-
-    Returns:
-        0; wrong arguments end the process with status 2, as argparse does.
-    """
+    """Run the command; wrong arguments end the process with status 2, as argparse does."""
     line = command_line(argv)
     import_megatron(PROGRAM, script=line.script)
     given = line.given
@@ -114,29 +107,17 @@ def _swept(line: CommandLine) -> dict[str, Any]:
 
 
 def _plan(line: CommandLine, words: Sequence[str], wanted: Collection[Any] | None = None) -> Any:
-    """The plan with further flags.
-
-    Args:
-        line: the run.
-        words: flags that go behind those of the command line.
-        wanted: the algorithms beside AdamW and the run's own layout; None for all.
-    """
+    """The plan with further flags, of the algorithms that are ``wanted``, or of all."""
     from megatron_muon.lab.plan.rows import NAMES
     from megatron_muon.lab.plan.run import plan_run
 
     given = line.options(words)
-    names = NAMES if wanted is None else wanted
-    return plan_run(
-        line, hardware_of(given.hardware, given.set), DEVICES[given.products], names, words
-    )
+    hardware, device = hardware_of(given.hardware, given.set), DEVICES[given.products]
+    return plan_run(line, hardware, device, NAMES if wanted is None else wanted, words)
 
 
 def command_line(argv: Sequence[str]) -> CommandLine:
-    """Read the command's own options; what comes behind them is the run's.
-
-    Raises:
-        SystemExit: argparse refuses one, or one does not go with another.
-    """
+    """Read the command's own options; what comes behind them is the run's."""
     made = _parser()
     line = CommandLine(made, argv)
     given = line.given
@@ -149,45 +130,22 @@ def command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = parser_of(
-        PROGRAM,
-        _DESCRIPTION,
-        usage=USAGE.format(PROGRAM),
-    )
+    made = parser_of(PROGRAM, _DESCRIPTION, usage=USAGE.format(PROGRAM))
     add = made.add_argument
-    known = f"the GPUs: {', '.join(PRESETS)}, or a JSON file of constants (%(default)s)"
-    add("--hardware", default="h100", metavar="NAME|FILE", help=known)
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="another value of a constant of --hardware; may be given several times",
-    )
-    add(
-        "--products",
-        choices=DEVICES,
-        default="torch",
-        help="symmetric products: torch's, or the kernel of quack-kernels (%(default)s)",
-    )
-    add(
-        "--mfu",
-        type=up_to(1.0, 0.001),
-        metavar="SHARE",
-        help=f"share of the peak that forward and backward reach ({MFU})",
-    )
+    text = f"the GPUs: {', '.join(PRESETS)}, or a JSON file of constants (%(default)s)"
+    add("--hardware", default="h100", metavar="NAME|FILE", help=text)
+    text = "another value of a constant of --hardware; may be given several times"
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
+    text = "symmetric products: torch's, or the kernel of quack-kernels (%(default)s)"
+    add("--products", choices=DEVICES, default="torch", help=text)
+    text = f"share of the peak that forward and backward reach ({MFU})"
+    add("--mfu", type=up_to(1.0, 0.001), metavar="SHARE", help=text)
     add("--stage", type=count(0, MOST_THINGS), metavar="N", help="only this pipeline stage")
-    add(
-        "--sweep",
-        metavar="NAME=VALUE,...",
-        help="plan the run at several values of dp, tp, pp, cp, ep, batch, or of a flag, written "
-        "without its dashes; none leaves the flag out, given is for a flag without a value",
-    )
-    add(
-        "--explain",
-        action="store_true",
-        help="plan other settings, too, and print which of them are faster",
-    )
+    text = "plan the run at several values of dp, tp, pp, cp, ep, batch, or of a flag, written "
+    text += "without its dashes; none leaves the flag out, given is for a flag without a value"
+    add("--sweep", metavar="NAME=VALUE,...", help=text)
+    text = "plan other settings, too, and print which of them are faster"
+    add("--explain", action="store_true", help=text)
     text = "print every assumption with its source"
     add("--assumptions", action="store_true", help=text)
     add("--json", type=Path, metavar="FILE", help="write all figures and assumptions")

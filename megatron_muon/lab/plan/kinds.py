@@ -10,13 +10,7 @@ from typing import Any
 
 from megatron_muon.lab.dry_run import world
 from megatron_muon.lab.dry_run.model import Ranks
-from megatron_muon.lab.dry_run.stages import (
-    Planned,
-    as_rank,
-    built,
-    planned_optimizers,
-    sizes_of,
-)
+from megatron_muon.lab.dry_run.stages import Planned, as_rank, built, planned_optimizers, sizes_of
 from megatron_muon.lab.pricing.work import WIDE, Optimizer, StateBytes, state_bytes
 from megatron_muon.lab.progress import progress
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
@@ -34,20 +28,12 @@ _FP32 = 4  # bytes
 
 @dataclass(frozen=True, slots=True)
 class PlannedKind:
-    """Pipeline stages that are alike; the first of them stands for all.
+    """Pipeline stages that are alike; the first of them stands for all."""
 
-    Attributes:
-        stages: their numbers.
-        members: world ranks of the first of them; with several optimizer instances, those of the
-            first one.
-        share: elements of one such stage.
-        optimizers: for each run, those of the stage in the order of their steps.
-    """
-
-    stages: list[int]
-    members: tuple[int, ...]
-    share: Share
-    optimizers: list[list[Optimizer]]
+    stages: list[int]  # their numbers
+    members: tuple[int, ...]  # world ranks of the first of them, in the first optimizer instance
+    share: Share  # elements of one such stage
+    optimizers: list[list[Optimizer]]  # for each run, in the order of their steps
 
 
 def makeup_of(
@@ -75,12 +61,8 @@ def planned_kinds(
 ) -> list[PlannedKind]:
     """Pipeline stages by kind, one of each planned.
 
-    Args:
-        runs: flags and settings of runs of one model, such as with different layouts. The first
-            one says which stages are alike; each is planned.
-        ranks: those of all ``flags``.
-        device: kind of device of all ranks.
-        numbers: the stages to look at.
+    ``runs`` are flags and settings of runs of one model, such as with different layouts. The first
+    one says which stages are alike; each is planned. ``numbers`` are the stages to look at.
 
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin

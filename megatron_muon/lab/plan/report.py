@@ -73,11 +73,7 @@ def as_json_ready(plan: RunPlan) -> dict[str, Any]:
     """All figures; bytes, flops and seconds."""
     sources = dict(plan.hardware.sources)
     constants = {
-        name: {
-            "value": getattr(plan.hardware, name),
-            "unit": unit,
-            "source": sources.get(name),
-        }
+        name: {"value": getattr(plan.hardware, name), "unit": unit, "source": sources.get(name)}
         for name, unit in CONSTANTS.items()
     }
     return {

@@ -45,42 +45,24 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """An algorithm's step in one pipeline stage.
-
-    Attributes:
-        name: the algorithm.
-        seconds: time until the last rank has ended its step.
-        launches: kernels and messages that the host of the rank with most launches.
-        rest: bytes at rest by kind, of the rank that has most.
-        host: bytes of state on the host, of the rank that has most.
-        peak: most bytes above the rest on a rank during the step; None where it is not modelled.
-        boundary: parameters that a shard's edge cuts; None where nothing is exchanged for them.
-        inside, between: bytes that a rank sends in the step to ranks of its node, and to others.
-        peers: ranks that it exchanges messages with.
-        messages: messages that it sends; with Megatron's own Muon, collectives over TP.
-        flops: Newton-Schulz flops.
-        phases: seconds on the compute stream of the rank that has most of the phase.
-        exposed: time that the compute stream waits for messages, and so for later ranks.
-        hidden: time of messages in which it does not wait.
-        rounds: of each optimizer.
-    """
+    """An algorithm's step in one pipeline stage."""
 
     name: Name
-    seconds: float
-    launches: int
-    rest: dict[str, int]
-    peak: int | None
-    host: int = 0
-    boundary: int | None = None
-    inside: Spread = Spread()
+    seconds: float  # time until the last rank has ended its step
+    launches: int  # kernels and messages that the host of the rank with most launches
+    rest: dict[str, int]  # bytes at rest by kind, of the rank that has most
+    peak: int | None  # most bytes above the rest on a rank; None where it is not modelled
+    host: int = 0  # bytes of state on the host, of the rank that has most
+    boundary: int | None = None  # parameters that a shard's edge cuts; None: nothing is exchanged
+    inside: Spread = Spread()  # bytes that a rank sends to ranks of its node, and to others
     between: Spread = Spread()
-    peers: Spread = Spread()
-    messages: Spread = Spread()
-    flops: Spread = Spread()
-    phases: dict[str, float] = field(default_factory=dict)
-    exposed: Spread = Spread()
-    hidden: float = 0.0
-    rounds: tuple[int, ...] = ()
+    peers: Spread = Spread()  # ranks that it exchanges messages with
+    messages: Spread = Spread()  # with Megatron's own Muon, collectives over TP
+    flops: Spread = Spread()  # Newton-Schulz flops
+    phases: dict[str, float] = field(default_factory=dict)  # seconds of the rank with most
+    exposed: Spread = Spread()  # time that the compute stream waits for messages
+    hidden: float = 0.0  # time of messages in which it does not wait
+    rounds: tuple[int, ...] = ()  # of each optimizer
 
     @property
     def uneven(self) -> float:

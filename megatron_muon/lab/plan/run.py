@@ -30,23 +30,14 @@ from megatron_muon.settings.config import MuonConfig
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Pipeline stages that are alike.
+    """Pipeline stages that are alike."""
 
-    Attributes:
-        stages: their numbers.
-        ranks: number of ranks of one; with several optimizer instances, of one instance.
-        share: elements of one.
-        matrices: number of matrices of one.
-        reduced: bytes that a rank sends for gradients and parameters.
-        rows: a row for each algorithm.
-    """
-
-    stages: tuple[int, ...]
-    ranks: int
-    share: Share
-    matrices: int
-    reduced: float
-    rows: tuple[PlannedStep, ...]
+    stages: tuple[int, ...]  # their numbers
+    ranks: int  # number of ranks of one; with several optimizer instances, of one instance
+    share: Share  # elements of one
+    matrices: int  # number of matrices of one
+    reduced: float  # bytes that a rank sends for gradients and parameters
+    rows: tuple[PlannedStep, ...]  # a row for each algorithm
 
     def row(self, name: Name) -> PlannedStep:
         return next(row for row in self.rows if row.name == name)
@@ -54,31 +45,18 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """A run.
+    """A run."""
 
-    Attributes:
-        ranks: how its ranks are divided.
-        config: Muon's settings.
-        layout: the layout that its flags ask for.
-        hardware: of every rank.
-        device: kind of device.
-        kinds: its pipeline stages by kind.
-        training: forward and backward of a step.
-        buckets: number of buckets that the flags or the plugin ask for; None: Megatron's own.
-        notes: what there is to say about flags and buckets.
-        assumptions: those on the training step, with their sources.
-    """
-
-    ranks: Ranks
-    config: MuonConfig
-    layout: Name
-    hardware: Hardware
-    device: Device
-    kinds: tuple[StagePlan, ...]
-    training: Training
-    buckets: int | None
-    notes: tuple[str, ...]
-    assumptions: tuple[str, ...]
+    ranks: Ranks  # how its ranks are divided
+    config: MuonConfig  # Muon's settings
+    layout: Name  # the layout that its flags ask for
+    hardware: Hardware  # of every rank
+    device: Device  # kind of device
+    kinds: tuple[StagePlan, ...]  # its pipeline stages by kind
+    training: Training  # forward and backward of a step
+    buckets: int | None  # as the flags or the plugin ask; None: Megatron's own
+    notes: tuple[str, ...]  # what there is to say about flags and buckets
+    assumptions: tuple[str, ...]  # those on the training step, with their sources
 
     @property
     def names(self) -> list[Name]:
@@ -116,14 +94,9 @@ def plan_run(
     wanted: Collection[Name] = NAMES,
     words: Sequence[str] = (),
 ) -> RunPlan:
-    """Plan one stage of each kind, and price it.
+    """Plan one stage of each kind, and price it, with further flags of the command or of the run.
 
-    Args:
-        line: the run.
-        hardware: of every rank.
-        device: kind of device, with or without a library's symmetric products.
-        wanted: the algorithms; AdamW's row and that of the run's own layout are always there.
-        words: further flags, of the command or of the run.
+    AdamW's row and that of the run's own layout are always there.
 
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin

@@ -20,19 +20,12 @@ _FLOPS_SOURCE = (
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Forward and backward of a step.
+    """Forward and backward of a step."""
 
-    Attributes:
-        tokens: of a step, over all ranks.
-        flops_per_token: of forward and backward.
-        mfu: share of the peak that forward and backward reach.
-        ranks: number of ranks.
-    """
-
-    tokens: int
-    flops_per_token: float
-    mfu: float
-    ranks: int
+    tokens: int  # of a step, over all ranks
+    flops_per_token: float  # of forward and backward
+    mfu: float  # share of the peak that forward and backward reach
+    ranks: int  # number of ranks
 
     def seconds(self, hardware: Hardware) -> float:
         """The time of forward and backward."""
@@ -45,11 +38,7 @@ def training_of(
 ) -> tuple[Training, tuple[str, ...]]:
     """Forward and backward, and what is assumed about them.
 
-    Args:
-        flags: the model's sizes and the batch.
-        mfu: that of ``--mfu``.
-        ranks: number of ranks.
-        active: parameters that a token goes through.
+    ``active`` is the number of parameters that a token goes through.
     """
     sequence = flags.seq_length or flags.max_position_embeddings or _SEQUENCE
     size = flags.kv_channels or flags.hidden_size // flags.num_attention_heads

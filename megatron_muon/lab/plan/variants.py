@@ -29,25 +29,15 @@ SHORT = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A run with further flags.
+    """A run with further flags."""
 
-    Attributes:
-        name: the value, or the flags.
-        words: the flags, which go behind those of the run.
-        effect: what else they change; empty where weights stay the same but for rounding.
-    """
-
-    name: str
-    words: tuple[str, ...]
-    effect: str = ""
+    name: str  # the value, or the flags
+    words: tuple[str, ...]  # the flags, which go behind those of the run
+    effect: str = ""  # what else they change; empty where weights stay the same but for rounding
 
 
 def swept(text: str) -> tuple[str, list[Variant]]:
-    """The name and the variants of ``NAME=VALUE,VALUE,...``.
-
-    Raises:
-        ValueError: it is not that.
-    """
+    """The name and the variants of ``NAME=VALUE,VALUE,...``; a ValueError for another text."""
     name, equals, values = text.partition("=")
     name = name.removeprefix("--")
     if not equals or not name or not all(values.split(",")):
@@ -63,12 +53,7 @@ def swept(text: str) -> tuple[str, list[Variant]]:
 def planned(
     variants: Iterable[Variant], plan: Callable[[Sequence[str]], RunPlan]
 ) -> list[tuple[Variant, Outcome]]:
-    """Every variant with its plan.
-
-    Args:
-        variants: what to plan.
-        plan: plans the run with further flags.
-    """
+    """Every variant with its plan, by a function that plans the run with further flags."""
     made: list[tuple[Variant, Outcome]] = []
     for variant in progress(list(variants), "plans"):
         try:
@@ -88,10 +73,7 @@ def table(
 ) -> list[str]:
     """A row for each variant: the run's own layout, and the step of every algorithm.
 
-    Args:
-        title: of the first column.
-        made: the variants with their plans.
-        before: seconds of a step whose gain each variant has, in place of other algorithms' steps.
+    Or, in place of the latter, what each gains of the seconds of a step ``before``.
     """
     every: list[Name] = list(dict.fromkeys(name for _, plan in made for name in plan.names))
     names = [] if before else every

@@ -36,14 +36,7 @@ _PROGRAM = "megatron-muon routes"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: its arguments.
-
-    Returns:
-        0; wrong arguments end the process with status 2, as argparse does.
-    """
+    """Run the command; wrong arguments end the process with status 2, as argparse does."""
     line = CommandLine(_parser(), argv)
     given = line.given
     import_megatron(_PROGRAM, script=line.script)
@@ -58,14 +51,11 @@ def main(argv: Sequence[str]) -> int:
         with megatron_is_quiet():
             routed = routes(run.flags, run.config)
         package = importlib.import_module("megatron.core")
-        core = {
-            "version": megatron_version()[0],
-            "folder": str(Path(package.__path__[0]).resolve()),
-        }
+        core = {"version": megatron_version()[0]}
+        core["folder"] = str(Path(package.__path__[0]).resolve())
         if given.json is not None:
             about = {"megatron_core": core, "settings": dataclasses.asdict(run.config)}
-            figures = about | {"notes": run.notes} | dataclasses.asdict(routed)
-            write_json(given.json, figures)
+            write_json(given.json, about | {"notes": run.notes} | dataclasses.asdict(routed))
     except (*REFUSALS, OSError) as error:
         stop(said(error), _PROGRAM)
     for note in run.notes:
@@ -76,16 +66,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of(
-        _PROGRAM,
-        _DESCRIPTION,
-        usage=USAGE.format(_PROGRAM),
-        epilog=_HOMES,
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write every parameter and its homes"
-    )
-    parser.add_argument(
-        "--all", action="store_true", help="print a line for every layer and expert"
-    )
+    parser = parser_of(_PROGRAM, _DESCRIPTION, usage=USAGE.format(_PROGRAM), epilog=_HOMES)
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write every parameter and its homes")
+    add("--all", action="store_true", help="print a line for every layer and expert")
     return parser

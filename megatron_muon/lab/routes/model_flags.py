@@ -46,34 +46,19 @@ of its buckets change them, and Muon's flags can be given as well."""
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A run that a command line asks for.
+    """A run that a command line asks for."""
 
-    Attributes:
-        flags: Megatron's arguments, with the layers and the buckets that the run would choose.
-        config: Muon's settings.
-        ranks: how its ranks are divided.
-        notes: what there is to say about the choice of buckets, and about flags.
-    """
-
-    flags: Namespace
-    config: MuonConfig
-    ranks: Ranks
-    notes: list[str]
+    flags: Namespace  # Megatron's arguments, with the buckets that the run would choose
+    config: MuonConfig  # Muon's settings
+    ranks: Ranks  # how its ranks are divided
+    notes: list[str]  # what there is to say about the choice of buckets, and about flags
 
 
 class CommandLine:
     """The command line of a command that plans a run: its options, then the run's own words."""
 
     def __init__(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-        """Read it.
-
-        Args:
-            parser: of the command's own options, made with ``allow_abbrev=False``.
-            argv: the command's arguments.
-
-        Raises:
-            SystemExit: argparse refuses an option.
-        """
+        """Read it, with the parser of the command's own options; argparse may end the process."""
         found = [at for at, word in enumerate(argv) if word.endswith(".py") and word[0] != "-"]
         self.script = Path(argv[found[0]]).resolve() if found else None
         end = found[0] if found else len(argv)
@@ -138,12 +123,7 @@ class CommandLine:
 
 
 def import_megatron(program: str, script: Path | None = None) -> None:
-    """Import Megatron, or end the process with an error.
-
-    Args:
-        program: name of the command, for the error.
-        script: one of a Megatron-LM checkout, whose Megatron it is.
-    """
+    """Import Megatron, that of the checkout of a script, or end the process with an error."""
     from megatron_muon.mcore.seams.rows import check_rows
 
     with megatron_is_quiet():
@@ -161,10 +141,8 @@ def import_megatron(program: str, script: Path | None = None) -> None:
         except (SeamError, MixedInstallationError, FileNotFoundError) as error:
             stop(str(error), program)
         except ImportError as error:
-            stop(
-                f"megatron.core cannot be imported ({error}); megatron-muon doctor says more",
-                program,
-            )
+            why = f"megatron.core cannot be imported ({error}); megatron-muon doctor says more"
+            stop(why, program)
 
 
 def stop(text: str, program: str) -> NoReturn:
@@ -227,10 +205,8 @@ def _settled(flags: Namespace) -> Settled:
         if flags.muon_dp_layout is None:
             args.muon_dp_layout, notes = own_layout(args, config, "cuda", None)
         if args.muon_dp_layout == "bucketed":
-            config, flags.muon_dp_layout = (
-                dataclasses.replace(config, align_shards=False),
-                "bucketed",
-            )
+            flags.muon_dp_layout = "bucketed"
+            config = dataclasses.replace(config, align_shards=False)
         notes += choose_buckets(args)
     flags.ddp_num_buckets = args.ddp_num_buckets
     return Settled(flags, config, ranks, notes)
@@ -258,16 +234,8 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", choices=PRESETS, metavar="NAME", help="a preset, in place of SCRIPT"
-    )
-    ranks = count(most=MOST_RANKS)
-    parser.add_argument(
-        "--world-size",
-        type=ranks,
-        metavar="N",
-        help="number of ranks (default: WORLD_SIZE, or as few as the sizes allow)",
-    )
-    parser.add_argument(
-        "--dp", type=ranks, metavar="N", help="data-parallel size, in place of --world-size"
-    )
+    add, ranks = parser.add_argument, count(most=MOST_RANKS)
+    add("--model", choices=PRESETS, metavar="NAME", help="a preset, in place of SCRIPT")
+    text = "number of ranks (default: WORLD_SIZE, or as few as the sizes allow)"
+    add("--world-size", type=ranks, metavar="N", help=text)
+    add("--dp", type=ranks, metavar="N", help="data-parallel size, in place of --world-size")

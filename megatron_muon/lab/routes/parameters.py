@@ -9,13 +9,7 @@ from typing import Any, Literal
 
 from megatron_muon.lab.dry_run import world
 from megatron_muon.lab.dry_run.model import Ranks, ranks_of
-from megatron_muon.lab.dry_run.stages import (
-    Planned,
-    as_rank,
-    built,
-    planned_optimizers,
-    sizes_of,
-)
+from megatron_muon.lab.dry_run.stages import Planned, as_rank, built, planned_optimizers, sizes_of
 from megatron_muon.mcore.routing.matrices import matrices_of
 from megatron_muon.mcore.routing.multipliers import multipliers_of
 from megatron_muon.mcore.routing.param_routing import (
@@ -43,64 +37,38 @@ Split = Literal["rows", "columns", "replicated", "whole"]
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A matrix.
+    """A matrix."""
 
-    Attributes:
-        name: the parameter's, with the part in brackets where it holds several.
-        rows, cols: over all TP ranks.
-        scale: factor of its orthogonalized update, ``update_scale``.
-        home: rank of the stage that orthogonalizes it.
-    """
-
-    name: str
-    rows: int
+    name: str  # the parameter's, with the part in brackets where it holds several
+    rows: int  # over all TP ranks
     cols: int
-    scale: float
-    home: int
+    scale: float  # factor of its orthogonalized update, update_scale
+    home: int  # rank of the stage that orthogonalizes it
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedParameter:
-    """A parameter of a stage.
+    """A parameter of a stage."""
 
-    Attributes:
-        name: Megatron's, with layers and experts numbered over all ranks.
-        shape: one TP rank's.
-        tp: the parts of a matrix that TP ranks hold: ranges of rows or of columns, or replicas. All
-            of it where there is one TP rank.
-        ep_rank: the EP rank of an expert's parameter, where there are several; None for others.
-        reason: why AdamW has it; None where Muon does.
-        lr_mult, wd_mult: factors of its learning rate and its weight decay.
-        matrices: Muon's.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    tp: Split
-    ep_rank: int | None
+    name: str  # Megatron's, with layers and experts numbered over all ranks
+    shape: tuple[int, ...]  # one TP rank's
+    tp: Split  # what TP ranks hold: ranges of rows or of columns, or replicas
+    ep_rank: int | None  # of an expert's parameter, where there are several
     optimizer: Literal["muon", "adamw"]
-    reason: str | None
+    reason: str | None  # why AdamW has it; None where Muon does
     lr_mult: float
     wd_mult: float
-    matrices: tuple[Routed, ...] = ()
+    matrices: tuple[Routed, ...] = ()  # Muon's
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedStage:
-    """A pipeline stage.
+    """A pipeline stage."""
 
-    Attributes:
-        stage: its number.
-        ranks: ranks of the world, by their number in the stage; with several optimizer instances,
-            those of the first one.
-        lines: those that a run prints about the stage at its start.
-        parameters: all of them, those of an expert on every EP rank.
-    """
-
-    stage: int
-    ranks: tuple[int, ...]
-    lines: tuple[str, ...]
-    parameters: tuple[RoutedParameter, ...]
+    stage: int  # its number
+    ranks: tuple[int, ...]  # of the world, in the order of the stage; of the first instance
+    lines: tuple[str, ...]  # those that a run prints about the stage at its start
+    parameters: tuple[RoutedParameter, ...]  # all of them, those of an expert on every EP rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +82,6 @@ class Routes:
 
 def routes(flags: Namespace, config: MuonConfig) -> Routes:
     """Build one rank of each pipeline stage, without memory for parameters, and ask the plugin.
-
-    Args:
-        flags: of ``dry_run.flags``, or a script's arguments.
-        config: the settings.
 
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin finds
@@ -158,15 +122,8 @@ def _stage(
             on_ep_ranks.update(*(buffer.param_index_map for buffer in planned.buffers))
         buckets = [len(buffer.buckets) for buffer in planned.buffers]
         earlier = [one.plan for one in optimizers[:at]]
-        lines.append(
-            start_line(
-                planned.plan,
-                stage=number,
-                experts=planned.experts,
-                buckets=buckets,
-                earlier=earlier,
-            )
-        )
+        plan, experts = planned.plan, planned.experts
+        lines += [start_line(plan, stage=number, experts=experts, buckets=buckets, earlier=earlier)]
     parameters: list[RoutedParameter] = []
     for weight in weights(chunks):
         ep_size = sizes.ep if weight.param in on_ep_ranks else 1

@@ -17,10 +17,8 @@ _HEADER = ("parameter", "local shape", "TP", "optimizer", "scale", "home", "matr
 def as_text(routes: Routes, *, every: bool) -> str:
     """A table for each stage, then the lines that a run prints.
 
-    Args:
-        routes: those to show.
-        every: a line for each parameter; else parameters that differ in their layer's and expert's
-            numbers only share one.
+    Parameters that differ in their layer's and expert's numbers only share a line, if not ``every``
+    one has its own.
     """
     lines = []
     for stage in routes.stages:

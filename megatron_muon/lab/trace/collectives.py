@@ -82,11 +82,7 @@ class Call:
 
 
 def call(name: str, at: Interval, args: dict[str, Any], thread: str) -> Call:
-    """The call of an event; of its arguments only what ``Call`` names stays in memory.
-
-    Raises:
-        ValueError: a count or a shape in them is none.
-    """
+    """The call of an event, without other arguments; a ValueError for a wrong count or shape."""
     # NCCL's kernels may be called Generic, or do several operations
     known = _operation(str(args.get("Collective name", ""))) or _operation(name)
     known = known or ("nccl" if is_nccl(name) else "" if name == COMMS else printable(name[:40]))

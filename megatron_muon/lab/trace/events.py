@@ -32,11 +32,7 @@ class TraceFile:
 
 
 def read_trace(path: Path) -> TraceFile:
-    """Read a trace, gzip or plain.
-
-    Raises:
-        TraceError: the file cannot be read, is damaged or is no trace.
-    """
+    """Read a trace, gzip or plain; a TraceError where the file is none, or damaged."""
     try:
         with open_regular(path) as file:
             is_gzip = file.read(2) == b"\x1f\x8b"
@@ -67,11 +63,7 @@ def _timed(event: Any, number: int) -> dict[str, Any]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The traces of a run: a file, or the ``.json`` and ``.json.gz`` files of a folder.
-
-    Raises:
-        TraceError: there is no such file, or the folder has none.
-    """
+    """A file, or a folder's ``.json`` and ``.json.gz`` files; a TraceError where there are none."""
     if path.exists() and not path.is_dir():
         return [path]
     if not path.is_dir():

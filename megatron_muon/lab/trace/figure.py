@@ -26,7 +26,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             left += part
     # a $ begins a formula of matplotlib's
     bars.set_yticks(range(len(rows)), [label.replace("$", r"\$") for label, _ in rows])
-    bars.set_xlabel("ms of a step")
+    figure.suptitle("Where the time of a step goes, by rank", fontsize="medium")
+    bars.set_xlabel("ms, mean of the traced steps")
     bars.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False)
     bars.invert_yaxis()
     figure.savefig(path)

@@ -48,11 +48,7 @@ class Run(NamedTuple):
 
 
 def read_run(path: Path, name: str) -> Run:
-    """Measure a run (see ``files_of``); one trace is in memory at a time.
-
-    Raises:
-        TraceError: a file is no trace, or two files are of one rank.
-    """
+    """Measure a run, one trace at a time; a TraceError for a bad file, or two of one rank."""
     ranks: dict[int, dict[str, Any]] = {}
     kinds: list[dict[str, Any]] = []
     for number, file in enumerate(files_of(path)):

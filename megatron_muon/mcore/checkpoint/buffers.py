@@ -79,10 +79,8 @@ def to_disk(gathered: dict[str, Any], places: list[BufferPlace]) -> dict[str, An
 def from_disk(saved: Mapping[str, Any], places: list[BufferPlace], numel: int) -> dict[str, Any]:
     """The inverse of ``to_disk``, with zeros as second moment of Muon's parameters.
 
-    Args:
-        saved: the state on disk of a buffer; ValueError names what it lacks.
-        places: places of the buffer's parameters in this run.
-        numel: elements of each gathered tensor in this run.
+    ``places`` and ``numel``, of a gathered tensor, are this run's. A ValueError names what is
+    missing on disk.
     """
     states = saved.get(STATE)
     if not isinstance(states, dict):

@@ -6,8 +6,8 @@ import inspect
 import itertools
 import os
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import Group, all_gather_numbers, all_gather_texts
 from megatron_muon.runtime.consensus import together
+from megatron_muon.runtime.patches import replaced
 from megatron_muon.settings.config import named
 
 if TYPE_CHECKING:
@@ -42,21 +43,14 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
 
     Every rank with an optimizer that is no stub calls each method but ``state_dict``. They raise on
     all those ranks: this rank's error, or a RuntimeError that quotes another's.
-
-    Attributes:
-        voters: the ranks that call the methods together with this one; None for the world.
-        decided_by_name: name patterns assign weights to Muon or AdamW, so layers may differ.
-        source: the keys of a checkpoint of Megatron's own Muon, while one is read; else None.
-        is_new: it has taken no step.
-        lacks_state: it has loaded groups, and no momentum with them.
     """
 
     chained_optimizers: list[Any]
-    voters: Group | None
-    decided_by_name: bool
-    source: Source | None = None
-    is_new = True
-    lacks_state = False
+    voters: Group | None  # the ranks that call the methods together; None for the world
+    decided_by_name: bool  # name patterns assign weights to Muon or AdamW, so layers may differ
+    source: Source | None = None  # while a checkpoint of Megatron's own Muon is read
+    is_new = True  # it has taken no step
+    lacks_state = False  # it has loaded groups, and no momentum with them
 
     def state_dict(self) -> Any:
         """Megatron's state dict, without the state of parameters. No communication."""
@@ -178,22 +172,17 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
 
         No vote follows: an error there would wait in it for ranks that wait for Megatron.
         """
-        device = device_of(self.chained_optimizers[0].model_chunks)
 
         def without_stubs() -> T:
             with self._without_stubs():
                 return act(*args, **kwargs)
 
+        device = device_of(self.chained_optimizers[0].model_chunks)
         return together(without_stubs, self.voters, device)
 
-    @contextmanager
-    def _without_stubs(self) -> Iterator[None]:
-        every = self.chained_optimizers
-        self.chained_optimizers = [part for part in every if not part.is_stub_optimizer]
-        try:
-            yield
-        finally:
-            self.chained_optimizers = every
+    def _without_stubs(self) -> AbstractContextManager[None]:
+        kept = [part for part in self.chained_optimizers if not part.is_stub_optimizer]
+        return replaced(self, chained_optimizers=kept)
 
 
 def _format(kwargs: dict[str, Any]) -> str | None:

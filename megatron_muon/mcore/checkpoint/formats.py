@@ -84,7 +84,9 @@ class MuonCheckpoint(ShardedState):
         super().load_state_dict({**state_dict, "optimizer": {**saved, "param_groups": groups}})
         for group, values in zip(self.optimizer.param_groups, loaded, strict=True):
             group.update(values)  # Megatron confuses groups that look alike
-        self._part_steps()
+        for state in self.optimizer.state.values():  # after a load torch's AdamW share one step
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
 
     def make_ready(self) -> None:
         """Do what may fail on one rank alone before Megatron gathers."""
@@ -163,9 +165,3 @@ class MuonCheckpoint(ShardedState):
                 "but align_shards reorders the buckets. Start once with --muon-dp-layout bucketed "
                 "(align_shards=False in MuonConfig); later saves load in either order"
             )
-
-    def _part_steps(self) -> None:
-        """Give each parameter its own step tensor; loading torch's AdamW makes them share one."""
-        for state in self.optimizer.state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()

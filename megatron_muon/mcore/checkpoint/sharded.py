@@ -78,26 +78,23 @@ class ShardedState(MuonState):
 
     def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> StateDict | None:
         """Megatron's state, cut anew (see ``gathered_spans``); AdamW's is read as written."""
-        if self.from_adamw is not None:
-            self.tensors = frozenset()
-            adamws: StateDict | None = super().sharded_param_state_fully_reshardable(
-                *args, **kwargs
-            )
-            return adamws
-        self._to_be_cut = {}
+        self.tensors = frozenset()
+        if self.from_adamw is None:
+            self._to_be_cut = {}
         try:
             state: StateDict | None = super().sharded_param_state_fully_reshardable(*args, **kwargs)
-            if state is not None:
-                self.tensors = frozenset(
-                    (state[number]["param"].key, param in self._muons)
-                    for number, (param, *_) in enumerate(self._cuts())
-                )
-                for number, (param, whole, start, stop) in enumerate(self._cuts()):
-                    cut = {
-                        key: replace(sharded, data=whole[key][start:stop].reshape(param.shape))
-                        for key, sharded in state[number].items()
-                    }
-                    state[number] = _with_momentum(cut) if param in self._muons else cut
+            if state is None or self.from_adamw is not None:
+                return state
+            self.tensors = frozenset(
+                (state[number]["param"].key, param in self._muons)
+                for number, (param, *_) in enumerate(self._cuts())
+            )
+            for number, (param, whole, start, stop) in enumerate(self._cuts()):
+                cut = {
+                    key: replace(sharded, data=whole[key][start:stop].reshape(param.shape))
+                    for key, sharded in state[number].items()
+                }
+                state[number] = _with_momentum(cut) if param in self._muons else cut
             return state
         finally:
             self._to_be_cut = None
@@ -159,8 +156,7 @@ class ShardedState(MuonState):
 
 def _with_momentum(cut: StateDict) -> StateDict:
     """The same ShardedTensors, with Muon's momentum in place of Adam's moments."""
-    first, second = ADAMW_STATE
-    momentum = cut[first]
-    key = momentum.key.replace(f".{first}.", f".{MOMENTUM}.", 1)
-    kept = {name: sharded for name, sharded in cut.items() if name not in (first, second)}
+    momentum = cut[ADAMW_STATE[0]]
+    key = momentum.key.replace(f".{ADAMW_STATE[0]}.", f".{MOMENTUM}.", 1)
+    kept = {name: sharded for name, sharded in cut.items() if name not in ADAMW_STATE}
     return {**kept, MOMENTUM: replace(momentum, key=key)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from megatron_muon.mcore.routing.param_routing import expert_name, weights
 from megatron_muon.mcore.routing.routes import Route, muons_of
 from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.runtime.optimizer import DistributedMuon
+from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.states import MAIN_KEY, MOMENTUM_KEY, States, of_halves
 
 Tensor = torch.Tensor
@@ -34,27 +35,19 @@ FromAdamW = Literal["momentum", "fresh"]
 
 
 class MuonState(DistributedOptimizer):  # type: ignore[misc]
-    """The state of a parameter, as all formats save and load it.
+    """The state of a parameter, as all formats save and load it."""
 
-    Attributes:
-        muon: the Muon part; None in a stub.
-        states: its main parameters and state; None in a stub.
-        stage_group: the ranks of this stage (and instance); all of them have the same optimizers.
-        ep_rank, local_experts: this rank's experts, for names.
-        routes: of all parameters of this rank's model that train.
-        from_adamw: the source of Muon's momentum while a checkpoint in AdamW's layout is read: see
-            ``switch.reading_adamw``. None: the checkpoint is of this package's Muon.
-        main_is_weight: the checkpoint being read has no main parameters, since the model's weights
-            are fp32 and are loaded as such.
-    """
-
-    muon: DistributedMuon | None
-    states: States
-    stage_group: Any = None
-    ep_rank: int = 0
+    muon: DistributedMuon | None  # the Muon part; None in a stub
+    states: States  # its main parameters and state; None in a stub
+    stage_group: Any = None  # the ranks of this stage, which have the same optimizers
+    ep_rank: int = 0  # for the names of experts
     local_experts: int = 0
-    routes: Sequence[Route]
+    routes: Sequence[Route]  # of all parameters of this rank's model that train
+    # the source of Muon's momentum while a checkpoint in AdamW's layout is read: see
+    # switch.reading_adamw. None: the checkpoint is of this package's Muon.
     from_adamw: FromAdamW | None = None
+    # the checkpoint being read has no main parameters, since the model's weights are fp32 and are
+    # loaded as such
     main_is_weight: bool = False
     _exposed: Exposed = "adam"
 
@@ -113,13 +106,8 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     def _names_on_disk(self) -> Exposed:
         return "disk" if self.from_adamw is None else "adam"
 
-    @contextmanager
-    def _exposing(self, exposed: Exposed) -> Iterator[None]:
-        before, self._exposed = self._exposed, exposed
-        try:
-            yield
-        finally:
-            self._exposed = before
+    def _exposing(self, exposed: Exposed) -> AbstractContextManager[None]:
+        return replaced(self, _exposed=exposed)
 
     @property
     def _muon(self) -> DistributedMuon:
@@ -128,9 +116,8 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
 
     def _keys_on_disk(self, shard: Tensor) -> dict[str, str]:
         """The names on disk of a shard's state, and those in memory."""
-        if self._muon.owns(shard):
-            return {MOMENTUM: MOMENTUM_KEY}
-        return {key: key for key in ADAMW_STATE}
+        muons = {MOMENTUM: MOMENTUM_KEY}
+        return muons if self._muon.owns(shard) else {key: key for key in ADAMW_STATE}
 
     def _wide(self, shard: Tensor, key: str) -> Tensor:
         """In fp32, as on disk: the optimizer's own tensor, or a copy, which is on the host."""

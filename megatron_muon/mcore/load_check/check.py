@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.console import say
+from megatron_muon.console import first_names, say
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Digest, DigestError
@@ -45,12 +45,8 @@ def is_checked(folder: str) -> bool:
 def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> None:
     """Refuse a checkpoint that is not complete, not intact, or of a different model.
 
-    Every rank of the world calls it. Without a digest rank 0 prints a line.
-
-    Args:
-        trained: the model that is to be loaded, if Muon trains it.
-        exact: the optimizer's state is loaded, too. So the checkpoint may have no parameter that
-            the model lacks.
+    Every rank of the world calls it. Without a digest rank 0 prints a line. ``exact``: the
+    optimizer's state is loaded, too, so the checkpoint may have no parameter that the model lacks.
 
     Raises:
         DigestError: on the ranks that find a fault; a RuntimeError on the others.
@@ -81,7 +77,7 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
 
     Every rank of the world calls it. Without a digest rank 0 prints a line.
     """
-    saved = together(lambda: _complete(folder), None, device)
+    saved = together(lambda: digest.complete(folder), None, device)
     numbers = all_gather_numbers([int(saved["hash"][:15], 16) if saved else 0], None, device)
     if any(other != numbers[0] for other in numbers):
         raise DigestError(
@@ -100,23 +96,14 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
     return saved
 
 
-def _complete(folder: Path) -> Digest | None:
-    saved = digest.read(folder)
-    if saved is not None:
-        digest.require_complete(folder, saved)
-    return saved
-
-
 def _require_undamaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     """Hash this rank's share of the files; DigestError if one is not as it was written."""
     by_size = sorted(files, key=lambda name: (-files[name]["size"], name))
     mine = by_size[dist.get_rank() :: dist.get_world_size()]
     with ThreadPoolExecutor(THREADS) as pool:
-        faults = list(
-            pool.map(lambda name: digest.fault(folder, name, files[name], checksum), mine)
-        )
+        faults = [*pool.map(lambda name: digest.fault(folder, name, files[name], checksum), mine)]
     bad = {name: fault for name, fault in zip(mine, faults, strict=True) if fault}
     if bad:
         name = min(bad)
-        also = f" So are {digest.first_names(set(bad) - {name})}." if len(bad) > 1 else ""
+        also = f" So are {first_names(sorted(set(bad) - {name}))}." if len(bad) > 1 else ""
         raise DigestError(f"{bad[name]}.{also} {digest.way_out(folder)}")

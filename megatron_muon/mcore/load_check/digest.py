@@ -30,7 +30,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -179,13 +179,15 @@ def _is_count(value: object) -> bool:
 # --- checking ------------------------------------------------------------------------------------
 
 
-def require_complete(folder: Path, digest: Digest) -> None:
-    """Refuse a folder whose save did not finish: DigestError, with the way out."""
-    if not digest["complete"]:
+def complete(folder: Path) -> Digest | None:
+    """``read``, which also refuses a folder whose save did not finish."""
+    digest = read(folder)
+    if digest is not None and not digest["complete"]:
         raise DigestError(
             f"{folder} is not complete: the save that wrote it ({saved_by(digest['save'])}) still "
             f"runs or was stopped before its end. {way_out(folder)}"
         )
+    return digest
 
 
 def saved_by(save: Save | None) -> str:
@@ -199,11 +201,7 @@ def saved_by(save: Save | None) -> str:
 def fault(
     folder: Path, name: str, entry: Mapping[str, Any], checksum: Callable[[Path], str] | None
 ) -> str | None:
-    """The fault of a checkpoint's file in words; None where it has none.
-
-    Args:
-        checksum: function from a path to a checksum; None compares sizes only.
-    """
+    """The fault of a checkpoint's file in words, if any; without ``checksum`` by its size only."""
     path = folder / name
     try:
         size = path.stat().st_size
@@ -234,16 +232,11 @@ def _later(folder: Path, path: Path) -> str:
 
 def complete_iterations(folder: Path) -> list[int]:
     """Numbers of the complete checkpoints ``iter_N`` in a folder, sorted; see ``says_complete``."""
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return []
-    numbers = {name: iteration_of(name) for name in names}
-    return sorted(
-        number
-        for name, number in numbers.items()
-        if number is not None and says_complete(folder / name)
-    )
+    with suppress(OSError):
+        numbers = {name: iteration_of(name) for name in os.listdir(folder)}
+        found = {number: folder / name for name, number in numbers.items() if number is not None}
+        return sorted(number for number, path in found.items() if says_complete(path))
+    return []
 
 
 def iteration_of(name: str) -> int | None:
@@ -276,10 +269,3 @@ def way_out(folder: Path) -> str:
         f"{folder.parent} has no other checkpoint that is known to be complete. Without "
         f"{folder / FILE_NAME} this one is loaded unchecked"
     )
-
-
-def first_names(names: Iterable[str], most: int = 3) -> str:
-    """Some of the names, and how many more there are: ``a, b, c and 9 more``; "" for none."""
-    every = sorted(names)
-    more = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(every[:most]) + more

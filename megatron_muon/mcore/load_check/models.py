@@ -48,11 +48,7 @@ def forget() -> None:
 
 
 def owner(state: Any) -> TrainedModel | None:
-    """The model of Muon's whose parameters these are, if any. No communication.
-
-    Args:
-        state: a sharded state dict of Megatron, or model chunks, wrapped in DDP or not.
-    """
+    """The model of Muon's, if any, of a sharded state dict or of model chunks; local."""
     addresses = set(_addresses(state)) if _trained else set()
     for trained in reversed(list(_trained.values())):
         for chunk in trained.model_chunks():

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_muon.mcore.load_check.digest import DigestError, first_names
+from megatron_muon.console import first_names
+from megatron_muon.mcore.load_check.digest import DigestError
 from megatron_muon.mcore.load_check.models import TrainedModel
 from megatron_muon.mcore.routing.param_routing import (
     Weight,
@@ -53,18 +54,13 @@ def parameters_in_digest(trained: TrainedModel | None) -> Table:
 
 
 def require_same_model(saved: Mapping[str, Any], own: Table, folder: str, exact: bool) -> None:
-    """Refuse a checkpoint of a different model.
+    """Raise a DigestError that names the first parameter that differs from the model's ``own``.
 
-    Args:
-        own: ``parameters_in_digest`` of the model that is to be loaded.
-        exact: whether the checkpoint may not have parameters that the model lacks.
-
-    Raises:
-        DigestError: names the first parameter that differs.
+    ``exact``: the checkpoint may not have parameters that the model lacks.
     """
     different = f"{folder} was saved by a different model:"
     then, now = _sizes(saved["parameters"]), _sizes(own)
-    if missing := now.keys() - then.keys():
+    if missing := sorted(now.keys() - then.keys()):
         raise DigestError(f"{different} it has no {first_names(missing)}, which this model has")
     for name in sorted(now):
         one, two = then[name], now[name]
@@ -80,7 +76,7 @@ def require_same_model(saved: Mapping[str, Any], own: Table, folder: str, exact:
                 f"{different} {name} has the {what} {there} there and {here} here, counted over "
                 "all ranks"
             )
-    if exact and (unknown := then.keys() - now.keys()):
+    if exact and (unknown := sorted(then.keys() - now.keys())):
         raise DigestError(f"{different} it has {first_names(unknown)}, which this model lacks")
 
 

@@ -107,11 +107,8 @@ def _explained(folder: str) -> Iterator[None]:
 def sealed(trained: TrainedModel | None, folder: Path, names: list[str]) -> Iterator[None]:
     """Mark a folder before a save by ``torch.save``, and write its digest after it.
 
-    Every rank of the world enters and leaves it together.
-
-    Args:
-        names: paths in the folder of the files that this rank, or a replica of it, writes. Those
-            that stay as they were are not of this save.
+    Every rank of the world enters and leaves it together. ``names`` are the files that this rank,
+    or a replica of it, writes there. Those that stay as they were are not of this save.
     """
     saving = Saving.begin(trained, str(folder))
     if saving is None:
@@ -150,17 +147,12 @@ def _quiet_about_the_mark(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A save that has begun.
-
-    Attributes:
-        save: rank 0's ``digest.new_save``, on all ranks.
-        content: the digest without ``files`` on rank 0; empty on other ranks.
-    """
+    """A save that has begun."""
 
     folder: Path
-    save: Save
+    save: Save  # rank 0's digest.new_save, on all ranks
     device: torch.device
-    content: Mapping[str, Any]
+    content: Mapping[str, Any]  # the digest without files on rank 0; empty on other ranks
 
     @classmethod
     def begin(cls, trained: TrainedModel | None, checkpoint_dir: str) -> Saving | None:
@@ -199,9 +191,7 @@ class Saving:
     def seal(self, names: Sequence[str] | None = None) -> None:
         """Hash the files and mark the folder as complete. Every rank of the world calls it.
 
-        Args:
-            names: paths in the folder of the files that this rank has written, by ``torch.save``;
-                None for those of torch_dist.
+        ``names`` are the files that this rank has written by ``torch.save``; None: of torch_dist.
         """
         part = together(lambda: self._part(names), None, self.device)
         parts = [json.loads(text) for text in all_gather_texts(json.dumps(part), None)]
@@ -211,9 +201,15 @@ class Saving:
     def _part(self, names: Sequence[str] | None) -> dict[str, Any]:
         """This rank's part: the save whose mark it sees, and the files that it wrote."""
         names = self._written() if names is None else names
+        # by torch's CRC-32s if it computed them (2.6 can be told not to)
+        summed = getattr(torch.serialization, "get_crc32_options", lambda: True)()
+
+        def entry(name: str) -> dict[str, Any]:
+            path = self.folder / name
+            return {"size": path.stat().st_size, "hash": checksum(path, written=summed)}
+
         with ThreadPoolExecutor(THREADS) as pool:
-            entries = pool.map(lambda name: just_written(self.folder / name), names)
-            files = dict(zip(names, entries, strict=True))
+            files = dict(zip(names, pool.map(entry, names), strict=True))
         return {"save": digest.saver(self.folder), "files": files}
 
     def _written(self) -> list[str]:
@@ -245,9 +241,3 @@ class Saving:
         if not files:
             raise RuntimeError(f"This save wrote no files into {self.folder}")
         digest.finish(self.folder, {**self.content, "files": files})
-
-
-def just_written(path: Path) -> dict[str, Any]:
-    """A file's entry, from torch's CRC-32s if it computed them (2.6 can be told not to)."""
-    summed = getattr(torch.serialization, "get_crc32_options", lambda: True)()
-    return {"size": path.stat().st_size, "hash": checksum(path, written=summed)}

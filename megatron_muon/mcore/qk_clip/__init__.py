@@ -22,16 +22,10 @@ def is_wanted(optimizer_config: Any, model_chunks: Sequence[Any], config: MuonCo
 
     Without the distributed optimizer Megatron's own clip has whole matrices: it is left alone.
     """
-    if config.qk_clip is not None:
-        return True
-    if not optimizer_config.use_distributed_optimizer:
-        return False
-    if is_asked(model_chunks, config):
-        return True
-    watches = any(
-        getattr(each, "log_max_attention_logit", False) for each in _configs(model_chunks)
-    )
-    return watches and not uses_fsdp(model_chunks)
+    if config.qk_clip is not None or not optimizer_config.use_distributed_optimizer:
+        return config.qk_clip is not None
+    each = [getattr(one, "log_max_attention_logit", False) for one in _configs(model_chunks)]
+    return is_asked(model_chunks, config) or (any(each) and not uses_fsdp(model_chunks))
 
 
 def is_asked(model_chunks: Sequence[Any], config: MuonConfig) -> bool:
@@ -39,9 +33,8 @@ def is_asked(model_chunks: Sequence[Any], config: MuonConfig) -> bool:
 
     The same on all ranks, also those whose stage has no attention.
     """
-    if config.qk_clip is not None:
-        return True
-    return any(getattr(each, "qk_clip", False) for each in _configs(model_chunks))
+    asked = any(getattr(each, "qk_clip", False) for each in _configs(model_chunks))
+    return asked or config.qk_clip is not None
 
 
 def uses_fsdp(model_chunks: Sequence[Any]) -> bool:

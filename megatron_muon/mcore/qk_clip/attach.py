@@ -23,16 +23,11 @@ _CLIP = "_muon_clip"  # an attribute of a rank's first model chunk
 
 @dataclass(slots=True)
 class RunClip:
-    """The clip of a run, and what its steps have found.
-
-    Attributes:
-        clips_in_step: the optimizer's step clips; else Megatron's training loop asks for it.
-        largest: the largest logit of the last step that clipped.
-    """
+    """The clip of a run, and what its steps have found."""
 
     clip: QkClip
-    clips_in_step: bool
-    largest: float = 0.0
+    clips_in_step: bool  # the optimizer's step clips; else Megatron's training loop asks for it
+    largest: float = 0.0  # the largest logit of the last step that clipped
 
     def after_step(self) -> None:
         self.largest = self.clip.apply()

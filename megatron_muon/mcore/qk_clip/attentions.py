@@ -35,30 +35,19 @@ class ClippedWeight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WatchedAttention:
-    """An attention whose largest logits are reduced in each step.
-
-    Attributes:
-        core: the module that has the largest logits of this TP rank's heads.
-        heads: number of heads over all TP ranks.
-        clip: None where logits are only watched.
-    """
+    """An attention whose largest logits are reduced in each step."""
 
     name: str
-    core: Any
-    heads: int
-    clip: Clip | None
+    core: Any  # the module that has the largest logits of this TP rank's heads
+    heads: int  # number of heads over all TP ranks
+    clip: Clip | None  # None where logits are only watched
     weights: tuple[ClippedWeight, ...]
 
 
 def watched_attentions(
     model_chunks: Sequence[Any], config: MuonConfig, tp_size: int
 ) -> list[WatchedAttention]:
-    """Every attention of this rank that is to be watched, in the model's order.
-
-    Raises:
-        ValueError, NotImplementedError: one of them cannot be watched or clipped; names it and the
-            way out.
-    """
+    """The attentions of this rank that are to be watched; an error names one that cannot be."""
     by_param = {weight.param: weight for weight in weights(model_chunks)}
     return [
         watched
@@ -91,11 +80,7 @@ def _watched(
 
 
 def clip_of(model_config: Any, config: MuonConfig) -> Clip | None:
-    """The clip that Megatron's flags or this plugin's ask for; None for none.
-
-    Raises:
-        ValueError: both ask, or a setting of Megatron's is out of its range.
-    """
+    """The clip that flags ask for, if any; a ValueError if both do, or for one out of its range."""
     if not getattr(model_config, "qk_clip", False):
         return None if config.qk_clip is None else Clip(config.qk_clip, config.qk_clip_alpha)
     if config.qk_clip is not None:
@@ -162,7 +147,8 @@ def _clipped(
     for linear, latent in _linears(attention):
         param = _weight_of(name, linear, getattr(attention, linear, None))
         rows = param.shape[0] * tp_size
-        heads = latent or _fused_rows(by_param[param], rows)
+        fused = None if latent else projections_of(by_param[param], rows)
+        heads = latent or (fused and HeadRows(fused.groups, fused.group_rows))
         if heads is None or heads.rows != rows:
             raise NotImplementedError(
                 f"{name}.{linear}.weight: which of its {rows} rows over {tp_size} TP ranks are "
@@ -185,11 +171,6 @@ def _linears(attention: Any) -> Iterator[tuple[str, HeadRows | None]]:
     yield ("linear_q_proj" if model.q_lora_rank is None else "linear_q_up_proj"), queries
     keys = HeadRows(heads, (("k", head), ("v", model.v_head_dim)), is_latent=True)
     yield "linear_kv_up_proj", keys
-
-
-def _fused_rows(weight: Weight, rows: int) -> HeadRows | None:
-    known = projections_of(weight, rows)
-    return None if known is None else HeadRows(known.groups, known.group_rows)
 
 
 def _weight_of(name: str, linear: str, module: Any) -> torch.nn.Parameter:

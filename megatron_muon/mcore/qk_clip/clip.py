@@ -26,32 +26,20 @@ MainPiece = tuple[torch.Tensor, int]
 
 @dataclass(frozen=True, slots=True)
 class QkClip:
-    """A rank's means to clip the logits of its attentions.
+    """A rank's means to clip the logits of its attentions."""
 
-    Attributes:
-        attentions: the same on every rank of a stage but for their TP slices.
-        shards: the slices of main parameters that are apart from the model's weights.
-        group: the ranks of the pipeline stage in all optimizer instances.
-        tp_rank, tp_size: this rank's place among those that share a weight.
-        device: the device that the group communicates from.
-    """
-
-    attentions: tuple[WatchedAttention, ...]
-    shards: dict[torch.nn.Parameter, MainPiece]
-    group: Group
-    tp_rank: int
+    attentions: tuple[WatchedAttention, ...]  # the same on every rank of a stage but for TP slices
+    shards: dict[torch.nn.Parameter, MainPiece]  # main parameters' slices that are no views
+    group: Group  # the ranks of the pipeline stage in all optimizer instances
+    tp_rank: int  # among the ranks that share a weight
     tp_size: int
-    device: torch.device
+    device: torch.device  # the device that the group communicates from
 
     @torch.no_grad()
     def apply(self, *, only_watch: bool = False) -> float:
         """Clip what passed its threshold since the last call; every rank of the stage calls it.
 
-        Args:
-            only_watch: reduce the logits and leave the weights.
-
-        Returns:
-            The largest logit of the stage, 0.0 if all are below.
+        With ``only_watch`` weights stay. Returns the stage's largest logit, 0.0 if all are below.
         """
         if not self.attentions:
             return 0.0
@@ -79,7 +67,7 @@ class QkClip:
             if maxima is not None:
                 local = attention.heads // self.tp_size
                 first = start + 1 + self.tp_rank * local
-                numbers[start] = _number_of(maxima.dtype)
+                numbers[start] = float(_DTYPES.index(maxima.dtype))
                 numbers[first : first + local] = maxima.detach().view(local)
             start += 1 + attention.heads
         max_over("muon/logits", numbers, self.group)
@@ -108,10 +96,6 @@ class QkClip:
             if param in self.shards:
                 flat, start = self.shards[param]
                 scale_rows(flat.data, start, cols, local)
-
-
-def _number_of(dtype: torch.dtype) -> float:
-    return float(_DTYPES.index(dtype))
 
 
 def shards_of(

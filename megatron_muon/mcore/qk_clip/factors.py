@@ -16,19 +16,14 @@ from megatron_muon.planning.layout import Span
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """The rows of a whole weight, over all TP ranks, which repeat group by group.
+    """The rows of a whole weight, over all TP ranks, which repeat group by group."""
 
-    Attributes:
-        groups: how often. The heads of a group share their keys, and so one factor.
-        parts: ``(part, rows of it in one group)``, in order. A clip by eta multiplies ``q`` by
-            eta^alpha, ``k`` by eta^(1 - alpha), and by eta ``rotary``, a query's rotary part whose
-            key all heads share. Other parts stay as they are.
-        is_latent: an up-projection of multi-latent attention.
-    """
-
-    groups: int
+    groups: int  # how often. The heads of a group share their keys, and so one factor.
+    # (part, rows of it in one group), in order. A clip by eta multiplies q by eta^alpha, k by
+    # eta^(1 - alpha), and by eta rotary, a query's rotary part whose key all heads share. Other
+    # parts stay as they are.
     parts: tuple[tuple[str, int], ...]
-    is_latent: bool = False
+    is_latent: bool = False  # an up-projection of multi-latent attention
 
     @property
     def rows(self) -> int:
@@ -47,13 +42,7 @@ def eta_of(largest: torch.Tensor, groups: int, threshold: float) -> torch.Tensor
     Megatron's expression gives a head whose logits are all negative a negative eta, and then NaN
     for its weights, and an infinite logit 0. Such heads are left as they are here.
 
-    Args:
-        largest: (heads,), in any float dtype: the largest logit of each head.
-        groups: consecutive heads form this many equal groups.
-        threshold: above 0.
-
-    Returns:
-        (groups,), in the dtype of ``largest``.
+    ``largest`` is (heads,), in any float dtype, the result (groups,) in the same.
     """
     of_group = torch.max(largest.view(groups, -1), dim=1).values
     eta = torch.clamp(threshold / of_group, max=1.0)
@@ -62,15 +51,7 @@ def eta_of(largest: torch.Tensor, groups: int, threshold: float) -> torch.Tensor
 
 
 def row_factors(eta: torch.Tensor, heads: HeadRows, alpha: float) -> torch.Tensor:
-    """The factor of each row of the whole weight.
-
-    Args:
-        eta: (groups,), from ``eta_of``.
-        alpha: in (0, 1): the queries' share of the clip.
-
-    Returns:
-        (rows,) in fp32.
-    """
+    """The factor of each row of the whole weight, (rows,) in fp32, from ``eta_of``, (groups,)."""
     column = eta.view(heads.groups, 1, 1)
     parts = [_factors(column, part, count, alpha, heads.is_latent) for part, count in heads.parts]
     return torch.cat(parts, dim=1).view(-1).float()

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-MAXIMA = "current_max_attn_logits"  # the name that Transformer Engine's attention has in Megatron
+# The name in Megatron's attention over Transformer Engine, since core 0.16. Megatron's loop sets it
+# to None after the step.
+MAXIMA = "current_max_attn_logits"
 
 
 def collect_maxima(core_attention: Any) -> None:
@@ -19,9 +21,6 @@ def collect_maxima(core_attention: Any) -> None:
 
     It is None, or (heads of this TP rank,) in fp32: the largest scaled logit that the mask lets
     through since it was last None. A second call has no effect.
-
-    Args:
-        core_attention: a DotProductAttention.
     """
     if hasattr(core_attention, MAXIMA):
         return

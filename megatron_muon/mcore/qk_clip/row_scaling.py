@@ -10,11 +10,7 @@ def scale_rows(flat: torch.Tensor, start: int, cols: int, factors: torch.Tensor)
 
     Each product is computed in fp32 and rounded once to the dtype of ``flat``.
 
-    Args:
-        flat: (n,), contiguous, in any float dtype: elements [start, start + n) of the matrix.
-        start: the place of its first element.
-        cols: of the matrix.
-        factors: (rows,) in fp32.
+    ``flat`` is contiguous, in any float dtype: elements [start, start + n). Factors are in fp32.
     """
     count = flat.numel()
     head = min(-start % cols, count)  # up to the end of a row that has begun before

@@ -43,10 +43,7 @@ def projections_of(weight: Weight, rows: int) -> Projections | None:
     ``linear_qkv`` of a ``SelfAttention`` and ``linear_kv`` of a ``CrossAttention``, whatever wraps
     the linear, by the attention's own settings, which may differ from its model's (vision encoders,
     heterogeneous layers). In a class that is not Megatron's a ``linear_qkv.weight``, by its name.
-
-    Args:
-        weight: 2-D.
-        rows: of the weight over all TP ranks.
+    ``rows`` are those of the 2-D weight over all TP ranks.
     """
     if is_adapter(weight) or not weight.name.endswith(".weight"):
         return None
@@ -67,7 +64,8 @@ def _by_class(weight: Weight) -> Projections | None:
         if isinstance(outer, SelfAttention) and linear is getattr(outer, "linear_qkv", None):
             return _self_attention(outer.config, certain=depth == 0)
         if isinstance(outer, CrossAttention) and linear is getattr(outer, "linear_kv", None):
-            return _cross_attention(outer.config, certain=depth == 0)
+            heads, head = outer.config.num_attention_heads, outer.config.kv_channels
+            return Projections(heads, 1, head, (("k", head), ("v", head)), certain=depth == 0)
         linear = outer
     return None
 
@@ -87,9 +85,3 @@ def _self_attention(model: Any, *, certain: bool) -> Projections:
     gate = [("gate", heads * head)] if getattr(model, "attention_output_gate", False) else []
     parts = (("q", heads * head), *gate, ("k", head), ("v", head))
     return Projections(model.num_query_groups, heads, head, parts, certain)
-
-
-def _cross_attention(model: Any, *, certain: bool) -> Projections:
-    """Per head its k, its v."""
-    head = model.kv_channels
-    return Projections(model.num_attention_heads, 1, head, (("k", head), ("v", head)), certain)

@@ -33,7 +33,6 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
             needs to know outputs from inputs and a batch of experts is transposed.
     """
     if weight.is_module("GroupedMLP"):
-        _require_spectral(weight, config)
         return _legacy_experts(weight, tp_size, config)
     shape = (weight.param.size(0), weight.param.size(1))
     partition_dim = partition_dim_of(weight, tp_size)
@@ -63,8 +62,16 @@ def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Paramet
 
     ``weight1`` is ``(experts, hidden, fc1 outputs)`` in memory, ``weight2`` ``(experts, fc2 inputs,
     hidden)`` (GroupedMLP.forward's views). With a gated fc1 the local outputs are those of the gate
-    and then of the up half.
+    and then of the up half. Rows are inputs: only ``spectral`` has the same scale for a matrix and
+    its transpose.
     """
+    if config.scale_mode != "spectral":
+        raise NotImplementedError(
+            f"{weight.name}: {named('scale_mode')} {config.scale_mode!r} depends on outputs / "
+            "inputs, but the legacy GroupedMLP stores its experts transposed: use 'spectral', "
+            "experts of another class (Transformer Engine's, or no --moe-grouped-gemm), or "
+            f"{named('muon_exclude')}"
+        )
     hidden = weight.model_config.hidden_size
     experts = weight.model_config.num_moe_experts // weight.model_config.expert_model_parallel_size
     numel = weight.param.numel()
@@ -84,17 +91,6 @@ def _parameter(
     weight: Weight, shape: tuple[int, int], partition_dim: int | None, matrices: Matrices
 ) -> Parameter:
     return Parameter(weight.name, shape, partition_dim, _NOWHERE, _NOWHERE, 0, *matrices)
-
-
-def _require_spectral(weight: Weight, config: MuonConfig) -> None:
-    """Its rows are inputs: only ``spectral`` has the same scale for a matrix and its transpose."""
-    if config.scale_mode != "spectral":
-        raise NotImplementedError(
-            f"{weight.name}: {named('scale_mode')} {config.scale_mode!r} depends on outputs / "
-            "inputs, but the legacy GroupedMLP stores its experts transposed: use 'spectral', "
-            "experts of another class (Transformer Engine's, or no --moe-grouped-gemm), or "
-            f"{named('muon_exclude')}"
-        )
 
 
 def _require_rows(

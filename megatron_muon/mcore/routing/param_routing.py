@@ -45,29 +45,22 @@ _EXPERT_PARTITION_DIM = {"linear_fc1": 0, "linear_fc2": 1}
 _CUT_VECTOR = re.compile(r"\.(softmax_offset|mixer\.norm\.weight)$")
 _NUMBER = re.compile(r"(\.|weight|bias)\d+(?=\.|$)")
 _LAYER = re.compile(r"(.*\blayers\.)\d+$")
+_LAST = re.compile(r"(?!.*\blayers\.)(.*\.)?(final_layernorm|final_norm|output_layer)$")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter of a model chunk.
+    """A parameter of a model chunk."""
 
-    Attributes:
-        name: Megatron's, without the names of wrapping modules, and with layers numbered over all
-            pipeline stages. Experts are numbered as on EP rank 0: see ``expert_name``.
-        param: the local TP slice.
-        module: the one that holds it.
-        holders: the modules that ``module`` is in, from the innermost to the model chunk.
-        model_config: the TransformerConfig that this part of the model was built from.
-        is_expert: one of an MoE layer's routed experts has it.
-    """
-
+    # Megatron's, without wrapping modules; layers are numbered over all pipeline stages, experts as
+    # on EP rank 0 (``expert_name``)
     name: str
-    param: torch.nn.Parameter
-    module: torch.nn.Module
-    holders: tuple[torch.nn.Module, ...]
-    model_config: Any
-    is_expert: bool
+    param: torch.nn.Parameter  # the local TP slice
+    module: torch.nn.Module  # the one that holds it
+    holders: tuple[torch.nn.Module, ...]  # from the innermost module to the model chunk
+    model_config: Any  # the TransformerConfig that this part of the model was built from
+    is_expert: bool  # one of an MoE layer's routed experts has it
 
     @property
     def leaf(self) -> str:
@@ -77,9 +70,8 @@ class Weight:
     @property
     def names(self) -> tuple[str, ...]:
         """Its name, and of a tied embedding those of its copies, which must be treated alike."""
-        return (
-            (self.name, *_TIED) if getattr(self.param, "shared_embedding", False) else (self.name,)
-        )
+        tied = _TIED if getattr(self.param, "shared_embedding", False) else ()
+        return (self.name, *tied)
 
     @property
     def is_tied_copy(self) -> bool:
@@ -120,13 +112,18 @@ def weights(model_chunks: Sequence[torch.nn.Module]) -> Iterator[Weight]:
 
 
 def layers(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each layer of all chunks with its name, numbered over all pipeline stages."""
+    """Each layer of all chunks with its name, numbered over all pipeline stages.
+
+    Behind them, where the last stage is, the final norm and the output layer.
+    """
     for chunk in model_chunks:
         for path, module in chunk.named_modules():
             match = _LAYER.match(path)
             if match and isinstance(getattr(module, "layer_number", None), int):
                 name = f"{match[1]}{module.layer_number - 1}"
                 yield _model_wide(name, {}), module
+            elif _LAST.match(path):
+                yield _model_wide(path, {}), module
 
 
 def _around(path: str) -> Iterator[str]:
@@ -151,9 +148,6 @@ def of_any_number(name: str) -> str:
 
 def why_adamw(weight: Weight, tp_size: int, config: MuonConfig) -> str | None:
     """Why AdamW updates the weight; None where Muon does. The same at every TP and EP size.
-
-    Args:
-        tp_size: number of TP ranks that share it; of an expert, expert-TP ranks.
 
     Raises:
         ValueError: a pattern asks for what cannot be.
@@ -245,8 +239,7 @@ def _is_vector(weight: Weight, tp_size: int) -> bool:
 def whole_shape(weight: Weight, tp_size: int) -> tuple[int, int]:
     """Rows and columns of a 2-D weight over all TP ranks; of legacy grouped experts, one expert's.
 
-    Raises:
-        NotImplementedError: it is an expert's, by a name that is not known.
+    A NotImplementedError for an expert's, by a name that is not known.
     """
     rows, cols = weight.param.shape
     if weight.is_module("GroupedMLP"):

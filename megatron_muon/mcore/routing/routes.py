@@ -24,21 +24,13 @@ from megatron_muon.settings.config import MuonConfig
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a parameter goes.
+    """Where a parameter goes."""
 
-    Attributes:
-        weight: the parameter, with its name and module.
-        tp_size: number of TP ranks that share it.
-        elements: of the whole parameter; of an expert's, with its likes on all EP ranks.
-        muon: its matrices, before it has a place in a grad buffer; None where it is AdamW's.
-        why_adamw: the reason, where it is AdamW's.
-    """
-
-    weight: Weight
-    tp_size: int
-    elements: int
-    muon: Parameter | None
-    why_adamw: str | None
+    weight: Weight  # the parameter, with its name and module
+    tp_size: int  # number of TP ranks that share it
+    elements: int  # of the whole parameter; of an expert's, with its likes on all EP ranks
+    muon: Parameter | None  # its matrices, without a place in a grad buffer; None: AdamW's
+    why_adamw: str | None  # the reason, where it is AdamW's
 
     @property
     def is_unknown(self) -> bool:
@@ -47,12 +39,7 @@ class Route:
 
 
 def routes_of(model_chunks: Sequence[Any], sizes: Sizes, config: MuonConfig) -> list[Route]:
-    """The routes of all of a rank's parameters that train, in Megatron's order.
-
-    Raises:
-        ValueError, NotImplementedError: a weight cannot be routed, or is not what its name
-            promises.
-    """
+    """The routes of all of a rank's parameters that train, in Megatron's order; errors name one."""
     trained = (weight for weight in weights(model_chunks) if weight.param.requires_grad)
     return [_route(weight, sizes, config) for weight in trained]
 

@@ -31,19 +31,13 @@ class RowRun:
 
 @dataclass(frozen=True, slots=True)
 class FusedRows:
-    """The order of rows in a weight that holds several projections.
+    """The order of rows in a weight that holds several projections."""
 
-    Attributes:
-        sections: its rows in order; see ``planning.sections``.
-        default: the split without a pattern for it.
-        what: the rows in words, for errors.
-        may_be_replicated: TP ranks may hold all of its rows. Without this, a weight that TP does
-            not split at TP > 1 is unknown here.
-    """
-
-    sections: tuple[tuple[RowRun, ...], ...]
-    default: str
-    what: str
+    sections: tuple[tuple[RowRun, ...], ...]  # its rows in order; see planning.sections
+    default: str  # the split without a pattern for it
+    what: str  # the rows in words, for errors
+    # TP ranks may hold all of its rows. Without this, a weight that TP does not split at TP > 1 is
+    # unknown here.
     may_be_replicated: bool = False
 
     @property
@@ -67,17 +61,10 @@ class FusedRows:
 def fused_of(weight: Weight, rows: int) -> FusedRows | None:
     """How the rows of a weight lie; None where it is one projection, and where it is not known.
 
-    Args:
-        weight: 2-D.
-        rows: of the weight over all TP ranks.
+    ``rows`` are those of the 2-D weight over all TP ranks.
     """
-    if is_adapter(weight):
-        return None
-    for known in _FAMILIES:
-        fused = known(weight, rows)
-        if fused is not None:
-            return fused
-    return None
+    families = () if is_adapter(weight) else _FAMILIES
+    return next((fused for known in families if (fused := known(weight, rows))), None)
 
 
 def split_of(weight: Weight, config: MuonConfig, fused: FusedRows | None) -> str:
@@ -91,13 +78,10 @@ def split_of(weight: Weight, config: MuonConfig, fused: FusedRows | None) -> str
 def rows_of_ones_own(
     weight: Weight, kind: str, own: OwnSplit, rows: int, known: FusedRows | None
 ) -> FusedRows:
-    """The rows that a user's split says.
+    """The rows that a user's split says, ``kind`` as it is written.
 
-    Args:
-        kind, own: the split as it is written, and what it means, not ``cols``.
-        rows: of the weight over all TP ranks.
-        known: how its rows lie, which says what of them TP ranks hold. Where it is not known, TP
-            cuts each range of ``rows`` by itself, as in Megatron's fused weights, else all rows.
+    ``known``, how its rows lie, says what of them TP ranks hold. Where it is not known, TP cuts
+    each range of ``rows`` by itself, as in Megatron's fused weights, else all rows.
 
     Raises:
         ValueError: the weight has another number of rows.
@@ -145,11 +129,7 @@ def require_own(weight: Weight, kind: str, own: OwnSplit, size: int) -> None:
 def chosen_split(
     weight: Weight, config: MuonConfig, default: str, kinds: tuple[str, ...], *, own: bool = False
 ) -> str:
-    """The split of these kinds, or of one's ``own``, that the last pattern which matches asks for.
-
-    Raises:
-        ValueError: it asks for another split.
-    """
+    """The split of the last pattern that matches: of ``kinds``, one's ``own``, or a ValueError."""
     chosen = [pair for pair in config.splits if matching(weight, pair[:1])]
     if not chosen:
         return default
@@ -179,9 +159,8 @@ def _attention(weight: Weight, rows: int) -> FusedRows | None:
 def _queries(weight: Weight, rows: int) -> FusedRows | None:
     """The queries of a cross attention, which are not fused with keys and values."""
     holder: Any = weight.holders[0] if weight.holders else None
-    if not isinstance(holder, CrossAttention) or weight.module is not getattr(
-        holder, "linear_q", None
-    ):
+    linear = getattr(holder, "linear_q", None)
+    if not isinstance(holder, CrossAttention) or weight.module is not linear:
         return None
     heads = int(holder.config.num_attention_heads)
     if rows % heads:
@@ -253,19 +232,15 @@ def _state_space(weight: Weight, rows: int) -> FusedRows | None:
         return None
     sizes: tuple[tuple[str, int], ...] = ()
     if _is_held_by(weight, "MambaMixer"):
-        sizes = _of_mamba(weight.holders[0])
+        mixer: Any = weight.holders[0]
+        inner, states = mixer.d_inner, mixer.ngroups * mixer.d_state
+        sizes = ("z", inner), ("x", inner), ("B", states), ("C", states), ("dt", mixer.nheads)
     elif _is_held_by(weight, "GatedDeltaNet", "GatedDeltaNet2"):
         sizes = _of_delta_net(weight.holders[0])
     if sum(count for _, count in sizes) != rows:
         return None
     what = f"{', '.join(part for part, _ in sizes)} of {type(weight.holders[0]).__name__}"
     return FusedRows(tuple(_blocks((size,)) for size in sizes), "whole", what)
-
-
-def _of_mamba(mixer: Any) -> tuple[tuple[str, int], ...]:
-    states = mixer.ngroups * mixer.d_state
-    inner = mixer.d_inner
-    return ("z", inner), ("x", inner), ("B", states), ("C", states), ("dt", mixer.nheads)
 
 
 def _of_delta_net(net: Any) -> tuple[tuple[str, int], ...]:

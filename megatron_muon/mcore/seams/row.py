@@ -15,27 +15,16 @@ Use = Literal["called", "wrapped", "replaced", "overridden", "subclassed", "read
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A symbol of Megatron, or of torch's internals.
+    """A symbol of Megatron, or of torch's internals."""
 
-    Attributes:
-        module: the module in which it is looked up at call time.
-        name: the symbol's name, with a dot before a class's attribute.
-        use: how the package uses it.
-        relied_on: the behaviour that the package relies on, printed in errors.
-        parameters: names that must be in its signature.
-        since, until: the first and the last minor version of Megatron that has it in this shape.
-        inherited: the class has it from a base class. If False, the class itself must define it,
-            since a base class may have another symbol of that name.
-    """
-
-    module: str
-    name: str
-    use: Use
-    relied_on: str
-    parameters: tuple[str, ...] = ()
-    since: Version = OLDEST
+    module: str  # the module in which it is looked up at call time
+    name: str  # the symbol's name, with a dot before a class's attribute
+    use: Use  # how the package uses it
+    relied_on: str  # the behaviour that the package relies on, printed in errors
+    parameters: tuple[str, ...] = ()  # names that must be in its signature
+    since: Version = OLDEST  # the first and the last minor version of Megatron with this shape
     until: Version = NEWEST
-    inherited: bool = False
+    inherited: bool = False  # from a base class; else the class itself must define it
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -43,21 +32,15 @@ class Seam:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """An attribute of objects: code of the class or a field of it sets it.
+    """An attribute of objects: code of the class or a field of it sets it."""
 
-    Attributes:
-        module, owner: the class. With an empty owner it is a mark, which functions and methods of
-            the module set on parameters.
-        name: the attribute's name.
-        relied_on: the purpose that it is read for, printed in errors.
-        since, until: as in a Seam.
-    """
-
+    # module, owner: the class. With an empty owner it is a mark, which functions and methods of the
+    # module set on parameters.
     module: str
     owner: str
-    name: str
-    relied_on: str
-    since: Version = OLDEST
+    name: str  # the attribute's name
+    relied_on: str  # the purpose that it is read for, printed in errors
+    since: Version = OLDEST  # since, until: as in a Seam
     until: Version = NEWEST
 
     def __str__(self) -> str:

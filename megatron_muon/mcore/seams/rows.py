@@ -48,11 +48,7 @@ CORE: tuple[Row, ...] = (*model.ROWS, *optimizer.ROWS, *_TORCH)
 
 
 def megatron_version() -> tuple[str, Version]:
-    """The installed megatron-core's version, as text and as (major, minor).
-
-    Raises:
-        SeamError: megatron-core has no version, or one that is not supported.
-    """
+    """The installed megatron-core's version, as text and as (major, minor), or a SeamError."""
     text = getattr(importlib.import_module("megatron.core"), "__version__", None)
     if not isinstance(text, str):
         raise _missing(model.ROWS[0], "of no version")
@@ -92,11 +88,7 @@ def check_hooks() -> None:
 
 
 def check_rows(rows: Iterable[Row]) -> None:
-    """Compare those of the rows that hold here with the installed packages.
-
-    Raises:
-        SeamError: names the symbol, and the way out.
-    """
+    """Compare the rows that hold here with the installed packages; a SeamError names one."""
     text, version = megatron_version()
     for row in rows_of(version, rows):
         check_row(row, text)
@@ -127,11 +119,7 @@ def check_row(row: Row, version: str) -> None:
 
 
 def check_built(dist_opt: Any) -> None:
-    """Compare the rows of attributes with a DistributedOptimizer that Megatron has built.
-
-    Raises:
-        SeamError: names the attribute, or the key of a parameter group.
-    """
+    """Compare attributes' rows with a DistributedOptimizer of Megatron's; a SeamError names one."""
     if getattr(dist_opt, "is_stub_optimizer", False):
         return
     built = [("DistributedOptimizer", dist_opt)]

@@ -10,13 +10,10 @@ import torch
 from megatron.core.transformer.attention import Attention, CrossAttention
 from torch import Tensor
 
+from megatron_muon.mcore.qk_clip.local import MAXIMA
 from megatron_muon.mcore.routing.param_routing import layers
 from megatron_muon.mcore.watching.rows import Message
 from megatron_muon.runtime.collectives import Group
-
-# The name in Megatron's attention over Transformer Engine, since core 0.16: (heads of this TP rank,
-# ), the largest logits since it was None. Megatron's loop sets it to None after the step.
-_MAXIMA = "current_max_attn_logits"
 
 
 class LayerOutputs:
@@ -75,7 +72,7 @@ class KeptLogits:
 
     def put_into(self, maxima: Tensor, tp: Group) -> None:
         """Raise ``(len(rows),)`` fp32 to the logits of this rank's heads, if it has run."""
-        kept = getattr(self.core, _MAXIMA, None)
+        kept = getattr(self.core, MAXIMA, None)
         if kept is None:
             return
         kept = kept.detach().to(maxima).view(-1)

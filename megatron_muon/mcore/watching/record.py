@@ -49,9 +49,8 @@ def step_record(
 ) -> Record:
     """The line of one logging step; a number that is not finite is null.
 
-    Args:
-        totals: the message, added up over all ranks.
-        maxima: the largest logits of all ranks; -inf where an attention did not run.
+    ``totals`` is the message, added up over all ranks. ``maxima`` are the largest logits of all
+    ranks; -inf where an attention did not run.
     """
     made: Record = {"kind": "step", **more}
     for kind, numbers_of in _NUMBERS.items():

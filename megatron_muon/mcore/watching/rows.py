@@ -55,21 +55,17 @@ def muon_rows(matrices: Iterable[Matrix], config: MuonConfig) -> dict[str, dict[
     members: dict[str, list[Matrix]] = defaultdict(list)
     for matrix in matrices:
         members[row_name(matrix.name)].append(matrix)
-    return {name: _about(members[name], config) for name in sorted(members)}
-
-
-def _about(matrices: Sequence[Matrix], config: MuonConfig) -> dict[str, float]:
-    elements = sum(matrix.numel for matrix in matrices)
-    squares = sum(m.numel * update_scale(*m.whole, config) ** 2 / max(m.whole) for m in matrices)
-    return {
-        "elements": elements,
-        "matrices": len(matrices),
-        "promised_rms": math.sqrt(squares / elements),
-    }
+    rows: dict[str, dict[str, float]] = {}
+    for name, each in sorted(members.items()):
+        elements = sum(matrix.numel for matrix in each)
+        squares = sum(m.numel * update_scale(*m.whole, config) ** 2 / max(m.whole) for m in each)
+        promised = math.sqrt(squares / elements)
+        rows[name] = {"elements": elements, "matrices": len(each), "promised_rms": promised}
+    return rows
 
 
 class Table:
-    """The rows of all stages (``watch._of_stage``), and the place of each sum in the message."""
+    """The rows of all stages (``watch._table``), and the place of each sum in the message."""
 
     def __init__(self, stages: Sequence[Mapping[str, Any]], ranks: int) -> None:
         # Each name once: a tied embedding is on two stages.

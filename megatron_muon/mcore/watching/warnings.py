@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import median
 
+from megatron_muon.console import first_names
 from megatron_muon.mcore.watching.record import Record
 from megatron_muon.mcore.watching.rows import SUMS
 
@@ -41,7 +42,7 @@ class Warnings:
         named = [(see, text, list(rows)) for see, text, rows in rules]
         before, self._told = self._told, {text for _, text, rows in named if rows}
         return [
-            f"{text}: {_some(rows)}; see {see!r} in docs/troubleshooting.md"
+            f"{text}: {first_names(rows)}; see {see!r} in docs/troubleshooting.md"
             for see, text, rows in named
             if rows and text not in before
         ]
@@ -88,8 +89,3 @@ def _without_gradient(record: Record) -> Iterator[str]:
     for row, numbers in record.get("muon", {}).items():
         if numbers["moved"] is not None and numbers["moved"] < 1.0:
             yield f"{row} {1 - numbers['moved']:.0%}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"

@@ -37,9 +37,7 @@ class Watch:
 
     The group's ranks step together; None is the world. Its last rank writes, as in Megatron.
 
-    Raises:
-        OSError: the file cannot be written; on the rank that writes.
-        RuntimeError: likewise, on the others.
+    An OSError of the rank that writes is a RuntimeError on the others.
     """
 
     def __init__(
@@ -170,21 +168,18 @@ def _table(
     """The rows of all stages: the first rank of each stage tells the others."""
 
     def own() -> str:
-        return json.dumps(_of_stage(muons, model_chunks, config, stage)) if stage.speaks else ""
+        if not stage.speaks:
+            return ""
+        routes, kept = muons[0][0].routes, kept_logits(model_chunks, config.qk_clip)
+        adamws = {row_name(route.weight.name) for route in routes if route.muon is None}
+        return json.dumps(
+            {
+                "muon": muon_rows([m for _, muon in muons for m in muon.plan.matrices], config),
+                "adamw": sorted(adamws),
+                "layers": [name for name, _ in layers(model_chunks)],
+                "logits": [row for each in kept for row in each.rows],
+            }
+        )
 
     texts = collectives.all_gather_texts(together(own, group, stage.device), group)
     return Table([json.loads(text) for text in texts if text], len(texts))
-
-
-def _of_stage(
-    muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: Stage
-) -> dict[str, Any]:
-    matrices = [matrix for _, muon in muons for matrix in muon.plan.matrices]
-    routes = muons[0][0].routes
-    adamws = {row_name(route.weight.name) for route in routes if route.muon is None}
-    return {
-        "muon": muon_rows(matrices, config),
-        "adamw": sorted(adamws),
-        "layers": [name for name, _ in layers(model_chunks)],
-        "logits": [row for each in kept_logits(model_chunks, config.qk_clip) for row in each.rows],
-    }

@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -79,8 +79,6 @@ def make_muons(
             weights (two with overlap_param_gather_with_optimizer_step) and one for experts, if
             any. A part in which nothing trains is a stub. Before core 0.14 a stage without experts
             has no part for them, though other stages do.
-        model_chunks: this rank's model chunks.
-        config: the settings.
         pg_collection: the process groups given to ``get_megatron_optimizer``, if any.
 
     Raises:
@@ -118,29 +116,17 @@ def make_muons(
     optimizer.voters = process_groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     lines += together(lambda: _completed(parts, muons, numerics, stage), None, device)
-    lines += _connected(muons, stage)
-    lines += _nodes(muons, config, stage)
+    lines += _connected(muons, stage) + _nodes(muons, config, stage)
     if muons:
-        _observe(optimizer, muons, model_chunks, config, stage)
-    remember(model_chunks, config, stage)
-    for line in lines:
-        say(line)
-
-
-def _observe(
-    optimizer: Any,
-    muons: Sequence[tuple[Any, DistributedMuon]],
-    model_chunks: Sequence[Any],
-    config: MuonConfig,
-    stage: Stage,
-) -> None:
-    """Name matrices that are left where they are, and watch logging steps if that is asked for."""
-    each = [muon for _, muon in muons]
-    optimizer.nonfinite = NonfiniteReport(each, config, optimizer.voters, stage.device)
-    if config.log_interval is not None:
+        each = [muon for _, muon in muons]
+        optimizer.nonfinite = NonfiniteReport(each, config, optimizer.voters, device)
+    if muons and config.log_interval is not None:
         from megatron_muon.mcore.watching.watch import Watch
 
         optimizer.watch = Watch(muons, model_chunks, config, stage, optimizer.voters)
+    remember(model_chunks, config, stage)
+    for line in lines:
+        say(line)
 
 
 def _active() -> list[str]:
@@ -274,59 +260,41 @@ def _made_together(
 ) -> list[tuple[Any, DistributedMuon]]:
     """Each part that is no stub, with its Muon; an error of one rank stops the whole world."""
     parts = [part for part in parts if not part.is_stub_optimizer]
-    every = together(partial(_on_every_rank, parts, stage), None, stage.device)
+    every = together(lambda: [_everywhere(part, stage) for part in parts], None, stage.device)
     plans, error = attempt(partial(_agreed_plans, parts, every, numerics, stage))
     raise_together(error, None, stage.device)  # all ranks of a stage have its errors
     assert plans is not None
-
-    def made() -> list[tuple[Any, DistributedMuon]]:
-        both = zip(parts, plans, strict=True)
-        return [(part, _muon_of(part, plan, numerics, stage)) for part, plan in both]
-
-    return together(made, None, stage.device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Agreed:
-    """The plan of a DistributedOptimizer.
-
-    Attributes:
-        plan: see above.
-        mine: this rank's Muon parameters by their place in it.
-        is_followed: whether another optimizer's rounds follow.
-    """
-
-    plan: ExchangePlan
-    mine: dict[int, Any]
-    is_followed: bool
+    both = list(zip(parts, plans, strict=True))
+    return together(
+        lambda: [(part, _muon_of(part, agreed_on, numerics, stage)) for part, agreed_on in both],
+        None,
+        stage.device,
+    )
 
 
-def _on_every_rank(parts: Sequence[Any], stage: Stage) -> list[list[Parameter]]:
-    return [_everywhere(part, stage) for part in parts]
+# The plan of a DistributedOptimizer, this rank's Muon parameters by their place in it, and whether
+# another optimizer's rounds follow.
+_Agreed = tuple[ExchangePlan, dict[int, Any], bool]
 
 
 def _agreed_plans(
     parts: Sequence[Any], every: Sequence[list[Parameter]], numerics: Numerics, stage: Stage
 ) -> list[_Agreed]:
-    """The plans of all optimizers, on which all ranks of the stage agree.
-
-    Args:
-        every: parameters of each optimizer, ``_everywhere``.
-    """
+    """The plans of all optimizers, on which all ranks of the stage agree."""
     node = dist.get_rank() // numerics.config.node_ranks
     work = [flops_of(parameters, numerics) for parameters in every]
     plans: list[_Agreed] = []
     for at, part in enumerate(parts):
         coordinates = replace(stage.coordinates(part), node=node)
         mine = muon_parameters(part.routes, part.buffers)
-        earlier, later = [before.plan for before in plans], sum(work[at + 1 :])
+        earlier, later = [plan for plan, *_ in plans], sum(work[at + 1 :])
         here = [parameter for _, parameter in mine]
         description = agreed.description(here, numerics, earlier, later)
         grid = agree_on_grid(coordinates, description, stage.group, stage.device)
         plan = make_plan(every[at], grid, numerics, earlier, later)
         first = coordinates.ep_rank * len(mine)  # index of this EP rank's first parameter
         params = {first + number: param for number, (param, _) in enumerate(mine)}
-        plans.append(_Agreed(plan, params, later > 0))
+        plans.append((plan, params, later > 0))
     return plans
 
 
@@ -341,10 +309,11 @@ def _muon_of(
     dist_opt: Any, agreed_on: _Agreed, numerics: Numerics, stage: Stage
 ) -> DistributedMuon:
     """The Muon part of this rank."""
-    plan, config, travels = agreed_on.plan, numerics.config, TORCH_DTYPE[numerics.travels]
+    plan, mine, is_followed = agreed_on
+    config, travels = numerics.config, TORCH_DTYPE[numerics.travels]
     own, meter = plan.for_rank(dist.get_rank(stage.group)), Meter()
     shards = dict(owned_shards(dist_opt))
-    main_params = {index: shards[agreed_on.mine[index]] for index in own.shards}
+    main_params = {index: shards[mine[index]] for index in own.shards}
     exchange = Exchange(own, plan.matrices, stage.group, travels, stage.device, meter)
     phase = phases(dist_opt.config)
     elementwise = elementwise_on(stage.device, numerics)
@@ -353,13 +322,12 @@ def _muon_of(
         from megatron_muon.mcore.wiring.buffers.early_gathers import early_gathers
 
         round_of = plan.round_of()
-        rounds = {param: round_of[index] for index, param in agreed_on.mine.items()}
         dist_opt.early_gathers = early_gathers(
             dist_opt,
-            rounds,
+            {param: round_of[index] for index, param in mine.items()},
             last=len(plan.rounds) - 1,
             one_by_one=gathers_one_by_one(stage.device),
-            is_followed=agreed_on.is_followed,
+            is_followed=is_followed,
             is_on=config.early_param_gather == "on",
         )
         if dist_opt.early_gathers is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_muon.console import first_names
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.routing.param_routing import expert_name
 from megatron_muon.mcore.wiring.buffers.bucket_groups import finish_gathers
@@ -54,9 +55,9 @@ class MuonChainedOptimizer(CheckpointChain):
             self.nonfinite.before_step()
         with nullcontext() if self.watch is None else self.watch.step():
             is_successful = bool(super().step_with_ready_grads())
-        for early in [part.early_gathers for part in self.chained_optimizers]:
-            if early is not None:
-                early.end_step()
+        for part in self.chained_optimizers:
+            if part.early_gathers is not None:
+                part.early_gathers.end_step()
         if self.nonfinite is not None:
             self.nonfinite.after_step()
         return is_successful
@@ -103,19 +104,16 @@ class MuonChainedOptimizer(CheckpointChain):
             return norm
         if isinstance(norm, torch.Tensor):
             self._late_norm = LateNorm(norm)
-        elif self._may_be_unusable(norm) and any_rank(
-            "muon/vote", self._some_grad_is_unusable(), group
-        ):
+            return norm
+        # the same on every rank; also True where each rank knows only a part of the norm
+        votes = not (math.isfinite(norm) and self.grads_states_parallel_group_is_shared())
+        if votes and any_rank("muon/vote", self._some_grad_is_unusable(), group):
             error, failure = attempt(self._gradient_error)
             raise_quoting(failure or error, group)
         return norm
 
     def require_usable_step(self) -> None:
-        """Raise if a norm that was still being computed in the step before was not finite.
-
-        Raises:
-            FloatingPointError: on every rank.
-        """
+        """Raise on every rank if a norm still being computed in the step before is not finite."""
         late, self._late_norm = self._late_norm, None
         if late is not None:
             late.require_finite()
@@ -129,10 +127,6 @@ class MuonChainedOptimizer(CheckpointChain):
         """Megatron's state dict; refused after a step with unusable gradients."""
         self.require_usable_step()
         return super().sharded_state_dict(*args, **kwargs)
-
-    def _may_be_unusable(self, norm: float) -> bool:
-        """The same on every rank; also True where each rank knows only a part of the norm."""
-        return not (math.isfinite(norm) and self.grads_states_parallel_group_is_shared())
 
     def _some_grad_is_unusable(self) -> torch.Tensor:
         """A bool scalar; on CUDA it is still being computed when this returns."""
@@ -157,12 +151,11 @@ class MuonChainedOptimizer(CheckpointChain):
         ]
         if not bad:
             return None
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         lowest = min(limit for _, limit in bad)
         beyond = f", or beyond ±{lowest:.1e}, which momentum adds up to Inf (set clip_grad)"
         return FloatingPointError(
             f"gradients are missing, NaN or Inf{beyond * (lowest < _LARGEST)} in "
-            f"{', '.join(name for name, _ in bad[:5])}{more}; no optimizer state or parameter has "
+            f"{first_names([name for name, _ in bad], 5)}; no optimizer state or parameter has "
             "been changed"
         )
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 
+from megatron_muon.console import first_names
 from megatron_muon.mcore.routing.param_routing import (
     Weight,
     is_cut,
@@ -36,36 +37,28 @@ _MARK = "tensor_model_parallel"
 def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
     """Correct the marks of main parameters. Every rank of the world calls this.
 
-    Args:
-        parts: Megatron's DistributedOptimizers.
-        stage: this rank's.
-
     Returns:
         A line for rank 0 to print, where a mark was wrong on any rank.
 
     Raises:
         RuntimeError: on ranks that have no error themselves when another has.
     """
-
-    def correct() -> list[str]:
-        return sorted({name for part in parts for name in _corrected(part, stage)})
-
-    wrong = together(correct, None, stage.device)
+    wrong = together(
+        lambda: sorted({name for part in parts for name in _corrected(part, stage)}),
+        None,
+        stage.device,
+    )
     counts = collectives.all_gather_numbers([len(wrong)], None, stage.device)
     if not any(count for (count,) in counts):
         return []
     texts = collectives.all_gather_texts("\n".join(wrong), None)
     names = sorted({name for text in texts for name in text.split("\n") if name})
-    return [_line(names)] if dist.get_rank() == 0 else []
-
-
-def _line(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (
-        f"[megatron_muon] Megatron would count {', '.join(names[:3])}{more} on the wrong number of "
-        "TP ranks in the gradient norm. This run counts each weight once; runs with --optimizer "
+    line = (
+        f"[megatron_muon] Megatron would count {first_names(names)} on the wrong number of TP "
+        "ranks in the gradient norm. This run counts each weight once; runs with --optimizer "
         "adam keep Megatron's norm"
     )
+    return [line] if dist.get_rank() == 0 else []
 
 
 def _corrected(part: Any, stage: Stage) -> Iterator[str]:
@@ -85,12 +78,7 @@ def _corrected(part: Any, stage: Stage) -> Iterator[str]:
 
 
 def counts_here(weight: Weight, stage: Stage) -> bool | None:
-    """Whether this rank is the one to count what it holds; None where Megatron's mark is kept.
-
-    Args:
-        weight: any.
-        stage: this rank's.
-    """
+    """Whether this rank is the one to count what it holds; None where Megatron's mark is kept."""
     if not weight.is_expert:
         if stage.tp.size() == 1:
             return None

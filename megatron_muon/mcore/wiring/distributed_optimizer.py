@@ -138,12 +138,10 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 def start_of(dist_opt: MuonDistributedOptimizer, *, orthogonalizes: bool) -> Callable[[], None]:
     """Starts an optimizer's step before the one before it waits for its last directions.
 
-    Args:
-        dist_opt: that of experts, or another dense one. Megatron gathers the parameters of the
-            optimizer before a dense one as soon as that has stepped.
-        orthogonalizes: whether the first round is orthogonalized then, too: for the experts'.
+    The experts' orthogonalizes its first round then, too. Megatron gathers the parameters of the
+    optimizer before a dense one as soon as that has stepped.
     """
-    adam = dist_opt.optimizer
+    adam = dist_opt.optimizer  # which is not Muon's yet
     return lambda: adam.begin_muon() if orthogonalizes else adam.start_muon()
 
 

@@ -12,11 +12,7 @@ from megatron_muon.runtime.patches import turn_into
 
 
 class LateNorm:
-    """Megatron's norm, copied to the host without waiting.
-
-    Args:
-        norm: one element, reduced over all ranks, so that every rank has the same value.
-    """
+    """Megatron's norm, reduced over all ranks, copied to the host without waiting."""
 
     def __init__(self, norm: torch.Tensor) -> None:
         self._event: Any = None
@@ -28,11 +24,7 @@ class LateNorm:
         self._event.record()
 
     def require_finite(self) -> None:
-        """Raise if the norm is not finite.
-
-        Raises:
-            FloatingPointError: gives the norm and the way out.
-        """
+        """Raise a FloatingPointError with the way out if the norm is not finite."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()  # rarely waits: a forward and a backward lie between
         value = float(self._norm)
@@ -55,7 +47,6 @@ def norm_grads(
     Args:
         counted: gradients that Megatron puts in the norm, each ``(n,)``.
         grads: those of all shards that this rank holds; None: missing.
-        device: the shards' device.
 
     Returns:
         ``counted``; if there are other gradients, 0 or NaN is added to a copy of one of them.

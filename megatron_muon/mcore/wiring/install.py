@@ -35,19 +35,7 @@ _NAMES = ("muon", "dist_muon")  # of the plugin's Muon; the second is Megatron's
 
 
 def install(config: MuonConfig | None = None) -> None:
-    """Make ``optimizer='muon'``, and ``dist_muon``, mean Distributed Muon in this Megatron.
-
-    Modules that have already imported ``get_megatron_optimizer`` by name get the plugin's, too.
-    Idempotent; a later call with a config sets it for optimizers built from then on.
-
-    Args:
-        config: the settings. None keeps those of an earlier call; at first it means Moonlight's.
-
-    Raises:
-        SeamError: the plugin does not know the installed Megatron.
-        TypeError: ``config`` is not a MuonConfig.
-        NotImplementedError: ``align_shards`` is set and this Megatron takes no buffer layout.
-    """
+    """``megatron_muon.install``, without its check for megatron-core."""
     global _config
     if config is not None and not isinstance(config, MuonConfig):
         raise TypeError(f"install takes a MuonConfig, got {config!r}")
@@ -68,13 +56,11 @@ def install(config: MuonConfig | None = None) -> None:
 def _wrap() -> None:
     for seam in wrapped_in_core():
         if seam.name in _WRAPPERS:
-            module, (holder, _, name) = (
-                importlib.import_module(seam.module),
-                seam.name.rpartition("."),
-            )
+            module = importlib.import_module(seam.module)
+            holder, _, name = seam.name.rpartition(".")
             owner = getattr(module, holder) if holder else module
             original = getattr(owner, name)
-            ours = around(original, _WRAPPERS[seam.name], _is_installed)
+            ours = around(original, _WRAPPERS[seam.name], lambda: _config is not None)
             _originals[seam.name] = original
             if holder:
                 _patches.set(owner, name, ours)
@@ -83,10 +69,7 @@ def _wrap() -> None:
 
 
 def uninstall() -> None:
-    """Give Megatron its own functions back, and leave no trace in its modules and classes.
-
-    Optimizers already built stay as they are.
-    """
+    """Give Megatron its own functions back, and leave no trace in its modules and classes."""
     global _config
     _take_layout_out()
     _patches.undo()
@@ -105,19 +88,8 @@ def settings() -> MuonConfig | None:
     return _config
 
 
-def _is_installed() -> bool:
-    return _config is not None
-
-
 def meter(optimizer: Any) -> Meter:
-    """This rank's work for Muon in the last step: matrices, FLOPs and bytes.
-
-    Args:
-        optimizer: the one that ``get_megatron_optimizer`` returned for ``optimizer='muon'``.
-
-    Raises:
-        TypeError: the optimizer has no Muon part.
-    """
+    """``megatron_muon.meter``: the sums over the optimizers of a chain."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     muons = [part.muon for part in parts if isinstance(part, MuonDistributedOptimizer)]
     if not muons:
@@ -182,7 +154,13 @@ def _built(
         _decay_everything(given, config)
     if not is_muon:
         return original(*given.args, **given.kwargs)
-    with _asking_for_adam(config), _further_groups(settings):
+    with ExitStack() as stack:
+        stack.enter_context(_asking_for_adam(config))
+        if settings.lr_mults or settings.wd_mults:
+            from megatron_muon.mcore.routing.multipliers import with_multipliers
+
+            ours = with_multipliers(mcore_optimizer._get_param_groups, settings)
+            stack.enter_context(replaced(mcore_optimizer, _get_param_groups=ours))
         optimizer = original(*given.args, **given.kwargs)
     make_muons(optimizer, model_chunks, settings, given.arguments.get("pg_collection"))
     return optimizer
@@ -245,22 +223,13 @@ def _check_config(original: Callable[..., None], config: Any) -> None:
         original(config)
 
 
-def _clip_qk(original: Callable[..., float], *args: Any, **kwargs: Any) -> float:
-    from megatron_muon.mcore.qk_clip.attach import clip_qk  # where Megatron's loop clips only
+def _of(module: str, name: str) -> Callable[..., Any]:
+    """A wrapper that is imported when it is first called."""
 
-    return clip_qk(original, *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
 
-
-def _save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from megatron_muon.mcore.load_check.save import save  # at the first save
-
-    return save(original, *args, **kwargs)
-
-
-def _load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from megatron_muon.mcore.load_check.save import load  # at the first load
-
-    return load(original, *args, **kwargs)
+    return call
 
 
 # Wrappers by symbol name; those for ``align_shards`` are in ``bucket_layout``. Each takes the
@@ -271,9 +240,9 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "_get_megatron_optimizer_based_on_param_groups": _stopped,
     "_get_megatron_emerging_optimizer": _stopped,
     "OptimizerConfig.__post_init__": _check_config,
-    "clip_qk": _clip_qk,
-    "save": _save,
-    "load": _load,
+    "clip_qk": _of("megatron_muon.mcore.qk_clip.attach", "clip_qk"),
+    "save": _of("megatron_muon.mcore.load_check.save", "save"),
+    "load": _of("megatron_muon.mcore.load_check.save", "load"),
 }
 
 
@@ -287,22 +256,10 @@ def _asking_for_adam(config: Any) -> Iterator[None]:
         config.optimizer = name
 
 
-@contextmanager
-def _further_groups(settings: MuonConfig) -> Iterator[None]:
-    """Cut Megatron's parameter groups where rates or decays are multiplied."""
-    with ExitStack() as stack:
-        if settings.lr_mults or settings.wd_mults:
-            from megatron_muon.mcore.routing.multipliers import with_multipliers
-
-            ours = with_multipliers(mcore_optimizer._get_param_groups, settings)
-            stack.enter_context(replaced(mcore_optimizer, _get_param_groups=ours))
-        yield
-
-
 def _decay_everything(given: inspect.BoundArguments, config: Any) -> None:
     """Change the arguments of ``get_megatron_optimizer`` so that every weight is decayed."""
     if "no_weight_decay_cond" in given.signature.parameters:  # before core 0.16
-        given.arguments["no_weight_decay_cond"] = _never
+        given.arguments["no_weight_decay_cond"] = lambda name, param: False
         return
     if given.arguments.get("config_overrides") is None:
         standard = mcore_optimizer.get_standard_config_overrides(config=config)
@@ -317,7 +274,3 @@ def _drop_overrides(given: inspect.BoundArguments, drops: Callable[[str, Any], b
         for key, override in given.arguments["config_overrides"].items()
     }
     given.arguments["config_overrides"] = {key: over for key, over in kept.items() if over}
-
-
-def _never(name: str, param: Any) -> bool:
-    return False

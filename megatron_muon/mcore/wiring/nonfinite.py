@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_muon.console import say
+from megatron_muon.console import first_names, say
 from megatron_muon.mcore.watching.host import host
 from megatron_muon.runtime.collectives import Group, all_gather_texts, any_rank
 from megatron_muon.runtime.nonfinite import Left
@@ -16,7 +16,6 @@ from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.settings.config import MuonConfig, named
 
 _INTERVAL = 100  # steps, where neither the loop nor a setting says it: Megatron-LM's own default
-_MOST = 5  # names in an error
 
 
 class NonfiniteReport:
@@ -26,12 +25,6 @@ class NonfiniteReport:
     loop, elsewhere every ``log_interval`` or 100. Ranks communicate then only, and only then the
     host waits for the device. A momentum that is not finite stays so: its home names it as soon as
     the host knows of it, on a GPU at the start of the next step.
-
-    Args:
-        muons: the optimizers.
-        config: the settings.
-        group: the ranks that step together; None for the world.
-        device: the device that they communicate from.
     """
 
     def __init__(
@@ -51,24 +44,6 @@ class NonfiniteReport:
 
     def before_step(self) -> None:
         """Name momenta of the step before, if the device is done with it."""
-        self._name_momenta()
-
-    def after_step(self) -> None:
-        """Every rank of the group calls it.
-
-        Raises:
-            FloatingPointError: on every rank: ``nonfinite_limit`` lines in a row name a matrix.
-        """
-        self._steps += 1
-        self._number = host().step() or self._steps
-        interval = host().log_interval() or self._interval
-        lines = (self._number - 1) // interval if self._lines is None else self._lines
-        self._lines = self._number // interval
-        self._name_momenta()
-        if self._lines != lines:
-            self._log()
-
-    def _name_momenta(self) -> None:
         for name, left in self._left(waits=False).items():
             if left.momenta and name not in self._momenta:
                 self._momenta.add(name)
@@ -76,6 +51,17 @@ class NonfiniteReport:
                     f"step {self._number}: the momentum of {name} is not finite, and stays so; the "
                     "matrix is left where it is"
                 )
+
+    def after_step(self) -> None:
+        """All ranks call it; FloatingPointError once ``nonfinite_limit`` lines name a matrix."""
+        self._steps += 1
+        self._number = host().step() or self._steps
+        interval = host().log_interval() or self._interval
+        lines = (self._number - 1) // interval if self._lines is None else self._lines
+        self._lines = self._number // interval
+        self.before_step()
+        if self._lines != lines:
+            self._log()
 
     def _left(self, *, waits: bool) -> dict[str, Left]:
         every: dict[str, Left] = {}
@@ -106,11 +92,10 @@ class NonfiniteReport:
                 )
         ended = [name for name, count in self._in_a_row.items() if count >= self._limit]
         if ended:
-            more = f" and {len(ended) - _MOST} more" if len(ended) > _MOST else ""
             momenta = any(every[name].momenta for name in ended)
             raise FloatingPointError(
-                f"{', '.join(ended[:_MOST])}{more}: the direction was not finite before each of "
-                f"the last {self._limit} lines of the log ({named('nonfinite_limit')}), so these "
+                f"{first_names(ended, 5)}: the direction was not finite before each of the last "
+                f"{self._limit} lines of the log ({named('nonfinite_limit')}), so these "
                 f"matrices were not updated. {_OF_MOMENTA if momenta else _OF_DIRECTIONS}"
             )
 

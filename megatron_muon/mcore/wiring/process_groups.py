@@ -23,17 +23,11 @@ _stages_of_instances: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDic
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a stage's model-parallel groups.
+    """Sizes of a stage's model-parallel groups."""
 
-    Attributes:
-        tp: number of ranks that share a dense weight.
-        expert_tp: number of ranks that share an expert's weight.
-        ep: number of ranks that a layer's experts are spread over.
-    """
-
-    tp: int
-    expert_tp: int = 1
-    ep: int = 1
+    tp: int  # number of ranks that share a dense weight
+    expert_tp: int = 1  # number of ranks that share an expert's weight
+    ep: int = 1  # number of ranks that a layer's experts are spread over
 
     def tp_of(self, weight: Weight) -> int:
         """How many TP ranks share the weight."""
@@ -42,25 +36,15 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A rank's pipeline stage, inside its optimizer instance.
+    """A rank's pipeline stage, inside its optimizer instance."""
 
-    Attributes:
-        group: its ranks, which exchange with each other.
-        tp: the ranks that share a dense weight.
-        expert_tp: the ranks that share an expert's weight; None in a dense model.
-        ep: the ranks that a layer's experts are spread over; None in a dense model.
-        pipeline_rank: the stage's number.
-        instance: number of the distributed optimizer instance.
-        device: device of the tensors that the groups communicate.
-    """
-
-    group: Group
-    tp: Group
-    expert_tp: Group | None
-    ep: Group | None
-    pipeline_rank: int
-    instance: int
-    device: torch.device
+    group: Group  # its ranks, which exchange with each other
+    tp: Group  # the ranks that share a dense weight
+    expert_tp: Group | None  # the ranks that share an expert's weight; None in a dense model
+    ep: Group | None  # the ranks that a layer's experts are spread over; None in a dense model
+    pipeline_rank: int  # the stage's number
+    instance: int  # number of the distributed optimizer instance
+    device: torch.device  # device of the tensors that the groups communicate
 
     @property
     def sizes(self) -> Sizes:
@@ -80,14 +64,8 @@ class Stage:
         if not has_experts(dist_opt):
             return Coordinates(0, 1, self.tp.rank(), self.tp.size(), dp.rank(), dp.size())
         assert self.expert_tp is not None and self.ep is not None
-        return Coordinates(
-            self.ep.rank(),
-            self.ep.size(),
-            self.expert_tp.rank(),
-            self.expert_tp.size(),
-            dp.rank(),
-            dp.size(),
-        )
+        groups = (self.ep, self.expert_tp, dp)
+        return Coordinates(*(number for each in groups for number in (each.rank(), each.size())))
 
 
 def has_experts(dist_opt: Any) -> bool:
@@ -95,57 +73,40 @@ def has_experts(dist_opt: Any) -> bool:
     return any(group["is_expert_parallel"] for group in dist_opt.optimizer.param_groups)
 
 
-# The groups by their names in a pg_collection: Megatron's global one, and why Muon needs it.
-_GROUPS: dict[str, tuple[Callable[[], Group], str]] = {
-    "tp_dp_cp": (
-        lambda: parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
-        "exchanges over a pipeline stage",
+# Megatron's global groups by their names in a pg_collection, and why Muon needs them.
+_GROUPS: dict[str, Callable[[], Group]] = {
+    "tp_dp_cp": lambda: parallel_state.get_tensor_and_data_parallel_group(
+        with_context_parallel=True
     ),
-    "tp": (
-        lambda: parallel_state.get_tensor_model_parallel_group(),
-        "needs to know who shares a weight",
-    ),
-    "expt_tp": (
-        lambda: parallel_state.get_expert_tensor_parallel_group(),
-        "needs to know who shares an expert",
-    ),
-    "ep": (
-        lambda: parallel_state.get_expert_model_parallel_group(),
-        "needs to know who has which experts",
-    ),
+    "tp": lambda: parallel_state.get_tensor_model_parallel_group(),
+    "expt_tp": lambda: parallel_state.get_expert_tensor_parallel_group(),
+    "ep": lambda: parallel_state.get_expert_model_parallel_group(),
+}
+_PURPOSES = {
+    "tp_dp_cp": "exchanges over a pipeline stage",
+    "tp": "needs to know who shares a weight",
+    "expt_tp": "needs to know who shares an expert",
+    "ep": "needs to know who has which experts",
+    "dp_cp": "needs to know who shards a buffer",
+    "expt_dp": "needs to know who shards experts",
 }
 
 
 def group_of(name: str, pg_collection: Any) -> Group:
-    """One of a rank's groups.
+    """One of a rank's groups, by its name in a pg_collection; None for Megatron's global ones.
 
-    Args:
-        name: ``tp_dp_cp``: the ranks of the pipeline stage, in all optimizer instances. ``tp``,
-            ``expt_tp``: the ranks that share a dense weight, an expert's weight. ``ep``: those that
-            a layer's experts are spread over.
-        pg_collection: as given to ``get_megatron_optimizer``; None for Megatron's global groups.
+    ``tp_dp_cp`` are the ranks of the pipeline stage, in all optimizer instances.
 
     Raises:
         ValueError: the collection lacks the group.
     """
-    megatrons, purpose = _GROUPS[name]
-    return megatrons() if pg_collection is None else _given(pg_collection, name, purpose)
+    return _GROUPS[name]() if pg_collection is None else _given(pg_collection, name)
 
 
 def stage_of(
     model_chunks: Sequence[Any], instance: int, pg_collection: Any, device: torch.device
 ) -> Stage:
-    """The rank's stage; with several optimizer instances every rank of the world calls this.
-
-    Args:
-        model_chunks: this rank's model chunks.
-        instance: number of the rank's distributed optimizer instance.
-        pg_collection: as given to ``get_megatron_optimizer``; None for Megatron's global groups.
-        device: device of the tensors that the groups communicate.
-
-    Raises:
-        ValueError: the collection lacks a group.
-    """
+    """The rank's stage; with several optimizer instances every rank of the world calls this."""
     whole = group_of("tp_dp_cp", pg_collection)
     several = model_chunks[0].ddp_config.num_distributed_optimizer_instances > 1
     moe = is_moe(model_chunks)
@@ -165,11 +126,7 @@ def stage_of(
 
 
 def require_groups(model_chunks: Sequence[Any], pg_collection: Any) -> None:
-    """Check that each group that ``stage_of`` asks for is there; no communication.
-
-    Raises:
-        ValueError: the collection lacks a group.
-    """
+    """Raise a ValueError if the collection lacks a group of ``stage_of``'s; no communication."""
     for name in _GROUPS if is_moe(model_chunks) else ("tp_dp_cp", "tp"):
         group_of(name, pg_collection)
 
@@ -190,8 +147,7 @@ def sharing(model_chunk: Any, pg_collection: Any) -> tuple[tuple[int, int], tupl
         shards = int(parallel_state.get_data_parallel_world_size(**both))
     else:
         inside: Group | None = getattr(pg_collection, "intra_dp_cp", None)
-        why = "needs to know who shards a buffer"
-        shards = (inside or _given(pg_collection, "dp_cp", why)).size()
+        shards = (inside or _given(pg_collection, "dp_cp")).size()
     if not is_moe([model_chunk]):
         return (tp_size, 1), (shards, 1)
     expert_tp_size = group_of("expt_tp", pg_collection).size()
@@ -200,17 +156,16 @@ def sharing(model_chunk: Any, pg_collection: Any) -> tuple[tuple[int, int], tupl
         expert_shards = int(parallel_state.get_expert_data_parallel_world_size(**partial))
     else:
         inside = getattr(pg_collection, "intra_expt_dp", None)
-        why = "needs to know who shards experts"
-        expert_shards = (inside or _given(pg_collection, "expt_dp", why)).size()
+        expert_shards = (inside or _given(pg_collection, "expt_dp")).size()
     return (tp_size, expert_tp_size), (shards, expert_shards)
 
 
-def _given(pg_collection: Any, name: str, purpose: str) -> Group:
+def _given(pg_collection: Any, name: str) -> Group:
     group: Group | None = getattr(pg_collection, name, None)
     if group is None:
         raise ValueError(
-            f"optimizer='muon' {purpose}: give the pg_collection its {name} group, or pass none to "
-            "use Megatron's global groups"
+            f"optimizer='muon' {_PURPOSES[name]}: give the pg_collection its {name} group, or pass "
+            "none to use Megatron's global groups"
         )
     return group
 

@@ -31,11 +31,7 @@ def adam_holds_main(config: Any) -> bool:
 
 
 def try_states(config: Any, device: torch.device) -> None:
-    """Make the Adam that Megatron has picked hold one element as the config says.
-
-    Raises:
-        RuntimeError: it cannot; says why.
-    """
+    """Have Megatron's Adam hold an element as the config says; a RuntimeError says why not."""
     adam = mcore_optimizer.Adam
     if not hasattr(adam, "set_scaled_state"):
         name = f"{adam.__module__}.{adam.__name__}"
@@ -63,14 +59,12 @@ class OfFusedAdam(States):
     are_copies = True
 
     def get(self, shard: Tensor, key: str) -> Tensor:
-        """See ``States``."""
         if key == MAIN_KEY:
             return shard.detach()
         wide: Tensor = self._optimizer.get_unscaled_state(shard, key)
         return wide
 
     def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
-        """See ``States``."""
         dtype = torch.float32 if key == MAIN_KEY else self._optimizer.name_to_dtype_map[key]
         if dtype == torch.float32:
             super().put(shard, key, wide)
@@ -86,7 +80,6 @@ class OfFusedAdam(States):
             self._optimizer.set_scaled_state(shard, key, wide)
 
     def start_momentum(self, shard: Tensor) -> None:
-        """See ``States``."""
         if self._optimizer.state[shard]:
             return
         self.start(shard)
@@ -114,16 +107,13 @@ class OfWeights(OfFusedAdam):
     """
 
     def grad(self, shard: Tensor) -> Tensor | None:
-        """See ``States``."""
         grad: Tensor | None = getattr(shard, "decoupled_grad", None)
         return grad
 
     def set_grad(self, shard: Tensor, grad: Tensor | None) -> None:
-        """See ``States``."""
         shard.decoupled_grad = grad  # type: ignore[attr-defined]
 
     def get(self, shard: Tensor, key: str) -> Tensor:
-        """See ``States``."""
         if key != MAIN_KEY or shard.dtype == torch.float32:
             return super().get(shard, key)
         master = self._optimizer.state[shard].get(MASTER_KEY)
@@ -134,7 +124,6 @@ class OfWeights(OfFusedAdam):
         return super().get(shard, MASTER_KEY)
 
     def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
-        """See ``States``."""
         if key != MAIN_KEY or shard.dtype == torch.float32:
             super().put(shard, key, wide)
             return

@@ -27,17 +27,7 @@ _MARKS = {
 
 
 class MegatronTraces:
-    """Traces steps of a run with megatron-core.
-
-    Args:
-        steps: the steps, ``FIRST:LAST``, both included, or one number; the first is 1.
-        folder: the folder of the traces, which is made; each rank writes ``rankN.json.gz``.
-
-    Raises:
-        ValueError: ``steps`` has another form, or the folder has a trace of this rank already.
-        OSError: the folder cannot be made.
-        SeamError: this Megatron lacks a method that the traces mark.
-    """
+    """Traces steps of a run with megatron-core; see ``megatron_muon.step_traces``."""
 
     def __init__(self, steps: str, folder: str | Path) -> None:
         check_rows(SYNCS)
@@ -54,10 +44,6 @@ class MegatronTraces:
         """A context around a whole step: forward, backward and ``optimizer.step()``.
 
         Every rank of the world enters it for every step, or at least for the traced ones.
-
-        Args:
-            number: the step.
-            optimizer: Megatron's optimizer.
 
         Raises:
             RuntimeError: another profiler of torch is on in this process.

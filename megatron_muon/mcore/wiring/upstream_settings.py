@@ -37,10 +37,7 @@ def in_force(
 ) -> tuple[MuonConfig, list[str]]:
     """The settings of ``install()`` with those of the fields that count, and lines to print.
 
-    Args:
-        config: of ``install()``.
-        optimizer_config: Megatron's, with ``given``, its ``fields_set``.
-        model: a model chunk.
+    ``given`` are the ``fields_set`` of Megatron's config; ``model`` is a model chunk.
 
     Raises:
         ValueError: a field has no meaning here, or ``install()`` got one of Muon's settings, too.
@@ -92,11 +89,7 @@ def _refuse_twice(config: MuonConfig, given: Mapping[str, Any]) -> None:
 
 
 def routes_asked(overrides: Mapping[Any, Any], model_chunks: Sequence[Any]) -> str:
-    """(setting, name) of each weight here whose optimizer ``config_overrides`` name, as JSON.
-
-    Raises:
-        ValueError: an optimizer is neither AdamW nor Muon.
-    """
+    """(setting, name) of each weight here whose optimizer ``config_overrides`` name, as JSON."""
     local = {param: name for chunk in model_chunks for name, param in chunk.named_parameters()}
     trained = [weight for weight in weights(model_chunks) if weight.param.requires_grad]
     asked = []

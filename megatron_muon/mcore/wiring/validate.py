@@ -42,18 +42,12 @@ REFUSED = {
     "enable_hetero": "give all ranks one parallelism",
     "use_dualpipev": "use an interleaved pipeline",
 }
-
-
 _FP32, _BF16 = {"fp32", "float32"}, {"bf16", "bfloat16"}  # as flags and as torch's names
 _FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
 def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
     """Check the options of a run that asks for ``optimizer='muon'``.
-
-    Args:
-        optimizer_config: Megatron's OptimizerConfig.
-        model_chunks: the DDP-wrapped model chunks of this rank.
 
     Raises:
         ValueError: an option contradicts Distributed Muon, or would be ignored.
@@ -114,8 +108,7 @@ def _unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> Iterator
 def refused_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
     """Modes that Muon does not support: each one's name, its value (refused if true), a way out.
 
-    Args:
-        read: the value of one of Megatron's settings by its field's name; None if there is none.
+    ``read`` gives the value of one of Megatron's settings by its field's name, None without one.
     """
     for name, way_out in REFUSED.items():
         yield name, read(name), way_out
@@ -125,16 +118,7 @@ def refused_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def refuse(config: MuonConfig, arguments: Mapping[str, Any]) -> None:
-    """Check a call of ``get_megatron_optimizer`` for Muon, by what one pipeline stage knows.
-
-    Args:
-        config: the plugin's settings.
-        arguments: those of the call, by name.
-
-    Raises:
-        ValueError, NotImplementedError: see ``refuse_unsupported``; or a group or a frozen weight
-            is of no use to Muon.
-    """
+    """Check a call of ``get_megatron_optimizer`` for Muon, by what one pipeline stage knows."""
     optimizer_config, model_chunks = arguments["config"], arguments["model_chunks"]
     of_call = _faults_of_call(config, optimizer_config, arguments)
     frozen = _frozen_too_late(model_chunks)
@@ -298,13 +282,7 @@ _OF_MODEL = ("qk_clip", "qk_clip_threshold", "qk_clip_alpha", "log_max_attention
 def agree(config: MuonConfig, arguments: Mapping[str, Any], *, asks: bool) -> None:
     """Compare the settings of all ranks: the plugin's, and Megatron's for the optimizer.
 
-    Args:
-        config: the plugin's.
-        arguments: those of the call of ``get_megatron_optimizer``, by name.
-        asks: whether this rank asks anything of the plugin; see ``agree_on_settings``.
-
-    Raises:
-        PlanMismatchError: names the first setting that differs.
+    ``asks`` and errors: see ``agree_on_settings``.
     """
     optimizer_config, model_chunks = arguments["config"], arguments["model_chunks"]
     chunk = model_chunks[0]

@@ -28,9 +28,7 @@ from megatron_muon.settings.run_flags import FLAGS, OF_ANY
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``muon`` to the choices of ``--optimizer``, and every flag of Muon's.
 
-    Args:
-        parser: a parser with all of Megatron's arguments. Flags that it already has keep their
-            action and type.
+    The parser has all of Megatron's arguments; flags that it has keep their action and type.
     """
     actions = parser._option_string_actions
     optimizer = actions.get("--optimizer")
@@ -81,11 +79,7 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def given_on(parser: argparse.ArgumentParser, line: Sequence[str]) -> list[str]:
-    """The options of Muon's on a command line, and ``--optimizer muon``.
-
-    Args:
-        parser: one that ``add_flags`` completed.
-    """
+    """The options of Muon's on a command line, and ``--optimizer muon``."""
     known = _muons_options(parser)
     options = [word for word in line if word.split("=")[0] in known]
     if "--optimizer=muon" in line or ("--optimizer", "muon") in itertools.pairwise(line):

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
     reason="the model is built with vp_stage; test_pretrain_watch.py has core 0.12",
 )
 DENSE = replace(MODEL, steps=2, optimizer="muon")
+LAST = ["decoder.final_layernorm", "output_layer"]  # of the last stage; TP cuts the logits
 RUNS = [(DENSE, spread(tp=2, dp=2)), (replace(DENSE, recompute=True), spread(pp=2))]
 
 
@@ -37,13 +38,16 @@ def _train(model: Case, topology: Topology, path: str, interval: int) -> dict[st
 
     def watch(chunk: Any) -> None:
         for name, module in chunk.named_modules():
-            if name.rpartition(".")[2].isdigit() and name.split(".")[-2] == "layers":
-                row = f"decoder.layers.{module.layer_number - 1}"
-                module.register_forward_hook(_keep(outputs.setdefault(row, [])))
             if hasattr(module, "core_attention"):
                 module.config.log_max_attention_logit = True
                 _keep_logits(module.core_attention)
                 attentions.append(module.core_attention)
+            row = name.removeprefix("module.").removeprefix("module.")
+            if name.rpartition(".")[2].isdigit() and name.split(".")[-2] == "layers":
+                row = f"decoder.layers.{module.layer_number - 1}"
+            elif row not in LAST:
+                continue
+            module.register_forward_hook(_keep(outputs.setdefault(row, [])))
 
     with each_chunk(watch):
         trained = train(replace(model, muon=settings), topology)
@@ -91,7 +95,8 @@ def alone(
     path = tmp_path_factory.mktemp("alone") / "lines.jsonl"
     (held,) = run(_train, 1, DENSE, Topology(), str(path), 1)
     logged = _logged(path)
-    assert len(logged) == DENSE.steps and all(len(rows) == DENSE.layers for rows in logged)
+    rows = [*(f"decoder.layers.{layer}" for layer in range(DENSE.layers)), *LAST]
+    assert [list(each) for each in logged] == [rows] * DENSE.steps
     for row, squares in held["outputs"].items():
         passes = torch.tensor(squares).view(DENSE.steps, -1).mean(1).sqrt().tolist()
         assert [rows[row] for rows in logged] == pytest.approx(passes, rel=1e-5)

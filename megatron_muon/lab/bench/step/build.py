@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,30 +37,19 @@ def build(row: Row, flags: Namespace, timers: Any) -> Built:
     model_parallel_cuda_manual_seed(1)
     config = transformer_config(own, ranks_of(own))
     device = torch.device(torch.cuda.current_device())
-    with contextlib.redirect_stdout(io.StringIO()), _installed(row):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
+        if row.kind == "muon":
+            stack.callback(megatron_muon.uninstall)
+            megatron_muon.install(row.config)
         wrapping: dict[str, Any] = {}
         if row.kind == "upstream":
             old = {"distributed_optimizer": False}
             wrapping = {"layouts": layouts} if lays_out_buffers() else old
         chunks = build_chunks(own, config, device=device, **wrapping)
-        optimizer = _optimizer(row, own, chunks, timers)
-    return Built(chunks, optimizer)
+        return Built(chunks, _optimizer(row, chunks, timers))
 
 
-@contextlib.contextmanager
-def _installed(row: Row) -> Iterator[None]:
-    """Within it our Muon is installed for rows that use it, for the model and the optimizer."""
-    if row.kind != "muon":
-        yield
-        return
-    megatron_muon.install(row.config)
-    try:
-        yield
-    finally:
-        megatron_muon.uninstall()
-
-
-def _optimizer(row: Row, flags: Namespace, chunks: list[Any], timers: Any) -> Any:
+def _optimizer(row: Row, chunks: list[Any], timers: Any) -> Any:
     import megatron.core.optimizer as core
 
     if row.kind == "upstream":

@@ -19,12 +19,7 @@ _SECONDS = 8 * 3600  # a bound on ranks that hang, also on each collective
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Returns:
-        0, or 1 where rows that must end a step with the same weights did not. Wrong arguments end
-        the process with status 2.
-    """
+    """Run the command; wrong arguments end the process with status 2, as argparse does."""
     flags = parsed(argv, _PROGRAM)
     from megatron_muon.lab.routes.model_flags import megatron_is_quiet, stop
     from megatron_muon.mcore.seams.rows import check_rows

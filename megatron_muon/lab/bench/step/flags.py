@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,13 +71,9 @@ _REFUSED = {
 
 
 def parsed(argv: Sequence[str], program: str = "megatron-muon bench step") -> Namespace:
-    """Parse a command line; wrong arguments end the process with status 2, as argparse does.
+    """Megatron-LM's flags of the model and its ranks, and the command's own, as argparse has them.
 
-    Args:
-        program: name of the command, for errors.
-
-    Returns:
-        Megatron-LM's flags of the model and its ranks, and the command's own.
+    Wrong ones end the process with status 2.
     """
     parser = command_parser(program)
     flags = parser.parse_args(argv)
@@ -92,11 +89,8 @@ def parsed(argv: Sequence[str], program: str = "megatron-muon bench step") -> Na
         left_out = {"upstream-distributed", "" if several else "upstream-blockwise"}
         flags.rows = [row for row in ROWS if row not in left_out]
     flags.max_position_embeddings = flags.seq_length
-    flags.world_size = (
-        flags.dp
-        * flags.context_parallel_size
-        * (flags.tensor_model_parallel_size * flags.pipeline_model_parallel_size)
-    )
+    sizes = (flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size)
+    flags.world_size = math.prod((flags.dp, flags.context_parallel_size, *sizes))
     if flags.world_size > MOST_HERE:
         parser.error(f"TP x PP x CP x DP are {flags.world_size} ranks, at most {MOST_HERE} here")
     return flags
@@ -104,12 +98,8 @@ def parsed(argv: Sequence[str], program: str = "megatron-muon bench step") -> Na
 
 def command_parser(program: str) -> argparse.ArgumentParser:
     """The parser of all flags; ``--help`` lists the command's own."""
-    parser = parser_of(
-        program,
-        _DESCRIPTION,
-        usage=f"{program} [OPTIONS] [SIZES] [MEGATRON-LM'S FLAGS]",
-        epilog=_EPILOG,
-    )
+    usage = f"{program} [OPTIONS] [SIZES] [MEGATRON-LM'S FLAGS]"
+    parser = parser_of(program, _DESCRIPTION, usage=usage, epilog=_EPILOG)
     add_megatron_flags(parser)
     for name, (of_megatron, _) in _SIZES.items():
         kind = count(most=1 << 24)

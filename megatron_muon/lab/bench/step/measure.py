@@ -43,50 +43,29 @@ NOISE = 4_194_301  # elements; a prime, so that no two rows of a weight are the 
 
 @dataclass(frozen=True, slots=True)
 class StepJob:
-    """The task of the measurement; the same for every rank.
+    """The task of the measurement; the same for every rank."""
 
-    Attributes:
-        flags: flags of the model and its ranks, see ``flags.parsed``.
-        rows: rows in the order of the table.
-        rounds: number of rounds, with one timed step of each row.
-        traces: folder for Chrome traces of a step, in a folder for each row, or None.
-        launches: whether to count a GPU's kernels and copies, and the host's time, in a step.
-    """
-
-    flags: Namespace
-    rows: tuple[Row, ...]
-    rounds: int
-    traces: Path | None = None
-    launches: bool = False
+    flags: Namespace  # flags of the model and its ranks, see flags.parsed
+    rows: tuple[Row, ...]  # rows in the order of the table
+    rounds: int  # number of rounds, with one timed step of each row
+    traces: Path | None = None  # for Chrome traces of a step, in a folder for each row
+    launches: bool = False  # whether to count a GPU's kernels and copies, and the host's time
 
 
 @dataclass
 class Measured:
-    """The measurements of one row on one rank.
+    """The measurements of one row on one rank."""
 
-    Attributes:
-        times: times of each round's step.
-        counted: counts of one step, and bytes of the reduction of gradients before it.
-        exchange_rounds: rounds of our exchange in a step, summed over its optimizers.
-        ns_flops_once: flops of the pipeline stage with each matrix once; on its first rank, else 0.
-        state_bytes: bytes of fp32 main parameters and optimizer state.
-        peak_bytes: peak bytes in a step, minus the bytes before it.
-        weights: checksum of the model's weights after a step.
-        metered_bytes: bytes of the exchange in the last step by our own meter; 0 for other rows.
-        launched: kernels and copies of a step by kind, if asked for, on a GPU.
-        host_ms: milliseconds in which the host launches a step, likewise; 0 if not asked for.
-    """
-
-    times: list[Times] = field(default_factory=list)
-    counted: Counted = field(default_factory=Counted)
-    exchange_rounds: int = 0
-    ns_flops_once: int = 0
-    state_bytes: int = 0
-    peak_bytes: int = 0
-    weights: int = 0
-    metered_bytes: int = 0
-    launched: dict[str, int] = field(default_factory=dict)
-    host_ms: float = 0.0
+    times: list[Times] = field(default_factory=list)  # times of each round's step
+    counted: Counted = field(default_factory=Counted)  # of one step, and of its gradients
+    exchange_rounds: int = 0  # rounds of our exchange in a step, summed over its optimizers
+    ns_flops_once: int = 0  # of the stage with each matrix once; on its first rank, else 0
+    state_bytes: int = 0  # bytes of fp32 main parameters and optimizer state
+    peak_bytes: int = 0  # peak bytes in a step, minus the bytes before it
+    weights: int = 0  # checksum of the model's weights after a step
+    metered_bytes: int = 0  # of the exchange by our own meter; 0 for other rows
+    launched: dict[str, int] = field(default_factory=dict)  # kernels and copies
+    host_ms: float = 0.0  # in which the host launches a step; 0 if not asked for
 
 
 def measure(job: StepJob) -> list[Measured]:
@@ -101,8 +80,10 @@ def measure(job: StepJob) -> list[Measured]:
         contender = _Contender(row, build(row, job.flags, watch), watch, noise)
         contender.park()
         contenders.append(contender)
+    is_first = dist.get_rank() == 0
     for row, contender in zip(job.rows, contenders, strict=True):
-        _say(f"counting {row.name}")
+        if is_first:  # a large model takes minutes
+            print(f"counting {row.name}", file=sys.stderr, flush=True)
         contender.count()
         contender.weigh()
         if row.kind == "muon":
@@ -111,20 +92,11 @@ def measure(job: StepJob) -> list[Measured]:
             contender.watch_launches()
         if job.traces is not None:
             contender.trace(job.traces / row.name)
-    for number in progress(range(job.rounds), "rounds", disable=None if _is_first() else True):
+    for number in progress(range(job.rounds), "rounds", disable=None if is_first else True):
         shift = number % len(contenders)
         for contender in contenders[shift:] + contenders[:shift]:
             contender.measured.times.append(contender.step())
     return [contender.measured for contender in contenders]
-
-
-def _is_first() -> bool:
-    return dist.get_rank() == 0
-
-
-def _say(text: str) -> None:
-    if _is_first():  # a large model takes minutes
-        print(text, file=sys.stderr, flush=True)
 
 
 def start_megatron(flags: Namespace) -> torch.device:
@@ -163,7 +135,8 @@ class _Contender:
         self._parked = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage, _ in self._parked:
             storage.resize_(0)
-        _trim()
+        # freed memory goes back to the system for other ranks; glibc may keep it
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
     @torch.no_grad()
     def wake(self) -> None:
@@ -241,9 +214,7 @@ class _Contender:
             group.param_gather_dispatched = False  # as the backward pass says
         successful, _, _ = self._optimizer.step()
         if not successful:
-            raise RuntimeError(
-                "Megatron skipped a step: the gradients or their norm are not finite"
-            )
+            raise RuntimeError("Megatron skipped a step: gradients or their norm are not finite")
         for group in self._awaited:
             group.finish_param_sync()  # as a forward pass does
 
@@ -298,13 +269,6 @@ class _Contender:
         return value
 
 
-def _trim() -> None:
-    """Return freed memory to the system for other ranks; glibc may keep it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def _in_forward_order(chunks: Sequence[Any]) -> Iterator[Any]:
     """Bucket groups of a model; Megatron fills them from the last layer on.
 
@@ -321,8 +285,6 @@ def main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
     from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 
     for part in optimizers_of(optimizer):
-        if part.is_stub_optimizer:
-            continue
         if hasattr(part, "shard_fp32_from_float16_groups"):
             for param, shard in owned_shards(part):
                 yield param, shard, part._get_model_param_range_map(param)["param"].start
@@ -340,18 +302,16 @@ def state_bytes(optimizer: Any) -> int:
 
 def states(optimizer: Any) -> Iterator[Tensor]:
     for part in optimizers_of(optimizer):
-        if part.is_stub_optimizer:
-            continue
         for state in part.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def optimizers_of(optimizer: Any) -> Iterator[Any]:
-    """The optimizers of a chain, also of nested chains."""
+    """The optimizers of a chain that are no stubs, also of nested chains."""
     for part in optimizer.chained_optimizers:
         if hasattr(part, "chained_optimizers"):
             yield from optimizers_of(part)
-        else:
+        elif not part.is_stub_optimizer:
             yield part
 
 

@@ -238,14 +238,9 @@ _COPIES = {"Memcpy": "copies", "Memset": "memsets", "memcpy": "copies", "memset"
 
 
 def launched(profiler: Any) -> dict[str, int]:
-    """Work that a GPU did under torch's profiler, by kind: ``kernels``, ``copies``, ``memsets``.
-
-    Args:
-        profiler: the attribute of that name of ``torch.profiler.profile``, after it has ended.
-    """
-    events = profiler.kineto_results.events()
+    """Kernels, copies and memsets of a GPU, by the ``profiler`` of torch's ``profile``."""
     counts = {"kernels": 0, "copies": 0, "memsets": 0}
-    for event in events:
+    for event in profiler.kineto_results.events():
         if event.device_type() != DeviceType.CUDA or event.is_user_annotation():
             continue
         kind = next((k for start, k in _COPIES.items() if event.name().startswith(start)), None)

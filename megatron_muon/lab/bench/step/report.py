@@ -12,7 +12,7 @@ import torch
 
 from megatron_muon.lab.bench.step import table
 from megatron_muon.lab.bench.step.measure import Measured, checksums_agree
-from megatron_muon.lab.bench.step.rows import BLOCKWISE, UPSTREAM, Row, bucket_elements
+from megatron_muon.lab.bench.step.rows import UPSTREAM, Row, bucket_elements
 from megatron_muon.lab.bench.step.upstream import lays_out_buffers
 from megatron_muon.lab.dry_run.model import padded_vocab, ranks_of, transformer_config
 from megatron_muon.lab.outputs import CommandError, write_json
@@ -28,18 +28,7 @@ _DIMENSIONS = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
 def report(
     argv: Sequence[str], flags: Namespace, task: Task, ranks: Sequence[Sequence[Measured]]
 ) -> int:
-    """Print the tables and write the files.
-
-    Args:
-        ranks: each rank's measurements of each row.
-
-    Returns:
-        The exit status: 0.
-
-    Raises:
-        CommandError: rows that must end a step with the same weights did not, or a file cannot be
-            written.
-    """
+    """Print the tables and write the files; a CommandError if weights differ that must not."""
     rows: tuple[Row, ...] = task.argument.rows
     lines = [
         table.Line(row.name, of_ranks)
@@ -65,11 +54,12 @@ def _print_tables(
     flags: Namespace, topology: dict[str, int], task: Task, lines: Sequence[table.Line]
 ) -> None:
     backend = "nccl" if task.gpus else f"gloo, {os.cpu_count()} cores"
+    sizes = [f"{name.upper()} {size}" for name, size in topology.items() if size > 1]
     show(
         "",
-        f"{_named(topology)} ({task.world} ranks over {backend}, {task.threads} thread(s) "
-        f"each), hidden {flags.hidden_size}, {flags.num_layers} layers, {flags.rounds} rounds"
-        + ("; at least 7 are needed to compare" if flags.rounds < 7 else ""),
+        f"{' x '.join(sizes) or 'one rank'} ({task.world} ranks over {backend}, {task.threads} "
+        f"thread(s) each), hidden {flags.hidden_size}, {flags.num_layers} layers, {flags.rounds} "
+        f"rounds{'; at least 7 are needed to compare' if flags.rounds < 7 else ''}",
     )
     print(table.as_text(lines))
     if not task.gpus:
@@ -81,7 +71,7 @@ def _print_tables(
         show(
             'upstream: coefficients "simple" as in the other rows; its own default, "quintic", '
             "needs as many products",
-            f"{BLOCKWISE}: other mathematics, since each TP rank orthogonalizes its slice by "
+            f"{UPSTREAM[0]}: other mathematics, since each TP rank orthogonalizes its slice by "
             "itself; its default up to core 0.19",
         )
         if not task.gpus and not lays_out_buffers():
@@ -91,11 +81,6 @@ def _print_tables(
             )
     if flags.parts:
         print(f"\n{table.parts_text(lines)}")
-
-
-def _named(topology: dict[str, int]) -> str:
-    sizes = [f"{name.upper()} {size}" for name, size in topology.items() if size > 1]
-    return " x ".join(sizes) or "one rank"
 
 
 def _weights(rows: Sequence[Row], lines: Sequence[table.Line]) -> dict[str, bool]:

@@ -20,11 +20,7 @@ Kind = Literal["adamw", "muon", "upstream"]
 Gathers = Literal["late", "early"]
 
 # Megatron's own Muon, by its mode of TP.
-UPSTREAM = BLOCKWISE, DUPLICATED, DISTRIBUTED = (
-    "upstream-blockwise",
-    "upstream-duplicated",
-    "upstream-distributed",
-)
+UPSTREAM = ("upstream-blockwise", "upstream-duplicated", "upstream-distributed")
 # Megatron's buckets of 40 M elements hold about a fifth of a layer of Llama-3-8B.
 BUCKETS_PER_LAYER = 5
 # The norm is computed, but no gradient is clipped. Rows sum the norm in different orders, so its
@@ -34,22 +30,13 @@ NO_CLIP = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An optimizer to measure.
+    """An optimizer to measure."""
 
-    Attributes:
-        name: name in the table and in JSON.
-        kind: kind of optimizer.
-        config: settings of our Muon; other optimizers take those that they have, too.
-        buckets: whether buckets are Megatron's stock ones, as with ``--overlap-grad-reduce``; else
-            a buffer has one.
-        overlap: whether the step only starts gathers of parameters (``--overlap-param-gather``).
-    """
-
-    name: str
-    kind: Kind
-    config: MuonConfig
-    buckets: bool = False
-    overlap: bool = False
+    name: str  # name in the table and in JSON
+    kind: Kind  # kind of optimizer
+    config: MuonConfig  # settings of our Muon; other optimizers take those that they have, too
+    buckets: bool = False  # Megatron's stock ones (--overlap-grad-reduce); else one a buffer
+    overlap: bool = False  # whether the step only starts gathers (--overlap-param-gather)
 
 
 def rows(
@@ -58,17 +45,12 @@ def rows(
     exchanges: Sequence[str] = (),
     gathers: Sequence[Gathers] = (),
 ) -> list[Row]:
-    """The rows to measure.
+    """The rows to measure: the standard iteration's, then those on ``auto``, in ``fast``'s dtype.
 
-    Args:
-        exchanges: further rows of muon-contiguous: ``none`` puts all matrices into one round,
-            ``naive`` gives every parameter a round of its own.
-        gathers: further rows of muon-bucketed with ``--overlap-param-gather``: ``late`` starts
-            gathers in the forward pass, ``early`` within the step (``early_param_gather``).
-
-    Returns:
-        The rows: first those with the standard iteration, then those on ``auto``, with the dtype of
-        the preset ``fast``.
+    ``exchanges`` are further rows of muon-contiguous: ``none`` puts all matrices into one round,
+    ``naive`` gives every parameter a round of its own. ``gathers`` are further rows of
+    muon-bucketed with ``--overlap-param-gather``: ``late`` starts gathers in the forward pass,
+    ``early`` within the step (``early_param_gather``).
     """
     from megatron_muon.mcore.wiring.buffers.bucket_layout import takes_layouts
 

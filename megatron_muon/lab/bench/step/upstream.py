@@ -86,11 +86,9 @@ def lays_out_buffers() -> bool:
 
 
 def layouts(chunks: Sequence[Any], ddp_config: Any) -> list[dict[str, Any]]:
-    """The layout of each chunk's buffers, as arguments for Megatron's DDP.
+    """The layout of each chunk's buffers, as arguments for Megatron's DDP; marks parameters.
 
-    Args:
-        chunks: chunks of the model, not wrapped in DDP yet; their parameters get a mark.
-        ddp_config: Megatron's DDP config, with one bucket per buffer.
+    Chunks are not wrapped in DDP yet; its config has one bucket per buffer.
     """
     from megatron.core import parallel_state as ps
 
@@ -114,11 +112,8 @@ def upstream_optimizer(row: Row, chunks: Sequence[Any], timers: Any) -> Any:
     """Megatron's ``LayerWiseDistributedOptimizer``; every rank of the world calls it."""
     core = importlib.import_module("megatron.core.optimizer")
     since_18 = lays_out_buffers()
-    own = (
-        {"muon_nesterov": row.config.nesterov, "use_layer_wise_distributed_optimizer": True}
-        if since_18
-        else {"muon_use_nesterov": row.config.nesterov}
-    )
+    own = {"muon_nesterov" if since_18 else "muon_use_nesterov": row.config.nesterov}
+    own |= {"use_layer_wise_distributed_optimizer": True} if since_18 else {}
     config = core.OptimizerConfig(
         optimizer="muon",
         lr=1e-3,
@@ -138,9 +133,9 @@ def upstream_optimizer(row: Row, chunks: Sequence[Any], timers: Any) -> Any:
     if since_18:
         optimizer = core.get_megatron_optimizer(config, list(chunks), overrides)
         parts = getattr(optimizer, "chained_optimizers", [])
-        gathering = [part for part in (optimizer, *parts) if hasattr(part, _GATHERS[1])]
-        for part in gathering:
-            timers.time(part, _GATHERS[1], PARAM_GATHER)
+        for part in (optimizer, *parts):
+            if hasattr(part, _GATHERS[1]):
+                timers.time(part, _GATHERS[1], PARAM_GATHER)
     else:
         muon = importlib.import_module("megatron.core.optimizer.muon")
         optimizer = muon.get_megatron_muon_optimizer(

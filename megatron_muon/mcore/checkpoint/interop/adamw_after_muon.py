@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_muon.mcore.checkpoint.buffers import ADAMW_STATE
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.checkpoint.sharded import StateDict
@@ -60,15 +61,10 @@ class MuonReader(MuonCheckpoint):
 
 
 class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
-    """An AdamW DistributedOptimizer in which the young parameters have taken fewer steps.
+    """An AdamW DistributedOptimizer in which the young parameters have taken fewer steps."""
 
-    Attributes:
-        former: the settings of the Muon that updated them before.
-        behind: how many steps fewer they have taken.
-    """
-
-    former: MuonConfig
-    behind: int = 0
+    former: MuonConfig  # the settings of the Muon that updated them before
+    behind: int = 0  # how many steps fewer they have taken
     _is_whole: bool = False
 
     def state_dict(self) -> StateDict:
@@ -103,14 +99,11 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Merge the groups into those that Megatron has made, all at one step, for a ``with``."""
-        if self._is_whole:
+        with ExitStack() as split:
+            if not self._is_whole:
+                self._make_whole()
+                split.callback(self._split)
             yield
-            return
-        self._make_whole()
-        try:
-            yield
-        finally:
-            self._split()
 
     def _make_whole(self) -> None:
         groups = self.optimizer.param_groups
@@ -184,7 +177,14 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     yield  # an error in the block ends the run, so nothing is undone
     turn_into(optimizer, type("AfterMuon", (ChainAfterMuon, chain), {}))
     for part in parts:
-        _start_after_muon(part, config)
+        part.muon = None
+        turn_into(part, AdamWAfterMuon)
+        part.former = config
+        for shard in _young_shards(part, config):
+            for key in ADAMW_STATE:
+                part.optimizer.state[shard][key].zero_()
+        part.behind = _step(part)
+        part._split()
 
 
 def _turn_into_readers(parts: Sequence[Any], settings: Mapping[str, Any]) -> MuonConfig:
@@ -204,17 +204,6 @@ def _turn_into_readers(parts: Sequence[Any], settings: Mapping[str, Any]) -> Muo
         part.local_experts = local_experts(part.model_chunks, _sizes().ep)
         part.ep_rank = parallel_state.get_expert_model_parallel_rank()
     return config
-
-
-def _start_after_muon(part: Any, former: MuonConfig) -> None:
-    part.muon = None
-    turn_into(part, AdamWAfterMuon)
-    part.former = former
-    for shard in _young_shards(part, former):
-        for key in ("exp_avg", "exp_avg_sq"):
-            part.optimizer.state[shard][key].zero_()
-    part.behind = _step(part)
-    part._split()
 
 
 def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:

@@ -73,11 +73,7 @@ class Source:
         self.mu = _mu(states)
 
     def of(self, key: str) -> str:
-        """The key there for one of our keys of state in whole weights.
-
-        Raises:
-            ValueError: the checkpoint lacks that tensor; says which it has of the weight.
-        """
+        """The key there for one of ours, of whole weights; a ValueError if it is not there."""
         at = _STATE.match(key)
         assert at is not None, key
         what, weight = at.groups()
@@ -106,8 +102,7 @@ def is_megatrons(
 ) -> bool:
     """Whether Megatron's own Muon has written a checkpoint, in whole weights.
 
-    Args:
-        keys: keys of its tensors, from ``.metadata`` of torch_dist; else empty.
+    ``keys`` are those of its tensors in torch_dist; else none.
 
     Raises:
         ValueError: another Muon's optimizer state, which cannot be told apart by weights.
@@ -174,10 +169,8 @@ def converted(
 ) -> StateDict:
     """A state dict for ``load_state_dict``, from the result of a load with ``renamed`` keys.
 
-    Args:
-        loaded: the optimizer's part of that result: our ``param_state``, here or for each optimizer
-            of a chain, beside their state dicts. Momentum is made a sum in place.
-        sharding_type: the format in which our ``param_state`` was asked for.
+    ``loaded`` is the optimizer's part of that result: our ``param_state``, here or for each
+    optimizer of a chain, beside their state dicts. Momentum is made a sum in place.
     """
     ours = {**as_ours(source.states, config), "param_state_sharding_type": sharding_type}
     if "param_state" in loaded:

@@ -30,29 +30,15 @@ _OPTIMIZERS = re.compile(r"(chained_\d+\.)*optimizer\.")
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a checkpoint's files say of its optimizer.
+    """What a checkpoint's files say of its optimizer."""
 
-    Attributes:
-        folder: the folder of one iteration.
-        metadata: torch's of torch_dist; empty in other formats.
-        states: the state dicts of a chain of optimizers, without what differs between ranks.
-    """
-
-    folder: Path
-    metadata: Metadata
-    states: list[dict[Any, Any]]
+    folder: Path  # the folder of one iteration
+    metadata: Metadata  # torch's of torch_dist; empty in other formats
+    states: list[dict[Any, Any]]  # of a chain of optimizers, without what differs between ranks
 
     @classmethod
     def of(cls, folder: str | Path) -> Saved:
-        """Read a checkpoint.
-
-        Args:
-            folder: that of one iteration, or the one that ``dist_checkpointing.save`` was given.
-
-        Raises:
-            FileNotFoundError: there is no checkpoint.
-            ValueError: it is damaged; names the file.
-        """
+        """Read a folder: FileNotFoundError without a checkpoint, ValueError if it is damaged."""
         folder = Path(folder)
         if not (folder / METADATA).exists():
             files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
@@ -92,12 +78,7 @@ class Saved:
         return beside or any(f".{key}/" in name for name in self._of_optimizers())
 
     def record(self, key: str = RECORD) -> dict[str, Any]:
-        """The dict saved under a key beside the optimizer's groups; Muon's settings by default.
-
-        Raises:
-            KeyError: the checkpoint has nothing under that key.
-            ValueError: it is damaged; names the file.
-        """
+        """The dict saved under a key beside the optimizer's groups; else a KeyError."""
         beside = [state[key] for state in self.states if key in state]
         if beside:
             return dict(beside[0])

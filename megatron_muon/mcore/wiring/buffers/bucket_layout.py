@@ -55,14 +55,7 @@ def takes_layouts() -> bool:
 
 
 def put_in(config: MuonConfig) -> None:
-    """Order the parameters of all buckets that are laid out from now on. Idempotent.
-
-    Args:
-        config: the settings: the bytes that an order sends depend on them.
-
-    Raises:
-        NotImplementedError: this Megatron takes no layout.
-    """
+    """Order the parameters of buckets that are laid out from now on. Idempotent."""
     global _config
     if not takes_layouts():
         raise NotImplementedError(
@@ -72,8 +65,9 @@ def put_in(config: MuonConfig) -> None:
     before, _config = _config, config
     if before is None:
         layout, init = getattr(DistributedOptimizer, _LAYOUT), DistributedDataParallel.__init__
-        _patches.set(DistributedOptimizer, _LAYOUT, staticmethod(around(layout, _laid_out, _is_in)))
-        _patches.set(DistributedDataParallel, "__init__", around(init, _init, _is_in))
+        layout, init = around(layout, _laid_out, _is_in), around(init, _init, _is_in)
+        _patches.set(DistributedOptimizer, _LAYOUT, staticmethod(layout))
+        _patches.set(DistributedDataParallel, "__init__", init)
 
 
 def take_out() -> None:
@@ -99,11 +93,7 @@ def as_in_run(config: MuonConfig) -> Iterator[None]:
 
 
 def require_ordered(model_chunks: Sequence[Any]) -> None:
-    """Refuse what ``align_shards`` came too late for.
-
-    Raises:
-        ValueError: a chunk was wrapped before.
-    """
+    """Refuse, by a ValueError, chunks that were wrapped before ``align_shards`` was set."""
     if not all(chunk in _ordered for chunk in model_chunks):
         raise ValueError(
             f"{named('align_shards')} orders parameters where DistributedDataParallel lays out "
@@ -155,10 +145,10 @@ def _in_order(layout: Any, model: _Model) -> Any:
     in_bucket: list[list[Any]] = [[] for _ in layout.bucket_indices]
     for param, (_, _, number) in layout.param_index_map.items():
         in_bucket[number].append(param)
-    buckets = [
-        _bucket(params, stop - start, model)
-        for params, (start, stop) in zip(in_bucket, layout.bucket_indices, strict=True)
-    ]
+    buckets = []
+    for params, (start, stop) in zip(in_bucket, layout.bucket_indices, strict=True):
+        sizes = tuple(param.data.nelement() for param in params)
+        buckets.append(Bucket(stop - start, sizes, tuple(map(model.muons.get, params))))
     experts = any(not getattr(param, "allreduce", True) for param in layout.param_index_map)
     chosen = orders(buckets, model.experts if experts else model.dense, model.numerics)
     places = dict(layout.param_index_map)
@@ -175,8 +165,3 @@ def _in_order(layout: Any, model: _Model) -> Any:
     return dataclasses.replace(
         layout, param_index_map=dict(in_place), per_bucket_numel_unpadded=unpadded
     )  # param_indices, which only fp8 needs, are as Megatron numbers its parameters
-
-
-def _bucket(params: Sequence[Any], numel: int, model: _Model) -> Bucket:
-    sizes = tuple(param.data.nelement() for param in params)
-    return Bucket(numel, sizes, tuple(model.muons.get(param) for param in params))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,49 +34,28 @@ _COPIED = (
 )
 
 
+@dataclass(frozen=True, slots=True)
 class EarlyGather:
-    """The all-gather of one bucket group.
+    """The all-gather of one bucket group."""
 
-    Args:
-        group: the bucket group, one whose errors name the phase (``named``).
-        params: its parameters.
-        after: the round, or ``ADAMW``, after which it starts; None: in the forward pass.
-        copies: (this rank's part of a parameter as it is gathered, the flat fp32 shard) for each
-            parameter of which it has one.
-    """
-
-    def __init__(
-        self,
-        group: Any,
-        params: Sequence[torch.nn.Parameter],
-        after: int | None,
-        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        self.group, self.after = group, after
-        self.params = frozenset(map(id, params))
-        self._copies = copies
+    group: Any  # one whose errors name the phase (``bucket_groups``)
+    params: frozenset[int]  # ids of its parameters
+    after: int | None  # the round, or ``ADAMW``, after which it starts; None: in the forward pass
+    # (this rank's part of a parameter as it is gathered, the flat fp32 shard), where there is one
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
     def copy(self) -> None:
         """Round this rank's updated parameters to where they are gathered.
 
         Where it starts at the end of the step, Megatron does so.
         """
-        for gathered, shard in self._copies:
+        for gathered, shard in self.copies:
             gathered.copy_(shard)
 
     def start(self) -> None:
         """Start it."""
         self.group.start_param_sync()
         self.group.is_early = True
-
-    def finish(self) -> None:
-        """Wait for it if no forward pass has."""
-        self.group.wait_for_params()
-
-    def forget(self) -> None:
-        """Let the next forward pass gather again: the parameters have changed outside of a step."""
-        self.finish()
-        self.group.param_gather_dispatched = False
 
 
 class EarlyGathers:
@@ -86,11 +66,6 @@ class EarlyGathers:
         last: the last round of a step.
         is_on: whether they start within the step. Where they do not, Megatron's gathers are as
             they are without this.
-
-    Attributes:
-        gathers: see above.
-        last: see above.
-        is_on: see above.
     """
 
     def __init__(self, gathers: Sequence[EarlyGather], last: int, *, is_on: bool) -> None:
@@ -170,12 +145,13 @@ class EarlyGathers:
     def finish(self) -> None:
         """Wait for those that no forward pass has waited for."""
         for gather in self.gathers:
-            gather.finish()
+            gather.group.wait_for_params()
 
     def forget(self) -> None:
         """Let the next forward pass gather again: parameters have changed outside of a step."""
         for gather in self.gathers if self.is_on else ():
-            gather.forget()
+            gather.group.wait_for_params()
+            gather.group.param_gather_dispatched = False
 
     def _after(self, round: int) -> Iterator[EarlyGather]:
         """Those that have not started, up to the first that waits for a later round."""
@@ -200,12 +176,7 @@ def early_gathers(
 ) -> EarlyGathers | None:
     """The gathers of an optimizer's bucket groups; None where it has no parameters.
 
-    Args:
-        dist_opt: Megatron's DistributedOptimizer.
-        rounds: the round of each of Muon's parameters.
-        last: the last round of the plan.
-        one_by_one, is_followed: see ``starts``.
-        is_on: see ``EarlyGathers``.
+    ``rounds`` are those of Muon's parameters; for other arguments see ``starts``, ``EarlyGathers``.
     """
     places = {
         param: (buffer.buckets[index], start, stop)
@@ -223,7 +194,7 @@ def early_gathers(
     for group, own, start in zip(groups, params, after, strict=True):
         here = [param for param in own if param in shards]
         copies = [(_own_part(group, *places[param]), shards[param]) for param in here]
-        gathers.append(EarlyGather(group, own, start, copies))
+        gathers.append(EarlyGather(group, frozenset(map(id, own)), start, copies))
     return EarlyGathers(gathers, last, is_on=is_on) if gathers else None
 
 

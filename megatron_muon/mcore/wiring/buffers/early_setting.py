@@ -19,11 +19,6 @@ def settled(
 ) -> tuple[MuonConfig, str | None]:
     """The settings with ``early_param_gather`` ``off`` where ``auto`` cannot be.
 
-    Args:
-        config: the settings as they are asked for.
-        optimizer_config: Megatron's OptimizerConfig.
-        model_chunks: the DDP-wrapped model chunks of a rank.
-
     Returns:
         The settings, and what forbids ``on``: None if nothing does, or if there is no gather in the
         forward pass.
@@ -54,30 +49,38 @@ def _hindrances(
     config: MuonConfig, optimizer_config: Any, model: Any
 ) -> Iterator[tuple[str, Exception]]:
     """What forbids it, and the error where it is asked for nevertheless."""
-    setting, leave_out = named("early_param_gather"), "leave out one of both"
-    if optimizer_config.overlap_param_gather_with_optimizer_step:
-        what = (
-            "overlap_param_gather_with_optimizer_step (--overlap-param-gather-with-optimizer-step)"
-        )
-        why = "both start the first gather"
-        yield what, ValueError(f"{setting} with {what}: {why}: {leave_out}")
-    if optimizer_config.optimizer_cpu_offload:
-        what = "optimizer_cpu_offload (--optimizer-cpu-offload)"
-        why = "AdamW's part, on the host, ends last"
-        yield what, NotImplementedError(f"{setting} with {what}: {why}: {leave_out}")
-    if getattr(optimizer_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-        what = "reuse_grad_buf_for_mxfp8_param_ag (--reuse-grad-buf-for-mxfp8-param-ag)"
-        why = "parameters travel in the memory of gradients, which a step still reads"
-        yield what, NotImplementedError(f"{setting} with {what}: {why}: {leave_out}")
     graph = f"{getattr(model, 'cuda_graph_impl', '')} {getattr(model, 'cuda_graph_scope', '')}"
-    if "full_iteration" in re.findall(r"\w+", graph):  # it may be a list of scopes
-        what = "a CUDA graph of the full iteration (--cuda-graph-impl, --cuda-graph-scope)"
-        why = "the graph would wait for a gather outside of it"
-        yield what, NotImplementedError(f"{setting} with {what}: {why}: {leave_out}")
-    if config.qk_clip is not None or getattr(model, "qk_clip", False):
-        what = "clipped attention logits (--qk-clip, --muon-qk-clip)"
-        why = "weights are gathered before they are clipped"
-        yield what, NotImplementedError(f"{setting} with {what}: {why}: {leave_out}")
+    for found, what, why in (
+        (
+            optimizer_config.overlap_param_gather_with_optimizer_step,
+            "overlap_param_gather_with_optimizer_step (--overlap-param-gather-with-optimizer-step)",
+            "both start the first gather",
+        ),
+        (
+            optimizer_config.optimizer_cpu_offload,
+            "optimizer_cpu_offload (--optimizer-cpu-offload)",
+            "AdamW's part, on the host, ends last",
+        ),
+        (
+            getattr(optimizer_config, "reuse_grad_buf_for_mxfp8_param_ag", False),
+            "reuse_grad_buf_for_mxfp8_param_ag (--reuse-grad-buf-for-mxfp8-param-ag)",
+            "parameters travel in the memory of gradients, which a step still reads",
+        ),
+        (
+            "full_iteration" in re.findall(r"\w+", graph),  # it may be a list of scopes
+            "a CUDA graph of the full iteration (--cuda-graph-impl, --cuda-graph-scope)",
+            "the graph would wait for a gather outside of it",
+        ),
+        (
+            config.qk_clip is not None or getattr(model, "qk_clip", False),
+            "clipped attention logits (--qk-clip, --muon-qk-clip)",
+            "weights are gathered before they are clipped",
+        ),
+    ):
+        if found:
+            kind = ValueError if why.startswith("both") else NotImplementedError
+            setting = named("early_param_gather")
+            yield what, kind(f"{setting} with {what}: {why}: leave out one of both")
 
 
 def gathers_one_by_one(device: torch.device) -> bool:

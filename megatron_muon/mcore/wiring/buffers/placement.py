@@ -19,14 +19,14 @@ Located = list[tuple[torch.nn.Parameter, Parameter]]
 def muon_parameters(routes: Iterable[Route], buffers: Sequence[Any]) -> Located:
     """Every Muon parameter in the buffers, as on EP rank 0: the same list on all ranks of a stage.
 
-    Args:
-        routes: those of this rank's model chunks.
-        buffers: the grad buffers of one DistributedOptimizer.
+    ``buffers`` are the grad buffers of one DistributedOptimizer.
     """
     places = {
-        param: (index, Span(start, stop), _bucket_span(buffer.buckets[bucket_id]))
+        param: (index, Span(start, stop), Span(first, first + bucket.grad_data.numel()))
         for index, buffer in enumerate(buffers)
         for param, (start, stop, bucket_id) in buffer.param_index_map.items()
+        for bucket in (buffer.buckets[bucket_id],)
+        for first in (bucket.offset,)
     }
     located = []
     for route in routes:
@@ -42,10 +42,7 @@ def on_every_ep_rank(
 ) -> list[Parameter]:
     """All of a stage's parameters: those of each EP rank in turn, experts numbered over all.
 
-    Args:
-        parameters: those of EP rank 0.
-        ep_size: number of EP ranks; 1 for what is not an expert's.
-        local_experts: experts of a layer on one EP rank.
+    ``parameters`` are EP rank 0's. What is not an expert's has an ``ep_size`` of 1.
     """
     if ep_size == 1:
         return list(parameters)
@@ -74,7 +71,3 @@ def _numbered(matrix: MatrixShape, ep_rank: int, local_experts: int) -> MatrixSh
         number = str(int(number.rstrip("]")) + ep_rank * local_experts)
         return replace(matrix, name=f"{name}[expert {number}]")
     return replace(matrix, name=expert_name(name, ep_rank, local_experts))
-
-
-def _bucket_span(bucket: Any) -> Span:
-    return Span(bucket.offset, bucket.offset + bucket.grad_data.numel())
