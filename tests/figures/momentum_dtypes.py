@@ -1,4 +1,5 @@
 """Losses by the momentum's dtype: ``cd tests && python -m figures.momentum_dtypes``, on a GPU.
+With ``--periods`` they are those by --muon-full-period at TP 2, on two processes of a CPU.
 
 The quickstart's model, text and schedule, from the same weights for each dtype: the mean loss of
 1,024 held-out windows after the last step. bf16, fp16 and fp8 are Transformer Engine's FusedAdam's,
@@ -30,13 +31,13 @@ if not torch.cuda.is_available():
 from megatron_muon.lab.bench.step import build as building
 from megatron_muon.lab.bench.step.flags import parsed
 from megatron_muon.lab.bench.step.meter import StepTimers
+from megatron_muon.settings.config import MuonConfig
 from support.gpu.model import row_of
+from support.ranks import run
 from support.virtual_gpu.dry_run import ranks_of, world
 
 SEQ, BATCH, WARMUP, RATE = 128, 32, 20, 1e-2
-SIZES = (
-    f"--hidden 128 --layers 4 --heads 4 --ffn 344 --vocab 256 --seq {SEQ} --swiglu --tp 1 --dp 1"
-)
+SIZES = f"--hidden 128 --layers 4 --heads 4 --ffn 344 --vocab 256 --seq {SEQ} --swiglu --dp 1 --tp"
 FUSED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 SEEDS = (1234, 2345, 3456)
 
@@ -60,7 +61,12 @@ def _draw(chunk: Any, seed: int) -> None:
     for name, param in chunk.named_parameters():
         if param.dim() > 1:
             numbers = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
-            param.copy_(0.02 * torch.randn(param.shape, generator=numbers))
+            shape, tp = list(param.shape), torch.distributed.get_world_size()
+            cut = param.partition_dim if tp > 1 and param.tensor_model_parallel else 0
+            shape[cut] *= tp if tp > 1 and param.tensor_model_parallel else 1
+            whole = 0.02 * torch.randn(shape, generator=numbers)
+            own = torch.distributed.get_rank() if shape != list(param.shape) else 0
+            param.copy_(whole.split(param.shape[cut], cut)[own])
 
 
 def _windows(text: Any, seed: int, number: int, count: int, device: Any) -> torch.Tensor:
@@ -82,13 +88,12 @@ def _rate(step: int, steps: int) -> float:
     return RATE * (1 + math.cos(math.pi * (step - WARMUP) / (steps - WARMUP))) / 2
 
 
-def trained(dtype: str, seed: int, steps: int, corpus: Corpus) -> float:
-    """The held-out loss of one run."""
-    flags, device = parsed(SIZES.split()), torch.device(torch.cuda.current_device())
-    row = row_of("muon-contiguous")
-    row = replace(
-        row, config=replace(row.config, momentum_dtype="int8" if dtype == "int8" else "fp32")
-    )
+def trained(
+    config: MuonConfig, seed: int, steps: int, corpus: Corpus, dtype: str = "fp32"
+) -> float:
+    """The held-out loss of one run, over all ranks by TP."""
+    flags, device = _flags(torch.distributed.get_world_size()), torch.cuda.current_device()
+    row, device = replace(row_of("muon-contiguous"), config=config), torch.device(device)
     made = lambda row, flags, chunks, timers: _optimizer(dtype, chunks, timers)  # noqa: E731
     with mock.patch.object(building, "_optimizer", made):
         built = building.build(row, flags, StepTimers(device))
@@ -112,9 +117,19 @@ def lines(dtypes: list[str], seeds: list[int], steps: int) -> Iterator[str]:
     """A line for each dtype: its losses by seed, and their mean."""
     corpus = read_corpus()
     for dtype in dtypes:
-        losses = [trained(dtype, seed, steps, corpus) for seed in seeds]
+        config = MuonConfig(momentum_dtype="int8" if dtype == "int8" else "fp32")
+        losses = [trained(config, seed, steps, corpus, dtype) for seed in seeds]
         each = ", ".join(f"{loss:.4f}" for loss in losses)
         yield f"{dtype}: {each}; mean {sum(losses) / len(losses):.4f}"
+
+
+def _in_turns(period: int, seed: int, steps: int) -> float:
+    world.initialize_groups(ranks_of(_flags(2)))
+    return trained(MuonConfig(full_period=period), seed, steps, read_corpus())
+
+
+def _flags(tp: int) -> argparse.Namespace:
+    return parsed([*SIZES.split(), str(tp)])
 
 
 def main() -> None:
@@ -123,14 +138,23 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=of_all, choices=[*of_all, *FUSED])
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--periods", nargs="+", type=int, default=())
     given = parser.parse_args()
+    for seed in given.seeds if given.periods else ():
+        for period in given.periods:
+            loss, _ = run(_in_turns, 2, period, seed, given.steps, timeout=36_000)
+            print(f"period {period}, seed {seed}, {given.steps} steps: {loss:.4f}", flush=True)
+    if given.periods:
+        return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    world.initialize_groups(ranks_of(parsed(SIZES.split())))
+    world.initialize_groups(ranks_of(_flags(1)))
     for line in lines(given.dtypes, given.seeds, given.steps):
         print(line, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    from figures import momentum_dtypes  # ranks import it by its name
+
+    momentum_dtypes.main()
