@@ -59,7 +59,9 @@ for _ in range(2):
     if {training}:
         scripts.install_training()
     megatron_muon.install(config)
-    megatron_muon.install()  # twice is once
+    once = held()
+    megatron_muon.install()
+    print("AGAIN", differing(once, held()))
     during = differing(before, held())
     kept.append(importlib.import_module("megatron.core.optimizer").get_megatron_optimizer)
     megatron_muon.uninstall()
@@ -86,6 +88,7 @@ def _lines(training: bool, *path: str) -> list[str]:
 
 def test_install_and_uninstall_leave_every_object_in_its_place() -> None:
     lines = _lines(False)
+    assert [line for line in lines if line.startswith("AGAIN")] == ["AGAIN []"] * 2
     assert [line for line in lines if line.startswith("AFTER")] == ["AFTER []"] * 2
     changed = {line for line in lines if line.startswith("DURING")}
     assert "DURING ('megatron.core.optimizer', 'get_megatron_optimizer')" in changed

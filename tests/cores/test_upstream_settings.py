@@ -48,12 +48,8 @@ def _started(
     routed: tuple[tuple[str, str], ...] = (),
     by: str = "get_megatron_optimizer",
 ) -> tuple[Any, str]:
-    """The model with an optimizer of these fields, and what it printed.
-
-    Args:
-        own: settings given to ``install``; None: it is called without any.
-        routed: (pattern of names, optimizer) of ``config_overrides``.
-    """
+    """The model with an optimizer of these fields, and what it printed. ``own`` is given to
+    ``install``; ``routed`` are (pattern of names, optimizer) of ``config_overrides``."""
     from megatron.core import optimizer as core
     from megatron.core.optimizer.optimizer_config import ParamKey
 

@@ -18,20 +18,13 @@ _TERA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Measured TFLOP/s per GPU.
+    """Measured TFLOP/s per GPU."""
 
-    Attributes:
-        name: of the run.
-        words: its flags, with an assumed division of ranks.
-        adamw, muon: of the model, with each optimizer.
-        newton_schulz: of Newton-Schulz, over the whole step.
-    """
-
-    name: str
-    words: str
-    adamw: float
+    name: str  # of the run
+    words: str  # its flags, with an assumed division of ranks
+    adamw: float  # of the model, with each optimizer
     muon: float
-    newton_schulz: float
+    newton_schulz: float  # over the whole step
 
 
 REPORTS = (

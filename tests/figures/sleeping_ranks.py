@@ -36,19 +36,13 @@ from support.virtual_gpu.step import muon_of
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Llama-like layers on ``tp * dp`` ranks.
-
-    Attributes:
-        round_kib: limit of a round; None: the default, which is one round here.
-        layers: of the model.
-        seconds: that the mean rank sleeps in a step.
-    """
+    """Llama-like layers on ``tp * dp`` ranks."""
 
     tp: int
     dp: int
-    round_kib: int | None = None
+    round_kib: int | None = None  # limit of a round; None: the default, which is one round here
     layers: int = 8
-    seconds: float = 0.4
+    seconds: float = 0.4  # that the mean rank sleeps in a step
 
     @property
     def config(self) -> MuonConfig:

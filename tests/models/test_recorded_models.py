@@ -66,9 +66,7 @@ def test_a_step_takes_its_round_and_the_scratch_of_its_largest_matrix(
     name: str, largest: tuple[int, int], beside: float, most: int
 ) -> None:
     """The round is one matrix: it, and its next iterate and squares of its short side; and
-
-    ``beside`` MiB that travel meanwhile.
-    """
+    ``beside`` MiB that travel meanwhile."""
     row = _busiest(name)
     rows, cols = largest
     scalars = 8 * 512  # flags and norms; a GPU's allocator rounds up

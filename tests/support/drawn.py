@@ -148,25 +148,17 @@ def roundings(field: str) -> Iterator[tuple[NsDtype, Products]]:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Drawn matrices of one shape, with one rounding.
+    """Drawn matrices of one shape, with one rounding."""
 
-    Attributes:
-        numbers: their numbers.
-        x: X as iterations take it, ``(k, m, n)``.
-        steps: the polynomials.
-        exact: their exact results in float64.
-        allowed: the allowed errors, by the standard iteration's; infinite with ``Halves``, whose
-            parts do not round a matrix of rank 1 to one.
-        top: the largest singular values of exact and standard results.
-    """
-
-    numbers: tuple[int, ...]
-    x: Tensor
+    numbers: tuple[int, ...]  # of the matrices
+    x: Tensor  # X as iterations take it, ``(k, m, n)``
     products: Products
-    steps: tuple[Triple, ...]
-    exact: Tensor
+    steps: tuple[Triple, ...]  # the polynomials
+    exact: Tensor  # results in float64
+    # errors, by the standard iteration's; infinite with ``Halves``, whose parts do not round a
+    # matrix of rank 1 to one
     allowed: Tensor
-    top: Tensor
+    top: Tensor  # the largest singular values of exact and standard results
 
     def measured(self, restarts: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Errors and largest singular values of the Gram iteration, over what is allowed."""

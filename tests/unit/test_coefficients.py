@@ -97,9 +97,7 @@ def test_a_set_brings_its_interval_into_its_band(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in SETS if name != "polar_express"])
 def test_the_interval_is_as_wide_as_the_band_allows(name: str) -> None:
     """Ten times further down the band is left: the interval says what the set is for. Eight steps
-
-    of Polar Express go beyond the 1e-3 that its authors name.
-    """
+    of Polar Express go beyond the 1e-3 that its authors name."""
     sigma, made = _through(name)
     assert made[sigma >= SETS[name].interval[0] / 10].abs().min() < SETS[name].band[0]
 

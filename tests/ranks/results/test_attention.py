@@ -178,10 +178,12 @@ def _started(
 
 
 def test_an_attention_by_another_name_has_as_many_matrices() -> None:
+    """With ``split_qkv`` off two less in each of both layers."""
     topology = Topology(tp=2)
     ours, plain = (run(_started, 2, topology, how) for how in (renamed, nullcontext))
     assert [count for count, _ in ours] == [count for count, _ in plain] == [12, 12]
     assert not any("split_qkv" in line for _, lines in ours for line in lines)
+    assert [count for count, _ in run(_started, 2, topology, nullcontext, False)] == [8, 8]
 
 
 def test_a_fused_weight_whose_rows_are_not_known_is_named_in_one_line_of_the_run() -> None:

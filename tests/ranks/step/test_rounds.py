@@ -106,9 +106,7 @@ def test_small_ones_come_first_in_equal_shares_of_each_home() -> None:
 
 def test_the_time_of_rounds_is_that_of_a_pipeline() -> None:
     """Rank 1 sends all to rank 0. At once: 6 for pieces, 8 of work, 6 for directions. In two: 2 for
-
-    the small one's; the large one's come at 6, when 3 of work are done at 5; 5 more, and 4 back.
-    """
+    the small one's; the large one's come at 6, when 3 of work are done at 5; 5 more, and 4 back."""
     small, large = Demand({0: 3}, {(1, 0): 2}), Demand({0: 5}, {(1, 0): 4})
     assert pipeline_time([(0, 1)], [small, large], 2) == 20
     assert pipeline_time([(0,), (1,)], [small, large], 2) == 15

@@ -1,4 +1,7 @@
-"""The layers' outputs, in real forward passes by Megatron's own schedules."""
+"""The layers' outputs and largest logits, in real forward passes by Megatron's own schedules.
+
+Transformer Engine, whose attention keeps logits in Megatron, needs a GPU. A hook keeps them here.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from megatron.core import pipeline_parallel
 from support.installed import VERSION
 from support.models.gpt import each_chunk
 from support.ranks import run
-from support.runs.cases import Case, Topology
+from support.runs.cases import GROUPS, Case, Topology
 from support.runs.training import MODEL, said, spread, train
 from support.runs.watching import records
 
@@ -27,12 +30,18 @@ RUNS = [(DENSE, spread(tp=2, dp=2)), (replace(DENSE, recompute=True), spread(pp=
 
 
 def _train(model: Case, topology: Topology, path: str, interval: int) -> dict[str, Any]:
-    """What ``train`` returns, in a run that logs; and each forward pass's outputs."""
+    """What ``train`` returns, in a run that logs; each forward pass's outputs, and the largest
+    logits of this rank's heads."""
     settings = (("log_interval", interval), ("log_file", path))
     outputs: dict[str, list[float]] = {}
+    attentions: list[Any] = []
 
     def watch(chunk: Any) -> None:
         for name, module in chunk.named_modules():
+            if hasattr(module, "core_attention"):
+                module.config.log_max_attention_logit = True
+                _keep_logits(module.core_attention)
+                attentions.append(module.core_attention)
             row = name.removeprefix("module.").removeprefix("module.")
             if name.rpartition(".")[2].isdigit() and name.split(".")[-2] == "layers":
                 row = f"decoder.layers.{module.layer_number - 1}"
@@ -41,7 +50,9 @@ def _train(model: Case, topology: Topology, path: str, interval: int) -> dict[st
             module.register_forward_hook(_keep(outputs.setdefault(row, [])))
 
     with each_chunk(watch):
-        return {**train(replace(model, muon=settings), topology), "outputs": outputs}
+        trained = train(replace(model, muon=settings), topology)
+    heads = [attention.current_max_attn_logits.tolist() for attention in attentions]
+    return {**trained, "outputs": outputs, "heads": heads}
 
 
 def _keep(seen: list[float]) -> Any:
@@ -50,6 +61,23 @@ def _keep(seen: list[float]) -> Any:
         seen.append(float(hidden.detach().double().square().mean()))
 
     return hook
+
+
+def _keep_logits(core: Any) -> None:
+    """Keep the largest logit of each head, under Megatron's name and until it is None."""
+    core.current_max_attn_logits = None
+
+    def before_softmax(module: Any, given: tuple[Any, ...]) -> None:
+        largest = given[0].detach().float().amax(dim=(0, 2, 3))
+        before = core.current_max_attn_logits
+        core.current_max_attn_logits = largest if before is None else before.maximum(largest)
+
+    core.scale_mask_softmax.register_forward_pre_hook(before_softmax)
+
+
+def _logits(path: Path) -> dict[str, float]:
+    """Of the last step."""
+    return {row: numbers["max_logit"] for row, numbers in records(path)[-1]["logits"].items()}
 
 
 def _logged(path: Path) -> list[dict[str, float]]:
@@ -61,7 +89,9 @@ def _logged(path: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+def alone(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[list[dict[str, float]], dict[str, float]]:
     path = tmp_path_factory.mktemp("alone") / "lines.jsonl"
     (held,) = run(_train, 1, DENSE, Topology(), str(path), 1)
     logged = _logged(path)
@@ -70,29 +100,29 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     for row, squares in held["outputs"].items():
         passes = torch.tensor(squares).view(DENSE.steps, -1).mean(1).sqrt().tolist()
         assert [rows[row] for rows in logged] == pytest.approx(passes, rel=1e-5)
-    return logged
+    logits = _logits(path)
+    names = [f"decoder.layers.{layer}.self_attention" for layer in range(DENSE.layers)]
+    assert list(logits) == [f"{name}[group {group}]" for name in names for group in range(GROUPS)]
+    largest = torch.tensor(held["heads"]).view(len(logits), -1).amax(1)
+    assert list(logits.values()) == pytest.approx(largest.tolist(), rel=1e-5)
+    return logged, logits
 
 
 @pytest.mark.parametrize(("model", "topology"), RUNS, ids=said)
-def test_outputs_are_those_of_one_process(
-    model: Case, topology: Topology, alone: list[dict[str, float]], tmp_path: Path
+def test_outputs_and_logits_are_those_of_one_process(
+    model: Case, topology: Topology, alone: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "lines.jsonl"
     run(_train, topology.world_size, model, topology, str(path), 1)
-    logged = _logged(path)
-    assert len(logged) == len(alone)
-    for here, there in zip(logged, alone, strict=True):
+    outputs, logits = alone
+    assert _logits(path) == pytest.approx(logits, rel=1e-3)
+    for here, there in zip(_logged(path), outputs, strict=True):
         assert here == pytest.approx(there, rel=1e-3)
 
 
 def _train_with_overflow(path: str, at: int, numbered: bool) -> dict[str, Any]:
-    """``_train`` of 6 steps, of which one is skipped: a gradient is not finite.
-
-    Args:
-        path: of the lines, of every second step.
-        at: the step, counted from 1.
-        numbered: steps have the numbers of a loop, which counts the skipped one, too.
-    """
+    """``_train`` of 6 steps, of which number ``at`` is skipped: a gradient is not finite. Numbered
+    steps have the numbers of a loop, which counts the skipped one, too."""
     from megatron_muon.mcore.watching.host import NO_HOST, Host, set_host
 
     begun: list[str] = []

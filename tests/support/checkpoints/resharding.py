@@ -61,10 +61,7 @@ def loaded(
     dirty: bool = False,
 ) -> tuple[Held, Held]:
     """What this rank holds after loading into a new run, and after the other half of the steps.
-
-    Args:
-        dirty: the run has taken a step before, so that its state is made and wrong.
-    """
+    With ``dirty`` it has taken a step before the load, so that its state is made and wrong."""
     built = start(case, topology)
     if dirty:
         take_step(built, case.steps + 1)

@@ -42,11 +42,7 @@ def row_of(name: str) -> Row:
 
 
 def on_ranks(settings: Settings, run: Any, argument: Any, seconds: float) -> list[Any]:
-    """What ``run(argument)`` returns on each rank.
-
-    Raises:
-        RankError: a rank raised an error, died or did not end in time.
-    """
+    """What ``run(argument)`` returns on each rank; RankError where one raised, died or was late."""
     threads = threads_for(settings.ranks, None)
     task = Task(run, argument, settings.ranks, settings.gpus, threads, seconds, builds=True)
     return run_ranks(task)

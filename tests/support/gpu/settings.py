@@ -29,11 +29,8 @@ class Settings:
 def settings_of(
     device: DeviceName | None, ranks: int | None, hardware: str, changes: Sequence[str]
 ) -> Settings:
-    """The settings of flags, with this machine's values where a flag is missing.
-
-    Raises:
-        ValueError, TypeError, OSError: flags are wrong or do not fit this machine; names the flag.
-    """
+    """The settings of flags, with this machine's values where a flag is missing. An
+    error names a flag that is wrong or does not fit this machine."""
     import torch
 
     from megatron_muon.lab.pricing.presets import hardware_of

@@ -21,8 +21,6 @@ _SMALL = 800  # kernels of one element; with the products below, fewer than a qu
 _ROUNDS = 5
 _COVER = 40  # products that run while small kernels are put in line: about 60 ms on an H100
 
-Made = Callable[[Hardware, torch.device], Figure]
-
 
 def speeds(hardware: Hardware, device: torch.device) -> Iterator[Figure]:
     """All of them that one GPU can measure alone."""

@@ -54,9 +54,7 @@ def _between_homes(plan: ExchangePlan, number: int | None) -> Iterator[SharedMes
 
 def _by_round(plan: ExchangePlan) -> tuple[list[_Round], list[_Round]]:
     """Pieces to homes, each with an element for whether it moves, up to a multiple of 8; and
-
-    directions back.
-    """
+    directions back."""
     gathers: list[_Round] = [defaultdict(int) for _ in plan.rounds]
     scatters: list[_Round] = [defaultdict(int) for _ in plan.rounds]
     round_of = plan.round_of()

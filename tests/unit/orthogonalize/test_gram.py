@@ -32,11 +32,9 @@ CPU = plan_device(CPU_DEVICE)
 @pytest.mark.parametrize(("name", "steps"), PAIRS)
 def test_gram_is_standard_in_float64(name: Any, steps: int, products: Products) -> None:
     """Wherever it restarts. The square's rounding, 2⁻⁵³ of its norm 1, grows by at most a² a step
-
     until it is restarted; for the steepest segments here (four steps of 3.4445², ten of aol's) that
     is a factor of 1e6 and its square root times the norm: 1e-7 is far above it, and a wrong term
-    gives 1e-1.
-    """
+    gives 1e-1."""
     x = normalize(drawn(24, 400 if products.blocked else 60)).double()
     triples = schedule(name, steps, "fp32")
     exact = standard_iteration(x, triples, FLOAT64)
@@ -53,9 +51,7 @@ def test_gram_is_standard_in_float64(name: Any, steps: int, products: Products) 
 @pytest.mark.parametrize(("name", "steps"), PAIRS)
 def test_a_folded_step_is_as_accurate(name: Any, steps: int) -> None:
     """A linear term on the square's diagonal rounds once more: at most twice the error, or 64 units
-
-    where that is nearly none, as of all ones. In float64 nothing differs.
-    """
+    where that is nearly none, as of all ones. In float64 nothing differs."""
     triples, kind = schedule(name, steps, "fp16"), torch.float16
     plain = Products(kind, kind, torch.float32, scale=scale_of("fp16"))
     for shape in ((64, 256), (96, 96)):

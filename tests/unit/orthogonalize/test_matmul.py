@@ -45,7 +45,6 @@ def test_panels_are_the_whole_product(rows: int) -> None:
 @pytest.mark.parametrize(("rows", "inner"), [(8, 8), (32, 160), (300, 70), (400, 400)])
 def test_a_product_in_bf16_rounds_once(rows: int, inner: int) -> None:
     """Also where the CPU makes it in bf16, with its linear term in the same pass. Sums in fp32 are
-
     2⁻²⁴ × √inner off, against 2⁻⁹ of the rounding: one element in a thousand goes to its neighbour.
     """
     products = products_on(CPU_DEVICE, numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16")))

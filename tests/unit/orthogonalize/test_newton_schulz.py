@@ -32,9 +32,7 @@ def _float64(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp32_equals_float64(shape: tuple[int, int]) -> None:
     """p amplifies a relative error of a small σ by at most a per step: 3.45⁵ = 486, the rounding
-
-    of a sum of n terms is at most about n·2⁻²⁴ relative to the norm (here at most 1, n <= 130).
-    """
+    of a sum of n terms is at most about n·2⁻²⁴ relative to the norm (here at most 1, n <= 130)."""
     bound = 486 * max(shape) * 2.0**-24
     error = (orthogonalize(_matrix(*shape), FP32).double() - _float64(_matrix(*shape))).norm()
     assert error <= bound
@@ -43,9 +41,7 @@ def test_fp32_equals_float64(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bf16_singular_values_are_in_the_band(shape: tuple[int, int]) -> None:
     """The coefficients keep σ in [0.68, 1.13] from 0.02 of the norm on (the Muon post); bf16
-
-    rounds each entry by 2⁻⁹ relative, which moves a singular value by at most that of the norm.
-    """
+    rounds each entry by 2⁻⁹ relative, which moves a singular value by at most that of the norm."""
     matrix = _matrix(*shape)
     s = torch.linalg.svdvals(matrix.double())
     found = torch.linalg.svdvals(orthogonalize(matrix, BF16).double())[s / s.norm() > 0.02]
@@ -59,7 +55,6 @@ def test_fp16_keeps_entries_far_below_the_norm(
     shape: tuple[int, int], iteration: NsIteration
 ) -> None:
     """One entry is the norm, the others are 1e-8 of it: below half of fp16's smallest number, 3e-8,
-
     unless the norm is scaled. Scaled by 128 they have 21 steps of 2⁻²⁴ each, half of one is 2.4 %.
     """
     matrix = 1e-8 * _matrix(*shape).sign()

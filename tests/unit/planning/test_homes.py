@@ -117,11 +117,6 @@ def test_past_the_slack_bytes_decide_among_ranks_within_the_limit(full: int, hom
     assert choose_homes(matrices, 3, "balanced", Price(1, 0, 0)) == [0, 1, 2, 2]
 
 
-def test_ranks_with_other_speeds_do_not_agree_about_the_plan() -> None:
-    settings = MuonConfig(), MuonConfig(rank_tflops=300.0), MuonConfig(link_gbytes=30.0)
-    assert len({tuple(description([], Numerics(config))) for config in settings}) == 3
-
-
 def test_a_plan_is_said_to_follow_from_the_device_where_it_does() -> None:
     """Standard's work is another with a library's symmetric products only; with the preset fast
     CPUs, which all take standard, agree with each other and with no GPU."""

@@ -57,19 +57,13 @@ _results: dict[Any, Any] = {}  # shapes of results, by operation and arguments
 
 
 class Gpu(TorchDispatchMode):
-    """One virtual GPU; within ``with`` it is the process's only ``cuda`` device.
-
-    Attributes:
-        trace: everything that happens.
-        stream: the current stream's name.
-        scalar: what ``item`` and its like give, converted to the tensor's dtype.
-    """
+    """One virtual GPU; within ``with`` it is the process's only ``cuda`` device."""
 
     def __init__(self, scalar: float = 0.0) -> None:
         super().__init__()
-        self.trace = Trace()
-        self.stream = MAIN
-        self.scalar = scalar
+        self.trace = Trace()  # everything that happens
+        self.stream = MAIN  # the current stream's name
+        self.scalar = scalar  # what ``item`` and its like give, converted to the tensor's dtype
         self._blocks = 0
         self._call: str | None = None
 
