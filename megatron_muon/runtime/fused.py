@@ -4,8 +4,7 @@ Each is one launch for all slices of a round, through a table of their addresses
 bits as ``update.Foreach``, since each product and each sum rounds by itself. With bf16 messages the
 two read and write 14 and 10 bytes per element, foreach 50 and 34. They take no scratch memory.
 
-No GPU has run them yet: ``try_elementwise`` compares them with foreach, bit by bit, before a run's
-first step.
+``try_elementwise`` compares them with foreach, bit by bit, before a run's first step.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from megatron_muon.settings.rows import CONCEPT, UPSTREAM, Flag, row
 NsIteration = Literal["standard", "gram", "auto"]
 ClipScope = Literal["all", "adamw"]
 ElementwiseBy = Literal["auto", "foreach"]
-MomentumDtype = Literal["fp32", "int8"]
+MomentumDtype = Literal["fp32", "bf16", "int8"]
 Preset = Literal["safe", "fast"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
@@ -95,8 +95,9 @@ class UpdateSettings:
         "fp32",
         "--muon-momentum-dtype",
         "Muon's momentum in memory. int8: one byte an element, in blocks of 256 with an fp32 scale "
-        "each (arXiv 2509.23106); Newton-Schulz gets it before it is rounded. Where a shard's edge "
-        "cuts a block, its bits depend on the layout. Checkpoints hold fp32, and load with either. "
+        "each (arXiv 2509.23106); where a shard's edge cuts a block, bits depend on the layout. "
+        "bf16: two bytes, rounded up or down at random by step and element, whatever the layout. "
+        "Newton-Schulz gets it before it is rounded. Checkpoints hold fp32, and load with each. "
         "With --use-precision-aware-optimizer give --exp-avg-dtype.",
         kinds.choice(get_args(MomentumDtype)),
     )

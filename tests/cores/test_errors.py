@@ -97,8 +97,9 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two offloads, one of Megatron's branch dev": (
         {"late": {"optimizer_cpu_offload": True, "chunked_optimizer_state_offload": True}},
-        "chunked_optimizer_state_offload yet (got True): leave it off: Muon's state is half of "
-        "AdamW's, or choose optimizer='adam'\n"
+        "chunked_optimizer_state_offload yet (got True): use optimizer_cpu_offload with "
+        "use_precision_aware_optimizer, which moves Muon's state by round (a rank steps its own "
+        "chunks one by one, but all ranks take Muon's step together), or choose optimizer='adam'\n"
         "optimizer='muon' does not support optimizer_cpu_offload without use_precision_aware",
     ),
     "megatron fsdp": ({"ddp": {"use_megatron_fsdp": True}}, "support use_megatron_fsdp yet"),

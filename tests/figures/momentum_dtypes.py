@@ -2,13 +2,19 @@
 With ``--periods`` they are those by --muon-full-period at TP 2, on two processes of a CPU.
 
 The quickstart's model, text and schedule, from the same weights for each dtype: the mean loss of
-1,024 held-out windows after the last step. bf16, fp16 and fp8 are Transformer Engine's FusedAdam's,
-for Muon's momentum and for both of AdamW's moments; they need it installed.
+1,024 held-out windows after the last step. int8 and stochastic (bf16) are --muon-momentum-dtype's;
+the others are Transformer Engine's FusedAdam's, which must be installed: bf16, fp16 and fp8 for
+Muon's momentum and AdamW's moments, fp8-first without AdamW's second moment, fp8-second with it
+alone.
+
+With ``--bytes`` nothing is trained: the state of examples/gpt_340m on one rank is made and counted,
+in bytes of an element of Muon's and of AdamW's beside their bf16 weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import sys
 import zlib
@@ -23,7 +29,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
 from corpus import Corpus, read_corpus
 
+import support.te_on_cpu.on  # noqa: F401
 from megatron_muon import cpu
+from support import hybrid_on_cpu
 
 if not torch.cuda.is_available():
     cpu.enable()
@@ -31,14 +39,20 @@ if not torch.cuda.is_available():
 from megatron_muon.lab.bench.step import build as building
 from megatron_muon.lab.bench.step.flags import parsed
 from megatron_muon.lab.bench.step.meter import StepTimers
-from megatron_muon.settings.config import MuonConfig
 from support.gpu.model import row_of
 from support.ranks import run
 from support.virtual_gpu.dry_run import ranks_of, world
 
 SEQ, BATCH, WARMUP, RATE = 128, 32, 20, 1e-2
-SIZES = f"--hidden 128 --layers 4 --heads 4 --ffn 344 --vocab 256 --seq {SEQ} --swiglu --dp 1 --tp"
-FUSED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+SIZES = f"--hidden 128 --layers 4 --heads 4 --ffn 344 --vocab 256 --seq {SEQ} --swiglu --dp 1"
+OF_340M = "--hidden 1536 --layers 12 --heads 12 --vocab 50256 --seq 1024 --tp 1 --dp 1"
+FP32, FP8 = torch.float32, torch.uint8
+FUSED = {  # the first moment's, which is Muon's momentum's, and AdamW's second moment's
+    **{"bf16": (torch.bfloat16, torch.bfloat16), "fp16": (torch.float16, torch.float16)},
+    **{"fp8": (FP8, FP8), "fp8-first": (FP8, FP32), "fp8-second": (FP32, FP8)},
+    **{"precision-aware": (FP32, FP32), "host": (FP32, FP32)},
+}
+OURS = {"fp32": "fp32", "int8": "int8", "stochastic": "bf16"}
 SEEDS = (1234, 2345, 3456)
 
 
@@ -46,8 +60,11 @@ def _optimizer(dtype: str, chunks: list[Any], timers: Any) -> Any:
     import megatron.core.optimizer as core
 
     fused: dict[str, Any] = {"use_precision_aware_optimizer": True} if dtype in FUSED else {}
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if fused else ():
-        fused[name] = FUSED[dtype]
+    if dtype in FUSED:
+        fused["exp_avg_dtype"], fused["exp_avg_sq_dtype"] = FUSED[dtype]
+    if dtype == "host":
+        hybrid_on_cpu.install()
+        fused |= {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
     config = core.OptimizerConfig(
         optimizer="muon", lr=RATE, weight_decay=0.1, clip_grad=1.0, adam_beta2=0.95, bf16=True,
         params_dtype=torch.bfloat16, use_distributed_optimizer=True, **fused,
@@ -88,15 +105,39 @@ def _rate(step: int, steps: int) -> float:
     return RATE * (1 + math.cos(math.pi * (step - WARMUP) / (steps - WARMUP))) / 2
 
 
-def trained(
-    config: MuonConfig, seed: int, steps: int, corpus: Corpus, dtype: str = "fp32"
-) -> float:
-    """The held-out loss of one run, over all ranks by TP."""
-    flags, device = _flags(torch.distributed.get_world_size()), torch.cuda.current_device()
-    row, device = replace(row_of("muon-contiguous"), config=config), torch.device(device)
-    made = lambda row, flags, chunks, timers: _optimizer(dtype, chunks, timers)  # noqa: E731
+def _built(dtype: str, sizes: str, period: int = 1) -> building.Built:
+    row, timers = row_of("muon-contiguous"), StepTimers(torch.device(torch.cuda.current_device()))
+    held = OURS.get(dtype, "fp32")
+    row = replace(row, config=replace(row.config, momentum_dtype=held, full_period=period))
+    made = lambda row, chunks, timers: _optimizer(dtype, chunks, timers)  # noqa: E731
     with mock.patch.object(building, "_optimizer", made):
-        built = building.build(row, flags, StepTimers(device))
+        return building.build(row, parsed(sizes.split()), timers)
+
+
+def counted(dtype: str) -> str:
+    """The line of one dtype for ``--bytes``: storages that states and main parameters have."""
+    gc.collect()  # the model before
+    nbytes, elements = {True: 0, False: 0}, {True: 0, False: 0}
+    for part in _built(dtype, OF_340M).optimizer.chained_optimizers:
+        part._fill_state()
+        for shard in part._shard_of.values():
+            of_muon = part.muon.owns(shard)
+            if dtype == "host":
+                keys = ("param", "exp_avg") if of_muon else ("param", "exp_avg", "exp_avg_sq")
+                held = [part.states._held(shard, key) for key in keys]
+            else:
+                held = [*part.optimizer.state[shard].values()]
+                held += [shard] if shard.dtype == FP32 else []
+            nbytes[of_muon] += sum(getattr(each, "_data", each).nbytes for each in held)
+            elements[of_muon] += shard.numel()
+    muon, adamw = (f"{nbytes[kind] / elements[kind]:.2f}" for kind in (True, False))
+    return f"| {dtype} | {muon} | {adamw} |"
+
+
+def trained(dtype: str, seed: int, steps: int, corpus: Corpus, period: int = 1) -> float:
+    """The held-out loss of one run, over all ranks by TP."""
+    sizes = f"{SIZES} --tp {torch.distributed.get_world_size()}"
+    built, device = _built(dtype, sizes, period), torch.device(torch.cuda.current_device())
     (chunk,) = built.chunks
     _draw(chunk, seed)
     built.optimizer.reload_model_params()
@@ -117,25 +158,20 @@ def lines(dtypes: list[str], seeds: list[int], steps: int) -> Iterator[str]:
     """A line for each dtype: its losses by seed, and their mean."""
     corpus = read_corpus()
     for dtype in dtypes:
-        config = MuonConfig(momentum_dtype="int8" if dtype == "int8" else "fp32")
-        losses = [trained(config, seed, steps, corpus, dtype) for seed in seeds]
+        losses = [trained(dtype, seed, steps, corpus) for seed in seeds]
         each = ", ".join(f"{loss:.4f}" for loss in losses)
         yield f"{dtype}: {each}; mean {sum(losses) / len(losses):.4f}"
 
 
 def _in_turns(period: int, seed: int, steps: int) -> float:
-    world.initialize_groups(ranks_of(_flags(2)))
-    return trained(MuonConfig(full_period=period), seed, steps, read_corpus())
-
-
-def _flags(tp: int) -> argparse.Namespace:
-    return parsed([*SIZES.split(), str(tp)])
+    world.initialize_groups(ranks_of(parsed(f"{SIZES} --tp 2".split())))
+    return trained("fp32", seed, steps, read_corpus(), period)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    of_all = ["fp32", "int8"]
-    parser.add_argument("--dtypes", nargs="+", default=of_all, choices=[*of_all, *FUSED])
+    parser.add_argument("--dtypes", nargs="+", default=[*OURS], choices=[*OURS, *FUSED])
+    parser.add_argument("--bytes", action="store_true")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--periods", nargs="+", type=int, default=())
@@ -149,8 +185,13 @@ def main() -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    world.initialize_groups(ranks_of(_flags(1)))
-    for line in lines(given.dtypes, given.seeds, given.steps):
+    world.initialize_groups(ranks_of(parsed(f"{SIZES} --tp 1".split())))
+    if given.bytes:
+        print("| | Muon | AdamW |\n|---|--:|--:|", flush=True)
+        made = map(counted, given.dtypes)
+    else:
+        made = lines(given.dtypes, given.seeds, given.steps)
+    for line in made:
         print(line, flush=True)
 
 

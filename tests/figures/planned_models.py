@@ -2,7 +2,8 @@
 
 Prints the table of docs/plan.md, of the models whose name has one of the words. Every row is
 ``megatron-muon plan --model`` with the flags below. How the ranks are divided is an assumption, as
-is the number of tokens in a step.
+is the number of tokens in a step. ``--states`` prints GiB of the fullest rank by how states are
+held instead: at rest/at the peak of the step, and what is on the host.
 """
 
 from __future__ import annotations
@@ -54,6 +55,14 @@ MODELS = (
         for name, preset in (("DeepSeek-V3", "deepseek-v3"), ("Kimi K2", "kimi-k2"))
     ),
 )
+_NARROW = "--use-precision-aware-optimizer"
+STATES = {
+    "fp32": "",
+    "int8 momentum": "--muon-momentum-dtype int8",
+    "precision-aware": _NARROW,
+    "in bf16": f"{_NARROW} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+    "on the host": f"{_NARROW} --optimizer-cpu-offload",
+}
 HEAD = (
     "| model | ranks | AdamW | contiguous | bucketed | Megatron's blockwise / duplicated / "
     "distributed / layer_sharded | in node / between, MB | busiest / mean | peak, MiB | "
@@ -66,13 +75,33 @@ def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("words", nargs="*")
     arguments.add_argument("--flags", default="", help="further flags of megatron-muon plan")
+    arguments.add_argument("--states", action="store_true")
     given = arguments.parse_args()
-    print(f"{HEAD}\n|---|--:|{'--:|' * 8}")
+    if given.states:
+        print(f"| | {' | '.join(STATES)} |\n|---|{'--:|' * len(STATES)}", flush=True)
+    else:
+        print(f"{HEAD}\n|---|--:|{'--:|' * 8}")
     for model in MODELS:
         if given.words and not any(word in model.name for word in given.words):
             continue
-        for line in rows(model, given.flags):
+        for line in (by_state if given.states else rows)(model, given.flags):
             print(line, flush=True)
+
+
+def by_state(model: Model, more: str) -> Iterator[str]:
+    """A line for the world of 256 ranks."""
+    size, words, name = next(world for world in model.worlds if world[0] == 256)
+    argv = f"--model {model.preset} {OVERLAP} {words} --world-size {size} {more}"
+    cells = []
+    for flags in STATES.values():
+        plan = planned(f"{argv} {flags}".split())
+        held = [kind.row("contiguous") for kind in plan.kinds]
+        host, rest = (
+            max(each) for each in zip(*((r.host, sum(r.rest.values())) for r in held), strict=True)
+        )
+        cell = f"{rest / (1 << 30):.1f} / {plan.peak('contiguous') / (1 << 30):.1f}"
+        cells.append(f"{cell}, {host / (1 << 30):.1f}" if host else cell)
+    yield f"| {model.name} {name} × {size} | {' | '.join(cells)} |"
 
 
 def rows(model: Model, more: str) -> Iterator[str]:

@@ -81,7 +81,7 @@ BAD: dict[str, tuple[tuple[Any, str], ...]] = {
     "ns_iteration": (("cubic", "must be one of standard, gram, auto, got 'cubic'"),),
     "ns_dtype": (("fp64", "one of bf16, fp16, fp32, got 'fp64'"),),
     "ns_batch": _COUNT,
-    "momentum_dtype": (("bf16", "must be one of fp32, int8, got 'bf16'"),),
+    "momentum_dtype": (("fp8", "must be one of fp32, bf16, int8, got 'fp8'"),),
     "elementwise": (("slow", "must be one of auto, foreach, got 'slow'"),),
     "clip_scope": (("muon", "must be one of all, adamw, got 'muon'"),),
     "weight_decay_all_params": _SWITCH,

@@ -108,8 +108,8 @@ def state_bytes_of(flags: Namespace, config: MuonConfig) -> StateBytes:
     """As they were given, where the flags are a script's, which knows no GPU."""
     given: StateBytes | None = getattr(flags, "state_bytes", None)
     held = state_bytes(flags) if given is None else given
-    in_blocks = config.momentum_dtype == "int8"
-    return held._replace(momentum=1 + _FP32 / BLOCK) if in_blocks else held
+    packed = {"bf16": 2, "int8": 1 + _FP32 / BLOCK}
+    return held._replace(momentum=packed.get(config.momentum_dtype, held.momentum))
 
 
 def optimizer_of(planned: Planned, held: StateBytes = WIDE) -> Optimizer:

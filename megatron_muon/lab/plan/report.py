@@ -106,12 +106,6 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.1f}"
 
 
-def with_bar(seconds: float) -> str:
-    """Milliseconds with their range by the back-tests."""
-    least, most = (ms(seconds * factor) for factor in BACK_TESTS)
-    return f"{ms(seconds)} ({least}-{most})"
-
-
 def _rules() -> list[str]:
     """The rules by which Megatron's own Muon is planned, and where they come from."""
     parts = (upstream.__doc__ or "").split("\n\n")[1:3]
@@ -160,7 +154,9 @@ def _whole(plan: RunPlan) -> Iterator[str]:
         mark = " (this run)" if name == plan.layout else ""
         slower = "" if name == "adamw" else f"{plan.slower(name):+.2%}"
         share = f"{plan.share(name):.2%}"
-        rows.append([TITLES[name] + mark, with_bar(plan.seconds(name)), share, slower])
+        least, most = (ms(plan.seconds(name) * factor) for factor in BACK_TESTS)
+        with_bar = f"{ms(plan.seconds(name))} ({least}-{most})"
+        rows.append([TITLES[name] + mark, with_bar, share, slower])
     yield from aligned(rows)
     seconds = ms(plan.training.seconds(plan.hardware))
     yield f"forward and backward: {seconds} ms, as assumed; --assumptions prints all"

@@ -120,9 +120,10 @@ def _sized(plan: ExchangePlan, numerics: Numerics, held: StateBytes) -> list[lis
     """``[round][rank]``."""
     works = rounds_of(plan)
     of_newton_schulz = scratch.of_newton_schulz(plan, works, numerics)
+    packing = scratch.of_packing(plan, numerics)
     return [
-        _of_round(work, plan, numerics, held, scratches)
-        for work, scratches in zip(works, of_newton_schulz, strict=True)
+        _of_round(work, plan, numerics, held, scratches, packs)
+        for work, scratches, packs in zip(works, of_newton_schulz, packing, strict=True)
     ]
 
 
@@ -132,6 +133,7 @@ def _of_round(
     numerics: Numerics,
     held: StateBytes,
     scratches: list[int],
+    packs: list[int],
 ) -> list[_Sizes]:
     sent, received = _ends(work.gather, plan.size)
     out, back = _ends(work.scatter, plan.size)
@@ -146,7 +148,8 @@ def _of_round(
             back=back[rank],
             scratch=scratches[rank],
             momentum=scratch.of_momentum((kept + sent[rank]) // plan.itemsize, numerics)
-            + work.held[rank] * _FP32 * (held.momentum < _FP32),
+            + work.held[rank] * _FP32 * (held.momentum < _FP32)
+            + packs[rank],
             update=scratch.of_update(work.held[rank], numerics)
             + work.held[rank] * _FP32 * (held.main < _FP32),
         )

@@ -6,6 +6,7 @@ numbers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from megatron_muon.lab.pricing.kernels import batches
@@ -21,6 +22,7 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.planning.slices import Matrix
+from megatron_muon.runtime.exchange.blocks import AT_ONCE
 
 _FP32 = 4
 
@@ -60,6 +62,19 @@ def of_momentum(elements: int, numerics: Numerics) -> int:
     if config.elementwise != "foreach" or not config.nesterov:
         return 0
     return _FP32 * min(elements, ELEMENTS_AT_ONCE)
+
+
+def of_packing(plan: ExchangePlan, numerics: Numerics) -> list[list[int]]:
+    """Bytes for the largest shard's momentum while it is packed: ``[round][rank]``."""
+    packs = numerics.config.momentum_dtype != "fp32"
+    round_of, sizes = plan.round_of(), Counter[tuple[int, int]]()
+    for one in plan.slices if packs else ():
+        sizes[one.parameter, one.rank] += one.elements.size
+    found = [[0] * plan.size for _ in plan.rounds]
+    for (parameter, rank), size in sizes.items():
+        here = found[round_of[parameter]]
+        here[rank] = max(here[rank], 2 * _FP32 * min(size, AT_ONCE))
+    return found
 
 
 def of_update(elements: int, numerics: Numerics) -> int:

@@ -47,8 +47,11 @@ _FUSED_UPDATE = 8, 2
 # and writes all but G.
 _MOMENTUM = {True: (8 + 12 + 8 + 12 + 4, 5), False: (8 + 12 + 4, 3)}  # bytes, operations
 _NORM, _FLAGS = 4, 4  # bytes; kernels that find out which matrix has a gradient
-# A momentum in blocks is made wide by 4 kernels a tensor and put back by 10 (``exchange.blocks``).
-_IN_BLOCKS = (5 + 8 + 4 + 12) + (8 + 4 + 8 + 8 + 5), 14  # bytes, launches
+# A momentum in fewer bytes is made wide and put back (``exchange.blocks``, ``rounded``).
+_PACKED = {  # bytes, launches
+    "int8": ((5 + 8 + 4 + 12) + (8 + 4 + 8 + 8 + 5), 4 + 10),
+    "bf16": (6 + (4 + 8 + 8 + 8 + 12 + 8 + 8 + 8 + 12) + (8 + 6), 1 + 10 + 2),
+}
 _UPDATE = 8 + 8 + 12 + 4, 4  # bytes, operations
 _ADAMW = 16 + 12
 
@@ -197,15 +200,13 @@ class _Steps:
         elements, pieces = work.held[rank], work.pieces[rank]
         if not elements:
             return Cost()
-        in_blocks = Cost()
-        if self._config.momentum_dtype == "int8":
-            nbytes, launches = _IN_BLOCKS
-            in_blocks = stream(self._hardware, elements * nbytes, launches * pieces)
+        nbytes, launches = _PACKED.get(self._config.momentum_dtype, (0, 0))
+        packed = stream(self._hardware, elements * nbytes, launches * pieces)
         if self._fused:
-            return in_blocks + self._in_one(elements, *_FUSED_MOMENTUM)
+            return packed + self._in_one(elements, *_FUSED_MOMENTUM)
         nbytes, operations = _MOMENTUM[self._config.nesterov]
         cost = foreach(self._hardware, elements, pieces, nbytes + self._itemsize, operations)
-        cost += in_blocks + foreach(self._hardware, elements, pieces, _NORM)
+        cost += packed + foreach(self._hardware, elements, pieces, _NORM)
         return cost + stream(self._hardware, 0, _FLAGS)
 
     def _updated(self, work: RoundWork, rank: int) -> Cost:

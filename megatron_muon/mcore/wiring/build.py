@@ -354,13 +354,10 @@ def _states_of(dist_opt: Any) -> Any:
 
 def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
     dist_opt.muon = muon
-    if muon.config.momentum_dtype == "int8":
-        from megatron_muon.runtime.exchange.blocks import InBlocks
+    if muon.config.momentum_dtype != "fp32":
+        from megatron_muon.runtime.exchange.rounded import packed  # for these dtypes only
 
-        place = dist_opt._get_model_param_range_map
-        owned = [pair for pair in owned_shards(dist_opt) if muon.owns(pair[1])]
-        firsts = {id(shard): place(param)["param"].start for param, shard in owned}
-        dist_opt.states = InBlocks(dist_opt.optimizer, firsts)
+        dist_opt.states = packed(dist_opt.optimizer, muon)
     dist_opt.init_state_fn = init_state_of(dist_opt.init_state_fn, dist_opt.states, muon)
     dist_opt.optimizer.muon, dist_opt.optimizer.states = muon, dist_opt.states
     adam: type[torch.optim.Optimizer] = type(dist_opt.optimizer)

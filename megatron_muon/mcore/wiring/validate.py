@@ -24,6 +24,10 @@ from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.settings.config import MuonConfig, named
 
+_BY_ROUND = (
+    "use optimizer_cpu_offload with use_precision_aware_optimizer, which moves Muon's state by "
+    "round (a rank steps its own chunks one by one, but all ranks take Muon's step together)"
+)
 # Switches of Megatron's that Muon does not support, by field and flag, and what to do instead. No
 # release has those of the last lines: they are of Megatron's branch dev, or of a fork.
 REFUSED = {
@@ -34,8 +38,8 @@ REFUSED = {
     "fp4_param": "keep parameters in bf16 (computing in fp4 is fine)",
     "moe_single_grouped_weight": "keep a weight per expert",
     "use_mup": "leave it off, since it sets Adam's rates",
-    "chunked_optimizer_state_offload": "leave it off: Muon's state is half of AdamW's",
-    "offload_optimizer_states": "leave it off: Muon's state is half of AdamW's",
+    "chunked_optimizer_state_offload": _BY_ROUND,
+    "offload_optimizer_states": _BY_ROUND,
     "low_memory_resume": "leave it off: it moves only AdamW's state to the host while it loads",
     "head_wise_attn_gate": "use attention_output_gate, whose rows are known",
     "use_engram": "leave it off, since its embeddings have an optimizer of their own",

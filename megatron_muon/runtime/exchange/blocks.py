@@ -8,16 +8,18 @@ is 1 on both sides, so that reading and writing again changes no bit. An element
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_muon.runtime.states import MAIN_KEY, MOMENTUM_KEY, States
 
+Place = TypeVar("Place")
 BLOCK = 256  # elements, counted from the first one of the parameter's TP slice
+AT_ONCE = 1 << 22  # elements, which bounds scratch memory
 DECADES = 7
 MOST_OFF = 0.75 * 0.9 / 2 ** (DECADES - 1)  # half of the distance from 1 to the next value
 
@@ -34,55 +36,44 @@ def values_on(device: torch.device) -> Tensor:
     return torch.tensor([*(-value for value in reversed(positive)), 0.0, *positive], device=device)
 
 
-class InBlocks(States):
-    """States with Muon's momentum in blocks. A block that the edge of a shard cuts has two scales.
+class Packed(States, Generic[Place]):
+    """States with Muon's momentum in fewer bytes, in one fp32 tensor a shard.
 
-    Scales and codes are one fp32 tensor, since fused Adam classes refuse other dtypes and keys. It
-    stays where Megatron loads tensors without values.
+    Fused Adam classes refuse other dtypes and keys. It stays where Megatron loads tensors without
+    values.
 
     Args:
         optimizer: see ``States``.
-        firsts: by ``id`` of a shard of Muon's, its first element's place in the parameter's TP
-            slice.
+        places: by ``id`` of a shard of Muon's, where its elements are.
     """
 
     are_copies = True
+    _size: Callable[[Tensor], int]  # elements of a shard's tensor
+    _unpacked: Callable[[Tensor, Tensor], Tensor]  # a shard's momentum, out of its tensor
+    _pack: Callable[[Tensor, Tensor, Tensor], None]  # into it
 
-    def __init__(self, optimizer: Any, firsts: Mapping[int, int]) -> None:
+    def __init__(self, optimizer: Any, places: Mapping[int, Place]) -> None:
         super().__init__(optimizer)
-        self._firsts = firsts
-        self._values: Tensor | None = None
+        self._places = places
 
     def get(self, shard: Tensor, key: str) -> Tensor:
         """See ``States``."""
         held = super().get(shard, key)
-        if key == MAIN_KEY or id(shard) not in self._firsts:
-            return held
-        before, scales, codes = self._parts(shard, held)
-        wide = self._values_of(shard).index_select(0, codes.int())
-        every = scales[:, None].expand(-1, BLOCK).reshape(-1)
-        return wide.mul_(every[before : before + wide.numel()])
+        is_packed = key != MAIN_KEY and id(shard) in self._places
+        return self._unpacked(shard, held) if is_packed else held
 
     def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
         """See ``States``."""
-        if key == MAIN_KEY or id(shard) not in self._firsts:
+        if key == MAIN_KEY or id(shard) not in self._places:
             super().put(shard, key, wide)
-            return
-        before, scales, codes = self._parts(shard, super().get(shard, key))
-        after = -(before + wide.numel()) % BLOCK
-        blocks = torch.nn.functional.pad(wide, (before, after)).view(-1, BLOCK)
-        torch.linalg.vector_norm(blocks, float("inf"), dim=1, out=scales)
-        blocks.div_(torch.where(scales == 0, 1.0, scales)[:, None])
-        values = self._values_of(shard)
-        middles = (values[1:] + values[:-1]) / 2
-        nearest = torch.bucketize(blocks.view(-1), middles, out_int32=True)
-        codes.copy_(nearest[before : before + wide.numel()])
+        else:
+            self._pack(shard, super().get(shard, key), wide)
 
     def start_momentum(self, shard: Tensor) -> None:
         """See ``States``."""
         state = self._optimizer.state[shard]
         if not state:
-            size = self._blocks(shard) + -(-shard.numel() // 4)
+            size = self._size(shard)
             state[MOMENTUM_KEY] = torch.zeros(size, dtype=torch.float32, device=shard.device)
 
     def load(self, load_state_dict: Callable[[Any], None], state_dict: Any) -> None:
@@ -91,9 +82,9 @@ class InBlocks(States):
         shards = chain.from_iterable(group["params"] for group in own)
         keys = chain.from_iterable(group["params"] for group in saved)
         mine = {
-            key: shard for key, shard in zip(keys, shards, strict=True) if id(shard) in self._firsts
+            key: shard for key, shard in zip(keys, shards, strict=True) if id(shard) in self._places
         }
-        kept = {shard: super(InBlocks, self).get(shard, MOMENTUM_KEY) for shard in mine.values()}
+        kept = {shard: super(Packed, self).get(shard, MOMENTUM_KEY) for shard in mine.values()}
         state = {
             key: {name: each for name, each in held.items() if key not in mine or name == "step"}
             for key, held in state_dict["state"].items()
@@ -102,14 +93,50 @@ class InBlocks(States):
         for shard, momentum in kept.items():
             self._optimizer.state[shard][MOMENTUM_KEY] = momentum
 
-    def _parts(self, shard: Tensor, held: Tensor) -> tuple[int, Tensor, Tensor]:
-        """Elements of the first block that another rank holds; scales; codes."""
-        blocks = self._blocks(shard)
-        codes = held[blocks:].view(torch.uint8)[: shard.numel()]
-        return self._firsts[id(shard)] % BLOCK, held[:blocks], codes
+
+class InBlocks(Packed[int]):
+    """States with Muon's momentum in blocks. A block that the edge of a shard cuts has two scales.
+
+    A shard's place is that of its first element in the parameter's TP slice. Its tensor has scales,
+    then codes.
+    """
+
+    _values: Tensor | None = None
+
+    def _size(self, shard: Tensor) -> int:
+        return self._blocks(shard) + -(-shard.numel() // 4)
+
+    def _unpacked(self, shard: Tensor, held: Tensor) -> Tensor:
+        wide, values = torch.empty(shard.numel(), device=shard.device), self._values_of(shard)
+        for start, stop, before, scales, codes in self._parts(shard, held):
+            here = wide[start:stop]
+            torch.index_select(values, 0, codes.int(), out=here)
+            here.mul_(scales[:, None].expand(-1, BLOCK).reshape(-1)[before : before + len(here)])
+        return wide
+
+    def _pack(self, shard: Tensor, held: Tensor, wide: Tensor) -> None:
+        values = self._values_of(shard)
+        middles = (values[1:] + values[:-1]) / 2
+        for start, stop, before, scales, codes in self._parts(shard, held):
+            edges = before, -(before + stop - start) % BLOCK
+            blocks = torch.nn.functional.pad(wide[start:stop], edges).view(-1, BLOCK)
+            torch.linalg.vector_norm(blocks, float("inf"), dim=1, out=scales)
+            blocks.div_(torch.where(scales == 0, 1.0, scales)[:, None])
+            nearest = torch.bucketize(blocks.view(-1), middles, out_int32=True)
+            codes.copy_(nearest[before : before + stop - start])
+            del blocks, nearest  # before the next ones are made
+
+    def _parts(self, shard: Tensor, held: Tensor) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
+        """Elements from and to; those of their first block before them; scales; codes."""
+        blocks, before = self._blocks(shard), self._places[id(shard)] % BLOCK
+        start, codes = 0, held[blocks:].view(torch.uint8)
+        for scales in torch.split(held[:blocks], AT_ONCE // BLOCK):
+            stop = min(start + len(scales) * BLOCK - before, shard.numel())
+            yield start, stop, before, scales, codes[start:stop]
+            start, before = stop, 0
 
     def _blocks(self, shard: Tensor) -> int:
-        return -(-(self._firsts[id(shard)] % BLOCK + shard.numel()) // BLOCK)
+        return -(-(self._places[id(shard)] % BLOCK + shard.numel()) // BLOCK)
 
     def _values_of(self, shard: Tensor) -> Tensor:
         if self._values is None or self._values.device != shard.device:

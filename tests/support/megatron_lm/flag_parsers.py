@@ -83,6 +83,10 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         {"ns_coefficients": ((3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5))},
     ),
     "one triple": (["--muon-ns-coefficients", "3.4445,-4.775,2.0315"], {}),
+    "custom": (
+        ["--muon-coefficient-type", "custom", "--muon-ns-coefficients", "2,-1.5,0.5"],
+        {"ns_coefficients": ((2.0, -1.5, 0.5),)},
+    ),
     "iteration": (["--muon-ns-iteration", "auto"], {"ns_iteration": "auto"}),
     "momentum-dtype": (["--muon-momentum-dtype", "int8"], {"momentum_dtype": "int8"}),
     "fp16": (["--muon-ns-dtype", "fp16"], {"ns_dtype": "fp16"}),

@@ -324,7 +324,7 @@ def _state(dist: Any, shard: Tensor, case: Case) -> dict[str, Tensor]:
     state = {k: v for k, v in dist.optimizer.state[shard].items() if torch.is_tensor(v)}
     if case.narrow is not None and ON_HOST not in case.narrow:
         return {k: dist.optimizer.get_unscaled_state(shard, k) for k in state}
-    if dict(case.muon).get("momentum_dtype") == "int8":
+    if "momentum_dtype" in dict(case.muon):
         return {key: dist.states.get(shard, key) for key in state}
     return state
 

@@ -16,9 +16,9 @@ from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import fused
-from megatron_muon.runtime.exchange.blocks import InBlocks
 from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.rounded import packed
 from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.states import MOMENTUM_KEY, States
@@ -109,14 +109,17 @@ def muon_of(
     for shard in shards.values():
         shard.grad = torch.ones_like(shard)
     state = {shard: {MOMENTUM_KEY: torch.zeros_like(shard)} for shard in shards.values()}
-    states = States(SimpleNamespace(state=state))
-    if numerics.config.momentum_dtype == "int8":
-        firsts = {id(shards[index]): span.start for index, span in own.shards.items()}
-        states = InBlocks(SimpleNamespace(state={shard: {} for shard in shards.values()}), firsts)
     groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.1}]
     exchange = Exchange(own, plan.matrices, group, TORCH_DTYPE[numerics.travels], device, meter)
     tools = meter, phases(), fused.elementwise_on(device, numerics)
-    return DistributedMuon(numerics, plan, own, exchange, shards, *tools), groups, states
+    muon = DistributedMuon(numerics, plan, own, exchange, shards, *tools)
+    if numerics.config.momentum_dtype == "fp32":
+        return muon, groups, States(SimpleNamespace(state=state))
+    empty: dict[torch.Tensor, Any] = {shard: {} for shard in shards.values()}
+    states = packed(SimpleNamespace(state=empty, param_groups=groups), muon)
+    for shard in empty:
+        states.start_momentum(shard)
+    return muon, groups, states
 
 
 def _on_host(muon: DistributedMuon, hosted: Mapping[str, Any]) -> Any:

@@ -9,11 +9,11 @@ import pytest
 from megatron_muon.lab.pricing import memory
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import price_step
-from megatron_muon.lab.pricing.work import Optimizer, traffic_of
+from megatron_muon.lab.pricing.work import WIDE, Optimizer, traffic_of
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
-from megatron_muon.settings.update import ElementwiseBy
+from megatron_muon.settings.update import ElementwiseBy, MomentumDtype
 from support.virtual_gpu.plans import small_plan
 from support.virtual_gpu.step import record_step
 
@@ -52,23 +52,24 @@ def test_launches_of_shared_matrices_are_nearly_those_of_the_virtual_gpu(
 
 
 @pytest.mark.parametrize("elementwise", ["auto", "foreach"])
-def test_a_momentum_in_one_byte_costs_its_launches_and_bytes_and_waits_for_nothing(
-    elementwise: ElementwiseBy,
+@pytest.mark.parametrize(("dtype", "launches", "nbytes"), [("int8", 14, 62), ("bf16", 13, 96)])
+def test_a_momentum_in_fewer_bytes_costs_its_launches_and_bytes_and_waits_for_nothing(
+    elementwise: ElementwiseBy, dtype: MomentumDtype, launches: int, nbytes: int
 ) -> None:
     config = replace(CONFIG, elementwise=elementwise)
     plan = small_plan(config, 1, 2, hidden=512, ffn=1280)
     recorded, priced = [], []
-    for one in (config, replace(config, momentum_dtype="int8")):
+    for one in (config, replace(config, momentum_dtype=dtype)):
         recording = record_step(plan, 0, one, steps=2)
         assert recording.host_syncs == [] and recording.races == []
         recorded.append(recording.launches)
         priced.append(price_step([Optimizer(plan, (0, 0))], one, H100))
     # the busiest rank's; some slices share a shard here
-    assert recorded[1] - recorded[0] == 14 * len(plan.for_rank(0).shards)
+    assert recorded[1] - recorded[0] == launches * len(plan.for_rank(0).shards)
     assert priced[1].launches - priced[0].launches >= recorded[1] - recorded[0]
     elements = sum(span.size for span in plan.for_rank(0).shards.values())
     more = priced[1].phases["momentum"] - priced[0].phases["momentum"]
-    assert more >= 62 * elements / H100.memory
+    assert more >= nbytes * elements / H100.memory
 
 
 @pytest.mark.parametrize(("tp", "dp"), SIZES)
@@ -83,10 +84,13 @@ def test_a_momentum_in_one_byte_costs_its_launches_and_bytes_and_waits_for_nothi
         MuonConfig(split_matrices=2),
         MuonConfig(split_matrices=3, ns_dtype="bf16"),
         MuonConfig(split_matrices=4, ns_iteration="gram"),
+        MuonConfig(momentum_dtype="int8", round_bytes=1 << 20),
+        MuonConfig(momentum_dtype="bf16"),
     ],
     ids=[
         *("default", "small rounds", "gram", "lists in small rounds", "lists for the update only"),
         *("in 2 strips", "in 3 strips of bf16", "in 4 strips with gram"),
+        *("int8", "bf16"),
     ],
 )
 def test_the_peak_is_that_of_the_virtual_gpus_allocator(
@@ -119,7 +123,8 @@ def test_the_peak_is_that_of_the_allocator_where_homes_make_rows(
 
 def _check_peaks(plan: ExchangePlan, config: MuonConfig, steps_of_first: int = 2) -> None:
     """Of the first ranks and the last one, whose shard and strip are others."""
-    modelled = memory.peaks([plan], config)
+    held = WIDE if config.momentum_dtype == "fp32" else WIDE._replace(momentum=1)
+    modelled = memory.peaks([plan], config, held=held)
     for rank in {*range(min(2, plan.size)), plan.size - 1}:
         steps = 1 if rank else steps_of_first  # a second step takes no more
         recorded = record_step(plan, rank, config, steps=steps).peak_bytes

@@ -7,8 +7,10 @@ Engine's. State-space layers take plain torch for the kernels of mamba_ssm and f
 import typing_override  # noqa: F401
 
 import support.te_on_cpu.on  # noqa: F401
-from support import ssm_on_cpu
+from megatron_muon import cpu
+from support import hybrid_on_cpu, ssm_on_cpu
 from support.te_on_cpu import loader
 
 loader.replace_attention()
 ssm_on_cpu.install()
+cpu.REPLACEMENTS = (*cpu.REPLACEMENTS, lambda patches: hybrid_on_cpu.install())

@@ -1,0 +1,94 @@
+"""A momentum in bf16, rounded at random: up or down with chances that make the mean exact.
+
+Chances come from a hash of the step and of the element's matrix, row and column, in integers. So
+bits depend on no layout and no device, and a resumed run has them again.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from megatron_muon.planning.layout import range_of
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.slices import Slice
+from megatron_muon.runtime.exchange.blocks import AT_ONCE, InBlocks, Packed
+from megatron_muon.runtime.optimizer import DistributedMuon
+
+# The number of an element is that of its row plus that of its column, in int32. Of the rows that a
+# shard has some of, and of the columns of the TP slice; then the elements before it in its row.
+Elements = tuple[Tensor, Tensor, int]
+
+
+def _numbered(plan: ExchangePlan, slices: list[Slice], device: torch.device) -> Elements:
+    """The elements of a shard, numbered alike whatever the layout is."""
+    parts = plan.parameters[slices[0].parameter].column_parts
+    rows: list[Tensor] = []
+    before = 0
+    for one in slices:
+        matrix = plan.matrices[one.matrix]
+        strip, cols = matrix.strip, matrix.cols // matrix.column_parts
+        part, place = divmod(one.start, matrix.rows * cols)
+        row, col = divmod(place, cols)
+        if strip is not None and strip.parts is not None:
+            part += strip.parts.start
+        elif strip is not None:
+            row += range_of(strip.rows, strip.number, strip.count).start
+        before = before if rows else col
+        here = torch.arange(row, row - (-(col + one.elements.size) // cols))
+        rows.append(here * (cols * parts) + crc32(matrix.whole_name.encode()))
+    width, every = cols // matrix.column_blocks, torch.arange(cols)
+    columns = every + (every // width * (parts - 1) + part) * width
+    return torch.cat(rows).int().to(device), columns.int().to(device), before
+
+
+class InBf16(Packed[Elements]):
+    """States with Muon's momentum in bf16."""
+
+    _step = 0
+
+    def begin(self) -> None:
+        """See ``States``. Megatron's number of steps comes back with a checkpoint."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        counts = [group.get("step", 0) for group in groups]
+        first = [shard for group in groups for shard in group["params"][:1]]
+        counts += [state.get(shard, {}).get("step", 0) for shard in first]  # torch's AdamW's
+        self._step = int(max(counts, default=0))
+
+    def _size(self, shard: Tensor) -> int:
+        return -(-shard.numel() // 2)
+
+    def _unpacked(self, shard: Tensor, held: Tensor) -> Tensor:
+        return held.view(torch.bfloat16)[: shard.numel()].float()
+
+    def _pack(self, shard: Tensor, held: Tensor, wide: Tensor) -> None:
+        bits, (rows, cols, before) = wide.view(torch.int32), self._places[id(shard)]
+        start, seed = -before, crc32(self._step.to_bytes(8, "little")) - (1 << 31)
+        for some in torch.split(rows + seed, max(1, AT_ONCE // len(cols))):
+            low, stop = max(start, 0), min(start + len(some) * len(cols), bits.numel())
+            chances = _hashed(some[:, None] + cols).view(-1)
+            bits[low:stop].add_(chances[low - start : stop - start])
+            start = stop
+            del chances  # before the next ones are made
+        held.view(torch.int16)[: shard.numel()].copy_(bits.bitwise_right_shift_(16))
+
+
+def packed(optimizer: Any, muon: DistributedMuon) -> Packed[Any]:
+    """The states of an Adam with ``muon`` in it, by ``momentum_dtype``."""
+    ids = {index: id(shard) for index, shard in muon.main_params.items()}
+    if muon.config.momentum_dtype == "int8":
+        return InBlocks(optimizer, {ids[at]: span.start for at, span in muon.own.shards.items()})
+    mine = (one for one in muon.plan.slices if one.rank == muon.own.rank)
+    by_shard, device = groupby(mine, key=lambda one: ids[one.parameter]), muon.exchange.device
+    return InBf16(optimizer, {at: _numbered(muon.plan, [*of], device) for at, of in by_shard})
+
+
+def _hashed(numbers: Tensor) -> Tensor:
+    """From 0 to 65,535: the upper half after two products and a shift; overwrites int32."""
+    hashed = numbers.mul_(0x7FEB352D)
+    hashed.bitwise_xor_((hashed >> 16).bitwise_and_(0xFFFF)).mul_(0x846CA68B - (1 << 32))
+    return hashed.bitwise_right_shift_(16).bitwise_and_(0xFFFF)

@@ -1,0 +1,231 @@
+"""--muon-momentum-dtype: fewer bytes an element, bitwise the same after a save and a load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.runtime.exchange import blocks as in_blocks
+from megatron_muon.runtime.exchange import rounded
+from megatron_muon.runtime.exchange.blocks import BLOCK, MOST_OFF, InBlocks
+from support import te_on_cpu
+from support.checkpoints import sealing
+from support.checkpoints.inspecting import inspect
+from support.checkpoints.resharding import loaded, saved
+from support.checkpoints.resuming import check as check_resumed
+from support.checkpoints.saving import formats
+from support.covering import FULL
+from support.models.clipped import clipped, clipped_whole
+from support.models.gpt import (
+    ON_HOST,
+    Case,
+    Topology,
+    check,
+    distributed_optimizers,
+    muon_weights,
+    start,
+    take_step,
+    trained,
+    truth,
+)
+from support.ranks import run
+from support.runs.watching import records, watched
+from support.runs.whole import differences, whole
+
+PLAIN = Case(steps=4)
+INT8, BF16 = (replace(PLAIN, muon=(("momentum_dtype", dtype),)) for dtype in ("int8", "bf16"))
+ULP = 2.0**-7  # the most between an element and the two values of bf16 around it
+SP = {"sequence_parallel": True}
+
+
+class _Adam:
+    def __init__(self, shard: torch.Tensor) -> None:
+        self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {shard: {}}
+
+
+@given(st.integers(1, 3 * BLOCK), st.integers(0, 2 * BLOCK), st.integers(0, 1 << 20))
+def test_an_element_is_near_and_a_second_rounding_changes_no_bit(
+    size: int, first: int, seed: int
+) -> None:
+    numbers = torch.Generator().manual_seed(seed)
+    exact = torch.randn(size, generator=numbers) * torch.rand(size, generator=numbers) ** 8
+    states = InBlocks(_Adam(exact), {id(exact): first})
+    states.start_momentum(exact)
+    assert not states.get(exact, "exp_avg").any()
+    with mock.patch.object(in_blocks, "AT_ONCE", BLOCK):
+        states.put(exact, "exp_avg", exact.clone())
+        once = states.get(exact, "exp_avg")
+    states.put(exact, "exp_avg", once.clone())
+    assert torch.equal(once, states.get(exact, "exp_avg"))
+    blocks = (torch.arange(size) + first % BLOCK) // BLOCK
+    for block in blocks.unique():
+        here = blocks == block
+        assert (once - exact)[here].abs().max() <= MOST_OFF * exact[here].abs().max() * (1 + 1e-6)
+
+
+def test_a_load_of_tensors_without_values_keeps_the_momentum() -> None:
+    shard = torch.randn(3 * BLOCK)
+    adam: Any = _Adam(shard)
+    adam.param_groups = [{"params": [shard]}]
+    states = InBlocks(adam, {id(shard): 0})
+    states.start_momentum(shard)
+    states.put(shard, "exp_avg", shard.clone())
+    before = states.get(shard, "exp_avg")
+    empty = {"exp_avg": torch.empty(3 * BLOCK), "exp_avg_sq": shard, "step": torch.tensor(1.0)}
+    load = lambda given: adam.state.update({shard: dict(given["state"][0])})  # noqa: E731
+    states.load(load, {"param_groups": [{"params": [0]}], "state": {0: empty}})
+    assert torch.equal(states.get(shard, "exp_avg"), before) and len(adam.state[shard]) == 2
+
+
+def test_roundings_to_bf16_are_exact_in_the_mean_and_differ_by_step() -> None:
+    """An error has at most half a unit's deviation: six deviations of the mean of as many."""
+    size, steps, exact = 1234, 1000, torch.randn(1234, generator=torch.Generator().manual_seed(0))
+    adam: Any = _Adam(exact)
+    adam.param_groups = [{"params": [exact]}]
+    rows, cols = torch.arange(26, dtype=torch.int32) * 100, torch.arange(50, dtype=torch.int32)
+    states = rounded.InBf16(adam, {id(exact): (rows, cols, 3)})
+    states.start_momentum(exact)
+    errors = []
+    for step in range(steps):
+        adam.param_groups[0]["step"] = step
+        states.begin()
+        with mock.patch.object(rounded, "AT_ONCE", 1 + 200 * step):
+            states.put(exact, "exp_avg", exact.clone())
+        once = states.get(exact, "exp_avg")
+        errors.append((once - exact) / (exact.abs().log2().floor() - 7).exp2())
+        for values in (exact, once):
+            states.put(exact, "exp_avg", values.clone())
+            assert torch.equal(once, states.get(exact, "exp_avg"))
+    off = torch.stack(errors).double()
+    assert off.abs().max() < 1 and not torch.equal(off[0], off[1])
+    assert (off.mean(0).abs() < 6 * 0.5 / steps**0.5).all()
+    assert off.mean().abs() < 6 * 0.5 / (steps * size) ** 0.5
+
+
+def test_newton_schulz_gets_the_momentum_before_it_is_rounded() -> None:
+    plain, later = truth(replace(PLAIN, steps=1)), truth(PLAIN)
+    for case in (INT8, BF16):
+        one, both = truth(replace(case, steps=1)), truth(case)
+        assert differences({"main": plain["main"]}, {"main": one["main"]}) == []
+        for name in muon_weights(case):
+            rounded, exact = one["exp_avg"][name], plain["exp_avg"][name]
+            assert not torch.equal(rounded, exact), name
+            off = MOST_OFF * exact.abs().max() if case == INT8 else ULP * exact.abs()
+            assert ((rounded - exact).abs() <= off).all(), name
+        assert differences({"main": later["main"]}, {"main": both["main"]})  # by the second step
+
+
+MOE = {"moe": True}
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        (BF16, Topology(dp=2)),
+        (BF16, Topology(dp=4, overlap=True)),
+        (BF16, Topology(2, 2, 2, overlap=True, **SP)),
+        (BF16, Topology(tp=2, pp=2, **SP)),
+        (replace(BF16, muon=(*BF16.muon, ("split_matrices", 2))), Topology(tp=2, dp=2, **SP)),
+        (replace(BF16, grouped="legacy", gated=True, **MOE), Topology(tp=2, dp=2, ep=2, **SP)),
+    ],
+    ids=["dp2", "dp4", "tp2-pp2-dp2", "tp2-pp2", "strips", "experts"],
+)
+def test_in_bf16_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
+    check(case, topology)
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(2, 2, 1, overlap=True, **SP), Topology(dp=3), Topology(tp=2, pp=2, **SP)],
+    ids=["tp2-dp2", "dp3", "tp2-pp2"],
+)
+def test_a_layout_changes_only_what_a_block_at_an_edge_rounds_to(topology: Topology) -> None:
+    """Two roundings of a block lie at most twice the bound apart; steps carry that on."""
+    one, other = (
+        {name: values for name, values in made["exp_avg"].items() if name in muon_weights(INT8)}
+        for made in (truth(replace(INT8, steps=1)), trained(replace(INT8, steps=1), topology))
+    )
+    for name, values in one.items():
+        assert (values - other[name]).abs().max() <= 2 * MOST_OFF * values.abs().max(), name
+
+
+@pytest.mark.parametrize("case", [INT8, BF16], ids=["int8", "bf16"])
+@pytest.mark.parametrize("format", formats())
+def test_a_checkpoint_goes_on_with_the_same_bits(format: str, case: Case, tmp_path: Path) -> None:
+    check_resumed(case, Topology(dp=2), format, tmp_path)
+
+
+@pytest.mark.parametrize(("at_save", "at_load"), [(PLAIN, INT8), (BF16, PLAIN), (INT8, BF16)])
+def test_a_checkpoint_of_one_dtype_loads_with_the_other(
+    at_save: Case, at_load: Case, tmp_path: Path
+) -> None:
+    (format,) = (format for format in formats() if format in FULL)
+    before, after = Topology(tp=2, dp=2, **SP), Topology(dp=2)
+    one = run(saved, before.world_size, at_save, before, format, str(tmp_path))
+    two = run(loaded, after.world_size, at_load, after, format, str(tmp_path))
+    there, here = (whole([held[0] for held in runs]) for runs in (one, two))
+    assert differences({"main": there["main"]}, {"main": here["main"]}) == []
+    for name in muon_weights(INT8):
+        values = there["exp_avg"][name]
+        assert (values - here["exp_avg"][name]).abs().max() <= MOST_OFF * values.abs().max(), name
+
+
+_OVER_TE = [
+    replace(PLAIN, narrow=(("exp_avg_dtype", torch.bfloat16),)),
+    replace(PLAIN, narrow=(ON_HOST,)),
+]
+
+
+@pytest.mark.parametrize("case", [INT8, BF16, *(_OVER_TE if te_on_cpu.TE else ())])
+def test_it_is_watched_sealed_and_inspected(
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A logging step changes no bit; a load of what the digest is of has all bits."""
+    topology, folder = Topology(tp=2, **SP), tmp_path / "saved"
+    seen = trained(watched(case, tmp_path / "lines"), topology)
+    assert differences(trained(case, topology), seen) == [] and records(tmp_path / "lines")
+    folder.mkdir()
+    (format, *_), size = formats(), topology.world_size
+    before = run(sealing.saved, size, case, topology, format, str(folder))
+    status, report = inspect(folder, capsys, "--hash")
+    assert status == 0, report["faults"]
+    muons = [name for name, row in report["parameters"].items() if row["optimizer"] == "muon"]
+    assert sorted(muons) == sorted(muon_weights(case))
+    after = run(sealing.loaded, size, case, topology, format, str(folder))
+    assert [each["error"] for each in after] == [None, None]
+    assert differences(whole(before), whole([each["held"] for each in after])) == []
+
+
+@pytest.mark.skipif(te_on_cpu.TE is not None, reason="its attention has no logits to read")
+@pytest.mark.parametrize("case", [INT8, BF16])
+def test_a_clip_of_logits_scales_weights_alone(case: Case) -> None:
+    case = replace(case, steps=3, muon=(*case.muon, ("qk_clip", 100.0)))
+    by_hand = whole(run(clipped_whole, 1, case, torch.float32, True))
+    topology = Topology(tp=2, dp=2, **SP) if "bf16" in str(case.muon) else Topology()
+    clip = run(clipped, topology.world_size, case, topology, torch.float32)
+    assert differences(by_hand, whole(clip)) == []
+    assert differences(truth(case), by_hand)  # it was clipped
+
+
+def _bytes(case: Case) -> float:
+    built = start(case, Topology(dp=2))
+    take_step(built, 0)
+    held = elements = 0
+    for part in distributed_optimizers(built.optimizer):
+        for shard in part.muon.main_params.values():
+            held += sum(each.nbytes for each in part.optimizer.state[shard].values())
+            elements += shard.numel()
+    return held / elements
+
+
+@pytest.mark.parametrize(("case", "least"), [(INT8, 1 + 4 / BLOCK), (BF16, 2.0)])
+def test_bytes_an_element(case: Case, least: float) -> None:
+    for held in run(_bytes, 2, case):
+        assert least <= held <= least + 0.035  # a step count of 4 bytes, too
