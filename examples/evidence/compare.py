@@ -33,6 +33,7 @@ from megatron_muon.lab.bench import seams as bench_seams
 from megatron_muon.lab.bench.step.flags import parsed
 from megatron_muon.lab.bench.step.rows import rows
 from megatron_muon.lab.dry_run import seams as dry_run_seams
+from megatron_muon.lab.interrupts import STOPPED
 from megatron_muon.lab.outputs import require_writable
 from megatron_muon.lab.ranks import RankError, Task, gpus_for, run_ranks, threads_for
 from megatron_muon.lab.routes.model_flags import REFUSALS, megatron_is_quiet
@@ -119,7 +120,7 @@ def jobs_over(
     return jobs
 
 
-def ranks_of(path: Path, job: compare_ranks.Job, where: str, given: Namespace) -> Any:
+def ranks_of(path: Path, job: compare_ranks.Job, where: str, given: Namespace, place: str) -> Any:
     """What each rank measured: read where the same training is in the file, else trained."""
     known = hashlib.sha256(f"{job!r} {where}".encode()).hexdigest()
     ranks = read(path, known) if FIRST else None
@@ -128,7 +129,7 @@ def ranks_of(path: Path, job: compare_ranks.Job, where: str, given: Namespace) -
     if ranks is not None:
         return ranks
     if FIRST:
-        print(f"training {path.stem}", file=sys.stderr, flush=True)
+        print(f"training {path.stem}, {place}", file=sys.stderr, flush=True)
     if LAUNCHED:
         ranks = compare_ranks.train_in_launched_world(job)
     else:
@@ -218,12 +219,14 @@ def main(argv: list[str]) -> None:
     where += f"megatron-core {megatron_version()[0]}, megatron_muon {megatron_muon.__version__}"
     if LAUNCHED:
         compare_ranks.join_world(gpus)
-    every = []
+    every, begun = [], 0
     for name, both in jobs.items():
         each: dict[str, Any] = {"name": name, "predicted": planned[name]}
         for optimizer, job in both.items():
             path = given.folder / f"{name}-{optimizer}.json"
-            each[optimizer] = figures(ranks_of(path, job, where, given))
+            begun += 1
+            place = f"{begun} of {2 * len(jobs)}"
+            each[optimizer] = figures(ranks_of(path, job, where, given, place))
         without = each["adamw"]["megatrons"]
         sent = each["muon"]["megatrons"] + each["muon"]["exchange"]
         every.append(each | {"byte_ratio": sent / without if without else None})
@@ -244,5 +247,8 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("compare.py: stopped; started again, it goes on behind what is trained")
+        sys.exit(STOPPED)
     except (RankError, OSError) as error:
         sys.exit(f"compare.py: error: {error}")

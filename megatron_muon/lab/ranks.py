@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from megatron_muon.lab.outputs import CommandError
 
@@ -182,15 +183,14 @@ def _run(task: Task, rank: int, rendezvous: str) -> Any:
 
 def _context(task: Task) -> Any:
     """The fork server's context; it has one thread, since an OpenMP pool does not survive forks."""
-    before = dict(os.environ)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTHONWARNINGS"] = "ignore"  # Megatron's, where the server imports it
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks every launcher for it
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler writes a line at each start
-    if not task.gpus:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name
-    try:
+    with patch.dict(os.environ):
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["PYTHONWARNINGS"] = "ignore"  # Megatron's, where the server imports it
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks every launcher for it
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler writes a line at each start
+        if not task.gpus:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name
         context = multiprocessing.get_context("forkserver")
         first = ["torch"] if task.gpus else ["megatron_muon.cpu.on"]
         if task.builds and not task.gpus:
@@ -198,9 +198,6 @@ def _context(task: Task) -> Any:
         context.set_forkserver_preload([*first, "megatron_muon.lab.frozen"])
         with _deaf_to_ctrl_c():
             forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
     return context
 
 

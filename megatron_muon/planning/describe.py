@@ -208,6 +208,18 @@ def start_line(
     )
 
 
+def block_line(plan: ExchangePlan, config: MuonConfig, *, stage: int, experts: bool) -> str:
+    """One line about the steps between full ones, of which this is the plan; see ``start_line``."""
+    sent, flops = plan.sent_bytes(), plan.ns_flops()
+    rate = f", at {config.block_lr_mult:g} × the rate" if config.block_lr_mult != 1 else ""
+    return (
+        f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: every "
+        f"{config.full_period} steps one is full; the others orthogonalize each TP slice by itself"
+        f"{rate}: {len(plan.matrices)} matrices, {_amount(sum(sent) / len(sent))}B a rank, "
+        f"{_amount(sum(flops))}flop on the stage"
+    )
+
+
 def homes_lines(config: MuonConfig) -> list[str]:
     """A line on the two speeds that homes are chosen by, where ``homes`` leaves it to the plan."""
     if config.homes != "auto":

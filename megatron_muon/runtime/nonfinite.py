@@ -20,6 +20,10 @@ class Left(NamedTuple):
     directions: int
     momenta: int
 
+    def plus(self, other: Left | None) -> Left:
+        """Those of both, where a block step and a full one have a matrix of one name."""
+        return self if other is None else Left(*map(sum, zip(self, other, strict=True)))
+
     def since(self, before: Left | None) -> Left:
         """The steps that are not yet in ``before``."""
         if before is None:

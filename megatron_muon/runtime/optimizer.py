@@ -46,6 +46,7 @@ class DistributedMuon:
             ``begin``); None where there is no next one.
         applied: called with the number of each round but the last, or ``ADAMW``, once parameters
             are updated up to it.
+        turns: with ``full_period`` above 1, its ``exchange.turns.Turns`` with block steps.
 
     Raises:
         ValueError: ``main_params`` do not have the sizes of the plan's shards.
@@ -77,11 +78,17 @@ class DistributedMuon:
         self.nonfinite = Nonfinite([matrix.whole_name for matrix in homes], exchange.device)
         self.start_next: Callable[[], None] | None = None
         self.applied: Callable[[int], None] = lambda round: None
+        self.turns: Any = None
         self._phase = phase
         self._parameter_of = {id(shard): index for index, shard in main_params.items()}
         self._states: States | None = None  # of the step under way
         self._started: Shards | None = None
         self._begun: Staged | None = None  # the first round's directions
+
+    @property
+    def each(self) -> list[DistributedMuon]:
+        """This one, and that of block steps if there is one."""
+        return [self] if self.turns is None else [self, self.turns.block]
 
     def owns(self, shard: Tensor) -> bool:
         """True if Muon, not AdamW, updates this main parameter."""

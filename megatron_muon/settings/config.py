@@ -63,6 +63,7 @@ class MuonConfig(RunSettings, UpdateSettings):
         if self.ns_iteration == "gram":
             _require_restarts(self)
         _require_log(self)
+        _require_period(self)
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -133,4 +134,19 @@ def _require_log(config: MuonConfig) -> None:
         raise ValueError(
             f"{named('log_interval')} {interval!r} with {named('log_file')} {file!r}: give both, "
             "the steps between two lines and the file that takes them, or neither"
+        )
+
+
+def _require_period(config: MuonConfig) -> None:
+    """What belongs to block steps has some, and what is of whole matrices has none."""
+    if config.full_period == 1:
+        if config.block_lr_mult != 1.0:
+            raise ValueError(
+                f"{named('block_lr_mult')} {config.block_lr_mult} is for the steps between full "
+                f"ones, and {named('full_period')} is 1: give a period, or leave it out"
+            )
+    elif config.log_interval is not None:
+        raise NotImplementedError(
+            f"{named('full_period')} {config.full_period} with {named('log_interval')}: the "
+            "numbers of TP slices are not logged yet; leave one of them out"
         )

@@ -67,6 +67,22 @@ class UpdateSettings:
         kinds.choice(get_args(ScaleMode)),
         source=UPSTREAM,
     )
+    full_period: int = row(
+        1,
+        "--muon-full-period",
+        "Steps from one full orthogonalization to the next, the first step being full. Between, "
+        "each TP rank's slice of a matrix is orthogonalized by itself, with the slice's own sizes "
+        "in its scale, as in the blockwise mode of Megatron's own Muon: MuonBP (arXiv 2510.16981), "
+        "which has 5. It is other mathematics, for less traffic and work with TP.",
+        kinds.count("STEPS"),
+    )
+    block_lr_mult: float = row(
+        1.0,
+        "--muon-block-lr-mult",
+        "Factor on the matrices' learning rate in the steps that --muon-full-period leaves "
+        "between full ones. The weight decay keeps its rate.",
+        kinds.POSITIVE,
+    )
     momentum: float = row(
         0.95,
         "--muon-momentum",

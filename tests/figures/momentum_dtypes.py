@@ -1,4 +1,5 @@
 """Losses by the momentum's dtype: ``cd tests && python -m figures.momentum_dtypes``, on a GPU.
+With ``--periods`` they are those by --muon-full-period at TP 2, on two processes of a CPU.
 
 The quickstart's model, text and schedule, from the same weights for each dtype: the mean loss of
 1,024 held-out windows after the last step. int8 and stochastic (bf16) are --muon-momentum-dtype's;
@@ -39,12 +40,11 @@ from megatron_muon.lab.bench.step import build as building
 from megatron_muon.lab.bench.step.flags import parsed
 from megatron_muon.lab.bench.step.meter import StepTimers
 from support.gpu.model import row_of
+from support.ranks import run
 from support.virtual_gpu.dry_run import ranks_of, world
 
 SEQ, BATCH, WARMUP, RATE = 128, 32, 20, 1e-2
-SIZES = (
-    f"--hidden 128 --layers 4 --heads 4 --ffn 344 --vocab 256 --seq {SEQ} --swiglu --tp 1 --dp 1"
-)
+SIZES = f"--hidden 128 --layers 4 --heads 4 --ffn 344 --vocab 256 --seq {SEQ} --swiglu --dp 1"
 OF_340M = "--hidden 1536 --layers 12 --heads 12 --vocab 50256 --seq 1024 --tp 1 --dp 1"
 FP32, FP8 = torch.float32, torch.uint8
 FUSED = {  # the first moment's, which is Muon's momentum's, and AdamW's second moment's
@@ -78,7 +78,12 @@ def _draw(chunk: Any, seed: int) -> None:
     for name, param in chunk.named_parameters():
         if param.dim() > 1:
             numbers = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
-            param.copy_(0.02 * torch.randn(param.shape, generator=numbers))
+            shape, tp = list(param.shape), torch.distributed.get_world_size()
+            cut = param.partition_dim if tp > 1 and param.tensor_model_parallel else 0
+            shape[cut] *= tp if tp > 1 and param.tensor_model_parallel else 1
+            whole = 0.02 * torch.randn(shape, generator=numbers)
+            own = torch.distributed.get_rank() if shape != list(param.shape) else 0
+            param.copy_(whole.split(param.shape[cut], cut)[own])
 
 
 def _windows(text: Any, seed: int, number: int, count: int, device: Any) -> torch.Tensor:
@@ -100,10 +105,11 @@ def _rate(step: int, steps: int) -> float:
     return RATE * (1 + math.cos(math.pi * (step - WARMUP) / (steps - WARMUP))) / 2
 
 
-def _built(dtype: str, sizes: str) -> building.Built:
+def _built(dtype: str, sizes: str, period: int = 1) -> building.Built:
     row, timers = row_of("muon-contiguous"), StepTimers(torch.device(torch.cuda.current_device()))
-    row = replace(row, config=replace(row.config, momentum_dtype=OURS.get(dtype, "fp32")))
-    made = lambda row, flags, chunks, timers: _optimizer(dtype, chunks, timers)  # noqa: E731
+    held = OURS.get(dtype, "fp32")
+    row = replace(row, config=replace(row.config, momentum_dtype=held, full_period=period))
+    made = lambda row, chunks, timers: _optimizer(dtype, chunks, timers)  # noqa: E731
     with mock.patch.object(building, "_optimizer", made):
         return building.build(row, parsed(sizes.split()), timers)
 
@@ -128,9 +134,10 @@ def counted(dtype: str) -> str:
     return f"| {dtype} | {muon} | {adamw} |"
 
 
-def trained(dtype: str, seed: int, steps: int, corpus: Corpus) -> float:
-    """The held-out loss of one run."""
-    built, device = _built(dtype, SIZES), torch.device(torch.cuda.current_device())
+def trained(dtype: str, seed: int, steps: int, corpus: Corpus, period: int = 1) -> float:
+    """The held-out loss of one run, over all ranks by TP."""
+    sizes = f"{SIZES} --tp {torch.distributed.get_world_size()}"
+    built, device = _built(dtype, sizes, period), torch.device(torch.cuda.current_device())
     (chunk,) = built.chunks
     _draw(chunk, seed)
     built.optimizer.reload_model_params()
@@ -156,17 +163,29 @@ def lines(dtypes: list[str], seeds: list[int], steps: int) -> Iterator[str]:
         yield f"{dtype}: {each}; mean {sum(losses) / len(losses):.4f}"
 
 
+def _in_turns(period: int, seed: int, steps: int) -> float:
+    world.initialize_groups(ranks_of(parsed(f"{SIZES} --tp 2".split())))
+    return trained("fp32", seed, steps, read_corpus(), period)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtypes", nargs="+", default=[*OURS], choices=[*OURS, *FUSED])
     parser.add_argument("--bytes", action="store_true")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--periods", nargs="+", type=int, default=())
     given = parser.parse_args()
+    for seed in given.seeds if given.periods else ():
+        for period in given.periods:
+            loss, _ = run(_in_turns, 2, period, seed, given.steps, timeout=36_000)
+            print(f"period {period}, seed {seed}, {given.steps} steps: {loss:.4f}", flush=True)
+    if given.periods:
+        return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    world.initialize_groups(ranks_of(parsed(SIZES.split())))
+    world.initialize_groups(ranks_of(parsed(f"{SIZES} --tp 1".split())))
     if given.bytes:
         print("| | Muon | AdamW |\n|---|--:|--:|", flush=True)
         made = map(counted, given.dtypes)
@@ -177,4 +196,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from figures import momentum_dtypes  # ranks import it by its name
+
+    momentum_dtypes.main()

@@ -35,7 +35,7 @@ def script() -> Iterator[ModuleType]:
 
 
 def trainings(said: str) -> list[str]:
-    return re.findall(r"^training (.*)$", said, re.MULTILINE)
+    return re.findall(r"^training (\S+), \d+ of \d+$", said, re.MULTILINE)
 
 
 def topologies(folder: Path) -> list[dict[str, Any]]:

@@ -9,6 +9,8 @@ from typing import Any
 OTHERS: dict[str, Any] = {
     "matched_adamw_rms": 0.3,
     "scale_mode": "shape_scaling",
+    "full_period": 5,
+    "block_lr_mult": 0.5,
     "momentum": 0.9,
     "nesterov": False,
     "ns_steps": 6,
@@ -44,7 +46,7 @@ OTHERS: dict[str, Any] = {
 }
 # What needs another setting beside it.
 WITH = {"log_interval": {"log_file": "lines.jsonl"}, "log_file": {"log_interval": 2}}
-WITH["qk_clip_alpha"] = {"qk_clip": 100.0}
+WITH |= {"qk_clip_alpha": {"qk_clip": 100.0}, "block_lr_mult": {"full_period": 5}}
 
 _RANGE = r"must be from 1e-09 to 1e\+09, got "
 _POSITIVE = ((-0.2, _RANGE), (0, _RANGE), (math.nan, _RANGE), (math.inf, _RANGE), (True, "number"))
@@ -57,6 +59,8 @@ _MULTIPLIERS = (*_PAIRS, ((("a", -1.0),), "from 0 to"), ((("a", "2"),), "must be
 BAD: dict[str, tuple[tuple[Any, str], ...]] = {
     "matched_adamw_rms": (*_POSITIVE, ("0.2", "must be a number, got '0.2'")),
     "scale_mode": (("max", "must be one of spectral, unit_rms_norm, shape_scaling"),),
+    "full_period": _COUNT,
+    "block_lr_mult": _POSITIVE,
     "momentum": (
         (-0.1, r"must be in \[0, 1\), got -0.1"),
         (1.0, r"must be in \[0, 1\), got 1.0"),

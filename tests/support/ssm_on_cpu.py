@@ -25,9 +25,11 @@ def install() -> None:
             mamba_split_conv1d_scan_combined,
         ],
         "mamba_ssm.ops.triton.layernorm_gated": [RMSNorm],
-        "fla.modules.l2norm": [l2norm],
+        "fla.modules.l2norm": [l2norm, l2_norm],
         "fla.modules.convolution": [causal_conv1d],
         "fla.ops.gated_delta_rule": [chunk_gated_delta_rule],
+        "fla.ops.gated_delta_product": [chunk_gated_delta_product],
+        "causal_conv1d": [],  # whose version is asked; Megatron has torch in its place
     }.items():
         parts = name.split(".")
         for depth in range(1, len(parts) + 1):
@@ -140,6 +142,11 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     return (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def l2_norm(x: Tensor) -> Tensor:
+    """Its later name."""
+    return l2norm(x)
+
+
 def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
@@ -159,6 +166,20 @@ def chunk_gated_delta_rule(
         state = state + change[..., None] * key[:, t][..., None, :]
         outputs.append((state @ query[:, t][..., None])[..., 0] * q.shape[-1] ** -0.5)
     return torch.stack(outputs, dim=1).to(v.dtype), None
+
+
+def chunk_gated_delta_product(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, num_householder: int, **options: Any
+) -> tuple[Tensor, None]:
+    """``num_householder`` delta rules a token: the first decays, the last answers the query.
+
+    k, v, beta have the rules side by side as tokens. Source: arXiv 2502.10297, section 3.
+    """
+    at_first, at_last = ((0, num_householder - 1), (num_householder - 1, 0))
+    query = F.pad(q[:, :, None], (0, 0, 0, 0, *at_last)).flatten(1, 2)
+    decay = F.pad(g[:, :, None], (0, 0, *at_first)).flatten(1, 2)
+    out, state = chunk_gated_delta_rule(query, k, v, decay, beta, **options)
+    return out[:, num_householder - 1 :: num_householder], state
 
 
 def _require_none(options: dict[str, Any]) -> None:

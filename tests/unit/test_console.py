@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_muon.console import say
+from megatron_muon.console import first_names, say
 from megatron_muon.lab.interrupts import run_command
 from megatron_muon.megatron_lm.flags.parser import add_flags
 
@@ -42,3 +42,7 @@ def test_the_help_of_a_script_that_megatron_prints_has_ascii_alone() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
     assert parser.format_help().isascii()
+
+
+def test_of_many_names_the_first_are_said_and_how_many_more_there_are() -> None:
+    assert [first_names("abcde"[:n], 3) for n in (0, 3, 4)] == ["", "a, b, c", "a, b, c and 1 more"]

@@ -40,7 +40,7 @@ from megatron_muon.presence import WAY_OUT, SeamError, Version, core_version, re
 
 _OLDEST_TORCH = (2, 4)
 _CORES = ("numpy", "packaging")  # what megatron.core imports beside torch
-_SCRIPTS = (*_CORES, "pydantic", "regex", "six", "yaml")
+_SCRIPTS = (*_CORES, "einops", "psutil", "pydantic", "regex", "six", "triton", "yaml")
 _PACKAGES = {"yaml": "pyyaml"}
 _REQUIRES_PYTHON = re.compile(
     r"^requires-python\s*[:=]\s*[\"']?([^\"'\n]*?>=\s*(\d+(?:\.\d+)*)[^\"'\n]*)",
@@ -105,7 +105,8 @@ def _device(torch: Any) -> Examined:
         return Examined("device", f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}")
     sign = sign_of_gpu()
     if sign is None:
-        return Examined("device", "no GPU: the CPU runtime would be on")
+        build = "" if torch.version.cuda else " (this torch is built for CPUs)"
+        return Examined("device", f"no GPU: the CPU runtime would be on{build}")
     way_out = f"check nvidia-smi and CUDA_VISIBLE_DEVICES, or give {ON_CPU} to run on the CPU"
     return Examined("device", "no GPU", f"torch sees no GPU, but {sign}: {way_out}")
 

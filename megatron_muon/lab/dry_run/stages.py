@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig
@@ -23,8 +23,9 @@ from megatron_muon.mcore.wiring.buffers.placement import (
     on_every_ep_rank,
 )
 from megatron_muon.mcore.wiring.process_groups import Sizes
-from megatron_muon.mcore.wiring.validate import REFUSED, refuse_unsupported
+from megatron_muon.mcore.wiring.validate import REFUSED, raise_all, refuse_unsupported, unsliced
 from megatron_muon.orthogonalize.numerics import Device, Numerics
+from megatron_muon.planning.block_steps import block_numerics, block_plans
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
 from megatron_muon.settings.config import MuonConfig
@@ -38,6 +39,7 @@ class Planned:
     experts: bool  # it has those of experts
     buffers: list[Any]  # Megatron's grad buffers of it on this rank
     muon: set[Any]  # parameters in them that are Muon's
+    block: ExchangePlan | None = None  # of its block steps, with ``full_period``
 
 
 def as_rank(rank: int, flags: Namespace, ranks: Ranks) -> AbstractContextManager[None]:
@@ -61,6 +63,7 @@ def built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
         setattr(of_optimizer, name, getattr(flags, name, False))
     refuse_unsupported(of_optimizer, chunks)
     settled(config, of_optimizer, chunks)
+    raise_all(unsliced(config, max(ranks.tp, ranks.expert_tp)))
     return chunks
 
 
@@ -93,7 +96,11 @@ def planned_optimizers(
         earlier = [one.plan for one in planned]
         plan = make_plan(parameters, grid, numerics, earlier, sum(works[at + 1 :]))
         planned.append(Planned(plan, experts, buffers, muon))
-    return planned
+    if config.full_period == 1:
+        return planned
+    every = [parameters for buffers, _, parameters in located if buffers]
+    blocks = block_plans(every, [one.plan.grid for one in planned], block_numerics(numerics))
+    return [replace(one, block=block) for one, block in zip(planned, blocks, strict=True)]
 
 
 def _located(

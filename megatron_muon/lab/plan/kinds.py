@@ -122,7 +122,8 @@ def optimizer_of(planned: Planned, held: StateBytes = WIDE) -> Optimizer:
         gradients += sum(grad.nbytes for grad in grads)
         parameters += sum(grad.numel() for grad in grads) * itemsize
         has_main = has_main or itemsize < _FP32
-    return Optimizer(planned.plan, _rest_of(planned), parameters, gradients, has_main, held)
+    rest = _rest_of(planned)
+    return Optimizer(planned.plan, rest, parameters, gradients, has_main, held, planned.block)
 
 
 def _rest_of(planned: Planned) -> tuple[int, ...]:

@@ -106,12 +106,6 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.1f}"
 
 
-def with_bar(seconds: float) -> str:
-    """Milliseconds with their range by the back-tests."""
-    least, most = (ms(seconds * factor) for factor in BACK_TESTS)
-    return f"{ms(seconds)} ({least}-{most})"
-
-
 def _rules() -> list[str]:
     """The rules by which Megatron's own Muon is planned, and where they come from."""
     parts = (upstream.__doc__ or "").split("\n\n")[1:3]
@@ -144,7 +138,12 @@ def _stage(kind: StagePlan) -> Iterator[str]:
         "optimizer"
     )
     header = ["mean / most of a rank", *(TITLES[row.name] for row in kind.rows)]
-    figures = [each for each in FIGURES if each[0] != _HOST or any(row.host for row in kind.rows)]
+    none = {_HOST: "0", _FULL: "-", _BLOCK: "-"}  # lines that most runs lack
+    figures = [
+        (name, of)
+        for name, of in FIGURES
+        if any(of(row) != none.get(name, "") for row in kind.rows)
+    ]
     yield from aligned([header, *([name, *map(of, kind.rows)] for name, of in figures)])
 
 
@@ -155,7 +154,9 @@ def _whole(plan: RunPlan) -> Iterator[str]:
         mark = " (this run)" if name == plan.layout else ""
         slower = "" if name == "adamw" else f"{plan.slower(name):+.2%}"
         share = f"{plan.share(name):.2%}"
-        rows.append([TITLES[name] + mark, with_bar(plan.seconds(name)), share, slower])
+        least, most = (ms(plan.seconds(name) * factor) for factor in BACK_TESTS)
+        with_bar = f"{ms(plan.seconds(name))} ({least}-{most})"
+        rows.append([TITLES[name] + mark, with_bar, share, slower])
     yield from aligned(rows)
     seconds = ms(plan.training.seconds(plan.hardware))
     yield f"forward and backward: {seconds} ms, as assumed; --assumptions prints all"
@@ -178,6 +179,15 @@ def _rest(kind: str) -> Callable[[PlannedStep], str]:
     return lambda row: f"{row.rest[kind] / MIB:,.0f}"
 
 
+def _seconds(name: str) -> Callable[[PlannedStep], str]:
+    def of(row: PlannedStep) -> str:
+        seconds = getattr(row, name)
+        return "-" if seconds is None else ms(seconds)
+
+    return of
+
+
+_FULL, _BLOCK = "a full step, ms", "a block step, ms"
 _HOST = "state on the host, MiB"
 FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
     ("boundary parameters", lambda row: "-" if row.boundary is None else f"{row.boundary:,}"),
@@ -196,5 +206,7 @@ FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
     *((f"{name}, ms", _phase(name)) for name in PHASES if name != "waiting"),
     ("exposed, ms", lambda row: _both(row.exposed, 1e-3, 1)),
     ("hidden, ms", lambda row: ms(row.hidden)),
+    (_FULL, _seconds("full")),
+    (_BLOCK, _seconds("block")),
     ("step, ms", lambda row: ms(row.seconds)),
 )

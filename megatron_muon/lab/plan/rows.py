@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from megatron_muon.lab.pricing import memory
@@ -63,6 +63,8 @@ class PlannedStep:
     exposed: Spread = Spread()  # time that the compute stream waits for messages
     hidden: float = 0.0  # time of messages in which it does not wait
     rounds: tuple[int, ...] = ()  # of each optimizer
+    full: float | None = None  # seconds of a full and of a block step, with ``full_period``:
+    block: float | None = None  # ``seconds`` are their mean then, and all else is a full step's
 
     @property
     def uneven(self) -> float:
@@ -96,7 +98,7 @@ def our_row(
     plans = [one.plan for one in optimizers]
     step = price_step(optimizers, config, hardware, device=device, nodes=nodes)
     sent = traffic_of(plans, nodes)
-    return PlannedStep(
+    row = PlannedStep(
         name=name,
         seconds=step.seconds,
         launches=step.launches,
@@ -113,6 +115,18 @@ def our_row(
         exposed=Spread(step.exposed_mean, step.exposed_most),
         hidden=step.hidden_mean,
         rounds=step.rounds,
+    )
+    between = [replace(one, plan=one.block) for one in optimizers if one.block is not None]
+    if not between:
+        return row
+    block = price_step(between, config, hardware, device=device, nodes=nodes).seconds
+    peak = max(memory.peaks([one.plan for one in between], config, device, between[0].held))
+    return replace(
+        row,
+        seconds=row.seconds + (block - row.seconds) * (1 - 1 / config.full_period),
+        full=row.seconds,
+        block=block,
+        peak=max(row.peak or 0, peak),
     )
 
 

@@ -58,6 +58,7 @@ class Optimizer:
         parameters, gradients: bytes of Megatron's buffers on each rank, padding included.
         has_main: whether main parameters are beside the parameters.
         held: bytes of an element.
+        block: the plan of its block steps, with ``full_period``.
     """
 
     plan: ExchangePlan
@@ -66,6 +67,7 @@ class Optimizer:
     gradients: int = 0
     has_main: bool = True
     held: StateBytes = WIDE
+    block: ExchangePlan | None = None
 
     @property
     def muon(self) -> list[int]:

@@ -118,7 +118,7 @@ def make_muons(
     lines += together(lambda: _completed(parts, muons, numerics, stage), None, device)
     lines += _connected(muons, stage) + _nodes(muons, config, stage)
     if muons:
-        each = [muon for _, muon in muons]
+        each = [one for _, muon in muons for one in muon.each]
         optimizer.nonfinite = NonfiniteReport(each, config, optimizer.voters, device)
     if muons and config.log_interval is not None:
         from megatron_muon.mcore.watching.watch import Watch
@@ -195,8 +195,8 @@ def _completed(
         before.start_next = start_of(part, orthogonalizes=process_groups.has_experts(part))
     for at, (part, muon) in enumerate(muons):
         _put_inside(part, muon)
-        part.stage_group = stage.group
-        if process_groups.has_experts(part):
+        part.stage_group, experts = stage.group, process_groups.has_experts(part)
+        if experts:
             part.ep_rank = stage.coordinates(part).ep_rank
         part.local_experts = local_experts(part.model_chunks, stage.sizes.ep)
         if stage.speaks:
@@ -204,12 +204,16 @@ def _completed(
                 describe.start_line(
                     muon.plan,
                     stage=stage.pipeline_rank,
-                    experts=process_groups.has_experts(part),
+                    experts=experts,
                     buckets=[len(buffer.buckets) for buffer in part.buffers],
                     earlier=[before.plan for _, before in muons[:at]],
                 )
             )
             lines += _early(part, stage)
+            lines += [
+                describe.block_line(one.plan, config, stage=stage.pipeline_rank, experts=experts)
+                for one in muon.each[1:]
+            ]
     return lines
 
 
@@ -246,7 +250,7 @@ def _connected(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> li
     if stage.device.type == "cpu":
         return []
     start = time.perf_counter()
-    peers = sum(muon.exchange.connect() for _, muon in muons)
+    peers = sum(each.exchange.connect() for _, muon in muons for each in muon.each)
     torch.cuda.synchronize(stage.device)
     line = (
         f"{describe.PREFIX} pipeline stage {stage.pipeline_rank}: connected to {peers} peer(s) of "
@@ -264,12 +268,17 @@ def _made_together(
     plans, error = attempt(partial(_agreed_plans, parts, every, numerics, stage))
     raise_together(error, None, stage.device)  # all ranks of a stage have its errors
     assert plans is not None
-    both = list(zip(parts, plans, strict=True))
-    return together(
-        lambda: [(part, _muon_of(part, agreed_on, numerics, stage)) for part, agreed_on in both],
-        None,
-        stage.device,
-    )
+
+    def made() -> list[tuple[Any, DistributedMuon]]:
+        both = zip(parts, plans, strict=True)
+        muons = [(part, _muon_of(part, agreed_on, numerics, stage)) for part, agreed_on in both]
+        if numerics.config.full_period > 1:
+            from megatron_muon.mcore.wiring.buffers.block_steps import add_block_steps
+
+            add_block_steps(muons, every, stage)
+        return muons
+
+    return together(made, None, stage.device)
 
 
 # The plan of a DistributedOptimizer, this rank's Muon parameters by their place in it, and whether

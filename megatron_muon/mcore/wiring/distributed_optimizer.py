@@ -107,11 +107,11 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
         def start_muon(self) -> None:
             """Begin Muon's part of the next step, once its gradients are ready."""
-            self.muon.start(self.param_groups, self.states)
+            self._muon_now().start(self.param_groups, self.states)
 
         def begin_muon(self) -> None:
             """``start_muon``, and orthogonalize the first round."""
-            self.muon.begin(self.param_groups, self.states)
+            self._muon_now().begin(self.param_groups, self.states)
 
         @torch.no_grad()
         def step(self, closure: None = None, **kwargs: Any) -> None:
@@ -122,7 +122,9 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
                 with _hidden_grads(self.muon.main_params.values(), self.states):
                     super(MuonOverAdam, self).step(**kwargs)
 
-            self.muon.step(self.param_groups, self.states, step_adamw)
+            self._muon_now().step(self.param_groups, self.states, step_adamw)
+            if self.muon.turns is not None:
+                self.muon.turns.end_step()
             if issubclass(adam, TORCH_ADAMS):  # Megatron wants one step number for all parameters
                 for shard in self.muon.main_params.values():
                     state = self.state[shard]
@@ -130,6 +132,12 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
         def load_state_dict(self, state_dict: Any) -> None:
             self.states.load(super().load_state_dict, state_dict)
+            if self.muon.turns is not None:
+                self.muon.turns.forget()
+
+        def _muon_now(self) -> DistributedMuon:
+            turns = self.muon.turns
+            return self.muon if turns is None else turns.now(self.param_groups)
 
     MuonOverAdam.__name__ = f"MuonOver{adam.__name__}"
     return MuonOverAdam

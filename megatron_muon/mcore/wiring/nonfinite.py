@@ -66,7 +66,8 @@ class NonfiniteReport:
     def _left(self, *, waits: bool) -> dict[str, Left]:
         every: dict[str, Left] = {}
         for muon in self._muons:
-            every |= muon.nonfinite.left(waits=waits)
+            for name, left in muon.nonfinite.left(waits=waits).items():
+                every[name] = left.plus(every.get(name))
         return every
 
     def _log(self) -> None:

@@ -138,6 +138,15 @@ def _faults_of_call(
             f"{scope} with clip_grad {clip}: nothing is clipped; give a clip (--clip-grad), or "
             "leave the scope out"
         )
+    if config.full_period > 1:
+        model = get_model_config(arguments["model_chunks"][0])
+        sizes = model.tensor_model_parallel_size, model.expert_tensor_parallel_size
+        yield from unsliced(config, max(size or 1 for size in sizes))
+        if optimizer_config.optimizer_cpu_offload:
+            yield NotImplementedError(
+                f"{named('full_period')} with optimizer_cpu_offload: the state on the host "
+                "comes in the rounds of full steps; leave one of them out"
+            )
     narrow = optimizer_config.use_precision_aware_optimizer
     if narrow and config.momentum_dtype != "fp32":
         yield ValueError(
@@ -159,6 +168,15 @@ def _faults_of_call(
                 f"optimizer='muon' does not support {name}: leave it out to use Megatron's global "
                 "groups, or take a Megatron from 0.15 on and pass pg_collection"
             )
+
+
+def unsliced(config: MuonConfig, tp_size: int) -> Iterator[ValueError]:
+    """Refuses block steps where TP cuts nothing."""
+    if config.full_period > 1 and tp_size == 1:
+        yield ValueError(
+            f"{named('full_period')} {config.full_period}: with TP 1 there are no slices, so every "
+            "step is full; leave it out"
+        )
 
 
 def _frozen_too_late(model_chunks: Sequence[Any]) -> Iterator[Exception]:

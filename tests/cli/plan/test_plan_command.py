@@ -93,6 +93,16 @@ def test_state_on_the_host_is_counted_there_and_two_rounds_of_it_here() -> None:
     assert plain.peak < hosted.peak <= plain.peak + 4 * muons
 
 
+def test_a_period_is_priced_as_its_mean_step() -> None:
+    every, period = (
+        planned(f"{words} {TP} 8 --world-size 8", wanted=()).kinds[0].row("contiguous")
+        for words in (" ".join(LLAMA_3_8B), " ".join((*LLAMA_3_8B, "--muon-full-period 5")))
+    )
+    assert (every.full, every.block) == (None, None) and period.full == every.seconds
+    assert 0 < period.block < period.full
+    assert period.seconds == pytest.approx((period.full + 4 * period.block) / 5)
+
+
 def test_ranks_of_another_node_cost_more() -> None:
     """TP within a node of 4, DP over the network: what is sent is the same."""
     one, two = (planned(f"{TINY} {TP} 2 --world-size 4") for _ in range(2))
@@ -196,6 +206,7 @@ def test_stages_that_lie_otherwise_in_their_nodes_are_no_kind() -> None:
         ("--set memory_gbytes=-1", "memory_gbytes must be above 0"),
         ("--stage 3", "--stage 3: the last pipeline stage is 0"),
         ("--json /nowhere/plan.json", "--json /nowhere/plan.json: there is no folder"),
+        ("--muon-full-period 5", "with TP 1 there are no slices, so every step is full"),
         ("--mfu 2", "must be a number from 0.001 to 1"),
         ("--muon-exclude *", "Muon has none of the model's"),
         (f"{TP} 3", "--world-size 4 is not a multiple of TP x CP x PP = 3"),

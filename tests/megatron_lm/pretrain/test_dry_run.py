@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from figures.published_shapes import SHAPES, planned, share
 from megatron_muon.lab.dry_run.presets import PRESETS
 from support.megatron_lm.scripts import (
     CHECKOUT,
@@ -167,6 +168,16 @@ def test_presets_are_what_the_script_builds(tmp_path: Path) -> None:
     assert len(shapes) == 2 * len(names)
     for name, by_script, by_preset in zip(names, shapes[::2], shapes[1::2], strict=True):
         assert by_script == by_preset, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_published_shapes_have_the_published_number_of_parameters(name: str) -> None:
+    """A missing fused weight, group of experts or layer is more than a hundredth."""
+    if version() < (0, 20):
+        pytest.skip("not all of these are in this version's scripts")
+    total, muon = share(planned(name, CHECKOUT))
+    assert total / 1e9 == pytest.approx(SHAPES[name].billions, rel=0.01) and muon > total / 2
 
 
 def test_a_sweep_runs_the_script_again_and_nothing_is_written(tmp_path: Path) -> None:

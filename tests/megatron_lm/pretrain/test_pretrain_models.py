@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from support import PYTHON311, ROOT, TESTS, te_on_cpu
+from support.expected.oracle import qkv_rows
+from support.megatron_lm.against_oracle import oracle_of, outside, recorded, stepped
 from support.megatron_lm.scripts import (
     CHECKOUT,
     MODEL,
@@ -50,9 +53,18 @@ LATENT = (
     "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm"
 )
+SPARSE = (  # its rotation, a GPU's kernel, is left out
+    "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 "
+    "--dsa-indexer-topk 8 --dsa-indexer-loss-coeff 0.01 --no-dsa-indexer-rotate-activation"
+)
+HYPER = "--spec support.models.hyper_connections layer"
+IN_PROJ = (  # Mamba's is marked as none of Muon's from core 0.20 on
+    "--muon-include *in_proj.weight --muon-split *in_proj.weight=parts"
+)
 GROUPS = "--group-query-attention --num-query-groups 2 "
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
+DP2 = " "  # two processes
 CP2 = "--context-parallel-size 2"
 EP2 = "--expert-model-parallel-size 2"
 
@@ -64,10 +76,12 @@ class Model:
     Attributes:
         flags: of pretrain_gpt.py, or beside ``pattern``.
         pattern: the layers of a hybrid, with ``|`` between the stages of PP2.
+        stack: the spec of a hybrid.
     """
 
     flags: str
     pattern: str = ""
+    stack: str = "hybrid_stack_spec"
 
 
 MODELS = {
@@ -77,18 +91,34 @@ MODELS = {
     "delta-gated-experts": Model(f"{DELTA} {EXPERTS} {SHARED}"),
     "sinks": Model("--softmax-type learnable"),
     "mla-mtp": Model(f"{LATENT} {EXPERTS} --moe-layer-freq [0,1,1,1] --mtp-num-layers 2"),
+    "sparse-mla": Model(f"{LATENT} {SPARSE} --swiglu"),
+    "hyper-connections": Model(f"{HYPER} --enable-mhc-connections --swiglu"),
+    "delta-product": Model(
+        f"{HYBRID} --mamba-num-heads 8", "M*|-M", "gated_delta_product_stack_spec"
+    ),
     "dense": Model("--swiglu"),
 }
 # Of every large script of slime and miles.
 ON_HOST = (
     "--bf16 --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer"
 )
-SINCE = {("delta", CP2): (0, 18)}
+SINCE = {  # the first core with a model
+    "delta" + CP2: (0, 18),
+    "sparse-mla": (0, 19),
+    "hyper-connections": (0, 20),
+    "delta-product": (0, 20),
+}
 LAYOUTS = {
     **dict.fromkeys(("mamba", "delta"), (TP2, PP2, CP2)),
     **dict.fromkeys(("mamba-latent-experts", "delta-gated-experts"), (TP2, EP2)),
-    **{"sinks": (TP2, PP2), "mla-mtp": (TP2, EP2)},
+    **{"sinks": (TP2, PP2), "mla-mtp": (TP2, EP2), "sparse-mla": (TP2, PP2)},
+    **{"hyper-connections": (TP2, DP2), "delta-product": (TP2, PP2, CP2)},
 }
+
+SWITCHED = [
+    *(("mamba-latent-experts", TP2), ("delta-gated-experts", EP2), ("mla-mtp", TP2)),
+    *(("sinks", PP2), ("sparse-mla", TP2), ("hyper-connections", TP2), ("delta-product", TP2)),
+]
 
 
 def _command(model: Model, layout: str) -> tuple[Path, str]:
@@ -99,25 +129,35 @@ def _command(model: Model, layout: str) -> tuple[Path, str]:
         flags = f"{model.flags} --spec {spec} --hybrid-override-pattern"
         return CHECKOUT / "pretrain_mamba.py", f"{flags} {model.pattern.replace('|', '')}"
     pattern = model.pattern if layout == PP2 else model.pattern.replace("|", "")
-    spec = "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
+    spec = f"megatron.core.models.hybrid.hybrid_layer_specs {model.stack}"
     flags = f"{model.flags} --spec {spec} --hybrid-layer-pattern {pattern}"
     return CHECKOUT / "pretrain_hybrid.py", flags
+
+
+def _model(options: str) -> str:
+    return MODEL.replace(GROUPS, "") if LATENT in options else MODEL
+
+
+def _path(*more: Path) -> str:
+    on = [SCRIPT, *more, TESTS, ROOT, PYTHON311, os.environ["PYTHONPATH"]]
+    return os.pathsep.join(map(str, on))
 
 
 def trained(name: str, layout: str, *flags: str) -> str:
     """What training a model prints."""
     script, options = _command(MODELS[name], layout)
-    on = [SCRIPT, TESTS, ROOT, PYTHON311, os.environ["PYTHONPATH"]]
-    path = os.pathsep.join(map(str, on))
-    processes = 2 if layout else 1
-    model = MODEL.replace(GROUPS, "") if LATENT in options else MODEL
-    given = RUN, options, layout, *flags
-    return pretrain(processes, *given, script=script, model=model, PYTHONPATH=path)
+    given = (2 if layout else 1), RUN, options, layout, *flags
+    return pretrain(*given, script=script, model=_model(options), PYTHONPATH=_path())
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
+
+
+def needs(name: str, layout: str) -> None:
+    if version() < max(SINCE.get(name, (0, 16)), SINCE.get(name + layout, (0, 16))):
+        pytest.skip("this core has no such model there")
 
 
 @cache
@@ -135,13 +175,55 @@ def test_a_run_goes_on_elsewhere_as_on_one_process(name: str, layout: str, folde
     Sums of another order round otherwise: in fp32 within 2e-5, while a step with another rate for
     one kind of weight differs by more than 1e-3.
     """
-    if version() < SINCE.get((name, layout), (0, 16)):
-        pytest.skip("this core has no such model there")
+    needs(name, layout)
     expected = alone(name, folder)
     assert len(expected) >= 6 and expected[5] < expected[2] < expected[0]
     text = trained(name, layout, f"--load {folder / name} --ckpt-step 3 --no-load-rng")
     fourth, _, sixth = losses(text)[:3]  # Megatron's second line is the mean of two
     assert [fourth, sixth] == pytest.approx([expected[3], expected[5]], rel=2e-5)
+
+
+@pytest.mark.parametrize(("name", "layout"), SWITCHED, ids=str)
+def test_a_switch_from_adamw_elsewhere_is_that_on_one_process(
+    name: str, layout: str, tmp_path: Path
+) -> None:
+    """Within what sums of another order round; AdamW's own next losses differ by more."""
+    needs(name, layout)
+    saved = f"--load {tmp_path} --ckpt-step 3 --no-load-rng"
+    adamw = trained(name, "", "--optimizer adam", f"--save {tmp_path} --save-interval 3")
+    one, there = (
+        losses(trained(name, where, saved, "--muon-from-adamw momentum"))[:3:2]
+        for where in ("", layout)
+    )
+    assert there == pytest.approx(one, rel=2e-5)
+    assert one[0] == pytest.approx(losses(adamw)[3], rel=2e-5)
+    assert one[1] != pytest.approx(losses(adamw)[5], rel=1e-4)
+
+
+def fused_rows(name: str, w: torch.Tensor, gated: bool) -> list[list[int]]:
+    """The rows of each matrix of a weight, from what its module's forward does with its output."""
+    leaf = name.split(".")[-2]
+    if leaf == "linear_qkv":
+        return qkv_rows(heads=4, groups=2, head_size=16, gated=gated)
+    sizes = (w.shape[0],)
+    if leaf == "in_proj":  # z, x, B, C, dt of Mamba-2; query, key, value, z, beta, alpha
+        sizes = (64, 64, 128, 128, 8, 8) if gated else (128, 128, 64, 64, 8)
+    rows = torch.arange(w.shape[0]).split(list(sizes))
+    return [part.tolist() for part in rows]
+
+
+@pytest.mark.parametrize("name", ["mamba", "delta", "sparse-mla", "hyper-connections"])
+def test_three_steps_equal_the_oracles(name: str, tmp_path: Path) -> None:
+    needs(name, "")
+    script, options = _command(MODELS[name], "")
+    fused = IN_PROJ if name in ("mamba", "delta") else ""
+    run = recorded(
+        *(tmp_path / "run.pt", RUN, options, "--muon-ns-dtype fp32", fused),
+        script=script.name, model=_model(options), PYTHONPATH=_path(CHECKOUT),
+    )  # fmt: skip
+    blocks = partial(fused_rows, gated=name == "delta")
+    oracle = stepped(run, oracle_of(run, blocks=blocks))
+    assert outside(run, "fp32", oracle, blocks=blocks) == set()
 
 
 @pytest.mark.parametrize("layout", [TP2, f"{EP2} --overlap-grad-reduce --overlap-param-gather"])

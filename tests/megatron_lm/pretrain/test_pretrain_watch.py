@@ -63,7 +63,7 @@ def test_a_run_is_the_same_and_tensorboard_has_its_numbers(tmp_path: Path) -> No
                     assert scalars[tag][line["step"]] == pytest.approx(value, rel=1e-5), tag
                     named.discard(tag)
     assert not named
-    assert len(lines[0]["layers"]) == 4  # on both stages
+    assert len(lines[0]["layers"]) == 6  # on both stages, the final norm and the logits
 
 
 def test_a_run_that_goes_on_counts_iterations_as_megatron_does(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_run_that_goes_on_counts_iterations_as_megatron_does(tmp_path: Path) -
     pretrain(1, save, f"--load {tmp_path}")
     steps_ = [line for line in records(tmp_path / "muon_watch.jsonl") if line["kind"] == "step"]
     assert [line["step"] for line in steps_] == [2, 4, 6]
-    assert all(len(line["layers"]) == 4 for line in steps_)
+    assert all(len(line["layers"]) == 6 for line in steps_)
 
 
 def test_a_log_without_a_place_is_refused() -> None:

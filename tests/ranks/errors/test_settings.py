@@ -24,6 +24,7 @@ from support.settings import OTHERS
 # What both ranks ask for, where it is not that rank 1 alone asks for another value.
 LOG = {"log_interval": 2, "log_file": "a"}
 BOTH = {"log_interval": [{}, LOG], "log_file": [LOG, {**LOG, "log_file": "b"}]}
+BOTH["block_lr_mult"] = [{"full_period": 5}, {"full_period": 5, "block_lr_mult": 0.5}]
 MEGATRONS = {
     "OptimizerConfig": OptimizerConfig,
     "DistributedDataParallelConfig": DistributedDataParallelConfig,

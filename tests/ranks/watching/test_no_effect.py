@@ -54,7 +54,8 @@ def test_hooks_are_in_the_model_before_a_logging_step_only(tmp_path: Path) -> No
         assert off and counts == [0] * 7
     for counts, off, same in run(_hooks, 2, watched(case, tmp_path / "lines", 3)):
         assert not off and same
-        assert counts == [2, 0, 2, 0, 0, 2, 0]  # two layers; the first step's number is not known
+        # two layers, the final norm, the logits; the first step's number is not known
+        assert counts == [4, 0, 4, 0, 0, 4, 0]
 
 
 def _log(path: str, stop: int) -> None:

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from support.expected.oracle import Oracle, newton_schulz
+from support.expected.separate import of_two_tp_ranks
 from support.expected.shaking import TRIALS, UNIT, shaken, shaken_product, sizes
 from support.models.gpt import (
     Case,
@@ -77,6 +78,9 @@ CASES = {
     "shape-scaling": replace(
         FP32, muon=(*FP32.muon, ("scale_mode", "shape_scaling"), ("matched_adamw_rms", 4.0))
     ),
+    "full-period": replace(
+        FP32, gated=True, muon=(*FP32.muon, ("full_period", 2), ("block_lr_mult", 0.5))
+    ),
     "decay-all": replace(FP32, muon=(*FP32.muon, ("weight_decay_all_params", True))),
     "tied": replace(FP32, tied=True),
     "gated": replace(FP32, gated=True),
@@ -107,6 +111,7 @@ WHERE = {
     "cut-group": Topology(2, 1, 2),
     "cut-gated-group": Topology(4, 1, 1),
     "mtp": Topology(1, 2, 2),
+    "full-period": Topology(2, 1, 2),
 }
 
 
@@ -156,11 +161,30 @@ def oracle_for(case: Case, **changes: Any) -> Oracle:
     )
     if "splits" in settings:
         oracle.blocks = partial(heads_and_gate_up, case)
+    if "full_period" in settings:
+        _take_turns(case, oracle, settings["full_period"], settings["block_lr_mult"])
     if case.optimizer == "adam":
         oracle.is_muon = lambda name, w: False
     for name, value in changes.items():
         setattr(oracle, name, value)
     return oracle
+
+
+def _take_turns(case: Case, oracle: Oracle, period: int, factor: float) -> None:
+    """Between full steps, each of two TP ranks has matrices of its own, and another rate."""
+    whole, size = replace(oracle), oracle.scale_size
+
+    def is_full() -> bool:
+        return (len(oracle.norms) - 1) % period == 0
+
+    def blocks(name: str, w: Tensor) -> list[Any]:
+        matrices = list(whole.matrices(name, w))
+        if is_full():
+            return matrices
+        return [p for rows in matrices for p in of_two_tp_ranks(case, name, rows, tuple(w.shape))]
+
+    oracle.blocks = blocks
+    oracle.scale_size = lambda *of: size(*of) * (1 if is_full() else factor**2)
 
 
 def heads_and_gate_up(case: Case, name: str, w: Tensor) -> list[list[int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -91,6 +92,35 @@ def trained_apart(case: Case, name: str, shape: tuple[int, ...], kind: str) -> d
             _step(own, moved, grad[place], lr_at(case, step, name), case.weight_decay, config)
         weight[place], momentum[place] = own, moved
     return {"main": weight, "exp_avg": momentum}
+
+
+@torch.no_grad()
+def trained_in_turns(case: Case, name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """``trained_apart`` of whole matrices in full steps, else of what each of two TP ranks has."""
+    config = megatron_muon.MuonConfig(**dict(case.muon))
+    weight, momentum = whole_weight(case, name, shape), torch.zeros(shape)
+    wholes = blocks_of(case, name, shape[0], "qkv" if "qkv" in name else "whole")
+    halves = [half for rows in wholes for half in of_two_tp_ranks(case, name, rows, shape)]
+    for step, grad in enumerate(_grads(case, name, shape)):
+        factor = config.block_lr_mult if step % config.full_period else 1.0
+        taken = replace(config, matched_adamw_rms=config.matched_adamw_rms * factor)
+        for place in halves if step % config.full_period else wholes:
+            own, moved = weight[place].contiguous(), momentum[place].contiguous()
+            _step(own, moved, grad[place], lr_at(case, step, name), case.weight_decay, taken)
+            weight[place], momentum[place] = own, moved
+    return {"main": weight, "exp_avg": momentum}
+
+
+def of_two_tp_ranks(
+    case: Case, name: str, rows: Sequence[int], shape: tuple[int, ...]
+) -> list[Any]:
+    """An index of what each of two TP ranks has of a dense layer's matrix with these rows."""
+    leaf, (count, cols) = name.rsplit(".", 2)[-2], shape
+    if leaf in ("linear_proj", "linear_fc2"):
+        return [(slice(None), slice(cols // 2)), (slice(None), slice(cols // 2, None))]
+    section = count // 2 if case.gated and leaf == "linear_fc1" else count
+    each = [[row for row in rows if row % section // (section // 2) == rank] for rank in (0, 1)]
+    return [own for own in each if own]
 
 
 def _places(case: Case, name: str, shape: tuple[int, ...], kind: str) -> Iterator[Any]:

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_muon.lab.bench.step.rows import NO_CLIP
+from megatron_muon.lab.bench.step.rows import OPTIONS
 from megatron_muon.lab.pricing.hardware import Hardware, most_of
 from megatron_muon.lab.pricing.step import StepTime, price_step
 from megatron_muon.orthogonalize.numerics import Device
@@ -45,7 +45,7 @@ def predicted(flags: Namespace, config: MuonConfig, device: Device) -> Predicted
 
 def report(flags: Namespace, config: MuonConfig, rank: int) -> RankReport:
     """A rank's second step, on the virtual GPU."""
-    training = OptimizerSettings(clip_grad=NO_CLIP)
+    training = OptimizerSettings(clip_grad=OPTIONS["clip_grad"])
     trained = record_training(flags, ranks_of(flags), rank, config, training)
     return report_of(trained.recording)
 

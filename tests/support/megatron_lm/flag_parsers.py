@@ -83,6 +83,10 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         {"ns_coefficients": ((3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5))},
     ),
     "one triple": (["--muon-ns-coefficients", "3.4445,-4.775,2.0315"], {}),
+    "custom": (
+        ["--muon-coefficient-type", "custom", "--muon-ns-coefficients", "2,-1.5,0.5"],
+        {"ns_coefficients": ((2.0, -1.5, 0.5),)},
+    ),
     "iteration": (["--muon-ns-iteration", "auto"], {"ns_iteration": "auto"}),
     "momentum-dtype": (["--muon-momentum-dtype", "int8"], {"momentum_dtype": "int8"}),
     "fp16": (["--muon-ns-dtype", "fp16"], {"ns_dtype": "fp16"}),
@@ -105,6 +109,10 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "clip-alpha": (
         ["--muon-qk-clip-alpha", "0.3", "--muon-qk-clip", "30"],
         {"qk_clip": 30.0, "qk_clip_alpha": 0.3},
+    ),
+    "block-lr": (
+        ["--muon-block-lr-mult", "0.5", "--muon-full-period", "5"],
+        {"block_lr_mult": 0.5, "full_period": 5},
     ),
     "include": (["--muon-include", "a.*", "--muon-include", "b"], {"muon_include": ("a.*", "b")}),
     "exclude": (["--muon-exclude", "*.router.weight"], {"muon_exclude": ("*.router.weight",)}),

@@ -1,6 +1,7 @@
-"""``pretrain_gpt.py`` that writes down what its optimizer gets and makes, for one process.
+"""A script that writes down what its optimizer gets and makes, for one process.
 
-Run by the launcher, with the checkout on PYTHONPATH and the file to write in RECORD.
+Run by the launcher, with the checkout on PYTHONPATH, the script's name in SCRIPT and the file to
+write in RECORD.
 """
 
 from __future__ import annotations
@@ -41,4 +42,4 @@ def step(self: Any) -> Any:
 
 optimizers.ChainedOptimizer.step = step
 checkout = Path(str(megatron.training.__file__)).parents[2]
-runpy.run_path(str(checkout / "pretrain_gpt.py"), run_name="__main__")
+runpy.run_path(str(checkout / os.environ["SCRIPT"]), run_name="__main__")

@@ -49,15 +49,18 @@ def as_sum(mean: Tensor, mu: float = MU) -> Tensor:
 # --- the real one ------------------------------------------------------------------------------
 
 
-def trained(case: Case, topology: Topology, layer_wise: bool, folder: str) -> dict[str, Any]:
+def trained(
+    case: Case, topology: Topology, layer_wise: bool, folder: str, precision: str = "medium"
+) -> dict[str, Any]:
     """Take the case's steps, save, take one more; what this rank holds before and after that.
 
     Args:
         layer_wise: whole weights are shared out over the DP ranks (``dist_muon``); else every rank
             has all of them.
+        precision: of its Newton-Schulz; ``medium`` is bf16, ``highest`` fp32.
     """
     built = build(replace(case, optimizer=MEGATRONS), topology)
-    built.optimizer = _optimizer(built, layer_wise)
+    built.optimizer = _optimizer(built, layer_wise, precision)
     for step in range(case.steps):
         _take_step(built, step)
     state = saving.sharded_models(built)
@@ -69,7 +72,7 @@ def trained(case: Case, topology: Topology, layer_wise: bool, folder: str) -> di
     return {"before": before, "after": held(built, layer_wise)}
 
 
-def _optimizer(built: Built, layer_wise: bool) -> Any:
+def _optimizer(built: Built, layer_wise: bool, precision: str) -> Any:
     """As ``train`` of Megatron-LM makes it."""
     from megatron.core import optimizer as core
 
@@ -87,6 +90,8 @@ def _optimizer(built: Built, layer_wise: bool) -> Any:
         adam_beta2=0.95,
         adam_eps=1e-8,
         muon_momentum=MU,
+        muon_fp32_matmul_prec=precision,
+        muon_tp_mode="blockwise",
     )
     if VERSION >= (0, 18):
         config.use_layer_wise_distributed_optimizer = layer_wise

@@ -76,11 +76,16 @@ def _spec(config: Any, local: bool) -> Any:
         qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
     )
     if getattr(config, "enable_mhc_connections", False):
-        layer = _core("transformer.transformer_layer").HyperConnectionTransformerLayer
-        hyper = _core("transformer.hyper_connection").HyperConnectionModule
-        spec.module = layer
-        for name in ("self_attention_hyper_connection", "mlp_hyper_connection"):
-            setattr(spec.submodules, name, hyper)
+        hyper_connected(spec)
+    return spec
+
+
+def hyper_connected(spec: Any) -> Any:
+    """A layer's spec with hyper-connections, which no function of Megatron's makes."""
+    spec.module = _core("transformer.transformer_layer").HyperConnectionTransformerLayer
+    module = _core("transformer.hyper_connection").HyperConnectionModule
+    for name in ("self_attention_hyper_connection", "mlp_hyper_connection"):
+        setattr(spec.submodules, name, module)
     return spec
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.lab.curves.lead import Curve, curve, envelope, leads
+from megatron_muon.lab.curves.lead import Curve, Lead, curve, envelope, leads
 
 
 def along(losses: Sequence[float]) -> Curve:
@@ -43,6 +43,7 @@ def test_pairs_that_never_reach_a_loss_count_as_the_lowest() -> None:
     assert len(last.reached) == 1 and last.pairs == 3 and last.ratio is None
     last = leads(baseline, [*never[:2], power_law(1.0)], 0.0)[-1]
     assert last.ratio == pytest.approx(1.0, rel=1e-9)
+    assert Lead(4.0, 1.0, (1.0, 2.0), (3.0, 1.0), pairs=3).ratio == 1.0
 
 
 @given(LOSSES)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import megatron_muon
-from megatron_muon.lab.bench.step.rows import NO_CLIP, Row, bucket_elements
+from megatron_muon.lab.bench.step.rows import OPTIONS, Row, bucket_elements
 from megatron_muon.lab.bench.step.upstream import layouts, lays_out_buffers, upstream_optimizer
 
 
@@ -56,12 +56,9 @@ def _optimizer(row: Row, chunks: list[Any], timers: Any) -> Any:
         return upstream_optimizer(row, chunks, timers)
     config = core.OptimizerConfig(
         optimizer="adam" if row.kind == "adamw" else "muon",
-        lr=1e-3,
-        weight_decay=0.1,
-        bf16=True,
         params_dtype=torch.bfloat16,
         use_distributed_optimizer=True,
-        clip_grad=NO_CLIP,
+        **OPTIONS,
     )
     config.timers = timers
     return core.get_megatron_optimizer(config, chunks)

@@ -23,9 +23,9 @@ Gathers = Literal["late", "early"]
 UPSTREAM = ("upstream-blockwise", "upstream-duplicated", "upstream-distributed")
 # Megatron's buckets of 40 M elements hold about a fifth of a layer of Llama-3-8B.
 BUCKETS_PER_LAYER = 5
-# The norm is computed, but no gradient is clipped. Rows sum the norm in different orders, so its
-# last bits differ, and clipped rows could not be compared bit by bit.
-NO_CLIP = 1e9
+# Of each row's OptimizerConfig. The norm is computed, but no gradient is clipped: rows sum the norm
+# in different orders, so its last bits differ, and clipped rows could not be compared bit by bit.
+OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "bf16": True, "clip_grad": 1e9}
 
 
 @dataclass(frozen=True, slots=True)

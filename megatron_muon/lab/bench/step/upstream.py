@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron_muon.lab.bench.seams import UPSTREAM
 from megatron_muon.lab.bench.step.meter import NEWTON_SCHULZ, PARAM_GATHER
-from megatron_muon.lab.bench.step.rows import NO_CLIP, Row
+from megatron_muon.lab.bench.step.rows import OPTIONS, Row
 from megatron_muon.mcore.seams.rows import check_rows, megatron_version
 from megatron_muon.presence import SeamError
 from megatron_muon.runtime import collectives
@@ -116,16 +116,13 @@ def upstream_optimizer(row: Row, chunks: Sequence[Any], timers: Any) -> Any:
     own |= {"use_layer_wise_distributed_optimizer": True} if since_18 else {}
     config = core.OptimizerConfig(
         optimizer="muon",
-        lr=1e-3,
-        weight_decay=0.1,
-        bf16=True,
         params_dtype=torch.bfloat16,
         use_distributed_optimizer=False,
-        clip_grad=NO_CLIP,
         muon_momentum=row.config.momentum,
         muon_num_ns_steps=row.config.ns_steps,
         muon_extra_scale_factor=row.config.matched_adamw_rms,
         muon_tp_mode=row.name.removeprefix("upstream-"),
+        **OPTIONS,
         **own,
     )
     config.timers = timers

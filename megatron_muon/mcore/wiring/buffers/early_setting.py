@@ -56,6 +56,7 @@ def _hindrances(
             "overlap_param_gather_with_optimizer_step (--overlap-param-gather-with-optimizer-step)",
             "both start the first gather",
         ),
+        (config.full_period > 1, named("full_period"), "block steps have other rounds"),
         (
             optimizer_config.optimizer_cpu_offload,
             "optimizer_cpu_offload (--optimizer-cpu-offload)",

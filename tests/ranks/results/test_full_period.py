@@ -1,0 +1,178 @@
+"""--muon-full-period: between full steps each TP slice is a matrix of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_muon import MuonConfig
+from support.checkpoints import resharding
+from support.checkpoints.resuming import check as check_resumed
+from support.checkpoints.saving import formats, resumed
+from support.expected.separate import trained_in_turns
+from support.models import megatrons_muon
+from support.models.gpt import (
+    Case,
+    Topology,
+    error_of_building,
+    held,
+    inner_optimizers,
+    muon_weights,
+    printed_by,
+    start,
+    take_step,
+    trained,
+    truth,
+    whole_weight,
+)
+from support.models.torch_adam import torchs_own_adam
+from support.ranks import error_of, run
+from support.runs.whole import differences, whole
+
+TURNS = (("full_period", 3), ("block_lr_mult", 0.5))
+CASE = Case(gated=True, muon=TURNS)  # steps 0 and 3 are full
+EXPERTS = replace(CASE, moe=True, steps=3)
+SHARED = replace(CASE, muon=(*TURNS, ("split_matrices", 2)))
+TP2, DP2, DP4 = Topology(2), Topology(2, 1, 2), Topology(2, 1, 4)
+
+
+def test_one_process_that_takes_turns_has_the_same_bits() -> None:
+    result = trained(CASE, TP2)
+    for name in muon_weights(CASE):
+        apart = trained_in_turns(CASE, name, tuple(result["main"][name].shape))
+        for kind, expected in apart.items():
+            assert result[kind][name].equal(expected), f"{kind} {name}"
+
+
+def test_the_first_step_is_full_and_the_second_is_not() -> None:
+    for steps, equal in ((1, True), (2, False)):
+        case = replace(CASE, steps=steps)
+        unlike = differences(truth(replace(case, muon=())), trained(case, TP2))
+        assert (unlike == []) is equal
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        (CASE, DP2),
+        (CASE, DP4),
+        (CASE, replace(DP2, overlap=True)),
+        (CASE, Topology(2, 2)),
+        (EXPERTS, replace(DP2, ep=2, sequence_parallel=True)),
+        (SHARED, DP2),
+    ],
+    ids=["dp2", "dp4", "overlap", "pp2", "experts", "shared"],
+)
+def test_other_ranks_have_the_bits_of_two_tp_ranks(case: Case, topology: Topology) -> None:
+    alone = replace(TP2, sequence_parallel=case.moe)
+    assert differences(trained(case, alone), trained(case, topology)) == []
+
+
+def _sent() -> tuple[str, list[int]]:
+    built, printed = printed_by(lambda: start(CASE, TP2))
+    (part,) = built.optimizer.chained_optimizers
+    return printed, [sum(muon.plan.sent_bytes()) for muon in part.muon.each]
+
+
+def test_a_block_step_sends_nothing_over_tp_alone() -> None:
+    (printed, (full, block)), _ = run(_sent, 2)
+    assert full > 0 == block
+    assert "every 3 steps one is full; the others orthogonalize each TP slice by itself" in printed
+
+
+@pytest.mark.parametrize("dirty", [False, True])
+@pytest.mark.parametrize("format", formats())
+def test_a_resume_goes_on_within_a_period(format: str, dirty: bool, tmp_path: Path) -> None:
+    check_resumed(replace(CASE, steps=4), DP2, format, tmp_path, dirty=dirty)
+
+
+def _resumed_over_torchs_adam(*args: Any) -> dict[str, Any]:
+    with torchs_own_adam():
+        return resumed(*args)
+
+
+def test_a_resume_over_torchs_adam_goes_on_within_a_period(tmp_path: Path) -> None:
+    case = replace(CASE, steps=4)
+    for result in run(_resumed_over_torchs_adam, 2, case, TP2, formats()[0], str(tmp_path)):
+        assert result["differences"] == [] and result["moved"]
+
+
+def test_other_ranks_go_on_within_a_period(tmp_path: Path) -> None:
+    (format,) = (format for format in formats() if format.startswith("fully"))
+    case, after = replace(CASE, steps=4), Topology(2, 2)
+    one = run(resharding.saved, 4, case, DP2, format, str(tmp_path))
+    two = run(resharding.loaded, 4, case, after, format, str(tmp_path))
+    assert differences(*(whole([held for _, held in runs]) for runs in (one, two))) == []
+
+
+def _after(steps: int, case: Case, topology: Topology) -> Any:
+    """Start as if so many steps were taken, and take the case's."""
+    built = start(case, topology)
+    for inner in inner_optimizers(built.optimizer):
+        for group in inner.param_groups:
+            group["step"] = steps
+    for step in range(case.steps):
+        take_step(built, step)
+    return held(built)
+
+
+@pytest.mark.skipif(megatrons_muon.lacking() is not None, reason=str(megatrons_muon.lacking()))
+def test_block_steps_are_megatrons_blockwise(tmp_path: Path) -> None:
+    """In fp32 on both sides: sums in another order, amplified by at most 3.4445⁵ = 485."""
+    muon = {"momentum": megatrons_muon.MU, "nesterov": False, "matched_adamw_rms": 1.0}
+    muon |= {"ns_coefficients": "quintic", "ns_dtype": "fp32", "full_period": 1 << 30}
+    case = Case(bf16=False, steps=2, muon=tuple(muon.items()))
+    before = replace(case, steps=1, muon=())
+    given = (before, TP2, False, str(tmp_path), "highest")
+    theirs = run(megatrons_muon.trained, 2, *given, timeout=240)
+    blocks, full = (whole(run(_after, 2, steps, case, TP2))["main"] for steps in (1, 0))
+    far, mains = 0.0, whole([each["after"] for each in theirs])["main"]
+    for name in muon_weights(case):
+        main = mains[name]
+        moved = float((main - whole_weight(case, name, tuple(main.shape))).norm())
+        assert float((blocks[name] - main).norm()) < 485 * 2.0**-24 * moved, name
+        far = max(far, float((full[name] - main).norm()) / moved)
+    assert far > 0.05  # a full first step is not blockwise
+
+
+def _loaded_apart() -> str:
+    return error_of(lambda: _after(5 + dist.get_rank(), replace(CASE, steps=1), TP2))
+
+
+def test_ranks_that_have_loaded_different_steps_say_so() -> None:
+    for text in run(_loaded_apart, 2):
+        assert "the ranks of a pipeline stage have taken [5, 6] steps" in text
+
+
+EARLY = {"full_period": 2, "early_param_gather": "on"}
+
+
+@pytest.mark.parametrize(
+    ("topology", "settings", "said"),
+    [
+        (Topology(), {"full_period": 2}, "with TP 1 there are no slices"),
+        (replace(TP2, overlap=True), EARLY, "(--muon-full-period): block steps have other rounds"),
+    ],
+    ids=["tp1", "early"],
+)
+def test_what_cannot_be_is_refused(topology: Topology, settings: Any, said: str) -> None:
+    for text in run(error_of_building, topology.world_size, Case(), topology, settings):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"block_lr_mult": 0.5}, "full_period (--muon-full-period) is 1: give a period"),
+        ({"full_period": 2, "log_interval": 1, "log_file": "f"}, "not logged yet"),
+    ],
+    ids=["rate", "log"],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: Any, said: str) -> None:
+    with pytest.raises((ValueError, NotImplementedError)) as caught:
+        MuonConfig(**settings)
+    assert said in str(caught.value)
