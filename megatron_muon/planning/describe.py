@@ -19,24 +19,18 @@ PREFIX = "[megatron_muon]"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Muon's share of a pipeline stage or a model: trainable elements, each once over all ranks.
+    """Muon's share of a pipeline stage or a model: trainable elements, each once over all ranks."""
 
-    Attributes:
-        total, muon: elements of all parameters, and of Muon's.
-        active, active_muon: elements that one token goes through: only as many of a layer's routed
-            experts as the router picks.
-        kept: elements of AdamW's 2-D weights, by what they are.
-        unsplit: the keys of ``UNSPLIT`` that it has.
-        unknown_fusions: names of fused projections that are not split, since their order of rows is
-            not known.
-    """
-
-    total: int = 0
+    total: int = 0  # total, muon: elements of all parameters, and of Muon's
     muon: int = 0
+    # active, active_muon: elements that one token goes through: only as many of a layer's routed
+    # experts as the router picks
     active: int = 0
     active_muon: int = 0
+    # elements of AdamW's 2-D weights, by what they are
     kept: Mapping[str, int] = field(default_factory=dict)
-    unsplit: Sequence[str] = ()
+    unsplit: Sequence[str] = ()  # the keys of UNSPLIT that it has
+    # names of fused projections that are not split, since their order of rows is not known
     unknown_fusions: Sequence[str] = ()
 
     def __add__(self, other: Share) -> Share:

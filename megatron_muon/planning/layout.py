@@ -41,17 +41,11 @@ def range_of(size: int, number: int, count: int) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive local rows of a parameter that are consecutive rows of one of its matrices.
+    """Consecutive local rows of a parameter that are consecutive rows of one of its matrices."""
 
-    Attributes:
-        matrix: index of the matrix in the parameter.
-        rows: the local rows of the parameter.
-        matrix_row: the row of the whole matrix (TP = 1) at ``rows.start``.
-    """
-
-    matrix: int
-    rows: Span
-    matrix_row: int
+    matrix: int  # index of the matrix in the parameter
+    rows: Span  # the local rows of the parameter
+    matrix_row: int  # the row of the whole matrix (TP = 1) at rows.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +55,14 @@ class Strip:
     It travels as it is iterated on, except a *turned* one: a range of a wide matrix's columns has
     elements in every row, so to its home comes a range of rows. The homes then exchange blocks, so
     that each has its columns (``runtime.exchange.sharers``), and turn the direction back.
-
-    Attributes:
-        rows, cols: size of the whole matrix over all TP ranks.
-        number, count: which of the matrix's strips it is, and how many there are.
-        parts: where TP cuts a wide matrix's columns into a multiple of ``count``, the TP ranks
-            whose column parts are its columns; None where its rows come.
     """
 
-    rows: int
+    rows: int  # rows, cols: size of the whole matrix over all TP ranks
     cols: int
-    number: int
+    number: int  # number, count: which of the matrix's strips it is, and how many there are
     count: int
+    # where TP cuts a wide matrix's columns into a multiple of count, the TP ranks whose column
+    # parts are its columns; None where its rows come
     parts: Span | None = None
 
     @property
@@ -88,24 +78,19 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
-    """A whole matrix of a parameter.
+    """A whole matrix of a parameter."""
 
-    Attributes:
-        name: its name in messages.
-        rows, cols: its size over all TP ranks.
-        column_blocks: number of equal column ranges. Each TP rank holds a part of every range, in
-            order. More than one only where TP splits the columns of a gate and an up half.
-        apart: each column range is a matrix of its own for Newton-Schulz and for the scale. They
-            travel together, since their elements alternate row by row.
-        strip: where several homes share a matrix, which range of it this is; ``rows`` and ``cols``
-            are those of the elements that come to its home.
-    """
-
-    name: str
-    rows: int
+    name: str  # its name in messages
+    rows: int  # rows, cols: its size over all TP ranks
     cols: int
+    # number of equal column ranges. Each TP rank holds a part of every range, in order. More than
+    # one only where TP splits the columns of a gate and an up half.
     column_blocks: int = 1
+    # each column range is a matrix of its own for Newton-Schulz and for the scale. They travel
+    # together, since their elements alternate row by row.
     apart: bool = False
+    # where several homes share a matrix, which range of it this is; rows and cols are those of the
+    # elements that come to its home
     strip: Strip | None = None
 
     @property
@@ -133,30 +118,21 @@ class MatrixShape:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A Muon parameter as a stage sees it: identical on every rank but for its TP slice.
+    """A Muon parameter as a stage sees it: identical on every rank but for its TP slice."""
 
-    Attributes:
-        name: Megatron's parameter name, with experts numbered over all EP ranks.
-        shape: local (rows, cols), the same on every TP rank. A batch of matrices in one parameter
-            counts as all their rows, one matrix after another.
-        partition_dim: the dim that tensor parallelism splits, None where TP ranks hold replicas.
-        bucket: the bucket's elements within its grad buffer.
-        span: the parameter's elements within the same buffer.
-        buffer: index of the grad buffer.
-        matrices: the whole matrices in it.
-        blocks: for each TP rank, its local rows as rows of the matrices.
-        ep_rank: the expert-parallel rank that has it; 0 for dense parameters.
-    """
-
-    name: str
+    name: str  # Megatron's parameter name, with experts numbered over all EP ranks
+    # local (rows, cols), the same on every TP rank. A batch of matrices in one parameter counts as
+    # all their rows, one matrix after another.
     shape: tuple[int, int]
+    # the dim that tensor parallelism splits, None where TP ranks hold replicas
     partition_dim: int | None
-    bucket: Span
-    span: Span
-    buffer: int
-    matrices: tuple[MatrixShape, ...]
+    bucket: Span  # the bucket's elements within its grad buffer
+    span: Span  # the parameter's elements within the same buffer
+    buffer: int  # index of the grad buffer
+    matrices: tuple[MatrixShape, ...]  # the whole matrices in it
+    # for each TP rank, its local rows as rows of the matrices
     blocks: tuple[tuple[Block, ...], ...]
-    ep_rank: int = 0
+    ep_rank: int = 0  # the expert-parallel rank that has it; 0 for dense parameters
 
     @property
     def column_parts(self) -> int:

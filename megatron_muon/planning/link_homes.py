@@ -33,26 +33,16 @@ _Rounds = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What homes are chosen for.
+    """What homes are chosen for."""
 
-    Attributes:
-        works, owner: its matrices, and the index of each one's parameter.
-        fixed: matrices whose homes stay, strips.
-        before: what ranks have to do for other optimizers before.
-        directions: by rank, the time at which it has those of other optimizers before.
-        price: the prices of work and of bytes.
-        link_gbytes: what ``price`` was made of.
-        neighbours: see ``RankGrid``.
-    """
-
-    works: Sequence[Work]
+    works: Sequence[Work]  # works, owner: its matrices, and the index of each one's parameter
     owner: Sequence[int]
-    fixed: frozenset[int]
-    before: Loads
-    directions: Sequence[int]
-    price: Price
-    link_gbytes: float
-    neighbours: int
+    fixed: frozenset[int]  # matrices whose homes stay, strips
+    before: Loads  # what ranks have to do for other optimizers before
+    directions: Sequence[int]  # by rank, the time at which it has those of other optimizers before
+    price: Price  # the prices of work and of bytes
+    link_gbytes: float  # what price was made of
+    neighbours: int  # see RankGrid
 
     @property
     def size(self) -> int:

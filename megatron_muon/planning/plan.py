@@ -46,25 +46,19 @@ from megatron_muon.settings.config import HomePolicy
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """All of a stage's Muon work in one step; see the module's docstring.
-
-    Attributes:
-        flops: Newton-Schulz flops of each matrix.
-        itemsize: bytes of an element that travels.
-        rounds: indices of the parameters that go through the exchange together, in order.
-        shared: the matrices that several homes share; their strips are among ``matrices``.
-        ends: the time of a step by both speeds, where these have chosen the homes, else 0.
-    """
+    """All of a stage's Muon work in one step; see the module's docstring."""
 
     parameters: tuple[Parameter, ...]
     matrices: tuple[Matrix, ...]
     slices: tuple[Slice, ...]
     grid: RankGrid
-    itemsize: int
-    flops: tuple[int, ...]
+    itemsize: int  # bytes of an element that travels
+    flops: tuple[int, ...]  # Newton-Schulz flops of each matrix
+    # indices of the parameters that go through the exchange together, in order
     rounds: tuple[tuple[int, ...], ...]
+    # the matrices that several homes share; their strips are among matrices
     shared: tuple[SharedMatrix, ...]
-    ends: int = 0
+    ends: int = 0  # the time of a step by both speeds, where these have chosen the homes, else 0
 
     @property
     def size(self) -> int:

@@ -22,39 +22,28 @@ class RankRound:
     """The matrices that a rank orthogonalizes in a round, and what it sends, receives and keeps.
 
     Lists are in the order of the plan's slices.
-
-    Attributes:
-        homes: indices of the matrices that it orthogonalizes.
-        gather_to: by home, the slices that it sends there.
-        gather_from: by rank, the slices that it receives as their home.
-        scatter_to: by rank, the slices whose directions it sends there as their home: those of
-            ``gather_from``, and replicas, which only receive.
-        scatter_from: by home, the slices whose directions it receives: those of ``gather_to``,
-            and replicas.
-        kept: the slices that are home already.
     """
 
-    homes: list[int] = field(default_factory=list)
-    gather_to: _ByRank = field(default_factory=_by_rank)
+    homes: list[int] = field(default_factory=list)  # indices of the matrices that it orthogonalizes
+    gather_to: _ByRank = field(default_factory=_by_rank)  # by home, the slices that it sends there
+    # by rank, the slices that it receives as their home
     gather_from: _ByRank = field(default_factory=_by_rank)
+    # by rank, the slices whose directions it sends there as their home: those of gather_from, and
+    # replicas, which only receive
     scatter_to: _ByRank = field(default_factory=_by_rank)
+    # by home, the slices whose directions it receives: those of gather_to, and replicas
     scatter_from: _ByRank = field(default_factory=_by_rank)
-    kept: list[Slice] = field(default_factory=list)
+    kept: list[Slice] = field(default_factory=list)  # the slices that are home already
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's part of an ``ExchangePlan``.
+    """One rank's part of an ``ExchangePlan``."""
 
-    Attributes:
-        rank: its number in the stage.
-        shards: by parameter index, the elements that it holds; only of parameters that it holds.
-        rounds: its part of each round.
-    """
-
-    rank: int
+    rank: int  # its number in the stage
+    # by parameter index, the elements that it holds; only of parameters that it holds
     shards: Mapping[int, Span]
-    rounds: tuple[RankRound, ...]
+    rounds: tuple[RankRound, ...]  # its part of each round
 
     @property
     def homes(self) -> list[int]:

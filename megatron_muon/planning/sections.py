@@ -15,15 +15,10 @@ from megatron_muon.planning.layout import Block, Matrices, MatrixShape, Span
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Consecutive rows of a whole weight (TP = 1) that belong to one of its matrices.
+    """Consecutive rows of a whole weight (TP = 1) that belong to one of its matrices."""
 
-    Attributes:
-        part: the matrix, by its name within the weight; empty where the weight is one matrix.
-        count: number of rows.
-    """
-
-    part: str
-    count: int
+    part: str  # the matrix, by its name within the weight; empty where the weight is one matrix
+    count: int  # number of rows
 
 
 # All rows of a whole weight, in order; see the module's docstring.

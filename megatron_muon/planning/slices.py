@@ -18,27 +18,19 @@ from megatron_muon.planning.layout import Parameter, Span, Strip
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A whole matrix of the stage and the rank that orthogonalizes it.
+    """A whole matrix of the stage and the rank that orthogonalizes it."""
 
-    Attributes:
-        name: parameter name, with the matrix in brackets where a parameter holds several.
-        rows, cols: size over all TP ranks.
-        column_parts: number of equal column ranges that staging lays out one after another.
-        column_blocks: number of equal column ranges of which each part holds some, in order.
-        home: rank of the stage's group.
-        units, unit: number of matrices that Newton-Schulz takes it as, and (rows, cols) of each:
-            its column blocks one by one, or all of it.
-        strip: which range it is of a matrix that several homes share; then ``rows`` and ``cols``
-            are those of the elements that come to its home.
-    """
-
-    name: str
-    rows: int
+    name: str  # parameter name, with the matrix in brackets where a parameter holds several
+    rows: int  # rows, cols: size over all TP ranks
     cols: int
-    column_parts: int
-    column_blocks: int
-    home: int
+    column_parts: int  # number of equal column ranges that staging lays out one after another
+    column_blocks: int  # number of equal column ranges of which each part holds some, in order
+    home: int  # rank of the stage's group
+    # units, unit: number of matrices that Newton-Schulz takes it as, and (rows, cols) of each: its
+    # column blocks one by one, or all of it
     units: int = 1
+    # which range it is of a matrix that several homes share; then rows and cols are those of the
+    # elements that come to its home
     strip: Strip | None = None
 
     @property
@@ -72,22 +64,14 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements contiguous in a parameter on one rank and in the staging of one matrix.
+    """Elements contiguous in a parameter on one rank and in the staging of one matrix."""
 
-    Attributes:
-        parameter, matrix: indices in the plan.
-        rank: the rank of the stage that holds the elements.
-        elements: their range in the flat local parameter.
-        start: place of ``elements.start`` in the matrix's staging order.
-        replica: a TP replica of elements that another rank sends; it only receives directions.
-    """
-
-    parameter: int
+    parameter: int  # parameter, matrix: indices in the plan
     matrix: int
-    rank: int
-    elements: Span
-    start: int
-    replica: bool
+    rank: int  # the rank of the stage that holds the elements
+    elements: Span  # their range in the flat local parameter
+    start: int  # place of elements.start in the matrix's staging order
+    replica: bool  # a TP replica of elements that another rank sends; it only receives directions
 
     @property
     def staged(self) -> Span:

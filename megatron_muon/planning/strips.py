@@ -157,37 +157,25 @@ def _held(members: range, works: Sequence[Work], ranks: int) -> Mapping[int, int
 
 @dataclass(frozen=True, slots=True)
 class SharedMessages:
-    """What the homes of a matrix send to each other at one time.
+    """What the homes of a matrix send to each other at one time."""
 
-    Attributes:
-        kind: numbers in fp32, rows of squares, or elements of the matrix as they travel.
-        sizes: bytes by (sender, receiver).
-    """
-
+    # numbers in fp32, rows of squares, or elements of the matrix as they travel
     kind: Literal["numbers", "squares", "elements"]
-    sizes: Mapping[tuple[int, int], int]
+    sizes: Mapping[tuple[int, int], int]  # bytes by (sender, receiver)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMatrix:
-    """A matrix that several homes orthogonalize together.
+    """A matrix that several homes orthogonalize together."""
 
-    Attributes:
-        parameter: index of its parameter in the plan.
-        homes: rank of the stage that has each strip.
-        rows, cols: its size over all TP ranks.
-        gathers: for each sum of squares, how often rows of squares are put together after it.
-        itemsize: bytes of an element of a square.
-        turns: bytes of an element that travels where its strips are turned, else 0.
-    """
-
-    parameter: int
-    homes: tuple[int, ...]
-    rows: int
+    parameter: int  # index of its parameter in the plan
+    homes: tuple[int, ...]  # rank of the stage that has each strip
+    rows: int  # rows, cols: its size over all TP ranks
     cols: int
+    # for each sum of squares, how often rows of squares are put together after it
     gathers: tuple[int, ...]
-    itemsize: int
-    turns: int = 0
+    itemsize: int  # bytes of an element of a square
+    turns: int = 0  # bytes of an element that travels where its strips are turned, else 0
 
     def messages(self) -> Iterator[SharedMessages]:
         """The messages between its homes, in their order.

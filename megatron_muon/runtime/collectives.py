@@ -78,17 +78,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The messages of one rank in an exchange, none of them empty.
+    """The messages of one rank in an exchange, none of them empty."""
 
-    Attributes:
-        group: the process group.
-        messages: all messages, in the order in which they are started.
-        received: number of elements that the rank receives in all.
-    """
-
-    group: Group
-    messages: tuple[Message, ...]
-    received: int
+    group: Group  # the process group
+    messages: tuple[Message, ...]  # all messages, in the order in which they are started
+    received: int  # number of elements that the rank receives in all
 
     @staticmethod
     def of(

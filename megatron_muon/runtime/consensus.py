@@ -23,11 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """A rank's place in its stage; for experts, in the stage's expert groups.
-
-    Attributes:
-        node: number of its node.
-    """
+    """A rank's place in its stage; for experts, in the stage's expert groups."""
 
     ep_rank: int
     ep_size: int
@@ -35,7 +31,7 @@ class Coordinates:
     tp_size: int
     dp_rank: int
     dp_size: int
-    node: int = 0
+    node: int = 0  # number of its node
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,10 @@ from torch import Tensor
 
 
 class Left(NamedTuple):
-    """Steps that left a matrix where it was.
+    """Steps that left a matrix where it was."""
 
-    Attributes:
-        directions: all of them.
-        momenta: those in which what came into Newton-Schulz was not finite either.
-    """
-
-    directions: int
-    momenta: int
+    directions: int  # all of them
+    momenta: int  # those in which what came into Newton-Schulz was not finite either
 
     def plus(self, other: Left | None) -> Left:
         """Those of both, where a block step and a full one have a matrix of one name."""

@@ -25,16 +25,12 @@ class MissingTargetError(RuntimeError):
 
 @dataclass
 class Patches:
-    """All changes so far. ``undo()`` puts everything back, the last change first.
+    """All changes so far. ``undo()`` puts everything back, the last change first."""
 
-    Attributes:
-        by: the part of this package that makes the changes, for errors.
-        changed: (owner, attribute, the owner's own value before). The value is ``ABSENT`` where the
-            owner itself had no such attribute: it was inherited, or did not exist.
-    """
-
-    by: str = "megatron_muon"
+    by: str = "megatron_muon"  # the part of this package that makes the changes, for errors
     ABSENT = _ABSENT
+    # (owner, attribute, the owner's own value before). The value is ABSENT where the owner itself
+    # had no such attribute: it was inherited, or did not exist.
     changed: list[tuple[Any, str, Any]] = field(default_factory=list)
     _stack: ExitStack = field(default_factory=ExitStack)
 

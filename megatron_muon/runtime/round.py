@@ -61,23 +61,14 @@ Shards = Mapping[int, Shard]  # by the parameter's index in the plan
 
 @dataclass(frozen=True, slots=True)
 class StepTools:
-    """Settings and tools that all rounds of a rank share.
+    """Settings and tools that all rounds of a rank share."""
 
-    Attributes:
-        numerics: of the run.
-        flops: Newton-Schulz flops of each matrix of the plan.
-        scales: scale of each matrix, per unit of lr (``update_scale``).
-        scratch: elements of scratch memory for one batch (``rounds.cut.scratch_limit``).
-        meter: counts the work done.
-        phase: names the parts of a step.
-    """
-
-    numerics: Numerics
-    flops: Sequence[int]
-    scales: Sequence[float]
-    scratch: int
-    meter: Meter
-    phase: Phase
+    numerics: Numerics  # of the run
+    flops: Sequence[int]  # Newton-Schulz flops of each matrix of the plan
+    scales: Sequence[float]  # scale of each matrix, per unit of lr (update_scale)
+    scratch: int  # elements of scratch memory for one batch (rounds.cut.scratch_limit)
+    meter: Meter  # counts the work done
+    phase: Phase  # names the parts of a step
 
     @staticmethod
     def of(plan: ExchangePlan, numerics: Numerics, meter: Meter, phase: Phase) -> StepTools:

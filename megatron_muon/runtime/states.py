@@ -20,14 +20,10 @@ class States:
 
     Args:
         optimizer: has ``state`` by shard, another dict after each load.
-
-    Attributes:
-        are_copies: what ``get`` returns are copies, so that ``put`` must follow a change.
-        adamw_is_last: AdamW's part keeps the host busy, so Muon's is launched before it.
     """
 
-    are_copies = False
-    adamw_is_last = False
+    are_copies = False  # what get returns are copies, so that put must follow a change
+    adamw_is_last = False  # AdamW's part keeps the host busy, so Muon's is launched before it
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

@@ -88,27 +88,17 @@ def _held(plans: Sequence[ExchangePlan]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Bytes of a rank's buffers in a round.
+    """Bytes of a rank's buffers in a round."""
 
-    Attributes:
-        kept: pieces that are home already.
-        staged: the matrices that are orthogonalized here.
-        in_place: what is kept lies in the staged buffer from the beginning.
-        sent, received: messages of the gather.
-        out, back: messages of the scatter.
-        scratch: of Newton-Schulz.
-        momentum, update: scratch memory of the elementwise work before and after it.
-    """
-
-    kept: int
-    staged: int
-    in_place: bool
-    sent: int
+    kept: int  # pieces that are home already
+    staged: int  # the matrices that are orthogonalized here
+    in_place: bool  # what is kept lies in the staged buffer from the beginning
+    sent: int  # sent, received: messages of the gather
     received: int
-    out: int
+    out: int  # out, back: messages of the scatter
     back: int
-    scratch: int
-    momentum: int
+    scratch: int  # of Newton-Schulz
+    momentum: int  # momentum, update: scratch memory of the elementwise work before and after it
     update: int
 
     @property

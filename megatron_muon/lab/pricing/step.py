@@ -58,33 +58,24 @@ _ADAMW = 16 + 12
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The times of a step, in seconds.
+    """The times of a step, in seconds."""
 
-    Attributes:
-        seconds: time until the last rank has ended the step.
-        rounds: number of rounds of each optimizer.
-        launches: number of launches on the rank that has most.
-        newton_schulz_mean, newton_schulz_busiest: time of Newton-Schulz, mean and most over ranks.
-        exposed_mean, exposed_most: time that the compute stream waits for messages, and so for
-            later ranks; mean and most over ranks.
-        hidden_mean: time that messages take while the compute stream does not wait; mean over
-            ranks.
-        host: time until the last rank's host has launched everything.
-        phases: by name, time on the compute stream of the rank that has most of the phase.
-        by_rank: time at which each rank has ended its step.
-    """
-
-    seconds: float
-    rounds: tuple[int, ...]
-    launches: int
+    seconds: float  # time until the last rank has ended the step
+    rounds: tuple[int, ...]  # number of rounds of each optimizer
+    launches: int  # number of launches on the rank that has most
+    # newton_schulz_mean, newton_schulz_busiest: time of Newton-Schulz, mean and most over ranks
     newton_schulz_mean: float
     newton_schulz_busiest: float
+    # exposed_mean, exposed_most: time that the compute stream waits for messages, and so for later
+    # ranks; mean and most over ranks
     exposed_mean: float
     exposed_most: float
+    # time that messages take while the compute stream does not wait; mean over ranks
     hidden_mean: float
-    host: float
+    host: float  # time until the last rank's host has launched everything
+    # by name, time on the compute stream of the rank that has most of the phase
     phases: dict[str, float]
-    by_rank: tuple[float, ...]
+    by_rank: tuple[float, ...]  # time at which each rank has ended its step
 
 
 def price_step(

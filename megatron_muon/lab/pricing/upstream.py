@@ -46,25 +46,15 @@ _FP32, _BF16 = 4, 2
 
 @dataclass(frozen=True, slots=True)
 class LayerWise:
-    """Work of an owner, or of the one that has most of each figure; ``mean`` is over all owners.
+    """Work of an owner, or of the one that has most of each figure; ``mean`` is over all owners."""
 
-    Attributes:
-        seconds: of all of it, on the rank that ends last.
-        exposed: seconds of collectives over TP; nothing hides them.
-        launches: of the host.
-        flops: of Newton-Schulz.
-        sent: bytes that a rank sends to its TP peers.
-        messages: collectives over TP.
-        elements: of parameters with a momentum, on one TP rank.
-    """
-
-    seconds: float = 0.0
-    exposed: float = 0.0
-    launches: int = 0
-    flops: float = 0
-    sent: float = 0
-    messages: int = 0
-    elements: int = 0
+    seconds: float = 0.0  # of all of it, on the rank that ends last
+    exposed: float = 0.0  # seconds of collectives over TP; nothing hides them
+    launches: int = 0  # of the host
+    flops: float = 0  # of Newton-Schulz
+    sent: float = 0  # bytes that a rank sends to its TP peers
+    messages: int = 0  # collectives over TP
+    elements: int = 0  # of parameters with a momentum, on one TP rank
 
     def __add__(self, other: LayerWise) -> LayerWise:
         return LayerWise(

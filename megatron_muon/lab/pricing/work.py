@@ -50,24 +50,16 @@ def state_bytes(flags: Namespace) -> StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """One DistributedOptimizer of a stage.
+    """One DistributedOptimizer of a stage."""
 
-    Attributes:
-        plan: the plan of its Muon parameters.
-        rest: by rank, elements that AdamW updates.
-        parameters, gradients: bytes of Megatron's buffers on each rank, padding included.
-        has_main: whether main parameters are beside the parameters.
-        held: bytes of an element.
-        block: the plan of its block steps, with ``full_period``.
-    """
-
-    plan: ExchangePlan
-    rest: tuple[int, ...]
+    plan: ExchangePlan  # the plan of its Muon parameters
+    rest: tuple[int, ...]  # by rank, elements that AdamW updates
+    # parameters, gradients: bytes of Megatron's buffers on each rank, padding included
     parameters: int = 0
     gradients: int = 0
-    has_main: bool = True
-    held: StateBytes = WIDE
-    block: ExchangePlan | None = None
+    has_main: bool = True  # whether main parameters are beside the parameters
+    held: StateBytes = WIDE  # bytes of an element
+    block: ExchangePlan | None = None  # the plan of its block steps, with full_period
 
     @property
     def muon(self) -> list[int]:
@@ -114,26 +106,19 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoundWork:
-    """One round; lists are by rank, and count elements or, where they say so, segments.
+    """One round; lists are by rank, and count elements or, where they say so, segments."""
 
-    Attributes:
-        held, pieces: elements and number of the rank's pieces.
-        arriving, arrivals: elements and segments that the rank receives as a home.
-        kept, keeps: those of its matrices that it holds itself.
-        leaving, departures: those of directions that it sends as a home.
-        layouts: number of matrices of each layout that it orthogonalizes.
-        gather, scatter: bytes by pair of ranks.
-    """
-
-    held: list[int]
+    held: list[int]  # held, pieces: elements and number of the rank's pieces
     pieces: list[int]
+    # arriving, arrivals: elements and segments that the rank receives as a home
     arriving: list[int]
     arrivals: list[int]
-    kept: list[int]
+    kept: list[int]  # kept, keeps: those of its matrices that it holds itself
     keeps: list[int]
-    leaving: list[int]
+    leaving: list[int]  # leaving, departures: those of directions that it sends as a home
     departures: list[int]
-    layouts: list[Counter[Layout]]
+    layouts: list[Counter[Layout]]  # number of matrices of each layout that it orthogonalizes
+    # gather, scatter: bytes by pair of ranks
     gather: Pairs = field(default_factory=lambda: defaultdict(int))
     scatter: Pairs = field(default_factory=lambda: defaultdict(int))
 
@@ -198,18 +183,13 @@ def total(counts: Sequence[Sequence[int]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Messages of one step, by rank of the stage.
+    """Messages of one step, by rank of the stage."""
 
-    Attributes:
-        inside, between: bytes that the rank sends to others of its node, and to other nodes.
-        messages: number of messages that it sends.
-        peers: number of ranks that it sends to or receives from.
-    """
-
+    # inside, between: bytes that the rank sends to others of its node, and to other nodes
     inside: list[int]
     between: list[int]
-    messages: list[int]
-    peers: list[int]
+    messages: list[int]  # number of messages that it sends
+    peers: list[int]  # number of ranks that it sends to or receives from
 
     @property
     def sent(self) -> list[int]:

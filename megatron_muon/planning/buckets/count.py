@@ -28,48 +28,31 @@ _GRAD, _PARAM, _PIECE = 4, 2, 2  # bytes of an element in a reduction, an all-ga
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """A parameter as a rank has it.
+    """A parameter as a rank has it."""
 
-    Attributes:
-        numel: number of elements on a rank.
-        muon: its Muon parameter, with any ``bucket`` and ``span``; None for AdamW's.
-    """
-
-    numel: int
-    muon: Parameter | None = None
+    numel: int  # number of elements on a rank
+    muon: Parameter | None = None  # its Muon parameter, with any bucket and span; None for AdamW's
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Parameters in Megatron's order that share a grad buffer.
+    """Parameters in Megatron's order that share a grad buffer."""
 
-    Attributes:
-        weights: the parameters, as one rank has them.
-        dp_size: number of shards.
-        tp_size: number of ranks that have slices of the same weights.
-    """
-
-    weights: tuple[LocalParameter, ...]
-    dp_size: int
-    tp_size: int = 1
+    weights: tuple[LocalParameter, ...]  # the parameters, as one rank has them
+    dp_size: int  # number of shards
+    tp_size: int = 1  # number of ranks that have slices of the same weights
 
 
 @dataclass(frozen=True, slots=True)
 class BucketCost:
-    """The cost of a number of buckets, per step and rank.
+    """The cost of a number of buckets, per step and rank."""
 
-    Attributes:
-        buckets: number in all buffers.
-        boundary: number of Muon's parameters that shard edges cut.
-        waited: bytes that a rank sends of the last buckets' gradients and parameters.
-        cut: bytes that Muon's exchange sends on an average rank for elements outside the shard
-            that has most of their parameter. TP and balanced homes add bytes too, but these hardly
-            depend on buckets.
-    """
-
-    buckets: int
-    boundary: int
-    waited: int
+    buckets: int  # number in all buffers
+    boundary: int  # number of Muon's parameters that shard edges cut
+    waited: int  # bytes that a rank sends of the last buckets' gradients and parameters
+    # bytes that Muon's exchange sends on an average rank for elements outside the shard that has
+    # most of their parameter. TP and balanced homes add bytes too, but these hardly depend on
+    # buckets.
     cut: int
 
     @property

@@ -29,17 +29,12 @@ _ONE_ROUND = 1 << 62  # bytes that hold everything: what is sent does not depend
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A bucket of a rank's grad buffer.
+    """A bucket of a rank's grad buffer."""
 
-    Attributes:
-        numel: number of elements, padding included.
-        sizes: elements of each parameter, in the order in which Megatron fills the bucket.
-        muons: for each parameter its Muon parameter, with any ``bucket`` and ``span``; None for
-            AdamW's.
-    """
-
-    numel: int
+    numel: int  # number of elements, padding included
+    # elements of each parameter, in the order in which Megatron fills the bucket
     sizes: tuple[int, ...]
+    # for each parameter its Muon parameter, with any bucket and span; None for AdamW's
     muons: tuple[Parameter | None, ...]
 
     def own(self) -> list[int]:

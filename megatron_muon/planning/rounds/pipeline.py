@@ -16,14 +16,10 @@ Messages = Mapping[tuple[int, int], int]  # time on a link, by (sender, receiver
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a parameter, or a round, asks of ranks and links.
+    """What a parameter, or a round, asks of ranks and links."""
 
-    Attributes:
-        work: time of Newton-Schulz by home.
-        slices: time of its slices on a link, by holder and home; directions take the other way.
-    """
-
-    work: Mapping[int, int]
+    work: Mapping[int, int]  # time of Newton-Schulz by home
+    # time of its slices on a link, by holder and home; directions take the other way
     slices: Messages
 
 

@@ -17,19 +17,13 @@ from megatron_muon.planning.slices import Matrix, Slice, gather_message
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Matrices of one layout that lie one after another in the staged buffer.
+    """Matrices of one layout that lie one after another in the staged buffer."""
 
-    Attributes:
-        matrices: their indices in the plan.
-        like: the first of them; all have its layout, or they are strips of one matrix.
-        start: place of the first one in the staged buffer, in elements.
-        strips: where they are strips of a matrix that several homes share: all of its strips, in
-            order. Empty for whole matrices.
-    """
-
-    matrices: tuple[int, ...]
-    like: Matrix
-    start: int
+    matrices: tuple[int, ...]  # their indices in the plan
+    like: Matrix  # the first of them; all have its layout, or they are strips of one matrix
+    start: int  # place of the first one in the staged buffer, in elements
+    # where they are strips of a matrix that several homes share: all of its strips, in order. Empty
+    # for whole matrices.
     strips: tuple[Matrix, ...] = ()
 
     @property
@@ -59,60 +53,41 @@ def stays_in_place(kept: int, arriving: int, leaving: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RoundTable:
-    """One rank's part of a round.
+    """One rank's part of a round."""
 
-    Attributes:
-        parameters: ``(index, sizes of its slices)`` of each with a shard here. Slices are numbered
-            in this order.
-        matrices: the plan's index of each slice's matrix.
-        leaving: numbers of the slices that go to a home: the kept ones in staged order, then the
-            sent ones in the order of ``sent_sizes``.
-        kept_sizes: sizes of the slices that are home already.
-        sent_sizes: sizes in the message to homes: each peer's slices, then their flags.
-        sent_slices: numbers of those of these sizes that are slices.
-        sent_to, received_from: ``(rank of the stage, elements)`` by peer, flags included.
-        sent_flags, received_flags: the places of flags in the messages.
-        received_sizes: sizes in the message that arrives, as ``sent_sizes``.
-        homes: the matrices whose home this rank is, in staged order.
-        alike: the same matrices, grouped by layout.
-        staged_sizes: sizes of the slices in the staged buffer.
-        staged_places: for each of these, the place of its matrix in ``homes``.
-        staged_from: for each of these, its number among the kept slices and, after them,
-            ``received_sizes``.
-        places: for each kept slice and each one that arrives, the place of its matrix in ``homes``.
-        kept_staged: numbers of the staged slices that are kept.
-        in_place: kept slices are written where they are staged (``stays_in_place``).
-        directions_to, directions_from: ``(rank of the stage, elements)`` of the ranks that get
-            directions from here, and of those that send some.
-        scattered: numbers of the staged slices that are sent, in the message's order.
-        direction_sizes: sizes in the message that comes back.
-        direction_of: for each slice, its number among the kept ones and, after them,
-            ``direction_sizes``.
-    """
-
+    # (index, sizes of its slices) of each with a shard here. Slices are numbered in this order.
     parameters: tuple[tuple[int, tuple[int, ...]], ...]
-    matrices: tuple[int, ...]
+    matrices: tuple[int, ...]  # the plan's index of each slice's matrix
+    # numbers of the slices that go to a home: the kept ones in staged order, then the sent ones in
+    # the order of sent_sizes
     leaving: tuple[int, ...]
-    kept_sizes: tuple[int, ...]
+    kept_sizes: tuple[int, ...]  # sizes of the slices that are home already
+    # sizes in the message to homes: each peer's slices, then their flags
     sent_sizes: tuple[int, ...]
-    sent_slices: tuple[int, ...]
+    sent_slices: tuple[int, ...]  # numbers of those of these sizes that are slices
+    # sent_to, received_from: (rank of the stage, elements) by peer, flags included
     sent_to: tuple[tuple[int, int], ...]
     received_from: tuple[tuple[int, int], ...]
-    sent_flags: tuple[int, ...]
+    sent_flags: tuple[int, ...]  # sent_flags, received_flags: the places of flags in the messages
     received_flags: tuple[int, ...]
-    received_sizes: tuple[int, ...]
-    homes: tuple[int, ...]
-    alike: tuple[Alike, ...]
-    staged_sizes: tuple[int, ...]
-    staged_places: tuple[int, ...]
+    received_sizes: tuple[int, ...]  # sizes in the message that arrives, as sent_sizes
+    homes: tuple[int, ...]  # the matrices whose home this rank is, in staged order
+    alike: tuple[Alike, ...]  # the same matrices, grouped by layout
+    staged_sizes: tuple[int, ...]  # sizes of the slices in the staged buffer
+    staged_places: tuple[int, ...]  # for each of these, the place of its matrix in homes
+    # for each of these, its number among the kept slices and, after them, received_sizes
     staged_from: tuple[int, ...]
+    # for each kept slice and each one that arrives, the place of its matrix in homes
     places: tuple[int, ...]
-    kept_staged: tuple[int, ...]
-    in_place: bool
+    kept_staged: tuple[int, ...]  # numbers of the staged slices that are kept
+    in_place: bool  # kept slices are written where they are staged (stays_in_place)
+    # directions_to, directions_from: (rank of the stage, elements) of the ranks that get directions
+    # from here, and of those that send some
     directions_to: tuple[tuple[int, int], ...]
-    scattered: tuple[int, ...]
+    scattered: tuple[int, ...]  # numbers of the staged slices that are sent, in the message's order
     directions_from: tuple[tuple[int, int], ...]
-    direction_sizes: tuple[int, ...]
+    direction_sizes: tuple[int, ...]  # sizes in the message that comes back
+    # for each slice, its number among the kept ones and, after them, direction_sizes
     direction_of: tuple[int, ...]
 
     @property

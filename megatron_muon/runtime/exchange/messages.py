@@ -27,21 +27,16 @@ Counts = Sequence[tuple[int, int]]  # (rank of the stage, elements)
 
 @dataclass(slots=True)
 class Leaving:
-    """This rank's buffers of a round before it is gathered.
+    """This rank's buffers of a round before it is gathered."""
 
-    Attributes:
-        slices: for each slice that is held here, the range of ``kept`` or ``sent`` that takes its
-            momentum; None for a replica.
-        moves: takes 1 for each leaving slice that has a gradient, else 0.
-        kept: buffer of the slices that are home already, in staged order; the staged buffer itself
-            where the round is ``in_place``.
-        sent: the message with the other slices.
-    """
-
+    # for each slice that is held here, the range of kept or sent that takes its momentum; None for
+    # a replica
     slices: list[Tensor | None]
-    moves: Tensor
+    moves: Tensor  # takes 1 for each leaving slice that has a gradient, else 0
+    # buffer of the slices that are home already, in staged order; the staged buffer itself where
+    # the round is in_place
     kept: Tensor
-    sent: Tensor
+    sent: Tensor  # the message with the other slices
 
 
 @dataclass(slots=True)
@@ -55,18 +50,13 @@ class Gathering:
 
 @dataclass(slots=True)
 class Staged:
-    """The matrices of a round whose home this rank is.
+    """The matrices of a round whose home this rank is."""
 
-    Attributes:
-        elements: flat, each matrix in staging order, in the order of ``alike``. In the dtype that
-            travels; in that of directions once they are orthogonalized.
-        moves: bool, for each matrix: whether it has a gradient that is not zero in this step.
-        alike: the matrices, grouped by layout.
-    """
-
+    # flat, each matrix in staging order, in the order of alike. In the dtype that travels; in that
+    # of directions once they are orthogonalized.
     elements: Tensor
-    moves: Tensor
-    alike: tuple[Alike, ...]
+    moves: Tensor  # bool, for each matrix: whether it has a gradient that is not zero in this step
+    alike: tuple[Alike, ...]  # the matrices, grouped by layout
 
     def taken(self) -> Tensor:
         """Return the elements and drop the reference to them."""

@@ -7,25 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Meter:
-    """Counts of this rank's last step, made where the work is done, not from the plan.
+    """Counts of this rank's last step, made where the work is done, not from the plan."""
 
-    Attributes:
-        steps: number of Muon steps so far.
-        matrices: number of matrices orthogonalized.
-        ns_flops: Newton-Schulz floating-point operations, 2 per multiply-add.
-        gather_bytes: bytes sent to homes.
-        scatter_bytes: bytes of directions sent to slices.
-        square_bytes: bytes of squares sent to the other homes of shared matrices.
-        turn_bytes: bytes of elements sent to them, where strips are turned (``layout.Strip``).
-    """
-
-    steps: int = 0
-    matrices: int = 0
-    ns_flops: int = 0
-    gather_bytes: int = 0
-    scatter_bytes: int = 0
-    square_bytes: int = 0
-    turn_bytes: int = 0
+    steps: int = 0  # number of Muon steps so far
+    matrices: int = 0  # number of matrices orthogonalized
+    ns_flops: int = 0  # Newton-Schulz floating-point operations, 2 per multiply-add
+    gather_bytes: int = 0  # bytes sent to homes
+    scatter_bytes: int = 0  # bytes of directions sent to slices
+    square_bytes: int = 0  # bytes of squares sent to the other homes of shared matrices
+    turn_bytes: int = 0  # bytes of elements sent to them, where strips are turned (layout.Strip)
 
     @property
     def sent_bytes(self) -> int:
