@@ -50,7 +50,7 @@ ROUND_TRIP = """
 import torch, torch.cuda.nvtx, itertools
 import megatron_muon.cpu as cpu
 OWNERS = [torch, torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor,
-          torch.distributed.ProcessGroup]
+          torch.distributed.ProcessGroup, torch.utils.data.DataLoader]
 OPS = ["aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"]
 def state(): return [dict(vars(o)) for o in OWNERS]
 def kernels(): return [torch._C._dispatch_dump(op) for op in OPS]
