@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import importlib
+import inspect
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -114,12 +116,16 @@ def rng(patches: Patches) -> None:
     """
     one = torch.default_generator
 
-    def init_loader(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if self.generator is None:
-            self.generator = torch.Generator().manual_seed(torch.initial_seed())
+    init, made = DataLoader.__init__, itertools.count()
 
-    init = DataLoader.__init__
+    @functools.wraps(init)
+    def init_loader(*args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(init).bind(*args, **kwargs)
+        if given.arguments.get("generator") is None:
+            own = torch.Generator().manual_seed(torch.initial_seed() + next(made))
+            given.arguments["generator"] = own
+        init(*given.args, **given.kwargs)
+
     patches.set(DataLoader, "__init__", init_loader)
     for module in (torch.cuda, torch.cuda.random):
         patches.set(module, "get_rng_state", lambda device="cuda": one.get_state())

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.layout import Block, MatrixShape, Parameter, Span
+from megatron_muon.planning.layout import SLICE_OF, Block, MatrixShape, Parameter, Span
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
 
 
@@ -56,7 +56,7 @@ def in_tp_slices(parameter: Parameter) -> Parameter:
                 own.append(Block(len(matrices), span, count))
                 count += span.size
             whole = parameter.matrices[index]
-            name = f"{whole.name}[tp {tp_rank}]"
+            name = f"{whole.name}{SLICE_OF}{tp_rank}]"
             matrices.append(replace(whole, name=name, rows=count, cols=parameter.shape[1]))
         blocks.append(tuple(own))
     # none of these has columns on another rank

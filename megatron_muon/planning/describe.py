@@ -222,8 +222,8 @@ def homes_lines(config: MuonConfig) -> list[str]:
     if config.link_gbytes is not None:
         return [f"{PREFIX} homes by time, from {tflops} and {link} {config.link_gbytes:g}"]
     return [
-        f"{PREFIX} homes by work: no {link} is given, so {LINK_GBYTES:g} is assumed, and a slower "
-        "link may take longer than it needs; megatron-muon bench speeds prints the flag"
+        f"{PREFIX} homes by work: no {link} is given, so {LINK_GBYTES:g} is assumed. State "
+        "it where the link is slower: megatron-muon bench speeds prints the flag"
     ]
 
 

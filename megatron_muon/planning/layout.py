@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+SLICE_OF = "[tp "  # in a block step's matrix: after the whole one's name, before the TP rank
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:

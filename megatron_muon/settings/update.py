@@ -70,17 +70,17 @@ class UpdateSettings:
     full_period: int = row(
         1,
         "--muon-full-period",
-        "Steps from one full orthogonalization to the next, the first step being full. Between, "
-        "each TP rank's slice of a matrix is orthogonalized by itself, with the slice's own sizes "
-        "in its scale, as in the blockwise mode of Megatron's own Muon: MuonBP (arXiv 2510.16981), "
-        "which has 5. It is other mathematics, for less traffic and work with TP.",
+        "Steps from one full orthogonalization to the next, by Adam's number of steps: a new run's "
+        "first is full. Between, each TP rank's slice of a matrix is orthogonalized by itself, "
+        "with the slice's own sizes in its scale, as in the blockwise mode of Megatron's own Muon "
+        "(MuonBP, arXiv 2510.16981). It is other mathematics, for less traffic and work with TP.",
         kinds.count("STEPS"),
     )
     block_lr_mult: float = row(
         1.0,
         "--muon-block-lr-mult",
-        "Factor on the matrices' learning rate in the steps that --muon-full-period leaves "
-        "between full ones. The weight decay keeps its rate.",
+        "Factor on the learning rate of all of Muon's matrices, also where TP cuts none, in the "
+        "steps that --muon-full-period leaves between full ones. The decay keeps its rate.",
         kinds.POSITIVE,
     )
     momentum: float = row(

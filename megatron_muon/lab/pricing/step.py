@@ -50,7 +50,7 @@ _NORM, _FLAGS = 4, 4  # bytes; kernels that find out which matrix has a gradient
 # A momentum in fewer bytes is made wide and put back (``exchange.blocks``, ``rounded``).
 _PACKED = {  # bytes, launches
     "int8": ((5 + 8 + 4 + 12) + (8 + 4 + 8 + 8 + 5), 4 + 10),
-    "bf16": (6 + (4 + 8 + 8 + 8 + 12 + 8 + 8 + 8 + 12) + (8 + 6), 1 + 10 + 2),
+    "bf16": (6 + (5 + 9) + (4 + 8 + 8 + 8 + 12 + 8 + 8 + 8 + 12) + (8 + 6), 1 + 2 + 10 + 2),
 }
 _UPDATE = 8 + 8 + 12 + 4, 4  # bytes, operations
 _ADAMW = 16 + 12

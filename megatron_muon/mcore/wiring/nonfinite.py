@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_muon.console import first_names, say
 from megatron_muon.mcore.watching.host import host
+from megatron_muon.planning.layout import SLICE_OF
 from megatron_muon.runtime.collectives import Group, all_gather_texts, any_rank
 from megatron_muon.runtime.nonfinite import Left
 from megatron_muon.runtime.optimizer import DistributedMuon
@@ -67,7 +68,8 @@ class NonfiniteReport:
         every: dict[str, Left] = {}
         for muon in self._muons:
             for name, left in muon.nonfinite.left(waits=waits).items():
-                every[name] = left.plus(every.get(name))
+                weight = name.split(SLICE_OF)[0]  # full and block steps count as one
+                every[weight] = left.plus(every.get(weight))
         return every
 
     def _log(self) -> None:

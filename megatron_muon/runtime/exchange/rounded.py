@@ -54,7 +54,7 @@ class InBf16(Packed[Elements]):
     def begin(self) -> None:
         """See ``States``. Megatron's number of steps comes back with a checkpoint."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
-        counts = [group.get("step", 0) for group in groups]
+        counts = [group.get("step") or 0 for group in groups]
         first = [shard for group in groups for shard in group["params"][:1]]
         counts += [state.get(shard, {}).get("step", 0) for shard in first]  # torch's AdamW's
         self._step = int(max(counts, default=0))
@@ -71,6 +71,8 @@ class InBf16(Packed[Elements]):
         for some in torch.split(rows + seed, max(1, AT_ONCE // len(cols))):
             low, stop = max(start, 0), min(start + len(some) * len(cols), bits.numel())
             chances = _hashed(some[:, None] + cols).view(-1)
+            # a GPU's NaN, 0x7FFFFFFF, would be carried into the sign and become zero
+            wide[low:stop].masked_fill_(wide[low:stop].isnan(), float("nan"))
             bits[low:stop].add_(chances[low - start : stop - start])
             start = stop
             del chances  # before the next ones are made

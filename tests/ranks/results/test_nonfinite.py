@@ -200,10 +200,16 @@ def test_an_iteration_that_overflows_leaves_its_matrix(
 # --- what the run says ----------------------------------------------------------------------------
 
 
-def _until_it_ends(case: Case, topology: Topology, fault: Callable[[], Any]) -> dict[str, Any]:
+def _until_it_ends(
+    case: Case, topology: Topology, fault: Callable[[], Any], every: int = 2
+) -> dict[str, Any]:
     """Lines come every second step; at most eight steps."""
     said = io.StringIO()
-    with fault(), mock.patch.object(nonfinite, "_INTERVAL", 2), contextlib.redirect_stdout(said):
+    with (
+        fault(),
+        mock.patch.object(nonfinite, "_INTERVAL", every),
+        contextlib.redirect_stdout(said),
+    ):
         built = start(case, topology)
         said.truncate(0)
         steps = 0
@@ -237,6 +243,14 @@ def test_a_run_ends_on_every_rank_once_lines_in_a_row_name_a_matrix() -> None:
         momenta = [line for rank in ranks for line in rank["lines"] if "the momentum of" in line]
         assert len(momenta) == 1 and momenta[0].startswith("[megatron_muon] step 2: ")
         assert [FC1] == [name for rank in ranks for name in rank["left"]]
+
+
+def test_full_and_block_steps_are_counted_as_one() -> None:
+    case = replace(BF16, muon=(("nonfinite_limit", 3), ("full_period", 2)))
+    for rank in run(_until_it_ends, 2, case, Topology(tp=2), _planted(FC1, math.nan), 1):
+        assert rank["steps"] == 4
+        assert rank["error"].startswith(f"FloatingPointError: {FC1}: the direction")
+        assert len([line for line in rank["lines"] if "the momentum of" in line]) <= 1
 
 
 def test_a_run_whose_iteration_overflows_ends_with_another_way_out() -> None:
