@@ -195,9 +195,10 @@ def test_hyper_connections_train_in_bf16(layout: str) -> None:
 def test_a_switch_from_adamw_elsewhere_is_that_on_one_process(
     name: str, layout: str, tmp_path: Path
 ) -> None:
-    """Within what sums of another order round; AdamW's own next losses differ by more.
+    """AdamW's own next losses differ by more than twice the tolerance.
 
-    In sparse attention such a rounding may pick another token, once in the 1,024 of a step.
+    Sums of another order round otherwise; at a tie a token then goes to another expert, or sparse
+    attention picks another one: of a step's 256 tokens, by 1e-4 of the loss where it was seen.
     """
     needs(name, layout)
     saved = f"--load {tmp_path} --ckpt-step 3 --no-load-rng"
@@ -206,9 +207,9 @@ def test_a_switch_from_adamw_elsewhere_is_that_on_one_process(
         losses(trained(name, where, saved, "--muon-from-adamw momentum"))[:3:2]
         for where in ("", layout)
     )
-    assert there == pytest.approx(one, rel=2e-4 if name == "sparse-mla" else 2e-5)
+    assert there == pytest.approx(one, rel=2e-4)
     assert one[0] == pytest.approx(losses(adamw)[3], rel=2e-5)
-    assert one[1] != pytest.approx(losses(adamw)[5], rel=1e-3)
+    assert one[1] != pytest.approx(losses(adamw)[5], rel=4e-4)
 
 
 def fused_rows(name: str, w: torch.Tensor, gated: bool) -> list[list[int]]:
