@@ -50,38 +50,47 @@ def _hindrances(
 ) -> Iterator[tuple[str, Exception]]:
     """What forbids it, and the error where it is asked for nevertheless."""
     graph = f"{getattr(model, 'cuda_graph_impl', '')} {getattr(model, 'cuda_graph_scope', '')}"
-    for found, what, why in (
+    for found, what, why, error in (
         (
             optimizer_config.overlap_param_gather_with_optimizer_step,
             "overlap_param_gather_with_optimizer_step (--overlap-param-gather-with-optimizer-step)",
             "both start the first gather",
+            ValueError,
         ),
-        (config.full_period > 1, named("full_period"), "block steps have other rounds"),
+        (
+            config.full_period > 1,
+            named("full_period"),
+            "block steps have other rounds",
+            NotImplementedError,
+        ),
         (
             optimizer_config.optimizer_cpu_offload,
             "optimizer_cpu_offload (--optimizer-cpu-offload)",
             "AdamW's part, on the host, ends last",
+            NotImplementedError,
         ),
         (
             getattr(optimizer_config, "reuse_grad_buf_for_mxfp8_param_ag", False),
             "reuse_grad_buf_for_mxfp8_param_ag (--reuse-grad-buf-for-mxfp8-param-ag)",
             "parameters travel in the memory of gradients, which a step still reads",
+            NotImplementedError,
         ),
         (
             "full_iteration" in re.findall(r"\w+", graph),  # it may be a list of scopes
             "a CUDA graph of the full iteration (--cuda-graph-impl, --cuda-graph-scope)",
             "the graph would wait for a gather outside of it",
+            NotImplementedError,
         ),
         (
             config.qk_clip is not None or getattr(model, "qk_clip", False),
             "clipped attention logits (--qk-clip, --muon-qk-clip)",
             "weights are gathered before they are clipped",
+            NotImplementedError,
         ),
     ):
         if found:
-            kind = ValueError if why.startswith("both") else NotImplementedError
             setting = named("early_param_gather")
-            yield what, kind(f"{setting} with {what}: {why}: leave out one of both")
+            yield what, error(f"{setting} with {what}: {why}: leave out one of both")
 
 
 def gathers_one_by_one(device: torch.device) -> bool:
