@@ -6,7 +6,7 @@
 # weights, over the same data, each at its own best learning rate (see sweep.py).
 #
 # Machine: Python 3.11, 2 cores, 8 GB of memory, 2 GB of disk. No GPU is needed and none is used.
-# Takes:   about 9 minutes on 2 cores, after the first run's installs into .venv.
+# Takes:   about 5 minutes on 2 cores, after the first run's installs into .venv.
 # Leaves:  loss.png, summary.json, both runs' curves and TensorBoard logs in examples/quickstart/out.
 #
 # Change what it does with environment variables, for example: TP=1 PP=1 DP=2 run.sh
