@@ -137,7 +137,7 @@ _RUN = (
     "--normalization RMSNorm --tokenizer-type NullTokenizer --seq-length 4096 "
     "--max-position-embeddings 4096 --untie-embeddings-and-output-weights "
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --mock-data "
-    "--make-vocab-size-divisible-by 1"
+    "--make-vocab-size-divisible-by 1 --no-bias-dropout-fusion"
 )
 HEAD = (
     "| model | ranks | parameters, billions: built / published | Muon's | AdamW, ms | contiguous "
