@@ -1,5 +1,6 @@
 """Losses by the momentum's dtype: ``cd tests && python -m figures.momentum_dtypes``, on a GPU.
-With ``--periods`` they are those by --muon-full-period at TP 2, on two processes of a CPU.
+With ``--periods`` they are those by --muon-full-period at TP 2, on two processes of a CPU, or two
+that share a GPU. ``--larger`` takes 26 M parameters in place of 0.9 M.
 
 The quickstart's model, text and schedule, from the same weights for each dtype: the mean loss of
 1,024 held-out windows after the last step. int8 and stochastic (bf16) are --muon-momentum-dtype's;
@@ -19,7 +20,7 @@ import math
 import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,12 +40,13 @@ if not torch.cuda.is_available():
 from megatron_muon.lab.bench.step import build as building
 from megatron_muon.lab.bench.step.flags import parsed
 from megatron_muon.lab.bench.step.meter import StepTimers
+from megatron_muon.lab.ranks import Task, run_ranks
 from support.gpu.model import row_of
-from support.ranks import run
 from support.virtual_gpu.dry_run import ranks_of, world
 
-SEQ, BATCH, WARMUP, RATE = 128, 32, 20, 1e-2
-SIZES = f"--hidden 128 --layers 4 --heads 4 --ffn 344 --vocab 256 --seq {SEQ} --swiglu --dp 1"
+TOKENS, WARMUP, RATE = 4096, 20, 1e-2
+SIZES = "--hidden 128 --layers 4 --heads 4 --ffn 344 --seq 128 --vocab 256 --swiglu --dp 1"
+LARGER = "--hidden 512 --layers 8 --heads 8 --ffn 1376 --seq 256 --vocab 256 --swiglu --dp 1"
 OF_340M = "--hidden 1536 --layers 12 --heads 12 --vocab 50256 --seq 1024 --tp 1 --dp 1"
 FP32, FP8 = torch.float32, torch.uint8
 FUSED = {  # the first moment's, which is Muon's momentum's, and AdamW's second moment's
@@ -86,23 +88,24 @@ def _draw(chunk: Any, seed: int) -> None:
             param.copy_(whole.split(param.shape[cut], cut)[own])
 
 
-def _windows(text: Any, seed: int, number: int, count: int, device: Any) -> torch.Tensor:
+def _windows(text: Any, seq: int, seed: int, number: int, count: int) -> torch.Tensor:
     numbers = torch.Generator().manual_seed(100_003 * seed + number)
-    starts = torch.randint(0, len(text) - SEQ - 1, (count,), generator=numbers)
-    rows = [torch.from_numpy(text[start : start + SEQ + 1].copy()) for start in starts.tolist()]
-    return torch.stack(rows).long().to(device)
+    starts = torch.randint(0, len(text) - seq - 1, (count,), generator=numbers)
+    rows = [torch.from_numpy(text[start : start + seq + 1].copy()) for start in starts.tolist()]
+    return torch.stack(rows).long().to(torch.cuda.current_device())
 
 
 def _loss(chunk: Any, rows: torch.Tensor) -> torch.Tensor:
-    positions = torch.arange(SEQ, device=rows.device).repeat(len(rows), 1)
+    positions = torch.arange(rows.shape[1] - 1, device=rows.device).repeat(len(rows), 1)
     losses: torch.Tensor = chunk(rows[:, :-1], positions, None, labels=rows[:, 1:])
     return losses.float().mean()
 
 
-def _rate(step: int, steps: int) -> float:
+def _factor(step: int, steps: int) -> float:
+    """Of the rate: warm-up, then a cosine to zero."""
     if step < WARMUP:
-        return RATE * (step + 1) / WARMUP
-    return RATE * (1 + math.cos(math.pi * (step - WARMUP) / (steps - WARMUP))) / 2
+        return (step + 1) / WARMUP
+    return (1 + math.cos(math.pi * (step - WARMUP) / (steps - WARMUP))) / 2
 
 
 def _built(dtype: str, sizes: str, period: int = 1) -> building.Built:
@@ -134,38 +137,51 @@ def counted(dtype: str) -> str:
     return f"| {dtype} | {muon} | {adamw} |"
 
 
-def trained(dtype: str, seed: int, steps: int, corpus: Corpus, period: int = 1) -> float:
-    """The held-out loss of one run, over all ranks by TP."""
-    sizes = f"{SIZES} --tp {torch.distributed.get_world_size()}"
-    built, device = _built(dtype, sizes, period), torch.device(torch.cuda.current_device())
-    (chunk,) = built.chunks
-    _draw(chunk, seed)
-    built.optimizer.reload_model_params()
-    for step in range(steps):
-        for group in built.optimizer.param_groups:
-            group["lr"] = _rate(step, steps)
-        chunk.zero_grad_buffer()
-        built.optimizer.zero_grad()
-        _loss(chunk, _windows(corpus.train, seed, step, BATCH, device)).backward()
-        chunk.finish_grad_sync()
-        built.optimizer.step()
-    held_out = (_windows(corpus.held_out, seed, 7919 + at, 64, device) for at in range(16))
-    with torch.no_grad():
-        return sum(float(_loss(chunk, rows)) for rows in held_out) / 16
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    dtype: str
+    seed: int
+    steps: int
+    rate: float
+    sizes: str = SIZES
+    period: int = 1
+
+    def loss(self, corpus: Corpus) -> float:
+        """The held-out loss, over all ranks by TP."""
+        flags = parsed(sizes := f"{self.sizes} --tp {torch.distributed.get_world_size()}".split())
+        built = _built(self.dtype, " ".join(sizes), self.period)
+        (chunk,), seq = built.chunks, flags.seq_length
+        _draw(chunk, self.seed)
+        built.optimizer.reload_model_params()
+        for step in range(self.steps):
+            for group in built.optimizer.param_groups:
+                group["lr"] = self.rate * _factor(step, self.steps)
+            chunk.zero_grad_buffer()
+            built.optimizer.zero_grad()
+            _loss(chunk, _windows(corpus.train, seq, self.seed, step, TOKENS // seq)).backward()
+            chunk.finish_grad_sync()
+            built.optimizer.step()
+        held_out = (_windows(corpus.held_out, seq, self.seed, 7919 + at, 64) for at in range(16))
+        with torch.no_grad():
+            return sum(float(_loss(chunk, rows)) for rows in held_out) / 16
 
 
-def lines(dtypes: list[str], seeds: list[int], steps: int) -> Iterator[str]:
+def lines(dtypes: list[str], given: argparse.Namespace) -> Iterator[str]:
     """A line for each dtype: its losses by seed, and their mean."""
     corpus = read_corpus()
     for dtype in dtypes:
-        losses = [trained(dtype, seed, steps, corpus) for seed in seeds]
+        runs = [Run(dtype, seed, given.steps, given.rate, given.sizes) for seed in given.seeds]
+        losses = [each.loss(corpus) for each in runs]
         each = ", ".join(f"{loss:.4f}" for loss in losses)
         yield f"{dtype}: {each}; mean {sum(losses) / len(losses):.4f}"
 
 
-def _in_turns(period: int, seed: int, steps: int) -> float:
-    world.initialize_groups(ranks_of(parsed(f"{SIZES} --tp 2".split())))
-    return trained("fp32", seed, steps, read_corpus(), period)
+def on_two_ranks(run: Run) -> float:
+    """The held-out loss of a run at TP 2, on a rank."""
+    world.initialize_groups(ranks_of(parsed(f"{run.sizes} --tp 2".split())))
+    return run.loss(read_corpus())
 
 
 def main() -> None:
@@ -175,10 +191,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--periods", nargs="+", type=int, default=())
+    parser.add_argument("--rate", type=float, default=RATE)
+    parser.add_argument("--larger", dest="sizes", action="store_const", const=LARGER, default=SIZES)
     given = parser.parse_args()
     for seed in given.seeds if given.periods else ():
         for period in given.periods:
-            loss, _ = run(_in_turns, 2, period, seed, given.steps, timeout=36_000)
+            one = Run("fp32", seed, given.steps, given.rate, given.sizes, period)
+            task = Task(on_two_ranks, one, 2, torch.cuda.is_available(), 1, 36_000, builds=True)
+            loss, _ = run_ranks(task)
             print(f"period {period}, seed {seed}, {given.steps} steps: {loss:.4f}", flush=True)
     if given.periods:
         return
@@ -190,7 +210,7 @@ def main() -> None:
         print("| | Muon | AdamW |\n|---|--:|--:|", flush=True)
         made = map(counted, given.dtypes)
     else:
-        made = lines(given.dtypes, given.seeds, given.steps)
+        made = lines(given.dtypes, given)
     for line in made:
         print(line, flush=True)
 
