@@ -14,6 +14,7 @@ from megatron_muon.mcore.qk_clip.clip import QkClip, shards_of
 from megatron_muon.mcore.qk_clip.local import collect_maxima
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.mcore.wiring.process_groups import group_of
+from megatron_muon.mcore.wiring.states import adam_holds_main
 from megatron_muon.runtime.patches import turn_into
 from megatron_muon.settings.config import MuonConfig, named
 
@@ -67,6 +68,11 @@ def attach(
         tp_rank=tp.rank(),
         tp_size=tp.size(),
         device=device_of(model_chunks),
+        gathers=tuple(
+            chunk.start_param_sync
+            for chunk in model_chunks
+            if adam_holds_main(parts[0].config) and not chunk.ddp_config.overlap_param_gather
+        ),
     )
     run_clip = RunClip(clip, clips_in_step=config.qk_clip is not None)
     setattr(model_chunks[0], _CLIP, run_clip)
@@ -110,8 +116,6 @@ def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
             "use_distributed_optimizer (--use-distributed-optimizer), or drop it"
         )
     modes = {
-        "use_precision_aware_optimizer": "the optimizer keeps the main parameters to itself",
-        "optimizer_cpu_offload": _ELSEWHERE,
         "chunked_optimizer_state_offload": _ELSEWHERE,
         "offload_optimizer_states": _ELSEWHERE,
         "overlap_param_gather_with_optimizer_step": "weights are gathered before they are clipped",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,9 @@ from megatron_muon.mcore.qk_clip.attentions import WatchedAttention
 from megatron_muon.mcore.qk_clip.factors import eta_of, row_factors
 from megatron_muon.mcore.qk_clip.local import MAXIMA
 from megatron_muon.mcore.qk_clip.row_scaling import scale_rows
+from megatron_muon.mcore.wiring.states import states_of
 from megatron_muon.runtime.collectives import Group, max_over
+from megatron_muon.runtime.states import MAIN_KEY, States
 
 # Largest logits have the dtype in which the attention computes them, and so has eta. A rank whose
 # attention did not run in a step learns it from the others.
@@ -20,8 +22,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOTHING = float("-inf")
 
 
-# A rank's slice of a main parameter: flat fp32, and its first element's place in the parameter.
-MainPiece = tuple[torch.Tensor, int]
+# A rank's slice of a main parameter: its shard, and its first element's place in the parameter.
+Main = tuple[States, torch.Tensor, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,13 @@ class QkClip:
     """A rank's means to clip the logits of its attentions."""
 
     attentions: tuple[WatchedAttention, ...]  # the same on every rank of a stage but for TP slices
-    shards: dict[torch.nn.Parameter, MainPiece]  # main parameters' slices that are no views
+    shards: dict[torch.nn.Parameter, Main]  # main parameters' slices
     group: Group  # the ranks of the pipeline stage in all optimizer instances
     tp_rank: int  # among the ranks that share a weight
     tp_size: int
     device: torch.device  # the device that the group communicates from
+    # Megatron's gathers of weights, where a weight is rounded from its clipped main parameter
+    gathers: tuple[Callable[[], None], ...]
 
     @torch.no_grad()
     def apply(self, *, only_watch: bool = False) -> float:
@@ -44,7 +48,7 @@ class QkClip:
         if not self.attentions:
             return 0.0
         reduced = self._reduced()
-        largest = 0.0
+        largest, was_clipped = 0.0, False
         for attention, (dtype_number, *values), logits in self._read(reduced):
             setattr(attention.core, MAXIMA, None)
             if dtype_number == _NOTHING:  # it ran on no rank
@@ -55,6 +59,9 @@ class QkClip:
                 continue
             if any(value > clip.threshold for value in values):  # a NaN beside it says nothing
                 self._scale(attention, logits.to(_DTYPES[int(dtype_number)]))
+                was_clipped = True
+        for gather in self.gathers if was_clipped else ():
+            gather()
         return largest
 
     def _reduced(self) -> torch.Tensor:
@@ -92,27 +99,36 @@ class QkClip:
             here = heads.local(self.tp_rank, self.tp_size)
             local = factors[here.start : here.stop]
             cols = param.shape[1:].numel()
+            if param not in self.shards:
+                scale_rows(param.data.view(-1), 0, cols, local)
+                continue
+            states, shard, start = self.shards[param]
+            main = states.get(shard, MAIN_KEY)  # first, since the weight can be a half of it
             scale_rows(param.data.view(-1), 0, cols, local)
-            if param in self.shards:
-                flat, start = self.shards[param]
-                scale_rows(flat.data, start, cols, local)
+            scale_rows(main, start, cols, local)
+            states.put(shard, MAIN_KEY, main)  # and its weight, where that is the shard
 
 
 def shards_of(
     dist_opts: Sequence[Any], attentions: Sequence[WatchedAttention]
-) -> dict[torch.nn.Parameter, MainPiece]:
+) -> dict[torch.nn.Parameter, Main]:
     """This rank's slices of the clipped weights' main parameters, by weight.
 
     An fp32 weight is its own main parameter, so it has none.
     """
     clipped = {weight.param for attention in attentions for weight in attention.weights}
     return {
-        param: (flat, part._get_model_param_range_map(param)["param"].start)
+        param: (states, shard, part._get_model_param_range_map(param)["param"].start)
         for part in dist_opts
         if not part.is_stub_optimizer
-        for models, mains in zip(
-            part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True
+        for states in [getattr(part, "states", None) or states_of(part)]  # AdamW's run has none
+        for models, *shards in zip(
+            part.model_float16_groups,
+            part.shard_fp32_from_float16_groups,
+            part.shard_float16_groups,
+            strict=True,
         )
-        for param, flat in zip(models, mains, strict=True)
+        for param, main, weight in zip(models, *shards, strict=True)
+        for shard in [weight if main is None else main]
         if param in clipped
     }

@@ -127,12 +127,13 @@ class OfWeights(OfFusedAdam):
         if key != MAIN_KEY or shard.dtype == torch.float32:
             super().put(shard, key, wide)
             return
-        master = self._optimizer.state[shard][MASTER_KEY]
-        if master.dtype == torch.int16:
+        master = self._optimizer.state[shard].get(MASTER_KEY)
+        if master is not None and master.dtype == torch.int16:
             write_halves(wide, shard.detach(), master)
             return
         shard.detach().copy_(wide)
-        super().put(shard, MASTER_KEY, wide)
+        if master is not None:  # else it is before a first step
+            super().put(shard, MASTER_KEY, wide)
 
     def reset_main(self, shard: Tensor) -> None:
         """Take the main parameter from the weight, which was loaded; if there is one yet."""

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from ranks.te.test_on_host import HALVES, HOSTED
+from ranks.te.test_precision_aware import SHARDS, WHOLE, _weight
+from support import te_on_cpu
 from support.installed import VERSION, lacks
 from support.models.clipped import clipped, clipped_whole
+from support.models.gpt import muon_weights
 from support.models.gpt_model import takes_te
 from support.ranks import RankError, run
 from support.runs.cases import Case, Topology
@@ -104,3 +108,22 @@ def test_the_plugins_own_flag_clips_at_the_end_of_a_step(changes: dict[str, Any]
             run(clipped, topology.world_size, case, topology)
         return
     _check(case, topology)
+
+
+@megatrons
+@pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
+@pytest.mark.parametrize("narrow", [(), WHOLE, SHARDS, HOSTED.narrow, HALVES.narrow], ids=str)
+@pytest.mark.parametrize(
+    "topology", [Topology(tp=2, dp=2), Topology(dp=3, overlap=True)], ids=["late", "overlap"]
+)
+def test_main_parameters_are_clipped_wherever_they_are(narrow: Any, topology: Topology) -> None:
+    """The result is that of fp32 shards, and a weight is its main parameter, rounded once."""
+    case = replace(PLAIN, narrow=narrow)
+    plain, result = _whole(PLAIN), whole(run(clipped, topology.world_size, case, topology))
+    names = muon_weights(case)
+    for kind in ("main", "exp_avg"):
+        assert [n for n in names if not torch.equal(plain[kind][n], result[kind][n])] == []
+    if narrow is not SHARDS:
+        rounded = case if narrow in ((), HALVES.narrow) else replace(PLAIN, narrow=WHOLE)
+        mains = {name: _weight(result["main"][name], rounded, name) for name in names}
+        assert [n for n in names if not torch.equal(mains[n], result["params"][n])] == []

@@ -57,7 +57,12 @@ def _task(flags: Namespace) -> Task:
         names = [name for name in names if name not in upstream]
         print(f"{_PROGRAM}: {', '.join(upstream)}: left out: {left_out}", file=sys.stderr)
     mib = flags.muon_round_mib
-    config = MuonConfig(round_bytes=round(mib * (1 << 20)) if mib else None)
+    speeds = {
+        name: value
+        for name in ("rank_tflops", "link_gbytes")
+        if (value := getattr(flags, f"muon_{name}")) is not None
+    }
+    config = MuonConfig(round_bytes=round(mib * (1 << 20)) if mib else None, **speeds)
     chosen = rows(config, names, flags.exchange, flags.gathers)
     if not chosen:
         raise ValueError(f"no row is left to measure: {left_out}")
