@@ -59,7 +59,8 @@ def test_parameters_lie_where_megatron_puts_them(words: str) -> None:
 @pytest.mark.parametrize("name", ["Llama-3-8B TP1 DP8", "Llama-3-8B TP8 DP4", "340M DP16"])
 def test_by_both_speeds_a_run_takes_the_shorter_layout(name: str, link: int) -> None:
     """Within 5 % by the time model."""
-    words = f"{(RUNS | WITH_BIASES)[name]} --muon-preset fast --muon-rank-tflops 600 --muon-link-gbytes {link}"
+    words = (RUNS | WITH_BIASES)[name] + "--muon-preset fast --muon-rank-tflops 600 "
+    words += f"--muon-link-gbytes {link}"
     speeds = {"network_gbytes": float(link), "network_efficiency": 1.0}
     if "TP1 " in name:  # one node
         speeds |= {"node_gbytes": float(link), "node_efficiency": 1.0, "pair_gbytes": float(link)}
