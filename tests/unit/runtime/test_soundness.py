@@ -23,7 +23,7 @@ def test_a_marked_run_stays_and_others_do_not_notice(
     dtype: torch.dtype, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a long run is updated in several parts, and beside a matrix without decay."""
-    monkeypatch.setattr(update, "ELEMENTS_AT_ONCE", 10)
+    monkeypatch.setattr(update, "_IN_CACHE", 10)
     generator = torch.Generator().manual_seed(0)
     sizes, factors, decays = [3, 25, 7, 1], [0.1, 0.2, 0.3, 0.4], [0.0, 0.1, 0.1, 0.0]
     before = list(torch.randn(sum(sizes), generator=generator).split(sizes))
