@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command and its ranks quietly, with the status that shells expect."""
+"""Ranks end with their command: quietly at Ctrl-C, with the status of shells, and at a kill."""
 
 from __future__ import annotations
 
@@ -55,3 +55,19 @@ def test_ctrl_c_ends_a_command_and_its_ranks() -> None:
     while (left := processes_of(process.pid)) and time.monotonic() < end:
         time.sleep(0.1)
     assert left == []
+
+
+def test_ranks_end_when_the_command_is_killed() -> None:
+    code = (
+        "import time; from megatron_muon.lab.ranks import Task, run_ranks\n"
+        "run_ranks(Task(run=time.sleep, argument=100, world=2, gpus=False, threads=1, seconds=99))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], env=environment()) as command:
+        started = psutil.Process(command.pid)
+        until = time.monotonic() + 100
+        # a resource tracker, the fork server, and its two ranks
+        while len(ranks := started.children(recursive=True)) < 4:
+            assert time.monotonic() < until and command.poll() is None
+            time.sleep(0.1)
+        command.kill()
+    assert psutil.wait_procs(ranks, timeout=30)[1] == []

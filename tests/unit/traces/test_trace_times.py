@@ -127,22 +127,6 @@ def test_gloos_event_is_of_the_operator_that_started_it(
     assert kind["GB/s"] == pytest.approx(size / 200e-6 / 1e9)
 
 
-KERNELS = {
-    RING: "all_gather",
-    "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x<4096ul>)": "reduce_scatter",
-    "ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)": "all_reduce",
-    "ncclAllReduceRingLLKernel_sum_f32(ncclColl)": "all_reduce",
-    "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*)": "send_recv",
-    "ncclDevKernel_Generic(ncclDevComm*)": "nccl",
-}
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_nccls_kernels_are_known_by_name(name: str, tmp_path: Path) -> None:
-    _, kinds = _times(tmp_path, STEP, kernel(name, 0, 10))
-    assert list(kinds.index) == [KERNELS[name]] and kinds.bytes.isna().all()
-
-
 NCCL = {  # collective, elements, ranks, dtype: name, bytes, bytes on the bus
     ("_allgather_base", 1000, 4, "BFloat16"): ("all_gather bf16", 2000, 1500),
     ("_reduce_scatter_base", 1000, 8, "Float"): ("reduce_scatter fp32", 4000, 3500),
