@@ -98,7 +98,7 @@ def make_muons(
     config = numerics.config
     for part in parts:
         part.muon = None
-        part.states = None if part.is_stub_optimizer else _states_of(part)
+        part.states = None if part.is_stub_optimizer else states_of(part)
         turn_into(part, MuonDistributedOptimizer)
     agree_everywhere(description, device)
     instance = int(parts[0].distributed_optimizer_instance_id)
@@ -342,14 +342,6 @@ def _muon_of(
         if dist_opt.early_gathers is not None:
             muon.applied = dist_opt.early_gathers.applied
     return muon
-
-
-def _states_of(dist_opt: Any) -> Any:
-    if not dist_opt.config.optimizer_cpu_offload:
-        return states_of(dist_opt)
-    from megatron_muon.mcore.wiring.on_host.states import OfHybrid  # for this option only
-
-    return OfHybrid(dist_opt.optimizer)
 
 
 def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:

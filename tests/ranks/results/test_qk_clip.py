@@ -118,11 +118,18 @@ in_two_ways = pytest.mark.parametrize(
 
 @megatrons
 @needs_te
-@pytest.mark.parametrize("narrow", [(), WHOLE, SHARDS, HOSTED.narrow, HALVES.narrow], ids=str)
+@pytest.mark.parametrize(
+    ("optimizer", "narrow"),
+    [("muon", narrow) for narrow in ((), WHOLE, SHARDS, HOSTED.narrow, HALVES.narrow)]
+    + [("adam", ()), ("adam", HOSTED.narrow)],
+    ids=str,
+)
 @in_two_ways
-def test_main_parameters_are_clipped_wherever_they_are(narrow: Any, topology: Topology) -> None:
+def test_main_parameters_are_clipped_wherever_they_are(
+    optimizer: str, narrow: Any, topology: Topology
+) -> None:
     """The result is that of fp32 shards, and a weight is its main parameter, rounded once."""
-    case = replace(PLAIN, narrow=narrow)
+    case = replace(PLAIN, narrow=narrow, optimizer=optimizer)
     result, names = _with_plain_main_parameters(case, topology), muon_weights(case)
     if narrow is not SHARDS:
         rounded = case if narrow in ((), HALVES.narrow) else replace(PLAIN, narrow=WHOLE)
@@ -147,8 +154,11 @@ def test_weights_in_fp8_are_quantized_from_clipped_main_parameters(
 
 
 def _with_plain_main_parameters(case: Case, topology: Topology) -> Whole:
-    plain, result = _whole(PLAIN), whole(run(clipped, topology.world_size, case, topology))
-    for kind in ("main", "exp_avg"):
-        names = muon_weights(case)
-        assert [n for n in names if not torch.equal(plain[kind][n], result[kind][n])] == []
+    plain = _whole(replace(case, narrow=None, fp8=""))
+    result = whole(run(clipped, topology.world_size, case, topology))
+    apart = 2e-5 if (case.optimizer, case.narrow) == ("adam", HOSTED.narrow) else 0
+    for kind in ("main", "exp_avg"):  # torch's AdamW on a CPU rounds a tail otherwise
+        for name in muon_weights(case):
+            one, other = plain[kind][name], result[kind][name]
+            assert torch.allclose(one, other, rtol=apart, atol=1e-2 * apart), (kind, name)
     return result
