@@ -114,22 +114,6 @@ def test_a_test_without_time_or_an_end_is_not_taken_for_good(
     assert checks["killed"]["tests"][-1]["text"] == "pytest was ended by signal 9"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--only", "speed"], "--only speed: choose from bits, checkpoint, cost, doctor"),
-        (["--json", "/no/such/file"], "--json /no/such/file: there is no fol"),
-        (["--minutes", "0"], "argument --minutes: must be"),
-    ],
-)
-def test_wrong_flags_end_with_2(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["accept", str(tmp_path), *words])
-    assert ended.value.code == 2 and said in capsys.readouterr().err
-
-
 def test_flags_that_do_not_fit_the_machine_end_with_2(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,31 +44,3 @@ def test_the_bench_prints_times_and_flops(
     assert batch["gram, at once"]["flops"] == batch["gram"]["flops"] == 3 * rows["gram"]["flops"]
     assert "torch.optim.Muon, at once" not in batch  # it takes no batches
     assert "\nstandard, at once " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("newton-schulz --accuracy", "megatron-muon bench newton-schulz --accuracy is gone: "),
-        ("newton-schulz --device cuda", "--device cuda: torch sees no GPU"),
-        ("newton-schulz --device meta", "--device meta: cpu, cuda or cuda:N"),
-        ("newton-schulz --device nowhere", "--device nowhere: cpu, cuda or cuda:N"),
-        ("newton-schulz --json /no/such/x", "--json /no/such/x: there is no folder /no/such"),
-        ("newton-schulz --json .", "--json . is a folder"),
-        ("newton-schulz --shapes 0x8", "a shape is ROWSxCOLS, got '0x8'"),
-        ("speeds --shape 64", "a shape is ROWSxCOLS, got '64'"),
-    ],
-)
-def test_wrong_arguments_are_one_line_before_any_work(
-    arguments: str,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    try:
-        code = main(["bench", *arguments.split()])
-    except SystemExit as ended:
-        code = ended.code  # type: ignore[assignment]
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "") and said in err.splitlines()[-1]

@@ -7,34 +7,8 @@ import sys
 import time
 
 import psutil
-import pytest
-import torch
 
-from megatron_muon.lab.commands import main
 from support.benching import environment
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (
-            "step --tp 2 --dp 4",
-            "DP needs 8 GPUs (one per rank), but only 3 are visible",
-        ),
-        ("speeds --ranks 4", "--ranks needs 4 GPUs (one per rank), but only 3 are visible"),
-    ],
-)
-def test_ranks_do_not_share_gpus(
-    command: str,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    with pytest.raises(SystemExit) as stopped:
-        main(["bench", *command.split()])
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
 
 
 def test_ranks_end_when_the_command_is_killed() -> None:

@@ -7,7 +7,6 @@ import pytest
 from megatron_muon.lab.bench.step.rows import UPSTREAM
 from megatron_muon.lab.bench.step.upstream import why_no_upstream
 from support.benching import measured, model_and_ranks
-from support.installed import VERSION
 from support.ranks import run
 
 
@@ -35,17 +34,3 @@ def test_each_mode_of_megatrons_own_muon_does_its_work_on_every_tp_rank() -> Non
             assert rank[name].counted.sent_bytes.keys() == kinds | {"tp_gather"}
     weights = [{rank[name].weights for rank in ranks} for name in UPSTREAM]
     assert weights[0] != weights[1]
-
-
-def test_why_megatrons_own_muon_is_left_out_is_said_with_the_way_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    reason = str(why_no_upstream(model_and_ranks("")))
-    if VERSION < (0, 16):
-        assert "has no Muon of its own" in reason
-        return
-    wanted = {16: "0.1", 17: "0.1", 18: "0.2", 19: "0.2", 20: "0.3"}[VERSION[1]]
-    assert "absl is not importable" in reason and f"absl-py and v{wanted}.0 of https://" in reason
-    several = model_and_ranks("--dp 4 --num-distributed-optimizer-instances 2")
-    assert "leave --num-distributed-optimizer-instances out" in str(why_no_upstream(several))

@@ -195,27 +195,3 @@ def test_stages_that_lie_otherwise_in_their_nodes_are_no_kind() -> None:
         three, four = (stage_makeup(run.flags, wide, run.ranks, number) for number in (1, 2))
     assert three == four
     assert one != two
-
-
-@pytest.mark.parametrize(
-    ("more", "text"),
-    [
-        ("--hardware tpu", "--hardware tpu: neither a file nor one of h100, h200, b200, gb300"),
-        ("--set speed=1", "--set speed=1: give NAME=VALUE"),
-        ("--set launch_us=fast", "'fast' is not a finite number"),
-        ("--set memory_gbytes=-1", "memory_gbytes must be above 0"),
-        ("--stage 3", "--stage 3: the last pipeline stage is 0"),
-        ("--json /nowhere/plan.json", "--json /nowhere/plan.json: there is no folder"),
-        ("--muon-full-period 5", "with TP 1 there are no slices, so every step is full"),
-        ("--mfu 2", "must be a number from 0.001 to 1"),
-        ("--muon-exclude *", "Muon has none of the model's"),
-        (f"{TP} 3", "--world-size 4 is not a multiple of TP x CP x PP = 3"),
-    ],
-)
-def test_wrong_arguments_are_named(
-    more: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(f"plan {TINY} --world-size 4 {more}".split())
-    assert ended.value.code == 2
-    assert text in capsys.readouterr().err

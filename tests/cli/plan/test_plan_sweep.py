@@ -72,23 +72,3 @@ def test_a_gain_is_the_difference_of_two_plans(
         assert changes[words]["gain"] == pytest.approx((plain - seconds) / plain)
     seconds = [one["seconds"] for one in explained["changes"]]
     assert seconds == sorted(seconds)
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("--world-size 4 --sweep tp", "--sweep tp: give NAME=VALUE,VALUE,..."),
-        ("--sweep dp=1,x", "argument --dp: must be a whole number of at least 1, got 'x'"),
-        (
-            "--world-size 4 --sweep muon-split-matrixes=off,2",
-            "unrecognized arguments: --muon-split-mat",
-        ),
-        ("--world-size 4 --sweep lr=1e-3,1e-4", "unrecognized arguments: --lr 1e-3"),
-        ("--sweep dp=1 --explain", "--explain is about one run: leave --sweep out"),
-    ],
-)
-def test_wrong_sweeps_are_named(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(f"plan {TINY} {words}".split())
-    assert ended.value.code == 2
-    assert text in capsys.readouterr().err

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
-import time
 from fractions import Fraction
 from typing import Any, get_args
 
@@ -129,18 +127,3 @@ def test_a_plan_is_said_to_follow_from_the_device_where_it_does() -> None:
     in_fp32 = MuonConfig(ns_iteration="standard", ns_dtype="fp32")  # which no library makes
     every = [Numerics(in_fp32, device) for device in get_args(Device)]
     assert len({tuple(description([], one)) for one in every}) == 1
-
-
-def test_homes_of_ten_thousand_matrices_on_512_ranks_take_a_second_at_most() -> None:
-    """Of processor time; each on two ranks, and the first ranks hold most."""
-    chance = random.Random(0)
-    matrices = []
-    for _ in range(10_000):
-        rank = int(512 * chance.random() ** 2)
-        numel = chance.choice([1, 3, 10, 30]) * 10**6
-        part = chance.randrange(numel)
-        held = {rank: numel - part, (rank + 1) % 512: part}
-        matrices.append(Work(15_000 * numel, numel, held))
-    start = time.process_time()
-    choose_homes(matrices, 512, "balanced", prices(Numerics(MuonConfig(link_gbytes=12.3))))
-    assert time.process_time() - start <= 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -121,26 +120,6 @@ def test_auto_is_never_more_than_two_percent_slower_than_standard(
 ) -> None:
     slower = [it for it in walked(device, by_tiles) if it.gram and it.ratio > SLOWER]
     assert not slower, max(slower, key=lambda it: it.ratio)
-
-
-@CUDAS
-def test_between_the_grids_sizes_auto_is_hardly_slower(device: Device, by_tiles: bool) -> None:
-    """Where a product just passes a wave of tiles no table by shape is right for every size."""
-    chance, known = random.Random(0), _known()
-    for _ in range(2000):
-        short = int(2 ** chance.uniform(6, 14))
-        unit = chance.choice((1, 8, 64, 128))
-        rows = max(unit, short // unit * unit)
-        cols = max(rows, int(rows * chance.uniform(1, 8)) // unit * unit)
-        name, steps, dtype = chance.choice(known)
-        standard, auto = (_config(name, steps, dtype, each) for each in ("standard", "auto"))  # type: ignore[arg-type]
-        hardware = _by_tiles(rows) if by_tiles else H100
-        for batch in _batches(rows, cols):
-            one, other = (
-                newton_schulz(hardware, rows, cols, batch, Numerics(config, device)).seconds
-                for config in (auto, standard)
-            )
-            assert one <= 1.04 * other, f"{batch} of {rows}x{cols}, {name}, {steps} steps, {dtype}"
 
 
 @pytest.mark.parametrize(
