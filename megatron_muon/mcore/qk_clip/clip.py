@@ -13,7 +13,7 @@ from megatron_muon.mcore.qk_clip.attentions import WatchedAttention
 from megatron_muon.mcore.qk_clip.factors import eta_of, row_factors
 from megatron_muon.mcore.qk_clip.local import MAXIMA
 from megatron_muon.mcore.qk_clip.row_scaling import scale_rows
-from megatron_muon.mcore.wiring.states import states_of
+from megatron_muon.mcore.wiring.build import states_anywhere
 from megatron_muon.runtime.collectives import Group, max_over
 from megatron_muon.runtime.states import MAIN_KEY, States
 
@@ -123,7 +123,9 @@ def shards_of(
         param: (states, shard, part._get_model_param_range_map(param)["param"].start)
         for part in dist_opts
         if not part.is_stub_optimizer
-        for states in [getattr(part, "states", None) or states_of(part)]  # AdamW's run has none
+        for states in [
+            getattr(part, "states", None) or states_anywhere(part)
+        ]  # AdamW's run has none
         for models, *shards in zip(
             part.model_float16_groups,
             part.shard_fp32_from_float16_groups,

@@ -47,10 +47,6 @@ def try_states(config: Any, device: torch.device) -> None:
 
 def states_of(dist_opt: Any) -> States:
     """Those of a DistributedOptimizer that is no stub."""
-    if dist_opt.config.optimizer_cpu_offload:
-        from megatron_muon.mcore.wiring.on_host.states import OfHybrid  # for this option only
-
-        return OfHybrid(dist_opt.optimizer)
     if not dist_opt.config.use_precision_aware_optimizer:
         return States(dist_opt.optimizer)
     kind = OfWeights if adam_holds_main(dist_opt.config) else OfFusedAdam
