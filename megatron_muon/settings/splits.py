@@ -17,8 +17,8 @@ FORMS = f"{', '.join(get_args(SplitKind))}, rows:A,B,..., cols:A,A,..., heads:N,
 class OwnSplit:
     """Matrices by the sizes that a user gives; of the whole weight, at every TP size."""
 
-    # ``rows`` and ``cols``: a matrix of each size, one after another, of each of which TP cuts a
-    # range; ``groups``: rows that repeat; ``heads``: as many equal ranges of rows
+    # ``rows`` and ``cols``: a matrix of each size, one after another; TP cuts each of ``rows``;
+    # ``groups``: rows that repeat; ``heads``: as many equal ranges of rows
     of: str
     count: int  # number of groups or heads, else 1
     sizes: tuple[int, ...]  # of the matrices' rows or columns, in one group; of ``heads`` none

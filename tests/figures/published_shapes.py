@@ -36,9 +36,16 @@ _SINKS = (
     "--num-query-groups 8 --ffn-hidden-size 2880 --moe-ffn-hidden-size 2880 --moe-router-topk 4 "
     f"--softmax-type learnable --swiglu --add-bias-linear {_EXPERTS} --vocab-size 201087"
 )
-_LATENT = (
-    "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
-    "--qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm --swiglu"
+_SPARSE = (
+    "--multi-latent-attention --kv-lora-rank 512 --qk-pos-emb-head-dim 64 --qk-layernorm --swiglu "
+    "--experimental-attention-variant dsa --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048 "
+    "--dsa-indexer-loss-coeff 0.01 --num-experts 256 --moe-ffn-hidden-size 2048 --moe-router-topk "
+    f"8 --moe-shared-expert-intermediate-size 2048 {_EXPERTS} --expert-model-parallel-size 64"
+)
+_GLM = (
+    f"{_SPARSE} --dsa-indexer-n-heads 32 --q-lora-rank 2048 --qk-head-dim 192 --v-head-dim 256 "
+    "--num-layers 78 --hidden-size 6144 --num-attention-heads 64 --ffn-hidden-size 12288 "
+    "--moe-layer-freq ([0]*3+[1]*75) --vocab-size 154879"
 )
 
 
@@ -124,12 +131,13 @@ SHAPES = {
     "DeepSeek-V3.2": Shape(
         672,
         1024,
-        f"{_LATENT} --experimental-attention-variant dsa --dsa-indexer-n-heads 64 "
-        "--dsa-indexer-head-dim 128 --dsa-indexer-topk 2048 --dsa-indexer-loss-coeff 0.01 "
+        f"{_SPARSE} --dsa-indexer-n-heads 64 --q-lora-rank 1536 --qk-head-dim 128 --v-head-dim 128 "
         "--num-layers 61 --hidden-size 7168 --num-attention-heads 128 --ffn-hidden-size 18432 "
-        "--num-experts 256 --moe-ffn-hidden-size 2048 --moe-router-topk 8 "
-        f"--moe-shared-expert-intermediate-size 2048 {_EXPERTS} --moe-layer-freq "
-        "([0]*3+[1]*58) --vocab-size 129279 --expert-model-parallel-size 64",
+        "--moe-layer-freq ([0]*3+[1]*58) --vocab-size 129279",
+    ),
+    "GLM-5": Shape(744, 1024, _GLM),
+    "GLM-5.2": Shape(
+        744, 1024, f"{_GLM} --dsa-indexer-topk-freq 4 --dsa-indexer-skip-topk-offset 3"
     ),
 }
 _RUN = (

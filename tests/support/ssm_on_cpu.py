@@ -28,6 +28,7 @@ def install() -> None:
         "fla.modules.l2norm": [l2norm, l2_norm],
         "fla.modules.convolution": [causal_conv1d],
         "fla.ops.gated_delta_rule": [chunk_gated_delta_rule],
+        "fla.ops.gdn2.chunk": [chunk_gdn2],
         "fla.ops.gated_delta_product": [chunk_gated_delta_product],
         "causal_conv1d": [],  # whose version is asked; Megatron has torch in its place
     }.items():
@@ -147,25 +148,33 @@ def l2_norm(x: Tensor) -> Tensor:
     return l2norm(x)
 
 
-def chunk_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+def chunk_gdn2(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
-    """S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T, o_t = S_t q_t / sqrt(size).
+    """S_t = S_{t-1} diag(exp(g_t)) (I - b_t k_t k_t^T) + w_t v_t k_t^T, o_t = S_t q_t / sqrt(n).
 
-    q, k: (batch, tokens, heads, size); v: (batch, tokens, heads, value size); g, beta: (batch,
-    tokens, heads).
+    q, k, g, b: (batch, tokens, heads, n); v, w: (batch, tokens, heads, value size). g, b and w
+    may have one number a head.
     """
     _require_none(options)
-    query, key, value, decay, rate = (each.float() for each in (q, k, v, g, beta))
+    query, key, value, decay, erased, written = (each.float() for each in (q, k, v, g, b, w))
     state = value.new_zeros(*value[:, 0].shape, key.shape[-1])
     outputs = []
     for t in range(q.shape[1]):
-        state = state * decay[:, t].exp()[..., None, None]
-        seen = (state @ key[:, t][..., None])[..., 0]
-        change = rate[:, t][..., None] * (value[:, t] - seen)
+        state = state * decay[:, t].exp()[..., None, :]
+        seen = (state @ (erased * key)[:, t][..., None])[..., 0]
+        change = (written * value)[:, t] - seen
         state = state + change[..., None] * key[:, t][..., None, :]
         outputs.append((state @ query[:, t][..., None])[..., 0] * q.shape[-1] ** -0.5)
     return torch.stack(outputs, dim=1).to(v.dtype), None
+
+
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, None]:
+    """The same with one decay and one rate a head. g, beta: (batch, tokens, heads)."""
+    rate = beta[..., None]
+    return chunk_gdn2(q, k, v, g[..., None], rate, rate, **options)
 
 
 def chunk_gated_delta_product(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_muon.lab.dry_run import world
@@ -166,7 +166,7 @@ def _split(weight: Weight, tp_size: int, config: MuonConfig, reason: str | None)
     if tp_size == 1:
         return "whole"
     if reason is None:
-        dim = matrices_of(weight, tp_size, config).partition_dim
+        dim = matrices_of(weight, tp_size, replace(config, splits=())).partition_dim
     elif is_cut(weight):
         # state-space layers mark what TP ranks have a range of, and do not say along which dim
         dim = max(0, getattr(weight.param, "partition_dim", 0))

@@ -17,7 +17,15 @@ from megatron_muon.mcore.routing.splits import (
     rows_of_ones_own,
     split_of,
 )
-from megatron_muon.planning.layout import Matrices, Parameter, Span, batched_matrices, whole_matrix
+from megatron_muon.planning.layout import (
+    Block,
+    Matrices,
+    MatrixShape,
+    Parameter,
+    Span,
+    batched_matrices,
+    whole_matrix,
+)
 from megatron_muon.planning.sections import sectioned
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.splits import own_split
@@ -42,11 +50,7 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
     own = own_split(kind)
     if own is not None and own.of == "cols":
         require_own(weight, kind, own, cols)
-        names, blocks = (weight.name,), len(own.sizes)
-        if shape[1] % blocks:
-            raise ValueError(f"{weight.name}: {tp_size} TP ranks cannot hold equal parts of {kind}")
-        matrices = batched_matrices(names, shape, partition_dim, tp_size, blocks, apart=True)
-        return _parameter(weight, shape, partition_dim, matrices)
+        return _columns(weight, kind, len(own.sizes), tp_size, partition_dim)
     if own is not None:
         fused = rows_of_ones_own(weight, kind, own, rows, fused)
     if fused is None or (kind == "whole" and len(fused.sections) == 1):
@@ -55,6 +59,24 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
         _require_rows(weight, fused, partition_dim, tp_size)
         matrices = sectioned(weight.name, shape, partition_dim, tp_size, fused.by(kind))
     return _parameter(weight, shape, partition_dim, matrices)
+
+
+def _columns(
+    weight: Weight, kind: str, count: int, tp_size: int, partition_dim: int | None
+) -> Parameter:
+    """Equal ranges of columns. Where TP cuts columns, matrices for the ranges of each TP rank."""
+    shape = (weight.param.size(0), weight.param.size(1))
+    ranks = tp_size if partition_dim == 1 else 1
+    each = count // ranks
+    if each * ranks != count:
+        raise ValueError(f"{weight.name}: {tp_size} TP ranks cannot hold whole ranges of {kind}")
+    names = [f"{weight.name}[cols {at * each}..{at * each + each - 1}]" for at in range(ranks)]
+    if ranks == 1:
+        matrices = batched_matrices((names[0],), shape, partition_dim, tp_size, each, apart=True)
+        return _parameter(weight, shape, partition_dim, matrices)
+    blocks = tuple((Block(rank, Span(0, shape[0]), 0),) for rank in range(ranks))
+    made = tuple(MatrixShape(name, *shape, each, apart=True) for name in names)
+    return _parameter(weight, shape, 0, (made, blocks))  # none has columns on another rank
 
 
 def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:

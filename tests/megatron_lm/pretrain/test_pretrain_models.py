@@ -67,6 +67,8 @@ PP2 = "--pipeline-model-parallel-size 2"
 DP2 = " "  # two processes
 CP2 = "--context-parallel-size 2"
 EP2 = "--expert-model-parallel-size 2"
+MTP_ALONE = "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Etttt|mm|L"
+ONE_GROUP = "--num-query-groups 1"  # fewer than TP ranks
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,14 @@ class Model:
 
 MODELS = {
     "mamba": Model(HYBRID, "M*|-M"),
-    "mamba-latent-experts": Model(f"{HYBRID} {EXPERTS} --moe-latent-size 32", "M*|EM"),
+    "mamba-latent-experts": Model(f"{HYBRID} {EXPERTS} --moe-latent-size 32 {ONE_GROUP}", "M*|EM"),
     "delta": Model(f"{DELTA} --swiglu"),
     "delta-gated-experts": Model(f"{DELTA} {EXPERTS} {SHARED}"),
     "sinks": Model("--softmax-type learnable"),
     "mla-mtp": Model(f"{LATENT} {EXPERTS} --moe-layer-freq [0,1,1,1] --mtp-num-layers 2"),
     "sparse-mla": Model(f"{LATENT} {SPARSE} --swiglu"),
     "hyper-connections": Model(f"{HYPER} --enable-mhc-connections --swiglu"),
+    "delta-2": Model(f"{DELTA} --swiglu --experimental-attention-variant gdn2 {ONE_GROUP}"),
     "delta-product": Model(
         f"{HYBRID} --mamba-num-heads 8", "M*|-M", "gated_delta_product_stack_spec"
     ),
@@ -106,12 +109,13 @@ SINCE = {  # the first core with a model
     "delta" + CP2: (0, 18),
     "sparse-mla": (0, 19),
     "hyper-connections": (0, 20),
+    "delta-2": (0, 20),
     "delta-product": (0, 20),
 }
 LAYOUTS = {
-    **dict.fromkeys(("mamba", "delta"), (TP2, PP2, CP2)),
+    **dict.fromkeys(("mamba", "delta", "delta-2"), (TP2, PP2, CP2)),
     **dict.fromkeys(("mamba-latent-experts", "delta-gated-experts"), (TP2, EP2)),
-    **{"sinks": (TP2, PP2), "mla-mtp": (TP2, EP2), "sparse-mla": (TP2, PP2)},
+    **{"sinks": (TP2, PP2), "mla-mtp": (TP2, EP2, MTP_ALONE), "sparse-mla": (TP2, PP2)},
     **{"hyper-connections": (TP2, DP2), "delta-product": (TP2, PP2, CP2)},
 }
 
@@ -146,7 +150,8 @@ def _path(*more: Path) -> str:
 def trained(name: str, layout: str, *flags: str) -> str:
     """What training a model prints."""
     script, options = _command(MODELS[name], layout)
-    given = (2 if layout else 1), RUN, options, layout, *flags
+    processes = 3 if layout == MTP_ALONE else 2 if layout else 1
+    given = processes, RUN, options, layout, *flags
     return pretrain(*given, script=script, model=_model(options), PYTHONPATH=_path())
 
 

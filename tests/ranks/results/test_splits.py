@@ -46,7 +46,10 @@ CASES = {
     ),
     "rows-mamba": _split(MIXER, ("*.in_proj.*", "rows:100,380,12")),
     "groups": _split(PLAIN, ("*.linear_qkv.*", "groups:6:16,8,8"), ("*.linear_fc2.*", "heads:6")),
-    "cols": _split(replace(PLAIN, mtp=True, layers=1), ("*.eh_proj.*", "cols:96,96")),
+    "cols": _split(
+        replace(PLAIN, mtp=True, layers=1),
+        *(("*.eh_proj.*", "cols:96,96"), ("*.linear_proj.*", "cols:16,16,16,16,16,16")),
+    ),
     "rows-experts": _split(EXPERTS, ("*.experts.*.linear_fc1.*", "rows:20,28,88")),
     "experts": _split(EXPERTS, ("*.linear_fc1.*", "gate-up")),
     "legacy-experts": _split(replace(EXPERTS, grouped="legacy"), ("*.experts.weight1", "gate-up")),
@@ -135,10 +138,7 @@ def test_a_split_that_a_weight_cannot_have_is_an_error() -> None:
         ),
         (("*.linear_fc1.*", "heads:7"), "rows over all TP ranks, not a multiple of 7"),
         (("*.linear_fc2.*", "cols:200,64"), "ranges of columns must be equal"),
-        (
-            ("*.linear_fc2.*", "cols:33,33,33,33,33,33,33,33"),
-            "2 TP ranks cannot hold equal parts of cols:33,33",
-        ),
+        (("*.linear_fc2.*", "cols:88,88,88"), "2 TP ranks cannot hold whole ranges of cols:88"),
         (("*.linear_fc1.*", "rows:131,133"), "2 TP ranks cannot hold equal parts of the 131 rows"),
     ],
     ids=str,

@@ -126,8 +126,8 @@ def of_two_tp_ranks(
 def _places(case: Case, name: str, shape: tuple[int, ...], kind: str) -> Iterator[Any]:
     """An index of each block."""
     if kind.startswith("cols:"):
-        halves = shape[1] // 2
-        yield from ((slice(None), cols) for cols in (slice(halves), slice(halves, None)))
+        width = int(kind.split(",")[-1])
+        yield from ((slice(None), slice(at, at + width)) for at in range(0, shape[1], width))
         return
     if len(shape) == 2:
         yield from blocks_of(case, name, shape[0], kind)

@@ -67,14 +67,9 @@ def _spec(config: Any, local: bool) -> Any:
         return variants.get_transformer_block_with_experimental_attention_variant_spec(config)
     if config.num_moe_experts:
         return specs.get_gpt_decoder_block_spec(config, use_transformer_engine=not local)
-    made = (
-        specs.get_gpt_layer_local_spec
-        if local
-        else (specs.get_gpt_layer_with_transformer_engine_spec)
-    )
-    spec = made(
-        qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
-    )
+    made = getattr(specs, f"get_gpt_layer_{'local' if local else 'with_transformer_engine'}_spec")
+    latent = config.multi_latent_attention
+    spec = made(qk_layernorm=config.qk_layernorm, multi_latent_attention=latent)
     if getattr(config, "enable_mhc_connections", False):
         hyper_connected(spec)
     return spec
@@ -114,11 +109,8 @@ def _hybrid(pattern: str, stack: str = "", **options: Any) -> Callable[[int], An
             specs = imported("megatron.core.models.mamba.mamba_layer_specs")
             spec = "mamba_stack_spec"
         known = inspect.signature(model).parameters
-        name = (
-            "hybrid_layer_pattern"
-            if "hybrid_layer_pattern" in known
-            else ("hybrid_override_pattern")
-        )
+        name = "hybrid_layer_pattern"
+        name = name if name in known else "hybrid_override_pattern"
         config = _config(tp, **{**MAMBA, **options, "num_layers": len(pattern)})
         return model(
             config,
@@ -165,6 +157,7 @@ MODELS: dict[str, Callable[[int], Any]] = {
     "MTP": _gpt(mtp=2),
     "hyper-connections": _gpt(local=True, enable_mhc_connections=True),
     "delta nets": _gpt(**DELTA, **NO_BIAS),
+    "delta nets 2": _gpt(**{**DELTA, **NO_BIAS, "experimental_attention_variant": "gdn2"}),
     "Mamba": _hybrid("M*-M"),
     "Mamba with experts": _hybrid("M*EM", **MOE, moe_grouped_gemm=True),
     "delta products": _hybrid("M*-M", "gated_delta_product_stack_spec", mamba_num_heads=16),
