@@ -19,6 +19,7 @@ ELSEWHERE = ("*.md", "examples/**/*.md", "examples/*/figures/*.png", "patches/*.
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 OVERVIEW = "index.md"  # the site's first page is the README
 NOTEBOOK = "examples/tutorial/one_step.ipynb"
+GENERATED = ("flags.md", "coefficients.md")
 
 
 def on_config(config: Any) -> Any:
@@ -55,8 +56,13 @@ def _notebook() -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
-    """Rewrite a page's relative links from the clone's paths to the site's."""
+    """Rewrite a page's relative links from the clone's paths to the site's.
+
+    The search ranks pages that people wrote for users above generated ones and examples.
+    """
     here = page.file.src_uri
+    if here not in GENERATED and (ROOT / "docs" / here).exists():
+        page.meta.setdefault("search", {"boost": 4})
     return LINK.sub(lambda link: _rewritten(link, here, files), markdown)
 
 

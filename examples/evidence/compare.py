@@ -1,13 +1,14 @@
-"""Trains one small GPT with AdamW and with Muon over several topologies, and writes a report.
+"""Train one small GPT with AdamW and Muon over several topologies; write a report.
 
-    python compare.py                                    # dp4 tp4 tp2-dp2 pp2-dp2 tp2-pp2-dp2
+    python compare.py             # dp4 tp4 tp2-dp2 pp2-dp2 tp2-pp2-dp2
     python compare.py --topologies dp4 tp4-dp2 --hidden 512 --swiglu
     torchrun --nproc-per-node 8 compare.py --topologies dp8 tp2-pp2-dp2
 
-The report has the time of a step, bytes beside AdamW's and the plan's, memory, and losses.
-Ranks are processes of this machine, over NCCL with a GPU for each, over gloo without. Under
-torchrun (RANK and WORLD_SIZE are set) they are the launcher's, and the topologies of as many ranks
-are compared. Further flags are Megatron-LM's, of the model: --swiglu, --num-experts 8, ...
+The report has the time of a step, bytes beside AdamW's and the plan's, memory,
+and losses. Ranks are processes of this machine, over NCCL with a GPU for each,
+over gloo without. Under torchrun (RANK and WORLD_SIZE are set) they are the
+launcher's, and the topologies of as many ranks are compared. Further flags are
+Megatron-LM's, of the model: --swiglu, --num-experts 8, ...
 --folder keeps each training: the next call trains only what is missing there.
 """
 

@@ -35,6 +35,8 @@ def tables(tuning: dict[str, Any], found: dict[str, Any]) -> str:
     parts = [_tuning_table(tuning), _question_table(found)]
     if "as tuned" in found and "other" in found["as tuned"]["adam"]["runs"][0]:
         parts.append(_other_text(found["as tuned"]))
+    if "as tuned" in found:
+        parts.append(_smoothing(found["as tuned"]))
     if set(SIZES) <= set(found):
         parts.append(_sizes(found))
     return "\n\n".join(parts)
@@ -74,6 +76,17 @@ def _question_table(found: dict[str, Any]) -> str:
         ratio = lead(question)
         ratios = "never" if ratio.ratio is None else _spread(ratio.ratios, "{:.2f}", ratio.ratio)
         lines.append(f"| {name} | {' | '.join(cells)} | {gap:+.3f} | {ratios} |")
+    return "\n".join(lines)
+
+
+def _smoothing(question: dict[str, Any]) -> str:
+    lines = ["| window of smoothed training losses | ratio at 0.8 of the steps | at all |"]
+    lines.append("|---|--:|--:|")
+    trained = [curves(question, optimizer, "train") for optimizer in NAMES]
+    for window in (0.02, 0.1, 0.5):  # as `curves --window`
+        *_, most, _, end = leads(*trained, window)
+        ratios = (_spread(each.ratios, "{:.2f}", each.ratio) for each in (most, end))
+        lines.append(f"| {window:g} | {' | '.join(ratios)} |")
     return "\n".join(lines)
 
 

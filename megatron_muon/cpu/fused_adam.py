@@ -5,6 +5,7 @@ Source of the interface and formulas: NVIDIA TransformerEngine,
 """
 
 import itertools
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -66,7 +67,10 @@ class FusedAdam(torch.optim.Optimizer):
             for param in group["params"]:
                 if len(self.state[param]) == 0:
                     self.initialize_state(param, False)
-                if param.grad is not None:
+                with warnings.catch_warnings():  # torch's, of a shard without gradient: Muon's
+                    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+                    moves = param.grad is not None
+                if moves:
                     self._update(param, group)
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:

@@ -89,10 +89,11 @@ def run_ranks(task: Task) -> list[Any]:
                 arguments = (theirs, task, rank, str(Path(folder, "rendezvous")))
                 # no daemon, which may start no process, as Megatron's save does
                 process = context.Process(target=_work, args=arguments, daemon=False)
-                process.start()
+                with _ctrl_c_waits():  # else the server starts a rank that nobody ends
+                    process.start()
+                    processes.append(process)
                 theirs.close()
                 pipes.append(ours)
-                processes.append(process)
             return _collect(pipes, processes, task.seconds)
         finally:
             for process in processes:
@@ -215,6 +216,22 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """A SIGINT that comes within it interrupts at its end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 @contextmanager

@@ -110,7 +110,7 @@ class RunSettings:
         None,
         "--muon-round-mib",
         "Cap on a rank's buffers for one round of the exchange, in MiB. A single larger parameter "
-        "may pass it. Lower it to save memory; a step takes twice as much.",
+        "may pass it. Lower it to save memory; a step holds two rounds.",
         kinds.count_or_zero("MIB", unit=1 << 20),
         without="The default is 0: three times the largest parameter's buffers, at least 256.",
     )

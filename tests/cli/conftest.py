@@ -1,4 +1,4 @@
-"""Commands run in a wide terminal, so that their lines are whole: see test_width.py."""
+"""Commands run in a wide terminal, so that their lines are whole."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ import megatron.core
 import pytest
 import torch
 
-from megatron_muon.lab.doctor.rows import counted_wrongly, dataset_helper, whose_muon
 from support import PYTHON311, written
 from support.processes import python
 
@@ -47,28 +46,6 @@ def rows(text: str) -> dict[str, str]:
     return {name: value.strip() for name, value in cells.items()} | {"verdict": verdict.strip()}
 
 
-@pytest.mark.parametrize(
-    ("core", "te", "mla", "experts"),
-    [
-        ((0, 16), (), False, False),
-        ((0, 12), (2, 12), False, False),
-        ((0, 16), (2, 12), True, False),
-        ((0, 16), (2, 20), True, True),
-        ((0, 18), (2, 13), False, True),
-        ((0, 19), (2, 20), False, False),
-    ],
-)
-def test_what_megatrons_gradient_norm_counts_wrongly(
-    core: tuple[int, int], te: tuple[int, ...], mla: bool, experts: bool
-) -> None:
-    """As ``test_counted_once`` measures it over the Python of these versions, but for 0.18."""
-    said = counted_wrongly(core, te)
-    assert ("MLA down projections once a TP rank" in said) is mla
-    assert ("grouped experts on the first TP rank alone" in said) is experts
-    assert ("softmax offsets" in said) is (core >= (0, 15))
-    assert ("Mamba" in said) is (core < (0, 16))
-
-
 @pytest.fixture(scope="module")
 def here() -> subprocess.CompletedProcess[str]:
     """What it says of this environment as it is."""
@@ -93,13 +70,6 @@ def test_the_installed_megatron_core(here: subprocess.CompletedProcess[str]) -> 
     if not torch.cuda.is_available():
         assert "the CPU runtime would be on" in report["device"]
         assert report["adam"] == "megatron_muon.cpu.fused_adam.FusedAdam"
-
-
-def test_json_says_the_same(here: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
-    doctor("--json", str(tmp_path / "x.json"))
-    text, said = rows(here.stdout), json.loads((tmp_path / "x.json").read_text())
-    verdict = [said.pop("runs"), said.pop("faults"), text.pop("verdict")]
-    assert verdict == [True, [], "Muon would run."] and said == text
 
 
 @pytest.mark.parametrize(
@@ -136,18 +106,6 @@ def test_a_core_that_cannot_be_imported(line: str, why: str, tmp_path: Path) -> 
     assert done.returncode == 1 and why in rows(done.stdout)["verdict"]
 
 
-def test_without_psutil_saves_are_said_to_hang(here: subprocess.CompletedProcess[str]) -> None:
-    said = rows(doctor(before=HIDDEN.format("psutil")).stdout)["psutil"]
-    assert "pip install psutil" in said
-    assert "psutil" not in rows(here.stdout)
-
-
-def test_a_dataset_helper_of_another_python_is_named(tmp_path: Path) -> None:
-    assert dataset_helper(tmp_path).value.startswith("not compiled: ")
-    (tmp_path / "helpers_cpp.cpython-309-x86_64-linux-gnu.so").touch()
-    assert dataset_helper(tmp_path).value.startswith("compiled for another Python (helpers_cpp.")
-
-
 def test_a_core_that_needs_a_newer_python(tmp_path: Path) -> None:
     files = {
         "megatron/core/__init__.py": "from typing import nothing_of_this_name\n",
@@ -158,26 +116,6 @@ def test_a_core_that_needs_a_newer_python(tmp_path: Path) -> None:
     verdict = rows(doctor(path=(tmp_path,)).stdout)["verdict"]
     assert verdict.startswith("Muon would not run: megatron-core 0.19.0 needs Python >=3.99 (")
     assert "cannot import name 'nothing_of_this_name' from 'typing'" in verdict
-
-
-@pytest.mark.parametrize(
-    ("version", "patched", "emerging", "said"),
-    [
-        ((0, 12), False, False, "an error, since this Megatron-LM has no --optimizer muon"),
-        ((0, 16), False, True, "an error, since Megatron's own Muon takes no distributed optimi"),
-        ((0, 19), False, False, "an error, since Megatron's own Muon needs emerging_optimizers"),
-        ((0, 19), False, True, "Megatron's own layer-wise Muon, which turns the distributed opt"),
-        ((0, 20), False, True, "Megatron's own layer-wise Muon, which turns the distributed opt"),
-        ((0, 12), True, False, "Distributed Muon, by the patch"),
-        ((0, 20), True, True, "Distributed Muon, by the patch"),
-    ],
-)
-def test_whose_muon_a_plain_command_starts(
-    version: tuple[int, int], patched: bool, emerging: bool, said: str
-) -> None:
-    text = whose_muon(version, patched, emerging)
-    assert text.startswith(said)
-    assert patched or text.endswith("takes the launcher or the patch")
 
 
 def test_a_mixed_installation_names_both(tmp_path: Path) -> None:

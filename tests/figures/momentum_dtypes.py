@@ -1,6 +1,6 @@
 """Losses by the momentum's dtype: ``cd tests && python -m figures.momentum_dtypes``, on a GPU.
 With ``--periods`` they are those by --muon-full-period at TP 2, on two processes of a CPU, or two
-that share a GPU. ``--larger`` takes 26 M parameters in place of 0.9 M.
+that share a GPU. ``--hidden`` takes a larger model.
 
 The quickstart's model, text and schedule, from the same weights for each dtype: the mean loss of
 1,024 held-out windows after the last step. int8 and stochastic (bf16) are --muon-momentum-dtype's;
@@ -45,8 +45,11 @@ from support.gpu.model import row_of
 from support.virtual_gpu.dry_run import ranks_of, world
 
 TOKENS, WARMUP, RATE = 4096, 20, 1e-2
-SIZES = "--hidden 128 --layers 4 --heads 4 --ffn 344 --seq 128 --vocab 256 --swiglu --dp 1"
-LARGER = "--hidden 512 --layers 8 --heads 8 --ffn 1376 --seq 256 --vocab 256 --swiglu --dp 1"
+SHAPES = {  # by hidden size; the first is the quickstart's, the others have 3 and 26 M parameters
+    128: "--layers 4 --heads 4 --ffn 344 --seq 128",
+    256: "--layers 4 --heads 4 --ffn 688 --seq 128",
+    512: "--layers 8 --heads 8 --ffn 1376 --seq 256",
+}
 OF_340M = "--hidden 1536 --layers 12 --heads 12 --vocab 50256 --seq 1024 --tp 1 --dp 1"
 FP32, FP8 = torch.float32, torch.uint8
 FUSED = {  # the first moment's, which is Muon's momentum's, and AdamW's second moment's
@@ -56,6 +59,10 @@ FUSED = {  # the first moment's, which is Muon's momentum's, and AdamW's second 
 }
 OURS = {"fp32": "fp32", "int8": "int8", "stochastic": "bf16"}
 SEEDS = (1234, 2345, 3456)
+
+
+def _sizes(hidden: int, tp: int) -> str:
+    return f"--hidden {hidden} {SHAPES[hidden]} --vocab 256 --swiglu --dp 1 --tp {tp}"
 
 
 def _optimizer(dtype: str, chunks: list[Any], timers: Any) -> Any:
@@ -145,14 +152,14 @@ class Run:
     seed: int
     steps: int
     rate: float
-    sizes: str = SIZES
+    hidden: int
     period: int = 1
 
     def loss(self, corpus: Corpus) -> float:
         """The held-out loss, over all ranks by TP."""
-        flags = parsed(sizes := f"{self.sizes} --tp {torch.distributed.get_world_size()}".split())
-        built = _built(self.dtype, " ".join(sizes), self.period)
-        (chunk,), seq = built.chunks, flags.seq_length
+        sizes = _sizes(self.hidden, torch.distributed.get_world_size())
+        built = _built(self.dtype, sizes, self.period)
+        (chunk,), seq = built.chunks, parsed(sizes.split()).seq_length
         _draw(chunk, self.seed)
         built.optimizer.reload_model_params()
         for step in range(self.steps):
@@ -172,7 +179,7 @@ def lines(dtypes: list[str], given: argparse.Namespace) -> Iterator[str]:
     """A line for each dtype: its losses by seed, and their mean."""
     corpus = read_corpus()
     for dtype in dtypes:
-        runs = [Run(dtype, seed, given.steps, given.rate, given.sizes) for seed in given.seeds]
+        runs = [Run(dtype, seed, given.steps, given.rate, given.hidden) for seed in given.seeds]
         losses = [each.loss(corpus) for each in runs]
         each = ", ".join(f"{loss:.4f}" for loss in losses)
         yield f"{dtype}: {each}; mean {sum(losses) / len(losses):.4f}"
@@ -180,7 +187,7 @@ def lines(dtypes: list[str], given: argparse.Namespace) -> Iterator[str]:
 
 def on_two_ranks(run: Run) -> float:
     """The held-out loss of a run at TP 2, on a rank."""
-    world.initialize_groups(ranks_of(parsed(f"{run.sizes} --tp 2".split())))
+    world.initialize_groups(ranks_of(parsed(_sizes(run.hidden, 2).split())))
     return run.loss(read_corpus())
 
 
@@ -192,11 +199,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--periods", nargs="+", type=int, default=())
     parser.add_argument("--rate", type=float, default=RATE)
-    parser.add_argument("--larger", dest="sizes", action="store_const", const=LARGER, default=SIZES)
+    parser.add_argument("--hidden", type=int, default=128, choices=SHAPES)
     given = parser.parse_args()
     for seed in given.seeds if given.periods else ():
         for period in given.periods:
-            one = Run("fp32", seed, given.steps, given.rate, given.sizes, period)
+            one = Run("fp32", seed, given.steps, given.rate, given.hidden, period)
             task = Task(on_two_ranks, one, 2, torch.cuda.is_available(), 1, 36_000, builds=True)
             loss, _ = run_ranks(task)
             print(f"period {period}, seed {seed}, {given.steps} steps: {loss:.4f}", flush=True)
@@ -205,7 +212,7 @@ def main() -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    world.initialize_groups(ranks_of(parsed(f"{SIZES} --tp 1".split())))
+    world.initialize_groups(ranks_of(parsed(_sizes(given.hidden, 1).split())))
     if given.bytes:
         print("| | Muon | AdamW |\n|---|--:|--:|", flush=True)
         made = map(counted, given.dtypes)

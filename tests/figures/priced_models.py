@@ -3,9 +3,7 @@
 Prints a table as in docs/plan.md, of the models whose name has one of the words. Every row is
 one stage of ``megatron-muon plan`` with the flags below: the first one, or where there are several
 the second, which has no embedding. ``safe`` and ``fast`` are presets, with torch's products and
-with a library's symmetric kernel. Rounds, launches, Newton-Schulz and what is exposed, of the rank
-that has most of it, are those of ``fast`` with the kernel; beside it is the same in bf16, which
-takes more restarts of the Gram iteration.
+with a library's symmetric kernel.
 """
 
 from __future__ import annotations
@@ -61,9 +59,8 @@ CASES = (
 
 
 HEAD = (
-    "| ms | AdamW | safe | with kernel | fast | with kernel | in bf16 | rounds | "
-    "launches | NS busiest / mean | exposed | upstream blockwise / duplicated / distributed / "
-    "layer_sharded | with syrk |"
+    "| ms | AdamW | safe | with kernel | fast | with kernel | "
+    "upstream blockwise / duplicated / distributed / layer_sharded | with syrk |"
 )
 
 
@@ -76,7 +73,7 @@ def main() -> None:
     parser.add_argument("--flags", default="", help="further flags of megatron-muon plan")
     given = parser.parse_args()
     hardware = hardware_of(given.hardware, given.set)
-    print(f"{HEAD}\n|---|{'--:|' * 12}")
+    print(f"{HEAD}\n|---|{'--:|' * 7}")
     for case in CASES:
         if not given.words or any(word in case.name for word in given.words):
             cells = _cells(f"{case.words} {given.flags}", hardware)
@@ -89,13 +86,7 @@ def _cells(words: str, hardware: Hardware) -> Iterator[str]:
     for preset in get_args(Preset):
         own = f"{words} --muon-preset {preset}"
         yield _ms(step_of(own, hardware).seconds)
-        last = step_of(own, hardware, "cuda_symmetric")
-        yield _ms(last.seconds)
-    yield _ms(step_of(f"{own} --muon-ns-dtype bf16", hardware, "cuda_symmetric").seconds)
-    yield "+".join(map(str, last.rounds))
-    yield f"{last.launches:,}"
-    yield f"{_ms(last.newton_schulz_busiest)} / {_ms(last.newton_schulz_mean)}"
-    yield _ms(last.exposed_most)
+        yield _ms(step_of(own, hardware, "cuda_symmetric").seconds)
     devices: tuple[Device, ...] = "cuda", "cuda_symmetric"
     for device in devices:
         times = [

@@ -11,7 +11,7 @@ A set with headroom has none: near rank 1 its polynomials are stable up to the h
 the rounding of the square of X, which grows from step to step, passes that.
 
 Without arguments it prints the recorded lists' worst figures over the bounds. ``--find`` searches,
-which takes hours for all sets; ``--worst N`` prints the numbers of the worst matrices.
+which takes hours for all sets.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterable, Sequence
-
-import torch
 
 from megatron_muon.settings.coefficients import SETS, Restarts
 from support.drawn import SHAPES, Trial, trials
@@ -61,16 +59,6 @@ def found(name: str, steps: int, field: str, count: int) -> tuple[int, ...] | No
     return None
 
 
-def worst(name: str, steps: int, field: str, count: int) -> list[tuple[float, int]]:
-    """Each drawn matrix's figure over the bounds with the recorded list, the worst first."""
-    figures = dict.fromkeys(range(count), 0.0)
-    for trial in trials(name, steps, field, range(count)):
-        both = torch.maximum(*trial.measured(getattr(SETS[name].restarts[steps], field)))
-        for number, figure in zip(trial.numbers, both.tolist(), strict=True):
-            figures[number] = max(figures[number], figure)
-    return sorted(((figure, number) for number, figure in figures.items()), reverse=True)
-
-
 def main() -> None:
     """Print a line for each list."""
     parser = argparse.ArgumentParser()
@@ -79,7 +67,6 @@ def main() -> None:
     parser.add_argument("--fields", nargs="+", default=Restarts._fields, choices=Restarts._fields)
     parser.add_argument("--count", type=int, default=COUNT, help="of drawn matrices")
     parser.add_argument("--find", action="store_true")
-    parser.add_argument("--worst", type=int, default=0, metavar="N")
     given = parser.parse_args()
     for name in given.names or SETS:
         for steps in [given.steps] if given.steps else SETS[name].restarts:
@@ -93,8 +80,6 @@ def main() -> None:
                     said += ", error {:.2f}, largest value {:.2f} of the bound".format(
                         *over_bounds(every, recorded)
                     )
-                    if given.worst:
-                        said += f", worst {worst(name, steps, field, given.count)[: given.worst]}"
                 print(said, flush=True)
 
 

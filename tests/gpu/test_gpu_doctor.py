@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from support.gpu.commands import ended
-from support.gpu.settings import Settings
+from support.gpu.settings import Settings, ended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90)]
 _PATH = re.compile(r" \(/[^)]*\)")  # of this machine, which a report does not need

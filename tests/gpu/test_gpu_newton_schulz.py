@@ -12,9 +12,8 @@ import pytest
 
 from megatron_muon.lab.accept.results import Figure
 from support.gpu import bits
-from support.gpu.commands import ended
 from support.gpu.model import on_ranks
-from support.gpu.settings import Settings
+from support.gpu.settings import Settings, ended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 

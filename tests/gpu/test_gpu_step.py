@@ -10,9 +10,8 @@ import pytest
 
 from megatron_muon.lab.accept.report import STEP
 from megatron_muon.lab.accept.results import Figure
-from support.gpu.commands import ended
 from support.gpu.model import arguments
-from support.gpu.settings import Settings
+from support.gpu.settings import Settings, ended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 

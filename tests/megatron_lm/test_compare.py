@@ -104,23 +104,3 @@ def test_under_a_launcher_its_ranks_train_what_is_missing(folder: Path, tmp_path
     (each,) = topologies(tmp_path)
     assert each["name"] == "tp2"
     assert each["muon"]["exchange"] == each["predicted"]["exchange"] > 0
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--topologies dp", "'dp' is no topology"),
-        ("--topologies dp2-dp2", "'dp2-dp2' is no topology"),
-        ("--topologies pp3", "--layers 2 is not a multiple of pp3's pp"),
-        ("--topologies dp3", "--global-batch-size 8 is not a multiple of"),
-        ("--topologies dp2 --fp16", "--fp16 cannot be given here"),
-        ("--topologies dp2 --steps 2", "--steps must be above 2"),
-    ],
-)
-def test_wrong_arguments_end_before_a_rank_starts(
-    words: str, says: str, script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "report"
-    with pytest.raises(SystemExit) as ended:
-        script.main([*SMALL, "--folder", str(folder), *words.split()])
-    assert ended.value.code == 2 and says in capsys.readouterr().err and not folder.exists()

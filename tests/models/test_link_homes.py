@@ -23,15 +23,10 @@ from megatron_muon.planning.homes import Loads, Price, Work, choose_homes
 from megatron_muon.planning.link_homes import Stage, fastest, step_time
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
 from megatron_muon.settings.config import MuonConfig
-from support.virtual_gpu.plans import OVERLAP
+from support.virtual_gpu.plans import GPT, GPT_340M, OVERLAP
 
 LINKS = 3, 7, 12, 25, 50, 100, 200, 450  # GB/s
-_GPT = (
-    "--bf16 --use-distributed-optimizer --seq-length 1024 --max-position-embeddings 1024 "
-    "--padded-vocab-size 50304 "
-)
-GPT_340M = _GPT + "--num-layers 12 --hidden-size 1536 --num-attention-heads 12 "
-_EVEN = _GPT + "--num-attention-heads 8 --swiglu --untie-embeddings-and-output-weights "
+_EVEN = GPT + "--num-attention-heads 8 --swiglu --untie-embeddings-and-output-weights "
 EVEN = {
     "dense": "--num-layers 8 --hidden-size 640 --ffn-hidden-size 1728 --world-size 4",
     "experts": "--num-layers 4 --hidden-size 512 --num-experts 16 --moe-ffn-hidden-size 704 "

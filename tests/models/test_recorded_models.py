@@ -14,7 +14,7 @@ from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, LEAST_SCRATCH
 from megatron_muon.planning.rounds.table import round_tables
 from support.models.model_flags import DEEPSEEK_V3
 from support.virtual_gpu.plans import MODELS, Model, plans_of
-from support.virtual_gpu.report import MIB, TORCHS, ReportRow, rows_of
+from support.virtual_gpu.report import MIB, TORCHS, ReportRow, row_of
 
 BY_NAME = {model.name: model for model in MODELS}
 
@@ -49,7 +49,7 @@ def test_every_message_and_every_run_in_it_starts_at_16_bytes(
 
 
 def _busiest(name: str, **settings: object) -> ReportRow:
-    (row,) = rows_of(BY_NAME[name], first=False, **settings)
+    row = row_of(BY_NAME[name], **settings)
     assert row.peak_bytes_if("host ahead") == row.peak_bytes
     return row
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize.matmul import Products
+from megatron_muon.orthogonalize.normalization import normalize_
 from megatron_muon.settings.coefficients import Triple
 
 PANELS = Products(torch.float64, squares=torch.float64, held=torch.float64, blocked=True)
@@ -78,3 +79,10 @@ def _first(rank: int, size: int, rest: float) -> Tensor:
     spectrum = torch.full((size,), rest, dtype=torch.float64)
     spectrum[:rank] = 1.0
     return spectrum
+
+
+def normalize(x: Tensor) -> Tensor:
+    """A new fp32 matrix over its Frobenius norm, as a CPU has it; zero stays zero."""
+    made = x.to(torch.float32, copy=True)
+    normalize_(made[None])
+    return made

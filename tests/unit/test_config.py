@@ -2,56 +2,20 @@
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-import megatron_muon
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize.iteration import takes_gram
 from megatron_muon.orthogonalize.numerics import Device, Numerics, layout_free
 from megatron_muon.planning.describe import homes_lines, newton_schulz_line, not_shared_lines
 from megatron_muon.settings.coefficients import SETS, NsDtype
-from megatron_muon.settings.config import ROWS
 from megatron_muon.settings.update import Preset
 
 CPUS: tuple[Device, ...] = ("cpu", "cpu_bf16")
 CUDAS: tuple[Device, ...] = ("cuda", "cuda_symmetric")
-MODULES = sorted(Path(megatron_muon.__file__).parent.rglob("*.py"))
-
-
-# Of English, too: what a matrix has and what an optimizer keeps. Errors about their values are held
-# by ``test_rows.py``.
-WORDS = {"homes", "momentum", "nesterov", "preset", "splits"}
-NAMES = re.compile(rf"(?<!\w)({'|'.join(sorted(ROWS.keys() - WORDS))})(?!\w)")
-
-
-def _texts(path: Path) -> Iterator[str]:
-    """The sentences in a module that are no docstrings, of f-strings what is fixed."""
-    tree = ast.parse(path.read_text())
-    inside = {id(part) for node in ast.walk(tree) for part in getattr(node, "values", [])}
-    for node in ast.walk(tree):
-        if isinstance(getattr(node, "body", None), list):
-            inside |= {id(line.value) for line in node.body if isinstance(line, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            parts = [part.value for part in node.values if isinstance(part, ast.Constant)]
-            yield " ".join(map(str, parts))
-        elif isinstance(node, ast.Constant) and id(node) not in inside:
-            yield str(node.value)
-
-
-def test_no_text_names_a_setting_without_its_flag() -> None:
-    """``named`` puts it there; a single word is no sentence."""
-    for path in MODULES:
-        for text in _texts(path):
-            for field in NAMES.findall(text) if " " in text else []:
-                assert ROWS[field].flags[0].option in text, f"{path}: {text}"
 
 
 def test_lists_are_taken_where_tuples_are() -> None:

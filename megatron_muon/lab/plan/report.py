@@ -31,6 +31,7 @@ ASSUMPTIONS = (
     "kernels of momentum, norm and update read and write memory, whatever the L2 cache holds: "
     "fused ones 14, 6 and 10 bytes per element, with --muon-elementwise foreach 50, 12 and 34 "
     "(lab/pricing/step.py, kernels.py); AdamW's 28",
+    "state on the host: Muon's goes both ways at once; AdamW there has 80 bytes per element",
     "a library's kernel for symmetric products also adds the linear term; torch's addmm copies it "
     "first",
     "memory: without activations, the allocator's rounding, and what NCCL and cuBLAS take",
@@ -138,7 +139,9 @@ def _stage(kind: StagePlan) -> Iterator[str]:
         "optimizer"
     )
     header = ["mean / most of a rank", *(TITLES[row.name] for row in kind.rows)]
-    none = {_HOST: "0", _FULL: "-", _BLOCK: "-"}  # lines that most runs lack
+    none = {_HOST: "0"} | dict.fromkeys(
+        (_FULL, _BLOCK, _LINK, _THERE), "-"
+    )  # lines that most runs lack
     figures = [
         (name, of)
         for name, of in FIGURES
@@ -188,6 +191,7 @@ def _seconds(name: str) -> Callable[[PlannedStep], str]:
 
 
 _FULL, _BLOCK = "a full step, ms", "a block step, ms"
+_LINK, _THERE = "state to the host, ms", "AdamW there, ms"
 _HOST = "state on the host, MiB"
 FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
     ("boundary parameters", lambda row: "-" if row.boundary is None else f"{row.boundary:,}"),
@@ -204,6 +208,8 @@ FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
     (_HOST, lambda row: f"{row.host / MIB:,.0f}"),
     ("more at the peak, MiB", lambda row: "-" if row.peak is None else f"{row.peak / MIB:,.0f}"),
     *((f"{name}, ms", _phase(name)) for name in PHASES if name != "waiting"),
+    (_LINK, _seconds("link")),
+    (_THERE, _seconds("on_host")),
     ("exposed, ms", lambda row: _both(row.exposed, 1e-3, 1)),
     ("hidden, ms", lambda row: ms(row.hidden)),
     (_FULL, _seconds("full")),

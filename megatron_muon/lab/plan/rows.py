@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from megatron_muon.lab.pricing import memory
 from megatron_muon.lab.pricing.hardware import Hardware
+from megatron_muon.lab.pricing.on_host import on_host
 from megatron_muon.lab.pricing.paper import price_paper
 from megatron_muon.lab.pricing.step import price_adamw, price_step
 from megatron_muon.lab.pricing.upstream import TpMode, price_layer_wise
@@ -63,6 +64,8 @@ class PlannedStep:
     exposed: Spread = Spread()  # time that the compute stream waits for messages
     hidden: float = 0.0  # time of messages in which it does not wait
     rounds: tuple[int, ...] = ()  # of each optimizer
+    link: float | None = None  # seconds that Muon's state on the host is on its way, and that
+    on_host: float | None = None  # AdamW's step there takes, of the rank with most
     full: float | None = None  # seconds of a full and of a block step, with ``full_period``:
     block: float | None = None  # ``seconds`` are their mean then, and all else is a full step's
 
@@ -74,10 +77,15 @@ class PlannedStep:
 
 def adamw_row(optimizers: Sequence[Optimizer], hardware: Hardware) -> PlannedStep:
     """AdamW's, where all parameters of the stage are its own."""
-    seconds = price_adamw(optimizers, hardware)
+    seconds, there = (
+        price_adamw(optimizers, hardware),
+        on_host(optimizers, hardware, with_muon=False),
+    )
+    slowest = max(there, key=lambda rank: rank.adamw)
     return PlannedStep(
         name="adamw",
-        seconds=seconds,
+        seconds=slowest.step(seconds),
+        on_host=slowest.adamw or None,
         launches=len(optimizers),
         rest=_most(memory.at_rest(optimizers, with_muon=False)),
         host=sum(_most(memory.at_rest(optimizers, with_muon=False, host=True)).values()),
@@ -97,10 +105,12 @@ def our_row(
     """Our Muon's in the layout that the stage's plans are of."""
     plans = [one.plan for one in optimizers]
     step = price_step(optimizers, config, hardware, device=device, nodes=nodes)
-    sent = traffic_of(plans, nodes)
+    sent, there = traffic_of(plans, nodes), on_host(optimizers, hardware)
     row = PlannedStep(
         name=name,
-        seconds=step.seconds,
+        seconds=max(rank.step(end) for rank, end in zip(there, step.by_rank, strict=True)),
+        link=max(rank.link for rank in there) or None,
+        on_host=max(rank.adamw for rank in there) or None,
         launches=step.launches,
         rest=_most(memory.at_rest(optimizers)),
         host=sum(_most(memory.at_rest(optimizers, host=True)).values()),

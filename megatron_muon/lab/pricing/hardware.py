@@ -48,6 +48,8 @@ class Hardware:
     message_us: float = _in("us")  # latency of a grouped send and receive, whatever its bytes
     peer_us: float = _in("us")  # latency that each peer in it adds
     peer_host_us: float = _in("us")  # of the host, to enqueue a send or a receive
+    host_gbytes: float = _in("10^9 bytes/s")  # a GPU's link to its host
+    host_memory_gbytes: float = _in("10^9 bytes/s")  # a GPU's share of it, reads and writes
     gpus_per_node: int = _in("GPUs")  # n: ranks k·n to k·n + n - 1 share a node
     sources: tuple[tuple[str, str], ...] = ()  # (constant, source of its value)
 

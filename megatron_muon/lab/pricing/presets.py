@@ -41,6 +41,8 @@ _H100: Mapping[str, tuple[Any, str]] = {
     "message_us": (25.0, "assumption; 31 to 34 us on A40: github.com/NVIDIA/nccl-tests/issues/214"),
     "peer_us": (1.2, "assumption"),
     "peer_host_us": (4.0, "measured in Python without NCCL: a slice, P2POp and isend, 3 to 4.5 us"),
+    "host_gbytes": (50.0, "assumption: PCIe 5.0 x16, 64 GB/s"),
+    "host_memory_gbytes": (35.0, "assumption: half of 16 channels of DDR5-4800, for 8 GPUs"),
     "gpus_per_node": (8, "HGX H100"),
 }
 H100 = Hardware(
@@ -95,6 +97,8 @@ GB300 = _like(
         "processors": (160, "Blackwell Ultra: 160 SMs"),
         "memory_gbytes": (8000.0, "NVIDIA's GB300 NVL72 data sheet: 576 TB/s of 72 GPUs"),
         "network_gbytes": (100.0, "a ConnectX-8 of 800 Gbit/s for each GPU"),
+        "host_gbytes": (360.0, "assumption: NVLink-C2C, 450 GB/s each way"),
+        "host_memory_gbytes": (200.0, "assumption: a Grace's 500 GB/s for 2 GPUs"),
         "gpus_per_node": (72, "an NVLink domain of 72 GPUs"),
     },
 )

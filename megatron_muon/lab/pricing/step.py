@@ -115,7 +115,7 @@ def price_adamw(optimizers: Sequence[Optimizer], hardware: Hardware) -> float:
     """Seconds of AdamW's step where all parameters of the stage are its own."""
     streams = Streams(hardware, optimizers[0].plan.size)
     for optimizer in optimizers:
-        streams.run(ADAMW, partial(_adamw_of, hardware, optimizer.elements))
+        streams.run(ADAMW, partial(_adamw_of, hardware, optimizer, optimizer.elements))
     return max(streams.ends)
 
 
@@ -124,8 +124,8 @@ def adamw(hardware: Hardware, elements: int) -> Cost:
     return foreach(hardware, elements, 1, _ADAMW)
 
 
-def _adamw_of(hardware: Hardware, elements: Sequence[int], rank: int) -> Cost:
-    return adamw(hardware, elements[rank])
+def _adamw_of(hardware: Hardware, optimizer: Optimizer, elements: Sequence[int], rank: int) -> Cost:
+    return adamw(hardware, round(elements[rank] * (1 - optimizer.held.on_host)))
 
 
 class _Steps:
@@ -174,7 +174,8 @@ class _Steps:
             self._finish_round(self._rounds[-1], scattering)
 
     def _step_adamw(self) -> None:
-        self._streams.run(ADAMW, partial(_adamw_of, self._hardware, self._optimizer.rest))
+        one = self._optimizer
+        self._streams.run(ADAMW, partial(_adamw_of, self._hardware, one, one.rest))
 
     def _start_gather(self, number: int) -> dict[int, float]:
         if number >= len(self._rounds):

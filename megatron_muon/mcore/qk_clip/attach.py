@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,17 +68,22 @@ def attach(
         tp_rank=tp.rank(),
         tp_size=tp.size(),
         device=device_of(model_chunks),
-        gathers=tuple(
-            chunk.start_param_sync
-            for chunk in model_chunks
-            if adam_holds_main(parts[0].config) and not chunk.ddp_config.overlap_param_gather
-        ),
+        following=tuple(_following(parts, model_chunks)),
     )
     run_clip = RunClip(clip, clips_in_step=config.qk_clip is not None)
     setattr(model_chunks[0], _CLIP, run_clip)
     if run_clip.clips_in_step:
         optimizer.logits = run_clip
         turn_into(optimizer, _clipping(type(optimizer)))
+
+
+def _following(parts: Sequence[Any], model_chunks: Sequence[Any]) -> Iterator[Callable[[], None]]:
+    ddp_config = model_chunks[0].ddp_config
+    in_fp8 = getattr(ddp_config, "fp8_param_gather", False)
+    if in_fp8:
+        yield from (part._copy_main_params_to_model_params for part in parts)
+    if (in_fp8 or adam_holds_main(parts[0].config)) and not ddp_config.overlap_param_gather:
+        yield from (chunk.start_param_sync for chunk in model_chunks)
 
 
 def clip_qk(
@@ -119,6 +124,7 @@ def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
         "chunked_optimizer_state_offload": _ELSEWHERE,
         "offload_optimizer_states": _ELSEWHERE,
         "overlap_param_gather_with_optimizer_step": "weights are gathered before they are clipped",
+        "reuse_grad_buf_for_mxfp8_param_ag": "they are gathered in the memory of gradients",
     }
     on = {name: why for name, why in modes.items() if getattr(optimizer_config, name, False)}
     if uses_fsdp(model_chunks):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.attention import Attention, CrossAttention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -180,11 +179,5 @@ def _weight_of(name: str, linear: str, module: Any) -> torch.nn.Parameter:
         raise NotImplementedError(
             f"{name}.{linear} is a {type(module).__name__} without a 2-D weight of its own, so its "
             "logits cannot be clipped: leave the clip out"
-        )
-    if is_float8tensor(param):
-        raise NotImplementedError(
-            f"{name}.{linear}.weight is in fp8 (--fp8-param-gather), and a clip scales weights in "
-            "bf16, fp16 or fp32: keep parameters in bf16 (computing in fp8 is fine), or leave the "
-            "clip out"
         )
     return param

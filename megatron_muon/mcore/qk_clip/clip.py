@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import is_float8tensor
 
 from megatron_muon.mcore.qk_clip.attentions import WatchedAttention
 from megatron_muon.mcore.qk_clip.factors import eta_of, row_factors
 from megatron_muon.mcore.qk_clip.local import MAXIMA
 from megatron_muon.mcore.qk_clip.row_scaling import scale_rows
-from megatron_muon.mcore.wiring.states import states_of
+from megatron_muon.mcore.wiring.build import states_anywhere
 from megatron_muon.runtime.collectives import Group, max_over
 from megatron_muon.runtime.states import MAIN_KEY, States
 
@@ -36,8 +37,8 @@ class QkClip:
     tp_rank: int  # among the ranks that share a weight
     tp_size: int
     device: torch.device  # the device that the group communicates from
-    # Megatron's gathers of weights, where a weight is rounded from its clipped main parameter
-    gathers: tuple[Callable[[], None], ...]
+    # what Megatron does after a step, where a weight is rounded from its clipped main parameter
+    following: tuple[Callable[[], None], ...]
 
     @torch.no_grad()
     def apply(self, *, only_watch: bool = False) -> float:
@@ -60,8 +61,8 @@ class QkClip:
             if any(value > clip.threshold for value in values):  # a NaN beside it says nothing
                 self._scale(attention, logits.to(_DTYPES[int(dtype_number)]))
                 was_clipped = True
-        for gather in self.gathers if was_clipped else ():
-            gather()
+        for follow in self.following if was_clipped else ():
+            follow()
         return largest
 
     def _reduced(self) -> torch.Tensor:
@@ -99,14 +100,15 @@ class QkClip:
             here = heads.local(self.tp_rank, self.tp_size)
             local = factors[here.start : here.stop]
             cols = param.shape[1:].numel()
-            if param not in self.shards:
+            main = None
+            if param in self.shards:
+                states, shard, start = self.shards[param]
+                main = states.get(shard, MAIN_KEY)  # first, since the weight can be a half of it
+            if not is_float8tensor(param):  # it is quantized anew
                 scale_rows(param.data.view(-1), 0, cols, local)
-                continue
-            states, shard, start = self.shards[param]
-            main = states.get(shard, MAIN_KEY)  # first, since the weight can be a half of it
-            scale_rows(param.data.view(-1), 0, cols, local)
-            scale_rows(main, start, cols, local)
-            states.put(shard, MAIN_KEY, main)  # and its weight, where that is the shard
+            if main is not None:
+                scale_rows(main, start, cols, local)
+                states.put(shard, MAIN_KEY, main)  # and its weight, where that is the shard
 
 
 def shards_of(
@@ -121,7 +123,9 @@ def shards_of(
         param: (states, shard, part._get_model_param_range_map(param)["param"].start)
         for part in dist_opts
         if not part.is_stub_optimizer
-        for states in [getattr(part, "states", None) or states_of(part)]  # AdamW's run has none
+        for states in [
+            getattr(part, "states", None) or states_anywhere(part)
+        ]  # AdamW's run has none
         for models, *shards in zip(
             part.model_float16_groups,
             part.shard_fp32_from_float16_groups,

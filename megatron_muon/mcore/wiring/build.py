@@ -62,6 +62,7 @@ from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.fused import elementwise_on, said_of_elementwise, try_elementwise
 from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.runtime.patches import turn_into
+from megatron_muon.runtime.states import States
 from megatron_muon.runtime.tracing import phases
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.version import __version__
@@ -98,7 +99,7 @@ def make_muons(
     config = numerics.config
     for part in parts:
         part.muon = None
-        part.states = None if part.is_stub_optimizer else _states_of(part)
+        part.states = None if part.is_stub_optimizer else states_anywhere(part)
         turn_into(part, MuonDistributedOptimizer)
     agree_everywhere(description, device)
     instance = int(parts[0].distributed_optimizer_instance_id)
@@ -344,7 +345,8 @@ def _muon_of(
     return muon
 
 
-def _states_of(dist_opt: Any) -> Any:
+def states_anywhere(dist_opt: Any) -> States:
+    """Those of a DistributedOptimizer that is no stub, also of one whose state is on the host."""
     if not dist_opt.config.optimizer_cpu_offload:
         return states_of(dist_opt)
     from megatron_muon.mcore.wiring.on_host.states import OfHybrid  # for this option only

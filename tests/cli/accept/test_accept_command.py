@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_muon.lab.accept import command
+from megatron_muon.lab.accept.report import ROWS, STEP, recommended
+from megatron_muon.lab.accept.results import Check, Figure, Outcome, Verdict
 from megatron_muon.lab.commands import main
 from support import ROOT
 from support.benching import environment
@@ -114,29 +116,6 @@ def test_a_test_without_time_or_an_end_is_not_taken_for_good(
     assert checks["killed"]["tests"][-1]["text"] == "pytest was ended by signal 9"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--only", "speed"], "--only speed: choose from bits, checkpoint, cost, doctor"),
-        (["--json", "/no/such/file"], "--json /no/such/file: there is no fol"),
-        (["--minutes", "0"], "argument --minutes: must be"),
-    ],
-)
-def test_wrong_flags_end_with_2(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["accept", str(tmp_path), *words])
-    assert ended.value.code == 2 and said in capsys.readouterr().err
-
-
-def test_flags_that_do_not_fit_the_machine_end_with_2(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["accept", str(tmp_path), "--device", "cpu", "--ranks", "3"]) == 2
-    assert "--ranks 3: give 1 or an even number" in capfd.readouterr().err
-
-
 def test_a_package_without_its_tests_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,3 +125,28 @@ def test_a_package_without_its_tests_says_so(
         main(["accept", str(tmp_path / "out")])
     assert ended.value.code == 2
     assert "clone the repository, `pip install -e '.[test]'` there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fast", "bits", "training", "preset"),
+    [
+        (10.0, "ok", "ok", "fast"),
+        (19.9, "ok", "ok", "safe"),
+        (10.0, "ok", "FAILED", "safe"),
+        (10.0, "ok", "not run", "safe"),
+        (10.0, "not run", "ok", "safe"),
+    ],
+)
+def test_fast_is_recommended_where_it_is_faster_and_every_check_for_it_was_run(
+    fast: float, bits: Verdict, training: Verdict, preset: str
+) -> None:
+    times = {"safe": 20.0, "fast": fast}
+    figures = tuple(Figure(f"{STEP}{ROWS[name]}", "ms", None, ms) for name, ms in times.items())
+    tests = {
+        "bits": (Outcome("a", "ok"), Outcome("b", bits)),
+        "training": (Outcome("a", training),),
+    }
+    tests["step"] = (Outcome("a", "ok", figures=figures),)
+    said = recommended([Check(*check) for check in tests.items()])
+    assert f"`--muon-preset {preset}`" in said
+    assert ("both learn" in said) == (bits == training == "ok")

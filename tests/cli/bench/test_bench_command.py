@@ -1,4 +1,4 @@
-"""``megatron-muon bench step`` as a command: what it prints, writes, refuses and returns."""
+"""``megatron-muon bench`` as a command: what it prints, writes, refuses and returns."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_muon import MuonConfig
-from megatron_muon.lab.bench.step.flags import ROWS
+from megatron_muon.lab.bench import peers
 from megatron_muon.lab.bench.step.measure import Measured
 from megatron_muon.lab.bench.step.meter import Times
 from megatron_muon.lab.commands import main
-from support.benching import OURS, SMALL, command, model_and_ranks
+from support.benching import OURS, SMALL, command
 
 
 @pytest.fixture(scope="module")
@@ -90,59 +90,35 @@ def test_other_weights_are_exit_status_1_after_all_is_written(
     assert len(json.loads(file.read_text())["rows"]) == 5
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="of Linux")
-def test_a_file_that_cannot_be_written_in_the_end_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+CPU = torch.device("cpu")
+
+
+def test_the_bench_prints_times_and_flops(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _run_with({}, monkeypatch, "--json /dev/full") == 1
-    said = capsys.readouterr()
-    assert "muon-contiguous " in said.out  # the table is there
-    assert "bench step: error: --json /dev/full: " in said.err and "Traceback" not in said.err
+    """A package whose iteration raises loses its row only."""
 
+    def lacks(*_: Any) -> torch.Tensor:
+        raise ValueError("Invalid coefficient type: simple\nmore")
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--tp 3 --hidden 64 --heads 4", "num_attention_heads (4) must be a multiple of tensor"),
-        ("--hidden 64 --heads 3", "--hidden-size 64 is not a multiple of 3 heads"),
-        ("--ep 2", "num_moe_experts must be non None to use expert-parallel"),
-        ("--ep 2 --num-experts 3", "--num-experts 3 is not a multiple of --ep 2"),
-        ("--layers 3 --pp 2", "--layers 3 is not a multiple of --pp 2"),
-        ("--json no/such/x.json", "--json no/such/x.json: there is no folder no/such"),
-        ("--muon-round-mib 0", "--muon-round-mib: must be a finite number above 0, got '0'"),
-        ("--rows adam", "invalid choice: 'adam'"),
-        ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
-        ("--dp 512 --tp 8", "are 4096 ranks, at most 1024 here"),
-        # those of Megatron-LM's that rows cannot have, or would not feel
-        ("--fp16", "--fp16 cannot be given here: every row is in bf16"),
-        ("--overlap-param-gather", "--overlap-param-gather cannot be given here: --gathers adds"),
-        ("--overlap-grad-reduce", "--overlap-grad-reduce cannot be given here: muon-bucketed"),
-        ("--lr 1e-3", "unrecognized arguments: --lr 1e-3"),
-        ("--transformer-impl transformer_engine", "--transformer-impl: invalid choice"),
-        ("--ddp-num-buckets 0", "argument --ddp-num-buckets: must be a whole number of at least 1"),
-        ("--ddp-num-buckets 2 --ddp-bucket-size 9", "not both"),
-        ("--rows adamw --ddp-bucket-size 9", "these rows have one bucket a buffer"),
-        ("--group-query-attention --num-query-groups 3", "num_query_groups (3) must be a m"),
-    ],
-)
-def test_a_wrong_argument_is_named(
-    arguments: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(SystemExit) as stopped:
-        main(["bench", "step", *arguments.split()])
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_row_is_made_only_where_it_is_asked_for_and_those_on_auto_come_last() -> None:
-    from megatron_muon.lab.bench.step.rows import rows
-
-    by_default = set(ROWS) - {"upstream-distributed"}
-    assert set(model_and_ranks("").rows) == by_default
-    assert set(model_and_ranks("--tp 1").rows) == by_default - {"upstream-blockwise"}
-    made = [row.name for row in rows(MuonConfig(), ROWS, ["none"])]
-    assert set(made) == {*ROWS, "muon-contiguous-none"}
-    assert made[-2:] == ["muon-contiguous-auto", "muon-bucketed-auto"]
-    for name in ROWS:
-        assert [row.name for row in rows(MuonConfig(), [name])] == [name]
+    monkeypatch.setitem(peers._PEERS, "emerging_optimizers", lambda *_: lacks)
+    file = tmp_path / "speed.json"
+    line = ["bench", "newton-schulz", "--rounds", "2", "--shapes", "16x64", "--json", str(file)]
+    assert main(line) == 0
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert {"standard", "gram", "auto", "torch.optim.Muon"} <= set(rows)
+    assert "emerging_optimizers" not in rows
+    assert rows["gram"]["flops"] < rows["standard"]["flops"]
+    said = capsys.readouterr().out
+    assert "emerging_optimizers has no row: Invalid coefficient type: simple\n" in said
+    assert "\n16x64\nrow " in said and "symmetric products: torch, in panels" in said
+    assert "Gflop/s  of ceiling\nstandard " in said
+    top = rows[json.loads(file.read_text())["ceiling"]]
+    assert (top["flops"], top["ratio"], top["of_ceiling"]) == (2 * 1024**3, None, 1.0)
+    assert 0 < rows["standard"]["of_ceiling"] < 1  # far too small to be at it
+    assert rows["torch.optim.Muon"]["of_ceiling"] is None  # its flops are its own
+    assert main([*line, "--batch", "3"]) == 0
+    batch = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert batch["gram, at once"]["flops"] == batch["gram"]["flops"] == 3 * rows["gram"]["flops"]
+    assert "torch.optim.Muon, at once" not in batch  # it takes no batches
+    assert "\nstandard, at once " in capsys.readouterr().out

@@ -1,11 +1,17 @@
-"""``megatron-muon bench step``: what it says of each row is what was run."""
+"""``megatron-muon bench``: what it says of rows, ranks, links, times and memory is what was run."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_muon.lab.bench.step.measure import Measured, checksums_agree
-from support.benching import OURS, measured, model_and_ranks
+from megatron_muon.lab.bench.step.meter import StepTimers, count
+from megatron_muon.lab.bench.step.rows import UPSTREAM
+from megatron_muon.lab.bench.step.upstream import why_no_upstream
+from support.benching import OURS, command, measured, model_and_ranks
+from support.megatron_lm.flag_parsers import config_of
 from support.ranks import run
 
 MOE = "--num-experts 4 --moe-ffn-hidden-size 40"
@@ -36,3 +42,92 @@ def test_all_rows_reduce_and_gather_the_same_bytes(by_rank: list[dict[str, Measu
         for kind, item in (("grad_reduce", 4), ("param_gather", 2)):
             sent = [cost[kind] for cost in costs]
             assert 0 <= max(sent) - min(sent) <= 20 * 128 * item * len(by_rank)
+
+
+@pytest.fixture
+def importable() -> None:
+    reason = why_no_upstream(model_and_ranks(""))
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.mark.usefixtures("importable")
+def test_each_mode_of_megatrons_own_muon_does_its_work_on_every_tp_rank() -> None:
+    """Whole matrices twice at TP 2, or in halves without a message: other mathematics."""
+    names = ["muon-contiguous", *UPSTREAM]
+    ranks = run(measured, 4, "--tp 2 --dp 2", names)
+    ours, blockwise, duplicated, distributed = (
+        sum(rank[name].counted.flops for rank in ranks) for name in names
+    )
+    assert duplicated == 2 * ours > 0
+    assert blockwise < ours < distributed < duplicated
+    for rank in ranks:
+        kinds = {"param_gather", "grad_reduce", "norm"}
+        assert rank["upstream-blockwise"].counted.sent_bytes.keys() == kinds
+        for name in UPSTREAM[1:]:
+            assert rank[name].counted.sent_bytes.keys() == kinds | {"tp_gather"}
+    weights = [{rank[name].weights for rank in ranks} for name in UPSTREAM]
+    assert weights[0] != weights[1]
+
+
+def test_bench_speeds_prints_both_as_flags_of_a_run() -> None:
+    done = command("bench speeds --ranks 2 --shape 64x128")
+    assert done.returncode == 0, done.stderr
+    *said, flags = done.stdout.splitlines()
+    config = config_of("0.12", *flags.split())
+    assert flags.split()[::2] == ["--muon-rank-tflops", "--muon-link-gbytes"]
+    assert f"{config.rank_tflops:.3g} (" in said[0] and "64x128, standard, 5 steps" in said[0]
+    assert f"{config.link_gbytes:.3g} (" in said[1] and "gloo, 2 ranks" in said[1]
+
+
+def _counted_collectives() -> dict[str, int]:
+    watch = StepTimers(torch.device("cpu"))
+    rank = dist.get_rank()
+    x = torch.ones(12)
+    calls = {
+        "gather": lambda: dist.all_gather_into_tensor(torch.empty(36), x),
+        "scatter": lambda: dist.reduce_scatter_tensor(torch.empty(4), x),
+        "reduction": lambda: dist.all_reduce(x),
+        "tp_gather": lambda: dist.broadcast(x, src=1),
+    }
+
+    def step() -> None:
+        for kind, call in calls.items():
+            with watch.part(f"muon-{kind}"):
+                call()
+        with watch.part("params-all-gather"):
+            sizes = [[0, 2, 1], [5, 0, 0], [3, 1, 0]]  # from each rank to each
+            received = [row[rank] for row in sizes]
+            dist.all_to_all_single(
+                torch.empty(sum(received)), torch.ones(sum(sizes[rank])), received, sizes[rank]
+            )
+
+    return dict(count(watch, step).sent_bytes)
+
+
+def test_bytes_are_counted_from_outside_whatever_the_collective() -> None:
+    for rank, sent in enumerate(run(_counted_collectives, 3)):
+        assert sent.pop("tp_gather", 0) == (2 * 48 if rank == 1 else 0)
+        all_to_all = [3, 5, 4][rank] * 4
+        assert sent == {
+            "gather": 2 * 48,
+            "scatter": 2 * 16,
+            "norm": 2 * 2 * 16,
+            "param_gather": all_to_all,
+        }
+
+
+def test_a_parts_time_is_without_the_parts_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 2.0, 5.0, 6.0, 10.0])  # seconds at each begin and end
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    watch = StepTimers(torch.device("cpu"))
+
+    def step() -> None:
+        watch("optimizer-inner-step").start(barrier=True)
+        with watch.part("muon-gather"):
+            pass
+        watch("optimizer-inner-step").stop()
+
+    times = watch.measure(step)
+    assert times.ms == 10_000
+    assert times.parts_ms == {"muon-gather": 3000, "optimizer-inner-step": 2000, "rest": 5000}

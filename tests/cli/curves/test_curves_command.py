@@ -45,25 +45,6 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["a=1", "b=2", "--json", "no/x.json"], "--json no/x.json: there is no folder no"),
-        (["a.json"], "give two runs or more, of different names"),
-        (["x/a.json", "y/a.json"], "give two runs or more, of different names"),
-        (["a=1", "b=2", "--tag", "loss=x"], "--tag is KIND=NAME"),
-        (["a=1", "b=2", "--plot", "x.nothing"], "x.nothing: its name must end in"),
-        (["a=1", "b=2", "--window", "0.9"], "it is a part of the points from 0 to 0.5"),
-    ],
-)
-def test_wrong_arguments_end_with_2(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["curves", *words])
-    assert ended.value.code == 2 and says in capsys.readouterr().err
-
-
 def test_runs_without_a_common_loss_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

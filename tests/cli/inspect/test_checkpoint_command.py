@@ -122,16 +122,6 @@ def test_no_checkpoint_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture
         main(["checkpoint", "repair", str(tmp_path)])
 
 
-def test_several_checkpoints_are_never_taken_for_one(
-    sealed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(sealed, sealed.with_name("iter_0000004"))
-    assert main(["checkpoint", "inspect", str(sealed.parent)]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1
-    assert f"{sealed.parent} has no checkpoint in it, and no {TRACKER}: give the" in said.err
-
-
 @pytest.mark.parametrize("whole_one", [DEFAULT], indirect=True)
 def test_as_a_program_by_itself(sealed: Path) -> None:
     """No launcher's environment and no GPU; in the C locale other letters are escaped."""

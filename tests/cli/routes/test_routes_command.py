@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -167,42 +165,6 @@ def test_rates_and_decays_by_pattern_are_shown() -> None:
 # --- the table -------------------------------------------------------------------------------
 
 
-def expanded(name: str) -> list[str]:
-    """Names of ``a.{0..1,3}.b``, as a shell has them."""
-    parts = re.split(r"\{(.*?)\}", name)
-    choices = [parts[::2][0:1]]
-    for numbers, text in zip(parts[1::2], parts[2::2], strict=True):
-        values = []
-        for each in numbers.split(","):
-            first, _, last = each.partition("..")
-            values += list(range(int(first), int(last or first) + 1))
-        choices += [[str(value) for value in values], [text]]
-    return ["".join(each) for each in itertools.product(*choices)]
-
-
-def table(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
-    capsys.readouterr()
-    assert main(["routes", *argv]) == 0
-    lines = capsys.readouterr().out.split("\n")
-    rows = [re.split(" {2,}", line) for line in lines]
-    return [row for row in rows if len(row) > 3 and row[0] != "parameter"]
-
-
-def test_lines_that_share_a_range_are_all_parameters(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [*TINY, "--num-layers", "6", "--num-experts", "4", "--moe-layer-freq", "[1,0,1,1,0,0]"]
-    argv += ["--disable-bias-linear", "--expert-model-parallel-size", "2", "--world-size", "4"]
-    every, short = table([*argv, "--all"], capsys), table(argv, capsys)
-    assert len(short) < len(every) / 3
-    names = [name for row in short for name in expanded(row[0])]
-    assert sorted(names) == sorted(row[0] for row in every)
-    by_name = {row[0]: row[1:5] + row[6:] for row in every}
-    for row in short:
-        for name in expanded(row[0]):
-            assert by_name[name] == row[1:5] + row[6:], "all but the homes are the same"
-    fc1 = next(row[0] for row in short if "experts" in row[0] and "fc1" in row[0])
-    assert fc1 == "decoder.layers.{0,2..3}.mlp.experts.local_experts.{0..3}.linear_fc1.weight"
-
-
 # --- the program megatron-muon ---------------------------------------------------------------
 
 
@@ -214,22 +176,3 @@ def test_a_preset_is_read_by_its_name_and_changed_by_flags(name: str) -> None:
     assert routes["ranks"]["world"] == 2 and len(routes["stages"]) == 1
     layers = {row["name"].split(".")[2] for row in routes["stages"][0]["parameters"][1:-2]}
     assert layers == {"0", "1", "2", "3"}
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--num-layers 2 --no-such 3", "unrecognized arguments: --no-such 3: without a run's"),
-        ("--num-layers 2 x.py --lr 1", "unrecognized arguments: --num-layers 2: the run's own"),
-        ("--model llama3-8b x.py", "--model is for where no script is given"),
-        ("x.py --num-layers 2", "no script "),
-        ("--world-size 2", "--num-layers, --hidden-size, --num-attention-heads needed: give the"),
-        ("--model gpt5", "argument --model: invalid choice: 'gpt5'"),
-    ],
-)
-def test_what_belongs_where_is_said(
-    words: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["routes", *words.split()])
-    assert ended.value.code == 2 and said in capsys.readouterr().err.strip().split("\n")[-1]

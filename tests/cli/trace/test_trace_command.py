@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 
@@ -61,39 +60,6 @@ def test_no_escape_sequence_of_a_file_or_its_name_reaches_the_terminal(
     assert main(["trace", "report", str(path)]) == 1
     captured = capsys.readouterr().err
     assert "\x1b" not in captured and captured.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "said"),
-    [
-        (["report"], 2, "the following arguments are required: TRACE"),
-        (["report", "none"], 1, "none: there is no such file or folder"),
-        (["report", "bad.json"], 1, "bad.json: it is no trace that can be read: it has no trace"),
-        (["report", "bad.json.gz"], 1, "bad.json.gz: it is no trace that can be read"),
-        (["report", "ok.json", "--json", "no/x.json"], 2, "--json no/x.json: there is no folder"),
-        (["report", "ok.json", "--plot", "no/x.png"], 2, "--plot no/x.png: there is no folder no"),
-        (["merge", "."], 2, "is gone: https://ui.perfetto.dev opens several"),
-        (["run", "--steps", "5"], 2, "is gone: give the training command --muon-trace-steps"),
-    ],
-)
-def test_errors_are_one_line_that_names_the_file(
-    words: list[str],
-    status: int,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "ok.json", [STEP])
-    (tmp_path / "bad.json").write_text("{}")
-    (tmp_path / "bad.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}' * 99)[:-9])
-    try:
-        assert main(["trace", *words]) == status
-    except SystemExit as ended:
-        assert ended.code == status
-    captured = capsys.readouterr()
-    assert said in captured.err.splitlines()[-1] and captured.out == ""
 
 
 def test_a_picture_has_every_rank_and_lane(

@@ -24,10 +24,9 @@ REFUSED: dict[str, tuple[Case, str, Any, str]] = {
         *(ADAM, "optimizer.use_distributed_optimizer", False),
         "qk_clip (--muon-qk-clip) clips shards of the distributed optimizer",
     ),
-    "precision-aware": (
-        *(ADAM, "optimizer.use_precision_aware_optimizer", True),
-        "with use_precision_aware_optimizer (--use-precision-aware-optimizer): the optimizer "
-        "keeps the main parameters to itself",
+    "mxfp8": (
+        *(ADAM, "optimizer.reuse_grad_buf_for_mxfp8_param_ag", True),
+        "they are gathered in the memory of gradients",
     ),
     "early gather": (
         *(ADAM, "optimizer.overlap_param_gather_with_optimizer_step", True),

@@ -28,13 +28,6 @@ def inspect(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> An
     return status, json.loads(capsys.readouterr().out)
 
 
-def inspected(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
-    """(exit status, what it says); a traceback would fail the test."""
-    status = main(["checkpoint", "inspect", str(path), *options])
-    said = capsys.readouterr()
-    return status, said.out + said.err
-
-
 def faults(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """All that is not complete, which must be the exit status, too."""
     status, report = inspect(path, capsys, *options)

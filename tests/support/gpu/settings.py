@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from support.processes import python
 
 DeviceName = Literal["cuda", "cpu"]
 CPU_RANKS = 2
@@ -49,3 +52,9 @@ def settings_of(
         raise ValueError(f"--ranks {ranks}: give 1 or an even number, which TP and DP divide")
     hardware_of(hardware, changes)
     return Settings(device, ranks, hardware, tuple(changes))
+
+
+def ended(settings: Settings, *words: str) -> subprocess.CompletedProcess[str]:
+    """``megatron-muon WORDS`` in a process of its own; without GPUs where the settings say so."""
+    hidden = {} if settings.gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    return python("-m", "megatron_muon", *words, timeout=None, **hidden)

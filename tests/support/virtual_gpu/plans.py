@@ -26,6 +26,11 @@ LLAMA_8B, LLAMA_70B, LLAMA_405B, QWEN3_30B = (
     PRESETS[name].replace("--vocab-size", "--padded-vocab-size") + " "
     for name in ("llama3-8b", "llama3-70b", "llama3-405b", "qwen3-30b-a3b")
 )
+GPT = (
+    "--bf16 --use-distributed-optimizer --seq-length 1024 --max-position-embeddings 1024 "
+    "--padded-vocab-size 50304 "
+)
+GPT_340M = GPT + "--num-layers 12 --hidden-size 1536 --num-attention-heads 12 "
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather "
 
 

@@ -1,10 +1,10 @@
 """What a step of real models costs: ``cd tests && python -m support.virtual_gpu.report [WORD ...]``
 
 For each model of ``plans.MODELS`` (with WORDs those whose names have one of them) the Muon part of
-a step is recorded on rank 0 and on the rank with most Newton-Schulz work: launches, host
-synchronisations and bytes over state, of the second step: the first makes the fused kernels'
-tables, too. With ``--deterministic`` as first word it is a step in torch's deterministic mode. The
-vote and Megatron's own part of ``optimizer.step()`` are not in it (``megatron`` records those).
+a step is recorded on the rank with most Newton-Schulz work: launches and bytes over state of the
+second step; the first makes the fused kernels' tables, too. With ``--deterministic`` as first word
+it is a step in torch's deterministic mode. The vote and Megatron's own part of ``optimizer.step()``
+are not in it (``megatron`` records those).
 """
 
 from __future__ import annotations
@@ -28,21 +28,14 @@ from support.virtual_gpu.step import record_step
 
 MIB = 1 << 20
 TORCHS: Way = "host ahead, torch's memory"
-HEAD = (
-    "| model | rank of the stage | rounds | matrices here | operations a step | launches | of them "
-    "NCCL's | host syncs | peak over state, MiB | with torch's memory |\n"
-    "|---|---|---|--:|--:|--:|--:|--:|--:|--:|"
-)
+HEAD = "| | launches | peak over state, busiest rank, MiB |\n|---|--:|--:|"
 
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """A rank of a stage; dense weights and experts are stepped one after the other."""
+    """The busiest rank of a stage; dense weights and experts are stepped one after the other."""
 
     model: str
-    rank: int
-    who: str  # why this rank is shown
-    rounds: tuple[int, ...]  # of each plan
     matrices: int  # that the rank orthogonalizes
     recordings: tuple[Recording, ...]  # dense and experts'
 
@@ -61,36 +54,15 @@ class ReportRow:
     def peak_bytes_if(self, way: Way) -> int:
         return max(recording.peak_bytes_if(way) for recording in self.recordings)
 
-    def line(self) -> str:
-        rounds = "+".join(map(str, self.rounds))
-        collectives = sum(len(recording.collectives) for recording in self.recordings)
-        return (
-            f"| {self.model} | {self.rank} ({self.who}) | {rounds} | {self.matrices} | "
-            f"{self.total('operations'):,} | {self.total('launches'):,} | {collectives} | "
-            f"{self.host_syncs} | {self.peak_bytes / MIB:,.0f} | "
-            f"{self.peak_bytes_if(TORCHS) / MIB:,.0f} |"
-        )
 
-
-def rows_of(model: Model, *, first: bool = True, **settings: object) -> list[ReportRow]:
-    """Rank 0 and the busiest rank of a model; the busiest alone without ``first``."""
+def row_of(model: Model, **settings: object) -> ReportRow:
+    """The busiest rank of a model."""
     config, plans = plans_of(model, **settings)
     work = [sum(flops) for flops in zip(*(plan.ns_flops() for _, plan in plans), strict=True)]
-    busiest = work.index(max(work))
-    shown = {busiest: "busiest"}
-    if first:
-        shown = {0: "first"} | shown if busiest else {0: "first and busiest"}
-    return [
-        ReportRow(
-            model.name,
-            rank,
-            who,
-            tuple(len(plan.rounds) for _, plan in plans),
-            sum(len(plan.for_rank(rank).homes) for _, plan in plans),
-            tuple(record_step(plan, rank, config, steps=2) for _, plan in plans),
-        )
-        for rank, who in shown.items()
-    ]
+    rank = work.index(max(work))
+    matrices = sum(len(plan.for_rank(rank).homes) for _, plan in plans)
+    recordings = tuple(record_step(plan, rank, config, steps=2) for _, plan in plans)
+    return ReportRow(model.name, matrices, recordings)
 
 
 def main(words: Sequence[str]) -> None:
@@ -101,8 +73,9 @@ def main(words: Sequence[str]) -> None:
     print(HEAD)
     for model in MODELS:
         if not words or any(word.lower() in model.name.lower() for word in words):
-            for row in rows_of(model, **settings):
-                print(row.line(), flush=True)
+            row = row_of(model, **settings)
+            peak = f"{row.peak_bytes / MIB:,.0f}"
+            print(f"| {model.name} | {row.total('launches'):,} | {peak} |", flush=True)
 
 
 if __name__ == "__main__":

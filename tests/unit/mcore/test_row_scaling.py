@@ -1,11 +1,14 @@
-"""A range of a matrix's elements is scaled as the whole matrix is."""
+"""QK-Clip's factors, and rows that are scaled by them."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_muon.mcore.qk_clip.factors import eta_of
 from megatron_muon.mcore.qk_clip.row_scaling import scale_rows
 
 
@@ -26,3 +29,10 @@ def test_any_range_is_scaled_as_in_the_whole(
     scale_rows(piece, start, cols, factors)
     expected = (whole.float() * factors[:, None]).to(dtype).view(-1)[start:stop]
     assert torch.equal(piece, expected)
+
+
+def test_a_head_of_negative_or_unusable_logits_is_left_as_it_is() -> None:
+    """Megatron's expression makes NaN of the weights of the first and zeros of the second's."""
+    inf, nan = math.inf, math.nan
+    found = eta_of(torch.tensor([-5.0, inf, nan, -inf, 400.0]), 5, 100.0)
+    assert found.tolist() == [1, 1, 1, 1, 0.25]

@@ -16,7 +16,7 @@ from megatron_muon.megatron_lm.layouts import _located, note, own_layout
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.count import choose
 from megatron_muon.settings.config import MuonConfig
-from support.virtual_gpu.plans import LLAMA_8B, OVERLAP, QWEN3_30B, settled_flags
+from support.virtual_gpu.plans import GPT_340M, LLAMA_8B, OVERLAP, QWEN3_30B, settled_flags
 
 LINK = MuonConfig(preset="fast", link_gbytes=12.0, rank_tflops=600.0)
 RUNS = {
@@ -24,6 +24,7 @@ RUNS = {
     "Llama-3-8B TP8 DP4": f"{LLAMA_8B} {OVERLAP} --tp 8 --world-size 32 ",
     "Qwen3-30B-A3B EP8": f"{QWEN3_30B} {OVERLAP} --ep 8 --world-size 64 ",
 }
+WITH_BIASES = {"340M DP16": f"{GPT_340M} {OVERLAP} --world-size 16 "}  # which are left out
 
 
 def arguments(words: str) -> Namespace:
@@ -54,13 +55,14 @@ def test_parameters_lie_where_megatron_puts_them(words: str) -> None:
             assert shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize("link", [3, 12, 50, 200])
-@pytest.mark.parametrize("name", ["Llama-3-8B TP1 DP8", "Llama-3-8B TP8 DP4"])
+@pytest.mark.parametrize("link", [3, 12, 25, 200])
+@pytest.mark.parametrize("name", ["Llama-3-8B TP1 DP8", "Llama-3-8B TP8 DP4", "340M DP16"])
 def test_by_both_speeds_a_run_takes_the_shorter_layout(name: str, link: int) -> None:
     """Within 5 % by the time model."""
-    words = f"{RUNS[name]} --muon-preset fast --muon-rank-tflops 600 --muon-link-gbytes {link}"
+    words = (RUNS | WITH_BIASES)[name] + "--muon-preset fast --muon-rank-tflops 600 "
+    words += f"--muon-link-gbytes {link}"
     speeds = {"network_gbytes": float(link), "network_efficiency": 1.0}
-    if "TP1" in name:  # one node
+    if "TP1 " in name:  # one node
         speeds |= {"node_gbytes": float(link), "node_efficiency": 1.0, "pair_gbytes": float(link)}
     hardware = H100.with_values(speeds, "the test")
     free, *others = (

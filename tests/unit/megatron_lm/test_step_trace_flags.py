@@ -14,12 +14,6 @@ def _args(folder: Path, **given: object) -> Namespace:
     return Namespace(**{"muon_trace_steps": "2:3", "muon_trace_dir": str(folder / "t"), **given})
 
 
-def test_a_run_without_the_flags_is_left_alone(tmp_path: Path) -> None:
-    check(Namespace())
-    check(Namespace(muon_trace_steps="", muon_trace_dir=""))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_namespace_may_be_checked_twice(tmp_path: Path) -> None:
     check(_args(tmp_path, train_iters=3))
     check(_args(tmp_path, train_iters=None))

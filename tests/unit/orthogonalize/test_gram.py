@@ -18,8 +18,7 @@ from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.settings.coefficients import GRAM_ERROR, GRAM_LEAST, SETS, NsDtype, schedule
 from support.drawn import WORST, trials
 from support.expected.oracle import newton_schulz
-from support.matrices import PANELS, config_of, drawn, exactly, inputs
-from support.normalized import normalize
+from support.matrices import PANELS, config_of, drawn, exactly, inputs, normalize
 
 PAIRS = [(name, steps) for name, found in SETS.items() for steps in found.restarts]
 DTYPES = get_args(NsDtype)

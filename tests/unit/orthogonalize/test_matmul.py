@@ -25,8 +25,7 @@ from megatron_muon.orthogonalize.newton_schulz import orthogonalize, standard_it
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
-from support.matrices import PANELS, config_of, drawn
-from support.normalized import normalize
+from support.matrices import PANELS, config_of, drawn, normalize
 
 DTYPES = get_args(NsDtype)
 CPU_DEVICE = torch.device("cpu")

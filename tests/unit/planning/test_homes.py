@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import random
-import time
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, get_args
 
@@ -13,14 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from figures.llama import llama_8b
-from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.iteration import makes_rows, ns_flops
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.agreed import description
-from megatron_muon.planning.grid import RankGrid
+from megatron_muon.planning.describe import node_lines
+from megatron_muon.planning.grid import RankGrid, neighbours_of
 from megatron_muon.planning.homes import HOME_LIMIT, HOME_SLACK, Price, Work, choose_homes, prices
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig
+from support.virtual_gpu.plans import small_plan
 
 SPEEDS = st.floats(min_value=1e-6, max_value=1e6)
 
@@ -131,16 +132,42 @@ def test_a_plan_is_said_to_follow_from_the_device_where_it_does() -> None:
     assert len({tuple(description([], one)) for one in every}) == 1
 
 
-def test_homes_of_ten_thousand_matrices_on_512_ranks_take_a_second_at_most() -> None:
-    """Of processor time; each on two ranks, and the first ranks hold most."""
-    chance = random.Random(0)
-    matrices = []
-    for _ in range(10_000):
-        rank = int(512 * chance.random() ** 2)
-        numel = chance.choice([1, 3, 10, 30]) * 10**6
-        part = chance.randrange(numel)
-        held = {rank: numel - part, (rank + 1) % 512: part}
-        matrices.append(Work(15_000 * numel, numel, held))
-    start = time.process_time()
-    choose_homes(matrices, 512, "balanced", prices(Numerics(MuonConfig(link_gbytes=12.3))))
-    assert time.process_time() - start <= 1.0
+@pytest.mark.parametrize(
+    ("nodes", "neighbours"),
+    [
+        ([0] * 16, 8),  # NVLink over many machines
+        ([0] * 8 + [1] * 8, 8),
+        ([0, 0, 0, 0, 1, 1, 1, 1], 4),
+        ([0, 0, 1, 1, 2, 2], 2),
+        ([0, 0, 0, 1, 1, 1], 1),  # teams of two would straddle
+        ([0, 1, 2, 3], 1),
+        ([0, 0, 0], 8),  # of one team, which is not full
+    ],
+)
+def test_teams_of_neighbours_are_of_one_node(nodes: list[int], neighbours: int) -> None:
+    assert neighbours_of(nodes) == neighbours
+
+
+def test_a_run_is_told_of_shares_that_may_leave_a_node() -> None:
+    """By its launcher, or by the order of its ranks; a node of all neighbours says nothing."""
+    config = MuonConfig(split_matrices=4)
+    plan = small_plan(config, tp=2, dp=4)
+    assert node_lines([plan], config, ranks_here=8) == []
+    assert node_lines([plan], config, ranks_here=4) == []  # which have all homes of a matrix
+    (machine,) = node_lines([plan], config, ranks_here=2)
+    assert "a machine has 2 ranks" in machine and "set it to 2" in machine
+    apart = replace(plan, grid=replace(plan.grid, neighbours=2))
+    assert node_lines([apart], config, ranks_here=8) == []  # whole squares travel but once a sum
+    rows = replace(apart, shared=tuple(replace(one, gathers=(2, 2)) for one in apart.shared))
+    (order,) = node_lines([rows], config, ranks_here=8)
+    assert "only 2 of a stage's ranks" in order and "set it to 2" in order
+    whole = small_plan(MuonConfig(), tp=2, dp=4)
+    assert node_lines([whole], MuonConfig(), ranks_here=4) == []
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda_symmetric"])
+def test_more_homes_than_a_node_has_make_no_rows(device: Device) -> None:
+    for node_ranks, by_rows in ((8, True), (4, False)):
+        config = MuonConfig(preset="fast", node_ranks=node_ranks)
+        assert makes_rows(8192, 8192, 8, Numerics(config, device)) == by_rows
+        assert makes_rows(8192, 8192, 4, Numerics(config, device))

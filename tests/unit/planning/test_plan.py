@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from figures.llama import llama_8b
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.agreed import description, fingerprint
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import Price, Work, choose_homes
 from megatron_muon.planning.layout import Parameter, Span, batched_matrices, whole_matrix
@@ -226,18 +224,6 @@ def test_llama_8b_moves_few_bytes(
     assert len(plan.boundary_parameters()) <= dp_size - 1
 
 
-@pytest.mark.parametrize("homes", ["balanced", "local"])
-def test_a_plan_for_1024_ranks_takes_two_seconds_at_most(homes: str) -> None:
-    """Of processor time; `test_routes_command` measures DeepSeek-V3's stages with experts."""
-    parameters, _ = llama_8b(1024)
-    config = MuonConfig(homes=homes)
-    start = time.process_time()
-    plan = make_plan(parameters, RankGrid(((tuple(range(1024)),),)), Numerics(config))
-    plan.for_rank(1023)
-    fingerprint(description(parameters, Numerics(config)))
-    assert time.process_time() - start <= 2.0
-
-
 def test_a_tables_size_does_not_follow_the_stages() -> None:
     """At 64 DP ranks a rank's lists are as long as what it has and whom it shares it with."""
     plan = small_plan(MuonConfig(), tp=1, dp=64)
@@ -247,3 +233,53 @@ def test_a_tables_size_does_not_follow_the_stages() -> None:
             own = len(table.matrices) + len(table.staged_sizes)
             assert len(table.sent_to) + len(table.received_from) <= own
             assert len(shared) <= own
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 6, 8, 12, 24])
+@pytest.mark.parametrize("parts", [(4, 1, 1), (2, 2, 1, 1), (8, 2, 2), (1, 1)], ids=str)
+def test_tp_cuts_the_rows_of_one_rank_wherever_it_may(tp_size: int, parts: tuple[int, ...]) -> None:
+    """Block by block, the rows of all TP ranks after one another are those of one rank."""
+    named = tuple((str(index), count) for index, count in enumerate(parts))
+
+    def rows(tp_size: int) -> list[tuple[int, int]]:
+        sections = repeated(24 // sum(parts), named)
+        _, blocks = sectioned("w", (24 // tp_size, 1), 0, tp_size, sections)
+        found = []
+        for local in blocks:
+            assert [b.rows.start for b in local] == [0, *(b.rows.stop for b in local[:-1])]
+            assert local[-1].rows.stop == 24 // tp_size
+            found += [(b.matrix, b.matrix_row + i) for b in local for i in range(b.rows.size)]
+        return found
+
+    groups = 24 // sum(parts)
+    whole = [(p, g * n + i) for g in range(groups) for p, n in enumerate(parts) for i in range(n)]
+    assert rows(tp_size) == rows(1) == whole
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+@pytest.mark.parametrize("names", [("z", "x", "dt"), ("", "", "")], ids=["apart", "one"])
+def test_tp_cuts_each_section_for_itself(tp_size: int, names: tuple[str, ...]) -> None:
+    """A rank holds its range of every section; a matrix has its rows in the order of one rank."""
+    counts = (12, 6, 6)
+    sections = tuple((Rows(name, count),) for name, count in zip(names, counts, strict=True))
+    matrices, blocks = sectioned("w", (24 // tp_size, 1), 0, tp_size, sections)
+    whole = [(name, row) for name, count in zip(names, counts, strict=True) for row in range(count)]
+    if not names[0]:
+        whole = [("", row) for row in range(24)]
+    starts = [sum(counts[:index]) for index in range(3)]
+    parts = [m.name.removeprefix("w").strip("[]") for m in matrices]
+    for tp_rank, local in enumerate(blocks):
+        held = [
+            whole[start + tp_rank * count // tp_size + row]
+            for start, count in zip(starts, counts, strict=True)
+            for row in range(count // tp_size)
+        ]
+        found = [(parts[b.matrix], b.matrix_row + i) for b in local for i in range(b.rows.size)]
+        assert found == held
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="w: 7 rows on each of 2 TP ranks are not the 16 of q, k"):
+        sectioned("w", (7, 1), 0, 2, repeated(4, (("q", 2), ("k", 2))))
+    with pytest.raises(ValueError, match="w: 2 TP ranks cannot hold equal parts of the 3 rows of"):
+        sectioned("w", (4, 1), 0, 2, ((Rows("gate", 3),), (Rows("up", 5),)))

@@ -12,6 +12,7 @@ from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
 from megatron_muon.orthogonalize.soundness import Soundness
 from megatron_muon.runtime import update
+from megatron_muon.runtime.states import of_halves, write_halves
 from megatron_muon.runtime.update import Foreach
 
 BAD = (torch.nan, torch.inf, -torch.inf)
@@ -23,7 +24,7 @@ def test_a_marked_run_stays_and_others_do_not_notice(
     dtype: torch.dtype, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a long run is updated in several parts, and beside a matrix without decay."""
-    monkeypatch.setattr(update, "ELEMENTS_AT_ONCE", 10)
+    monkeypatch.setattr(update, "_IN_CACHE", 10)
     generator = torch.Generator().manual_seed(0)
     sizes, factors, decays = [3, 25, 7, 1], [0.1, 0.2, 0.3, 0.4], [0.0, 0.1, 0.1, 0.0]
     before = list(torch.randn(sum(sizes), generator=generator).split(sizes))
@@ -65,3 +66,17 @@ def test_a_home_knows_of_any_entry_that_is_not_finite(
         assert norms.isnan().tolist() == [False, True]
         assert lines.isfinite().tolist() == [True, False]
         assert staged[: rows * cols].isfinite().all()
+
+
+def test_halves_are_exact_and_the_first_is_nearest_and_in_a_tie_away_from_zero() -> None:
+    upper = torch.arange(-(2**15), 2**15, 7, dtype=torch.int32)[:, None] << 16  # every exponent
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    bits = (upper | lower)[upper.view(torch.float32).isfinite()[:, 0]].view(-1)
+    values = bits.view(torch.float32)
+    high = torch.empty(len(bits), dtype=torch.bfloat16)
+    remainder = torch.empty(len(bits), dtype=torch.int16)
+    write_halves(values.clone(), high, remainder)
+    assert torch.equal(of_halves(high, remainder).view(torch.int32), bits)
+    is_tie = bits & 0xFFFF == 0x8000
+    assert torch.equal(high[~is_tie], values[~is_tie].bfloat16())
+    assert (high[is_tie].float().abs() > values[is_tie].abs()).all()

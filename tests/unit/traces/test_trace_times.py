@@ -127,39 +127,6 @@ def test_gloos_event_is_of_the_operator_that_started_it(
     assert kind["GB/s"] == pytest.approx(size / 200e-6 / 1e9)
 
 
-def test_collectives_that_wait_in_line_are_matched_in_order(tmp_path: Path) -> None:
-    sizes = {"Input Dims": [[4], [8]], "Input type": TWO}
-    _, kinds = _times(
-        tmp_path,
-        *(STEP, gloo("all_reduce", 5, 50, 3)),  # from before the trace
-        *(mark("grads/reduce", 10, 40), event("c10d::_reduce_scatter_base_", 20, 30, args=sizes)),
-        event("c10d::allreduce_", 60, 70, args={"Input Dims": [[[5]]]}),
-        *(gloo("all_reduce", 55, 100, 8), gloo("all_reduce", 100, 200, 5)),
-    )
-    name = "reduce_scatter fp32 grads/reduce"
-    assert kinds.bytes.to_dict() == {"all_reduce fp32": (3 + 5) * 4, name: 32}
-    # two ranks: half of it is sent
-    assert kinds["bus GB/s"][name] == pytest.approx(32 / 45e-6 / 1e9 / 2)
-    _, kinds = _times(tmp_path, STEP, gloo("all_reduce", 0, 10))  # no recorded shapes
-    assert kinds[["bytes", "GB/s", "bus GB/s"]].isna().all().all()
-
-
-KERNELS = {
-    RING: "all_gather",
-    "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x<4096ul>)": "reduce_scatter",
-    "ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)": "all_reduce",
-    "ncclAllReduceRingLLKernel_sum_f32(ncclColl)": "all_reduce",
-    "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*)": "send_recv",
-    "ncclDevKernel_Generic(ncclDevComm*)": "nccl",
-}
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_nccls_kernels_are_known_by_name(name: str, tmp_path: Path) -> None:
-    _, kinds = _times(tmp_path, STEP, kernel(name, 0, 10))
-    assert list(kinds.index) == [KERNELS[name]] and kinds.bytes.isna().all()
-
-
 NCCL = {  # collective, elements, ranks, dtype: name, bytes, bytes on the bus
     ("_allgather_base", 1000, 4, "BFloat16"): ("all_gather bf16", 2000, 1500),
     ("_reduce_scatter_base", 1000, 8, "Float"): ("reduce_scatter fp32", 4000, 3500),
@@ -196,46 +163,8 @@ def test_an_nccl_kernel_is_in_the_phase_that_launched_it(tmp_path: Path) -> None
     }
 
 
-def test_a_collectives_place_is_the_innermost_annotation_of_its_thread(tmp_path: Path) -> None:
-    _, kinds = _times(
-        tmp_path,
-        *(STEP, mark("layer", 0, 900), mark("before", 100, 200), mark("attention", 300, 800)),
-        *(mark("softmax", 350, 380), mark("elsewhere", 300, 800) | {"tid": 5}),
-        *(event("c10d::allreduce_", 400, 410), gloo("all_reduce", 405, 500)),
-        *(event("c10d::send", 850, 860), gloo("send", 855, 990)),
-    )
-    assert list(kinds.index) == ["send layer", "all_reduce attention"]
-
-
 def test_kernels_after_the_hosts_last_step_are_in_it(tmp_path: Path) -> None:
     events = (mark("ProfilerStep#1", 0, 100), kernel("gemm", 50, 400))
     assert _times(tmp_path, *events)[0].step_ms == 0.4
     # our own traces wait for the GPU within a step, and meet other ranks after the last one
     assert _times(tmp_path, *events, megatron_muon={"stage": 0})[0].step_ms == 0.1
-
-
-MARKS = [
-    *(mark("Optimizer.step#FusedAdam.step", 100, 200), mark("muon/update", 150, 300)),
-    *(mark("params/gather/wait", 400, 450), mark("forward", 0, 900)),
-]
-
-
-@pytest.mark.parametrize(
-    ("more", "ms"),
-    [
-        ([], 0.25),
-        ([mark("optimizer/step", 90, 490)], 0.4),
-        (
-            [
-                event("optimizer/step", 600, 700, "gpu_user_annotation", pid=0),
-                kernel("gemm", 600, 700),
-            ],
-            0.1,
-        ),
-    ],
-    ids=["its parts", "its own mark", "on the GPU"],
-)
-def test_the_optimizers_share_is_its_own_mark_else_that_of_its_parts(
-    more: list[Event], ms: float, tmp_path: Path
-) -> None:
-    assert _times(tmp_path, STEP, *MARKS, *more)[0].optimizer_ms == pytest.approx(ms)

@@ -1,0 +1,98 @@
+"""Arguments of every command: ``--help`` without a Megatron, and wrong ones, before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_muon.lab.commands import BENCHES, COMMANDS, GONE, main
+from support.models.model_flags import TINY as TINY_WORDS
+from support.processes import python
+
+LINES = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)]
+# without what only some environments have; prints each help, or what went wrong
+CODE = """
+import sys
+for name in ("megatron", "pandas", "matplotlib", "tensorboard"):
+    sys.modules[name] = None
+from megatron_muon.lab.commands import main
+for line in LINES:
+    try:
+        print(main([*line, "--help"]))
+    except SystemExit as ended:
+        print(ended.code)
+    print("END")
+"""
+
+
+@pytest.fixture(scope="module")
+def helps() -> list[str]:
+    done = python("-c", CODE.replace("LINES", repr(LINES)), COLUMNS="80")
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.split("END\n")
+
+
+@pytest.mark.parametrize("line", LINES, ids=" ".join)
+def test_help_needs_no_megatron_and_fits_a_terminal(line: list[str], helps: list[str]) -> None:
+    *lines, status = helps[LINES.index(line)].splitlines()
+    assert lines[0].startswith(" ".join(["usage: megatron-muon", *line])) and status == "0"
+    assert len(lines) <= 60 and max(map(len, lines)) <= 80
+
+
+def test_there_are_at_most_eight_commands() -> None:
+    assert len(COMMANDS) <= 8
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_what_is_gone_says_what_to_use(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*name.split(), "x"]) == 2
+    assert capsys.readouterr().err == f"megatron-muon {name} is gone: {GONE[name]}\n"
+
+
+TINY = " ".join([*TINY_WORDS, "--world-size 4"])
+SAID = {
+    "accept out --only speed": "--only speed: choose from bits, checkpoint, cost, doctor",
+    "accept out --minutes 0": "argument --minutes: must be",
+    "accept out --device cpu --ranks 3": "--ranks 3: give 1 or an even number",
+    "bench newton-schulz --device nowhere": "--device nowhere: cpu, cuda or cuda:N",
+    "bench speeds --ranks 4": "--ranks needs 4 GPUs (one per rank), but only 3 are visible",
+    "bench speeds --shape 64": "a shape is ROWSxCOLS, got '64'",
+    "bench step --ep 2 --num-experts 3": "--num-experts 3 is not a multiple of --ep 2",
+    "bench step --tp 2 --dp 4": "DP needs 8 GPUs (one per rank), but only 3 are visible",
+    # those of Megatron-LM's that rows cannot have, or would not feel
+    "bench step --fp16 --dp 1": "--fp16 cannot be given here: every row is in bf16",
+    "bench step --lr 1e-3": "unrecognized arguments: --lr 1e-3",
+    "curves x/a.json y/a.json": "give two runs or more, of different names",
+    "curves a=1 b=2 --tag loss=x": "--tag is KIND=NAME",
+    f"plan {TINY} --hardware tpu": "--hardware tpu: neither a file nor one of h100, h200, b200",
+    f"plan {TINY} --set launch_us=fast": "'fast' is not a finite number",
+    f"plan {TINY} --stage 3": "--stage 3: the last pipeline stage is 0",
+    f"plan {TINY} --muon-full-period 5": "with TP 1 there are no slices, so every step is full",
+    f"plan {TINY} --muon-exclude *": "Muon has none of the model's",
+    f"plan {TINY} --sweep tp": "--sweep tp: give NAME=VALUE,VALUE,...",
+    f"plan {TINY} --sweep lr=1e-3,1e-4": "unrecognized arguments: --lr 1e-3",
+    "routes --num-layers 2 --no-such 3": "unrecognized arguments: --no-such 3: without a run's",
+    "routes --num-layers 2 x.py --lr 1": "arguments: --num-layers 2: the run's own",
+    "routes --model llama3-8b x.py": "--model is for where no script is given",
+    "trace report": "the following arguments are required: TRACE",
+    "trace merge .": "is gone: https://ui.perfetto.dev opens several",
+    "checkpoint repair .": "invalid choice: 'repair'",
+}
+FILES = ("accept out", "bench step", "curves a=1 b=2", f"plan {TINY}", "routes", "trace report .")
+SAID |= {f"{line} --json no/x.json": "--json no/x.json: there is no folder no" for line in FILES}
+
+
+@pytest.mark.parametrize("line", SAID)
+def test_what_is_wrong_is_named(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    try:
+        status = main(line.split())
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "") and SAID[line] in err.splitlines()[-1], err
+    assert list(tmp_path.iterdir()) == []
