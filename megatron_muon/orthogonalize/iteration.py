@@ -48,7 +48,7 @@ _KERNEL_FLOPS = 9, 16
 # The auto iteration's table: (short side from here on, limit). Gram is taken where its flops are at
 # most this fraction of standard's. CPU limits are measured by `megatron-muon bench newton-schulz`
 # on one thread, cpu_bf16 with AVX512_BF16. CUDA limits are not measured. With them an H100's time
-# model has no shape more than 2 % slower, alone or in a batch (test_pricing_iterations). The time
+# model has no shape more than 2 % slower, alone or in a batch (test_pricing_counts). The time
 # of one small matrix depends on its number of kernels only, so the table misses what gram would
 # gain with batches of small ones.
 _AUTO: dict[Device, tuple[tuple[int, float], ...]] = {

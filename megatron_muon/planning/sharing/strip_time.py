@@ -2,7 +2,7 @@
 
 Homes of a matrix add squares, put rows of them together and turn strips. All of it takes messages,
 which every home waits for, and passes over memory. ``pricing.kernels`` has the same with floats,
-for any hardware; ``test_pricing_iterations`` holds the two together. Here bytes count by
+for any hardware; ``test_pricing_counts`` holds the two together. Here bytes count by
 ``link_gbytes`` and by the two ratios below, so that they follow a setting; all else is an H100's.
 """
 
