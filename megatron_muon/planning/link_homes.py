@@ -6,7 +6,7 @@ ends last gives a matrix away or takes one that it holds some of, as long as all
 concerns end before it did. The rounds of each choice are then run in time. The first choice, by
 work, stays unless another gains ``_LEAST_GAIN``. Plain integers in the unit of ``homes.Price``, the
 same on every rank and restart. Strips keep their homes: their number, and so all bits, are chosen
-before. ``pricing.step`` runs every operation; ``test_link_homes`` holds the choice to its times.
+before. ``pricing.step`` runs every operation; ``test_shared_models`` holds the choice to its times.
 """
 
 from __future__ import annotations

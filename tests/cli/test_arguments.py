@@ -54,7 +54,6 @@ TINY = " ".join([*TINY_WORDS, "--world-size 4"])
 SAID = {
     "accept out --only speed": "--only speed: choose from bits, checkpoint, cost, doctor",
     "accept out --minutes 0": "argument --minutes: must be",
-    "accept out --device cpu --ranks 3": "--ranks 3: give 1 or an even number",
     "bench newton-schulz --device nowhere": "--device nowhere: cpu, cuda or cuda:N",
     "bench speeds --ranks 4": "--ranks needs 4 GPUs (one per rank), but only 3 are visible",
     "bench speeds --shape 64": "a shape is ROWSxCOLS, got '64'",

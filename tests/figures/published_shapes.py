@@ -195,9 +195,8 @@ def main() -> None:
     print(HEAD)
     for name, shape in SHAPES.items():
         if not sys.argv[1:] or any(word in name for word in sys.argv[1:]):
-            print(
-                f"| {name} | {shape.ranks:,} | {' | '.join(_cells(name, checkout))} |", flush=True
-            )
+            cells = " | ".join(_cells(name, checkout))
+            print(f"| {name} | {shape.ranks:,} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

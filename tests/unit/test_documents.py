@@ -91,14 +91,6 @@ def test_tests_that_a_page_names_are_there(page: Path) -> None:
         assert any((ROOT / "tests").rglob(name)), name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_sentence_opens_the_wrong_way_round(page: Path) -> None:
-    """Subject, verb, object."""
-    text = documents.prose(page.read_text())
-    opening = re.compile(r"(?:^|^- |[.:!?|*] )((?:Of|What|Whose|That which) .*)", re.MULTILINE)
-    assert opening.findall(text) == []
-
-
 def test_the_site_has_every_page() -> None:
     nav = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").glob("*.md"):

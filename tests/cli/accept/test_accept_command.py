@@ -116,6 +116,13 @@ def test_a_test_without_time_or_an_end_is_not_taken_for_good(
     assert checks["killed"]["tests"][-1]["text"] == "pytest was ended by signal 9"
 
 
+def test_flags_that_do_not_fit_the_machine_end_with_2(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["accept", str(tmp_path), "--device", "cpu", "--ranks", "3"]) == 2
+    assert "--ranks 3: give 1 or an even number" in capfd.readouterr().err
+
+
 def test_a_package_without_its_tests_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

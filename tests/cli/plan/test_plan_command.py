@@ -204,10 +204,6 @@ def test_any_flag_can_be_swept(tmp_path: Path) -> None:
     matrices = [point["stages"][0]["matrices"] for point in swept["points"]]
     # two layers of qkv, proj, fc1 and fc2: q, k and v are one, three or 3 x 4 heads
     assert matrices == [2 * (3 + 3), 2 * (1 + 3), 2 * (12 + 3)]
-    words = f"{TP} 2 --world-size 4 --sweep muon-ns-dtype=bf16,fp32"  # TP always moves some
-    swept = written(words, tmp_path / "sweep.json")
-    sent = [point["stages"][0]["rows"][1]["inside"]["mean"] for point in swept["points"]]
-    assert sent[1] == 2 * sent[0] > 0
 
 
 def test_batches_change_the_share_and_not_the_step(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from support import PYTHON311, ROOT, TESTS, te_on_cpu
-from support.expected.oracle import qkv_rows
+from support.expected.oracle import is_muon, qkv_rows
 from support.megatron_lm.against_oracle import oracle_of, outside, recorded, stepped
 from support.megatron_lm.scripts import (
     CHECKOUT,
@@ -61,6 +61,11 @@ HYPER = "--spec support.models.hyper_connections layer"
 IN_PROJ = (  # Mamba's is marked as none of Muon's from core 0.20 on
     "--muon-include *in_proj.weight --muon-split *in_proj.weight=parts"
 )
+IN_PROJ_ROWS = {  # by their sum: z, x, B, C, dt of Mamba-2; query, key, value, z and gates
+    392: (128, 128, 64, 64, 8),
+    400: (64, 64, 128, 128, 8, 8),
+    640: (64, 64, 128, 128, 64, 64, 128),
+}
 GROUPS = "--group-query-attention --num-query-groups 2 "
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -78,12 +83,12 @@ class Model:
     Attributes:
         flags: of pretrain_gpt.py, or beside ``pattern``.
         pattern: the layers of a hybrid, with ``|`` between the stages of PP2.
-        stack: the spec of a hybrid.
+        stack: the spec of a hybrid, by its first words.
     """
 
     flags: str
     pattern: str = ""
-    stack: str = "hybrid_stack_spec"
+    stack: str = "hybrid"
 
 
 MODELS = {
@@ -96,9 +101,7 @@ MODELS = {
     "sparse-mla": Model(f"{LATENT} {SPARSE} --swiglu"),
     "hyper-connections": Model(f"{HYPER} --enable-mhc-connections --swiglu"),
     "delta-2": Model(f"{DELTA} --swiglu --experimental-attention-variant gdn2 {ONE_GROUP}"),
-    "delta-product": Model(
-        f"{HYBRID} --mamba-num-heads 8", "M*|-M", "gated_delta_product_stack_spec"
-    ),
+    "delta-product": Model(f"{HYBRID} --mamba-num-heads 8", "M*|-M", "gated_delta_product"),
     "dense": Model("--swiglu"),
 }
 # Of every large script of slime and miles.
@@ -106,17 +109,15 @@ ON_HOST = (
     "--bf16 --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer"
 )
 SINCE = {  # the first core with a model
-    "delta" + CP2: (0, 18),
+    **dict.fromkeys(("delta" + CP2, "delta-gated-experts" + CP2), (0, 18)),
+    **dict.fromkeys(("hyper-connections", "delta-2", "delta-product"), (0, 20)),
     "sparse-mla": (0, 19),
-    "hyper-connections": (0, 20),
-    "delta-2": (0, 20),
-    "delta-product": (0, 20),
 }
 LAYOUTS = {
-    **dict.fromkeys(("mamba", "delta", "delta-2"), (TP2, PP2, CP2)),
-    **dict.fromkeys(("mamba-latent-experts", "delta-gated-experts"), (TP2, EP2)),
-    **{"sinks": (TP2, PP2), "mla-mtp": (TP2, EP2, MTP_ALONE), "sparse-mla": (TP2, PP2)},
-    **{"hyper-connections": (TP2, DP2), "delta-product": (TP2, PP2, CP2)},
+    **dict.fromkeys(("mamba", "delta", "delta-2", "delta-product", "sinks"), (TP2, PP2, CP2)),
+    **dict.fromkeys(("mamba-latent-experts", "delta-gated-experts"), (TP2, PP2, CP2, EP2)),
+    **{"mla-mtp": (TP2, CP2, EP2, MTP_ALONE), "sparse-mla": (TP2, PP2)},
+    **{"hyper-connections": (TP2, CP2, DP2)},
 }
 
 SWITCHED = [
@@ -133,7 +134,7 @@ def _command(model: Model, layout: str) -> tuple[Path, str]:
         flags = f"{model.flags} --spec {spec} --hybrid-override-pattern"
         return CHECKOUT / "pretrain_mamba.py", f"{flags} {model.pattern.replace('|', '')}"
     pattern = model.pattern if layout == PP2 else model.pattern.replace("|", "")
-    spec = f"megatron.core.models.hybrid.hybrid_layer_specs {model.stack}"
+    spec = f"megatron.core.models.hybrid.hybrid_layer_specs {model.stack}_stack_spec"
     flags = f"{model.flags} --spec {spec} --hybrid-layer-pattern {pattern}"
     return CHECKOUT / "pretrain_hybrid.py", flags
 
@@ -213,30 +214,31 @@ def test_a_switch_from_adamw_elsewhere_is_that_on_one_process(
     assert one[0] == pytest.approx(losses(adamw)[3], rel=2e-5) and one[1] != losses(adamw)[5]
 
 
-def fused_rows(name: str, w: torch.Tensor, gated: bool) -> list[list[int]]:
+def fused_rows(name: str, w: torch.Tensor, flags: str) -> list[list[int]]:
     """The rows of each matrix of a weight, from what its module's forward does with its output."""
     leaf = name.split(".")[-2]
     if leaf == "linear_qkv":
-        return qkv_rows(heads=4, groups=2, head_size=16, gated=gated)
-    sizes = (w.shape[0],)
-    if leaf == "in_proj":  # z, x, B, C, dt of Mamba-2; query, key, value, z, beta, alpha
-        sizes = (64, 64, 128, 128, 8, 8) if gated else (128, 128, 64, 64, 8)
-    rows = torch.arange(w.shape[0]).split(list(sizes))
-    return [part.tolist() for part in rows]
+        groups = 1 if ONE_GROUP in flags else 2
+        return qkv_rows(heads=4, groups=groups, head_size=16, gated=DELTA in flags)
+    sizes = IN_PROJ_ROWS[w.shape[0]] if leaf == "in_proj" else (w.shape[0],)
+    return [part.tolist() for part in torch.arange(w.shape[0]).split(list(sizes))]
 
 
-@pytest.mark.parametrize("name", ["mamba", "delta", "sparse-mla", "hyper-connections"])
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "delta-product"])
 def test_three_steps_equal_the_oracles(name: str, tmp_path: Path) -> None:
     needs(name, "")
     script, options = _command(MODELS[name], "")
-    fused = IN_PROJ if name in ("mamba", "delta") else ""
+    fused = IN_PROJ if name.startswith(("mamba", "delta")) else ""
     run = recorded(
         *(tmp_path / "run.pt", RUN, options, "--muon-ns-dtype fp32", fused),
         script=script.name, model=_model(options), PYTHONPATH=_path(CHECKOUT),
     )  # fmt: skip
-    blocks = partial(fused_rows, gated=name == "delta")
-    oracle = stepped(run, oracle_of(run, blocks=blocks))
-    assert outside(run, "fp32", oracle, blocks=blocks) == set()
+    of_model = {
+        "blocks": partial(fused_rows, flags=options),
+        "is_muon": lambda n, w: is_muon(n, w) and min(w.shape) > 1,
+    }
+    oracle = stepped(run, oracle_of(run, **of_model))
+    assert outside(run, "fp32", oracle, **of_model) == set()
 
 
 @pytest.mark.parametrize("layout", [TP2, f"{EP2} --overlap-grad-reduce --overlap-param-gather"])

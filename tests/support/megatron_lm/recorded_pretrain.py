@@ -22,8 +22,7 @@ original = optimizers.ChainedOptimizer.step
 
 def weights(optimizer: Any) -> dict[str, torch.Tensor]:
     """By name, the fp32 parameters of the model, which are the main ones too."""
-    (part,) = optimizer.chained_optimizers
-    (chunk,) = part.model_chunks
+    (chunk,) = optimizer.chained_optimizers[0].model_chunks  # experts have one of their own
     return {name.removeprefix("module.module."): p for name, p in chunk.named_parameters()}
 
 

@@ -5,28 +5,36 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args, get_type_hints
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on
 from megatron_muon.orthogonalize.numerics import Device, Numerics
+from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import Loads, Price, Work
 from megatron_muon.planning.layout import Parameter, Span, Strip, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.sharing.stage_time import stage_time
 from megatron_muon.planning.sharing.strip_time import NODE_LINK, strip_time
+from megatron_muon.planning.slices import Matrix
 from megatron_muon.planning.strips import (
     can_share,
     choose_counts,
     in_strips,
     strip_homes,
 )
+from megatron_muon.runtime import collectives
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.settings.config import MuonConfig, named
-from support.one_home import step_of_home
 
 GRAM = MuonConfig(split_matrices=2, ns_iteration="gram")
 
@@ -153,7 +161,7 @@ def test_homes_of_a_tiny_matrix_make_a_step(count: int) -> None:
             strips = [matrix for matrix in plan.matrices if matrix.strip is not None]
             assert len(strips) in (0, count)
             for home in {matrix.home for matrix in (*strips[:1], *strips[-1:])}:
-                step_of_home(home, strips, plan.size, config)()
+                _step_of_home(home, strips, plan.size, config)()
 
 
 # Every setting that takes a number: alone, in a pair or in a triple.
@@ -303,3 +311,32 @@ def test_homes_on_several_nodes_take_longer() -> None:
         for neighbours in (4, 2)
     )
     assert near.elements < far.elements and near.waits == far.waits
+
+
+def _step_of_home(
+    home: int, strips: Sequence[Matrix], ranks: int, config: MuonConfig
+) -> Callable[[], None]:
+    """Newton-Schulz of the strips at ``home`` alone, as ``runtime.round`` calls it."""
+    own = [strip for strip in strips if strip.home == home]
+    sharing = Sharers(strips, home, None, range(ranks), Meter())
+    dtype = TORCH_DTYPE[Numerics(config).travels]
+    held = [torch.randn(strip.rows, strip.cols).to(dtype) for strip in own]
+    moves = torch.ones(len(own), dtype=torch.bool)
+
+    def step() -> None:
+        with mock.patch.object(collectives, "start_messages", _received_at_once):
+            turned = sharing.turned(held) if own[0].is_turned else held
+            orthogonalize_strips(
+                turned, own[0].whole, moves, numerics_on(moves.device, config), sharing
+            )
+            if own[0].is_turned:
+                sharing.turn_back(turned, held)
+
+    return step
+
+
+def _received_at_once(name: str, sent: torch.Tensor, route: Any) -> collectives.Pending | None:
+    if not route.messages:
+        return None
+    received = sent.new_zeros(route.received)
+    return collectives.Pending(name, route.group, sent, received, [])

@@ -1,11 +1,13 @@
-"""What Transformer Engine and Megatron mark on weights, by version, and that the stand-in does so.
+"""GPTs of Transformer Engine's own modules: their marks by version, and bits of one process.
 
 Megatron's gradient norm and checkpoints go by these marks, and several are wrong: weights that are
-duplicated over TP are marked as cut, an expert's second layer as cut along the other dim.
+duplicated over TP are marked as cut, an expert's second layer as cut along the other dim. The
+stand-in does so, too. The modules' Python is real; see ``te_on_cpu``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,7 +16,7 @@ import torch
 
 from support import te_on_cpu
 from support.installed import VERSION
-from support.models.gpt import Case, Topology, build
+from support.models.gpt import Case, Topology, build, check, runs_of
 from support.ranks import run
 
 pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
@@ -130,3 +132,32 @@ def test_the_dry_run_stands_in_with_the_same_parameters(
         }
 
     assert shown(own) == shown(ours)
+
+
+T = Topology
+SP = {"sequence_parallel": True}
+BF16 = Case(steps=4)
+EXPERTED = replace(BF16, moe=True)
+GROUPED = replace(EXPERTED, grouped="te")
+MLA = replace(BF16, mla="duplicated")
+
+
+LARGE, EP2 = T(2, 2, 2, overlap=True, **SP), T(2, 1, 2, ep=2, **SP)
+RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
+    "dense": (BF16, [LARGE], []),
+    "gated": (replace(BF16, gated=True), [T(2, 1, 2)], []),
+    "fp32": (replace(BF16, bf16=False), [T(dp=3)], []),
+    "vpp": (replace(BF16, layers=4), [T(pp=2, dp=2, chunks=2, overlap=True)], []),
+    "grouped-gated": (replace(GROUPED, gated=True), [EP2], []),
+    "grouped": (GROUPED, [T(2, ep=2, etp=1, **SP), T(dp=6, ep=2)], []),
+    "sequential": (EXPERTED, [EP2], []),
+    "mla": (MLA, [T(2, 1, 2, **SP)], []),
+    "mla-grouped": (replace(GROUPED, mla="duplicated", gated=True), [EP2], []),
+    "mtp": (replace(BF16, mtp=True), [T(2, 2, 2)], []),
+    "dense-and-experts": (replace(GROUPED, dense_layers=1), [T(pp=2, dp=2, ep=2)], []),
+}
+
+
+@pytest.mark.parametrize(("case", "topology"), runs_of(RUNS))
+def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
+    check(case, topology)
