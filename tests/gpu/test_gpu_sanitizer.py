@@ -1,6 +1,6 @@
 """Does a step race? Torch's CUDA sanitizer sees operations of torch, and no race of NCCL.
 
-Send and receive do not tell it what they write. ``tests/unit/virtual_gpu`` holds those orders.
+Send and receive do not tell it what they write. ``tests/models`` holds those orders.
 """
 
 from __future__ import annotations
