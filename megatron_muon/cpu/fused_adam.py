@@ -13,6 +13,8 @@ import torch
 
 _STATES = ("exp_avg", "exp_avg_sq")
 _CHUNK = 1 << 20  # elements worked on at a time: bounds the temporaries to three times 4 MiB
+# torch's, where this module asks a shard for a gradient that Muon's have not
+warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", module=__name__)
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -67,10 +69,7 @@ class FusedAdam(torch.optim.Optimizer):
             for param in group["params"]:
                 if len(self.state[param]) == 0:
                     self.initialize_state(param, False)
-                with warnings.catch_warnings():  # torch's, of a shard without gradient: Muon's
-                    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-                    moves = param.grad is not None
-                if moves:
+                if param.grad is not None:
                     self._update(param, group)
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:

@@ -139,9 +139,7 @@ def _stage(kind: StagePlan) -> Iterator[str]:
         "optimizer"
     )
     header = ["mean / most of a rank", *(TITLES[row.name] for row in kind.rows)]
-    none = {_HOST: "0"} | dict.fromkeys(
-        (_FULL, _BLOCK, _LINK, _THERE), "-"
-    )  # lines that most runs lack
+    none = {_HOST: "0", **dict.fromkeys(_RARE, "-")}  # lines that most runs lack
     figures = [
         (name, of)
         for name, of in FIGURES
@@ -192,6 +190,7 @@ def _seconds(name: str) -> Callable[[PlannedStep], str]:
 
 _FULL, _BLOCK = "a full step, ms", "a block step, ms"
 _LINK, _THERE = "state to the host, ms", "AdamW there, ms"
+_RARE = _FULL, _BLOCK, _LINK, _THERE
 _HOST = "state on the host, MiB"
 FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
     ("boundary parameters", lambda row: "-" if row.boundary is None else f"{row.boundary:,}"),

@@ -77,11 +77,8 @@ class PlannedStep:
 
 def adamw_row(optimizers: Sequence[Optimizer], hardware: Hardware) -> PlannedStep:
     """AdamW's, where all parameters of the stage are its own."""
-    seconds, there = (
-        price_adamw(optimizers, hardware),
-        on_host(optimizers, hardware, with_muon=False),
-    )
-    slowest = max(there, key=lambda rank: rank.adamw)
+    seconds = price_adamw(optimizers, hardware)
+    slowest = max(on_host(optimizers, hardware, with_muon=False), key=lambda rank: rank.adamw)
     return PlannedStep(
         name="adamw",
         seconds=slowest.step(seconds),
@@ -150,7 +147,11 @@ def paper_row(
     """The paper's algorithm over the shards of our plans (``pricing.paper``)."""
     ranks = price_paper(optimizers, Numerics(config, device), hardware, nodes)
     exposed = [rank.exposed(hardware) for rank in ranks]
-    ends = [rank.cost.seconds + waits for rank, waits in zip(ranks, exposed, strict=True)]
+    there = on_host(optimizers, hardware)  # our states
+    ends = [
+        state.step(rank.cost.seconds + waits)
+        for state, rank, waits in zip(there, ranks, exposed, strict=True)
+    ]
     return PlannedStep(
         name="paper",
         seconds=max(ends),

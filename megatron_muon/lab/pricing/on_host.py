@@ -37,16 +37,17 @@ def on_host(
     """By rank; without Muon all elements are AdamW's."""
     link = hardware.host_gbytes * GIGA
     of_adamw = (_GRADIENT + _WEIGHT) / link + _ADAMW / (hardware.host_memory_gbytes * GIGA)
-    times = []
-    for rank in range(optimizers[0].plan.size):
-        first = moved = adamw = 0.0
-        for one in optimizers:
-            held, muon = one.held, one.muon[rank] * with_muon
-            moved += held.on_host * muon * (held.momentum + held.main)
-            adamw += held.on_host * (one.elements[rank] - muon)
-        if with_muon and moved:
-            (one, *_) = optimizers
-            begun = rounds_of(one.plan)[0].held[rank] if one.plan.rounds else 0
-            first = one.held.on_host * begun * one.held.momentum
-        times.append(HostTime(first / link, moved / link, adamw * of_adamw))
-    return times
+    size = optimizers[0].plan.size
+    first, moved, adamw = [0.0] * size, [0.0] * size, [0.0] * size
+    for one in (one for one in optimizers if one.held.on_host):
+        held, muon = one.held, one.muon if with_muon else [0] * size
+        for rank, (elements, muons) in enumerate(zip(one.elements, muon, strict=True)):
+            moved[rank] += held.on_host * muons * (held.momentum + held.main)
+            adamw[rank] += held.on_host * (elements - muons)
+    held, plan = optimizers[0].held, optimizers[0].plan
+    if with_muon and held.on_host and plan.rounds:
+        first = [held.on_host * held.momentum * begun for begun in rounds_of(plan)[0].held]
+    return [
+        HostTime(bytes_before / link, nbytes / link, elements * of_adamw)
+        for bytes_before, nbytes, elements in zip(first, moved, adamw, strict=True)
+    ]

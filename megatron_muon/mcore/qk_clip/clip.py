@@ -123,9 +123,7 @@ def shards_of(
         param: (states, shard, part._get_model_param_range_map(param)["param"].start)
         for part in dist_opts
         if not part.is_stub_optimizer
-        for states in [
-            getattr(part, "states", None) or states_anywhere(part)
-        ]  # AdamW's run has none
+        for states in [getattr(part, "states", None) or states_anywhere(part)]  # AdamW's
         for models, *shards in zip(
             part.model_float16_groups,
             part.shard_fp32_from_float16_groups,
