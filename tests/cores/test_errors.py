@@ -95,11 +95,10 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         {"late": {"optimizer_cuda_graph": True}},
         "does not support optimizer_cuda_graph yet (got True): leave it off",
     ),
-    "two offloads, one of Megatron's branch dev": (
-        {"late": {"optimizer_cpu_offload": True, "chunked_optimizer_state_offload": True}},
-        "chunked_optimizer_state_offload yet (got True): use optimizer_cpu_offload with "
-        "use_precision_aware_optimizer, which moves Muon's state by round (a rank steps its own "
-        "chunks one by one, but all ranks take Muon's step together), or choose optimizer='adam'\n"
+    "two offloads, one of an older branch dev": (
+        {"late": {"optimizer_cpu_offload": True, "offload_optimizer_states": True}},
+        "offload_optimizer_states yet (got True): use optimizer_cpu_offload with "
+        "use_precision_aware_optimizer, which moves state by round, or choose optimizer='adam'\n"
         "optimizer='muon' does not support optimizer_cpu_offload without use_precision_aware",
     ),
     "megatron fsdp": ({"ddp": {"use_megatron_fsdp": True}}, "support use_megatron_fsdp yet"),

@@ -85,7 +85,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         if is_float8tensor(model_param) or model_param.dtype != torch.bfloat16:
             return wide
         here = self._get_model_param_range_map(model_param)["param"]
-        weight = model_param.detach().view(-1)[here.start : here.end]
+        weight = model_param.detach().view(-1)[here.start : here.end].to(wide.device)
         low = wide.to(torch.int16)
         if torch.equal(wide.to(weight.dtype), weight):
             return wide

@@ -18,7 +18,6 @@ from megatron_muon.mcore.wiring.states import adam_holds_main
 from megatron_muon.runtime.patches import turn_into
 from megatron_muon.settings.config import MuonConfig, named
 
-_ELSEWHERE = "the main parameters that it updates are elsewhere"
 _CLIP = "_muon_clip"  # an attribute of a rank's first model chunk
 
 
@@ -121,8 +120,7 @@ def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
             "use_distributed_optimizer (--use-distributed-optimizer), or drop it"
         )
     modes = {
-        "chunked_optimizer_state_offload": _ELSEWHERE,
-        "offload_optimizer_states": _ELSEWHERE,
+        "offload_optimizer_states": "the main parameters that it updates are elsewhere",
         "overlap_param_gather_with_optimizer_step": "weights are gathered before they are clipped",
         "reuse_grad_buf_for_mxfp8_param_ag": "they are gathered in the memory of gradients",
     }

@@ -53,6 +53,8 @@ class MuonChainedOptimizer(CheckpointChain):
         self.is_new = False
         if self.nonfinite is not None:
             self.nonfinite.before_step()
+        if getattr(self.config, "chunked_optimizer_state_offload", False):
+            self.ensure_master_weights_for_param_sync()  # they are only on their way
         with nullcontext() if self.watch is None else self.watch.step():
             is_successful = bool(super().step_with_ready_grads())
         for part in self.chained_optimizers:

@@ -119,8 +119,8 @@ class OfWeights(OfFusedAdam):
         master = self._optimizer.state[shard].get(MASTER_KEY)
         if master is None:  # before a first step
             return shard.detach().to(torch.float32, copy=True)
-        if master.dtype == torch.int16:
-            return of_halves(shard.detach(), master)
+        if master.dtype == torch.int16:  # which may be on the host
+            return of_halves(shard.detach().to(master.device), master)
         return super().get(shard, MASTER_KEY)
 
     def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
@@ -129,7 +129,7 @@ class OfWeights(OfFusedAdam):
             return
         master = self._optimizer.state[shard].get(MASTER_KEY)
         if master is not None and master.dtype == torch.int16:
-            write_halves(wide, shard.detach(), master)
+            write_halves(wide.to(master.device), shard.detach(), master)
             return
         shard.detach().copy_(wide)
         if master is not None:  # else it is before a first step

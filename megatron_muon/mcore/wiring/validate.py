@@ -25,8 +25,7 @@ from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.settings.config import MuonConfig, named
 
 _BY_ROUND = (
-    "use optimizer_cpu_offload with use_precision_aware_optimizer, which moves Muon's state by "
-    "round (a rank steps its own chunks one by one, but all ranks take Muon's step together)"
+    "use optimizer_cpu_offload with use_precision_aware_optimizer, which moves state by round"
 )
 # Switches of Megatron's that Muon does not support, by field and flag, and what to do instead. No
 # release has those of the last lines: they are of Megatron's branch dev, or of a fork.
@@ -38,7 +37,6 @@ REFUSED = {
     "fp4_param": "keep parameters in bf16 (computing in fp4 is fine)",
     "moe_single_grouped_weight": "keep a weight per expert",
     "use_mup": "leave it off, since it sets Adam's rates",
-    "chunked_optimizer_state_offload": _BY_ROUND,
     "offload_optimizer_states": _BY_ROUND,
     "low_memory_resume": "leave it off: it moves only AdamW's state to the host while it loads",
     "head_wise_attn_gate": "use attention_output_gate, whose rows are known",
@@ -147,6 +145,13 @@ def _faults_of_call(
                 f"{named('full_period')} with optimizer_cpu_offload: the state on the host "
                 "comes in the rounds of full steps; leave one of them out"
             )
+    if getattr(optimizer_config, "chunked_optimizer_state_offload", False):
+        for name, value in (("full_period", 1), ("momentum_dtype", "fp32")):
+            if getattr(config, name) != value:
+                yield NotImplementedError(
+                    f"{named(name)} with chunked_optimizer_state_offload, whose loads pass Muon "
+                    "by: leave one of them out"
+                )
     narrow = optimizer_config.use_precision_aware_optimizer
     if narrow and config.momentum_dtype != "fp32":
         yield ValueError(
@@ -242,6 +247,21 @@ def _fp8_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
 def _state_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
     """Refuses what FusedAdam can and Muon cannot do with states in other dtypes."""
     on = read("use_precision_aware_optimizer")
+    fraction = read("optimizer_state_offload_fraction")
+    if read("chunked_optimizer_state_offload") and fraction:
+        size = read("optimizer_state_offload_chunk_size_mb") or 0
+        yield (
+            f"chunked_optimizer_state_offload, chunks of {size} MiB of {fraction:g} of the state,",
+            size or fraction != 1.0,
+            "leave --optimizer-state-offload-chunk-size-mb and --optimizer-state-offload-fraction "
+            "out, since a rank steps its own chunks one by one, but all ranks take Muon's step "
+            f"together; where that needs too much memory {_BY_ROUND}",
+        )
+        yield (
+            "chunked_optimizer_state_offload with fp8_recipe=mxfp8",
+            read("reuse_grad_buf_for_mxfp8_param_ag"),
+            "leave out one of both",
+        )
     yield (
         "use_precision_aware_optimizer with fp8_param_gather",
         on and (read("fp8_param_gather") or read("fp8_param")),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ranks.te.test_on_host import HALVES, HOSTED
+from ranks.te.test_on_host import CHUNKS, HALVES, HOSTED
 from ranks.te.test_precision_aware import SHARDS, WHOLE, _weight
-from support import te_on_cpu
+from support import chunked_on_cpu, te_on_cpu
 from support.installed import VERSION, lacks
 from support.models.clipped import clipped, clipped_whole
 from support.models.gpt import muon_weights
@@ -121,7 +121,8 @@ in_two_ways = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("optimizer", "narrow"),
     [("muon", narrow) for narrow in ((), WHOLE, SHARDS, HOSTED.narrow, HALVES.narrow)]
-    + [("adam", ()), ("adam", HOSTED.narrow)],
+    + [("adam", ()), ("adam", HOSTED.narrow)]
+    + [("muon", (CHUNKS,))] * chunked_on_cpu.EXISTS,
     ids=str,
 )
 @in_two_ways

@@ -205,6 +205,7 @@ def write_grads(built: Built, step: int) -> None:
 
 def prepare_step(built: Built, step: int) -> None:
     """All that comes before ``optimizer.step()``."""
+    getattr(built.optimizer, "offload_optimizer_state_for_forward", lambda: None)()  # dev's
     set_schedule(built, step)
     write_grads(built, step)
 

@@ -103,7 +103,7 @@ def test_a_matrix_that_became_nan_has_a_direction(steps: int) -> None:
 FP32 = [(name, steps) for name, steps in PAIRS if SETS[name].restarts[steps].fp32 is not None]
 
 
-@pytest.mark.parametrize("shape", [(31, 129), (129, 31), (48, 48), (40, 60), (24, 384)])
+@pytest.mark.parametrize("shape", [(31, 129), (129, 31), (48, 48), (24, 384)])
 @pytest.mark.parametrize(("name", "steps"), FP32)
 def test_gram_in_fp32_is_as_near_to_the_oracle_as_standard(
     name: Any, steps: int, shape: tuple[int, int]

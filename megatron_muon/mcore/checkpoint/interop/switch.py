@@ -77,7 +77,7 @@ def _check_main_params(parts: Sequence[Any], whose: str) -> None:
     for part in parts:
         for param, shard in owned_shards(part):
             here = part._get_model_param_range_map(param)["param"]
-            main = part.states.get(shard, MAIN_KEY)
+            main = part.states.get(shard, MAIN_KEY).to(param.device)
             if _rounds_to(main, param.detach(), slice(here.start, here.end)):
                 continue
             raise ValueError(
