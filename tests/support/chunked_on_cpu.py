@@ -38,7 +38,7 @@ def install() -> None:
         (r'(\w+)\.device\.type == "cpu"', r"(not _cuda.is_on_gpu(\1))", 3),
         (r"\w+\.is_pinned\(\)", "True", 3),
         (r"torch\.empty\(\n\s+tensor\.size.*pin_memory=True\n\s+\)", "_cuda.of_host(tensor)", 1),
-        (r"torch\.cuda\.", "_cuda.", 17),
+        (r"torch\.cuda\.", "_cuda.", 22),
     ):
         source, found = re.subn(pattern, told, source)
         assert found == count, (pattern, found)

@@ -217,10 +217,15 @@ def _stopped(original: Callable[..., Any], config: Any, *args: Any, **kwargs: An
 
 
 def _check_config(original: Callable[..., None], config: Any) -> None:
-    """Wraps the checks of a config: of Megatron's optimizers AdamW alone may hold narrow states."""
-    holds = config.use_precision_aware_optimizer and _is_muon(config)
-    with _asking_for_adam(config) if holds else nullcontext():
+    """Wraps the checks of a config: Megatron lets AdamW alone hold states otherwise."""
+    with _asking_for_adam(config) if _is_muon(config) and _holds(config) else nullcontext():
         original(config)
+
+
+def _holds(config: Any) -> bool:
+    of_dev = ("chunked_optimizer_state_offload", "offload_optimizer_states")
+    names = ("use_precision_aware_optimizer", *of_dev)
+    return any(getattr(config, name, False) for name in names)
 
 
 def _of(module: str, name: str) -> Callable[..., Any]:

@@ -133,7 +133,7 @@ def test_main_parameters_are_clipped_wherever_they_are(
     case = replace(PLAIN, narrow=narrow, optimizer=optimizer)
     result, names = _with_plain_main_parameters(case, topology), muon_weights(case)
     if narrow is not SHARDS:
-        rounded = case if narrow in ((), HALVES.narrow) else replace(PLAIN, narrow=WHOLE)
+        rounded = case if narrow in ((), (CHUNKS,), HALVES.narrow) else replace(PLAIN, narrow=WHOLE)
         mains = {name: _weight(result["main"][name], rounded, name) for name in names}
         assert [n for n in names if not torch.equal(mains[n], result["params"][n])] == []
 

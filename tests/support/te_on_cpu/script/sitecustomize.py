@@ -13,4 +13,14 @@ from support.te_on_cpu import loader
 
 loader.replace_attention()
 ssm_on_cpu.install()
-cpu.REPLACEMENTS = (*cpu.REPLACEMENTS, lambda patches: hybrid_on_cpu.install())
+
+
+def _state_on_the_host(patches: object) -> None:
+    from support import chunked_on_cpu  # which imports Megatron
+
+    hybrid_on_cpu.install()
+    if chunked_on_cpu.EXISTS:
+        chunked_on_cpu.install()
+
+
+cpu.REPLACEMENTS = (*cpu.REPLACEMENTS, _state_on_the_host)
