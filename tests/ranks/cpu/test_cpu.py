@@ -28,11 +28,6 @@ needs_enabled = pytest.mark.skipif(not cpu.enabled(), reason="a GPU is here, so 
 # ---------------------------------------------------------------- the switch
 
 
-def _python(code: str) -> str:
-    """Run ``code`` in a fresh interpreter and return what it printed."""
-    return printed("-W", "ignore", "-c", code)
-
-
 @needs_enabled
 def test_enable_refuses_once_megatron_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     import megatron.core  # noqa: F401
@@ -44,7 +39,8 @@ def test_enable_refuses_once_megatron_is_imported(monkeypatch: pytest.MonkeyPatc
 
 
 def test_import_is_light_and_enable_refuses_a_gpu() -> None:
-    out = _python(
+    out = printed(
+        *("-W", "ignore", "-c"),
         "import sys, torch, megatron_muon.cpu as cpu\n"
         "assert not any(m.startswith('megatron.') for m in sys.modules)\n"
         "torch.cuda.is_available = lambda: True\n"
@@ -52,7 +48,7 @@ def test_import_is_light_and_enable_refuses_a_gpu() -> None:
         "except RuntimeError as e: print(e)\n"
         "assert not cpu.enabled()\n"
         "cpu.enable(allow_cuda=True)\n"
-        "print(cpu.enabled(), torch.zeros(1, device='cuda').device)\n"
+        "print(cpu.enabled(), torch.zeros(1, device='cuda').device)\n",
     )
     assert "allow_cuda=True" in out and "True cpu" in out
 
@@ -123,7 +119,7 @@ print("as before")
 
 def test_disable_puts_everything_back_and_other_types_are_bitwise_unchanged() -> None:
     native = f"matmul_is_native = {multiplies_bf16()}\n"
-    assert _python(native + ROUND_TRIP) == "as before\n"
+    assert printed("-W", "ignore", "-c", native + ROUND_TRIP) == "as before\n"
 
 
 # ---------------------------------------------------------------- half-precision products

@@ -81,11 +81,8 @@ def test_random_corruptions(format: str, block: int, checkpoint: Any, tmp_path: 
             assert named, error
             expected = "is missing" if corruption.kind == "delete" else "bytes"
             assert expected in error, error
-    print(f"\n{format}: {len(done)} corruptions refused on 2 ranks")
-
-
-def test_every_kind_of_corruption_is_tried() -> None:
-    assert {KINDS[seed % len(KINDS)] for seed in (*range(3), *range(3, 70))} == set(KINDS)
+    kinds = {corruption.kind for corruption in done}
+    assert kinds == set(KINDS) or block == 0
 
 
 def test_an_incomplete_one_is_refused(checkpoint: Any, tmp_path: Path) -> None:
