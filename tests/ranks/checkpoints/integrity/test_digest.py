@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -147,8 +148,6 @@ def test_a_save_into_it_marks_it_incomplete_first(tmp_path: Path) -> None:
 
 
 def _stops_in_a_save(case: Case, topology: Topology, format: str, folder: str) -> None:
-    from unittest import mock
-
     from megatron.core.dist_checkpointing import serialization
 
     with mock.patch.object(serialization, "save_preprocess", side_effect=OSError("here it stops")):
@@ -157,8 +156,6 @@ def _stops_in_a_save(case: Case, topology: Topology, format: str, folder: str) -
 
 def _meets_another_save(case: Case, topology: Topology, format: str, folder: str) -> str:
     """Another save marks the folder after this one has written, before it is sealed."""
-    from unittest import mock
-
     import torch.distributed as dist
 
     from megatron_muon.mcore.load_check.save import Saving
