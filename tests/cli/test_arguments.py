@@ -62,6 +62,7 @@ SAID = {
     # those of Megatron-LM's that rows cannot have, or would not feel
     "bench step --fp16 --dp 1": "--fp16 cannot be given here: every row is in bf16",
     "bench step --lr 1e-3": "unrecognized arguments: --lr 1e-3",
+    "doctor .": "is no Megatron-LM checkout: give the folder with pretrain",
     "curves x/a.json y/a.json": "give two runs or more, of different names",
     "curves a=1 b=2 --tag loss=x": "--tag is KIND=NAME",
     f"plan {TINY} --hardware tpu": "--hardware tpu: neither a file nor one of h100, h200, b200",

@@ -26,7 +26,6 @@ HIDDEN = (
     "import importlib.util as u; f = u.find_spec; "
     "u.find_spec = lambda n, *a: None if n == '{}' else f(n, *a)"
 )
-TOO_NEW = "import megatron_muon.presence as p; p.OLDEST, p.NEWEST = (0, 97), (0, 98)"
 
 
 def doctor(
@@ -77,9 +76,8 @@ def test_the_installed_megatron_core(here: subprocess.CompletedProcess[str]) -> 
     [
         (NO_MEGATRON, "there is no megatron.core: pip install megatron-core, or put a Megatron-LM"),
         (STRANGE, "has no megatron.core.optimizer.gone"),
-        (TOO_NEW, f"megatron-core {megatron.core.__version__} is not supported: this megatron"),
     ],
-    ids=["no megatron", "missing hook", "unknown version"],
+    ids=["no megatron", "missing hook"],
 )
 def test_where_muon_would_not_run(before: str, why: str, tmp_path: Path) -> None:
     """A missing hook is named in its row, too."""
@@ -126,12 +124,6 @@ def test_a_mixed_installation_names_both(tmp_path: Path) -> None:
     assert done.returncode == 1
     verdict = rows(done.stdout)["verdict"]
     assert str(tmp_path) in verdict and str(Path(megatron.core.__file__).parent) in verdict
-
-
-def test_what_is_no_checkout_is_an_error(tmp_path: Path) -> None:
-    done = doctor(str(tmp_path))
-    assert done.returncode == 2 and done.stdout == ""
-    assert "is no Megatron-LM checkout: give the folder with pretrain" in done.stderr
 
 
 @pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout")

@@ -1,4 +1,4 @@
-"""examples/evidence: its report is what its scripts print of the figures in the clone."""
+"""examples/evidence and quickstart: pages have what their scripts print of the clone's figures."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,28 +17,24 @@ from support import ROOT
 EVIDENCE = ROOT / "examples" / "evidence"
 QUICKSTART = ROOT / "examples" / "quickstart"
 REPORT = (EVIDENCE / "README.md").read_text()
-OWN = ("training", "reports", "convergence", "finetuning", "stress", "topologies", "sweep")
-OWN += ("arguments", "corpus")
+PAGE = (QUICKSTART / "README.md").read_text()
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     """Imports a script by its name, as it imports the others."""
     for folder in (EVIDENCE, QUICKSTART):
         monkeypatch.syspath_prepend(str(folder))
-    for name in OWN:
+    names = [path.stem for folder in (EVIDENCE, QUICKSTART) for path in folder.glob("*.py")]
+    for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-
-    def imported(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    yield imported
-    for name in OWN:
+    yield importlib.import_module
+    for name in names:
         sys.modules.pop(name, None)
 
 
-def recorded(name: str) -> Any:
-    return json.loads((EVIDENCE / "figures" / name).read_text())
+def recorded(name: str, folder: Path = EVIDENCE) -> Any:
+    return json.loads((folder / "figures" / name).read_text())
 
 
 def test_the_report_has_every_table_as_it_is_printed(script: Any) -> None:
@@ -91,3 +87,64 @@ def test_adamw_is_tuned_at_least_as_hard_and_no_rate_is_at_the_edge_of_its_grid(
     values = {name: sum(map(len, grid.values())) for name, grid in grids.items()}
     assert values["adam"] >= values["muon"]
     assert "--lr" not in tuning["adam"]["at_edge"] + tuning["muon"]["at_edge"]
+
+
+# --- the quickstart ---------------------------------------------------------------------------
+
+
+def test_transfer_json_has_every_run_of_the_settings(script: Any) -> None:
+    settings = script("sweep").SETTINGS
+    report = recorded("transfer.json", QUICKSTART)["settings"]
+    assert list(report) == list(settings)
+    for name, setting in settings.items():
+        assert report[name]["flags"] == setting.flags
+        for optimizer in ("adam", "muon"):
+            runs = [run for run in report[name]["runs"] if run["optimizer"] == optimizer]
+            assert [run["lr"] for run in runs] == list(getattr(setting, optimizer))
+            assert all(run["val_loss"] is not None for run in runs)
+
+
+def test_the_page_has_the_table_of_rates_as_it_was_printed(script: Any) -> None:
+    assert script("sweep").transfer_table(recorded("transfer.json", QUICKSTART)) in PAGE
+
+
+def test_the_page_on_qk_clip_has_the_table_as_it_was_printed(script: Any) -> None:
+    clip, report = script("clip"), recorded("clip.json", QUICKSTART)
+    assert clip.table(report) in (ROOT / "docs" / "qk_clip.md").read_text()
+    free, clipped, usual = report["runs"].values()
+    assert [run["flags"] for run in (free, clipped, usual)] == [
+        ["--lr", f"{rate:g}", *flags] for rate, flags in clip.RUNS.values()
+    ]
+    assert all(max(logits) > 7 * clip.THRESHOLD for logits in free["logits"])
+    assert all(max(logits) < 1.4 * clip.THRESHOLD for logits in clipped["logits"])
+
+
+def test_the_page_has_the_table_of_splits_as_it_was_printed(script: Any) -> None:
+    splits, report = script("splits"), recorded("splits.json", QUICKSTART)
+    assert splits.table(report) in PAGE
+    assert report["rates"] == list(splits.RATES) and report["steps"] == splits.STEPS
+    for model, rows in splits.MODELS.items():
+        for name, patterns in rows.items():
+            row = report["models"][model][name]
+            assert row["splits"] == list(patterns)
+            assert row["lr"] != splits.RATES[-1]  # the best rate is inside of the grid
+            assert {len(losses) for losses in row["val_losses"].values()} == {len(splits.SEEDS)}
+
+
+def test_the_page_has_the_table_of_clips_as_it_was_printed(script: Any) -> None:
+    clips, report = script("clip_scope"), recorded("clip_scope.json", QUICKSTART)
+    assert clips.table(report) in PAGE
+    assert (report["lr"], report["steps"]) == (clips.RATE, clips.STEPS)
+    rows = [(row["clip"], row["scope"]) for row in report["rows"]]
+    assert rows == [(clip, scope) for clip in clips.CLIPS for scope in clips.SCOPES]
+    assert {len(row["val_losses"]) for row in report["rows"]} == {len(clips.SEEDS)}
+
+
+def test_the_page_has_the_losses_of_the_picture() -> None:
+    summary = recorded("summary.json", QUICKSTART)
+    muon, adamw = (summary[name]["val_loss"] for name in ("muon", "adamw"))
+    words = " ".join(PAGE.split())
+    assert f"| **{muon:.3f}** | {adamw:.3f} |" in words
+    assert f"a leading ratio (S − s)/s of {summary['leading_ratio']:.2f}" in words
+    assert (QUICKSTART / "figures" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "(figures/loss.png)" in PAGE

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
-while not (ROOT / "setup.py").exists():  # tests/ has folders
-    ROOT = ROOT.parent
+from support import ROOT
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLE = Path(__file__).with_name("commands_in_documents.toml")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -32,14 +31,6 @@ def _functions(file: str) -> set[str]:
     (path,) = (ROOT / "tests").rglob(file)
     tree = ast.parse(path.read_text())
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-
-
-def _generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # --- commands --------------------------------------------------------------------------------
@@ -85,12 +76,6 @@ def test_flags_that_a_page_names_are_there(page: Path) -> None:
     assert documents.flags(page.read_text()) <= {flag.option for flag in FLAGS}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tests_that_a_page_names_are_there(page: Path) -> None:
-    for name in re.findall(r"\btest_[\w*]+\.py", page.read_text()):
-        assert any((ROOT / "tests").rglob(name)), name
-
-
 def test_the_site_has_every_page() -> None:
     nav = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").glob("*.md"):
@@ -100,7 +85,8 @@ def test_the_site_has_every_page() -> None:
 
 
 def test_generated_pages_are_what_the_code_says() -> None:
-    assert _generate().stale() == [], "run python docs/generate.py"
+    code = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    assert code["stale"]() == [], "run python docs/generate.py"
 
 
 def test_the_changelog_keeps_its_form() -> None:
@@ -146,8 +132,10 @@ MODULE = re.compile(r"(?<![\w/])megatron_muon(?:\.(?!json\b)[a-z_]\w*)+")
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_places_that_a_page_names_are_there(page: Path) -> None:
-    """Files and folders by their path, modules and public names by their dotted one."""
+    """Files and folders by their path, tests by name, modules and public names by dotted ones."""
     text = page.read_text()
+    for name in re.findall(r"\btest_[\w*]+\.py", text):
+        assert any((ROOT / "tests").rglob(name)), name
     for place in PLACE.findall(text):
         assert any(ROOT.glob(place.rstrip("/"))) or "/out" in place, place
     for name in MODULE.findall(text):

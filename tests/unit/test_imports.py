@@ -42,13 +42,11 @@ LAB_TIER_OF = {room: tier for tier, rooms in enumerate(LAB_TIERS) for room in ro
 TIER_OF = {room: tier for tier, rooms in enumerate(TIERS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Integers only: what decides about matrices and messages, and the time model.
-WITHOUT_TORCH = {"version", "presence", "settings", "planning"}
+WITHOUT_TORCH = {"version", "presence", "console", "settings", "planning"}
 WITHOUT_TORCH |= {"orthogonalize.iteration", "orthogonalize.numerics"}
 WITHOUT_TORCH |= {f"lab.{room}" for room in ("pricing", "trace", "curves")}
-WITHOUT_TORCH |= {"console"}
 # Of a checkpoint's files, those that hold no tensor.
 WITHOUT_TORCH |= {f"mcore.load_check.{name}" for name in ("checksum", "digest", "files")}
-WITHOUT_TORCH |= {"mcore.load_check.files"}
 
 
 def dotted(path: Path) -> str:

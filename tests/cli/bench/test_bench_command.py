@@ -90,9 +90,6 @@ def test_other_weights_are_exit_status_1_after_all_is_written(
     assert len(json.loads(file.read_text())["rows"]) == 5
 
 
-CPU = torch.device("cpu")
-
-
 def test_the_bench_prints_times_and_flops(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,16 +44,10 @@ def test_all_rows_reduce_and_gather_the_same_bytes(by_rank: list[dict[str, Measu
             assert 0 <= max(sent) - min(sent) <= 20 * 128 * item * len(by_rank)
 
 
-@pytest.fixture
-def importable() -> None:
-    reason = why_no_upstream(model_and_ranks(""))
-    if reason is not None:
-        pytest.skip(reason)
-
-
-@pytest.mark.usefixtures("importable")
 def test_each_mode_of_megatrons_own_muon_does_its_work_on_every_tp_rank() -> None:
     """Whole matrices twice at TP 2, or in halves without a message: other mathematics."""
+    if reason := why_no_upstream(model_and_ranks("")):
+        pytest.skip(reason)
     names = ["muon-contiguous", *UPSTREAM]
     ranks = run(measured, 4, "--tp 2 --dp 2", names)
     ours, blockwise, duplicated, distributed = (

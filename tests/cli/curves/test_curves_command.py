@@ -23,8 +23,10 @@ def test_a_run_that_needs_half_the_steps(
 ) -> None:
     adamw = ",".join(run_of(tmp_path, f"adamw{seed}", 2.0) for seed in range(3))
     muon = ",".join(run_of(tmp_path, f"muon{seed}", 1.0) for seed in range(3))
-    out = tmp_path / "out.json"
-    assert main(["curves", f"AdamW={adamw}", f"Muon={muon}", "--json", str(out)]) == 0
+    out, picture = tmp_path / "out.json", tmp_path / "curves.png"
+    files = ["--json", str(out), "--plot", str(picture)]
+    assert main(["curves", f"AdamW={adamw}", f"Muon={muon}", *files]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     text = capsys.readouterr().out
     (row,) = [line for line in text.split("validation loss")[1].splitlines() if "1.1000 (" in line]
     assert row.split() == ["AdamW", "3", "200", "1.1000", "(1.1000", "to", "1.1000)", "0"]
@@ -36,13 +38,6 @@ def test_a_run_that_needs_half_the_steps(
     last = beside["leads"][-1]
     assert last["step"] == 200 and last["reached"] == pytest.approx([100.0] * 9)
     assert last["ratio"] == pytest.approx(1.0)
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "curves.png"
-    runs = [run_of(tmp_path, "a", 2.0), run_of(tmp_path, "b", 1.0)]
-    assert main(["curves", *runs, "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_runs_without_a_common_loss_are_an_error(

@@ -162,12 +162,6 @@ def test_rates_and_decays_by_pattern_are_shown() -> None:
     }
 
 
-# --- the table -------------------------------------------------------------------------------
-
-
-# --- the program megatron-muon ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_read_by_its_name_and_changed_by_flags(name: str) -> None:
     """Small enough to build in a moment; ``test_dry_run.py`` holds presets to Megatron-LM's own."""

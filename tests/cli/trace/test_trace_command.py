@@ -21,8 +21,12 @@ def _reported(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_report_of_a_real_pair_tells_our_exchange_from_megatrons_reduction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out.json"
-    text = _reported(str(PAIR / "adamw"), str(PAIR / "muon"), "--json", str(out), capsys=capsys)
+    """And its picture has every rank and lane."""
+    out, picture = tmp_path / "out.json", tmp_path / "x.svg"
+    files = "--json", str(out), "--plot", str(picture)
+    text = _reported(str(PAIR / "adamw"), str(PAIR / "muon"), *files, capsys=capsys)
+    for lane in ("adamw, rank 1", "muon, rank 0", "exposed communication"):
+        assert f"<!-- {lane} -->" in picture.read_text()
     adamw, muon = json.loads(out.read_text())["runs"]
     assert (adamw["name"], muon["name"]) == ("adamw", "muon")
     bytes_of = {kind["name"]: kind["bytes"] for kind in muon["collectives"]}
@@ -60,12 +64,3 @@ def test_no_escape_sequence_of_a_file_or_its_name_reaches_the_terminal(
     assert main(["trace", "report", str(path)]) == 1
     captured = capsys.readouterr().err
     assert "\x1b" not in captured and captured.count("\n") == 1
-
-
-def test_a_picture_has_every_rank_and_lane(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "x.svg"
-    _reported(str(PAIR / "adamw"), str(PAIR / "muon"), "--plot", str(out), capsys=capsys)
-    for text in ("adamw, rank 1", "muon, rank 0", "exposed communication"):
-        assert f"<!-- {text} -->" in out.read_text()

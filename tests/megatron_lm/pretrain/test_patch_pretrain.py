@@ -215,14 +215,12 @@ def of_a_gpu(*options: str) -> list[str]:
 @no_gpu
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_a_gpus_command_line_trains(optimizer: str) -> None:
-    from sys import executable
-
     given = f"{MUON} --distributed-backend nccl --tensor-model-parallel-size 2"
     if optimizer == "adam":
         given = "--optimizer adam --use-distributed-optimizer --weight-decay-all-params"
     processes = 2 if optimizer == "muon" else 1
-    command = [executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-    command += ["--standalone", "-m", "megatron_muon", str(CHECKOUT / "pretrain_gpt.py")]
+    command = [*TORCHRUN, f"--nproc-per-node={processes}", "-m", "megatron_muon"]
+    command.append(str(CHECKOUT / "pretrain_gpt.py"))
     text = done([*command, *of_a_gpu("--bf16 --attention-backend flash", given)])
     by_step = losses(text)
     # each step has new data: AdamW's losses in between rise, as they do without the plugin

@@ -31,7 +31,6 @@ DEFAULT, *OTHERS = formats()
 EVERY = [DEFAULT, *OTHERS]
 SLOW = [pytest.param(f, marks=pytest.mark.slow) for f in OTHERS if f != "torch"]
 MOSTLY = [DEFAULT, "torch", *SLOW]
-(MODEL_SPACE,) = (format for format in EVERY if format.startswith("fully"))
 
 
 @pytest.mark.parametrize("dirty", [False, True], ids=["", "over-a-run"])
@@ -150,9 +149,15 @@ def _resumed_over_torchs_adam(*args: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("format", EVERY)
 def test_over_torchs_own_adamw(format: str, tmp_path: Path) -> None:
-    """Megatron's own state of it comes back wrong, or not at all, in most formats."""
-    for result in run(_resumed_over_torchs_adam, 2, BF16, DP2, format, str(tmp_path)):
-        assert result["differences"] == []
+    """Megatron's own state of it comes back wrong, or not at all, in most formats.
+
+    Also within a period of full and block steps."""
+    in_turns = replace(BF16, gated=True, muon=(("full_period", 3), ("block_lr_mult", 0.5)))
+    for case, topology in ((BF16, DP2), (in_turns, Topology(tp=2))):
+        folder = tmp_path / str(topology)
+        folder.mkdir()
+        for result in run(_resumed_over_torchs_adam, 2, case, topology, format, str(folder)):
+            assert result["differences"] == [] and result["moved"]
 
 
 # --- settings ---------------------------------------------------------------------------------

@@ -23,17 +23,11 @@ from support.runs.training import MODEL, SEQUENCES, spread
 needs_products = pytest.mark.skipif(
     multiplies_bf16(), reason="this CPU has bf16 instructions; nothing is replaced"
 )
-needs_enabled = pytest.mark.skipif(not cpu.enabled(), reason="a GPU is here, so cpu is not enabled")
+pytestmark = pytest.mark.skipif(not cpu.enabled(), reason="a GPU is here, so cpu is not enabled")
 
 # ---------------------------------------------------------------- the switch
 
 
-def _python(code: str) -> str:
-    """Run ``code`` in a fresh interpreter and return what it printed."""
-    return printed("-W", "ignore", "-c", code)
-
-
-@needs_enabled
 def test_enable_refuses_once_megatron_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     import megatron.core  # noqa: F401
 
@@ -44,7 +38,8 @@ def test_enable_refuses_once_megatron_is_imported(monkeypatch: pytest.MonkeyPatc
 
 
 def test_import_is_light_and_enable_refuses_a_gpu() -> None:
-    out = _python(
+    out = printed(
+        *("-W", "ignore", "-c"),
         "import sys, torch, megatron_muon.cpu as cpu\n"
         "assert not any(m.startswith('megatron.') for m in sys.modules)\n"
         "torch.cuda.is_available = lambda: True\n"
@@ -52,7 +47,7 @@ def test_import_is_light_and_enable_refuses_a_gpu() -> None:
         "except RuntimeError as e: print(e)\n"
         "assert not cpu.enabled()\n"
         "cpu.enable(allow_cuda=True)\n"
-        "print(cpu.enabled(), torch.zeros(1, device='cuda').device)\n"
+        "print(cpu.enabled(), torch.zeros(1, device='cuda').device)\n",
     )
     assert "allow_cuda=True" in out and "True cpu" in out
 
@@ -123,13 +118,12 @@ print("as before")
 
 def test_disable_puts_everything_back_and_other_types_are_bitwise_unchanged() -> None:
     native = f"matmul_is_native = {multiplies_bf16()}\n"
-    assert _python(native + ROUND_TRIP) == "as before\n"
+    assert printed("-W", "ignore", "-c", native + ROUND_TRIP) == "as before\n"
 
 
 # ---------------------------------------------------------------- half-precision products
 
 
-@needs_enabled
 @needs_products
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_products_are_fp32_products_rounded_once(dtype: torch.dtype) -> None:
@@ -146,7 +140,6 @@ def test_half_products_are_fp32_products_rounded_once(dtype: torch.dtype) -> Non
     assert torch.equal(torch.baddbmm(nan, a, b, beta=0.0, alpha=0.5), ((A @ B) * 0.5).to(dtype))
 
 
-@needs_enabled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_flops_are_counted_once(dtype: torch.dtype) -> None:
     a, b = torch.randn(2, 8, 16).to(dtype), torch.randn(2, 16, 4).to(dtype)
@@ -174,7 +167,6 @@ def test_step_is_an_int_in_each_group() -> None:
 
 
 U = 2.0**-24  # fp32 unit roundoff
-pytestmark = pytest.mark.skipif(not cpu.enabled(), reason="a GPU is here, so cpu is not enabled")
 
 
 def _attend(cp_size: int, given: str, causal: bool) -> list[Any]:

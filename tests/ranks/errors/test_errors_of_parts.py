@@ -92,7 +92,7 @@ def _check_bad_gradient(results: list[dict[str, Any]], where: str) -> None:
         assert "NaN or Inf" in result["text"] and short in result["text"]
 
 
-def _error_of_patterns(settings: dict[str, tuple[str, ...]]) -> str:
+def _error_of_patterns(settings: dict[str, tuple[Any, ...]]) -> str:
     case = replace(CASE, muon=tuple(settings.items()))
     return error_of(lambda: start(case, Topology(pp=2)))
 
@@ -100,6 +100,8 @@ def _error_of_patterns(settings: dict[str, tuple[str, ...]]) -> str:
 def test_a_pattern_that_matches_nothing_on_any_stage_is_an_error_everywhere() -> None:
     for text in run(_error_of_patterns, 2, {"muon_exclude": ("*.linear_fc3.*",)}):
         assert text.startswith("ValueError: '*.linear_fc3.*' in muon_exclude (--muon-exclude) ")
+    for text in run(_error_of_patterns, 2, {"wd_mults": (("nothing*", 0.5),)}):
+        assert "'nothing*' in wd_mults (--muon-wd-mult) matches no parameter of the model" in text
     # of one stage only: no error
     assert run(_error_of_patterns, 2, {"muon_include": ("output_layer.weight",)}) == 2 * [
         "no error"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_muon import MuonConfig
 from support.checkpoints import resharding
 from support.checkpoints.resuming import check as check_resumed
-from support.checkpoints.saving import formats, resumed
+from support.checkpoints.saving import formats
 from support.expected.separate import trained_in_turns
 from support.models import megatrons_muon
 from support.models.gpt import (
@@ -29,7 +29,6 @@ from support.models.gpt import (
     truth,
     whole_weight,
 )
-from support.models.torch_adam import torchs_own_adam
 from support.ranks import error_of, run
 from support.runs.whole import differences, whole
 
@@ -88,17 +87,6 @@ def test_a_block_step_sends_nothing_over_tp_alone() -> None:
 @pytest.mark.parametrize("format", formats())
 def test_a_resume_goes_on_within_a_period(format: str, dirty: bool, tmp_path: Path) -> None:
     check_resumed(replace(CASE, steps=4), DP2, format, tmp_path, dirty=dirty)
-
-
-def _resumed_over_torchs_adam(*args: Any) -> dict[str, Any]:
-    with torchs_own_adam():
-        return resumed(*args)
-
-
-def test_a_resume_over_torchs_adam_goes_on_within_a_period(tmp_path: Path) -> None:
-    case = replace(CASE, steps=4)
-    for result in run(_resumed_over_torchs_adam, 2, case, TP2, formats()[0], str(tmp_path)):
-        assert result["differences"] == [] and result["moved"]
 
 
 def test_other_ranks_go_on_within_a_period(tmp_path: Path) -> None:

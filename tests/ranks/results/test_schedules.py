@@ -18,7 +18,6 @@ from support.models.gpt import (
     Topology,
     build,
     distributed_optimizers,
-    error_of_building,
     held,
     inner_optimizers,
     start,
@@ -192,11 +191,6 @@ def test_rates_and_decays_are_those_of_megatrons_groups(moe: bool, topology: Top
     all_rates = [sorted(rates) for _, (_, rates) in results]  # up to 0.14 ranks differ in order
     assert all(rates == all_rates[0] for rates in all_rates)  # the same groups on every rank
     assert {rate[:2] for rate in all_rates[0]} >= {(3 * case.lr, 0.5), (case.lr, 1.0)}
-
-
-def test_a_pattern_that_matches_no_parameter_is_named_with_its_flag() -> None:
-    (text,) = run(error_of_building, 1, BY_US, Topology(), {"wd_mults": (("nothing*", 0.5),)})
-    assert "'nothing*' in wd_mults (--muon-wd-mult) matches no parameter of the model" in text
 
 
 def _rates_of_adamw() -> tuple[float, float]:

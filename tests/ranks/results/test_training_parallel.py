@@ -14,7 +14,6 @@ from support.runs.training import MODEL, U, differences, said, spread, trained, 
 BF16 = replace(MODEL, bf16=True, optimizer="muon", steps=4)
 MOE = replace(BF16, moe=True)
 DEEP = replace(BF16, layers=4)
-FP16 = replace(BF16, bf16=False, fp16=True)
 FP32 = replace(BF16, bf16=False, muon=(("ns_dtype", "fp32"),))
 
 

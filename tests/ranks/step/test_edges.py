@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from support.models.gpt import (
-    Built,
     Case,
     Topology,
     held,
@@ -26,17 +25,14 @@ MATRICES = ("*.linear_qkv.weight", "*.linear_proj.weight", "*.linear_fc1.weight"
 CASE = Case(steps=3, muon=(("ns_dtype", "fp32"),))
 
 
-def meters(built: Built) -> dict[str, int]:
+def train_and_meter(case: Case, topology: Topology) -> dict[str, Any]:
     import megatron_muon
 
+    built = stepped(case, topology)
     meter = megatron_muon.meter(built.optimizer)
     sent = meter.gather_bytes + meter.scatter_bytes
-    return {"matrices": meter.matrices, "flops": meter.ns_flops, "sent": sent}
-
-
-def train_and_meter(case: Case, topology: Topology) -> dict[str, Any]:
-    built = stepped(case, topology)
-    return {**held(built), "meters": meters(built)}
+    counts = {"matrices": meter.matrices, "flops": meter.ns_flops, "sent": sent}
+    return {**held(built), "meters": counts}
 
 
 def spans(results: list[dict[str, Any]], name: str) -> list[tuple[int, int]]:

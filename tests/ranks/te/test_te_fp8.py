@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 
 from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
+from ranks.te.test_precision_aware import _of_optimizer as of_optimizer
 from support import te_on_cpu
 from support.checkpoints.resharding import loaded, saved
 from support.checkpoints.saving import formats, load, save, spoil, unequal
@@ -37,7 +38,7 @@ from support.models.gpt import (
     truth,
 )
 from support.ranks import run
-from support.runs.whole import Whole, differences, whole
+from support.runs.whole import differences, whole
 
 pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
 
@@ -74,7 +75,7 @@ def test_by_other_recipes_data_parallel_ranks_have_the_weights_of_one(case: Case
 def test_by_other_recipes_a_topology_has_the_state_of_one_process(case: Case) -> None:
     for each in (case, replace(case, moe=True, grouped="te")):
         topology = Topology(2, 1 if each.moe else 2, 2, ep=2 if each.moe else 1, **SP)
-        assert differences(_state(truth(each)), _state(trained(each, topology))) == []
+        assert differences(of_optimizer(truth(each)), of_optimizer(trained(each, topology))) == []
 
 
 @pytest.mark.parametrize(
@@ -170,14 +171,14 @@ def _resumed(case: Case, topology: Topology, format: str, folder: str) -> list[s
     again = start(case, topology)
     spoil(again)
     load(again, folder, format)
-    wrong = unequal({**saved, "params": {}}, {**held(again), "params": {}}, "loaded: ", log=False)
+    wrong = _unlike(saved, held(again), "loaded: ")
     take_step(again, 2)
-    return wrong + _unlike(held(built), held(again))
+    return wrong + _unlike(held(built), held(again), "stepped: ")
 
 
-def _unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def _unlike(one: dict[str, Any], other: dict[str, Any], when: str) -> list[str]:
     """Of main parameters and momentum; weights may have been scaled otherwise."""
-    return unequal({**one, "params": {}}, {**other, "params": {}}, "stepped: ", log=False)
+    return unequal({**one, "params": {}}, {**other, "params": {}}, when, log=False)
 
 
 @pytest.mark.parametrize("case", [FP8, *OTHERS], ids=lambda case: case.fp8)
@@ -203,14 +204,13 @@ def test_another_topology(case: Case, at_save: Topology, at_load: Topology, tmp_
     before = run(saved, at_save.world_size, case, at_save, format, str(tmp_path))
     after = run(loaded, at_load.world_size, case, at_load, format, str(tmp_path))
     for when in range(2):
-        one, other = (_state(whole([held[when] for held in runs])) for runs in (before, after))
+        one, other = (
+            of_optimizer(whole([held[when] for held in runs])) for runs in (before, after)
+        )
         assert differences(one, other) == []
-    assert differences(one, _state(whole([held[0] for held in after])))  # the steps did something
-
-
-def _state(run: Whole) -> Whole:
-    """Main parameters and momenta."""
-    return {kind: tensors for kind, tensors in run.items() if kind != "params"}
+    assert differences(
+        one, of_optimizer(whole([held[0] for held in after]))
+    )  # the steps did something
 
 
 def _switched(case: Case, format: str, folder: str, change: float) -> str:

@@ -57,11 +57,8 @@ def loaded(case: Case, topology: Topology, format: str, folder: str) -> dict[str
     """What this rank holds after loading into a new run, and what that raises, as text."""
     built = start(case, topology)
     saving.spoil(built)
-    try:
-        load(built, folder, format)
-    except (Exception, CheckpointException) as error:  # torch's is no Exception
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {"error": None, "held": held(built)}
+    error = _error_of_load(built, folder, format)
+    return {"error": error} if error else {"error": None, "held": held(built)}
 
 
 def errors_of_loads(
@@ -69,14 +66,15 @@ def errors_of_loads(
 ) -> list[str | None]:
     """What loading each of them into one run raises."""
     built = start(case, topology)
-    errors: list[str | None] = []
-    for folder in folders:
-        try:
-            load(built, folder, format)
-            errors.append(None)
-        except (Exception, CheckpointException) as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    return errors
+    return [_error_of_load(built, folder, format) for folder in folders]
+
+
+def _error_of_load(built: Built, folder: str, format: str) -> str | None:
+    try:
+        load(built, folder, format)
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 # --- what is done to files -------------------------------------------------------------------

@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
-from support.expected.oracle import Oracle, newton_schulz
+from support.expected.oracle import Oracle
 from support.expected.separate import of_two_tp_ranks
-from support.expected.shaking import TRIALS, UNIT, shaken, shaken_product, sizes
+from support.expected.shaking import TRIALS, all_shaken, sizes
 from support.models.gpt import (
     Case,
     Topology,
@@ -209,16 +209,7 @@ def computed(case: Case, oracle: Oracle, norms: Norms = None) -> Result:
 
 
 def shaken_oracle(case: Case, seed: int) -> Oracle:
-    generator = torch.Generator().manual_seed(seed)
-    unit = UNIT[dict(case.muon).get("ns_dtype", "bf16")]
-    iteration = partial(
-        newton_schulz,
-        rounded=partial(shaken, unit, generator),
-        product=partial(shaken_product, generator),
-    )
-    return oracle_for(
-        case, orthogonalize=iteration, rounded=partial(shaken, UNIT["fp32"], generator)
-    )
+    return oracle_for(case, **all_shaken(dict(case.muon).get("ns_dtype", "bf16"), seed))
 
 
 @cache

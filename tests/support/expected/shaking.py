@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from support.expected.oracle import newton_schulz
 
 UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8}
 TRIALS = 3
@@ -31,6 +36,15 @@ def shaken_product(generator: torch.Generator, x: Tensor, y: Tensor) -> Tensor:
     exact = (exact + exact.T) / 2 if y.data_ptr() == x.data_ptr() else exact
     sign = _signs(generator, exact, exact.shape[0] == exact.shape[1])
     return sign.mul_(bound).add_(exact)
+
+
+def all_shaken(ns_dtype: str, seed: int) -> dict[str, Any]:
+    """Fields of an oracle that shake each of its roundings, by ``ns_dtype`` in Newton-Schulz."""
+    generator = torch.Generator().manual_seed(seed)
+    inside = {"rounded": partial(shaken, UNIT[ns_dtype], generator)}
+    inside["product"] = partial(shaken_product, generator)
+    rounded = partial(shaken, UNIT["fp32"], generator)
+    return {"orthogonalize": partial(newton_schulz, **inside), "rounded": rounded}
 
 
 def sizes(deviation: Tensor) -> tuple[float, float]:

@@ -7,14 +7,13 @@ oracle in which every rounding is the worst one.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from support.expected.oracle import Oracle, newton_schulz
-from support.expected.shaking import TRIALS, UNIT, shaken, shaken_product, sizes
+from support.expected.oracle import Oracle
+from support.expected.shaking import TRIALS, all_shaken, sizes
 from support.megatron_lm.scripts import HERE, MODEL, MUON, PATHS, pretrain
 
 Tensor = torch.Tensor
@@ -67,17 +66,6 @@ def stepped(run: dict[str, Any], oracle: Oracle) -> dict[str, Tensor]:
     return oracle.weights
 
 
-def shaken_by(run: dict[str, Any], ns_dtype: str, seed: int, **changes: Any) -> Oracle:
-    generator = torch.Generator().manual_seed(seed)
-    iteration = partial(
-        newton_schulz,
-        rounded=partial(shaken, UNIT[ns_dtype], generator),
-        product=partial(shaken_product, generator),
-    )
-    rounded = partial(shaken, UNIT["fp32"], generator)
-    return oracle_of(run, orthogonalize=iteration, rounded=rounded, **changes)
-
-
 def outside(
     run: dict[str, Any], ns_dtype: str, target: dict[str, Tensor], **changes: Any
 ) -> set[str]:
@@ -89,7 +77,8 @@ def outside(
     ``changes`` say how the run's own oracle differs from ``oracle_of``.
     """
     exact = stepped(run, oracle_of(run, **changes))
-    trials = [stepped(run, shaken_by(run, ns_dtype, seed, **changes)) for seed in range(TRIALS)]
+    shaken = (oracle_of(run, **all_shaken(ns_dtype, seed), **changes) for seed in range(TRIALS))
+    trials = [stepped(run, oracle) for oracle in shaken]
     wrong = set()
     for name, want in exact.items():
         norms, largest = zip(*(sizes(trial[name] - want) for trial in trials), strict=True)

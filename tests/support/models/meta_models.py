@@ -42,7 +42,6 @@ MAMBA = {
     **{"is_hybrid_model": True, "add_bias_linear": False},
 }
 NO_BIAS = {"add_bias_linear": False}
-Options = dict[str, Any]
 
 
 def _core(name: str) -> Any:

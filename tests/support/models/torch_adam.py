@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from megatron_muon.cpu import FusedAdam
+from megatron_muon.runtime.patches import Patches
 from support import apex_on_cpu
 
 
@@ -26,15 +27,13 @@ def torchs_own_adam() -> Iterator[None]:
         (distrib_optimizer, "HAVE_APEX_OR_TE", False),
         (distrib_optimizer, "USING_TE_OPTIMIZER", False),
     ]
-    changes = [change for change in changes if hasattr(*change[:2])]  # old ones lack some
-    before = [getattr(module, name) for module, name, _ in changes]
-    for module, name, value in changes:
-        setattr(module, name, value)
+    patches = Patches()
+    for change in changes:
+        patches.set_existing(*change)  # old ones lack some
     try:
         yield
     finally:
-        for (module, name, _), value in zip(changes, before, strict=True):
-            setattr(module, name, value)
+        patches.undo()
 
 
 class ApexsLoop(FusedAdam):

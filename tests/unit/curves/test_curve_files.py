@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.lab.curves.files import CurveError, kind_of, read_curves
+from megatron_muon.lab.curves.files import CurveError, read_curves
 from megatron_muon.lab.curves.lead import Curve, Lead, curve, envelope, leads
 
 # Lines as Megatron-LM 0.16.1's training_log and evaluate_and_print_results print them
@@ -56,9 +56,13 @@ def test_a_log_of_megatrons(tmp_path: Path) -> None:
 
 
 def test_json_lines_and_the_quickstarts_json(tmp_path: Path) -> None:
-    rows = [{"iteration": step, "lm loss": 3.0 - step, "lr": 0.1, "b": True} for step in (1, 2)]
+    """A loss's name tells its kind: a perplexity is none."""
+    rows = [{"iteration": step, "train_loss": 3.0 - step, "lr": 0.1, "b": True} for step in (1, 2)]
+    rows[1] |= {"loss/val": 4.0, "out-of-distribution loss": 5.0, "lm loss validation ppl": 6.0}
     lines = "\n".join(map(json.dumps, rows))
-    assert points(written(tmp_path, lines, "a.jsonl")) == {"train": [(1, 2.0), (2, 1.0)]}
+    assert points(written(tmp_path, lines, "a.jsonl")) == {
+        "train": [(1, 2.0), (2, 1.0)], "validation": [(2, 4.0)], "other": [(2, 5.0)]
+    }  # fmt: skip
     whole = {"curve": {"train": [[1, 3.0]], "validation": [[0, 5.5], [1, 3.1]], "other": [[1, 4]]}}
     assert points(written(tmp_path, json.dumps(whole, indent=1), "b.json")) == {
         "train": [(1, 3.0)], "validation": [(0, 5.5), (1, 3.1)], "other": [(1, 4.0)]
@@ -91,22 +95,6 @@ def test_tensorboards_files_and_a_resumed_run(tmp_path: Path) -> None:
     (tmp_path / "events.out.tfevents.9").write_bytes(b"\xff" * 99)
     with pytest.raises(CurveError, match="no loss is in it"):
         points(tmp_path / "events.out.tfevents.9")
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("lm loss", "train"),
-        ("loss/val", "validation"),
-        ("eval/loss", "validation"),
-        ("train_loss", "train"),
-        ("out-of-distribution loss", "other"),
-        ("lm loss validation ppl", None),
-        ("load_balancing_loss", None),
-    ],
-)
-def test_a_losss_name_tells_its_kind(name: str, kind: str | None) -> None:
-    assert kind_of(name) == kind
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_muon import MuonConfig
-from megatron_muon.megatron_lm.flags.namespace import differences, restore_defaults
+from megatron_muon.megatron_lm.flags.namespace import (
+    differences,
+    put_in_force,
+    restore_defaults,
+)
 from megatron_muon.megatron_lm.flags.parser import add_flags, muon_backend, refuse_forks_flags
 from megatron_muon.settings.from_flags import muon_config
 from megatron_muon.settings.run_flags import FLAGS
@@ -139,10 +143,13 @@ def test_every_flag_has_a_meaning_or_an_error() -> None:
     assert {flag.option for flag in FLAGS} <= tried
 
 
-def test_a_flag_of_megatrons_own_muon_that_is_not_known_is_refused() -> None:
+def test_a_flag_of_megatrons_own_muon_that_is_not_known_is_refused_and_keeps_its_default() -> None:
     parser = parser_of("0.19", **{"--muon-new": {"type": int, "default": 3}})
     add_flags(parser)
-    assert muon_config(parser.parse_args([])) == MuonConfig()
+    args = parser.parse_args([])
+    assert muon_config(args) == MuonConfig()
+    put_in_force(args, MuonConfig())
+    assert args.muon_new == 3
     with pytest.raises(ValueError, match=r"--muon-new 4 .*does not know.*--muon-backend upstream"):
         muon_config(parser.parse_args(["--muon-new", "4"]))
 
@@ -164,11 +171,7 @@ def test_upstreams_defaults_where_they_have_a_meaning(version: str) -> None:
     assert config_of(version, *MEANT) == upstreams
     given = config_of(version, *MEANT, "--muon-momentum", "0.8", "--muon-matched-adamw-rms", "0.2")
     assert given == MuonConfig(momentum=0.8, nesterov=False, ns_dtype="bf16")
-
-
-@WITH_MUON
-def test_upstreams_default_of_the_coefficients(version: str) -> None:
-    assert config_of(version, "--muon-defaults", "upstream").ns_coefficients == "quintic"
+    assert config_of(version, *MEANT[:2]).ns_coefficients == "quintic"
 
 
 @WITH_MUON

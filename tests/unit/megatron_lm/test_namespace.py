@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags.namespace import leave_to_megatron, put_in_force
 from megatron_muon.megatron_lm.flags.parser import add_flags, given_on, muon_backend
 from megatron_muon.megatron_lm.install import _check, asks_for_muon
@@ -125,14 +124,6 @@ def test_what_is_in_force_is_written(version: str, which: str) -> None:
     json.dumps(vars(args))  # plain values
     if config.ns_dtype in (None, "bf16"):  # in fp32 a flag of Megatron's says torch's own switch
         assert muon_config(args) == config
-
-
-def test_a_flag_that_is_not_known_has_megatrons_default() -> None:
-    parser = parser_of("0.19", **{"--muon-new": {"type": int, "default": 3}})
-    add_flags(parser)
-    args = parser.parse_args([])
-    put_in_force(args, MuonConfig())
-    assert args.muon_new == 3
 
 
 # --- a command line --------------------------------------------------------------------------

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from figures.llama import llama_8b
+from figures.llama import llama_plan
 from megatron_muon.orthogonalize.iteration import makes_rows, ns_flops
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.agreed import description
 from megatron_muon.planning.describe import node_lines
-from megatron_muon.planning.grid import RankGrid, neighbours_of
+from megatron_muon.planning.grid import neighbours_of
 from megatron_muon.planning.homes import HOME_LIMIT, HOME_SLACK, Price, Work, choose_homes, prices
-from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.plans import small_plan
@@ -58,9 +58,7 @@ def test_whatever_the_speeds_the_busiest_rank_is_near_the_best(
 
 
 def _llama(dp_size: int, **settings: Any) -> ExchangePlan:
-    grid = RankGrid(((tuple(range(dp_size)),),))
-    own = MuonConfig(homes="balanced", **settings)
-    return make_plan(llama_8b(dp_size)[0], grid, Numerics(own))
+    return llama_plan(dp_size, MuonConfig(homes="balanced", **settings))[0]
 
 
 def _over_ideal(plan: ExchangePlan) -> Fraction:

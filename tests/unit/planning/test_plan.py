@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from figures.llama import llama_8b
+from figures.llama import llama_plan
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import Price, Work, choose_homes
 from megatron_muon.planning.layout import Parameter, Span, batched_matrices, whole_matrix
-from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.planning.plan import make_plan
 from megatron_muon.planning.rounds.table import round_tables
 from megatron_muon.planning.sections import Rows, repeated, sectioned
 from megatron_muon.settings.config import MuonConfig
@@ -90,16 +90,6 @@ CONFIGS = st.builds(
     homes=st.sampled_from(["balanced", "local"]),
     round_bytes=st.sampled_from([1, 100, 1 << 28]),
 )
-
-
-def _elements(plan: ExchangePlan) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """For each (matrix, staged element): who holds it, as (rank, element of the parameter)."""
-    holders: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for segment in plan.slices:
-        for offset in range(segment.elements.size):
-            holder = (segment.rank, segment.elements.start + offset)
-            holders.setdefault((segment.matrix, segment.start + offset), []).append(holder)
-    return holders
 
 
 @given(stages(), CONFIGS)
@@ -213,12 +203,8 @@ def test_llama_8b_moves_few_bytes(
     dp_size: int, homes: str, most_bytes: float, most_load: float
 ) -> None:
     """Mean bytes over AdamW's reduce-scatter (fp32) and all-gather (bf16); design section 3."""
-    parameters, numel = llama_8b(dp_size)
-    plan = make_plan(
-        parameters, RankGrid(((tuple(range(dp_size)),),)), Numerics(MuonConfig(homes=homes))
-    )
-    adamw_bytes = numel * (4 + 2) * (dp_size - 1) / dp_size
-    assert sum(plan.sent_bytes()) / dp_size <= most_bytes * adamw_bytes
+    plan, share = llama_plan(dp_size, MuonConfig(homes=homes))
+    assert share <= most_bytes
     flops = plan.ns_flops()
     assert max(flops) <= most_load * max(sum(flops) / dp_size, *plan.flops)  # the largest strip's
     assert len(plan.boundary_parameters()) <= dp_size - 1

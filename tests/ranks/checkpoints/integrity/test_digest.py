@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -81,11 +82,8 @@ def test_random_corruptions(format: str, block: int, checkpoint: Any, tmp_path: 
             assert named, error
             expected = "is missing" if corruption.kind == "delete" else "bytes"
             assert expected in error, error
-    print(f"\n{format}: {len(done)} corruptions refused on 2 ranks")
-
-
-def test_every_kind_of_corruption_is_tried() -> None:
-    assert {KINDS[seed % len(KINDS)] for seed in (*range(3), *range(3, 70))} == set(KINDS)
+    kinds = {corruption.kind for corruption in done}
+    assert kinds == set(KINDS) or block == 0
 
 
 def test_an_incomplete_one_is_refused(checkpoint: Any, tmp_path: Path) -> None:
@@ -150,8 +148,6 @@ def test_a_save_into_it_marks_it_incomplete_first(tmp_path: Path) -> None:
 
 
 def _stops_in_a_save(case: Case, topology: Topology, format: str, folder: str) -> None:
-    from unittest import mock
-
     from megatron.core.dist_checkpointing import serialization
 
     with mock.patch.object(serialization, "save_preprocess", side_effect=OSError("here it stops")):
@@ -160,8 +156,6 @@ def _stops_in_a_save(case: Case, topology: Topology, format: str, folder: str) -
 
 def _meets_another_save(case: Case, topology: Topology, format: str, folder: str) -> str:
     """Another save marks the folder after this one has written, before it is sealed."""
-    from unittest import mock
-
     import torch.distributed as dist
 
     from megatron_muon.mcore.load_check.save import Saving

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_muon.mcore.load_check import digest
+from megatron_muon.runtime.consensus import together
 from support.checkpoints.saving import formats
 from support.checkpoints.sealing import saved
 from support.models.gpt import Case, Topology
@@ -49,10 +52,6 @@ FAULTS = {
 
 
 def _one_fails(kind: str, failing: int) -> str:
-    import torch.distributed as dist
-
-    from megatron_muon.runtime.consensus import together
-
     act = FAULTS[kind] if dist.get_rank() == failing else lambda: None
     return error_of(lambda: together(act, None, torch.device("cpu")))
 
@@ -67,12 +66,6 @@ def test_any_type_of_error(kind: str, failing: int) -> None:
 
 
 def _nobody_else_votes() -> str:
-    import datetime
-
-    import torch.distributed as dist
-
-    from megatron_muon.runtime.consensus import together
-
     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
     if dist.get_rank() == 1:
         return "no vote"
@@ -84,9 +77,7 @@ def test_an_error_is_not_lost_where_others_do_not_answer() -> None:
 
 
 def _act_that_communicates() -> str:
-    from megatron_muon.runtime.consensus import together
-
-    return error_of(lambda: together(torch.distributed.barrier, None, torch.device("cpu")))
+    return error_of(lambda: together(dist.barrier, None, torch.device("cpu")))
 
 
 def test_every_test_on_ranks_holds_acts_to_not_communicating() -> None:
@@ -128,8 +119,6 @@ def test_the_digest_cannot_be_written(format: str, tmp_path: Path) -> None:
 
 
 def _of_another_model_on_rank_1(folder: str) -> str:
-    import torch.distributed as dist
-
     from megatron_muon.mcore.load_check import check
     from support.checkpoints import sealing
     from support.models.gpt import start
@@ -153,7 +142,6 @@ def test_a_check_that_fails_on_one_rank(tmp_path: Path) -> None:
 
 def _refused_on_one_rank(case: Case) -> str:
     """The model's configuration is another on rank 1, as a stage's may be."""
-    import torch.distributed as dist
     from megatron.core.utils import get_model_config
 
     from support.models.gpt import build, error_of_optimizer
