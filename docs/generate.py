@@ -165,7 +165,9 @@ def _linked(source: str) -> str:
 
 def _cell(text: str) -> str:
     """Text that a page shows as it is, but for links to other pages."""
-    text = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
+    text = re.sub(
+        r"docs/(\w+)\.md", lambda page: f"[{page[1].replace('_', ' ')}]({page[1]}.md)", text
+    )
     return text.replace("*", r"\*").replace("<", "&lt;")
 
 

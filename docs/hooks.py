@@ -19,13 +19,13 @@ ELSEWHERE = ("*.md", "examples/**/*.md", "examples/*/figures/*.png", "patches/*.
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 OVERVIEW = "index.md"  # the site's first page is the README
 NOTEBOOK = "examples/tutorial/one_step.ipynb"
-GENERATED = ("flags.md", "coefficients.md")
 
 
 def on_config(config: Any) -> Any:
     """Name the release at the foot of each page."""
-    found = re.search(r'"(.+)"', (ROOT / "megatron_muon" / "version.py").read_text())
-    config.copyright = f"megatron_muon {found[1] if found else ''}, {config.copyright}"
+    text = (ROOT / "megatron_muon" / "version.py").read_text()
+    (version,) = re.findall(r'^__version__ = "(.+)"', text, re.M)
+    config.copyright = f"megatron_muon {version}, {config.copyright}"
     return config
 
 
@@ -58,10 +58,10 @@ def _notebook() -> str:
 def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
     """Rewrite a page's relative links from the clone's paths to the site's.
 
-    The search ranks pages that people wrote for users above generated ones and examples.
+    The search ranks pages for users above examples.
     """
     here = page.file.src_uri
-    if here not in GENERATED and (ROOT / "docs" / here).exists():
+    if here != "coefficients.md" and (ROOT / "docs" / here).exists():
         page.meta.setdefault("search", {"boost": 4})
     return LINK.sub(lambda link: _rewritten(link, here, files), markdown)
 

@@ -98,7 +98,8 @@ def _path(name: str, value: Any) -> None:
 
 def _patterns(name: str, value: Any) -> None:
     if not isinstance(value, tuple) or not all(isinstance(pattern, str) for pattern in value):
-        raise TypeError(f"{name} must be a tuple of patterns, got {value!r}")
+        like = f", as {(value,)!r}" if isinstance(value, str) else ""
+        raise TypeError(f"{name} must be a tuple of patterns{like}, got {value!r}")
 
 
 SWITCH = Kind(_switch, action="store_true")

@@ -80,7 +80,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ddp without distributed optimizer": (
         {"ddp": {"use_distributed_optimizer": False}},
-        "DistributedDataParallelConfig.use_distributed_optimizer is False: delete the line that",
+        "DistributedDataParallelConfig.use_distributed_optimizer is False: set it in ",
     ),
     "l2 regularization": (
         {"optimizer": {"decoupled_weight_decay": False}},

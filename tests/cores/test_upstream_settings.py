@@ -175,7 +175,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "cleared": (
         {"fields": DIST | {"use_distributed_optimizer": False}},
-        "OptimizerConfig.use_distributed_optimizer is False: delete the line that clears it",
+        "OptimizerConfig.use_distributed_optimizer is False: set it in OptimizerConfig",
     ),
     "Muon of a vector by an override": (
         {"fields": {}, "routed": (("*.linear_fc1.bias", "muon"),)},

@@ -29,7 +29,8 @@ OTHER_CUT = (
     "Load it with those and save it in the format that loads with any: in Megatron-LM "
     "--dist-ckpt-optim-fully-reshardable, before 0.15 --ckpt-fully-parallel-save. (AdamW's "
     "dp_reshardable loads with its buckets alone, too: --ddp-num-buckets, or --muon-dp-layout "
-    "bucketed for Megatron's own)"
+    "bucketed for Megatron's own.) In Python give sharded_state_dict the metadata of the save, and "
+    "load AdamW's checkpoint within megatron_muon.reading_adamw"
 )
 
 

@@ -85,7 +85,7 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
             "file system that all of them share"
         )
     if saved is None:
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and folder.is_dir():
             say(
                 f"[megatron_muon] {folder} was saved without a digest ({digest.FILE_NAME}), so its "
                 "files are not checked"

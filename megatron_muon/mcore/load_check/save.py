@@ -44,8 +44,8 @@ _STATE = (
     (
         re.compile(r"(chained_\d+\.)?optimizer\.state\.[\w.]*\w"),
         f"Each parameter must belong to the same optimizer as at the save ({_WHOSE}; AdamW's own "
-        "checkpoint loads within megatron_muon.reading_adamw), and before core 0.14 EP must stay 1 "
-        "or stay above 1",
+        "checkpoint loads within megatron_muon.reading_adamw), the format must be that of the save "
+        "(metadata of sharded_state_dict), and before core 0.14 EP must stay 1 or stay above 1",
     ),
 )
 _KEYS_THERE = re.compile(r"not in state dict: \[[^\n]*")  # Megatron lists all that there are

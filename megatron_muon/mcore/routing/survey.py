@@ -71,7 +71,7 @@ def require_matched(matched: Collection[str], config: MuonConfig) -> None:
             whose = "Muon's" if splits else "the model"
             raise ValueError(
                 f"{pattern!r} in {config.setting_of(pattern)} matches no parameter of {whose}; "
-                "`megatron-muon routes` prints their names"
+                "`megatron-muon routes` prints their names, which do not start with 'module.'"
             )
 
 

@@ -72,10 +72,10 @@ def _unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> Iterator
         if not config.use_distributed_optimizer:
             yield ValueError(
                 "optimizer='muon' shards over Megatron's distributed optimizer, but "
-                f"{type(config).__name__}.use_distributed_optimizer is False: delete the line that "
-                "clears it for Megatron's own Muon, and set it in OptimizerConfig and "
-                "DistributedDataParallelConfig before the model is wrapped "
-                "(--use-distributed-optimizer), or choose optimizer='adam'"
+                f"{type(config).__name__}.use_distributed_optimizer is False: set it in "
+                "OptimizerConfig and DistributedDataParallelConfig before the model is wrapped "
+                "(--use-distributed-optimizer; a framework may clear it for Megatron's own Muon), "
+                "or choose optimizer='adam'"
             )
     if not getattr(optimizer_config, "decoupled_weight_decay", True):  # a choice since core 0.15
         yield ValueError(
