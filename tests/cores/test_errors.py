@@ -76,7 +76,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "no distributed optimizer": (
         {"optimizer": {"use_distributed_optimizer": False}},
         "ValueError: optimizer='muon' shards over Megatron's distributed optimizer, but "
-        "OptimizerConfig.use_distributed_optimizer is False: delete",
+        "OptimizerConfig.use_distributed_optimizer is False: set it in ",
     ),
     "ddp without distributed optimizer": (
         {"ddp": {"use_distributed_optimizer": False}},

@@ -48,6 +48,8 @@ EXCEPTIONS = {
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": "made where Megatron lacks it",
     "quack.gemm_interface.gemm_symmetric": "kernels, which are tried before the first step",
     "megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer:param_groups": "torch's",
+    "OptimizerConfig:chunked_optimizer_state_offload": "NVIDIA's branch dev has it",
+    "megatron.core.optimizer.ChainedOptimizer:ensure_master_weights_for_param_sync": "likewise",
     "ChainedOptimizer:lower": "of a text: the optimizer of a config",
     "arguments:extend": "of a list",
     "arguments:get": "of a dict",
@@ -124,7 +126,10 @@ def _is_known_attribute(owner: str, name: str, use: Use) -> bool:
 
 def _has(made: type, name: str) -> bool:
     own = [each for each in made.__mro__ if each.__module__.startswith("megatron.")]
-    return any(name in vars(each) or f"self.{name}" in inspect.getsource(each) for each in own)
+    return any(name in vars(each) or f"self.{name}" in _source(each) for each in own)
+
+
+_source = cache(inspect.getsource)  # slow
 
 
 @cache

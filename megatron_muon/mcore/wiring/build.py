@@ -193,7 +193,7 @@ def _completed(
         lines += describe.homes_lines(config)
     share_loss_scale(parts)
     for (_, before), (part, _) in itertools.pairwise(muons):
-        if getattr(part, "_optimizer_state_offloader", None) is not None:
+        if getattr(part.config, "chunked_optimizer_state_offload", False):
             break  # its state is only on its way then
         before.start_next = start_of(part, orthogonalizes=process_groups.has_experts(part))
     for at, (part, muon) in enumerate(muons):
