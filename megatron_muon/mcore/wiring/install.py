@@ -217,15 +217,18 @@ def _stopped(original: Callable[..., Any], config: Any, *args: Any, **kwargs: An
 
 
 def _check_config(original: Callable[..., None], config: Any) -> None:
-    """Wraps the checks of a config: Megatron lets AdamW alone hold states otherwise."""
-    with _asking_for_adam(config) if _is_muon(config) and _holds(config) else nullcontext():
+    """Wraps the checks of a config: Megatron refuses some options with any Muon but its own."""
+    asks = _is_muon(config) and any(getattr(config, name, False) for name in _OF_ADAMW)
+    with _asking_for_adam(config) if asks else nullcontext():
         original(config)
 
 
-def _holds(config: Any) -> bool:
-    of_dev = ("chunked_optimizer_state_offload", "offload_optimizer_states")
-    names = ("use_precision_aware_optimizer", *of_dev)
-    return any(getattr(config, name, False) for name in names)
+# How AdamW's states may be held; the last two are of NVIDIA's branch dev.
+_OF_ADAMW = (
+    "use_precision_aware_optimizer",
+    "chunked_optimizer_state_offload",
+    "offload_optimizer_states",
+)
 
 
 def _of(module: str, name: str) -> Callable[..., Any]:

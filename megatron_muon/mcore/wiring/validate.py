@@ -258,8 +258,8 @@ def _state_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
             f"together; where that needs too much memory {_BY_ROUND}",
         )
         yield (
-            "chunked_optimizer_state_offload with fp8_recipe=mxfp8",
-            read("reuse_grad_buf_for_mxfp8_param_ag"),
+            "chunked_optimizer_state_offload with fp8_param_gather",
+            read("fp8_param_gather") or read("fp8_param"),
             "leave out one of both",
         )
     yield (

@@ -214,6 +214,7 @@ BETWEEN = {
     "clip": replace(IN_FP32, clip=1.0),
     "whole": replace(PLAIN, narrow=(CHUNKS, ("store_param_remainders", False))),
     "halves": replace(PLAIN, narrow=(CHUNKS, ("exp_avg_dtype", torch.bfloat16))),
+    "fp16": replace(IN_FP32, bf16=False, fp16=True, overflow=((2, "*.linear_fc1.weight"),)),
     "experts": replace(IN_FP32, **MOE),
     "halves of experts": replace(PLAIN, narrow=(CHUNKS,), **MOE),
 }
@@ -239,6 +240,13 @@ def test_state_that_leaves_between_steps_changes_no_bit(kind: str, tmp_path: Pat
 
 
 @of_dev
+def test_nor_where_parameters_are_gathered_within_the_step() -> None:
+    case = replace(IN_FP32, muon=(("early_param_gather", "on"), *ONE_BY_ONE))
+    topology = Topology(tp=2, dp=2, overlap=True, sequence_parallel=True)
+    assert differences(trained(_stays(case), topology), trained(case, topology)) == []
+
+
+@of_dev
 @pytest.mark.parametrize("kind", BETWEEN)
 @pytest.mark.parametrize("format", formats()[:2])
 def test_it_leaves_after_a_load_too(kind: str, format: str, tmp_path: Path) -> None:
@@ -256,8 +264,9 @@ def test_it_leaves_after_a_load_too(kind: str, format: str, tmp_path: Path) -> N
         ),
         ({"narrow": (CHUNKS, ("optimizer_state_offload_fraction", 0.5))}, "chunks of 0 MiB of 0.5"),
         ({"narrow": IN_FP32.narrow, "muon": (("momentum_dtype", "int8"),)}, "dtype) with chunked"),
+        ({"narrow": IN_FP32.narrow, "fp8": "delayed"}, "offload with fp8_param_gather yet"),
     ],
-    ids=["chunks", "fraction", "int8"],
+    ids=["chunks", "fraction", "int8", "fp8"],
 )
 def test_chunks_of_a_rank_are_refused(change: dict[str, Any], said: str) -> None:
     assert said in run(_refused, 1, change)[0]
