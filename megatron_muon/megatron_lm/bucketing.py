@@ -70,15 +70,21 @@ def aligns_shards(args: Namespace) -> bool:
 def buffers(args: Namespace, dp_size: int, *, norms: bool = False) -> list[Buffer]:
     """A rank's grad buffers of the first model chunk on the first pipeline stage, approximately.
 
-    Norms, routers, biases and the layers of multi-token prediction are left out, the first two
-    not with ``norms``. The buffers only serve to choose the number of buckets, and with ``norms``
-    the layout, for which it matters where shards begin. Experts have a name with ``.experts.``.
+    Norms, routers, biases, positions and the layers of multi-token prediction are left out, all but
+    the last not with ``norms``. The buffers only serve to choose the number of buckets, and with
+    ``norms`` the layout, for which a few elements decide whether a shard's edge cuts a parameter.
+    Experts have a name with ``.experts.``.
     """
     tp = args.tensor_model_parallel_size
     expert_tp = args.expert_tensor_parallel_size or tp
     vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size or 0
     embedding = LocalParameter(vocabulary * args.hidden_size // tp)
     dense, experts = [embedding], []
+    norm = [LocalParameter(args.hidden_size)] * norms * (1 + (args.normalization == "LayerNorm"))
+    of_heads = [LocalParameter(args.kv_channels)] * (2 * (norms and args.qk_layernorm))
+    biases = int(norms and args.add_bias_linear)
+    if norms and args.position_embedding_type == "learned_absolute":
+        dense += [LocalParameter(args.max_position_embeddings * args.hidden_size)]
     stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     layers = getattr(args, "decoder_first_pipeline_num_layers", None) or args.num_layers // stages
     for number in range(max(1, int(layers) // (chunks or 1))):
@@ -86,10 +92,12 @@ def buffers(args: Namespace, dp_size: int, *, norms: bool = False) -> list[Buffe
         if norms and of_experts:
             of_layer = [_whole(args.num_experts, args.hidden_size, None), *of_layer]
         for weights in (_attention(args), of_layer):
-            dense += [LocalParameter(args.hidden_size)] * norms
-            dense += [_muons(f"{number}", weight, tp) for weight in weights]
+            dense += norm
+            for weight in weights:
+                dense += [_muons(f"{number}", weight, tp), *_bias(weight, tp) * biases]
+            dense += of_heads * (weights is not of_layer)
         experts += [_muons(f"{number}.experts.", weight, expert_tp) for weight in of_experts]
-    dense += [LocalParameter(args.hidden_size)] * (norms and args.pipeline_model_parallel_size == 1)
+    dense += norm * (args.pipeline_model_parallel_size == 1)
     if args.pipeline_model_parallel_size == 1 and args.untie_embeddings_and_output_weights:
         dense.append(embedding)
     both = [Buffer(tuple(dense), dp_size, tp), Buffer(tuple(experts), dp_size, expert_tp)]
@@ -101,11 +109,19 @@ _Weight = tuple[Sections, int, int | None]  # a whole weight's rows, its columns
 
 def _muons(name: str, weight: _Weight, tp: int) -> LocalParameter:
     sections, cols, dim = weight
-    rows = sum(run.count for section in sections for run in section)
-    shape = rows // (tp if dim == 0 else 1), cols // (tp if dim == 1 else 1)
+    shape = _rows(sections) // (tp if dim == 0 else 1), cols // (tp if dim == 1 else 1)
     matrices, blocks = sectioned(name, shape, dim, tp, sections)
     muon = Parameter(name, shape, dim, UNPLACED, UNPLACED, 0, matrices, blocks)
     return LocalParameter(shape[0] * shape[1], muon)
+
+
+def _rows(sections: Sections) -> int:
+    return sum(run.count for section in sections for run in section)
+
+
+def _bias(weight: _Weight, tp: int) -> list[LocalParameter]:
+    sections, _, dim = weight
+    return [LocalParameter(_rows(sections) // (tp if dim == 0 else 1))]
 
 
 def _whole(rows: int, cols: int, dim: int | None) -> _Weight:
