@@ -70,7 +70,7 @@ def wrap(module_name: str, name: str, wrapper: Callable[..., Any]) -> None:
     if name in _THERE_ALONE:
         _patches.set(module, name, wrapped)
     else:
-        _patches.everywhere(name, original, wrapped, within="megatron.")
+        _patches.everywhere({name: (original, wrapped)}, within="megatron.")
 
 
 def uninstall_training() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -62,17 +62,16 @@ class Patches:
         if hasattr(owner, name):
             self.set(owner, name, value)
 
-    def everywhere(self, name: str, old: Any, new: Any, within: str = "") -> None:
-        """Replace ``old`` in every module that has it under ``name``, imported or its own.
+    def everywhere(self, changes: Mapping[str, tuple[Any, Any]], within: str = "") -> None:
+        """Replace ``{name: (old, new)}`` in every module that has old under name, also by import.
 
-        Undo gives ``old`` to every module that then has ``new``, also one that imported it in the
-        meantime. A reference under another name is not found, so after the undo ``new`` must pass
-        calls on to ``old``.
-
-        ``within`` is what the names of these modules begin with.
+        Undo gives old to every module that then has new, also one that imported it in the
+        meantime. A reference under another name is not found, so after the undo new must pass
+        calls on to old. ``within`` is what the names of these modules begin with.
         """
-        _swap(name, old, new, within)
-        self._stack.callback(_swap, name, new, old, within)
+        _swap(changes, within)
+        back = {name: (new, old) for name, (old, new) in changes.items()}
+        self._stack.callback(_swap, back, within)
 
     def on_undo(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` on undo, for a change that is not an attribute."""
@@ -98,11 +97,13 @@ def _put_back(owner: Any, name: str, ours: Any, before: Any) -> None:
         setattr(owner, name, before)
 
 
-def _swap(name: str, old: Any, new: Any, within: str) -> None:
+def _swap(changes: Mapping[str, tuple[Any, Any]], within: str) -> None:
     for module_name, module in list(sys.modules.items()):
-        namespace = getattr(module, "__dict__", {})
-        if namespace.get(name) is old and module_name.startswith(within):
-            namespace[name] = new
+        if module_name.startswith(within):
+            namespace = getattr(module, "__dict__", {})
+            for name, (old, new) in changes.items():
+                if namespace.get(name) is old:
+                    namespace[name] = new
 
 
 @contextmanager

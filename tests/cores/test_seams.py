@@ -56,9 +56,9 @@ def renamed(row: Seam | Attribute) -> Iterator[None]:
     module = importlib.import_module(row.module)
     with ExitStack() as undo:
         if isinstance(row, Attribute):
-            source, name = rows._source, rf"\b{row.name}\b"
-            undo.callback(setattr, rows, "_source", source)
-            rows._source = lambda module: re.sub(name, "of_a_fork", source(module))  # type: ignore
+            names = rows._names
+            undo.callback(setattr, rows, "_names", names)
+            rows._names = lambda *where: names(*where) - {row.name}  # type: ignore
             yield
             return
         *path, name = row.name.split(".")

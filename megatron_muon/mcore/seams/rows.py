@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import re
 import types
 from collections.abc import Iterable
@@ -160,20 +161,25 @@ def _module(row: Row, version: str) -> Any:
         raise _missing(row, version) from error
 
 
+_OF_CLASSES = re.compile(r"\bself\.(\w+)|^    (\w+) *[:=]", re.MULTILINE)
+_OF_MODULES = re.compile(r"\.(\w+)|['\"](\w+)['\"]")
+
+
 def has_attribute(owner: type | types.ModuleType, name: str) -> bool:
     """Whether the source of a class, with its bases, has ``self.NAME`` or a field of that name.
 
     A module, of a mark, has ``….NAME``, or the name as a text, which ``setattr`` takes.
     """
     if isinstance(owner, type):
-        modules = {each.__module__ for each in owner.__mro__}
-        pattern = rf"\bself\.{name}\b|^    {name}\b *[:=]"
+        modules, pattern = {each.__module__ for each in owner.__mro__}, _OF_CLASSES
     else:
-        modules, pattern = {owner.__name__}, rf"\.{name}\b|['\"]{name}['\"]"
+        modules, pattern = {owner.__name__}, _OF_MODULES
     own = (module for module in modules if module.startswith("megatron."))
-    return any(re.search(pattern, _source(module), re.MULTILINE) for module in own)
+    return any(name in _names(module, pattern) for module in own)
 
 
 @cache
-def _source(module: str) -> str:
-    return inspect.getsource(importlib.import_module(module))
+def _names(module: str, pattern: re.Pattern[str]) -> frozenset[str]:
+    """What a pattern finds in a module's source, which is read once for all rows."""
+    found = pattern.findall(inspect.getsource(importlib.import_module(module)))
+    return frozenset(itertools.chain.from_iterable(found))

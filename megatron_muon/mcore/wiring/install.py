@@ -54,6 +54,7 @@ def install(config: MuonConfig | None = None) -> None:
 
 
 def _wrap() -> None:
+    functions = {}
     for seam in wrapped_in_core():
         if seam.name in _WRAPPERS:
             module = importlib.import_module(seam.module)
@@ -65,7 +66,8 @@ def _wrap() -> None:
             if holder:
                 _patches.set(owner, name, ours)
             else:
-                _patches.everywhere(name, original, ours)
+                functions[name] = original, ours
+    _patches.everywhere(functions)
 
 
 def uninstall() -> None:

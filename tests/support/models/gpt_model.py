@@ -98,7 +98,8 @@ def initialize_parallel_state(topology: Topology) -> None:
 
 def having(made: Any, **options: Any) -> dict[str, Any]:
     """The options that ``made``, a function or a dataclass, has in the installed version."""
-    return {k: v for k, v in options.items() if k in inspect.signature(made).parameters}
+    known = inspect.signature(made).parameters
+    return {k: v for k, v in options.items() if k in known}
 
 
 def transformer_config(case: Case, topology: Topology) -> Any:
