@@ -80,7 +80,7 @@ def buffers(args: Namespace, dp_size: int, *, norms: bool = False) -> list[Buffe
     vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size or 0
     embedding = LocalParameter(vocabulary * args.hidden_size // tp)
     dense, experts = [embedding], []
-    norm = [LocalParameter(args.hidden_size)] * norms * (1 + (args.normalization == "LayerNorm"))
+    norm = [LocalParameter(args.hidden_size)] * (norms and 1 + (args.normalization == "LayerNorm"))
     of_heads = [LocalParameter(args.kv_channels)] * (2 * (norms and args.qk_layernorm))
     biases = int(norms and args.add_bias_linear)
     if norms and args.position_embedding_type == "learned_absolute":

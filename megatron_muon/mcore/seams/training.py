@@ -72,6 +72,7 @@ ARGUMENTS = (
     *("moe_ffn_hidden_size", "moe_grouped_gemm", "moe_layer_freq", "swiglu"),
     *("moe_shared_expert_intermediate_size", "multi_latent_attention"),
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("add_bias_linear", "normalization", "position_embedding_type", "qk_layernorm"),
     *("vocab_size", "untie_embeddings_and_output_weights", "decoder_first_pipeline_num_layers"),
 )
 
