@@ -71,9 +71,10 @@ def buffers(args: Namespace, dp_size: int, *, norms: bool = False) -> list[Buffe
     """A rank's grad buffers of the first model chunk on the first pipeline stage, approximately.
 
     Norms, routers, biases, positions and the layers of multi-token prediction are left out, all but
-    the last not with ``norms``. The buffers only serve to choose the number of buckets, and with
-    ``norms`` the layout, for which a few elements decide whether a shard's edge cuts a parameter.
-    Experts have a name with ``.experts.``.
+    the last not with ``norms``; biases of experts always, and a router, which has none, gets one.
+    The buffers only serve to choose the number of buckets, and with ``norms`` the layout, for which
+    a few elements decide whether a shard's edge cuts a parameter. Names of experts' weights have
+    ``.experts.``.
     """
     tp = args.tensor_model_parallel_size
     expert_tp = args.expert_tensor_parallel_size or tp
@@ -82,7 +83,6 @@ def buffers(args: Namespace, dp_size: int, *, norms: bool = False) -> list[Buffe
     dense, experts = [embedding], []
     norm = [LocalParameter(args.hidden_size)] * (norms and 1 + (args.normalization == "LayerNorm"))
     of_heads = [LocalParameter(args.kv_channels)] * (2 * (norms and args.qk_layernorm))
-    biases = int(norms and args.add_bias_linear)
     if norms and args.position_embedding_type == "learned_absolute":
         dense += [LocalParameter(args.max_position_embeddings * args.hidden_size)]
     stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
@@ -94,9 +94,10 @@ def buffers(args: Namespace, dp_size: int, *, norms: bool = False) -> list[Buffe
         for weights in (_attention(args), of_layer):
             dense += norm
             for weight in weights:
-                dense += [_muons(f"{number}", weight, tp), *_bias(weight, tp) * biases]
+                dense += _muons(f"{number}", weight, tp, has_bias=norms and args.add_bias_linear)
             dense += of_heads * (weights is not of_layer)
-        experts += [_muons(f"{number}.experts.", weight, expert_tp) for weight in of_experts]
+        for weight in of_experts:
+            experts += _muons(f"{number}.experts.", weight, expert_tp)
     dense += norm * (args.pipeline_model_parallel_size == 1)
     if args.pipeline_model_parallel_size == 1 and args.untie_embeddings_and_output_weights:
         dense.append(embedding)
@@ -107,21 +108,14 @@ def buffers(args: Namespace, dp_size: int, *, norms: bool = False) -> list[Buffe
 _Weight = tuple[Sections, int, int | None]  # a whole weight's rows, its columns, the dim TP cuts
 
 
-def _muons(name: str, weight: _Weight, tp: int) -> LocalParameter:
+def _muons(name: str, weight: _Weight, tp: int, *, has_bias: bool = False) -> list[LocalParameter]:
+    """A weight as a rank has it, and its bias, which TP cuts where it cuts rows."""
     sections, cols, dim = weight
-    shape = _rows(sections) // (tp if dim == 0 else 1), cols // (tp if dim == 1 else 1)
+    rows = sum(run.count for section in sections for run in section)
+    shape = rows // (tp if dim == 0 else 1), cols // (tp if dim == 1 else 1)
     matrices, blocks = sectioned(name, shape, dim, tp, sections)
     muon = Parameter(name, shape, dim, UNPLACED, UNPLACED, 0, matrices, blocks)
-    return LocalParameter(shape[0] * shape[1], muon)
-
-
-def _rows(sections: Sections) -> int:
-    return sum(run.count for section in sections for run in section)
-
-
-def _bias(weight: _Weight, tp: int) -> list[LocalParameter]:
-    sections, _, dim = weight
-    return [LocalParameter(_rows(sections) // (tp if dim == 0 else 1))]
+    return [LocalParameter(shape[0] * shape[1], muon), *[LocalParameter(shape[0])] * has_bias]
 
 
 def _whole(rows: int, cols: int, dim: int | None) -> _Weight:
