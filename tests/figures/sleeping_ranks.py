@@ -42,7 +42,7 @@ class Case:
     dp: int
     round_kib: int | None = None  # limit of a round; None: the default, which is one round here
     layers: int = 8
-    seconds: float = 0.4  # that the mean rank sleeps in a step
+    seconds: float = 1.0  # that the mean rank sleeps in a step
 
     @property
     def config(self) -> MuonConfig:
@@ -136,8 +136,8 @@ def main() -> None:
     sizes = [int(word) for word in sys.argv[1:]] or [2, 4, 4, 2, 8, 2]
     for tp, dp in zip(sizes[::2], sizes[1::2], strict=True):
         for round_kib in (None, 512, 128):
-            layers = 8 if tp * dp <= 16 else 32
-            case = Case(tp, dp, round_kib, layers, seconds=1.0 if tp * dp <= 16 else 2.0)
+            more = {} if tp * dp <= 16 else {"layers": 32, "seconds": 2.0}
+            case = Case(tp, dp, round_kib, **more)
             print(said(case, compared(case)), flush=True)
 
 

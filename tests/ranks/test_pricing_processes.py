@@ -21,7 +21,7 @@ def test_a_step_of_sleeping_ranks_takes_what_the_model_says(case: Case) -> None:
     """Never less, but for the clock; and not much more, on a machine that does other things, too:
     what the model leaves out here is Python and gloo on two cores. With smaller rounds ranks take
     turns, and the step takes 1, 1.6 and 2 times as long as its busiest rank works."""
-    for _ in range(3):  # other work on the machine only adds time
+    for _ in range(5):  # other work on the machine only adds time
         result = compared(case)
         assert result.error <= 0.02, said(case, result)
         if result.error >= -0.35:
