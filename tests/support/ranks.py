@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import datetime
 import faulthandler
+import functools
 import gc
 import importlib
 import itertools
@@ -30,7 +31,7 @@ import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, managers
 from typing import Any
 
 import psutil
@@ -39,6 +40,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 MOST_THREADS = 60  # of a worker that is used again; what keeps more alive is left behind
 FULL = b"full"
 GRACE = 0.3  # seconds after the first failure in which other ranks' reports are still collected
+WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 CPU = ("support.te_on_cpu.on", "megatron_muon.cpu.on")  # in this order, before Megatron
 PRELOAD = [
     "typing_override",
@@ -48,6 +50,7 @@ PRELOAD = [
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.pipeline_parallel",
     "megatron.core.distributed",
+    WRITER,
     "torch._dynamo",  # the first optimizer that is made imports it
     "megatron_muon.mcore.wiring.install",
     "pytest",  # these are imported with the module of a rank's function
@@ -152,6 +155,22 @@ def _end_with_parent() -> None:
     _end()
 
 
+def _fork_writers(pipe: connection.Connection) -> None:
+    """Fork the process that collects what checkpoints' writers return.
+
+    Before core 0.18 Megatron starts it anew on each rank, and it imports torch: 5 s of a processor.
+    """
+
+    @functools.cache
+    def queue() -> Any:
+        manager = managers.SyncManager(ctx=multiprocessing.get_context("fork"))
+        manager.start(pipe.close)  # else the parent would not see that the rank has died
+        return manager.Queue()
+
+    if hasattr(sys.modules[WRITER], "_get_write_results_queue"):
+        sys.modules[WRITER]._get_write_results_queue = queue
+
+
 def _work(pipe: connection.Connection, stacks: str) -> None:
     """The worker's loop: a task, its report, and (after an 'ok' of all ranks) the clean-up."""
     os.setpgid(0, 0)  # for _end(); Ctrl-C in the terminal then reaches the parent only
@@ -163,6 +182,7 @@ def _work(pipe: connection.Connection, stacks: str) -> None:
     for name in CPU:  # a no-op if the fork server has done it
         importlib.import_module(name)
 
+    _fork_writers(pipe)
     importlib.import_module("support.acts").hold_acts()
     while True:
         try:
