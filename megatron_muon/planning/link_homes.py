@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_muon.planning.homes import LINK_GBYTES, Loads, Price, Work
-from megatron_muon.planning.sharing.strip_time import MESSAGE_PS, NODE_LINK, PEER_PS
+from megatron_muon.planning.homes import Loads, Price, Work
+from megatron_muon.planning.sharing.strip_time import MESSAGE_PS, PEER_PS
 
 _LEAST_GAIN = Fraction(1, 64)  # the bound is about as far from the time model's order of choices
 # Of the matrices of one size that a home has in a round: they are a batch, and the last wave of its
@@ -41,8 +41,8 @@ class Stage:
     before: Loads  # what ranks have to do for other optimizers before
     directions: Sequence[int]  # by rank, the time at which it has those of other optimizers before
     price: Price  # the prices of work and of bytes
-    link_gbytes: float  # what price was made of
     neighbours: int  # see RankGrid
+    faster: int  # see strip_time.faster_near
 
     @property
     def size(self) -> int:
@@ -54,15 +54,6 @@ class Stage:
         work, price = self.works[index], self.price
         shared = work.shared * price.element + work.waits * price.picosecond
         return work.flops * price.flop + shared
-
-    def near_speed(self) -> int:
-        """How much faster a link is inside a node; 1 where a node has the stage, so it is stated.
-
-        It is at least as fast as where nothing is stated.
-        """
-        if self.size <= self.neighbours:
-            return 1
-        return max(NODE_LINK, int(Fraction(NODE_LINK * LINK_GBYTES) / Fraction(self.link_gbytes)))
 
 
 def fastest(
@@ -130,7 +121,7 @@ def _exchange(
 
     A rank waits for its peers to begin, for its own bytes, and for its part of its peers' links.
     """
-    neighbours, faster = stage.neighbours, stage.near_speed()
+    neighbours, faster = stage.neighbours, stage.faster
     total: dict[tuple[int, int], int] = defaultdict(int)  # time by (rank, way)
     count: dict[tuple[int, int], int] = defaultdict(int)
     ways = []
@@ -163,7 +154,7 @@ class _Search:
 
     def __init__(self, stage: Stage, homes: Sequence[int], weights: tuple[int, int]) -> None:
         self._stage, self._homes, self._weights = stage, list(homes), weights
-        self._near = stage.near_speed()
+        self._near = stage.faster
         self._work = list(stage.before.times)
         self._links = [[0, 0, 0, 0] for _ in self._work]  # out and in, far and near
         self._at: list[set[int]] = [set() for _ in self._work]  # matrices by home

@@ -24,7 +24,7 @@ from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 from megatron_muon.planning.rank_plan import RankPlan, rank_plan
 from megatron_muon.planning.rounds.stage import stage_rounds
 from megatron_muon.planning.sharing.stage_time import stage_time
-from megatron_muon.planning.sharing.strip_time import StripTime, strip_time
+from megatron_muon.planning.sharing.strip_time import StripTime, faster_near, strip_time
 from megatron_muon.planning.slices import (
     Matrix,
     Slice,
@@ -212,6 +212,12 @@ class _Stage:
     numerics: Numerics
     before: Loads
 
+    @property
+    def faster(self) -> int:
+        """How much faster a link inside a node is."""
+        link = self.numerics.config.link_gbytes
+        return faster_near(link, self.grid.size, self.grid.neighbours)
+
     def works(self, parameter: Parameter) -> list[Work]:
         """The work of each matrix of a parameter."""
         held = held_elements(parameter, self.grid)
@@ -237,7 +243,8 @@ class _Stage:
         """The time of the stage's step with these strips."""
         works, price = _all_works(cut), prices(self.numerics)
         homes = self.homes(cut)
-        return stage_time(works, homes, price, self.before, later, self.grid.neighbours)
+        near = self.grid.neighbours, self.faster
+        return stage_time(works, homes, price, self.before, later, *near)
 
 
 def _strip_time(shape: MatrixShape | Matrix, grid: RankGrid, numerics: Numerics) -> StripTime:
@@ -313,7 +320,7 @@ def _by_link(
     """The homes with which a step takes least time, and the time; ``first`` where none gains."""
     from megatron_muon.planning import link_homes  # only where a link is stated
 
-    works, numerics, link = _all_works(cut), stage.numerics, stage.numerics.config.link_gbytes
+    works, numerics = _all_works(cut), stage.numerics
     every = [(at, p, m) for at, (p, _) in enumerate(cut) for m in p.matrices]
     owner = [at for at, _, _ in every]
     fixed = frozenset(at for at, (_, _, m) in enumerate(every) if m.strip is not None)
@@ -322,8 +329,8 @@ def _by_link(
     for at_homes, one in ((plan.matrices, one) for plan in earlier for one in plan.slices):
         at_home = before.times[at_homes[one.matrix].home]
         directions[one.rank] = max(directions[one.rank], at_home)
-    assert link is not None
-    of = link_homes.Stage(works, owner, fixed, before, directions, price, link, neighbours)
+    near = neighbours, stage.faster
+    of = link_homes.Stage(works, owner, fixed, before, directions, price, *near)
 
     def rounds_of(homes: Sequence[int]) -> Sequence[Sequence[int]]:
         matrices = [_homed(p, m, home) for (_, p, m), home in zip(every, homes, strict=True)]

@@ -119,14 +119,10 @@ SHAPES = {
         "--expert-model-parallel-size 64",
     ),
     "gpt-oss-20b": Shape(
-        20.9,
-        64,
-        f"{_SINKS} --num-layers 24 --num-experts 32 --expert-model-parallel-size 8",
+        20.9, 64, f"{_SINKS} --num-layers 24 --num-experts 32 --expert-model-parallel-size 8"
     ),
     "gpt-oss-120b": Shape(
-        116.8,
-        256,
-        f"{_SINKS} --num-layers 36 --num-experts 128 --expert-model-parallel-size 64",
+        116.8, 256, f"{_SINKS} --num-layers 36 --num-experts 128 --expert-model-parallel-size 64"
     ),
     "DeepSeek-V3.2": Shape(
         672,
@@ -164,9 +160,7 @@ def planned(name: str, checkout: Path) -> dict[str, Any]:
         line = ["plan", "--json", str(file), "--world-size", str(shape.ranks)]
         command = [sys.executable, "-W", "ignore", "-m", "megatron_muon", *line]
         done = subprocess.run(
-            [*command, str(checkout / shape.script), *flags.split()],
-            capture_output=True,
-            text=True,
+            [*command, str(checkout / shape.script), *flags.split()], capture_output=True, text=True
         )
         if done.returncode:
             raise RuntimeError(f"{name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")

@@ -34,3 +34,10 @@ def step_of(words: str, hardware: Hardware = H100, device: Device = "cuda") -> S
     """The priced step of that stage."""
     config, optimizers = stage_of(words, device)
     return price_step(optimizers, config, hardware, device=device)
+
+
+def hardware_of(link: float, node: float) -> Hardware:
+    """An H100 whose links reach these speeds."""
+    speeds = {"node_gbytes": node, "pair_gbytes": node, "network_gbytes": link}
+    whole = dict.fromkeys(("node_efficiency", "network_efficiency"), 1.0)
+    return H100.with_values(speeds | whole, "the test")

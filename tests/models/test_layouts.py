@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from figures.stages import stage_of, step_of
-from megatron_muon.lab.pricing.presets import H100
+from figures.stages import hardware_of, stage_of, step_of
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.megatron_lm.bucketing import REFERENCE_DP_SIZE, buffers
 from megatron_muon.megatron_lm.layouts import _located, note, own_layout
@@ -21,10 +21,10 @@ from support.virtual_gpu.plans import GPT_340M, LLAMA_8B, OVERLAP, QWEN3_30B, se
 LINK = MuonConfig(preset="fast", link_gbytes=12.0, rank_tflops=600.0)
 RUNS = {
     "Llama-3-8B TP1 DP8": f"{LLAMA_8B} {OVERLAP} --world-size 8 ",
+    "Llama-3-8B TP1 DP16": f"{LLAMA_8B} {OVERLAP} --world-size 16 ",
     "Llama-3-8B TP8 DP4": f"{LLAMA_8B} {OVERLAP} --tp 8 --world-size 32 ",
     "Qwen3-30B-A3B EP8": f"{QWEN3_30B} {OVERLAP} --ep 8 --world-size 64 ",
-}
-WITH_BIASES = {"340M DP16": f"{GPT_340M} {OVERLAP} --world-size 16 "}
+} | {f"340M DP{size}": f"{GPT_340M} {OVERLAP} --world-size {size} " for size in (16, 32, 64)}
 
 
 def arguments(words: str) -> Namespace:
@@ -35,7 +35,7 @@ def arguments(words: str) -> Namespace:
     return Namespace(**vars(validated(flags, ranks_of(flags))) | {"ddp_num_buckets": None})
 
 
-@pytest.mark.parametrize("words", (RUNS | WITH_BIASES).values(), ids=RUNS | WITH_BIASES)
+@pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
 def test_parameters_lie_where_megatron_puts_them(words: str) -> None:
     args, config = arguments(words), MuonConfig(split_matrices="off")
     chosen = choose(buffers(args, REFERENCE_DP_SIZE))
@@ -53,16 +53,18 @@ def test_parameters_lie_where_megatron_puts_them(words: str) -> None:
             assert shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize("link", [3, 12, 25, 200])
-@pytest.mark.parametrize("name", ["Llama-3-8B TP1 DP8", "Llama-3-8B TP8 DP4", "340M DP16"])
+@pytest.mark.parametrize(
+    ("name", "link"),
+    [
+        *itertools.product(["Llama-3-8B TP1 DP8", "Llama-3-8B TP8 DP4"], [3, 12, 200]),
+        *itertools.product(["340M DP16", "340M DP32", "340M DP64"], [3, 25]),
+        ("Llama-3-8B TP1 DP16", 200),
+    ],
+)
 def test_by_both_speeds_a_run_takes_the_shorter_layout(name: str, link: int) -> None:
     """Within 5 % by the time model."""
-    words = (RUNS | WITH_BIASES)[name] + "--muon-preset fast --muon-rank-tflops 600 "
-    words += f"--muon-link-gbytes {link}"
-    speeds = {"network_gbytes": float(link), "network_efficiency": 1.0}
-    if "TP1 " in name:  # one node
-        speeds |= {"node_gbytes": float(link), "node_efficiency": 1.0, "pair_gbytes": float(link)}
-    hardware = H100.with_values(speeds, "the test")
+    words = f"{RUNS[name]}--muon-preset fast --muon-rank-tflops 600 --muon-link-gbytes {link}"
+    hardware = hardware_of(link, link if name.endswith("TP1 DP8") else max(link, 315))
     free, *others = (
         step_of(f"{words} {layout}", hardware).seconds
         for layout in ("", "--muon-dp-layout contiguous", "--muon-dp-layout bucketed")

@@ -34,6 +34,7 @@ def stage_time(
     before: Loads,
     later: int = 0,
     neighbours: int = NODE,
+    faster: int = NODE_LINK,
 ) -> int:
     """The time until the last rank has its directions, in the unit of ``price``.
 
@@ -45,6 +46,7 @@ def stage_time(
             so they fill those that have less than the mean of all, and leave those that would pass
             ``HOME_SLACK`` × the mean. Their messages count as long as a rank's mean of their work.
         neighbours: see ``RankGrid``.
+        faster: see ``strip_time.faster_near``.
     """
     times, flops = list(before.times), list(before.flops)
     for work, home in zip(works, homes, strict=True):
@@ -53,7 +55,7 @@ def stage_time(
         times[home] += work.shared * price.element + work.waits * price.picosecond
     near, far = _slices(works, homes, neighbours)
     links = [
-        max(inside // NODE_LINK, between) * price.element
+        max(inside // faster, between) * price.element
         for inside, between in zip(_links(near, len(times)), _links(far, len(times)), strict=True)
     ]
     begins = [time + link for time, link in zip(times, links, strict=True)]

@@ -3,19 +3,22 @@
 Homes of a matrix add squares, put rows of them together and turn strips. All of it takes messages,
 which every home waits for, and passes over memory. ``pricing.kernels`` has the same with floats,
 for any hardware; ``test_pricing_counts`` holds the two together. Here bytes count by
-``link_gbytes`` and by the two ratios below, so that they follow a setting; all else is an H100's.
+``link_gbytes``; all else is an H100's.
 """
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import NamedTuple
 
 from megatron_muon.orthogonalize.iteration import NODE, gathers_of_rows
 from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.layout import Strip
 
-# Speeds by that of a link between nodes. An H100's link inside a node sends 450 GB/s each way and
-# reaches 0.7 of it, its memory 3,350 and 0.8, its port 50 and 0.85 (``pricing.presets``).
+# Speeds by LINK_GBYTES, that of a link between nodes. An H100's link inside a node sends 450 GB/s
+# each way and reaches 0.7 of it, its memory 3,350 and 0.8, its port 50 and 0.85 (``presets``). A
+# stated link changes neither.
 NODE_LINK, MEMORY = 7, 63
 # Latency of a grouped send and receive, and what each peer adds; the shortest kernel. The same.
 MESSAGE_PS, PEER_PS, _KERNEL_PS = 25_000_000, 1_200_000, 2_500_000
@@ -36,6 +39,16 @@ class StripTime(NamedTuple):
 
     elements: int = 0
     waits: int = 0
+
+
+def faster_near(link_gbytes: float | None, size: int, neighbours: int) -> int:
+    """How much faster than the stated link one inside a node is; 1 where a node has the stage."""
+    return 1 if link_gbytes and size <= neighbours else _by_link(NODE_LINK, link_gbytes)
+
+
+def _by_link(ratio: int, link_gbytes: float | None) -> int:
+    """What is ``ratio`` beside LINK_GBYTES, beside the stated link."""
+    return max(1, int(ratio * Fraction(LINK_GBYTES) / Fraction(link_gbytes or LINK_GBYTES)))
 
 
 def strip_time(
@@ -67,10 +80,11 @@ def strip_time(
         travels += 2 * own
         passes += _TURN_PASSES * own
         messages += 2
+    link = numerics.config.link_gbytes
     # teams are neighbours: of one node where it holds whole teams
-    speed = NODE_LINK if neighbours % homes == 0 else 1
+    speed = faster_near(link, size, neighbours) if neighbours % homes == 0 else 1
     kernels = _STRIP_KERNELS + sums * (homes + 4) + rows
     return StripTime(
-        travels * (homes - 1) // (homes * speed) + passes // MEMORY,
+        travels * (homes - 1) // (homes * speed) + passes // _by_link(MEMORY, link),
         messages * (MESSAGE_PS + PEER_PS * (homes - 1)) + kernels * _KERNEL_PS,
     )

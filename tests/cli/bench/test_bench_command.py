@@ -72,10 +72,7 @@ def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, argument
 
 @pytest.mark.parametrize("other", ["muon-bucketed", "muon-bucketed-auto"])
 def test_other_weights_are_exit_status_1_after_all_is_written(
-    other: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    other: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Rows on auto are held to each other, not to those with the standard iteration."""
     autos = {"muon-contiguous-auto": 8, "muon-bucketed-auto": 8}

@@ -15,14 +15,7 @@ import pytest
 from megatron_muon.lab.commands import main
 from megatron_muon.mcore.load_check import digest
 from support.checkpoints import sealing
-from support.checkpoints.inspecting import (
-    CASE,
-    DEFAULT,
-    EVERY,
-    TRACKER,
-    faults,
-    inspect,
-)
+from support.checkpoints.inspecting import CASE, DEFAULT, EVERY, TRACKER, faults, inspect
 from support.models.gpt import Topology, muon_weights
 from support.processes import environment
 from support.ranks import run

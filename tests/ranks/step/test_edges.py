@@ -8,16 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.models.gpt import (
-    Case,
-    Topology,
-    held,
-    stepped,
-    train,
-    trained,
-    truth,
-    whole_weight,
-)
+from support.models.gpt import Case, Topology, held, stepped, train, trained, truth, whole_weight
 from support.ranks import run
 from support.runs.whole import differences, whole
 

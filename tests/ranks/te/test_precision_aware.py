@@ -355,10 +355,7 @@ def _refused(change: dict[str, Any]) -> str:
             {"narrow": (), "fp8": "delayed"},
             "does not support use_precision_aware_optimizer with fp8_param_gather yet",
         ),
-        (
-            {"narrow": (), "muon": (("momentum_dtype", "int8"),)},
-            "dtype by exp_avg_dtype",
-        ),
+        ({"narrow": (), "muon": (("momentum_dtype", "int8"),)}, "dtype by exp_avg_dtype"),
     ],
     ids=["dtype", "fp8-weights", "int8-too"],
 )

@@ -12,12 +12,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron_muon.mcore.checkpoint.interop.foreign import (
-    Source,
-    as_ours,
-    is_megatrons,
-    states_of,
-)
+from megatron_muon.mcore.checkpoint.interop.foreign import Source, as_ours, is_megatrons, states_of
 from megatron_muon.mcore.checkpoint.interop.saved import Saved
 from megatron_muon.settings.config import MuonConfig
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_muon import MuonConfig
-from megatron_muon.megatron_lm.flags.namespace import (
-    differences,
-    put_in_force,
-    restore_defaults,
-)
+from megatron_muon.megatron_lm.flags.namespace import differences, put_in_force, restore_defaults
 from megatron_muon.megatron_lm.flags.parser import add_flags, muon_backend, refuse_forks_flags
 from megatron_muon.settings.from_flags import muon_config
 from megatron_muon.settings.run_flags import FLAGS
@@ -62,9 +58,7 @@ def test_megatrons_defaults_come_back_and_what_was_given_stays(version: str) -> 
     assert args.muon_momentum == 0.5 and args.muon_split_qkv is False
 
 
-def test_a_flag_of_moonshots_fork_is_answered_by_todays(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_flag_of_moonshots_fork_is_answered_by_todays(capsys: pytest.CaptureFixture[str]) -> None:
     parser, line = parser_of("0.17"), ["--moe-routed-scaling-factor=2.45"]
     with pytest.raises(SystemExit):
         refuse_forks_flags(parser, line)

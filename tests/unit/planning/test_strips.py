@@ -25,12 +25,7 @@ from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.sharing.stage_time import stage_time
 from megatron_muon.planning.sharing.strip_time import NODE_LINK, strip_time
 from megatron_muon.planning.slices import Matrix
-from megatron_muon.planning.strips import (
-    can_share,
-    choose_counts,
-    in_strips,
-    strip_homes,
-)
+from megatron_muon.planning.strips import can_share, choose_counts, in_strips, strip_homes
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers
@@ -311,6 +306,18 @@ def test_homes_on_several_nodes_take_longer() -> None:
         for neighbours in (4, 2)
     )
     assert near.elements < far.elements and near.waits == far.waits
+
+
+@pytest.mark.parametrize("size", [64, 8])
+def test_a_stated_link_is_a_nodes_only_where_it_has_the_stage(size: int) -> None:
+    """Else a node's links and memory are as fast as where none is stated."""
+    strip, own = Strip(3000, 1500, 0, 4), 3000 * 1500 // 4
+    runs = [Numerics(MuonConfig(link_gbytes=link), "cuda") for link in (4, 40, None)]
+    slow, same, unstated = (strip_time(strip, own, size, run).elements for run in runs)
+    if size > 8:
+        assert 10 * slow == pytest.approx(same, rel=1e-3) and same == unstated
+    else:
+        assert min(slow, same) > 3 * unstated
 
 
 def _step_of_home(
