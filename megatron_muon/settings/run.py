@@ -94,8 +94,9 @@ class RunSettings:
         None,
         "--muon-link-gbytes",
         "Speed of the exchange, for the choice of homes: GB/s (10^9 bytes) that a rank sends, and "
-        "as many that it receives. A run never measures it: megatron-muon bench speeds does, and "
-        "prints the flag.",
+        "as many that it receives; between nodes, where a stage has several (inside, an H100's "
+        "links are assumed). A run never measures it: megatron-muon bench speeds does, and prints "
+        "the flag.",
         kinds.POSITIVE.or_none(),
         without="The default is an assumption, 40 for a 400 Gbit/s port per rank.",
     )
