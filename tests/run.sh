@@ -80,25 +80,30 @@ over_te() { # the lines of te.txt
     done < <(grep -v '^#' tests/te.txt)
 }
 
-over_cores() { # tests/cores with each core of cores.txt, all of them side by side
-    local core folder at=0 failed=0
+over_cores() { # what needs another core, all of it side by side
+    local core tests folder at=0 failed=0
     local -a started=()
     folder="$(mktemp -d)"
-    for core in $CORES; do
-        run "${core#*==}" tests/cores >"$folder/$core" 2>&1 &
+    while read -r core tests; do
+        # shellcheck disable=SC2086
+        run "$core" $tests </dev/null >"$folder/${#started[@]}" 2>&1 &
         started+=($!)
-    done
-    for core in $CORES; do
-        wait "${started[at++]}" || failed=1
-        echo "tests: with $core"
-        cat "$folder/$core"
-    done
+    done < <(more_cores)
+    while read -r core tests; do
+        wait "${started[at]}" || failed=1
+        echo "tests: with megatron-core $core, $tests"
+        cat "$folder/$((at++))"
+    done < <(more_cores)
     rm -rf "$folder"
     return "$failed"
 }
 
+more_cores() { # lines of CORE TESTS: tests/cores with each, triton's kernels with the triton of one
+    sed -n 's/^megatron-core==\([0-9.]*\).*/\1 tests\/cores/p' tests/cores.txt
+    echo 0.19.0 tests/unit/runtime/test_fused.py tests/unit/orthogonalize/test_normalization.py
+}
+
 export OMP_NUM_THREADS=1
-CORES="$(grep -o '^megatron-core==[0-9.]*' tests/cores.txt)"
 SIDE_BY_SIDE=(-n "${WORKERS:-3}" --dist loadfile)
 if [[ $* == --mass ]]; then # lines and words against their limits
     exec "$VENV/bin/python" tests/support/mass.py
@@ -116,5 +121,3 @@ fi
 # Files in their own order: tests/unit, whose tests are short, leaves none of three idle at the end.
 run "" "${SIDE_BY_SIDE[@]}" --no-loadscope-reorder --ignore tests/cores/test_versions.py
 over_cores
-echo "tests: triton's kernels, with the triton of a core in cores.txt"
-run 0.19.0 tests/unit/runtime/test_fused.py tests/unit/orthogonalize/test_normalization.py
