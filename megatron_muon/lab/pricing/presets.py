@@ -41,8 +41,8 @@ _H100: Mapping[str, tuple[Any, str]] = {
     "message_us": (25.0, "assumption; 31 to 34 us on A40: github.com/NVIDIA/nccl-tests/issues/214"),
     "peer_us": (1.2, "assumption"),
     "peer_host_us": (4.0, "measured in Python without NCCL: a slice, P2POp and isend, 3 to 4.5 us"),
-    "host_gbytes": (50.0, "assumption: PCIe 5.0 x16, 64 GB/s"),
-    "host_memory_gbytes": (35.0, "assumption: half of 16 channels of DDR5-4800, for 8 GPUs"),
+    "host_gbytes": (50.0, "measured: an H200's, both ways at once, 50.7 GB/s each; one way 55"),
+    "host_memory_gbytes": (35.0, "assumption, for 8 GPUs at once; torch's AdamW for one, 63"),
     "gpus_per_node": (8, "HGX H100"),
 }
 H100 = Hardware(
