@@ -167,8 +167,9 @@ def _fork_writers(pipe: connection.Connection) -> None:
         manager.start(pipe.close)  # else the parent would not see that the rank has died
         return manager.Queue()
 
-    if hasattr(sys.modules[WRITER], "_get_write_results_queue"):
-        sys.modules[WRITER]._get_write_results_queue = queue
+    writer = importlib.import_module(WRITER)
+    if hasattr(writer, "_get_write_results_queue"):
+        writer._get_write_results_queue = queue
 
 
 def _work(pipe: connection.Connection, stacks: str) -> None:
@@ -287,6 +288,7 @@ def _context() -> Any:
         os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)  # 3.11 sends none
         try:
             _server = multiprocessing.get_context("forkserver")
+            forkserver._forkserver._stop()  # a command's ranks may have started one, with less
             _server.set_forkserver_preload(PRELOAD)
             forkserver.ensure_running()
         finally:
