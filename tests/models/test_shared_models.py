@@ -128,7 +128,7 @@ def _cases() -> Iterator[tuple[str, Sequence[float]]]:
         (
             "--model deepseek-v3 --pp 16 --ep 64 --world-size 1024 --stage 1 "
             "--decoder-last-pipeline-num-layers 1",
-            (3, 12, 50),
+            (3, 50),
         ),
         ("--model qwen3-30b-a3b --ep 8 --world-size 32", (12,)),
     ):

@@ -15,7 +15,7 @@ from support.models.gpt import Case, Topology, inner_optimizers, printed_by, sta
 from support.models.torch_adam import torchs_own_adam
 from support.ranks import run
 
-BF16 = Case(steps=4)
+BF16 = Case()
 FP32 = replace(BF16, bf16=False)
 # The scale halves in steps 1 and 4 and doubles in between: before, at and after the load.
 OVERFLOWS = tuple((step, "*layers.0.mlp.linear_fc1.weight") for step in (1, 4))

@@ -21,7 +21,7 @@ from support.installed import VERSION
 from support.models.gpt import Case, Topology, start
 from support.ranks import error_of, run
 
-BF16 = Case(steps=4)
+BF16 = Case()
 DEFAULT, *OTHERS = formats()
 EVERY = [DEFAULT, *OTHERS]
 (MODEL_SPACE,) = (format for format in EVERY if format.startswith("fully"))

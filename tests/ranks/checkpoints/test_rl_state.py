@@ -13,7 +13,7 @@ from support.checkpoints.saving import AREALS, VERLS, load_parameter_state, save
 from support.models.gpt import Case, Topology, start, take_step
 from support.ranks import error_of, run
 
-DENSE, EXPERTS = Case(steps=4), Case(steps=4, moe=True)
+DENSE, EXPERTS = Case(), Case(moe=True)
 
 
 @pytest.mark.parametrize("dirty", [False, True], ids=["", "over-a-run"])

@@ -39,7 +39,7 @@ from support.ranks import run
 from support.runs.watching import records, watched
 from support.runs.whole import differences, whole
 
-PLAIN = Case(steps=4)
+PLAIN = Case()
 INT8, BF16 = (replace(PLAIN, muon=(("momentum_dtype", dtype),)) for dtype in ("int8", "bf16"))
 ULP = 2.0**-7  # the most between an element and the two values of bf16 around it
 SP = {"sequence_parallel": True}

@@ -12,7 +12,7 @@ from support.expected.separate import trained_apart
 from support.models.gpt import Case, Topology, check, error_of_building, start, truth
 from support.ranks import run
 
-PLAIN = Case(steps=4, heads=12, groups=6, ffn=264, vocab=144)
+PLAIN = Case(heads=12, groups=6, ffn=264, vocab=144)
 GATED = replace(PLAIN, gated=True)
 LATENT = Case(steps=4, mla="duplicated", ffn=264, vocab=144)
 COLUMN = replace(LATENT, mla="column")

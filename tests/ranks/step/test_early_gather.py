@@ -75,7 +75,7 @@ RUNS = {
     "AdamW's parameters alone": (DENSE, Topology(dp=3, overlap=True)),
     "tp2-pp2-dp2": (DENSE, Topology(2, 2, 2, overlap=True)),
     "one round, so after the step": (replace(DENSE, muon=(ON,)), IN_BUCKETS),
-    "fp16": (replace(DENSE, bf16=False, fp16=True), IN_BUCKETS),
+    "fp16": (replace(DENSE, bf16=False, fp16=True, steps=5), IN_BUCKETS),
     "fp32": (replace(DENSE, bf16=False), IN_BUCKETS),
     "tied": (replace(DENSE, tied=True), IN_STAGES),
     "chunks": (replace(DENSE, layers=4), replace(IN_STAGES, chunks=2)),

@@ -39,7 +39,7 @@ from support.runs.whole import Whole, whole
 
 pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
 
-PLAIN = Case(steps=4)
+PLAIN = Case()
 HOSTED = replace(
     PLAIN,
     narrow=(

@@ -57,7 +57,7 @@ def _moments(dtype: torch.dtype) -> Narrow:
     return ("exp_avg_dtype", dtype), ("exp_avg_sq_dtype", dtype)
 
 
-PLAIN = Case(steps=4)
+PLAIN = Case()
 EXACT = replace(PLAIN, narrow=())
 BF16, FP16, FP8 = (
     replace(PLAIN, narrow=_moments(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.uint8)

@@ -42,7 +42,7 @@ from support.runs.whole import differences, whole
 
 pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
 
-FP8 = Case(steps=4, fp8="delayed")
+FP8 = Case(fp8="delayed")
 MOE = replace(FP8, moe=True, grouped="te")
 SP = {"sequence_parallel": True}
 # Several blocks of 128 rows in fc1, of which the edges of shards cut some.

@@ -136,7 +136,7 @@ def test_the_dry_run_stands_in_with_the_same_parameters(
 
 T = Topology
 SP = {"sequence_parallel": True}
-BF16 = Case(steps=4)
+BF16 = Case()
 EXPERTED = replace(BF16, moe=True)
 GROUPED = replace(EXPERTED, grouped="te")
 MLA = replace(BF16, mla="duplicated")

@@ -105,7 +105,7 @@ class Case:
 
     bf16: bool = True
     layers: int = 2
-    steps: int = 5  # with other scales of the gradient each
+    steps: int = 3  # with other scales of the gradient each
     optimizer: str = "muon"
     lr: float = 0.02
     weight_decay: float = 0.1
@@ -142,7 +142,7 @@ class Case:
     recompute: bool = False
     dropout: float = 0.0
     loss_scale: float = 2.0**12
-    scale_window: int = 3  # so that the scale grows within the steps of a case
+    scale_window: int = 3  # so that the scale grows within five steps
     adam_eps: float = 1e-8
     narrow: tuple[tuple[str, Any], ...] | None = None
 

@@ -23,24 +23,24 @@ T = Topology
 BF16, GATED = Case(), Case(gated=True)
 NS_FP32 = (("ns_dtype", "fp32"),)
 FP32 = Case(bf16=False, muon=NS_FP32)
-FP16 = Case(bf16=False, fp16=True)
+FP16 = Case(bf16=False, fp16=True, steps=5)  # the loss scale grows and falls
 OVERFLOW = replace(FP16, overflow=((1, "*.layers.1.mlp.linear_fc2.weight"),))
 GROUPS = Case(faster=("*.linear_fc2.weight", "decoder.layers.1.*", "embedding.*"))
-FIVE, DEEP = Case(steps=5), Case(layers=4, steps=5)
+DEEP = Case(layers=4)
 CHUNKS, INSTANCES = T(pp=2, chunks=2), T(dp=4, instances=2)
 IN_CHUNKS = replace(CHUNKS, dp=2)
 STEP_OVERLAP = replace(IN_CHUNKS, overlap=True, step_overlap=True)
-COLUMN, DUPLICATED = Case(mla="column", steps=5), Case(mla="duplicated", steps=5)
+COLUMN, DUPLICATED = Case(mla="column"), Case(mla="duplicated")
 DEEPSEEKS = replace(DUPLICATED, moe=True, grouped="te", gated=True)
-MTP = Case(mtp=True, steps=5)
+MTP = Case(mtp=True)
 # Where TP leaves a rank a vector of a matrix, or cuts inside a query group: whose a weight is, how
 # it splits and its scale follow from whole matrices alone.
-NARROW = Case(ffn=2, steps=3)  # fc1 is (2, 96): (1, 96) on each of two TP ranks
-ONE_ROW = Case(heads=96, groups=1, steps=3)  # K and V are (1, 96)
-ONE_GROUP = Case(groups=1, steps=3)  # q q q q | q q k v
+NARROW = Case(ffn=2)  # fc1 is (2, 96): (1, 96) on each of two TP ranks
+ONE_ROW = Case(heads=96, groups=1)  # K and V are (1, 96)
+ONE_GROUP = Case(groups=1)  # q q q q | q q k v
 HALF_OF_K = replace(ONE_GROUP, heads=4)  # on each of the last two of four
-GATED_GROUP = Case(heads=4, groups=1, output_gate=True, steps=3)
-ADAM = Case(optimizer="adam", lr=1e-3, steps=3)
+GATED_GROUP = Case(heads=4, groups=1, output_gate=True)
+ADAM = Case(optimizer="adam", lr=1e-3)
 ADAM_MOE = replace(ADAM, moe=True, gated=True)
 SETTINGS = (
     *(
@@ -90,7 +90,7 @@ RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
     "chunks-tied": (replace(DEEP, tied=True), [], [IN_CHUNKS, STEP_OVERLAP]),
     "instances": (BF16, overlapping(INSTANCES), [INSTANCES]),
     "instances-fp32": (FP32, [], [INSTANCES, *overlapping(INSTANCES)]),
-    "instances-with": (FIVE, [replace(INSTANCES, tp=2), T(cp=4, instances=2)], []),
+    "instances-with": (BF16, [replace(INSTANCES, tp=2), T(cp=4, instances=2)], []),
     "fp16": (FP16, overlapping(T(2, 2, 2)), [TP2_DP2]),
     "overflow": (OVERFLOW, [TP2_DP2], [PP2_DP2]),  # of one element, so on one rank
     "bf16-gradients": (Case(fp32_grads=False), [TP2_DP2], overlapping(PP2_DP2)),
@@ -136,7 +136,7 @@ def test_one_process_repeats_itself() -> None:
 
 # --- what this rests on ----------------------------------------------------------------------
 
-MOES = {f"moe-{kind}": Case(moe=True, steps=5, grouped=kind) for kind in ("", "legacy", "te")}
+MOES = {f"moe-{kind}": Case(moe=True, grouped=kind) for kind in ("", "legacy", "te")}
 MOVING = {"bf16": BF16, **MOES, "mla-column": COLUMN, "mla": DUPLICATED, "one-row": ONE_ROW}
 MOVING |= {"mtp": MTP, "mtp-tied": replace(MTP, tied=True)}
 

@@ -13,7 +13,7 @@ from support.runs.cases import EXPERTS, HIDDEN, MOE_FFN, muon_weights
 from support.runs.mutants import swapped_ep_ranks
 from support.runs.whole import differences
 
-MOE = Case(moe=True, steps=5)
+MOE = Case(moe=True)
 FP32 = replace(MOE, bf16=False, muon=(("ns_dtype", "fp32"),))
 LEGACY = replace(MOE, grouped="legacy")
 TE = replace(MOE, grouped="te")
@@ -23,7 +23,7 @@ EP2_TP2 = Topology(tp=2, ep=2, etp=1, sequence_parallel=True)
 EP2_ETP2 = Topology(tp=2, dp=2, ep=2, sequence_parallel=True)
 EP2_EDP2 = replace(EP2_TP2, dp=2)  # two expert-DP ranks, and expert TP differs from TP
 EP2_EDP3 = Topology(dp=6, ep=2)  # thirds of the experts' buffers end within matrices
-FP16 = replace(MOE, bf16=False, fp16=True)
+FP16 = replace(MOE, bf16=False, fp16=True, steps=5)
 EXPERTS_OVERFLOW = replace(FP16, overflow=((1, "*.local_experts.3.linear_fc1.weight"),))
 ROUTERS_OVERFLOW = replace(FP16, overflow=((1, "*.router.weight"),))
 FASTER = ("*.local_experts.2.*", "*.router.weight", "*.layers.1.*.shared_experts.*")
@@ -53,7 +53,7 @@ RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
     "te": (TE, [EP2_ETP2, EP2_EDP3], [EP2_TP2]),
     "legacy-gated": (replace(LEGACY, gated=True), [EP2_ETP2], []),
     "te-gated": (replace(TE, gated=True), [], [EP2_ETP2]),
-    "layers": (replace(MOE, layers=4, steps=3), STAGES[:1], STAGES[1:]),
+    "layers": (replace(MOE, layers=4), STAGES[:1], STAGES[1:]),
     "groups": (replace(MOE, faster=FASTER), [EP2_EDP2], []),
     # no token came to an expert: it only decays
     "no-gradient": (replace(MOE, zero_grads=("*.local_experts.3.*",)), [EP2_EDP2], []),
