@@ -25,7 +25,7 @@ from support.ranks import error_of, run
 from support.runs.cases import muon_weights, whole_grad
 from support.runs.whole import whole
 
-CASE = Case(layers=2, steps=3)
+CASE = Case()
 NORM = "decoder.final_layernorm.weight"  # TP ranks have replicas; Megatron's norm has the first's
 CPU = torch.device("cpu")
 

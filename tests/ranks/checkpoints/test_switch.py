@@ -34,7 +34,7 @@ from support.models.gpt import (
 from support.models.torch_adam import apexs_loop
 from support.ranks import run
 
-MUON = Case(steps=3)
+MUON = Case()
 ADAM = replace(MUON, optimizer="adam")
 MOE = replace(MUON, moe=True)
 BETA1 = 0.9  # of Megatron's OptimizerConfig

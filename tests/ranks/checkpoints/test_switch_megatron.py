@@ -18,7 +18,7 @@ from support.models.megatrons_muon import MU
 from support.ranks import RankError, run
 from support.runs.whole import Whole, differences, whole
 
-CASE = Case(steps=3, muon=(("momentum", MU),))
+CASE = Case(muon=(("momentum", MU),))
 MOE = replace(CASE, moe=True)
 TORCH_DIST = [format for format in formats() if format != "torch"]
 one_of_its_own = pytest.mark.skipif(

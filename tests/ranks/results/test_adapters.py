@@ -31,7 +31,7 @@ BASE = (
 )
 DENSE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 EXPERTS = ("*.experts.*.linear_fc1", "*.experts.*.linear_fc2")
-CASE = Case(steps=3, frozen=BASE, muon=(("muon_include", (ADAPTERS,)),))
+CASE = Case(frozen=BASE, muon=(("muon_include", (ADAPTERS,)),))
 MOE = replace(CASE, moe=True)
 
 

@@ -22,8 +22,8 @@ from support.runs.whole import Whole, differences, whole
 
 megatrons = pytest.mark.skipif(VERSION < (0, 16), reason="this core has no --qk-clip")
 
-PLAIN = Case(steps=3, qk_clip=(100.0, 0.5))
-OURS = Case(steps=3, muon=(("qk_clip", 100.0),))
+PLAIN = Case(qk_clip=(100.0, 0.5))
+OURS = Case(muon=(("qk_clip", 100.0),))
 
 
 @cache

@@ -8,7 +8,7 @@ from support.models.gpt import Case, Topology, inner_optimizers, start, trained
 from support.models.torch_adam import torchs_own_adam
 from support.ranks import run
 
-CASE = Case(layers=2, steps=3)
+CASE = Case()
 # torch's AdamW and Transformer Engine's compute one formula in another order: about ten fp32
 # roundings of a number near 1 a step, times lr, in units of the parameter's size.
 ROUNDINGS = 10 * CASE.steps * 2.0**-24

@@ -15,7 +15,7 @@ from support.ranks import error_of, run
 from support.runs.watching import records, watched
 from support.runs.whole import differences
 
-BF16 = Case(steps=3)
+BF16 = Case()
 FP16 = replace(BF16, bf16=False, fp16=True, overflow=((1, "*.linear_fc1.weight"),))
 RUNS = [
     (FP16, Topology(dp=2)),
