@@ -77,7 +77,9 @@ def take_step(tp: int = 1, dp: int = 4) -> list[RankStep]:
     """The step on ``tp * dp`` ranks, one process each; of each rank what it held."""
     from megatron_muon.lab.ranks import Task, run_ranks
 
-    task = Task(run=_on_rank, argument=tp, world=tp * dp, gpus=False, threads=1, seconds=120.0)
+    task = Task(
+        run=_on_rank, argument=tp, world=tp * dp, gpus=False, threads=1, seconds=120.0, builds=True
+    )
     return run_ranks(task)
 
 
