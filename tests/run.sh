@@ -4,10 +4,10 @@
 # `bash tests/run.sh te` runs the lines of te.txt, over the Python of Transformer Engine.
 # `bash tests/run.sh ARGS` hands its arguments to one pytest, `CORE=0.12.3 bash tests/run.sh ARGS`
 # with another core (or with a checkout, by its path), and `TE=2.12.0 bash tests/run.sh ARGS` over the
-# Python of that Transformer Engine. Three files run side by side where it chooses the tests itself, and
-# where the first of ARGS is a folder: ranks wait for each other half of their time, so two cores have
-# work for three. No file's tests are parted. WORKERS=4 takes four; 0 runs one after another, as --pdb
-# and -s want it.
+# Python of that Transformer Engine. Two files run side by side where it chooses the tests itself, and
+# where the first of ARGS is a folder. A file has up to eight ranks, so a third gains nothing on two
+# cores and has ranks wait longer, up to their timeouts. No file's tests are parted. WORKERS=4 takes
+# four; 0 runs one after another, as --pdb and -s want it.
 # Makes .venv-tests/ at the first call (Python 3.10 or newer, about 450 MB of downloads with a CPU
 # build of torch); pip's own environment variables and configuration are honoured.
 set -euo pipefail
@@ -104,7 +104,7 @@ more_cores() { # lines of CORE TESTS: tests/cores with each, triton's kernels wi
 }
 
 export OMP_NUM_THREADS=1
-SIDE_BY_SIDE=(-n "${WORKERS:-3}" --dist loadfile)
+SIDE_BY_SIDE=(-n "${WORKERS:-2}" --dist loadfile)
 if [[ $* == --mass ]]; then # lines and words against their limits
     exec "$VENV/bin/python" tests/support/mass.py
 elif [[ $* == te ]]; then
@@ -118,6 +118,6 @@ elif (($#)); then
     exit
 fi
 # on the installed core the claims of test_versions.py are those of tests/ranks, in more cases
-# Files in their own order: tests/unit, whose tests are short, leaves none of three idle at the end.
+# Files in their own order: tests/unit, whose tests are short, leaves none of both idle at the end.
 run "" "${SIDE_BY_SIDE[@]}" --no-loadscope-reorder --ignore tests/cores/test_versions.py
 over_cores
