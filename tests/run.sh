@@ -118,6 +118,6 @@ elif (($#)); then
     exit
 fi
 # on the installed core the claims of test_versions.py are those of tests/ranks, in more cases
-# Files in their own order: tests/unit, whose tests are short, leaves none of both idle at the end.
+# Files in their own order: tests/unit, whose tests are short, leaves neither idle at the end.
 run "" "${SIDE_BY_SIDE[@]}" --no-loadscope-reorder --ignore tests/cores/test_versions.py
 over_cores
