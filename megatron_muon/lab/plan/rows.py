@@ -158,8 +158,8 @@ def paper_row(
         launches=max(rank.cost.launches for rank in ranks),
         rest=_most(memory.at_rest(optimizers)),
         peak=None,
-        inside=Spread.of([rank.inside for rank in ranks]),
-        between=Spread.of([rank.between for rank in ranks]),
+        inside=Spread.of([rank.inside[0] for rank in ranks]),
+        between=Spread.of([rank.between[0] for rank in ranks]),
         flops=Spread.of([rank.flops for rank in ranks]),
         exposed=Spread.of(exposed),
     )

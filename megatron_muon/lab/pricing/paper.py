@@ -2,6 +2,7 @@
 
 - A rank with a slice of a matrix gathers all others' slices in 16 bits, over DP and over TP,
   orthogonalizes the whole matrix, one after another, and keeps the direction of its slice.
+- It sends its slice to each of them, on the same link at the same time: the busier way counts.
 - All gathers are two messages a step, and nothing hides them: one matrix's cost little.
 - Momentum and update are the plugin's fused kernels.
 """
@@ -25,19 +26,17 @@ _ELEMENTWISE = 24, 5  # bytes an element, and launches, of the fused kernels (``
 
 @dataclass(slots=True)
 class Gathering:
-    """A rank's step: its work, bytes that it receives in its node and from others, its flops."""
+    """A rank's step: its work, and bytes (sent, received) in its node and with others."""
 
     cost: Cost = field(default_factory=Cost)
-    inside: int = 0
-    between: int = 0
+    inside: list[int] = field(default_factory=lambda: [0, 0])
+    between: list[int] = field(default_factory=lambda: [0, 0])
     flops: int = 0
 
     def exposed(self, hardware: Hardware) -> float:
         """Seconds of its messages."""
-        if not self.inside + self.between:
-            return 0.0
-        links = self.inside / hardware.node_link + self.between / hardware.network_link
-        return links + _MESSAGES * hardware.message_us * MICRO
+        links = max(self.inside) / hardware.node_link + max(self.between) / hardware.network_link
+        return links + _MESSAGES * hardware.message_us * MICRO if links else 0.0
 
 
 def price_paper(
@@ -57,15 +56,17 @@ def price_paper(
             matrix = plan.matrices[index]
             cost = newton_schulz(hardware, *matrix.unit, 1, numerics).times(matrix.units)
             flops = matrix.units * ns_flops(*matrix.unit, numerics)
-            by_node: dict[int, int] = defaultdict(int)
+            by_node: dict[int, list[int]] = defaultdict(list)
             for rank, elements in holders.items():
-                by_node[nodes[rank]] += elements
+                by_node[nodes[rank]].append(elements)
             for rank, elements in holders.items():
                 one, near = ranks[rank], by_node[nodes[rank]]
                 one.cost += cost
                 one.flops += flops
-                one.inside += (near - elements) * plan.itemsize
-                one.between += (matrix.numel - near) * plan.itemsize
+                one.inside[0] += (len(near) - 1) * elements * plan.itemsize
+                one.inside[1] += (sum(near) - elements) * plan.itemsize
+                one.between[0] += (len(holders) - len(near)) * elements * plan.itemsize
+                one.between[1] += (matrix.numel - sum(near)) * plan.itemsize
         for rank, (muon, rest) in enumerate(zip(optimizer.muon, optimizer.rest, strict=True)):
             nbytes, launches = _ELEMENTWISE
             ranks[rank].cost += stream(hardware, nbytes * muon, launches) + adamw(hardware, rest)

@@ -38,11 +38,13 @@ PLAIN = H100.with_values(
 )
 
 
-def one_matrix(rows: int, cols: int, dp: int, config: MuonConfig = CONFIG) -> ExchangePlan:
-    """A matrix that is cut into ``dp`` equal shards."""
+def one_matrix(
+    rows: int, cols: int, dp: int, config: MuonConfig = CONFIG, padding: int = 0
+) -> ExchangePlan:
+    """A matrix in a bucket that is cut into ``dp`` equal shards."""
     matrices, blocks = whole_matrix("w", (rows, cols), None, 1)
-    whole = Span(0, rows * cols)
-    parameter = Parameter("w", (rows, cols), None, whole, whole, 0, matrices, blocks)
+    whole, bucket = Span(0, rows * cols), Span(0, rows * cols + padding)
+    parameter = Parameter("w", (rows, cols), None, bucket, whole, 0, matrices, blocks)
     return make_plan([parameter], RankGrid(((tuple(range(dp)),),)), Numerics(config))
 
 
@@ -227,9 +229,15 @@ def test_the_papers_ranks_each_gather_and_orthogonalize_what_they_have_a_slice_o
     plan = one_matrix(1024, 2048, dp=4)
     ranks = price_paper([Optimizer(plan, (0,) * 4)], Numerics(CONFIG), PLAIN, (0, 0, 1, 1))
     quarter = 1024 * 2048 * 2 // 4
-    assert [(rank.inside, rank.between) for rank in ranks] == [(quarter, 2 * quarter)] * 4
+    assert [(rank.inside, rank.between) for rank in ranks] == [
+        ([quarter] * 2, [2 * quarter] * 2)
+    ] * 4
     assert {rank.flops for rank in ranks} == {ns_flops(1024, 2048, Numerics(CONFIG))}
     assert ranks[0].exposed(PLAIN) == pytest.approx(3 * quarter / 1e9)
+    plan = one_matrix(1024, 2048, dp=2, padding=quarter)
+    uneven = price_paper([Optimizer(plan, (0,) * 2)], Numerics(CONFIG), PLAIN, (0, 1))
+    assert [rank.between for rank in uneven] == [[3 * quarter, quarter], [quarter, 3 * quarter]]
+    assert [rank.exposed(PLAIN) for rank in uneven] == [pytest.approx(3 * quarter / 1e9)] * 2
 
 
 # ---------------------------------------------------------------- hardware
