@@ -5,8 +5,9 @@
 ends last gives a matrix away or takes one that it holds some of, as long as all ranks that the move
 concerns end before it did. The rounds of each choice are then run in time. The first choice, by
 work, stays unless another gains ``_LEAST_GAIN``. Plain integers in the unit of ``homes.Price``, the
-same on every rank and restart. Strips keep their homes: their number, and so all bits, are chosen
-before. ``pricing.step`` runs every operation; ``test_shared_models`` holds the choice to its times.
+same on every rank and restart. Strips keep their homes; ``plan`` tries the strips that are best by
+work and those for local homes. ``pricing.step`` runs every operation; ``test_shared_models`` holds
+the choice to its times.
 """
 
 from __future__ import annotations

@@ -25,13 +25,7 @@ from megatron_muon.planning.rank_plan import RankPlan, rank_plan
 from megatron_muon.planning.rounds.stage import stage_rounds
 from megatron_muon.planning.sharing.stage_time import stage_time
 from megatron_muon.planning.sharing.strip_time import StripTime, faster_near, strip_time
-from megatron_muon.planning.slices import (
-    Matrix,
-    Slice,
-    all_slices,
-    gather_message,
-    held_elements,
-)
+from megatron_muon.planning.slices import Matrix, Slice, all_slices, gather_message, held_elements
 from megatron_muon.planning.strips import (
     LEAST_SHARED_PS,
     Counts,
@@ -156,14 +150,15 @@ def make_plan(
     Raises:
         ValueError: the shards do not cover a parameter exactly once, or the plans have other ranks.
     """
-    stage = _Stage(grid, numerics, _loads(earlier, grid, numerics))
-    cut = _in_strips(parameters, stage, later)
+    stage = _Stage(grid, numerics, _loads(earlier, grid, numerics), later)
+    if numerics.config.homes_by_link:
+        cut, homes, ends = _by_link(parameters, stage, earlier)
+    else:
+        cut = _in_strips(parameters, stage, numerics.config.homes)
+        homes, ends = stage.homes(cut, numerics.config.homes), 0
     parameters, works = [parameter for parameter, _ in cut], _all_works(cut)
     shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
     owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
-    homes, ends = stage.homes(cut), 0
-    if numerics.config.homes_by_link:
-        homes, ends = _by_link(stage, cut, homes, earlier)
     matrices = tuple(
         _homed(parameter, shape, home)
         for (parameter, shape), home in zip(shapes, homes, strict=True)
@@ -211,6 +206,7 @@ class _Stage:
     grid: RankGrid
     numerics: Numerics
     before: Loads
+    later: int  # flops of those that step after it
 
     @property
     def faster(self) -> int:
@@ -231,20 +227,20 @@ class _Stage:
             for shape, by_rank in zip(parameter.matrices, held, strict=True)
         ]
 
-    def homes(self, cut: Sequence[_Cut], policy: HomePolicy | None = None) -> Sequence[int]:
-        """The home of each matrix, by the run's policy or another."""
+    def homes(self, cut: Sequence[_Cut], policy: HomePolicy) -> Sequence[int]:
+        """The home of each matrix."""
         works, grid = _all_works(cut), self.grid
         strips = [shape.strip for parameter, _ in cut for shape in parameter.matrices]
         chosen = strip_homes(strips, works, self.before.flops)
-        policy, price = policy or self.numerics.config.homes, prices(self.numerics)
-        return choose_homes(works, grid.size, policy, price, chosen, self.before, grid.neighbours)
+        price, near = prices(self.numerics), grid.neighbours
+        return choose_homes(works, grid.size, policy, price, chosen, self.before, near)
 
-    def time(self, cut: Sequence[_Cut], later: int) -> int:
+    def time(self, cut: Sequence[_Cut], policy: HomePolicy) -> int:
         """The time of the stage's step with these strips."""
         works, price = _all_works(cut), prices(self.numerics)
-        homes = self.homes(cut)
+        homes = self.homes(cut, policy)
         near = self.grid.neighbours, self.faster
-        return stage_time(works, homes, price, self.before, later, *near)
+        return stage_time(works, homes, price, self.before, self.later, *near)
 
 
 def _strip_time(shape: MatrixShape | Matrix, grid: RankGrid, numerics: Numerics) -> StripTime:
@@ -271,7 +267,9 @@ def _loads(plans: Sequence[ExchangePlan], grid: RankGrid, numerics: Numerics) ->
     return Loads(tuple(flops), tuple(times))
 
 
-def _in_strips(parameters: Sequence[Parameter], stage: _Stage, later: int) -> Sequence[_Cut]:
+def _in_strips(
+    parameters: Sequence[Parameter], stage: _Stage, policy: HomePolicy
+) -> Sequence[_Cut]:
     """The parameters with the matrices cut that several homes share (``Numerics.split``)."""
     numerics = stage.numerics
 
@@ -308,16 +306,26 @@ def _in_strips(parameters: Sequence[Parameter], stage: _Stage, later: int) -> Se
     if not shapes:
         return cut_all({})
     can = partial(can_share, numerics=numerics)
-    chosen = choose_counts(
-        sorted(shapes), stage.grid.size, lambda counts: stage.time(cut_all(counts), later), can
-    )
-    return cut_all(chosen)
+
+    def time_of(counts: Counts) -> int:
+        return stage.time(cut_all(counts), policy)
+
+    return cut_all(choose_counts(sorted(shapes), stage.grid.size, time_of, can))
+
+
+_Homes = tuple[Sequence[_Cut], Sequence[int], int]  # of what, and the time
 
 
 def _by_link(
-    stage: _Stage, cut: Sequence[_Cut], first: Sequence[int], earlier: Sequence[ExchangePlan]
-) -> tuple[Sequence[int], int]:
-    """The homes with which a step takes least time, and the time; ``first`` where none gains."""
+    parameters: Sequence[Parameter], stage: _Stage, earlier: Sequence[ExchangePlan]
+) -> _Homes:
+    """The strips, by work or for local homes, and their homes with which a step is shortest."""
+    by_work, local = (_in_strips(parameters, stage, of) for of in ("balanced", "local"))
+    cuts = [by_work] if local == by_work else [by_work, local]
+    return min((_homes_by_link(cut, stage, earlier) for cut in cuts), key=lambda made: made[2])
+
+
+def _homes_by_link(cut: Sequence[_Cut], stage: _Stage, earlier: Sequence[ExchangePlan]) -> _Homes:
     from megatron_muon.planning import link_homes  # only where a link is stated
 
     works, numerics = _all_works(cut), stage.numerics
@@ -336,7 +344,8 @@ def _by_link(
         matrices = [_homed(p, m, home) for (_, p, m), home in zip(every, homes, strict=True)]
         return stage_rounds(owner, matrices, works, stage.grid.size, numerics)
 
-    return link_homes.fastest(of, [first, stage.homes(cut, "local")], rounds_of)
+    choices = [stage.homes(cut, "balanced"), stage.homes(cut, "local")]
+    return cut, *link_homes.fastest(of, choices, rounds_of)
 
 
 def _shared(

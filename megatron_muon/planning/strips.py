@@ -19,14 +19,7 @@ from typing import Literal
 from megatron_muon.orthogonalize.iteration import NODE, makes_rows
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import Work
-from megatron_muon.planning.layout import (
-    Block,
-    MatrixShape,
-    Parameter,
-    Span,
-    Strip,
-    range_of,
-)
+from megatron_muon.planning.layout import Block, MatrixShape, Parameter, Span, Strip, range_of
 
 # Where every home multiplies all squares of the short side and the long side is shorter than this
 # many short ones, they are most of the work, and the time model has no gain (docs/plan.md).

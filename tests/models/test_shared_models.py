@@ -124,7 +124,8 @@ def _cases() -> Iterator[tuple[str, Sequence[float]]]:
         ("--model llama3-8b --world-size 64", LINKS[::3]),
         ("--model llama3-8b --tp 2 --world-size 32", LINKS[::3]),
         ("--model llama3-8b --tp 2 --world-size 256", (3, 50)),
-        ("--model llama3-70b --tp 8 --pp 4 --world-size 256 --stage 1", (3, 50)),
+        ("--model llama3-70b --tp 8 --pp 4 --world-size 256 --stage 1", (50,)),
+        ("--model llama3-70b --tp 8 --pp 4 --world-size 512 --stage 1", (3,)),
         (
             "--model deepseek-v3 --pp 16 --ep 64 --world-size 1024 --stage 1 "
             "--decoder-last-pipeline-num-layers 1",
@@ -140,8 +141,7 @@ def test_a_stated_link_gives_homes_near_the_fastest(words: str, links: Sequence[
     """Within 5 %, or 0.2 ms, of both other choices, and never behind the paper's algorithm.
 
     In one node the link is its own. Over several a node has an H100's links, or none but the
-    stated ones, as ``node_ranks`` says. With these at 3 GB/s and no work beside them the paper's
-    ranks, which only receive, may be ahead by a tenth: ours also send directions back.
+    stated ones, as ``node_ranks`` says.
     """
     config, whole = stage_of(f"{words} --muon-split-matrices off")
     config = replace(config, split_matrices=None, rank_tflops=tflops(config))
@@ -151,19 +151,18 @@ def test_a_stated_link_gives_homes_near_the_fastest(words: str, links: Sequence[
             alike = size <= 8 or node_ranks == 1
             hardware = hardware_of(link, link if alike else max(link, 315.0))
             nodes = nodes_of(range(size), hardware)
-            times, shared = {}, set()
+            times, strips = {}, {}
             for homes in ("auto", "balanced", "local"):
                 own = replace(config, homes=homes, link_gbytes=link, node_ranks=node_ranks)
                 made = planned(whole, own)
                 times[homes] = price_step(made, own, hardware, nodes=nodes).seconds
-                shared.add((homes != "local", *(len(one.plan.shared) for one in made)))
+                strips[homes] = [len(one.plan.shared) for one in made]
             paper = price_paper(whole, Numerics(config, "cuda"), hardware, nodes)
             times["paper"] = max(one.cost.seconds + one.exposed(hardware) for one in paper)
             others = min(times["balanced"], times["local"])
             assert times["auto"] <= max(1.05 * others, others + 2e-4), (link, times)
-            is_slow = link == 3 and node_ranks == 1
-            assert times["auto"] <= (1.1 if is_slow else 1) * times["paper"], (link, times)
-            assert sum(is_not_local for is_not_local, *_ in shared) == 1  # the same bits
+            assert times["auto"] <= times["paper"], (link, times)
+            assert strips["auto"] in (strips["balanced"], strips["local"])
 
 
 @pytest.mark.parametrize("words", EVEN.values(), ids=EVEN)

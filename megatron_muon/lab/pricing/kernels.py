@@ -121,13 +121,7 @@ def batches(
 
 
 @lru_cache(65536)
-def newton_schulz(
-    hardware: Hardware,
-    rows: int,
-    cols: int,
-    batch: int,
-    numerics: Numerics,
-) -> Cost:
+def newton_schulz(hardware: Hardware, rows: int, cols: int, batch: int, numerics: Numerics) -> Cost:
     """The cost to orthogonalize a batch, from the gathered matrices to their directions.
 
     On ``cuda_symmetric`` a library's kernel makes the symmetric products that it takes. On a CPU

@@ -11,14 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_muon.lab.pricing import scratch
-from megatron_muon.lab.pricing.work import (
-    WIDE,
-    Optimizer,
-    Pairs,
-    RoundWork,
-    StateBytes,
-    rounds_of,
-)
+from megatron_muon.lab.pricing.work import WIDE, Optimizer, Pairs, RoundWork, StateBytes, rounds_of
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.config import MuonConfig

@@ -12,12 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from megatron_muon.planning.buckets.order import (
-    ALIGNMENT,
-    Bucket,
-    away,
-    starts,
-)
+from megatron_muon.planning.buckets.order import ALIGNMENT, Bucket, away, starts
 from megatron_muon.planning.layout import Parameter
 
 _BUCKET = 128  # elements; Megatron rounds a bucket up to a multiple of this and of its shards
