@@ -6,7 +6,7 @@ core 0.16.1 where no other version is named.
 
 from collections.abc import Callable
 
-from megatron_muon.cpu import attention, experts, gathers, matmul, megatron_core, torch_cuda
+from megatron_muon.cpu import attention, experts, gloo, matmul, megatron_core, torch_cuda
 from megatron_muon.runtime.patches import Patches
 
 Replacement = Callable[[Patches], None]
@@ -21,7 +21,8 @@ BEFORE_MEGATRON: tuple[Replacement, ...] = (
     torch_cuda.nvtx,
     torch_cuda.compiler,
     matmul.products,
-    gathers.coalesced,
+    gloo.coalesced,
+    gloo.one_device,
 )
 # Local modules are not built without these, whatever the device: a GPU run has Transformer Engine's
 # in their place.

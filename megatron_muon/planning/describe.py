@@ -260,12 +260,7 @@ def late_gather_lines(why: str | None) -> list[str]:
 
 
 def early_gathers_line(
-    gathers: Sequence[int | None],
-    rounds: int,
-    *,
-    stage: int,
-    experts: bool,
-    in_any_loop: bool,
+    gathers: Sequence[int | None], rounds: int, *, stage: int, experts: bool, in_any_loop: bool
 ) -> str:
     """One line about the parameters that are gathered within the step (``early_param_gather``).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -56,7 +57,8 @@ ROUND_TRIP = """
 import torch, torch.cuda.nvtx, itertools
 import megatron_muon.cpu as cpu
 OWNERS = [torch, torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor,
-          torch.distributed.ProcessGroup, torch.utils.data.DataLoader]
+          torch.distributed.ProcessGroup, torch.distributed.ProcessGroupGloo,
+          torch.utils.data.DataLoader]
 OPS = ["aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"]
 def state(): return [dict(vars(o)) for o in OWNERS]
 def kernels(): return [torch._C._dispatch_dump(op) for op in OPS]
@@ -119,6 +121,18 @@ print("as before")
 def test_disable_puts_everything_back_and_other_types_are_bitwise_unchanged() -> None:
     native = f"matmul_is_native = {multiplies_bf16()}\n"
     assert printed("-W", "ignore", "-c", native + ROUND_TRIP) == "as before\n"
+
+
+def _polling() -> int:
+    """Threads of gloo devices with four process groups."""
+    for _ in range(3):
+        torch.distributed.new_group([0, 1])
+    names = [file.read_text() for file in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop\n")
+
+
+def test_all_groups_of_a_rank_have_one_gloo_device() -> None:
+    assert run(_polling, 2) == [1, 1]
 
 
 # ---------------------------------------------------------------- half-precision products
