@@ -22,6 +22,7 @@ _STATE = Place("megatron.core.parallel_state")
 ROWS = (
     # --- torch
     _DEVICE.called("_device_constructors.cache_clear", "what a device context acts on"),
+    Place("torch.distributed").called("ProcessGroupGloo._Options", "one device for all groups"),
     Place("torch._dynamo").replaced("config.disable", "uncompiles what is compiled"),
     # --- optimizers
     _OPTIMIZER.replaced("Adam", "a fused Adam's stand-in"),
