@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import textwrap
@@ -95,6 +96,7 @@ def _named(program: str, commands: Mapping[str, tuple[str, str]], arguments: lis
     if name not in commands:
         print(f"{program}: error: no command {name!r}\n{usage}", file=sys.stderr)
         return 2
+    gc.set_threshold(10_000)  # a sixth of an import of Megatron goes into collections
     try:
         return int(importlib.import_module(f"megatron_muon.lab.{commands[name][0]}").main(rest))
     except BrokenPipeError:
