@@ -57,14 +57,16 @@ def one_device(patches: Patches) -> None:
     group: Any = dist.ProcessGroupGloo
     begin, devices = group.__init__, dict[int, Any]()  # by process: a fork does not have the thread
 
-    def begins(
-        self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)
-    ) -> None:
-        options, known = timeout, devices.get(os.getpid())
-        if known and isinstance(timeout, timedelta):
+    def begins(self: Any, *place: Any, timeout: timedelta | None = None, **named: Any) -> None:
+        known = devices.get(os.getpid())
+        if timeout is None:  # not by torch.distributed: with what its maker asks for
+            begin(self, *place, **named)
+        elif known is None:
+            begin(self, *place, timeout=timeout, **named)
+            devices[os.getpid()] = self.options._devices
+        else:
             options = group._Options()
             options._devices, options._timeout, options._threads = known, timeout, 2 * len(known)
-        begin(self, store, rank, size, options)
-        devices.setdefault(os.getpid(), self.options._devices)
+            begin(self, *place, options, **named)
 
     patches.set(group, "__init__", begins)

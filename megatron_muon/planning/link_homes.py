@@ -58,9 +58,7 @@ class Stage:
 
 
 def fastest(
-    stage: Stage,
-    choices: Sequence[Sequence[int]],
-    rounds_of: Callable[[Sequence[int]], _Rounds],
+    stage: Stage, choices: Sequence[Sequence[int]], rounds_of: Callable[[Sequence[int]], _Rounds]
 ) -> tuple[Sequence[int], int]:
     """The homes with which the stage's step takes least time, and that time.
 

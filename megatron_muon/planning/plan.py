@@ -154,7 +154,7 @@ def make_plan(
     if numerics.config.homes_by_link:
         cut, homes, ends = _by_link(parameters, stage, earlier)
     else:
-        cut = _in_strips(parameters, stage, numerics.config.homes)
+        (cut,) = _in_strips(parameters, stage, numerics.config.homes)
         homes, ends = stage.homes(cut, numerics.config.homes), 0
     parameters, works = [parameter for parameter, _ in cut], _all_works(cut)
     shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
@@ -268,9 +268,9 @@ def _loads(plans: Sequence[ExchangePlan], grid: RankGrid, numerics: Numerics) ->
 
 
 def _in_strips(
-    parameters: Sequence[Parameter], stage: _Stage, policy: HomePolicy
-) -> Sequence[_Cut]:
-    """The parameters with the matrices cut that several homes share (``Numerics.split``)."""
+    parameters: Sequence[Parameter], stage: _Stage, *policies: HomePolicy
+) -> list[Sequence[_Cut]]:
+    """The parameters with shared matrices cut, once for each policy that has other strips."""
     numerics = stage.numerics
 
     @cache
@@ -294,7 +294,7 @@ def _in_strips(
         ]
 
     if numerics.split != "auto":
-        return cut_all({}, 1 if numerics.split == "off" else numerics.split)
+        return [cut_all({}, 1 if numerics.split == "off" else numerics.split)]
     least = LEAST_SHARED_PS * numerics.config.rank_tflops  # flops
     shapes = {
         (m.rows, m.cols)
@@ -304,13 +304,15 @@ def _in_strips(
         if ns_flops(*m.unit, numerics) >= least
     }
     if not shapes:
-        return cut_all({})
+        return [cut_all({})]
     can = partial(can_share, numerics=numerics)
 
-    def time_of(counts: Counts) -> int:
+    def time_of(policy: HomePolicy, counts: Counts) -> int:
         return stage.time(cut_all(counts), policy)
 
-    return cut_all(choose_counts(sorted(shapes), stage.grid.size, time_of, can))
+    size = stage.grid.size
+    chosen = [choose_counts(sorted(shapes), size, partial(time_of, of), can) for of in policies]
+    return [cut_all(counts) for at, counts in enumerate(chosen) if counts not in chosen[:at]]
 
 
 _Homes = tuple[Sequence[_Cut], Sequence[int], int]  # of what, and the time
@@ -320,12 +322,12 @@ def _by_link(
     parameters: Sequence[Parameter], stage: _Stage, earlier: Sequence[ExchangePlan]
 ) -> _Homes:
     """The strips, by work or for local homes, and their homes with which a step is shortest."""
-    by_work, local = (_in_strips(parameters, stage, of) for of in ("balanced", "local"))
-    cuts = [by_work] if local == by_work else [by_work, local]
+    cuts = _in_strips(parameters, stage, "balanced", "local")
     return min((_homes_by_link(cut, stage, earlier) for cut in cuts), key=lambda made: made[2])
 
 
 def _homes_by_link(cut: Sequence[_Cut], stage: _Stage, earlier: Sequence[ExchangePlan]) -> _Homes:
+    """The homes of these strips with which a step is shortest, and its time."""
     from megatron_muon.planning import link_homes  # only where a link is stated
 
     works, numerics = _all_works(cut), stage.numerics
