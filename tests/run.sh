@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs the tests in an environment of their own. `bash tests/run.sh` runs all of them with the
-# megatron-core of requirements.txt, then tests/cores, which every core is held to, with each of cores.txt.
-# `bash tests/run.sh te` runs the lines of te.txt, over the Python of Transformer Engine.
+# Runs the tests in an environment of their own. `bash tests/run.sh` runs those of all that a training
+# process imports with the megatron-core of requirements.txt, then tests/cores, which every core is held
+# to, with each of cores.txt. `bash tests/run.sh lab` runs those of the commands, the models at real
+# sizes and the virtual GPU, `bash tests/run.sh te` the lines of te.txt, over Transformer Engine's Python.
 # `bash tests/run.sh ARGS` hands its arguments to one pytest, `CORE=0.12.3 bash tests/run.sh ARGS`
 # with another core (or with a checkout, by its path), and `TE=2.12.0 bash tests/run.sh ARGS` over the
 # Python of that Transformer Engine. Two files run side by side where it chooses the tests itself, and
@@ -80,21 +81,24 @@ over_te() { # the lines of te.txt
     done < <(grep -v '^#' tests/te.txt)
 }
 
-over_cores() { # what needs another core, all of it side by side
-    local core tests folder at=0 failed=0
-    local -a started=()
-    folder="$(mktemp -d)"
+over_cores() { # what needs another core: two side by side, whose ranks wait less than those of four
+    local others failed=0
+    others="$(mktemp)"
+    more_cores | sed 1,2d | one_after_another >"$others" 2>&1 &
+    more_cores | sed 2q | one_after_another || failed=1
+    wait $! || failed=1
+    cat "$others"
+    rm "$others"
+    return "$failed"
+}
+
+one_after_another() {
+    local core tests failed=0
     while read -r core tests; do
-        # shellcheck disable=SC2086
-        run "$core" $tests </dev/null >"$folder/${#started[@]}" 2>&1 &
-        started+=($!)
-    done < <(more_cores)
-    while read -r core tests; do
-        wait "${started[at]}" || failed=1
         echo "tests: with megatron-core $core, $tests"
-        cat "$folder/$((at++))"
-    done < <(more_cores)
-    rm -rf "$folder"
+        # shellcheck disable=SC2086
+        run "$core" $tests </dev/null || failed=1
+    done
     return "$failed"
 }
 
@@ -104,11 +108,17 @@ more_cores() { # lines of CORE TESTS: tests/cores with each, triton's kernels wi
 }
 
 export OMP_NUM_THREADS=1
-SIDE_BY_SIDE=(-n "${WORKERS:-2}" --dist loadfile)
+# Files in their own order: tests/unit, whose tests are short, leaves neither idle at the end.
+SIDE_BY_SIDE=(-n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
+LAB=(tests/models tests/gpu tests/megatron_lm/test_compare.py tests/ranks/test_pricing_processes.py
+    tests/cli/{accept,bench,curves,inspect,plan,routes,trace} tests/cli/test_{arguments,doctor,interrupts}.py)
 if [[ $* == --mass ]]; then # lines and words against their limits
     exec "$VENV/bin/python" tests/support/mass.py
 elif [[ $* == te ]]; then
     over_te
+    exit
+elif [[ $* == lab ]]; then
+    run "" "${SIDE_BY_SIDE[@]}" "${LAB[@]}"
     exit
 elif [[ -d ${1:-} ]]; then
     run "${CORE:-}" "${SIDE_BY_SIDE[@]}" "$@"
@@ -118,6 +128,5 @@ elif (($#)); then
     exit
 fi
 # on the installed core the claims of test_versions.py are those of tests/ranks, in more cases
-# Files in their own order: tests/unit, whose tests are short, leaves neither idle at the end.
-run "" "${SIDE_BY_SIDE[@]}" --no-loadscope-reorder --ignore tests/cores/test_versions.py
+run "" "${SIDE_BY_SIDE[@]}" --ignore tests/cores/test_versions.py "${LAB[@]/#/--ignore=}"
 over_cores
