@@ -85,7 +85,7 @@ over_cores() { # what needs another core: two side by side, whose ranks wait les
     local others failed=0
     others="$(mktemp)"
     more_cores | sed 1,2d | one_after_another >"$others" 2>&1 &
-    more_cores | sed 2q | one_after_another || failed=1
+    more_cores | sed -n 1,2p | one_after_another || failed=1
     wait $! || failed=1
     cat "$others"
     rm "$others"
