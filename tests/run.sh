@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs the tests in an environment of their own. `bash tests/run.sh` runs those of all that a training
-# process imports with the megatron-core of requirements.txt, then tests/cores, which every core is held
-# to, with each of cores.txt. `bash tests/run.sh lab` runs those of the commands, the models at real
-# sizes and the virtual GPU, `bash tests/run.sh te` the lines of te.txt, over Transformer Engine's Python.
+# Runs the tests in an environment of their own. `bash tests/run.sh` runs those of training
+# with the megatron-core of requirements.txt, then tests/cores, which every core is held to, with each of
+# cores.txt. `bash tests/run.sh lab` runs the others: of commands, at models' real sizes, and on the
+# virtual GPU. `bash tests/run.sh te` runs the lines of te.txt, over Transformer Engine's Python.
 # `bash tests/run.sh ARGS` hands its arguments to one pytest, `CORE=0.12.3 bash tests/run.sh ARGS`
 # with another core (or with a checkout, by its path), and `TE=2.12.0 bash tests/run.sh ARGS` over the
 # Python of that Transformer Engine. Two files run side by side where it chooses the tests itself, and
@@ -92,7 +92,7 @@ over_cores() { # what needs another core: two side by side, whose ranks wait les
     return "$failed"
 }
 
-one_after_another() {
+one_after_another() { # lines of CORE TESTS from the input, also after one that fails
     local core tests failed=0
     while read -r core tests; do
         echo "tests: with megatron-core $core, $tests"

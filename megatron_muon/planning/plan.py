@@ -334,13 +334,12 @@ def _homes_by_link(cut: Sequence[_Cut], stage: _Stage, earlier: Sequence[Exchang
     every = [(at, p, m) for at, (p, _) in enumerate(cut) for m in p.matrices]
     owner = [at for at, _, _ in every]
     fixed = frozenset(at for at, (_, _, m) in enumerate(every) if m.strip is not None)
-    price, neighbours, before = prices(numerics), stage.grid.neighbours, stage.before
+    before, near = stage.before, (stage.grid.neighbours, stage.faster)
     directions = list(before.times)
     for at_homes, one in ((plan.matrices, one) for plan in earlier for one in plan.slices):
         at_home = before.times[at_homes[one.matrix].home]
         directions[one.rank] = max(directions[one.rank], at_home)
-    near = neighbours, stage.faster
-    of = link_homes.Stage(works, owner, fixed, before, directions, price, *near)
+    of = link_homes.Stage(works, owner, fixed, before, directions, prices(numerics), *near)
 
     def rounds_of(homes: Sequence[int]) -> Sequence[Sequence[int]]:
         matrices = [_homed(p, m, home) for (_, p, m), home in zip(every, homes, strict=True)]
