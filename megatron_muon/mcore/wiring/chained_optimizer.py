@@ -82,9 +82,10 @@ class MuonChainedOptimizer(CheckpointChain):
         """Megatron's norm, reduced over all ranks; raises where a gradient cannot be used.
 
         The norm is finite only if every gradient is there, finite and far below the largest that
-        momentum can take. (``norm_grads`` puts all of them in.) So a finite norm needs no further
-        reduction. No optimizer has stepped yet: an error leaves everything as it was. With a loss
-        scaler Megatron has already skipped such a step, on every rank.
+        momentum can take. (``norm_grads`` puts all of them in; with ``clip_scope`` "adamw" Muon's
+        need only be finite.) So a finite norm needs no further reduction. No optimizer has stepped
+        yet: an error leaves everything as it was. With a loss scaler Megatron has already skipped a
+        step with gradients that are not finite, on every rank.
 
         From core 0.19 on, with Transformer Engine, Megatron leaves the norm on the GPU and the host
         does not wait for it. Then the next step raises, or a save before it.
@@ -94,7 +95,8 @@ class MuonChainedOptimizer(CheckpointChain):
 
         Raises:
             FloatingPointError: a gradient of this rank is missing, not finite, or so large that
-                momentum would overflow; or the step before had an unusable gradient.
+                momentum would overflow; or the norm overflows, and the clip would make every
+                gradient zero; or the step before had an unusable gradient.
             RuntimeError: only another rank has such a gradient.
         """
         self.require_usable_step()
@@ -102,16 +104,21 @@ class MuonChainedOptimizer(CheckpointChain):
         group = first.get_grad_stats_parallel_group()
         with in_megatrons("grads/norm", group):
             norm = super().get_grad_norm()
-        if first.grad_scaler:
-            return norm
         if isinstance(norm, torch.Tensor):
             self._late_norm = LateNorm(norm)
             return norm
-        # the same on every rank; also True where each rank knows only a part of the norm
-        votes = not (math.isfinite(norm) and self.grads_states_parallel_group_is_shared())
+        # without a shared group each rank may know only a part of the norm
+        is_everyones = self.grads_states_parallel_group_is_shared()
+        votes = not (math.isfinite(norm) and is_everyones)
         if votes and any_rank("muon/vote", self._some_grad_is_unusable(), group):
             error, failure = attempt(self._gradient_error)
             raise_quoting(failure or error, group)
+        if math.isinf(norm) and is_everyones and first.config.clip_grad > 0.0:
+            raise FloatingPointError(
+                "every gradient is finite, but their norm is Inf, so clip_grad would make all of "
+                "them zero; no optimizer state or parameter has been changed: resume from an "
+                "earlier checkpoint, with a lower learning rate"
+            )
         return norm
 
     def require_usable_step(self) -> None:

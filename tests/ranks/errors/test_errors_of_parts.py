@@ -38,11 +38,7 @@ def _bad_gradient(case: Case, topology: Topology, bad: float, where: str) -> dic
         built.params[where].main_grad.view(-1)[start_of_piece] = bad
     text = error_of(built.optimizer.step)
     after = held(built)["shards"]
-    same = all(
-        (before[name][2][kind] == after[name][2][kind]).all()
-        for name in before
-        for kind in before[name][2]
-    )
+    same = all((before[n][2][k] == after[n][2][k]).all() for n in before for k in before[n][2])
     return {"text": text, "same": same, "owned": owned}
 
 
@@ -55,9 +51,7 @@ def test_a_bad_gradient_is_an_error_everywhere_and_changes_nothing(
     where: str, bad: float, clip: float
 ) -> None:
     topology = Topology(tp=2, pp=2, dp=1)
-    results = run(
-        _bad_gradient, topology.world_size, replace(CASE, clip=clip), topology, bad, where
-    )
+    results = run(_bad_gradient, 4, replace(CASE, clip=clip), topology, bad, where)
     _check_bad_gradient(results, where)
 
 
@@ -80,6 +74,8 @@ def test_a_gradient_that_momentum_would_add_up_to_inf_is_an_error_before_it_does
     for case, name, bad in ((CASE, where, 1.6e37), (CASE, "output_layer.weight", 2e37)):
         for result in run(_bad_gradient, topology.world_size, case, topology, bad, name):
             assert result["text"] == "no error"
+    for result in run(_bad_gradient, 2, replace(CASE, clip=1.0), topology, 1.6e37, where):
+        assert result["same"] and "their norm is Inf, so clip_grad would" in result["text"]
 
 
 def _check_bad_gradient(results: list[dict[str, Any]], where: str) -> None:
