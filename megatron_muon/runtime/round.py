@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, cat, split_with_sizes
 
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
@@ -104,7 +105,7 @@ class Round:
     Attributes:
         homes: the matrices whose home this rank is.
         parameters: the plan's indices of those with a shard here.
-        travels: this rank sends or receives something in this round.
+        travels: this rank sends or receives slices or directions in this round.
         observer: sees this step's matrices and updates; None except in a logging step.
     """
 
@@ -181,7 +182,8 @@ class Round:
         config = self._work.numerics.config
         here = [shards[index] for index, _ in self._table.parameters]
         momenta, grads = [each.momentum_buffer for each in here], [each.grad for each in here]
-        if len({grad.dtype for grad in grads}) > 1:  # kernels take tensors of one dtype
+        dtypes = {grad.dtype for grad in grads}
+        if len(dtypes) > 1 or torch.float16 in dtypes:  # kernels take one dtype, fp32 or bf16
             grads = [grad.float() for grad in grads]
         self._elementwise.advance_momentum(
             self._slices(momenta),

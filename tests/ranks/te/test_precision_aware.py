@@ -104,19 +104,20 @@ def test_with_fp32_values_a_step_is_that_without_the_flag(change: Any) -> None:
 
 @contextmanager
 def _of_one_dtype() -> Iterator[None]:
-    """Within it gradients in two dtypes are refused, as fused kernels do."""
+    """Within it gradients are refused in two dtypes, and in fp16, as fused kernels do."""
     plain = Foreach.advance_momentum
 
     def strict(self: Foreach, momenta: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
-        assert len({grad.dtype for grad in grads}) == 1
+        assert {grad.dtype for grad in grads} in ({torch.float32}, {torch.bfloat16})
         plain(self, momenta, grads, *args, **kwargs)
 
     with mock.patch.object(Foreach, "advance_momentum", strict):
         yield
 
 
-def test_a_rounds_gradients_are_of_one_dtype() -> None:
-    case = replace(EXACT, islands=("*fc1*",), fp32_grads=False)
+@pytest.mark.parametrize("change", [{"islands": ("*fc1*",)}, IN_FP16], ids=["islands", "fp16"])
+def test_a_rounds_gradients_are_of_one_dtype_that_kernels_take(change: Any) -> None:
+    case = replace(EXACT, fp32_grads=False, **change)
     assert differences(truth(case), trained(case, Topology(), _of_one_dtype)) == []
 
 
