@@ -67,8 +67,11 @@ class NonfiniteReport:
     def _left(self, *, waits: bool) -> dict[str, Left]:
         every: dict[str, Left] = {}
         for muon in self._muons:
+            here: dict[str, Left] = {}
             for name, left in muon.nonfinite.left(waits=waits).items():
-                weight = name.split(SLICE_OF)[0]  # full and block steps count as one
+                weight = name.split(SLICE_OF)[0]  # TP slices of one block step count once
+                here[weight] = max(left, here.get(weight, left))
+            for weight, left in here.items():  # full and block steps are not the same steps
                 every[weight] = left.plus(every.get(weight))
         return every
 
@@ -82,8 +85,9 @@ class NonfiniteReport:
             self._in_a_row = {}
             return
         texts = all_gather_texts(json.dumps(mine), self._group)
-        # several homes may name one matrix: of its strips, or of optimizer instances
-        every = {name: Left(*left) for text in texts for name, *left in json.loads(text)}
+        # several homes may name one matrix: of its strips or slices, or of optimizer instances
+        said = sorted(each for text in texts for each in json.loads(text))
+        every = {name: Left(*left) for name, *left in said}  # the most that one of them saw
         self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in sorted(every)}
         if dist.get_rank(self._group) == dist.get_world_size(self._group) - 1:  # as Megatron's log
             for name in self._in_a_row:

@@ -41,9 +41,7 @@ GRAM = replace(SHARED, muon=(*SHARED.muon, ("ns_iteration", "gram")))
 def said(value: Any) -> str:
     """Of a case, what is not the default's."""
     if isinstance(value, Case):
-        value = (
-            "-".join(str(x) for pair in value.muon for x in pair) or "moe" * value.moe or "dense"
-        )
+        value = "-".join(map(str, sum(value.muon, ()))) or "moe" * value.moe or "dense"
     return str(value)
 
 
@@ -212,10 +210,8 @@ def _until_it_ends(
     ):
         built = start(case, topology)
         said.truncate(0)
-        steps = 0
-        while steps < 8:
-            error = error_of(partial(take_step, built, steps))
-            steps += 1
+        for steps in range(1, 9):
+            error = error_of(partial(take_step, built, steps - 1))
             if error != "no error":
                 break
     muons = [part.muon for part in gpt.distributed_optimizers(built.optimizer) if part.muon]
@@ -251,6 +247,10 @@ def test_full_and_block_steps_are_counted_as_one() -> None:
         assert rank["steps"] == 4
         assert rank["error"].startswith(f"FloatingPointError: {FC1}: the direction")
         assert len([line for line in rank["lines"] if "the momentum of" in line]) <= 1
+    for name in (FC1, FC2):  # a full step and a block one by line, of which a home may have one
+        fault = partial(_overflowing, name, is_so=True)
+        last = run(_until_it_ends, 2, case, Topology(tp=2), fault)[-1]
+        assert all(" in 2 steps since" in line for line in last["lines"]) and last["lines"]
 
 
 def test_a_run_whose_iteration_overflows_ends_with_another_way_out() -> None:
