@@ -57,7 +57,7 @@ def flags_page() -> str:
         "Every flag that the plugin adds to Megatron-LM's command line, as `--help` explains it, "
         "with its values and the field of [`MuonConfig`](usage.md#settings) that it sets.\n\n"
         "A flag of the proof of concept or of Megatron's own Muon means here what it means there. "
-        "Where it cannot, it is an error that says why. No flag is accepted and then ignored.\n\n"
+        "Where it cannot, it is an error that says why. A flag says where it has no effect.\n\n"
     )
     page += "".join(f"## {name}\n\n{''.join(parts)}" for name, parts in groups.items())
     return page.rstrip("\n") + "\n"

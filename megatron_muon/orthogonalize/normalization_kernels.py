@@ -6,7 +6,7 @@ of two below its own largest entry: none over- or underflows, and no pass looks 
 first. A tile's place follows from the matrix's shape alone, and so does the order of sums.
 
 Each operation is rounded by itself, as in ``runtime.fused_kernels``. A quotient below 2^-126 may
-become zero, as a power of two is divided out before. No GPU has run these kernels.
+become zero, as a power of two is divided out before.
 """
 
 from __future__ import annotations

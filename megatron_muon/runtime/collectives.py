@@ -4,9 +4,11 @@ In a step, for each of Megatron's DistributedOptimizers (one, and one for expert
 ``start_messages`` twice per round over the stage; among the homes that share a matrix, twice before
 its squares, twice for each sum of them, once to put rows of one together, once after them, and
 twice to turn a wide matrix; ``any_rank`` over all stages where Megatron's norm of the gradients is
-not finite. After a step whose logits are clipped ``max_over`` the stage. Before a line of the log
-``any_rank`` over the world. A logging step has one ``add_up`` over the world more,
-``start_messages`` once more per round, and one ``max_over`` where the attention keeps its logits.
+not finite, or not one for all its optimizers. With a clip of logits ``max_over`` the stage after
+each step. With block steps ``all_gather_numbers`` over the stage in the first step after a start or
+a load. Before a line of the log ``any_rank`` over the world. A logging step has one ``add_up`` over
+the world more, ``start_messages`` once more per round, and one ``max_over`` where the attention
+keeps its logits.
 
 While the optimizers are built: votes and numbers over the world; numbers over the stage, which also
 creates its communicator; ``split_world`` once where there are several optimizer instances, and once

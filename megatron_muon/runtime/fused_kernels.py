@@ -8,8 +8,8 @@ Each product and each sum is rounded by itself: launches pass ``enable_fp_fusion
 it since 2.2 (triton-lang/triton#2495); its default is True until 3.8 at least. Casts to bf16 are
 ``cvt.rn``. Triton's interpreter truncates to bf16 in place of rounding, so its bits differ.
 
-No GPU has run these kernels yet. ``test_fused`` runs them in triton's interpreter and
-reads the PTX that triton makes of them.
+``test_fused`` runs these kernels in triton's interpreter and reads the PTX that triton makes of
+them; ``tests/gpu`` runs them.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class RunSettings:
         "from core 0.18 on also an order in which shards cut few parameters. bucketed: Megatron's "
         "own. Without the overlap a buffer is one bucket.",
         _LAYOUT,
-        without="False in Python; in Megatron-LM the default is contiguous. With "
+        without="The default is contiguous (in Python False). With "
         "--muon-link-gbytes a run that starts without a checkpoint takes the layout with the "
         "shorter step; runs from a checkpoint keep its own.",
     )
@@ -133,9 +133,8 @@ class RunSettings:
         "With --overlap-param-gather, start the all-gather of a bucket of parameters within the "
         "step, as soon as they are updated; at most one after the last round, and with "
         "CUDA_DEVICE_MAX_CONNECTIONS=1 after each. The result is the same. auto: in "
-        "Megatron-LM's own training loop, unless clipped attention logits, a CUDA graph of the "
-        "full iteration, --perform-rl-step or --overlap-param-gather-with-optimizer-step forbid "
-        "it. on: in any loop, in another one until the step ends; an error where it cannot be. "
+        "Megatron-LM's own training loop, unless an option forbids it; a line at start names it. "
+        "on: in any loop, in another one until the step ends; an error where it cannot be. "
         "off: the forward pass starts them.",
         kinds.choice(get_args(EarlyParamGather)).or_none(),
         without="The default is off; auto with --muon-preset fast.",

@@ -183,8 +183,8 @@ class UpdateSettings:
         None,
         "--muon-ns-dtype",
         "Dtype that matrices are orthogonalized in. auto: bf16; fp16 on a GPU with --muon-preset "
-        "fast. Pieces travel in bf16, with fp32 in fp32. A matrix is normalised first, so no scale "
-        "overflows fp16. In fp16 entries below 2e-10 of a matrix's norm become zero. fp32 is "
+        "fast. Slices travel in bf16; with fp32, in fp32. A matrix is normalised first, so no "
+        "scale overflows fp16. In fp16 entries below 2e-10 of a matrix's norm become zero. fp32 is "
         "never TF32. "
         f"{PAPER} has bf16.",
         kinds.choice_or_auto(get_args(NsDtype)),
@@ -198,7 +198,7 @@ class UpdateSettings:
         "depend on the layout. It has no effect on a CPU or with --deterministic-mode. "
         "megatron-muon bench newton-schulz --batch measures it.",
         kinds.count_or_zero("NUMBER|auto", word="auto"),
-        without="The default is auto, which is 0.",
+        without="The default is auto (0).",
     )
     elementwise: ElementwiseBy = row(
         "auto",

@@ -42,6 +42,7 @@ _OLDEST_TORCH = (2, 4)
 _CORES = ("numpy", "packaging")  # what megatron.core imports beside torch
 _SCRIPTS = (*_CORES, "einops", "psutil", "pydantic", "regex", "six", "triton", "yaml")
 _PACKAGES = {"yaml": "pyyaml"}
+_TE = "transformer-engine", "transformer_engine"
 _REQUIRES_PYTHON = re.compile(
     r"^requires-python\s*[:=]\s*[\"']?([^\"'\n]*?>=\s*(\d+(?:\.\d+)*)[^\"'\n]*)",
     re.IGNORECASE | re.MULTILINE,
@@ -89,7 +90,7 @@ def _environment() -> Iterator[Examined]:
     yield Examined("torch", version, fault)
     yield _device(torch)
     for name, module, needs in (
-        ("transformer-engine", "transformer_engine", ""),
+        (*_TE, ""),
         ("apex", "apex.optimizers", ""),  # PyPI's package of that name is another
         ("triton", "triton", ": a GPU's fused kernels and emerging_optimizers need it"),
         ("emerging_optimizers", "emerging_optimizers", ": Megatron's own Muon needs it and triton"),
@@ -132,7 +133,9 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
     yield _core(where)
     yield dataset_helper(where / "datasets")
     yield _hooks("hooks", CORE, needed=True)
-    yield _hooks("optional hooks", _optional(), needed=False)
+    own = bench_seams.UPSTREAM if importlib.util.find_spec("emerging_optimizers") else ()
+    optional = [*model.REFUSALS, *dry_run_seams.ROWS, *bench_seams.ROWS, *own]  # a run needs none
+    yield _hooks("optional hooks", optional, needed=False)
     yield _hooks("hooks without a GPU", cpu_seams.ROWS, needed=megatron_muon.cpu.enabled())
     if folder is not None:
         core = importlib.import_module("megatron.core.optimizer")
@@ -144,7 +147,8 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
         yield row if checkout is not None else Examined(row.name, row.fault or row.value)
     adam = importlib.import_module("megatron.core.optimizer").Adam  # or the CPU runtime's
     yield Examined("adam", f"{adam.__module__}.{adam.__qualname__}")
-    yield _grad_norm()
+    te = tuple(int(part) for part in re.findall(r"\d+", _installed(*_TE))[:2])
+    yield Examined("gradient norm", counted_wrongly(megatron_version()[1], te))
     refused = importlib.import_module("megatron_muon.lab.doctor.options").refused_options()
     yield Examined("refused options", ", ".join(refused) or "none")
 
@@ -202,13 +206,6 @@ def _hooks(name: str, table: Sequence[Row], *, needed: bool) -> Examined:
     count = f"{len(rows) - len(missing)} of {len(rows)}"
     faults = [*missing.values()] if needed else []
     return Examined(name, ", ".join([count, *(f"not {each}" for each in missing)]), *faults[:1])
-
-
-def _optional() -> list[Row]:
-    """Rows that a run can do without; those of Megatron's own Muon where its package is."""
-    has_upstream = importlib.util.find_spec("emerging_optimizers") is not None
-    upstream = bench_seams.UPSTREAM if has_upstream else ()
-    return [*model.REFUSALS, *dry_run_seams.ROWS, *bench_seams.ROWS, *upstream]
 
 
 def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
@@ -276,17 +273,11 @@ def _older_python(core: Path) -> str | None:
     return None
 
 
-def _grad_norm() -> Examined:
-    """Weights that Megatron's norm, and with it AdamW's clip, counts wrongly where TP splits."""
-    installed = _installed("transformer-engine", "transformer_engine")
-    version = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
-    return Examined("gradient norm", counted_wrongly(megatron_version()[1], version))
-
-
 def counted_wrongly(core: Version, te: tuple[int, ...]) -> str:
-    """Weights that are marked as cut over TP and are not, or the reverse: every core has some.
+    """Weights that Megatron's norm, and with it AdamW's clip, counts wrongly where TP splits.
 
-    ``te`` is Transformer Engine's version, empty without it.
+    They are marked as cut over TP and are not, or the reverse: every core has some. ``te`` is
+    Transformer Engine's version, empty without it.
     """
     first = ["learnable softmax offsets"] if core >= (0, 15) else []
     if core < (0, 16):

@@ -63,9 +63,7 @@ class StepTime:
     seconds: float  # time until the last rank has ended the step
     rounds: tuple[int, ...]  # number of rounds of each optimizer
     launches: int  # number of launches on the rank that has most
-    # newton_schulz_mean, newton_schulz_busiest: time of Newton-Schulz, mean and most over ranks
-    newton_schulz_mean: float
-    newton_schulz_busiest: float
+    newton_schulz_busiest: float  # time of Newton-Schulz, on the rank that has most
     # exposed_mean, exposed_most: time that the compute stream waits for messages, and so for later
     # ranks; mean and most over ranks
     exposed_mean: float
@@ -255,7 +253,6 @@ def _result_of(streams: Streams, rounds: tuple[int, ...]) -> StepTime:
         seconds=max(ends),
         rounds=rounds,
         launches=max(streams.launches),
-        newton_schulz_mean=sum(work) / len(work),
         newton_schulz_busiest=max(work),
         exposed_mean=sum(waited) / len(waited),
         exposed_most=max(waited),

@@ -103,7 +103,7 @@ class RoundTable:
 
     @property
     def travels(self) -> bool:
-        """This rank sends or receives something in the round."""
+        """This rank sends or receives slices or directions in the round."""
         return bool(self.peers)
 
 

@@ -234,7 +234,7 @@ def peak_bytes(device: torch.device, step: Callable[[], None]) -> int:
 
 
 # The start of a name in torch's profiler, and the kind of work on a GPU.
-_COPIES = {"Memcpy": "copies", "Memset": "memsets", "memcpy": "copies", "memset": "memsets"}
+_COPIES = {"memcpy": "copies", "memset": "memsets"}
 
 
 def launched(profiler: Any) -> dict[str, int]:
@@ -243,6 +243,5 @@ def launched(profiler: Any) -> dict[str, int]:
     for event in profiler.kineto_results.events():
         if event.device_type() != DeviceType.CUDA or event.is_user_annotation():
             continue
-        kind = next((k for start, k in _COPIES.items() if event.name().startswith(start)), None)
-        counts[kind or "kernels"] += 1
+        counts[_COPIES.get(event.name()[:6].lower(), "kernels")] += 1
     return counts
