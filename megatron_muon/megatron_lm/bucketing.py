@@ -67,6 +67,11 @@ def aligns_shards(args: Namespace) -> bool:
     return contiguous and not from_adamw and takes_layouts()
 
 
+def vocabulary_of(args: Namespace) -> int:
+    """The padded vocabulary; 0 where no flag says it, until Megatron has made the tokenizer."""
+    return getattr(args, "padded_vocab_size", None) or args.vocab_size or 0
+
+
 def buffers(args: Namespace, dp_size: int, *, norms: bool = False) -> list[Buffer]:
     """A rank's grad buffers of the first model chunk on the first pipeline stage, approximately.
 
@@ -78,8 +83,7 @@ def buffers(args: Namespace, dp_size: int, *, norms: bool = False) -> list[Buffe
     """
     tp = args.tensor_model_parallel_size
     expert_tp = args.expert_tensor_parallel_size or tp
-    vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size or 0
-    embedding = LocalParameter(vocabulary * args.hidden_size // tp)
+    embedding = LocalParameter(vocabulary_of(args) * args.hidden_size // tp)
     dense, experts = [embedding], []
     norm = [LocalParameter(args.hidden_size)] * (norms and 1 + (args.normalization == "LayerNorm"))
     of_heads = [LocalParameter(args.kv_channels)] * (2 * (norms and args.qk_layernorm))

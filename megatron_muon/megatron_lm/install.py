@@ -16,7 +16,7 @@ from megatron_muon.mcore.seams.rows import check_hooks, check_row, megatron_vers
 from megatron_muon.mcore.seams.training import ROWS, check_arguments
 from megatron_muon.mcore.watching.host import NO_HOST, set_host
 from megatron_muon.megatron_lm import checkpointing
-from megatron_muon.megatron_lm.bucketing import aligns_shards, choose_buckets
+from megatron_muon.megatron_lm.bucketing import aligns_shards, choose_buckets, vocabulary_of
 from megatron_muon.megatron_lm.flags import namespace
 from megatron_muon.megatron_lm.flags.parser import (
     add_flags,
@@ -37,6 +37,7 @@ from megatron_muon.settings.from_flags import muon_config, qk_clip_alpha
 
 _patches = Patches()
 _is_on = False  # whether the wrappers are in effect
+_without_vocabulary: list[bool] = []  # a run whose layout is chosen later: whether it is free
 
 
 def install_training() -> None:
@@ -137,9 +138,18 @@ def _validate_args(
         result = original(args, defaults or {}, **kwargs)
     if is_muon:
         check_arguments(args)
-        told += [] if again else [*_settled(args, is_free=is_free), *choose_buckets(args)]
+        _without_vocabulary[:] = [] if again else [is_free]
+        if vocabulary_of(args):
+            told += _in_buckets(args)
     _tell(told)
     return result
+
+
+def _in_buckets(args: Any) -> list[str]:
+    """Choose layout and buckets, once in a run; lines to print."""
+    if not _without_vocabulary:
+        return []
+    return [*_settled(args, is_free=_without_vocabulary.pop()), *choose_buckets(args)]
 
 
 def _tell(lines: list[str]) -> None:
@@ -327,11 +337,12 @@ def _get_megatron_muon_optimizer(
 
 
 def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Megatron's; then all ranks compare what their flags ask of the plugin."""
+    """Megatron's, with the tokenizer; then all ranks compare what they ask of the plugin."""
     result = original(*args, **kwargs)
+    given = importlib.import_module("megatron.training").get_args()
+    _tell(_in_buckets(given))
     core = sys.modules.get("megatron_muon.mcore.wiring.install")  # imported where anything is asked
     config = None if core is None else core.settings()
-    given = importlib.import_module("megatron.training").get_args()
     buffers = "megatron_muon.mcore.wiring.buffers.shards"
     flags = {dest: getattr(given, dest, None) or None for dest in _AGREED}
     flags |= {dest: bool(getattr(given, dest, None)) for dest in ("load", "save")}

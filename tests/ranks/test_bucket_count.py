@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_muon.megatron_lm import install
 from megatron_muon.megatron_lm.bucketing import buffers, choose_buckets
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.count import (
@@ -180,3 +184,21 @@ def test_a_hybrid_model_keeps_megatrons_buckets_and_says_so() -> None:
     args = Namespace(**vars(LLAMA_3_8B), hybrid_override_pattern="M-M*")
     (line,) = choose_buckets(args)
     assert "Megatron's own buckets" in line and args.ddp_num_buckets is None
+
+
+def test_the_number_waits_for_a_vocabulary_that_only_the_tokenizer_knows() -> None:
+    args = Namespace(**{**vars(LLAMA_3_8B), "padded_vocab_size": None}, vocab_size=None)
+    args.optimizer = "muon"
+    names = ("_turn_on", "_on_the_cpu", "_settled", "agree_on_settings")
+    nothing = {name: lambda *args, **options: [] for name in (*names, "check_arguments")}
+    training = {"megatron.training": SimpleNamespace(get_args=lambda: args)}
+    with (
+        mock.patch.multiple(install, asks_for_muon=lambda args: True, **nothing),
+        mock.patch.dict(sys.modules, training),
+    ):
+        install._validate_args(lambda *_: None, args)
+        assert args.ddp_num_buckets is None
+        args.padded_vocab_size = LLAMA_3_8B.padded_vocab_size  # as set_global_variables does
+        install._initialize_megatron(lambda: None)
+    chosen = choose(buffers(LLAMA_3_8B, 8))
+    assert chosen is not None and args.ddp_num_buckets == chosen.number
