@@ -100,6 +100,8 @@ def load_checkpoint(
     if not muon and not getattr(given, "adamw_from_muon", False):
         with _explained_to_others(load_dir, given):
             return original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+    # as Megatron does within its load
+    given.finetune |= bool(_by_rank_0(lambda: "yes" * _is_from_pretrained(given, load_dir)))
     found = _by_rank_0(lambda: str(newest(given, load_dir) or ""))
     folder = Path(found) if found else None
     groups = optimizer.param_groups if optimizer is not None and muon else []
@@ -159,9 +161,8 @@ def newest(given: Any, load_dir: str | None) -> Path | None:
     """The folder that Megatron will read, as this rank sees it; None for none or a local one."""
     module = _checkpointing()
     own = _latest(load_dir, _step(given))
-    pretrained = getattr(given, "pretrained_checkpoint", None)
-    if pretrained and not (load_dir and module.checkpoint_exists(load_dir)):
-        load_dir = pretrained
+    if _is_from_pretrained(given, load_dir):
+        load_dir = given.pretrained_checkpoint
         own = _latest(load_dir, _step(given))
     kind, where = given.non_persistent_ckpt_type, given.non_persistent_global_ckpt_dir
     if kind not in (None, "global"):
@@ -174,6 +175,11 @@ def newest(given: Any, load_dir: str | None) -> Path | None:
         return own or beside
     numbers = [iteration_of(folder.name) for folder in (own, beside)]
     return own if None in numbers or numbers[0] > numbers[1] else beside  # type: ignore[operator]
+
+
+def _is_from_pretrained(given: Any, load_dir: str | None) -> bool:
+    pretrained = getattr(given, "pretrained_checkpoint", None)
+    return bool(pretrained) and not (load_dir and _checkpointing().checkpoint_exists(load_dir))
 
 
 def _step(given: Any) -> int | None:

@@ -58,8 +58,8 @@ def named_by(save_dir: Path) -> str | None:
     if text == "release":
         return text
     if not re.fullmatch("[0-9]{1,18}", text):
-        complete = digest.complete_iterations(save_dir)
-        last = f" {complete[-1]}, the last complete one" if complete else ""
+        complete = digest.last_complete(save_dir)
+        last = "" if complete is None else f" {complete}, the last complete one"
         raise ValueError(
             f"{path} has {text[:60]!r} in it, neither the number of an iteration nor release: "
             f"write the number of the checkpoint to load into it, or give --ckpt-step{last}"

@@ -39,7 +39,7 @@ def checked(folder: str) -> Iterator[None]:
 
 def is_checked(folder: str) -> bool:
     """Whether the load in progress has checked this folder."""
-    return folder == _checked
+    return _checked is not None and Path(folder) == Path(_checked)
 
 
 def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> None:

@@ -230,13 +230,14 @@ def _later(folder: Path, path: Path) -> str:
 # --- other checkpoints beside one ----------------------------------------------------------------
 
 
-def complete_iterations(folder: Path) -> list[int]:
-    """Numbers of the complete checkpoints ``iter_N`` in a folder, sorted; see ``says_complete``."""
+def last_complete(folder: Path, but: int | None = None) -> int | None:
+    """The newest complete checkpoint ``iter_N`` in a folder, but for one; see ``says_complete``."""
     with suppress(OSError):
-        numbers = {name: iteration_of(name) for name in os.listdir(folder)}
-        found = {number: folder / name for name, number in numbers.items() if number is not None}
-        return sorted(number for number, path in found.items() if says_complete(path))
-    return []
+        found = {iteration_of(name): folder / name for name in os.listdir(folder)}
+        for number in sorted(found.keys() - {None, but}, reverse=True):  # type: ignore[type-var]
+            if says_complete(found[number]):
+                return number
+    return None
 
 
 def iteration_of(name: str) -> int | None:
@@ -262,9 +263,9 @@ def way_out(folder: Path) -> str:
     number = iteration_of(folder.name)
     if number is None:
         return "Load another checkpoint"
-    others = [other for other in complete_iterations(folder.parent) if other != number]
-    if others:
-        return f"The last complete one beside it is {others[-1]}: --ckpt-step {others[-1]} loads it"
+    other = last_complete(folder.parent, number)
+    if other is not None:
+        return f"The last complete one beside it is {other}: --ckpt-step {other} loads it"
     return (
         f"{folder.parent} has no other checkpoint that is known to be complete. Without "
         f"{folder / FILE_NAME} this one is loaded unchecked"

@@ -49,7 +49,7 @@ def parameters_in_digest(trained: TrainedModel | None) -> Table:
     """``parameters`` of a digest, merged from all ranks; all of them call it."""
     device = device_of(trained.model_chunks() if trained else [])
     own = together(lambda: _own_part(trained), None, device)
-    every = [json.loads(text) for text in all_gather_texts(json.dumps(own), None)]
+    every = map(json.loads, all_gather_texts(json.dumps(own), None))  # one at a time
     return {name: entry for table in every for name, entry in table.items()}
 
 
@@ -61,7 +61,10 @@ def require_same_model(saved: Mapping[str, Any], own: Table, folder: str, exact:
     different = f"{folder} was saved by a different model:"
     then, now = _sizes(saved["parameters"]), _sizes(own)
     if missing := sorted(now.keys() - then.keys()):
-        raise DigestError(f"{different} it has no {first_names(missing)}, which this model has")
+        raise DigestError(
+            f"{different} it has no {first_names(missing)}, which this model has "
+            "(--no-muon-checkpoint-digest leaves the check out)"
+        )
     for name in sorted(now):
         one, two = then[name], now[name]
         there: object
@@ -88,7 +91,8 @@ def _own_part(trained: TrainedModel | None) -> Table:
     if stage.ep is None or stage.expert_tp is None:
         speaks = dist.get_rank(stage.group) == 0
     else:
-        speaks = stage.expert_tp.rank() == 0  # every EP rank has experts of its own
+        # every EP rank has experts of its own; one expert-DP rank speaks for its replicas
+        speaks = dist.get_global_rank(stage.group, 0) in dist.get_process_group_ranks(stage.ep)
     return _table(trained) if speaks else {}
 
 

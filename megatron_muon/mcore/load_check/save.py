@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ _STATE = (
     ),
 )
 _KEYS_THERE = re.compile(r"not in state dict: \[[^\n]*")  # Megatron lists all that there are
+_MANIFEST = "integrity.json"  # Megatron's, which has the digest's hash, too
 _SHARD = re.compile(r"__\d+_\d+\.distcp$")  # torch_dist: the rank that wrote it, and a number
 
 
@@ -63,12 +65,14 @@ def save(
     saving = Saving.begin(owner(sharded_state_dict), str(checkpoint_dir))
     if saving is None:
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    has_manifest = kwargs.pop("verify_integrity", False)  # since core 0.19; the digest comes first
+    seal = partial(saving.seal, has_manifest=has_manifest)
     with _quiet_about_the_mark(saving.folder):
         request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     if request is None:
-        saving.seal()
+        seal()
     else:  # Megatron's metadata come before the digest, its tracker after
-        request.finalize_fns.append(saving.seal)
+        request.finalize_fns.append(seal)
     return request
 
 
@@ -189,15 +193,16 @@ class Saving:
         }
         return cls(folder, save, device, content if first else {})
 
-    def seal(self, names: Sequence[str] | None = None) -> None:
+    def seal(self, names: Sequence[str] | None = None, *, has_manifest: bool = False) -> None:
         """Hash the files and mark the folder as complete. Every rank of the world calls it.
 
         ``names`` are the files that this rank has written by ``torch.save``; None: of torch_dist.
+        ``has_manifest``: Megatron's own hashes come after it (``--verify-integrity``).
         """
         part = together(lambda: self._part(names), None, self.device)
         parts = [json.loads(text) for text in all_gather_texts(json.dumps(part), None)]
         first = dist.get_rank() == 0
-        together(lambda: self._finish(parts) if first else None, None, self.device)
+        together(lambda: self._finish(parts, has_manifest) if first else None, None, self.device)
 
     def _part(self, names: Sequence[str] | None) -> dict[str, Any]:
         """This rank's part: the save whose mark it sees, and the files that it wrote."""
@@ -220,10 +225,11 @@ class Saving:
         if rank:
             return names
         every = (path for path in self.folder.rglob("*") if not _SHARD.search(path.name))
-        files = (path for path in every if path.is_file() and not digest.own_file(path.name))
+        every = (path for path in every if path.is_file() and path.name != _MANIFEST)
+        files = (path for path in every if not digest.own_file(path.name))
         return names + [str(path.relative_to(self.folder)) for path in files]
 
-    def _finish(self, parts: Sequence[Mapping[str, Any]]) -> None:
+    def _finish(self, parts: Sequence[Mapping[str, Any]], has_manifest: bool) -> None:
         for rank, part in enumerate(parts):
             if part["save"] is None:
                 raise RuntimeError(
@@ -242,3 +248,6 @@ class Saving:
         if not files:
             raise RuntimeError(f"This save wrote no files into {self.folder}")
         digest.finish(self.folder, {**self.content, "files": files})
+        if has_manifest:
+            module = importlib.import_module("megatron.core.dist_checkpointing.validation")
+            module.save_integrity_manifest(str(self.folder))

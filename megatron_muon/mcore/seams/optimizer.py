@@ -34,6 +34,7 @@ _DIST15 = Place(_DIST.module, _DIST.owner, since=(0, 15))
 _CKPT = Place("megatron.core.dist_checkpointing")
 _MAPPING = Place("megatron.core.dist_checkpointing.mapping")
 _SERIALIZATION = Place("megatron.core.dist_checkpointing.serialization")
+_VALIDATION = Place("megatron.core.dist_checkpointing.validation", since=(0, 19))
 _ASYNC = Place("megatron.core.dist_checkpointing.strategies.async_utils")
 _SHARDED, _FILE = "model_sharded_state_dict is_loading", "sharded_state_dict checkpoint_dir"
 _LOADED, _TENSOR = "state_dict update_legacy_format", "key data dtype global_shape global_offset"
@@ -146,6 +147,7 @@ ROWS = (
     _CKPT.replaced("load_content_metadata", "the format of a checkpoint", since=(0, 14)),
     _MAPPING.read("ShardedTensor", "a rank's part of a tensor on disk, copied", _TENSOR),
     _ASYNC.read("AsyncRequest", "calls finalize_fns in order after it", "async_fn finalize_fns"),
+    _VALIDATION.called("save_integrity_manifest", "hashes all files", "checkpoint_dir"),
     _SERIALIZATION.read("logger", "silenced where the digest's mark is the only file"),
     # --- attributes
     _DIST.has("model_chunks", "the DDP-wrapped modules, for names and marks of parameters"),

@@ -29,6 +29,9 @@ from support.models.gpt import (
 )
 from support.ranks import error_of
 
+# Megatron's own hashes of all files, the digest's too: written at each save, checked at each load.
+HASHED = {"verify_integrity": True} if VERSION >= (0, 19) else {}
+
 
 def formats() -> list[str]:
     """Those that Megatron-LM of the installed core writes, its default of torch_dist first."""
@@ -87,7 +90,7 @@ def save(
 
     calls = AsyncCallsQueue()
     calls.schedule_async_request(
-        dist_checkpointing.save(state, folder, strategy, async_sharded_save=True)
+        dist_checkpointing.save(state, folder, strategy, async_sharded_save=True, **HASHED)
     )
     meanwhile()
     calls.maybe_finalize_async_calls(blocking=True)
@@ -99,7 +102,7 @@ def write(state: dict[str, Any], folder: str, strategy: Any = None) -> None:
 
     _as_in_its_day()
     _number_saves_from_zero()
-    dist_checkpointing.save(state, folder, strategy)
+    dist_checkpointing.save(state, folder, strategy, **HASHED)
 
 
 def _in_parallel(action: str, folder: str) -> Any:
@@ -126,7 +129,8 @@ def load(built: Built, folder: str, format: str, parallel: bool = False) -> None
         from megatron.core import dist_checkpointing
 
         strategy = _in_parallel("Load", folder) if parallel else None
-        loaded = dist_checkpointing.load(sharded(built, format, is_loading=True), folder, strategy)
+        state = sharded(built, format, is_loading=True)
+        loaded = dist_checkpointing.load(state, folder, strategy, **HASHED)
         for name, model in _models(built).items():
             model.load_state_dict(loaded[name])
         if _trains(built):

@@ -28,7 +28,7 @@ def test_begin_and_finish(tmp_path: Path) -> None:
     digest.finish(folder, CONTENT)
     read_back = digest.complete(folder)
     assert read_back is not None and read_back["complete"] is True and read_back["format"] == 2
-    assert digest.complete_iterations(tmp_path) == [3]
+    assert digest.last_complete(tmp_path) == 3
 
 
 def test_the_mark_replaces_a_link_and_leaves_what_it_points_to(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_values_of_another_type_are_damage_whatever_the_hash(
     (folder / digest.FILE_NAME).write_text(sealed(whole))
     with pytest.raises(DigestError, match="its values are not those of a digest"):
         digest.read(folder)
-    assert digest.complete_iterations(tmp_path) == [] and digest.saver(folder) is None
+    assert digest.last_complete(tmp_path) is None and digest.saver(folder) is None
 
 
 def _digest(shapes: dict[str, list[int]]) -> dict[str, Any]:
