@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.planning.agreed import fingerprint
-from megatron_muon.planning.grid import RankGrid, neighbours_of
+from megatron_muon.planning.grid import RankGrid
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.settings.config import named
@@ -31,7 +31,6 @@ class Coordinates:
     tp_size: int
     dp_rank: int
     dp_size: int
-    node: int = 0  # number of its node
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +111,16 @@ def _first_to_come(mine: str) -> str:
 
 
 def agree_on_grid(
-    coordinates: Coordinates, description: Sequence[str], group: Group, device: torch.device
+    coordinates: Coordinates,
+    description: Sequence[str],
+    group: Group,
+    device: torch.device,
+    near: int,
 ) -> RankGrid:
     """The stage's ranks by their coordinates, once all of them describe the same plan.
 
     Args:
-        coordinates: this rank's coordinates.
+        coordinates, near: this rank's coordinates; ``RankGrid.neighbours``.
         description: the plan's inputs, one per line (``agreed.description``).
         group, device: the stage's group, and the device that it communicates from.
 
@@ -129,7 +132,7 @@ def agree_on_grid(
     if any(numbers[-4:] != every[0][-4:] for numbers in every):
         texts = collectives.all_gather_texts("\n".join(description), group)
         raise PlanMismatchError(_first_difference(dict(enumerate(texts)), PLAN_OF_STAGE))
-    return grid_of([Coordinates(*numbers[:-4]) for numbers in every])
+    return grid_of([Coordinates(*numbers[:-4]) for numbers in every], near)
 
 
 def agree_everywhere(
@@ -209,7 +212,7 @@ def _text(error: BaseException) -> str:
     return words if worded and words else f"{type(error).__name__}: {words}"
 
 
-def grid_of(every: Sequence[Coordinates]) -> RankGrid:
+def grid_of(every: Sequence[Coordinates], near: int) -> RankGrid:
     """The ranks of a stage by the coordinates of ranks 0, 1, … of it.
 
     Raises:
@@ -229,7 +232,7 @@ def grid_of(every: Sequence[Coordinates]) -> RankGrid:
             tuple(tuple(ranks[ep, tp, dp] for dp in range(dp_size)) for tp in range(tp_size))
             for ep in range(ep_size)
         ),
-        neighbours_of([c.node for c in every]),
+        near,
     )
 
 
@@ -258,12 +261,8 @@ def _both(theirs: tuple[int, str | None], ours: tuple[int, str | None], whose: s
     A line is None where a description has ended.
     """
     name = (ours[1] or theirs[1] or "").split(": ", 1)[0]
-    values = [_value(line, name) for _, line in (theirs, ours)]
+    lines = (theirs[1], ours[1])
+    values = ["nothing more" if x is None else x.removeprefix(f"{name}: ") for x in lines]
     one, other = f"{name}: rank {theirs[0]} of {whose} has", f"where rank {ours[0]} has"
     text = f"{one} {values[0]} {other} {values[1]}"
     return text if len(text) <= _LINE else f"{one}\n  {values[0]}\n{other}\n  {values[1]}"
-
-
-def _value(line: str | None, name: str) -> str:
-    """The value in a line that begins with ``name``; any other line as it is."""
-    return "nothing more" if line is None else line.removeprefix(f"{name}: ")

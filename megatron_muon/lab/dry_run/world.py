@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_muon.lab.dry_run.model import Ranks
-from megatron_muon.planning.grid import RankGrid
+from megatron_muon.planning.grid import RankGrid, neighbours_of
 from megatron_muon.runtime.consensus import Coordinates, grid_of
 from megatron_muon.runtime.patches import replaced
 
@@ -89,14 +89,11 @@ def whole_stage() -> list[int]:
     return list(dist.get_process_group_ranks(group))
 
 
-def stage_ranks(ranks: Ranks) -> list[int]:
-    """World ranks of the stage that this rank is in, as its group numbers them.
-
-    With several optimizer instances, of the part of the stage in the first one.
-    """
+def stage_ranks(ranks: Ranks, instance: int = 0) -> list[int]:
+    """World ranks of the stage that this rank is in, as its group numbers them, in an instance."""
     dp_place = _places(_dense(ranks), "dp-cp")
     dp_size = ranks.world // (ranks.tp * ranks.pp * ranks.instances)
-    return [rank for rank in whole_stage() if dp_place[rank] < dp_size]
+    return [rank for rank in whole_stage() if dp_place[rank] // dp_size == instance]
 
 
 def grid(ranks: Ranks, node_ranks: int, *, experts: bool) -> RankGrid:
@@ -105,12 +102,10 @@ def grid(ranks: Ranks, node_ranks: int, *, experts: bool) -> RankGrid:
     tp_size, ep_size = (ranks.expert_tp, ranks.ep) if experts else (ranks.tp, 1)
     dp_size = ranks.world // (tp_size * ep_size * ranks.pp * ranks.instances)
     tp, ep, dp = (_places(generator, token) for token in ("tp", "ep", "dp-cp"))
-    return grid_of(
-        [
-            Coordinates(ep[rank], ep_size, tp[rank], tp_size, dp[rank], dp_size, rank // node_ranks)
-            for rank in stage_ranks(ranks)
-        ]
-    )
+    every = (stage_ranks(ranks, instance) for instance in range(ranks.instances))
+    near = min(neighbours_of([rank // node_ranks for rank in part]) for part in every)
+    places = ((ep[r], ep_size, tp[r], tp_size, dp[r], dp_size) for r in stage_ranks(ranks))
+    return grid_of([Coordinates(*each) for each in places], near)
 
 
 def _dense(ranks: Ranks) -> Any:

@@ -6,7 +6,6 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,8 +47,10 @@ from megatron_muon.orthogonalize.matmul import (
 from megatron_muon.orthogonalize.newton_schulz import takes_batches
 from megatron_muon.orthogonalize.numerics import Numerics, layout_free
 from megatron_muon.planning import agreed, describe
+from megatron_muon.planning.grid import neighbours_of
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
+from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import (
     agree_everywhere,
     agree_on_grid,
@@ -292,17 +293,21 @@ _Agreed = tuple[ExchangePlan, dict[int, Any], bool]
 def _agreed_plans(
     parts: Sequence[Any], every: Sequence[list[Parameter]], numerics: Numerics, stage: Stage
 ) -> list[_Agreed]:
-    """The plans of all optimizers, on which all ranks of the stage agree."""
-    node = dist.get_rank() // numerics.config.node_ranks
+    """The plans of all optimizers, the same in all instances; all ranks of the world call it."""
+    nodes = [rank // numerics.config.node_ranks for rank in collectives.world_ranks(stage.group)]
+    found = collectives.all_gather_numbers(
+        [stage.pipeline_rank, neighbours_of(nodes)], None, stage.device
+    )
+    near = min(count for at, count in found if at == stage.pipeline_rank)
     work = [flops_of(parameters, numerics) for parameters in every]
     plans: list[_Agreed] = []
     for at, part in enumerate(parts):
-        coordinates = replace(stage.coordinates(part), node=node)
+        coordinates = stage.coordinates(part)
         mine = muon_parameters(part.routes, part.buffers)
         earlier, later = [plan for plan, *_ in plans], sum(work[at + 1 :])
         here = [parameter for _, parameter in mine]
         description = agreed.description(here, numerics, earlier, later)
-        grid = agree_on_grid(coordinates, description, stage.group, stage.device)
+        grid = agree_on_grid(coordinates, description, stage.group, stage.device, near)
         plan = make_plan(every[at], grid, numerics, earlier, later)
         first = coordinates.ep_rank * len(mine)  # index of this EP rank's first parameter
         params = {first + number: param for number, (param, _) in enumerate(mine)}

@@ -281,3 +281,13 @@ def test_experts_first_round_is_under_way_before_the_last_dense_scatter_is_waite
         momentum = [at for at, name in enumerate(names) if name == "muon/momentum"]
         early.append(momentum[1] < names.index("muon/update"))
     assert any(early)
+
+
+def _neighbours() -> int:
+    built = start(Case(muon=(("node_ranks", 2),)), Topology(dp=6, instances=2))
+    return int(distributed_optimizers(built.optimizer)[0].muon.plan.grid.neighbours)
+
+
+def test_instances_plan_alike_where_nodes_cut_them_otherwise() -> None:
+    """Ranks 0 and 1 of the first instance are of one node; of the second one, 1 and 2."""
+    assert run(_neighbours, 6) == [1] * 6
