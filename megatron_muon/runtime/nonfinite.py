@@ -15,10 +15,6 @@ class Left(NamedTuple):
     directions: int  # all of them
     momenta: int  # those in which what came into Newton-Schulz was not finite either
 
-    def plus(self, other: Left | None) -> Left:
-        """Those of both, where a block step and a full one have a matrix of one name."""
-        return self if other is None else Left(*map(sum, zip(self, other, strict=True)))
-
     def since(self, before: Left | None) -> Left:
         """The steps that are not yet in ``before``."""
         if before is None:

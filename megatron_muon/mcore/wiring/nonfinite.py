@@ -40,17 +40,18 @@ class NonfiniteReport:
         self._steps = self._number = 0
         self._lines: int | None = None  # lines of the log before the last step
         self._momenta: set[str] = set()  # those that were named
-        self._before: dict[str, Left] = {}  # counts at the last line
+        self._before: dict[tuple[int, str], Left] = {}  # counts at the last line
         self._in_a_row: dict[str, int] = {}  # lines, by matrix; the same on every rank
 
     def before_step(self) -> None:
         """Name momenta of the step before, if the device is done with it."""
-        for name, left in self._left(waits=False).items():
+        for (_, matrix), left in self._left(waits=False).items():
+            name = matrix.split(SLICE_OF)[0]
             if left.momenta and name not in self._momenta:
                 self._momenta.add(name)
-                _say(
-                    f"step {self._number}: the momentum of {name} is not finite, and stays so; the "
-                    "matrix is left where it is"
+                say(
+                    f"[megatron_muon] step {self._number}: the momentum of {name} is not finite, "
+                    "and stays so; the matrix is left where it is"
                 )
 
     def after_step(self) -> None:
@@ -64,22 +65,22 @@ class NonfiniteReport:
         if self._lines != lines:
             self._log()
 
-    def _left(self, *, waits: bool) -> dict[str, Left]:
-        every: dict[str, Left] = {}
-        for muon in self._muons:
-            here: dict[str, Left] = {}
-            for name, left in muon.nonfinite.left(waits=waits).items():
-                weight = name.split(SLICE_OF)[0]  # TP slices of one block step count once
-                here[weight] = max(left, here.get(weight, left))
-            for weight, left in here.items():  # full and block steps are not the same steps
-                every[weight] = left.plus(every.get(weight))
-        return every
+    def _left(self, *, waits: bool) -> dict[tuple[int, str], Left]:
+        """By the number of the optimizer, and the matrix."""
+        return {
+            (at, name): left
+            for at, muon in enumerate(self._muons)
+            for name, left in muon.nonfinite.left(waits=waits).items()
+        }
 
     def _log(self) -> None:
         """Name the matrices that were left since the last line, once for all ranks."""
         now, before = self._left(waits=True), self._before
         self._before = now
-        news = {name: left.since(before.get(name)) for name, left in now.items()}
+        news: dict[str, Left] = {}  # full and block steps, and TP slices of these, count as one
+        for key, left in now.items():
+            weight, new = key[1].split(SLICE_OF)[0], left.since(before.get(key))
+            news[weight] = max(new, news.get(weight, new))
         mine = [(name, *left) for name, left in news.items() if left.directions]
         if not any_rank("muon/log", torch.tensor(bool(mine), device=self._device), self._group):
             self._in_a_row = {}
@@ -91,11 +92,10 @@ class NonfiniteReport:
         self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in sorted(every)}
         if dist.get_rank(self._group) == dist.get_world_size(self._group) - 1:  # as Megatron's log
             for name in self._in_a_row:
-                _say(
-                    f"step {self._number}: {name} was left where it was in {every[name].directions}"
-                    " steps since the last line: its direction was not finite"
-                    + ", nor its momentum"
-                    * bool(every[name].momenta)
+                say(
+                    f"[megatron_muon] step {self._number}: {name} was left where it was in at "
+                    f"least {every[name].directions} steps since the last line: its direction was "
+                    "not finite" + ", nor its momentum" * bool(every[name].momenta)
                 )
         ended = [name for name, count in self._in_a_row.items() if count >= self._limit]
         if ended:
@@ -116,7 +116,3 @@ _OF_DIRECTIONS = (
     f"{named('ns_iteration')} standard and {named('ns_dtype')} bf16, or give the weight to AdamW "
     f"by {named('muon_exclude')}"
 )
-
-
-def _say(line: str) -> None:
-    say(f"[megatron_muon] {line}")

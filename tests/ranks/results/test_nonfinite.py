@@ -12,15 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from megatron_muon import MuonConfig
 from megatron_muon.mcore.wiring import nonfinite
 from megatron_muon.mcore.wiring.chained_optimizer import MuonChainedOptimizer
 from megatron_muon.orthogonalize import newton_schulz, strips
+from megatron_muon.planning.layout import SLICE_OF
+from megatron_muon.runtime.nonfinite import Left
 from support.models import gpt
 from support.models.gpt import Case, Topology, start, take_step, trained, truth
 from support.ranks import error_of, run
@@ -233,7 +237,9 @@ def test_a_run_ends_on_every_rank_once_lines_in_a_row_name_a_matrix() -> None:
             )
             assert "resume from an earlier checkpoint" in rank["error"]
         last = [line for line in ranks[-1]["lines"] if "was left where it was" in line]
-        assert last[0].startswith(f"[megatron_muon] step 2: {FC1} was left where it was in 1 steps")
+        assert last[0].startswith(
+            f"[megatron_muon] step 2: {FC1} was left where it was in at least 1 "
+        )
         assert len(last) == limit and all("nor its momentum" in line for line in last)
         # its home says so at once, and once
         momenta = [line for rank in ranks for line in rank["lines"] if "the momentum of" in line]
@@ -247,10 +253,23 @@ def test_full_and_block_steps_are_counted_as_one() -> None:
         assert rank["steps"] == 4
         assert rank["error"].startswith(f"FloatingPointError: {FC1}: the direction")
         assert len([line for line in rank["lines"] if "the momentum of" in line]) <= 1
-    for name in (FC1, FC2):  # a full step and a block one by line, of which a home may have one
-        fault = partial(_overflowing, name, is_so=True)
-        last = run(_until_it_ends, 2, case, Topology(tp=2), fault)[-1]
-        assert all(" in 2 steps since" in line for line in last["lines"]) and last["lines"]
+
+
+def _of_slices() -> list[str]:
+    counts = {f"w{SLICE_OF}{number}": Left(0, 0) for number in range(2)}
+    muon: Any = SimpleNamespace(nonfinite=SimpleNamespace(left=lambda waits: dict(counts)))
+    report = nonfinite.NonfiniteReport([muon], MuonConfig(), None, torch.device("cpu"))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        for number, steps in ((0, 50), (1, 3)):
+            counts[f"w{SLICE_OF}{number}"] = Left(steps, 0)
+            report._log()
+    return said.getvalue().splitlines()
+
+
+def test_a_slice_that_is_left_after_another_one_is_named() -> None:
+    (lines,) = run(_of_slices, 1)
+    assert [line.split(" in at least ")[1].split()[0] for line in lines] == ["50", "3"]
 
 
 def test_a_run_whose_iteration_overflows_ends_with_another_way_out() -> None:
