@@ -145,6 +145,7 @@ REFUSALS = (
     _MODEL.has("fp4_param", _REFUSED, (0, 15)),
     _MODEL.has("moe_single_grouped_weight", _REFUSED, (0, 18)),
     _OPTIM.has("optimizer_cuda_graph", _REFUSED, (0, 17)),
+    _OPTIM.has("grad_norm_skip_threshold", _REFUSED, (0, 19)),
     _DDP.has("use_megatron_fsdp", _REFUSED, (0, 14)),
     _DDP.has("use_custom_fsdp", _REFUSED),
     _LAYERS.has("is_gtp_weight_remat", _REFUSED, (0, 19)),

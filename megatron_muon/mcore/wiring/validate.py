@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -93,7 +94,9 @@ def _unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> Iterator
     wide = [name for name, param in params if param.dtype == torch.float32 and param.requires_grad]
     offload = bool(read("optimizer_cpu_offload")) and wide[:1]
     whole = ("optimizer_cpu_offload with fp32 weights", offload, "keep them in 16 bits")
-    for option, value, way_out in (*refused_modes(read), sharded, whole):
+    least = getattr(optimizer_config, "grad_norm_skip_threshold", math.inf)  # since core 0.19
+    skips = ("grad_norm_skip_threshold", math.isfinite(least) and least, "leave it at inf")
+    for option, value, way_out in (*refused_modes(read), sharded, whole, skips):
         if value:
             yield NotImplementedError(
                 f"optimizer='muon' does not support {option} yet (got {value!r}): {way_out}, or "
