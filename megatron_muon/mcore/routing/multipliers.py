@@ -52,7 +52,7 @@ def _cut(groups: Sequence[Group], of: Mapping[torch.nn.Parameter, Multipliers]) 
 
     Before core 0.16, Megatron logs the rate of the last group.
     """
-    held = [[_key(group), *of[param]] for group in groups for param in group["params"]]
+    held = sorted({(_key(group), *of[param]) for group in groups for param in group["params"]})
     everywhere: set[tuple[str, float, float]] = set()
     for text in all_gather_texts(json.dumps(held), None):
         everywhere |= {(key, lr, decay) for key, lr, decay in json.loads(text)}
