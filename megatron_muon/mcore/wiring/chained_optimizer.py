@@ -84,8 +84,8 @@ class MuonChainedOptimizer(CheckpointChain):
         The norm is finite only if every gradient is there, finite and far below the largest that
         momentum can take. (``norm_grads`` puts all of them in; with ``clip_scope`` "adamw" Muon's
         need only be finite.) So a finite norm needs no further reduction. No optimizer has stepped
-        yet: an error leaves everything as it was. With a loss scaler Megatron has already skipped a
-        step with gradients that are not finite, on every rank.
+        yet: an error leaves everything as it was. With a loss scaler Megatron has already skipped
+        such a step, on every rank.
 
         From core 0.19 on, with Transformer Engine, Megatron leaves the norm on the GPU and the host
         does not wait for it. Then the next step raises, or a save before it.
@@ -104,6 +104,8 @@ class MuonChainedOptimizer(CheckpointChain):
         group = first.get_grad_stats_parallel_group()
         with in_megatrons("grads/norm", group):
             norm = super().get_grad_norm()
+        if first.grad_scaler:
+            return norm
         if isinstance(norm, torch.Tensor):
             self._late_norm = LateNorm(norm)
             return norm

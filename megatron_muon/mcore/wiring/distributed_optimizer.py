@@ -92,11 +92,9 @@ class MuonDistributedOptimizer(MuonCheckpoint):
             raise_named("grads/found_inf", group, error, "Megatron's vote on overflowed gradients")
 
     def _with_all(self, counted: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self.is_stub_optimizer:
+        if self.is_stub_optimizer or self.grad_scaler:
             return counted
         grads = [self.states.grad(shard) for _, shard in owned_shards(self)]
-        if self.grad_scaler and all(grad is not None for grad in grads):
-            return counted  # Megatron has looked at all of them
         return norm_grads(counted, grads, device_of(self.model_chunks))
 
 
