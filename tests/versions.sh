@@ -8,7 +8,7 @@ PYTHON="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && realpath --no-symlinks "${TE
 TESTS="$(realpath "$(dirname "${BASH_SOURCE[0]}")")/megatron_lm"
 export OMP_NUM_THREADS=1
 
-files=("$TESTS"/pretrain/test_pretrain{,_cpu,_oracle}.py "$TESTS"/checkpoints/test_pretrain_{saved,resume}.py)
+files=("$TESTS"/pretrain/test_pretrain{,_oracle}.py "$TESTS"/checkpoints/test_pretrain_{saved,resume}.py)
 if [[ ${1:-} == --options ]]; then
     files=("$TESTS/pretrain/test_pretrain_options.py")
     shift

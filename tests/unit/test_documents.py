@@ -146,3 +146,10 @@ def test_places_that_a_page_names_are_there(page: Path) -> None:
         for file in (owner.with_suffix(".py"), owner / "__init__.py"):
             is_there = is_there or (file.exists() and parts[-1] in file.read_text())
         assert is_there, name
+
+
+def test_versions_sh_names_tests_that_are_there() -> None:
+    text = (ROOT / "tests/versions.sh").read_text()
+    found = re.findall(r'"\$TESTS"/([\w/]+)\{([\w,]*)\}\.py', text)
+    names = [f"{stem}{each}.py" for stem, every in found for each in every.split(",")]
+    assert len(names) > 3 and all((ROOT / "tests/megatron_lm" / x).is_file() for x in names)
