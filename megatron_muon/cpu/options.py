@@ -69,10 +69,6 @@ def _is(*names: str) -> Callable[[Any], bool]:
     return lambda value: _name(value) in names
 
 
-def _captures(value: Any) -> bool:
-    return value not in (None, "none")
-
-
 def _name(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
@@ -86,7 +82,9 @@ REFUSED = (
     Refused("fp8", "a CPU has no fp8 products", _BF16),
     Refused("fp4", "a CPU has no fp4 products", _BF16),
     *(Refused(f"{name}_cuda_graph", _CAPTURES) for name in ("enable", "external", "optimizer")),
-    Refused("cuda_graph_impl", _CAPTURES, "--cuda-graph-impl none", _captures),
+    Refused(
+        "cuda_graph_impl", _CAPTURES, "--cuda-graph-impl none", lambda x: x not in (None, "none")
+    ),
     *(Refused(name, _TE) for name in ("fp8_param_gather", "fp4_param", "tp_comm_overlap")),
     *(Refused(name, _TE) for name in ("te_rng_tracker", "delay_wgrad_compute", "cpu_offloading")),
     *(Refused(name, _TE) for name in ("use_precision_aware_optimizer", "moe_router_fusion")),
@@ -115,21 +113,16 @@ def refuse(args: Namespace) -> None:
     sharded = getattr(args, "use_distributed_optimizer", False)
     refused = REFUSED if sharded else (*REFUSED, *_WITHOUT_SHARDS)
     bad = [
-        f"{row.option}{_shown(value)} ({row.why}): {row.instead}"
+        f"{row.option}{shown} ({row.why}): {row.instead}"
         for row in refused
         if row.needs_gpu(value := getattr(args, row.dest, None))
+        for shown in ["" if isinstance(value, (bool, list, tuple)) else f" {_name(value)}"]
     ]
     if bad:
         raise ValueError(
             "Megatron runs on the CPU here, since there is no GPU or --muon-cpu asks for it, and "
             f"{len(bad)} of the given options cannot:\n  " + "\n  ".join(bad)
         )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (bool, list, tuple)):
-        return ""
-    return f" {_name(value)}"
 
 
 def replace(args: Namespace) -> list[str]:

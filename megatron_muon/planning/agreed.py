@@ -27,7 +27,9 @@ def description(
     depend on, there is a fingerprint; of the work that comes ``later``, its flops.
     """
     devices = [f"kind of device: {numerics.device}"] if numerics.costs_follow_device else []
-    before = [f"homes of optimizer {at}: {_homes(plan)}" for at, plan in enumerate(earlier)]
+    homes = [[f"{matrix.name} {matrix.home}" for matrix in plan.matrices] for plan in earlier]
+    hashes = [fingerprint(each).hex()[:16] for each in homes]
+    before = [f"homes of optimizer {at}: {each}" for at, each in enumerate(hashes)]
     after = [f"flops of later optimizers: {later}"] if later else []
     return [*settings(numerics.config), *devices, *before, *after, *map(_describe, parameters)]
 
@@ -45,11 +47,6 @@ def of_run(config: MuonConfig, optimizer: str, core: str) -> list[str]:
         f"optimizer: {optimizer!r}",
         *settings(config),
     ]
-
-
-def _homes(plan: ExchangePlan) -> str:
-    homes = [f"{matrix.name} {matrix.home}" for matrix in plan.matrices]
-    return fingerprint(homes).hex()[:16]
 
 
 def _describe(parameter: Parameter) -> str:

@@ -138,16 +138,12 @@ def newton_schulz_line(numerics: Numerics, products: str, *, in_batches: bool) -
             f"; one matrix at a time, not {config.ns_batch}: a CPU and torch's deterministic mode "
             "take no batches"
         )
+    dtype = f"{numerics.dtype}{_of_preset(numerics) if config.ns_dtype is None else ''}"
     return (
         f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {config.ns_steps} steps, "
-        f"{_dtype(numerics)}, {_iteration(numerics)}; symmetric products: {products}"
+        f"{dtype}, {_iteration(numerics)}; symmetric products: {products}"
         f"{batches}"
     )
-
-
-def _dtype(numerics: Numerics) -> str:
-    """The dtype's name; whether the preset has decided it."""
-    return f"{numerics.dtype}{_of_preset(numerics) if numerics.config.ns_dtype is None else ''}"
 
 
 def _of_preset(numerics: Numerics) -> str:

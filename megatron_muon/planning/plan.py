@@ -152,7 +152,9 @@ def make_plan(
     """
     stage = _Stage(grid, numerics, _loads(earlier, grid, numerics), later)
     if numerics.config.homes_by_link:
-        cut, homes, ends = _by_link(parameters, stage, earlier)
+        cuts = _in_strips(parameters, stage, "balanced", "local")
+        every = (_homes_by_link(cut, stage, earlier) for cut in cuts)
+        cut, homes, ends = min(every, key=lambda made: made[2])  # of the shortest step
     else:
         (cut,) = _in_strips(parameters, stage, numerics.config.homes)
         homes, ends = stage.homes(cut, numerics.config.homes), 0
@@ -316,14 +318,6 @@ def _in_strips(
 
 
 _Homes = tuple[Sequence[_Cut], Sequence[int], int]  # of what, and the time
-
-
-def _by_link(
-    parameters: Sequence[Parameter], stage: _Stage, earlier: Sequence[ExchangePlan]
-) -> _Homes:
-    """The strips, by work or for local homes, and their homes with which a step is shortest."""
-    cuts = _in_strips(parameters, stage, "balanced", "local")
-    return min((_homes_by_link(cut, stage, earlier) for cut in cuts), key=lambda made: made[2])
 
 
 def _homes_by_link(cut: Sequence[_Cut], stage: _Stage, earlier: Sequence[ExchangePlan]) -> _Homes:

@@ -109,17 +109,12 @@ class RMSNorm(torch.nn.Module):
     """Of the groups of a row, gated before."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        group_size: int | None = None,
-        norm_before_gate: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None, **made: Any
     ) -> None:
         super().__init__()
+        made.pop("norm_before_gate", True)
         self.eps, self.group_size = eps, group_size or hidden_size
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, **made))
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         gated = x.float() if z is None else x.float() * F.silu(z.float())

@@ -172,14 +172,6 @@ def _count(spread: Spread) -> str:
     return _both(spread, 1, 1) if spread.mean != spread.most else f"{spread.most:,.0f}"
 
 
-def _phase(name: str) -> Callable[[PlannedStep], str]:
-    return lambda row: ms(row.phases[name]) if name in row.phases else "-"
-
-
-def _rest(kind: str) -> Callable[[PlannedStep], str]:
-    return lambda row: f"{row.rest[kind] / MIB:,.0f}"
-
-
 def _seconds(name: str) -> Callable[[PlannedStep], str]:
     def of(row: PlannedStep) -> str:
         seconds = getattr(row, name)
@@ -202,11 +194,15 @@ FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
     ("busiest / mean", lambda row: f"{row.uneven:.2f}" if row.flops.mean else "-"),
     ("rounds", lambda row: "+".join(map(str, row.rounds)) or "-"),
     ("launches", lambda row: f"{row.launches:,}"),
-    *((f"{kind}, MiB", _rest(kind)) for kind in KINDS),
+    *((f"{kind}, MiB", lambda row, kind=kind: f"{row.rest[kind] / MIB:,.0f}") for kind in KINDS),
     ("in all at rest, MiB", lambda row: f"{sum(row.rest.values()) / MIB:,.0f}"),
     (_HOST, lambda row: f"{row.host / MIB:,.0f}"),
     ("more at the peak, MiB", lambda row: "-" if row.peak is None else f"{row.peak / MIB:,.0f}"),
-    *((f"{name}, ms", _phase(name)) for name in PHASES if name != "waiting"),
+    *(
+        (f"{name}, ms", lambda row, name=name: ms(row.phases[name]) if name in row.phases else "-")
+        for name in PHASES
+        if name != "waiting"
+    ),
     (_LINK, _seconds("link")),
     (_THERE, _seconds("on_host")),
     ("exposed, ms", lambda row: _both(row.exposed, 1e-3, 1)),

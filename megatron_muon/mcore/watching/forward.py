@@ -48,18 +48,15 @@ class LayerOutputs:
     def _hook(self, row: str) -> Any:
         def see(module: torch.nn.Module, given: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            if not module.training or not isinstance(hidden, Tensor) or _captures(hidden):
+            if not module.training or not isinstance(hidden, Tensor):
+                return
+            if hidden.is_cuda and torch.cuda.is_current_stream_capturing():  # no tensor of ours may
                 return
             with torch.no_grad():
                 norm = torch.linalg.vector_norm(hidden.detach(), dtype=torch.float32)
             self._seen.append((row, norm, hidden.numel()))
 
         return see
-
-
-def _captures(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, in which no tensor of ours may be."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ class Sharers:
         """The numbers of all strips, ``(strips, k)``, from those of the strips here."""
         each = mine.size(1)
         counts = [self._homes.count(rank) * each for rank in self._others]
-        received = self._spread(mine, counts)
+        to = [(other, mine.numel()) for other in self._others]
+        received = self._shared(mine.flatten().repeat(len(to)), to, counts)
         of_ranks = dict(zip(self._others, received, strict=True)) | {self._rank: mine}
         flat = {rank: iter(numbers.view(-1, each)) for rank, numbers in of_ranks.items()}
         return torch.stack([next(flat[rank]) for rank in self._homes])
@@ -170,11 +171,6 @@ class Sharers:
             other: iter(part.view(-1, *each.shape))
             for other, part in zip(self._others, received, strict=True)
         }
-
-    def _spread(self, mine: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
-        """Send one tensor to all other homes, and take theirs, of these sizes."""
-        to = [(other, mine.numel()) for other in self._others]
-        return self._shared(mine.flatten().repeat(len(to)), to, counts)
 
     def _shared(self, sent: Tensor, to: Counts, counts: Sequence[int]) -> Sequence[Tensor]:
         """A tensor from each of the other homes: of numbers, or of a square."""

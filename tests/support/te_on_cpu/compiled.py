@@ -98,16 +98,10 @@ Tensor = torch.Tensor
 
 
 def rmsnorm_fwd(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    out: Any,
-    quantizer: Any,
-    dtype: Any,
-    sm_margin: int,
-    zero_centered: bool,
+    x: Tensor, weight: Tensor, eps: float, out: Any, *given: Any
 ) -> tuple[Tensor, None, Tensor]:
     """The normed input, and what the backward pass needs."""
+    _quantizer, dtype, _sm_margin, zero_centered = given
     wide = x.float()
     rsigma = (wide.square().mean(-1) + eps).rsqrt()
     value = wide * rsigma[..., None] * (weight.float() + float(zero_centered))
@@ -115,17 +109,10 @@ def rmsnorm_fwd(
 
 
 def layernorm_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    out: Any,
-    quantizer: Any,
-    dtype: Any,
-    sm_margin: int,
-    zero_centered: bool,
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The normed input, and what the backward pass needs."""
+    _quantizer, dtype, _sm_margin, zero_centered = given
     wide = x.float()
     mu = wide.mean(-1)
     rsigma = ((wide - mu[..., None]).square().mean(-1) + eps).rsqrt()
@@ -147,15 +134,10 @@ def rmsnorm_bwd(
 
 
 def layernorm_bwd(
-    dz: Tensor,
-    x: Tensor,
-    mu: Tensor,
-    rsigma: Tensor,
-    weight: Tensor,
-    sm_margin: int,
-    zero_centered: bool,
+    dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, weight: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the input, of gamma and of beta."""
+    _sm_margin, zero_centered = given
     normed = (x.float() - mu[..., None]) * rsigma[..., None]
     wide = dz.float().view_as(normed)
     dy = wide * (weight.float() + float(zero_centered))

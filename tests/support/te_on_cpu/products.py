@@ -30,25 +30,13 @@ def generic_gemm(
     b: Tensor,
     transb: bool,
     out: Tensor | None,
-    quantizer: Any,
-    out_dtype: Any,
-    bias: Tensor | None,
-    bias_dtype: Any,
-    gelu: bool,
-    gelu_in: Any,
-    grad: bool,
-    workspace: Any,
-    workspace_size: int,
-    accumulate: bool,
-    split_accumulator: bool,
+    *given: Any,
     comm_overlap: Any = None,
-    comm_type: Any = None,
-    extra_output: Any = None,
-    bulk_overlap: bool = False,
     alpha: float = 1.0,
-    beta: float | None = None,
+    **_: Any,
 ) -> tuple[Tensor, Tensor | None, None, None]:
     """A linear's forward, input gradient or weight gradient; the bias's gradient comes with it."""
+    quantizer, out_dtype, bias, _, gelu, _, grad, _, _, accumulate, _ = given
     if quantizer is not None or gelu or comm_overlap is not None:
         raise NotImplementedError("generic_gemm with fp8, gelu or user buffers")
     value, bias_grad = alpha * _product(a, transa, b, transb), None
@@ -62,26 +50,9 @@ def generic_gemm(
     return written(out, value, dtype, accumulate), bias_grad, None, None
 
 
-def te_general_grouped_gemm(
-    a: Any,
-    transa: bool,
-    b: Any,
-    transb: bool,
-    out: Any,
-    out_dtype: Any,
-    m_splits: Any,
-    bias: Any,
-    bias_dtype: Any,
-    single_output: bool,
-    gelu_in: Any,
-    grad: bool,
-    workspaces: Any,
-    workspace_size: int,
-    accumulate: bool,
-    split_accumulator: bool,
-    sm_count: int,
-) -> Any:
+def te_general_grouped_gemm(a: Any, transa: bool, b: Any, transb: bool, out: Any, *x: Any) -> Any:
     """One product an expert; the outputs are there."""
+    _, m_splits, bias, _, single_output, _, grad, _, _, accumulate, *_ = x
     outs = out[0].split_with_sizes(list(m_splits)) if single_output else out
     for one, two, target, extra in zip(a, b, outs, bias, strict=True):
         value = _product(one, transa, two, transb)
