@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from megatron_muon.settings.config import HomePolicy
+from support.checkpoints import saving, sealing
 from support.checkpoints.resharding import loaded, saved
 from support.checkpoints.resuming import check as check_resumed
 from support.checkpoints.saving import formats, load, save_new
@@ -192,3 +194,16 @@ def test_adamws_checkpoint_in_buckets_is_refused_where_theirs_is_another_order(
     run(save_new, 2, replace(BF16, optimizer="adam"), topology, format, str(tmp_path))
     for text in run(_from_adamw, 2, topology, format, str(tmp_path)):
         assert ("--muon-dp-layout bucketed" in text) != (format == "fully_reshardable"), text
+
+
+def _hashed(folder: str) -> str | None:
+    with mock.patch.dict(saving.OPTIONS, verify_integrity=True):
+        sealing.saved(BF16, T(dp=2), formats()[0], folder)
+        error: str | None = sealing.loaded(BF16, T(dp=2), formats()[0], folder)["error"]
+    return error
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason="--verify-integrity is newer")
+def test_megatrons_own_hashes_have_the_digests(tmp_path: Path) -> None:
+    assert run(_hashed, 2, str(tmp_path)) == [None, None]
+    assert '"megatron_muon.json": ' in (tmp_path / "integrity.json").read_text()

@@ -42,23 +42,15 @@ def install() -> None:
 
 
 def mamba_chunk_scan_combined(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    **options: Any,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **options: Any
 ) -> Tensor:
     """h_t = exp(A dt_t) h_{t-1} + dt_t B_t x_t, y_t = C_t h_t + D x_t, all tokens at once.
 
     x: (batch, tokens, heads, head size); dt: (batch, tokens, heads); A, D: (heads); B, C: (batch,
     tokens, groups, state size).
     """
+    D, z, dt_bias = (options.pop(name, None) for name in ("D", "z", "dt_bias"))
+    dt_softplus = options.pop("dt_softplus", False)
     _require_none(options)
     dt = dt.float() + (0 if dt_bias is None else dt_bias)
     dt = F.softplus(dt) if dt_softplus else dt
@@ -77,20 +69,11 @@ def mamba_chunk_scan_combined(
 
 
 def mamba_split_conv1d_scan_combined(
-    zxbcdt: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    activation: str,
-    headdim: int,
-    ngroups: int,
-    norm_before_gate: bool,
-    **options: Any,
+    zxbcdt: Tensor, *weights: Tensor, D: Tensor, chunk_size: int, activation: str, **options: Any
 ) -> Tensor:
     """Of what in_proj makes: z, x, B, C, dt side by side."""
+    conv1d_weight, conv1d_bias, dt_bias, A = weights
+    headdim, ngroups, _ = (options.pop(x) for x in ("headdim", "ngroups", "norm_before_gate"))
     _require_none(options)
     heads, inner = len(A), len(A) * headdim
     states = (zxbcdt.shape[-1] - 2 * inner - heads) // 2
@@ -100,7 +83,7 @@ def mamba_split_conv1d_scan_combined(
     x, z = (each.unflatten(-1, (heads, headdim)) for each in (x, z))
     B, C = (each.unflatten(-1, (ngroups, -1)) for each in bc)
     y = mamba_chunk_scan_combined(
-        x, dt, A, B, C, chunk_size, D, z, dt_bias=dt_bias, dt_softplus=True
+        x, dt, A, B, C, chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=True
     )
     return y.flatten(2)
 

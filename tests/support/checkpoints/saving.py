@@ -29,8 +29,7 @@ from support.models.gpt import (
 )
 from support.ranks import error_of
 
-# Megatron's own hashes of all files, the digest's too: written at each save, checked at each load.
-HASHED = {"verify_integrity": True} if VERSION >= (0, 19) else {}
+OPTIONS: dict[str, Any] = {}  # of Megatron's save and load
 
 
 def formats() -> list[str]:
@@ -90,7 +89,7 @@ def save(
 
     calls = AsyncCallsQueue()
     calls.schedule_async_request(
-        dist_checkpointing.save(state, folder, strategy, async_sharded_save=True, **HASHED)
+        dist_checkpointing.save(state, folder, strategy, async_sharded_save=True, **OPTIONS)
     )
     meanwhile()
     calls.maybe_finalize_async_calls(blocking=True)
@@ -102,7 +101,7 @@ def write(state: dict[str, Any], folder: str, strategy: Any = None) -> None:
 
     _as_in_its_day()
     _number_saves_from_zero()
-    dist_checkpointing.save(state, folder, strategy, **HASHED)
+    dist_checkpointing.save(state, folder, strategy, **OPTIONS)
 
 
 def _in_parallel(action: str, folder: str) -> Any:
@@ -130,7 +129,7 @@ def load(built: Built, folder: str, format: str, parallel: bool = False) -> None
 
         strategy = _in_parallel("Load", folder) if parallel else None
         state = sharded(built, format, is_loading=True)
-        loaded = dist_checkpointing.load(state, folder, strategy, **HASHED)
+        loaded = dist_checkpointing.load(state, folder, strategy, **OPTIONS)
         for name, model in _models(built).items():
             model.load_state_dict(loaded[name])
         if _trains(built):
