@@ -138,7 +138,7 @@ def _validate_args(
         result = original(args, defaults or {}, **kwargs)
     if is_muon:
         check_arguments(args)
-        _without_vocabulary[:] = [] if again else [is_free]
+        _without_vocabulary[:] = _without_vocabulary if again else [is_free]
         if vocabulary_of(args):
             told += _in_buckets(args)
     _tell(told)

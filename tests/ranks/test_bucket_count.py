@@ -197,6 +197,8 @@ def test_the_number_waits_for_a_vocabulary_that_only_the_tokenizer_knows() -> No
         mock.patch.dict(sys.modules, training),
     ):
         install._validate_args(lambda *_: None, args)
+        args.megatron_muon = True
+        install._validate_args(lambda *_: None, args)  # as some scripts do
         assert args.ddp_num_buckets is None
         args.padded_vocab_size = LLAMA_3_8B.padded_vocab_size  # as set_global_variables does
         install._initialize_megatron(lambda: None)
