@@ -28,7 +28,7 @@ from megatron_muon.mcore.routing.param_routing import (
 from megatron_muon.mcore.wiring.buffers.placement import local_experts
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.mcore.wiring.process_groups import Sizes
-from megatron_muon.runtime.collectives import all_gather_texts
+from megatron_muon.runtime.collectives import all_gather_texts, world_rank, world_ranks
 from megatron_muon.runtime.consensus import together
 
 Table = dict[str, dict[str, Any]]
@@ -92,7 +92,7 @@ def _own_part(trained: TrainedModel | None) -> Table:
         speaks = dist.get_rank(stage.group) == 0
     else:
         # every EP rank has experts of its own; one expert-DP rank speaks for its replicas
-        speaks = dist.get_global_rank(stage.group, 0) in dist.get_process_group_ranks(stage.ep)
+        speaks = world_rank(0, stage.group) in world_ranks(stage.ep)
     return _table(trained) if speaks else {}
 
 
