@@ -127,7 +127,7 @@ def test_a_package_index_gets_no_link_to_a_file_of_the_clone(
 
 
 PLACE = re.compile(r"(?<![\w.-])(?:megatron_muon|tests|examples|patches|docs)/[\w./*-]*[\w*/]")
-MODULE = re.compile(r"(?<![\w/])megatron_muon(?:\.(?!json\b)[a-z_]\w*)+")
+MODULE = re.compile(r"(?<![\w/])megatron_muon(?:\.(?!json\b|lock\b)[a-z_]\w*)+")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

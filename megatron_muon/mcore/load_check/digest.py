@@ -17,8 +17,9 @@ One JSON object:
 ==============  ================================================================================
 
 While ``complete`` is false the object is the mark of a save: it has only ``complete``, ``format``,
-``wrote``, ``save`` and ``hash``. No other file of the folder is changed, moved or removed, except
-for what earlier versions of this package left there under names of their own.
+``wrote``, ``save`` and ``hash``. Beside it is ``megatron_muon.lock`` while a save runs, locked by
+its rank 0. No other file of the folder is changed, moved or removed, except for what earlier
+versions of this package left there under names of their own.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from megatron_muon.console import printable
 from megatron_muon.mcore.load_check.files import open_regular, write_text
 
 FILE_NAME = "megatron_muon.json"
+LOCK_NAME = "megatron_muon.lock"
 FORMAT = 2
 MOST = 1 << 28  # bytes of a digest; a million parameters take about half of it
 Digest = dict[str, Any]
@@ -74,7 +76,7 @@ def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> N
     mark = {"format": FORMAT, "complete": False, "wrote": wrote, "save": save}
     write_text(folder / FILE_NAME, sealed(mark))
     for path in folder.glob("megatron_muon.*"):  # left by a killed save
-        if path.name != FILE_NAME and own_file(path.name):
+        if path.name not in (FILE_NAME, LOCK_NAME) and own_file(path.name):
             path.unlink(missing_ok=True)
 
 

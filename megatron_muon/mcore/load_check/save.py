@@ -28,7 +28,7 @@ from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.check import THREADS, check, is_checked, local_folder
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Files, Save
-from megatron_muon.mcore.load_check.files import open_regular
+from megatron_muon.mcore.load_check.files import Lock, open_regular
 from megatron_muon.mcore.load_check.models import TrainedModel, Wanted, owner, wanted_by_all
 from megatron_muon.mcore.load_check.same_model import parameters_in_digest
 from megatron_muon.mcore.wiring.buffers.shards import device_of
@@ -49,6 +49,7 @@ _STATE = (
         "(metadata of sharded_state_dict), and before core 0.14 EP must stay 1 or stay above 1",
     ),
 )
+_ONE_JOB = "Let only one job save there, or give each a folder of its own"
 _KEYS_THERE = re.compile(r"not in state dict: \[[^\n]*")  # Megatron lists all that there are
 _MANIFEST = "integrity.json"  # Megatron's, which has the digest's hash, too
 _SHARD = re.compile(r"__\d+_\d+\.distcp$")  # torch_dist: the rank that wrote it, and a number
@@ -67,7 +68,7 @@ def save(
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     has_manifest = kwargs.pop("verify_integrity", False)  # since core 0.19; the digest comes first
     seal = partial(saving.seal, has_manifest=has_manifest)
-    with _quiet_about_the_mark(saving.folder):
+    with saving.unlocked_by_an_error(), _quiet_about_the_mark(saving.folder):
         request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     if request is None:
         seal()
@@ -120,7 +121,8 @@ def sealed(trained: TrainedModel | None, folder: Path, names: list[str]) -> Iter
         yield
         return
     before = {name: _stamp(folder / name) for name in names}
-    yield
+    with saving.unlocked_by_an_error():
+        yield
     saving.seal([name for name in names if _stamp(folder / name) not in (before[name], None)])
 
 
@@ -150,20 +152,57 @@ def _quiet_about_the_mark(folder: Path) -> Iterator[None]:
         logger.removeFilter(passes)
 
 
+def _begin(folder: Path, wrote: Mapping[str, Any], save: Save) -> Lock | None:
+    """Lock a folder and mark it for the save; make it if it is missing.
+
+    Raises:
+        RuntimeError: another job's save holds the lock.
+        OSError: the folder, its lock or its mark cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / digest.LOCK_NAME
+    try:
+        lock = Lock.take(path)
+    except BlockingIOError as error:
+        raise RuntimeError(
+            f"another job saves into {folder} ({digest.saved_by(digest.saver(folder))}), so this "
+            f"save has written nothing there. {_ONE_JOB}. If that job's node was lost and "
+            f"its file system still keeps the lock, remove {path}"
+        ) from error
+    try:
+        digest.begin(folder, wrote, save)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+    return lock
+
+
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A save that has begun."""
+    """A save that has begun.
+
+    Rank 0 holds the folder's lock from before the mark until after the digest, so a second
+    job is refused before it writes. Where the file system has no locks, or none that hold
+    on other nodes, the marks tell of a second job: each rank looks for its save's mark when
+    its files are written, and rank 0 once more before it writes the digest. A job that
+    began earlier and has not looked yet when a later one ends is then not seen by it.
+    """
 
     folder: Path
     save: Save  # rank 0's digest.new_save, on all ranks
     device: torch.device
+    lock: Lock | None  # on rank 0, where the file system has locks
     content: Mapping[str, Any]  # the digest without files on rank 0; empty on other ranks
 
     @classmethod
     def begin(cls, trained: TrainedModel | None, checkpoint_dir: str) -> Saving | None:
-        """Mark the folder as incomplete. Every rank of the world calls it.
+        """Lock the folder and mark it as incomplete. Every rank of the world calls it.
 
         It is None if no rank saves a model of Muon's, or the digest is switched off.
+
+        Raises:
+            RuntimeError: another job saves into the folder.
         """
         wanted = wanted_by_all(trained)
         if wanted == Wanted.NOTHING:
@@ -183,7 +222,7 @@ class Saving:
             "torch": str(torch.__version__),
             "world_size": dist.get_world_size(),
         }
-        together(lambda: digest.begin(folder, wrote, save) if first else None, None, device)
+        lock = together(lambda: _begin(folder, wrote, save) if first else None, None, device)
         content = {
             "wrote": wrote,
             "save": save,
@@ -191,21 +230,46 @@ class Saving:
             "settings": asdict(trained.config) if trained else None,
             "parameters": parameters,
         }
-        return cls(folder, save, device, content if first else {})
+        return cls(folder, save, device, lock, content if first else {})
+
+    @contextmanager
+    def unlocked_by_an_error(self) -> Iterator[None]:
+        """Drop the lock if the block raises: this save is not sealed any more."""
+        try:
+            yield
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _unlock(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
 
     def seal(self, names: Sequence[str] | None = None, *, has_manifest: bool = False) -> None:
         """Hash the files and mark the folder as complete. Every rank of the world calls it.
 
+        The lock is dropped at its end.
+
         ``names`` are the files that this rank has written by ``torch.save``; None: of torch_dist.
         ``has_manifest``: Megatron's own hashes come after it (``--verify-integrity``).
         """
-        part = together(lambda: self._part(names), None, self.device)
-        parts = [json.loads(text) for text in all_gather_texts(json.dumps(part), None)]
-        first = dist.get_rank() == 0
-        together(lambda: self._finish(parts, has_manifest) if first else None, None, self.device)
+        try:
+            part = together(lambda: self._part(names), None, self.device)
+            parts = [json.loads(text) for text in all_gather_texts(json.dumps(part), None)]
+            first = dist.get_rank() == 0
+            together(
+                lambda: self._finish(parts, has_manifest) if first else None, None, self.device
+            )
+        finally:
+            self._unlock()
 
     def _part(self, names: Sequence[str] | None) -> dict[str, Any]:
-        """This rank's part: the save whose mark it sees, and the files that it wrote."""
+        """This rank's part: the save whose mark it sees, and the files that it wrote.
+
+        It looks at the mark before it hashes. A save that replaces the mark after that has
+        begun when this one's files were written, and stays whole.
+        """
+        saver = digest.saver(self.folder)
         names = self._written() if names is None else names
         # by torch's CRC-32s if it computed them (2.6 can be told not to)
         summed = getattr(torch.serialization, "get_crc32_options", lambda: True)()
@@ -216,7 +280,7 @@ class Saving:
 
         with ThreadPoolExecutor(THREADS) as pool:
             files = dict(zip(names, pool.map(entry, names), strict=True))
-        return {"save": digest.saver(self.folder), "files": files}
+        return {"save": saver, "files": files}
 
     def _written(self) -> list[str]:
         """The files of torch_dist that this rank has written; rank 0 adds those of no rank."""
@@ -232,22 +296,32 @@ class Saving:
     def _finish(self, parts: Sequence[Mapping[str, Any]], has_manifest: bool) -> None:
         for rank, part in enumerate(parts):
             if part["save"] is None:
-                raise RuntimeError(
-                    f"rank {rank} does not see {self.folder / digest.FILE_NAME}: it was removed "
-                    "during the save, or the folder is not on a file system that all ranks share"
-                )
+                raise self._mark_is_missing(rank)
             if part["save"]["id"] != self.save["id"]:
                 # marked anew, so that the other save is not sealed
                 digest.begin(self.folder, self.content["wrote"], self.save)
                 raise RuntimeError(
                     f"{self.folder} may contain files of two saves, so it is not complete: "
-                    f"{digest.saved_by(self.save)}, and {digest.saved_by(part['save'])}. Let only "
-                    "one job save there, or give each a folder of its own"
+                    f"{digest.saved_by(self.save)}, and {digest.saved_by(part['save'])}. {_ONE_JOB}"
                 )
         files: Files = {name: entry for part in parts for name, entry in part["files"].items()}
         if not files:
             raise RuntimeError(f"This save wrote no files into {self.folder}")
+        saver = digest.saver(self.folder)
+        if saver is None:
+            raise self._mark_is_missing(rank=0)
+        if saver["id"] != self.save["id"]:
+            raise RuntimeError(
+                f"another save has begun in {self.folder} ({digest.saved_by(saver)}) before this "
+                f"one was complete ({digest.saved_by(self.save)}). {_ONE_JOB}"
+            )
         digest.finish(self.folder, {**self.content, "files": files})
         if has_manifest:
             module = importlib.import_module("megatron.core.dist_checkpointing.validation")
             module.save_integrity_manifest(str(self.folder))
+
+    def _mark_is_missing(self, rank: int) -> RuntimeError:
+        return RuntimeError(
+            f"rank {rank} does not see {self.folder / digest.FILE_NAME}: it was removed "
+            "during the save, or the folder is not on a file system that all ranks share"
+        )

@@ -16,7 +16,7 @@ CONTENT = {"wrote": {"world_size": 2}, "parameters": {}, "files": {}}
 def test_begin_and_finish(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000003"
     folder.mkdir()
-    for left in ("lock", "0123456789abcdef.1.part.json", "0123456789abcdef.contested"):
+    for left in ("0123456789abcdef.1.part.json", "0123456789abcdef.contested"):
         (folder / f"megatron_muon.{left}").touch()  # by a save of an earlier version, killed
     (folder / "theirs").touch()
     digest.begin(folder, CONTENT["wrote"], digest.new_save())
