@@ -112,7 +112,7 @@ export OMP_NUM_THREADS=1
 SIDE_BY_SIDE=(-n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
 LAB=(tests/models tests/gpu tests/megatron_lm/test_compare.py tests/ranks/test_pricing_processes.py
     tests/cli/{accept,bench,curves,inspect,plan,routes,trace} tests/cli/test_{arguments,doctor,interrupts}.py)
-if [[ $* == --mass ]]; then # lines and words against their limits
+if [[ $* == --mass ]]; then # size and style of code and documents beside their goals
     exec "$VENV/bin/python" tests/support/mass.py
 elif [[ $* == te ]]; then
     over_te
