@@ -30,6 +30,7 @@ class Round:
         sums: adds the numbers of slices; None where the rule asks for none.
 
     Attributes:
+        rule: the rule's work in this round.
         homes: the matrices whose home this rank is.
         parameters: the plan's indices of those with a shard here.
         travels: this rank sends or receives messages in this round.
@@ -42,7 +43,7 @@ class Round:
         self._exchange, self._sums = exchange, sums
         self._table, self._names = exchange.table, rule.names
         self._asks_before, self._asks_after = rule.asks_before, rule.asks_after
-        self._rule = rule.of_round(exchange.table, exchange.sharers)
+        self.rule = rule.of_round(exchange.table, exchange.sharers)
         self._phase = phase
         self.homes = self._table.homes
         self.travels = self._table.travels or rule.asks
@@ -57,8 +58,8 @@ class Round:
         here = self._here(shards)
         with self._phase(self._names.before_gather):
             leaving = self._exchange.leaving()
-            sums = self._asked(self._rule.numbers_before(here)) if self._asks_before else None
-            self._rule.before_gather(here, leaving.slices, leaving.moves, sums)
+            sums = self._asked(self.rule.numbers_before(here)) if self._asks_before else None
+            self.rule.before_gather(here, leaving.slices, leaving.moves, sums)
         with self._phase("muon/gather"):
             self._gathering = self._exchange.start_gather(leaving)
 
@@ -74,7 +75,7 @@ class Round:
         if self.observer is not None:
             self.observer.before_home(staged)
         with self._phase(self._names.at_home):
-            found = self._rule.at_home(staged)
+            found = self.rule.at_home(staged)
             if staged.alike:
                 marks = cat(list(found.lines)).mul_(-0.0)  # NaN where not finite; else no change
                 self._numbers = found.norms, marks
@@ -104,9 +105,9 @@ class Round:
             self.observer.before_update(self._table, shards, results)
         here = self._here(shards)
         with self._phase(self._names.after_scatter):
-            self._rule.after_scatter(here, results)
+            self.rule.after_scatter(here, results)
             if self._asks_after:
-                self._rule.finish(here, self._asked(self._rule.numbers_after(here)))
+                self.rule.finish(here, self._asked(self.rule.numbers_after(here)))
 
     def _here(self, shards: Shards) -> list[Shard]:
         return [shards[index] for index in self.parameters]

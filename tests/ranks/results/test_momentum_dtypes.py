@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_muon.rules import bf16_momentum as rounded
+from megatron_muon.rules import int8_momentum as in_blocks
 from megatron_muon.rules.int8_momentum import BLOCK, MOST_OFF, InBlocks
 from megatron_muon.rules.muon import MOMENTUM_KEY
-from megatron_muon.runtime.exchange import blocks as in_blocks
-from megatron_muon.runtime.exchange import rounded
 from support import te_on_cpu
 from support.checkpoints import sealing
 from support.checkpoints.inspecting import inspect

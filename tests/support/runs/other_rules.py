@@ -1,4 +1,4 @@
-"""A rule that is not Muon and uses all that the engine offers, and a run with it in Muon's place."""
+"""A rule that is not Muon and uses all that the engine offers, and a run with it."""
 
 from __future__ import annotations
 
