@@ -20,6 +20,7 @@ import itertools
 from functools import lru_cache
 
 from megatron_muon.orthogonalize.numerics import Device, Numerics, Segments, is_cuda
+from megatron_muon.settings.run import NODE
 
 # On a CPU a symmetric product of at least 384 rows is made in four panels of rows, each up to the
 # diagonal only: 10 of 16 blocks. On one thread that is 1.25 to 1.6 times as fast in fp32, 1.05 to
@@ -31,7 +32,6 @@ _PANELS, _PANELLED = 4, 384
 # the time model of an H100: with messages between them, two homes' rows gain from twice the side on
 # from which those of four do. A library's kernel makes half a square, so that two strips do not
 # pay, and four do later. More strips than a node has GPUs (``node_ranks``) would send rows far.
-NODE = 8  # GPUs, and the most strips that are chosen by themselves
 _BY_ROWS: dict[Device, tuple[tuple[range, int], ...]] = {
     "cpu": ((range(2, 1 << 30), 256),),
     "cpu_bf16": ((range(2, 1 << 30), 256),),

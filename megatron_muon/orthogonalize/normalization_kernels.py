@@ -5,7 +5,7 @@ matrices whose column parts lie one after another. A tile's squares are added in
 of two below its own largest entry: none over- or underflows, and no pass looks for the largest
 first. A tile's place follows from the matrix's shape alone, and so does the order of sums.
 
-Each operation is rounded by itself, as in ``runtime.fused_kernels``. A quotient below 2^-126 may
+Each operation is rounded by itself, as in ``rules.fused_kernels``. A quotient below 2^-126 may
 become zero, as a power of two is divided out before.
 """
 

@@ -48,8 +48,12 @@ class Sharing(Protocol):
         It is added in fp32 in the order of strips, and rounded to the dtype of squares.
         """
 
-    def together(self, rows_here: Sequence[Tensor]) -> Tensor:
-        """A square, ``(m, m)``, from the rows of each strip here (``iteration.square_rows``)."""
+    def together(self, rows_here: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> Tensor:
+        """A square, ``(m, m)``, from the rows of each strip here.
+
+        Args:
+            places: start and stop of every strip's rows (``iteration.square_rows``).
+        """
 
 
 def orthogonalize_strips(
@@ -142,7 +146,8 @@ def _factor_by_rows(
     ``held`` is R alone, which is taken out of the list, so that its memory returns.
     """
     gram = held.pop()
-    spans = [square_rows(gram.size(0), number, sharing.count) for number in sharing.numbers]
+    places = [square_rows(gram.size(0), number, sharing.count) for number in range(sharing.count)]
+    spans = [places[number] for number in sharing.numbers]
     own = [gram[start:stop] for start, stop in spans]  # rows of R
     factor: list[Tensor] = []  # rows of Q
     for step, (a, b, c) in enumerate(steps):
@@ -150,7 +155,7 @@ def _factor_by_rows(
         alpha, power, rows = b, gram, own
         if c != 0:
             rows = [products.product(r, gram, r, beta=b, alpha=c) for r in own]
-            alpha, power = 1.0, sharing.together(rows)
+            alpha, power = 1.0, sharing.together(rows, places)
         if step == 0:
             factor = [
                 _plus_diagonal(p, alpha, a, start, products)
@@ -163,9 +168,9 @@ def _factor_by_rows(
             own = [products.product(r, power, r, beta=a, alpha=alpha) for r in own]
             own = [products.product(half, power, half, beta=a, alpha=alpha) for half in own]
             del gram, power
-            gram = sharing.together(own)
+            gram = sharing.together(own, places)
     del gram, power, own
-    return sharing.together(factor)
+    return sharing.together(factor, places)
 
 
 def _plus_diagonal(power: Tensor, alpha: float, a: float, start: int, products: Products) -> Tensor:

@@ -47,5 +47,5 @@ def takes_kernels(device: torch.device, numerics: Numerics) -> bool:
 
 @cache
 def has_triton() -> bool:
-    """Whether triton is installed; ``runtime.fused.try_elementwise`` finds out if it works."""
+    """Whether triton is installed; ``rules.fused.try_elementwise`` finds out if it works."""
     return importlib.util.find_spec("triton") is not None

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_muon.orthogonalize.iteration import NODE
 from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
 from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.pipeline import ADAMW
 from megatron_muon.settings.coefficients import spelled
 from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.settings.run import NODE
 
 PREFIX = "[megatron_muon]"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_muon.orthogonalize.iteration import NODE
 from megatron_muon.planning.layout import Parameter, Span
+from megatron_muon.settings.run import NODE
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_muon.orthogonalize.iteration import NODE
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.config import HomePolicy
+from megatron_muon.settings.run import NODE
 
 # A rank keeps a matrix that it holds most of until its work would pass SLACK × max(ideal, largest
 # matrix); up to LIMIT × that, where another rank would end later.

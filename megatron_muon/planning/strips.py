@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
-from megatron_muon.orthogonalize.iteration import NODE, makes_rows
+from megatron_muon.orthogonalize.iteration import makes_rows
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import Work
 from megatron_muon.planning.layout import Block, MatrixShape, Parameter, Span, Strip, range_of
+from megatron_muon.settings.run import NODE
 
 # Where every home multiplies all squares of the short side and the long side is shorter than this
 # many short ones, they are most of the work, and the time model has no gain (docs/plan.md).

@@ -1,1 +1,1 @@
-"""The step of Distributed Muon on one rank: tensors, and every collective."""
+"""The engine: it moves slices to homes and results back in rounds, and knows no rule."""

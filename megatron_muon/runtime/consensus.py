@@ -256,7 +256,7 @@ def _first_difference(texts: Mapping[int, str], subject: Subject) -> str:
 
 
 def _both(theirs: tuple[int, str | None], ours: tuple[int, str | None], whose: str) -> str:
-    """``setting momentum: rank 1 of the run has 0.9 where rank 0 has 0.95``.
+    """``setting ns_steps: rank 1 of the run has 6 where rank 0 has 5``.
 
     A line is None where a description has ended.
     """

@@ -1,4 +1,4 @@
-"""Counts of the steps that left a matrix where it was, since its direction was not finite."""
+"""Counts of the steps that left a matrix where it was, since its result was not finite."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 class Left(NamedTuple):
     """Steps that left a matrix where it was."""
 
-    directions: int  # all of them
-    momenta: int  # those in which what came into Newton-Schulz was not finite either
+    results: int  # all of them
+    inputs: int  # those in which what came to the home was not finite either
 
     def since(self, before: Left | None) -> Left:
         """The steps that are not yet in ``before``."""
         if before is None:
             return self
-        return Left(self.directions - before.directions, self.momenta - before.momenta)
+        return Left(self.results - before.results, self.inputs - before.inputs)
 
 
 class Nonfinite:

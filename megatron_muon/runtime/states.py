@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# The momentum has the key of Adam's first moment, and there is no second one: fused Adam classes
-# refuse to save or load a state under a key that they do not know.
-MOMENTUM_KEY = "exp_avg"
 MAIN_KEY = "param"
 
 
@@ -23,7 +20,7 @@ class States:
     """
 
     are_copies = False  # what get returns are copies, so that put must follow a change
-    adamw_is_last = False  # AdamW's part keeps the host busy, so Muon's is launched before it
+    adamw_is_last = False  # AdamW's part keeps the host busy, so the rule's is launched before it
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -50,17 +47,19 @@ class States:
             held.copy_(wide)
 
     def begin(self) -> None:
-        """Gradients are ready on the current stream, and Muon's part of a step begins."""
+        """Gradients are ready on the current stream, and the rule's part of a step begins."""
 
     def visiting(self, round: int, key: str) -> AbstractContextManager[None]:
         """Within it that state of a round's shards is on the device."""
         return nullcontext()
 
-    def start_momentum(self, shard: Tensor) -> None:
-        """Give a shard without state a momentum of zeros."""
+    def start_state(self, shard: Tensor, keys: Sequence[str]) -> None:
+        """Give a shard without state zeros under each of the rule's keys."""
         state = self._optimizer.state[shard]
-        if not state:
-            state[MOMENTUM_KEY] = torch.zeros_like(shard, dtype=torch.float32)
+        if state:
+            return
+        for key in keys:
+            state[key] = torch.zeros_like(shard, dtype=torch.float32)
 
     def load(self, load_state_dict: Callable[[Any], None], state_dict: Any) -> None:
         """Load a state dict of Megatron's, whose tensors have sizes and no values yet."""

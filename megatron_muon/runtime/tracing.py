@@ -29,7 +29,7 @@ def phases(config: Any = None) -> Phase:
                 yield
             except Exception as error:
                 if hasattr(error, "add_note"):  # Python 3.11
-                    error.add_note(f"in phase {name} of Muon's step")
+                    error.add_note(f"in phase {name} of the optimizer's step")
                 raise
 
     return phase

@@ -23,6 +23,9 @@ _LAYOUT = kinds.Kind(
 )
 
 
+NODE = 8  # GPUs, and the most strips of a matrix that are chosen by themselves
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """Routing, splits, homes, exchange, checkpoints and logs; ``MuonConfig`` has all settings."""

@@ -27,7 +27,7 @@ from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.soundness import Soundness
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.runtime import round as muon_round
+from megatron_muon.rules import muon as muon_rule
 from megatron_muon.settings.config import MuonConfig
 from support.ranks import run
 from support.virtual_gpu.plans import small_plan
@@ -110,7 +110,7 @@ def _steps(case: Case, repeats: int) -> list[float]:
     numerics, cpu = Numerics(case.config, "cpu"), torch.device("cpu")
     muon, groups, states = muon_of(plan, rank, numerics, dist.group.WORLD, cpu)
     times = []
-    with mock.patch.object(muon_round, "orthogonalize_staged", orthogonalize_staged):
+    with mock.patch.object(muon_rule, "orthogonalize_staged", orthogonalize_staged):
         for _ in range(1 + repeats):
             dist.barrier()
             start = time.perf_counter()

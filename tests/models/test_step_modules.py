@@ -13,7 +13,7 @@ from megatron_muon import MuonConfig
 from support import ROOT
 from support.virtual_gpu.runs import Run, record_megatron
 
-MOST_MODULES = 34
+MOST_MODULES = 36
 PACKAGE = ROOT / "megatron_muon"
 PAGE = ROOT / "docs" / "how_it_works.md"
 HEADING = "## The modules of a step"
@@ -24,7 +24,7 @@ RUNS = (
     (Run(tp=2, dp=2), MuonConfig(preset="fast", split_matrices=2, elementwise="foreach")),
 )
 # Sources that a GPU compiles; the virtual one does not launch them.
-KERNELS = {"orthogonalize/normalization_kernels.py", "runtime/fused_kernels.py"}
+KERNELS = {"orthogonalize/normalization_kernels.py", "rules/fused_kernels.py"}
 # Of the virtual GPU: an Adam in place of Transformer Engine's, and what it puts into torch.
 STAND_INS = {"cpu/fused_adam.py", "runtime/patches.py"}
 

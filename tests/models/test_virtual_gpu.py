@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import megatron_muon.runtime.round
+import megatron_muon.rules.muon
 from megatron_muon import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.table import round_tables
@@ -137,13 +137,13 @@ def launched_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 def newton_schulz_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
-    original = megatron_muon.runtime.round.orthogonalize_staged
+    original = megatron_muon.rules.muon.orthogonalize_staged
 
     def on_another(*args: Any, **shape: int) -> None:
         with torch.cuda.Stream():
             original(*args, **shape)
 
-    patch.setattr(megatron_muon.runtime.round, "orthogonalize_staged", on_another)
+    patch.setattr(megatron_muon.rules.muon, "orthogonalize_staged", on_another)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron_muon.mcore.wiring import build
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.rounds import table
-from megatron_muon.runtime.optimizer import DistributedMuon
+from megatron_muon.rules.muon import DistributedMuon
 from support.models.model_flags import DEEPSEEK_V3
 from support.virtual_gpu.mutants import early_free, early_read
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, PP, QWEN3_30B, TP, settled_flags

@@ -20,6 +20,7 @@ TIERS = (
     ("orthogonalize",),
     ("planning",),
     ("runtime",),
+    ("rules",),
     ("mcore", "cpu"),
     ("", "megatron_lm"),
     ("lab", "autoload"),
@@ -181,7 +182,7 @@ def test_each_room_imports_only_what_it_is_for() -> None:
             if name.startswith("torch.distributed"):
                 assert tier >= TIER_OF["runtime"], f"{path} imports {name}"
             if root == "triton":
-                kernels = ("runtime.fused_kernels", "orthogonalize.normalization_kernels")
+                kernels = ("rules.fused_kernels", "orthogonalize.normalization_kernels")
                 assert module in kernels, f"{path} imports {name}"
             if root == "matplotlib":
                 assert module == "lab.outputs", f"{path} imports {name}"

@@ -20,7 +20,7 @@ from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.planning.describe import Share, require_muons
 from megatron_muon.planning.grid import held_shards, neighbours_of
 from megatron_muon.planning.layout import Parameter, Span
-from megatron_muon.runtime.exchange.blocks import BLOCK
+from megatron_muon.rules.int8_momentum import BLOCK
 from megatron_muon.settings.config import MuonConfig
 
 _FP32 = 4  # bytes

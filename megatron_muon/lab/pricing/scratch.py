@@ -1,6 +1,6 @@
 """Scratch memory of a round on a GPU: of Newton-Schulz, and of elementwise work on lists.
 
-Sizes are those of ``orthogonalize.newton_schulz`` and ``runtime.update``. Left out are single
+Sizes are those of ``orthogonalize.newton_schulz`` and ``rules.muon``. Left out are single
 numbers.
 """
 
@@ -22,7 +22,7 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.planning.slices import Matrix
-from megatron_muon.runtime.exchange.blocks import AT_ONCE
+from megatron_muon.rules.int8_momentum import AT_ONCE
 
 _FP32 = 4
 

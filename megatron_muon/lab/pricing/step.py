@@ -47,7 +47,7 @@ _FUSED_UPDATE = 8, 2
 # and writes all but G.
 _MOMENTUM = {True: (8 + 12 + 8 + 12 + 4, 5), False: (8 + 12 + 4, 3)}  # bytes, operations
 _NORM, _FLAGS = 4, 4  # bytes; kernels that find out which matrix has a gradient
-# A momentum in fewer bytes is made wide and put back (``exchange.blocks``, ``rounded``).
+# A momentum in fewer bytes is made wide and put back (``rules.int8_momentum``, ``bf16_momentum``).
 _PACKED = {  # bytes, launches
     "int8": ((5 + 8 + 4 + 12) + (8 + 4 + 8 + 8 + 5), 4 + 10),
     "bf16": (6 + (5 + 9) + (4 + 8 + 8 + 8 + 12 + 8 + 8 + 8 + 12) + (8 + 6), 1 + 2 + 10 + 2),

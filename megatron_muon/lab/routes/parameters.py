@@ -29,7 +29,7 @@ from megatron_muon.mcore.routing.survey import (
 from megatron_muon.mcore.wiring.buffers.placement import local_experts
 from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.planning.describe import Share, homes_lines, share_lines, start_line
-from megatron_muon.runtime.update import update_scale
+from megatron_muon.rules.muon import update_scale
 from megatron_muon.settings.config import MuonConfig
 
 Split = Literal["rows", "columns", "replicated", "whole"]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor, split_with_sizes
+from torch import Tensor
 
 from megatron_muon.mcore.watching.rows import Message, dot, row_name
 from megatron_muon.planning.rounds.table import RoundTable
+from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon, update_scale
 from megatron_muon.runtime.exchange.messages import Staged
-from megatron_muon.runtime.optimizer import DistributedMuon
-from megatron_muon.runtime.round import Shards
-from megatron_muon.runtime.update import update_scale
+from megatron_muon.runtime.rule import Shards, cut_into_slices
 
 
 class MatrixObserver:
@@ -22,7 +21,7 @@ class MatrixObserver:
         self._rows = [row_name(matrix.name) for matrix in self._matrices]
         self._scales = [update_scale(*m.whole, muon.config) for m in self._matrices]
 
-    def before_newton_schulz(self, staged: Staged) -> None:
+    def before_home(self, staged: Staged) -> None:
         """Count the matrices at home here, and those with a gradient."""
         indices = [index for alike in staged.alike for index in alike.matrices]
         for index, moves in zip(indices, staged.moves, strict=True):
@@ -34,10 +33,10 @@ class MatrixObserver:
         self, table: RoundTable, shards: Shards, directions: Sequence[Tensor]
     ) -> None:
         """Sums over the elements that are held here."""
-        weights, momenta, grads = (
-            _slices(table, {index: getattr(shards[index], name) for index, _ in table.parameters})
-            for name in ("main_param", "momentum_buffer", "grad")
-        )
+        here = [shards[index] for index, _ in table.parameters]
+        weights = cut_into_slices([each.main_param for each in here], table)
+        momenta = cut_into_slices([each.state(MOMENTUM_KEY) for each in here], table)
+        grads = cut_into_slices([each.grad for each in here], table)
         slices = zip(table.matrices, directions, weights, momenta, grads, strict=True)
         for index, direction, weight, momentum, grad in slices:
             scale = self._scales[index]
@@ -53,12 +52,3 @@ class MatrixObserver:
 
     def _add(self, index: int, **values: Tensor | float) -> None:
         self._message.add("muon", self._rows[index], **values)
-
-
-def _slices(table: RoundTable, held: Mapping[int, Tensor]) -> list[Tensor]:
-    """One tensor of each parameter, cut into the round's slices."""
-    return [
-        piece
-        for index, sizes in table.parameters
-        for piece in split_with_sizes(held[index], list(sizes))
-    ]

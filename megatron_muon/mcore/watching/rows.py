@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.planning.slices import Matrix
-from megatron_muon.runtime.update import update_scale
+from megatron_muon.rules.muon import update_scale
 from megatron_muon.settings.config import MuonConfig
 
 # The sums of a row. ``home_elements`` are those of whole matrices at their homes, ``moved`` ones

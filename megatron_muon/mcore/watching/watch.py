@@ -21,10 +21,10 @@ from megatron_muon.mcore.watching.rows import Message, Table, dot, muon_rows, ro
 from megatron_muon.mcore.watching.warnings import Warnings
 from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.mcore.wiring.process_groups import Stage
+from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import attempt, together
-from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.runtime.states import MAIN_KEY
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.version import __version__

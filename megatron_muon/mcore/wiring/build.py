@@ -50,6 +50,8 @@ from megatron_muon.planning import agreed, describe
 from megatron_muon.planning.grid import neighbours_of
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
+from megatron_muon.rules.fused import elementwise_on, said_of_elementwise, try_elementwise
+from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import (
     agree_everywhere,
@@ -60,8 +62,6 @@ from megatron_muon.runtime.consensus import (
 )
 from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
-from megatron_muon.runtime.fused import elementwise_on, said_of_elementwise, try_elementwise
-from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.runtime.patches import turn_into
 from megatron_muon.runtime.states import States
 from megatron_muon.runtime.tracing import phases
@@ -364,7 +364,7 @@ def states_anywhere(dist_opt: Any) -> States:
 def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
     dist_opt.muon = muon
     if muon.config.momentum_dtype != "fp32":
-        from megatron_muon.runtime.exchange.rounded import packed  # for these dtypes only
+        from megatron_muon.rules.bf16_momentum import packed  # for these dtypes only
 
         dist_opt.states = packed(dist_opt.optimizer, muon)
     dist_opt.init_state_fn = init_state_of(dist_opt.init_state_fn, dist_opt.states, muon)
@@ -379,4 +379,4 @@ def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
     turn_into(dist_opt.optimizer, muon_over(adam))
     if not dist_opt.states.are_copies:  # those of weights, which are loaded later, start at a step
         for shard in muon.main_params.values():
-            dist_opt.states.start_momentum(shard)
+            dist_opt.states.start_state(shard, muon.state_keys)

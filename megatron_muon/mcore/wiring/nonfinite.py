@@ -11,9 +11,9 @@ import torch.distributed as dist
 from megatron_muon.console import first_names, say
 from megatron_muon.mcore.watching.host import host
 from megatron_muon.planning.layout import SLICE_OF
+from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime.collectives import Group, all_gather_texts, any_rank
 from megatron_muon.runtime.nonfinite import Left
-from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.settings.config import MuonConfig, named
 
 _INTERVAL = 100  # steps, where neither the loop nor a setting says it: Megatron-LM's own default
@@ -47,7 +47,7 @@ class NonfiniteReport:
         """Name momenta of the step before, if the device is done with it."""
         for (_, matrix), left in self._left(waits=False).items():
             name = matrix.split(SLICE_OF)[0]
-            if left.momenta and name not in self._momenta:
+            if left.inputs and name not in self._momenta:
                 self._momenta.add(name)
                 say(
                     f"[megatron_muon] step {self._number}: the momentum of {name} is not finite, "
@@ -81,7 +81,7 @@ class NonfiniteReport:
         for key, left in now.items():
             weight, new = key[1].split(SLICE_OF)[0], left.since(before.get(key))
             news[weight] = max(new, news.get(weight, new))
-        mine = [(name, *left) for name, left in news.items() if left.directions]
+        mine = [(name, *left) for name, left in news.items() if left.results]
         if not any_rank("muon/log", torch.tensor(bool(mine), device=self._device), self._group):
             self._in_a_row = {}
             return
@@ -94,12 +94,12 @@ class NonfiniteReport:
             for name in self._in_a_row:
                 say(
                     f"[megatron_muon] step {self._number}: {name} was left where it was in at "
-                    f"least {every[name].directions} steps since the last line: its direction was "
-                    "not finite" + ", nor its momentum" * bool(every[name].momenta)
+                    f"least {every[name].results} steps since the last line: its direction was "
+                    "not finite" + ", nor its momentum" * bool(every[name].inputs)
                 )
         ended = [name for name, count in self._in_a_row.items() if count >= self._limit]
         if ended:
-            momenta = any(every[name].momenta for name in ended)
+            momenta = any(every[name].inputs for name in ended)
             raise FloatingPointError(
                 f"{first_names(ended, 5)}: the direction was not finite before each of the last "
                 f"{self._limit} lines of the log ({named('nonfinite_limit')}), so these "

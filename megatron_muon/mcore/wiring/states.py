@@ -9,13 +9,13 @@ with the same scales; Muon writes weight and main parameter, as FusedAdam does f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core import optimizer as mcore_optimizer
 
-from megatron_muon.runtime.optimizer import DistributedMuon
+from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime.states import MAIN_KEY, States, of_halves, write_halves
 
 TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # they count the steps of each parameter
@@ -79,11 +79,12 @@ class OfFusedAdam(States):
         else:
             self._optimizer.set_scaled_state(shard, key, wide)
 
-    def start_momentum(self, shard: Tensor) -> None:
+    def start_state(self, shard: Tensor, keys: Sequence[str]) -> None:
         if self._optimizer.state[shard]:
             return
         self.start(shard)
-        del self._optimizer.state[shard][SECOND_KEY]
+        if SECOND_KEY not in keys:
+            del self._optimizer.state[shard][SECOND_KEY]
         if shard.dtype == torch.float32:
             self._optimizer.state[shard].pop(MASTER_KEY, None)
 
@@ -149,8 +150,9 @@ def init_state_of(
         return lambda optimizer, config=None: optimizer.dummy_step()
 
     def init_state(optimizer: Any, config: Any = None) -> None:
-        for shard in () if muon is None else muon.main_params.values():
-            states.start_momentum(shard)
+        if muon is not None:
+            for shard in muon.main_params.values():
+                states.start_state(shard, muon.state_keys)
         if isinstance(states, OfFusedAdam):
             for group in optimizer.param_groups:
                 for shard in group["params"]:

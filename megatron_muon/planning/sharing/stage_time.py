@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from megatron_muon.orthogonalize.iteration import NODE
 from megatron_muon.planning.homes import HOME_SLACK, Loads, Price, Work
 from megatron_muon.planning.sharing.strip_time import NODE_LINK
+from megatron_muon.settings.run import NODE
 
 # Speed of large products over ``rank_tflops``, whose default is 40 % of a data sheet's. The time
 # model of an H100 has 65 to 71 % for matrices that can gain by being shared. At 40 % a plan shares

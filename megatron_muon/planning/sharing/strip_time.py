@@ -11,10 +11,11 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from megatron_muon.orthogonalize.iteration import NODE, gathers_of_rows
+from megatron_muon.orthogonalize.iteration import gathers_of_rows
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.layout import Strip
+from megatron_muon.settings.run import NODE
 
 # Speeds by LINK_GBYTES, that of a link between nodes. An H100's link inside a node sends 450 GB/s
 # each way and reaches 0.7 of it, its memory 3,350 and 0.8, its port 50 and 0.85 (``presets``). A

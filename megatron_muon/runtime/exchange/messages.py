@@ -29,7 +29,7 @@ Counts = Sequence[tuple[int, int]]  # (rank of the stage, elements)
 class Leaving:
     """This rank's buffers of a round before it is gathered."""
 
-    # for each slice that is held here, the range of kept or sent that takes its momentum; None for
+    # for each slice that is held here, the range of kept or sent that takes what it sends; None for
     # a replica
     slices: list[Tensor | None]
     moves: Tensor  # takes 1 for each leaving slice that has a gradient, else 0
@@ -53,7 +53,7 @@ class Staged:
     """The matrices of a round whose home this rank is."""
 
     # flat, each matrix in staging order, in the order of alike. In the dtype that travels; in that
-    # of directions once they are orthogonalized.
+    # of results once the rule has made them.
     elements: Tensor
     moves: Tensor  # bool, for each matrix: whether it has a gradient that is not zero in this step
     alike: tuple[Alike, ...]  # the matrices, grouped by layout
@@ -84,6 +84,7 @@ class Exchange:
         meter: counts the bytes sent.
 
     Attributes:
+        group, device: as given.
         rounds: this rank's part of each round, in order.
     """
 
@@ -97,7 +98,7 @@ class Exchange:
         meter: Meter,
     ) -> None:
         self._world = collectives.world_ranks(group)
-        self._rank, self._group, self.device = plan.rank, group, device
+        self._rank, self.group, self.device = plan.rank, group, device
         self._like = torch.empty(0, dtype=dtype, device=device)
         self.rounds = [
             RoundExchange(
@@ -135,7 +136,7 @@ class Exchange:
         return len(peers)
 
     def _route(self, to: Counts, received_from: Counts) -> Route:
-        return Route.of(self._group, self._world, self._rank, to, received_from)
+        return Route.of(self.group, self._world, self._rank, to, received_from)
 
 
 class RoundExchange:
@@ -170,11 +171,7 @@ class RoundExchange:
         self._of_firsts = index(table.staged_places)
         own = len(table.kept_sizes) if table.in_place else 0  # these are in their place
         self._copied = [at for at, source in enumerate(table.staged_from) if source >= own]
-        self._like, self._meter, self._sharers = like, meter, sharers
-
-    def sharing(self, alike: Alike) -> Sharers:
-        """The homes of a matrix of which this rank has strips."""
-        return self._sharers[alike.matrices]
+        self._like, self._meter, self.sharers = like, meter, sharers
 
     def leaving(self) -> Leaving:
         """New buffers, into which the round's slices must be written before ``start_gather``."""
@@ -237,7 +234,7 @@ class RoundExchange:
         """Make the first element of each slice of some directions NaN.
 
         By it every rank that holds a slice knows that the direction is not to be applied
-        (``update.Elementwise``): so all of them do the same, and nothing more travels.
+        (``rule.RoundRule.after_scatter``): so all of them do the same, and nothing more travels.
 
         Args:
             staged: directions.

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Meter:
     """Counts of this rank's last step, made where the work is done, not from the plan."""
 
-    steps: int = 0  # number of Muon steps so far
-    matrices: int = 0  # number of matrices orthogonalized
-    ns_flops: int = 0  # Newton-Schulz floating-point operations, 2 per multiply-add
+    steps: int = 0  # number of steps so far
+    matrices: int = 0  # number of matrices worked on at home
+    ns_flops: int = 0  # floating-point operations of that work, 2 per multiply-add
     gather_bytes: int = 0  # bytes sent to homes
     scatter_bytes: int = 0  # bytes of directions sent to slices
     square_bytes: int = 0  # bytes of squares sent to the other homes of shared matrices
@@ -19,7 +19,7 @@ class Meter:
 
     @property
     def sent_bytes(self) -> int:
-        """All bytes that this rank sent to others for Muon."""
+        """All bytes that this rank sent to others."""
         return self.gather_bytes + self.scatter_bytes + self.square_bytes + self.turn_bytes
 
     def start_step(self) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, split_with_sizes
 
-from megatron_muon.orthogonalize.iteration import square_rows
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group, Route
@@ -18,7 +17,7 @@ _Crossings = Mapping[tuple[int, int], Tensor]  # by numbers of two strips
 
 
 class Sharers:
-    """The homes of a matrix's strips: see ``orthogonalize.strips.Sharing``.
+    """The homes of a matrix's strips: see the protocol that a rule has of them.
 
     Squares are cut into ranges of rows, one for each home: it receives its range of all others'
     squares, adds them, and sends the sum to them. So each sends and receives two squares at most,
@@ -68,10 +67,12 @@ class Sharers:
             total.add_(next(of_ranks[rank]))
         return self._whole(total.to(squares[0].dtype), rows)
 
-    def together(self, rows_here: Sequence[Tensor]) -> Tensor:
-        """A square, ``(m, m)``, from the rows of the strips here (``iteration.square_rows``)."""
-        size = rows_here[0].size(1)
-        places = [square_rows(size, number, self.count) for number in range(self.count)]
+    def together(self, rows_here: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> Tensor:
+        """A square, ``(m, m)``, from the rows of the strips here.
+
+        Args:
+            places: start and stop of every strip's rows.
+        """
         rows = {
             rank: slice(places[own[0]][0], places[own[-1]][1])  # homes have neighbouring strips
             for rank in self._ranks

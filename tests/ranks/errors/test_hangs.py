@@ -24,7 +24,7 @@ CASE = Case(steps=2)
 TIMEOUT = 6.0  # of the process groups, in seconds
 # For each phase that communicates, the one before it, in which rank 1 fails, and what it calls.
 PHASES = {
-    "muon/gather": ("muon/momentum", "_advance_momentum"),
+    "muon/gather": ("muon/momentum", "before_gather"),
     "muon/scatter": ("muon/newton_schulz", "_orthogonalize_whole"),
     "muon/share": ("muon/newton_schulz", "_orthogonalize_shared"),
     "muon/turn": ("muon/newton_schulz", "_orthogonalize_shared"),
@@ -91,7 +91,7 @@ def _step_with_a_failing_rank(
     if dist.get_rank() == 1:
         (megatron,) = built.optimizer.chained_optimizers
         for round in megatron.muon.rounds:
-            setattr(round, PHASES[phase][1], lambda *args: _fail(how, ended))
+            setattr(round.rule, PHASES[phase][1], lambda *args: _fail(how, ended))
     begin = time.monotonic()
     try:
         take_step(built, 1)
@@ -124,7 +124,7 @@ def test_other_ranks_end_within_the_timeout_in_an_error_that_names_the_phase(
     for rank, (text, seconds) in enumerate(results):
         if rank == 1 and how == "raise":
             assert text.startswith("ZeroDivisionError: rank 1 has had enough")
-            assert f"in phase {PHASES[phase][0]} of Muon's step" in text
+            assert f"in phase {PHASES[phase][0]} of the optimizer's step" in text
         elif rank != 1 and rank // 2 < topology.dp // topology.instances:  # not another instance
             # in the phase, or next where it has nothing to share with rank 1 in that
             phases = (phase, "muon/scatter", "params/gather")
@@ -143,7 +143,7 @@ def _error_on_every_stage(topology: Topology, ended: Path) -> str:
     if dist.get_rank() == 1:
         for megatron in built.optimizer.chained_optimizers:
             for round in megatron.muon.rounds:
-                round._orthogonalize_whole = lambda *args: _stop(ended)
+                round.rule._orthogonalize_whole = lambda *args: _stop(ended)
     for step in (1, 2):
         try:
             take_step(built, step)

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.runtime.exchange import blocks as in_blocks
-from megatron_muon.runtime.exchange import rounded
-from megatron_muon.runtime.exchange.blocks import BLOCK, MOST_OFF, InBlocks
+from megatron_muon.rules import bf16_momentum as rounded
+from megatron_muon.rules import int8_momentum as in_blocks
+from megatron_muon.rules.int8_momentum import BLOCK, MOST_OFF, InBlocks
+from megatron_muon.rules.muon import MOMENTUM_KEY
 from support import te_on_cpu
 from support.checkpoints import sealing
 from support.checkpoints.inspecting import inspect
@@ -57,7 +58,7 @@ def test_an_element_is_near_and_a_second_rounding_changes_no_bit(
     numbers = torch.Generator().manual_seed(seed)
     exact = torch.randn(size, generator=numbers) * torch.rand(size, generator=numbers) ** 8
     states = InBlocks(_Adam(exact), {id(exact): first})
-    states.start_momentum(exact)
+    states.start_state(exact, (MOMENTUM_KEY,))
     assert not states.get(exact, "exp_avg").any()
     with mock.patch.object(in_blocks, "AT_ONCE", BLOCK):
         states.put(exact, "exp_avg", exact.clone())
@@ -75,7 +76,7 @@ def test_a_load_of_tensors_without_values_keeps_the_momentum() -> None:
     adam: Any = _Adam(shard)
     adam.param_groups = [{"params": [shard]}]
     states = InBlocks(adam, {id(shard): 0})
-    states.start_momentum(shard)
+    states.start_state(shard, (MOMENTUM_KEY,))
     states.put(shard, "exp_avg", shard.clone())
     before = states.get(shard, "exp_avg")
     empty = {"exp_avg": torch.empty(3 * BLOCK), "exp_avg_sq": shard, "step": torch.tensor(1.0)}
@@ -91,7 +92,7 @@ def test_roundings_to_bf16_are_exact_in_the_mean_and_differ_by_step() -> None:
     adam.param_groups = [{"params": [exact]}]
     rows, cols = torch.arange(26, dtype=torch.int32) * 100, torch.arange(50, dtype=torch.int32)
     states = rounded.InBf16(adam, {id(exact): (rows, cols, 3)})
-    states.start_momentum(exact)
+    states.start_state(exact, (MOMENTUM_KEY,))
     errors = []
     for step in range(steps):
         adam.param_groups[0]["step"] = step or None  # core 0.14 has none before a first step

@@ -19,7 +19,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
     orthogonalize_staged,
 )
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.runtime import round as muon_round
+from megatron_muon.rules import muon as muon_rule
 from megatron_muon.settings.config import MuonConfig, NsIteration
 from support.models.gpt import Case, Topology, start, take_step
 from support.ranks import run
@@ -131,9 +131,9 @@ def _stepped(case: Case, at_once: int) -> dict[str, Any]:
         orthogonalize_staged(staged, moves, *rest, **shape)
 
     with (
-        mock.patch.object(muon_round, "at_once_on", lambda *shape: at_once),
+        mock.patch.object(muon_rule, "at_once_on", lambda *shape: at_once),
         mock.patch.object(newton_schulz, "takes_batches", lambda device: True),
-        mock.patch.object(muon_round, "orthogonalize_staged", counted),
+        mock.patch.object(muon_rule, "orthogonalize_staged", counted),
     ):
         built = start(case, Topology())
         take_step(built, 0)

@@ -20,7 +20,7 @@ import torch
 from megatron_muon import MuonConfig
 from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
 from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
-from megatron_muon.runtime.update import Foreach
+from megatron_muon.rules.muon import Foreach
 from support import te_on_cpu
 from support.checkpoints.resharding import loaded, saved
 from support.checkpoints.resuming import check as check_resumed

@@ -20,9 +20,9 @@ from megatron_muon.orthogonalize.iteration import takes_gram
 from megatron_muon.orthogonalize.matmul import Products, numerics_on, plan_device
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, standard_iteration
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.runtime.fused import Fused, elementwise_on, trial
-from megatron_muon.runtime.update import Elementwise as _Elementwise
-from megatron_muon.runtime.update import Foreach
+from megatron_muon.rules.fused import Fused, elementwise_on, trial
+from megatron_muon.rules.muon import Elementwise as _Elementwise
+from megatron_muon.rules.muon import Foreach
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig
 from support.matrices import inputs

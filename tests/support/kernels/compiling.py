@@ -21,7 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from megatron_muon.orthogonalize import normalization_kernels as norms
-from megatron_muon.runtime import fused_kernels as fused
+from megatron_muon.rules import fused_kernels as fused
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SHORT = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}

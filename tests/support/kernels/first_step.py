@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize import normalization
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.runtime import fused
+from megatron_muon.rules import fused
 from support.kernels.compiling import without_gpu
 
 # (rows, cols, column parts, column blocks) of a matrix

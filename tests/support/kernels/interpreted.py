@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from megatron_muon.runtime import fused_kernels
-from megatron_muon.runtime.fused import Fused
-from megatron_muon.runtime.update import Elementwise, Foreach
+from megatron_muon.rules import fused_kernels
+from megatron_muon.rules.fused import Fused
+from megatron_muon.rules.muon import Elementwise, Foreach
 
 BLOCK = fused_kernels.BLOCK
 SIZES = (1, 2, 7, 33, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5)

@@ -15,13 +15,13 @@ from megatron_muon.orthogonalize import matmul, triton_operations
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.runtime import fused
+from megatron_muon.rules import fused
+from megatron_muon.rules.bf16_momentum import packed
+from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
-from megatron_muon.runtime.exchange.rounded import packed
-from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.runtime.patches import replaced
-from megatron_muon.runtime.states import MOMENTUM_KEY, States
+from megatron_muon.runtime.states import States
 from megatron_muon.runtime.tracing import phases
 from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.device.communication import VirtualNccl
@@ -118,7 +118,7 @@ def muon_of(
     empty: dict[torch.Tensor, Any] = {shard: {} for shard in shards.values()}
     states = packed(SimpleNamespace(state=empty, param_groups=groups), muon)
     for shard in empty:
-        states.start_momentum(shard)
+        states.start_state(shard, muon.state_keys)
     return muon, groups, states
 
 

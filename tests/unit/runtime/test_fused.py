@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-import megatron_muon.runtime.fused as fused
+import megatron_muon.rules.fused as fused
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize import triton_operations
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.runtime.fused import Fused, elementwise_on, said_of_elementwise, try_elementwise
-from megatron_muon.runtime.update import Foreach
+from megatron_muon.rules.fused import Fused, elementwise_on, said_of_elementwise, try_elementwise
+from megatron_muon.rules.muon import Foreach
 from support.kernels.compiled import CAPABILITIES, instructions, interpreted
 
 CUDA, CPU_DEVICE = torch.device("cuda", 0), torch.device("cpu")
@@ -148,7 +148,7 @@ def test_messages_are_rounded_to_nearest_even(capability: int) -> None:
 
 def test_the_kernels_blocks_are_those_of_the_tables() -> None:
     pytest.importorskip("triton", reason="the kernels are triton's")
-    from megatron_muon.runtime import fused_kernels
+    from megatron_muon.rules import fused_kernels
 
     assert fused_kernels.BLOCK == fused._BLOCK
     assert fused_kernels.LAUNCH["enable_fp_fusion"] is False

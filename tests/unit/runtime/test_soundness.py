@@ -11,9 +11,9 @@ from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
 from megatron_muon.orthogonalize.soundness import Soundness
-from megatron_muon.runtime import update
+from megatron_muon.rules import muon
+from megatron_muon.rules.muon import Foreach
 from megatron_muon.runtime.states import of_halves, write_halves
-from megatron_muon.runtime.update import Foreach
 
 BAD = (torch.nan, torch.inf, -torch.inf)
 
@@ -24,7 +24,7 @@ def test_a_marked_run_stays_and_others_do_not_notice(
     dtype: torch.dtype, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a long run is updated in several parts, and beside a matrix without decay."""
-    monkeypatch.setattr(update, "_IN_CACHE", 10)
+    monkeypatch.setattr(muon, "_IN_CACHE", 10)
     generator = torch.Generator().manual_seed(0)
     sizes, factors, decays = [3, 25, 7, 1], [0.1, 0.2, 0.3, 0.4], [0.0, 0.1, 0.1, 0.0]
     before = list(torch.randn(sum(sizes), generator=generator).split(sizes))

@@ -9,10 +9,10 @@ from megatron_muon.mcore.wiring.process_groups import Stage
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.planning.block_steps import block_numerics, block_plans
 from megatron_muon.planning.layout import Parameter
+from megatron_muon.rules.fused import elementwise_on
+from megatron_muon.rules.muon import DistributedMuon
+from megatron_muon.rules.turns import Turns
 from megatron_muon.runtime.exchange.messages import Exchange
-from megatron_muon.runtime.exchange.turns import Turns
-from megatron_muon.runtime.fused import elementwise_on
-from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.runtime.tracing import phases
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from megatron_muon.mcore.wiring.states import MASTER_KEY, SECOND_KEY, TORCH_ADAMS, OfWeights
+from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.exchange.host import HostMemory, Name
-from megatron_muon.runtime.optimizer import DistributedMuon
-from megatron_muon.runtime.states import MAIN_KEY, MOMENTUM_KEY, of_halves, write_halves
+from megatron_muon.runtime.states import MAIN_KEY, of_halves, write_halves
 
 Tensor = torch.Tensor
 
@@ -154,7 +155,7 @@ class OfHybrid(OfWeights):
             if target.data_ptr() != wide.data_ptr():
                 target.copy_(wide)
 
-    def start_momentum(self, shard: Tensor) -> None:
+    def start_state(self, shard: Tensor, keys: Sequence[str]) -> None:
         """All have state from the start."""
 
     def reset_main(self, shard: Tensor) -> None:

@@ -8,14 +8,15 @@ is 1 on both sides, so that reading and writing again changes no bit. An element
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_muon.runtime.states import MAIN_KEY, MOMENTUM_KEY, States
+from megatron_muon.rules.muon import MOMENTUM_KEY
+from megatron_muon.runtime.states import MAIN_KEY, States
 
 Place = TypeVar("Place")
 BLOCK = 256  # elements, counted from the first one of the parameter's TP slice
@@ -69,7 +70,7 @@ class Packed(States, Generic[Place]):
         else:
             self._pack(shard, super().get(shard, key), wide)
 
-    def start_momentum(self, shard: Tensor) -> None:
+    def start_state(self, shard: Tensor, keys: Sequence[str]) -> None:
         """See ``States``."""
         state = self._optimizer.state[shard]
         if not state:

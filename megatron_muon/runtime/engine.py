@@ -1,52 +1,57 @@
-"""One step of Distributed Muon over a rank's shards."""
+"""The engine of a step: it brings matrices whole to their homes, and results back, in rounds.
+
+What is computed on shards and at homes is a rule's (``rule``). The engine knows slices, homes,
+rounds and messages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rank_plan import RankPlan
 from megatron_muon.planning.rounds.pipeline import ADAMW
 from megatron_muon.runtime.exchange.messages import Exchange, Staged
 from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.sums import SliceSums
 from megatron_muon.runtime.nonfinite import Nonfinite
-from megatron_muon.runtime.round import Observer, Round, Shard, Shards, StepTools
-from megatron_muon.runtime.states import MAIN_KEY, MOMENTUM_KEY, States
+from megatron_muon.runtime.round import Round
+from megatron_muon.runtime.rule import Observer, Rule, Shard, Shards
+from megatron_muon.runtime.states import MAIN_KEY, States
 from megatron_muon.runtime.tracing import Phase
-from megatron_muon.runtime.update import Elementwise, Foreach
+
+if TYPE_CHECKING:  # an engine takes any plan, whatever has made it
+    from megatron_muon.planning.plan import ExchangePlan
 
 ParamGroups = Sequence[Mapping[str, Any]]
 
 
-class DistributedMuon:
-    """The Muon part of a distributed optimizer on one rank.
+class Engine:
+    """The part of a distributed optimizer on one rank that updates matrices by a rule.
 
-    Main parameters and momentum buffers are flat shards on the rank that holds the shard in
-    Megatron. A whole matrix exists only at its home, between gather and scatter.
+    Main parameters and state are flat shards on the rank that holds the shard in Megatron. A whole
+    matrix exists only at its home, between gather and scatter.
 
     Args:
-        numerics: of the run.
+        rule: what is done to the matrices.
         plan, own: the stage's exchange plan, and this rank's part of it.
-        exchange: moves this rank's slices and directions.
+        exchange: moves this rank's slices and results.
         main_params: for each parameter of the plan that has a shard here, the optimizer's flat
             shard: fp32, or with ``States`` that say so a slice of the model's weight.
         meter: counts the work done.
         phase: names the parts of a step.
-        elementwise: makes the elementwise operations of a round, once per round.
 
     Attributes:
         nonfinite: counts the steps that left a matrix of this home where it was.
         rounds: the rounds of a step, in order.
-        start_next: starts the next optimizer's step while the last directions travel (``start`` or
+        start_next: starts the next optimizer's step while the last results travel (``start`` or
             ``begin``); None where there is no next one.
         applied: called with the number of each round but the last, or ``ADAMW``, once parameters
             are updated up to it.
-        turns: with ``full_period`` above 1, its ``exchange.turns.Turns`` with block steps.
 
     Raises:
         ValueError: ``main_params`` do not have the sizes of the plan's shards.
@@ -54,44 +59,47 @@ class DistributedMuon:
 
     def __init__(
         self,
-        numerics: Numerics,
+        rule: Rule,
         plan: ExchangePlan,
         own: RankPlan,
         exchange: Exchange,
         main_params: Mapping[int, Tensor],
         meter: Meter,
         phase: Phase,
-        elementwise: Callable[[], Elementwise] = Foreach,
     ) -> None:
         sizes = {index: shard.numel() for index, shard in main_params.items()}
         planned = {index: shard.size for index, shard in own.shards.items()}
         if sizes != planned:
             raise ValueError(f"the plan has shards of sizes {planned} here, the optimizer {sizes}")
-        self.numerics, self.config = numerics, numerics.config
-        self.plan, self.own = plan, own
+        self.rule, self.plan, self.own = rule, plan, own
         self.exchange, self.meter = exchange, meter
         self.main_params = dict(main_params)
-        self.elementwise = elementwise
-        self._work = StepTools.of(plan, numerics, meter, phase)
-        self.rounds = [Round(each, self._work, elementwise()) for each in exchange.rounds]
+        self.rounds = [
+            Round(each, rule, phase, self._sums(number))
+            for number, each in enumerate(exchange.rounds)
+        ]
         homes = [plan.matrices[index] for each in self.rounds for index in each.homes]
         self.nonfinite = Nonfinite([matrix.whole_name for matrix in homes], exchange.device)
         self.start_next: Callable[[], None] | None = None
         self.applied: Callable[[int], None] = lambda round: None
-        self.turns: Any = None
         self._phase = phase
         self._parameter_of = {id(shard): index for index, shard in main_params.items()}
         self._states: States | None = None  # of the step under way
         self._started: Shards | None = None
-        self._begun: Staged | None = None  # the first round's directions
+        self._begun: Staged | None = None  # the first round's results
+
+    def _sums(self, number: int) -> SliceSums | None:
+        if not self.rule.asks:
+            return None
+        return SliceSums(self.plan, number, self.own.rank, self.exchange)
 
     @property
-    def each(self) -> list[DistributedMuon]:
-        """This one, and that of block steps if there is one."""
-        return [self] if self.turns is None else [self, self.turns.block]
+    def state_keys(self) -> tuple[str, ...]:
+        """The states of a shard that the rule keeps, by name."""
+        return tuple(dict.fromkeys(self.rule.states_before + self.rule.states_after))
 
     def owns(self, shard: Tensor) -> bool:
-        """True if Muon, not AdamW, updates this main parameter."""
+        """True if the rule, not AdamW, updates this main parameter."""
         return id(shard) in self._parameter_of
 
     def observe(self, observer: Observer | None) -> None:
@@ -110,27 +118,27 @@ class DistributedMuon:
 
     @torch.no_grad()
     def begin(self, groups: ParamGroups, states: States) -> None:
-        """``start``, and orthogonalize the first round: while the directions of another optimizer
+        """``start``, and do the first round's work at home: while the results of another optimizer
         travel, which its slowest home may take long to send."""
         self.start(groups, states)
         assert self._started is not None
         if self.rounds:
-            self._begun = self._orthogonalized(0, self._started)
+            self._begun = self._worked(0, self._started)
 
     @torch.no_grad()
     def step(self, groups: ParamGroups, states: States, step_adamw: Callable[[], None]) -> None:
-        """Update Muon's parameters and AdamW's. Every rank of the stage calls it.
+        """Update the rule's parameters and AdamW's. Every rank of the stage calls it.
 
-        A matrix whose direction is not finite stays as it is on all ranks, without decay.
+        A matrix whose result is not finite stays as it is on all ranks, without decay.
 
-        While a round is orthogonalized, the next one is gathered, and the directions of the one
-        before go back. A round with no message on this rank starts and finishes in its own turn, so
-        that it takes no memory before.
+        While the homes work on a round, the next one is gathered, and the results of the one before
+        go back. A round with no message on this rank starts and finishes in its own turn, so that
+        it takes no memory before.
 
         Args:
             groups: Megatron's parameter groups; ``lr`` and ``weight_decay`` are read.
             states: main parameters and state of the shards.
-            step_adamw: updates the parameters that Muon does not own.
+            step_adamw: updates the parameters that the rule does not own.
         """
         if self._started is None:
             self.start(groups, states)
@@ -141,7 +149,7 @@ class DistributedMuon:
         for number, round in enumerate(self.rounds):
             staged, self._begun = self._begun, None
             if staged is None:
-                staged = self._orthogonalized(number, shards)
+                staged = self._worked(number, shards)
             self._finish_late(number - 1, shards)
             round.start_scatter(staged)
             if number:
@@ -151,7 +159,7 @@ class DistributedMuon:
         if self.start_next is not None:
             self.start_next()
         self._finish_late(len(self.rounds) - 1, shards)
-        with self._phase("muon/update"):
+        with self._phase(self.rule.names.after_scatter):
             self.nonfinite.add([each.taken_numbers() for each in self.rounds if each.homes])
         if states.adamw_is_last:
             self._adamw(step_adamw)
@@ -161,14 +169,14 @@ class DistributedMuon:
             step_adamw()
         self.applied(ADAMW)
 
-    def _orthogonalized(self, number: int, shards: Shards) -> Staged:
-        """The directions of a round; the next one's slices are on their way then."""
+    def _worked(self, number: int, shards: Shards) -> Staged:
+        """The results of a round; the next one's slices are on their way then."""
         round = self.rounds[number]
         if not round.travels:
             self._start(number, shards)
         staged = round.finish_gather()
         self._start_early(number + 1, shards)
-        round.orthogonalize(staged)
+        round.work(staged)
         return staged
 
     def _start_early(self, number: int, shards: Shards) -> None:
@@ -182,18 +190,27 @@ class DistributedMuon:
             self._finish(number, shards)
 
     def _start(self, number: int, shards: Shards) -> None:
-        assert self._states is not None
-        with self._states.visiting(number, MOMENTUM_KEY):
+        with self._visiting(number, self.rule.states_before):
             self.rounds[number].start(shards)
 
     def _finish(self, number: int, shards: Shards) -> None:
-        assert self._states is not None
-        with self._states.visiting(number, MAIN_KEY):
+        with self._visiting(number, (MAIN_KEY, *self.rule.states_after)):
             self.rounds[number].finish(shards)
+
+    def _visiting(self, number: int, keys: Sequence[str]) -> AbstractContextManager[object]:
+        """A context within which these states of a round's shards are on the device."""
+        assert self._states is not None
+        visits = [self._states.visiting(number, key) for key in keys]
+        if len(visits) == 1:
+            return visits[0]
+        stack = ExitStack()
+        for visit in visits:
+            stack.enter_context(visit)
+        return stack
 
     def _shards(self, groups: ParamGroups, states: States) -> Iterator[tuple[int, Shard]]:
         for group in groups:
             for shard in filter(self.owns, group["params"]):
-                states.start_momentum(shard)
+                states.start_state(shard, self.state_keys)
                 at = Shard(shard, states, group["lr"], group["weight_decay"])
                 yield self._parameter_of[id(shard)], at

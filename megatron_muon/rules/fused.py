@@ -27,7 +27,7 @@ from megatron_muon.orthogonalize.triton_operations import (
     launching_beside,
     takes_kernels,
 )
-from megatron_muon.runtime.update import Elementwise, Foreach
+from megatron_muon.rules.muon import Elementwise, Foreach
 from megatron_muon.settings.config import named
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ def _advance_momentum(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    from megatron_muon.runtime.fused_kernels import launch_momentum
+    from megatron_muon.rules.fused_kernels import launch_momentum
 
     with launching_beside(rows):
         launch_momentum(
@@ -68,7 +68,7 @@ def _apply_updates(
     slice_of_block: Tensor,
     factors: Tensor,
 ) -> None:
-    from megatron_muon.runtime.fused_kernels import launch_update
+    from megatron_muon.rules.fused_kernels import launch_update
 
     with launching_beside(rows):
         launch_update(rows, slice_of_block, factors, direction=directions[0].dtype)

@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_muon.planning.layout import range_of
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.slices import Slice
-from megatron_muon.runtime.exchange.blocks import AT_ONCE, InBlocks, Packed
-from megatron_muon.runtime.optimizer import DistributedMuon
+from megatron_muon.rules.int8_momentum import AT_ONCE, InBlocks, Packed
+from megatron_muon.rules.muon import DistributedMuon
 
 # The number of an element is that of its row plus that of its column, in int32. Of the rows that a
 # shard has some of, and of the columns of the TP slice; then the elements before it in its row.

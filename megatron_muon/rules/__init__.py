@@ -1,0 +1,1 @@
+"""What is done to a matrix, one file a rule; ``runtime`` moves its elements there and back."""

@@ -1,0 +1,386 @@
+"""Muon (arXiv 2502.16982, Algorithm 1 and equation 4), from gradient to weight.
+
+On each shard, elementwise: M ← μM + G, and U = G + μM with Nesterov's momentum, else M.
+At the home of the matrix U, ``(m, n)``, the five lines of Newton-Schulz::
+
+    X = U / ‖U‖
+    for a, b, c in steps:  # short side first: m ≤ n
+        A = X @ X.T
+        B = b * A + c * (A @ A)
+        X = a * X + B @ X
+
+On each shard again: W ← (1 - lr·λ)·W - lr·scale·X, where scale is rms·√max(m, n).
+
+Elementwise work is done here by torch's operations on lists, one call for many tensors with at most
+``ELEMENTS_AT_ONCE``, which bounds scratch memory; ``fused`` has kernels that make the same bits.
+Every operation rounds once, so results do not depend on where a shard is cut. Fused multiply-adds
+are not used: one may round differently in a kernel's vector body and in its tail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
+from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
+from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.orthogonalize.soundness import Soundness
+from megatron_muon.orthogonalize.strips import orthogonalize_strips
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.rank_plan import RankPlan
+from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
+from megatron_muon.planning.rounds.table import Alike, RoundTable
+from megatron_muon.runtime.engine import Engine
+from megatron_muon.runtime.exchange.messages import Exchange, Staged
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.sharers import Sharers
+from megatron_muon.runtime.rule import PhaseNames, RoundRule, Rule, Shard, cut_into_slices
+from megatron_muon.runtime.states import MAIN_KEY
+from megatron_muon.runtime.tracing import Phase
+from megatron_muon.settings.config import MuonConfig
+
+# The momentum has the key of Adam's first moment, and there is no second one: fused Adam classes
+# refuse to save or load a state under a key that they do not know.
+MOMENTUM_KEY = "exp_avg"
+_IN_CACHE = 1 << 16  # elements: three tensors of them in fp32 are 768 KiB
+
+
+class DistributedMuon(Engine):
+    """The Muon part of a distributed optimizer on one rank: the engine with Muon's rule.
+
+    Args:
+        numerics: of the run.
+        plan, own, exchange, main_params, meter, phase: see ``Engine``.
+        elementwise: makes the elementwise operations of a round, once per round.
+
+    Attributes:
+        turns: with ``full_period`` above 1, its ``turns.Turns`` with block steps.
+    """
+
+    def __init__(
+        self,
+        numerics: Numerics,
+        plan: ExchangePlan,
+        own: RankPlan,
+        exchange: Exchange,
+        main_params: Mapping[int, Tensor],
+        meter: Meter,
+        phase: Phase,
+        elementwise: Callable[[], Elementwise] | None = None,
+    ) -> None:
+        self.numerics, self.config = numerics, numerics.config
+        self.turns: Any = None
+        rule = Muon(numerics, plan, meter, Foreach if elementwise is None else elementwise)
+        super().__init__(rule, plan, own, exchange, main_params, meter, phase)
+
+    @property
+    def each(self) -> list[DistributedMuon]:
+        """This one, and that of block steps if there is one."""
+        return [self] if self.turns is None else [self, self.turns.block]
+
+
+class Muon(Rule):
+    """Muon's rule for the matrices of one stage.
+
+    Args:
+        numerics: of the run.
+        plan: of the stage.
+        meter: counts the work done.
+        elementwise: makes the elementwise operations of a round, once per round.
+    """
+
+    names = PhaseNames("muon/momentum", "muon/newton_schulz", "muon/update")
+    states_before = (MOMENTUM_KEY,)
+
+    def __init__(
+        self,
+        numerics: Numerics,
+        plan: ExchangePlan,
+        meter: Meter,
+        elementwise: Callable[[], Elementwise],
+    ) -> None:
+        self.numerics, self.meter, self.elementwise = numerics, meter, elementwise
+        self.flops = plan.flops  # of Newton-Schulz, of each matrix of the plan
+        # of each matrix of the plan, per unit of lr
+        self.scales = [update_scale(*matrix.whole, numerics.config) for matrix in plan.matrices]
+        self.scratch = scratch_limit(plan.matrices)  # elements of scratch memory for one batch
+
+    def of_round(self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]) -> MuonRound:
+        """See ``Rule``."""
+        return MuonRound(self, table, sharers)
+
+
+class MuonRound(RoundRule):
+    """Muon's work in one round on one rank."""
+
+    def __init__(
+        self, muon: Muon, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
+    ) -> None:
+        self._muon, self._table, self._sharers = muon, table, sharers
+        self._numerics, self._config = muon.numerics, muon.numerics.config
+        self._elementwise = muon.elementwise()
+        self._scales = [muon.scales[matrix] for matrix in table.matrices]  # of each slice
+
+    def before_gather(
+        self,
+        shards: Sequence[Shard],
+        into: Sequence[Tensor | None],
+        moves: Tensor,
+        sums: Tensor | None = None,
+    ) -> None:
+        """Advance the momentum, and write the input of Newton-Schulz: see ``RoundRule``."""
+        momenta = [each.state(MOMENTUM_KEY) for each in shards]
+        grads = [each.grad for each in shards]
+        dtypes = {grad.dtype for grad in grads}
+        if len(dtypes) > 1 or torch.float16 in dtypes:  # kernels take one dtype, fp32 or bf16
+            grads = [grad.float() for grad in grads]
+        self._elementwise.advance_momentum(
+            cut_into_slices(momenta, self._table),
+            cut_into_slices(grads, self._table),
+            into,
+            moves,
+            self._table.leaving,
+            momentum=self._config.momentum,
+            nesterov=self._config.nesterov,
+        )
+        for each, momentum in zip(shards, momenta, strict=True):
+            each.put(MOMENTUM_KEY, momentum)
+
+    def at_home(self, staged: Staged) -> Soundness:
+        """Turn matrices into directions, in place: see ``RoundRule``.
+
+        A matrix without a gradient becomes zero. Newton-Schulz removes the momentum's scale, so
+        momentum alone would move such a matrix by a whole update in every step: an expert without
+        tokens, a layer frozen part-way.
+        """
+        found, first = Soundness(), 0
+        for alike in staged.alike:
+            moves = staged.moves[first : first + len(alike.matrices)]
+            if alike.strips:
+                self._orthogonalize_shared(alike, staged.elements, moves, found)
+            else:
+                self._orthogonalize_whole(alike, staged.elements, moves, found)
+            self._muon.meter.matrices += len(alike.matrices) * alike.like.units
+            self._muon.meter.ns_flops += sum(self._muon.flops[i] for i in alike.matrices)
+            first += len(alike.matrices)
+        staged.elements = staged.elements.view(TORCH_DTYPE[self._numerics.dtype])
+        return found
+
+    def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
+        """Decay and update the main parameters by their directions: see ``RoundRule``."""
+        factors: list[float] = []
+        decays: list[float] = []
+        scales = iter(self._scales)
+        for each, (_, sizes) in zip(shards, self._table.parameters, strict=True):
+            factors += [each.lr * next(scales) for _ in sizes]
+            decays += [each.lr * each.weight_decay] * len(sizes)
+        params = [each.main_param for each in shards]
+        slices = cut_into_slices(params, self._table)
+        self._elementwise.apply_updates(slices, results, factors, decays)
+        for each, param in zip(shards, params, strict=True):
+            each.put(MAIN_KEY, param)
+
+    def _orthogonalize_whole(
+        self, alike: Alike, elements: Tensor, moves: Tensor, found: Soundness
+    ) -> None:
+        """Orthogonalize matrices of one layout, in batches."""
+        like, count = alike.like, len(alike.matrices)
+        most = at_once_on(elements.device, self._numerics, *like.unit, self._muon.scratch)
+        for at in range(0, count, most):
+            together = min(most, count - at)
+            start = alike.start + at * like.numel
+            orthogonalize_staged(
+                elements[start : start + together * like.numel],
+                moves[at : at + together],
+                self._numerics,
+                rows=like.rows,
+                cols=like.cols,
+                column_parts=like.column_parts,
+                column_blocks=like.column_blocks,
+                apart=like.units > 1,
+                soundness=found,
+            )
+
+    def _orthogonalize_shared(
+        self, alike: Alike, elements: Tensor, moves: Tensor, found: Soundness
+    ) -> None:
+        """Orthogonalize the strips of a matrix that this rank has, with its other homes."""
+        strips: list[Tensor] = []
+        start = alike.start
+        for matrix in alike.own_strips:
+            in_parts = elements[start : start + matrix.numel].view(
+                matrix.column_parts, matrix.rows, matrix.cols // matrix.column_parts
+            )
+            strips.append(in_parts.transpose(0, 1))
+            start += matrix.numel
+        sharing, is_turned = self._sharers[alike.matrices], alike.strips[0].is_turned
+        held = sharing.turned(strips) if is_turned else strips
+        whole = alike.like.whole
+        orthogonalize_strips(held, whole, moves, self._numerics, sharing, found)
+        if is_turned:  # both still have the dtype of what travels; their memory has directions
+            sharing.turn_back(held, strips)
+
+
+def update_scale(rows: int, cols: int, config: MuonConfig) -> float:
+    """The factor from direction to update, per unit of lr: rms·√max(rows, cols) (eq. 4).
+
+    The other modes are those of ``get_muon_scale_factor`` in NVIDIA's Emerging-Optimizers:
+    rms·√(rows/cols) for ``unit_rms_norm``, rms·√max(1, rows/cols) for ``shape_scaling``.
+
+    Args:
+        rows, cols: outputs and inputs of the whole matrix, not of a rank's slice.
+        config: ``matched_adamw_rms`` and ``scale_mode`` are read. With ``spectral``, the former is
+            the root mean square of an update of a full-rank matrix, per unit of lr.
+    """
+    squares = {
+        "spectral": max(rows, cols),
+        "unit_rms_norm": rows / cols,
+        "shape_scaling": max(1.0, rows / cols),
+    }
+    return config.matched_adamw_rms * math.sqrt(squares[config.scale_mode])
+
+
+class Elementwise(Protocol):
+    """The elementwise operations on one rank's slices of one round, for every step."""
+
+    def advance_momentum(
+        self,
+        momentum_buffers: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        into: Sequence[Tensor | None],
+        moves: Tensor,
+        leaving: Sequence[int],
+        *,
+        momentum: float,
+        nesterov: bool,
+    ) -> None:
+        """M ← μM + G in place, and copy the input of Newton-Schulz (arXiv 2502.16982, Algorithm 1).
+
+        Args:
+            momentum_buffers: M of each slice, ``(n,)`` fp32; updated.
+            grads: G of each slice, ``(n,)``, reduced and clipped.
+            into: for each slice, ``(n,)`` in the dtype that travels: takes G + μM, or M with
+                ``nesterov`` off. None for a replica, whose elements another rank sends.
+            moves: ``(len(leaving),)``: takes 1 for a slice whose gradient is not all zero, else 0.
+            leaving: numbers of the slices that ``moves`` is about, in its order.
+            momentum: μ.
+            nesterov: see ``into``.
+        """
+
+    def apply_updates(
+        self,
+        params: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        factors: Sequence[float],
+        decays: Sequence[float],
+    ) -> None:
+        """W ← (1 - lr·λ)W - update, in place (eq. 4; the decay is decoupled and unscaled).
+
+        A slice whose direction begins with NaN or Inf stays as it is (``RoundExchange.mark``).
+
+        Args:
+            params: main parameters of each slice, ``(n,)`` fp32.
+            directions: of each slice, ``(n,)`` in the dtype that travels; in fp32 they may be
+                overwritten.
+            factors: the factor of each direction: lr times its matrix's scale.
+            decays: lr·λ of each slice.
+        """
+
+
+class Foreach:
+    """Torch's operations on lists, on any device."""
+
+    def advance_momentum(
+        self,
+        momentum_buffers: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        into: Sequence[Tensor | None],
+        moves: Tensor,
+        leaving: Sequence[int],
+        *,
+        momentum: float,
+        nesterov: bool,
+    ) -> None:
+        """See ``Elementwise``."""
+        for _, (buffers, added, taken) in _at_once(momentum_buffers, grads, into):
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, added)
+            sent = [number for number, target in enumerate(taken) if target is not None]
+            if not sent:
+                continue
+            inputs = [buffers[number] for number in sent]
+            if nesterov:
+                inputs = list(torch._foreach_mul(inputs, momentum))
+                torch._foreach_add_(inputs, [added[number] for number in sent])
+            torch._foreach_copy_([taken[number] for number in sent], inputs)
+        if leaving:
+            some = [grads[number] for number in leaving]
+            if moves.is_cpu:  # where that norm takes twenty times as long
+                found = [grad.count_nonzero() for grad in some]
+            else:
+                found = list(torch._foreach_norm(some, math.inf))
+            moves.copy_(torch.stack(found) != 0)
+
+    def apply_updates(
+        self,
+        params: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        factors: Sequence[float],
+        decays: Sequence[float],
+    ) -> None:
+        """See ``Elementwise``; directions in fp32 are overwritten."""
+        if not params:
+            return
+        stays = torch.stack([direction[0] for direction in directions]).isfinite().logical_not_()
+        may_stay = stays.tolist() if stays.is_cpu else [True] * len(params)
+        keeps = {decay: torch.where(stays, 1.0, 1.0 - decay) for decay in {*decays} - {0.0}}
+        for numbers, (weights, some) in _at_once(params, directions):
+            updates = _in_fp32(some)
+            torch._foreach_mul_(updates, [factors[number] for number in numbers])
+            for number, weight, update in zip(numbers, weights, updates, strict=True):
+                if may_stay[number]:
+                    update.masked_fill_(stays[number], 0.0)  # a product with 0 would keep NaN
+                if decays[number] != 0.0:
+                    weight.mul_(keeps[decays[number]][number])
+            torch._foreach_sub_(weights, updates)
+
+
+def _in_fp32(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies in fp32; the tensors themselves where they are in fp32 already."""
+    if tensors[0].dtype == torch.float32:
+        return tensors
+    sizes = [tensor.numel() for tensor in tensors]
+    scratch = tensors[0].new_empty(sum(sizes), dtype=torch.float32)
+    copies = list(torch.split(scratch, sizes))
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+def _at_once(*lists: Sequence[Any]) -> Iterator[tuple[list[int], tuple[list[Any], ...]]]:
+    """Parts of parallel lists, with at most ``ELEMENTS_AT_ONCE`` each, and their tensors' numbers.
+
+    A larger tensor is cut; None stays. On a CPU a part fits into a core's cache.
+    """
+    numbers: list[int] = []
+    some: tuple[list[Any], ...] = tuple([] for _ in lists)
+    most = room = _IN_CACHE if lists[0] and lists[0][0].is_cpu else ELEMENTS_AT_ONCE
+    for number, tensors in enumerate(zip(*lists, strict=True)):
+        size, start = tensors[0].numel(), 0
+        while start < size:
+            if room == 0 or (size - start > room and size <= most):
+                yield numbers, some
+                numbers, some, room = [], tuple([] for _ in lists), most
+            stop = min(size, start + room)
+            whole = stop - start == size
+            for part, tensor in zip(some, tensors, strict=True):
+                part.append(tensor if whole or tensor is None else tensor[start:stop])
+            numbers.append(number)
+            room -= stop - start
+            start = stop
+    if numbers:
+        yield numbers, some
