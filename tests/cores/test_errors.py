@@ -116,6 +116,10 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"moe_single_grouped_weight": True}},
         "does not support moe_single_grouped_weight yet (got True): keep a weight per expert",
     ),
+    "one grouped bias": (
+        {"model": {"moe_single_grouped_bias": True}},
+        "does not support moe_single_grouped_bias yet (got True): keep a bias per expert",
+    ),
     "early gather in fp16": (
         {"optimizer": {**EARLY_GATHER, "fp16": True, "bf16": False}},
         "overlap_param_gather_with_optimizer_step in fp16 yet (got True): use overlap_param_gather",

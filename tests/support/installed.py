@@ -34,6 +34,8 @@ def lacks(case: Case, topology: Topology) -> str | None:
         return f"megatron-core {NAME} has no query groups on several TP ranks, and no output gate"
     if case.mixer == "delta" and VERSION < (0, 16):
         return f"megatron-core {NAME} has no gated delta nets"
+    if case.expert_biases and VERSION < (0, 15):
+        return f"megatron-core {NAME} has no biases of experts"
     if case.sinks and VERSION < (0, 15):
         return f"megatron-core {NAME} has no learnable softmax offsets"
     whole = (topology.tp, topology.pp, topology.dp, topology.overlap) == (2, 2, 2, False)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_muon.mcore.seams.rows import megatron_version
+
 Tensor = torch.Tensor
 
 RECORD = "megatron_muon"  # the key of Muon's settings, beside "optimizer" in its state dict
@@ -61,6 +63,17 @@ def gathered_spans(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]
         padding += bucket.grad_data.numel() - bucket.numel_unpadded
     for param, (start, stop, bucket_id) in buffer.param_index_map.items():
         yield param, start - removed[bucket_id], stop - removed[bucket_id]
+
+
+def is_shifted(buffer: Any) -> bool:
+    """Whether Megatron's own fully_reshardable takes a parameter's state from a wrong place.
+
+    It does in core 0.15 to 0.19, behind the first bucket with padding: see ``gathered_spans``.
+    """
+    if megatron_version()[1] >= (0, 20):
+        return False
+    with_padding = buffer.param_index_map
+    return any(start != with_padding[param][0] for param, start, _ in gathered_spans(buffer))
 
 
 def to_disk(gathered: dict[str, Any], places: list[BufferPlace]) -> dict[str, Any]:

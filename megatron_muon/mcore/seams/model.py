@@ -135,6 +135,7 @@ ROWS = (
     # --- marks on parameters
     _LAYERS.has("tensor_model_parallel", "whether TP splits it"),
     _LAYERS.has("partition_dim", "the dim that TP splits"),
+    _LAYERS.has("sequence_parallel", "its gradient is added up over TP ranks"),
     _LAYERS.has("allreduce", "False on experts' weights, which have buffers of their own"),
     _LANGUAGE.has("is_embedding_or_output_parameter", "an embedding or output: AdamW's"),
     _LANGUAGE.has("shared_embedding", "a tied embedding, whose copies need one optimizer"),
@@ -144,6 +145,7 @@ ROWS = (
 REFUSALS = (
     _MODEL.has("fp4_param", _REFUSED, (0, 15)),
     _MODEL.has("moe_single_grouped_weight", _REFUSED, (0, 18)),
+    _MODEL.has("moe_single_grouped_bias", _REFUSED, (0, 18)),
     _OPTIM.has("optimizer_cuda_graph", _REFUSED, (0, 17)),
     _OPTIM.has("grad_norm_skip_threshold", _REFUSED, (0, 19)),
     _DDP.has("use_megatron_fsdp", _REFUSED, (0, 14)),

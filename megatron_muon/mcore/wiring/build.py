@@ -33,7 +33,7 @@ from megatron_muon.mcore.wiring.distributed_optimizer import (
     muon_over,
     start_of,
 )
-from megatron_muon.mcore.wiring.gradients import share_loss_scale
+from megatron_muon.mcore.wiring.gradients import keep_biases_apart, share_loss_scale
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
 from megatron_muon.mcore.wiring.process_groups import Stage
 from megatron_muon.mcore.wiring.states import init_state_of, states_of
@@ -112,7 +112,7 @@ def make_muons(
     said += describe.late_gather_lines(late)
     once = stage.speaks and stage.pipeline_rank == 0
     lines = [*_active(), *(said if once else []), *survey(model_chunks, routes, config, stage)]
-    lines += count_once(parts, stage)
+    lines += count_once(parts, stage) + keep_biases_apart(routes, stage)
     turn_into(optimizer, MuonChainedOptimizer)
     name_phases(model_chunks)
     optimizer.voters = process_groups.voters(parts, stage)

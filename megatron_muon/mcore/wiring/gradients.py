@@ -1,4 +1,4 @@
-"""Megatron's loss scale and gradient norm, as far as Muon's step needs them otherwise."""
+"""Megatron's gradients, their norm and loss scale, as far as Muon's step needs them otherwise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
+from megatron_muon.console import first_names
+from megatron_muon.mcore.routing.param_routing import Weight, of_any_number
+from megatron_muon.mcore.routing.routes import Route
+from megatron_muon.mcore.wiring.process_groups import Stage
 from megatron_muon.runtime.patches import turn_into
+
+_ADDED_UP = "sequence_parallel"  # Megatron's mark on parameters
 
 
 class LateNorm:
@@ -96,3 +102,32 @@ def share_loss_scale(dist_opts: Sequence[Any]) -> None:
     turn_into(scaler, SharedGradScaler)
     for dist_opt in dist_opts:
         dist_opt.grad_scaler = scaler
+
+
+def keep_biases_apart(routes: Sequence[Route], stage: Stage) -> list[str]:
+    """Unmark biases of experts that Megatron would add up over TP ranks. No communication.
+
+    With sequence parallelism each TP rank has a part of the gradient of a bias behind a
+    row-parallel layer, so Megatron marks the bias and adds the parts up. It marks biases of local
+    experts as well (from core 0.15 on; before, experts have none). But with expert parallelism TP
+    ranks hold different experts. Nothing else reads the mark of a parameter. Transformer Engine's
+    grouped experts, gpt-oss's among them, are not marked.
+
+    Returns:
+        A line for the stage's first rank to print, where a bias was marked.
+    """
+    mixed = [route.weight for route in routes if _is_mixed(route.weight, stage)]
+    for weight in mixed:
+        setattr(weight.param, _ADDED_UP, False)
+    if not mixed or not stage.speaks:
+        return []
+    names = sorted({of_any_number(weight.name) for weight in mixed})
+    return [
+        f"[megatron_muon] Megatron would add up the gradients of {first_names(names)} over TP "
+        "ranks, which hold different experts. This run does not; runs with --optimizer adam do"
+    ]
+
+
+def _is_mixed(weight: Weight, stage: Stage) -> bool:
+    of_expert = weight.is_expert and weight.name.endswith(".bias")
+    return of_expert and stage.sizes.ep > 1 and getattr(weight.param, _ADDED_UP, False)

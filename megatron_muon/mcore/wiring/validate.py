@@ -37,6 +37,7 @@ REFUSED = {
     "use_custom_fsdp": "use the distributed optimizer without FSDP",
     "fp4_param": "keep parameters in bf16 (computing in fp4 is fine)",
     "moe_single_grouped_weight": "keep a weight per expert",
+    "moe_single_grouped_bias": "keep a bias per expert",  # else it would look like a matrix
     "use_mup": "leave it off, since it sets Adam's rates",
     "offload_optimizer_states": _BY_ROUND,
     "low_memory_resume": "leave it off: it moves only AdamW's state to the host while it loads",

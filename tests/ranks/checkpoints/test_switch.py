@@ -21,12 +21,14 @@ from megatron_muon.mcore.checkpoint.interop.saved import Saved
 from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from support import te_on_cpu
 from support.checkpoints.saving import formats, load, save, save_new, spoil, unequal
+from support.installed import VERSION
 from support.models.gpt import (
     Case,
     Topology,
     held,
     lr_at,
     muon_weights,
+    printed_by,
     start,
     take_step,
     whole_grad,
@@ -190,6 +192,35 @@ def _check_to_adamw(switched: Any, shape: str, format: str, folder: Path) -> Non
     adam = replace(case, optimizer="adam")
     for unlike in run(switched, topology.world_size, adam, topology, format, str(folder)):
         assert unlike == []
+
+
+def _saved_and_loaded(bucket_size: int, folder: str) -> tuple[bool, str]:
+    """Whether AdamW after Muon loads what it has saved, and what the save prints."""
+    format, topology = "fully_reshardable", Topology(dp=3, overlap=True, bucket_size=bucket_size)
+    save_new(MUON, topology, format, f"{folder}/muon")
+    built = start(ADAM, topology)
+    with reading_muon(built.optimizer, settings_of(MUON)):
+        load(built, f"{folder}/muon", format)
+    _, printed = printed_by(lambda: save(built, f"{folder}/adamw", format))
+    again = start(ADAM, topology)
+    go_on_after_muon(again.optimizer, settings_of(MUON))
+    _, by_load = printed_by(lambda: load(again, f"{folder}/adamw", format))
+    assert by_load == ""
+    return not unequal(held(built), held(again), "by loading: ", log=False), printed
+
+
+@pytest.mark.skipif("fully_reshardable" not in formats(), reason="Megatron has it from 0.15 on")
+@pytest.mark.parametrize("bucket_size", [10_007, 10**9])
+def test_a_save_that_megatron_shifts_says_so(bucket_size: int, tmp_path: Path) -> None:
+    """AdamW's own, which the plugin leaves as it is: with several padded buckets before 0.20."""
+    for name in ("muon", "adamw"):
+        (tmp_path / name).mkdir()
+    by_rank = run(_saved_and_loaded, 3, bucket_size, str(tmp_path))
+    is_right = all(right for right, _ in by_rank)
+    assert is_right is (bucket_size > 10_007 or VERSION >= (0, 20))
+    assert ("warning: fully_reshardable" in by_rank[0][1]) is not is_right
+    assert is_right or "--ddp-num-buckets 1" in by_rank[0][1]
+    assert [printed for _, printed in by_rank[1:]] == ["", ""]
 
 
 def _clips_after_muon(folder: str) -> int:

@@ -52,6 +52,32 @@ def test_fp32_training_is_that_of_one_process(t: Topology) -> None:
     assert other.losses == pytest.approx(one.losses, rel=105 * U)
 
 
+BIASES = replace(FP32, moe=True, shared=False, expert_biases=True)
+
+
+@contextmanager
+def no_views() -> Iterator[None]:
+    """On one process an expert's output is a view, to which Megatron adds the bias in place, which
+    torch refuses."""
+    from megatron.core.tensor_parallel import layers
+
+    name = "reduce_from_tensor_model_parallel_region"
+    reduce = getattr(layers, name)
+    with mock.patch.object(layers, name, lambda *args, **kwargs: reduce(*args, **kwargs).clone()):
+        yield
+
+
+@pytest.mark.parametrize(
+    "t", [spread(dp=2, ep=2), spread(tp=2, ep=2, dispatcher="alltoall")], ids=said
+)
+def test_biases_of_experts_train_as_in_one_process(t: Topology) -> None:
+    """Megatron by itself adds up those of different experts over TP ranks."""
+    one, other = trained(BIASES, Topology(), no_views), trained(BIASES, t)
+    far = differences(one, other)
+    assert max(far.values()) < 105 * U, max(far, key=lambda name: far[name])
+    assert other.losses == pytest.approx(one.losses, rel=105 * U)
+
+
 @contextmanager
 def reduce_alone() -> Iterator[None]:
     """The reduction overlaps, and the gather of parameters does not."""

@@ -22,6 +22,7 @@ pytestmark = [
 FP32 = replace(MODEL, optimizer="muon", steps=4)
 BF16 = replace(FP32, bf16=True)
 MOE = replace(FP32, moe=True, grouped="te")
+BIASES = replace(MOE, shared=False, expert_biases=True)  # gpt-oss's
 # Rounding, in another order: of single products in fp32, and of whole layers in bf16.
 FAR = {False: 1e-4, True: 0.5}
 
@@ -43,3 +44,10 @@ def test_training_is_that_of_one_process(m: Case, t: Topology) -> None:
     far = differences(one, other)
     assert max(far.values()) < FAR[m.bf16], max(far, key=lambda name: far[name])
     assert other.losses[-1] == pytest.approx(one.losses[-1], abs=0.1 if m.bf16 else 1e-3)
+
+
+def test_biases_of_grouped_experts_have_one_processs_gradients() -> None:
+    """They have no mark by which Megatron would add them up over TP ranks."""
+    other = trained(BIASES, spread(tp=2, ep=2, dispatcher="alltoall"))
+    far = differences(truth(BIASES), other)
+    assert max(far.values()) < FAR[False], max(far, key=lambda name: far[name])

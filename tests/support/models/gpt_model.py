@@ -7,6 +7,7 @@ Transformer Engine are wrong, and telling so is the optimizer's work.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -124,7 +125,7 @@ def transformer_config(case: Case, topology: Topology) -> Any:
         "params_dtype": case.dtype,
         "bf16": case.dtype == torch.bfloat16,
         "fp16": case.dtype == torch.float16,
-        "add_bias_linear": not case.moe,  # grouped and shared experts have no bias
+        "add_bias_linear": case.expert_biases or not case.moe,  # shared experts have none
         "normalization": "RMSNorm" if case.rms_norm or case.mla else "LayerNorm",
         "hidden_dropout": case.dropout,
         "attention_dropout": case.dropout,
@@ -334,11 +335,9 @@ def _global_expert(name: str, first_expert: int) -> str:
     if mark:
         number, rest = after.split(".", 1)
         return f"{before}{mark}{int(number) + first_expert}.{rest}"
-    before, mark, after = name.partition(".experts.linear_fc")
-    if mark:
-        which, number = after.split(".weight")
-        if number:  # an adapter is all experts'
-            return f"{before}{mark}{which}.weight{int(number) + first_expert}"
+    grouped = re.fullmatch(r"(.*\.experts\.linear_fc\d\.(?:weight|bias))(\d+)", name)
+    if grouped:  # an adapter, without a number, is all experts'
+        return f"{grouped[1]}{int(grouped[2]) + first_expert}"
     return name
 
 
@@ -365,7 +364,9 @@ def piece_of(
 def _split_dim(name: str, param: torch.nn.Parameter, case: Case) -> int | None:
     of_te = case.grouped == "te" or takes_te(case)
     if of_te and ".mlp.experts." in name and ".adapter." not in name:
-        return 0 if ".linear_fc1." in name else 1
+        if ".linear_fc1." in name:
+            return 0
+        return 1 if param.dim() == 2 else None
     cut_by_te = takes_te(case) and VERSION < (0, 13)  # Megatron has them column-parallel there
     if case.mla == "duplicated" and name.endswith(DOWN_PROJECTIONS) and not cut_by_te:
         return None

@@ -98,7 +98,8 @@ class Case:
     net in place of attention; no forward pass of theirs is run. ``qk_clip`` are
     Megatron's threshold and alpha. ``rms_norm``, ``shared`` (experts), ``recompute`` and
     ``dropout`` are the model's, ``loss_scale``, ``scale_window`` and ``adam_eps`` the optimizer's.
-    With ``sinks`` the softmax of each head has a learnable offset.
+    With ``sinks`` the softmax of each head has a learnable offset, with ``expert_biases`` each
+    expert's linear layers have biases, which is from core 0.15 on and without a shared expert.
     With ``narrow``, settings of OptimizerConfig, states are held by precision-aware FusedAdam.
     Without ``te_attention`` a model of Transformer Engine's layers has Megatron's own attention.
     """
@@ -139,6 +140,7 @@ class Case:
     sinks: bool = False
     rms_norm: bool = False
     shared: bool = True
+    expert_biases: bool = False
     recompute: bool = False
     dropout: float = 0.0
     loss_scale: float = 2.0**12

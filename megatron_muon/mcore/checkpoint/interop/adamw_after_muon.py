@@ -19,11 +19,13 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_muon.mcore.checkpoint.buffers import ADAMW_STATE
+from megatron_muon.console import say
+from megatron_muon.mcore.checkpoint.buffers import ADAMW_STATE, is_shifted
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.checkpoint.sharded import StateDict
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
+from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.mcore.wiring import process_groups
 from megatron_muon.mcore.wiring.buffers.placement import local_experts
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
@@ -85,6 +87,29 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
         """Megatron's sharded state dict, of merged groups."""
         with self._whole():
             return super().sharded_state_dict(*args, **kwargs)
+
+    def sharded_param_state_fully_reshardable(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, *rest: Any, **kwargs: Any
+    ) -> Any:
+        """Megatron's state of whole weights, with a warning where Megatron shifts it."""
+        if not is_loading:
+            self._warn_if_shifted()
+        return super().sharded_param_state_fully_reshardable(
+            model_sharded_state_dict, is_loading, *rest, **kwargs
+        )
+
+    def _warn_if_shifted(self) -> None:
+        first_of_stage = (
+            self.data_parallel_group.rank() == 0
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+        if first_of_stage and any(is_shifted(buffer) for buffer in self.buffers):
+            say(
+                "[megatron_muon] warning: fully_reshardable of megatron-core "
+                f"{megatron_version()[0]} saves AdamW's state shifted where several buckets are "
+                "padded, as here. A run that loads this save goes on with wrong weights. Give "
+                "--ddp-num-buckets 1, or leave --dist-ckpt-optim-fully-reshardable out"
+            )
 
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's gathered state, of merged groups."""
