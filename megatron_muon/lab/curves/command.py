@@ -22,7 +22,7 @@ A RUN is NAME=FILE, or NAME=FILE,FILE,... with one file for each seed. A file is
 a folder with TensorBoard's event files, a Megatron log, CSV, JSON lines, or the
 quickstart's JSON.
 
-S, s           the first run reaches a loss at step S, the other one at step s
+S, s           the first run is first at a loss at step S, the other one at step s
 leading ratio  0.5: the first run needs half as many steps more; "never": the
                loss is not reached
 (a to b)       the smallest and the largest of all pairs of seeds; without it
@@ -134,7 +134,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 def _lead(first: str, other: str, own: dict[str, Any]) -> dict[str, str]:
     reached = None if own["ratio"] is None else statistics.median(own["reached"])
     return {
-        first: f"{own['step']:g}",
+        first: f"{own['step']:.1f}",
         "loss": f"{own['loss']:.4f}",
         other: _spread(reached, own["reached"], ".1f"),
         "leading ratio": _spread(own["ratio"], own["ratios"], ".2f"),
