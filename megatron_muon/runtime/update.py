@@ -35,7 +35,7 @@ class Elementwise(Protocol):
         momentum: float,
         nesterov: bool,
     ) -> None:
-        """M ← μM + G in place, and copy the input of Newton-Schulz (arXiv 2502.16982, Algorithm 1).
+        """M ← μM + G in place, and copy the input of Newton-Schulz (arXiv 2502.16982, eq. 1).
 
         Args:
             momentum_buffers: M of each slice, ``(n,)`` fp32; updated.
