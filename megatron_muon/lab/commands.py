@@ -33,7 +33,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "curves": ("curves.command", "compare the steps that runs need for the same losses"),
     "bench": ("", "measure a step, Newton-Schulz, or the speed of a rank and its link"),
 }
-LIBRARIES = ("pandas", "numpy", "tensorboard", "matplotlib")  # of the extra [lab]
+LIBRARIES = ("torch", "pandas", "numpy", "tensorboard", "matplotlib")  # the latter of [lab]
 # Commands and flags that went, with what to use in their place.
 GONE: Mapping[str, str] = {
     "certify": "plan prices memory, bytes and time; tests/unit/virtual_gpu checks races",

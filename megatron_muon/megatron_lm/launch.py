@@ -25,10 +25,17 @@ USAGE = (
     "muon]\n--muon-cpu runs it on the CPU over gloo, as without it on a node without GPUs"
 )
 ON_CPU = "--muon-cpu"  # before the script's path or among its arguments
+_CORES = ("numpy", "packaging")  # what megatron.core imports beside torch
+_SCRIPTS = (*_CORES, "einops", "psutil", "pydantic", "regex", "six", "triton", "yaml")
+_PACKAGES = {"yaml": "pyyaml"}  # the package of a module of another name
 
 
 class MixedInstallationError(RuntimeError):
     """megatron.core and megatron.training come from different places."""
+
+
+class MissingPackageError(ModuleNotFoundError):
+    """Megatron-LM, or its script, imports a package that is not installed."""
 
 
 class LostGpuError(RuntimeError):
@@ -42,6 +49,7 @@ def main(argv: Sequence[str]) -> None:
         SystemExit: no script is given, or it is not there.
         FileNotFoundError: the script's checkout is not there.
         MixedInstallationError, SeamError, LostGpuError: see what is called here.
+        MissingPackageError: names what to install.
     """
     if argv and argv[0] == ON_CPU:
         argv = [*argv[1:2], ON_CPU, *argv[2:]]
@@ -60,16 +68,36 @@ def main(argv: Sequence[str]) -> None:
     require_core()
     if ON_CPU in argv:
         hide_gpus()
-    without_gpu()
-    importlib.import_module("megatron_muon.megatron_lm.install").install_training()
-    sys.argv = [str(script), *argv[1:]]
     try:
+        without_gpu()
+        importlib.import_module("megatron_muon.megatron_lm.install").install_training()
+        sys.argv = [str(script), *argv[1:]]
         runpy.run_path(str(script), run_name="__main__")
+    except ModuleNotFoundError as error:
+        install = what_to_install(checkout / "megatron" / "core", error)
+        if not install:
+            raise
+        raise MissingPackageError(f"{error}: {install}", name=error.name) from error
     except (ZeroDivisionError, TypeError) as error:
         if "args.eval_interval" not in (traceback.extract_tb(error.__traceback__)[-1].line or ""):
             raise
         text = "Megatron divides by --eval-interval: give one, with --eval-iters 0 to leave it out"
         raise ValueError(text) from error
+
+
+def what_to_install(core: Path, error: ModuleNotFoundError) -> str:
+    """The way out of an error of an import: its package, and the others that are not here.
+
+    They are those of a folder ``megatron/core``, and of the scripts beside it. Empty where the
+    error names no module, or one of Megatron's own.
+    """
+    name = (error.name or "").partition(".")[0]
+    if not name or name.startswith("megatron"):
+        return ""
+    known = _SCRIPTS if (core.parent / "training").is_dir() else _CORES
+    missing = [name, *(each for each in known if importlib.util.find_spec(each) is None)]
+    names = " ".join(dict.fromkeys(_PACKAGES.get(each, each) for each in missing))
+    return f"Megatron-LM needs it, not megatron_muon; pip install {names}"
 
 
 def checkout_of(script: Path) -> Path:

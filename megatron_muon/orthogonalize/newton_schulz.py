@@ -1,7 +1,7 @@
 """Newton-Schulz orthogonalization of matrices: tensors in, tensors out, no groups.
 
 Two iterations that differ in rounding only (``iteration`` says which a matrix gets): the standard
-one of arXiv 2502.16982 eq. 2-3 and https://kellerjordan.github.io/posts/muon, and the Gram one,
+one of arXiv 2502.16982 eq. 2 and https://kellerjordan.github.io/posts/muon, and the Gram one,
 both started from X = U/‖U‖, where U is the momentum (G + μM with Nesterov's). In fp16 an iterate
 is held as 128·X, so that small entries stay (``matmul.scale_of``). ``coefficients.GRAM_ERROR``
 bounds the Gram one's error by the standard one's. The order of operations is part of the

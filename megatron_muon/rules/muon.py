@@ -1,4 +1,4 @@
-"""Muon (arXiv 2502.16982, Algorithm 1 and equation 4), from gradient to weight.
+"""Muon (arXiv 2502.16982, equations 1, 2 and 4), from gradient to weight.
 
 On each shard, elementwise: M ← μM + G, and U = G + μM with Nesterov's momentum, else M.
 At the home of the matrix U, ``(m, n)``, the five lines of Newton-Schulz::
@@ -259,7 +259,7 @@ class Elementwise(Protocol):
         momentum: float,
         nesterov: bool,
     ) -> None:
-        """M ← μM + G in place, and copy the input of Newton-Schulz (arXiv 2502.16982, Algorithm 1).
+        """M ← μM + G in place, and copy the input of Newton-Schulz (arXiv 2502.16982, eq. 1).
 
         Args:
             momentum_buffers: M of each slice, ``(n,)`` fp32; updated.

@@ -86,7 +86,7 @@ class UpdateSettings:
     momentum: float = row(
         0.95,
         "--muon-momentum",
-        f"mu in M <- mu M + G ({PAPER}, Algorithm 1), at least 0 and below 1.",
+        f"mu in M <- mu M + G ({PAPER}, eq. 1), at least 0 and below 1.",
         kinds.number("in [0, 1)", lambda value: 0 <= value < 1),
         source=UPSTREAM,
         without="The default is 0.95 (Megatron's own Muon: 0.9).",
@@ -129,7 +129,7 @@ class UpdateSettings:
     ns_steps: int = row(
         5,
         "--muon-ns-steps",
-        f"Newton-Schulz iterations for each matrix, 1 to 100 ({PAPER}, section 2.1). The paper "
+        f"Newton-Schulz iterations for each matrix, 1 to 100 ({PAPER}, section 2.2). The paper "
         "found 10 no better than 5.",
         kinds.count(most=MOST_STEPS),
         source=CONCEPT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import email
 import email.message
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,6 +115,18 @@ def test_pip_brings_a_megatron_core_only_where_it_is_asked_for(
     assert "core" in metadata.get_all("Provides-Extra", [])
     for requirements in ("tests/requirements.txt", "examples/quickstart/requirements.txt"):
         assert "\nmegatron-core==" in (ROOT / requirements).read_text()
+
+
+def test_every_extra_stands_in_usage_and_te_brings_its_library(
+    metadata: email.message.Message,
+) -> None:
+    usage = (ROOT / "docs" / "usage.md").read_text()
+    (extras,) = re.findall(r"^The extras are .*?\n\n", usage, re.MULTILINE | re.DOTALL)
+    for extra in metadata.get_all("Provides-Extra", []):
+        assert f"`{extra}`" in extras
+    (engine,) = (line for line in metadata.get_all("Requires-Dist", []) if "transformer" in line)
+    (chosen,) = re.findall(r"\[(.*)\]", engine)
+    assert set(re.split(r"[\s,]+", chosen.replace("_", "-"))) == {"pytorch", "core-cu13"}
 
 
 def test_the_version_stands_in_one_place() -> None:

@@ -40,6 +40,19 @@ def test_without_any_core_nothing_is_to_be_uninstalled(tmp_path: Path) -> None:
     assert "uninstall" not in done.stderr
 
 
+def test_a_package_that_megatron_lacks_is_named_with_what_installs_it(tmp_path: Path) -> None:
+    lacks = "raise ModuleNotFoundError(\"No module named 'yaml'\", name='yaml')"
+    done = launched(str(checkout(tmp_path, lacks) / "pretrain_gpt.py"))
+    error = done.stderr.splitlines()[-1]
+    assert "MissingPackageError: No module named 'yaml': Megatron-LM needs it, not" in error
+    assert "pip install pyyaml" in error
+
+
+def test_a_missing_module_of_megatrons_own_stays_its_error(tmp_path: Path) -> None:
+    done = launched(str(checkout(tmp_path, "import megatron.gone") / "pretrain_gpt.py"))
+    assert "MissingPackageError" not in done.stderr and "pip install" not in done.stderr
+
+
 # --- the CPU ---------------------------------------------------------------------------------
 
 SAYS_GPUS = "import os; raise SystemExit('GPUs: ' + os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))"

@@ -148,6 +148,17 @@ def test_places_that_a_page_names_are_there(page: Path) -> None:
         assert is_there, name
 
 
+DEFINED = re.compile(r"`(\w+)` in `([\w/]+\.py)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_name_that_a_page_places_in_a_module_is_defined_there(page: Path) -> None:
+    for name, module in DEFINED.findall(page.read_text()):
+        files = (ROOT / "megatron_muon").rglob(module)
+        definition = re.compile(rf"^(class |def |.*, )?{name}\b.*[=:]", re.MULTILINE)
+        assert any(definition.search(file.read_text()) for file in files), f"{name} in {module}"
+
+
 def test_versions_sh_names_tests_that_are_there() -> None:
     text = (ROOT / "tests/versions.sh").read_text()
     found = re.findall(r'"\$TESTS"/([\w/]+)\{([\w,]*)\}\.py', text)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_muon.console import printable
-from megatron_muon.lab.curves import lead
-from megatron_muon.lab.curves.files import KINDS, CurveError, read_curves
-from megatron_muon.lab.curves.lead import Curve
 from megatron_muon.lab.outputs import add_outputs, parser_of, require_outputs, write_json
 from megatron_muon.lab.tables import aligned
 
@@ -22,7 +19,7 @@ A RUN is NAME=FILE, or NAME=FILE,FILE,... with one file for each seed. A file is
 a folder with TensorBoard's event files, a Megatron log, CSV, JSON lines, or the
 quickstart's JSON.
 
-S, s           the first run reaches a loss at step S, the other one at step s
+S, s           the steps at which the first and the other run first have a loss
 leading ratio  0.5: the first run needs half as many steps more; "never": the
                loss is not reached
 (a to b)       the smallest and the largest of all pairs of seeds; without it
@@ -35,7 +32,6 @@ end where the other still has a high rate.
 
 Exit status: 0; 1 where a file has no curve or cannot be written; 2 where
 arguments are wrong."""
-_Runs = Mapping[str, Sequence[Mapping[str, Curve]]]  # by name a curve of each kind for each seed
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,6 +45,10 @@ def main(argv: Sequence[str]) -> int:
     add("--window", type=float, metavar="PART", help=window)
     add_outputs(parser, plot="losses and leading ratios")
     given = parser.parse_args(argv)
+    # what these import is of the extra [lab], which --help does not need
+    from megatron_muon.lab.curves.compare import compare
+    from megatron_muon.lab.curves.files import KINDS, read_curves
+
     try:
         if len(given.runs) < 2 or len(dict(map(_files, given.runs))) < len(given.runs):
             raise ValueError("give two runs or more, of different names: NAME=FILE")
@@ -79,36 +79,6 @@ def _files(run: str) -> tuple[str, list[Path]]:
     return name, [Path(each) for each in ([files] if Path(files).exists() else files.split(","))]
 
 
-def compare(runs: _Runs, window: float | None) -> dict[str, Any]:
-    """All figures beside the first run, by kind of loss; a CurveError if none is in all files."""
-    found = {}
-    for kind in KINDS:
-        if all(kind in seed for seeds in runs.values() for seed in seeds):
-            part = window if window is not None else 0.02 if kind == "train" else 0.0
-            curves = {name: [seed[kind] for seed in seeds] for name, seeds in runs.items()}
-            first, *others = curves.items()
-            found[kind] = {
-                "window": part,
-                "runs": [_ending(name, own, part) for name, own in curves.items()],
-                "beside_first": [{"name": o[0], **_beside(first[1], o[1], part)} for o in others],
-            }
-    if not found:
-        have = (f"{name}: {', '.join(sorted(set().union(*own)))}" for name, own in runs.items())
-        raise CurveError(f"no kind of loss is in all files ({'; '.join(have)})")
-    return found
-
-
-def _ending(name: str, curves: Sequence[Curve], window: float) -> dict[str, Any]:
-    losses = [float(lead.envelope(lead.smooth(own, window)).losses[-1]) for own in curves]
-    dropped, steps = sum(own.dropped for own in curves), min(own.steps[-1] for own in curves)
-    return {"name": name, "steps": float(steps), "losses": losses, "dropped": dropped}
-
-
-def _beside(first: Sequence[Curve], own: Sequence[Curve], window: float) -> dict[str, Any]:
-    leads = lead.leads(first, own, window)
-    return {"leads": [each._asdict() | {"ratio": each.ratio} for each in leads]}
-
-
 def _tables(found: dict[str, Any]) -> list[str]:
     blocks = []
     for kind, each in found.items():
@@ -134,7 +104,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 def _lead(first: str, other: str, own: dict[str, Any]) -> dict[str, str]:
     reached = None if own["ratio"] is None else statistics.median(own["reached"])
     return {
-        first: f"{own['step']:g}",
+        first: f"{own['step']:.1f}",
         "loss": f"{own['loss']:.4f}",
         other: _spread(reached, own["reached"], ".1f"),
         "leading ratio": _spread(own["ratio"], own["ratios"], ".2f"),

@@ -61,12 +61,15 @@ def envelope(own: Curve) -> Curve:
 
 
 def step_of(monotone: Curve, loss: float) -> float | None:
-    """The first step at which a non-increasing curve is at a loss; None where it never is."""
+    """The first step at which a non-increasing curve is at a loss; None where it never is.
+
+    A loss from before training, at step 0, counts as reached at the first step.
+    """
     at = int(np.searchsorted(-monotone.losses, -loss, "left"))
     if at == len(monotone.steps):
         return None
     if at == 0:
-        return float(monotone.steps[0])
+        return float(monotone.steps[monotone.steps > 0][0])
     (before, after), (high, low) = (each[at - 1 : at + 1].tolist() for each in monotone[:2])
     return float(before + (after - before) * (high - loss) / (high - low))
 
@@ -74,8 +77,9 @@ def step_of(monotone: Curve, loss: float) -> float | None:
 class Lead(NamedTuple):
     """One level of loss: when each run reaches it, over all pairs of seeds.
 
-    At ``step`` S of the baseline the median of its seeds has ``loss``. ``reached`` is s, the other
-    run's steps at its pair's loss, ``ratios`` (S - s) / s; pairs that never reach it are missing.
+    A seed of the baseline is first at its own level at step S, the other run at step s. ``step``
+    and ``loss`` are the medians of S and of the levels over the baseline's seeds. ``reached`` has
+    s of each pair and ``ratios`` its (S - s) / s; pairs that never reach the level are missing.
     """
 
     step: float
@@ -93,20 +97,33 @@ class Lead(NamedTuple):
 
 
 def leads(baseline: Sequence[Curve], other: Sequence[Curve], window: float) -> list[Lead]:
-    """The leading ratio of each pair of seeds, at ``SHARES`` of the baseline's steps.
+    """The leading ratio of each pair of seeds, at the losses after ``SHARES`` of the baseline.
 
-    A loss that a run reaches before its first step counts as reached there.
+    S is the step at which the baseline is first at such a loss. A curve that ends level
+    was there before that share of its steps, which as S would have a run lead itself.
     """
-    of_baseline, of_other = _envelopes(baseline, window), _envelopes(other, window)
+    of_baseline = _envelopes(baseline, window)
+    of_other = _envelopes(other, window)
+    length = min(float(each.steps[-1]) for each in baseline)
     found = []
-    for step in (share * min(float(each.steps[-1]) for each in baseline) for share in SHARES):
-        levels = [float(np.interp(step, each.steps, each.losses)) for each in of_baseline]
-        pairs = list(itertools.product(levels, of_other))
-        steps = [(step_of(each, level), each.steps[each.steps > 0][0]) for level, each in pairs]
-        reached = tuple(float(at or first) for at, first in steps if at is not None)
-        ratios = tuple((step - at) / at for at in reached)
-        found.append(Lead(step, statistics.median(levels), reached, ratios, len(pairs)))
+    for share in SHARES:
+        levels = [_level(each, share * length) for each in of_baseline]
+        pairs = itertools.product(levels, of_other)
+        steps = [(first, step_of(each, loss)) for (first, loss), each in pairs]
+        reached = tuple(step for _, step in steps if step is not None)
+        ratios = tuple((first - step) / step for first, step in steps if step is not None)
+        first, loss = (statistics.median(each) for each in zip(*levels, strict=True))
+        found.append(Lead(first, loss, reached, ratios, len(steps)))
     return found
+
+
+def _level(baseline: Curve, step: float) -> tuple[float, float]:
+    """A baseline's loss after a step of the run, behind the step at which it is first there."""
+    interpolated = float(np.interp(step, *baseline[:2]))
+    loss = max(interpolated, float(baseline.losses[-1]))  # rounding may go below the last one
+    first = step_of(baseline, loss)
+    assert first is not None
+    return first, loss
 
 
 def _envelopes(curves: Sequence[Curve], window: float) -> list[Curve]:

@@ -35,13 +35,11 @@ from megatron_muon.megatron_lm.launch import (
     check_installation,
     sign_of_gpu,
     version_of,
+    what_to_install,
 )
 from megatron_muon.presence import WAY_OUT, SeamError, Version, core_version, require_core
 
 _OLDEST_TORCH = (2, 4)
-_CORES = ("numpy", "packaging")  # what megatron.core imports beside torch
-_SCRIPTS = (*_CORES, "einops", "psutil", "pydantic", "regex", "six", "triton", "yaml")
-_PACKAGES = {"yaml": "pyyaml"}
 _TE = "transformer-engine", "transformer_engine"
 _REQUIRES_PYTHON = re.compile(
     r"^requires-python\s*[:=]\s*[\"']?([^\"'\n]*?>=\s*(\d+(?:\.\d+)*)[^\"'\n]*)",
@@ -243,13 +241,9 @@ def _not_imported(module: str, core: Path, error: Exception) -> str:
     """Why a module of Megatron's cannot be imported; where Python is too old, the one it needs."""
     what = f"{type(error).__name__}: {error}"
     why = _older_python(core)
-    if why is None and isinstance(error, ModuleNotFoundError) and error.name:
-        missing = [error.name.partition(".")[0]]
-        if not missing[0].startswith("megatron"):
-            more = _SCRIPTS if (core.parent / "training").is_dir() else _CORES
-            missing += [each for each in more if importlib.util.find_spec(each) is None]
-            names = " ".join(dict.fromkeys(_PACKAGES.get(each, each) for each in missing))
-            what = f"{what}: Megatron-LM needs it, not megatron_muon; pip install {names}"
+    if why is None and isinstance(error, ModuleNotFoundError):
+        install = what_to_install(core, error)
+        what = f"{what}: {install}" if install else what
     return f"{why} ({what})" if why else f"{module} cannot be imported: {what}"
 
 

@@ -8,11 +8,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_muon.console import printable
-from megatron_muon.lab.inspect.report import Report, examine
 from megatron_muon.lab.outputs import parser_of
 from megatron_muon.lab.tables import listed, wrapped
+
+if TYPE_CHECKING:
+    from megatron_muon.lab.inspect.report import Report
 
 _DESCRIPTION = """\
 Print what wrote a checkpoint, its parameters with their optimizer, and whether
@@ -43,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _examined(given: argparse.Namespace) -> tuple[int, str]:
     """The exit status, and the report or an error."""
+    from megatron_muon.lab.inspect.report import examine  # torch, which --help does not need
+
     try:
         report = examine(given.path, hashes=given.hash)
     except OSError as error:

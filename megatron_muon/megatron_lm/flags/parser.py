@@ -46,21 +46,34 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**dict.fromkeys(own), **{KEPT: own})
 
 
-# Flags of published command lines that no Megatron has but Moonshot's fork, with today's.
-_FORK = {
+# Flags of a published command line that no Megatron has but Moonshot's fork, and what
+# each is today; examples/moe_1b has the same table.
+_BALANCE = "--moe-router-load-balancing-type"
+FORK = {
+    "--moe-router-activation-type": "--moe-router-score-function; softmax is refused with the "
+    "experts' bias",
     "--moe-routed-scaling-factor": "--moe-router-topk-scaling-factor",
-    "--moe-num-first-dense-layers": "--moe-layer-freq, such as ([0]*2+[1]*25)",
-    "--moe-router-activation-type": "--moe-router-score-function",
-    "--moe-global-batch-balance": "--moe-router-load-balancing-type global_aux_loss",
+    "--moe-num-first-dense-layers": "--moe-layer-freq, for 2 of 18 ([0]*2+[1]*16)",
+    "--expert-balance-factor": f"{_BALANCE} none, where it is 0",
+    "--device-balance-factor": f"{_BALANCE} none, where it is 0",
+    "--moe-global-batch-balance": "none with the experts' bias, which follows the whole batch; "
+    f"without it {_BALANCE} global_aux_loss (core 0.15 and later)",
+    "--no-interleaved-qkv": "none: Megatron's fused QKV is interleaved by query groups; Muon "
+    "splits Q, K and V all the same",
     "--save-async-fast-checkpoint": "--async-save",
 }
 
 
 def refuse_forks_flags(parser: argparse.ArgumentParser, line: Sequence[str]) -> None:
-    """End the process with an error where a command line has a flag of Moonshot's fork alone."""
-    for name in (word.partition("=")[0] for word in line):
-        if name in _FORK and name not in parser._option_string_actions:
-            parser.error(f"{name} is of Moonshot's fork of Megatron; today it is {_FORK[name]}")
+    """End the process with an error that has all flags of Moonshot's fork alone on a command line.
+
+    Each is there with what it is today.
+    """
+    named = dict.fromkeys(word.partition("=")[0] for word in line)
+    unknown = [name for name in named if name in FORK and name not in parser._option_string_actions]
+    if unknown:
+        answers = "".join(f"\n  {name}: {FORK[name]}" for name in unknown)
+        parser.error(f"flags of Moonshot's fork of Megatron, and what they are today:{answers}")
 
 
 def mend_help(parser: argparse.ArgumentParser) -> None:

@@ -132,9 +132,9 @@ def test_as_a_program_by_itself(sealed: Path) -> None:
 def test_a_fault_of_its_own_has_a_status_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_muon.lab.inspect import command
+    from megatron_muon.lab.inspect import report
 
-    monkeypatch.setattr(command, "examine", lambda *_, **__: {}["a mistake\nof ours"])
+    monkeypatch.setattr(report, "examine", lambda *_, **__: {}["a mistake\nof ours"])
     assert main(["checkpoint", "inspect", str(tmp_path)]) == 3
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from megatron_muon.lab.curves.files import CurveError, read_curves
@@ -160,6 +160,34 @@ def test_pairs_that_never_reach_a_loss_count_as_the_lowest() -> None:
     last = leads(baseline, [*never[:2], power_law(1.0)], 0.0)[-1]
     assert last.ratio == pytest.approx(1.0, rel=1e-9)
     assert Lead(4.0, 1.0, (1.0, 2.0), (3.0, 1.0), pairs=3).ratio == 1.0
+
+
+LATE_RISE = [3 - step / 30 for step in range(60)] + [1 + step / 40 for step in range(40)]
+WINDOWS = st.sampled_from([0.0, 0.02, 0.3, 0.5])
+
+
+@given(LOSSES, st.integers(0, 1), WINDOWS)
+@example(LATE_RISE, 1, 0.02)
+@example([3.0, 2.5, 2.0, 2.0, 2.0, 2.0], 1, 0.0)  # level from its third step on
+@example(power_law(2.0, 200).losses.tolist(), 1, 0.5)  # the last block's centre is step 150.5
+@example([3.0, 2.0], 0, 0.0)  # a validation loss before training
+def test_a_run_has_no_lead_over_itself(losses: list[float], start: int, window: float) -> None:
+    run = curve(enumerate(losses, start))
+    assume(run is not None and run.steps[-1] > 0)
+    for level in leads([run], [run], window):
+        assert level.ratios == (0.0,) and level.reached == (level.step,)
+
+
+@given(LOSSES, WINDOWS)
+@example(LATE_RISE, 0.02)
+def test_a_run_at_half_the_speed_has_half_of_the_steps_as_its_lead(
+    losses: list[float], window: float
+) -> None:
+    """Whatever the baseline's end: level, rising, or averaged over half of the run."""
+    run = along(losses)
+    slow = run._replace(steps=2 * run.steps)
+    for level in leads([run], [slow], window):
+        assert level.ratios == (-0.5,)
 
 
 @given(LOSSES)

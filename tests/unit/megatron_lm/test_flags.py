@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags.namespace import differences, put_in_force, restore_defaults
-from megatron_muon.megatron_lm.flags.parser import add_flags, muon_backend, refuse_forks_flags
+from megatron_muon.megatron_lm.flags.parser import (
+    FORK,
+    add_flags,
+    muon_backend,
+    refuse_forks_flags,
+)
 from megatron_muon.settings.from_flags import muon_config
 from megatron_muon.settings.run_flags import FLAGS
+from support import ROOT
 from support.megatron_lm.flag_parsers import (
     EVERY,
     MEANINGS,
@@ -58,13 +66,24 @@ def test_megatrons_defaults_come_back_and_what_was_given_stays(version: str) -> 
     assert args.muon_momentum == 0.5 and args.muon_split_qkv is False
 
 
-def test_a_flag_of_moonshots_fork_is_answered_by_todays(capsys: pytest.CaptureFixture[str]) -> None:
-    parser, line = parser_of("0.17"), ["--moe-routed-scaling-factor=2.45"]
+def test_flags_of_moonshots_fork_are_all_answered_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = parser_of("0.17")
     with pytest.raises(SystemExit):
-        refuse_forks_flags(parser, line)
-    assert "fork of Megatron; today it is --moe-router-topk-scaling" in capsys.readouterr().err
-    parser.add_argument("--moe-routed-scaling-factor")  # as that fork has it
-    refuse_forks_flags(parser, line)
+        refuse_forks_flags(parser, [f"{name}=1" for name in FORK])
+    said = capsys.readouterr().err
+    for name, today in FORK.items():
+        assert f"\n  {name}: {today}\n" in said
+        parser.add_argument(name)  # as that fork has it
+    refuse_forks_flags(parser, list(FORK))
+
+
+def test_the_answer_to_a_forks_flag_is_that_of_the_recipes_table() -> None:
+    page = (ROOT / "examples" / "moe_1b" / "README.md").read_text()
+    rows = re.findall(r"^\| (`--.*) \| (.*) \|$", page, re.MULTILINE)
+    table = {name: today for flags, today in rows for name in re.findall(r"`(--[\w-]+)", flags)}
+    assert {name: table[name].replace("`", "") for name in FORK} == FORK
 
 
 # --- meanings --------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.mcore.watching.warnings import Warnings
+from megatron_muon.mcore.watching.warnings import _GROW, Warnings
+from support import ROOT
 
 ROW, LAYER = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0"
 
@@ -56,6 +57,13 @@ def test_a_sign_gives_its_warning_once(which: str) -> None:
     texts, text = SIGNS[which]
     (only,) = texts()
     assert re.search(text, only) and "docs/troubleshooting.md" in only, only
+
+
+def test_what_the_warning_of_growing_outputs_names_has_the_papers_answer() -> None:
+    """Appendix D: decay the norms' gammas."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    (section,) = re.findall(rf"^### {_GROW}\n(.*?)^### ", page, re.MULTILINE | re.DOTALL)
+    assert "--weight-decay-all-params" in section
 
 
 def test_a_run_that_is_well_gives_none() -> None:
