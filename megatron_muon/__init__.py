@@ -164,14 +164,15 @@ def step_traces(steps: str, folder: str | Path) -> MegatronTraces:
     """Traces of chosen steps by torch's profiler, of a run with any of Megatron's optimizers.
 
     Call it on every rank of the world, and put ``with traces.step(number, optimizer):`` around each
-    step. After the last chosen step each rank writes ``rankN.json.gz`` into the folder.
+    step. After the last chosen step each rank writes ``rankN.json.gz`` into the folder. Where an
+    earlier run has left traces there, all ranks write into ``run2``, ``run3``, … within it.
 
     Args:
         steps: the steps, ``FIRST:LAST``, both included, or one number; the first is 1.
         folder: the folder, which is made.
 
     Raises:
-        ValueError: ``steps`` has another form, or the folder has a trace of this rank already.
+        ValueError: ``steps`` has another form.
         OSError: the folder cannot be made.
     """
     require_core()

@@ -28,6 +28,11 @@ def show(*texts: str, to: TextIO | None = None) -> None:
         print("\n".join(wrapped(text)), file=to, flush=True)
 
 
+def digits(value: float, most: int = 3) -> str:
+    """A number of at least 0 in three digits, or in more where its whole part has more."""
+    return f"{value:.{most}g}" if value < 10**most - 0.5 else f"{value:.0f}"
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table of numbers, the heads first, that fits the terminal.
 

@@ -92,16 +92,17 @@ def buffers(args: Namespace, dp_size: int, *, norms: bool = False) -> list[Buffe
     stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     layers = getattr(args, "decoder_first_pipeline_num_layers", None) or args.num_layers // stages
     for number in range(max(1, int(layers) // (chunks or 1))):
+        layer = f"decoder.layers.{number}."
         of_layer, of_experts = _feed_forward(args, number)
         if norms and of_experts:
-            of_layer = [_whole(args.num_experts, args.hidden_size, None), *of_layer]
+            of_layer = [_whole("mlp.router", args.num_experts, args.hidden_size, None), *of_layer]
         for weights in (_attention(args), of_layer):
             dense += norm
             for weight in weights:
-                dense += _muons(f"{number}", weight, tp, has_bias=norms and args.add_bias_linear)
+                dense += _muons(layer, weight, tp, has_bias=norms and args.add_bias_linear)
             dense += of_heads * (weights is not of_layer)
         for weight in of_experts:
-            experts += _muons(f"{number}.experts.", weight, expert_tp)
+            experts += _muons(layer, weight, expert_tp)
     dense += norm * (args.pipeline_model_parallel_size == 1)
     if args.pipeline_model_parallel_size == 1 and args.untie_embeddings_and_output_weights:
         dense.append(embedding)
@@ -109,21 +110,22 @@ def buffers(args: Namespace, dp_size: int, *, norms: bool = False) -> list[Buffe
     return [buffer for buffer in both if buffer.weights]
 
 
-_Weight = tuple[Sections, int, int | None]  # a whole weight's rows, its columns, the dim TP cuts
+# A name within its layer, a whole weight's rows, its columns, the dim TP cuts
+_Weight = tuple[str, Sections, int, int | None]
 
 
-def _muons(name: str, weight: _Weight, tp: int, *, has_bias: bool = False) -> list[LocalParameter]:
+def _muons(layer: str, weight: _Weight, tp: int, *, has_bias: bool = False) -> list[LocalParameter]:
     """A weight as a rank has it, and its bias, which TP cuts where it cuts rows."""
-    sections, cols, dim = weight
+    name, sections, cols, dim = weight
     rows = sum(run.count for section in sections for run in section)
     shape = rows // (tp if dim == 0 else 1), cols // (tp if dim == 1 else 1)
-    matrices, blocks = sectioned(name, shape, dim, tp, sections)
-    muon = Parameter(name, shape, dim, UNPLACED, UNPLACED, 0, matrices, blocks)
+    matrices, blocks = sectioned(layer + name, shape, dim, tp, sections)
+    muon = Parameter(layer + name, shape, dim, UNPLACED, UNPLACED, 0, matrices, blocks)
     return [LocalParameter(shape[0] * shape[1], muon), *[LocalParameter(shape[0])] * has_bias]
 
 
-def _whole(rows: int, cols: int, dim: int | None) -> _Weight:
-    return ((Rows("", rows),),), cols, dim
+def _whole(name: str, rows: int, cols: int, dim: int | None) -> _Weight:
+    return name, ((Rows("", rows),),), cols, dim
 
 
 def _attention(args: Namespace) -> list[_Weight]:
@@ -132,37 +134,43 @@ def _attention(args: Namespace) -> list[_Weight]:
     Multi-latent attention's down projections count as replicated, as in Transformer Engine.
     """
     hidden, heads = args.hidden_size, args.num_attention_heads
+    of = "self_attention.linear_"
     if args.multi_latent_attention:
         query, rope = args.qk_head_dim + args.qk_pos_emb_head_dim, args.qk_pos_emb_head_dim
-        down = [_whole(args.q_lora_rank, hidden, None)] if args.q_lora_rank else []
+        rank, kv_rank, values = args.q_lora_rank, args.kv_lora_rank, args.v_head_dim
+        down = [_whole(f"{of}q_down_proj", rank, hidden, None)] if rank else []
         return [
-            _whole(hidden, heads * args.v_head_dim, 1),
+            _whole(f"{of}proj", hidden, heads * values, 1),
             *down,
-            _whole(heads * query, args.q_lora_rank or hidden, 0),
-            _whole(args.kv_lora_rank + rope, hidden, None),
-            _whole(heads * (args.qk_head_dim + args.v_head_dim), args.kv_lora_rank, 0),
+            _whole(f"{of}q_up_proj" if rank else f"{of}q_proj", heads * query, rank or hidden, 0),
+            _whole(f"{of}kv_down_proj", kv_rank + rope, hidden, None),
+            _whole(f"{of}kv_up_proj", heads * (args.qk_head_dim + values), kv_rank, 0),
         ]
     groups, width = args.num_query_groups if args.group_query_attention else heads, args.kv_channels
     of_group = ("q", heads // groups * width), ("k", width), ("v", width)
-    return [_whole(hidden, heads * width, 1), (repeated(groups, of_group), hidden, 0)]
+    return [
+        _whole(f"{of}proj", hidden, heads * width, 1),
+        (f"{of}qkv", repeated(groups, of_group), hidden, 0),
+    ]
 
 
 def _feed_forward(args: Namespace, layer: int) -> tuple[list[_Weight], list[_Weight]]:
     """The dense MLP weights of a layer, and a rank's experts' weights."""
     every = args.moe_layer_freq if args.num_experts else [0]  # a period, or a mark for each layer
     if layer % every if isinstance(every, int) else not every[layer % len(every)]:
-        return _two(args, args.ffn_hidden_size), []
-    shared = _two(args, args.moe_shared_expert_intermediate_size or 0)
-    one = _two(args, args.moe_ffn_hidden_size or args.ffn_hidden_size)
+        return _two(args, "mlp", args.ffn_hidden_size), []
+    shared = _two(args, "mlp.shared_experts", args.moe_shared_expert_intermediate_size or 0)
+    one = _two(args, "mlp.experts", args.moe_ffn_hidden_size or args.ffn_hidden_size)
     count = args.num_experts // args.expert_model_parallel_size
     if args.moe_grouped_gemm:  # Megatron orders these weights by kind, not by expert
         return shared, [weight for weight in one for _ in range(count)]
     return shared, one * count
 
 
-def _two(args: Namespace, ffn: int) -> list[_Weight]:
+def _two(args: Namespace, of: str, ffn: int) -> list[_Weight]:
     if not ffn:
         return []
     gated = args.swiglu or getattr(args, "quick_geglu", False)
-    first: _Weight = ((Rows("", ffn),),) * (1 + gated), args.hidden_size, 0
-    return [first, _whole(args.hidden_size, ffn, 1)]
+    rows: Sections = ((Rows("", ffn),),) * (1 + gated)
+    first: _Weight = f"{of}.linear_fc1", rows, args.hidden_size, 0
+    return [first, _whole(f"{of}.linear_fc2", args.hidden_size, ffn, 1)]

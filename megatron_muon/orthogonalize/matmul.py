@@ -230,39 +230,61 @@ def sums_in_fp32(device: torch.device) -> Iterator[None]:
     """A context in which products are added up in fp32, whatever the process allows elsewhere.
 
     Products in fp32 are made in fp32, and those of a GPU in fp16 are not accumulated in fp16. The
-    host reads its options when it starts a product, and waits for no GPU. Since 2.9 torch has one
-    for each backend beside the old one for all (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which NVIDIA's
-    containers set), and some of its products raise where the two differ.
+    host reads its options when it starts a product, and waits for no GPU.
     """
-    backends: dict[str, Any] = {"cpu": torch.backends.mkldnn, "cuda": torch.backends.cuda}
-    options = {
-        name: backend.matmul
-        for name, backend in backends.items()
-        if hasattr(getattr(backend, "matmul", None), "fp32_precision")
-    }
     cuda = torch.backends.cuda.matmul
     with ExitStack() as undo:
         if device.type == "cuda" and getattr(cuda, "allow_fp16_accumulation", False):  # torch 2.7
             undo.callback(setattr, cuda, "allow_fp16_accumulation", True)
             cuda.allow_fp16_accumulation = False
-        for option in options.values():
-            undo.callback(setattr, option, "fp32_precision", option.fp32_precision)
-        old = _old_precision()
-        if old not in (None, "highest"):
-            undo.callback(torch.set_float32_matmul_precision, old)
-            torch.set_float32_matmul_precision("highest")
-        own = options.get(device.type)
+        undo.enter_context(fp32_products("highest"))
+        own = _options_by_device().get(device.type)
         if own is not None:
             own.fp32_precision = "ieee"
         yield
 
 
-def _old_precision() -> str | None:
-    """torch's old option; None where it cannot be read, since only new ones were set."""
+@contextmanager
+def fp32_products(precision: str) -> Iterator[None]:
+    """A context in which torch's old option of products in fp32 has this value.
+
+    Since 2.9 torch has one for each backend beside the old one for all
+    (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which NVIDIA's containers set), and some of its products
+    raise where the two differ. So does reading the old one.
+    """
     try:
-        return torch.get_float32_matmul_precision()
+        before = torch.get_float32_matmul_precision()
+        is_set = before == precision
     except RuntimeError:
-        return None
+        before = _unreadable_precision()
+        is_set = False
+    with ExitStack() as undo:
+        for option in _options_by_device().values():
+            undo.callback(setattr, option, "fp32_precision", option.fp32_precision)
+        if not is_set:
+            undo.callback(torch.set_float32_matmul_precision, before)
+            torch.set_float32_matmul_precision(precision)
+        yield
+
+
+def _unreadable_precision() -> str:
+    """torch's old option where the new ones contradict it, as far as allow_tf32 tells."""
+    cuda = torch.backends.cuda.matmul
+    try:
+        allows_tf32 = cuda.allow_tf32
+    except RuntimeError:  # it contradicts CUDA's
+        allows_tf32 = cuda.fp32_precision != "tf32"
+    return "high" if allows_tf32 else "highest"
+
+
+def _options_by_device() -> dict[str, Any]:
+    """torch's newer options of products in fp32; none before 2.9."""
+    backends: dict[str, Any] = {"cpu": torch.backends.mkldnn, "cuda": torch.backends.cuda}
+    return {
+        name: backend.matmul
+        for name, backend in backends.items()
+        if hasattr(getattr(backend, "matmul", None), "fp32_precision")
+    }
 
 
 def try_products(device: torch.device, numerics: Numerics) -> None:

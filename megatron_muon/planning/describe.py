@@ -291,8 +291,8 @@ def _count(number: int) -> str:
 
 
 def _amount(number: float) -> str:
-    for unit in ("", "k", "M", "G", "T"):
-        if number < 1000 or unit == "T":
+    for unit in ("", "k", "M", "G"):
+        if number < 999.5:  # three digits would make 1e+03 of more
             return f"{number:.3g} {unit}"
         number /= 1000
-    raise AssertionError("unreachable")
+    return f"{number:.3g} T" if number < 999.5 else f"{number:,.0f} T"

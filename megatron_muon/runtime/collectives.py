@@ -17,7 +17,7 @@ where nothing trains on some ranks.
 Saving and loading vote. ``all_gather_texts`` spreads the text of an error, compares parameter names
 where patterns route them, and puts a checkpoint's digest together.
 
-Around steps that are traced the ranks meet in ``all_gather_numbers`` over the world.
+Before the first traced step of a run there is one ``all_gather_numbers`` over the world.
 
 Only ``bench``, examples and tests call ``all_gather_flat`` and ``start_all_to_all``;
 ``bench`` and Megatron on a CPU call ``start_broadcasts``.

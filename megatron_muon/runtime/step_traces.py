@@ -19,6 +19,7 @@ from megatron_muon.version import __version__
 # Marks in a trace, which ``megatron_muon.lab.trace`` reads. Steps have torch's own name of a step.
 STEP, OPTIMIZER = "ProfilerStep#", "optimizer/step"
 _STEPS = re.compile(r"(\d{1,12})(?::(\d{1,12}))?")
+_RUN = re.compile(r"run(\d{1,9})")
 
 
 def chosen_steps(text: str) -> range:
@@ -37,8 +38,9 @@ def chosen_steps(text: str) -> range:
 class StepTraces:
     """Traces steps of a run: ``with traces.step(number): …`` around each step, on every rank.
 
-    The trace of a rank is ``rankN.json.gz`` in the folder, with the marks of its steps. On a GPU
-    each traced step ends with a wait for its kernels, so that the kernels of a step are in it.
+    The trace of a rank is ``rankN.json.gz`` in the folder, or after ``write_as`` in ``runK``
+    within it, with the marks of its steps. On a GPU each traced step ends with a wait for its
+    kernels, so that the kernels of a step are in it.
 
     Args:
         steps: see ``chosen_steps``; the first is 1, as in a log.
@@ -46,7 +48,7 @@ class StepTraces:
         rank: this rank in the world.
 
     Raises:
-        ValueError: ``steps`` has another form, or the folder has a trace of this rank already.
+        ValueError: ``steps`` has another form.
         OSError: the folder cannot be made.
     """
 
@@ -54,9 +56,30 @@ class StepTraces:
         self.steps = chosen_steps(steps)
         self.file = folder / f"rank{rank}.json.gz"
         folder.mkdir(parents=True, exist_ok=True)
-        if self.file.exists():
-            raise ValueError(f"{self.file} is there already: give another folder for the traces")
+        self._folder = folder
         self._profiler: profile | None = None
+        self._first = self.steps[0]
+
+    def runs_before(self) -> int:
+        """The number of the last run that has left a trace of this rank; 0 for none.
+
+        Run 1 writes into the folder itself, run K into ``runK`` within it.
+        """
+        name = self.file.name
+        named = (_RUN.fullmatch(file.parent.name) for file in self._folder.glob(f"run*/{name}"))
+        numbers = [int(match[1]) for match in named if match]
+        return max(numbers, default=int((self._folder / name).exists()))
+
+    def write_as(self, run: int) -> Path:
+        """Write as the folder's run of this number, the same on all ranks; returns its folder.
+
+        Raises:
+            OSError: the run's folder cannot be made.
+        """
+        folder = self._folder if run == 1 else self._folder / f"run{run}"
+        folder.mkdir(exist_ok=True)
+        self.file = folder / self.file.name
+        return folder
 
     @contextmanager
     def step(self, number: int, facts: Mapping[str, Any] | None = None) -> Iterator[bool]:
@@ -73,6 +96,7 @@ class StepTraces:
             yield False
             return
         if self._profiler is None:
+            self._first = number  # a run may restart within the chosen steps
             self._start()
         try:
             _wait_for_gpu()
@@ -111,7 +135,7 @@ class StepTraces:
     def _write(self, facts: dict[str, Any]) -> None:
         assert self._profiler is not None
         facts |= {"version": __version__, "host": socket.gethostname()}
-        facts |= {"steps": [self.steps[0], self.steps[-1]]}
+        facts |= {"steps": [self._first, self.steps[-1]]}
         self._profiler.add_metadata_json("megatron_muon", json.dumps(facts))
         profiler = self._stop()
         assert profiler is not None

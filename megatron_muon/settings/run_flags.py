@@ -20,8 +20,7 @@ RUN_ROWS = (
             # With it Emerging-Optimizers' newton_schulz casts matrices to bf16. high is TF32,
             # whose restarts are not known.
             "medium",
-            "matrices are multiplied in bf16 (medium) or in fp32 as torch's own switches say, and "
-            "the plugin does not set those",
+            "matrices are multiplied in bf16 (medium), fp16 or fp32 without TF32",
             "give --muon-ns-dtype bf16, fp16 or fp32 in its place",
         ),
     ),

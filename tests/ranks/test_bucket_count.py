@@ -180,6 +180,25 @@ def test_a_small_model_keeps_megatrons_buckets_and_says_so(layers: int) -> None:
     assert "fewer that keep the overlap" in line and args.ddp_num_buckets is None
 
 
+@pytest.mark.parametrize(
+    ("model", "given", "weight"),
+    [
+        (LLAMA_3_8B, {"ffn_hidden_size": 150}, "0.mlp.linear_fc1: 4 TP ranks"),
+        (LLAMA_3_8B, {"num_query_groups": 1, "kv_channels": 99}, "0.self_attention.linear_qkv: "),
+        (DEEPSEEK_V3, {"moe_shared_expert_intermediate_size": 150}, "3.mlp.shared_experts.linear"),
+        (DEEPSEEK_V3, {"moe_ffn_hidden_size": 150}, "3.mlp.experts.linear_fc1: 4 TP ranks"),
+    ],
+    ids=["mlp", "attention", "shared expert", "experts"],
+)
+def test_what_tp_cannot_split_is_named(
+    model: Namespace, given: dict[str, Any], weight: str
+) -> None:
+    tp = {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 4}
+    args = Namespace(**{**vars(model), **tp, **given})
+    with pytest.raises(ValueError, match=rf"^decoder\.layers\.{weight}"):
+        choose_buckets(args)
+
+
 def test_a_hybrid_model_keeps_megatrons_buckets_and_says_so() -> None:
     args = Namespace(**vars(LLAMA_3_8B), hybrid_override_pattern="M-M*")
     (line,) = choose_buckets(args)

@@ -9,8 +9,12 @@ import sys
 import pytest
 
 from megatron_muon.console import first_names, say
+from megatron_muon.lab.accept.report import said
+from megatron_muon.lab.bench.speeds import _spread
 from megatron_muon.lab.interrupts import run_command
+from megatron_muon.lab.tables import digits
 from megatron_muon.megatron_lm.flags.parser import add_flags
+from megatron_muon.planning.describe import _amount
 
 TEXT = "1.05 × the mean, имя, \udce9"  # a file's name may have bytes that are no character
 
@@ -46,3 +50,25 @@ def test_the_help_of_a_script_that_megatron_prints_has_ascii_alone() -> None:
 
 def test_of_many_names_the_first_are_said_and_how_many_more_there_are() -> None:
     assert [first_names("abcde"[:n], 3) for n in (0, 3, 4)] == ["", "a, b, c", "a, b, c and 1 more"]
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (999, "999 "),
+        (999.6, "1 k"),
+        (999_400, "999 k"),
+        (999_500, "1 M"),
+        (999_999_999, "1 G"),
+        (999.5e12, "1,000 T"),
+        (12_345e12, "12,345 T"),
+    ],
+)
+def test_an_amount_at_the_start_has_no_exponent(number: float, shown: str) -> None:
+    assert _amount(number) == shown
+
+
+def test_a_figure_of_the_lab_has_no_exponent() -> None:
+    assert [digits(x) for x in (0.01234, 999.4, 999.5, 2250.4)] == ["0.0123", "999", "1000", "2250"]
+    assert _spread([999.6, 1234.5, 2250.0]) == "1234 (1000 to 2250)"
+    assert [said(x) for x in (0.5, 9999.4, 9999.6, 12345.6)] == ["0.5", "9999", "10000", "12346"]

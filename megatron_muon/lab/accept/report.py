@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_muon.lab.accept.results import Check, Figure
-from megatron_muon.lab.tables import markdown, wrapped
+from megatron_muon.lab.tables import digits, markdown, wrapped
 
 ROWS = {"safe": "muon-contiguous", "fast": "muon-contiguous-auto"}  # of the bench, by preset
 STEP = "optimizer step: "  # and the row, a figure's name
@@ -62,7 +62,7 @@ def recommended(checks: Sequence[Check]) -> str:
         needed = ", ".join(_SPEAK)
         return f"Recommended: `--muon-preset safe`, the default, until {needed} are ok on a GPU."
     name = "fast" if safe >= _FASTER * fast else "safe"
-    text = f"a step takes {fast:.3g} ms with fast, {safe:.3g} ms with safe, and both learn"
+    text = f"a step takes {digits(fast)} ms with fast, {digits(safe)} ms with safe, and both learn"
     return f"Recommended here: `--muon-preset {name}`: {text}."
 
 
@@ -83,7 +83,7 @@ def _figures(checks: Sequence[Check]) -> Iterator[str]:
     rows = []
     for check in checks:
         for figure in figures_of([check]):
-            ratio = "" if figure.ratio is None else f"{figure.ratio:.3g}"
+            ratio = "" if figure.ratio is None else digits(figure.ratio)
             values = (said(figure.predicted), said(figure.measured))
             rows.append((check.name, figure.name, figure.unit, *values, ratio))
     if not rows:
@@ -112,7 +112,7 @@ def _wrong(checks: Sequence[Check]) -> Iterator[str]:
     yield from (f"- {_correction(figure)}" for figure in mispredicted)
     settings = corrections(mispredicted)
     if settings:
-        flags = " ".join(f"--set {name}={value:.4g}" for name, value in settings.items())
+        flags = " ".join(f"--set {name}={digits(value, 4)}" for name, value in settings.items())
         yield ""
         yield "The time model with these values: `megatron-muon plan FLAGS… " + flags + "`"
 
@@ -127,13 +127,13 @@ def corrections(figures: Sequence[Figure]) -> dict[str, float]:
 
 
 def _correction(figure: Figure) -> str:
-    ratio = "" if figure.ratio is None else f", {figure.ratio:.3g} times as much"
+    ratio = "" if figure.ratio is None else f", {digits(figure.ratio)} times as much"
     text = (
         f"{figure.name}: predicted {said(figure.predicted)} {figure.unit}, measured "
         f"{said(figure.measured)} {figure.unit}{ratio}."
     )
     if figure.constant and figure.value is not None:
-        text += f" Corrects `{figure.constant}`: set it to {figure.value:.4g}."
+        text += f" Corrects `{figure.constant}`: set it to {digits(figure.value, 4)}."
     elif figure.constant:
         text += f" Corrects `{figure.constant}`, whose value this does not give."
     if figure.corrects:
@@ -145,7 +145,7 @@ def said(value: float | None) -> str:
     """A number in few digits; integers in full."""
     if value is None:
         return ""
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"
+    return f"{value:,.0f}" if float(value).is_integer() else digits(value, 4)
 
 
 def _logs(checks: Sequence[Check]) -> Iterator[str]:

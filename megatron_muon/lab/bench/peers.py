@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_muon.orthogonalize.matmul import fp32_products
 from megatron_muon.settings.coefficients import CoefficientName, schedule
 
 Run = Callable[[Tensor], object]
@@ -44,12 +45,8 @@ def _emergings(steps: int, device: torch.device) -> Run:
     iterate: Any = importlib.import_module(name).newton_schulz
 
     def run(x: Tensor) -> object:
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("medium")  # it runs in bf16 then
-        try:
+        with fp32_products("medium"):  # it runs in bf16 then
             return iterate(x.float(), steps, _SET)
-        finally:
-            torch.set_float32_matmul_precision(before)
 
     return run
 

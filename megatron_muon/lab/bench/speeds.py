@@ -16,7 +16,7 @@ from megatron_muon.lab.bench.newton_schulz import interleaved, shape_of
 from megatron_muon.lab.dry_run.numbers import MOST_HERE, count
 from megatron_muon.lab.outputs import parser_of
 from megatron_muon.lab.ranks import Task, gpus_for, run_ranks, threads_for
-from megatron_muon.lab.tables import show
+from megatron_muon.lab.tables import digits, show
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
@@ -139,8 +139,9 @@ def _report(task: Task, ranks: Sequence[Speeds]) -> None:
         )
     else:
         show("one rank has no link to measure: --ranks 2 or more, or give the network's speed")
-    print(" ".join(f"{flag} {statistics.median(speeds):.3g}" for flag, speeds in flags.items()))
+    print(" ".join(f"{flag} {digits(statistics.median(speeds))}" for flag, speeds in flags.items()))
 
 
 def _spread(speeds: Sequence[float]) -> str:
-    return f"{statistics.median(speeds):.3g} ({min(speeds):.3g} to {max(speeds):.3g})"
+    least, most = digits(min(speeds)), digits(max(speeds))
+    return f"{digits(statistics.median(speeds))} ({least} to {most})"

@@ -12,8 +12,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch.profiler import record_function
 
+from megatron_muon.console import say
 from megatron_muon.mcore.seams.optimizer import SYNCS
 from megatron_muon.mcore.seams.rows import check_rows
+from megatron_muon.mcore.wiring.buffers.shards import device_of
+from megatron_muon.runtime.collectives import all_gather_numbers
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.step_traces import OPTIMIZER, StepTraces
 
@@ -31,8 +34,10 @@ class MegatronTraces:
 
     def __init__(self, steps: str, folder: str | Path) -> None:
         check_rows(SYNCS)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self._traces = StepTraces(steps, Path(folder), rank)
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._traces = StepTraces(steps, Path(folder), self._rank)
+        self._has_begun = False
+        self._has_place = False
 
     @property
     def is_open(self) -> bool:
@@ -49,9 +54,15 @@ class MegatronTraces:
             RuntimeError: another profiler of torch is on in this process.
             OSError: the trace cannot be written.
         """
+        if not self._has_begun:
+            self._has_begun = True
+            self._say_if_past(number)
         if number not in self._traces.steps:
             yield
             return
+        if not self._has_place:
+            self._has_place = True
+            self._take_place()
         marks = {
             name: _marked(getattr(_ParamAndGradBucketGroup, name), mark)
             for name, mark in _MARKS.items()
@@ -67,6 +78,26 @@ class MegatronTraces:
             replaced(optimizer, step=step),
         ):
             yield
+
+    def _say_if_past(self, number: int) -> None:
+        last = self._traces.steps[-1]
+        if number > last:
+            self._say(
+                f"no step is traced: the last of them is {last}, and this run starts at {number}"
+            )
+
+    def _take_place(self) -> None:
+        """Have all ranks of the world write into one folder, where none has written before."""
+        before = self._traces.runs_before()
+        if dist.is_initialized():
+            (before,) = max(all_gather_numbers([before], None, device_of([])))
+        folder = self._traces.write_as(before + 1)
+        if before:
+            self._say(f"an earlier run's traces stay as they are: this run's are in {folder}")
+
+    def _say(self, line: str) -> None:
+        if self._rank == 0:
+            say(f"[megatron_muon] traces of steps: {line}")
 
 
 def _marked(method: Callable[..., Any], mark: str) -> Callable[..., Any]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-import torch
-
 from megatron_muon.settings.config import ROWS, MuonConfig
 from megatron_muon.settings.flag_values import (
     KEPT,
@@ -106,8 +104,7 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
     if config.qk_clip is None:
         values["muon_qk_clip_alpha"] = None
     if config.ns_dtype not in (None, "bf16"):
-        # Torch's own switch sets the products' precision; it has more names than the flag.
-        values["muon_fp32_matmul_prec"] = torch.get_float32_matmul_precision()
+        values["muon_fp32_matmul_prec"] = "highest"  # torch's word for fp32 without TF32
     return values
 
 

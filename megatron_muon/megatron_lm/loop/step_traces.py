@@ -6,13 +6,12 @@ import atexit
 import functools
 import importlib
 import inspect
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.console import say
-from megatron_muon.runtime.step_traces import StepTraces, chosen_steps
+from megatron_muon.runtime.step_traces import chosen_steps
 
 if TYPE_CHECKING:
     from megatron_muon.mcore.wiring.step_traces import MegatronTraces
@@ -29,9 +28,9 @@ def check(args: Any) -> None:
         return
     try:
         chosen = chosen_steps(steps)
-        StepTraces(steps, Path(_folder(args)), int(os.environ.get("RANK", "0")))
     except ValueError as error:
-        raise ValueError(f"--muon-trace-steps {steps}: {error} (--muon-trace-dir)") from error
+        raise ValueError(f"--muon-trace-steps {steps}: {error}") from error
+    Path(_folder(args)).mkdir(parents=True, exist_ok=True)
     last = getattr(args, "train_iters", None)
     if last is not None and chosen[-1] > last:
         raise ValueError(f"--muon-trace-steps {steps}: the run has --train-iters {last}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,3 +118,24 @@ def test_the_bench_prints_times_and_flops(
     assert batch["gram, at once"]["flops"] == batch["gram"]["flops"] == 3 * rows["gram"]["flops"]
     assert "torch.optim.Muon, at once" not in batch  # it takes no batches
     assert "\nstandard, at once " in capsys.readouterr().out
+
+
+def test_emergings_iteration_runs_in_bf16_after_torchs_newer_option_was_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It asks torch's old option, which cannot be read where a new one contradicts it."""
+    if not hasattr(torch.backends.mkldnn, "matmul"):
+        pytest.skip("torch before 2.9 has the old option only")
+    module = SimpleNamespace(newton_schulz=lambda *_: torch.get_float32_matmul_precision())
+    name = "emerging_optimizers.orthogonalized_optimizers.muon_utils"
+    monkeypatch.setitem(sys.modules, name, module)
+    option = torch.backends.cuda.matmul
+    before = option.fp32_precision
+    option.fp32_precision = "tf32"
+    try:
+        run: Any = dict(peers.peers(5, torch.device("cpu"), torch.float32))["emerging_optimizers"]
+        assert not isinstance(run, str), run
+        assert run(torch.ones(2, 2)) == "medium"
+        assert option.fp32_precision == "tf32"
+    finally:
+        option.fp32_precision = before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -115,16 +116,58 @@ def _refused(folder: str) -> list[str]:
     with profile(activities=[ProfilerActivity.CPU]), pytest.raises(RuntimeError) as other:
         attempt("1")
     said.append(str(other.value))
-    attempt("1")
-    with pytest.raises(ValueError, match=r"rank0.json.gz is there already") as twice:
-        attempt("1")
-    return [*said, str(twice.value)]
+    return said
 
 
 def test_what_cannot_be_traced_is_refused(tmp_path: Path) -> None:
-    ((zero, comma, other, twice),) = run(_refused, 1, str(tmp_path))
+    ((zero, comma, other),) = run(_refused, 1, str(tmp_path))
     assert "got '0:1'" in zero and "got '1,2'" in comma
-    assert "another profiler of torch is on" in other and "give another folder" in twice
+    assert "another profiler of torch is on" in other
+
+
+def _restarted(folder: str, first: int) -> str:
+    """What a rank prints in a run of ``2:3`` whose first step is ``first``."""
+    built = start(CASE, Topology(dp=2))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        traces = megatron_muon.step_traces("2:3", folder)
+        for number in range(first, 5):
+            with traces.step(number, built.optimizer):
+                take_step(built, number - 1)
+    return printed.getvalue()
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.gz")}
+
+
+def test_a_restart_before_the_steps_leaves_the_traces_of_earlier_runs(tmp_path: Path) -> None:
+    """All ranks write into one new folder, also where some wrote in an earlier run and died."""
+    (tmp_path / "rank0.json.gz").touch()
+    (tmp_path / "run4").mkdir()
+    (tmp_path / "run4" / "rank1.json.gz").touch()
+    before = _files(tmp_path)
+    zero, one = run(_restarted, 2, str(tmp_path), 1)
+    after = _files(tmp_path)
+    new = {"run5/rank0.json.gz", "run5/rank1.json.gz"}
+    assert set(after) == {*before, *new} and after.items() >= before.items()
+    assert f"an earlier run's traces stay as they are: this run's are in {tmp_path}/run5" in zero
+    assert one == ""
+    assert set(read_run(tmp_path / "run5", "x").ranks.steps) == {2}
+
+
+def test_a_restart_within_the_steps_traces_the_rest(tmp_path: Path) -> None:
+    assert run(_restarted, 2, str(tmp_path), 3) == ["", ""]
+    assert read_trace(tmp_path / "rank1.json.gz").metadata["megatron_muon"]["steps"] == [3, 3]
+
+
+def test_a_restart_past_the_steps_says_so_and_traces_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rank0.json.gz").touch()
+    before = _files(tmp_path)
+    zero, one = run(_restarted, 2, str(tmp_path), 4)
+    assert "no step is traced: the last of them is 3, and this run starts at 4" in zero
+    assert zero.count("\n") == 1 and one == ""
+    assert _files(tmp_path) == before
 
 
 STEPPED = Case(layers=2, steps=1)

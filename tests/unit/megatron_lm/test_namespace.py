@@ -6,6 +6,7 @@ import argparse
 import json
 
 import pytest
+import torch
 
 from megatron_muon.megatron_lm.flags.namespace import leave_to_megatron, put_in_force
 from megatron_muon.megatron_lm.flags.parser import add_flags, given_on, muon_backend
@@ -122,8 +123,27 @@ def test_what_is_in_force_is_written(version: str, which: str) -> None:
     assert args.muon_extra_scale_factor == config.matched_adamw_rms
     assert (args.muon_nesterov, args.no_muon_nesterov) == (config.nesterov, not config.nesterov)
     json.dumps(vars(args))  # plain values
-    if config.ns_dtype in (None, "bf16"):  # in fp32 a flag of Megatron's says torch's own switch
+    if config.ns_dtype in (None, "bf16"):  # in fp32 a flag of Megatron's has torch's word for it
         assert muon_config(args) == config
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.mkldnn, "matmul"), reason="torch before 2.9 has the old option only"
+)
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_what_is_in_force_is_written_whichever_of_torchs_options_was_set(dtype: str) -> None:
+    """torch's old option cannot be read where a new one contradicts it."""
+    args = parsed("0.16", "--optimizer", "muon", "--muon-ns-dtype", dtype)
+    option = torch.backends.cuda.matmul
+    before = option.fp32_precision
+    option.fp32_precision = "tf32"
+    try:
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        put_in_force(args, muon_config(args))
+    finally:
+        option.fp32_precision = before
+    assert (args.muon_ns_dtype, args.muon_fp32_matmul_prec) == (dtype, "highest")
 
 
 # --- a command line --------------------------------------------------------------------------

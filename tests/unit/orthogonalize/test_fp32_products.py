@@ -45,6 +45,15 @@ def _options_that_disagree() -> None:
     CUDA.fp32_precision = "ieee"
 
 
+def _old_options_that_disagree() -> None:
+    torch.set_float32_matmul_precision("medium")
+    CUDA.allow_tf32 = True
+
+
+def _new_option_of_the_cpu() -> None:
+    CPU.fp32_precision = "bf16"
+
+
 @pytest.fixture(autouse=True)
 def _as_at_first() -> Iterator[None]:
     before = CUDA.fp32_precision, CPU.fp32_precision
@@ -62,8 +71,10 @@ def _as_at_first() -> Iterator[None]:
         _allow_tf32,
         _new_option,
         _options_that_disagree,
+        _old_options_that_disagree,
+        _new_option_of_the_cpu,
     ],
-    ids=["nothing", "old", "allow_tf32", "new", "both"],
+    ids=["nothing", "old", "allow_tf32", "new", "both", "two old ones", "the CPU's"],
 )
 def test_every_option_says_fp32_within_it_and_what_it_said_after_it(
     setter: Callable[[], None], device: str
@@ -75,8 +86,7 @@ def test_every_option_says_fp32_within_it_and_what_it_said_after_it(
         inside = _options()
     assert _options() == before
     assert inside[device] == "ieee"
-    if device == "cuda":
-        assert (inside["old"], inside["allow_tf32"]) == ("highest", False)
+    assert (inside["old"], inside["allow_tf32"]) == ("highest", False)
 
 
 @pytest.mark.skipif(
