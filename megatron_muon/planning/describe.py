@@ -11,7 +11,7 @@ from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
 from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.pipeline import ADAMW
-from megatron_muon.settings.coefficients import spelled
+from megatron_muon.settings.coefficients import spelled, steps_made_for
 from megatron_muon.settings.config import MuonConfig, named
 
 PREFIX = "[megatron_muon]"
@@ -139,8 +139,10 @@ def newton_schulz_line(numerics: Numerics, products: str, *, in_batches: bool) -
             "take no batches"
         )
     dtype = f"{numerics.dtype}{_of_preset(numerics) if config.ns_dtype is None else ''}"
+    made_for = steps_made_for(config.ns_coefficients)
+    own = "" if made_for in (None, config.ns_steps) else f" (made for {made_for})"
     return (
-        f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {config.ns_steps} steps, "
+        f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {config.ns_steps} steps{own}, "
         f"{dtype}, {_iteration(numerics)}; symmetric products: {products}"
         f"{batches}"
     )
