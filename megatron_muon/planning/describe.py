@@ -139,13 +139,18 @@ def newton_schulz_line(numerics: Numerics, products: str, *, in_batches: bool) -
             "take no batches"
         )
     dtype = f"{numerics.dtype}{_of_preset(numerics) if config.ns_dtype is None else ''}"
-    made_for = steps_made_for(config.ns_coefficients)
-    own = "" if made_for in (None, config.ns_steps) else f" (made for {made_for})"
+    steps = f"{config.ns_steps} steps{steps_unlike_own(config)}"
     return (
-        f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {config.ns_steps} steps{own}, "
+        f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {steps}, "
         f"{dtype}, {_iteration(numerics)}; symmetric products: {products}"
         f"{batches}"
     )
+
+
+def steps_unlike_own(config: MuonConfig) -> str:
+    """Words for a number of steps that the coefficients are not made for; else empty."""
+    made_for = steps_made_for(config.ns_coefficients)
+    return "" if made_for in (None, config.ns_steps) else f" (made for {made_for})"
 
 
 def _of_preset(numerics: Numerics) -> str:
