@@ -59,16 +59,15 @@ def test_muon_trains(processes: int, layout: str) -> None:
 
 
 def test_dist_muon_is_the_plugins_muon_with_megatrons_own_defaults() -> None:
-    text = alone(MODEL, MOCK, RUN, "--bf16 --optimizer dist_muon --use-distributed-optimizer")
+    text = pretrain(1, "--bf16 --optimizer dist_muon --use-distributed-optimizer")
     name = "--optimizer muon"
     if version() >= (0, 16):
         name += " --muon-defaults upstream"
     assert f"--optimizer dist_muon is megatron_muon's Muon here; its name is {name} (" in text
     assert "is active: Distributed Muon over the DistributedOptimizer" in text
     assert argument(text, "optimizer") == "muon"
-    by_step = losses(text)
-    same = alone(MODEL, MOCK, RUN, f"--bf16 {name} --use-distributed-optimizer")
-    assert len(by_step) >= 6 and by_step == losses(same)
+    same = pretrain(1, f"--bf16 {name} --use-distributed-optimizer")
+    assert len(steps(text)) >= 6 and steps(text) == steps(same)
 
 
 def gathers_in_a_step(traces: Path) -> int:
