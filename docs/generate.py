@@ -96,7 +96,8 @@ def coefficients_page() -> str:
         "\nYour own numbers: `--muon-ns-coefficients 'a,b,c'` for every step, or "
         "`'a,b,c;a,b,c;…'` one after the other; in Python a tuple of three numbers, or a tuple of "
         f"such. Numbers with which a step may overflow are an error. The default is "
-        f"`{MuonConfig().ns_coefficients}` with {MuonConfig().ns_steps} steps.\n",
+        f"`{MuonConfig().ns_coefficients}`, with {MuonConfig().ns_steps} steps as all sets but "
+        "`deepseekv4`; the start of a run says where a set is made for another number.\n",
     ]
     for name, coefficients in SETS.items():
         rows = [
@@ -105,6 +106,11 @@ def coefficients_page() -> str:
         parts.append(f"\n## {name}\n\nSource: {_linked(coefficients.source)}.\n\n")
         if coefficients.headroom != 1:
             parts.append(f"In bf16 and fp16 arguments are divided by {coefficients.headroom}.\n\n")
+        if coefficients.fewest > 1:
+            parts.append(
+                f"Fewer than {coefficients.fewest} steps are an error, which says what they would "
+                "be: the first eight are `simple`'s.\n\n"
+            )
         parts.append(_table(["step", "a", "b", "c"], rows))
     return "".join(parts)
 

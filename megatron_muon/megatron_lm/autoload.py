@@ -24,6 +24,7 @@ from megatron_muon.console import say
 from megatron_muon.megatron_lm.install import asks_for_muon, install_training, wrap
 from megatron_muon.megatron_lm.launch import ON_CPU, check_installation, hide_gpus, without_gpu
 from megatron_muon.presence import SeamError, require_core
+from megatron_muon.settings.flag_values import MUONS
 
 _fault: SeamError | None = None  # the reason why Muon cannot run with this Megatron
 
@@ -58,15 +59,16 @@ def _stop_muon() -> None:
     This Megatron may be of any shape, so the command line is asked first.
     """
     words = [word for argument in sys.argv[1:] for word in argument.split("=", 1)]
-    if ("--optimizer", "muon") in itertools.pairwise(words):
-        _refuse(Namespace(optimizer="muon"))
+    for name in MUONS:
+        if ("--optimizer", name) in itertools.pairwise(words):
+            _refuse(Namespace(optimizer=name))
     for name in ("parse_args", "validate_args"):
         with contextlib.suppress(ImportError, AttributeError):
             wrap("megatron.training.arguments", name, _refuse_around)
 
 
 def _refuse(args: Any) -> None:
-    if _fault is not None and getattr(args, "optimizer", None) == "muon":
+    if _fault is not None and getattr(args, "optimizer", None) in MUONS:
         raise _fault
 
 

@@ -32,7 +32,7 @@ from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.runtime.patches import Patches, around
 from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.flag_values import KEPT, value_given
+from megatron_muon.settings.flag_values import KEPT, MUONS, value_given
 from megatron_muon.settings.from_flags import muon_config, qk_clip_alpha
 
 _patches = Patches()
@@ -85,7 +85,7 @@ def uninstall_training() -> None:
 
 def asks_for_muon(args: Any) -> bool:
     """Whether parsed arguments ask for this package's Muon, not for Megatron's own."""
-    return getattr(args, "optimizer", None) == "muon" and muon_backend(args) == "plugin"
+    return getattr(args, "optimizer", None) in MUONS and muon_backend(args) == "plugin"
 
 
 # --- the wrappers ----------------------------------------------------------------------------
@@ -252,10 +252,11 @@ def _turn_on(args: Any) -> list[str]:
     from megatron_muon.mcore.wiring.install import install
 
     _check(args)
+    told = namespace.rename_dist_muon(args)
     config = muon_config(args)
     if aligns_shards(args):
         config = dataclasses.replace(config, align_shards=True)
-    told = namespace.differences(args)
+    told += namespace.differences(args)
     install(config)
     set_host(MegatronLM())
     namespace.put_in_force(args, config)
@@ -271,9 +272,9 @@ def _check(args: Any) -> None:
     if not args.use_distributed_optimizer:
         faults += [
             ValueError(
-                "--optimizer muon is Distributed Muon, which shards over Megatron's distributed "
-                "optimizer: add --use-distributed-optimizer, or choose Megatron's own Muon, where "
-                "this Megatron has one, by --muon-backend upstream"
+                f"--optimizer {args.optimizer} is Distributed Muon, which shards over Megatron's "
+                "distributed optimizer: add --use-distributed-optimizer, or choose Megatron's own "
+                "Muon, where this Megatron has one, by --muon-backend upstream"
             )
         ]
     by_field = {**vars(args), "num_moe_experts": getattr(args, "num_experts", None)}
@@ -283,15 +284,16 @@ def _check(args: Any) -> None:
             text = f"--{name.replace('_', '-')}{space}{where} yet: {way_out}"
             faults += [
                 NotImplementedError(
-                    f"--optimizer muon does not support {text}, or choose --optimizer adam"
+                    f"--optimizer {args.optimizer} does not support {text}, or choose "
+                    "--optimizer adam"
                 )
             ]
     raise_all(faults)
 
 
 def _refuse_yaml(args: Any, given: list[str]) -> None:
-    if getattr(args, "optimizer", None) == "muon":
-        given = ["optimizer: muon", *given]
+    if getattr(args, "optimizer", None) in MUONS:
+        given = [f"optimizer: {args.optimizer}", *given]
     if given:
         raise ValueError(
             f"{', '.join(given)} with --yaml-cfg: Megatron takes every argument from the file and "

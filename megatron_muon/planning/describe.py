@@ -10,7 +10,7 @@ from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
 from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.pipeline import ADAMW
-from megatron_muon.settings.coefficients import spelled
+from megatron_muon.settings.coefficients import spelled, steps_made_for
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.run import NODE
 
@@ -139,11 +139,18 @@ def newton_schulz_line(numerics: Numerics, products: str, *, in_batches: bool) -
             "take no batches"
         )
     dtype = f"{numerics.dtype}{_of_preset(numerics) if config.ns_dtype is None else ''}"
+    steps = f"{config.ns_steps} steps{steps_unlike_own(config)}"
     return (
-        f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {config.ns_steps} steps, "
+        f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {steps}, "
         f"{dtype}, {_iteration(numerics)}; symmetric products: {products}"
         f"{batches}"
     )
+
+
+def steps_unlike_own(config: MuonConfig) -> str:
+    """Words for a number of steps that the coefficients are not made for; else empty."""
+    made_for = steps_made_for(config.ns_coefficients)
+    return "" if made_for in (None, config.ns_steps) else f" (made for {made_for})"
 
 
 def _of_preset(numerics: Numerics) -> str:

@@ -45,6 +45,7 @@ _BOUNDS: dict[NsDtype, tuple[float, float]] = {
 # round them (tests/figures/restart_errors.py).
 GRAM_LEAST: dict[NsDtype, float] = {"bf16": 2.0**-4, "fp16": 2.0**-6, "fp32": 2.0**-20}
 GRAM_ERROR, GRAM_TOP = 12.0, 1.4
+DEFAULT_STEPS = 5  # the paper's, for every set that does not need more
 
 
 class Restarts(NamedTuple):
@@ -72,6 +73,7 @@ class CoefficientSet:
     interval: tuple[float, float]
     band: tuple[float, float]  # absolute values that it is brought to, in exact arithmetic
     headroom: float = 1.0  # divisor of each polynomial's argument in bf16 and fp16
+    fewest: int = 1  # with fewer steps it is another set, or has none of its last
     # by the number of steps, as tests/figures/restart_errors.py finds them; others are not tested
     restarts: dict[int, Restarts] = field(default_factory=dict)
 
@@ -181,6 +183,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         steps=10,
         interval=(1e-4, 1.0),
         band=(0.99, 1.01),
+        fewest=10,  # its first eight steps are simple's
         restarts={
             10: Restarts(bf16=None, fp16=(1, 3, 5, 7), fp32=(1, 3, 4, 5, 7, 8), fp32_squares=(5,)),
         },
@@ -228,6 +231,44 @@ def canonical(value: object) -> Coefficients:
     triples = value if value and isinstance(value[0], tuple) else (value,)
     steps = tuple(_triple(triple) for triple in triples)
     return "simple" if steps == (SIMPLE,) else steps
+
+
+def default_steps(given: Given) -> int:
+    """The number of steps where none is given."""
+    coefficients = canonical(given)
+    fewest = SETS[coefficients].fewest if isinstance(coefficients, str) else 1
+    return max(DEFAULT_STEPS, fewest)
+
+
+def steps_made_for(given: Given) -> int | None:
+    """The number of steps that a set or a list is made for; None for a single triple."""
+    coefficients = canonical(given)
+    if isinstance(coefficients, str):
+        return SETS[coefficients].steps
+    return len(coefficients) if len(coefficients) > 1 else None
+
+
+def as_run(given: Given, steps: int) -> Coefficients:
+    """The coefficients that so many steps use: fewer than ``fewest`` use a set's first alone."""
+    coefficients = canonical(given)
+    if not isinstance(coefficients, str) or steps >= SETS[coefficients].fewest:
+        return coefficients
+    first = SETS[coefficients].triples[:steps]
+    return canonical(first[0]) if len(set(first)) == 1 else first
+
+
+def require_whole(given: Given, steps: int) -> None:
+    """Raise ValueError where so few steps of a set would be another's under its name."""
+    used = as_run(given, steps)
+    if used == canonical(given):
+        return
+    what = f"{used} alone" if isinstance(used, str) else "without its last step"
+    fewest = default_steps(given)
+    raise ValueError(
+        f"{_NAME} {given!r} has {fewest} steps, and ns_steps (--muon-ns-steps) is {steps}, with "
+        f"which it is {what}: give {fewest}, or --muon-ns-coefficients '{spelled(used)}', which "
+        "computes the same"
+    )
 
 
 def schedule(given: Given, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:

@@ -11,7 +11,9 @@ from megatron_muon.settings.coefficients import (
     SETS,
     Restarts,
     canonical,
+    default_steps,
     require_bounded,
+    require_whole,
     restarts_of,
 )
 from megatron_muon.settings.rows import rows_of
@@ -29,8 +31,9 @@ class MuonConfig(RunSettings, UpdateSettings):
 
     docs/flags.md says what each is, as ``--help`` does. Here patterns are tuples, ``splits``,
     ``lr_mults`` and ``wd_mults`` are tuples of pairs, ``round_bytes`` is in bytes, and
-    ``ns_coefficients`` may be a set's name, one triple for every step or a tuple of triples. A
-    list becomes a tuple. None leaves a choice to the device or turns a feature off. lr and weight
+    ``ns_coefficients`` may be a set's name, one triple for every step or a tuple of triples.
+    Without ``ns_steps`` a set that is nothing with 5 steps, deepseekv4, has its own 10. A list
+    becomes a tuple. None leaves a choice to the device or turns a feature off. lr and weight
     decay are not here: they come from Megatron's parameter groups, step by step.
 
     Raises:
@@ -58,6 +61,9 @@ class MuonConfig(RunSettings, UpdateSettings):
             object.__setattr__(self, name, _in_tuples(getattr(self, name)))
             setting.require(getattr(self, name))
         object.__setattr__(self, "ns_coefficients", canonical(self.ns_coefficients))
+        if "ns_steps" not in self.given:
+            object.__setattr__(self, "ns_steps", default_steps(self.ns_coefficients))
+        require_whole(self.ns_coefficients, self.ns_steps)
         for dtype in (self.ns_dtype,) if self.ns_dtype else ("bf16", "fp16"):
             require_bounded(self.ns_coefficients, self.ns_steps, dtype)
         if self.ns_iteration == "gram":

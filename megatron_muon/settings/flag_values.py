@@ -8,6 +8,7 @@ from typing import Any
 from megatron_muon.settings.rows import UPSTREAM, Row
 from megatron_muon.settings.run_flags import FLAGS
 
+MUONS = ("muon", "dist_muon")  # of the plugin; the second is Megatron's, layer by layer
 KEPT = "megatron_muon_defaults"  # the argument that holds Megatron's own defaults, by dest
 
 

@@ -6,6 +6,7 @@ import os
 from argparse import Namespace
 from typing import Any
 
+from megatron_muon.settings.coefficients import default_steps, require_whole
 from megatron_muon.settings.config import ROWS, MuonConfig
 from megatron_muon.settings.flag_values import (
     own_defaults,
@@ -36,6 +37,7 @@ def muon_config(args: Namespace) -> MuonConfig:
     settings = {field: setting_of(args, row) for field, row in ROWS.items()}
     # Settings whose default depends on another flag, or that need one.
     settings["matched_adamw_rms"] = _factor(args, settings)
+    settings["ns_steps"] = _steps(args, settings)
     settings["ns_dtype"] = _dtype(args, settings)
     settings["qk_clip_alpha"] = qk_clip_alpha(args)
     settings["log_file"] = _log_file(args, settings)
@@ -57,6 +59,15 @@ def _factor(args: Namespace, settings: dict[str, Any]) -> float:
         )
     given = setting_given(args, ROWS["matched_adamw_rms"])
     return 1.0 if given is None and not wants_upstreams(args) else settings["matched_adamw_rms"]
+
+
+def _steps(args: Namespace, settings: dict[str, Any]) -> int:
+    """The number that is given, or is upstream's default, must be one that the set can have."""
+    coefficients, steps = settings["ns_coefficients"], int(settings["ns_steps"])
+    if setting_given(args, ROWS["ns_steps"]) is None and not wants_upstreams(args):
+        return default_steps(coefficients)
+    require_whole(coefficients, steps)
+    return steps
 
 
 def _dtype(args: Namespace, settings: dict[str, Any]) -> Any:

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from megatron_muon.settings import kinds
-from megatron_muon.settings.coefficients import SETS, Given, NsDtype, canonical, parse, spelled
+from megatron_muon.settings.coefficients import (
+    DEFAULT_STEPS,
+    SETS,
+    Given,
+    NsDtype,
+    canonical,
+    parse,
+    spelled,
+)
 from megatron_muon.settings.rows import CONCEPT, UPSTREAM, Flag, row
 
 NsIteration = Literal["standard", "gram", "auto"]
@@ -30,6 +38,7 @@ _SET = kinds.Kind(
     read=lambda name: None if name == "custom" else canonical(name),  # numbers: the other flag's
     write=lambda value: name if isinstance(name := canonical(value), str) else "custom",
 )
+_STEPS = f"The default is {DEFAULT_STEPS}, and with deepseekv4 the 10 that it has."
 _FACTORS = kinds.pairs("factor", kinds.MULTIPLIER)
 
 
@@ -127,18 +136,20 @@ class UpdateSettings:
         ),
     )
     ns_steps: int = row(
-        5,
+        DEFAULT_STEPS,
         "--muon-ns-steps",
         f"Newton-Schulz iterations for each matrix, 1 to 100 ({PAPER}, section 2.2). The paper "
         "found 10 no better than 5.",
         kinds.count(most=MOST_STEPS),
         source=CONCEPT,
+        without=_STEPS,
         aliases=(
             Flag(
                 "--muon-num-ns-steps",
                 "The same as --muon-ns-steps.",
                 kinds.count(most=MOST_STEPS),
-                UPSTREAM,
+                source=UPSTREAM,
+                without=_STEPS,
             ),
         ),
     )

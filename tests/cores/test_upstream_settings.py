@@ -156,6 +156,26 @@ def test_with_muon_only_fields_unlike_that_cores_default_count() -> None:
     assert highest[0] == replace(plain[0], ns_dtype="fp32", matched_adamw_rms=0.3)
 
 
+def test_the_start_says_where_the_steps_are_not_the_sets_own() -> None:
+    own, other = _of({"fields": {}}, {"fields": {}, "own": {"ns_coefficients": "aol"}})
+    assert "Newton-Schulz: " not in own[1]
+    assert "Newton-Schulz: aol, 5 steps (made for 4), bf16" in other[1]
+
+
+@pytest.mark.skipif("muon_coefficient_type" not in FIELDS, reason="core 0.16 has no such field")
+def test_deepseekv4_has_its_ten_steps_where_five_may_be_the_default() -> None:
+    """With dist_muon the five count, since Megatron's own Muon would run them: simple alone."""
+    deepseek = {"muon_coefficient_type": "deepseekv4"}
+    of_muon, of_dist, given = _of(
+        {"fields": deepseek},
+        {"fields": DIST | deepseek},
+        {"fields": DIST | deepseek | {"muon_num_ns_steps": 10}},
+    )
+    assert of_muon[0].ns_steps == given[0].ns_steps == 10
+    assert "deepseekv4, 10 steps" in of_muon[1]
+    assert "ns_steps (--muon-ns-steps) is 5, with which it is simple alone: give 10" in of_dist
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a setting in both places": (
         {"fields": {"muon_momentum": 0.9}, "own": {"matched_adamw_rms": 0.2}},

@@ -6,6 +6,7 @@ package.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, get_args
 
@@ -13,9 +14,18 @@ import pytest
 import torch
 
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
-from megatron_muon.settings.coefficients import SETS, NsDtype, parse, schedule, spelled
+from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.settings.coefficients import (
+    SETS,
+    NsDtype,
+    default_steps,
+    parse,
+    schedule,
+    spelled,
+)
 from megatron_muon.settings.config import MuonConfig
 from support.expected.oracle import newton_schulz
+from support.megatron_lm.flag_parsers import config_of
 
 SIMPLE = (3.4445, -4.7750, 2.0315)
 QUINTIC = [
@@ -103,11 +113,12 @@ def test_the_interval_is_as_wide_as_the_band_allows(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
-@pytest.mark.parametrize(("name", "steps"), [(name, 5) for name in SETS])
+@pytest.mark.parametrize(("name", "steps"), [(name, default_steps(name)) for name in SETS])
 def test_fp32_equals_the_oracle(name: str, steps: int, shape: tuple[int, int]) -> None:
     """p amplifies a relative error of a small σ by at most its slope at 0, the product of the a's:
 
-    1049 in five steps (cans); the sums have at most 40 terms, rounded by 2⁻²⁴ of the norm 1 each.
+    1049 in five steps (cans), 79,263 in ten (deepseekv4); the sums have at most 40 terms, rounded
+    by 2⁻²⁴ of the norm 1 each.
     """
     generator = torch.Generator().manual_seed(3)
     matrix = torch.randn(*shape, generator=generator)
@@ -115,7 +126,7 @@ def test_fp32_equals_the_oracle(name: str, steps: int, shape: tuple[int, int]) -
     exact = newton_schulz(matrix.double(), steps, coefficients=triples)
     config = MuonConfig(ns_coefficients=name, ns_steps=steps, ns_dtype="fp32")
     error = (orthogonalize(matrix, config).double() - exact).norm()
-    assert error <= 1049 * 40 * 2.0**-24
+    assert error <= (1049 if steps == 5 else 79_263) * 40 * 2.0**-24
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -131,6 +142,41 @@ def test_small_and_nearly_singular_matrices_stay_in_the_band(name: str, dtype: s
         rows, cols = torch.randint(1, 5, (2,), generator=generator).tolist()
         made = orthogonalize(torch.randn(rows, cols, generator=generator), config)
         assert torch.linalg.matrix_norm(made.double(), 2) <= SETS[name].band[1] * (1 + 2.0**-7)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_without_a_number_a_set_has_five_steps_and_deepseekv4_its_ten(name: Any) -> None:
+    """Its first eight are simple's, so five of them were simple under another name."""
+    wanted = 10 if name == "deepseekv4" else 5
+    made = MuonConfig(ns_coefficients=name, ns_dtype="fp32")
+    changed = replace(MuonConfig(ns_dtype="fp32"), ns_coefficients=name)
+    by_flag = config_of("0.19", "--muon-coefficient-type", name, "--muon-ns-dtype", "fp32")
+    assert made == changed == by_flag and made.ns_steps == wanted
+    assert Numerics(made).steps == schedule(name, wanted, "fp32")
+
+
+@pytest.mark.parametrize("steps", range(1, 10))
+def test_fewer_steps_of_deepseekv4_are_an_error_with_the_coefficients_that_they_are(
+    steps: int,
+) -> None:
+    said = r"'deepseekv4' has 10 steps, and ns_steps .* is \d, with which it is (.*): give 10, or "
+    given = ["--muon-ns-coefficients", "deepseekv4", "--muon-num-ns-steps", str(steps)]
+    with pytest.raises(ValueError, match=said) as refused:
+        MuonConfig(ns_coefficients="deepseekv4", ns_steps=steps)
+    with pytest.raises(ValueError, match=said):
+        config_of("0.19", *given)
+    text = str(refused.value)
+    assert ("simple alone" in text) == (steps < 9)
+    same = parse(text.split("--muon-ns-coefficients '")[1].split("'")[0])
+    assert schedule(same, steps, "bf16") == schedule("deepseekv4", steps, "bf16")
+    MuonConfig(ns_coefficients=same, ns_steps=steps)  # what it proposes is accepted
+
+
+def test_with_upstreams_defaults_deepseekv4_has_megatrons_five_steps_which_are_refused() -> None:
+    given = ["--muon-defaults", "upstream", "--muon-coefficient-type", "deepseekv4"]
+    with pytest.raises(ValueError, match=r"is 5, with which it is simple alone"):
+        config_of("0.19", *given)
+    assert config_of("0.19", *given, "--muon-ns-steps", "10").ns_steps == 10
 
 
 def test_a_custom_list_starts_over() -> None:

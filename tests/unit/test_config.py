@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
+import torch.distributed as dist
 
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize.iteration import takes_gram
 from megatron_muon.orthogonalize.numerics import Device, Numerics, layout_free
 from megatron_muon.planning.describe import homes_lines, newton_schulz_line, not_shared_lines
-from megatron_muon.settings.coefficients import SETS, NsDtype
+from megatron_muon.settings.coefficients import SETS, NsDtype, schedule
 from megatron_muon.settings.update import Preset
+from support.megatron_lm import flag_parsers
 
 CPUS: tuple[Device, ...] = ("cpu", "cpu_bf16")
 CUDAS: tuple[Device, ...] = ("cuda", "cuda_symmetric")
@@ -156,9 +159,10 @@ def test_without_tested_restarts_gram_is_refused_and_auto_is_standard(
 def test_a_gpu_takes_auto_where_restarts_are_known(dtype: NsDtype, device: Device) -> None:
     """With the preset fast and where it is asked for; on a CPU the default is standard."""
     for name, coefficients in SETS.items():
-        for steps in {5, 7, *coefficients.restarts} - (
+        numbers = {5, 7, *coefficients.restarts} - (
             {7} if coefficients.after == "refuse" else set()
-        ):
+        )
+        for steps in {max(number, coefficients.fewest) for number in numbers}:
             lists = coefficients.restarts.get(steps)
             known = lists is not None and getattr(lists, dtype) is not None
             config = MuonConfig(preset="fast", ns_coefficients=name, ns_steps=steps, ns_dtype=dtype)
@@ -203,6 +207,59 @@ def test_a_run_of_another_preset_is_told_the_flags_that_keep_its_bits(
     kept = MuonConfig(ns_dtype="fp16", ns_iteration="auto")
     param_groups.check_record(saved, Numerics(kept, "cuda"))
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "simple, 5 steps, "),
+        ({"ns_steps": 7}, "simple, 7 steps (made for 5), "),
+        ({"ns_coefficients": "deepseekv4"}, "deepseekv4, 10 steps, "),
+        ({"ns_coefficients": "polar_express"}, "polar_express, 5 steps (made for 8), "),
+        ({"ns_coefficients": "aol"}, "aol, 5 steps (made for 4), "),
+        ({"ns_coefficients": ((2.0, -1.5, 0.5),)}, "2.0,-1.5,0.5, 5 steps, "),
+        ({"ns_coefficients": ((2.0, -1.5, 0.5),) * 6}, ";2.0,-1.5,0.5, 5 steps (made for 6), "),
+    ],
+    ids=str,
+)
+def test_the_start_names_a_number_of_steps_unlike_the_sets_own(
+    given: dict[str, Any], said: str
+) -> None:
+    line = newton_schulz_line(Numerics(MuonConfig(**given), "cpu"), "torch", in_batches=False)
+    assert said in line
+
+
+def _record_of_0_2(steps: int) -> dict[str, Any]:
+    """The record of a run with deepseekv4 and so many steps, which 0.2.0 took."""
+    from megatron_muon.mcore.checkpoint.param_groups import record
+
+    saved = record(Numerics(MuonConfig(ns_coefficients="deepseekv4"), "cpu"))
+    saved["settings"]["ns_steps"] = steps
+    return {"megatron_muon": saved}
+
+
+@pytest.mark.parametrize("steps", [5, 8, 9])
+def test_a_resume_of_deepseekv4_cut_short_is_an_error_with_the_flags_that_keep_its_bits(
+    steps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_muon.mcore.checkpoint.param_groups import check_record, config_of, record
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    saved, whole = _record_of_0_2(steps), MuonConfig(ns_coefficients="deepseekv4")
+    with pytest.raises(ValueError, match="These flags keep its bits: ") as refused:
+        check_record(saved, Numerics(whole, "cpu"))
+    flags = shlex.split(str(refused.value).split("keep its bits: ")[1].split(". ")[0])
+    keeps = flag_parsers.config_of("0.19", *flags)
+    before = schedule("deepseekv4", steps, "bf16")
+    for device in get_args(Device):
+        assert Numerics(keeps, device).steps == before
+        assert Numerics(keeps, device).iteration == "standard"
+    check_record(saved, Numerics(keeps, "cpu"))
+    assert capsys.readouterr().out == ""  # nothing differs
+    check_record({"megatron_muon": record(Numerics(keeps, "cpu"))}, Numerics(whole, "cpu"))
+    assert "saved with" in capsys.readouterr().out
+    read_by_adamw = config_of(saved["megatron_muon"]["settings"])
+    assert schedule(read_by_adamw.ns_coefficients, steps, "bf16") == before
 
 
 def test_a_changed_copy_has_not_been_given_every_setting() -> None:

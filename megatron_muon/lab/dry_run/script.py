@@ -32,6 +32,7 @@ from megatron_muon.lab.pricing.work import state_bytes
 from megatron_muon.megatron_lm.launch import check_installation, checkout_of
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.flag_values import MUONS
 
 _TRAINING = "megatron.training.training"
 _INITIALIZE = "megatron.training.initialize"
@@ -135,7 +136,8 @@ def _with_muon(words: Sequence[str]) -> tuple[list[str], list[str]]:
     line = f" {' '.join(words)} ".replace("=", " ")
     if " --muon-backend upstream " in line:
         raise ValueError("--muon-backend upstream: this plans the plugin's Muon; leave it out")
-    for flag in ("--optimizer muon", "--use-distributed-optimizer"):
+    name = next((name for name in MUONS if f" --optimizer {name} " in line), "muon")
+    for flag in (f"--optimizer {name}", "--use-distributed-optimizer"):
         if f" {flag} " not in line:
             made += flag.split()
             notes.append(f"planned with {flag}, which a run with Muon needs")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_muon.mcore.seams.rows import megatron_version
+from megatron_muon.settings.config import named
 
 Tensor = torch.Tensor
 
@@ -145,7 +146,15 @@ def check_tensor(name: str, key: str, tensors: Mapping[str, Any], numel: int) ->
     tensor = tensors.get(key)
     if not isinstance(tensor, Tensor):
         there = ", ".join(sorted(k for k, v in tensors.items() if isinstance(v, Tensor)))
-        raise ValueError(f"the checkpoint has no {key} of {name}, only: {there or 'nothing'}")
+        other = (
+            f"; its optimizer must be that of the save ({named('muon_include')}, "
+            f"{named('muon_exclude')})"
+            if there and key in (MOMENTUM, *ADAMW_STATE)
+            else ""
+        )
+        raise ValueError(
+            f"the checkpoint has no {key} of {name}, only: {there or 'nothing'}{other}"
+        )
     if tensor.numel() != numel:
         raise ValueError(f"{key} of {name} has {tensor.numel()} elements on disk, {numel} here")
     if tensor.dtype != torch.float32:

@@ -14,7 +14,7 @@ from megatron_muon.mcore.checkpoint.buffers import RECORD
 from megatron_muon.mcore.routing.param_routing import LR_MULTIPLIER
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import LINK_GBYTES
-from megatron_muon.settings.coefficients import canonical
+from megatron_muon.settings.coefficients import as_run, canonical, spelled
 from megatron_muon.settings.config import ROWS, MuonConfig, named
 
 Group = dict[str, Any]
@@ -62,6 +62,8 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
     # another Muon's checkpoint does not say which it took
     then |= {name: now[name] for name, value in unsaid.items() if then[name] == value}
     then["ns_coefficients"] = canonical(then["ns_coefficients"])  # it may be saved as numbers
+    _refuse_set_cut_short(then, now)
+    then = _as_run(then)
     for name in sorted((then.keys() | now.keys()) - set(_OTHERS)):
         before, after = (
             settings.get(name, "nothing: this megatron_muon has no such setting")
@@ -76,6 +78,34 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
                 f"[megatron_muon] {setting} is {after!r} now; the checkpoint was saved with "
                 f"{before!r}{keeps}"
             )
+
+
+def config_of(settings: Mapping[str, Any]) -> MuonConfig:
+    """The settings of a record."""
+    return MuonConfig(**_as_run(settings))
+
+
+def _as_run(settings: Mapping[str, Any]) -> Group:
+    """A record's settings, in which a set that was cut short is what its steps were."""
+    default = MuonConfig()
+    steps = settings.get("ns_steps", default.ns_steps)
+    used = as_run(settings.get("ns_coefficients", default.ns_coefficients), steps)
+    return {**settings, "ns_coefficients": used}
+
+
+def _refuse_set_cut_short(then: Group, now: Group) -> None:
+    """Refuse to go on with all steps of a set of which 0.2.0 and earlier ran fewer."""
+    name, steps = then["ns_coefficients"], then["ns_steps"]
+    used = _as_run(then)["ns_coefficients"]
+    if name != now["ns_coefficients"] or used == name:
+        return
+    raise ValueError(
+        f"the checkpoint was saved with {named('ns_coefficients')} {name!r} and "
+        f"{named('ns_steps')} {steps}, which computed {spelled(used)!r}; this run has "
+        f"{now['ns_steps']} steps. These flags keep its bits: --muon-ns-coefficients "
+        f"'{spelled(used)}' --muon-ns-steps {steps} --muon-ns-iteration {then['ns_iteration']}. A "
+        f"checkpoint that is saved with them goes on with {name}, too"
+    )
 
 
 def _in_force(numerics: Numerics) -> Group:

@@ -1,7 +1,7 @@
 """The parameters in a digest, and whether a checkpoint was saved by the model that loads it.
 
-Names, shapes and owners do not depend on the model's parallelism. The vocabulary, which is padded
-for TP, is not compared, nor are settings that change no shape: Megatron-LM's
+Names, shapes and optimizers do not depend on the model's parallelism. The vocabulary, which is
+padded for TP, is not compared, nor are settings that change no shape: Megatron-LM's
 ``--use-checkpoint-args`` takes them from the checkpoint.
 """
 
@@ -30,6 +30,7 @@ from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.runtime.collectives import all_gather_texts, world_rank, world_ranks
 from megatron_muon.runtime.consensus import together
+from megatron_muon.settings.config import ROWS, named
 
 Table = dict[str, dict[str, Any]]
 
@@ -42,6 +43,7 @@ _SAME = (
     (re.compile(r"\.mlp\.1\.basic_ops\.0\."), ".mlp.linear_fc1."),
     (re.compile(r"\.mlp\.3\.basic_ops\.0\."), ".mlp.linear_fc2."),
 )
+_OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
 _VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer)\.weight$")
 
 
@@ -56,7 +58,8 @@ def parameters_in_digest(trained: TrainedModel | None) -> Table:
 def require_same_model(saved: Mapping[str, Any], own: Table, folder: str, exact: bool) -> None:
     """Raise a DigestError that names the first parameter that differs from the model's ``own``.
 
-    ``exact``: the checkpoint may not have parameters that the model lacks.
+    ``exact``: the checkpoint may not have parameters that the model lacks, and each must be of the
+    optimizer that it has in this run.
     """
     different = f"{folder} was saved by a different model:"
     then, now = _sizes(saved["parameters"]), _sizes(own)
@@ -81,6 +84,31 @@ def require_same_model(saved: Mapping[str, Any], own: Table, folder: str, exact:
             )
     if exact and (unknown := sorted(then.keys() - now.keys())):
         raise DigestError(f"{different} it has {first_names(unknown)}, which this model lacks")
+    if exact:
+        _require_same_routing(saved, own, folder)
+
+
+def _require_same_routing(saved: Mapping[str, Any], own: Table, folder: str) -> None:
+    """Raise a DigestError where a parameter's state is another optimizer's than in this run."""
+    then, now = _owners(saved["parameters"]), _owners(own)
+    changed = sorted(name for name in now if then.get(name, now[name]) != now[name])
+    if not changed:
+        return
+    first = changed[0]
+    more = f"; {len(changed) - 1} more have changed" if len(changed) > 1 else ""
+    given = [
+        f"{ROWS[field].flags[0].option} '{pattern}'"
+        for field in ("muon_include", "muon_exclude")
+        for pattern in saved["settings"].get(field) or ()
+    ]
+    raise DigestError(
+        f"{folder} was saved with another routing: {first} was {then[first]}'s and is "
+        f"{now[first]}'s in this run{more}. Give {named('muon_include')} and "
+        f"{named('muon_exclude')} as at the save, which had {' '.join(given) or 'neither'}. To go "
+        "on with another routing, load it with --optimizer adam --adamw-from-muon, save, and load "
+        "that with --muon-from-adamw momentum (docs/routing.md has the commands), or load the "
+        "model alone (--no-load-optim)"
+    )
 
 
 def _own_part(trained: TrainedModel | None) -> Table:
@@ -127,6 +155,22 @@ def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:
     return shape
 
 
+def _owners(table: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The optimizer of each trained parameter, by a name that experts of a layer may share."""
+    owners: dict[str, set[str]] = {}
+    for name, entry in table.items():
+        if entry["optimizer"] != "frozen":
+            owners.setdefault(_one_name(name), set()).add(_OPTIMIZERS[entry["optimizer"]])
+    return {name: " and ".join(sorted(each)) for name, each in owners.items()}
+
+
+def _one_name(name: str) -> str:
+    """The name of a weight whatever its class is."""
+    for pattern, text in _SAME:
+        name = pattern.sub(text, name)
+    return name
+
+
 def _sizes(table: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[int, ...]]]:
     """Shapes of matrices by one name, which experts of a layer may share.
 
@@ -137,7 +181,5 @@ def _sizes(table: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[int, 
         shape = tuple(entry["shape"])
         if len(shape) != 2:
             continue
-        for pattern, text in _SAME:
-            name = pattern.sub(text, name)
-        sizes.setdefault(name, []).append(shape)
+        sizes.setdefault(_one_name(name), []).append(shape)
     return sizes

@@ -37,16 +37,22 @@ from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.config import named
 from megatron_muon.version import __version__
 
-_WHOSE = f"{named('muon_include')}, {named('muon_exclude')}"
+_SAME_OPTIMIZER = (
+    "Each parameter must belong to the same optimizer as at the save "
+    f"({named('muon_include')}, {named('muon_exclude')})"
+)
 # A key of optimizer state in torch_dist, of a model-parallel rank or of a whole weight, and what it
 # takes to find it there.
 _STATE = (
-    (re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.[\w.]*\w"), OTHER_CUT),
+    (
+        re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.[\w.]*\w"),
+        f"{_SAME_OPTIMIZER}. {OTHER_CUT}",
+    ),
     (
         re.compile(r"(chained_\d+\.)?optimizer\.state\.[\w.]*\w"),
-        f"Each parameter must belong to the same optimizer as at the save ({_WHOSE}; AdamW's own "
-        "checkpoint loads within megatron_muon.reading_adamw), the format must be that of the save "
-        "(metadata of sharded_state_dict), and before core 0.14 EP must stay 1 or stay above 1",
+        f"{_SAME_OPTIMIZER}; AdamW's own checkpoint loads within megatron_muon.reading_adamw. The "
+        "format must be that of the save (metadata of sharded_state_dict), and before core 0.14 EP "
+        "must stay 1 or stay above 1",
     ),
 )
 _ONE_JOB = "Let only one job save there, or give each a folder of its own"

@@ -184,6 +184,7 @@ def _completed(
     config, in_batches = numerics.config, takes_batches(stage.device)
     wanted = config.ns_iteration or numerics.iteration
     plain = wanted == "standard" and (config.ns_batch or 1) == 1
+    plain = plain and not describe.steps_unlike_own(config)
     if stage.speaks and not (plain and stage.device.type == "cpu"):
         products = said_of_products(numerics)
         lines.append(describe.newton_schulz_line(numerics, products, in_batches=in_batches))

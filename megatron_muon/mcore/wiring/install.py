@@ -25,13 +25,13 @@ from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.patches import Patches, around, replaced
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.flag_values import MUONS
 
 # A reference to a wrapper that ``undo()`` does not find outlives uninstall(); the wrapper then
 # only passes the call on.
 _patches = Patches()
 _originals: dict[str, Any] = {}  # Megatron's own functions
 _config: MuonConfig | None = None  # None while not installed
-_NAMES = ("muon", "dist_muon")  # of the plugin's Muon; the second is Megatron's, layer by layer
 
 
 def install(config: MuonConfig | None = None) -> None:
@@ -112,7 +112,7 @@ def _get_megatron_optimizer(
     assert _config is not None
     given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
     watches = qk_clip.is_wanted(config, model_chunks, _config)
-    asks = watches or config.optimizer.lower() in _NAMES or _decays_everything(config)
+    asks = watches or config.optimizer.lower() in MUONS or _decays_everything(config)
     agree(_config, given.arguments, asks=asks)
     if not watches:
         return _built(original, given, config, model_chunks)
@@ -131,12 +131,12 @@ def _get_megatron_optimizer(
 
 def _decays_everything(config: Any) -> bool:
     assert _config is not None
-    return bool(config.optimizer in ("adam", *_NAMES) and _config.weight_decay_all_params)
+    return bool(config.optimizer in ("adam", *MUONS) and _config.weight_decay_all_params)
 
 
 def _is_muon(config: Any) -> bool:
     """Whether a run asks for the plugin; before core 0.16 Megatron has no ``dist_muon``."""
-    return config.optimizer in _NAMES[: 2 if hasattr(config, "muon_momentum") else 1]
+    return config.optimizer in MUONS[: 2 if hasattr(config, "muon_momentum") else 1]
 
 
 def _built(
@@ -147,7 +147,7 @@ def _built(
 ) -> Any:
     assert _config is not None
     settings, is_muon = _config, _is_muon(config)
-    if config.optimizer.lower() in _NAMES and not is_muon:
+    if config.optimizer.lower() in MUONS and not is_muon:
         raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
     if is_muon:
         together(partial(refuse, settings, given.arguments), None, device_of(model_chunks))

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_muon.settings.config import ROWS, MuonConfig
 from megatron_muon.settings.flag_values import (
     KEPT,
+    MUONS,
     foreign_flags,
     own_defaults,
     tp_size,
@@ -28,6 +29,30 @@ def is_on(args: Any) -> bool:
     return bool(getattr(args, "megatron_muon", False))
 
 
+def rename_dist_muon(args: Namespace) -> list[str]:
+    """Make ``dist_muon`` Muon with Megatron's own defaults, as from Python; lines to print.
+
+    Up to core 0.15 Megatron has neither the name nor defaults, so there it is ``muon`` alone.
+    """
+    if args.optimizer != "dist_muon":
+        return []
+    args.optimizer, lines = "muon", []
+    name, own = "--optimizer muon", upstreams_values(args)
+    if own:
+        args.muon_defaults = value_given(args, "muon_defaults") or "upstream"
+        name += f" --muon-defaults {args.muon_defaults}"
+        mode = own["muon_tp_mode"]
+        if mode == "blockwise" and tp_size(args) > 1 and value_given(args, "muon_tp_mode") is None:
+            args.muon_tp_mode = "duplicated"
+            lines.append(
+                f"WARNING: --muon-tp-mode blockwise, Megatron's default, is other mathematics with "
+                f"TP {tp_size(args)}: each rank's slice by itself; here every matrix is "
+                "orthogonalized whole, as by duplicated"
+            )
+    said = f"--optimizer dist_muon is megatron_muon's Muon here; its name is {name}"
+    return [f"{said} (--muon-backend upstream leaves it to Megatron's own)", *lines]
+
+
 def leave_to_megatron(args: Namespace) -> None:
     """Make ``args`` what it is without the plugin, for a run that is not this package's Muon.
 
@@ -40,7 +65,7 @@ def leave_to_megatron(args: Namespace) -> None:
     own: dict[str, Any] | None = getattr(args, KEPT, None)
     if own is None:
         return
-    upstream = args.optimizer == "muon"  # with --muon-backend upstream, which is kept
+    upstream = args.optimizer in MUONS  # with --muon-backend upstream, which is kept
     kept = {*own, "muon_backend"} if upstream else {*own}
     kept |= {dest for dest in OF_ANY if getattr(args, dest, None)}
     if args.optimizer == "adam":

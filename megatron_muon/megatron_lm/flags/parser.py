@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from megatron_muon.settings.flag_values import (
     KEPT,
+    MUONS,
     foreign_flags,
     own_defaults,
     upstreams_values,
@@ -26,14 +27,15 @@ from megatron_muon.settings.run_flags import FLAGS, OF_ANY
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``muon`` to the choices of ``--optimizer``, and every flag of Muon's.
+    """Add the names of Muon to the choices of ``--optimizer``, and every flag of Muon's.
 
     The parser has all of Megatron's arguments; flags that it has keep their action and type.
     """
     actions = parser._option_string_actions
     optimizer = actions.get("--optimizer")
-    if optimizer is not None and optimizer.choices and "muon" not in optimizer.choices:
-        optimizer.choices = [*optimizer.choices, "muon"]
+    if optimizer is not None and optimizer.choices:
+        missing = [name for name in MUONS if name not in optimizer.choices]
+        optimizer.choices = [*optimizer.choices, *missing]
     own = {actions[option].dest: actions[option].default for option in _muons_options(parser)}
     group = parser.add_argument_group("distributed muon")
     for flag in FLAGS:
@@ -92,11 +94,12 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def given_on(parser: argparse.ArgumentParser, line: Sequence[str]) -> list[str]:
-    """The options of Muon's on a command line, and ``--optimizer muon``."""
+    """The options of Muon's on a command line, and ``--optimizer`` with a name of Muon."""
     known = _muons_options(parser)
     options = [word for word in line if word.split("=")[0] in known]
-    if "--optimizer=muon" in line or ("--optimizer", "muon") in itertools.pairwise(line):
-        options.insert(0, "--optimizer muon")
+    for name in MUONS:
+        if f"--optimizer={name}" in line or ("--optimizer", name) in itertools.pairwise(line):
+            options.insert(0, f"--optimizer {name}")
     return options
 
 

@@ -76,6 +76,26 @@ def test_muon_to_adamw_and_on_without_the_plugin(format: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_another_routing_goes_on_by_way_of_adamw(format: str, tmp_path: Path) -> None:
+    """The two commands of docs/routing.md; before, the error that sends there."""
+    saved, between, new = (tmp_path / name for name in ("saved", "between", "new_run"))
+    unswitched = saved_and_unswitched(MUON, saved, format)
+    routed = f"{MUON} --muon-exclude *.linear_fc1.weight"
+    text = pretrain(2, routed, options(saved, format), fails=True)
+    assert "linear_fc1.weight was Muon's and is AdamW's in this run" in text and not losses(text)
+    whole = "--dist-ckpt-optim-fully-reshardable" if format == "torch_dist" else ""
+    carried = options(saved, format).replace(f"--save {saved}", f"--save {between}")
+    carried = carried.replace("--train-iters 12", "--train-iters 4")
+    keeps = "--adamw-from-muon --use-checkpoint-opt_param-scheduler"
+    assert not losses(pretrain(2, ADAM, keeps, whole, carried))  # no step
+    routed += " --muon-from-adamw momentum --overlap-grad-reduce"
+    goes_on = options(between, format).replace(f"--save {between}", f"--save {new}")
+    switched = losses(pretrain(2, routed, goes_on))
+    assert switched[0] == unswitched[0] and switched[1:] != unswitched[1:]
+    assert len(losses(pretrain(2, routed, options(new, format)))) == 4  # and on
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_adamw_does_not_load_muons_and_with_the_plugin_names_the_flag(
     format: str, tmp_path: Path
 ) -> None:

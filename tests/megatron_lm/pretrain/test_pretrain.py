@@ -58,6 +58,18 @@ def test_muon_trains(processes: int, layout: str) -> None:
     assert argument(text, "muon_momentum") == "0.95"
 
 
+def test_dist_muon_is_the_plugins_muon_with_megatrons_own_defaults() -> None:
+    text = pretrain(1, "--bf16 --optimizer dist_muon --use-distributed-optimizer")
+    name = "--optimizer muon"
+    if version() >= (0, 16):
+        name += " --muon-defaults upstream"
+    assert f"--optimizer dist_muon is megatron_muon's Muon here; its name is {name} (" in text
+    assert "is active: Distributed Muon over the DistributedOptimizer" in text
+    assert argument(text, "optimizer") == "muon"
+    same = pretrain(1, f"--bf16 {name} --use-distributed-optimizer")
+    assert len(steps(text)) >= 6 and steps(text) == steps(same)
+
+
 def gathers_in_a_step(traces: Path) -> int:
     """How many gathers of parameters rank 0 starts while the optimizer steps."""
     events = [e for e in read_trace(traces / "rank0.json.gz").events if e.get("ph") == "X"]
@@ -167,11 +179,18 @@ def test_muon_trains_on_a_tokenised_file(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ("--optimizer muon", "add --use-distributed-optimizer, or choose Megatron's own Muon"),
+        ("--optimizer dist_muon", "--optimizer dist_muon is Distributed Muon, which shards over"),
         (f"{MUON} --muon-momentum 2", "momentum (--muon-momentum) must be in [0, 1), got 2.0"),
         ("--optimizer adam --muon-homes local", "--muon-homes is for megatron_muon's"),
         (f"{MUON} --use-precision-aware-optimizer", "(it is Transformer Engine's, which is CUDA"),
     ],
-    ids=["no-distributed-optimizer", "bad-momentum", "adam", "precision-aware"],
+    ids=[
+        "no-distributed-optimizer",
+        "dist-muon-without",
+        "bad-momentum",
+        "adam",
+        "precision-aware",
+    ],
 )
 def test_wrong_flags_are_errors_before_anything_is_built(options: str, message: str) -> None:
     text = alone(MODEL, MOCK, RUN, "--bf16", options, fails=True)

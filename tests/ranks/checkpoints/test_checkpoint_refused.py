@@ -158,12 +158,13 @@ def test_a_wrong_momentum_is_refused_on_every_rank(
 
 @pytest.mark.parametrize("format", EVERY)
 def test_a_parameter_that_was_adamws_is_refused(format: str, tmp_path: Path) -> None:
-    """Of all layers: fully_reshardable has them in one tensor."""
+    """Of all layers: fully_reshardable has them in one tensor. No digest has named the setting."""
     topology = Topology(dp=2)
     before = replace(BF16, muon=(("muon_exclude", ("*.linear_fc1.weight",)),))
     run(save_new, 2, before, topology, format, str(tmp_path))
     for text in run(error_of_load, 2, BF16, topology, format, str(tmp_path)):
         assert "muon_momentum" in text and STORED in text
+        assert format != "torch" or "muon_exclude (--muon-exclude)" in text
 
 
 # --- what Megatron cannot do ------------------------------------------------------------------

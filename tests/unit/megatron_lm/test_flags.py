@@ -7,13 +7,19 @@ import re
 import pytest
 
 from megatron_muon import MuonConfig
-from megatron_muon.megatron_lm.flags.namespace import differences, put_in_force, restore_defaults
+from megatron_muon.megatron_lm.flags.namespace import (
+    differences,
+    put_in_force,
+    rename_dist_muon,
+    restore_defaults,
+)
 from megatron_muon.megatron_lm.flags.parser import (
     FORK,
     add_flags,
     muon_backend,
     refuse_forks_flags,
 )
+from megatron_muon.settings.flag_values import MUONS
 from megatron_muon.settings.from_flags import muon_config
 from megatron_muon.settings.run_flags import FLAGS
 from support import ROOT
@@ -33,14 +39,15 @@ MEANT = ("--muon-defaults", "upstream", "--muon-coefficient-type", "simple")
 
 
 @EVERY
-def test_muon_is_an_optimizer_once_beside_megatrons(version: str) -> None:
+@pytest.mark.parametrize("name", MUONS)
+def test_muon_is_an_optimizer_once_beside_megatrons(version: str, name: str) -> None:
     parser = parser_of(version)
     before = list(parser._option_string_actions["--optimizer"].choices or ())
     add_flags(parser)
     after = list(parser._option_string_actions["--optimizer"].choices or ())
-    assert parser.parse_args(["--optimizer", "muon"]).optimizer == "muon"
-    assert [name for name in after if name != "muon"] == [n for n in before if n != "muon"]
-    assert after.count("muon") == 1
+    assert parser.parse_args(["--optimizer", name]).optimizer == name
+    assert [n for n in after if n not in MUONS] == [n for n in before if n not in MUONS]
+    assert after.count(name) == 1
 
 
 @EVERY
@@ -222,6 +229,41 @@ def test_a_megatron_without_a_muon_of_its_own_has_no_defaults_to_differ_from() -
 
 
 # --- Megatron's own Muon ---------------------------------------------------------------------
+
+
+@WITH_MUON
+@pytest.mark.parametrize("given", [(), ("--muon-momentum", "0.8", "--muon-nesterov")])
+def test_dist_muon_is_muon_with_megatrons_own_defaults(version: str, given: tuple[str]) -> None:
+    """As from Python: Moonlight's scale would make the updates of its lines five times smaller."""
+    args = parsed(version, "--optimizer", "dist_muon", *given)
+    (line,) = rename_dist_muon(args)
+    assert "dist_muon is megatron_muon's Muon here; its name is --optimizer muon --muon-def" in line
+    assert args.optimizer == "muon"
+    assert muon_config(args) == config_of(version, "--muon-defaults", "upstream", *given)
+    assert rename_dist_muon(args) == []
+    own = parsed(version, "--optimizer", "dist_muon", "--muon-defaults", "moonlight", *given)
+    assert rename_dist_muon(own)[0].count("--optimizer muon --muon-defaults moonlight") == 1
+    assert muon_config(own) == config_of(version, *given)
+
+
+def test_before_megatron_had_a_muon_dist_muon_is_muon_alone() -> None:
+    args = parsed("0.12", "--optimizer", "dist_muon")
+    assert "its name is --optimizer muon (" in rename_dist_muon(args)[0]
+    assert muon_config(args) == MuonConfig()
+
+
+@WITH_MUON
+def test_dist_muon_over_tp_ranks_orthogonalizes_whole_matrices_and_warns(version: str) -> None:
+    given = ("--optimizer", "dist_muon", "--tensor-model-parallel-size", "2")
+    args = parsed(version, *given)
+    by_default = args.megatron_muon_defaults["muon_tp_mode"]
+    lines = rename_dist_muon(args)
+    assert ("WARNING" in lines[-1]) == (by_default == "blockwise")
+    assert muon_config(args) == config_of(version, "--muon-defaults", "upstream")
+    asked = parsed(version, *given, "--muon-tp-mode", "blockwise")
+    rename_dist_muon(asked)
+    with pytest.raises(ValueError, match="--muon-tp-mode blockwise has no meaning"):
+        muon_config(asked)
 
 
 @EVERY

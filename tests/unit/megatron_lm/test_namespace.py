@@ -11,13 +11,16 @@ import torch
 from megatron_muon.megatron_lm.flags.namespace import leave_to_megatron, put_in_force
 from megatron_muon.megatron_lm.flags.parser import add_flags, given_on, muon_backend
 from megatron_muon.megatron_lm.install import _check, asks_for_muon
+from megatron_muon.settings.flag_values import MUONS
 from megatron_muon.settings.from_flags import muon_config
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY
 from support.megatron_lm.flag_parsers import EVERY, MEANINGS, WITH_MUON, parsed, parser_of
 
 
 def test_all_refused_flags_are_in_one_error() -> None:
-    args = argparse.Namespace(use_distributed_optimizer=False, optimizer_cpu_offload=1, use_mup=1)
+    args = argparse.Namespace(
+        optimizer="muon", use_distributed_optimizer=False, optimizer_cpu_offload=1, use_mup=1
+    )
     each = "(?s)--use-distributed-opt.*--use-mup yet: leave it off.*--optimizer-cpu-offload without"
     with pytest.raises(ValueError, match=each):
         _check(args)
@@ -87,8 +90,10 @@ def test_adamw_may_have_some_flags_and_any_optimizer_the_cpu(
 
 
 @WITH_MUON
-def test_megatrons_own_muon_keeps_its_flags(version: str) -> None:
-    given = ["--optimizer", "muon", "--muon-tp-mode", "blockwise"]
+@pytest.mark.parametrize("name", MUONS)
+def test_megatrons_own_muon_keeps_its_flags(version: str, name: str) -> None:
+    given = ["--optimizer", name, "--muon-tp-mode", "blockwise"]
+    assert asks_for_muon(parsed(version, *given))
     args = parsed(version, *given, "--muon-backend", "upstream")
     assert not asks_for_muon(args)
     leave_to_megatron(args)
@@ -157,3 +162,5 @@ def test_options_of_muons_are_found_on_a_line() -> None:
     options = ["--optimizer muon", "--muon-new", "--muon-momentum=0.9", "--weight-decay-all-params"]
     assert given_on(parser, line.split()) == options
     assert given_on(parser, ["--optimizer", "adam", "muon"]) == []
+    for line in (["--optimizer", "dist_muon"], ["--optimizer=dist_muon"]):
+        assert given_on(parser, line) == ["--optimizer dist_muon"]

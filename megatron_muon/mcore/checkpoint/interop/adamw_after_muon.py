@@ -23,6 +23,7 @@ from megatron_muon.console import say
 from megatron_muon.mcore.checkpoint.buffers import ADAMW_STATE, is_shifted
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
+from megatron_muon.mcore.checkpoint.param_groups import config_of
 from megatron_muon.mcore.checkpoint.sharded import StateDict
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.mcore.seams.rows import megatron_version
@@ -213,7 +214,7 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _turn_into_readers(parts: Sequence[Any], settings: Mapping[str, Any]) -> MuonConfig:
-    config = MuonConfig(**settings)
+    config = config_of(settings)
     for part in parts:
         if part.config.optimizer_cpu_offload:
             raise NotImplementedError(
@@ -237,7 +238,7 @@ def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
             turn_into(part, AdamWAfterMuon)
-            part.former = MuonConfig(**former)
+            part.former = config_of(former)
             part._split()
 
 

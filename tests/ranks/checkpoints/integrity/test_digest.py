@@ -113,6 +113,38 @@ def test_another_model_is_refused(other: str, format: str, checkpoint: Any) -> N
         assert re.search(message, errors[0] or ""), errors
 
 
+@pytest.mark.parametrize("format", [FORMATS[0], "torch"])
+def test_another_routing_is_refused_with_the_settings_of_the_save(
+    format: str, checkpoint: Any, tmp_path: Path
+) -> None:
+    """Both ways, on every rank, before anything is read."""
+    few = replace(CASE, muon=(("muon_exclude", ("*.linear_fc1.weight",)),))
+    run(saved, 2, few, DP, format, str(tmp_path))
+    weight = r"decoder.layers.0.mlp.linear_fc1.weight was "
+    ways = (
+        (few, checkpoint(format), "Muon's and is AdamW's in this run; 1 more .* had neither. To"),
+        (
+            CASE,
+            tmp_path,
+            r"AdamW's and is Muon's .* had --muon-exclude '\*\.linear_fc1\.weight'\. ",
+        ),
+    )
+    for case, folder, said in ways:
+        for errors in run(errors_of_loads, 2, case, DP, format, [str(folder)]):
+            text = errors[0] or ""
+            assert re.search(f"another routing: {weight}{said}", text), text
+            assert "muon_exclude (--muon-exclude) as at the save" in text and "TP, PP" not in text
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_without_a_digest_another_routing_is_among_the_causes(format: str, tmp_path: Path) -> None:
+    off = replace(CASE, muon=(("checkpoint_digest", False),))
+    few = replace(off, muon=(*off.muon, ("muon_exclude", ("*.linear_fc1.weight",))))
+    run(saved, 2, off, DP, format, str(tmp_path))
+    for errors in run(errors_of_loads, 2, few, DP, format, [str(tmp_path)]):
+        assert "muon_exclude (--muon-exclude)" in (errors[0] or ""), errors
+
+
 def _loads_without(case: Case, topology: Topology, format: str, folder: str) -> tuple[Any, str]:
     result, printed = printed_by(lambda: loaded(case, topology, format, folder))
     return result["error"], printed
