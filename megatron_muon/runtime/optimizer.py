@@ -22,6 +22,11 @@ from megatron_muon.runtime.update import Elementwise, Foreach
 
 ParamGroups = Sequence[Mapping[str, Any]]
 
+HALF_STEPPED = (
+    "a step of the optimizer ended in an error when it had changed momentum or parameters, "
+    "and neither can be taken back: load the last checkpoint, or end the run"
+)
+
 
 class DistributedMuon:
     """The Muon part of a distributed optimizer on one rank.
@@ -84,6 +89,7 @@ class DistributedMuon:
         self._states: States | None = None  # of the step under way
         self._started: Shards | None = None
         self._begun: Staged | None = None  # the first round's directions
+        self._is_half_done = False  # momentum has advanced, and the step has not ended
 
     @property
     def each(self) -> list[DistributedMuon]:
@@ -101,7 +107,14 @@ class DistributedMuon:
 
     @torch.no_grad()
     def start(self, groups: ParamGroups, states: States) -> None:
-        """Start the first round of a step, ahead of ``step`` with the same arguments."""
+        """Start the first round of a step, ahead of ``step`` with the same arguments.
+
+        Raises:
+            RuntimeError: the step before ended in an error; see ``forget_step``.
+        """
+        if self._is_half_done:
+            raise RuntimeError(HALF_STEPPED)
+        self._is_half_done = True
         self.meter.start_step()
         self._states = states
         states.begin()
@@ -131,6 +144,9 @@ class DistributedMuon:
             groups: Megatron's parameter groups; ``lr`` and ``weight_decay`` are read.
             states: main parameters and state of the shards.
             step_adamw: updates the parameters that Muon does not own.
+
+        Raises:
+            RuntimeError: the step before ended in an error; see ``forget_step``.
         """
         if self._started is None:
             self.start(groups, states)
@@ -155,6 +171,24 @@ class DistributedMuon:
             self.nonfinite.add([each.taken_numbers() for each in self.rounds if each.homes])
         if states.adamw_is_last:
             self._adamw(step_adamw)
+        self._is_half_done = False
+
+    def forget_step(self) -> None:
+        """Forget a step that ended in an error: momentum and parameters are loaded anew.
+
+        It waits for messages under way, which a later step would take for its own.
+
+        Raises:
+            PhaseError: another rank has not sent or taken such a message.
+        """
+        if not self._is_half_done:
+            return
+        for round in self.rounds:
+            round.forget()
+        assert self._states is not None
+        self._states.begin()
+        self._started = self._begun = None
+        self._is_half_done = False
 
     def _adamw(self, step_adamw: Callable[[], None]) -> None:
         with self._phase("muon/adamw"):

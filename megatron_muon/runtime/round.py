@@ -178,6 +178,15 @@ class Round:
         with self._work.phase("muon/update"):
             self._update(shards, directions)
 
+    def forget(self) -> None:
+        """Wait for messages under way, and forget the step that they are of."""
+        for under_way in (self._gathering, self._scattering):
+            if under_way is not None and under_way.pending is not None:
+                under_way.pending.wait()
+        self._gathering = None
+        self._scattering = None
+        self._numbers = None
+
     def _advance_momentum(self, shards: Shards, leaving: Leaving) -> None:
         config = self._work.numerics.config
         here = [shards[index] for index, _ in self._table.parameters]
