@@ -14,8 +14,7 @@ from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.routing.param_routing import expert_name
 from megatron_muon.mcore.wiring.buffers.bucket_groups import finish_gathers
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
-from megatron_muon.mcore.wiring.gradients import LateNorm
-from megatron_muon.mcore.wiring.groups import require_usable_groups
+from megatron_muon.mcore.wiring.gradients import LateNorm, require_usable_groups
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
 from megatron_muon.runtime.collectives import any_rank, in_megatrons
 from megatron_muon.runtime.consensus import attempt, raise_quoting, raise_together
@@ -158,15 +157,20 @@ class MuonChainedOptimizer(CheckpointChain):
         self.require_usable_step()
         return super().sharded_state_dict(*args, **kwargs)
 
-    def _refusal(self) -> BaseException | None:
+    def _refusal(self) -> Exception | None:
         """Why this rank cannot step, which its optimizers are told for a norm or a vote."""
-        _, error = attempt(self._require_ready)
+        refusal = None
+        try:
+            self._require_ready()
+        except (ValueError, RuntimeError) as error:
+            refusal = error
         for part in self.chained_optimizers:
-            part.refuses = error is not None
-        return error
+            part.refuses = refusal is not None
+        return refusal
 
     def _require_ready(self) -> None:
-        self.require_whole()
+        if self.half_stepped or any(part.half_loaded for part in self.chained_optimizers):
+            self.require_whole()
         for part in self.chained_optimizers:
             if not part.is_stub_optimizer:
                 require_usable_groups(part)

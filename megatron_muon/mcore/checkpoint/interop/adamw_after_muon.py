@@ -167,7 +167,7 @@ class ChainAfterMuon(ChainedOptimizer):  # type: ignore[misc]
 class HalfRead(ChainedOptimizer):  # type: ignore[misc]
     """AdamW's chain after an error within ``reading_muon`` that has loaded a part of it."""
 
-    chain: type  # its class before
+    before: type = ChainedOptimizer  # its class
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(HALF_LOADED)
@@ -184,7 +184,7 @@ class HalfRead(ChainedOptimizer):  # type: ignore[misc]
     def load_state_dict(self, state_dict: Any) -> None:
         """Megatron's, by which the chain is whole again."""
         super().load_state_dict(state_dict)
-        turn_into(self, self.chain)
+        turn_into(self, self.before)
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     block has loaded something by then, that one neither steps nor is saved until a next load.
     """
     if isinstance(optimizer, HalfRead):
-        turn_into(optimizer, optimizer.chain)
+        turn_into(optimizer, optimizer.before)
     chain = type(optimizer)
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     turned = Patches()
@@ -210,7 +210,7 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
         is_half = _has_loaded(parts)
         turned.undo()
         if is_half:
-            turn_into(optimizer, type("HalfRead", (HalfRead, chain), {"chain": chain}))
+            turn_into(optimizer, type("HalfRead", (HalfRead, chain), {"before": chain}))
         raise
     finally:
         for part in parts:
