@@ -40,9 +40,11 @@ class MuonChainedOptimizer(CheckpointChain):
             ValueError, RuntimeError: with a loss scaler, as ``get_grad_norm`` does without.
         """
         error = self._refusal()
+        first = self.chained_optimizers[0]
+        if first.grad_scaler:
+            first.grad_scaler.begin()
         is_skipped = bool(super().prepare_grads())
         if is_skipped:  # on every rank, by a loss scaler's vote or by a refusal in it
-            first = self.chained_optimizers[0]
             device = device_of(first.model_chunks)
             raise_together(error, first.get_grad_stats_parallel_group(), device)
         if is_skipped and self.watch is not None:

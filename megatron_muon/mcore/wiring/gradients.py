@@ -94,6 +94,10 @@ def share_loss_scale(dist_opts: Sequence[Any]) -> None:
     class SharedGradScaler(type(scaler)):  # type: ignore[misc]
         """A scaler of Megatron's that several optimizers share."""
 
+        def begin(self) -> None:
+            """A step begins; forget one whose gradients raised before all had said it."""
+            overflows.clear()
+
         def update(self, found_inf: bool) -> None:
             overflows.append(found_inf)
             if len(overflows) == len(dist_opts):

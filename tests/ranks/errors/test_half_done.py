@@ -29,6 +29,7 @@ from support.models.gpt import (
     distributed_optimizers,
     held,
     inner_optimizers,
+    prepare_step,
     start,
     take_step,
 )
@@ -100,20 +101,20 @@ def _after_a_half_step(
 
 @pytest.mark.parametrize("where", PLACES)
 def test_half_a_step_is_refused_until_a_load(where: str, tmp_path: Path) -> None:
-    _check_half_step(DENSE, Topology(tp=2), where, formats()[-1], tmp_path)
+    check_half_step(DENSE, Topology(tp=2), where, formats()[-1], tmp_path)
 
 
 def test_half_a_step_before_that_of_experts_is_refused_until_a_load(tmp_path: Path) -> None:
     """Theirs has begun by then, with the gradients of that step."""
-    _check_half_step(EXPERTS, Topology(dp=2, ep=2), "last update", formats()[-1], tmp_path)
+    check_half_step(EXPERTS, Topology(dp=2, ep=2), "last update", formats()[-1], tmp_path)
 
 
 @pytest.mark.parametrize("format", formats()[:-1])
 def test_every_format_heals_half_a_step(format: str, tmp_path: Path) -> None:
-    _check_half_step(DENSE, Topology(dp=2), "update", format, tmp_path)
+    check_half_step(DENSE, Topology(dp=2), "update", format, tmp_path)
 
 
-def _check_half_step(case: Case, topology: Topology, where: str, format: str, folder: Path) -> None:
+def check_half_step(case: Case, topology: Topology, where: str, format: str, folder: Path) -> None:
     for name in ("good", "bad"):
         (folder / name).mkdir()
     results = run(_after_a_half_step, 2, case, topology, where, format, str(folder))
@@ -148,6 +149,27 @@ def test_half_a_step_of_one_rank_ends_the_next_step_of_all() -> None:
         "True",
     ]
     assert LOST in other[0] and other[1:] == [f"RuntimeError: {HALF_STEPPED}", "True"]
+
+
+def _scales(case: Case, fails: bool) -> list[float]:
+    """The loss scales of a run, with or without an error once the dense part has its vote."""
+    built = start(case, Topology(dp=2, ep=2))
+    if fails:
+        experts = type(built.optimizer.chained_optimizers[-1])
+        prepare_step(built, 0)
+        with failing_at(experts, "_unscale_main_grads_and_check_for_nan", 1):
+            assert LOST in error_of(built.optimizer.step)
+    for step in range(case.steps):
+        take_step(built, step)
+    scales: list[float] = built.log["loss_scales"]
+    return scales
+
+
+def test_an_error_between_two_votes_on_overflow_leaves_the_next_ones_as_they_are() -> None:
+    """The experts' vote of a step would be counted in the next one."""
+    overflow = ((1, "*.local_experts.3.linear_fc1.weight"),)
+    case = Case(bf16=False, fp16=True, moe=True, overflow=overflow, steps=3)
+    assert run(_scales, 2, case, True) == run(_scales, 2, case, False)
 
 
 # --- loads ------------------------------------------------------------------------------------
