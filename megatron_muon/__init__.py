@@ -87,7 +87,8 @@ def reading_adamw(
 ) -> AbstractContextManager[None]:
     """A context in which Muon loads a checkpoint of AdamW's. Every rank of the world enters it.
 
-    Load the model first: at the end, main parameters are compared with it.
+    Load the model first: at the end, main parameters are compared with it. After an error the
+    optimizer is refused at steps and saves if it has loaded anything, until a next load.
 
     Args:
         optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='muon'``.
@@ -108,7 +109,7 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> AbstractContext
     """A context in which Muon loads a checkpoint of Megatron's own Muon; all ranks enter it.
 
     Main parameters, momentum and AdamW's state go on at any topology. Load the model first: at the
-    end, main parameters are compared with it.
+    end, main parameters are compared with it. An error is as in ``reading_adamw``.
 
     Args:
         optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='muon'``.
@@ -128,6 +129,9 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> AbstractContext
 
 def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[None]:
     """A context in which AdamW loads a checkpoint of this plugin's Muon; all ranks enter it.
+
+    After an error the optimizer is as it was before, or refused at steps and saves if it has loaded
+    anything, until a next load.
 
     Args:
         optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='adam'`` with the

@@ -29,6 +29,11 @@ if TYPE_CHECKING:  # an engine takes any plan, whatever has made it
 
 ParamGroups = Sequence[Mapping[str, Any]]
 
+HALF_STEPPED = (
+    "a step of the optimizer ended in an error when it had changed momentum or parameters, "
+    "and neither can be taken back: load the last checkpoint, or end the run"
+)
+
 
 class Engine:
     """The part of a distributed optimizer on one rank that updates matrices by a rule.
@@ -87,6 +92,7 @@ class Engine:
         self._states: States | None = None  # of the step under way
         self._started: Shards | None = None
         self._begun: Staged | None = None  # the first round's results
+        self._is_half_done = False  # state has advanced, and the step has not ended
 
     def _sums(self, number: int) -> SliceSums | None:
         if not self.rule.asks:
@@ -109,7 +115,14 @@ class Engine:
 
     @torch.no_grad()
     def start(self, groups: ParamGroups, states: States) -> None:
-        """Start the first round of a step, ahead of ``step`` with the same arguments."""
+        """Start the first round of a step, ahead of ``step`` with the same arguments.
+
+        Raises:
+            RuntimeError: the step before ended in an error; see ``forget_step``.
+        """
+        if self._is_half_done:
+            raise RuntimeError(HALF_STEPPED)
+        self._is_half_done = True
         self.meter.start_step()
         self._states = states
         states.begin()
@@ -139,6 +152,9 @@ class Engine:
             groups: Megatron's parameter groups; ``lr`` and ``weight_decay`` are read.
             states: main parameters and state of the shards.
             step_adamw: updates the parameters that the rule does not own.
+
+        Raises:
+            RuntimeError: the step before ended in an error; see ``forget_step``.
         """
         if self._started is None:
             self.start(groups, states)
@@ -163,6 +179,24 @@ class Engine:
             self.nonfinite.add([each.taken_numbers() for each in self.rounds if each.homes])
         if states.adamw_is_last:
             self._adamw(step_adamw)
+        self._is_half_done = False
+
+    def forget_step(self) -> None:
+        """Forget a step that ended in an error: state and parameters are loaded anew.
+
+        It waits for messages under way, which a later step would take for its own.
+
+        Raises:
+            PhaseError: another rank has not sent or taken such a message.
+        """
+        if not self._is_half_done:
+            return
+        for round in self.rounds:
+            round.forget()
+        assert self._states is not None
+        self._states.begin()
+        self._started = self._begun = None
+        self._is_half_done = False
 
     def _adamw(self, step_adamw: Callable[[], None]) -> None:
         with self._phase("muon/adamw"):

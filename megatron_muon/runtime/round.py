@@ -109,6 +109,15 @@ class Round:
             if self._asks_after:
                 self.rule.finish(here, self._asked(self.rule.numbers_after(here)))
 
+    def forget(self) -> None:
+        """Wait for messages under way, and forget the step that they are of."""
+        for under_way in (self._gathering, self._scattering):
+            if under_way is not None and under_way.pending is not None:
+                under_way.pending.wait()
+        self._gathering = None
+        self._scattering = None
+        self._numbers = None
+
     def _here(self, shards: Shards) -> list[Shard]:
         return [shards[index] for index in self.parameters]
 

@@ -104,7 +104,8 @@ class StepTraces:
                 yield True
                 _wait_for_gpu()
         except BaseException:
-            self._stop()  # an error ends the run: nothing is written
+            self._stop()
+            self.steps = range(0)  # nothing is written, nor traced after it: a step would lack
             raise
         if number == self.steps[-1]:
             self._write(dict(facts or {}))

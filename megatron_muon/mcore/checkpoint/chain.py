@@ -18,6 +18,7 @@ from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import Group, all_gather_numbers, all_gather_texts
 from megatron_muon.runtime.consensus import together
+from megatron_muon.runtime.engine import HALF_STEPPED
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.settings.config import named
 
@@ -34,6 +35,10 @@ WHOLE_WEIGHTS = (
 )
 # From core 0.15 on Megatron cannot write the format that it takes where none is asked for.
 _HAS_NO_RANGES = WHOLE_WEIGHTS == "fully_reshardable"
+HALF_LOADED = (
+    "a load of the optimizer ended in an error when it had changed a part of its state: load a "
+    "checkpoint as a whole, or build the optimizer anew"
+)
 _OF_STATE = {"param_state", "param_state_sharding_type"}
 _GATHERED = ("fully_reshardable", "dp_zero_gather_scatter")  # Megatron communicates to save them
 
@@ -51,9 +56,19 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     source: Source | None = None  # while a checkpoint of Megatron's own Muon is read
     is_new = True  # it has taken no step
     lacks_state = False  # it has loaded groups, and no momentum with them
+    half_stepped = False  # a step has changed state, and ended in an error
+    is_converting = False  # a load is complete at the end of a context, not of a call
+
+    def require_whole(self) -> None:
+        """Raise a RuntimeError on this rank where a step or a load has left off half-way."""
+        if self.half_stepped:
+            raise RuntimeError(HALF_STEPPED)
+        if any(getattr(part, "half_loaded", False) for part in self.chained_optimizers):
+            raise RuntimeError(HALF_LOADED)
 
     def state_dict(self) -> Any:
         """Megatron's state dict, without the state of parameters. No communication."""
+        self.require_whole()
         with self._without_stubs():
             return super().state_dict()
 
@@ -66,9 +81,16 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         each = [given] if "optimizer" in given else several
         # A rank whose shards are padding alone may load a sharding type without any state.
         has_state = any(state.keys() & _OF_STATE for state in each)
+        needs_state = self.is_new or self.half_stepped
         device = device_of(self.chained_optimizers[0].model_chunks)
-        lacking = all_gather_numbers([self.is_new and not has_state], self.voters, device)
+        lacking = all_gather_numbers([needs_state and not has_state], self.voters, device)
         self.lacks_state = any(lacks for (lacks,) in lacking)
+        self.half_stepped = self.half_stepped and self.lacks_state
+        self._end_load()
+
+    def _end_load(self) -> None:
+        for part in () if self.is_converting else self.chained_optimizers:
+            part.half_loaded = False
 
     def refuse_step(self) -> None:
         """Raise before a first step that ``lacks_state``, on every rank."""
@@ -118,12 +140,15 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         return state
 
     def _make_ready(self) -> None:
+        self.require_whole()
         for part in self.chained_optimizers:
             part.make_ready()
 
     def _sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool, **kwargs: Any
     ) -> Any:
+        if not is_loading:
+            self.require_whole()
         if self.source is None or not is_loading:
             return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
         from megatron_muon.mcore.checkpoint.interop.foreign import renamed
@@ -154,7 +179,9 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             super().load_parameter_state, filename, update_legacy_format=update_legacy_format
         )
         self._scatter()
+        self.half_stepped = self.half_stepped and not self.lacks_state
         self.lacks_state = False
+        self._end_load()
 
     def _check_file(self, filename: str) -> None:
         if not any(part.data_parallel_group.rank() == 0 for part in self.chained_optimizers):

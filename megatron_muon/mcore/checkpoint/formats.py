@@ -53,6 +53,7 @@ from megatron_muon.mcore.checkpoint.sharded import ShardedState, StateDict
 class MuonCheckpoint(ShardedState):
     """The checkpoint part of a MuonDistributedOptimizer."""
 
+    half_loaded = False  # a load has changed something, and has not come to its end
     _to_scatter: tuple[StateDict | None] | None = None  # of this rank, between check and scatter
 
     def state_dict(self) -> StateDict:
@@ -81,6 +82,7 @@ class MuonCheckpoint(ShardedState):
         loaded = loaded_groups(own, saved["param_groups"])
         groups = as_megatron_pairs(own, loaded)
         self._fill_state()
+        self.half_loaded = True
         super().load_state_dict({**state_dict, "optimizer": {**saved, "param_groups": groups}})
         for group, values in zip(self.optimizer.param_groups, loaded, strict=True):
             group.update(values)  # Megatron confuses groups that look alike
@@ -125,6 +127,7 @@ class MuonCheckpoint(ShardedState):
         """Scatter what has been checked, if anything has. Every rank of the stage calls it."""
         if self._to_scatter is not None:
             (given,), self._to_scatter = self._to_scatter, None
+            self.half_loaded = True
             super().load_parameter_state_from_dp_zero(given)
 
     def sharded_param_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:

@@ -96,6 +96,7 @@ ROWS = (
         "get_grads_for_grad_norm", _NORM, "self grad_norm_group", since=(0, 19), inherited=True
     ),
     _DIST.overridden("_unscale_main_grads_and_check_for_nan", _SKIPS, "self", inherited=True),
+    _DIST.overridden("_collect_main_grad_data_for_unscaling", "what that flag is of", "self"),
     _CHAIN.called("grads_states_parallel_group_is_shared", "if its parts share a norm", "self"),
     _CHAIN.overridden("prepare_grads", "called before each step; True if it is skipped", "self"),
     _CHAIN.overridden("step_with_ready_grads", "steps its parts one after another", "self"),

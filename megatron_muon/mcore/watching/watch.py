@@ -75,16 +75,20 @@ class Watch:
         """Around a step of the chain; every rank of the group enters it."""
         number = self._number()
         self._steps += 1
-        if number % self._interval == 0:
-            message = self._begun()
-            try:
+        try:
+            if number % self._interval == 0:
+                message = self._begun()
+                try:
+                    yield
+                finally:
+                    for muon in self._muons:
+                        muon.observe(None)
+                self._log(message, number)
+            else:
                 yield
-            finally:
-                for muon in self._muons:
-                    muon.observe(None)
-            self._log(message, number)
-        else:
-            yield
+        except BaseException:
+            self._outputs.expect(True)  # the number of the next step is not known
+            raise
         self._outputs.expect((number + 1) % self._interval == 0)
 
     def skip(self) -> None:

@@ -14,10 +14,10 @@ from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.routing.param_routing import expert_name
 from megatron_muon.mcore.wiring.buffers.bucket_groups import finish_gathers
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
-from megatron_muon.mcore.wiring.gradients import LateNorm
+from megatron_muon.mcore.wiring.gradients import LateNorm, require_usable_groups
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
 from megatron_muon.runtime.collectives import any_rank, in_megatrons
-from megatron_muon.runtime.consensus import attempt, raise_quoting
+from megatron_muon.runtime.consensus import attempt, raise_quoting, raise_together
 
 if TYPE_CHECKING:
     from megatron_muon.mcore.watching.watch import Watch
@@ -34,8 +34,19 @@ class MuonChainedOptimizer(CheckpointChain):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Megatron's; True where a gradient is not finite, and then the step is skipped."""
+        """Megatron's; True where a gradient is not finite, and then the step is skipped.
+
+        Raises:
+            ValueError, RuntimeError: with a loss scaler, as ``get_grad_norm`` does without.
+        """
+        error = self._refusal()
+        first = self.chained_optimizers[0]
+        if first.grad_scaler:
+            first.grad_scaler.begin()
         is_skipped = bool(super().prepare_grads())
+        if is_skipped:  # on every rank, by a loss scaler's vote or by a refusal in it
+            device = device_of(first.model_chunks)
+            raise_together(error, first.get_grad_stats_parallel_group(), device)
         if is_skipped and self.watch is not None:
             self.watch.skip()
         return is_skipped
@@ -46,17 +57,23 @@ class MuonChainedOptimizer(CheckpointChain):
 
         Raises:
             FloatingPointError: see ``NonfiniteReport.after_step``.
-            ValueError: see ``refuse_step``.
+            ValueError: see ``refuse_step`` and ``require_usable_groups``.
+            RuntimeError: see ``require_whole``.
         """
         if self.lacks_state:
             self.refuse_step()
+        error = self._refusal()
+        if error is not None:  # in a loop that asks for no norm, or leaves it on the GPU
+            raise error
         self.is_new = False
         if self.nonfinite is not None:
             self.nonfinite.before_step()
         if getattr(self.config, "chunked_optimizer_state_offload", False):
             self.ensure_master_weights_for_param_sync()  # they are only on their way
         with nullcontext() if self.watch is None else self.watch.step():
+            self.half_stepped = True  # an error leaves it so
             is_successful = bool(super().step_with_ready_grads())
+            self.half_stepped = False
         for part in self.chained_optimizers:
             if part.early_gathers is not None:
                 part.early_gathers.end_step()
@@ -83,7 +100,8 @@ class MuonChainedOptimizer(CheckpointChain):
 
         The norm is finite only if every gradient is there, finite and far below the largest that
         momentum can take. (``norm_grads`` puts all of them in; with ``clip_scope`` "adamw" Muon's
-        need only be finite.) So a finite norm needs no further reduction. No optimizer has stepped
+        need only be finite.) A rank that refuses the step makes it NaN. So a finite norm needs no
+        further reduction. No optimizer has stepped
         yet: an error leaves everything as it was. With a loss scaler Megatron has already skipped
         such a step, on every rank.
 
@@ -97,9 +115,11 @@ class MuonChainedOptimizer(CheckpointChain):
             FloatingPointError: a gradient of this rank is missing, not finite, or so large that
                 momentum would overflow; or the norm overflows, and the clip would make every
                 gradient zero; or the step before had an unusable gradient.
-            RuntimeError: only another rank has such a gradient.
+            ValueError: see ``require_usable_groups``.
+            RuntimeError: see ``require_whole``; or only another rank has an error.
         """
         self.require_usable_step()
+        refusal = self._refusal()
         first = self.chained_optimizers[0]
         group = first.get_grad_stats_parallel_group()
         with in_megatrons("grads/norm", group):
@@ -114,7 +134,7 @@ class MuonChainedOptimizer(CheckpointChain):
         votes = not (math.isfinite(norm) and is_everyones)
         if votes and any_rank("muon/vote", self._some_grad_is_unusable(), group):
             error, failure = attempt(self._gradient_error)
-            raise_quoting(failure or error, group)
+            raise_quoting(refusal or failure or error, group)
         if math.isinf(norm) and is_everyones and first.config.clip_grad > 0.0:
             raise FloatingPointError(
                 "every gradient is finite, but their norm is Inf, so clip_grad would make all of "
@@ -139,9 +159,29 @@ class MuonChainedOptimizer(CheckpointChain):
         self.require_usable_step()
         return super().sharded_state_dict(*args, **kwargs)
 
+    def _refusal(self) -> Exception | None:
+        """Why this rank cannot step, which its optimizers are told for a norm or a vote."""
+        refusal = None
+        try:
+            self._require_ready()
+        except (ValueError, RuntimeError) as error:
+            refusal = error
+        for part in self.chained_optimizers:
+            part.refuses = refusal is not None
+        return refusal
+
+    def _require_ready(self) -> None:
+        if self.half_stepped or any(part.half_loaded for part in self.chained_optimizers):
+            self.require_whole()
+        for part in self.chained_optimizers:
+            if not part.is_stub_optimizer:
+                require_usable_groups(part)
+
     def _some_grad_is_unusable(self) -> torch.Tensor:
         """A bool scalar; on CUDA it is still being computed when this returns."""
         device = device_of(self.chained_optimizers[0].model_chunks)
+        if any(part.refuses for part in self.chained_optimizers):
+            return torch.tensor(True, device=device)
         of_limit: dict[float, list[torch.Tensor]] = {}
         for part, _, shard in self._owned():
             grad = part.states.grad(shard)

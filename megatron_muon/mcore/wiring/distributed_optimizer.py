@@ -8,6 +8,7 @@ constructor of Megatron is copied, and the fused Adam that it picked stays in us
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ class MuonDistributedOptimizer(MuonCheckpoint):
     """A DistributedOptimizer whose inner optimizer is Muon for matrices and AdamW for the rest."""
 
     early_gathers: EarlyGathers | None = None  # with ``early_param_gather`` only
+    refuses = False  # this rank cannot step, as the norm or a loss scaler's vote says to all
     is_staged = True  # False from a step on, until mxfp8's are where they travel from
 
     def step_with_ready_grads(self) -> bool:
@@ -91,10 +93,19 @@ class MuonDistributedOptimizer(MuonCheckpoint):
             group = self.get_grad_stats_parallel_group()
             raise_named("grads/found_inf", group, error, "Megatron's vote on overflowed gradients")
 
+    def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
+        """Megatron's gradients, with a loss scale; with NaN beside them on a rank that refuses."""
+        grads: list[torch.Tensor] = super()._collect_main_grad_data_for_unscaling()
+        if self.refuses:
+            grads.append(torch.full((1,), math.nan, device=device_of(self.model_chunks)))
+        return grads
+
     def _with_all(self, counted: list[torch.Tensor]) -> list[torch.Tensor]:
         if self.is_stub_optimizer or self.grad_scaler:
             return counted
         grads = [self.states.grad(shard) for _, shard in owned_shards(self)]
+        if self.refuses:
+            grads.append(None)
         return norm_grads(counted, grads, device_of(self.model_chunks))
 
 
@@ -131,6 +142,8 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
                     state["step"] = state["step"] + 1 if "step" in state else torch.tensor(1.0)
 
         def load_state_dict(self, state_dict: Any) -> None:
+            for muon in self.muon.each:
+                muon.forget_step()
             self.states.load(super().load_state_dict, state_dict)
             if self.muon.turns is not None:
                 self.muon.turns.forget()

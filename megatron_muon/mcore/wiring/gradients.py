@@ -1,20 +1,24 @@
-"""Megatron's gradients, their norm and loss scale, as far as Muon's step needs them otherwise."""
+"""Megatron's parameter groups, gradients, norm and loss scale, as far as Muon's step needs them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 
 from megatron_muon.console import first_names
-from megatron_muon.mcore.routing.param_routing import Weight, of_any_number
+from megatron_muon.mcore.routing.param_routing import Weight, expert_name, of_any_number
 from megatron_muon.mcore.routing.routes import Route
+from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.mcore.wiring.process_groups import Stage
 from megatron_muon.runtime.patches import turn_into
 
 _ADDED_UP = "sequence_parallel"  # Megatron's mark on parameters
+_READ = ("lr", "weight_decay")
+_UNCHANGED = "no optimizer state or parameter has been changed"
 
 
 class LateNorm:
@@ -93,6 +97,10 @@ def share_loss_scale(dist_opts: Sequence[Any]) -> None:
     class SharedGradScaler(type(scaler)):  # type: ignore[misc]
         """A scaler of Megatron's that several optimizers share."""
 
+        def begin(self) -> None:
+            """A step begins; forget one whose gradients raised before all had said it."""
+            overflows.clear()
+
         def update(self, found_inf: bool) -> None:
             overflows.append(found_inf)
             if len(overflows) == len(dist_opts):
@@ -131,3 +139,52 @@ def keep_biases_apart(routes: Sequence[Route], stage: Stage) -> list[str]:
 def _is_mixed(weight: Weight, stage: Stage) -> bool:
     of_expert = weight.is_expert and weight.name.endswith(".bias")
     return of_expert and stage.sizes.ep > 1 and getattr(weight.param, _ADDED_UP, False)
+
+
+def require_usable_groups(dist_opt: Any) -> None:
+    """Refuse groups that the next step cannot use. It does not communicate.
+
+    A rate may be a tensor with one element; one on a GPU is waited for, as in the step.
+
+    Args:
+        dist_opt: a MuonDistributedOptimizer that is no stub.
+
+    Raises:
+        ValueError: a rate or decay is no finite number, or no group has a parameter of Muon's.
+    """
+    groups = dist_opt.optimizer.param_groups
+    for number, group in enumerate(groups):
+        for key in _READ:
+            if group["params"] and not _is_finite(group.get(key)):
+                names = [_names(dist_opt)[id(shard)] for shard in group["params"]]
+                raise ValueError(
+                    f"parameter group {number} ({first_names(names)}) has {key} "
+                    f"{group.get(key)!r}, which is no finite number: set one before the step, "
+                    f"as Megatron's scheduler does; {_UNCHANGED}"
+                )
+    there = {id(shard) for group in groups for shard in group["params"]}
+    muons = dist_opt.muon.main_params.values()
+    dropped = [id(shard) for shard in muons if id(shard) not in there]
+    if dropped:
+        names = [_names(dist_opt)[each] for each in dropped]
+        raise ValueError(
+            f"no parameter group has {first_names(names, 5)} any more, which Muon updates: put "
+            "them back, or freeze them by requires_grad_(False) before the model's buffers are "
+            f"made; {_UNCHANGED}"
+        )
+
+
+def _is_finite(value: Any) -> bool:
+    is_number = isinstance(value, Real)
+    if isinstance(value, torch.Tensor):
+        is_number = value.numel() == 1
+    return is_number and math.isfinite(value)
+
+
+def _names(dist_opt: Any) -> dict[int, str]:
+    """Names of parameters by the ids of their shards."""
+    names = {route.weight.param: route.weight.name for route in dist_opt.routes}
+    return {
+        id(shard): expert_name(names[param], dist_opt.ep_rank, dist_opt.local_experts)
+        for param, shard in owned_shards(dist_opt)
+    }

@@ -71,6 +71,8 @@ def _interrupted(folder: str) -> tuple[bool, bool]:
     traces = megatron_muon.step_traces("1:2", folder)
     with contextlib.suppress(ZeroDivisionError), traces.step(1, built.optimizer):
         raise ZeroDivisionError
+    with traces.step(2, built.optimizer):  # a loop that has caught it
+        take_step(built, 0)
     is_on = torch.autograd._profiler_enabled()
     return is_on, "step" in vars(built.optimizer)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
+from ranks.errors.test_half_done import check_half_step
 from ranks.te.test_precision_aware import _of_optimizer as of_optimizer
 from ranks.te.test_precision_aware import _switched as switched
 from support import chunked_on_cpu, te_on_cpu
@@ -270,3 +271,10 @@ def test_it_leaves_after_a_load_too(kind: str, format: str, tmp_path: Path) -> N
 )
 def test_chunks_of_a_rank_are_refused(change: dict[str, Any], said: str) -> None:
     assert said in run(_refused, 1, change)[0]
+
+
+@pytest.mark.parametrize("where", ["momentum", "update"])
+def test_half_a_step_is_refused_until_a_load(where: str, tmp_path: Path) -> None:
+    """What visits the device then is not what the load fills."""
+    case = replace(HOSTED, muon=ONE_BY_ONE)
+    check_half_step(case, Topology(tp=2), where, formats()[0], tmp_path)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import suppress
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGathers
+from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGather, EarlyGathers
 from megatron_muon.megatron_lm.loop.early_gathers import train
+from megatron_muon.planning.rounds.pipeline import ADAMW
 from megatron_muon.runtime.patches import around
 
 LOOP = """
@@ -81,3 +83,22 @@ def test_on_is_on_in_any_loop(
 ) -> None:
     assert _run(monkeypatch, _anothers, reinforced=True, is_on=True) == [True, True]
     assert capsys.readouterr().out == ""
+
+
+def test_a_load_after_an_error_in_the_loop_waits_for_gathers_and_forgets_them() -> None:
+    """They have parameters of the step before the load, which else arrive after it."""
+    waited: list[int] = []
+    group = SimpleNamespace(
+        wait_for_params=lambda: waited.append(0),
+        start_param_sync=lambda: None,
+        param_gather_dispatched=True,
+    )
+    gathers = EarlyGathers([EarlyGather(group, frozenset(), ADAMW, [])], 0, is_on=False)
+    with suppress(ZeroDivisionError), gathers.turned_on(), gathers.step():
+        gathers.applied(ADAMW)
+        raise ZeroDivisionError
+    waited.clear()
+    gathers.forget()
+    assert waited == [0] and not group.param_gather_dispatched
+    gathers.forget()  # then they are Megatron's again
+    assert waited == [0]

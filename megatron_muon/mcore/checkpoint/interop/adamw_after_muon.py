@@ -10,9 +10,11 @@ beside the optimizer's state tells this package how many steps the young paramet
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from megatron.core import parallel_state
@@ -21,7 +23,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.console import say
 from megatron_muon.mcore.checkpoint.buffers import ADAMW_STATE, is_shifted
-from megatron_muon.mcore.checkpoint.chain import CheckpointChain
+from megatron_muon.mcore.checkpoint.chain import HALF_LOADED, CheckpointChain
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.checkpoint.param_groups import config_of
 from megatron_muon.mcore.checkpoint.sharded import StateDict
@@ -34,7 +36,7 @@ from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.mcore.wiring.states import init_state_of, states_of
 from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.runtime.consensus import together
-from megatron_muon.runtime.patches import turn_into
+from megatron_muon.runtime.patches import Patches, turn_into
 from megatron_muon.settings.config import MuonConfig
 
 Tensor = torch.Tensor
@@ -188,19 +190,81 @@ class ChainAfterMuon(ChainedOptimizer):  # type: ignore[misc]
             super()._synchronize_steps()
 
 
+class HalfRead(ChainedOptimizer):  # type: ignore[misc]
+    """AdamW's chain after an error within ``reading_muon`` that has loaded a part of it."""
+
+    before: type = ChainedOptimizer  # its class
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(HALF_LOADED)
+
+    step = step_with_ready_grads = state_dict = save_parameter_state = _refuse
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's; refused but for a load."""
+        given = inspect.signature(super().sharded_state_dict).bind(*args, **kwargs)
+        if not given.arguments.get("is_loading", False):
+            self._refuse()
+        return super().sharded_state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Megatron's, by which the chain is whole again."""
+        super().load_state_dict(state_dict)
+        turn_into(self, self.before)
+
+
 @contextmanager
 def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """See ``megatron_muon.reading_muon``; ``settings`` are those of Muon in the checkpoint."""
+    """See ``megatron_muon.reading_muon``; ``settings`` are those of Muon in the checkpoint.
+
+    Where nothing is loaded, or the block raises, the optimizer is AdamW's as it was before. If the
+    block has loaded something by then, that one neither steps nor is saved until a next load.
+    """
+    if isinstance(optimizer, HalfRead):
+        turn_into(optimizer, optimizer.before)
+    chain = type(optimizer)
+    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    turned = Patches()
+    try:
+        config = _turn_into_reader(turned, optimizer, parts, settings)
+        yield
+        if _has_loaded(parts):
+            _turn_into_adamw(optimizer, chain, parts, config)
+        else:
+            turned.undo()
+    except BaseException:
+        is_half = _has_loaded(parts)
+        turned.undo()
+        if is_half:
+            turn_into(optimizer, type("HalfRead", (HalfRead, chain), {"before": chain}))
+        raise
+    finally:
+        for part in parts:
+            vars(part).pop("half_loaded", None)
+
+
+def _has_loaded(parts: Sequence[Any]) -> bool:
+    return any(getattr(part, "half_loaded", False) for part in parts)
+
+
+def _turn_into_reader(
+    turned: Patches, optimizer: Any, parts: Sequence[Any], settings: Mapping[str, Any]
+) -> MuonConfig:
+    """Turn the chain and its parts, as ``turned`` undoes it. Every rank of the world calls it."""
     chain, every = type(optimizer), optimizer.chained_optimizers
-    parts = [part for part in every if not part.is_stub_optimizer]
     device = device_of(every[0].model_chunks)
-    config = together(lambda: _turn_into_readers(parts, settings), None, device)
+    config = together(lambda: _turn_parts_into_readers(turned, parts, settings), None, device)
     instance = int(every[0].distributed_optimizer_instance_id)
     stage = process_groups.stage_of(every[0].model_chunks, instance, None, device)
-    optimizer.voters = process_groups.voters(every, stage)
-    optimizer.decided_by_name = False
-    turn_into(optimizer, type("Reader", (CheckpointChain, chain), {}))
-    yield  # an error in the block ends the run, so nothing is undone
+    turned.add(optimizer, "voters", process_groups.voters(every, stage))
+    turned.add(optimizer, "decided_by_name", False)
+    turned.add(optimizer, "is_converting", True)
+    _turn(turned, optimizer, type("Reader", (CheckpointChain, chain), {}))
+    return config
+
+
+def _turn_into_adamw(optimizer: Any, chain: type, parts: Sequence[Any], config: MuonConfig) -> None:
+    """Turn them into AdamW's, once they have loaded Muon's checkpoint."""
     turn_into(optimizer, type("AfterMuon", (ChainAfterMuon, chain), {}))
     for part in parts:
         part.muon = None
@@ -213,7 +277,9 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
         part._split()
 
 
-def _turn_into_readers(parts: Sequence[Any], settings: Mapping[str, Any]) -> MuonConfig:
+def _turn_parts_into_readers(
+    turned: Patches, parts: Sequence[Any], settings: Mapping[str, Any]
+) -> MuonConfig:
     config = config_of(settings)
     for part in parts:
         if part.config.optimizer_cpu_offload:
@@ -221,15 +287,21 @@ def _turn_into_readers(parts: Sequence[Any], settings: Mapping[str, Any]) -> Muo
                 "a Muon checkpoint cannot be loaded into AdamW with optimizer_cpu_offload: load it "
                 "once without --optimizer-cpu-offload, save, and go on with the flag"
             )
-        turn_into(part, MuonReader)
-        part._muons = _young(part, config)
-        part.states = states_of(part)
+        _turn(turned, part, MuonReader)
+        turned.add(part, "_muons", _young(part, config))
+        turned.add(part, "states", states_of(part))
         if part.states.are_copies:
-            part.init_state_fn = init_state_of(part.init_state_fn, part.states, None)
-        part.muon = _Former(config, part)
-        part.local_experts = local_experts(part.model_chunks, _sizes().ep)
-        part.ep_rank = parallel_state.get_expert_model_parallel_rank()
+            init_state = init_state_of(part.init_state_fn, part.states, None)
+            turned.add(part, "init_state_fn", init_state)
+        turned.add(part, "muon", _Former(config, part))
+        turned.add(part, "local_experts", local_experts(part.model_chunks, _sizes().ep))
+        turned.add(part, "ep_rank", parallel_state.get_expert_model_parallel_rank())
     return config
+
+
+def _turn(turned: Patches, built: Any, subclass: type) -> None:
+    turned.on_undo(partial(turn_into, built, type(built)))
+    turn_into(built, subclass)
 
 
 def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:

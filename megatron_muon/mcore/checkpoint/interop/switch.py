@@ -26,15 +26,14 @@ def reading_adamw(optimizer: Any, momentum: FromAdamW) -> Iterator[None]:
     Muon's momentum is Σ μ^k g where Adam's first moment is (1-β1) Σ β1^k g.
     """
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
-    for part in parts:
-        part.from_adamw = momentum
-    try:
-        yield
-    finally:
+    with _converting(optimizer, parts, "AdamW"):
         for part in parts:
-            part.from_adamw = None
-    device = device_of(optimizer.chained_optimizers[0].model_chunks)
-    together(lambda: _check_main_params(parts, "AdamW"), None, device)
+            part.from_adamw = momentum
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.from_adamw = None
 
 
 @contextmanager
@@ -46,16 +45,33 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
     source = together(lambda: _source(Saved.of(folder), optimizer), None, device)
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
-    optimizer.source = source
-    for part in parts:
-        part.main_is_weight = source.is_fp32
+    with _converting(optimizer, parts, "Megatron's own Muon"):
+        optimizer.source = source
+        for part in parts:
+            part.main_is_weight = source.is_fp32
+        try:
+            yield
+        finally:
+            optimizer.source = None
+            for part in parts:
+                part.main_is_weight = False
+
+
+@contextmanager
+def _converting(optimizer: Any, parts: Sequence[Any], whose: str) -> Iterator[None]:
+    """A context whose loads are complete once main parameters are checked, at its end.
+
+    After an error the optimizer neither steps nor is saved if it has loaded anything.
+    """
+    optimizer.is_converting = True
     try:
         yield
     finally:
-        optimizer.source = None
-        for part in parts:
-            part.main_is_weight = False
-    together(lambda: _check_main_params(parts, "Megatron's own Muon"), None, device)
+        optimizer.is_converting = False
+    device = device_of(optimizer.chained_optimizers[0].model_chunks)
+    together(lambda: _check_main_params(parts, whose), None, device)
+    for part in parts:
+        part.half_loaded = False
 
 
 def _source(saved: Saved, optimizer: Any) -> foreign.Source:

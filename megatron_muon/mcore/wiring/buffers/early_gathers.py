@@ -149,9 +149,11 @@ class EarlyGathers:
 
     def forget(self) -> None:
         """Let the next forward pass gather again: parameters have changed outside of a step."""
-        for gather in self.gathers if self.is_on else ():
+        may_travel = self.is_on or self._started > 0  # also after a loop that raised
+        for gather in self.gathers if may_travel else ():
             gather.group.wait_for_params()
             gather.group.param_gather_dispatched = False
+        self._started = 0
 
     def _after(self, round: int) -> Iterator[EarlyGather]:
         """Those that have not started, up to the first that waits for a later round."""
