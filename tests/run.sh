@@ -50,7 +50,7 @@ if [[ "$(cat "$VENV/.installed" 2>/dev/null || true)" != "$wanted" ]]; then
 fi
 
 run() { # run CORE ARGS: the installed core where CORE is empty; over TE's Python if that is set
-    local core="$1" folder path=""
+    local core="$1" folder path="" status=0
     local -a folders=()
     shift
     if [[ $core == */* ]]; then
@@ -67,7 +67,10 @@ run() { # run CORE ARGS: the installed core where CORE is empty; over TE's Pytho
         path="$path$(cd "$folder" && pwd):"
     done
     local -x PYTHONPATH="$path${PYTHONPATH:-}"
-    "$VENV/bin/python" -m pytest -m "${MARKERS:-not slow}" "$@"
+    local -x MEGATRON_MUON_TESTS="$$-$BASHPID-$RANDOM" # all that these tests start has it
+    "$VENV/bin/python" -m pytest -m "${MARKERS:-not slow}" "$@" || status=$?
+    "$VENV/bin/python" tests/support/left_running.py "$MEGATRON_MUON_TESTS" || status=1
+    return "$status"
 }
 
 over_te() { # the lines of te.txt

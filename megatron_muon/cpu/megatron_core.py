@@ -64,6 +64,18 @@ def no_fp8_parameters(patches: Patches) -> None:
     patches.set(module, "_quantize_param_shard_impl", cast)
 
 
+def pipeline_outputs(patches: Patches) -> None:
+    """A pipeline stage keeps its output in memory, whatever a script's configuration asks for.
+
+    Megatron-LM sets ``deallocate_pipeline_outputs`` (training/arguments.py:1324). The interleaved
+    schedule then frees an output that ``isend`` still reads (schedules.py:1497). A GPU's allocator
+    waits for the stream that sends it; gloo's threads would send what is there next.
+    """
+    config = importlib.import_module("megatron.core.model_parallel_config").ModelParallelConfig
+    always_off = property(lambda self: False, lambda self, value: None)
+    patches.set(config, "deallocate_pipeline_outputs", always_off)
+
+
 def sequence_parallel_norm(patches: Patches) -> None:
     """Let the plain torch norm run under sequence parallelism, which it refuses (torch_norm.py:32).
 

@@ -6,7 +6,7 @@ core 0.16.1 where no other version is named.
 
 from collections.abc import Callable
 
-from megatron_muon.cpu import attention, experts, gloo, matmul, megatron_core, torch_cuda
+from megatron_muon.cpu import attention, experts, gloo, matmul, megatron_core, spawned, torch_cuda
 from megatron_muon.runtime.patches import Patches
 
 Replacement = Callable[[Patches], None]
@@ -23,6 +23,7 @@ BEFORE_MEGATRON: tuple[Replacement, ...] = (
     matmul.products,
     gloo.coalesced,
     gloo.one_device,
+    spawned.processes,
 )
 # Local modules are not built without these, whatever the device: a GPU run has Transformer Engine's
 # in their place.
@@ -36,6 +37,7 @@ AFTER_MEGATRON: tuple[Replacement, ...] = (
     megatron_core.adam,
     megatron_core.no_fp8_parameters,
     megatron_core.rng_states,
+    megatron_core.pipeline_outputs,
     experts.router,
     experts.split_sizes,
     experts.uneven_parts,

@@ -16,6 +16,11 @@ _MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_m
 _patches: Patches | None = None
 
 
+def enabled() -> bool:
+    """Whether the replacements are in place."""
+    return _patches is not None
+
+
 def enable() -> None:
     """Put the replacements in place, after ``cpu.enable()``; imports megatron.training.
 

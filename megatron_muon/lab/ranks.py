@@ -19,7 +19,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from pathlib import Path
@@ -98,6 +98,7 @@ def run_ranks(task: Task) -> list[Any]:
         finally:
             for process in processes:
                 process.join(_GRACE if sys.exc_info()[0] is None else 0)
+                _end_group(process.pid)
                 process.kill()
                 process.join()
 
@@ -137,6 +138,7 @@ def _collect(
 
 def _work(pipe: connection.Connection, task: Task, rank: int, rendezvous: str) -> None:
     """Run a rank's process, and send its result or error."""
+    os.setpgid(0, 0)  # what the rank starts, as Megatron's save does, ends with it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         pipe.send((None, _run(task, rank, rendezvous)))
@@ -150,7 +152,13 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _end_group(leader: int) -> None:
+    """End a rank and what it has started, also where the rank has ended or was killed."""
+    with suppress(ProcessLookupError):  # nothing is left, or the rank has no group yet
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _run(task: Task, rank: int, rendezvous: str) -> Any:

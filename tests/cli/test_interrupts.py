@@ -71,3 +71,23 @@ def test_ranks_end_when_the_command_is_killed() -> None:
             time.sleep(0.1)
         command.kill()
     assert psutil.wait_procs(ranks, timeout=30)[1] == []
+
+
+def test_what_a_rank_started_ends_with_it_when_it_is_killed() -> None:
+    """As the processes that Megatron's save starts."""
+    job = "import os, subprocess; subprocess.Popen(['sleep', '99']); os.kill(os.getpid(), 9)"
+    code = (
+        "from megatron_muon.lab.ranks import Task, run_ranks\n"
+        f"run_ranks(Task(exec, {job!r}, world=1, gpus=False, threads=1, seconds=99))"
+    )
+    command = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment(),
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert command.wait(timeout=100) == 1
+    end = time.monotonic() + 20
+    while (left := processes_of(command.pid)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert left == []

@@ -11,6 +11,7 @@ from megatron_muon.mcore.load_check import digest
 from support.megatron_lm.scripts import (
     CHECKOUT,
     MUON,
+    known_flags,
     losses,
     needs_checkout,
     pretrain,
@@ -46,6 +47,16 @@ def test_an_asynchronous_save_is_sealed_and_goes_on(six: tuple[Path, str], tmp_p
     again = pretrain(1, f"{RUN} --load {folder} --ckpt-step 3 --train-iters 6")
     # Megatron's log has the mean of the first two iterations after a start as its second
     assert {n: steps(again)[n] for n in (4, 6)} == {n: steps(text)[n] for n in (4, 6)}
+
+
+def test_a_persistent_worker_saves_on_a_cpu(six: tuple[Path, str], tmp_path: Path) -> None:
+    """Megatron spawns it, so it has what the runtime replaces only if it is given to it."""
+    if "--use-persistent-ckpt-worker" not in known_flags():
+        pytest.skip("this Megatron has no persistent worker")
+    worker = "--save-interval 3 --async-save --use-persistent-ckpt-worker"
+    text = pretrain(1, f"{RUN} --save {tmp_path} {worker}")
+    assert complete(tmp_path) == [3, 6]
+    assert steps(text) == steps(six[1])
 
 
 def test_finetune_takes_the_model_alone(six: tuple[Path, str]) -> None:

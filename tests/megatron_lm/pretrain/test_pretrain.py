@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from megatron_muon.lab.trace.events import read_trace
 from megatron_muon.runtime.step_traces import OPTIMIZER
@@ -21,9 +23,11 @@ from support import PYTHON311, ROOT, written
 from support.megatron_lm.scripts import (
     CHECKOUT,
     EXPERTS,
+    HERE,
     MOCK,
     MODEL,
     MUON,
+    PATHS,
     RUN,
     alone,
     argument,
@@ -39,6 +43,7 @@ from support.megatron_lm.scripts import (
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 ADAM = "--bf16 --optimizer adam --use-distributed-optimizer"
+ADAM_IN_FP32 = "--muon-cpu --optimizer adam --use-distributed-optimizer"
 TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
 
 
@@ -99,6 +104,48 @@ def test_muon_trains_with_parameters_gathered_within_the_step(
     assert said in early and said not in late and losses(early) == losses(late)
     assert argument(early, "muon_early_param_gather") == "None"
     assert argument(early, "align_param_gather") == str(processes == 4)
+
+
+def first_gradients(folder: Path, processes: int, *options: str) -> dict[str, Tensor]:
+    """Those of one step, whole, by the names of one process."""
+    folder.mkdir()
+    pretrain(
+        processes,
+        *options,
+        "--untie-embeddings-and-output-weights --train-iters 1 --eval-iters 0",
+        script=HERE / "gradients_pretrain.py",
+        **{**PATHS, "RECORD": str(folder)},
+    )
+    parts: dict[str, list[Tensor]] = {}
+    dims: dict[str, int | None] = {}
+    for file in sorted(folder.iterdir()):  # in the order of tensor-parallel ranks
+        for name, (part, dim) in torch.load(file).items():
+            parts.setdefault(name, []).append(part)
+            dims[name] = dim
+    return {
+        name: of_ranks[0] if dims[name] is None else torch.cat(of_ranks, dims[name])
+        for name, of_ranks in parts.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    return first_gradients(tmp_path_factory.mktemp("one") / "gradients", 1, MUON)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "parallel"),
+    [(MUON, ""), (ADAM_IN_FP32, "--tensor-model-parallel-size 2")],
+    ids=["muon-pp2-vpp2-dp2", "adam-tp2-pp2-vpp2"],
+)
+def test_gradients_of_interleaved_stages_are_those_of_one_process(
+    optimizer: str, parallel: str, of_one_process: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """In fp32, but for rounding. Megatron-LM asks for outputs to be freed while they are sent."""
+    ours = first_gradients(tmp_path / "gradients", 4, optimizer, INTERLEAVED, parallel)
+    assert ours.keys() == of_one_process.keys()
+    for name, grad in of_one_process.items():
+        assert (ours[name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
 def test_muon_trains_with_other_matrices_rates_and_clip() -> None:

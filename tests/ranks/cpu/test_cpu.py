@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +56,11 @@ def test_import_is_light_and_enable_refuses_a_gpu() -> None:
 
 
 ROUND_TRIP = """
-import torch, torch.cuda.nvtx, itertools
+import torch, torch.cuda.nvtx, itertools, multiprocessing.process
 import megatron_muon.cpu as cpu
 OWNERS = [torch, torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor,
           torch.distributed.ProcessGroup, torch.distributed.ProcessGroupGloo,
-          torch.utils.data.DataLoader]
+          torch.utils.data.DataLoader, multiprocessing.process.BaseProcess]
 OPS = ["aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"]
 def state(): return [dict(vars(o)) for o in OWNERS]
 def kernels(): return [torch._C._dispatch_dump(op) for op in OPS]
@@ -99,9 +101,10 @@ import megatron.core.transformer.multi_latent_attention as l
 import megatron.core.tensor_parallel.mappings as m
 from megatron.core.transformer.dot_product_attention import DotProductAttention as A
 import importlib.util, inspect, megatron.core.fp8_utils as f
+from megatron.core.model_parallel_config import ModelParallelConfig as C
 import megatron.core.transformer.moe.moe_utils as u
 import megatron.core.transformer.moe.token_dispatcher as t
-expected = {o, d, r, W, A, m, u, t}
+expected = {o, d, r, W, A, C, m, u, t}
 expected |= {l} if hasattr(l, "HAVE_TE") else set()  # since core 0.14
 cast = f._quantize_param_shard_impl  # of core 0.12, which raises
 expected |= set() if "model_params" in inspect.signature(cast).parameters else {f}
@@ -121,6 +124,13 @@ print("as before")
 def test_disable_puts_everything_back_and_other_types_are_bitwise_unchanged() -> None:
     native = f"matmul_is_native = {multiplies_bf16()}\n"
     assert printed("-W", "ignore", "-c", native + ROUND_TRIP) == "as before\n"
+
+
+def test_a_spawned_process_has_the_runtime_and_one_device() -> None:
+    """By which Megatron's persistent writer of checkpoints divides."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(cpu.enabled).result(timeout=100)
+        assert pool.submit(torch.cuda.device_count).result(timeout=100) == 1
 
 
 def _polling() -> int:

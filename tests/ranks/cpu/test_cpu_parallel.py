@@ -1,5 +1,7 @@
 """Megatron's own parallel training on gloo ranks equals one process, and the loss falls."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import megatron_muon.cpu as cpu
 from megatron_muon.cpu import attention
 from support.runs.cases import Case, Topology
+from support.runs.late_sends import late_sends
 from support.runs.training import MODEL, U, differences, said, spread, trained, truth
 
 pytestmark = pytest.mark.skipif(not cpu.enabled(), reason="a GPU is here, so cpu is not enabled")
@@ -19,6 +22,7 @@ pytestmark = pytest.mark.skipif(not cpu.enabled(), reason="a GPU is here, so cpu
 # products follow each other, and independent errors add as squares: 16 u × sqrt(42) = 105 u.
 REDUCTION = 105 * U
 DENSE = MODEL
+DEEP = replace(MODEL, layers=4)
 MOE, SHARED = replace(MODEL, moe=True, shared=False), replace(MODEL, moe=True)
 MTP, MLA = replace(MODEL, mtp=True), replace(MODEL, mla="column")
 
@@ -50,6 +54,34 @@ def test_losses_norms_and_gradients_are_those_of_one_process(m: Case, t: Topolog
     assert parallel.norms == pytest.approx(expected.norms, rel=REDUCTION)
     far = {name: d for name, d in differences(expected, parallel).items() if d > REDUCTION}
     assert not far
+
+
+@contextmanager
+def freeing_what_is_still_sent() -> Iterator[None]:
+    """A script's configuration has the schedules free outputs, and a send reads late."""
+    from megatron.core.pipeline_parallel import schedules
+
+    config_of = schedules.get_model_config
+
+    def asking_to_free(model: Any) -> Any:
+        config = config_of(model)
+        config.deallocate_pipeline_outputs = True
+        config.overlap_p2p_comm_warmup_flush = config.overlap_p2p_comm  # waits for no send at all
+        return config
+
+    with late_sends(), mock.patch.object(schedules, "get_model_config", asking_to_free):
+        yield
+
+
+@pytest.mark.parametrize(
+    "t", [spread(pp=2), spread(pp=2, vpp=2), spread(pp=2, vpp=2, dp=2)], ids=said
+)
+def test_a_stage_keeps_what_it_sends_until_it_is_sent(t: Topology) -> None:
+    """Also where Megatron frees it after isend: its gradients are those of one process."""
+    expected = truth(DEEP)
+    parallel = trained(DEEP, t, freeing_what_is_still_sent)
+    assert parallel.losses == pytest.approx(expected.losses, rel=REDUCTION)
+    assert max(differences(expected, parallel).values()) <= REDUCTION
 
 
 def test_multi_latent_attention_trains_over_tensor_parallel_ranks() -> None:
