@@ -22,6 +22,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_muon.mcore.checkpoint.buffers import ADAMW_STATE
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
+from megatron_muon.mcore.checkpoint.param_groups import YOUNG_OF
 from megatron_muon.mcore.checkpoint.sharded import StateDict
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.mcore.wiring import process_groups
@@ -38,7 +39,6 @@ Tensor = torch.Tensor
 Group = dict[str, Any]
 
 YOUNG = "megatron_muon_young"  # the record's key, beside "optimizer" in the state dict
-_OF = "megatron_muon_young_of"  # in a split-off group: the number of the group that it came from
 
 
 class _Former:
@@ -107,10 +107,10 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
 
     def _make_whole(self) -> None:
         groups = self.optimizer.param_groups
-        old = [group for group in groups if _OF not in group]
+        old = [group for group in groups if YOUNG_OF not in group]
         step = max(
             (
-                group["step"] + (self.behind if _OF in group else 0)
+                group["step"] + (self.behind if YOUNG_OF in group else 0)
                 for group in groups
                 if group.get("step") is not None and group["params"]
             ),
@@ -137,7 +137,7 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
             group["params"] = [shard for shard in group["params"] if id(shard) not in young]
             step = group["step"] - self.behind
             self.optimizer.param_groups.append(
-                {**group, "params": theirs, "step": step, _OF: number}
+                {**group, "params": theirs, "step": step, YOUNG_OF: number}
             )
         _as_many_masters(self.optimizer)
         self._shift_steps(-self.behind)
