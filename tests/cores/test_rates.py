@@ -1,7 +1,7 @@
 """Rates and weight decays after a load are those of the schedule that was asked for.
 
-Without training: states of the optimizer and of Megatron's scheduler are loaded as Megatron-LM does,
-and the groups are compared with those of a scheduler that is built anew.
+Without training: states of the optimizer and of Megatron's scheduler are loaded as Megatron-LM
+does, and the groups are compared with those of a scheduler that is built anew.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ _CKPT = Place("megatron.training.checkpointing")
 _INITIALIZE = Place("megatron.training.initialize")
 _VARIABLES = Place("megatron.training.global_vars")
 _LOOP = Place("megatron.training.training")
-_SCHEDULE = Place("megatron.core.optimizer_param_scheduler", "OptimizerParamScheduler")
 _NAMED = "checkpoints_path iteration release return_base_dir"
 _LOADED, _MODEL = "ddp_model optimizer opt_param_scheduler", "model_checkpoint_name"
 ROWS = (
@@ -46,7 +45,6 @@ ROWS = (
     # Between a step and the next forward pass it reads no parameters without a forced gather.
     _LOOP.wrapped("train", "the training loop; gathers start within its steps", "optimizer"),
     _LOOP.wrapped("train_step", "a step of training; traced, and the first warned of", "optimizer"),
-    _SCHEDULE.called("step", "sets rates and decays of the groups; by 0, once more", "increment"),
     # --- checkpoints
     _CKPT.wrapped("generate_state_dict", "arguments that Megatron's tools read", "args"),
     _CKPT.wrapped("save_checkpoint", "writes a checkpoint", "iteration model optimizer"),
