@@ -87,34 +87,39 @@ def load_checkpoint(
 ) -> Any:
     """Megatron's load, after a check of the checkpoint.
 
-    With ``--override-opt_param-scheduler`` the run's learning rates stay. Megatron only overrides
-    the scheduler's, while those that the checkpoint gives to the groups have precedence. With
-    0.12.3 a run of AdamW goes on with the old rates. With 0.19.0 and main it ends in a KeyError,
-    since no saved group has the new ones.
+    With ``--override-opt_param-scheduler`` the rates are those of this run. Of AdamW's own loads,
+    which are left to Megatron, a line says where they are not.
     """
-    from megatron_muon.mcore.checkpoint.param_groups import SCHEDULE
-
     given = importlib.import_module("megatron.training").get_args()
     muon = is_on(given)
+    override = given.override_opt_param_scheduler
     load_dir = getattr(given, kwargs.get("load_arg", args[0] if args else "load"))
     if not muon and not getattr(given, "adamw_from_muon", False):
-        with _explained_to_others(load_dir, given):
+        with ExitStack() as loading:
+            loading.enter_context(_explained_to_others(load_dir, given))
+            if override and optimizer is not None:
+                from megatron_muon.megatron_lm.rates import told_of_adamw
+
+                loading.enter_context(told_of_adamw(optimizer))
             return original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+    from megatron_muon.mcore.load_check.models import owner
+    from megatron_muon.megatron_lm.loaded import say_loaded
+    from megatron_muon.megatron_lm.rates import of_this_run
+
     # as Megatron does within its load
     given.finetune |= bool(_by_rank_0(lambda: "yes" * _is_from_pretrained(given, load_dir)))
     found = _by_rank_0(lambda: str(newest(given, load_dir) or ""))
     folder = Path(found) if found else None
-    groups = optimizer.param_groups if optimizer is not None and muon else []
-    rates = [{key: group[key] for key in SCHEDULE if key in group} for group in groups]
+    is_checked = False
     with ExitStack() as loading:
         if muon:
-            loading.enter_context(_checked(given, folder, ddp_model))
-        loading.enter_context(switching.from_other(given, optimizer, folder, muon=muon))
+            is_checked = loading.enter_context(_checked(given, folder, ddp_model))
+        how = loading.enter_context(switching.from_other(given, optimizer, folder, muon=muon))
         loading.enter_context(tracker.naming(_checkpointing(), load_dir, _step(given)))
+        loading.enter_context(of_this_run(optimizer, opt_param_scheduler, override=override))
         result = original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
-    if rates and given.override_opt_param_scheduler:
-        for group, own in zip(optimizer.param_groups, rates, strict=True):
-            group.update(own)
+    if muon and how == "own" and folder is not None and iteration_of(folder.name) is not None:
+        say_loaded(optimizer, owner(ddp_model), folder, is_checked=is_checked)
     return result
 
 
@@ -143,18 +148,21 @@ def _explained_to_others(load_dir: str | None, given: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[None]:
-    """Check the checkpoint in ``folder``, if there is one, before Megatron reads it."""
+def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[bool]:
+    """Check the checkpoint in ``folder``, if there is one, before Megatron reads it.
+
+    Gives whether its files were compared with a digest.
+    """
     from megatron_muon.mcore.load_check.check import check, checked
     from megatron_muon.mcore.load_check.models import owner
 
     if folder is None:
-        yield
+        yield False
         return
     exact = not (given.finetune or given.no_load_optim)
-    check(owner(model), str(folder), exact)
+    has_digest = check(owner(model), str(folder), exact)
     with checked(str(folder)):
-        yield
+        yield has_digest
 
 
 def newest(given: Any, load_dir: str | None) -> Path | None:

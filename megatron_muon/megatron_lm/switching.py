@@ -27,17 +27,18 @@ _SAID = {
 @contextmanager
 def from_other(
     args: Namespace, optimizer: Any, folder: Path | None, *, muon: bool
-) -> Iterator[None]:
+) -> Iterator[str]:
     """Within it ``optimizer`` loads the checkpoint, converted if another optimizer wrote it.
 
-    Every rank of the world calls it, with ``muon`` in a run of Muon's.
+    Every rank of the world calls it, with ``muon`` in a run of Muon's. It gives how the state is
+    read: a key of ``_SAID``, ``own``, ``after muon``, or "" where none is.
 
     Raises:
         ValueError: the checkpoint is AdamW's and no flag says how to load it, or ranks see
             different files.
     """
     if optimizer is None or folder is None or args.finetune or args.no_load_optim:
-        yield
+        yield ""
         return
     from megatron_muon.mcore.checkpoint.interop import adamw_after_muon, switch
     from megatron_muon.mcore.checkpoint.interop.saved import Saved
@@ -63,7 +64,7 @@ def from_other(
             reading.enter_context(switch.reading_megatron_muon(optimizer, folder))
         elif how != "own":
             reading.enter_context(switch.reading_adamw(optimizer, how))
-        yield
+        yield how
 
 
 def _agreed(find: Callable[[], str], device: Any) -> Any:

@@ -24,7 +24,8 @@ FORMAT = 1
 # Keys that pair saved groups with ours: the required ones must agree; the preferred ones decide,
 # in this order, between several groups.
 _REQUIRED = ("is_expert_parallel", "is_decoupled_lr", "lr_mult")
-_PREFERRED = (LR_MULTIPLIER, "wd_mult", "max_lr", "min_lr")
+# ``default_config`` tells groups with a decoupled rate apart from core 0.16 on.
+_PREFERRED = (LR_MULTIPLIER, "wd_mult", "default_config", "max_lr", "min_lr")
 
 # No bit of a run, nor of its checkpoint, depends on these, but by what they leave of others'
 # defaults, which the record has as what was taken.
@@ -32,6 +33,9 @@ _OTHERS = ("nonfinite_limit", "log_interval", "log_file", "preset", "early_param
 
 # Keys of a group that overrule a schedule's own values.
 SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
+
+# In a group that ``adamw_after_muon`` has split off: the number of the group that it came from.
+YOUNG_OF = "megatron_muon_young_of"
 
 
 def record(numerics: Numerics) -> Group:

@@ -42,24 +42,28 @@ def is_checked(folder: str) -> bool:
     return _checked is not None and Path(folder) == Path(_checked)
 
 
-def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> None:
+def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> bool:
     """Refuse a checkpoint that is not complete, not intact, or of a different model.
 
     Every rank of the world calls it. Without a digest rank 0 prints a line. ``exact``: the
     optimizer's state is loaded, too, so the checkpoint may have no parameter that the model lacks.
+
+    Returns:
+        Whether the files were compared with a digest.
 
     Raises:
         DigestError: on the ranks that find a fault; a RuntimeError on the others.
         NotImplementedError: the folder is in an object store.
     """
     if wanted_by_all(trained) != Wanted.DIGEST:
-        return
+        return False
     device = device_of(trained.model_chunks() if trained else [])
     saved = check_files(local_folder(checkpoint_dir), device)
     if saved is None:
-        return
+        return False
     own = parameters_in_digest(trained)
     together(lambda: require_same_model(saved, own, checkpoint_dir, exact), None, device)
+    return True
 
 
 def local_folder(checkpoint_dir: str) -> Path:

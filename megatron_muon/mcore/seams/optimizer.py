@@ -11,6 +11,7 @@ _HYBRID = Place(_CPU.module, "HybridDeviceOptimizer")
 _CHAIN = Place(_CORE.module, "ChainedOptimizer")
 _SCALER = Place("megatron.core.optimizer.grad_scaler", "DynamicGradScaler")
 _OWN_MUON = Place("megatron.core.optimizer.muon", since=(0, 16), until=(0, 17))
+_SCHEDULE = Place("megatron.core.optimizer_param_scheduler", "OptimizerParamScheduler")
 _BUFFERS = Place("megatron.core.distributed.param_and_grad_buffer")
 _BUFFER = Place(_BUFFERS.module, "_ParamAndGradBuffer")
 _BUCKET = Place(_BUFFERS.module, "_ParamAndGradBucket")
@@ -50,6 +51,8 @@ ROWS = (
     _BUFFERS.subclassed("_ParamAndGradBucketGroup", "what is reduced and gathered together"),
     _GROUP.read("check_grads", "the frame that raises for gradients that are not finite"),
     *SYNCS,
+    # --- its rates
+    _SCHEDULE.called("step", "sets the groups' rates; by 0 once more, after a load", "increment"),
     # --- making one
     _CORE.wrapped("get_megatron_optimizer", _BUILDS, _BUILDER, until=(0, 15)),
     _CORE.wrapped("get_megatron_optimizer", _BUILDS, _LATER_BUILDER, since=(0, 16)),

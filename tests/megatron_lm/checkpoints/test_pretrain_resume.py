@@ -13,7 +13,9 @@ import psutil
 import pytest
 
 from support.megatron_lm.scripts import (
+    HERE,
     MUON,
+    PATHS,
     environment,
     needs_checkout,
     pretrain,
@@ -124,6 +126,49 @@ def test_the_schedule_after_a_load_is_the_one_that_was_asked_for(
     text = pretrain(1, run, f"--train-iters 4 --lr 2e-2 --load {tmp_path} {option}")
     rates = re.findall(r"learning rate: (\S+)", text)
     assert [float(each) for each in rates] == [rate, rate], text[-3000:]
+
+
+OVERRIDE = "--override-opt_param-scheduler --lr 1e-4 --min-lr 1e-5"
+# Linear from 1e-4 to 1e-5 over six steps, two of them done; the embeddings' rate is decoupled.
+FIRST = {("7e-05", "0.1"), ("7e-05", "0"), ("0.0007", "0.1")}
+HALVED = {pair if pair[0] != "0.0007" else ("0.00035", "0.1") for pair in FIRST}
+
+
+def first_rates(text: str) -> set[tuple[str, str]]:
+    """Rates and weight decays of the first step, as ``rates_pretrain.py`` prints them."""
+    (line,) = re.findall(r"^first step: (.*)$", text, re.MULTILINE)
+    return set(re.findall(r"(\S+) and ([^; ]+)", line))
+
+
+@pytest.mark.parametrize("saved_by", ["muon", "adamw"])
+def test_the_first_step_after_a_load_has_the_rates_of_the_override(
+    saved_by: str, tmp_path: Path
+) -> None:
+    """Into Muon, and with --adamw-from-muon; a line of Muon's load says them. AdamW's own load is
+    Megatron's, which has others, or finds none: a line says which."""
+    adam = "--optimizer adam --use-distributed-optimizer"
+    halves = "--muon-lr-mult embedding.*=0.5"
+    muon = f"{MUON} {halves} --muon-from-adamw momentum"
+    run = "--bf16 --ckpt-format torch --decoupled-lr 1e-3 --decoupled-min-lr 1e-4"
+    where = f"--save {tmp_path} --save-interval 2"
+    pretrain(1, run, muon if saved_by == "muon" else adam, "--train-iters 2", where)
+    run = f"{run} --load {tmp_path} --train-iters 3 {OVERRIDE}"
+    script = HERE / "rates_pretrain.py"
+    text = pretrain(1, run, muon, script=script, **PATHS)
+    assert first_rates(text) == HALVED, text[-3000:]
+    lines = re.findall(r"iter_0000002: digest checked, momentum of 24 matrices; .*: (.*)", text)
+    if saved_by == "muon":
+        (line,) = lines
+        assert set(re.findall(r"(\S+) and (\S+) \(", line)) == HALVED
+        text = pretrain(1, run, adam, "--adamw-from-muon", script=script, **PATHS)
+        assert first_rates(text) == FIRST, text[-3000:]
+        return
+    assert not lines
+    finds_none = version() >= (0, 19)
+    text = pretrain(1, run, adam, script=script, fails=finds_none, **PATHS)
+    why = "finds the checkpoint's parameter groups by" if finds_none else "changed the rates of "
+    assert "--override-opt_param-scheduler: " in text and why in text, text[-3000:]
+    assert finds_none or not first_rates(text) <= FIRST
 
 
 @pytest.mark.parametrize("saved_by", ["muon", "adamw"])

@@ -25,7 +25,7 @@ from megatron_muon.console import say
 from megatron_muon.mcore.checkpoint.buffers import ADAMW_STATE, is_shifted
 from megatron_muon.mcore.checkpoint.chain import HALF_LOADED, CheckpointChain
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
-from megatron_muon.mcore.checkpoint.param_groups import config_of
+from megatron_muon.mcore.checkpoint.param_groups import YOUNG_OF, config_of
 from megatron_muon.mcore.checkpoint.sharded import StateDict
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.mcore.seams.rows import megatron_version
@@ -43,7 +43,6 @@ Tensor = torch.Tensor
 Group = dict[str, Any]
 
 YOUNG = "megatron_muon_young"  # the record's key, beside "optimizer" in the state dict
-_OF = "megatron_muon_young_of"  # in a split-off group: the number of the group that it came from
 
 
 class _Former:
@@ -135,10 +134,10 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
 
     def _make_whole(self) -> None:
         groups = self.optimizer.param_groups
-        old = [group for group in groups if _OF not in group]
+        old = [group for group in groups if YOUNG_OF not in group]
         step = max(
             (
-                group["step"] + (self.behind if _OF in group else 0)
+                group["step"] + (self.behind if YOUNG_OF in group else 0)
                 for group in groups
                 if group.get("step") is not None and group["params"]
             ),
@@ -165,7 +164,7 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
             group["params"] = [shard for shard in group["params"] if id(shard) not in young]
             step = group["step"] - self.behind
             self.optimizer.param_groups.append(
-                {**group, "params": theirs, "step": step, _OF: number}
+                {**group, "params": theirs, "step": step, YOUNG_OF: number}
             )
         _as_many_masters(self.optimizer)
         self._shift_steps(-self.behind)
