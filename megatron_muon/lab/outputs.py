@@ -7,17 +7,26 @@ import json
 import os
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter, _ArgumentGroup
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from megatron_muon.console import printable
 
 
 class CommandError(RuntimeError):
     """A command cannot do its work; the text is its one line for the user, with exit status 1."""
 
 
+class _Parser(ArgumentParser):
+    """Escapes control characters of what a user gave, which an error quotes."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message, kept="\n"))
+
+
 def parser_of(program: str, description: str, **options: Any) -> ArgumentParser:
     """A command's parser, whose texts keep their lines; flags have no abbreviations."""
     options |= {"allow_abbrev": False, "formatter_class": RawDescriptionHelpFormatter}
-    return ArgumentParser(prog=program, description=description, **options)
+    return _Parser(prog=program, description=description, **options)
 
 
 def add_outputs(parser: ArgumentParser | _ArgumentGroup, plot: str = "") -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 Check = Callable[[str, Any], None]  # the setting's name in messages, and its value
 # Speeds, factors and thresholds: within these no product of a plan or a step leaves its range.
-_LEAST, _MOST = 1e-9, 1e9
+LEAST, MOST = 1e-9, 1e9
 
 
 def _same(value: Any) -> Any:
@@ -105,10 +105,8 @@ def _patterns(name: str, value: Any) -> None:
 SWITCH = Kind(_switch, action="store_true")
 FALSE_SWITCH = Kind(_switch, action="store_false")
 OFF_SWITCH = Kind(_switch, action="store_true", read=lambda v: not v, write=lambda v: not v)
-POSITIVE = Kind(
-    _within(f"from {_LEAST:g} to {_MOST:g}", lambda v: _LEAST <= v <= _MOST), type=float
-)
-MULTIPLIER = Kind(_within(f"from 0 to {_MOST:g}", lambda v: 0 <= v <= _MOST), type=float)
+POSITIVE = Kind(_within(f"from {LEAST:g} to {MOST:g}", lambda v: LEAST <= v <= MOST), type=float)
+MULTIPLIER = Kind(_within(f"from 0 to {MOST:g}", lambda v: 0 <= v <= MOST), type=float)
 PATTERNS = Kind(_patterns, action="append", metavar="PATTERN", read=tuple, write=list)
 
 

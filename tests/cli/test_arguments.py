@@ -90,6 +90,13 @@ SAID = {
     "trace merge .": "is gone: https://ui.perfetto.dev opens several",
     "checkpoint repair .": "invalid choice: 'repair'",
 }
+# an escape that recolours a terminal, where a user's own words are quoted
+SAID |= {
+    f"plan {TINY} --set \x1b[31mx=1": r"--set \x1b[31mx=1: give NAME=VALUE",
+    f"plan {TINY} --hardware \x1b[31mx": r"--hardware \x1b[31mx: neither a file nor",
+    f"plan {TINY} \x1b[31mx": r"unrecognized arguments: \x1b[31mx: without a run's",
+    "doctor \x1b[31mx": r"\x1b[31mx is no Megatron-LM checkout",
+}
 FILES = ("accept out", "bench step", "curves a=1 b=2", f"plan {TINY}", "routes", "trace report .")
 SAID |= {f"{line} --json no/x.json": "--json no/x.json: there is no folder no" for line in FILES}
 

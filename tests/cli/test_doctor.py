@@ -116,6 +116,19 @@ def test_a_core_that_needs_a_newer_python(tmp_path: Path) -> None:
     assert "cannot import name 'nothing_of_this_name' from 'typing'" in verdict
 
 
+def test_a_cache_of_torchs_compiler_that_cannot_be_written_is_named() -> None:
+    """Every row before it is there; torch makes the folder where torch._dynamo is imported."""
+    before = "import os; os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/dev/null/cache'"
+    before += "; import torch; torch.cuda.is_available = lambda: False"
+    done = doctor(before=before)
+    report = rows(done.stdout)
+    assert done.returncode == 1 and report["torch"] == torch.__version__
+    assert report["hooks"]
+    said = " ".join(report["verdict"].split())
+    assert "torch._dynamo cannot be imported: NotADirectoryError" in said
+    assert "'/dev/null/cache'" in said and "set TORCHINDUCTOR_CACHE_DIR to a folder" in said
+
+
 def test_a_mixed_installation_names_both(tmp_path: Path) -> None:
     """The checkout's megatron.core is no package, so that the installed one would be imported."""
     number = "MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ''\n"

@@ -201,9 +201,20 @@ def _hooks(name: str, table: Sequence[Row], *, needed: bool) -> Examined:
             check_row(row, text)
         except (SeamError, ImportError) as error:
             missing[str(row)] = str(error)
+        except Exception as error:  # whatever a foreign package raises where it is imported
+            missing[str(row)] = _not_read(row, error)
     count = f"{len(rows) - len(missing)} of {len(rows)}"
     faults = [*missing.values()] if needed else []
     return Examined(name, ", ".join([count, *(f"not {each}" for each in missing)]), *faults[:1])
+
+
+def _not_read(row: Row, error: Exception) -> str:
+    why = f"{row.module} cannot be imported: {type(error).__name__}: {error}"
+    if isinstance(error, OSError) and row.module.startswith("torch."):
+        why += (
+            ". torch's compiler has a cache there: set TORCHINDUCTOR_CACHE_DIR to a folder of yours"
+        )
+    return why
 
 
 def whose_muon(version: Version, patched: bool, emerging: bool) -> str:

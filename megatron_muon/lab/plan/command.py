@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_muon.console import printable
 from megatron_muon.lab.dry_run.numbers import MOST_THINGS, count, up_to
 from megatron_muon.lab.outputs import parser_of, require_outputs, write_json
 from megatron_muon.lab.plan.training import MFU
@@ -97,7 +98,7 @@ def _swept(line: CommandLine) -> dict[str, Any]:
         lines += wrapped(f"{variant.name}: refused: {why}") if isinstance(why, str) else []
     if plans and line.given.assumptions:
         lines += ["", *report.assumption_lines(plans[0][1])]
-    print("\n".join(lines))
+    print(printable("\n".join(lines), kept="\n"))
     points = [
         {"value": variant.name}
         | ({"refused": plan} if isinstance(plan, str) else report.as_json_ready(plan))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron_muon.settings.coefficients import NsDtype
+from megatron_muon.settings.kinds import LEAST, MOST
 
 GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
 _WHOLE = ("processors", "GPUs")  # units that are counted
 
 
 def _in(unit: str) -> Any:
-    """A constant: a share is above 0 and at most 1, a time (us) at least 0, all others above 0."""
+    """A constant, whose bounds follow from its unit: see ``least_of`` and ``most_of``."""
     return field(metadata={"unit": unit})
 
 
@@ -119,19 +119,24 @@ CONSTANTS: Mapping[str, str] = {
 }
 
 
+def least_of(name: str) -> float:
+    """The smallest value that a constant can have: a time may be 0, and what is counted is 1."""
+    if CONSTANTS[name] in _WHOLE:
+        return 1
+    return 0.0 if CONSTANTS[name] == "us" else LEAST
+
+
 def most_of(name: str) -> float:
     """The largest value that a constant can have."""
-    return 1.0 if CONSTANTS[name] == "share" else math.inf
+    return 1.0 if CONSTANTS[name] == "share" else MOST
 
 
 def _check(name: str, value: Any) -> None:
-    unit, most = CONSTANTS[name], most_of(name)
+    unit = CONSTANTS[name]
     is_whole = unit in _WHOLE
     if isinstance(value, bool) or not isinstance(value, int if is_whole else (int, float)):
         wanted = "a whole number" if is_whole else "a number"
         raise TypeError(f"{name} must be {wanted} ({unit}), got {value!r}")
-    least = value >= 0 if unit == "us" else value > 0
-    if math.isnan(value) or not least or value > most:
-        wanted = "at least 0" if unit == "us" else "above 0"
-        wanted += ", at most 1" if most == 1 else ""
-        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+    least, most = least_of(name), most_of(name)
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be from {least:g} to {most:g} ({unit}), got {value:g}")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import megatron_muon
+from megatron_muon.console import printable
 from megatron_muon.lab.dry_run.flags import add_megatron_flags, add_rank_flags
 from megatron_muon.lab.dry_run.numbers import MOST_RANKS, count
 from megatron_muon.lab.dry_run.presets import PRESETS
@@ -147,7 +148,7 @@ def import_megatron(program: str, script: Path | None = None) -> None:
 
 def stop(text: str, program: str) -> NoReturn:
     """End the process as argparse does for a wrong flag."""
-    print(f"{program}: error: {text}", file=sys.stderr)
+    print(f"{program}: error: {printable(text, kept=chr(10))}", file=sys.stderr)
     raise SystemExit(2)
 
 

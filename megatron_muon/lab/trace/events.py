@@ -15,6 +15,9 @@ from megatron_muon.lab.outputs import CommandError
 from megatron_muon.mcore.load_check.files import open_regular
 
 MOST = 1 << 31  # bytes of a trace's text, which takes about seven times as much memory
+# Objects and lists in it. Empty ones take 24 times the memory of their text. A real trace of MOST
+# bytes has about half as many.
+MOST_PARTS = 1 << 27
 _RANK = re.compile(r"rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
 
 
@@ -40,6 +43,8 @@ def read_trace(path: Path) -> TraceFile:
             text = (gzip.GzipFile(fileobj=file) if is_gzip else file).read(MOST + 1)
         if len(text) > MOST:
             raise ValueError(f"it has more than {MOST >> 20} MiB: trace fewer steps")
+        if text.count(b"{") + text.count(b"[") > MOST_PARTS:
+            raise ValueError(f"it has more than {MOST_PARTS:,} events and lists: trace fewer steps")
         whole = parsed(text.decode("utf-8", "replace"))
         metadata = whole if isinstance(whole, dict) else {"traceEvents": whole}
         events = metadata.pop("traceEvents", None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware
+from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware, least_of, most_of
 from megatron_muon.lab.pricing.kernels import batches, product
 from megatron_muon.lab.pricing.on_host import HostTime, on_host
 from megatron_muon.lab.pricing.paper import price_paper
@@ -263,10 +264,18 @@ def test_hardware_is_read_from_json() -> None:
     ("text", "error", "said"),
     [
         ('{"values": {"speed": 1.0}}', ValueError, "'speed' is no constant"),
-        ('{"values": {"memory_gbytes": 0}}', ValueError, "memory_gbytes must be above 0, got 0"),
+        (
+            '{"values": {"memory_gbytes": 0}}',
+            ValueError,
+            r"memory_gbytes must be from 1e-09 to .*, got 0$",
+        ),
         ('{"values": {"memory_gbytes": "fast"}}', TypeError, "memory_gbytes must be a number"),
-        ('{"values": {"memory_efficiency": 1.5}}', ValueError, "above 0, at most 1, got 1.5"),
-        ('{"values": {"launch_us": -1.0}}', ValueError, "launch_us must be at least 0"),
+        (
+            '{"values": {"memory_efficiency": 1.5}}',
+            ValueError,
+            "memory_efficiency must be from 1e-09 to 1 .share., got 1.5",
+        ),
+        ('{"values": {"launch_us": -1.0}}', ValueError, "launch_us must be from 0 to "),
         ('{"values": {"processors": 1.5}}', TypeError, "processors must be a whole number"),
         ('{"values": {"launch_us": NaN}}', ValueError, "NaN is no number"),
         ('{"values": {"launch_us": 1' + "0" * 400 + "}}", ValueError, "000 is not finite"),
@@ -281,6 +290,22 @@ def test_a_wrong_constant_of_hardware_is_named(
 ) -> None:
     with pytest.raises(error, match=said):
         from_json(text, "mine.json")
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_every_constant_of_hardware_has_bounds(name: str) -> None:
+    """Beyond them times were nan, inf or below 0, or too large for a float."""
+    is_counted = CONSTANTS[name] in ("GPUs", "processors")
+    beyond: list[float] = [int(most_of(name)) * 10, 10**300]
+    if is_counted:
+        beyond.append(0)
+    elif least_of(name):
+        beyond += [5e-324, 1e-10]
+    for value in beyond:
+        with pytest.raises(ValueError, match=f"^{name} must be from .* to .*, got "):
+            from_json(json.dumps({"values": {name: value}}), "mine.json")
+    for bound in (least_of(name), most_of(name)):
+        assert getattr(H100.with_values({name: bound}, "mine"), name) == bound
 
 
 def test_homes_on_several_nodes_are_priced_by_the_stages_own_nodes() -> None:

@@ -77,6 +77,18 @@ def test_a_pipe_a_folder_or_a_file_beyond_all_bounds_is_an_error(
             read_trace(_written(tmp_path, packed(text)))
 
 
+@pytest.mark.parametrize("empty", ["{}", "[]"])
+def test_events_are_counted_before_they_take_memory(
+    empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Empty ones take 24 times the memory of their text, which a small file can hold."""
+    monkeypatch.setattr(events, "MOST_PARTS", 1000)
+    monkeypatch.setattr(events, "parsed", lambda text: pytest.fail("it was parsed"))
+    text = f"[{','.join([empty] * 1000)}]".encode()
+    with pytest.raises(TraceError, match="more than 1,000 events and lists: trace fewer steps"):
+        read_trace(_written(tmp_path, gzip.compress(text)))
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no time": ({"ts": None}, "ts is 'None'"),
     "beyond floats": ({"ts": 1e300}, r"ts is '1e\+300"),
