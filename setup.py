@@ -1,4 +1,6 @@
-"""What pyproject.toml cannot say: the README of a package index, and patches/ inside the wheel."""
+"""What pyproject.toml cannot say: the README of a package index, and patches/ inside
+the wheel.
+"""
 
 import os
 import re
@@ -11,7 +13,8 @@ def long_description() -> str:
     """The README for a package index, where links to files of the clone lead nowhere.
 
     They lead below ``DOCUMENTS_URL`` if a release is built with it, such as
-    ``https://HOST/PROJECT/blob/TAG/``; else a link becomes its text with the path in the sdist.
+    ``https://HOST/PROJECT/blob/TAG/``; else a link becomes its text with the path in
+    the sdist.
     """
     url = os.environ.get("DOCUMENTS_URL")
     link = re.compile(r"(!?)\[([^\]]+)\]\((?!https?:)([^)#]+)(#[^)]*)?\)")

@@ -1,4 +1,5 @@
-"""Write the pages that follow from the code: ``python docs/generate.py``, or ``--check`` them.
+"""Write the pages that follow from the code: ``python docs/generate.py``, or
+``--check`` them.
 
 They are in the clone, so that they can be read without building anything; a test and
 ``docs/build.sh`` hold them to the code.
@@ -32,10 +33,25 @@ WRITTEN = "<!-- Written by docs/generate.py from {source}; change that. -->\n\n"
 
 # Groups of flags, by words in their names; the first group with one has the flag.
 GROUPS = {
-    "Megatron's own Muon": ("defaults", "backend", "tp-mode", "scalar", "syrk", "matmul-prec"),
+    "Megatron's own Muon": (
+        "defaults",
+        "backend",
+        "tp-mode",
+        "scalar",
+        "syrk",
+        "matmul-prec",
+    ),
     "Checkpoints": ("adamw-from", "from-adamw", "digest"),
     "Logs, traces, CPUs": ("log-", "trace-", "nonfinite", "cpu"),
-    "Work and messages": ("split-matrices", "homes", "rank", "link", "round", "layout", "gather"),
+    "Work and messages": (
+        "split-matrices",
+        "homes",
+        "rank",
+        "link",
+        "round",
+        "layout",
+        "gather",
+    ),
     "Which weights, which matrices": ("split", "include", "exclude"),
     "Newton-Schulz": ("ns-", "coefficient", "preset", "elementwise"),
     "Rate, momentum, decay and clips": ("",),
@@ -54,61 +70,96 @@ def flags_page() -> str:
             )
     page = WRITTEN.format(source="the table of flags") + (
         "# Flags\n\n"
-        "Every flag that the plugin adds to Megatron-LM's command line, as `--help` explains it, "
-        "with its values and the field of [`MuonConfig`](usage.md#settings) that it sets.\n\n"
-        "A flag of the proof of concept or of Megatron's own Muon means here what it means there. "
-        "Where it cannot, it is an error that says why. A flag says where it has no effect.\n\n"
+        "Every flag that the plugin adds to Megatron-LM's command line, as `--help` "
+        "explains it, "
+        "with its values and the field of [`MuonConfig`](usage.md#settings) that it "
+        "sets.\n\n"
+        "A flag of the proof of concept or of Megatron's own Muon means here what it "
+        "means there. "
+        "Where it cannot, it is an error that says why. A flag says where it has no "
+        "effect.\n\n"
     )
     page += "".join(f"## {name}\n\n{''.join(parts)}" for name, parts in groups.items())
     return page.rstrip("\n") + "\n"
 
 
 def _group(option: str) -> str:
-    return next(name for name, words in GROUPS.items() if any(word in option for word in words))
+    return next(
+        name for name, words in GROUPS.items() if any(word in option for word in words)
+    )
 
 
 def coefficients_page() -> str:
     """Every published coefficient set: its source, interval, restarts and numbers."""
-    least = ", ".join(f"2^{math.log2(it):g} ({dtype})" for dtype, it in GRAM_LEAST.items())
+    least = ", ".join(
+        f"2^{math.log2(it):g} ({dtype})" for dtype, it in GRAM_LEAST.items()
+    )
     parts = [
         WRITTEN.format(source="the module coefficients"),
         "# Coefficients\n\n"
-        "The published sets for `--muon-ns-coefficients` and `MuonConfig(ns_coefficients=…)`. One "
-        "Newton-Schulz step is X ← aX + (bA + cA²)X with A = XXᵀ. It takes a singular value σ to "
+        "The published sets for `--muon-ns-coefficients` and "
+        "`MuonConfig(ns_coefficients=…)`. One "
+        "Newton-Schulz step is X ← aX + (bA + cA²)X with A = XXᵀ. It takes a singular "
+        "value σ to "
         "aσ + bσ³ + cσ⁵.\n\n"
-        "The given number of steps brings singular values in *interval*, of a matrix with "
-        "Frobenius norm 1, into *band*. *Beyond* names the coefficients of further steps. *gram* "
-        "lists the numbers of steps with known, accurate restarts of the Gram iteration in each "
-        "dtype. With any other combination `gram` is an error, and `auto` uses `standard` and says "
+        "The given number of steps brings singular values in *interval*, of a matrix "
+        "with "
+        "Frobenius norm 1, into *band*. *Beyond* names the coefficients of further "
+        "steps. *gram* "
+        "lists the numbers of steps with known, accurate restarts of the Gram "
+        "iteration in each "
+        "dtype. With any other combination `gram` is an error, and `auto` uses "
+        "`standard` and says "
         "so at the start.\n\n"
         "Restarts were chosen on 10,000 drawn matrices, rounded as GPUs and CPUs do "
-        "(`tests/figures/restart_errors.py`). On each of them two bounds hold, also if a GPU adds "
+        "(`tests/figures/restart_errors.py`). On each of them two bounds hold, also if "
+        "a GPU adds "
         "parts of sums in 16 bits:\n\n"
-        "- The Gram iteration's error, relative to the exact result in Frobenius norm, is at most "
-        f"{GRAM_ERROR:g} times the standard iteration's in the same dtype, or {GRAM_ERROR:g} times "
+        "- The Gram iteration's error, relative to the exact result in Frobenius norm, "
+        "is at most "
+        f"{GRAM_ERROR:g} times the standard iteration's in the same dtype, or "
+        f"{GRAM_ERROR:g} times "
         f"{least} if that is larger.\n"
-        f"- Its largest singular value is at most {GRAM_TOP} times the larger of standard's and "
+        f"- Its largest singular value is at most {GRAM_TOP} times the larger of "
+        "standard's and "
         "the exact one's.\n\n",
         _table(
-            ["set", "steps", "interval", "band", "beyond", "gram, bf16", "fp16", "fp32"],
+            [
+                "set",
+                "steps",
+                "interval",
+                "band",
+                "beyond",
+                "gram, bf16",
+                "fp16",
+                "fp32",
+            ],
             [_set_row(name, coefficients) for name, coefficients in SETS.items()],
         ),
         "\nYour own numbers: `--muon-ns-coefficients 'a,b,c'` for every step, or "
-        "`'a,b,c;a,b,c;…'` one after the other; in Python a tuple of three numbers, or a tuple of "
+        "`'a,b,c;a,b,c;…'` one after the other; in Python a tuple of three numbers, or "
+        "a tuple of "
         f"such. Numbers with which a step may overflow are an error. The default is "
-        f"`{MuonConfig().ns_coefficients}`, with {MuonConfig().ns_steps} steps as all sets but "
-        "`deepseekv4`; the start of a run says where a set is made for another number.\n",
+        f"`{MuonConfig().ns_coefficients}`, with {MuonConfig().ns_steps} steps as all "
+        "sets but "
+        "`deepseekv4`; the start of a run says where a set is made for another "
+        "number.\n",
     ]
     for name, coefficients in SETS.items():
         rows = [
-            [str(step), *map(repr, triple)] for step, triple in enumerate(coefficients.triples, 1)
+            [str(step), *map(repr, triple)]
+            for step, triple in enumerate(coefficients.triples, 1)
         ]
         parts.append(f"\n## {name}\n\nSource: {_linked(coefficients.source)}.\n\n")
         if coefficients.headroom != 1:
-            parts.append(f"In bf16 and fp16 arguments are divided by {coefficients.headroom}.\n\n")
+            parts.append(
+                "In bf16 and fp16 arguments are divided by "
+                f"{coefficients.headroom}.\n\n"
+            )
         if coefficients.fewest > 1:
             parts.append(
-                f"Fewer than {coefficients.fewest} steps are an error, which says what they would "
+                f"Fewer than {coefficients.fewest} steps are an error, which says what "
+                "they would "
                 "be: the first eight are `simple`'s.\n\n"
             )
         parts.append(_table(["step", "a", "b", "c"], rows))
@@ -142,11 +193,18 @@ def _values(flag: Flag) -> str:
 def _settings(row: Row) -> Iterator[tuple[Flag, str]]:
     """The flags of a row, each with the setting where messages name it by that flag."""
     for flag in row.flags:
-        yield flag, f"`{row.field}={row.default!r}`" if f"({flag.option})" in row.named else ""
+        yield (
+            flag,
+            f"`{row.field}={row.default!r}`" if f"({flag.option})" in row.named else "",
+        )
 
 
 def _set_row(name: str, coefficients: CoefficientSet) -> list[str]:
-    after = {"cycle": "from the start", "repeat_last": "the last again", "refuse": "refused"}
+    after = {
+        "cycle": "from the start",
+        "repeat_last": "the last again",
+        "refuse": "refused",
+    }
     grams = [
         ", ".join(
             str(steps)
@@ -172,7 +230,9 @@ def _linked(source: str) -> str:
 def _cell(text: str) -> str:
     """Text that a page shows as it is, but for links to other pages."""
     text = re.sub(
-        r"docs/(\w+)\.md", lambda page: f"[{page[1].replace('_', ' ')}]({page[1]}.md)", text
+        r"docs/(\w+)\.md",
+        lambda page: f"[{page[1].replace('_', ' ')}]({page[1]}.md)",
+        text,
     )
     return text.replace("*", r"\*").replace("<", "&lt;")
 

@@ -1,7 +1,9 @@
-"""What mkdocs does beside building docs/: pages from elsewhere in the clone, and links to them.
+"""What mkdocs does beside building docs/: pages from elsewhere in the clone, and links
+to them.
 
-Links in the sources are those of the clone, so that they work in an editor and on a code host. A
-link to a page or picture of the site is rewritten to it; one to another file becomes its text.
+Links in the sources are those of the clone, so that they work in an editor and on a
+code host. A link to a page or picture of the site is rewritten to it; one to another
+file becomes its text.
 """
 
 from __future__ import annotations
@@ -84,4 +86,5 @@ def _rewritten(link: re.Match[str], here: str, files: Any) -> str:
     uri = uri.replace(".ipynb", ".md")
     if files.get_file_from_path(uri) is None:
         return text
-    return f"{mark}[{text}]({posixpath.relpath(uri, posixpath.dirname(here) or '.')}{anchor})"
+    target = posixpath.relpath(uri, posixpath.dirname(here) or ".")
+    return f"{mark}[{text}]({target}{anchor})"

@@ -1,7 +1,8 @@
-"""Distributed Muon in a script of one's own: a small GPT learns to count, on GPUs or CPUs.
+"""Distributed Muon in a script of one's own: a small GPT learns to count, on GPUs or
+CPUs.
 
-``python examples/minimal.py`` takes one process, ``torchrun --nproc-per-node 2`` before it two. A
-folder behind it gets a checkpoint.
+``python examples/minimal.py`` takes one process, ``torchrun --nproc-per-node 2`` before
+it two. A folder behind it gets a checkpoint.
 """
 # ruff: noqa: E402 (install() has to run before Megatron is imported)
 
@@ -18,7 +19,10 @@ if not ON_GPU:
 megatron_muon.install()
 
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -28,9 +32,18 @@ from megatron.core.transformer import TransformerConfig
 
 
 def main(folder: str | None = None) -> None:
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    os.environ.update({name: os.environ.get(name, value) for name, value in alone.items()})
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if ON_GPU else "cpu"
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
+    os.environ.update(
+        {name: os.environ.get(name, value) for name, value in alone.items()}
+    )
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if ON_GPU else "cpu"
+    )
     if ON_GPU:
         torch.cuda.set_device(device)
     torch.distributed.init_process_group("nccl" if ON_GPU else "gloo")
@@ -38,7 +51,9 @@ def main(folder: str | None = None) -> None:
     model_parallel_cuda_manual_seed(1234)
 
     shape = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4)
-    gpt = GPTModel(shape, get_gpt_layer_local_spec(), vocab_size=256, max_sequence_length=32)
+    gpt = GPTModel(
+        shape, get_gpt_layer_local_spec(), vocab_size=256, max_sequence_length=32
+    )
     sharded = DistributedDataParallelConfig(use_distributed_optimizer=True)
     model = DistributedDataParallel(shape, sharded, gpt.to(device))
     settings = OptimizerConfig(
@@ -65,7 +80,9 @@ def main(folder: str | None = None) -> None:
         os.makedirs(folder, exist_ok=True)
         state = {"model": gpt.sharded_state_dict()}
         state["optimizer"] = optimizer.sharded_state_dict(state["model"])
-        dist_checkpointing.save(state, folder)  # starts a process that imports this file
+        dist_checkpointing.save(
+            state, folder
+        )  # starts a process that imports this file
     torch.distributed.destroy_process_group()
 
 

@@ -1,7 +1,8 @@
-"""Distributed Muon for Megatron: ``optimizer='muon'`` over Megatron's own DistributedOptimizer.
+"""Distributed Muon for Megatron: ``optimizer='muon'`` over Megatron's own
+DistributedOptimizer.
 
-Importing this package pulls in neither Megatron nor torch; ``install()`` does the hooking, and
-``megatron_muon.cpu.enable()`` lets megatron-core run without a GPU.
+Importing this package pulls in neither Megatron nor torch; ``install()`` does the
+hooking, and ``megatron_muon.cpu.enable()`` lets megatron-core run without a GPU.
 """
 
 from __future__ import annotations
@@ -44,19 +45,22 @@ def __getattr__(name: str) -> Any:
 def install(config: MuonConfig | None = None) -> None:
     """Make ``optimizer='muon'`` mean Distributed Muon in the Megatron of this process.
 
-    Modules that have imported ``get_megatron_optimizer`` by name get the plugin's. A reference that
-    is kept elsewhere, in a local variable say, raises an error that says so when it is called. A
-    second ``install`` only sets the config of optimizers built from then on, if it has one.
+    Modules that have imported ``get_megatron_optimizer`` by name get the plugin's. A
+    reference that is kept elsewhere, in a local variable say, raises an error that says
+    so when it is called. A second ``install`` only sets the config of optimizers built
+    from then on, if it has one.
 
     Args:
         config: the settings; Moonlight's where None on the first call.
 
     Raises:
         ModuleNotFoundError: there is no megatron.core; says how to get one.
-        SeamError: this Megatron's version is not supported, or it lacks a symbol that the plugin
-            relies on, or has it in another form; names the version or the symbol.
+        SeamError: this Megatron's version is not supported, or it lacks a symbol that
+            the plugin relies on, or has it in another form; names the version or the
+            symbol.
         TypeError: ``config`` is no MuonConfig.
-        NotImplementedError: ``align_shards`` with a Megatron that takes no layout (before 0.18).
+        NotImplementedError: ``align_shards`` with a Megatron that takes no layout
+        (before 0.18).
     """
     require_core()
     if "megatron_muon.mcore.wiring.install" not in sys.modules:
@@ -85,15 +89,17 @@ def uninstall() -> None:
 def reading_adamw(
     optimizer: Any, momentum: Literal["momentum", "fresh"]
 ) -> AbstractContextManager[None]:
-    """A context in which Muon loads a checkpoint of AdamW's. Every rank of the world enters it.
+    """A context in which Muon loads a checkpoint of AdamW's. Every rank of the world
+    enters it.
 
-    Load the model first: at the end, main parameters are compared with it. After an error the
-    optimizer is refused at steps and saves if it has loaded anything, until a next load.
+    Load the model first: at the end, main parameters are compared with it. After an
+    error the optimizer is refused at steps and saves if it has loaded anything, until a
+    next load.
 
     Args:
         optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='muon'``.
-        momentum: ``momentum`` starts Muon's momentum as exp_avg / (1 - β1), with the checkpoint's
-            β1; ``fresh`` starts it at zero.
+        momentum: ``momentum`` starts Muon's momentum as exp_avg / (1 - β1), with the
+            checkpoint's β1; ``fresh`` starts it at zero.
 
     Raises:
         ValueError: main parameters do not round to the model's; names one.
@@ -105,37 +111,44 @@ def reading_adamw(
     return reading(optimizer, momentum)
 
 
-def reading_megatron_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[None]:
-    """A context in which Muon loads a checkpoint of Megatron's own Muon; all ranks enter it.
+def reading_megatron_muon(
+    optimizer: Any, folder: str | Path
+) -> AbstractContextManager[None]:
+    """A context in which Muon loads a checkpoint of Megatron's own Muon; all ranks
+    enter it.
 
-    Main parameters, momentum and AdamW's state go on at any topology. Load the model first: at the
-    end, main parameters are compared with it. An error is as in ``reading_adamw``.
+    Main parameters, momentum and AdamW's state go on at any topology. Load the model
+    first: at the end, main parameters are compared with it. An error is as in
+    ``reading_adamw``.
 
     Args:
         optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='muon'``.
-        folder: the folder of one iteration, saved in torch_dist. The format that this run saves in
-            does not matter.
+        folder: the folder of one iteration, saved in torch_dist. The format that this
+            run saves in does not matter.
 
     Raises:
-        ValueError: the folder has no such checkpoint, or main parameters do not round to the
-            model's; names what is wrong.
+        ValueError: the folder has no such checkpoint, or main parameters do not round
+            to the model's; names what is wrong.
         RuntimeError: another rank has an error, and this one has none.
     """
     require_core()
-    from megatron_muon.mcore.checkpoint.interop.switch import reading_megatron_muon as reading
+    from megatron_muon.mcore.checkpoint.interop.switch import (
+        reading_megatron_muon as reading,
+    )
 
     return reading(optimizer, folder)
 
 
 def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[None]:
-    """A context in which AdamW loads a checkpoint of this plugin's Muon; all ranks enter it.
+    """A context in which AdamW loads a checkpoint of this plugin's Muon; all ranks
+    enter it.
 
-    After an error the optimizer is as it was before, or refused at steps and saves if it has loaded
-    anything, until a next load.
+    After an error the optimizer is as it was before, or refused at steps and saves if
+    it has loaded anything, until a next load.
 
     Args:
-        optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='adam'`` with the
-            distributed optimizer.
+        optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='adam'``
+            with the distributed optimizer.
         folder: the folder of one iteration, saved by this plugin.
 
     Raises:
@@ -143,7 +156,9 @@ def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[N
         RuntimeError: another rank has an error, and this one has none.
     """
     require_core()
-    from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon as reading
+    from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import (
+        reading_muon as reading,
+    )
     from megatron_muon.mcore.checkpoint.interop.saved import Saved
 
     return reading(optimizer, Saved.of(folder).record()["settings"])
@@ -165,11 +180,13 @@ def meter(optimizer: Any) -> Meter:
 
 
 def step_traces(steps: str, folder: str | Path) -> MegatronTraces:
-    """Traces of chosen steps by torch's profiler, of a run with any of Megatron's optimizers.
+    """Traces of chosen steps by torch's profiler, of a run with any of Megatron's
+    optimizers.
 
-    Call it on every rank of the world, and put ``with traces.step(number, optimizer):`` around each
-    step. After the last chosen step each rank writes ``rankN.json.gz`` into the folder. Where an
-    earlier run has left traces there, all ranks write into ``run2``, ``run3``, … within it.
+    Call it on every rank of the world, and put ``with traces.step(number, optimizer):``
+    around each step. After the last chosen step each rank writes ``rankN.json.gz`` into
+    the folder. Where an earlier run has left traces there, all ranks write into
+    ``run2``, ``run3``, … within it.
 
     Args:
         steps: the steps, ``FIRST:LAST``, both included, or one number; the first is 1.

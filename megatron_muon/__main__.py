@@ -1,6 +1,7 @@
 """``python -m megatron_muon``, the same as the command ``megatron-muon``.
 
-With a training script it runs the script (``megatron_lm.launch``), else a command of ``lab``.
+With a training script it runs the script (``megatron_lm.launch``), else a command of
+``lab``.
 """
 
 from __future__ import annotations

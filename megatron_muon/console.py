@@ -7,13 +7,17 @@ from collections.abc import Sequence
 
 
 def say(line: str) -> None:
-    """Print a line of a run; characters that stdout's encoding lacks are escaped, not an error."""
+    """Print a line of a run; characters that stdout's encoding lacks are escaped, not
+    an error.
+    """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def first_names(names: Sequence[str], most: int = 3) -> str:
-    """Some of the names, and how many more there are: ``a, b, c and 9 more``; "" for none."""
+    """Some of the names, and how many more there are: ``a, b, c and 9 more``; "" for
+    none.
+    """
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -21,6 +25,8 @@ def first_names(names: Sequence[str], most: int = 3) -> str:
 def printable(text: str, kept: str = "") -> str:
     """A text whose control characters are escaped, except those in ``kept``."""
     return "".join(
-        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode()
+        each
+        if each.isprintable() or each in kept
+        else each.encode("unicode_escape").decode()
         for each in text
     )

@@ -1,4 +1,6 @@
-"""The check for megatron.core, which pip installs only with the extra ``core``, and its version."""
+"""The check for megatron.core, which pip installs only with the extra ``core``, and its
+version.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ Version = tuple[int, int]
 OLDEST, NEWEST = (0, 12), (0, 20)
 WAY_OUT = "pip install megatron-core, or put a Megatron-LM checkout on PYTHONPATH"
 _NAME = "megatron.core"
-# Major and minor, and whether it comes before the release MAJOR.MINOR.0, as 0.12.0rc0 does.
-_NUMBER = re.compile(r"(\d+)\.(\d+)((?:\.0)?[-_.]?(?:a|b|c|rc|pre|dev))?", re.IGNORECASE)
+# Major and minor, and whether it comes before the release MAJOR.MINOR.0, as 0.12.0rc0
+# does.
+_NUMBER = re.compile(
+    r"(\d+)\.(\d+)((?:\.0)?[-_.]?(?:a|b|c|rc|pre|dev))?", re.IGNORECASE
+)
 
 
 class CoreNotFoundError(ModuleNotFoundError):
@@ -23,13 +28,19 @@ class CoreNotFoundError(ModuleNotFoundError):
 
 
 class SeamError(RuntimeError):
-    """The installed Megatron is of a version that is not supported, or has another shape."""
+    """The installed Megatron is of a version that is not supported, or has another
+    shape.
+    """
 
 
 def require_core() -> None:
-    """Raise CoreNotFoundError or SeamError without a supported megatron.core; imports none."""
+    """Raise CoreNotFoundError or SeamError without a supported megatron.core; imports
+    none.
+    """
     there = sys.modules.get(_NAME) is not None
-    with contextlib.suppress(ModuleNotFoundError):  # there is no package megatron either
+    with contextlib.suppress(
+        ModuleNotFoundError
+    ):  # there is no package megatron either
         there = there or importlib.util.find_spec(_NAME) is not None
     if not there:
         raise CoreNotFoundError(f"there is no {_NAME}: {WAY_OUT}", name=_NAME)
@@ -41,8 +52,8 @@ def require_core() -> None:
 def check_version(text: str) -> Version:
     """The minor version of megatron-core that a version's text names, such as (0, 16).
 
-    A release candidate counts as its minor version. Those of the oldest are not supported: they
-    lack modules of the release.
+    A release candidate counts as its minor version. Those of the oldest are not
+    supported: they lack modules of the release.
 
     Raises:
         SeamError: this version is not supported; names it, and the way out.
@@ -53,15 +64,20 @@ def check_version(text: str) -> Version:
     if too_early or not OLDEST <= version <= NEWEST:
         first, last = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
         raise SeamError(
-            f"megatron-core {text} is not supported: this megatron_muon was tested with {first}.0 "
-            f"to {last}. Take one of those, or a megatron_muon that supports {text}; for "
-            "Megatron's own optimizers, start the script without the launcher and the patch"
+            f"megatron-core {text} is not supported: this megatron_muon was tested "
+            f"with {first}.0 "
+            f"to {last}. Take one of those, or a megatron_muon that supports {text}; "
+            "for "
+            "Megatron's own optimizers, start the script without the launcher and the "
+            "patch"
         )
     return version
 
 
 def core_version() -> str | None:
-    """The version of megatron.core, without importing it; None where its files do not say it."""
+    """The version of megatron.core, without importing it; None where its files do not
+    say it.
+    """
     core = sys.modules.get(_NAME)
     if core is not None:
         text = getattr(core, "__version__", None)
@@ -81,5 +97,7 @@ def version_parts(file: Path) -> dict[str, object]:
     with contextlib.suppress(SyntaxError, OSError):
         for node in ast.parse(file.read_bytes()).body:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-                parts |= {ast.unparse(target): node.value.value for target in node.targets}
+                parts |= {
+                    ast.unparse(target): node.value.value for target in node.targets
+                }
     return parts

@@ -1,4 +1,6 @@
-"""Same start for every test: tests/ importable by the rank workers, fixed seeds, one thread."""
+"""Same start for every test: tests/ importable by the rank workers, fixed seeds, one
+thread.
+"""
 
 import fnmatch
 import gc
@@ -26,8 +28,8 @@ settings.load_profile("megatron_muon")
 import megatron_muon.cpu  # noqa: E402
 import support.te_on_cpu.on  # noqa: E402, F401 Transformer Engine's Python, where it is on the path
 
-# Before any test module imports Megatron. Tests run on the CPU, also where there is a GPU; those of
-# tests/gpu give it to their ranks.
+# Before any test module imports Megatron. Tests run on the CPU, also where there is a
+# GPU; those of tests/gpu give it to their ranks.
 megatron_muon.cpu.enable(allow_cuda=True)
 
 
@@ -69,9 +71,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what exists by now out of garbage collection: torch, Megatron and thousands of tests.
+    """Take what exists by now out of garbage collection: torch, Megatron and thousands
+    of tests.
 
-    Else each of its rounds, which the virtual GPU makes with every rank, looks through all of it.
+    Else each of its rounds, which the virtual GPU makes with every rank, looks through
+    all of it.
     """
     gc.collect()
     gc.freeze()

@@ -58,12 +58,22 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     made.add_argument("--topologies", nargs="+", default=USUAL, metavar="SIZES")
-    made.add_argument("--folder", type=Path, default=Path("out/compare"), help="(%(default)s)")
+    made.add_argument(
+        "--folder", type=Path, default=Path("out/compare"), help="(%(default)s)"
+    )
     usuals = {"steps": 12, "lr-adamw": 2e-3, "lr-muon": 1e-2}
-    for name, usual in (usuals | {"micro-batch-size": 2, "global-batch-size": 16}).items():
-        made.add_argument(f"--{name}", type=type(usual), default=usual, help="(%(default)s)")
-    made.add_argument("--threads", type=int, help="threads per rank (default: cores/ranks)")
-    made.add_argument("--minutes", type=float, default=60, help="for a training (%(default)s)")
+    for name, usual in (
+        usuals | {"micro-batch-size": 2, "global-batch-size": 16}
+    ).items():
+        made.add_argument(
+            f"--{name}", type=type(usual), default=usual, help="(%(default)s)"
+        )
+    made.add_argument(
+        "--threads", type=int, help="threads per rank (default: cores/ranks)"
+    )
+    made.add_argument(
+        "--minutes", type=float, default=60, help="for a training (%(default)s)"
+    )
     return made
 
 
@@ -72,7 +82,9 @@ def sizes_of(name: str) -> dict[str, int]:
     parts = re.findall(r"(tp|pp|cp|dp)([1-9]\d{0,3})", name)
     if "-".join(map("".join, parts)) != name or len(dict(parts)) < len(parts):
         raise ValueError(f"{name!r} is no topology: give sizes such as tp2-pp2-cp2-dp2")
-    return {"tp": 1, "pp": 1, "cp": 1, "dp": 1} | {part: int(size) for part, size in parts}
+    return {"tp": 1, "pp": 1, "cp": 1, "dp": 1} | {
+        part: int(size) for part, size in parts
+    }
 
 
 def chosen(names: list[str]) -> dict[str, dict[str, int]]:
@@ -83,10 +95,13 @@ def chosen(names: list[str]) -> dict[str, dict[str, int]]:
             gpus_for(math.prod(sizes.values()), name, "--topologies")
         return every
     world = int(os.environ["WORLD_SIZE"])
-    fitting = {name: each for name, each in every.items() if math.prod(each.values()) == world}
+    fitting = {
+        name: each for name, each in every.items() if math.prod(each.values()) == world
+    }
     if not fitting:
         raise ValueError(
-            f"the launcher has started {world} ranks, and no topology of {', '.join(every)} has "
+            f"the launcher has started {world} ranks, and no topology of "
+            f"{', '.join(every)} has "
             "as many: see --topologies"
         )
     return fitting
@@ -100,7 +115,9 @@ def jobs_over(
         if not 0 < getattr(given, flag) < math.inf:
             raise ValueError(f"--{flag.replace('_', '-')} must be above 0 and finite")
     if given.steps <= compare_ranks.WARM_UP:
-        raise ValueError(f"--steps must be above {compare_ranks.WARM_UP}, which are not timed")
+        raise ValueError(
+            f"--steps must be above {compare_ranks.WARM_UP}, which are not timed"
+        )
     sequences = given.micro_batch_size * sizes["dp"]
     if given.global_batch_size % sequences:
         raise ValueError(
@@ -111,7 +128,9 @@ def jobs_over(
     usual += [f"--{dimension}={size}" for dimension, size in sizes.items()]
     flags = parsed([*usual, *of_megatron], "compare.py")
     if flags.num_layers % sizes["pp"]:
-        raise ValueError(f"--layers {flags.num_layers} is not a multiple of {name}'s pp")
+        raise ValueError(
+            f"--layers {flags.num_layers} is not a multiple of {name}'s pp"
+        )
     batch = (given.micro_batch_size, given.global_batch_size // sequences)
     jobs = {}
     for optimizer, row_name in ROWS.items():
@@ -121,8 +140,12 @@ def jobs_over(
     return jobs
 
 
-def ranks_of(path: Path, job: compare_ranks.Job, where: str, given: Namespace, place: str) -> Any:
-    """What each rank measured: read where the same training is in the file, else trained."""
+def ranks_of(
+    path: Path, job: compare_ranks.Job, where: str, given: Namespace, place: str
+) -> Any:
+    """What each rank measured: read where the same training is in the file, else
+    trained.
+    """
     known = hashlib.sha256(f"{job!r} {where}".encode()).hexdigest()
     ranks = read(path, known) if FIRST else None
     if LAUNCHED:
@@ -136,7 +159,15 @@ def ranks_of(path: Path, job: compare_ranks.Job, where: str, given: Namespace, p
     else:
         world, gpus = job.flags.world_size, torch.cuda.device_count() > 0
         threads = threads_for(world, given.threads)
-        task = Task(compare_ranks.train, job, world, gpus, threads, 60 * given.minutes, builds=True)
+        task = Task(
+            compare_ranks.train,
+            job,
+            world,
+            gpus,
+            threads,
+            60 * given.minutes,
+            builds=True,
+        )
         ranks = run_ranks(task)
     if FIRST:
         write_text(path, json.dumps({"of": known, "ranks": ranks}))
@@ -144,7 +175,9 @@ def ranks_of(path: Path, job: compare_ranks.Job, where: str, given: Namespace, p
 
 
 def read(path: Path, known: str) -> Any:
-    """The ranks of a training's file; None where it is of another training, damaged or missing."""
+    """The ranks of a training's file; None where it is of another training, damaged or
+    missing.
+    """
     try:
         stored = json.loads(path.read_text())
         return stored["ranks"] if stored["of"] == known else None
@@ -153,7 +186,9 @@ def read(path: Path, known: str) -> Any:
 
 
 def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the slowest and the fullest rank; bytes of all ranks, and the busiest's exchange."""
+    """Of the slowest and the fullest rank; bytes of all ranks, and the busiest's
+    exchange.
+    """
     sent = {
         kinds: [sum(rank["sent"].get(kind, 0) for kind in kinds) for rank in ranks]
         for kinds in (EXCHANGE, MEGATRONS)
@@ -173,23 +208,32 @@ def page(found: dict[str, Any]) -> str:
         "# AdamW and Muon over several topologies",
         f"`compare.py {' '.join(run['arguments'])}`",
         f"{run['model']}; {run['where']}; planned for {run['planned_for']}.",
-        "Times are medians over the steps after the first two, of the slowest rank. Losses are of "
+        "Times are medians over the steps after the first two, of the slowest rank. "
+        "Losses are of "
         "a text that repeats itself: they show that both train, no more.",
         topologies.times_and_losses(found),
-        "Bytes are those that all ranks send in a step. Gradients travel in fp32, parameters "
-        "and the exchange in bf16, so the paper's algorithm sends at most 1.333 times AdamW's "
-        "bytes. The exchange goes over TP, too, and back, so the ratio passes that where most "
+        "Bytes are those that all ranks send in a step. Gradients travel in fp32, "
+        "parameters "
+        "and the exchange in bf16, so the paper's algorithm sends at most 1.333 times "
+        "AdamW's "
+        "bytes. The exchange goes over TP, too, and back, so the ratio passes that "
+        "where most "
         "matrices travel. State is that of fp32 main parameters and the optimizer.",
         topologies.table(found),
-        "The peak is that of Megatron's `optimizer.step()` above all that was there before it. "
+        "The peak is that of Megatron's `optimizer.step()` above all that was there "
+        "before it. "
         "Single numbers, such as norms and flags, are not planned; nor are peaks.",
         topologies.peaks(found),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def planned_jobs(given: Namespace, of_megatron: list[str], device: Any) -> tuple[Any, Any]:
-    """Trainings and planned bytes by topology; planning makes groups, so before a launcher's."""
+def planned_jobs(
+    given: Namespace, of_megatron: list[str], device: Any
+) -> tuple[Any, Any]:
+    """Trainings and planned bytes by topology; planning makes groups, so before a
+    launcher's.
+    """
     from planned import planned as planned_bytes
 
     check_rows((*dry_run_seams.ROWS, *bench_seams.ROWS))
@@ -208,16 +252,25 @@ def main(argv: list[str]) -> None:
     given, of_megatron = (made := parser()).parse_known_args(argv)
     gpus = torch.cuda.device_count() > 0
     if not (megatron_muon.cpu.enabled() or (LAUNCHED and gpus)):
-        megatron_muon.cpu.enable(allow_cuda=True)  # with GPUs this process only starts ranks
+        megatron_muon.cpu.enable(
+            allow_cuda=True
+        )  # with GPUs this process only starts ranks
     device = plan_device(torch.device("cuda" if gpus else "cpu"))
     with megatron_is_quiet():
         try:
             jobs, planned = planned_jobs(given, of_megatron, device)
         except (*REFUSALS, TypeError, OSError, SeamError) as error:
-            made.error(" ".join(str(error).split()) or f"Megatron refuses this: {error!r}")
+            made.error(
+                " ".join(str(error).split()) or f"Megatron refuses this: {error!r}"
+            )
     where = torch.cuda.get_device_name() if gpus else "CPU over gloo"
-    where += f", {os.cpu_count()} cores of the first machine, torch {torch.__version__}, "
-    where += f"megatron-core {megatron_version()[0]}, megatron_muon {megatron_muon.__version__}"
+    where += (
+        f", {os.cpu_count()} cores of the first machine, torch {torch.__version__}, "
+    )
+    where += (
+        f"megatron-core {megatron_version()[0]}, megatron_muon "
+        f"{megatron_muon.__version__}"
+    )
     if LAUNCHED:
         compare_ranks.join_world(gpus)
     every, begun = [], 0
@@ -236,7 +289,10 @@ def main(argv: list[str]) -> None:
     if FIRST:
         flags = next(iter(jobs.values()))["adamw"].flags
         model = f"{flags.num_layers} layers, hidden {flags.hidden_size}, vocabulary "
-        model += f"{flags.vocab_size}, {given.global_batch_size} sequences of {flags.seq_length}"
+        model += (
+            f"{flags.vocab_size}, {given.global_batch_size} sequences of "
+            f"{flags.seq_length}"
+        )
         model += " a step"
         run = {"arguments": argv, "model": model, "where": where, "planned_for": device}
         found = {"run": run, "topologies": every}

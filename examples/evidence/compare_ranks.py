@@ -28,7 +28,8 @@ WORDS = 64  # different tokens of the text
 
 @dataclass(frozen=True)
 class Job:
-    """A training; the same for every rank. ``lr`` is warmed up over WARM_UP steps, then constant.
+    """A training; the same for every rank. ``lr`` is warmed up over WARM_UP steps, then
+    constant.
 
     ``micro_batch`` counts sequences, ``micro_batches`` those of a rank and step.
     """
@@ -44,9 +45,10 @@ class Job:
 def train(job: Job) -> dict[str, Any]:
     """Trains on this rank, whose torch world is up and whose Megatron groups are not.
 
-    Returns ``losses`` (the mean over data-parallel ranks of each step, on the last stage alone),
-    ``step_ms`` and ``optimizer_ms`` (medians), ``sent`` (bytes to other ranks in a step's
-    reduction, optimizer step and all-gather, by kind), ``state_bytes`` and ``peak_bytes``.
+    Returns ``losses`` (the mean over data-parallel ranks of each step, on the last
+    stage alone), ``step_ms`` and ``optimizer_ms`` (medians), ``sent`` (bytes to other
+    ranks in a step's reduction, optimizer step and all-gather, by kind),
+    ``state_bytes`` and ``peak_bytes``.
     """
     run = Training(job, start_megatron(job.flags))
     times = [run.timed(step) for step in range(job.steps)][WARM_UP:]
@@ -76,7 +78,9 @@ class Training:
         self.losses: list[float] = []
         config = self.chunks[0].config
         config.pipeline_dtype = torch.bfloat16
-        config.finalize_model_grads_func = None  # gradients are reduced below, by themselves
+        config.finalize_model_grads_func = (
+            None  # gradients are reduced below, by themselves
+        )
         config.grad_scale_func = self.optimizer.scale_loss
 
     def timed(self, number: int) -> tuple[float, float]:
@@ -117,17 +121,27 @@ class Training:
             self.losses.append(torch.cat(every).mean().item())
 
     def data(self, number: int) -> Iterator[dict[str, Tensor]]:
-        """Sequences that repeat themselves; which ones depends on step and data-parallel rank."""
+        """Sequences that repeat themselves; which ones depends on step and
+        data-parallel rank.
+        """
         from megatron.core import parallel_state
 
         length = self.job.flags.seq_length + 1
         seed = 1_000_003 * number + parallel_state.get_data_parallel_rank()
         numbers = torch.Generator().manual_seed(seed)
         for _ in range(self.job.micro_batches):
-            start = torch.randint(WORDS, (self.job.micro_batch, PERIOD), generator=numbers)
+            start = torch.randint(
+                WORDS, (self.job.micro_batch, PERIOD), generator=numbers
+            )
             text = start.repeat(1, -(-length // PERIOD))[:, :length].to(self.device)
-            positions = torch.arange(length - 1, device=self.device).expand(len(text), -1)
-            yield {"tokens": text[:, :-1], "labels": text[:, 1:], "positions": positions}
+            positions = torch.arange(length - 1, device=self.device).expand(
+                len(text), -1
+            )
+            yield {
+                "tokens": text[:, :-1],
+                "labels": text[:, 1:],
+                "positions": positions,
+            }
 
     def reduce(self) -> None:
         with self.watch.part("grad-reduce"):
@@ -139,7 +153,9 @@ class Training:
             group["lr"] = self.job.lr * min(1.0, (number + 1) / (WARM_UP + 1))
         successful, _, _ = self.optimizer.step()
         if not successful:
-            raise RuntimeError(f"Megatron skipped step {number}: gradients are not finite")
+            raise RuntimeError(
+                f"Megatron skipped step {number}: gradients are not finite"
+            )
 
 
 def forward(data: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
@@ -162,7 +178,9 @@ def join_world(gpus: bool) -> None:
 
 
 def leave_world() -> None:
-    """Ends it once no rank waits for another: one with gloo's threads at work may abort."""
+    """Ends it once no rank waits for another: one with gloo's threads at work may
+    abort.
+    """
     first_ranks(None)
     torch.distributed.destroy_process_group()
 

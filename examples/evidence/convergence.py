@@ -1,4 +1,5 @@
-"""Trains with AdamW and Muon, both tuned, to see where Muon's advantage holds and where it shrinks.
+"""Trains with AdamW and Muon, both tuned, to see where Muon's advantage holds and where
+it shrinks.
 
     python convergence.py tune             # writes figures/tuning.json
     python convergence.py                  # every question; writes figures/convergence.json
@@ -6,11 +7,12 @@
     python convergence.py --table          # prints the tables of figures/ again
     python convergence.py --draw           # draws figures/convergence.png again
 
-Each run is the quickstart's training (gpt.args) in one process, with half the steps. A question's
-rates are tried with the first seed; the best one of each optimizer is repeated with the others.
-Runs that are in the work folder with the same flags are not repeated. Further flags go to train.py,
-each with its value behind an equals sign (``--train-iters=8``); then name other folders.
-"""
+Each run is the quickstart's training (gpt.args) in one process, with half the steps. A
+question's rates are tried with the first seed; the best one of each optimizer is
+repeated with the others. Runs that are in the work folder with the same flags are not
+repeated. Further flags go to train.py, each with its value behind an equals sign
+(``--train-iters=8``); then name other folders.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -27,9 +29,11 @@ from reports import draw, tables
 from training import HERE, NAMES, Study, best, write
 
 SEEDS = (1, 2, 3)
-# Half of the quickstart's steps, so that all questions take hours and not days on 2 cores.
+# Half of the quickstart's steps, so that all questions take hours and not days on 2
+# cores.
 BASE = "--train-iters 160 --eval-interval 10 --lr-warmup-iters 10"
-TUNED = {  # one setting after the other, the others as found so far; the rate again at the end
+# one setting after the other, the others as found so far; the rate again at the end
+TUNED = {
     "adam": {
         "--lr": (1e-3, 2e-3, 3e-3, 5e-3, 8e-3),
         "--weight-decay": (0.03, 0.1, 0.3, 1.0),
@@ -44,8 +48,18 @@ TUNED = {  # one setting after the other, the others as found so far; the rate a
     },
 }
 START = {
-    "adam": {"--lr": 2e-3, "--weight-decay": 0.1, "--adam-beta2": 0.95, "--lr-warmup-iters": 10},
-    "muon": {"--lr": 1e-2, "--weight-decay": 0.1, "--muon-momentum": 0.95, "--lr-warmup-iters": 10},
+    "adam": {
+        "--lr": 2e-3,
+        "--weight-decay": 0.1,
+        "--adam-beta2": 0.95,
+        "--lr-warmup-iters": 10,
+    },
+    "muon": {
+        "--lr": 1e-2,
+        "--weight-decay": 0.1,
+        "--muon-momentum": 0.95,
+        "--lr-warmup-iters": 10,
+    },
 }
 
 
@@ -53,9 +67,9 @@ START = {
 class Question:
     """What differs from the tuned runs.
 
-    ``flags`` follow the tuned ones, so they win. ``matrices`` are flags of Muon's runs alone, since
-    AdamW knows no matrices. ``warm_up`` multiplies each optimizer's tuned warm-up steps. The tuned
-    rate is tried times each factor of ``adam`` and ``muon``.
+    ``flags`` follow the tuned ones, so they win. ``matrices`` are flags of Muon's runs
+    alone, since AdamW knows no matrices. ``warm_up`` multiplies each optimizer's tuned
+    warm-up steps. The tuned rate is tried times each factor of ``adam`` and ``muon``.
     """
 
     flags: str = ""
@@ -67,11 +81,17 @@ class Question:
 
 
 _AGAIN = (0.5, 1.0, 2.0)
-_SMALL = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 2 "
+_SMALL = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 2 "
+)
 _FUSED = "--muon-split *.linear_qkv.weight=whole --muon-split *.linear_fc1.weight=whole"
 QUESTIONS = {
-    "as tuned": Question("--evaluate-other-text"),  # Q, K and V are three matrices, fc1 is one
-    "QKV fused, gate and up fused": Question("--evaluate-other-text", _FUSED, muon=_AGAIN),
+    "as tuned": Question(
+        "--evaluate-other-text"
+    ),  # Q, K and V are three matrices, fc1 is one
+    "QKV fused, gate and up fused": Question(
+        "--evaluate-other-text", _FUSED, muon=_AGAIN
+    ),
     "QKV split, gate and up split": Question(
         "--evaluate-other-text", "--muon-split *.linear_fc1.weight=gate-up", muon=_AGAIN
     ),
@@ -83,7 +103,8 @@ QUESTIONS = {
         muon=_AGAIN,
     ),
     "batch / 4, the same tokens": Question(
-        "--global-batch-size 8 --micro-batch-size 8 --train-iters 640 --eval-interval 40 "
+        "--global-batch-size 8 --micro-batch-size 8 --train-iters 640 --eval-interval "
+        "40 "
         "--eval-iters 16",
         warm_up=4.0,
         adam=_AGAIN,
@@ -91,7 +112,9 @@ QUESTIONS = {
         seeds=SEEDS[:2],
     ),
     "experts": Question(
-        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 172", adam=_AGAIN, muon=_AGAIN
+        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 172",
+        adam=_AGAIN,
+        muon=_AGAIN,
     ),
     "four times the tokens": Question(
         "--train-iters 640 --eval-interval 40",
@@ -114,7 +137,8 @@ QUESTIONS = {
         seeds=SEEDS[:2],
     ),
     "large": Question(
-        "--num-layers 6 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads 6 "
+        "--num-layers 6 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads "
+        "6 "
         "--train-iters 320 --eval-interval 20",
         warm_up=2.0,
         adam=(0.5, 1.0),
@@ -138,7 +162,9 @@ def tune(study: Study) -> dict[str, Any]:
             finite = [float("inf") if loss is None else loss for loss in losses]
             found = settings[finite.index(min(finite))]
         edges = [
-            setting for setting, values in grid.items() if found[setting] in (values[0], values[-1])
+            setting
+            for setting, values in grid.items()
+            if found[setting] in (values[0], values[-1])
         ]
         report[optimizer] = {"found": found, "at_edge": edges, "trials": trials}
     return report
@@ -169,7 +195,8 @@ def ask(study: Study, question: Question, tuned: dict[str, Any]) -> dict[str, An
     for optimizer in NAMES:
         settings = tuned[optimizer]["found"]
         rates = tuple(
-            round(settings["--lr"] * factor, 6) for factor in getattr(question, optimizer)
+            round(settings["--lr"] * factor, 6)
+            for factor in getattr(question, optimizer)
         )
         scaled = round(settings["--lr-warmup-iters"] * question.warm_up)
         flags = f"{_words({**settings, '--lr-warmup-iters': scaled})} {question.flags}"
@@ -193,8 +220,12 @@ def main() -> None:
     )
     parser.add_argument("what", nargs="?", choices=("tune", "ask"), default="ask")
     parser.add_argument("--only", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
-    parser.add_argument("--table", action="store_true", help="run nothing; print the tables")
-    parser.add_argument("--draw", action="store_true", help="run nothing; draw the pictures")
+    parser.add_argument(
+        "--table", action="store_true", help="run nothing; print the tables"
+    )
+    parser.add_argument(
+        "--draw", action="store_true", help="run nothing; draw the pictures"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--work", type=Path, default=HERE / "out" / "convergence")
     parser.add_argument("--figures", type=Path, default=HERE / "figures")

@@ -1,13 +1,15 @@
-"""Fine-tunes a pretrained GPT with the optimizer that pretrained it, and with the other one.
+"""Fine-tunes a pretrained GPT with the optimizer that pretrained it, and with the other
+one.
 
     python finetuning.py                   # writes figures/finetuning.json, prints its table
     python finetuning.py --table           # prints the table again
 
-A GPT is pretrained on the standard library's Python with AdamW and with Muon, each as tuned by
-convergence.py. Each of the two is then fine-tuned on the C headers with AdamW and with Muon, whose
-states start at zero: six rates each, the best one with three seeds. The loss on held-out headers
-says what was learnt, the loss on held-out Python what was forgotten.
-"""
+A GPT is pretrained on the standard library's Python with AdamW and with Muon, each as
+tuned by convergence.py. Each of the two is then fine-tuned on the C headers with AdamW
+and with Muon, whose states start at zero: six rates each, the best one with three
+seeds. The loss on held-out headers says what was learnt, the loss on held-out Python
+what was forgotten.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ RATES = {
 }
 STEPS = 60
 TUNING = (
-    f"--text headers --evaluate-other-text --finetune --train-iters {STEPS} --eval-interval 10 "
+    f"--text headers --evaluate-other-text --finetune --train-iters {STEPS} "
+    "--eval-interval 10 "
     "--eval-iters 8 --lr-warmup-iters 5"
 )
 
@@ -39,8 +42,17 @@ def pretrained(study: Study, optimizer: str, tuned: dict[str, Any]) -> Path:
     """The folder of the pretrained checkpoint; pretrains if it is not there."""
     folder = study.work / f"pretrained_{optimizer}"
     if not (folder / "done").exists():
-        command = [sys.executable, str(QUICKSTART / "train.py"), f"@{QUICKSTART / 'gpt.args'}"]
-        command += ["--optimizer", optimizer, "--lr", str(tuned[optimizer]["found"]["--lr"])]
+        command = [
+            sys.executable,
+            str(QUICKSTART / "train.py"),
+            f"@{QUICKSTART / 'gpt.args'}",
+        ]
+        command += [
+            "--optimizer",
+            optimizer,
+            "--lr",
+            str(tuned[optimizer]["found"]["--lr"]),
+        ]
         command += ["--seed", "1", "--micro-batch-size", "32", "--save", str(folder)]
         command += [*tuned_flags(tuned, optimizer).split(), *study.extra]
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +85,8 @@ def measure(study: Study, tuned: dict[str, Any]) -> dict[str, Any]:
 def table(report: dict[str, Any]) -> str:
     """In Markdown; a rate at the edge of its grid has a star."""
     lines = [
-        "| pretrained with | tuned with | lr | headers, before | headers, after | Python, before | "
+        "| pretrained with | tuned with | lr | headers, before | headers, after | "
+        "Python, before | "
         "Python, after |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
@@ -84,7 +97,9 @@ def table(report: dict[str, Any]) -> str:
             curves = [run[kind] for run in found["runs"]]
             cells.append(f"{statistics.fmean(curve[0][1] for curve in curves):.3f}")
             ends = [curve[-1][1] for curve in curves]
-            cells.append(f"{statistics.fmean(ends):.3f} ({min(ends):.3f} to {max(ends):.3f})")
+            cells.append(
+                f"{statistics.fmean(ends):.3f} ({min(ends):.3f} to {max(ends):.3f})"
+            )
         lines.append(f"| {before} | {after} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -1,4 +1,6 @@
-"""Bytes that AdamW and Muon are planned to send and to hold, as ``megatron-muon plan`` has them."""
+"""Bytes that AdamW and Muon are planned to send and to hold, as ``megatron-muon plan``
+has them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from megatron_muon.lab.pricing.memory import MAIN, MOMENTS, MOMENTUM, at_rest
 from megatron_muon.settings.config import MuonConfig
 
 
-def planned(flags: Namespace, muon: MuonConfig, adamw: MuonConfig, device: Any) -> dict[str, int]:
+def planned(
+    flags: Namespace, muon: MuonConfig, adamw: MuonConfig, device: Any
+) -> dict[str, int]:
     """All pipeline stages; no process group is needed.
 
     Args:
@@ -23,7 +27,9 @@ def planned(flags: Namespace, muon: MuonConfig, adamw: MuonConfig, device: Any) 
     ranks = ranks_of(flags)
     sent: list[int] = []
     states: dict[str, list[int]] = {"adamw": [], "muon": []}
-    for kind in planned_kinds([(flags, muon), (flags, adamw)], ranks, device, range(ranks.pp)):
+    for kind in planned_kinds(
+        [(flags, muon), (flags, adamw)], ranks, device, range(ranks.pp)
+    ):
         own, adamws = kind.optimizers
         each = zip(*(one.plan.sent_bytes() for one in own), strict=True)
         sent += [sum(of_rank) for of_rank in each] * len(kind.stages)

@@ -16,10 +16,16 @@ matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
 
 COLORS = {"adam": "#d1495b", "muon": "#0b6e4f"}
-SIZES = ("small", "as tuned", "large")  # parameters of the layers grow, and the steps with them
+SIZES = (
+    "small",
+    "as tuned",
+    "large",
+)  # parameters of the layers grow, and the steps with them
 
 
-def curves(question: dict[str, Any], optimizer: str, kind: str = "validation") -> list[Curve]:
+def curves(
+    question: dict[str, Any], optimizer: str, kind: str = "validation"
+) -> list[Curve]:
     """The loss of each seed over steps."""
     found = [curve(run[kind]) for run in question[optimizer]["runs"]]
     return [each for each in found if each is not None]
@@ -61,7 +67,8 @@ def _tuning_table(tuning: dict[str, Any]) -> str:
 
 def _question_table(found: dict[str, Any]) -> str:
     lines = [
-        "| question | AdamW: lr | loss | Muon: lr | loss | AdamW − Muon | leading ratio |",
+        "| question | AdamW: lr | loss | Muon: lr | loss | AdamW − Muon | leading "
+        "ratio |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for name, question in found.items():
@@ -74,13 +81,19 @@ def _question_table(found: dict[str, Any]) -> str:
             _losses(question["muon"])
         )
         ratio = lead(question)
-        ratios = "never" if ratio.ratio is None else _spread(ratio.ratios, "{:.2f}", ratio.ratio)
+        ratios = (
+            "never"
+            if ratio.ratio is None
+            else _spread(ratio.ratios, "{:.2f}", ratio.ratio)
+        )
         lines.append(f"| {name} | {' | '.join(cells)} | {gap:+.3f} | {ratios} |")
     return "\n".join(lines)
 
 
 def _smoothing(question: dict[str, Any]) -> str:
-    lines = ["| window of smoothed training losses | ratio at 0.8 of the steps | at all |"]
+    lines = [
+        "| window of smoothed training losses | ratio at 0.8 of the steps | at all |"
+    ]
     lines.append("|---|--:|--:|")
     trained = [curves(question, optimizer, "train") for optimizer in NAMES]
     for window in (0.02, 0.1, 0.5):  # as `curves --window`
@@ -101,18 +114,25 @@ def _spread(values: Any, shape: str, middle: float | None = None) -> str:
 
 
 def _other_text(question: dict[str, Any]) -> str:
-    lines = ["| loss after training, as tuned | Python, held out | C headers |", "|---|--:|--:|"]
+    lines = [
+        "| loss after training, as tuned | Python, held out | C headers |",
+        "|---|--:|--:|",
+    ]
     for optimizer, name in NAMES.items():
         ends = [
             [run[kind][-1][1] for run in question[optimizer]["runs"]]
             for kind in ("validation", "other")
         ]
-        lines.append(f"| {name} | {' | '.join(_spread(losses, '{:.3f}') for losses in ends)} |")
+        lines.append(
+            f"| {name} | {' | '.join(_spread(losses, '{:.3f}') for losses in ends)} |"
+        )
     return "\n".join(lines)
 
 
 def _sizes(found: dict[str, Any]) -> str:
-    """Fits loss = c · N^-k to three sizes by least squares of logarithms; steps grow with N."""
+    """Fits loss = c · N^-k to three sizes by least squares of logarithms; steps grow
+    with N.
+    """
     lines = ["| | loss of small, middle, large | exponent k | error of the fit |"]
     lines.append("|---|--:|--:|--:|")
     for optimizer, name in NAMES.items():
@@ -129,7 +149,8 @@ def _sizes(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-PARAMETERS = {  # of the layers: 4 h² of attention and 3 h · ffn of a gated MLP, times layers
+# of the layers: 4 h² of attention and 3 h · ffn of a gated MLP, times layers
+PARAMETERS = {
     "small": 2 * (4 * 64 * 64 + 3 * 64 * 172),
     "as tuned": 4 * (4 * 128 * 128 + 3 * 128 * 344),
     "large": 6 * (4 * 192 * 192 + 3 * 192 * 512),
@@ -160,7 +181,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
                     label=label if number == 0 else None,
                 )  # fmt: skip
                 top = max(top, losses[len(losses) // 5])
-        axes.set_ylim(top=top)  # the fall of the first steps would flatten all that follows
+        axes.set_ylim(
+            top=top
+        )  # the fall of the first steps would flatten all that follows
         axes.set_title(name, fontsize="medium")
         axes.grid(alpha=0.25)
     grid[0, 0].set_ylabel("validation loss, nats per byte")

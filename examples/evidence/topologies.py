@@ -12,7 +12,12 @@ MB = 1e6
 
 def table(found: dict[str, Any]) -> str:
     """A row for each topology: Muon's step beside AdamW's, and both beside the plan."""
-    head = ["topology", "time of a step beside AdamW's", "bytes beside AdamW's", "exchange, MB"]
+    head = [
+        "topology",
+        "time of a step beside AdamW's",
+        "bytes beside AdamW's",
+        "exchange, MB",
+    ]
     head += ["planned", "fullest rank's state, AdamW, Muon, MB", "planned"]
     rows = []
     for each in found["topologies"]:
@@ -33,7 +38,9 @@ def table(found: dict[str, Any]) -> str:
 
 
 def peaks(found: dict[str, Any]) -> str:
-    """A row for each topology: state beside the plan's, and the peak of a step above it."""
+    """A row for each topology: state beside the plan's, and the peak of a step above
+    it.
+    """
     head = ["topology"]
     rows = [[each["name"]] for each in found["topologies"]]
     for name, title in (("adamw", "AdamW"), ("muon", "Muon")):
@@ -46,7 +53,9 @@ def peaks(found: dict[str, Any]) -> str:
 
 
 def times_and_losses(found: dict[str, Any]) -> str:
-    """A row for each topology: a step, the optimizer's share of it, first and last loss."""
+    """A row for each topology: a step, the optimizer's share of it, first and last
+    loss.
+    """
     head = ["topology", *("step, ms", "optimizer", "first, last loss") * 2]
     head[1], head[4] = (f"{name}: step, ms" for name in ("AdamW", "Muon"))
     rows = []
@@ -54,7 +63,10 @@ def times_and_losses(found: dict[str, Any]) -> str:
         rows.append([each["name"]])
         for one in (each["adamw"], each["muon"]):
             share, losses = one["optimizer_ms"] / one["step_ms"], one["losses"]
-            rows[-1] += [f"{one['step_ms']:.1f}", f"{one['optimizer_ms']:.1f} ({share:.0%})"]
+            rows[-1] += [
+                f"{one['step_ms']:.1f}",
+                f"{one['optimizer_ms']:.1f} ({share:.0%})",
+            ]
             rows[-1].append(f"{losses[0]:.3f}, {losses[-1]:.3f}")
     return markdown(head, rows)
 

@@ -21,26 +21,42 @@ NAMES = {"adam": "AdamW", "muon": "Muon"}
 
 @dataclass(frozen=True)
 class Study:
-    """Where the single runs lie and how many run at a time; ``extra`` flags go to all of them."""
+    """Where the single runs lie and how many run at a time; ``extra`` flags go to all
+    of them.
+    """
 
     work: Path
     jobs: int
     extra: tuple[str, ...] = ()
 
     def losses(
-        self, optimizer: str, rates: tuple[float, ...], seeds: tuple[int, ...], flags: str
+        self,
+        optimizer: str,
+        rates: tuple[float, ...],
+        seeds: tuple[int, ...],
+        flags: str,
     ) -> dict[float, list[dict[str, Any]]]:
-        """The runs at each rate, one for each seed; a run that is in ``work`` is not repeated."""
+        """The runs at each rate, one for each seed; a run that is in ``work`` is not
+        repeated.
+        """
         keys = [(optimizer, rate, seed) for rate in rates for seed in seeds]
         runs = run_all(keys, self.work, self.jobs, [*flags.split(), *self.extra])
-        return {rate: [_kept(runs[optimizer, rate, seed]) for seed in seeds] for rate in rates}
+        return {
+            rate: [_kept(runs[optimizer, rate, seed]) for seed in seeds]
+            for rate in rates
+        }
 
 
 def _kept(run: dict[str, Any]) -> dict[str, Any]:
-    """What a figure needs of a run: curves with four decimals, training losses as means."""
+    """What a figure needs of a run: curves with four decimals, training losses as
+    means.
+    """
     if run["val_loss"] is None:
         return {"loss": None}
-    kept: dict[str, Any] = {"loss": round(run["val_loss"], 5), "corpus": run["corpus_sha256"]}
+    kept: dict[str, Any] = {
+        "loss": round(run["val_loss"], 5),
+        "corpus": run["corpus_sha256"],
+    }
     ends = [int(step) for step, _ in run["validation"]]
     means = [
         [last, _mean([loss for step, loss in run["train"] if first < step <= last])]
@@ -72,4 +88,6 @@ def best(runs: dict[float, list[dict[str, Any]]]) -> float:
 def write(path: Path, report: dict[str, Any]) -> None:
     """One line for each run, so that a change of one is seen in a diff."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=None, separators=(",", ":")).replace("]},", "]},\n"))
+    path.write_text(
+        json.dumps(report, indent=None, separators=(",", ":")).replace("]},", "]},\n")
+    )

@@ -1,4 +1,6 @@
-"""The flags of train.py: Megatron's names and meanings, plus the plugin's ``--muon-*``."""
+"""The flags of train.py: Megatron's names and meanings, plus the plugin's
+``--muon-*``.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,23 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     _add_optimizer(parser)
     _add_output(parser)
     args = parser.parse_args(argv)
-    if args.lr_warmup_iters >= args.train_iters:  # Megatron's scheduler asserts it without a word
+    if (
+        args.lr_warmup_iters >= args.train_iters
+    ):  # Megatron's scheduler asserts it without a word
         parser.error(
             f"--lr-warmup-iters {args.lr_warmup_iters} must be below --train-iters "
             f"{args.train_iters}"
         )
     if args.record_update_rms and not args.bf16:
-        parser.error("--record-update-rms reads the fp32 main parameters, which are --bf16's")
+        parser.error(
+            "--record-update-rms reads the fp32 main parameters, which are --bf16's"
+        )
     return args
 
 
-def _switch(group: argparse._ArgumentGroup, *names: str, text: str | None = None) -> None:
+def _switch(
+    group: argparse._ArgumentGroup, *names: str, text: str | None = None
+) -> None:
     for name in names:
         group.add_argument(name, action="store_true", help=text)
 
@@ -77,8 +85,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--eval-interval", type=int, default=20)
     group.add_argument("--eval-iters", type=int, default=8)
     group.add_argument("--log-interval", type=int, default=20)
-    group.add_argument("--seed", type=int, default=1234, help="initial weights and data order")
-    group.add_argument("--text", choices=TEXTS, default="library", help="what to train on")
+    group.add_argument(
+        "--seed", type=int, default=1234, help="initial weights and data order"
+    )
+    group.add_argument(
+        "--text", choices=TEXTS, default="library", help="what to train on"
+    )
     _switch(group, "--evaluate-other-text", text="evaluate on the other text, too")
 
 
@@ -98,7 +110,9 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--muon-matched-adamw-rms", type=float, default=0.2)
     group.add_argument("--muon-ns-steps", type=int, default=5)
     _switch(group, "--no-muon-nesterov")
-    group.add_argument("--muon-split", action="append", default=[], metavar="PATTERN=KIND")
+    group.add_argument(
+        "--muon-split", action="append", default=[], metavar="PATTERN=KIND"
+    )
     group.add_argument("--muon-log-interval", type=int, default=None)
     group.add_argument("--muon-log-file", default=None)
     group.add_argument("--muon-clip-scope", choices=("all", "adamw"), default="all")
@@ -112,23 +126,37 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--save", type=Path, default=None, help="save a checkpoint into it at the end"
     )
-    group.add_argument("--load", type=Path, default=None, help="go on from the checkpoint in it")
-    _switch(group, "--finetune", text="with --load: take the weights alone, and start at step 0")
+    group.add_argument(
+        "--load", type=Path, default=None, help="go on from the checkpoint in it"
+    )
+    _switch(
+        group,
+        "--finetune",
+        text="with --load: take the weights alone, and start at step 0",
+    )
     group.add_argument("--exit-at", type=int, default=None, help="stop after this step")
     group.add_argument(
         "--from-other",
         choices=("momentum", "fresh"),
         default=None,
-        help="the checkpoint is the other optimizer's: what Muon's momentum starts as (AdamW's "
+        help="the checkpoint is the other optimizer's: what Muon's momentum starts "
+        "as (AdamW's "
         "moments start at zero)",
     )
     group.add_argument(
-        "--muon-trace-steps", metavar="FIRST:LAST", help="steps to trace with torch's profiler"
+        "--muon-trace-steps",
+        metavar="FIRST:LAST",
+        help="steps to trace with torch's profiler",
     )
     group.add_argument(
-        "--muon-trace-dir", type=Path, default=Path("traces"), help="folder for the traces"
+        "--muon-trace-dir",
+        type=Path,
+        default=Path("traces"),
+        help="folder for the traces",
     )
-    group.add_argument("--figures", type=Path, default=None, help="JSON file for curve and figures")
+    group.add_argument(
+        "--figures", type=Path, default=None, help="JSON file for curve and figures"
+    )
     _switch(
         group,
         "--log-max-attention-logit",
@@ -137,6 +165,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     _switch(
         group,
         "--record-update-rms",
-        text="with --bf16: root mean square of the layers' updates per unit of lr, half-way "
+        text="with --bf16: root mean square of the layers' updates per unit of lr, "
+        "half-way "
         "between the lines of the log, on the rank that writes --figures",
     )

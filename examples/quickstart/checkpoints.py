@@ -27,11 +27,15 @@ def save(folder: Path, model: Any, optimizer: Any, step: int) -> None:
     dist_checkpointing.save(state, str(folder))
 
 
-def load(args: Namespace, model: Any, optimizer: Any, scheduler: OptimizerParamScheduler) -> int:
+def load(
+    args: Namespace, model: Any, optimizer: Any, scheduler: OptimizerParamScheduler
+) -> int:
     """Read it, at whatever topology; returns the steps that were taken."""
     if args.finetune:
         weights = {"model": _gpt(model).sharded_state_dict()}
-        _gpt(model).load_state_dict(dist_checkpointing.load(weights, str(args.load))["model"])
+        _gpt(model).load_state_dict(
+            dist_checkpointing.load(weights, str(args.load))["model"]
+        )
         optimizer.reload_model_params()
         return 0
     how: Any = nullcontext()
@@ -53,7 +57,9 @@ def load(args: Namespace, model: Any, optimizer: Any, scheduler: OptimizerParamS
 
 def _sharded(model: Any, optimizer: Any, is_loading: bool) -> dict[str, Any]:
     state = {"model": _gpt(model).sharded_state_dict()}
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading, metadata=METADATA)
+    state["optimizer"] = optimizer.sharded_state_dict(
+        state, is_loading, metadata=METADATA
+    )
     return state
 
 

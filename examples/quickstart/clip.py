@@ -1,12 +1,13 @@
-"""Trains with and without QK-Clip at a rate at which attention logits explode, and draws them.
+"""Trains with and without QK-Clip at a rate at which attention logits explode, and
+draws them.
 
     python clip.py                         # writes figures/clip.json and clip.png, prints a table
     python clip.py --draw                  # runs nothing: draws and prints figures/clip.json again
 
-Each run is the quickstart's training in one process, as in sweep.py, with half the steps. The model
-that explodes has one head in place of four and five times Muon's best rate.
-Runs that are already in the work folder with the same flags are not repeated.
-"""
+Each run is the quickstart's training in one process, as in sweep.py, with half the
+steps. The model that explodes has one head in place of four and five times Muon's best
+rate. Runs that are already in the work folder with the same flags are not repeated.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ RUNS: dict[str, tuple[float, tuple[str, ...]]] = {
 
 def measure(args: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
     """Runs all with all seeds; each step's largest logit and training loss."""
-    report: dict[str, Any] = {"threshold": THRESHOLD, "steps": STEPS, "seeds": SEEDS, "runs": {}}
+    report: dict[str, Any] = {
+        "threshold": THRESHOLD,
+        "steps": STEPS,
+        "seeds": SEEDS,
+        "runs": {},
+    }
     corpora = set()
     for name, (rate, flags) in RUNS.items():
         keys = [("muon", rate, seed) for seed in SEEDS]
@@ -45,49 +51,70 @@ def measure(args: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
                 [round(value, 2) for _, value in run["max_attention_logit"]]
                 for run in runs.values()
             ],
-            "train": [[round(value, 4) for _, value in run["train"]] for run in runs.values()],
+            "train": [
+                [round(value, 4) for _, value in run["train"]] for run in runs.values()
+            ],
             "val_losses": [run["val_loss"] for run in runs.values()],
         }
     if len(corpora) != 1:
-        raise ValueError(f"runs in {args.work} saw different texts, {corpora}: empty it")
+        raise ValueError(
+            f"runs in {args.work} saw different texts, {corpora}: empty it"
+        )
     return {**report, "corpus_sha256": corpora.pop()}
 
 
 def table(report: dict[str, Any]) -> str:
     """In Markdown: of each setting the largest logits and the losses, of its seeds."""
-    lines = ["| run | largest logit, 3 seeds | steps above the threshold | validation loss |"]
+    lines = [
+        "| run | largest logit, 3 seeds | steps above the threshold | validation loss |"
+    ]
     lines.append("|---|--:|--:|--:|")
     for name, run in report["runs"].items():
         largest = ", ".join(f"{max(each):.0f}" for each in run["logits"])
-        above = [sum(value > report["threshold"] for value in each) for each in run["logits"]]
+        above = [
+            sum(value > report["threshold"] for value in each) for each in run["logits"]
+        ]
         losses = run["val_losses"]
         spread = max(losses) - min(losses)
         lines.append(
-            f"| {name} | {largest} | {', '.join(map(str, above))} of {report['steps']} | "
+            f"| {name} | {largest} | {', '.join(map(str, above))} of {report['steps']} "
+            "| "
             f"{statistics.fmean(losses):.3f}, spread {spread:.3f} |"
         )
     return "\n".join(lines)
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Each step's largest logit, and the training loss as a mean over 8 steps; a line per seed."""
+    """Each step's largest logit, and the training loss as a mean over 8 steps; a line
+    per seed.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (logits, losses) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (logits, losses) = pyplot.subplots(
+        1, 2, figsize=(10, 4), layout="constrained"
+    )
     colors = ("#c44e52", "#4c72b0", "#8c8c8c")
     for (name, run), color in zip(report["runs"].items(), colors, strict=True):
-        for number, (logit, loss) in enumerate(zip(run["logits"], run["train"], strict=True)):
+        for number, (logit, loss) in enumerate(
+            zip(run["logits"], run["train"], strict=True)
+        ):
             steps = range(1, len(logit) + 1)
             label = name if number == 0 else None
             logits.plot(steps, logit, color=color, linewidth=1, label=label)
-            smooth = [statistics.fmean(loss[at : at + 8]) for at in range(len(loss) - 7)]
+            smooth = [
+                statistics.fmean(loss[at : at + 8]) for at in range(len(loss) - 7)
+            ]
             losses.plot(range(8, len(loss) + 1), smooth, color=color, linewidth=1)
     logits.axhline(report["threshold"], color="black", linestyle=":", linewidth=1)
-    logits.text(1, report["threshold"] * 1.1, f"threshold {report['threshold']:g}", fontsize=9)
-    logits.set(yscale="log", xlabel="step", ylabel="largest attention logit of the step")
+    logits.text(
+        1, report["threshold"] * 1.1, f"threshold {report['threshold']:g}", fontsize=9
+    )
+    logits.set(
+        yscale="log", xlabel="step", ylabel="largest attention logit of the step"
+    )
     losses.set(xlabel="step", ylabel="training loss, mean of 8 steps")
     losses.set_title("loss of the same runs")
     logits.set_title("attention logits, a line for each seed")
@@ -103,8 +130,12 @@ def main() -> None:
     )
     parser.add_argument("--draw", action="store_true", help="run nothing")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--work", type=Path, default=HERE / "out" / "clip", help="single runs")
-    parser.add_argument("--figures", type=Path, default=HERE / "figures", help="the results")
+    parser.add_argument(
+        "--work", type=Path, default=HERE / "out" / "clip", help="single runs"
+    )
+    parser.add_argument(
+        "--figures", type=Path, default=HERE / "figures", help="the results"
+    )
     args, extra = parser.parse_known_args()  # the rest goes to train.py
     path = args.figures / "clip.json"
     if not args.draw:

@@ -1,11 +1,13 @@
-"""Trains with gradients clipped at several norms, of all parameters and of AdamW's only.
+"""Trains with gradients clipped at several norms, of all parameters and of AdamW's
+only.
 
     python clip_scope.py                   # writes figures/clip_scope.json and prints its table
     python clip_scope.py --table           # prints the table of figures/clip_scope.json again
 
-Each run is the quickstart's training in one process, as in sweep.py, with half the steps, at Muon's
-best rate. Runs that are already in the work folder with the same flags are not repeated.
-"""
+Each run is the quickstart's training in one process, as in sweep.py, with half the
+steps, at Muon's best rate. Runs that are already in the work folder with the same flags
+are not repeated.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def measure(args: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """In Markdown; the difference is that of the same seeds, with its standard error."""
+    """In Markdown; the difference is that of the same seeds, with its standard
+    error.
+    """
     lines = [
         "| `--clip-grad` | scope | validation loss, 3 seeds | beside `all` |",
         "|--:|---|--:|--:|",
@@ -45,10 +49,15 @@ def table(report: dict[str, Any]) -> str:
             of_all = losses
         apart = [a - b for a, b in zip(losses, of_all, strict=True)]
         error = statistics.stdev(apart) / len(apart) ** 0.5
-        beside = f"{statistics.fmean(apart):+.4f} ± {error:.4f}" if row["scope"] != "all" else ""
+        beside = (
+            f"{statistics.fmean(apart):+.4f} ± {error:.4f}"
+            if row["scope"] != "all"
+            else ""
+        )
         spread = max(losses) - min(losses)
         lines.append(
-            f"| {row['clip']:g} | `{row['scope']}` | {statistics.fmean(losses):.4f}, spread "
+            f"| {row['clip']:g} | `{row['scope']}` | {statistics.fmean(losses):.4f}, "
+            "spread "
             f"{spread:.4f} | {beside} |"
         )
     return "\n".join(lines)

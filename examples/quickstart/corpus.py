@@ -1,4 +1,6 @@
-"""The texts: files of this Python's own, split by file into training and held-out bytes."""
+"""The texts: files of this Python's own, split by file into training and held-out
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,19 @@ import numpy as np
 import torch
 
 SEPARATOR = b"\0"  # between files; no source file holds a NUL byte
-TEXTS = {"library": ("stdlib", "*.py"), "headers": ("include", "*.h")}  # sysconfig's path, files
+TEXTS = {
+    "library": ("stdlib", "*.py"),
+    "headers": ("include", "*.h"),
+}  # sysconfig's path, files
 HELD_OUT_PER_256 = 26  # about a tenth of the files
 TRAIN_STREAM, HELD_OUT_STREAM = 0, 1  # keep the two sequences of random windows apart
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The two halves as uint8 arrays, the number of files in each, and a hash of all of it."""
+    """The two halves as uint8 arrays, the number of files in each, and a hash of all of
+    it.
+    """
 
     train: np.ndarray
     held_out: np.ndarray
@@ -29,11 +36,12 @@ class Corpus:
 
 
 def read_corpus(name: str = "library") -> Corpus:
-    """Reads one of ``TEXTS``: the standard library's Python, or the C headers of Python's own.
+    """Reads one of ``TEXTS``: the standard library's Python, or the C headers of
+    Python's own.
 
-    Files that pip installed are left out. The others are taken in the order of their relative
-    paths; a second file with the same content is left out. A file is held out by the hash of its
-    path, so it is never on both sides.
+    Files that pip installed are left out. The others are taken in the order of their
+    relative paths; a second file with the same content is left out. A file is held out
+    by the hash of its path, so it is never on both sides.
     """
     place, pattern = TEXTS[name]
     root = Path(sysconfig.get_paths()[place])
@@ -44,7 +52,9 @@ def read_corpus(name: str = "library") -> Corpus:
         held_out = hashlib.sha256(path.encode()).digest()[0] < HELD_OUT_PER_256
         halves[held_out].append(text)
     if not all(halves):
-        raise ValueError(f"too few {pattern} files under {root} for a training and a held-out half")
+        raise ValueError(
+            f"too few {pattern} files under {root} for a training and a held-out half"
+        )
     train, held_out = (np.frombuffer(SEPARATOR.join(half), np.uint8) for half in halves)
     return Corpus(train, held_out, len(halves[0]), len(halves[1]), digest.hexdigest())
 
@@ -65,10 +75,12 @@ def _distinct_files(root: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
 
 @dataclass(frozen=True)
 class Batches:
-    """Random windows of one text; which ones depends on (stream, seed, step, sample) alone.
+    """Random windows of one text; which ones depends on (stream, seed, step, sample)
+    alone.
 
-    So any topology sees the same global batch at the same step. Data-parallel rank ``dp_rank``
-    takes samples ``[(m * dp_size + dp_rank) * micro_batch_size, ...)`` of micro-batch ``m``.
+    So any topology sees the same global batch at the same step. Data-parallel rank
+    ``dp_rank`` takes samples ``[(m * dp_size + dp_rank) * micro_batch_size, ...)`` of
+    micro-batch ``m``.
     """
 
     text: np.ndarray
@@ -86,7 +98,9 @@ class Batches:
         return self.global_batch_size // (self.micro_batch_size * self.dp_size)
 
     def step(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
-        """This rank's micro-batches of one step: int64 tokens, labels, positions ``[mbs, seq]``."""
+        """This rank's micro-batches of one step: int64 tokens, labels, positions
+        ``[mbs, seq]``.
+        """
         rng = np.random.default_rng([self.stream, self.seed, step])
         last = len(self.text) - self.seq_length - 1
         starts = rng.integers(0, last, size=self.global_batch_size, endpoint=True)
@@ -96,4 +110,8 @@ class Batches:
             first = (micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size
             rows = starts[first : first + self.micro_batch_size, None] + window
             text = torch.from_numpy(self.text[rows].astype(np.int64))
-            yield {"tokens": text[:, :-1], "labels": text[:, 1:], "positions": positions}
+            yield {
+                "tokens": text[:, :-1],
+                "labels": text[:, 1:],
+                "positions": positions,
+            }

@@ -1,4 +1,6 @@
-"""What a run cost: times, and the bytes and flops of every rank. Nothing here runs in the step."""
+"""What a run cost: times, and the bytes and flops of every rank. Nothing here runs in
+the step.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ WARM_UP_STEPS = 5  # left out of the medians: first-touch memory, lazy gloo conn
 def adamw_bytes(model: DistributedDataParallel) -> int:
     """Bytes this rank sends per step for what AdamW needs too.
 
-    A ring reduce-scatter of the gradients and a ring all-gather of the parameters each send
-    (dp - 1) / dp of the buffer.
+    A ring reduce-scatter of the gradients and a ring all-gather of the parameters each
+    send (dp - 1) / dp of the buffer.
     """
     total = 0
     for buffer in model.buffers + model.expert_parallel_buffers:
@@ -27,18 +29,24 @@ def adamw_bytes(model: DistributedDataParallel) -> int:
 
 
 def state_bytes(optimizer: MegatronOptimizer) -> int:
-    """Measured bytes of this rank's fp32 main parameters and of every optimizer state tensor."""
+    """Measured bytes of this rank's fp32 main parameters and of every optimizer state
+    tensor.
+    """
     tensors: dict[int, torch.Tensor] = {}
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             tensors.update((id(param), param) for param in group["params"])
         for state in part.optimizer.state.values():
-            tensors.update((id(v), v) for v in state.values() if isinstance(v, torch.Tensor))
+            tensors.update(
+                (id(v), v) for v in state.values() if isinstance(v, torch.Tensor)
+            )
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def muon_figures(optimizer: MegatronOptimizer, chosen: str) -> dict[str, int]:
-    """Matrices, Newton-Schulz flops and exchange bytes of this rank in the last step."""
+    """Matrices, Newton-Schulz flops and exchange bytes of this rank in the last
+    step.
+    """
     if chosen != "muon":
         return {"matrices": 0, "ns_flops": 0, "sent_bytes": 0}
     import megatron_muon
@@ -52,7 +60,9 @@ def muon_figures(optimizer: MegatronOptimizer, chosen: str) -> dict[str, int]:
 
 
 def main_matrices(model: DistributedDataParallel) -> list[torch.Tensor]:
-    """A copy of this rank's fp32 main parameters of the layers' matrices, Muon's with either."""
+    """A copy of this rank's fp32 main parameters of the layers' matrices, Muon's with
+    either.
+    """
     return [
         param.main_param.detach().clone()
         for name, param in model.named_parameters()
@@ -61,9 +71,13 @@ def main_matrices(model: DistributedDataParallel) -> list[torch.Tensor]:
 
 
 def update_rms(
-    before: list[torch.Tensor], model: DistributedDataParallel, lr: float, weight_decay: float
+    before: list[torch.Tensor],
+    model: DistributedDataParallel,
+    lr: float,
+    weight_decay: float,
 ) -> float:
-    """Root mean square, over all elements, of what a step took off matrices, per unit of ``lr``.
+    """Root mean square, over all elements, of what a step took off matrices, per unit
+    of ``lr``.
 
     Decoupled decay is left out: u = (W_before · (1 - lr · decay) - W_after) / lr.
     """
@@ -85,12 +99,16 @@ def collect(
 ) -> dict[str, Any]:
     """The cost figures of the whole run, the same on every rank (a collective call).
 
-    ``step_ms``: median over steps on the slowest rank. ``optimizer_ms``: median time inside
-    ``optimizer.step()`` on the rank that waits least there for ranks still in their backward pass.
+    ``step_ms``: median over steps on the slowest rank. ``optimizer_ms``: median time
+    inside
+    ``optimizer.step()`` on the rank that waits least there for ranks still in their
+    backward pass.
     """
     mine = {
-        "step_ms": 1e3 * statistics.median(step_seconds[WARM_UP_STEPS:] or step_seconds),
-        "optimizer_ms": 1e3 * statistics.median(optimizer_seconds[WARM_UP_STEPS:] or [0.0]),
+        "step_ms": 1e3
+        * statistics.median(step_seconds[WARM_UP_STEPS:] or step_seconds),
+        "optimizer_ms": 1e3
+        * statistics.median(optimizer_seconds[WARM_UP_STEPS:] or [0.0]),
         "state_bytes": state_bytes(optimizer),
         "adamw_bytes": adamw_bytes(model),
         **muon_figures(optimizer, chosen),

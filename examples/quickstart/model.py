@@ -1,4 +1,6 @@
-"""A byte-level GPT from megatron-core, with initial weights that do not depend on the topology."""
+"""A byte-level GPT from megatron-core, with initial weights that do not depend on the
+topology.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,34 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-VOCAB_SIZE = 256  # bytes; even for every usual TP, so no padding and the same loss for any TP
-LATENT_SIZES = (
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+VOCAB_SIZE = (
+    256  # bytes; even for every usual TP, so no padding and the same loss for any TP
 )
-SCALED_BY_DEPTH = ("linear_proj.weight", "linear_fc2.weight")  # Megatron's scaled_init_method
+LATENT_SIZES = (
+    *(
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+    ),
+)
+SCALED_BY_DEPTH = (
+    "linear_proj.weight",
+    "linear_fc2.weight",
+)  # Megatron's scaled_init_method
 
 
 def model_config(args: Namespace) -> TransformerConfig:
-    """megatron-core's configuration for these flags, fusions that need CUDA kernels off."""
+    """megatron-core's configuration for these flags, fusions that need CUDA kernels
+    off.
+    """
     kind, latent = TransformerConfig, {}
     if args.multi_latent_attention:
         kind = MLATransformerConfig
-        latent = {name: getattr(args, name) for name in LATENT_SIZES} | {"rope_type": "rope"}
+        latent = {name: getattr(args, name) for name in LATENT_SIZES} | {
+            "rope_type": "rope"
+        }
     return kind(
         **latent,
         num_layers=args.num_layers,
@@ -46,7 +63,9 @@ def model_config(args: Namespace) -> TransformerConfig:
         pipeline_dtype=torch.bfloat16 if args.bf16 else torch.float32,
         normalization="RMSNorm",
         gated_linear_unit=args.swiglu,
-        activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+        activation_func=torch.nn.functional.silu
+        if args.swiglu
+        else torch.nn.functional.gelu,
         add_bias_linear=not args.disable_bias_linear,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -74,6 +93,7 @@ def _experts(args: Namespace) -> dict[str, object]:
 def build_model(args: Namespace) -> DistributedDataParallel:
     """This rank's part of the GPT, in Megatron's DDP, with its initial weights."""
     config = model_config(args)
+    shares_embeddings = not args.untie_embeddings_and_output_weights
     gpt: torch.nn.Module = GPTModel(
         config,
         get_gpt_layer_local_spec(
@@ -85,7 +105,7 @@ def build_model(args: Namespace) -> DistributedDataParallel:
         max_sequence_length=args.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        share_embeddings_and_output_weights=shares_embeddings,
         position_embedding_type="rope",
     )
     set_initial_weights(gpt, args.seed, args.init_method_std)
@@ -102,10 +122,11 @@ def build_model(args: Namespace) -> DistributedDataParallel:
 
 @torch.no_grad()
 def set_initial_weights(gpt: GPTModel, seed: int, std: float) -> None:
-    """Draws each whole (TP = 1) matrix from its own generator and keeps this rank's slice.
+    """Draws each whole (TP = 1) matrix from its own generator and keeps this rank's
+    slice.
 
-    The generator is seeded by ``seed`` and the parameter's name with its layer's number in the
-    whole model, so any TP, PP and DP start from the same weights.
+    The generator is seeded by ``seed`` and the parameter's name with its layer's number
+    in the whole model, so any TP, PP and DP start from the same weights.
     """
     depth_scale = 1 / math.sqrt(2 * gpt.config.num_layers)
     for name, param in gpt.named_parameters():
@@ -116,7 +137,9 @@ def set_initial_weights(gpt: GPTModel, seed: int, std: float) -> None:
         else:
             scale = std * (depth_scale if name.endswith(SCALED_BY_DEPTH) else 1.0)
             whole = _draw(_global_name(gpt, name), _whole_shape(param), seed) * scale
-            param.copy_(_my_slice(whole, param, gpt.config.gated_linear_unit and "fc1" in name))
+            param.copy_(
+                _my_slice(whole, param, gpt.config.gated_linear_unit and "fc1" in name)
+            )
 
 
 def _global_name(gpt: GPTModel, name: str) -> str:
@@ -135,7 +158,9 @@ def _global_name(gpt: GPTModel, name: str) -> str:
 def _whole_shape(param: torch.nn.Parameter) -> list[int]:
     shape = list(param.shape)
     if getattr(param, "tensor_model_parallel", False):
-        shape[param.partition_dim] *= parallel_state.get_tensor_model_parallel_world_size()
+        shape[param.partition_dim] *= (
+            parallel_state.get_tensor_model_parallel_world_size()
+        )
     return shape
 
 
@@ -146,8 +171,12 @@ def _draw(name: str, shape: list[int], seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def _my_slice(whole: torch.Tensor, param: torch.nn.Parameter, gated: bool) -> torch.Tensor:
-    """This TP rank's part. A gated fc1 is gate over up, and each half is cut over TP."""
+def _my_slice(
+    whole: torch.Tensor, param: torch.nn.Parameter, gated: bool
+) -> torch.Tensor:
+    """This TP rank's part. A gated fc1 is gate over up, and each half is cut over
+    TP.
+    """
     if not getattr(param, "tensor_model_parallel", False):
         return whole
     rank = parallel_state.get_tensor_model_parallel_rank()

@@ -14,20 +14,33 @@ COLOURS = {"Muon": "#0b6e4f", "AdamW": "#d1495b"}
 
 
 def plot_losses(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Validation loss bold with markers, training loss light, both over steps; writes a PNG."""
+    """Validation loss bold with markers, training loss light, both over steps; writes a
+    PNG.
+    """
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     last, least = [], []
     for name, run in runs.items():
         steps, losses = zip(*run["curve"]["train"], strict=True)
-        axes.plot(steps, losses, color=COLOURS[name], alpha=0.3, lw=1, label=f"{name}, training")
+        axes.plot(
+            steps,
+            losses,
+            color=COLOURS[name],
+            alpha=0.3,
+            lw=1,
+            label=f"{name}, training",
+        )
         least.append(min(losses))
         steps, losses = zip(*run["curve"]["validation"], strict=True)
         label = f"{name}, validation (lr {run['figures']['lr']:g}): {losses[-1]:.3f}"
-        axes.plot(steps, losses, color=COLOURS[name], lw=2.5, marker="o", ms=5, label=label)
+        axes.plot(
+            steps, losses, color=COLOURS[name], lw=2.5, marker="o", ms=5, label=label
+        )
         axes.axhline(losses[-1], color=COLOURS[name], lw=0.8, ls=":")
         last.append(losses[-1])
     # The fall from ln 256 in the first steps would flatten all that follows.
-    early = min(loss for run in runs.values() for _, loss in run["curve"]["validation"][1:2])
+    early = min(
+        loss for run in runs.values() for _, loss in run["curve"]["validation"][1:2]
+    )
     axes.set_ylim(min(least) - 0.05, max(early, min(last)) + 0.6)
     axes.set_xlim(left=0)
     sizes = next(iter(runs.values()))["topology"]

@@ -1,4 +1,6 @@
-"""What a run shows while it runs: a bar in a terminal, a line per evaluation, TensorBoard."""
+"""What a run shows while it runs: a bar in a terminal, a line per evaluation,
+TensorBoard.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Progress:
             desc=self.label,
             unit="step",
             dynamic_ncols=True,
-            disable=not shown or not sys.stderr.isatty(),  # a log file gets the lines below only
+            disable=not shown
+            or not sys.stderr.isatty(),  # a log file gets the lines below only
         )
         self._writer = None
         if shown and args.tensorboard_dir is not None:

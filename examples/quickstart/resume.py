@@ -1,11 +1,14 @@
-"""Draws what a checkpoint keeps: resumes at other topologies, and switches of the optimizer.
+"""Draws what a checkpoint keeps: resumes at other topologies, and switches of the
+optimizer.
 
     python resume.py           # writes figures/resume.json and figures/resume.png
     python resume.py --draw    # the picture alone, from figures/resume.json
 
-Left: one Muon run that is saved and resumed three times, each time at another topology, beside one
-that never stops. Right: half-way from AdamW to Muon and back, beside no switch. All have the
-quickstart's model, data and learning rates (gpt.args), and a schedule over ``--steps`` steps.
+Left: one Muon run that is saved and resumed three times, each time at another topology,
+beside one
+that never stops. Right: half-way from AdamW to Muon and back, beside no switch. All
+have the quickstart's model, data and learning rates (gpt.args), and a schedule over
+``--steps`` steps.
 """
 
 from __future__ import annotations
@@ -42,14 +45,35 @@ def run(
     tp, pp, dp = topology
     figures = work / f"{name}.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={tp * pp * dp}", str(HERE / "train.py"), f"@{HERE / 'gpt.args'}"]
-    command += ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
+    command += [
+        f"--nproc-per-node={tp * pp * dp}",
+        str(HERE / "train.py"),
+        f"@{HERE / 'gpt.args'}",
+    ]
+    command += [
+        "--tensor-model-parallel-size",
+        str(tp),
+        "--pipeline-model-parallel-size",
+        str(pp),
+    ]
     command += ["--micro-batch-size", str(16 // dp), "--optimizer", optimizer]
-    command += ["--lr", RATES[optimizer], "--train-iters", str(steps), "--figures", str(figures)]
+    command += [
+        "--lr",
+        RATES[optimizer],
+        "--train-iters",
+        str(steps),
+        "--figures",
+        str(figures),
+    ]
     with (work / f"{name}.log").open("w") as log:
-        subprocess.run([*command, *flags], stdout=log, stderr=subprocess.STDOUT, check=True)
+        subprocess.run(
+            [*command, *flags], stdout=log, stderr=subprocess.STDOUT, check=True
+        )
     curve: Curve = json.loads(figures.read_text())["curve"]["train"]
-    print(f"{name}: steps {curve[0][0]} to {curve[-1][0]}, loss {curve[-1][1]:.4f}", flush=True)
+    print(
+        f"{name}: steps {curve[0][0]} to {curve[-1][0]}, loss {curve[-1][1]:.4f}",
+        flush=True,
+    )
     return curve
 
 
@@ -87,7 +111,8 @@ def switched(work: Path, steps: int) -> dict[str, Curve]:
     }
 
 
-# Wide and pale lines lie under narrow and dark ones, so that curves that coincide are both seen.
+# Wide and pale lines lie under narrow and dark ones, so that curves that coincide are
+# both seen.
 STYLES: dict[str, dict[str, Any]] = {
     "never stopped": {"color": "#7fc8a9", "lw": 4},
     "resumed": {"color": "#10302a", "lw": 1.1},
@@ -101,7 +126,9 @@ STYLES: dict[str, dict[str, Any]] = {
 
 def draw(curves: dict[str, dict[str, Curve]], steps: int, path: Path) -> None:
     """Losses over steps; a curve with a switch is drawn from there on."""
-    figure, axes = plt.subplots(1, 2, figsize=(12, 6.5), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(
+        1, 2, figsize=(12, 6.5), layout="constrained", sharey=True
+    )
     for axis, (title, group) in zip(axes, curves.items(), strict=True):
         for name, curve in group.items():
             own = curve[steps // 2 - 1 :] if "then" in name else curve
@@ -114,7 +141,9 @@ def draw(curves: dict[str, dict[str, Curve]], steps: int, path: Path) -> None:
     for number, name in enumerate(names):
         start = steps * number // len(names)
         axes[0].axvline(start, color="gray", lw=0.8, ls=":")
-        axes[0].text(start + 1, 0.02, name, transform=axes[0].get_xaxis_transform(), fontsize=8)
+        axes[0].text(
+            start + 1, 0.02, name, transform=axes[0].get_xaxis_transform(), fontsize=8
+        )
     axes[1].axvline(steps // 2, color="gray", lw=0.8, ls=":")
     axes[1].set_xlim(left=steps / 3)  # the switch fills it; the left axis has the start
     axes[0].set_ylabel("training loss (nats per byte)")
@@ -134,7 +163,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--work", type=Path, default=HERE / "out" / "resume")
     parser.add_argument("--figures", type=Path, default=HERE / "figures")
-    parser.add_argument("--draw", action="store_true", help="only draw resume.json again")
+    parser.add_argument(
+        "--draw", action="store_true", help="only draw resume.json again"
+    )
     args = parser.parse_args()
     if args.draw:
         report = json.loads((args.figures / "resume.json").read_text())
@@ -152,10 +183,16 @@ def main() -> None:
         "switches of the optimizer": {"Muon": whole, **switched(args.work, args.steps)},
     }
     difference = furthest(whole, again)
-    report = {"steps": args.steps, "largest_difference_resumed": difference, "curves": curves}
+    report = {
+        "steps": args.steps,
+        "largest_difference_resumed": difference,
+        "curves": curves,
+    }
     (args.figures / "resume.json").write_text(json.dumps(report) + "\n")
     draw(curves, args.steps, args.figures / "resume.png")
-    print(f"resumed and never stopped differ by at most {difference:.4f} in a step's loss")
+    print(
+        f"resumed and never stopped differ by at most {difference:.4f} in a step's loss"
+    )
     for name, curve in curves["switches of the optimizer"].items():
         last = [loss for _, loss in curve[-10:]]
         print(f"{name}: {sum(last) / len(last):.3f}, the mean of the last 10 steps")

@@ -1,4 +1,5 @@
-"""Compares a Muon and an AdamW run: writes summary.json and loss.png, prints a short table.
+"""Compares a Muon and an AdamW run: writes summary.json and loss.png, prints a short
+table.
 
 python summary.py out/muon.json out/adamw.json --out out
 """
@@ -18,7 +19,9 @@ Point = list[float]
 
 
 def first_step_at(curve: list[Point], target: float) -> float | None:
-    """The first step, linearly interpolated, at which a curve of [step, loss] is <= target."""
+    """The first step, linearly interpolated, at which a curve of [step, loss] is <=
+    target.
+    """
     if curve[0][1] <= target:
         return curve[0][0]
     for (step, loss), (later_step, later_loss) in pairwise(curve):
@@ -28,18 +31,21 @@ def first_step_at(curve: list[Point], target: float) -> float | None:
 
 
 def leading_ratio(muon: Run, adamw: Run) -> float | None:
-    """(S - s) / s: how many more steps AdamW took to its final validation loss than Muon.
+    """(S - s) / s: how many more steps AdamW took to its final validation loss than
+    Muon.
 
-    S is both runs' number of steps, s the step at which Muon's validation loss first reaches
-    AdamW's final one. None if it never does. Both schedules have decayed by S but Muon's has not
-    at s, so this is biased against Muon.
+    S is both runs' number of steps, s the step at which Muon's validation loss first
+    reaches AdamW's final one. None if it never does. Both schedules have decayed by S
+    but Muon's has not at s, so this is biased against Muon.
     """
     step = first_step_at(muon["curve"]["validation"], adamw["figures"]["val_loss"])
     return None if not step else (muon["figures"]["steps"] - step) / step
 
 
 def compare(muon: Run, adamw: Run) -> dict[str, Any]:
-    """The summary of two runs that must differ in nothing but optimizer and learning rate."""
+    """The summary of two runs that must differ in nothing but optimizer and learning
+    rate.
+    """
     for name, one, other in (
         ("optimizer", (muon["optimizer"], adamw["optimizer"]), ("muon", "adam")),
         ("topology", muon["topology"], adamw["topology"]),
@@ -48,7 +54,9 @@ def compare(muon: Run, adamw: Run) -> dict[str, Any]:
         ("steps", muon["figures"]["steps"], adamw["figures"]["steps"]),
     ):
         if one != other:
-            raise ValueError(f"these runs cannot be compared: {name} is {one}, not {other}")
+            raise ValueError(
+                f"these runs cannot be compared: {name} is {one}, not {other}"
+            )
     return {
         "topology": muon["topology"],
         "corpus_sha256": muon["corpus_sha256"],
@@ -76,7 +84,9 @@ def table(summary: dict[str, Any]) -> str:
     topology = " x ".join(f"{k.upper()}{v}" for k, v in summary["topology"].items())
     lines = [f"{topology:<34}{'Muon':>12}{'AdamW':>12}"]
     for label, key, unit in rows:
-        cells = "".join(f"{_cell(summary[run][key], unit):>12}" for run in ("muon", "adamw"))
+        cells = "".join(
+            f"{_cell(summary[run][key], unit):>12}" for run in ("muon", "adamw")
+        )
         lines.append(f"{label:<34}{cells}")
     lines.append(_verdict(summary))
     return "\n".join(lines)
@@ -104,7 +114,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("muon", type=Path)
     parser.add_argument("adamw", type=Path)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for the results"
+    )
     args = parser.parse_args()
     muon, adamw = (json.loads(path.read_text()) for path in (args.muon, args.adamw))
     summary = compare(muon, adamw)

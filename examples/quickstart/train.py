@@ -1,6 +1,7 @@
 """Trains a byte-level GPT with megatron-core's model, schedules, DDP and optimizer.
 
-    torchrun --standalone --nproc-per-node 8 train.py @gpt.args --tensor-model-parallel-size 2 \
+    torchrun --standalone --nproc-per-node 8 train.py @gpt.args \
+        --tensor-model-parallel-size 2 \
         --pipeline-model-parallel-size 2 --micro-batch-size 8 --optimizer muon --lr 0.02
 
 Without torchrun it runs as one process. Without a GPU it runs on gloo.
@@ -25,7 +26,9 @@ import torch
 
 import megatron_muon.cpu
 
-for harmless in (  # what megatron-core 0.16.1 and torch 2.13 say on every rank of every CPU run
+for (
+    harmless
+) in (  # what megatron-core 0.16.1 and torch 2.13 say on every rank of every CPU run
     "Apex is not installed",
     "full scope is deprecated",
     "When using async grad allreduce",
@@ -41,7 +44,11 @@ from checkpoints import load, save
 from corpus import HELD_OUT_STREAM, TEXTS, TRAIN_STREAM, Batches, Corpus, read_corpus
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -52,7 +59,9 @@ Microbatch = dict[str, torch.Tensor]
 
 
 def start_distributed(args: Namespace) -> torch.device:
-    """Joins torchrun's processes (or starts a world of one) and makes Megatron's groups."""
+    """Joins torchrun's processes (or starts a world of one) and makes Megatron's
+    groups.
+    """
     if "RANK" not in os.environ:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -75,7 +84,11 @@ def build_optimizer(
     args: Namespace, model: DistributedDataParallel
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Megatron's optimizer and learning-rate schedule for these flags."""
-    of_adamw_too = args.weight_decay_all_params, args.log_max_attention_logit, args.muon_qk_clip
+    of_adamw_too = (
+        args.weight_decay_all_params,
+        args.log_max_attention_logit,
+        args.muon_qk_clip,
+    )
     if args.optimizer == "muon" or any(of_adamw_too):
         megatron_muon.install(
             megatron_muon.MuonConfig(
@@ -126,7 +139,8 @@ def build_optimizer(
 
 
 def batches(args: Namespace, corpus: Corpus) -> tuple[Batches, list[Batches]]:
-    """Training windows, and the held-out windows that every evaluation of every run uses.
+    """Training windows, and the held-out windows that every evaluation of every run
+    uses.
 
     With ``--evaluate-other-text`` those of the other text follow.
     """
@@ -154,22 +168,32 @@ def batches(args: Namespace, corpus: Corpus) -> tuple[Batches, list[Batches]]:
 def forward_step(
     device: torch.device, microbatches: Iterator[Microbatch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Any]:
-    """Megatron's forward_step_func: the per-token losses and what turns them into the loss."""
+    """Megatron's forward_step_func: the per-token losses and what turns them into the
+    loss.
+    """
     batch = {name: value.to(device) for name, value in next(microbatches).items()}
     output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
     return output, mean_loss
 
 
 def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The mean over tokens, and a copy to log (the schedule divides the first in place)."""
+    """The mean over tokens, and a copy to log (the schedule divides the first in
+    place).
+    """
     loss = losses.float().mean()
     return loss, {"lm loss": loss.detach().clone()}
 
 
 def run_step(
-    data: Batches, step: int, model: DistributedDataParallel, device: torch.device, training: bool
+    data: Batches,
+    step: int,
+    model: DistributedDataParallel,
+    device: torch.device,
+    training: bool,
 ) -> torch.Tensor:
-    """Forward (and backward) over one global batch; the last stage gets this rank's mean loss."""
+    """Forward (and backward) over one global batch; the last stage gets this rank's
+    mean loss.
+    """
     reported = get_forward_backward_func()(
         forward_step_func=partial(forward_step, device),
         data_iterator=data.step(step),
@@ -194,15 +218,22 @@ def global_loss(loss: torch.Tensor) -> float:
 
 
 def evaluate(
-    args: Namespace, held_out: Batches, model: DistributedDataParallel, device: torch.device
+    args: Namespace,
+    held_out: Batches,
+    model: DistributedDataParallel,
+    device: torch.device,
 ) -> float:
-    """The mean loss over ``--eval-iters`` held-out batches, the same ones every time."""
+    """The mean loss over ``--eval-iters`` held-out batches, the same ones every
+    time.
+    """
     model.eval()
     hooked = args.overlap_param_gather
     if hooked:
         model.disable_forward_pre_hook()
     with torch.no_grad():
-        losses = [run_step(held_out, i, model, device, False) for i in range(args.eval_iters)]
+        losses = [
+            run_step(held_out, i, model, device, False) for i in range(args.eval_iters)
+        ]
     if hooked:
         model.enable_forward_pre_hook()
     model.train()
@@ -247,7 +278,10 @@ def train(
     last = args.exit_at or args.train_iters
     evaluate_all(args, held_out, model, device, progress, done)
     for step in range(done + 1, last + 1):
-        recorded = args.record_update_rms and step % args.log_interval == args.log_interval // 2
+        recorded = (
+            args.record_update_rms
+            and step % args.log_interval == args.log_interval // 2
+        )
         before = measure.main_matrices(model) if recorded else []
         began = time.perf_counter()
         with traced(step):
@@ -257,26 +291,38 @@ def train(
             reduced = time.perf_counter()
             updated, grad_norm, _ = optimizer.step()
         if not updated:
-            raise FloatingPointError(f"Megatron skipped step {step}: gradients overflowed")
+            raise FloatingPointError(
+                f"Megatron skipped step {step}: gradients overflowed"
+            )
         ended = time.perf_counter()
         if args.log_max_attention_logit:
             progress.watched(step, measure.largest_logit(model, device))
         lr = scheduler.get_lr(optimizer.param_groups[0])
         if recorded:
-            progress.updated(step, measure.update_rms(before, model, lr, args.weight_decay))
+            progress.updated(
+                step, measure.update_rms(before, model, lr, args.weight_decay)
+            )
         scheduler.step(1)
         step_seconds.append(ended - began)
         optimizer_seconds.append(ended - reduced)
-        scalars = {"learning-rate": lr, "grad-norm": grad_norm, "iteration-time": ended - began}
+        scalars = {
+            "learning-rate": lr,
+            "grad-norm": grad_norm,
+            "iteration-time": ended - began,
+        }
         progress.trained(step, global_loss(loss), scalars)
         if step % args.eval_interval == 0 or step == last:
             evaluate_all(args, held_out, model, device, progress, step)
     if args.save:
         save(args.save, model, optimizer, last)
-    return measure.collect(model, optimizer, args.optimizer, step_seconds, optimizer_seconds)
+    return measure.collect(
+        model, optimizer, args.optimizer, step_seconds, optimizer_seconds
+    )
 
 
-def record(args: Namespace, corpus: Corpus, progress: Progress, costs: dict[str, Any]) -> None:
+def record(
+    args: Namespace, corpus: Corpus, progress: Progress, costs: dict[str, Any]
+) -> None:
     """Writes the run's curve and figures to ``--figures``."""
     recent = [loss for _, loss in progress.curve["train"][-args.eval_interval :]]
     figures = {

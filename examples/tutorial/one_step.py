@@ -1,8 +1,9 @@
 """One optimizer step of a small GPT on ranks of this machine, with every number kept.
 
-``take_step`` starts one process for each rank. Each builds the quickstart's model in Megatron's DDP
-and DistributedOptimizer, runs forward and backward on its own text, and takes one step with Muon.
-What it returns are arrays and integers: the notebook beside this file prints them.
+``take_step`` starts one process for each rank. Each builds the quickstart's model in
+Megatron's DDP and DistributedOptimizer, runs forward and backward on its own text, and
+takes one step with Muon. What it returns are arrays and integers: the notebook beside
+this file prints them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 TEXT = Path(__file__).resolve().parents[2] / "LICENSE"  # the same on every machine
 SHAPE = (
-    "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 32 "
+    "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 "
+    "--seq-length 32 "
     "--swiglu --disable-bias-linear --bf16 --use-distributed-optimizer "
     "--micro-batch-size 2 --optimizer muon --lr 0.01 --weight-decay 0.1 --clip-grad 0.5"
 ).split()
@@ -28,7 +30,9 @@ SHAPE = (
 
 @dataclass
 class Sent:
-    """Elements of one matrix that travel to its home; their directions come back the same way."""
+    """Elements of one matrix that travel to its home; their directions come back the
+    same way.
+    """
 
     matrix: str
     source: int
@@ -78,13 +82,21 @@ def take_step(tp: int = 1, dp: int = 4) -> list[RankStep]:
     from megatron_muon.lab.ranks import Task, run_ranks
 
     task = Task(
-        run=_on_rank, argument=tp, world=tp * dp, gpus=False, threads=1, seconds=120.0, builds=True
+        run=_on_rank,
+        argument=tp,
+        world=tp * dp,
+        gpus=False,
+        threads=1,
+        seconds=120.0,
+        builds=True,
     )
     return run_ranks(task)
 
 
 class _Watcher:
-    """Keeps the matrices of the round as they come to their home and as they leave it."""
+    """Keeps the matrices of the round as they come to their home and as they leave
+    it.
+    """
 
     def __init__(self, names: list[str], step: RankStep) -> None:
         self.names, self.step = names, step
@@ -104,7 +116,8 @@ class _Watcher:
             for number, index in enumerate(alike.matrices):
                 start = alike.start + number * like.numel
                 flat = elements[start : start + like.numel].float()
-                # a weight that TP cuts by columns is staged one rank's columns after the other's
+                # a weight that TP cuts by columns is staged one rank's columns after
+                # the other's
                 parts = flat.view(like.column_parts, like.rows, -1)
                 into[self.names[index]] = torch.cat(list(parts), dim=1).numpy()
 
@@ -125,7 +138,12 @@ def _built(tp: int) -> RankStep:
     from model import build_model
 
     dp = torch.distributed.get_world_size() // tp
-    sizes = ["--tensor-model-parallel-size", str(tp), "--global-batch-size", str(2 * dp)]
+    sizes = [
+        "--tensor-model-parallel-size",
+        str(tp),
+        "--global-batch-size",
+        str(2 * dp),
+    ]
     args = parse([*SHAPE, *sizes, "--seed", "1"])
     parallel_state.initialize_model_parallel(tp)
     model_parallel_cuda_manual_seed(args.seed)
@@ -148,7 +166,10 @@ def _step(args: Any, model: Any, optimizer: Any, data: Any, run_step: Any) -> Ra
     optimizer.zero_grad()
     model.config.no_sync_func = None
     model.ddp_config.overlap_grad_reduce = False
-    finish, model.finish_grad_sync = model.finish_grad_sync, lambda *args, **kwargs: None
+    finish, model.finish_grad_sync = (
+        model.finish_grad_sync,
+        lambda *args, **kwargs: None,
+    )
     run_step(data, 1, model, torch.device("cpu"), True)
     step.grads = {names[param]: _kept(param.main_grad) for param in names}
     model.finish_grad_sync = finish
@@ -176,13 +197,19 @@ def _planned(part: Any) -> RankStep:
     plan, rank = part.muon.plan, part.stage_group.rank()
     step = RankStep()
     for matrix, flops in zip(plan.matrices, plan.flops, strict=True):
-        step.homes[_short(matrix.name)] = (matrix.home, (matrix.rows, matrix.cols), flops)
+        step.homes[_short(matrix.name)] = (
+            matrix.home,
+            (matrix.rows, matrix.cols),
+            flops,
+        )
     for segment in plan.slices:
         matrix = plan.matrices[segment.matrix]
         if segment.rank == rank != matrix.home and not segment.replica:
             count = segment.elements.size
             name = _short(matrix.name)
-            step.sent.append(Sent(name, rank, matrix.home, count, count * plan.itemsize))
+            step.sent.append(
+                Sent(name, rank, matrix.home, count, count * plan.itemsize)
+            )
     return step
 
 
@@ -192,5 +219,7 @@ def _kept(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _short(name: str) -> str:
-    """``layers.0.mlp.linear_fc1`` for ``module.module.decoder.layers.0.mlp.linear_fc1.weight``."""
+    """``layers.0.mlp.linear_fc1`` for
+    ``module.module.decoder.layers.0.mlp.linear_fc1.weight``.
+    """
     return name.replace("module.", "").replace("decoder.", "").replace(".weight", "")

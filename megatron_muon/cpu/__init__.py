@@ -1,15 +1,19 @@
-"""Run megatron-core without a GPU: real gloo collectives, CPU tensors, Megatron's GPU code paths.
+"""Run megatron-core without a GPU: real gloo collectives, CPU tensors, Megatron's GPU
+code paths.
 
-Call ``enable()`` before anything imports Megatron, then use Megatron as on a GPU with the process
-group made by ``torch.distributed.init_process_group("gloo", ...)``. The functions of
-``REPLACEMENTS`` say what they replace and why; ``disable()`` puts all of it back.
+Call ``enable()`` before anything imports Megatron, then use Megatron as on a GPU with
+the process group made by ``torch.distributed.init_process_group("gloo", ...)``. The
+functions of ``REPLACEMENTS`` say what they replace and why; ``disable()`` puts all of
+it back.
 
-Covered, with the local layer specs: data, tensor (with and without sequence parallelism), pipeline
-(also virtual), context and expert parallelism, expert tensor parallelism, several optimizer
-instances, and every overlap; mixtures of experts with SequentialMLP and the legacy GroupedMLP
-(bf16, as it asks), shared experts, the allgather and alltoall dispatchers; multi-latent attention,
-multi-token prediction, full recompute; fp32, bf16, and fp16 with the dynamic loss scale. Not
-covered: Transformer Engine's own layers, sliding windows or cross-attention with context
+Covered, with the local layer specs: data, tensor (with and without sequence
+parallelism), pipeline (also virtual), context and expert parallelism, expert tensor
+parallelism, several optimizer instances, and every overlap; mixtures of experts with
+SequentialMLP and the legacy GroupedMLP (bf16, as it asks), shared experts, the
+allgather and alltoall dispatchers; multi-latent attention, multi-token prediction, full
+recompute; fp32, bf16, and fp16 with the dynamic loss scale. Not
+covered: Transformer Engine's own layers, sliding windows or cross-attention with
+context
 parallelism, packed sequences, fused kernels, CUDA graphs, fp8.
 """
 
@@ -35,7 +39,10 @@ _IMPORTED_LATER = (
     "megatron.core.transformer.multi_latent_attention",
     "megatron.core.transformer.moe.token_dispatcher",
 )
-_KNOWN_FALLBACKS = ("Transformer Engine and Apex are not installed", "Apex is not installed")
+_KNOWN_FALLBACKS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+)
 
 
 def enabled() -> bool:
@@ -44,16 +51,19 @@ def enabled() -> bool:
 
 
 def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
-    """Put the replacements in place and import megatron-core's optimizer; twice is once.
+    """Put the replacements in place and import megatron-core's optimizer; twice is
+    once.
 
     Args:
         allow_cuda: go ahead although this machine has a GPU, which is then not used.
-        late: ``megatron.core`` may be imported already, but has made nothing yet. Functions that it
-            has handed to ``torch.compile`` meanwhile run uncompiled, as everything else does.
+        late: ``megatron.core`` may be imported already, but has made nothing yet.
+            Functions that it has handed to ``torch.compile`` meanwhile run uncompiled,
+            as everything else does.
 
     Raises:
-        RuntimeError: ``megatron.core`` is already imported, has bound what would be replaced, and
-            ``late`` is not set. Or a GPU is available and ``allow_cuda`` is not set.
+        RuntimeError: ``megatron.core`` is already imported, has bound what would be
+            replaced, and ``late`` is not set. Or a GPU is available and ``allow_cuda``
+            is not set.
         CoreNotFoundError: there is no megatron.core.
         SeamError: its version is not supported.
     """
@@ -63,12 +73,14 @@ def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
     require_core()
     if "megatron.core" in sys.modules and not late:
         raise RuntimeError(
-            "megatron.core is already imported: call megatron_muon.cpu.enable() before anything "
+            "megatron.core is already imported: call megatron_muon.cpu.enable() before "
+            "anything "
             "imports Megatron (megatron_muon.install() does, too)"
         )
     if not allow_cuda and torch.cuda.is_available():
         raise RuntimeError(
-            "this machine has a GPU; pass enable(allow_cuda=True) to run Megatron on the CPU anyway"
+            "this machine has a GPU; pass enable(allow_cuda=True) to run Megatron on "
+            "the CPU anyway"
         )
     patches = Patches(by="megatron_muon.cpu")
     try:
@@ -82,10 +94,11 @@ def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
 
 
 def disable() -> None:
-    """Put everything back, in torch and in the Megatron modules; without ``enable()`` a no-op.
+    """Put everything back, in torch and in the Megatron modules; without ``enable()`` a
+    no-op.
 
-    Functions that Megatron decorated with ``torch.compile`` while enabled stay eager, and
-    ``enable()`` cannot be called again in a process that has imported Megatron.
+    Functions that Megatron decorated with ``torch.compile`` while enabled stay eager,
+    and ``enable()`` cannot be called again in a process that has imported Megatron.
     """
     global _patches
     if _patches is not None:
@@ -98,7 +111,9 @@ def _apply(patches: Patches) -> None:
         if replace in BEFORE_MEGATRON:
             replace(patches)
     with warnings.catch_warnings():
-        for message in _KNOWN_FALLBACKS:  # replaced below, so the advice would be misleading
+        for (
+            message
+        ) in _KNOWN_FALLBACKS:  # replaced below, so the advice would be misleading
             warnings.filterwarnings("ignore", message=message)
         for name in _IMPORTED_LATER:
             importlib.import_module(name)

@@ -1,4 +1,5 @@
-"""The parts of attention that Megatron's plain-torch attention leaves to Transformer Engine.
+"""The parts of attention that Megatron's plain-torch attention leaves to Transformer
+Engine.
 
 Context parallelism, and the head sizes of multi-latent attention.
 """
@@ -14,9 +15,11 @@ from megatron_muon.runtime.patches import Patches
 
 
 def chunks(cp_size: int, cp_rank: int) -> tuple[int, int]:
-    """The two of 2 × ``cp_size`` chunks of the sequence on a rank: an early one and a late one.
+    """The two of 2 × ``cp_size`` chunks of the sequence on a rank: an early one and a
+    late one.
 
-    Source: ``get_batch_on_this_cp_rank``; causal attention is then about equal work on each rank.
+    Source: ``get_batch_on_this_cp_rank``; causal attention is then about equal work on
+    each rank.
     """
     return cp_rank, 2 * cp_size - 1 - cp_rank
 
@@ -29,16 +32,21 @@ def positions(sequence: int, cp_size: int, cp_rank: int) -> torch.Tensor:
             f"use a multiple of {2 * cp_size}"
         )
     size = sequence // (2 * cp_size)
-    return torch.cat([torch.arange(c * size, (c + 1) * size) for c in chunks(cp_size, cp_rank)])
+    return torch.cat(
+        [torch.arange(c * size, (c + 1) * size) for c in chunks(cp_size, cp_rank)]
+    )
 
 
 def whole_sequence(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """All ranks' parts of ``tensor`` [sequence / cp, ...], in the order of the sequence.
+    """All ranks' parts of ``tensor`` [sequence / cp, ...], in the order of the
+    sequence.
 
     The gradient is summed over the ranks and each gets its part.
     """
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
-    gathered: torch.Tensor = mappings.gather_from_sequence_parallel_region(tensor, group=group)
+    gathered: torch.Tensor = mappings.gather_from_sequence_parallel_region(
+        tensor, group=group
+    )
     size = group.size()
     parts = [positions(gathered.shape[0], size, rank) for rank in range(size)]
     return gathered.index_select(0, torch.cat(parts).argsort())
@@ -53,28 +61,36 @@ def _group(attention: Any) -> Any:
 
 
 def _mask(attention: Any, given: torch.Tensor | None, sequence: int, group: Any) -> Any:
-    """The mask for this rank's queries, from what the caller gave, or None for no mask."""
+    """The mask for this rank's queries, from what the caller gave, or None for no
+    mask.
+    """
     enums = importlib.import_module("megatron.core.transformer.enums")
     cp_size, cp_rank = group.size(), group.rank()
     if given is None:
         if attention.attn_mask_type != enums.AttnMaskType.causal:
             return None
         queries = positions(sequence, cp_size, cp_rank)
-        return (torch.arange(sequence) > queries[:, None])[None, None]  # a key after the query
+        return (torch.arange(sequence) > queries[:, None])[
+            None, None
+        ]  # a key after the query
     rows, columns = given.shape[-2:]
     if columns == sequence and rows in (1, sequence // cp_size):
         return given  # as get_batch_on_this_cp_rank cuts it
     if columns == sequence and rows == sequence:
         return given[..., positions(sequence, cp_size, cp_rank), :]
     raise ValueError(
-        f"attention_mask {tuple(given.shape)} for a sequence of {sequence} tokens over {cp_size} "
-        f"context-parallel ranks: give None, [.., {sequence // cp_size}, {sequence}] from "
+        f"attention_mask {tuple(given.shape)} for a sequence of {sequence} tokens over "
+        f"{cp_size} "
+        f"context-parallel ranks: give None, [.., {sequence // cp_size}, {sequence}] "
+        "from "
         f"get_batch_on_this_cp_rank, or the whole [.., {sequence}, {sequence}]"
     )
 
 
 def _refuse(attention: Any, query: torch.Tensor, key: torch.Tensor) -> None:
-    window = getattr(attention.scale_mask_softmax, "window_size", None)  # since core 0.15
+    window = getattr(
+        attention.scale_mask_softmax, "window_size", None
+    )  # since core 0.15
     if window is not None:
         raise NotImplementedError(
             f"window_size={window} with context parallelism is "
@@ -82,20 +98,25 @@ def _refuse(attention: Any, query: torch.Tensor, key: torch.Tensor) -> None:
         )
     if query.shape[0] != key.shape[0]:
         raise NotImplementedError(
-            f"{query.shape[0]} queries and {key.shape[0]} keys on a rank: the CPU attention has "
+            f"{query.shape[0]} queries and {key.shape[0]} keys on a rank: the CPU "
+            "attention has "
             "context parallelism for self-attention only; use context_parallel_size=1"
         )
 
 
 def multi_latent(patches: Patches) -> None:
-    """Values may have another size per head than queries and keys: the output then has theirs.
+    """Values may have another size per head than queries and keys: the output then has
+    theirs.
 
-    Only Transformer Engine's constructor takes the sizes that multi_latent_attention.py:155 hands
-    it. Line 185 asks isinstance of a mock, as HAVE_TE is True there without Transformer Engine.
+    Only Transformer Engine's constructor takes the sizes that
+    multi_latent_attention.py:155 hands it. Line 185 asks isinstance of a mock, as
+    HAVE_TE is True there without Transformer Engine.
     """
     latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     if hasattr(latent, "HAVE_TE"):  # since core 0.14
-        extensions = importlib.import_module("megatron.core.extensions.transformer_engine")
+        extensions = importlib.import_module(
+            "megatron.core.extensions.transformer_engine"
+        )
         patches.set(latent, "HAVE_TE", extensions.HAVE_TE)
     module = importlib.import_module("megatron.core.transformer.dot_product_attention")
     attention = module.DotProductAttention
@@ -112,16 +133,20 @@ def multi_latent(patches: Patches) -> None:
     ) -> None:
         init(self, config, *args, **kwargs)
         if v_channels is not None:
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+            self.hidden_size_per_partition = (
+                v_channels * self.num_attention_heads_per_partition
+            )
 
     patches.set(attention, "__init__", new_init)
 
 
 def context_parallel(patches: Patches) -> None:
-    """Each rank's queries attend to the keys and values of all ranks, gathered before the product.
+    """Each rank's queries attend to the keys and values of all ranks, gathered before
+    the product.
 
-    Megatron leaves that to Transformer Engine (dot_product_attention.py:58), which passes them
-    around. The result is the same but for rounding; keys and values take the memory of the whole.
+    Megatron leaves that to Transformer Engine (dot_product_attention.py:58), which
+    passes them around. The result is the same but for rounding; keys and values take
+    the memory of the whole.
     """
     module = importlib.import_module("megatron.core.transformer.dot_product_attention")
     attention = module.DotProductAttention
@@ -134,7 +159,9 @@ def context_parallel(patches: Patches) -> None:
         init(self, alone, *args, **kwargs)
         self.config = config
         # the argument's first name is that of core 0.13 and 0.14; 0.12 has none
-        self.megatron_muon_groups = kwargs.get("model_comm_pgs", kwargs.get("pg_collection"))
+        self.megatron_muon_groups = kwargs.get(
+            "model_comm_pgs", kwargs.get("pg_collection")
+        )
 
     @functools.wraps(forward)
     def new_forward(

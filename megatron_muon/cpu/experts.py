@@ -1,4 +1,6 @@
-"""Replacements for mixture-of-experts layers: the router, the token exchange, grouped products."""
+"""Replacements for mixture-of-experts layers: the router, the token exchange, grouped
+products.
+"""
 
 import importlib
 import importlib.util
@@ -12,9 +14,11 @@ from megatron_muon.runtime.patches import Patches
 
 
 def router(patches: Patches) -> None:
-    """The router's product is torch's: moe_utils.py:1192 tests a name that only an import sets.
+    """The router's product is torch's: moe_utils.py:1192 tests a name that only an
+    import sets.
 
-    Since core 0.17 it is None without Transformer Engine, and core 0.12 has no such product.
+    Since core 0.17 it is None without Transformer Engine, and core 0.12 has no such
+    product.
     """
     module = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if hasattr(module, "RouterGatingLinearFunction"):
@@ -37,7 +41,9 @@ def split_sizes(patches: Patches) -> None:
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
+    return torch.cat(
+        [tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])]
+    )
 
 
 def _or_tensor_parallel(group: Any) -> Any:
@@ -51,8 +57,8 @@ def _or_tensor_parallel(group: Any) -> Any:
 def uneven_parts(patches: Patches) -> None:
     """Gather and reduce-scatter parts of different lengths, padded to the longest.
 
-    gloo wants equal parts; the alltoall dispatcher over expert tensor parallelism gives each rank
-    another number of tokens (mappings.py:150, 194).
+    gloo wants equal parts; the alltoall dispatcher over expert tensor parallelism gives
+    each rank another number of tokens (mappings.py:150, 194).
     """
     module = importlib.import_module("megatron.core.tensor_parallel.mappings")
     gather = module._gather_along_first_dim
@@ -62,17 +68,27 @@ def uneven_parts(patches: Patches) -> None:
         return sizes is None or len(set(sizes)) == 1 or group.size() == 1
 
     def new_gather(
-        input_: Any, group: Any = None, output_split_sizes: Any = None, *args: Any, **kwargs: Any
+        input_: Any,
+        group: Any = None,
+        output_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         group = _or_tensor_parallel(group)
         if are_even(group, output_split_sizes):
             return gather(input_, group, None, *args, **kwargs)
         longest = max(output_split_sizes)
         parts = gather(_padded(input_, longest), group).split(longest)
-        return torch.cat([p[:n] for p, n in zip(parts, output_split_sizes, strict=True)])
+        return torch.cat(
+            [p[:n] for p, n in zip(parts, output_split_sizes, strict=True)]
+        )
 
     def new_reduce_scatter(
-        input_: Any, group: Any = None, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+        input_: Any,
+        group: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         group = _or_tensor_parallel(group)
         if are_even(group, input_split_sizes):
@@ -91,15 +107,19 @@ def gmm(
     batch_sizes: torch.Tensor | Sequence[int],
     trans_b: bool = False,
 ) -> torch.Tensor:
-    """One product for each expert, over its own rows of ``a``, as grouped_gemm's ``ops.gmm``.
+    """One product for each expert, over its own rows of ``a``, as grouped_gemm's
+    ``ops.gmm``.
 
     ``a`` is [rows, k], sorted by expert; ``b`` [experts, k, n], or [experts, n, k] with
-    ``trans_b``; the result [rows, n]. Every expert's matrix gets a gradient, also without rows.
+    ``trans_b``; the result [rows, n]. Every expert's matrix gets a gradient, also
+    without rows.
     """
     rows = a.split_with_sizes([int(size) for size in batch_sizes])
     if trans_b:
         b = b.transpose(1, 2)
-    return torch.cat([part @ matrix for part, matrix in zip(rows, b.unbind(0), strict=True)])
+    return torch.cat(
+        [part @ matrix for part, matrix in zip(rows, b.unbind(0), strict=True)]
+    )
 
 
 def grouped_gemm(patches: Patches) -> None:

@@ -1,7 +1,9 @@
-"""Adam with the interface and state layout of Transformer Engine's FusedAdam, in plain torch.
+"""Adam with the interface and state layout of Transformer Engine's FusedAdam, in plain
+torch.
 
 Source of the interface and formulas: NVIDIA TransformerEngine,
-``transformer_engine/pytorch/optimizers/fused_adam.py`` and ``common/multi_tensor/adam.cu``.
+``transformer_engine/pytorch/optimizers/fused_adam.py`` and
+``common/multi_tensor/adam.cu``.
 """
 
 import itertools
@@ -12,23 +14,27 @@ from typing import Any
 import torch
 
 _STATES = ("exp_avg", "exp_avg_sq")
-_CHUNK = 1 << 20  # elements worked on at a time: bounds the temporaries to three times 4 MiB
+_CHUNK = (
+    1 << 20
+)  # elements worked on at a time: bounds the temporaries to three times 4 MiB
 # torch's, where this module asks a shard for a gradient that Muon's have not
 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", module=__name__)
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW (or Adam with L2 decay) in fp32, stepping as Transformer Engine's kernel does.
+    """AdamW (or Adam with L2 decay) in fp32, stepping as Transformer Engine's kernel
+    does.
 
-    ``step`` is an int in each parameter group, 1 after the first step, also in a group that has no
-    parameters here: up to Transformer Engine 2.18 the step of such a group stays behind. States
-    are fp32 tensors shaped like the parameter.
+    ``step`` is an int in each parameter group, 1 after the first step, also in a group
+    that has no parameters here: up to Transformer Engine 2.18 the step of such a group
+    stays behind. States are fp32 tensors shaped like the parameter.
 
-    Every operation rounds once and works element by element. So the result for an element does not
-    depend on how a parameter is cut into shards. (addcmul, addcdiv and lerp may fuse the multiply
-    and the add in the vector loop and not in its tail.)
+    Every operation rounds once and works element by element. So the result for an
+    element does not depend on how a parameter is cut into shards. (addcmul, addcdiv and
+    lerp may fuse the multiply and the add in the vector loop and not in its tail.)
 
-    ``adam_w_mode`` decouples weight decay; False adds ``weight_decay * p`` to the gradient.
+    ``adam_w_mode`` decouples weight decay; False adds ``weight_decay * p`` to the
+    gradient.
 
     Raises:
         NotImplementedError: another option of Transformer Engine's, not at its default.
@@ -56,14 +62,20 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {"bias_correction": bias_correction, **numbers})
         self.adam_w_mode = 1 if adam_w_mode else 0
 
-    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
-        """Give ``param`` zero fp32 moments; the second argument, False here, has no default."""
+    def initialize_state(
+        self, param: torch.Tensor, store_param_remainders: bool
+    ) -> None:
+        """Give ``param`` zero fp32 moments; the second argument, False here, has no
+        default.
+        """
         for name in _STATES:
             self.state[param][name] = torch.zeros_like(param, dtype=torch.float32)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step over all groups; parameters without gradient get state but do not move."""
+        """One step over all groups; parameters without gradient get state but do not
+        move.
+        """
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
@@ -75,7 +87,11 @@ class FusedAdam(torch.optim.Optimizer):
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         assert param.grad is not None
-        tensors = [param.detach(), param.grad.detach(), *(state[name] for name in _STATES)]
+        tensors = [
+            param.detach(),
+            param.grad.detach(),
+            *(state[name] for name in _STATES),
+        ]
         for p, g, m, v in _chunks(tensors):
             wide = p if p.dtype == torch.float32 else p.float()
             _adam(wide, g.float(), m, v, group, bool(self.adam_w_mode))
@@ -86,15 +102,21 @@ class FusedAdam(torch.optim.Optimizer):
         """Load, keeping the moments in fp32 and in memory of this optimizer's own."""
         super().load_state_dict(state_dict)
         ours = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
-        theirs = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        theirs = itertools.chain.from_iterable(
+            g["params"] for g in state_dict["param_groups"]
+        )
         for param, index in zip(ours, theirs, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 # torch's loader casts to the parameter's dtype and aliases
-                self.state[param][name] = value.detach().to(param.device, torch.float32).clone()
+                self.state[param][name] = (
+                    value.detach().to(param.device, torch.float32).clone()
+                )
 
 
 def _chunks(tensors: list[torch.Tensor]) -> Iterable[tuple[torch.Tensor, ...]]:
-    """The tensors cut alike into slices of at most ``_CHUNK`` elements, whole if strided."""
+    """The tensors cut alike into slices of at most ``_CHUNK`` elements, whole if
+    strided.
+    """
     if tensors[0].numel() <= _CHUNK or not all(t.is_contiguous() for t in tensors):
         return [tuple(tensors)]
     return zip(*(torch.split(t.view(-1), _CHUNK) for t in tensors), strict=True)
@@ -108,9 +130,11 @@ def _adam(
     group: dict[str, Any],
     decoupled: bool,
 ) -> None:
-    """Update p, m, v (fp32, same shape) in place, in single-rounding element-wise operations.
+    """Update p, m, v (fp32, same shape) in place, in single-rounding element-wise
+    operations.
 
-    m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g; p -= lr (mhat / (sqrt(vhat) + eps) + wd p)
+    m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g; p -= lr (mhat / (sqrt(vhat) + eps) + wd
+    p)
     """
     beta1, beta2 = group["betas"]
     decay = group["weight_decay"]

@@ -1,8 +1,9 @@
 """bf16 and fp16 matrix products through fp32, for CPUs that have no such instructions.
 
-torch's own bf16 product on such a CPU is a scalar loop (1.3 against 87 GFlop/s for fp32 on AVX2).
-Here the inputs are widened to fp32 (exact), multiplied and summed in fp32, and the result is
-rounded once to the input type: what tensor cores do. Every other type goes to torch's own kernel.
+torch's own bf16 product on such a CPU is a scalar loop (1.3 against 87 GFlop/s for fp32
+on AVX2). Here the inputs are widened to fp32 (exact), multiplied and summed in fp32,
+and the result is rounded once to the input type: what tensor cores do. Every other type
+goes to torch's own kernel.
 """
 
 import warnings
@@ -17,7 +18,9 @@ from megatron_muon.runtime.patches import Patches
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def _widened(tensors: int, into: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _widened(
+    tensors: int, into: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
     """A kernel over ``into``, called with ``out=``: that form stays torch's own.
 
     The first ``tensors`` arguments are the operands, the rest numbers (beta, alpha).
@@ -35,10 +38,11 @@ def _widened(tensors: int, into: Callable[..., torch.Tensor]) -> Callable[..., t
 
 
 def products(patches: Patches) -> None:
-    """Override the CPU kernels of mm, bmm, addmm and baddbmm; autograd's backward uses them too.
+    """Override the CPU kernels of mm, bmm, addmm and baddbmm; autograd's backward uses
+    them too.
 
-    ``mv``, ``dot`` and the in-place and ``out=`` forms keep torch's kernel: Megatron does not use
-    them in half precision.
+    ``mv``, ``dot`` and the in-place and ``out=`` forms keep torch's kernel: Megatron
+    does not use them in half precision.
     """
     if multiplies_bf16():
         return

@@ -13,10 +13,11 @@ from megatron_muon.runtime.patches import Patches
 
 
 def adam(patches: Patches) -> None:
-    """Set the names that a successful import of Transformer Engine's FusedAdam would have set.
+    """Set the names that a successful import of Transformer Engine's FusedAdam would
+    have set.
 
-    The optimizer then takes the branches of a GPU run; those for plain torch Adam lose the step on
-    load (distrib_optimizer.py:642, 818).
+    The optimizer then takes the branches of a GPU run; those for plain torch Adam lose
+    the step on load (distrib_optimizer.py:642, 818).
     """
     optimizer = importlib.import_module("megatron.core.optimizer")
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
@@ -35,20 +36,27 @@ def _only_real_warnings(record: logging.LogRecord) -> bool:
 def rng_states(patches: Patches) -> None:
     """Megatron's get/set of ``torch.cuda.default_generators`` go to the CPU generator.
 
-    ``fork()`` then sees the CPU state change inside the GPU context, by construction, so that one
-    log message is filtered.
+    ``fork()`` then sees the CPU state change inside the GPU context, by construction,
+    so that one log message is filtered.
     """
     module = importlib.import_module("megatron.core.tensor_parallel.random")
     one = torch.default_generator
-    patches.set(module, "_set_cuda_rng_state", lambda new_state, *_, **__: one.set_state(new_state))
-    patches.set_existing(module, "_get_cuda_rng_state", lambda *_, **__: one.get_state())
+    patches.set(
+        module,
+        "_set_cuda_rng_state",
+        lambda new_state, *_, **__: one.set_state(new_state),
+    )
+    patches.set_existing(
+        module, "_get_cuda_rng_state", lambda *_, **__: one.get_state()
+    )
     logger = logging.getLogger(module.__name__)
     logger.addFilter(_only_real_warnings)
     patches.on_undo(lambda: logger.removeFilter(_only_real_warnings))
 
 
 def no_fp8_parameters(patches: Patches) -> None:
-    """Casting no fp8 parameter needs nothing; core 0.12 raises before it looks at the list.
+    """Casting no fp8 parameter needs nothing; core 0.12 raises before it looks at the
+    list.
 
     It asks for Transformer Engine in each step (fp8_utils.py:301 of core 0.12.3).
     """
@@ -65,25 +73,33 @@ def no_fp8_parameters(patches: Patches) -> None:
 
 
 def pipeline_outputs(patches: Patches) -> None:
-    """A pipeline stage keeps its output in memory, whatever a script's configuration asks for.
+    """A pipeline stage keeps its output in memory, whatever a script's configuration
+    asks for.
 
-    Megatron-LM sets ``deallocate_pipeline_outputs`` (training/arguments.py:1324). The interleaved
-    schedule then frees an output that ``isend`` still reads (schedules.py:1497). A GPU's allocator
-    waits for the stream that sends it; gloo's threads would send what is there next.
+    Megatron-LM sets ``deallocate_pipeline_outputs`` (training/arguments.py:1324). The
+    interleaved schedule then frees an output that ``isend`` still reads
+    (schedules.py:1497). A GPU's allocator waits for the stream that sends it; gloo's
+    threads would send what is there next.
     """
-    config = importlib.import_module("megatron.core.model_parallel_config").ModelParallelConfig
+    config = importlib.import_module(
+        "megatron.core.model_parallel_config"
+    ).ModelParallelConfig
     always_off = property(lambda self: False, lambda self, value: None)
     patches.set(config, "deallocate_pipeline_outputs", always_off)
 
 
 def sequence_parallel_norm(patches: Patches) -> None:
-    """Let the plain torch norm run under sequence parallelism, which it refuses (torch_norm.py:32).
+    """Let the plain torch norm run under sequence parallelism, which it refuses
+    (torch_norm.py:32).
 
-    Each tensor-parallel rank norms its own part of the sequence, so its weight's gradient is a
-    partial sum. The mark ``sequence_parallel``, which Apex's and Transformer Engine's norms set,
-    makes ``finalize_model_grads`` all-reduce it over the tensor-parallel group.
+    Each tensor-parallel rank norms its own part of the sequence, so its weight's
+    gradient is a partial sum. The mark ``sequence_parallel``, which Apex's and
+    Transformer Engine's norms set, makes ``finalize_model_grads`` all-reduce it over
+    the tensor-parallel group.
     """
-    norm = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    norm = importlib.import_module(
+        "megatron.core.transformer.torch_norm"
+    ).WrappedTorchNorm
     original = norm.__new__
 
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:

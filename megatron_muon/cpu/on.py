@@ -1,4 +1,6 @@
-"""Importing this module calls ``enable(allow_cuda=True)``: for ``python -c`` and preloads."""
+"""Importing this module calls ``enable(allow_cuda=True)``: for ``python -c`` and
+preloads.
+"""
 
 from megatron_muon.cpu import enable
 

@@ -1,7 +1,8 @@
 """Options of Megatron-LM that only a GPU can run, and what stands in for them on a CPU.
 
-Functions of Megatron's parsed arguments, before it checks them. They replace how something is
-computed or sent; the model, the data and the schedule stay as they were asked for.
+Functions of Megatron's parsed arguments, before it checks them. They replace how
+something is computed or sent; the model, the data and the schedule stay as they were
+asked for.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Replaced(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """An option that has none: the argument's name, why it needs a GPU, what to write instead.
+    """An option that has none: the argument's name, why it needs a GPU, what to write
+    instead.
 
     ``needs_gpu`` says whether the argument's value does.
     """
@@ -40,7 +42,11 @@ class Refused(NamedTuple):
         return _FLAGS.get(self.dest, f"--{self.dest.replace('_', '-')}")
 
 
-_FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "fp4_param": "--fp4-param-gather"}
+_FLAGS = {
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "fp4_param": "--fp4-param-gather",
+}
 _FLAGS |= {"nccl_ub": "--use-nccl-ub"}
 _NCCL = "NCCL connects GPUs only"
 _TE = "it is Transformer Engine's, which is CUDA code"
@@ -50,18 +56,29 @@ _PERMUTATION = "the fused permutation of tokens is Transformer Engine's"
 _ROPE = "it is a kernel of Transformer Engine"
 _CHOSEN = "it is a kernel that Transformer Engine chooses"
 _APEX = "it is a CUDA extension of Apex"
-_KERNEL, _NO_FUSED_ACCUMULATION = "it is a CUDA kernel", "--no-gradient-accumulation-fusion"
+_KERNEL, _NO_FUSED_ACCUMULATION = (
+    "it is a CUDA kernel",
+    "--no-gradient-accumulation-fusion",
+)
 _PERSISTENT = "the persistent LayerNorm is Apex's"
 
 REPLACED = (
     Replaced("distributed_backend", ("nccl",), "gloo", _NCCL),
     Replaced("transformer_impl", ("transformer_engine",), "local", _TE_LAYERS),
     Replaced("attention_backend", ("flash", "fused"), "unfused", _CHOSEN),
-    Replaced("no_persist_layer_norm", (False,), True, _PERSISTENT, "--no-persist-layer-norm"),
-    Replaced("gradient_accumulation_fusion", (True,), False, _APEX, _NO_FUSED_ACCUMULATION),
-    Replaced("masked_softmax_fusion", (True,), False, _KERNEL, "--no-masked-softmax-fusion"),
+    Replaced(
+        "no_persist_layer_norm", (False,), True, _PERSISTENT, "--no-persist-layer-norm"
+    ),
+    Replaced(
+        "gradient_accumulation_fusion", (True,), False, _APEX, _NO_FUSED_ACCUMULATION
+    ),
+    Replaced(
+        "masked_softmax_fusion", (True,), False, _KERNEL, "--no-masked-softmax-fusion"
+    ),
     Replaced("apply_rope_fusion", (True,), False, _ROPE, "--no-rope-fusion"),
-    Replaced("moe_permute_fusion", (True,), False, _PERMUTATION, "no --moe-permute-fusion"),
+    Replaced(
+        "moe_permute_fusion", (True,), False, _PERMUTATION, "no --moe-permute-fusion"
+    ),
 )
 
 
@@ -78,28 +95,59 @@ _DEEPEP = "its kernels are DeepEP's or HybridEP's"
 _ACCUMULATES = "it needs the fused gradient accumulation of Apex"
 
 REFUSED = (
-    Refused("transformer_impl", _TE, "--transformer-impl local", _is("inference_optimized")),
+    Refused(
+        "transformer_impl", _TE, "--transformer-impl local", _is("inference_optimized")
+    ),
     Refused("fp8", "a CPU has no fp8 products", _BF16),
     Refused("fp4", "a CPU has no fp4 products", _BF16),
-    *(Refused(f"{name}_cuda_graph", _CAPTURES) for name in ("enable", "external", "optimizer")),
-    Refused(
-        "cuda_graph_impl", _CAPTURES, "--cuda-graph-impl none", lambda x: x not in (None, "none")
+    *(
+        Refused(f"{name}_cuda_graph", _CAPTURES)
+        for name in ("enable", "external", "optimizer")
     ),
-    *(Refused(name, _TE) for name in ("fp8_param_gather", "fp4_param", "tp_comm_overlap")),
-    *(Refused(name, _TE) for name in ("te_rng_tracker", "delay_wgrad_compute", "cpu_offloading")),
-    *(Refused(name, _TE) for name in ("use_precision_aware_optimizer", "moe_router_fusion")),
-    Refused("defer_embedding_wgrad_compute", _ACCUMULATES),
-    Refused("cross_entropy_fusion_impl", _TE, "--cross-entropy-fusion-impl native", _is("te")),
     Refused(
-        "moe_token_dispatcher_type", _DEEPEP, "--moe-token-dispatcher-type alltoall", _is("flex")
+        "cuda_graph_impl",
+        _CAPTURES,
+        "--cuda-graph-impl none",
+        lambda x: x not in (None, "none"),
+    ),
+    *(
+        Refused(name, _TE)
+        for name in ("fp8_param_gather", "fp4_param", "tp_comm_overlap")
+    ),
+    *(
+        Refused(name, _TE)
+        for name in ("te_rng_tracker", "delay_wgrad_compute", "cpu_offloading")
+    ),
+    *(
+        Refused(name, _TE)
+        for name in ("use_precision_aware_optimizer", "moe_router_fusion")
+    ),
+    Refused("defer_embedding_wgrad_compute", _ACCUMULATES),
+    Refused(
+        "cross_entropy_fusion_impl",
+        _TE,
+        "--cross-entropy-fusion-impl native",
+        _is("te"),
+    ),
+    Refused(
+        "moe_token_dispatcher_type",
+        _DEEPEP,
+        "--moe-token-dispatcher-type alltoall",
+        _is("flex"),
     ),
     Refused("moe_enable_deepep", "DeepEP is CUDA code"),
-    *(Refused(name, _NCCL) for name in ("nccl_ub", "use_sharp", "nccl_communicator_config_path")),
+    *(
+        Refused(name, _NCCL)
+        for name in ("nccl_ub", "use_sharp", "nccl_communicator_config_path")
+    ),
     Refused("high_priority_stream_groups", _NCCL),
     Refused("record_memory_history", "it records the GPU's allocator"),
 )
 
-_LOGITS = "Megatron's own way has the logits from Transformer Engine; the plugin has its own for "
+_LOGITS = (
+    "Megatron's own way has the logits from Transformer Engine; the plugin "
+    "has its own for "
+)
 _LOGITS += "the distributed optimizer"
 # Options that the plugin does on a CPU, over the distributed optimizer alone.
 _WITHOUT_SHARDS = tuple(
@@ -109,34 +157,47 @@ _WITHOUT_SHARDS = tuple(
 
 
 def refuse(args: Namespace) -> None:
-    """Refuse what a CPU cannot run and nothing stands in for; one ValueError names them all."""
+    """Refuse what a CPU cannot run and nothing stands in for; one ValueError names them
+    all.
+    """
     sharded = getattr(args, "use_distributed_optimizer", False)
     refused = REFUSED if sharded else (*REFUSED, *_WITHOUT_SHARDS)
     bad = [
         f"{row.option}{shown} ({row.why}): {row.instead}"
         for row in refused
         if row.needs_gpu(value := getattr(args, row.dest, None))
-        for shown in ["" if isinstance(value, (bool, list, tuple)) else f" {_name(value)}"]
+        for shown in [
+            "" if isinstance(value, (bool, list, tuple)) else f" {_name(value)}"
+        ]
     ]
     if bad:
         raise ValueError(
-            "Megatron runs on the CPU here, since there is no GPU or --muon-cpu asks for it, and "
+            "Megatron runs on the CPU here, since there is no GPU or --muon-cpu asks "
+            "for it, and "
             f"{len(bad)} of the given options cannot:\n  " + "\n  ".join(bad)
         )
 
 
 def replace(args: Namespace) -> list[str]:
-    """Put what a CPU can run in the place of what it cannot; returns a line for each."""
+    """Put what a CPU can run in the place of what it cannot; returns a line for
+    each.
+    """
     lines = []
     for row in REPLACED:
         value = getattr(args, row.dest, None)
         if _name(value) in row.gpu:
-            setattr(args, row.dest, type(value)[row.cpu] if isinstance(value, Enum) else row.cpu)
+            setattr(
+                args,
+                row.dest,
+                type(value)[row.cpu] if isinstance(value, Enum) else row.cpu,
+            )
             old = "" if isinstance(value, bool) else f" in place of {_name(value)}"
             said = row.said or f"--{row.dest.replace('_', '-')} {row.cpu}"
             lines.append(f"on the CPU: {said}{old}: {row.why}")
     if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         why = "Megatron asks for it with TP and CP, and no GPU reads it here"
-        lines.append(f"on the CPU: CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment: {why}")
+        lines.append(
+            f"on the CPU: CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment: {why}"
+        )
     return lines

@@ -1,12 +1,20 @@
 """Everything that ``enable()`` replaces, in the order in which it is applied.
 
-Each is a function whose doc string says what it replaces and why. Line numbers in them are those of
-core 0.16.1 where no other version is named.
+Each is a function whose doc string says what it replaces and why. Line numbers in them
+are those of core 0.16.1 where no other version is named.
 """
 
 from collections.abc import Callable
 
-from megatron_muon.cpu import attention, experts, gloo, matmul, megatron_core, spawned, torch_cuda
+from megatron_muon.cpu import (
+    attention,
+    experts,
+    gloo,
+    matmul,
+    megatron_core,
+    spawned,
+    torch_cuda,
+)
 from megatron_muon.runtime.patches import Patches
 
 Replacement = Callable[[Patches], None]
@@ -25,8 +33,8 @@ BEFORE_MEGATRON: tuple[Replacement, ...] = (
     gloo.one_device,
     spawned.processes,
 )
-# Local modules are not built without these, whatever the device: a GPU run has Transformer Engine's
-# in their place.
+# Local modules are not built without these, whatever the device: a GPU run has
+# Transformer Engine's in their place.
 FOR_MODULES: tuple[Replacement, ...] = (
     megatron_core.sequence_parallel_norm,
     experts.grouped_gemm,

@@ -17,23 +17,28 @@ from megatron_muon.runtime.patches import Patches
 
 CPU = torch.device("cpu")
 FACTORIES = (
-    "tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "eye", "linspace", "rand",
-    "randn", "randint", "randperm", "zeros_like", "ones_like", "empty_like", "full_like",
-    "rand_like", "randn_like", "empty_strided",
+    "tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "eye",
+    "linspace", "rand", "randn", "randint", "randperm", "zeros_like", "ones_like",
+    "empty_like", "full_like", "rand_like", "randn_like", "empty_strided",
 )  # fmt: skip
 
 
 def is_cuda(device: object) -> bool:
-    """Whether a ``device`` argument means a GPU: 'cuda', 'cuda:1', torch.device('cuda'), 0."""
+    """Whether a ``device`` argument means a GPU: 'cuda', 'cuda:1',
+    torch.device('cuda'), 0.
+    """
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
-        return device.startswith("cuda") or device.isdecimal()  # '1' of flagos-ai's fork
+        return (
+            device.startswith("cuda") or device.isdecimal()
+        )  # '1' of flagos-ai's fork
     return isinstance(device, int) and not isinstance(device, bool)
 
 
 def current_device(patches: Patches) -> None:
-    """``current_device()`` is only ever passed on as a ``device=``, so the device itself serves.
+    """``current_device()`` is only ever passed on as a ``device=``, so the device
+    itself serves.
 
     Layers, buffers and p2p allocate on it (tensor_parallel/layers.py:261).
     """
@@ -53,11 +58,13 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def factories(patches: Patches) -> None:
-    """``torch.zeros(..., device='cuda')`` and friends make CPU tensors, without pinning.
+    """``torch.zeros(..., device='cuda')`` and friends make CPU tensors, without
+    pinning.
 
     optimizer.py:473, clip_grads.py:103 and schedules.py:596 name 'cuda' outright.
     """
-    # torch looks up once what ``with torch.device(...)`` acts on: it must not keep replacements.
+    # torch looks up once what ``with torch.device(...)`` acts on: it must not keep
+    # replacements.
     patches.on_undo(_device._device_constructors.cache_clear)
     for name in FACTORIES:
         patches.set(torch, name, _on_cpu(getattr(torch, name)))
@@ -78,7 +85,8 @@ def _to(original: Callable[..., Any]) -> Callable[..., Any]:
 def moves(patches: Patches) -> None:
     """``.cuda()``, ``.to('cuda')`` and ``.pin_memory()`` leave a tensor where it is.
 
-    Batches and loaded scaler state are moved to the GPU; ``Module.cuda`` goes through these.
+    Batches and loaded scaler state are moved to the GPU; ``Module.cuda`` goes through
+    these.
     """
     patches.set(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
     patches.set(torch.Tensor, "pin_memory", lambda self, *args, **kwargs: self)
@@ -89,7 +97,9 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            name: str = original(self)  # of a subclass, which asks for its parts', a GPU's already
+            name: str = original(
+                self
+            )  # of a subclass, which asks for its parts', a GPU's already
             is_cpus = self.device.type == "cpu" and not name.startswith("torch.cuda.")
             return name.replace("torch.", "torch.cuda.", 1) if is_cpus else name
         if isinstance(dtype, str):
@@ -100,19 +110,22 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensor_type(patches: Patches) -> None:
-    """``t.type()`` of a CPU tensor says ``'torch.cuda.FloatTensor'``; ``t.type(dtype)`` casts.
+    """``t.type()`` of a CPU tensor says ``'torch.cuda.FloatTensor'``; ``t.type(dtype)``
+    casts.
 
-    The optimizers sort parameters by that name (distrib_optimizer.py:361, optimizer.py:671).
+    The optimizers sort parameters by that name (distrib_optimizer.py:361,
+    optimizer.py:671).
     """
     patches.set(torch.Tensor, "type", _type(torch.Tensor.type))
 
 
 def rng(patches: Patches) -> None:
-    """The CPU generator is the GPU's: one state, which the fork in Megatron saves and restores.
+    """The CPU generator is the GPU's: one state, which the fork in Megatron saves and
+    restores.
 
-    The RNG tracker seeds and saves the GPU's (tensor_parallel/random.py:235). A DataLoader, which
-    one TP rank alone has, draws a seed from the CPU's: from one of its own here, or dropout would
-    differ between TP ranks.
+    The RNG tracker seeds and saves the GPU's (tensor_parallel/random.py:235). A
+    DataLoader, which one TP rank alone has, draws a seed from the CPU's: from one of
+    its own here, or dropout would differ between TP ranks.
     """
     one = torch.default_generator
 
@@ -130,7 +143,9 @@ def rng(patches: Patches) -> None:
     for module in (torch.cuda, torch.cuda.random):
         patches.set(module, "get_rng_state", lambda device="cuda": one.get_state())
         patches.set(
-            module, "set_rng_state", lambda new_state, device="cuda": one.set_state(new_state)
+            module,
+            "set_rng_state",
+            lambda new_state, device="cuda": one.set_state(new_state),
         )
         patches.set(module, "manual_seed", lambda seed: one.manual_seed(int(seed)))
 
@@ -183,10 +198,12 @@ class Stream(_InOrder):
 
 
 def streams(patches: Patches) -> None:
-    """Streams and events that order nothing, because CPU work is already in program order.
+    """Streams and events that order nothing, because CPU work is already in program
+    order.
 
-    They are called around p2p (p2p_communication.py:398), by timers, and for the overlapped
-    reductions of several optimizer instances (distributed_data_parallel.py:230).
+    They are called around p2p (p2p_communication.py:398), by timers, and for the
+    overlapped reductions of several optimizer instances
+    (distributed_data_parallel.py:230).
     """
     stream = Stream()
     patches.set(torch.cuda, "Stream", Stream)
@@ -200,16 +217,19 @@ def streams(patches: Patches) -> None:
 
 
 def nvtx(patches: Patches) -> None:
-    """Profiler ranges (utils.py:2186) mark nothing: a CPU build of torch has no NVTX."""
+    """Profiler ranges (utils.py:2186) mark nothing: a CPU build of torch has no
+    NVTX.
+    """
     for name in ("range_push", "range_pop", "mark"):
         patches.set(torch.cuda.nvtx, name, lambda *args, **kwargs: None)
 
 
 def compiler(patches: Patches) -> None:
-    """``torch.compile`` returns the function unchanged, as Megatron's own no-op fuser does.
+    """``torch.compile`` returns the function unchanged, as Megatron's own no-op fuser
+    does.
 
-    megatron.core.jit compiles the fused functions, which on a CPU needs a C++ compiler and seconds
-    for each function on each rank; eager gives the same values.
+    megatron.core.jit compiles the fused functions, which on a CPU needs a C++ compiler
+    and seconds for each function on each rank; eager gives the same values.
     """
 
     def uncompiled(model: Any = None, **options: Any) -> Any:

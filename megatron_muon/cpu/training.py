@@ -12,7 +12,12 @@ import torch
 
 from megatron_muon.runtime.patches import Patches
 
-_MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+_MEMORY = (
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+)
 _patches: Patches | None = None
 
 
@@ -34,9 +39,11 @@ def enable() -> None:
 
 
 def device(patches: Patches) -> None:
-    """One device of Ampere's capability (the first that has bf16) and no memory to speak of.
+    """One device of Ampere's capability (the first that has bf16) and no memory to
+    speak of.
 
-    With 0 devices Megatron silently skips the model-parallel groups (initialize.py:319).
+    With 0 devices Megatron silently skips the model-parallel groups
+    (initialize.py:319).
     """
     numbers = {"major": 8, "minor": 0, "total_memory": 0, "multi_processor_count": 1}
     properties = SimpleNamespace(name="cpu", **numbers)
@@ -54,14 +61,19 @@ def memory(patches: Patches) -> None:
 
 
 def fused_kernels(patches: Patches) -> None:
-    """Nothing is compiled for a GPU (initialize.py:204). Since Megatron-LM 0.17 there are none."""
-    if hasattr(importlib.import_module("megatron.training.initialize"), "fused_kernels"):
+    """Nothing is compiled for a GPU (initialize.py:204). Since Megatron-LM 0.17 there
+    are none.
+    """
+    if hasattr(
+        importlib.import_module("megatron.training.initialize"), "fused_kernels"
+    ):
         legacy = importlib.import_module("megatron.legacy.fused_kernels")
         patches.set(legacy, "load", lambda args: None)
 
 
 def initialize(patches: Patches) -> None:
-    """``initialize_megatron`` is told that there may be no GPU, and warms up no fused kernels.
+    """``initialize_megatron`` is told that there may be no GPU, and warms up no fused
+    kernels.
 
     It asserts a GPU unless told (initialize.py:60).
     """
@@ -76,7 +88,9 @@ def initialize(patches: Patches) -> None:
 
     for holder in (module, training, package):
         patches.set_existing(holder, "initialize_megatron", initialize_megatron)
-        patches.set_existing(holder, "set_jit_fusion_options", lambda *args, **kwargs: None)
+        patches.set_existing(
+            holder, "set_jit_fusion_options", lambda *args, **kwargs: None
+        )
 
 
 REPLACEMENTS = (device, memory, fused_kernels, initialize)

@@ -1,4 +1,6 @@
-"""The command ``megatron-muon``; each of its commands is a module that is imported when it runs."""
+"""The command ``megatron-muon``; each of its commands is a module that is imported when
+it runs.
+"""
 
 from __future__ import annotations
 
@@ -14,45 +16,93 @@ from megatron_muon.lab.outputs import CommandError
 from megatron_muon.presence import CoreNotFoundError, SeamError
 from megatron_muon.version import __version__
 
-# By name: a module of the lab with ``main(arguments) -> exit status``, and what it does.
+# By name: a module of the lab with ``main(arguments) -> exit status``, and what it
+# does.
 BENCHES: Mapping[str, tuple[str, str]] = {
     "step": (
         "bench.step.command",
         "an optimizer step: AdamW, Muon in both layouts, Megatron's own",
     ),
-    "newton-schulz": ("bench.newton_schulz", "speed of the iterations, beside other packages'"),
-    "speeds": ("bench.speeds", "speeds of a rank and its link, as flags for the choice of homes"),
+    "newton-schulz": (
+        "bench.newton_schulz",
+        "speed of the iterations, beside other packages'",
+    ),
+    "speeds": (
+        "bench.speeds",
+        "speeds of a rank and its link, as flags for the choice of homes",
+    ),
 }
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "routes": ("routes.command", "print each parameter's optimizer, matrices and homes"),
-    "plan": ("plan.command", "predict bytes, work, memory and time of a run's optimizer step"),
+    "routes": (
+        "routes.command",
+        "print each parameter's optimizer, matrices and homes",
+    ),
+    "plan": (
+        "plan.command",
+        "predict bytes, work, memory and time of a run's optimizer step",
+    ),
     "doctor": ("doctor.command", "check whether Muon would run here, and on what"),
     "accept": ("accept.command", "run a clone's tests on this node's GPUs, and report"),
-    "checkpoint": ("inspect.command", "inspect a checkpoint's contents, and if they are complete"),
-    "trace": ("trace.command", "report where a step's time goes, from torch profiler's traces"),
-    "curves": ("curves.command", "compare the steps that runs need for the same losses"),
+    "checkpoint": (
+        "inspect.command",
+        "inspect a checkpoint's contents, and if they are complete",
+    ),
+    "trace": (
+        "trace.command",
+        "report where a step's time goes, from torch profiler's traces",
+    ),
+    "curves": (
+        "curves.command",
+        "compare the steps that runs need for the same losses",
+    ),
     "bench": ("", "measure a step, Newton-Schulz, or the speed of a rank and its link"),
 }
-LIBRARIES = ("torch", "pandas", "numpy", "tensorboard", "matplotlib")  # the latter of [lab]
+LIBRARIES = (
+    "torch",
+    "pandas",
+    "numpy",
+    "tensorboard",
+    "matplotlib",
+)  # the latter of [lab]
 # Commands and flags that went, with what to use in their place.
 GONE: Mapping[str, str] = {
-    "certify": "plan prices memory, bytes and time; tests/unit/virtual_gpu checks races",
+    "certify": (
+        "plan prices memory, bytes and time; tests/unit/virtual_gpu checks races"
+    ),
     "patch": "use `git apply`; patches/README.md of a clone has the two commands",
-    "watch": "a run with --muon-log-interval prints its warnings; TensorBoard and W&B show numbers",
-    "compare": "use examples/evidence/compare.py of a clone; it has no slowed links and no picture",
-    "scales": "an update's root mean square is the table of docs/switching_and_tuning.md",
-    "trace merge": "https://ui.perfetto.dev opens several ranks' files on one timeline ("
+    "watch": (
+        "a run with --muon-log-interval prints its warnings; TensorBoard and "
+        "W&B show numbers"
+    ),
+    "compare": (
+        "use examples/evidence/compare.py of a clone; it has no slowed "
+        "links and no picture"
+    ),
+    "scales": (
+        "an update's root mean square is the table of docs/switching_and_tuning.md"
+    ),
+    "trace merge": "https://ui.perfetto.dev opens several ranks' files on one "
+    "timeline ("
     "Open multiple trace files)",
     "plan --plot": "--json FILE has all figures of a sweep, for a script of your own",
-    "plan --node-size": "give --set gpus_per_node=N, and the run's own --muon-node-ranks N",
-    "trace run": "give the training command --muon-trace-steps FIRST:LAST --muon-trace-dir FOLDER",
+    "plan --node-size": (
+        "give --set gpus_per_node=N, and the run's own --muon-node-ranks N"
+    ),
+    "trace run": (
+        "give the training command --muon-trace-steps FIRST:LAST "
+        "--muon-trace-dir FOLDER"
+    ),
     "accept --folder": "name the folder itself: megatron-muon accept FOLDER",
-    "bench newton-schulz --accuracy": "docs/coefficients.md has each set's errors; in a clone "
+    (
+        "bench newton-schulz --accuracy"
+    ): "docs/coefficients.md has each set's errors; in a clone "
     "`cd tests && python -m figures.restart_errors` prints Gram's",
     "bench newton-schulz --find-restarts": "in a clone, "
     "`cd tests && python -m figures.restart_errors --find`",
     "bench step --plot": "--json FILE has every figure, for a script of your own",
-    "bench step --muon-tp-mode": "a row for each: upstream-blockwise, -duplicated and -distributed",
+    (
+        "bench step --muon-tp-mode"
+    ): "a row for each: upstream-blockwise, -duplicated and -distributed",
 }
 
 
@@ -60,8 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command by its name and arguments, by default those of the process.
 
     Returns:
-        The command's exit status; 1 where it cannot do its work, as without a supported core; 2 for
-        wrong arguments; 141 where the reader of its output is gone; 130 where a user stops it.
+        The command's exit status; 1 where it cannot do its work, as without a supported
+        core; 2 for wrong arguments; 141 where the reader of its output is gone; 130
+        where a user stops it.
     """
     return run_command(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
 
@@ -80,13 +131,19 @@ def _run(arguments: list[str]) -> int:
 
 
 def _is_asked_for(words: Sequence[str], arguments: Sequence[str]) -> bool:
-    """Whether a line has the command of ``words``, and their flag if they end with one."""
+    """Whether a line has the command of ``words``, and their flag if they end with
+    one.
+    """
     command = [word for word in words if not word.startswith("-")]
     flags = {argument.partition("=")[0] for argument in arguments[len(command) :]}
-    return arguments[: len(command)] == command and flags.issuperset(words[len(command) :])
+    return arguments[: len(command)] == command and flags.issuperset(
+        words[len(command) :]
+    )
 
 
-def _named(program: str, commands: Mapping[str, tuple[str, str]], arguments: list[str]) -> int:
+def _named(
+    program: str, commands: Mapping[str, tuple[str, str]], arguments: list[str]
+) -> int:
     """Run the one of ``commands`` that the first argument names."""
     usage = _usage(program, commands)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -98,7 +155,9 @@ def _named(program: str, commands: Mapping[str, tuple[str, str]], arguments: lis
         return 2
     gc.set_threshold(10_000)  # a sixth of an import of Megatron goes into collections
     try:
-        return int(importlib.import_module(f"megatron_muon.lab.{commands[name][0]}").main(rest))
+        return int(
+            importlib.import_module(f"megatron_muon.lab.{commands[name][0]}").main(rest)
+        )
     except BrokenPipeError:
         raise  # the reader of the output is gone, which is no error of a file
     except ModuleNotFoundError as error:
@@ -119,9 +178,14 @@ def _usage(program: str, commands: Mapping[str, tuple[str, str]]) -> str:
     width = max(map(len, commands)) + 4
     lines = [f"usage: {program} COMMAND ... (COMMAND --help says more){end}"]
     if commands is COMMANDS:
-        lines += ["       python -m megatron_muon SCRIPT.py ...  (a script of Megatron-LM's)"]
+        lines += [
+            "       python -m megatron_muon SCRIPT.py ...  (a script of Megatron-LM's)"
+        ]
     lines += [""]
     for name, (_, purpose) in commands.items():
         first, *more = textwrap.wrap(purpose, 80 - width)
-        lines += [f"  {name:{width - 2}}{first}", *(" " * width + line for line in more)]
+        lines += [
+            f"  {name:{width - 2}}{first}",
+            *(" " * width + line for line in more),
+        ]
     return "\n".join(lines)

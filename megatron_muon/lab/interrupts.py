@@ -1,4 +1,6 @@
-"""A command's end when the reader of its output is gone (``| head``) or a user presses Ctrl-C."""
+"""A command's end when the reader of its output is gone (``| head``) or a user presses
+Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
-# A shell's status of a process that SIGPIPE or SIGINT ended: 128 plus the signal's number.
+# A shell's status of a process that SIGPIPE or SIGINT ended: 128 plus the signal's
+# number.
 NO_READER, STOPPED = 141, 130
 
 
@@ -26,7 +29,9 @@ def run_command(command: Callable[[], int]) -> int:
         finally:
             sys.stdout.flush()  # else Python flushes later and prints the error
     except BrokenPipeError:
-        broken = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
+        broken = [
+            stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)
+        ]
         if not broken:
             raise  # another pipe, such as one to a rank
         for stream in broken:  # what is buffered and comes goes to /dev/null
@@ -34,7 +39,10 @@ def run_command(command: Callable[[], int]) -> int:
                 os.dup2(nowhere.fileno(), stream.fileno())
         return NO_READER
     except KeyboardInterrupt:
-        print("stopped, with all processes that it started; no result is written", file=sys.stderr)
+        print(
+            "stopped, with all processes that it started; no result is written",
+            file=sys.stderr,
+        )
         return STOPPED
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter, _ArgumentGroup
+from argparse import (
+    ArgumentParser,
+    Namespace,
+    RawDescriptionHelpFormatter,
+    _ArgumentGroup,
+)
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +18,9 @@ from megatron_muon.console import printable
 
 
 class CommandError(RuntimeError):
-    """A command cannot do its work; the text is its one line for the user, with exit status 1."""
+    """A command cannot do its work; the text is its one line for the user, with exit
+    status 1.
+    """
 
 
 class _Parser(ArgumentParser):
@@ -30,7 +37,9 @@ def parser_of(program: str, description: str, **options: Any) -> ArgumentParser:
 
 
 def add_outputs(parser: ArgumentParser | _ArgumentGroup, plot: str = "") -> None:
-    """Add ``--json``, and ``--plot`` where there is a picture, of what ``plot`` says."""
+    """Add ``--json``, and ``--plot`` where there is a picture, of what ``plot``
+    says.
+    """
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write all figures as JSON, too")
     if plot:
@@ -38,7 +47,9 @@ def add_outputs(parser: ArgumentParser | _ArgumentGroup, plot: str = "") -> None
 
 
 def require_outputs(given: Namespace) -> None:
-    """Check the files of ``--json`` and ``--plot``, write nothing; a ValueError for a bad one."""
+    """Check the files of ``--json`` and ``--plot``, write nothing; a ValueError for a
+    bad one.
+    """
     for name in ("json", "plot"):
         path = getattr(given, name, None)
         if path is not None:
@@ -48,13 +59,17 @@ def require_outputs(given: Namespace) -> None:
 
 
 def require_writable(flag: str, path: Path) -> None:
-    """Raise a ValueError with the flag where a file, which may exist, cannot be written."""
+    """Raise a ValueError with the flag where a file, which may exist, cannot be
+    written.
+    """
     if not path.parent.is_dir():
         raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
     if path.is_dir():
         raise ValueError(f"{flag} {path} is a folder: give the name of a file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{flag} {path} cannot be written: give a file in a folder of yours")
+        raise ValueError(
+            f"{flag} {path} cannot be written: give a file in a folder of yours"
+        )
 
 
 def _require_chart(path: Path) -> None:
@@ -76,7 +91,9 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def write_json(path: Path | None, value: Any) -> None:
-    """Write the file of ``--json``, where there is one; a CommandError if that fails."""
+    """Write the file of ``--json``, where there is one; a CommandError if that
+    fails.
+    """
     if path is not None:
         try:
             path.write_text(json.dumps(value, indent=1) + "\n")

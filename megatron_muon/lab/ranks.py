@@ -1,7 +1,7 @@
 """Starts ranks on this machine: one process each, no launcher, no port.
 
-Ranks are forked from a server that has imported torch. They rendezvous through a file, communicate
-over NCCL with GPUs and over gloo without, and end with this process.
+Ranks are forked from a server that has imported torch. They rendezvous through a file,
+communicate over NCCL with GPUs and over gloo without, and end with this process.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from unittest.mock import patch
 
 from megatron_muon.lab.outputs import CommandError
 
-# With 1 ranks share GPUs, as hosts of their own to NCCL, which then sends through sockets: results
-# are those of as many GPUs, times are not.
+# With 1 ranks share GPUs, as hosts of their own to NCCL, which then sends through
+# sockets: results are those of as many GPUs, times are not.
 SHARED = "MEGATRON_MUON_SHARED_GPUS"
 _GRACE = 1.0  # seconds to wait for other ranks' errors after the first failure
-# What a rank imports to build a model and its optimizer: a second, spent once for all ranks.
+# What a rank imports to build a model and its optimizer: a second, spent once for all
+# ranks.
 _TO_BUILD = (
     "megatron.core.models.gpt.gpt_layer_specs",
     "torch._dynamo",
@@ -48,26 +49,33 @@ class RankError(CommandError):
 class Task:
     """The function that every rank runs, and its setting."""
 
-    run: Callable[[Any], Any]  # of an importable module; called once torch's world is up
+    run: Callable[
+        [Any], Any
+    ]  # of an importable module; called once torch's world is up
     argument: Any  # any picklable value, the same for every rank
     world: int  # number of ranks
-    gpus: bool  # whether each rank has a GPU, with NCCL; else megatron_muon.cpu and gloo
+    gpus: (
+        bool  # whether each rank has a GPU, with NCCL; else megatron_muon.cpu and gloo
+    )
     threads: int  # number of torch's threads per rank
     seconds: float  # timeout of the measurement, and of each collective
     builds: bool = False  # models: without GPUs, what that imports is imported once
 
 
 def gpus_for(world: int, asked_by: str, fewer: str) -> bool:
-    """Whether ranks take a GPU each: they do if there is any; a ValueError if there are too few.
+    """Whether ranks take a GPU each: they do if there is any; a ValueError if there are
+    too few.
 
-    ``asked_by`` and ``fewer`` are texts for it: flags that gave ``world``, flags for fewer ranks.
+    ``asked_by`` and ``fewer`` are texts for it: flags that gave ``world``, flags for
+    fewer ranks.
     """
     import torch
 
     gpus = torch.cuda.device_count()
     if 0 < gpus < world and os.environ.get(SHARED) != "1":
         raise ValueError(
-            f"{asked_by} needs {world} GPUs (one per rank), but only {gpus} are visible: choose "
+            f"{asked_by} needs {world} GPUs (one per rank), but only {gpus} are "
+            "visible: choose "
             f"fewer ranks with {fewer}, or set CUDA_VISIBLE_DEVICES= to measure the CPU"
         )
     return gpus > 0
@@ -79,9 +87,14 @@ def threads_for(world: int, asked: int | None) -> int:
 
 
 def run_ranks(task: Task) -> list[Any]:
-    """The result of ``task.run`` on each rank; a RankError, which ends all, if one fails."""
+    """The result of ``task.run`` on each rank; a RankError, which ends all, if one
+    fails.
+    """
     context = _context(task)
-    with tempfile.TemporaryDirectory(prefix="megatron_muon") as folder, _nothing_as_main():
+    with (
+        tempfile.TemporaryDirectory(prefix="megatron_muon") as folder,
+        _nothing_as_main(),
+    ):
         pipes, processes = [], []
         try:
             for rank in range(task.world):
@@ -111,7 +124,9 @@ def _collect(
     values: dict[int, Any] = {}
     errors: list[str] = []
     while waiting and time.monotonic() < deadline:
-        for pipe in connection.wait(list(waiting), max(0.0, deadline - time.monotonic())):
+        for pipe in connection.wait(
+            list(waiting), max(0.0, deadline - time.monotonic())
+        ):
             assert isinstance(pipe, connection.Connection)
             rank = waiting.pop(pipe)
             try:
@@ -132,7 +147,9 @@ def _collect(
         raise RankError(errors[0])
     if waiting:
         late = sorted(waiting.values())
-        raise RankError(f"rank(s) {late} of {len(pipes)} did not finish in {seconds:g} s")
+        raise RankError(
+            f"rank(s) {late} of {len(pipes)} did not finish in {seconds:g} s"
+        )
     return [values[rank] for rank in range(len(pipes))]
 
 
@@ -148,7 +165,9 @@ def _work(pipe: connection.Connection, task: Task, rank: int, rendezvous: str) -
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it has ended, even if a collective hangs."""
+    """End this process when the one that started it has ended, even if a collective
+    hangs.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -156,7 +175,9 @@ def _end_with_parent() -> None:
 
 
 def _end_group(leader: int) -> None:
-    """End a rank and what it has started, also where the rank has ended or was killed."""
+    """End a rank and what it has started, also where the rank has ended or was
+    killed.
+    """
     with suppress(ProcessLookupError):  # nothing is left, or the rank has no group yet
         os.killpg(leader, signal.SIGKILL)
 
@@ -167,7 +188,11 @@ def _run(task: Task, rank: int, rendezvous: str) -> Any:
 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(task.world), "LOCAL_RANK": str(rank)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(task.world),
+        "LOCAL_RANK": str(rank),
+    }
     torch.set_num_threads(task.threads)
     if task.gpus:
         gpus = torch.cuda.device_count()
@@ -191,15 +216,25 @@ def _run(task: Task, rank: int, rendezvous: str) -> Any:
 
 
 def _context(task: Task) -> Any:
-    """The fork server's context; it has one thread, since an OpenMP pool does not survive forks."""
+    """The fork server's context; it has one thread, since an OpenMP pool does not
+    survive forks.
+    """
     with patch.dict(os.environ):
         os.environ["OMP_NUM_THREADS"] = "1"
-        os.environ["PYTHONWARNINGS"] = "ignore"  # Megatron's, where the server imports it
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks every launcher for it
+        os.environ["PYTHONWARNINGS"] = (
+            "ignore"  # Megatron's, where the server imports it
+        )
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = (
+            "1"  # Megatron asks every launcher for it
+        )
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler writes a line at each start
+        os.environ.setdefault(
+            "KINETO_LOG_LEVEL", "6"
+        )  # the profiler writes a line at each start
         if not task.gpus:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name
+            os.environ.setdefault(
+                "GLOO_SOCKET_IFNAME", "lo"
+            )  # else gloo resolves the host's name
         context = multiprocessing.get_context("forkserver")
         first = ["torch"] if task.gpus else ["megatron_muon.cpu.on"]
         if task.builds and not task.gpus:
@@ -214,7 +249,8 @@ def _context(task: Task) -> Any:
 def _deaf_to_ctrl_c() -> Iterator[None]:
     """Processes that are started within it, and their children, ignore SIGINT.
 
-    A terminal sends SIGINT to ranks too, and each would print a traceback; this process ends them.
+    A terminal sends SIGINT to ranks too, and each would print a traceback; this process
+    ends them.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set a handler and gets the KeyboardInterrupt

@@ -8,11 +8,16 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
-_NARROW, _INDENT = 16, 4  # columns that a text has at least; of what stands below its name
+_NARROW, _INDENT = (
+    16,
+    4,
+)  # columns that a text has at least; of what stands below its name
 
 
 def width() -> int:
-    """Columns of the terminal, or of the variable COLUMNS; 80 where there is neither."""
+    """Columns of the terminal, or of the variable COLUMNS; 80 where there is
+    neither.
+    """
     return shutil.get_terminal_size().columns
 
 
@@ -29,15 +34,17 @@ def show(*texts: str, to: TextIO | None = None) -> None:
 
 
 def digits(value: float, most: int = 3) -> str:
-    """A number of at least 0 in three digits, or in more where its whole part has more."""
+    """A number of at least 0 in three digits, or in more where its whole part has
+    more.
+    """
     return f"{value:.{most}g}" if value < 10**most - 0.5 else f"{value:.0f}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table of numbers, the heads first, that fits the terminal.
 
-    Heads break between words. Columns that do not fit go below the others, beside the first one
-    again and without the rows that are empty there.
+    Heads break between words. Columns that do not fit go below the others, beside the
+    first one again and without the rows that are empty there.
     """
     columns = list(zip(*rows, strict=True))
     sizes = [max(map(len, column)) for column in columns]
@@ -45,7 +52,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         sizes = [max(map(len, (*head.split(), *cells))) for head, *cells in columns]
     bands = [[0]]
     for at in range(1, len(sizes)):
-        if sum(sizes[own] + 2 for own in bands[-1]) + sizes[at] > width() and len(bands[-1]) > 1:
+        if (
+            sum(sizes[own] + 2 for own in bands[-1]) + sizes[at] > width()
+            and len(bands[-1]) > 1
+        ):
             bands.append([0])
         bands[-1].append(at)
     lines: list[str] = []
@@ -59,12 +69,15 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _line(cells: Sequence[str], sizes: Sequence[int]) -> str:
-    first, *others = (f"{cell:>{size}}" for cell, size in zip(cells, sizes, strict=True))
+    first, *others = (
+        f"{cell:>{size}}" for cell, size in zip(cells, sizes, strict=True)
+    )
     return "  ".join([cells[0].ljust(len(first)), *others]).rstrip()
 
 
 def listed(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table of texts that fits the terminal: its last column breaks between words.
+    """Lines of a table of texts that fits the terminal: its last column breaks between
+    words.
 
     Where that stays too narrow, the first one has a line of its own above the others.
     """
@@ -84,9 +97,13 @@ def _entries(
         ]
     entries = []
     for *cells, text in rows:
-        before = "".join(f"{cell:{size}}  " for cell, size in zip(cells, sizes, strict=True))
+        before = "".join(
+            f"{cell:{size}}  " for cell, size in zip(cells, sizes, strict=True)
+        )
         lines = wrapped(text, "", max(within - start, _NARROW)) or [""]
-        entries.append([(before + lines[0]).rstrip(), *(" " * start + line for line in lines[1:])])
+        entries.append(
+            [(before + lines[0]).rstrip(), *(" " * start + line for line in lines[1:])]
+        )
     return entries
 
 

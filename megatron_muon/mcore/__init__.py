@@ -1,1 +1,3 @@
-"""Muon in megatron-core: hooks, routing, wiring; ``seams`` lists what a new Megatron can break."""
+"""Muon in megatron-core: hooks, routing, wiring; ``seams`` lists what a new Megatron
+can break.
+"""

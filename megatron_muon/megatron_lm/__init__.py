@@ -1,1 +1,3 @@
-"""Megatron-LM's training scripts with Muon: flags, saves, the launcher and the patch's import."""
+"""Megatron-LM's training scripts with Muon: flags, saves, the launcher and the patch's
+import.
+"""

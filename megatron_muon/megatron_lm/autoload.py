@@ -1,8 +1,9 @@
 """The import that the patch adds at the end of ``megatron/training/__init__.py``.
 
-It adds Muon's flags to the parser. A run without ``--optimizer muon`` is otherwise as without the
-plugin, also where Muon could not run. For a run with it, the launcher's checks follow once the
-arguments are parsed. On a Megatron whose version is not supported, a run that asks for Muon ends.
+It adds Muon's flags to the parser. A run without ``--optimizer muon`` is otherwise as
+without the plugin, also where Muon could not run. For a run with it, the launcher's
+checks follow once the arguments are parsed. On a Megatron whose version is not
+supported, a run that asks for Muon ends.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ import torch
 
 from megatron_muon.console import say
 from megatron_muon.megatron_lm.install import asks_for_muon, install_training, wrap
-from megatron_muon.megatron_lm.launch import ON_CPU, check_installation, hide_gpus, without_gpu
+from megatron_muon.megatron_lm.launch import (
+    ON_CPU,
+    check_installation,
+    hide_gpus,
+    without_gpu,
+)
 from megatron_muon.presence import SeamError, require_core
 from megatron_muon.settings.flag_values import MUONS
 
@@ -54,7 +60,8 @@ def _has_no_muon(fault: SeamError) -> None:
 
 
 def _stop_muon() -> None:
-    """Let no run with ``--optimizer muon`` go on to Megatron's own; all else stays as it is.
+    """Let no run with ``--optimizer muon`` go on to Megatron's own; all else stays as
+    it is.
 
     This Megatron may be of any shape, so the command line is asked first.
     """
@@ -81,8 +88,12 @@ def _refuse_around(original: Callable[..., Any], *given: Any, **kwargs: Any) -> 
     return args
 
 
-def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Check the installation and turn on the CPU runtime before Megatron validates and builds."""
+def _validate_args(
+    original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any
+) -> Any:
+    """Check the installation and turn on the CPU runtime before Megatron validates and
+    builds.
+    """
     if asks_for_muon(args):
         if _fault is not None:
             raise _fault
@@ -94,12 +105,18 @@ def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs
 
 
 def _runs_on_cpu(args: Any) -> bool:
-    """Whether a run uses the CPU where there is no GPU: with Muon, or with ``--muon-cpu``."""
+    """Whether a run uses the CPU where there is no GPU: with Muon, or with
+    ``--muon-cpu``.
+    """
     return asks_for_muon(args) or bool(getattr(args, "muon_cpu", None))
 
 
-def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Without a GPU, parse the arguments first: up to 0.17 Megatron asserts one before."""
+def _initialize_megatron(
+    original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Without a GPU, parse the arguments first: up to 0.17 Megatron asserts one
+    before.
+    """
     signature = inspect.signature(original)
     call = signature.bind(*args, **kwargs)
     given = call.arguments

@@ -17,14 +17,18 @@ from megatron_muon.mcore.load_check.digest import iteration_of
 from megatron_muon.megatron_lm import switching, tracker
 from megatron_muon.megatron_lm.flags.namespace import is_on
 
-# The optimizer's name in a checkpoint's arguments. The saver of tools/checkpoint hands them to
-# validate_args of a Megatron without the plugin. In 0.16 and 0.17 it refuses a name with "muon" in
-# it together with use_distributed_optimizer.
+# The optimizer's name in a checkpoint's arguments. The saver of tools/checkpoint hands
+# them to validate_args of a Megatron without the plugin. In 0.16 and 0.17 it refuses a
+# name with "muon" in it together with use_distributed_optimizer.
 SAVED_NAME = "Muon"
 
 
-def generate_state_dict(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Megatron's state dict, with arguments that its tools can read without the plugin."""
+def generate_state_dict(
+    original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any
+) -> Any:
+    """Megatron's state dict, with arguments that its tools can read without the
+    plugin.
+    """
     state_dict = original(args, *rest, **kwargs)
     if is_on(args) and state_dict.get("args") is args:
         state_dict["args"] = copy.copy(args)
@@ -32,7 +36,7 @@ def generate_state_dict(original: Callable[..., Any], args: Any, *rest: Any, **k
     return state_dict
 
 
-# --- saving ----------------------------------------------------------------------------------
+# --- saving ---------------------------------------------------------------------------
 
 
 def save_checkpoint(
@@ -40,19 +44,24 @@ def save_checkpoint(
 ) -> Any:
     """Megatron's save. With ``--ckpt-format torch`` the digest is written after it.
 
-    For other formats ``mcore.load_check.save`` does so before Megatron writes its tracker.
+    For other formats ``mcore.load_check.save`` does so before Megatron writes its
+    tracker.
     """
     given = importlib.import_module("megatron.training").get_args()
     if not is_on(given):
         return original(iteration, model, *args, **kwargs)
-    named = inspect.signature(original).bind(iteration, model, *args, **kwargs).arguments
+    named = (
+        inspect.signature(original).bind(iteration, model, *args, **kwargs).arguments
+    )
     with _digest_of_torch(given, named):
         return original(iteration, model, *args, **kwargs)
 
 
 @contextmanager
 def _digest_of_torch(given: Any, named: dict[str, Any]) -> Iterator[None]:
-    """Mark the folder before ``torch.save``'s checkpoint, and write its digest after it."""
+    """Mark the folder before ``torch.save``'s checkpoint, and write its digest after
+    it.
+    """
     if given.use_dist_ckpt or named.get("non_persistent_ckpt") or "://" in given.save:
         yield  # the digest comes from the wrapped dist_checkpointing
         return
@@ -62,7 +71,9 @@ def _digest_of_torch(given: Any, named: dict[str, Any]) -> Iterator[None]:
     module = _checkpointing()
     ranks = {key: named[key] for key in _RANKS if key in named}
     release = bool(named.get("release"))
-    model = Path(module.get_checkpoint_name(given.save, named["iteration"], release, **ranks))
+    model = Path(
+        module.get_checkpoint_name(given.save, named["iteration"], release, **ranks)
+    )
     state = Path(module.get_distributed_optimizer_checkpoint_name(str(model)))
     folder = model.parent.parent
     names = [str(file.relative_to(folder)) for file in (model, state)]
@@ -71,10 +82,16 @@ def _digest_of_torch(given: Any, named: dict[str, Any]) -> Iterator[None]:
 
 
 # Arguments of ``save_checkpoint`` by which a tool names another rank's file.
-_RANKS = ("pipeline_parallel", "tensor_rank", "pipeline_rank", "expert_parallel", "expert_rank")
+_RANKS = (
+    "pipeline_parallel",
+    "tensor_rank",
+    "pipeline_rank",
+    "expert_parallel",
+    "expert_rank",
+)
 
 
-# --- loading ---------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------
 
 
 def load_checkpoint(
@@ -87,8 +104,8 @@ def load_checkpoint(
 ) -> Any:
     """Megatron's load, after a check of the checkpoint.
 
-    With ``--override-opt_param-scheduler`` the rates are those of this run. Of AdamW's own loads,
-    which are left to Megatron, a line says where they are not.
+    With ``--override-opt_param-scheduler`` the rates are those of this run. Of AdamW's
+    own loads, which are left to Megatron, a line says where they are not.
     """
     given = importlib.import_module("megatron.training").get_args()
     muon = is_on(given)
@@ -107,25 +124,38 @@ def load_checkpoint(
     from megatron_muon.megatron_lm.rates import of_this_run
 
     # as Megatron does within its load
-    given.finetune |= bool(_by_rank_0(lambda: "yes" * _is_from_pretrained(given, load_dir)))
+    given.finetune |= bool(
+        _by_rank_0(lambda: "yes" * _is_from_pretrained(given, load_dir))
+    )
     found = _by_rank_0(lambda: str(newest(given, load_dir) or ""))
     folder = Path(found) if found else None
     is_checked = False
     with ExitStack() as loading:
         if muon:
             is_checked = loading.enter_context(_checked(given, folder, ddp_model))
-        how = loading.enter_context(switching.from_other(given, optimizer, folder, muon=muon))
+        how = loading.enter_context(
+            switching.from_other(given, optimizer, folder, muon=muon)
+        )
         loading.enter_context(tracker.naming(_checkpointing(), load_dir, _step(given)))
-        loading.enter_context(of_this_run(optimizer, opt_param_scheduler, override=override))
+        loading.enter_context(
+            of_this_run(optimizer, opt_param_scheduler, override=override)
+        )
         result = original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
-    if muon and how == "own" and folder is not None and iteration_of(folder.name) is not None:
+    if (
+        muon
+        and how == "own"
+        and folder is not None
+        and iteration_of(folder.name) is not None
+    ):
         say_loaded(optimizer, owner(ddp_model), folder, is_checked=is_checked)
     return result
 
 
 @contextmanager
 def _explained_to_others(load_dir: str | None, given: Any) -> Iterator[None]:
-    """Explain another optimizer's failed load of Muon's checkpoint; until then do nothing."""
+    """Explain another optimizer's failed load of Muon's checkpoint; until then do
+    nothing.
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -139,11 +169,15 @@ def _explained_to_others(load_dir: str | None, given: Any) -> Iterator[None]:
             whose = Saved.of(folder).writer if folder is not None else None
         if whose != "muon":
             raise
-        way = "give --adamw-from-muon (Adam's moments of what Muon had start at zero), or "
+        way = (
+            "give --adamw-from-muon (Adam's moments of what Muon had start at "
+            "zero), or "
+        )
         if given.optimizer != "adam":
             way = f"--optimizer {given.optimizer} of Megatron's own cannot read it: "
         raise ValueError(
-            f"{folder} has Muon's optimizer state: {way}load the model alone (--no-load-optim)"
+            f"{folder} has Muon's optimizer state: {way}load the model alone "
+            "(--no-load-optim)"
         ) from error
 
 
@@ -166,7 +200,9 @@ def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[bool]:
 
 
 def newest(given: Any, load_dir: str | None) -> Path | None:
-    """The folder that Megatron will read, as this rank sees it; None for none or a local one."""
+    """The folder that Megatron will read, as this rank sees it; None for none or a
+    local one.
+    """
     module = _checkpointing()
     own = _latest(load_dir, _step(given))
     if _is_from_pretrained(given, load_dir):
@@ -187,11 +223,15 @@ def newest(given: Any, load_dir: str | None) -> Path | None:
 
 def _is_from_pretrained(given: Any, load_dir: str | None) -> bool:
     pretrained = getattr(given, "pretrained_checkpoint", None)
-    return bool(pretrained) and not (load_dir and _checkpointing().checkpoint_exists(load_dir))
+    return bool(pretrained) and not (
+        load_dir and _checkpointing().checkpoint_exists(load_dir)
+    )
 
 
 def _step(given: Any) -> int | None:
-    """``--ckpt-step``; None where it is not given or 0, which is the same to Megatron."""
+    """``--ckpt-step``; None where it is not given or 0, which is the same to
+    Megatron.
+    """
     return getattr(given, "ckpt_step", None) or None
 
 
@@ -209,7 +249,7 @@ def _latest(load_dir: str | None, step: int | None) -> Path | None:
     return Path(find(load_dir, number, release=release, return_base_dir=True))
 
 
-# --- both ------------------------------------------------------------------------------------
+# --- both -----------------------------------------------------------------------------
 
 
 def _checkpointing() -> Any:

@@ -1,4 +1,6 @@
-"""``--optimizer muon`` in Megatron-LM's training scripts: parser, checks and optimizer factory."""
+"""``--optimizer muon`` in Megatron-LM's training scripts: parser, checks and optimizer
+factory.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_muon.console import say
-from megatron_muon.mcore.seams.rows import check_hooks, check_row, megatron_version, rows_of
+from megatron_muon.mcore.seams.rows import (
+    check_hooks,
+    check_row,
+    megatron_version,
+    rows_of,
+)
 from megatron_muon.mcore.seams.training import ROWS, check_arguments
 from megatron_muon.mcore.watching.host import NO_HOST, set_host
 from megatron_muon.megatron_lm import checkpointing
-from megatron_muon.megatron_lm.bucketing import aligns_shards, choose_buckets, vocabulary_of
+from megatron_muon.megatron_lm.bucketing import (
+    aligns_shards,
+    choose_buckets,
+    vocabulary_of,
+)
 from megatron_muon.megatron_lm.flags import namespace
 from megatron_muon.megatron_lm.flags.parser import (
     add_flags,
@@ -37,18 +48,22 @@ from megatron_muon.settings.from_flags import muon_config, qk_clip_alpha
 
 _patches = Patches()
 _is_on = False  # whether the wrappers are in effect
-_without_vocabulary: list[bool] = []  # a run whose layout is chosen later: whether it is free
+_without_vocabulary: list[
+    bool
+] = []  # a run whose layout is chosen later: whether it is free
 
 
 def install_training() -> None:
-    """Wrap megatron.training so that its parser has Muon's flags and ``--optimizer muon`` works.
+    """Wrap megatron.training so that its parser has Muon's flags and ``--optimizer
+    muon`` works.
 
-    In a run with Muon, Megatron's checks see AdamW with the distributed optimizer, while the
-    arguments that it prints, logs and saves say Muon. A run without is as without the plugin.
-    Idempotent.
+    In a run with Muon, Megatron's checks see AdamW with the distributed optimizer,
+    while the arguments that it prints, logs and saves say Muon. A run without is as
+    without the plugin. Idempotent.
 
     Raises:
-        SeamError: names a function that megatron.training lacks or has with another signature.
+        SeamError: names a function that megatron.training lacks or has with another
+        signature.
     """
     text, version = megatron_version()
     for seam in rows_of(version, ROWS):  # the parser first: a later one may fail
@@ -58,7 +73,9 @@ def install_training() -> None:
 
 
 def wrap(module_name: str, name: str, wrapper: Callable[..., Any]) -> None:
-    """Put ``wrapper(original, ...)`` around a function of megatron.training. Idempotent."""
+    """Put ``wrapper(original, ...)`` around a function of megatron.training.
+    Idempotent.
+    """
     global _is_on
     _is_on = True
     module = importlib.import_module(module_name)
@@ -88,7 +105,7 @@ def asks_for_muon(args: Any) -> bool:
     return getattr(args, "optimizer", None) in MUONS and muon_backend(args) == "plugin"
 
 
-# --- the wrappers ----------------------------------------------------------------------------
+# --- the wrappers ---------------------------------------------------------------------
 
 
 def _parse_args(
@@ -107,7 +124,9 @@ def _parse_args(
         refuse_forks_flags(parser, sys.argv[1:])
         given.extend(given_on(parser, sys.argv[1:]))
         if any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
-            _refuse_yaml(None, given)  # before the YAML reader of Megatron main, which fails
+            _refuse_yaml(
+                None, given
+            )  # before the YAML reader of Megatron main, which fails
         return parser
 
     args = original(provide, *rest, **kwargs)
@@ -117,12 +136,15 @@ def _parse_args(
 
 
 def _validate_args(
-    original: Callable[..., Any], args: Any, defaults: dict[str, Any] | None = None, **kwargs: Any
+    original: Callable[..., Any],
+    args: Any,
+    defaults: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Megatron's validation, which sees AdamW where the run asks for Muon.
 
-    It has Megatron's branches for its own Muon: assertions up to 0.17, later a rewrite of
-    ``use_distributed_optimizer``.
+    It has Megatron's branches for its own Muon: assertions up to 0.17, later a rewrite
+    of ``use_distributed_optimizer``.
     """
     step_traces.check(args)
     is_muon = asks_for_muon(args)
@@ -167,7 +189,8 @@ def _on_the_cpu(args: Any) -> list[str]:
 
 
 def _settled(args: Any, *, is_free: bool) -> list[str]:
-    """Choose the layout where the run leaves it free, and note it for checkpoints; lines to print.
+    """Choose the layout where the run leaves it free, and note it for checkpoints;
+    lines to print.
 
     Without the overlap all layouts are alike.
     """
@@ -177,7 +200,10 @@ def _settled(args: Any, *, is_free: bool) -> list[str]:
     from megatron_muon.megatron_lm import layouts  # where gradient reduction overlaps
 
     config, lines = settings() or muon_config(args), list[str]()
-    if is_free and args.non_persistent_ckpt_type in (None, "global"):  # others say no layout
+    if is_free and args.non_persistent_ckpt_type in (
+        None,
+        "global",
+    ):  # others say no layout
         folder = checkpointing.newest(args, getattr(args, "load", None))
         device: Device = "cpu" if _is_on_cpu() else "cuda"
         args.muon_dp_layout, lines = layouts.own_layout(args, config, device, folder)
@@ -203,9 +229,11 @@ def _hidden(args: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def _leave_out(args: Any) -> list[str]:
-    """Leave a run without Muon to Megatron, except for what AdamW may have of the plugin's.
+    """Leave a run without Muon to Megatron, except for what AdamW may have of the
+    plugin's.
 
-    With the distributed optimizer that is also Megatron's own ``--qk-clip``, which fails on shards.
+    With the distributed optimizer that is also Megatron's own ``--qk-clip``, which
+    fails on shards.
     """
     again = not hasattr(args, KEPT)
     if args.optimizer == "adam":
@@ -216,7 +244,9 @@ def _leave_out(args: Any) -> list[str]:
     told = []
     decayed = bool(getattr(args, "weight_decay_all_params", False))
     if decayed:
-        told += ["--weight-decay-all-params: AdamW decays norms' gammas and biases, too"]
+        told += [
+            "--weight-decay-all-params: AdamW decays norms' gammas and biases, too"
+        ]
     threshold = getattr(args, "muon_qk_clip", None)
     if threshold is not None:
         if not args.use_distributed_optimizer:
@@ -224,7 +254,10 @@ def _leave_out(args: Any) -> list[str]:
                 "--muon-qk-clip clips the distributed optimizer's shards: add "
                 "--use-distributed-optimizer, or leave it out"
             )
-        told += [f"--muon-qk-clip {threshold:g}: attention logits are clipped after AdamW's steps"]
+        told += [
+            f"--muon-qk-clip {threshold:g}: attention logits are clipped after AdamW's "
+            "steps"
+        ]
     if args.use_distributed_optimizer:
         told += [
             text
@@ -234,20 +267,27 @@ def _leave_out(args: Any) -> list[str]:
         ]
     if told:
         importlib.import_module("megatron_muon.mcore.wiring.install").install(
-            MuonConfig(weight_decay_all_params=decayed, qk_clip=threshold, qk_clip_alpha=alpha)
+            MuonConfig(
+                weight_decay_all_params=decayed, qk_clip=threshold, qk_clip_alpha=alpha
+            )
         )
     return [] if again else told
 
 
-# Megatron's options about attention logits, and what the plugin says of them without Muon.
+# Megatron's options about attention logits, and what the plugin says of them without
+# Muon.
 _LOGITS = {
     "qk_clip": "--qk-clip: the plugin clips the shards of AdamW's main parameters",
-    "log_max_attention_logit": "--log-max-attention-logit: the plugin reduces the logits",
+    "log_max_attention_logit": (
+        "--log-max-attention-logit: the plugin reduces the logits"
+    ),
 }
 
 
 def _turn_on(args: Any) -> list[str]:
-    """Check a run with Muon, install Muon, and write its settings into ``args``; lines to print."""
+    """Check a run with Muon, install Muon, and write its settings into ``args``; lines
+    to print.
+    """
     check_hooks()  # before the import below, which already imports names of Megatron's
     from megatron_muon.mcore.wiring.install import install
 
@@ -272,8 +312,10 @@ def _check(args: Any) -> None:
     if not args.use_distributed_optimizer:
         faults += [
             ValueError(
-                f"--optimizer {args.optimizer} is Distributed Muon, which shards over Megatron's "
-                "distributed optimizer: add --use-distributed-optimizer, or choose Megatron's own "
+                f"--optimizer {args.optimizer} is Distributed Muon, which shards over "
+                "Megatron's "
+                "distributed optimizer: add --use-distributed-optimizer, or choose "
+                "Megatron's own "
                 "Muon, where this Megatron has one, by --muon-backend upstream"
             )
         ]
@@ -296,21 +338,31 @@ def _refuse_yaml(args: Any, given: list[str]) -> None:
         given = [f"optimizer: {args.optimizer}", *given]
     if given:
         raise ValueError(
-            f"{', '.join(given)} with --yaml-cfg: Megatron takes every argument from the file and "
-            "checks them elsewhere, so Muon's have no place there; give the run by flags"
+            f"{', '.join(given)} with --yaml-cfg: Megatron takes every argument from "
+            "the file and "
+            "checks them elsewhere, so Muon's have no place there; give the run by "
+            "flags"
         )
 
 
-def _print_args(original: Callable[..., Any], title: str, args: Any, **kwargs: Any) -> Any:
-    """Megatron's printing of the arguments, with the optimizer's name as it was given."""
+def _print_args(
+    original: Callable[..., Any], title: str, args: Any, **kwargs: Any
+) -> Any:
+    """Megatron's printing of the arguments, with the optimizer's name as it was
+    given.
+    """
     if namespace.is_on(args):
         args = copy.copy(args)
         args.optimizer = "muon"
     return original(title, args, **kwargs)
 
 
-def _get_megatron_optimizer_config(original: Callable[..., Any], args: Any, **kwargs: Any) -> Any:
-    """Megatron's optimizer config, with its own Muon's settings reset: the flags filled them."""
+def _get_megatron_optimizer_config(
+    original: Callable[..., Any], args: Any, **kwargs: Any
+) -> Any:
+    """Megatron's optimizer config, with its own Muon's settings reset: the flags filled
+    them.
+    """
     result = original(args, **kwargs)
     if namespace.is_on(args):
         config = result[0] if isinstance(result, tuple) else result
@@ -328,30 +380,47 @@ def _get_megatron_muon_optimizer(
     layer_wise_distributed_optimizer: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Build Distributed Muon by the hooked factory: 0.16 and 0.17 call this one for any Muon."""
+    """Build Distributed Muon by the hooked factory: 0.16 and 0.17 call this one for any
+    Muon.
+    """
     given = importlib.import_module("megatron.training").get_args()
     if not namespace.is_on(given):
         kwargs["layer_wise_distributed_optimizer"] = layer_wise_distributed_optimizer
         return original(config, model_chunks, *args, **kwargs)
     hooked = importlib.import_module("megatron.core.optimizer").get_megatron_optimizer
-    dump = given.dump_param_to_param_group_map  # Megatron passes it only to AdamW's factory
-    return hooked(config, model_chunks, *args, dump_param_to_param_group_map=dump, **kwargs)
+    dump = (
+        given.dump_param_to_param_group_map
+    )  # Megatron passes it only to AdamW's factory
+    return hooked(
+        config, model_chunks, *args, dump_param_to_param_group_map=dump, **kwargs
+    )
 
 
-def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Megatron's, with the tokenizer; then all ranks compare what they ask of the plugin."""
+def _initialize_megatron(
+    original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Megatron's, with the tokenizer; then all ranks compare what they ask of the
+    plugin.
+    """
     result = original(*args, **kwargs)
     given = importlib.import_module("megatron.training").get_args()
     _tell(_in_buckets(given))
-    core = sys.modules.get("megatron_muon.mcore.wiring.install")  # imported where anything is asked
+    core = sys.modules.get(
+        "megatron_muon.mcore.wiring.install"
+    )  # imported where anything is asked
     config = None if core is None else core.settings()
     buffers = "megatron_muon.mcore.wiring.buffers.shards"
     flags = {dest: getattr(given, dest, None) or None for dest in _AGREED}
     flags |= {dest: bool(getattr(given, dest, None)) for dest in ("load", "save")}
     agree_on_settings(
         [
-            *agreed.of_run(config or MuonConfig(), given.optimizer, megatron_version()[0]),
-            *(f"--{dest.replace('_', '-')}: {value!r}" for dest, value in flags.items()),
+            *agreed.of_run(
+                config or MuonConfig(), given.optimizer, megatron_version()[0]
+            ),
+            *(
+                f"--{dest.replace('_', '-')}: {value!r}"
+                for dest, value in flags.items()
+            ),
         ],
         asks=bool(config or flags["adamw_from_muon"] or flags["muon_trace_steps"]),
         device=lambda: importlib.import_module(buffers).device_of([]),
@@ -361,13 +430,19 @@ def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any
 
 # Flags that votes of the plugin depend on, and that are no settings of MuonConfig.
 _AGREED = (
-    *("muon_backend", "muon_from_adamw", "adamw_from_muon", "no_muon_checkpoint_digest"),
+    *(
+        "muon_backend",
+        "muon_from_adamw",
+        "adamw_from_muon",
+        "no_muon_checkpoint_digest",
+    ),
     *("muon_trace_steps", "finetune", "no_load_optim", "override_opt_param_scheduler"),
     *("ckpt_step", "use_dist_ckpt", "non_persistent_ckpt_type", "muon_dp_layout"),
 )
 
 
-# The wrappers of the seam table's rows, by name; ``autoload`` wraps ``initialize_megatron``, too.
+# The wrappers of the seam table's rows, by name; ``autoload`` wraps
+# ``initialize_megatron``, too.
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "initialize_megatron": _initialize_megatron,
     "parse_args": _parse_args,

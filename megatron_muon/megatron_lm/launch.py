@@ -1,4 +1,5 @@
-"""``torchrun … -m megatron_muon SCRIPT ARGS``: Megatron-LM's scripts with ``--optimizer muon``.
+"""``torchrun … -m megatron_muon SCRIPT ARGS``: Megatron-LM's scripts with ``--optimizer
+muon``.
 
 The checkout stays unchanged. Without a GPU the script runs on the CPU over gloo.
 """
@@ -21,8 +22,10 @@ from megatron_muon.presence import require_core, version_parts
 from megatron_muon.version import __version__
 
 USAGE = (
-    "usage: torchrun ... -m megatron_muon [--muon-cpu] SCRIPT.py [its arguments, with --optimizer "
-    "muon]\n--muon-cpu runs it on the CPU over gloo, as without it on a node without GPUs"
+    "usage: torchrun ... -m megatron_muon [--muon-cpu] SCRIPT.py [its arguments, with "
+    "--optimizer "
+    "muon]\n--muon-cpu runs it on the CPU over gloo, as without it on a node without "
+    "GPUs"
 )
 ON_CPU = "--muon-cpu"  # before the script's path or among its arguments
 _CORES = ("numpy", "packaging")  # what megatron.core imports beside torch
@@ -43,7 +46,8 @@ class LostGpuError(RuntimeError):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run a training script of a Megatron-LM checkout: its path and arguments, or ``--version``.
+    """Run a training script of a Megatron-LM checkout: its path and arguments, or
+    ``--version``.
 
     Raises:
         SystemExit: no script is given, or it is not there.
@@ -62,7 +66,8 @@ def main(argv: Sequence[str]) -> None:
     if not script.is_file():
         raise SystemExit(f"no script {argv[0]}\n{USAGE}")
     checkout = checkout_of(script)
-    # as `python SCRIPT` does for the script's folder, and for the Megatron that the script imports
+    # as `python SCRIPT` does for the script's folder, and for the Megatron that the
+    # script imports
     sys.path[:0] = list(dict.fromkeys([str(script.parent), str(checkout)]))
     check_installation(checkout)
     require_core()
@@ -79,34 +84,46 @@ def main(argv: Sequence[str]) -> None:
             raise
         raise MissingPackageError(f"{error}: {install}", name=error.name) from error
     except (ZeroDivisionError, TypeError) as error:
-        if "args.eval_interval" not in (traceback.extract_tb(error.__traceback__)[-1].line or ""):
+        if "args.eval_interval" not in (
+            traceback.extract_tb(error.__traceback__)[-1].line or ""
+        ):
             raise
-        text = "Megatron divides by --eval-interval: give one, with --eval-iters 0 to leave it out"
+        text = (
+            "Megatron divides by --eval-interval: give one, with --eval-iters 0 "
+            "to leave it out"
+        )
         raise ValueError(text) from error
 
 
 def what_to_install(core: Path, error: ModuleNotFoundError) -> str:
-    """The way out of an error of an import: its package, and the others that are not here.
+    """The way out of an error of an import: its package, and the others that are not
+    here.
 
-    They are those of a folder ``megatron/core``, and of the scripts beside it. Empty where the
-    error names no module, or one of Megatron's own.
+    They are those of a folder ``megatron/core``, and of the scripts beside it. Empty
+    where the error names no module, or one of Megatron's own.
     """
     name = (error.name or "").partition(".")[0]
     if not name or name.startswith("megatron"):
         return ""
     known = _SCRIPTS if (core.parent / "training").is_dir() else _CORES
-    missing = [name, *(each for each in known if importlib.util.find_spec(each) is None)]
+    missing = [
+        name,
+        *(each for each in known if importlib.util.find_spec(each) is None),
+    ]
     names = " ".join(dict.fromkeys(_PACKAGES.get(each, each) for each in missing))
     return f"Megatron-LM needs it, not megatron_muon; pip install {names}"
 
 
 def checkout_of(script: Path) -> Path:
-    """The folder above the script, or else on the import path, that has ``megatron/training``."""
+    """The folder above the script, or else on the import path, that has
+    ``megatron/training``.
+    """
     for folder in (*script.parents, *map(Path, sys.path)):
         if (folder / "megatron" / "training").is_dir():
             return folder.resolve()
     raise FileNotFoundError(
-        f"{script} is in no Megatron-LM checkout (a folder with megatron/training), and none is on "
+        f"{script} is in no Megatron-LM checkout (a folder with megatron/training), "
+        "and none is on "
         "PYTHONPATH"
     )
 
@@ -124,16 +141,21 @@ def check_installation(checkout: Path) -> None:
     way_out = "where it has no megatron/core, get all of it"
     if where is not None:
         other = where.parent
-        fault = f"megatron.core would be imported from {other} (core {version_of(other)})"
+        fault = (
+            f"megatron.core would be imported from {other} (core {version_of(other)})"
+        )
         way_out = "uninstall that megatron-core"
     raise MixedInstallationError(
-        f"megatron.training is in {checkout} (core {version_of(checkout / 'megatron' / 'core')}), "
+        f"megatron.training is in {checkout} (core "
+        f"{version_of(checkout / 'megatron' / 'core')}), "
         f"but {fault}: put the checkout first on PYTHONPATH, or {way_out}"
     )
 
 
 def version_of(core: Path) -> str:
-    """The version in the package_info.py of a folder ``megatron/core``, without importing it."""
+    """The version in the package_info.py of a folder ``megatron/core``, without
+    importing it.
+    """
     parts = version_parts(core / "package_info.py")
     return ".".join(str(parts.get(name, "?")) for name in ("MAJOR", "MINOR", "PATCH"))
 
@@ -144,13 +166,16 @@ def hide_gpus() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         raise RuntimeError(
-            f"{ON_CPU}: torch uses a GPU of this machine already; start the process with "
+            f"{ON_CPU}: torch uses a GPU of this machine already; start the process "
+            "with "
             "CUDA_VISIBLE_DEVICES= in its environment"
         )
 
 
 def without_gpu(*, late: bool = False) -> None:
-    """Turn on the CPU runtime where there is no GPU, unless one is expected (LostGpuError)."""
+    """Turn on the CPU runtime where there is no GPU, unless one is expected
+    (LostGpuError).
+    """
     torch = importlib.import_module("torch")
     cpu = importlib.import_module("megatron_muon.cpu")
     if torch.cuda.is_available() or cpu.enabled():
@@ -159,8 +184,10 @@ def without_gpu(*, late: bool = False) -> None:
     sign = None if ON_CPU in sys.argv else sign_of_gpu()
     if sign is not None:
         raise LostGpuError(
-            f"torch sees no GPU on rank {rank} ({platform.node()}), but {sign}. Check nvidia-smi "
-            f"and CUDA_VISIBLE_DEVICES there, or give {ON_CPU} to run on the CPU on every rank"
+            f"torch sees no GPU on rank {rank} ({platform.node()}), but {sign}. Check "
+            "nvidia-smi "
+            f"and CUDA_VISIBLE_DEVICES there, or give {ON_CPU} to run on the CPU on "
+            "every rank"
         )
     cpu.enable(late=late)
     importlib.import_module("megatron_muon.cpu.training").enable()
@@ -173,11 +200,20 @@ def sign_of_gpu() -> str | None:
     """The reason to expect a GPU where torch sees none, or None."""
     torch = importlib.import_module("torch")
     if torch.version.cuda is not None and _has_driver():
-        return f"this torch is built for CUDA {torch.version.cuda} and NVIDIA's driver is installed"
-    world, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        return (
+            f"this torch is built for CUDA {torch.version.cuda} and NVIDIA's "
+            "driver is installed"
+        )
+    world, local = (
+        os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    )
     if world.isdecimal() and local.isdecimal() and int(world) > int(local):
-        return f"the run has several nodes (WORLD_SIZE={world}, LOCAL_WORLD_SIZE={local})"
-    nodes = "1" if local or world in ("", "1") else os.environ.get("SLURM_NNODES") or "1"
+        return (
+            f"the run has several nodes (WORLD_SIZE={world}, LOCAL_WORLD_SIZE={local})"
+        )
+    nodes = (
+        "1" if local or world in ("", "1") else os.environ.get("SLURM_NNODES") or "1"
+    )
     return f"the run has {nodes} nodes (SLURM_NNODES)" if nodes != "1" else None
 
 

@@ -1,8 +1,10 @@
-"""The layout of grad buffers that a run takes by itself: by both speeds, or as it was saved.
+"""The layout of grad buffers that a run takes by itself: by both speeds, or as it was
+saved.
 
-Only where ``--muon-dp-layout`` is not given. A run that starts without a checkpoint and with a
-stated link takes the layout with the shorter step, from plans of its first pipeline stage. One that
-goes on from a checkpoint keeps its layout: formats in buckets load into no others.
+Only where ``--muon-dp-layout`` is not given. A run that starts without a checkpoint and
+with a stated link takes the layout with the shorter step, from plans of its first
+pipeline stage. One that goes on from a checkpoint keeps its layout: formats in buckets
+load into no others.
 """
 
 from __future__ import annotations
@@ -14,37 +16,59 @@ from fractions import Fraction
 from pathlib import Path
 
 from megatron_muon.mcore.load_check import digest
-from megatron_muon.megatron_lm.bucketing import REFERENCE_DP_SIZE, aligns_shards, buffers
+from megatron_muon.megatron_lm.bucketing import (
+    REFERENCE_DP_SIZE,
+    aligns_shards,
+    buffers,
+)
 from megatron_muon.orthogonalize.numerics import Device, Numerics
-from megatron_muon.planning.buckets.count import Buffer, choose, in_buckets, stock_bucket_size
+from megatron_muon.planning.buckets.count import (
+    Buffer,
+    choose,
+    in_buckets,
+    stock_bucket_size,
+)
 from megatron_muon.planning.buckets.order import Holders, orders, parameters_in
 from megatron_muon.planning.grid import RankGrid, neighbours_of
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
 from megatron_muon.settings.config import MuonConfig
 
-# With it the time model has the other layout ahead by more than 5 % in none of 114 runs, 340M and
-# Llama-3-8B on 2 to 64 ranks at 3 to 450 GB/s.
+# With it the time model has the other layout ahead by more than 5 % in none of 114
+# runs, 340M and Llama-3-8B on 2 to 64 ranks at 3 to 450 GB/s.
 _LEAST_GAIN = Fraction(1, 32)
-_FIXED = ("ddp_num_buckets", "ddp_bucket_size", "overlap_param_gather_with_optimizer_step")
+_FIXED = (
+    "ddp_num_buckets",
+    "ddp_bucket_size",
+    "overlap_param_gather_with_optimizer_step",
+)
 _HYBRID = ("hybrid_override_pattern", "hybrid_layer_pattern")
 
 
 def own_layout(
     args: Namespace, config: MuonConfig, device: Device, folder: Path | None
 ) -> tuple[str, list[str]]:
-    """The layout, and lines to print; ``folder`` is the checkpoint that the run goes on from."""
+    """The layout, and lines to print; ``folder`` is the checkpoint that the run goes on
+    from.
+    """
     if folder is not None:
         saved = saved_layout(folder)
-        return saved, [f"--muon-dp-layout {saved}, as {folder} has it"] * (saved == "bucketed")
-    free = args.overlap_grad_reduce and not any(getattr(args, x, None) for x in (*_FIXED, *_HYBRID))
+        return saved, [f"--muon-dp-layout {saved}, as {folder} has it"] * (
+            saved == "bucketed"
+        )
+    free = args.overlap_grad_reduce and not any(
+        getattr(args, x, None) for x in (*_FIXED, *_HYBRID)
+    )
     if not free or not config.homes_by_link or not config.checkpoint_digest:
         return "contiguous", []
     chosen = choose(buffers(args, REFERENCE_DP_SIZE))
     if chosen is None:
         return "contiguous", []
     weights = [weight for one in buffers(args, 1, norms=True) for weight in one.weights]
-    size, own = sum(each.numel for each in weights) // chosen.number, Numerics(config, device)
+    size, own = (
+        sum(each.numel for each in weights) // chosen.number,
+        Numerics(config, device),
+    )
     contiguous = _ends(args, own, size, in_order=aligns_shards(args))
     own = Numerics(replace(config, align_shards=False), device)
     bucketed = _ends(args, own, None, in_order=False)
@@ -52,7 +76,8 @@ def own_layout(
         return "contiguous", []
     return "bucketed", [
         "--muon-dp-layout bucketed: by the stated speeds a step takes "
-        f"{bucketed / contiguous:.0%} of the time of contiguous. Runs that go on from its "
+        f"{bucketed / contiguous:.0%} of the time of contiguous. Runs that go on from "
+        "its "
         "checkpoints keep it; the flag sets it"
     ]
 
@@ -65,7 +90,9 @@ def note(layout: str) -> None:
 
 
 def saved_layout(folder: Path) -> str:
-    """The layout that a checkpoint's digest names; that of earlier versions where it names none."""
+    """The layout that a checkpoint's digest names; that of earlier versions where it
+    names none.
+    """
     try:
         content = digest.read(folder) or {}
     except (digest.DigestError, OSError):  # the load says so
@@ -73,7 +100,9 @@ def saved_layout(folder: Path) -> str:
     return "bucketed" if content.get("layout") == "bucketed" else "contiguous"
 
 
-def _ends(args: Namespace, numerics: Numerics, size: int | None, *, in_order: bool) -> int:
+def _ends(
+    args: Namespace, numerics: Numerics, size: int | None, *, in_order: bool
+) -> int:
     """The time of a step with buckets of a size; None: of Megatron's own."""
     ranks = args.world_size // args.pipeline_model_parallel_size
     stock = stock_bucket_size(ranks // args.tensor_model_parallel_size)
@@ -100,9 +129,12 @@ def _located(
     own = [bucket.own() for bucket in buckets]
     order = orders(buckets, Holders(dp, tp), numerics) if in_order else own
     placed = parameters_in(buckets, order)
-    neighbours = neighbours_of([rank // numerics.config.node_ranks for rank in range(ranks)])
+    neighbours = neighbours_of(
+        [rank // numerics.config.node_ranks for rank in range(ranks)]
+    )
     grid = tuple(
-        tuple(tuple((d * ep + e) * tp + t for d in range(dp)) for t in range(tp)) for e in range(ep)
+        tuple(tuple((d * ep + e) * tp + t for d in range(dp)) for t in range(tp))
+        for e in range(ep)
     )
     every = [replace(one, ep_rank=e) for e in range(ep) for one in placed]
     return every, RankGrid(grid, neighbours)

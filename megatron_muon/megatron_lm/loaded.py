@@ -19,7 +19,8 @@ from megatron_muon.runtime.consensus import together
 def say_loaded(
     optimizer: Any, trained: TrainedModel | None, folder: Path, *, is_checked: bool
 ) -> None:
-    """Print on rank 0 what was loaded of Muon's own checkpoint, and with which rates it goes on.
+    """Print on rank 0 what was loaded of Muon's own checkpoint, and with which rates it
+    goes on.
 
     Every rank of the world calls it.
 
@@ -28,15 +29,21 @@ def say_loaded(
         trained: the model of this rank.
         is_checked: whether the files have been compared with the checkpoint's digest.
     """
-    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    parts = [
+        part for part in optimizer.chained_optimizers if not part.is_stub_optimizer
+    ]
     speaks = trained is not None and trained.stage.speaks
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
 
     def own() -> str:
         matrices = sum(len(part.muon.plan.matrices) for part in parts) if speaks else 0
-        return json.dumps([matrices, [group for part in parts for group in _groups(part)]])
+        return json.dumps(
+            [matrices, [group for part in parts for group in _groups(part)]]
+        )
 
-    every = [json.loads(text) for text in all_gather_texts(together(own, None, device), None)]
+    every = [
+        json.loads(text) for text in all_gather_texts(together(own, None, device), None)
+    ]
     if dist.get_rank() != 0:
         return
     names: dict[tuple[float, float], list[Any]] = {}
@@ -45,17 +52,21 @@ def say_loaded(
             names[lr, decay] = min(name, names.get((lr, decay), name))
     muons_first = sorted(names.items(), key=lambda item: item[1])
     rates = "; ".join(
-        f"{lr:.6g} and {decay:.6g} ({name}, …)" for (lr, decay), (_, name) in muons_first
+        f"{lr:.6g} and {decay:.6g} ({name}, …)"
+        for (lr, decay), (_, name) in muons_first
     )
     checked = "digest checked" if is_checked else "no digest checked"
     say(
         f"[megatron_muon] loaded {folder}: {checked}, momentum of "
-        f"{sum(matrices for matrices, _ in every)} matrices; first rates and weight decays: {rates}"
+        f"{sum(matrices for matrices, _ in every)} matrices; first rates and weight "
+        f"decays: {rates}"
     )
 
 
 def _groups(part: Any) -> list[tuple[float, float, bool, str]]:
-    """Rate, decay, whether AdamW's, and a name of each group that this rank has shards of."""
+    """Rate, decay, whether AdamW's, and a name of each group that this rank has shards
+    of.
+    """
     shards = {id(shard): param for param, shard in part._shard_of.items()}
     found = []
     for group in part.optimizer.param_groups:
@@ -64,5 +75,7 @@ def _groups(part: Any) -> list[tuple[float, float, bool, str]]:
             for shard in group["params"]
         ]
         if names:
-            found.append((float(group["lr"]), float(group["weight_decay"]), *min(names)))
+            found.append(
+                (float(group["lr"]), float(group["weight_decay"]), *min(names))
+            )
     return found

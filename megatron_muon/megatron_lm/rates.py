@@ -19,14 +19,17 @@ _OPTION = "--override-opt_param-scheduler"
 
 @contextmanager
 def of_this_run(optimizer: Any, scheduler: Any, *, override: bool) -> Iterator[None]:
-    """Within it Megatron loads; then the groups get their rates from the scheduler once more.
+    """Within it Megatron loads; then the groups get their rates from the scheduler once
+    more.
 
-    Megatron's scheduler sets them within its own load. It does not read the weight decays of the
-    checkpoint before that. With ``override`` it keeps this run's schedule, while the rates that
-    the checkpoint gives to the groups have precedence. So those of this run are put back first.
+    Megatron's scheduler sets them within its own load. It does not read the weight
+    decays of the checkpoint before that. With ``override`` it keeps this run's
+    schedule, while the rates that the checkpoint gives to the groups have precedence.
+    So those of this run are put back first.
 
     Args:
-        optimizer: a chain of Muon's, or of AdamW's that may load Muon's checkpoint; or None.
+        optimizer: a chain of Muon's, or of AdamW's that may load Muon's checkpoint; or
+        None.
         scheduler: Megatron's OptimizerParamScheduler of ``optimizer``; or None.
         override: whether the run has ``--override-opt_param-scheduler``.
     """
@@ -55,7 +58,8 @@ def _put_back(group: Group, own: Group) -> None:
 def told_of_adamw(optimizer: Any) -> Iterator[None]:
     """Within it Megatron loads into AdamW with ``--override-opt_param-scheduler``.
 
-    Rank 0 prints a line if AdamW's groups have not kept this run's rates, or if the load fails.
+    Rank 0 prints a line if AdamW's groups have not kept this run's rates, or if the
+    load fails.
     """
     before = [_read(group) for group in optimizer.param_groups]
     try:
@@ -63,7 +67,8 @@ def told_of_adamw(optimizer: Any) -> Iterator[None]:
     except (KeyError, ValueError):
         if "max_lr" in getattr(distrib_optimizer, "param_group_identifier_keys", ()):
             _warn(
-                "this Megatron finds the checkpoint's parameter groups by their rates, so its load "
+                "this Megatron finds the checkpoint's parameter groups by their rates, "
+                "so its load "
                 "fails where --lr, --min-lr or the decoupled ones have changed"
             )
         raise
@@ -73,8 +78,10 @@ def told_of_adamw(optimizer: Any) -> Iterator[None]:
         own, loaded = changed[0]
         key = next(key for key in _READ if own.get(key) != loaded.get(key))
         _warn(
-            f"Megatron's load has changed the rates of {len(changed)} of {len(before)} parameter "
-            f"groups, first {key} from this run's {own.get(key)} to {loaded.get(key)}; AdamW "
+            f"Megatron's load has changed the rates of {len(changed)} of {len(before)} "
+            "parameter "
+            f"groups, first {key} from this run's {own.get(key)} to {loaded.get(key)}; "
+            "AdamW "
             "trains with these until the run ends"
         )
 
@@ -82,7 +89,9 @@ def told_of_adamw(optimizer: Any) -> Iterator[None]:
 def _warn(fault: str) -> None:
     if dist.get_rank() == 0:
         say(
-            f"[megatron_muon] warning: {_OPTION}: {fault}. Give --no-load-optim: then moments and "
-            "schedule start anew. Or keep the checkpoint's schedule and leave out this flag "
+            f"[megatron_muon] warning: {_OPTION}: {fault}. Give --no-load-optim: then "
+            "moments and "
+            "schedule start anew. Or keep the checkpoint's schedule and leave out this "
+            "flag "
             "(before core 0.19 also --decoupled-lr)"
         )

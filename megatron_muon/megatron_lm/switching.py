@@ -19,7 +19,9 @@ from megatron_muon.runtime.patches import replaced
 _SAID = {
     "momentum": "AdamW's: Muon's momentum starts as exp_avg / (1 - β1)",
     "fresh": "AdamW's: Muon's momentum starts at zero",
-    "megatron's": "of Megatron's own Muon: its momentum, a mean, goes on as the sum M / (1 - μ)",
+    "megatron's": (
+        "of Megatron's own Muon: its momentum, a mean, goes on as the sum M / (1 - μ)"
+    ),
     "muon's": "Muon's: Adam's moments of what Muon had start at zero",
 }
 
@@ -28,14 +30,16 @@ _SAID = {
 def from_other(
     args: Namespace, optimizer: Any, folder: Path | None, *, muon: bool
 ) -> Iterator[str]:
-    """Within it ``optimizer`` loads the checkpoint, converted if another optimizer wrote it.
+    """Within it ``optimizer`` loads the checkpoint, converted if another optimizer
+    wrote it.
 
-    Every rank of the world calls it, with ``muon`` in a run of Muon's. It gives how the state is
+    Every rank of the world calls it, with ``muon`` in a run of Muon's. It gives how the
+    state is
     read: a key of ``_SAID``, ``own``, ``after muon``, or "" where none is.
 
     Raises:
-        ValueError: the checkpoint is AdamW's and no flag says how to load it, or ranks see
-            different files.
+        ValueError: the checkpoint is AdamW's and no flag says how to load it, or ranks
+            see different files.
     """
     if optimizer is None or folder is None or args.finetune or args.no_load_optim:
         yield ""
@@ -47,7 +51,9 @@ def from_other(
 
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
     saved = together(lambda: Saved.of(folder), None, device)
-    how = _agreed(lambda: _into_muon(args, saved) if muon else _into_adamw(saved), device)
+    how = _agreed(
+        lambda: _into_muon(args, saved) if muon else _into_adamw(saved), device
+    )
     if how in _SAID and dist.get_rank() == 0:
         say(f"[megatron_muon] {folder} is {_SAID[how]}")
     with ExitStack() as reading:
@@ -57,7 +63,9 @@ def from_other(
             settings = together(lambda: saved.record()["settings"], None, device)
             reading.enter_context(adamw_after_muon.reading_muon(optimizer, settings))
         elif how == "after muon":
-            former = together(lambda: saved.record(adamw_after_muon.YOUNG)["former"], None, device)
+            former = together(
+                lambda: saved.record(adamw_after_muon.YOUNG)["former"], None, device
+            )
             adamw_after_muon.go_on_after_muon(optimizer, former)
         elif how == "megatron's":
             reading.enter_context(_metadata_of_whole_weights())
@@ -68,19 +76,24 @@ def from_other(
 
 
 def _agreed(find: Callable[[], str], device: Any) -> Any:
-    """How to read the checkpoint; equal on all ranks, since collectives depend on it."""
+    """How to read the checkpoint; equal on all ranks, since collectives depend on
+    it.
+    """
     how = together(find, None, device)
     every = set(all_gather_texts(how, None))
     if len(every) > 1:
         raise ValueError(
-            "ranks see different files: a checkpoint must be on a file system that all of them "
+            "ranks see different files: a checkpoint must be on a file system that all "
+            "of them "
             f"share (some would read it as {', others as '.join(sorted(every))})"
         )
     return how
 
 
 def _into_muon(args: Namespace, saved: Any) -> str:
-    """How a run with Muon reads the checkpoint: ``own`` (unconverted), or a key of ``_SAID``."""
+    """How a run with Muon reads the checkpoint: ``own`` (unconverted), or a key of
+    ``_SAID``.
+    """
     if saved.writer != "adamw":
         return "own"
     if saved.is_megatrons:
@@ -88,15 +101,19 @@ def _into_muon(args: Namespace, saved: Any) -> str:
     how = str(args.muon_from_adamw)
     if how == "refuse":
         raise ValueError(
-            f"{saved.folder} has AdamW's optimizer state: give --muon-from-adamw momentum (Muon's "
-            "momentum starts as Adam's first moment, scaled) or --muon-from-adamw fresh (at zero), "
+            f"{saved.folder} has AdamW's optimizer state: give --muon-from-adamw "
+            "momentum (Muon's "
+            "momentum starts as Adam's first moment, scaled) or --muon-from-adamw "
+            "fresh (at zero), "
             "or load the model alone (--no-load-optim)"
         )
     return how
 
 
 def _into_adamw(saved: Any) -> str:
-    """How a run with AdamW reads the checkpoint: ``own``, ``muon's`` or ``after muon``."""
+    """How a run with AdamW reads the checkpoint: ``own``, ``muon's`` or ``after
+    muon``.
+    """
     from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import YOUNG
 
     if saved.writer == "muon":
@@ -108,14 +125,17 @@ def _into_adamw(saved: Any) -> str:
 def _metadata_of_whole_weights() -> Iterator[None]:
     """Within it Megatron takes every checkpoint for one that can be resharded.
 
-    Checkpoints of its own Muon lack this entry, since they have no distributed optimizer. Where TP
-    or PP differ, or with --ckpt-fully-parallel-load, Megatron reads it and stops at a KeyError.
+    Checkpoints of its own Muon lack this entry, since they have no distributed
+    optimizer. Where TP or PP differ, or with --ckpt-fully-parallel-load, Megatron reads
+    it and stops at a KeyError.
     """
     from megatron.core import dist_checkpointing
 
     from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
 
-    original = getattr(dist_checkpointing, "load_content_metadata", None)  # core 0.13 and later
+    original = getattr(
+        dist_checkpointing, "load_content_metadata", None
+    )  # core 0.13 and later
 
     def load_content_metadata(*args: Any, **kwargs: Any) -> dict[str, Any]:
         assert original is not None

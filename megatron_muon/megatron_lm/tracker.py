@@ -1,7 +1,7 @@
 """Megatron-LM's tracker file names the checkpoint to load.
 
-Megatron writes ``latest_checkpointed_iteration.txt`` after a save, in place. Nothing here changes
-it or any other file.
+Megatron writes ``latest_checkpointed_iteration.txt`` after a save, in place. Nothing
+here changes it or any other file.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from megatron_muon.mcore.load_check.files import open_regular
 from megatron_muon.runtime.patches import replaced
 
 NAME = "latest_checkpointed_iteration.txt"
-# What earlier versions left where a save over the checkpoint that the tracker names was stopped:
-# the folder that they had moved it to, and a mark.
+# What earlier versions left where a save over the checkpoint that the tracker names was
+# stopped: the folder that they had moved it to, and a mark.
 _SET_ASIDE = re.compile(r"(iter_[0-9]{7,}|release)\.(?:before|anew)")
 _MOST = 4096  # cap on a tracker's bytes; a number has few
 
 
 @contextmanager
-def naming(checkpointing: Any, load_dir: str | None, step: int | None) -> Iterator[None]:
-    """Within it Megatron reads ``step``, of ``--ckpt-step``, from the tracker in ``load_dir``.
+def naming(
+    checkpointing: Any, load_dir: str | None, step: int | None
+) -> Iterator[None]:
+    """Within it Megatron reads ``step``, of ``--ckpt-step``, from the tracker in
+    ``load_dir``.
 
-    With ``--ckpt-format torch`` Megatron loads the model and the parameter groups of that step. It
-    loads the rest of a distributed optimizer's state, also AdamW's, from the checkpoint that the
-    tracker names. Source: ``load_checkpoint`` of core_v0.16.1 ("NOTE: this is a manual read of the
-    tracker file").
+    With ``--ckpt-format torch`` Megatron loads the model and the parameter groups of
+    that step. It loads the rest of a distributed optimizer's state, also AdamW's, from
+    the checkpoint that the tracker names. Source: ``load_checkpoint`` of core_v0.16.1
+    ("NOTE: this is a manual read of the tracker file").
     """
     if load_dir is None or step is None:
         yield
@@ -48,7 +51,9 @@ def naming(checkpointing: Any, load_dir: str | None, step: int | None) -> Iterat
 
 
 def named_by(save_dir: Path) -> str | None:
-    """The name of the folder that the tracker names, if there is one; ValueError for a bad text."""
+    """The name of the folder that the tracker names, if there is one; ValueError for a
+    bad text.
+    """
     path = save_dir / NAME
     try:
         with open_regular(path) as file:
@@ -61,8 +66,10 @@ def named_by(save_dir: Path) -> str | None:
         complete = digest.last_complete(save_dir)
         last = "" if complete is None else f" {complete}, the last complete one"
         raise ValueError(
-            f"{path} has {text[:60]!r} in it, neither the number of an iteration nor release: "
-            f"write the number of the checkpoint to load into it, or give --ckpt-step{last}"
+            f"{path} has {text[:60]!r} in it, neither the number of an iteration nor "
+            "release: "
+            "write the number of the checkpoint to load into it, or give "
+            f"--ckpt-step{last}"
         )
     return f"iter_{int(text):07d}"
 
@@ -70,10 +77,12 @@ def named_by(save_dir: Path) -> str | None:
 def require_settled(load_dir: Path) -> None:
     """Refuse a folder in which a save by an earlier version was stopped, or still runs.
 
-    Such a save moved the checkpoint that the tracker names to ``NAME.before`` and wrote anew.
+    Such a save moved the checkpoint that the tracker names to ``NAME.before`` and wrote
+    anew.
 
     Raises:
-        ValueError: has the commands that put it back, or aside where the new one is whole.
+        ValueError: has the commands that put it back, or aside where the new one is
+        whole.
     """
     marks = (_SET_ASIDE.fullmatch(path.name) for path in load_dir.glob("*"))
     name = min((mark[1] for mark in marks if mark), default=None)
@@ -87,7 +96,8 @@ def require_settled(load_dir: Path) -> None:
         moves = f"mv {here}.before {here}.older && "
     number = digest.iteration_of(name)
     raise ValueError(
-        f"a save into {load_dir / name} by an earlier megatron_muon was stopped, or still runs. If "
+        f"a save into {load_dir / name} by an earlier megatron_muon was stopped, or "
+        "still runs. If "
         f"it was stopped: {moves}rm -f {here}.anew && "
         f"echo {name if number is None else number} > {tracker}"
     )

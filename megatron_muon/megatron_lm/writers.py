@@ -12,7 +12,9 @@ class MegatronLM(Host):
     """Steps are its iterations; scalars go where it writes."""
 
     def step(self) -> int | None:
-        """The iteration under way, as Megatron's log numbers it; None outside its loop."""
+        """The iteration under way, as Megatron's log numbers it; None outside its
+        loop.
+        """
         before = _argument("curr_iteration")
         return None if before is None else before + 1
 
@@ -23,7 +25,10 @@ class MegatronLM(Host):
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """To TensorBoard and W&B, where the run has them."""
         variables = importlib.import_module("megatron.training.global_vars")
-        tensorboard, wandb = variables.get_tensorboard_writer(), variables.get_wandb_writer()
+        tensorboard, wandb = (
+            variables.get_tensorboard_writer(),
+            variables.get_wandb_writer(),
+        )
         if tensorboard is not None:
             for name, value in scalars.items():
                 tensorboard.add_scalar(name, value, step)

@@ -1,1 +1,3 @@
-"""Newton-Schulz: the choice of an iteration for a matrix, its products, and their rounding."""
+"""Newton-Schulz: the choice of an iteration for a matrix, its products, and their
+rounding.
+"""

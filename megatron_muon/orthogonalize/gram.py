@@ -1,7 +1,8 @@
-"""The Gram iteration: polynomials of the short side's square, and X multiplied once a segment.
+"""The Gram iteration: polynomials of the short side's square, and X multiplied once a
+segment.
 
-``iteration`` has its formulas, its source and the restarts between segments; ``newton_schulz``
-says which matrix gets it.
+``iteration`` has its formulas, its source and the restarts between segments;
+``newton_schulz`` says which matrix gets it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from megatron_muon.settings.coefficients import Triple
 def gram_iteration(
     x: Tensor, parts: Segments, products: Products, spare: Tensor | None = None
 ) -> Tensor:
-    """Apply the same polynomials to the short side's square, and multiply X once per segment.
+    """Apply the same polynomials to the short side's square, and multiply X once per
+    segment.
 
-    X is rounded as in the standard iteration, the square matrices to ``products.squares``.
+    X is rounded as in the standard iteration, the square matrices to
+    ``products.squares``.
 
-    ``x`` is ``(m, n)``, or ``(k, m, n)``, as ``products.enter`` makes it; the result is not scaled.
-    Iterates alternate between ``x`` and ``spare``, of its shape. None: each has new memory.
+    ``x`` is ``(m, n)``, or ``(k, m, n)``, as ``products.enter`` makes it; the result is
+    not scaled. Iterates alternate between ``x`` and ``spare``, of its shape. None: each
+    has new memory.
     """
     is_tall = x.size(-2) > x.size(-1)
     holds_all = spare is not None and _holds_all_squares(x)
@@ -46,10 +50,12 @@ def gram_iteration(
 
 
 def _holds_all_squares(x: Tensor) -> bool:
-    """Whether all squares of a tall matrix fit into the spare one, Q into the rows filled last.
+    """Whether all squares of a tall matrix fit into the spare one, Q into the rows
+    filled last.
 
     It follows from the shape alone, since bits do. At LLM sizes the memory of a square
-    is worth its copy, 0.2 % of the iteration (by bytes over 3 TB/s and flops over 400 TFLOP/s).
+    is worth its copy, 0.2 % of the iteration (by bytes over 3 TB/s and flops over 400
+    TFLOP/s).
     """
     return x.dim() == 2 and squares_outside(*x.shape) == 0
 
@@ -59,7 +65,8 @@ def _over_factor(
 ) -> Tensor:
     """X ← XQ of a tall X, where Q is in the last rows of ``out``.
 
-    These rows are made where rows of X are that are read already, and take Q's place at the end.
+    These rows are made where rows of X are that are read already, and take Q's place at
+    the end.
     """
     first = x.size(0) - x.size(1)  # of the rows in which Q is
     products.times(factor, x[:first], alpha=alpha, is_tall=True, out=out[:first])
@@ -74,19 +81,26 @@ class _Squares:
     """Memory of a segment's square matrices, each ``(m, m)`` or ``(k, m, m)``."""
 
     gram: Tensor  # R
-    power: Tensor  # P = bR + cR²; H = a + P where linear terms are folded, and so the first Q
+    # P = bR + cR²; H = a + P where linear terms are folded, and so the first Q
+    power: Tensor
     factor: Tensor  # Q
     other: Tensor  # Q's next value, then R(a + Z)
 
     @classmethod
     def of(
-        cls, x: Tensor, spare: Tensor | None, steps: int, *, folded: bool, holds_all: bool
+        cls,
+        x: Tensor,
+        spare: Tensor | None,
+        steps: int,
+        *,
+        folded: bool,
+        holds_all: bool,
     ) -> _Squares:
         """As many as fit are in ``spare``, which is free until X ← QX is written to it.
 
-        That product reads Q, so after the last of ``steps`` Q is outside of ``spare``, or in its
-        last rows (``_over_factor``): after an even number in ``other``, after an odd one where the
-        first step writes it.
+        That product reads Q, so after the last of ``steps`` Q is outside of ``spare``,
+        or in its last rows (``_over_factor``): after an even number in ``other``, after
+        an odd one where the first step writes it.
         """
         shape = (*x.shape[:-2], min(x.shape[-2:]), min(x.shape[-2:]))
         numel = math.prod(shape)
@@ -94,7 +108,9 @@ class _Squares:
         inside = [part.view(shape) for part in free[:3] if part.numel() == numel]
         if spare is not None and holds_all:
             inside.insert(0, spare.view(-1)[-numel:].view(shape))
-        last, one, two, three = [x.new_empty(shape) for _ in range(4 - len(inside))] + inside
+        last, one, two, three = [
+            x.new_empty(shape) for _ in range(4 - len(inside))
+        ] + inside
         if steps % 2 == 0:
             return cls(gram=one, power=two, factor=three, other=last)
         if folded:
@@ -103,25 +119,36 @@ class _Squares:
 
 
 def factor_of(gram: Tensor, steps: tuple[Triple, ...], products: Products) -> Tensor:
-    """``_factor`` of R, ``(m, m)``, which is overwritten; products round to the squares' dtype."""
+    """``_factor`` of R, ``(m, m)``, which is overwritten; products round to the
+    squares' dtype.
+    """
     power, factor, other = (torch.empty_like(gram) for _ in range(3))
     return _factor(_Squares(gram, power, factor, other), steps, products)
 
 
 def _factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) -> Tensor:
-    """Q of one segment, given R = XXᵀ in ``squares.gram``: QX is the result of ``steps`` on X."""
+    """Q of one segment, given R = XXᵀ in ``squares.gram``: QX is the result of
+    ``steps`` on X.
+    """
     if products.folds(steps):
         return _folded_factor(squares, steps, products)
 
     def plus(
-        linear: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float, out: Tensor
+        linear: Tensor,
+        left: Tensor,
+        right: Tensor,
+        beta: float,
+        alpha: float,
+        out: Tensor,
     ) -> Tensor:
         return products.symmetric(left, right, linear, beta=beta, alpha=alpha, out=out)
 
     gram, factor, other = squares.gram, squares.factor, squares.other
     for step, (a, b, c) in enumerate(steps):
         # Z = αP. Where c is 0, the square is not made: P is R, and α is b.
-        alpha, p = (b, gram) if c == 0 else (1.0, plus(gram, gram, gram, b, c, squares.power))
+        alpha, p = (
+            (b, gram) if c == 0 else (1.0, plus(gram, gram, gram, b, c, squares.power))
+        )
         if step == 0:
             products.rounded(torch.mul(p, alpha, out=factor))
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
@@ -138,12 +165,20 @@ def _factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) ->
     return factor
 
 
-def _folded_factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) -> Tensor:
-    """``_factor`` with the linear terms on the diagonal of H = a + Z: Q ← HQ and R ← HRH.
+def _folded_factor(
+    squares: _Squares, steps: tuple[Triple, ...], products: Products
+) -> Tensor:
+    """``_factor`` with the linear terms on the diagonal of H = a + Z: Q ← HQ and R ←
+    HRH.
 
     The first Q is H itself, so that no product copies a linear term but that of Z.
     """
-    gram, power, factor, other = squares.gram, squares.power, squares.factor, squares.other
+    gram, power, factor, other = (
+        squares.gram,
+        squares.power,
+        squares.factor,
+        squares.other,
+    )
     for step, (a, b, c) in enumerate(steps):
         products.symmetric(gram, gram, gram, beta=b, alpha=c, out=power)
         power.diagonal(dim1=-2, dim2=-1).add_(a)

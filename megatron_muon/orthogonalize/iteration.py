@@ -1,15 +1,16 @@
 """The Newton-Schulz iteration that a matrix gets, and its cost.
 
-Plain integers, the same on every rank. With m the short and n the long side, X of shape (m, n):
+Plain integers, the same on every rank. With m the short and n the long side, X of shape
+(m, n):
 
 standard
     each step is A = XXᵀ, B = bA + cA² and X ← aX + BX.
-gram
-    works on R = XXᵀ and Q, of shape (m, m), with Q = 1 at first (README of
+gram works on R = XXᵀ and Q, of shape (m, m), with Q = 1 at first (README of
     https://github.com/Dao-AILab/gram-newton-schulz/tree/f08f25e1b24112ec28a12001e67cd4fc4615dfe7):
-    each step is Z = bR + cR², Q ← aQ + QZ and, unless X is made next, R ← (a + Z)R(a + Z). X ← QX
-    is made at the end and at every restart, which then sets R = XXᵀ and Q = 1. Restarts are needed
-    since R has the squares of the singular values: its rounding errors grow from step to step.
+    each step is Z = bR + cR², Q ← aQ + QZ and, unless X is made next, R ← (a + Z)R(a +
+    Z). X ← QX is made at the end and at every restart, which then sets R = XXᵀ and Q =
+    1. Restarts are needed since R has the squares of the singular values: its rounding
+    errors grow from step to step.
 auto
     one of the two, by the matrix's shape.
 """
@@ -22,16 +23,17 @@ from functools import lru_cache
 from megatron_muon.orthogonalize.numerics import Device, Numerics, Segments, is_cuda
 from megatron_muon.settings.run import NODE
 
-# On a CPU a symmetric product of at least 384 rows is made in four panels of rows, each up to the
-# diagonal only: 10 of 16 blocks. On one thread that is 1.25 to 1.6 times as fast in fp32, 1.05 to
-# 1.6 times in bf16. Smaller products are not faster in panels.
+# On a CPU a symmetric product of at least 384 rows is made in four panels of rows, each
+# up to the diagonal only: 10 of 16 blocks. On one thread that is 1.25 to 1.6 times as
+# fast in fp32, 1.05 to 1.6 times in bf16. Smaller products are not faster in panels.
 _PANELS, _PANELLED = 4, 384
 
-# From which short side on each home of a shared matrix makes rows of its squares, by the number of
-# strips. On a CPU from where products take longer than messages of a few hundred KiB. CUDA's are of
-# the time model of an H100: with messages between them, two homes' rows gain from twice the side on
-# from which those of four do. A library's kernel makes half a square, so that two strips do not
-# pay, and four do later. More strips than a node has GPUs (``node_ranks``) would send rows far.
+# From which short side on each home of a shared matrix makes rows of its squares, by
+# the number of strips. On a CPU from where products take longer than messages of a few
+# hundred KiB. CUDA's are of the time model of an H100: with messages between them, two
+# homes' rows gain from twice the side on from which those of four do. A library's
+# kernel makes half a square, so that two strips do not pay, and four do later. More
+# strips than a node has GPUs (``node_ranks``) would send rows far.
 _BY_ROWS: dict[Device, tuple[tuple[range, int], ...]] = {
     "cpu": ((range(2, 1 << 30), 256),),
     "cpu_bf16": ((range(2, 1 << 30), 256),),
@@ -39,48 +41,112 @@ _BY_ROWS: dict[Device, tuple[tuple[range, int], ...]] = {
     "cuda_symmetric": ((range(4, NODE + 1), 8192),),
 }
 
-# A library's kernel makes tiles of 256 rows up to the diagonal: 3 of 4 at 512 rows, 9 of 16 at
-# 2,048, 17 of 32 at 4,096. Flops are counted as 9 of 16 at every size, always a whole number, so
-# that homes balance time and not the flops of plain products. Rows begin at multiples of 16 bytes.
+# A library's kernel makes tiles of 256 rows up to the diagonal: 3 of 4 at 512 rows, 9
+# of 16 at 2,048, 17 of 32 at 4,096. Flops are counted as 9 of 16 at every size, always
+# a whole number, so that homes balance time and not the flops of plain products. Rows
+# begin at multiples of 16 bytes.
 _KERNEL_TILE, _KERNEL_ALIGNMENT = 256, 8
 _KERNEL_FLOPS = 9, 16
 
-# The auto iteration's table: (short side from here on, limit). Gram is taken where its flops are at
-# most this fraction of standard's. CPU limits are measured by `megatron-muon bench newton-schulz`
-# on one thread, cpu_bf16 with AVX512_BF16. CUDA limits are not measured. With them an H100's time
-# model has no shape more than 2 % slower, alone or in a batch (test_pricing_counts). The time
-# of one small matrix depends on its number of kernels only, so the table misses what gram would
-# gain with batches of small ones.
+# The auto iteration's table: (short side from here on, limit). Gram is taken where its
+# flops are at most this fraction of standard's. CPU limits are measured by
+# `megatron-muon bench newton-schulz` on one thread, cpu_bf16 with AVX512_BF16. CUDA
+# limits are not measured. With them an H100's time model has no shape more than 2 %
+# slower, alone or in a batch (test_pricing_counts). The time of one small matrix
+# depends on its number of kernels only, so the table misses what gram would gain with
+# batches of small ones.
 _AUTO: dict[Device, tuple[tuple[int, float], ...]] = {
     "cpu": ((0, 0.0), (64, 0.8), (256, 0.85), (384, 0.75)),
-    "cpu_bf16": ((0, 0.0), (128, 0.7), (256, 0.8), (384, 0.6), (512, 0.67), (1024, 0.8)),
+    "cpu_bf16": (
+        (0, 0.0),
+        (128, 0.7),
+        (256, 0.8),
+        (384, 0.6),
+        (512, 0.67),
+        (1024, 0.8),
+    ),
     "cuda": (
-        *((0, 0.0), (384, 0.51), (512, 0.54), (576, 0.57), (640, 0.62), (704, 0.65), (896, 0.75)),
+        *(
+            (0, 0.0),
+            (384, 0.51),
+            (512, 0.54),
+            (576, 0.57),
+            (640, 0.62),
+            (704, 0.65),
+            (896, 0.75),
+        ),
         *((1024, 0.84), (1536, 0.91), (1792, 0.98), (2560, 0.99), (6144, 1.0)),
     ),
     "cuda_symmetric": (
-        *((0, 0.0), (257, 0.61), (320, 0.65), (384, 0.72), (512, 0.77), (576, 0.83), (640, 0.88)),
+        *(
+            (0, 0.0),
+            (257, 0.61),
+            (320, 0.65),
+            (384, 0.72),
+            (512, 0.77),
+            (576, 0.83),
+            (640, 0.88),
+        ),
         *((704, 0.9), (896, 0.95), (1024, 0.97), (1408, 1.0)),
     ),
 }
-# The same where linear terms are folded (``Numerics.folded``), and where c is 0 in a step, so that
-# only the standard iteration has folded ones.
+# The same where linear terms are folded (``Numerics.folded``), and where c is 0 in a
+# step, so that only the standard iteration has folded ones.
 _AUTO_FOLDED: dict[Device, tuple[tuple[int, float], ...]] = {
     "cuda": (
-        *((0, 0.0), (384, 0.64), (448, 0.76), (704, 0.85), (768, 0.92), (2560, 0.97), (4096, 1.0)),
+        *(
+            (0, 0.0),
+            (384, 0.64),
+            (448, 0.76),
+            (704, 0.85),
+            (768, 0.92),
+            (2560, 0.97),
+            (4096, 1.0),
+        ),
     ),
     "cuda_symmetric": (
-        *((0, 0.0), (257, 0.42), (384, 0.48), (448, 0.56), (512, 0.65), (640, 0.72), (768, 0.77)),
+        *(
+            (0, 0.0),
+            (257, 0.42),
+            (384, 0.48),
+            (448, 0.56),
+            (512, 0.65),
+            (640, 0.72),
+            (768, 0.77),
+        ),
         *((896, 0.84), (1280, 0.92), (2048, 1.0)),
     ),
 }
 _AUTO_HALF_FOLDED: dict[Device, tuple[tuple[int, float], ...]] = {
     "cuda": (
-        *((0, 0.0), (384, 0.45), (448, 0.47), (512, 0.51), (576, 0.54), (640, 0.57), (704, 0.62)),
-        *((896, 0.65), (1024, 0.69), (1280, 0.75), (1792, 0.84), (2560, 0.91), (4096, 0.99)),
+        *(
+            (0, 0.0),
+            (384, 0.45),
+            (448, 0.47),
+            (512, 0.51),
+            (576, 0.54),
+            (640, 0.57),
+            (704, 0.62),
+        ),
+        *(
+            (896, 0.65),
+            (1024, 0.69),
+            (1280, 0.75),
+            (1792, 0.84),
+            (2560, 0.91),
+            (4096, 0.99),
+        ),
     ),
     "cuda_symmetric": (
-        *((0, 0.0), (257, 0.52), (320, 0.56), (384, 0.58), (448, 0.65), (512, 0.72), (768, 0.77)),
+        *(
+            (0, 0.0),
+            (257, 0.52),
+            (320, 0.56),
+            (384, 0.58),
+            (448, 0.65),
+            (512, 0.72),
+            (768, 0.77),
+        ),
         *((896, 0.83), (1792, 0.91), (3072, 1.0)),
     ),
 }
@@ -114,17 +180,24 @@ def takes_gram(rows: int, cols: int, numerics: Numerics) -> bool:
 def ns_flops(rows: int, cols: int, numerics: Numerics) -> int:
     """Floating-point operations of a matrix's Newton-Schulz, 2 per multiply-add.
 
-    Only products count, symmetric ones as in ``symmetric_flops``. torch's flop counter does not see
-    those of a library (``matmul``).
+    Only products count, symmetric ones as in ``symmetric_flops``. torch's flop counter
+    does not see those of a library (``matmul``).
     """
     return strip_flops(rows, cols, max(rows, cols), numerics)
 
 
 @lru_cache(65536)
 def strip_flops(
-    rows: int, cols: int, long: int, numerics: Numerics, *, number: int = 0, count: int = 1
+    rows: int,
+    cols: int,
+    long: int,
+    numerics: Numerics,
+    *,
+    number: int = 0,
+    count: int = 1,
 ) -> int:
-    """``ns_flops`` of a rank that has strip ``number`` of ``count``, ``long`` of the long side.
+    """``ns_flops`` of a rank that has strip ``number`` of ``count``, ``long`` of the
+    long side.
 
     It makes the whole squares, or its rows of them (``makes_rows``).
     """
@@ -139,7 +212,9 @@ def strip_flops(
 
 
 def repeated_flops(rows: int, cols: int, count: int, numerics: Numerics) -> int:
-    """The part of ``strip_flops`` that a home with several strips of a matrix makes once."""
+    """The part of ``strip_flops`` that a home with several strips of a matrix makes
+    once.
+    """
     by_rows = makes_rows(rows, cols, count, numerics)
     return 0 if by_rows else strip_flops(rows, cols, 0, numerics)
 
@@ -164,12 +239,17 @@ def strips_take_gram(rows: int, cols: int, count: int, numerics: Numerics) -> bo
 
 
 def square_rows(short: int, number: int, count: int) -> tuple[int, int]:
-    """Start and stop of the rows of each square that strip ``number`` of ``count`` makes."""
+    """Start and stop of the rows of each square that strip ``number`` of ``count``
+    makes.
+    """
     return number * short // count, (number + 1) * short // count
 
 
-def gathers_of_rows(rows: int, cols: int, count: int, numerics: Numerics) -> tuple[int, ...]:
-    """How often rows are put together after each sum of squares: P and R of a step, and Q.
+def gathers_of_rows(
+    rows: int, cols: int, count: int, numerics: Numerics
+) -> tuple[int, ...]:
+    """How often rows are put together after each sum of squares: P and R of a step, and
+    Q.
 
     Squares are added in each step of the standard iteration, or in each Gram segment.
     """
@@ -177,14 +257,17 @@ def gathers_of_rows(rows: int, cols: int, count: int, numerics: Numerics) -> tup
         return (0,) * len(numerics.steps)
     if not makes_rows(rows, cols, count, numerics):
         return (0,) * len(numerics.segments)
-    return tuple(sum(c != 0 for _, _, c in part) + len(part) for part in numerics.segments)
+    return tuple(
+        sum(c != 0 for _, _, c in part) + len(part) for part in numerics.segments
+    )
 
 
 def scratch_elements(rows: int, cols: int) -> int:
-    """Elements of memory beside a matrix itself: the next iterate, and squares of the short side.
+    """Elements of memory beside a matrix itself: the next iterate, and squares of the
+    short side.
 
-    The standard iteration has two squares. The Gram iteration has four; as many as fit, at most
-    three, are in the memory of the next iterate.
+    The standard iteration has two squares. The Gram iteration has four; as many as fit,
+    at most three, are in the memory of the next iterate.
     """
     short, long = min(rows, cols), max(rows, cols)
     squares = 2 if long >= 2 * short else 3
@@ -192,7 +275,8 @@ def scratch_elements(rows: int, cols: int) -> int:
 
 
 def squares_outside(rows: int, cols: int) -> int:
-    """How many of the Gram iteration's four squares are not in the memory of the next iterate.
+    """How many of the Gram iteration's four squares are not in the memory of the next
+    iterate.
 
     Three may be, and all of a tall matrix with room for four (``newton_schulz``).
     """
@@ -209,7 +293,8 @@ def panels(size: int) -> list[tuple[int, int]]:
 def symmetric_flops(size: int, inner: int, device: Device) -> int:
     """Flops of a symmetric ``(size, inner) @ (inner, size)``.
 
-    A CPU makes blocks up to the diagonal, a library's kernel a share of them, CUDA's matmul all.
+    A CPU makes blocks up to the diagonal, a library's kernel a share of them, CUDA's
+    matmul all.
     """
     if is_cuda(device):
         whole = 2 * size * size * inner
@@ -226,19 +311,26 @@ def _products_of_squares(short: int, numerics: Numerics) -> Device:
 
 
 def _standard_flops(short: int, long: int, numerics: Numerics, device: Device) -> int:
-    """Each step is XXᵀ (2m²n), AA (2m³; none where c is 0) and BX (2m²n); a CPU uses no panels."""
+    """Each step is XXᵀ (2m²n), AA (2m³; none where c is 0) and BX (2m²n); a CPU uses no
+    panels.
+    """
     squares = sum(c != 0 for _, _, c in numerics.steps)
     kind = device if is_cuda(device) else "cuda"
     whole = symmetric_flops(short, long, kind) + 2 * short * short * long
     return len(numerics.steps) * whole + squares * symmetric_flops(short, short, kind)
 
 
-def _gram_flops(short: int, long: int, parts: Segments, device: Device, square: int) -> int:
-    """A segment is XXᵀ, QX and, between them, products of (m, m), ``square`` flops each.
+def _gram_flops(
+    short: int, long: int, parts: Segments, device: Device, square: int
+) -> int:
+    """A segment is XXᵀ, QX and, between them, products of (m, m), ``square`` flops
+    each.
 
-    These are RR in each step (none where c is 0), QZ in each but the first, and two products for
-    the next R in each but the last.
+    These are RR in each step (none where c is 0), QZ in each but the first, and two
+    products for the next R in each but the last.
     """
     whole = symmetric_flops(short, long, device) + 2 * short * short * long
-    squares = sum(sum(c != 0 for _, _, c in part) + 3 * (len(part) - 1) for part in parts)
+    squares = sum(
+        sum(c != 0 for _, _, c in part) + 3 * (len(part) - 1) for part in parts
+    )
     return len(parts) * whole + squares * square

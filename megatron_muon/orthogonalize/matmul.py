@@ -1,14 +1,16 @@
 """The matrix products of Newton-Schulz, and their rounding, in one place.
 
-A product accumulates in fp32, takes its linear term in the same pass and rounds once. The matmul of
-CUDA does that by itself, and in bf16 that of a CPU with bf16 instructions. (Where CUDA cuts a
-product along its inner dim, the process chooses whether the sums may be added in 16 bits:
-``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` and its fp16 counterpart.)
-Elsewhere the operands are held and multiplied in fp32, where they are exact: without such
-instructions torch's kernels are tens of times slower.
+A product accumulates in fp32, takes its linear term in the same pass and rounds once.
+The matmul of CUDA does that by itself, and in bf16 that of a CPU with bf16
+instructions. (Where CUDA cuts a product along its inner dim, the process chooses
+whether the sums may be added in 16 bits:
+``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` and its fp16
+counterpart.) Elsewhere the operands are held and multiplied in fp32, where they are
+exact: without such instructions torch's kernels are tens of times slower.
 
-Products in fp32 are never TF32 or bf16, even where the process allows that for its others, as some
-container images do: the Gram iteration's restarts are known for fp32 only.
+Products in fp32 are never TF32 or bf16, even where the process allows that for its
+others, as some container images do: the Gram iteration's restarts are known for fp32
+only.
 """
 
 from __future__ import annotations
@@ -33,28 +35,40 @@ TORCH_DTYPE: dict[NsDtype, torch.dtype] = {
     "fp32": torch.float32,
 }
 # (left, right, linear, beta, alpha, out)
-SymmetricKernel = Callable[[Tensor, Tensor, Tensor | None, float, float, Tensor | None], Tensor]
-# fp16 ends at 6e-8, and is coarse below 6e-5. A matrix of norm 128 keeps entries of 5e-10 of its
-# norm. Sums of its square stay below fp16's 65,504, so that parts of them may be added in fp16.
+SymmetricKernel = Callable[
+    [Tensor, Tensor, Tensor | None, float, float, Tensor | None], Tensor
+]
+# fp16 ends at 6e-8, and is coarse below 6e-5. A matrix of norm 128 keeps entries of
+# 5e-10 of its norm. Sums of its square stay below fp16's 65,504, so that parts of them
+# may be added in fp16.
 _FP16_NORM = 128.0
 _KERNEL_ROWS = 512  # of the trial product
-_KERNEL_CAPABILITY = (9, 0)  # Hopper: every release that has the kernel supports it from there on
+_KERNEL_CAPABILITY = (
+    9,
+    0,
+)  # Hopper: every release that has the kernel supports it from there on
 
 
 def scale_of(ns_dtype: NsDtype) -> float:
-    """The power of two by which an iterate is multiplied where it is held in a dtype."""
+    """The power of two by which an iterate is multiplied where it is held in a
+    dtype.
+    """
     return _FP16_NORM if ns_dtype == "fp16" else 1.0
 
 
 class KernelError(RuntimeError):
-    """A kernel library is installed and does not work; quotes its error, names the way out."""
+    """A kernel library is installed and does not work; quotes its error, names the way
+    out.
+    """
 
     @classmethod
     def of(cls, error: Exception) -> KernelError:
         """The error that quotes the library's ``error``."""
         return cls(
-            "quack-kernels is installed, for the symmetric products of Newton-Schulz, and fails: "
-            f"{type(error).__name__}: {error}. Install a release of it that fits this GPU and "
+            "quack-kernels is installed, for the symmetric products of Newton-Schulz, "
+            "and fails: "
+            f"{type(error).__name__}: {error}. Install a release of it that fits this "
+            "GPU and "
             "torch, or uninstall it: torch's matmul takes its place"
         )
 
@@ -64,12 +78,20 @@ class Products:
     """Products on one device, each rounded."""
 
     dtype: torch.dtype  # the dtype of iterates, to which products are rounded
-    squares: torch.dtype  # the dtype to which the Gram iteration's square matrices are rounded
+    squares: (
+        torch.dtype
+    )  # the dtype to which the Gram iteration's square matrices are rounded
     held: torch.dtype  # the dtype in which matrices are held and multiplied
-    scale: float = 1.0  # an iterate X is held as scale·X, a power of two; squares are not
+    scale: float = (
+        1.0  # an iterate X is held as scale·X, a power of two; squares are not
+    )
     folded: bool = False  # see Numerics
-    blocked: bool = False  # symmetric products are made in panels up to the diagonal, and mirrored
-    kernel: SymmetricKernel | None = None  # a library's symmetric product; None for torch's matmul
+    blocked: bool = (
+        False  # symmetric products are made in panels up to the diagonal, and mirrored
+    )
+    kernel: SymmetricKernel | None = (
+        None  # a library's symmetric product; None for torch's matmul
+    )
 
     def enter(self, x: Tensor, *, is_scaled: bool = False) -> Tensor:
         """An fp32 matrix, scaled, rounded to ``dtype`` and held in ``held``."""
@@ -81,7 +103,9 @@ class Products:
         return 1.0 / self.scale if is_last else 1.0
 
     def rounded(self, x: Tensor) -> Tensor:
-        """Round a product to ``dtype`` in place, unless the product has done so itself."""
+        """Round a product to ``dtype`` in place, unless the product has done so
+        itself.
+        """
         return x if self.dtype == self.held else x.copy_(x.to(self.dtype))
 
     def of_squares(self) -> Products:
@@ -117,7 +141,8 @@ class Products:
         return made if self.dtype is self.held else self.rounded(made)
 
     def folds(self, steps: Sequence[Triple]) -> bool:
-        """Whether the Gram iteration's steps have their linear terms on a diagonal, too.
+        """Whether the Gram iteration's steps have their linear terms on a diagonal,
+        too.
 
         Where c is 0, P is R itself, and H would be a copy of it.
         """
@@ -126,8 +151,8 @@ class Products:
     def fold(self, square: Tensor, beta: float, alpha: float) -> float | None:
         """Make ``beta·X + alpha·SX`` a product alone where it is ``folded``.
 
-        Then ``beta/alpha`` is added to S's diagonal; returns the factor of the linear term that is
-        left, or None.
+        Then ``beta/alpha`` is added to S's diagonal; returns the factor of the linear
+        term that is left, or None.
         """
         if not self.folded:
             return beta
@@ -180,7 +205,11 @@ class Products:
             return self.product(left, right, linear, beta=beta, alpha=alpha, out=out)
         out = left.new_empty(left.size(0), left.size(0)) if out is None else out
         for start, stop in in_panels:  # up to the diagonal, then mirrored
-            panel, rows, cols = out[start:stop, :stop], left[start:stop], right[:, :stop]
+            panel, rows, cols = (
+                out[start:stop, :stop],
+                left[start:stop],
+                right[:, :stop],
+            )
             within = None if linear is None else linear[start:stop, :stop]
             self.product(rows, cols, within, beta=beta, alpha=alpha, out=panel)
             out[:start, start:stop].copy_(out[start:stop, :start].mT)
@@ -189,18 +218,26 @@ class Products:
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether this CPU has bf16 instructions (AVX512_BF16, AMX) and torch's kernels use them."""
+    """Whether this CPU has bf16 instructions (AVX512_BF16, AMX) and torch's kernels use
+    them.
+    """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    has_avx512_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # since torch 2.5
-    capabilities = getattr(torch.cpu, "get_capabilities", None)  # the public way, later still
+    has_avx512_bf16 = getattr(
+        torch.cpu, "_is_avx512_bf16_supported", None
+    )  # since torch 2.5
+    capabilities = getattr(
+        torch.cpu, "get_capabilities", None
+    )  # the public way, later still
     if capabilities is None:
         return has_avx512_bf16 is not None and bool(has_avx512_bf16())
     return any(capabilities().get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def plan_device(device: torch.device) -> Device:
-    """The kind of a device, for plans; all but CPUs count as CUDA's. Errors: ``_quack``'s."""
+    """The kind of a device, for plans; all but CPUs count as CUDA's. Errors:
+    ``_quack``'s.
+    """
     if device.type != "cpu":
         return "cuda" if _quack_on(device) is None else "cuda_symmetric"
     return "cpu_bf16" if multiplies_bf16() else "cpu"
@@ -227,14 +264,17 @@ def products_on(device: torch.device, numerics: Numerics) -> Products:
 
 @contextmanager
 def sums_in_fp32(device: torch.device) -> Iterator[None]:
-    """A context in which products are added up in fp32, whatever the process allows elsewhere.
+    """A context in which products are added up in fp32, whatever the process allows
+    elsewhere.
 
-    Products in fp32 are made in fp32, and those of a GPU in fp16 are not accumulated in fp16. The
-    host reads its options when it starts a product, and waits for no GPU.
+    Products in fp32 are made in fp32, and those of a GPU in fp16 are not accumulated in
+    fp16. The host reads its options when it starts a product, and waits for no GPU.
     """
     cuda = torch.backends.cuda.matmul
     with ExitStack() as undo:
-        if device.type == "cuda" and getattr(cuda, "allow_fp16_accumulation", False):  # torch 2.7
+        if device.type == "cuda" and getattr(
+            cuda, "allow_fp16_accumulation", False
+        ):  # torch 2.7
             undo.callback(setattr, cuda, "allow_fp16_accumulation", True)
             cuda.allow_fp16_accumulation = False
         undo.enter_context(fp32_products("highest"))
@@ -249,8 +289,8 @@ def fp32_products(precision: str) -> Iterator[None]:
     """A context in which torch's old option of products in fp32 has this value.
 
     Since 2.9 torch has one for each backend beside the old one for all
-    (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which NVIDIA's containers set), and some of its products
-    raise where the two differ. So does reading the old one.
+    (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which NVIDIA's containers set), and some of its
+    products raise where the two differ. So does reading the old one.
     """
     try:
         before = torch.get_float32_matmul_precision()
@@ -268,7 +308,9 @@ def fp32_products(precision: str) -> Iterator[None]:
 
 
 def _unreadable_precision() -> str:
-    """torch's old option where the new ones contradict it, as far as allow_tf32 tells."""
+    """torch's old option where the new ones contradict it, as far as allow_tf32
+    tells.
+    """
     cuda = torch.backends.cuda.matmul
     try:
         allows_tf32 = cuda.allow_tf32
@@ -279,7 +321,10 @@ def _unreadable_precision() -> str:
 
 def _options_by_device() -> dict[str, Any]:
     """torch's newer options of products in fp32; none before 2.9."""
-    backends: dict[str, Any] = {"cpu": torch.backends.mkldnn, "cuda": torch.backends.cuda}
+    backends: dict[str, Any] = {
+        "cpu": torch.backends.mkldnn,
+        "cuda": torch.backends.cuda,
+    }
     return {
         name: backend.matmul
         for name, backend in backends.items()
@@ -288,7 +333,9 @@ def _options_by_device() -> dict[str, Any]:
 
 
 def try_products(device: torch.device, numerics: Numerics) -> None:
-    """Make products with the library's kernel, if any; a KernelError if it does not work."""
+    """Make products with the library's kernel, if any; a KernelError if it does not
+    work.
+    """
     products = products_on(device, numerics)
     if products.kernel is None:
         return
@@ -321,7 +368,9 @@ def _quack_on(device: torch.device) -> SymmetricKernel | None:
 
 @cache
 def _quack() -> SymmetricKernel | None:
-    """quack-kernels' symmetric product (Hopper, Blackwell; bf16, fp16), where it is installed."""
+    """quack-kernels' symmetric product (Hopper, Blackwell; bf16, fp16), where it is
+    installed.
+    """
     try:
         from quack.gemm_interface import gemm_symmetric
     except ImportError:

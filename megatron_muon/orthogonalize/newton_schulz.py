@@ -1,11 +1,13 @@
 """Newton-Schulz orthogonalization of matrices: tensors in, tensors out, no groups.
 
-Two iterations that differ in rounding only (``iteration`` says which a matrix gets): the standard
-one of arXiv 2502.16982 eq. 2 and https://kellerjordan.github.io/posts/muon, and the Gram one,
-both started from X = U/‖U‖, where U is the momentum (G + μM with Nesterov's). In fp16 an iterate
-is held as 128·X, so that small entries stay (``matmul.scale_of``). ``coefficients.GRAM_ERROR``
-bounds the Gram one's error by the standard one's. The order of operations is part of the
-definition, since another order gives other bits; ``matmul`` says what a product rounds to.
+Two iterations that differ in rounding only (``iteration`` says which a matrix gets):
+the standard one of arXiv 2502.16982 eq. 2 and
+https://kellerjordan.github.io/posts/muon, and the Gram one, both started from X =
+U/‖U‖, where U is the momentum (G + μM with Nesterov's). In fp16 an iterate is held as
+128·X, so that small entries stay (``matmul.scale_of``). ``coefficients.GRAM_ERROR``
+bounds the Gram one's error by the standard one's. The order of operations is part of
+the definition, since another order gives other bits; ``matmul`` says what a product
+rounds to.
 """
 
 from __future__ import annotations
@@ -39,25 +41,29 @@ _CPU_ELEMENTS = 1 << 18
 def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
     """The direction of a matrix: all its singular values brought near 1.
 
-    The matrix is ``(rows, cols)`` in any floating dtype, else a ValueError is raised; the result
-    has ``Numerics.dtype``. Any scale: it is normalised in fp32, by its largest entry first, so
-    nothing over- or underflows. Zero gives zero.
+    The matrix is ``(rows, cols)`` in any floating dtype, else a ValueError is raised;
+    the result has ``Numerics.dtype``. Any scale: it is normalised in fp32, by its
+    largest entry first, so nothing over- or underflows. Zero gives zero.
     """
     return orthogonalize_at_once([matrix], config)[0]
 
 
-def orthogonalize_at_once(matrices: Sequence[Tensor], config: MuonConfig) -> list[Tensor]:
+def orthogonalize_at_once(
+    matrices: Sequence[Tensor], config: MuonConfig
+) -> list[Tensor]:
     """The directions of matrices of one shape, made together.
 
-    A GPU's products are batched, and may round otherwise than those of a single matrix. A CPU's
-    are not, and the result is that of ``orthogonalize``.
+    A GPU's products are batched, and may round otherwise than those of a single matrix.
+    A CPU's are not, and the result is that of ``orthogonalize``.
 
     Raises:
         ValueError: there are none, or they are not 2-D or not of one shape.
     """
     shapes = {tuple(matrix.shape) for matrix in matrices}
     if len(shapes) != 1 or any(len(shape) != 2 for shape in shapes):
-        raise ValueError(f"matrices have 2 dims, and in a batch one shape, got {sorted(shapes)}")
+        raise ValueError(
+            f"matrices have 2 dims, and in a batch one shape, got {sorted(shapes)}"
+        )
     batch = torch.stack(list(matrices))
     numerics = numerics_on(batch.device, config)
     directions = batch.new_empty(batch.shape, dtype=TORCH_DTYPE[numerics.dtype])
@@ -79,14 +85,15 @@ def orthogonalize_staged(
 ) -> Tensor:
     """Turn matrices of one shape in staging order into their directions, in place.
 
-    The iterates alternate between two places. The matrices' own memory is one of them, so only one
-    more is needed, and memory for the short side's squares.
+    The iterates alternate between two places. The matrices' own memory is one of them,
+    so only one more is needed, and memory for the short side's squares.
 
     Args:
-        staged: ``(k·rows·cols,)`` in ``Numerics.travels``: k matrices, each with its column
-            parts one after another (``planning.slices``).
+        staged: ``(k·rows·cols,)`` in ``Numerics.travels``: k matrices, each with its
+            column parts one after another (``planning.slices``).
         moves: ``(k,)`` bool; where it is False the direction is zero.
-        rows, cols, column_parts, column_blocks: layout of each matrix (``slices.Matrix``).
+        rows, cols, column_parts, column_blocks: layout of each matrix
+        (``slices.Matrix``).
         apart: each column block is orthogonalized as a matrix of its own.
 
     Returns:
@@ -101,7 +108,9 @@ def orthogonalize_staged(
     if apart:
         units = Soundness()
         for at in range(column_blocks):
-            _orthogonalize_into(out[:, :, at], in_rows[:, :, at], numerics, moves, soundness=units)
+            _orthogonalize_into(
+                out[:, :, at], in_rows[:, :, at], numerics, moves, soundness=units
+            )
         soundness.of_units(units)
         return directions
     memory: dict[str, Any] = {"memory": staged, "is_direct": column_parts == 1}
@@ -112,26 +121,32 @@ def orthogonalize_staged(
 def takes_batches(device: torch.device) -> bool:
     """Whether products are of several matrices of one shape.
 
-    A CPU's are of one. So are those of torch's deterministic mode, since the layout decides which
-    matrices share a batch.
+    A CPU's are of one. So are those of torch's deterministic mode, since the layout
+    decides which matrices share a batch.
     """
     return not (_is_cpu(device) or torch.are_deterministic_algorithms_enabled())
 
 
 def _bits_are_the_same(source: Tensor, numerics: Numerics) -> bool:
-    """Whether a GPU gives a whole matrix the same bits in every layout (a CPU always does)."""
+    """Whether a GPU gives a whole matrix the same bits in every layout (a CPU always
+    does).
+    """
     one_by_one = numerics.config.ns_batch == 1 or not takes_batches(source.device)
     return one_by_one and not _is_cpu(source.device)
 
 
-def at_once_on(device: torch.device, numerics: Numerics, rows: int, cols: int, most: int) -> int:
+def at_once_on(
+    device: torch.device, numerics: Numerics, rows: int, cols: int, most: int
+) -> int:
     """The most matrices of a shape that go through the iteration together.
 
-    On a CPU they share what is not a product, with the same bits. Where ``ns_batch`` is None they
-    have at most ``most`` elements of scratch memory.
+    On a CPU they share what is not a product, with the same bits. Where ``ns_batch`` is
+    None they have at most ``most`` elements of scratch memory.
     """
     if _is_cpu(device):
-        is_aligned = rows * cols % _LINE == 0  # else a later one is multiplied otherwise
+        is_aligned = (
+            rows * cols % _LINE == 0
+        )  # else a later one is multiplied otherwise
         return max(1, _CPU_ELEMENTS // (rows * cols)) if is_aligned else 1
     if not takes_batches(device):
         return 1
@@ -150,17 +165,22 @@ def _orthogonalize_into(
     is_direct: bool = False,
     soundness: Soundness | None = None,
 ) -> None:
-    """Write the directions of k matrices into ``out``, ``(k, rows, ...)``, of ``source``'s shape.
+    """Write the directions of k matrices into ``out``, ``(k, rows, ...)``, of
+    ``source``'s shape.
 
-    Both may have one memory. Flat ``memory`` may be overwritten once ``source`` is read; it
-    ``is_direct`` if it is that of ``source``, which is row-major.
+    Both may have one memory. Flat ``memory`` may be overwritten once ``source`` is
+    read; it ``is_direct`` if it is that of ``source``, which is row-major.
     """
     products = products_on(source.device, numerics)
     rows, cols = source.size(1), source[0, 0].numel()
     # A GPU multiplies tall matrices as they are; on a CPU the short side is first.
     is_mirrored = _is_cpu(source.device) and rows > cols
-    shape = (source.size(0), cols, rows) if is_mirrored else (source.size(0), rows, cols)
-    is_direct = is_direct and not is_mirrored and products.held.itemsize == source.itemsize
+    shape = (
+        (source.size(0), cols, rows) if is_mirrored else (source.size(0), rows, cols)
+    )
+    is_direct = (
+        is_direct and not is_mirrored and products.held.itemsize == source.itemsize
+    )
 
     def like_source(x: Tensor) -> Tensor:
         return torch.unflatten(x.mT if is_mirrored else x, 2, source.shape[2:])
@@ -171,11 +191,17 @@ def _orthogonalize_into(
     second: Tensor | None = None
     if memory is not None and memory.element_size() == first.element_size():
         second = memory.view(products.held).view(shape)
-    starts_in_memory = is_direct and iterates % 2 == 0  # so that the last iterate is there, too
+    starts_in_memory = (
+        is_direct and iterates % 2 == 0
+    )  # so that the last iterate is there, too
     if starts_in_memory and second is not None:
         first, second = second, first
     into = source.view(products.held) if starts_in_memory else like_source(first)
-    if _bits_are_the_same(source, numerics) and source.dim() == 5 and source.size(3) > 1:
+    if (
+        _bits_are_the_same(source, numerics)
+        and source.dim() == 5
+        and source.size(3) > 1
+    ):
         # A norm's sums go by the order in memory, and TP's parts lie one after another.
         in_rows = first.view(source.dtype)
         like_source(in_rows).copy_(source)
@@ -195,7 +221,12 @@ def _orthogonalize_into(
 
 
 def _iterated(
-    x: Tensor, spare: Tensor | None, products: Products, numerics: Numerics, *, gram: bool
+    x: Tensor,
+    spare: Tensor | None,
+    products: Products,
+    numerics: Numerics,
+    *,
+    gram: bool,
 ) -> Tensor:
     def iterate(x: Tensor, spare: Tensor | None) -> Tensor:
         if gram:
@@ -218,12 +249,16 @@ def _is_cpu(device: torch.device) -> bool:
 
 
 def standard_iteration(
-    x: Tensor, steps: tuple[Triple, ...], products: Products, spare: Tensor | None = None
+    x: Tensor,
+    steps: tuple[Triple, ...],
+    products: Products,
+    spare: Tensor | None = None,
 ) -> Tensor:
-    """Each step: A = XXᵀ, B = bA + cA², X ← aX + BX; arguments are as of ``gram_iteration``.
+    """Each step: A = XXᵀ, B = bA + cA², X ← aX + BX; arguments are as of
+    ``gram_iteration``.
 
-    A tall X has A = XᵀX and X ← aX + XB. On a CPU no product is made in panels, since other
-    implementations are compared with this one step by step.
+    A tall X has A = XᵀX and X ← aX + XB. On a CPU no product is made in panels, since
+    other implementations are compared with this one step by step.
     """
     products, is_tall = products.plain(), x.size(-2) > x.size(-1)
     symmetric = products.product if products.kernel is None else products.symmetric
@@ -234,7 +269,9 @@ def standard_iteration(
         if c != 0:
             square, alpha = symmetric(square, square, square, beta=b, alpha=c), 1.0
         beta = products.fold(square, a * leave, alpha * leave)
-        made = products.times(square, x, beta=beta, alpha=alpha * leave, is_tall=is_tall, out=spare)
+        made = products.times(
+            square, x, beta=beta, alpha=alpha * leave, is_tall=is_tall, out=spare
+        )
         x, spare = made, None if spare is None else x
         del square
     return x

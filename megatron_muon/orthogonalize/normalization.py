@@ -1,9 +1,10 @@
 """X = U/‖U‖: how a matrix enters Newton-Schulz, of any scale.
 
-Squares of entries of any scale leave fp32's range. So a power of two below the largest entry is
-divided out before they are added, which rounds nothing. Torch's operations find that entry in a
-pass of their own, and divide in another: 12 bytes per element of 16 bits. With triton two kernels
-read 6 (``normalization_kernels``). The two differ in the order of the norm's sums only.
+Squares of entries of any scale leave fp32's range. So a power of two below the largest
+entry is divided out before they are added, which rounds nothing. Torch's operations
+find that entry in a pass of their own, and divide in another: 12 bytes per element of
+16 bits. With triton two kernels read 6 (``normalization_kernels``). The two differ in
+the order of the norm's sums only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from torch import Tensor
 
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, Products, scale_of
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.orthogonalize.triton_operations import define, launching_beside, takes_kernels
+from megatron_muon.orthogonalize.triton_operations import (
+    define,
+    launching_beside,
+    takes_kernels,
+)
 
 _EXPONENT = 0x7F800000  # exponent bits of an fp32 number
 _SMALLEST = 2.0**-126  # smallest normal fp32 number
@@ -31,21 +36,26 @@ def enter(
     products: Products,
     numerics: Numerics,
 ) -> Tensor:
-    """Fill ``x`` with the matrices of ``source``, each divided by its norm, as products hold them.
+    """Fill ``x`` with the matrices of ``source``, each divided by its norm, as products
+    hold them.
 
-    Where ``moves``, ``(k,)`` bool, is False the norm is taken as infinite, so the matrix becomes
-    zero. Norms are ``(k,)``, NaN for each matrix with an entry that is not finite.
+    Where ``moves``, ``(k,)`` bool, is False the norm is taken as infinite, so the
+    matrix becomes zero. Norms are ``(k,)``, NaN for each matrix with an entry that is
+    not finite.
 
     Args:
         x: ``(k, m, n)`` in ``products.held``.
-        into: ``x`` in the shape of ``source``; ``source`` itself, where both share memory.
+        into: ``x`` in the shape of ``source``; ``source`` itself, where both share
+        memory.
         source: ``(k, rows, ...)``, at most three dims of columns; may be overwritten.
     """
     if _is_cpu(source.device):
         whole = torch.empty_like(x, dtype=torch.float32)
         torch.as_strided(whole, into.shape, into.stride()).copy_(source)
         norms = normalize_(whole, moves)
-        products.rounded(x.copy_(whole if products.scale == 1.0 else whole.mul_(products.scale)))
+        products.rounded(
+            x.copy_(whole if products.scale == 1.0 else whole.mul_(products.scale))
+        )
         return norms
     if source.dtype in _KERNEL_DTYPES and takes_kernels(source.device, numerics):
         norm = enter_by_kernels(into, source, moves, products.scale)
@@ -55,8 +65,12 @@ def enter(
     return norm
 
 
-def enter_by_torch(into: Tensor, source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
-    """``enter`` by torch's operations, with a norm of ``scale``; ``source`` is overwritten."""
+def enter_by_torch(
+    into: Tensor, source: Tensor, moves: Tensor | None, scale: float
+) -> Tensor:
+    """``enter`` by torch's operations, with a norm of ``scale``; ``source`` is
+    overwritten.
+    """
     dims = tuple(range(1, source.dim()))
     largest = torch.linalg.vector_norm(source, math.inf, dim=dims, keepdim=True).float()
     source.div_(power_of_two(largest))
@@ -71,11 +85,14 @@ def enter_by_torch(into: Tensor, source: Tensor, moves: Tensor | None, scale: fl
     return norm.view(-1)
 
 
-def enter_by_kernels(into: Tensor, source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
+def enter_by_kernels(
+    into: Tensor, source: Tensor, moves: Tensor | None, scale: float
+) -> Tensor:
     """``enter`` by triton's kernels; see ``enter_by_torch``.
 
-    Each row of the divisors, ``(k, 2)`` fp32, has a power of two and the norm in units of it. The
-    norm is infinite where the matrix is zero or does not move, NaN where an entry is not finite.
+    Each row of the divisors, ``(k, 2)`` fp32, has a power of two and the norm in units
+    of it. The norm is infinite where the matrix is zero or does not move, NaN where an
+    entry is not finite.
     """
     source, into = _in_five_dims(source), _in_five_dims(into)
     divisors: Tensor = torch.ops.megatron_muon.divisors(source, moves, 1.0 / scale)
@@ -84,29 +101,38 @@ def enter_by_kernels(into: Tensor, source: Tensor, moves: Tensor | None, scale: 
 
 
 def _in_five_dims(x: Tensor) -> Tensor:
-    """As ``(k, rows, blocks, parts, width)``, of which blocks or both may be missing."""
+    """As ``(k, rows, blocks, parts, width)``, of which blocks or both may be
+    missing.
+    """
     while x.dim() < 5:
         x = x.unsqueeze(2)
     return x
 
 
 def power_of_two(largest: Tensor) -> Tensor:
-    """The power of two below each entry of an fp32 tensor, the smallest normal one at least."""
-    return (largest.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_min(_SMALLEST)
+    """The power of two below each entry of an fp32 tensor, the smallest normal one at
+    least.
+    """
+    return (
+        (largest.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_min(_SMALLEST)
+    )
 
 
 def normalize_(x: Tensor, moves: Tensor | None = None) -> Tensor:
     """Divide fp32 matrices by their Frobenius norms, in place; zero stays zero.
 
-    The largest entry is divided out first. Then squares of entries neither over- nor underflow, and
-    the norm is at least 1, so no epsilon is needed, below which small gradients would vanish.
-    Returns ``(k,)``, the norms in units of the largest entry; NaN if one is not finite.
+    The largest entry is divided out first. Then squares of entries neither over- nor
+    underflow, and the norm is at least 1, so no epsilon is needed, below which small
+    gradients would vanish. Returns ``(k,)``, the norms in units of the largest entry;
+    NaN if one is not finite.
     """
     flat = x.view(x.size(0), -1)
     largest = torch.maximum(-flat.amin(1), flat.amax(1))
     flat.div_(torch.where(largest == 0, 1.0, largest)[:, None])
     norms = torch.stack(torch._foreach_norm(list(flat))).clamp_min_(1.0)
-    flat.div_((norms if moves is None else torch.where(moves, norms, torch.inf))[:, None])
+    flat.div_(
+        (norms if moves is None else torch.where(moves, norms, torch.inf))[:, None]
+    )
     return norms
 
 
@@ -114,7 +140,7 @@ def _is_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-# --- the kernels ----------------------------------------------------------------------------------
+# --- the kernels ----------------------------------------------------------------------
 
 
 def _divisors(source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
@@ -136,15 +162,20 @@ def _no_divisors(source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
     return source.new_empty((source.size(0), 2), dtype=torch.float32)
 
 
-define("divisors(Tensor source, Tensor? moves, float scale) -> Tensor", _divisors, _no_divisors)
+define(
+    "divisors(Tensor source, Tensor? moves, float scale) -> Tensor",
+    _divisors,
+    _no_divisors,
+)
 define("divide(Tensor source, Tensor(a!) into, Tensor divisors) -> ()", _divide)
 
 
 def trial_widths(widths: Iterable[int]) -> list[int]:
-    """Of matrices to try, the widths that take each variant of the kernels that these take.
+    """Of matrices to try, the widths that take each variant of the kernels that these
+    take.
 
-    A tile has 1,024 columns, or fewer where a matrix has. One matrix whose rows are no multiples of
-    8 elements may put the others off 16 bytes.
+    A tile has 1,024 columns, or fewer where a matrix has. One matrix whose rows are no
+    multiples of 8 elements may put the others off 16 bytes.
     """
     every = {min(width, 1032 - 2 * bool(width % 8)) for width in widths}
     if any(width % 8 for width in every):
@@ -157,8 +188,8 @@ def trial(
 ) -> Tensor:
     """Matrices over their norms, of several tiles; their sums are exact in any order.
 
-    Of four matrices the second has a scale whose squares are none of fp32, the third is zero, and
-    the fourth does not move.
+    Of four matrices the second has a scale whose squares are none of fp32, the third is
+    zero, and the fourth does not move.
     """
     rows = 20
     numbers = torch.arange(rows * cols, dtype=torch.float64).mul(7).remainder(5).sub(2)

@@ -1,12 +1,14 @@
-"""The triton source of a matrix's norm and of its division. Only ``normalization`` imports it.
+"""The triton source of a matrix's norm and of its division. Only ``normalization``
+imports it.
 
-A matrix is read in tiles of rows and columns: once for its norm, once to be divided. So both take
-matrices whose column parts lie one after another. A tile's squares are added in units of the power
-of two below its own largest entry: none over- or underflows, and no pass looks for the largest
-first. A tile's place follows from the matrix's shape alone, and so does the order of sums.
+A matrix is read in tiles of rows and columns: once for its norm, once to be divided. So
+both take matrices whose column parts lie one after another. A tile's squares are added
+in units of the power of two below its own largest entry: none over- or underflows, and
+no pass looks for the largest first. A tile's place follows from the matrix's shape
+alone, and so does the order of sums.
 
-Each operation is rounded by itself, as in ``rules.fused_kernels``. A quotient below 2^-126 may
-become zero, as a power of two is divided out before.
+Each operation is rounded by itself, as in ``rules.fused_kernels``. A quotient below
+2^-126 may become zero, as a power of two is divided out before.
 """
 
 from __future__ import annotations
@@ -23,13 +25,18 @@ TILE, COLUMNS, WARPS = 8192, 1024, 8
 _AT_ONCE = 1024  # tiles whose squares one program adds at a time
 LAUNCH: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
 EXPONENT = tl.constexpr(0x7F800000)  # exponent bits of an fp32 number
-# A power of two from 2^-126 to 2^126, whose reciprocal is a normal number, has these bits; those of
-# its reciprocal are the rest of ONE.
-LEAST, MOST, ONE = tl.constexpr(1 << 23), tl.constexpr(253 << 23), tl.constexpr(254 << 23)
+# A power of two from 2^-126 to 2^126, whose reciprocal is a normal number, has these
+# bits; those of its reciprocal are the rest of ONE.
+LEAST, MOST, ONE = (
+    tl.constexpr(1 << 23),
+    tl.constexpr(253 << 23),
+    tl.constexpr(254 << 23),
+)
 
 
-# Triton would compile a variant wherever one of these is 1 or a multiple of 16, so at new shapes in
-# the middle of a step. ``EIGHTS`` says of all of them what matters: rows start at 16 bytes.
+# Triton would compile a variant wherever one of these is 1 or a multiple of 16, so at
+# new shapes in the middle of a step. ``EIGHTS`` says of all of them what matters: rows
+# start at 16 bytes.
 _ARGUMENTS = [
     *("source", "into", "rows", "width", "parts", "per_matrix"),
     *("matrix_stride", "row_stride", "block_stride", "part_stride"),
@@ -46,8 +53,12 @@ def _eights(x, EIGHTS: tl.constexpr):
 
 
 @triton.jit
-def _tile(rows, width, parts, per_matrix, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
-    """This program's matrix, block, part, rows and columns, and which elements there are."""
+def _tile(
+    rows, width, parts, per_matrix, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr
+):
+    """This program's matrix, block, part, rows and columns, and which elements there
+    are.
+    """
     program = tl.program_id(0)
     matrix, tile = program // per_matrix, program % per_matrix
     across, down = tl.cdiv(width, TILE_COLS), tl.cdiv(rows, TILE_ROWS)
@@ -55,7 +66,14 @@ def _tile(rows, width, parts, per_matrix, TILE_ROWS: tl.constexpr, TILE_COLS: tl
     row = (within // across) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     col = (within % across) * TILE_COLS + tl.arange(0, TILE_COLS)
     here = (row < rows)[:, None] & (col < width)[None, :]
-    return matrix.to(tl.int64), outer // parts, outer % parts, row.to(tl.int64), col, here
+    return (
+        matrix.to(tl.int64),
+        outer // parts,
+        outer % parts,
+        row.to(tl.int64),
+        col,
+        here,
+    )
 
 
 @triton.jit
@@ -80,7 +98,9 @@ def squares_kernel(
     TILE_COLS: tl.constexpr,
     EIGHTS: tl.constexpr,
 ):
-    """For each tile the power of two below its largest entry, and the sum of (x / power)²."""
+    """For each tile the power of two below its largest entry, and the sum of (x /
+    power)².
+    """
     matrix, block, part, row, col, here = _tile(
         rows, _eights(width, EIGHTS), parts, per_matrix, TILE_ROWS, TILE_COLS
     )
@@ -100,12 +120,19 @@ def squares_kernel(
 
 @triton.jit(do_not_specialize=["per_matrix", "scale"])
 def norm_kernel(
-    tiles, moves, made, per_matrix, scale, HAS_MOVES: tl.constexpr, AT_ONCE: tl.constexpr
+    tiles,
+    moves,
+    made,
+    per_matrix,
+    scale,
+    HAS_MOVES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """Two divisors of each matrix: a power of two, and its norm in units of it over ``scale``.
+    """Two divisors of each matrix: a power of two, and its norm in units of it over
+    ``scale``.
 
-    The second is infinite where the matrix is zero or does not move, NaN where an entry is not
-    finite.
+    The second is infinite where the matrix is zero or does not move, NaN where an entry
+    is not finite.
     """
     matrix = tl.program_id(0)
     first = tiles + 2 * matrix.to(tl.int64) * per_matrix
@@ -113,7 +140,9 @@ def norm_kernel(
     start = 0
     while start < per_matrix:
         at = start + tl.arange(0, AT_ONCE)
-        powers = tl.maximum(powers, tl.load(first + 2 * at, mask=at < per_matrix, other=0.0))
+        powers = tl.maximum(
+            powers, tl.load(first + 2 * at, mask=at < per_matrix, other=0.0)
+        )
         start += AT_ONCE
     power = tl.max(powers, axis=0)
     inverse = _reciprocal(power.to(tl.int32, bitcast=True))
@@ -156,7 +185,9 @@ def divide_kernel(
     TILE_COLS: tl.constexpr,
     EIGHTS: tl.constexpr,
 ):
-    """Each entry over both divisors of its matrix; the first division rounds nothing."""
+    """Each entry over both divisors of its matrix; the first division rounds
+    nothing.
+    """
     matrix, block, part, row, col, here = _tile(
         rows, _eights(width, EIGHTS), parts, per_matrix, TILE_ROWS, TILE_COLS
     )
@@ -169,7 +200,12 @@ def divide_kernel(
     x = tl.load(at, mask=here, other=0.0)
     x = x.to(tl.float32) * _reciprocal(power)
     x = tl.math.div_rn(x, tl.zeros_like(x) + norm)
-    start = into + matrix * into_matrix_stride + block * into_block_stride + part * into_part_stride
+    start = (
+        into
+        + matrix * into_matrix_stride
+        + block * into_block_stride
+        + part * into_part_stride
+    )
     if EIGHTS:
         start = tl.multiple_of(start, 16)
     at = start + row[:, None] * _eights(into_row_stride, EIGHTS) + col[None, :]
@@ -182,7 +218,13 @@ def launch_norms(source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
     count, per_matrix = source.size(0), of_matrix["per_matrix"]
     tiles = source.new_empty((count * per_matrix, 2), dtype=torch.float32)
     squares_kernel[(count * per_matrix,)](
-        source, tiles, *_strides(source), **of_matrix, **tile, EIGHTS=_in_eights(source), **LAUNCH
+        source,
+        tiles,
+        *_strides(source),
+        **of_matrix,
+        **tile,
+        EIGHTS=_in_eights(source),
+        **LAUNCH,
     )
     made = source.new_empty((count, 2), dtype=torch.float32)
     norm_kernel[(count,)](
@@ -199,7 +241,9 @@ def launch_norms(source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
 
 
 def launch_divide(source: Tensor, into: Tensor, divisors: Tensor) -> None:
-    """Write matrices over their divisors, one launch; see ``normalization.divisors``."""
+    """Write matrices over their divisors, one launch; see
+    ``normalization.divisors``.
+    """
     tile, of_matrix = _grid(source)
     divide_kernel[(source.size(0) * of_matrix["per_matrix"],)](
         source,
@@ -215,8 +259,12 @@ def launch_divide(source: Tensor, into: Tensor, divisors: Tensor) -> None:
 
 
 def _in_eights(x: Tensor) -> bool:
-    """Whether each row of a part starts at 16 bytes, and is a multiple of 8 elements."""
-    strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    """Whether each row of a part starts at 16 bytes, and is a multiple of 8
+    elements.
+    """
+    strides = [
+        stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1
+    ]
     return x.data_ptr() % 16 == 0 and not any(n % 8 for n in (x.size(4), *strides[:-1]))
 
 

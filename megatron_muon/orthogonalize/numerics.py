@@ -1,4 +1,6 @@
-"""What a run computes with: its settings and what its kind of device decides, resolved once."""
+"""What a run computes with: its settings and what its kind of device decides, resolved
+once.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +24,29 @@ class Numerics:
     Attributes:
         config: the settings. Of those below only their resolved values are to be read.
         device: the kind of device of all ranks.
-        dtype: the dtype to which matrices are rounded. By default bf16. The preset ``fast`` takes
-            fp16 on a GPU, where both have one speed and fp16 rounds eight times as finely, so that
-            the Gram iteration restarts less often.
-        held: the dtype in which matrices are held and multiplied, the Gram iteration's squares too.
-        travels: the dtype of what travels to homes: bf16, whose exponents are fp32's, or fp32.
-        folded: whether the standard iteration makes aX + BX as (a + B)X, and Gram's squares
-            likewise. CUDA's matmul copies a linear term into its result: a pass over X in each
-            step, and B is smaller. It rounds a + B, so that where the plain step is nearly exact
-            the error is up to 64 units of the dtype: as much as 8 of bf16's in fp16, too much in
-            bf16. The Gram iteration's error grows with no list of restarts.
-        products: the kind of device whose products these are: fp32 uses neither bf16 instructions
-            nor a library's kernel.
+        dtype: the dtype to which matrices are rounded. By default bf16. The preset
+            ``fast`` takes fp16 on a GPU, where both have one speed and fp16 rounds
+            eight times as finely, so that the Gram iteration restarts less often.
+        held: the dtype in which matrices are held and multiplied, the Gram iteration's
+        squares too.
+        travels: the dtype of what travels to homes: bf16, whose exponents are fp32's,
+        or fp32.
+        folded: whether the standard iteration makes aX + BX as (a + B)X, and Gram's
+            squares likewise. CUDA's matmul copies a linear term into its result: a pass
+            over X in each step, and B is smaller. It rounds a + B, so that where the
+            plain step is nearly exact the error is up to 64 units of the dtype: as much
+            as 8 of bf16's in fp16, too much in bf16. The Gram iteration's error grows
+            with no list of restarts.
+        products: the kind of device whose products these are: fp32 uses neither bf16
+            instructions nor a library's kernel.
         steps: (a, b, c) of each step, the same on every device.
-        segments: the steps cut where the Gram iteration restarts; empty where no restarts are known
-            for these coefficients, this number of steps and the dtype.
-        iteration: by default ``standard``; ``auto`` on a GPU with the preset ``fast``. In place of
-            ``auto`` it is ``standard`` where no restarts are known.
-        split: how many ranks share a matrix. By default ``auto`` on a GPU, where no numbers of
-            matrices are logged, and ``off`` elsewhere.
+        segments: the steps cut where the Gram iteration restarts; empty where no
+            restarts are known for these coefficients, this number of steps and the
+            dtype.
+        iteration: by default ``standard``; ``auto`` on a GPU with the preset ``fast``.
+            In place of ``auto`` it is ``standard`` where no restarts are known.
+        split: how many ranks share a matrix. By default ``auto`` on a GPU, where no
+            numbers of matrices are logged, and ``off`` elsewhere.
     """
 
     config: MuonConfig
@@ -62,7 +68,9 @@ class Numerics:
         keeps = on_gpu or (self.device == "cpu_bf16" and dtype == "bf16")
         held: NsDtype = dtype if keeps else "fp32"
         # bf16 and fp16 have the same headroom
-        steps = schedule(config.ns_coefficients, config.ns_steps, config.ns_dtype or "bf16")
+        steps = schedule(
+            config.ns_coefficients, config.ns_steps, config.ns_dtype or "bf16"
+        )
         segments = _segments(config, steps, dtype if held == dtype else "fp32_squares")
         iteration = config.ns_iteration or ("auto" if is_fast else "standard")
         split = "auto" if on_gpu and config.log_interval is None else "off"
@@ -74,7 +82,9 @@ class Numerics:
             "products": self.device if held != "fp32" else "cuda" if on_gpu else "cpu",
             "steps": steps,
             "segments": segments,
-            "iteration": "standard" if iteration == "auto" and not segments else iteration,
+            "iteration": "standard"
+            if iteration == "auto" and not segments
+            else iteration,
             "split": split if config.split_matrices is None else config.split_matrices,
         }
         for name, value in resolved.items():
@@ -92,9 +102,13 @@ class Numerics:
 
     @property
     def costs_follow_device(self) -> bool:
-        """Whether a plan's costs do; not with whole matrices, standard steps, plain products."""
+        """Whether a plan's costs do; not with whole matrices, standard steps, plain
+        products.
+        """
         squares = not self.on_gpu and self.split != "off"  # in bf16 or in fp32
-        return squares or self.products == "cuda_symmetric" or self.iteration != "standard"
+        return (
+            squares or self.products == "cuda_symmetric" or self.iteration != "standard"
+        )
 
 
 def is_cuda(device: Device) -> bool:
@@ -103,7 +117,8 @@ def is_cuda(device: Device) -> bool:
 
 
 def layout_free(config: MuonConfig, *, is_deterministic: bool) -> MuonConfig:
-    """The settings of a run; in torch's deterministic mode no bit may depend on the layout.
+    """The settings of a run; in torch's deterministic mode no bit may depend on the
+    layout.
 
     By default the layout decides which matrices are shared, so none is.
     """
@@ -113,7 +128,9 @@ def layout_free(config: MuonConfig, *, is_deterministic: bool) -> MuonConfig:
 
 
 def _segments(config: MuonConfig, steps: tuple[Triple, ...], kind: str) -> Segments:
-    """The steps between the restarts that are known for squares of a kind; none if unknown."""
+    """The steps between the restarts that are known for squares of a kind; none if
+    unknown.
+    """
     lists = restarts_of(config.ns_coefficients, config.ns_steps)
     restarts: tuple[int, ...] | None = getattr(lists, kind, None)
     if restarts is None:

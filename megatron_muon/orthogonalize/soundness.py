@@ -1,12 +1,14 @@
-"""Two numbers of each matrix: is what comes into Newton-Schulz finite, and is the direction?
+"""Two numbers of each matrix: is what comes into Newton-Schulz finite, and is the
+direction?
 
-No pass over a matrix is made for them. The first is the norm that every matrix is divided by. The
-second is the largest entry of one line of the direction along its short side. A direction is QX of
-an iterate X and a polynomial Q of its short side's square. If an entry of X is not finite, a row of
-the square is not, and then nor is one of Q. If an entry of Q is not finite, each such line of QX
-has one that is not, since 0 × NaN and 0 × Inf are NaN. So one line shows all but an overflow of the
-last product alone, of finite Q and X, that leaves out the line. One step before, singular values
-are then above about 8 in fp16, and 5e7 in bf16 and fp32.
+No pass over a matrix is made for them. The first is the norm that every matrix is
+divided by. The second is the largest entry of one line of the direction along its short
+side. A direction is QX of an iterate X and a polynomial Q of its short side's square.
+If an entry of X is not finite, a row of the square is not, and then nor is one of Q. If
+an entry of Q is not finite, each such line of QX has one that is not, since 0 × NaN and
+0 × Inf are NaN. So one line shows all but an overflow of the last product alone, of
+finite Q and X, that leaves out the line. One step before, singular values are then
+above about 8 in fp16, and 5e7 in bf16 and fp32.
 """
 
 from __future__ import annotations
@@ -22,11 +24,17 @@ from torch import Tensor
 class Soundness:
     """The numbers of matrices, in the order in which these are orthogonalized."""
 
-    norms: list[Tensor] = field(default_factory=list)  # each (k,); NaN: an input is not finite
-    lines: list[Tensor] = field(default_factory=list)  # each (k,); NaN, Inf: a direction is not
+    norms: list[Tensor] = field(
+        default_factory=list
+    )  # each (k,); NaN: an input is not finite
+    lines: list[Tensor] = field(
+        default_factory=list
+    )  # each (k,); NaN, Inf: a direction is not
 
     def of_units(self, units: Soundness) -> None:
-        """Add matrices of which each has several units: a unit that is not finite counts."""
+        """Add matrices of which each has several units: a unit that is not finite
+        counts.
+        """
         self.norms.append(torch.stack(units.norms).amax(dim=0))
         self.lines.append(torch.stack(units.lines).amax(dim=0))
 

@@ -1,10 +1,12 @@
-"""Newton-Schulz of a matrix of which several ranks have a strip each: a range of the long side.
+"""Newton-Schulz of a matrix of which several ranks have a strip each: a range of the
+long side.
 
-The polynomial of a step is one of the short side's square XXᵀ, which is a sum over strips. So the
-ranks add their squares (``Sharing``), make the same polynomial of the sum, and apply it to their
-own strips. In the standard iteration that is one sum in each step, in the Gram iteration one in
-each segment. Sums are made in the order of strips, so a result depends on how many there are, and
-not on the ranks that have them. It differs from a whole matrix's by rounding only.
+The polynomial of a step is one of the short side's square XXᵀ, which is a sum over
+strips. So the ranks add their squares (``Sharing``), make the same polynomial of the
+sum, and apply it to their own strips. In the standard iteration that is one sum in each
+step, in the Gram iteration one in each segment. Sums are made in the order of strips,
+so a result depends on how many there are, and not on the ranks that have them. It
+differs from a whole matrix's by rounding only.
 """
 
 from __future__ import annotations
@@ -17,8 +19,17 @@ import torch
 from torch import Tensor
 
 from megatron_muon.orthogonalize.gram import factor_of
-from megatron_muon.orthogonalize.iteration import makes_rows, square_rows, strips_take_gram
-from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, Products, products_on, sums_in_fp32
+from megatron_muon.orthogonalize.iteration import (
+    makes_rows,
+    square_rows,
+    strips_take_gram,
+)
+from megatron_muon.orthogonalize.matmul import (
+    TORCH_DTYPE,
+    Products,
+    products_on,
+    sums_in_fp32,
+)
 from megatron_muon.orthogonalize.normalization import power_of_two
 from megatron_muon.orthogonalize.numerics import Numerics, Segments
 from megatron_muon.orthogonalize.soundness import Soundness, largest_of
@@ -26,7 +37,8 @@ from megatron_muon.settings.coefficients import Triple
 
 
 class Sharing(Protocol):
-    """The homes of a matrix's strips; each of them calls the same methods in the same order.
+    """The homes of a matrix's strips; each of them calls the same methods in the same
+    order.
 
     Attributes:
         numbers: numbers of the strips that are here.
@@ -43,12 +55,15 @@ class Sharing(Protocol):
         """``(strips, k)`` in the order of strips, from ``(strips here, k)`` fp32."""
 
     def add(self, squares: Sequence[Tensor]) -> Tensor:
-        """The sum of the squares of all strips, from those that are here, each ``(m, m)``.
+        """The sum of the squares of all strips, from those that are here, each ``(m,
+        m)``.
 
         It is added in fp32 in the order of strips, and rounded to the dtype of squares.
         """
 
-    def together(self, rows_here: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> Tensor:
+    def together(
+        self, rows_here: Sequence[Tensor], places: Sequence[tuple[int, int]]
+    ) -> Tensor:
         """A square, ``(m, m)``, from the rows of each strip here.
 
         Args:
@@ -67,18 +82,21 @@ def orthogonalize_strips(
     """Turn the strips that are here into those of the matrix's direction, in place.
 
     Args:
-        strips: each a view whose first dim is the matrix's rows or a range of them, and whose other
-            dims are its columns or a range of them, in ``Numerics.travels``. How it lies in memory
-            changes no bit. Its memory takes the directions, in ``Numerics.dtype``.
+        strips: each a view whose first dim is the matrix's rows or a range of them, and
+            whose other dims are its columns or a range of them, in
+            ``Numerics.travels``. How it lies in memory changes no bit. Its memory takes
+            the directions, in ``Numerics.dtype``.
         whole: rows and columns of the matrix.
-        moves: ``(len(strips),)`` bool: whether a strip has a gradient. Without any, the direction
-            is zero.
-        soundness: takes the matrix's numbers for each of these strips, the same at all homes.
+        moves: ``(len(strips),)`` bool: whether a strip has a gradient. Without any, the
+            direction is zero.
+        soundness: takes the matrix's numbers for each of these strips, the same at all
+        homes.
     """
     products = products_on(strips[0].device, numerics)
     is_tall = whole[0] >= whole[1]  # strips of a square one are ranges of rows, too
     entered, norm = _entered(strips, moves, products, sharing)
-    # (m, n) with the short side first; a tall strip is a view, and stays as it is in memory
+    # (m, n) with the short side first; a tall strip is a view, and stays as it is in
+    # memory
     x = [one.mT if is_tall else one for one in entered]
     del entered
     with sums_in_fp32(strips[0].device):
@@ -87,7 +105,8 @@ def orthogonalize_strips(
             _gram(x, numerics.segments, products, sharing, by_rows=by_rows)
         else:
             _standard(x, numerics.steps, products.plain(), sharing)
-    # every home's line shows what is wrong with Q, and only its own what its product overflows
+    # every home's line shows what is wrong with Q, and only its own what its product
+    # overflows
     lines = torch.stack([largest_of(one[:, 0]) for one in x]).float()
     line = sharing.all_numbers(lines[:, None]).amax()
     if soundness is not None:
@@ -101,16 +120,21 @@ def orthogonalize_strips(
 def _entered(
     strips: Sequence[Tensor], moves: Tensor, products: Products, sharing: Sharing
 ) -> tuple[list[Tensor], Tensor]:
-    """New ``(rows, columns)`` of the strips, divided by the whole matrix's norm, for products.
+    """New ``(rows, columns)`` of the strips, divided by the whole matrix's norm, for
+    products.
 
     With them comes the norm, which is NaN if an entry is not finite.
 
-    The power of two below the matrix's largest entry is divided out first, which rounds nothing.
+    The power of two below the matrix's largest entry is divided out first, which rounds
+    nothing.
     """
-    largest = torch.stack([torch.linalg.vector_norm(one, math.inf).float() for one in strips])
+    largest = torch.stack(
+        [torch.linalg.vector_norm(one, math.inf).float() for one in strips]
+    )
     every = sharing.all_numbers(torch.stack([largest, moves.float()], dim=1))
     power = power_of_two(every[:, 0].amax())
-    # a sum goes by the order of elements in memory: rows, and the matrix's columns in them
+    # a sum goes by the order of elements in memory: rows, and the matrix's columns in
+    # them
     made = [one.flatten(1).to(torch.float32, copy=True).div_(power) for one in strips]
     squares = torch.stack([torch.linalg.vector_norm(one).square() for one in made])
     norm = sharing.all_numbers(squares[:, None]).sum().sqrt()
@@ -120,9 +144,16 @@ def _entered(
 
 
 def _gram(
-    x: list[Tensor], parts: Segments, products: Products, sharing: Sharing, *, by_rows: bool
+    x: list[Tensor],
+    parts: Segments,
+    products: Products,
+    sharing: Sharing,
+    *,
+    by_rows: bool,
 ) -> None:
-    """The Gram iteration (``gram.gram_iteration``), which replaces the strips of ``x``."""
+    """The Gram iteration (``gram.gram_iteration``), which replaces the strips of
+    ``x``.
+    """
     of_squares = products.of_squares()
     for number, part in enumerate(parts):
         leave = products.leave(is_last=number == len(parts) - 1)
@@ -141,12 +172,16 @@ def _factor_by_rows(
 ) -> Tensor:
     """``gram.factor_of`` where each strip makes rows of each square.
 
-    A product's rows follow from the same rows of its left operand. So Q and what is multiplied
-    twice stay in rows until they are the right operand: P in each step, R in the next one, Q of X.
-    ``held`` is R alone, which is taken out of the list, so that its memory returns.
+    A product's rows follow from the same rows of its left operand. So Q and what is
+    multiplied twice stay in rows until they are the right operand: P in each step, R in
+    the next one, Q of X. ``held`` is R alone, which is taken out of the list, so that
+    its memory returns.
     """
     gram = held.pop()
-    places = [square_rows(gram.size(0), number, sharing.count) for number in range(sharing.count)]
+    places = [
+        square_rows(gram.size(0), number, sharing.count)
+        for number in range(sharing.count)
+    ]
     spans = [places[number] for number in sharing.numbers]
     own = [gram[start:stop] for start, stop in spans]  # rows of R
     factor: list[Tensor] = []  # rows of Q
@@ -162,18 +197,24 @@ def _factor_by_rows(
                 for p, (start, _) in zip(rows, spans, strict=True)
             ]
         else:
-            factor = [products.product(q, power, q, beta=a, alpha=alpha) for q in factor]
+            factor = [
+                products.product(q, power, q, beta=a, alpha=alpha) for q in factor
+            ]
         del rows
         if step < len(steps) - 1:  # R ← (a + Z)R(a + Z)
             own = [products.product(r, power, r, beta=a, alpha=alpha) for r in own]
-            own = [products.product(half, power, half, beta=a, alpha=alpha) for half in own]
+            own = [
+                products.product(half, power, half, beta=a, alpha=alpha) for half in own
+            ]
             del gram, power
             gram = sharing.together(own, places)
     del gram, power, own
     return sharing.together(factor, places)
 
 
-def _plus_diagonal(power: Tensor, alpha: float, a: float, start: int, products: Products) -> Tensor:
+def _plus_diagonal(
+    power: Tensor, alpha: float, a: float, start: int, products: Products
+) -> Tensor:
     """Rows of ``a + alpha·P`` from row ``start`` on."""
     made = products.rounded(torch.mul(power, alpha))
     made.diagonal(start).add_(a)
@@ -189,7 +230,10 @@ def _standard(
         square = products.rounded(sharing.add([products.square(one) for one in x]))
         alpha = b
         if c != 0:
-            square, alpha = products.symmetric(square, square, square, beta=b, alpha=c), 1.0
+            square, alpha = (
+                products.symmetric(square, square, square, beta=b, alpha=c),
+                1.0,
+            )
         beta = products.fold(square, a * leave, alpha * leave)
         for at, one in enumerate(x):
             x[at] = products.times(square, one, beta=beta, alpha=alpha * leave)

@@ -1,7 +1,7 @@
 """Operations of ``torch.ops.megatron_muon``, which triton's kernels do on CUDA.
 
-As operations of torch's dispatch they are seen by whoever watches it: every tensor that they read
-or write.
+As operations of torch's dispatch they are seen by whoever watches it: every tensor that
+they read or write.
 """
 
 from __future__ import annotations
@@ -35,17 +35,23 @@ def define(
 
 
 def launching_beside(tensor: Tensor) -> AbstractContextManager[None]:
-    """A context in which the tensor's CUDA device is the current one, where triton launches."""
+    """A context in which the tensor's CUDA device is the current one, where triton
+    launches.
+    """
     return torch.cuda.device(tensor.get_device() if tensor.is_cuda else -1)
 
 
 def takes_kernels(device: torch.device, numerics: Numerics) -> bool:
-    """Whether triton's kernels do what is not a product; else torch's operations do it."""
+    """Whether triton's kernels do what is not a product; else torch's operations do
+    it.
+    """
     wanted = numerics.config.elementwise == "auto"
     return wanted and device.type == "cuda" and has_triton()
 
 
 @cache
 def has_triton() -> bool:
-    """Whether triton is installed; ``rules.fused.try_elementwise`` finds out if it works."""
+    """Whether triton is installed; ``rules.fused.try_elementwise`` finds out if it
+    works.
+    """
     return importlib.util.find_spec("triton") is not None

@@ -1,1 +1,3 @@
-"""The plan of the exchange: homes, messages and rounds as integers, the same on every rank."""
+"""The plan of the exchange: homes, messages and rounds as integers, the same on every
+rank.
+"""

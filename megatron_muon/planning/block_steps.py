@@ -1,4 +1,5 @@
-"""Plans of the steps between full ones: each TP rank's slice of a matrix is a matrix of its own.
+"""Plans of the steps between full ones: each TP rank's slice of a matrix is a matrix of
+its own.
 
 Block-periodic orthogonalization (arXiv 2510.16981): no gather over TP, and less work.
 """
@@ -15,14 +16,18 @@ from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
 
 
 def block_numerics(numerics: Numerics) -> Numerics:
-    """Those of a block step: its rate is in the factor of a direction, so the decay has none."""
+    """Those of a block step: its rate is in the factor of a direction, so the decay has
+    none.
+    """
     config = numerics.config
     factor = config.matched_adamw_rms * config.block_lr_mult
     return Numerics(replace(config, matched_adamw_rms=factor), numerics.device)
 
 
 def block_plans(
-    parameters: Sequence[Sequence[Parameter]], grids: Sequence[RankGrid], numerics: Numerics
+    parameters: Sequence[Sequence[Parameter]],
+    grids: Sequence[RankGrid],
+    numerics: Numerics,
 ) -> list[ExchangePlan]:
     """The plans of a stage's optimizers in a block step.
 
@@ -40,13 +45,17 @@ def block_plans(
 
 
 def in_tp_slices(parameter: Parameter) -> Parameter:
-    """The parameter with a matrix for what each TP rank has of one; itself where TP cuts none."""
+    """The parameter with a matrix for what each TP rank has of one; itself where TP
+    cuts none.
+    """
     if parameter.partition_dim is None or len(parameter.blocks) == 1:
         return parameter
     matrices: list[MatrixShape] = []
     blocks: list[tuple[Block, ...]] = []
     for tp_rank, of_rank in enumerate(parameter.blocks):
-        rows: dict[int, list[Span]] = {}  # of each matrix here, in the order of their elements
+        rows: dict[
+            int, list[Span]
+        ] = {}  # of each matrix here, in the order of their elements
         for block in sorted(of_rank, key=lambda block: block.rows):
             rows.setdefault(block.matrix, []).append(block.rows)
         own: list[Block] = []
@@ -57,7 +66,11 @@ def in_tp_slices(parameter: Parameter) -> Parameter:
                 count += span.size
             whole = parameter.matrices[index]
             name = f"{whole.name}{SLICE_OF}{tp_rank}]"
-            matrices.append(replace(whole, name=name, rows=count, cols=parameter.shape[1]))
+            matrices.append(
+                replace(whole, name=name, rows=count, cols=parameter.shape[1])
+            )
         blocks.append(tuple(own))
     # none of these has columns on another rank
-    return replace(parameter, partition_dim=0, matrices=tuple(matrices), blocks=tuple(blocks))
+    return replace(
+        parameter, partition_dim=0, matrices=tuple(matrices), blocks=tuple(blocks)
+    )

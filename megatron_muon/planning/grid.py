@@ -14,10 +14,11 @@ class RankGrid:
     """The ranks of a stage by their coordinates.
 
     Attributes:
-        ranks: ``ranks[ep_rank][tp_rank][dp_rank]``, a permutation of 0 … size - 1, as the stage's
-            group numbers them. Expert parameters have a grid of their own, from the expert groups;
-            the grid of all others has one EP rank.
-        neighbours: n, where ranks k·n to k·n + n - 1 are of one node (``neighbours_of``).
+        ranks: ``ranks[ep_rank][tp_rank][dp_rank]``, a permutation of 0 … size - 1, as
+            the stage's group numbers them. Expert parameters have a grid of their own,
+            from the expert groups; the grid of all others has one EP rank.
+        neighbours: n, where ranks k·n to k·n + n - 1 are of one node
+        (``neighbours_of``).
 
     Raises:
         ValueError: EP or TP ranks differ in their number of ranks.
@@ -29,7 +30,9 @@ class RankGrid:
     def __post_init__(self) -> None:
         sizes = {(len(plane), len(row)) for plane in self.ranks for row in plane}
         if len(sizes) != 1:
-            raise ValueError(f"EP ranks have TP x DP ranks of several sizes: {sorted(sizes)}")
+            raise ValueError(
+                f"EP ranks have TP x DP ranks of several sizes: {sorted(sizes)}"
+            )
 
     @property
     def ep_size(self) -> int:
@@ -69,18 +72,23 @@ class RankGrid:
 
 
 def neighbours_of(nodes: Sequence[int]) -> int:
-    """How many ranks of a stage in a row are of one node, by the node of ranks 0, 1, … of it.
+    """How many ranks of a stage in a row are of one node, by the node of ranks 0, 1, …
+    of it.
 
     It is a power of two, at most ``NODE``: homes of one matrix are no more than that.
     """
     count = NODE
-    while any(len(set(nodes[at : at + count])) > 1 for at in range(0, len(nodes), count)):
+    while any(
+        len(set(nodes[at : at + count])) > 1 for at in range(0, len(nodes), count)
+    ):
         count //= 2
     return count
 
 
 def held_shards(parameter: Parameter, grid: RankGrid) -> Iterator[tuple[int, Span]]:
-    """``(rank, elements of the parameter)`` for every rank of the stage that holds some."""
+    """``(rank, elements of the parameter)`` for every rank of the stage that holds
+    some.
+    """
     for dp_rank, shard in parameter.shards(grid.dp_size):
         for rank in grid.holders(parameter.ep_rank, dp_rank):
             yield rank, shard

@@ -1,22 +1,25 @@
-"""Homes: which rank orthogonalizes which matrix. Plain integers, the same on every rank.
+"""Homes: which rank orthogonalizes which matrix. Plain integers, the same on every
+rank.
 
-A home costs its rank time: for Newton-Schulz at the rank's speed, and on its link for the slices
-that it lacks and for the directions that it sends back. (What others send is not counted.) Both
-speeds are settings, never measured here, and times are exact integers, so every rank and every
-restart finds the same homes.
+A home costs its rank time: for Newton-Schulz at the rank's speed, and on its link for
+the slices that it lacks and for the directions that it sends back. (What others send is
+not counted.) Both speeds are settings, never measured here, and times are exact
+integers, so every rank and every restart finds the same homes.
 
-Only work decides whether a matrix leaves the rank that holds most of it: it does where that rank
-would pass ``HOME_SLACK``. If bytes counted too, ranks that receive slices would give away matrices
-that they hold whole, and more bytes would move. Time decides where it goes. Candidates are the
-rank with the least work of the holder's neighbours (a node's GPUs), or of all if that one would
-pass ``HOME_SLACK``, and every rank that holds some of it and stays within ``HOME_LIMIT``.
-So whatever the speeds, no rank has more work than ``HOME_LIMIT`` × max(mean, largest matrix), or
-4/3 of the busiest rank's in the optimal assignment, whichever is more (``test_homes.py``).
+Only work decides whether a matrix leaves the rank that holds most of it: it does where
+that rank would pass ``HOME_SLACK``. If bytes counted too, ranks that receive slices
+would give away matrices that they hold whole, and more bytes would move. Time decides
+where it goes. Candidates are the rank with the least work of the holder's neighbours (a
+node's GPUs), or of all if that one would pass ``HOME_SLACK``, and every rank that holds
+some of it and stays within ``HOME_LIMIT``. So whatever the speeds, no rank has more
+work than ``HOME_LIMIT`` × max(mean, largest matrix), or 4/3 of the busiest rank's in
+the optimal assignment, whichever is more (``test_homes.py``).
 
-A stage's optimizers have homes on the same ranks. The dense one chooses first, that of the experts
-sees what every rank has by then (``Loads``), and the mean is one of both. So a rank with a large
-dense matrix gives experts away, and a rank with few dense ones takes them. Experts are many alike:
-every rank keeps its own of one size before any gets those of others, so that fewer move.
+A stage's optimizers have homes on the same ranks. The dense one chooses first, that of
+the experts sees what every rank has by then (``Loads``), and the mean is one of both.
+So a rank with a large dense matrix gives experts away, and a rank with few dense ones
+takes them. Experts are many alike: every rank keeps its own of one size before any gets
+those of others, so that fewer move.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.config import HomePolicy
 from megatron_muon.settings.run import NODE
 
-# A rank keeps a matrix that it holds most of until its work would pass SLACK × max(ideal, largest
-# matrix); up to LIMIT × that, where another rank would end later.
+# A rank keeps a matrix that it holds most of until its work would pass SLACK ×
+# max(ideal, largest matrix); up to LIMIT × that, where another rank would end later.
 HOME_SLACK = Fraction(105, 100)
 HOME_LIMIT = Fraction(110, 100)
 LINK_GBYTES = 40.0  # where none is stated
@@ -43,9 +46,10 @@ LINK_GBYTES = 40.0  # where none is stated
 class Work:
     """A matrix: flops of its Newton-Schulz, its elements, and elements held by rank.
 
-    Replicas are held too, so ``held`` may have more than ``numel`` elements in all. ``shared`` are
-    elements that take its home's link as long as all that the homes of one matrix do for it
-    together, and ``waits`` picoseconds beside them (``sharing.strip_time``).
+    Replicas are held too, so ``held`` may have more than ``numel`` elements in all.
+    ``shared`` are elements that take its home's link as long as all that the homes of
+    one matrix do for it together, and ``waits`` picoseconds beside them
+    (``sharing.strip_time``).
     """
 
     flops: int
@@ -55,14 +59,17 @@ class Work:
     waits: int = 0
 
     def travelling(self, home: int) -> int:
-        """Elements that a home receives and sends: slices it lacks, directions of all others."""
+        """Elements that a home receives and sends: slices it lacks, directions of all
+        others.
+        """
         slices = self.numel + sum(self.held.values()) - 2 * self.held.get(home, 0)
         return slices + self.shared
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Time of one floating-point operation, of one element on a rank's link and of a picosecond.
+    """Time of one floating-point operation, of one element on a rank's link and of a
+    picosecond.
 
     All are in one unit.
     """
@@ -86,7 +93,9 @@ class Loads:
 
 
 def prices(numerics: Numerics) -> Price:
-    """Prices from ``rank_tflops`` and ``link_gbytes``, in a unit in which nothing is rounded."""
+    """Prices from ``rank_tflops`` and ``link_gbytes``, in a unit in which nothing is
+    rounded.
+    """
     config, itemsize = numerics.config, numerics.itemsize
     flops, per_flops = config.rank_tflops.as_integer_ratio()  # per picosecond
     link = LINK_GBYTES if config.link_gbytes is None else config.link_gbytes
@@ -112,10 +121,10 @@ def choose_homes(
         matrices: all matrices of an optimizer of the stage.
         size: number of ranks in the stage.
         policy: ``local`` keeps the rank that holds most; others do so until that rank's
-            work would pass ``HOME_SLACK`` × max(ideal, largest matrix), then takes the rank with
-            the least work, a neighbour's first, or one that holds some, ends sooner and stays
-            within ``HOME_LIMIT``.
-            Ties go to the rank with the least time (under TP all holders tie), then the lowest.
+            work would pass ``HOME_SLACK`` × max(ideal, largest matrix), then takes the
+            rank with the least work, a neighbour's first, or one that holds some, ends
+            sooner and stays within ``HOME_LIMIT``. Ties go to the rank with the least
+            time (under TP all holders tie), then the lowest.
         price: the prices of work and of bytes.
         chosen: homes that are chosen already, by matrix.
         before: what ranks have to do for other optimizers of the stage.
@@ -155,16 +164,22 @@ class _Ranks:
     ) -> None:
         self._matrices, self._price, self._neighbours = matrices, price, neighbours
         self._works, self._times = list(before.flops), list(before.times)
-        self._by_work = [(work, rank) for rank, work in enumerate(self._works)]  # some outdated
+        self._by_work = [
+            (work, rank) for rank, work in enumerate(self._works)
+        ]  # some outdated
         heapq.heapify(self._by_work)
         self._slack = _of_ideal(HOME_SLACK, matrices, before)
         self._limit = _of_ideal(HOME_LIMIT, matrices, before)
 
     def holder(self, index: int) -> int:
-        """The rank that holds most of a matrix; of several, the one with the least time."""
+        """The rank that holds most of a matrix; of several, the one with the least
+        time.
+        """
         held = self._matrices[index].held
         most = max(held.values())
-        return min((self._times[r], r) for r, elements in held.items() if elements == most)[1]
+        return min(
+            (self._times[r], r) for r, elements in held.items() if elements == most
+        )[1]
 
     def has_room(self, index: int, rank: int) -> bool:
         """The rank would stay within ``HOME_SLACK``."""
@@ -203,6 +218,12 @@ def _time(matrix: Work, home: int, price: Price) -> int:
 
 
 def _of_ideal(factor: Fraction, matrices: Sequence[Work], before: Loads) -> int:
-    """``factor`` × max(ideal, largest matrix), rounded down: the same limit for whole flops."""
+    """``factor`` × max(ideal, largest matrix), rounded down: the same limit for whole
+    flops.
+    """
     flops, size = [matrix.flops for matrix in matrices], len(before.flops)
-    return factor * max(sum(flops) + sum(before.flops), size * max(flops, default=0)) // size
+    return (
+        factor
+        * max(sum(flops) + sum(before.flops), size * max(flops, default=0))
+        // size
+    )

@@ -1,9 +1,10 @@
 """The places of elements, as plain integers: shards, and the matrices in a parameter.
 
-A parameter is Megatron's: the local tensor-parallel slice, a flat range of a bucket. A bucket is
-cut into ``dp_size`` equal shards. A matrix is one 2-D block that is orthogonalized as a unit: a
-parameter holds one or several. With tensor parallelism, a matrix is spread over the parameters of
-all TP ranks. Everything here is the same on every rank of a stage.
+A parameter is Megatron's: the local tensor-parallel slice, a flat range of a bucket. A
+bucket is cut into ``dp_size`` equal shards. A matrix is one 2-D block that is
+orthogonalized as a unit: a parameter holds one or several. With tensor parallelism, a
+matrix is spread over the parameters of all TP ranks. Everything here is the same on
+every rank of a stage.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SLICE_OF = "[tp "  # in a block step's matrix: after the whole one's name, before the TP rank
+SLICE_OF = (
+    "[tp "  # in a block step's matrix: after the whole one's name, before the TP rank
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -23,7 +26,9 @@ class Span:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
-            raise ValueError(f"a span needs 0 <= start <= stop, got [{self.start}, {self.stop})")
+            raise ValueError(
+                f"a span needs 0 <= start <= stop, got [{self.start}, {self.stop})"
+            )
 
     def __str__(self) -> str:
         return f"[{self.start}, {self.stop})"
@@ -37,13 +42,17 @@ class Span:
 
 
 def range_of(size: int, number: int, count: int) -> Span:
-    """Range ``number`` of ``count`` nearly equal ones that ``size`` elements are cut into."""
+    """Range ``number`` of ``count`` nearly equal ones that ``size`` elements are cut
+    into.
+    """
     return Span(number * size // count, (number + 1) * size // count)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive local rows of a parameter that are consecutive rows of one of its matrices."""
+    """Consecutive local rows of a parameter that are consecutive rows of one of its
+    matrices.
+    """
 
     matrix: int  # index of the matrix in the parameter
     rows: Span  # the local rows of the parameter
@@ -54,17 +63,20 @@ class Block:
 class Strip:
     """A range of the long side of a matrix that several homes orthogonalize together.
 
-    It travels as it is iterated on, except a *turned* one: a range of a wide matrix's columns has
-    elements in every row, so to its home comes a range of rows. The homes then exchange blocks, so
-    that each has its columns (``runtime.exchange.sharers``), and turn the direction back.
+    It travels as it is iterated on, except a *turned* one: a range of a wide matrix's
+    columns has elements in every row, so to its home comes a range of rows. The homes
+    then exchange blocks, so that each has its columns (``runtime.exchange.sharers``),
+    and turn the direction back.
     """
 
     rows: int  # rows, cols: size of the whole matrix over all TP ranks
     cols: int
-    number: int  # number, count: which of the matrix's strips it is, and how many there are
+    number: (
+        int  # number, count: which of the matrix's strips it is, and how many there are
+    )
     count: int
-    # where TP cuts a wide matrix's columns into a multiple of count, the TP ranks whose column
-    # parts are its columns; None where its rows come
+    # where TP cuts a wide matrix's columns into a multiple of count, the TP ranks whose
+    # column parts are its columns; None where its rows come
     parts: Span | None = None
 
     @property
@@ -85,14 +97,14 @@ class MatrixShape:
     name: str  # its name in messages
     rows: int  # rows, cols: its size over all TP ranks
     cols: int
-    # number of equal column ranges. Each TP rank holds a part of every range, in order. More than
-    # one only where TP splits the columns of a gate and an up half.
+    # number of equal column ranges. Each TP rank holds a part of every range, in order.
+    # More than one only where TP splits the columns of a gate and an up half.
     column_blocks: int = 1
-    # each column range is a matrix of its own for Newton-Schulz and for the scale. They travel
-    # together, since their elements alternate row by row.
+    # each column range is a matrix of its own for Newton-Schulz and for the scale. They
+    # travel together, since their elements alternate row by row.
     apart: bool = False
-    # where several homes share a matrix, which range of it this is; rows and cols are those of the
-    # elements that come to its home
+    # where several homes share a matrix, which range of it this is; rows and cols are
+    # those of the elements that come to its home
     strip: Strip | None = None
 
     @property
@@ -106,7 +118,9 @@ class MatrixShape:
         return self.rows, self.cols // self.units
 
     def column_parts(self, of_parameter: int) -> int:
-        """The number of its column parts, where its parameter's matrices have so many."""
+        """The number of its column parts, where its parameter's matrices have so
+        many.
+        """
         if self.strip is None or self.strip.parts is None:
             return of_parameter
         return self.strip.parts.size
@@ -120,11 +134,13 @@ class MatrixShape:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A Muon parameter as a stage sees it: identical on every rank but for its TP slice."""
+    """A Muon parameter as a stage sees it: identical on every rank but for its TP
+    slice.
+    """
 
     name: str  # Megatron's parameter name, with experts numbered over all EP ranks
-    # local (rows, cols), the same on every TP rank. A batch of matrices in one parameter counts as
-    # all their rows, one matrix after another.
+    # local (rows, cols), the same on every TP rank. A batch of matrices in one
+    # parameter counts as all their rows, one matrix after another.
     shape: tuple[int, int]
     # the dim that tensor parallelism splits, None where TP ranks hold replicas
     partition_dim: int | None
@@ -143,7 +159,9 @@ class Parameter:
 
     @property
     def widths(self) -> set[int]:
-        """Columns of its matrices' parts and blocks: what lies together in a staged row."""
+        """Columns of its matrices' parts and blocks: what lies together in a staged
+        row.
+        """
         return {m.cols // (self.column_parts * m.column_blocks) for m in self.matrices}
 
     @property
@@ -154,15 +172,20 @@ class Parameter:
         """``(dp_rank, elements of the parameter)`` for each shard that has some of it.
 
         Megatron cuts each bucket into ``dp_size`` equal shards
-        (``DistributedOptimizer._build_model_gbuf_range``), wherever parameters begin or end.
+        (``DistributedOptimizer._build_model_gbuf_range``), wherever parameters begin or
+        end.
         """
         if self.bucket.size % dp_size:
             raise ValueError(
-                f"bucket of {self.bucket.size} elements around {self.name} does not divide into "
+                f"bucket of {self.bucket.size} elements around {self.name} does not "
+                "divide into "
                 f"{dp_size} equal shards"
             )
         shard_size = self.bucket.size // dp_size
-        start, stop = self.span.start - self.bucket.start, self.span.stop - self.bucket.start
+        start, stop = (
+            self.span.start - self.bucket.start,
+            self.span.stop - self.bucket.start,
+        )
         for dp_rank in range(start // shard_size, (stop - 1) // shard_size + 1):
             first, last = dp_rank * shard_size, (dp_rank + 1) * shard_size
             yield dp_rank, Span(max(first, start) - start, min(last, stop) - start)
@@ -178,7 +201,9 @@ Matrices = tuple[tuple[MatrixShape, ...], tuple[tuple[Block, ...], ...]]
 def whole_matrix(
     name: str, shape: tuple[int, int], partition_dim: int | None, tp_size: int
 ) -> Matrices:
-    """The parameter is one matrix; TP slices it into equal ranges of rows or columns, or not."""
+    """The parameter is one matrix; TP slices it into equal ranges of rows or columns,
+    or not.
+    """
     return batched_matrices((name,), shape, partition_dim, tp_size)
 
 
@@ -191,24 +216,35 @@ def batched_matrices(
     *,
     apart: bool = False,
 ) -> Matrices:
-    """A batch of matrices in one parameter, one after another, each split by TP in the same way.
+    """A batch of matrices in one parameter, one after another, each split by TP in the
+    same way.
 
     Args:
         names: the matrices' names.
         shape: local (rows of all matrices, cols).
-        partition_dim: the dim of each matrix that TP splits; None where TP ranks hold replicas.
+        partition_dim: the dim of each matrix that TP splits; None where TP ranks hold
+        replicas.
         tp_size: number of TP ranks.
         column_blocks, apart: see ``MatrixShape``.
     """
     rows, cols = shape
     if rows % len(names):
-        raise ValueError(f"{names[0]}: {rows} local rows are not {len(names)} equal matrices")
+        raise ValueError(
+            f"{names[0]}: {rows} local rows are not {len(names)} equal matrices"
+        )
     each, by_rows = rows // len(names), partition_dim == 0
-    whole = each * (tp_size if by_rows else 1), cols * (tp_size if partition_dim == 1 else 1)
+    whole = (
+        each * (tp_size if by_rows else 1),
+        cols * (tp_size if partition_dim == 1 else 1),
+    )
     matrices = tuple(MatrixShape(name, *whole, column_blocks, apart) for name in names)
     blocks = tuple(
         tuple(
-            Block(index, Span(index * each, (index + 1) * each), tp_rank * each if by_rows else 0)
+            Block(
+                index,
+                Span(index * each, (index + 1) * each),
+                tp_rank * each if by_rows else 0,
+            )
             for index in range(len(names))
         )
         for tp_rank in range(tp_size)

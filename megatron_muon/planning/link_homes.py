@@ -1,13 +1,15 @@
-"""Homes by two stated speeds: those whose step takes least time, of a few ways to choose them.
+"""Homes by two stated speeds: those whose step takes least time, of a few ways to
+choose them.
 
-``homes`` lets work alone decide what leaves its holder, as on links that are fast beside it. Where
-``link_gbytes`` is stated, homes by work and the largest holders are both improved: the rank that
-ends last gives a matrix away or takes one that it holds some of, as long as all ranks that the move
-concerns end before it did. The rounds of each choice are then run in time. The first choice, by
-work, stays unless another gains ``_LEAST_GAIN``. Plain integers in the unit of ``homes.Price``, the
-same on every rank and restart. Strips keep their homes; ``plan`` tries the strips that are best by
-work and those for local homes. ``pricing.step`` runs every operation; ``test_shared_models`` holds
-the choice to its times.
+``homes`` lets work alone decide what leaves its holder, as on links that are fast
+beside it. Where ``link_gbytes`` is stated, homes by work and the largest holders are
+both improved: the rank that ends last gives a matrix away or takes one that it holds
+some of, as long as all ranks that the move concerns end before it did. The rounds of
+each choice are then run in time. The first choice, by work, stays unless another gains
+``_LEAST_GAIN``. Plain integers in the unit of ``homes.Price``, the same on every rank
+and restart. Strips keep their homes; ``plan`` tries the strips that are best by work
+and those for local homes. ``pricing.step`` runs every operation; ``test_shared_models``
+holds the choice to its times.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ from fractions import Fraction
 from megatron_muon.planning.homes import Loads, Price, Work
 from megatron_muon.planning.sharing.strip_time import MESSAGE_PS, PEER_PS
 
-_LEAST_GAIN = Fraction(1, 64)  # the bound is about as far from the time model's order of choices
-# Of the matrices of one size that a home has in a round: they are a batch, and the last wave of its
-# products does not fill a GPU. Less than it is no gain.
+_LEAST_GAIN = Fraction(
+    1, 64
+)  # the bound is about as far from the time model's order of choices
+# Of the matrices of one size that a home has in a round: they are a batch, and the last
+# wave of its products does not fill a GPU. Less than it is no gain.
 _BATCH_PS = 200_000_000
-# What counts of a rank while homes are improved: its work and its links, or its links alone.
+# What counts of a rank while homes are improved: its work and its links, or its links
+# alone.
 _WEIGHTS = ((1, 2), (0, 2))
 _MOVES = 20_000  # at most, that are tried for a choice
 _Pairs = Mapping[tuple[int, int], int]  # elements by (sender, receiver)
@@ -36,11 +41,15 @@ _Rounds = Sequence[Sequence[int]]
 class Stage:
     """What homes are chosen for."""
 
-    works: Sequence[Work]  # works, owner: its matrices, and the index of each one's parameter
+    works: Sequence[
+        Work
+    ]  # works, owner: its matrices, and the index of each one's parameter
     owner: Sequence[int]
     fixed: frozenset[int]  # matrices whose homes stay, strips
     before: Loads  # what ranks have to do for other optimizers before
-    directions: Sequence[int]  # by rank, the time at which it has those of other optimizers before
+    directions: Sequence[
+        int
+    ]  # by rank, the time at which it has those of other optimizers before
     price: Price  # the prices of work and of bytes
     neighbours: int  # see RankGrid
     faster: int  # see strip_time.faster_near
@@ -58,16 +67,21 @@ class Stage:
 
 
 def fastest(
-    stage: Stage, choices: Sequence[Sequence[int]], rounds_of: Callable[[Sequence[int]], _Rounds]
+    stage: Stage,
+    choices: Sequence[Sequence[int]],
+    rounds_of: Callable[[Sequence[int]], _Rounds],
 ) -> tuple[Sequence[int], int]:
     """The homes with which the stage's step takes least time, and that time.
 
     Args:
         stage: see above.
-        choices: homes to begin with; each, and then what is improved, has to gain on the best.
+        choices: homes to begin with; each, and then what is improved, has to gain on
+        the best.
         rounds_of: the rounds of homes, as indices of parameters.
     """
-    improved = [_Search(stage, homes, of).improved() for homes in choices for of in _WEIGHTS]
+    improved = [
+        _Search(stage, homes, of).improved() for homes in choices for of in _WEIGHTS
+    ]
     tried = list(dict.fromkeys(map(tuple, (*choices, *improved))))
     times = [step_time(stage, homes, rounds_of(homes)) for homes in tried]
     best, a_batch = 0, Fraction(_BATCH_PS * stage.price.picosecond)
@@ -78,7 +92,9 @@ def fastest(
 
 
 def step_time(stage: Stage, homes: Sequence[int], rounds: _Rounds) -> int:
-    """The time until the last rank has its directions; see ``pipeline`` for the order."""
+    """The time until the last rank has its directions; see ``pipeline`` for the
+    order.
+    """
     round_of = {index: number for number, round in enumerate(rounds) for index in round}
     slices: list[dict[tuple[int, int], int]] = [defaultdict(int) for _ in rounds]
     at_home: list[dict[int, int]] = [defaultdict(int) for _ in rounds]
@@ -116,9 +132,11 @@ def _wait(ends: Mapping[int, int], done: list[int]) -> None:
 def _exchange(
     stage: Stage, pairs: _Pairs, link: list[int], done: Sequence[int]
 ) -> Mapping[int, int]:
-    """Move messages at once; returns when each rank has its own, and its link is busy until then.
+    """Move messages at once; returns when each rank has its own, and its link is busy
+    until then.
 
-    A rank waits for its peers to begin, for its own bytes, and for its part of its peers' links.
+    A rank waits for its peers to begin, for its own bytes, and for its part of its
+    peers' links.
     """
     neighbours, faster = stage.neighbours, stage.faster
     total: dict[tuple[int, int], int] = defaultdict(int)  # time by (rank, way)
@@ -149,9 +167,13 @@ def _exchange(
 
 
 class _Search:
-    """Homes that are improved one by one: of each rank its work, and what its links carry."""
+    """Homes that are improved one by one: of each rank its work, and what its links
+    carry.
+    """
 
-    def __init__(self, stage: Stage, homes: Sequence[int], weights: tuple[int, int]) -> None:
+    def __init__(
+        self, stage: Stage, homes: Sequence[int], weights: tuple[int, int]
+    ) -> None:
         self._stage, self._homes, self._weights = stage, list(homes), weights
         self._near = stage.faster
         self._work = list(stage.before.times)
@@ -176,7 +198,10 @@ class _Search:
             if end != self._end(last):  # outdated
                 heapq.heapreplace(ends, (-self._end(last), last))
                 continue
-            moves = [(self._tried(index, home), index, home) for index, home in self._moves(last)]
+            moves = [
+                (self._tried(index, home), index, home)
+                for index, home in self._moves(last)
+            ]
             left -= len(moves)
             if not moves or min(moves)[0] >= end:
                 break
@@ -185,7 +210,9 @@ class _Search:
         return self._homes
 
     def _moves(self, last: int) -> Iterator[tuple[int, int]]:
-        """Matrices with a new home each: away from a rank, or to it; of several alike one."""
+        """Matrices with a new home each: away from a rank, or to it; of several alike
+        one.
+        """
         least = min(range(len(self._work)), key=self._end)
         seen = set()
         for index in sorted(self._at[last]):
@@ -224,6 +251,8 @@ class _Search:
         for rank, elements in stage.works[index].held.items():
             if rank != home:
                 is_near = rank // neighbours == home // neighbours
-                time = sign * (elements * stage.price.element // (self._near if is_near else 1))
+                time = sign * (
+                    elements * stage.price.element // (self._near if is_near else 1)
+                )
                 self._links[rank][2 * is_near] += time
                 self._links[home][2 * is_near + 1] += time

@@ -1,7 +1,9 @@
-"""The exchange plan: which rank orthogonalizes which matrix, and every slice that travels.
+"""The exchange plan: which rank orthogonalizes which matrix, and every slice that
+travels.
 
-Plain integers, a pure function of the stage's parameters, its grid of ranks and the settings. So
-every rank makes the same plan without communication, and tests can count its messages.
+Plain integers, a pure function of the stage's parameters, its grid of ranks and the
+settings. So every rank makes the same plan without communication, and tests can count
+its messages.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from megatron_muon.planning.rank_plan import RankPlan, rank_plan
 from megatron_muon.planning.rounds.stage import stage_rounds
 from megatron_muon.planning.sharing.stage_time import stage_time
 from megatron_muon.planning.sharing.strip_time import StripTime, faster_near, strip_time
-from megatron_muon.planning.slices import Matrix, Slice, all_slices, gather_message, held_elements
+from megatron_muon.planning.slices import (
+    Matrix,
+    Slice,
+    all_slices,
+    gather_message,
+    held_elements,
+)
 from megatron_muon.planning.strips import (
     LEAST_SHARED_PS,
     Counts,
@@ -52,7 +60,8 @@ class ExchangePlan:
     rounds: tuple[tuple[int, ...], ...]
     # the matrices that several homes share; their strips are among matrices
     shared: tuple[SharedMatrix, ...]
-    ends: int = 0  # the time of a step by both speeds, where these have chosen the homes, else 0
+    # the time of a step by both speeds, where these have chosen the homes, else 0
+    ends: int = 0
 
     @property
     def size(self) -> int:
@@ -61,11 +70,15 @@ class ExchangePlan:
 
     def for_rank(self, rank: int) -> RankPlan:
         """The part of one rank of the stage."""
-        return rank_plan(rank, self.grid, self.parameters, self.matrices, self.slices, self.rounds)
+        return rank_plan(
+            rank, self.grid, self.parameters, self.matrices, self.slices, self.rounds
+        )
 
     def round_of(self) -> dict[int, int]:
         """The round of each parameter."""
-        return {index: number for number, round in enumerate(self.rounds) for index in round}
+        return {
+            index: number for number, round in enumerate(self.rounds) for index in round
+        }
 
     def ns_flops(self) -> list[int]:
         """Newton-Schulz floating-point operations of each rank in a step."""
@@ -75,7 +88,8 @@ class ExchangePlan:
         return flops
 
     def sent_bytes(self) -> list[int]:
-        """Bytes that each rank sends to others in a step: slices there, directions back.
+        """Bytes that each rank sends to others in a step: slices there, directions
+        back.
 
         Homes of one matrix also send squares to each other, and turn it.
         """
@@ -94,15 +108,21 @@ class ExchangePlan:
         return sent
 
     def gathered_elements(self) -> dict[tuple[int, int, int], int]:
-        """Elements of each gather message, by (round, sender, home); see ``gather_message``."""
-        round_of, slices = self.round_of(), defaultdict[tuple[int, int, int], list[int]](list)
+        """Elements of each gather message, by (round, sender, home); see
+        ``gather_message``.
+        """
+        round_of, slices = (
+            self.round_of(),
+            defaultdict[tuple[int, int, int], list[int]](list),
+        )
         for one in self.slices:
             home = self.matrices[one.matrix].home
             if home != one.rank and not one.replica:
                 message = round_of[one.parameter], one.rank, home
                 slices[message].append(one.elements.size)
         return {
-            message: gather_message(sum(sizes), len(sizes)) for message, sizes in slices.items()
+            message: gather_message(sum(sizes), len(sizes))
+            for message, sizes in slices.items()
         }
 
     def boundary_parameters(self) -> list[Parameter]:
@@ -110,7 +130,8 @@ class ExchangePlan:
         return [p for p in self.parameters if p.is_boundary(self.grid.dp_size)]
 
     def validate(self) -> None:
-        """Check that each matrix's elements are gathered once, and each shard gets directions once.
+        """Check that each matrix's elements are gathered once, and each shard gets
+        directions once.
 
         Raises:
             ValueError: names the first matrix or parameter with a hole or an overlap.
@@ -128,7 +149,9 @@ class ExchangePlan:
                 _require_cover(parameter.name, returned.pop((index, rank), []), shard)
         if returned:
             index, rank = min(returned)
-            raise ValueError(f"{self.parameters[index].name}: rank {rank} holds none of it")
+            raise ValueError(
+                f"{self.parameters[index].name}: rank {rank} holds none of it"
+            )
 
 
 def make_plan(
@@ -141,14 +164,18 @@ def make_plan(
     """Choose the homes and lay out every slice.
 
     Args:
-        parameters: the stage's Muon parameters, in an order that is the same on all ranks.
+        parameters: the stage's Muon parameters, in an order that is the same on all
+        ranks.
         grid: the stage's ranks.
         numerics: of the run; with it ``homes``, the two speeds and ``round_bytes``.
-        earlier: plans of the stage's optimizers that step before; homes balance all of them.
-        later: ``flops_of`` those after it. Where they fill the ranks, it gains nothing to share.
+        earlier: plans of the stage's optimizers that step before; homes balance all of
+        them.
+        later: ``flops_of`` those after it. Where they fill the ranks, it gains nothing
+        to share.
 
     Raises:
-        ValueError: the shards do not cover a parameter exactly once, or the plans have other ranks.
+        ValueError: the shards do not cover a parameter exactly once, or the plans have
+        other ranks.
     """
     stage = _Stage(grid, numerics, _loads(earlier, grid, numerics), later)
     if numerics.config.homes_by_link:
@@ -159,8 +186,12 @@ def make_plan(
         (cut,) = _in_strips(parameters, stage, numerics.config.homes)
         homes, ends = stage.homes(cut, numerics.config.homes), 0
     parameters, works = [parameter for parameter, _ in cut], _all_works(cut)
-    shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
-    owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
+    shapes = [
+        (parameter, shape) for parameter in parameters for shape in parameter.matrices
+    ]
+    owner = [
+        index for index, parameter in enumerate(parameters) for _ in parameter.matrices
+    ]
     matrices = tuple(
         _homed(parameter, shape, home)
         for (parameter, shape), home in zip(shapes, homes, strict=True)
@@ -182,7 +213,9 @@ def make_plan(
 
 def flops_of(parameters: Sequence[Parameter], numerics: Numerics) -> int:
     """Newton-Schulz flops of whole matrices."""
-    return sum(flops_of_matrix(m, numerics) for each in parameters for m in each.matrices)
+    return sum(
+        flops_of_matrix(m, numerics) for each in parameters for m in each.matrices
+    )
 
 
 def flops_of_matrix(shape: MatrixShape | Matrix, numerics: Numerics) -> int:
@@ -203,7 +236,9 @@ def _all_works(cut: Sequence[_Cut]) -> list[Work]:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """The ranks of a stage, and what they have to do before the optimizer that is planned."""
+    """The ranks of a stage, and what they have to do before the optimizer that is
+    planned.
+    """
 
     grid: RankGrid
     numerics: Numerics
@@ -245,24 +280,32 @@ class _Stage:
         return stage_time(works, homes, price, self.before, self.later, *near)
 
 
-def _strip_time(shape: MatrixShape | Matrix, grid: RankGrid, numerics: Numerics) -> StripTime:
+def _strip_time(
+    shape: MatrixShape | Matrix, grid: RankGrid, numerics: Numerics
+) -> StripTime:
     own = shape.rows * shape.cols
     return strip_time(shape.strip, own, grid.size, numerics, grid.neighbours)
 
 
 def _loads(plans: Sequence[ExchangePlan], grid: RankGrid, numerics: Numerics) -> Loads:
-    """What each rank has to do by some plans: their Newton-Schulz, and its link as a home."""
+    """What each rank has to do by some plans: their Newton-Schulz, and its link as a
+    home.
+    """
     size, price = grid.size, prices(numerics)
     flops, times = [0] * size, [0] * size
     for plan in plans:
         if plan.size != size:
-            raise ValueError(f"a stage's optimizers have its {size} ranks, not {plan.size}")
+            raise ValueError(
+                f"a stage's optimizers have its {size} ranks, not {plan.size}"
+            )
         strips = [_strip_time(matrix, grid, numerics) for matrix in plan.matrices]
         elements = [strip.elements for strip in strips]
         for one in plan.slices:
             if one.rank != plan.matrices[one.matrix].home:
                 elements[one.matrix] += one.elements.size * (1 if one.replica else 2)
-        for at, (matrix, work) in enumerate(zip(plan.matrices, plan.flops, strict=True)):
+        for at, (matrix, work) in enumerate(
+            zip(plan.matrices, plan.flops, strict=True)
+        ):
             flops[matrix.home] += work
             times[matrix.home] += work * price.flop + elements[at] * price.element
             times[matrix.home] += strips[at].waits * price.picosecond
@@ -272,12 +315,16 @@ def _loads(plans: Sequence[ExchangePlan], grid: RankGrid, numerics: Numerics) ->
 def _in_strips(
     parameters: Sequence[Parameter], stage: _Stage, *policies: HomePolicy
 ) -> list[Sequence[_Cut]]:
-    """The parameters with shared matrices cut, once for each policy that has other strips."""
+    """The parameters with shared matrices cut, once for each policy that has other
+    strips.
+    """
     numerics = stage.numerics
 
     @cache
     def cut(index: int, counts: tuple[int, ...]) -> _Cut:
-        """A parameter with each matrix in so many strips: a plan tries few counts of each."""
+        """A parameter with each matrix in so many strips: a plan tries few counts of
+        each.
+        """
         parameter = parameters[index]
         shapes = [(m.rows, m.cols) for m in parameter.matrices]
         count_of = dict(zip(shapes, counts, strict=True))
@@ -291,7 +338,10 @@ def _in_strips(
 
     def cut_all(counts: Counts, others: int = 1) -> Sequence[_Cut]:
         return [
-            cut(index, tuple(counts.get((m.rows, m.cols), others) for m in parameter.matrices))
+            cut(
+                index,
+                tuple(counts.get((m.rows, m.cols), others) for m in parameter.matrices),
+            )
             for index, parameter in enumerate(parameters)
         ]
 
@@ -313,14 +363,21 @@ def _in_strips(
         return stage.time(cut_all(counts), policy)
 
     size = stage.grid.size
-    chosen = [choose_counts(sorted(shapes), size, partial(time_of, of), can) for of in policies]
-    return [cut_all(counts) for at, counts in enumerate(chosen) if counts not in chosen[:at]]
+    chosen = [
+        choose_counts(sorted(shapes), size, partial(time_of, of), can)
+        for of in policies
+    ]
+    return [
+        cut_all(counts) for at, counts in enumerate(chosen) if counts not in chosen[:at]
+    ]
 
 
 _Homes = tuple[Sequence[_Cut], Sequence[int], int]  # of what, and the time
 
 
-def _homes_by_link(cut: Sequence[_Cut], stage: _Stage, earlier: Sequence[ExchangePlan]) -> _Homes:
+def _homes_by_link(
+    cut: Sequence[_Cut], stage: _Stage, earlier: Sequence[ExchangePlan]
+) -> _Homes:
     """The homes of these strips with which a step is shortest, and its time."""
     from megatron_muon.planning import link_homes  # only where a link is stated
 
@@ -330,13 +387,19 @@ def _homes_by_link(cut: Sequence[_Cut], stage: _Stage, earlier: Sequence[Exchang
     fixed = frozenset(at for at, (_, _, m) in enumerate(every) if m.strip is not None)
     before, near = stage.before, (stage.grid.neighbours, stage.faster)
     directions = list(before.times)
-    for at_homes, one in ((plan.matrices, one) for plan in earlier for one in plan.slices):
+    for at_homes, one in (
+        (plan.matrices, one) for plan in earlier for one in plan.slices
+    ):
         at_home = before.times[at_homes[one.matrix].home]
         directions[one.rank] = max(directions[one.rank], at_home)
-    of = link_homes.Stage(works, owner, fixed, before, directions, prices(numerics), *near)
+    of = link_homes.Stage(
+        works, owner, fixed, before, directions, prices(numerics), *near
+    )
 
     def rounds_of(homes: Sequence[int]) -> Sequence[Sequence[int]]:
-        matrices = [_homed(p, m, home) for (_, p, m), home in zip(every, homes, strict=True)]
+        matrices = [
+            _homed(p, m, home) for (_, p, m), home in zip(every, homes, strict=True)
+        ]
         return stage_rounds(owner, matrices, works, stage.grid.size, numerics)
 
     choices = [stage.homes(cut, "balanced"), stage.homes(cut, "local")]
@@ -363,7 +426,9 @@ def _shared(
 def _flops_at_homes(
     works: Sequence[Work], matrices: Sequence[Matrix], numerics: Numerics
 ) -> Iterator[int]:
-    """A home that has several strips of a matrix, where ranks are few, makes whole squares once."""
+    """A home that has several strips of a matrix, where ranks are few, makes whole
+    squares once.
+    """
     for index, (matrix, work) in enumerate(zip(matrices, works, strict=True)):
         again = matrix.strip is not None and matrix.strip.number > 0
         again = again and matrices[index - 1].home == matrix.home
@@ -393,4 +458,6 @@ def _require_cover(name: str, ranges: list[Span], whole: Span) -> None:
             raise ValueError(f"{name}: element {min(span.start, position)} {kind}")
         position = span.stop
     if position != whole.stop:
-        raise ValueError(f"{name}: elements {position} to {whole.stop} are not covered exactly")
+        raise ValueError(
+            f"{name}: elements {position} to {whole.stop} are not covered exactly"
+        )

@@ -19,17 +19,22 @@ def _by_rank() -> _ByRank:
 
 @dataclass(frozen=True, slots=True)
 class RankRound:
-    """The matrices that a rank orthogonalizes in a round, and what it sends, receives and keeps.
+    """The matrices that a rank orthogonalizes in a round, and what it sends, receives
+    and keeps.
 
     Lists are in the order of the plan's slices.
     """
 
-    homes: list[int] = field(default_factory=list)  # indices of the matrices that it orthogonalizes
-    gather_to: _ByRank = field(default_factory=_by_rank)  # by home, the slices that it sends there
+    homes: list[int] = field(
+        default_factory=list
+    )  # indices of the matrices that it orthogonalizes
+    gather_to: _ByRank = field(
+        default_factory=_by_rank
+    )  # by home, the slices that it sends there
     # by rank, the slices that it receives as their home
     gather_from: _ByRank = field(default_factory=_by_rank)
-    # by rank, the slices whose directions it sends there as their home: those of gather_from, and
-    # replicas, which only receive
+    # by rank, the slices whose directions it sends there as their home: those of
+    # gather_from, and replicas, which only receive
     scatter_to: _ByRank = field(default_factory=_by_rank)
     # by home, the slices whose directions it receives: those of gather_to, and replicas
     scatter_from: _ByRank = field(default_factory=_by_rank)
@@ -61,7 +66,9 @@ def rank_plan(
 ) -> RankPlan:
     """One rank's part of the plan that has these fields; see ``plan.ExchangePlan``."""
     made = tuple(RankRound() for _ in rounds)
-    round_of = {index: made[number] for number, round in enumerate(rounds) for index in round}
+    round_of = {
+        index: made[number] for number, round in enumerate(rounds) for index in round
+    }
     numbers = iter(range(len(matrices)))
     for index, parameter in enumerate(parameters):
         own = [next(numbers) for _ in parameter.matrices]
@@ -81,7 +88,9 @@ def rank_plan(
 
 def _route(round: RankRound, one: Slice, rank: int, home: int) -> None:
     if home == one.rank:
-        round.kept.append(one)  # no replica: replicas are on other TP ranks than the home
+        round.kept.append(
+            one
+        )  # no replica: replicas are on other TP ranks than the home
         return
     mine = one.rank == rank
     other = home if mine else one.rank

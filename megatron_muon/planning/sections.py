@@ -1,8 +1,8 @@
 """Weights whose rows belong to several matrices, and what TP ranks hold of them.
 
-A fused weight is a list of sections: TP cuts each section into equal ranges of rows, and a rank
-holds its range of every section, one after another. A gated fc1 has two (gate, up), a fused QKV
-one, in which q, k and v repeat per query group.
+A fused weight is a list of sections: TP cuts each section into equal ranges of rows,
+and a rank holds its range of every section, one after another. A gated fc1 has two
+(gate, up), a fused QKV one, in which q, k and v repeat per query group.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from megatron_muon.planning.layout import Block, Matrices, MatrixShape, Span
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Consecutive rows of a whole weight (TP = 1) that belong to one of its matrices."""
+    """Consecutive rows of a whole weight (TP = 1) that belong to one of its
+    matrices.
+    """
 
-    part: str  # the matrix, by its name within the weight; empty where the weight is one matrix
+    # the matrix, by its name within the weight; empty where the weight is one matrix
+    part: str
     count: int  # number of rows
 
 
@@ -32,25 +35,29 @@ def sectioned(
     tp_size: int,
     sections: Sections,
 ) -> Matrices:
-    """A weight whose rows belong to several matrices. A matrix has its rows in their order.
+    """A weight whose rows belong to several matrices. A matrix has its rows in their
+    order.
 
     For the arguments see ``layout.batched_matrices``.
 
     Raises:
-        ValueError: the sections have another number of rows, or TP cannot split one equally.
+        ValueError: the sections have another number of rows, or TP cannot split one
+        equally.
     """
     rows, cols = shape
     parts = tp_size if partition_dim == 0 else 1
     counts = [sum(run.count for run in section) for section in sections]
     if sum(counts) != rows * parts:
         raise ValueError(
-            f"{name}: {rows} rows on each of {parts} TP ranks are not the {sum(counts)} of "
+            f"{name}: {rows} rows on each of {parts} TP ranks are not the "
+            f"{sum(counts)} of "
             f"{', '.join(_named(sections))}"
         )
     for section, count in zip(sections, counts, strict=True):
         if count % parts:
             raise ValueError(
-                f"{name}: {tp_size} TP ranks cannot hold equal parts of the {count} rows of "
+                f"{name}: {tp_size} TP ranks cannot hold equal parts of the {count} "
+                "rows of "
                 f"{', '.join(_named([section]))}"
             )
     width = cols * (tp_size if partition_dim == 1 else 1)
@@ -69,12 +76,18 @@ def sectioned(
 
 
 def _named(sections: Sequence[Sequence[Rows]]) -> list[str]:
-    names = dict.fromkeys(run.part or "one matrix" for section in sections for run in section)
+    names = dict.fromkeys(
+        run.part or "one matrix" for section in sections for run in section
+    )
     return list(names) if len(names) <= 6 else [*list(names)[:5], "..."]
 
 
-def _blocks_of(section: Sequence[Rows], size: dict[str, int]) -> Iterator[tuple[Rows, int, int]]:
-    """``(rows, their start in the section, their first row in the matrix)``; counts ``size`` on."""
+def _blocks_of(
+    section: Sequence[Rows], size: dict[str, int]
+) -> Iterator[tuple[Rows, int, int]]:
+    """``(rows, their start in the section, their first row in the matrix)``; counts
+    ``size`` on.
+    """
     start = 0
     for run in section:
         yield run, start, size.setdefault(run.part, 0)
@@ -88,19 +101,26 @@ def _held_rows(
     parts: int,
     part: int,
 ) -> Iterator[Block]:
-    """The blocks of one TP rank; neighbours that continue each other in a matrix are one."""
+    """The blocks of one TP rank; neighbours that continue each other in a matrix are
+    one.
+    """
     last: Block | None = None
     local = 0
     for section in sections:
         rows = sum(run.count for run, _, _ in section) // parts
         for run, start, matrix_row in section:
-            first, stop = max(start, part * rows), min(start + run.count, (part + 1) * rows)
+            first, stop = (
+                max(start, part * rows),
+                min(start + run.count, (part + 1) * rows),
+            )
             if first >= stop:
                 continue
             at = Span(local + first - part * rows, local + stop - part * rows)
             block = Block(order[run.part], at, matrix_row + first - start)
             if last is not None and _continues(last, block):
-                block = Block(last.matrix, Span(last.rows.start, at.stop), last.matrix_row)
+                block = Block(
+                    last.matrix, Span(last.rows.start, at.stop), last.matrix_row
+                )
             elif last is not None:
                 yield last
             last = block
@@ -115,7 +135,8 @@ def _continues(one: Block, other: Block) -> bool:
 
 
 def repeated(groups: int, group_rows: Sequence[tuple[str, int]]) -> Sections:
-    """Rows that repeat group by group, e.g. (q, k, v) per query group: a matrix for each part.
+    """Rows that repeat group by group, e.g. (q, k, v) per query group: a matrix for
+    each part.
 
     ``group_rows`` are ``(part, rows of it in one group)``.
     """

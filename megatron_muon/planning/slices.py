@@ -1,8 +1,9 @@
 """Matrices of a stage, and the slices that they are assembled from.
 
-A matrix is assembled at its home in *staging order*: its column parts (one unless TP cuts the
-columns) one after another, each row-major. In that order every range of elements that is contiguous
-in a parameter is contiguous in the matrix, wherever a shard was cut.
+A matrix is assembled at its home in *staging order*: its column parts (one unless TP
+cuts the columns) one after another, each row-major. In that order every range of
+elements that is contiguous in a parameter is contiguous in the matrix, wherever a shard
+was cut.
 """
 
 from __future__ import annotations
@@ -20,17 +21,22 @@ from megatron_muon.planning.layout import Parameter, Span, Strip
 class Matrix:
     """A whole matrix of the stage and the rank that orthogonalizes it."""
 
-    name: str  # parameter name, with the matrix in brackets where a parameter holds several
+    # parameter name, with the matrix in brackets where a parameter holds several
+    name: str
     rows: int  # rows, cols: size over all TP ranks
     cols: int
-    column_parts: int  # number of equal column ranges that staging lays out one after another
-    column_blocks: int  # number of equal column ranges of which each part holds some, in order
+    column_parts: (
+        int  # number of equal column ranges that staging lays out one after another
+    )
+    column_blocks: (
+        int  # number of equal column ranges of which each part holds some, in order
+    )
     home: int  # rank of the stage's group
-    # units, unit: number of matrices that Newton-Schulz takes it as, and (rows, cols) of each: its
-    # column blocks one by one, or all of it
+    # units, unit: number of matrices that Newton-Schulz takes it as, and (rows, cols)
+    # of each: its column blocks one by one, or all of it
     units: int = 1
-    # which range it is of a matrix that several homes share; then rows and cols are those of the
-    # elements that come to its home
+    # which range it is of a matrix that several homes share; then rows and cols are
+    # those of the elements that come to its home
     strip: Strip | None = None
 
     @property
@@ -39,7 +45,9 @@ class Matrix:
 
     @property
     def whole(self) -> tuple[int, int]:
-        """``unit``, or (rows, cols) of the matrix that it is a strip of: what its scale goes by."""
+        """``unit``, or (rows, cols) of the matrix that it is a strip of: what its scale
+        goes by.
+        """
         return self.unit if self.strip is None else (self.strip.rows, self.strip.cols)
 
     @property
@@ -54,7 +62,9 @@ class Matrix:
 
     @property
     def long(self) -> int:
-        """Length of the long side of ``unit``; of a strip, of its range of the whole's."""
+        """Length of the long side of ``unit``; of a strip, of its range of the
+        whole's.
+        """
         return max(self.unit) if self.strip is None else self.strip.long.size
 
     @property
@@ -64,28 +74,34 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements contiguous in a parameter on one rank and in the staging of one matrix."""
+    """Elements contiguous in a parameter on one rank and in the staging of one
+    matrix.
+    """
 
     parameter: int  # parameter, matrix: indices in the plan
     matrix: int
     rank: int  # the rank of the stage that holds the elements
     elements: Span  # their range in the flat local parameter
     start: int  # place of elements.start in the matrix's staging order
-    replica: bool  # a TP replica of elements that another rank sends; it only receives directions
+    # a TP replica of elements that another rank sends; it only receives directions
+    replica: bool
 
     @property
     def staged(self) -> Span:
         return Span(self.start, self.start + self.elements.size)
 
 
-# NCCL copies a buffer that starts at no multiple of 16 bytes one byte a load (``reduceCopy`` in
-# src/device/common_kernel.h, v2.20 to v2.30). Slices are multiples of 8 elements in the models that
-# people train; messages of 8 elements or a multiple start the next one where it is aligned.
+# NCCL copies a buffer that starts at no multiple of 16 bytes one byte a load
+# (``reduceCopy`` in src/device/common_kernel.h, v2.20 to v2.30). Slices are multiples
+# of 8 elements in the models that people train; messages of 8 elements or a multiple
+# start the next one where it is aligned.
 _ALIGNED = 8
 
 
 def gather_message(elements: int, slices: int) -> int:
-    """Elements of a message of slices to their home: with a flag for each, rounded up."""
+    """Elements of a message of slices to their home: with a flag for each, rounded
+    up.
+    """
     return -(-(elements + slices) // _ALIGNED) * _ALIGNED
 
 
@@ -113,13 +129,17 @@ def held_elements(parameter: Parameter, grid: RankGrid) -> list[dict[int, int]]:
 def _of_parameter(
     parameter: Parameter, grid: RankGrid
 ) -> Iterator[tuple[int, int, int, Span, int]]:
-    """``(TP rank, rank, matrix of the parameter, its elements, start in the matrix's staging)``.
+    """``(TP rank, rank, matrix of the parameter, its elements, start in the matrix's
+    staging)``.
 
     Shards come in the order of elements: one walk over them and the blocks of rows.
     """
     shards, cols = list(parameter.shards(grid.dp_size)), parameter.shape[1]
     for tp_rank, ranks in enumerate(grid.of_ep(parameter.ep_rank)):
-        blocks, first = sorted(parameter.blocks[tp_rank], key=lambda block: block.rows), 0
+        blocks, first = (
+            sorted(parameter.blocks[tp_rank], key=lambda block: block.rows),
+            0,
+        )
         for dp_rank, shard in shards:
             while first < len(blocks) and blocks[first].rows.stop * cols <= shard.start:
                 first += 1

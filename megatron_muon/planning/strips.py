@@ -1,10 +1,11 @@
 """Matrices that several homes share: each has a strip, a range of the long side.
 
-The Gram matrix of the short side is a sum over strips. So only squares of the short side travel
-between the homes, and each applies the same polynomial to its strip
-(``orthogonalize.strips``). A wide matrix comes to its homes in ranges of rows, whose elements are
-contiguous wherever they lie, and is turned there (``layout.Strip``). Where strips begin depends on
-their number alone: the result is the same on any ranks. Plain integers.
+The Gram matrix of the short side is a sum over strips. So only squares of the short
+side travel between the homes, and each applies the same polynomial to its strip
+(``orthogonalize.strips``). A wide matrix comes to its homes in ranges of rows, whose
+elements are contiguous wherever they lie, and is turned there (``layout.Strip``). Where
+strips begin depends on their number alone: the result is the same on any ranks. Plain
+integers.
 """
 
 from __future__ import annotations
@@ -19,35 +20,47 @@ from typing import Literal
 from megatron_muon.orthogonalize.iteration import makes_rows
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import Work
-from megatron_muon.planning.layout import Block, MatrixShape, Parameter, Span, Strip, range_of
+from megatron_muon.planning.layout import (
+    Block,
+    MatrixShape,
+    Parameter,
+    Span,
+    Strip,
+    range_of,
+)
 from megatron_muon.settings.run import NODE
 
-# Where every home multiplies all squares of the short side and the long side is shorter than this
-# many short ones, they are most of the work, and the time model has no gain (docs/plan.md).
+# Where every home multiplies all squares of the short side and the long side is shorter
+# than this many short ones, they are most of the work, and the time model has no gain
+# (docs/plan.md).
 _LONG = 2
 # With rows of squares others gain, too, by the time model, with so many strips or more.
 _LARGE = 4
-# Picoseconds of Newton-Schulz below which a matrix is not shared by itself: whole, it takes less
-# than a seventh of what its homes wait for each other.
+# Picoseconds of Newton-Schulz below which a matrix is not shared by itself: whole, it
+# takes less than a seventh of what its homes wait for each other.
 LEAST_SHARED_PS = 50_000_000
-# Less than this is not worth other bits: the plan's time is within some 7 % of the time model's
-# without experts, and further off with them.
+# Less than this is not worth other bits: the plan's time is within some 7 % of the time
+# model's without experts, and further off with them.
 _STEP_GAIN, _LEAST_GAIN = Fraction(1, 100), Fraction(5, 100)
 _NUMBER = 4  # bytes of a number in fp32
 _EXPERTS = ".experts."  # there are always many of them
 
 
-def in_strips(parameter: Parameter, count_of: Callable[[MatrixShape], int]) -> Parameter:
+def in_strips(
+    parameter: Parameter, count_of: Callable[[MatrixShape], int]
+) -> Parameter:
     """The parameter with matrices cut into strips; others stay whole.
 
-    A matrix is cut into ranges of rows. A wide one comes so, too, and is turned at its homes; if TP
-    cuts its columns into a multiple of as many parts, those come as they are. Experts' matrices
-    stay whole, and so do those with a side shorter than the number of strips: each home adds rows
-    of the short side's square.
+    A matrix is cut into ranges of rows. A wide one comes so, too, and is turned at its
+    homes; if TP cuts its columns into a multiple of as many parts, those come as they
+    are. Experts' matrices stay whole, and so do those with a side shorter than the
+    number of strips: each home adds rows of the short side's square.
     """
     if _EXPERTS in parameter.name:
         return parameter
-    cut = [list(_cut(m, parameter.column_parts, count_of(m))) for m in parameter.matrices]
+    cut = [
+        list(_cut(m, parameter.column_parts, count_of(m))) for m in parameter.matrices
+    ]
     if all(len(strips) == 1 for strips in cut):
         return parameter
     first = [sum(map(len, cut[:index])) for index in range(len(cut))]
@@ -55,7 +68,9 @@ def in_strips(parameter: Parameter, count_of: Callable[[MatrixShape], int]) -> P
         tuple(
             part
             for block in of_rank
-            for part in _of_block(block, cut[block.matrix], first[block.matrix], tp_rank)
+            for part in _of_block(
+                block, cut[block.matrix], first[block.matrix], tp_rank
+            )
         )
         for tp_rank, of_rank in enumerate(parameter.blocks)
     )
@@ -76,15 +91,22 @@ def _cut(shape: MatrixShape, column_parts: int, count: int) -> Iterator[_Cut]:
     for number in range(count):
         name = f"{shape.name}[strip {number}]"
         if by_parts:
-            strip = Strip(rows, cols, number, count, range_of(column_parts, number, count))
-            yield replace(shape, name=name, cols=cols // count, strip=strip), Span(0, rows)
+            strip = Strip(
+                rows, cols, number, count, range_of(column_parts, number, count)
+            )
+            yield (
+                replace(shape, name=name, cols=cols // count, strip=strip),
+                Span(0, rows),
+            )
             continue
         own = range_of(rows, number, count)
         strip = Strip(rows, cols, number, count)
         yield replace(shape, name=name, rows=own.size, strip=strip), own
 
 
-def _of_block(block: Block, strips: Sequence[_Cut], first: int, tp_rank: int) -> Iterator[Block]:
+def _of_block(
+    block: Block, strips: Sequence[_Cut], first: int, tp_rank: int
+) -> Iterator[Block]:
     """The parts of a block that are of each strip, in the order of rows."""
     start, stop = block.matrix_row, block.matrix_row + block.rows.size
     for number, (shape, rows) in enumerate(strips):
@@ -102,18 +124,25 @@ def strip_homes(
 ) -> Mapping[int, int]:
     """The homes of strips, by the index of the matrix.
 
-    The ranks of a stage form teams of neighbours, so that a node's ranks share a matrix. A shared
-    matrix goes to the team whose busiest rank has least work; of several to the one that holds
-    most of it, then to the first. Its strips go to the team's ranks in order.
+    The ranks of a stage form teams of neighbours, so that a node's ranks share a
+    matrix. A shared matrix goes to the team whose busiest rank has least work; of
+    several to the one that holds most of it, then to the first. Its strips go to the
+    team's ranks in order.
 
     Args:
         strips, works: of each matrix of the stage, in order; a whole one has no strip.
         before: flops that each rank of the stage has to do already.
     """
     size, loads = len(before), list(before)
-    shared = [index for index, strip in enumerate(strips) if strip is not None and not strip.number]
+    shared = [
+        index
+        for index, strip in enumerate(strips)
+        if strip is not None and not strip.number
+    ]
     homes: dict[int, int] = {}
-    busiest: dict[int, list[int]] = {}  # work of each team's busiest rank, by number of strips
+    busiest: dict[
+        int, list[int]
+    ] = {}  # work of each team's busiest rank, by number of strips
     for first in sorted(shared, key=lambda index: (-works[index].flops, index)):
         strip = strips[first]
         assert strip is not None
@@ -121,7 +150,9 @@ def strip_homes(
         ranks = min(size, strip.count)  # of a team
         if strip.count not in busiest:
             teams = range(max(1, size // strip.count))
-            busiest[strip.count] = [max(loads[at * ranks : (at + 1) * ranks]) for at in teams]
+            busiest[strip.count] = [
+                max(loads[at * ranks : (at + 1) * ranks]) for at in teams
+            ]
         team = _team(busiest[strip.count], _held(members, works, ranks))
         for at, index in enumerate(members):
             home = homes[index] = team * ranks + at * ranks // strip.count
@@ -134,9 +165,13 @@ def strip_homes(
 
 
 def _team(busiest: Sequence[int], held: Mapping[int, int]) -> int:
-    """Of the teams whose busiest rank has least, the one that holds most, then the first."""
+    """Of the teams whose busiest rank has least, the one that holds most, then the
+    first.
+    """
     least = min(busiest)
-    holders = [(-held[team], team) for team in held if busiest[team : team + 1] == [least]]
+    holders = [
+        (-held[team], team) for team in held if busiest[team : team + 1] == [least]
+    ]
     return min(holders)[1] if holders else busiest.index(least)
 
 
@@ -169,7 +204,9 @@ class SharedMatrix:
     # for each sum of squares, how often rows of squares are put together after it
     gathers: tuple[int, ...]
     itemsize: int  # bytes of an element of a square
-    turns: int = 0  # bytes of an element that travels where its strips are turned, else 0
+    turns: int = (
+        0  # bytes of an element that travels where its strips are turned, else 0
+    )
 
     def messages(self) -> Iterator[SharedMessages]:
         """The messages between its homes, in their order.
@@ -177,8 +214,10 @@ class SharedMatrix:
         Each home sends
         - where strips are turned, the other homes' columns of its rows;
         - two numbers for each of its strips, then one;
-        - for each sum of squares, the rows that others add, then the rows that it has added;
-        - where homes make rows of squares, its rows, each time that these are put together;
+        - for each sum of squares, the rows that others add, then the rows that it has
+        added;
+        - where homes make rows of squares, its rows, each time that these are put
+        together;
         - one number more for each strip, whether its direction is finite;
         - where strips are turned, the other homes' rows of its columns.
         """
@@ -200,7 +239,9 @@ class SharedMatrix:
         for number, home in enumerate(self.homes):
             made[home] += range_of(short, number, len(self.homes)).size * row
         for gathers in self.gathers:
-            yield SharedMessages("squares", {(a, b): strips[a] * rows[b] for a, b in pairs})
+            yield SharedMessages(
+                "squares", {(a, b): strips[a] * rows[b] for a, b in pairs}
+            )
             yield SharedMessages("squares", {(a, b): rows[a] for a, b in pairs})
             for _ in range(gathers):
                 yield SharedMessages("squares", {(a, b): made[a] for a, b in pairs})
@@ -208,8 +249,12 @@ class SharedMatrix:
         if there:
             yield SharedMessages("elements", {(a, b): there[b, a] for a, b in pairs})
 
-    def _turned(self, pairs: Sequence[tuple[int, int]]) -> Mapping[tuple[int, int], int]:
-        """Bytes of the columns of one home in the rows of another; none without a turn."""
+    def _turned(
+        self, pairs: Sequence[tuple[int, int]]
+    ) -> Mapping[tuple[int, int], int]:
+        """Bytes of the columns of one home in the rows of another; none without a
+        turn.
+        """
         if not self.turns:
             return {}
         rows: dict[int, int] = defaultdict(int)
@@ -220,11 +265,15 @@ class SharedMatrix:
         return {(a, b): rows[a] * cols[b] * self.turns for a, b in pairs}
 
 
-Counts = Mapping[tuple[int, int], int]  # strips of the matrices of a shape; others are whole
+Counts = Mapping[
+    tuple[int, int], int
+]  # strips of the matrices of a shape; others are whole
 
 
 def can_share(rows: int, cols: int, count: int, numerics: Numerics) -> bool:
-    """Whether so many strips pay: of a long matrix, or of a large one with rows of squares."""
+    """Whether so many strips pay: of a long matrix, or of a large one with rows of
+    squares.
+    """
     if max(rows, cols) >= _LONG * min(rows, cols):
         return True
     return count >= _LARGE and makes_rows(rows, cols, count, numerics)
@@ -236,21 +285,26 @@ def choose_counts(
     time_of: Callable[[Counts], int],
     can: Callable[[int, int, int], bool],
 ) -> Counts:
-    """How many strips the matrices of each shape get, so that the stage takes least time.
+    """How many strips the matrices of each shape get, so that the stage takes least
+    time.
 
-    From whole matrices on, the one shape that gains most gets twice as many strips, or the next
-    power of two that it can have. Where none gains ``_STEP_GAIN``, two shapes do so together: two
-    may keep others waiting alike. If all of it gains less than ``_LEAST_GAIN``, none is shared.
+    From whole matrices on, the one shape that gains most gets twice as many strips, or
+    the next power of two that it can have. Where none gains ``_STEP_GAIN``, two shapes
+    do so together: two may keep others waiting alike. If all of it gains less than
+    ``_LEAST_GAIN``, none is shared.
 
     Args:
         shapes: (rows, cols) of all matrices.
         size: number of ranks in the stage.
         time_of: time of the stage.
-        can: whether matrices of ``(rows, cols)`` can have a number of strips (``can_share``).
+        can: whether matrices of ``(rows, cols)`` can have a number of strips
+        (``can_share``).
     """
     most = min(NODE, size).bit_length()
     possible = {
-        shape: [count for count in (1 << at for at in range(1, most)) if can(*shape, count)]
+        shape: [
+            count for count in (1 << at for at in range(1, most)) if can(*shape, count)
+        ]
         for shape in shapes
     }
     counts: dict[tuple[int, int], int] = {}
@@ -262,7 +316,10 @@ def choose_counts(
             if (more := [count for count in known if count > counts.get(shape, 1)])
         ]
         for together in (1, 2):
-            tried = [{**counts, **dict(some)} for some in itertools.combinations(steps, together)]
+            tried = [
+                {**counts, **dict(some)}
+                for some in itertools.combinations(steps, together)
+            ]
             times = [(time_of(each), at) for at, each in enumerate(tried)]
             time, at = min(times, default=(best, 0))
             if time <= best * (1 - _STEP_GAIN):

@@ -1,1 +1,3 @@
-"""What is done to a matrix, one file a rule; ``runtime`` moves its elements there and back."""
+"""What is done to a matrix, one file a rule; ``runtime`` moves its elements there and
+back.
+"""

@@ -1,7 +1,8 @@
-"""A momentum in bf16, rounded at random: up or down with chances that make the mean exact.
+"""A momentum in bf16, rounded at random: up or down with chances that make the mean
+exact.
 
-Chances come from a hash of the step and of the element's matrix, row and column, in integers. So
-bits depend on no layout and no device, and a resumed run has them again.
+Chances come from a hash of the step and of the element's matrix, row and column, in
+integers. So bits depend on no layout and no device, and a resumed run has them again.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from megatron_muon.planning.slices import Slice
 from megatron_muon.rules.int8_momentum import AT_ONCE, InBlocks, Packed
 from megatron_muon.rules.muon import DistributedMuon
 
-# The number of an element is that of its row plus that of its column, in int32. Of the rows that a
-# shard has some of, and of the columns of the TP slice; then the elements before it in its row.
+# The number of an element is that of its row plus that of its column, in int32. Of the
+# rows that a shard has some of, and of the columns of the TP slice; then the elements
+# before it in its row.
 Elements = tuple[Tensor, Tensor, int]
 
 
-def _numbered(plan: ExchangePlan, slices: list[Slice], device: torch.device) -> Elements:
+def _numbered(
+    plan: ExchangePlan, slices: list[Slice], device: torch.device
+) -> Elements:
     """The elements of a shard, numbered alike whatever the layout is."""
     parts = plan.parameters[slices[0].parameter].column_parts
     rows: list[Tensor] = []
@@ -56,7 +60,9 @@ class InBf16(Packed[Elements]):
         groups, state = self._optimizer.param_groups, self._optimizer.state
         counts = [group.get("step") or 0 for group in groups]
         first = [shard for group in groups for shard in group["params"][:1]]
-        counts += [state.get(shard, {}).get("step", 0) for shard in first]  # torch's AdamW's
+        counts += [
+            state.get(shard, {}).get("step", 0) for shard in first
+        ]  # torch's AdamW's
         self._step = int(max(counts, default=0))
 
     def _size(self, shard: Tensor) -> int:
@@ -83,14 +89,25 @@ def packed(optimizer: Any, muon: DistributedMuon) -> Packed[Any]:
     """The states of an Adam with ``muon`` in it, by ``momentum_dtype``."""
     ids = {index: id(shard) for index, shard in muon.main_params.items()}
     if muon.config.momentum_dtype == "int8":
-        return InBlocks(optimizer, {ids[at]: span.start for at, span in muon.own.shards.items()})
+        return InBlocks(
+            optimizer, {ids[at]: span.start for at, span in muon.own.shards.items()}
+        )
     mine = (one for one in muon.plan.slices if one.rank == muon.own.rank)
-    by_shard, device = groupby(mine, key=lambda one: ids[one.parameter]), muon.exchange.device
-    return InBf16(optimizer, {at: _numbered(muon.plan, [*of], device) for at, of in by_shard})
+    by_shard, device = (
+        groupby(mine, key=lambda one: ids[one.parameter]),
+        muon.exchange.device,
+    )
+    return InBf16(
+        optimizer, {at: _numbered(muon.plan, [*of], device) for at, of in by_shard}
+    )
 
 
 def _hashed(numbers: Tensor) -> Tensor:
-    """From 0 to 65,535: the upper half after two products and a shift; overwrites int32."""
+    """From 0 to 65,535: the upper half after two products and a shift; overwrites
+    int32.
+    """
     hashed = numbers.mul_(0x7FEB352D)
-    hashed.bitwise_xor_((hashed >> 16).bitwise_and_(0xFFFF)).mul_(0x846CA68B - (1 << 32))
+    hashed.bitwise_xor_((hashed >> 16).bitwise_and_(0xFFFF)).mul_(
+        0x846CA68B - (1 << 32)
+    )
     return hashed.bitwise_right_shift_(16).bitwise_and_(0xFFFF)

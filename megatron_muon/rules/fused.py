@@ -1,8 +1,10 @@
-"""Elementwise work on CUDA with triton: one fused kernel for momentum, one for the update.
+"""Elementwise work on CUDA with triton: one fused kernel for momentum, one for the
+update.
 
-Each is one launch for all slices of a round, through a table of their addresses. It makes the same
-bits as ``update.Foreach``, since each product and each sum rounds by itself. With bf16 messages the
-two read and write 14 and 10 bytes per element, foreach 50 and 34. They take no scratch memory.
+Each is one launch for all slices of a round, through a table of their addresses. It
+makes the same bits as ``update.Foreach``, since each product and each sum rounds by
+itself. With bf16 messages the two read and write 14 and 10 bytes per element, foreach
+50 and 34. They take no scratch memory.
 
 ``try_elementwise`` compares them with foreach, bit by bit, before a run's first step.
 """
@@ -75,22 +77,26 @@ def _apply_updates(
 
 
 define(
-    "advance_momentum(Tensor(a!)[] buffers, Tensor[] grads, Tensor(b!)[] into, Tensor(c!) moves, "
+    "advance_momentum(Tensor(a!)[] buffers, Tensor[] grads, Tensor(b!)[] into, "
+    "Tensor(c!) moves, "
     "Tensor rows, Tensor slice_of_block, float momentum, bool nesterov) -> ()",
     _advance_momentum,
 )
 define(
-    "apply_updates(Tensor(a!)[] params, Tensor[] directions, Tensor rows, Tensor slice_of_block, "
+    "apply_updates(Tensor(a!)[] params, Tensor[] directions, Tensor rows, Tensor "
+    "slice_of_block, "
     "Tensor factors) -> ()",
     _apply_updates,
 )
 
 
 class Fused:
-    """An ``update.Elementwise`` for one list of slices, whose tables stay on the device.
+    """An ``update.Elementwise`` for one list of slices, whose tables stay on the
+    device.
 
-    A table is made anew where an address or a size differs from the last call's. It is copied to
-    the device from pinned memory, and the host does not wait; torch keeps that memory until then.
+    A table is made anew where an address or a size differs from the last call's. It is
+    copied to the device from pinned memory, and the host does not wait; torch keeps
+    that memory until then.
     """
 
     def __init__(self) -> None:
@@ -119,7 +125,14 @@ class Fused:
         )
         if slice_of_block.numel():
             torch.ops.megatron_muon.advance_momentum(
-                buffers, list(grads), targets, moves, table, slice_of_block, momentum, nesterov
+                buffers,
+                list(grads),
+                targets,
+                moves,
+                table,
+                slice_of_block,
+                momentum,
+                nesterov,
             )
 
     def apply_updates(
@@ -146,7 +159,9 @@ class Fused:
 
 
 class _Table:
-    """Sizes, first blocks and addresses of slices, and the slice of each block, on the device."""
+    """Sizes, first blocks and addresses of slices, and the slice of each block, on the
+    device.
+    """
 
     def __init__(self) -> None:
         self._sizes: list[int] | None = None
@@ -165,26 +180,33 @@ class _Table:
 
         Args:
             lists: parallel lists of tensors; the first has no None.
-            places: numbers for a row between the first blocks and the addresses; None for no row.
+            places: numbers for a row between the first blocks and the addresses; None
+            for no row.
             allowed: for each list, the dtypes that it may have.
 
         Raises:
-            ValueError: a list has several dtypes or one that is not allowed, a tensor's size
-                differs from its slice's, or a tensor is not contiguous.
+            ValueError: a list has several dtypes or one that is not allowed, a tensor's
+                size differs from its slice's, or a tensor is not contiguous.
         """
         sizes = [0 if tensor is None else tensor.numel() for tensor in lists[0]]
         numbers = [] if places is None else [places]
-        numbers += [[0 if x is None else x.data_ptr() for x in tensors] for tensors in lists]
+        numbers += [
+            [0 if x is None else x.data_ptr() for x in tensors] for tensors in lists
+        ]
         if sizes == self._sizes and numbers == self._numbers:
             return self._rows, self._slice_of_block
         for tensors, dtypes in zip(lists, allowed, strict=True):
             _check(tensors, sizes, dtypes)
-        device = next((x.device for x in lists[0] if x is not None), torch.device("cpu"))
+        device = next(
+            (x.device for x in lists[0] if x is not None), torch.device("cpu")
+        )
         if sizes != self._sizes:
             blocks = [-(-size // _BLOCK) for size in sizes]
             self._firsts = [0, *accumulate(blocks)][:-1]
             every = torch.arange(len(sizes), dtype=torch.int32)
-            of_blocks = torch.repeat_interleave(every, torch.tensor(blocks, dtype=torch.int64))
+            of_blocks = torch.repeat_interleave(
+                every, torch.tensor(blocks, dtype=torch.int64)
+            )
             self._slice_of_block = _on_device(of_blocks, device)
         table = torch.tensor([sizes, self._firsts, *numbers], dtype=torch.int64)
         self._rows = _on_device(table, device)
@@ -193,16 +215,21 @@ class _Table:
 
 
 def _check(
-    tensors: Sequence[Tensor | None], sizes: Sequence[int], allowed: tuple[torch.dtype, ...]
+    tensors: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    allowed: tuple[torch.dtype, ...],
 ) -> None:
     dtypes = {x.dtype for x in tensors if x is not None}
     if len(dtypes) > 1 or not dtypes.issubset(allowed):
         raise ValueError(
-            f"a fused kernel takes tensors of one dtype of {', '.join(map(str, allowed))}, got "
+            "a fused kernel takes tensors of one dtype of "
+            f"{', '.join(map(str, allowed))}, got "
             f"{', '.join(sorted(map(str, dtypes)))}; {_WAY_OUT}"
         )
     for tensor, size in zip(tensors, sizes, strict=True):
-        if tensor is not None and (tensor.numel() != size or not tensor.is_contiguous()):
+        if tensor is not None and (
+            tensor.numel() != size or not tensor.is_contiguous()
+        ):
             raise ValueError(
                 f"a fused kernel takes contiguous slices of {size} elements, got shape "
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}; {_WAY_OUT}"
@@ -216,13 +243,19 @@ def _on_device(table: Tensor, device: torch.device) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True)
 
 
-# --- the choice of a run --------------------------------------------------------------------------
+# --- the choice of a run --------------------------------------------------------------
 
-_WAY_OUT = f"set {named('elementwise')} foreach: torch's operations on lists take its place"
+_WAY_OUT = (
+    f"set {named('elementwise')} foreach: torch's operations on lists take its place"
+)
 
 
-def elementwise_on(device: torch.device, numerics: Numerics) -> Callable[[], Elementwise]:
-    """``Fused`` on CUDA where triton is installed and ``elementwise`` is auto; else ``Foreach``."""
+def elementwise_on(
+    device: torch.device, numerics: Numerics
+) -> Callable[[], Elementwise]:
+    """``Fused`` on CUDA where triton is installed and ``elementwise`` is auto; else
+    ``Foreach``.
+    """
     return Fused if takes_kernels(device, numerics) else Foreach
 
 
@@ -234,11 +267,14 @@ def said_of_elementwise(device: torch.device, numerics: Numerics) -> str:
     return "torch's foreach" + (", since triton is not installed" if missing else "")
 
 
-def try_elementwise(device: torch.device, numerics: Numerics, widths: Collection[int] = ()) -> None:
-    """Compile the fused kernels, where they would be used, and compare them with foreach.
+def try_elementwise(
+    device: torch.device, numerics: Numerics, widths: Collection[int] = ()
+) -> None:
+    """Compile the fused kernels, where they would be used, and compare them with
+    foreach.
 
-    All variants that a step launches are made here, so that none is compiled within the step, where
-    a rank that cannot would leave others waiting.
+    All variants that a step launches are made here, so that none is compiled within the
+    step, where a rank that cannot would leave others waiting.
 
     Args:
         widths: columns, of one part and one block, of the matrices of the stage.
@@ -255,22 +291,27 @@ def try_elementwise(device: torch.device, numerics: Numerics, widths: Collection
     except Exception as error:  # of any type: triton calls two compilers
         raise RuntimeError(
             "the fused kernels of momentum, norm and update do not run: "
-            f"{type(error).__name__}: {error}. Install a release of triton that fits this GPU and "
-            "torch, and a C compiler, set TRITON_CACHE_DIR to a folder on the node's own disk, or "
+            f"{type(error).__name__}: {error}. Install a release of triton that fits "
+            "this GPU and "
+            "torch, and a C compiler, set TRITON_CACHE_DIR to a folder on the node's "
+            "own disk, or "
             f"{_WAY_OUT}"
         ) from error
     if differ:
         raise RuntimeError(
-            "the fused kernels of momentum, norm and update round otherwise than torch's "
-            f"operations here, so that results would depend on them: {_WAY_OUT}. Please report it"
+            "the fused kernels of momentum, norm and update round otherwise than "
+            "torch's "
+            f"operations here, so that results would depend on them: {_WAY_OUT}. "
+            "Please report it"
         )
 
 
 def _patiently(work: Callable[[], T]) -> T:
-    """The result of ``work``, which compiles: again where the cache's file system refuses.
+    """The result of ``work``, which compiles: again where the cache's file system
+    refuses.
 
-    All ranks write the same files at once. On a shared file system one then gets EBUSY or ESTALE,
-    or finds a file gone; moments later what it wanted is there.
+    All ranks write the same files at once. On a shared file system one then gets EBUSY
+    or ESTALE, or finds a file gone; moments later what it wanted is there.
     """
     for seconds in (0.1, 0.3, 1.0, 3.0, 9.0):
         try:
@@ -281,13 +322,18 @@ def _patiently(work: Callable[[], T]) -> T:
 
 
 def trial(
-    kind: Elementwise, device: torch.device, numerics: Numerics, widths: Collection[int] = ()
+    kind: Elementwise,
+    device: torch.device,
+    numerics: Numerics,
+    widths: Collection[int] = (),
 ) -> list[Tensor]:
-    """All results of two steps, with slices at odd offsets, whole blocks and a gradient of zeros.
+    """All results of two steps, with slices at odd offsets, whole blocks and a gradient
+    of zeros.
 
-    Gradients are in fp32 in the first and in bf16 in the second. Directions are in the dtype
-    that travels in the first and in fp16 in the second, in which that of a slice is not finite. The
-    last results are those of ``normalization.trial``, for each of its widths.
+    Gradients are in fp32 in the first and in bf16 in the second. Directions are in the
+    dtype that travels in the first and in fp16 in the second, in which that of a slice
+    is not finite. The last results are those of ``normalization.trial``, for each of
+    its widths.
     """
     sizes = [3, 3 * _BLOCK + 5, 2 * _BLOCK, 7]
     elements = math.sqrt(2) * torch.arange(1, sum(sizes) + 1, dtype=torch.float64)
@@ -297,7 +343,10 @@ def trial(
     sent = torch.zeros(sum(sizes), dtype=TORCH_DTYPE[numerics.travels], device=device)
     targets: list[Tensor | None] = [None, *split_with_sizes(sent, sizes)[1:]]
     moves = torch.zeros(3, dtype=sent.dtype, device=device)
-    for dtype, of_grads in ((sent.dtype, torch.float32), (torch.float16, torch.bfloat16)):
+    for dtype, of_grads in (
+        (sent.dtype, torch.float32),
+        (torch.float16, torch.bfloat16),
+    ):
         kind.advance_momentum(
             buffers,
             [grad.to(of_grads) for grad in grads],
@@ -310,7 +359,9 @@ def trial(
         directions = list(split_with_sizes(sent.to(dtype, copy=True), sizes))
         if dtype == torch.float16:
             directions[1][0] = math.inf
-        kind.apply_updates(params, directions, [0.3, 0.007, 0.1, 1e-4], [0.0, 1e-3, 0.1, 0.0])
+        kind.apply_updates(
+            params, directions, [0.3, 0.007, 0.1, 1e-4], [0.0, 1e-3, 0.1, 0.0]
+        )
     by_kernels = isinstance(kind, Fused)
     norms = [
         normalization.trial(device, numerics, width, by_kernels=by_kernels)

@@ -1,15 +1,18 @@
-"""The triton source of the two fused kernels. Only ``fused`` imports it, and only for a launch.
+"""The triton source of the two fused kernels. Only ``fused`` imports it, and only for a
+launch.
 
-Both take a table of addresses, so that one launch does a whole list of slices of any sizes at any
-offsets. A block does ``BLOCK`` elements of one slice. Whole blocks of slices that begin at
-multiples of 16 bytes are read and written 16 bytes at a time, others element by element.
+Both take a table of addresses, so that one launch does a whole list of slices of any
+sizes at any offsets. A block does ``BLOCK`` elements of one slice. Whole blocks of
+slices that begin at multiples of 16 bytes are read and written 16 bytes at a time,
+others element by element.
 
-Each product and each sum is rounded by itself: launches pass ``enable_fp_fusion=False``. Triton has
-it since 2.2 (triton-lang/triton#2495); its default is True until 3.8 at least. Casts to bf16 are
-``cvt.rn``. Triton's interpreter truncates to bf16 in place of rounding, so its bits differ.
+Each product and each sum is rounded by itself: launches pass
+``enable_fp_fusion=False``. Triton has it since 2.2 (triton-lang/triton#2495); its
+default is True until 3.8 at least. Casts to bf16 are ``cvt.rn``. Triton's interpreter
+truncates to bf16 in place of rounding, so its bits differ.
 
-``test_fused`` runs these kernels in triton's interpreter and reads the PTX that triton makes of
-them; ``tests/gpu`` runs them.
+``test_fused`` runs these kernels in triton's interpreter and reads the PTX that triton
+makes of them; ``tests/gpu`` runs them.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from torch import Tensor
 # Elements of a block, and its warps: 16 elements a thread.
 BLOCK, WARPS = 2048, 4
 LAUNCH: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
-EXPONENT = tl.constexpr(0x7F800000)  # exponent bits of an fp32 number: all set in NaN and Inf
+EXPONENT = tl.constexpr(
+    0x7F800000
+)  # exponent bits of an fp32 number: all set in NaN and Inf
 OF_TORCH = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -44,11 +49,13 @@ def momentum_kernel(
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """M ← μM + G; copy the input of Newton-Schulz; note slices whose gradient is not all zero.
+    """M ← μM + G; copy the input of Newton-Schulz; note slices whose gradient is not
+    all zero.
 
-    ``rows`` has rows of ``slices`` numbers: sizes, first blocks, places in ``moves`` (-1: none),
-    and addresses of momentum buffers, of gradients and of the copies (0: none). All blocks of a
-    slice that find a gradient write the same 1, so their order does not matter.
+    ``rows`` has rows of ``slices`` numbers: sizes, first blocks, places in ``moves``
+    (-1: none), and addresses of momentum buffers, of gradients and of the copies (0:
+    none). All blocks of a slice that find a gradient write the same 1, so their order
+    does not matter.
     """
     block = tl.program_id(0)
     one = tl.load(slice_of_block + block)
@@ -125,10 +132,12 @@ def update_kernel(
     DIRECTION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """W ← keep·W - factor·direction; nothing where the slice's direction begins with NaN or Inf.
+    """W ← keep·W - factor·direction; nothing where the slice's direction begins with
+    NaN or Inf.
 
-    ``rows`` has rows of ``slices`` numbers: sizes, first blocks, addresses of main parameters and
-    of directions. ``factors`` has a factor for each slice, then a ``keep`` for each: 1 - lr·λ.
+    ``rows`` has rows of ``slices`` numbers: sizes, first blocks, addresses of main
+    parameters and of directions. ``factors`` has a factor for each slice, then a
+    ``keep`` for each: 1 - lr·λ.
     """
     block = tl.program_id(0)
     one = tl.load(slice_of_block + block)

@@ -1,9 +1,9 @@
 """A momentum in one byte an element: blocks of 256 elements, each with an fp32 scale.
 
-A block's largest element is 1 times its scale, the others are the nearest of 255 values: dynamic
-tree quantization (arXiv 2110.02861, section 1.3), for Muon in arXiv 2509.23106. The largest value
-is 1 on both sides, so that reading and writing again changes no bit. An element is off by at most
-``MOST_OFF`` of its block's largest.
+A block's largest element is 1 times its scale, the others are the nearest of 255
+values: dynamic tree quantization (arXiv 2110.02861, section 1.3), for Muon in arXiv
+2509.23106. The largest value is 1 on both sides, so that reading and writing again
+changes no bit. An element is off by at most ``MOST_OFF`` of its block's largest.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ Place = TypeVar("Place")
 BLOCK = 256  # elements, counted from the first one of the parameter's TP slice
 AT_ONCE = 1 << 22  # elements, which bounds scratch memory
 DECADES = 7
-MOST_OFF = 0.75 * 0.9 / 2 ** (DECADES - 1)  # half of the distance from 1 to the next value
+MOST_OFF = (
+    0.75 * 0.9 / 2 ** (DECADES - 1)
+)  # half of the distance from 1 to the next value
 
 
 def values_on(device: torch.device) -> Tensor:
-    """The 255 values, ascending: in the k-th decade below 1 half as many as in the one above it."""
+    """The 255 values, ascending: in the k-th decade below 1 half as many as in the one
+    above it.
+    """
     positive: list[float] = []
     for decade in range(DECADES):
         count = 2**decade
@@ -34,14 +38,16 @@ def values_on(device: torch.device) -> Tensor:
         factor = 10.0 ** (decade + 1 - DECADES)
         positive += [factor * (0.1 + width * (k + 0.5)) for k in range(count)]
     positive[-1] = 1.0
-    return torch.tensor([*(-value for value in reversed(positive)), 0.0, *positive], device=device)
+    return torch.tensor(
+        [*(-value for value in reversed(positive)), 0.0, *positive], device=device
+    )
 
 
 class Packed(States, Generic[Place]):
     """States with Muon's momentum in fewer bytes, in one fp32 tensor a shard.
 
-    Fused Adam classes refuse other dtypes and keys. It stays where Megatron loads tensors without
-    values.
+    Fused Adam classes refuse other dtypes and keys. It stays where Megatron loads
+    tensors without values.
 
     Args:
         optimizer: see ``States``.
@@ -50,7 +56,9 @@ class Packed(States, Generic[Place]):
 
     are_copies = True
     _size: Callable[[Tensor], int]  # elements of a shard's tensor
-    _unpacked: Callable[[Tensor, Tensor], Tensor]  # a shard's momentum, out of its tensor
+    _unpacked: Callable[
+        [Tensor, Tensor], Tensor
+    ]  # a shard's momentum, out of its tensor
     _pack: Callable[[Tensor, Tensor, Tensor], None]  # into it
 
     def __init__(self, optimizer: Any, places: Mapping[int, Place]) -> None:
@@ -75,7 +83,9 @@ class Packed(States, Generic[Place]):
         state = self._optimizer.state[shard]
         if not state:
             size = self._size(shard)
-            state[MOMENTUM_KEY] = torch.zeros(size, dtype=torch.float32, device=shard.device)
+            state[MOMENTUM_KEY] = torch.zeros(
+                size, dtype=torch.float32, device=shard.device
+            )
 
     def load(self, load_state_dict: Callable[[Any], None], state_dict: Any) -> None:
         """See ``States``."""
@@ -83,11 +93,20 @@ class Packed(States, Generic[Place]):
         shards = chain.from_iterable(group["params"] for group in own)
         keys = chain.from_iterable(group["params"] for group in saved)
         mine = {
-            key: shard for key, shard in zip(keys, shards, strict=True) if id(shard) in self._places
+            key: shard
+            for key, shard in zip(keys, shards, strict=True)
+            if id(shard) in self._places
         }
-        kept = {shard: super(Packed, self).get(shard, MOMENTUM_KEY) for shard in mine.values()}
+        kept = {
+            shard: super(Packed, self).get(shard, MOMENTUM_KEY)
+            for shard in mine.values()
+        }
         state = {
-            key: {name: each for name, each in held.items() if key not in mine or name == "step"}
+            key: {
+                name: each
+                for name, each in held.items()
+                if key not in mine or name == "step"
+            }
             for key, held in state_dict["state"].items()
         }
         load_state_dict({**state_dict, "state": state})
@@ -96,10 +115,11 @@ class Packed(States, Generic[Place]):
 
 
 class InBlocks(Packed[int]):
-    """States with Muon's momentum in blocks. A block that the edge of a shard cuts has two scales.
+    """States with Muon's momentum in blocks. A block that the edge of a shard cuts has
+    two scales.
 
-    A shard's place is that of its first element in the parameter's TP slice. Its tensor has scales,
-    then codes.
+    A shard's place is that of its first element in the parameter's TP slice. Its tensor
+    has scales, then codes.
     """
 
     _values: Tensor | None = None
@@ -108,11 +128,18 @@ class InBlocks(Packed[int]):
         return self._blocks(shard) + -(-shard.numel() // 4)
 
     def _unpacked(self, shard: Tensor, held: Tensor) -> Tensor:
-        wide, values = torch.empty(shard.numel(), device=shard.device), self._values_of(shard)
+        wide, values = (
+            torch.empty(shard.numel(), device=shard.device),
+            self._values_of(shard),
+        )
         for start, stop, before, scales, codes in self._parts(shard, held):
             here = wide[start:stop]
             torch.index_select(values, 0, codes.int(), out=here)
-            here.mul_(scales[:, None].expand(-1, BLOCK).reshape(-1)[before : before + len(here)])
+            here.mul_(
+                scales[:, None]
+                .expand(-1, BLOCK)
+                .reshape(-1)[before : before + len(here)]
+            )
         return wide
 
     def _pack(self, shard: Tensor, held: Tensor, wide: Tensor) -> None:
@@ -127,8 +154,12 @@ class InBlocks(Packed[int]):
             codes.copy_(nearest[before : before + stop - start])
             del blocks, nearest  # before the next ones are made
 
-    def _parts(self, shard: Tensor, held: Tensor) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
-        """Elements from and to; those of their first block before them; scales; codes."""
+    def _parts(
+        self, shard: Tensor, held: Tensor
+    ) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
+        """Elements from and to; those of their first block before them; scales;
+        codes.
+        """
         blocks, before = self._blocks(shard), self._places[id(shard)] % BLOCK
         start, codes = 0, held[blocks:].view(torch.uint8)
         for scales in torch.split(held[:blocks], AT_ONCE // BLOCK):

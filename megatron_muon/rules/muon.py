@@ -11,10 +11,11 @@ At the home of the matrix U, ``(m, n)``, the five lines of Newton-Schulz::
 
 On each shard again: W ← (1 - lr·λ)·W - lr·scale·X, where scale is rms·√max(m, n).
 
-Elementwise work is done here by torch's operations on lists, one call for many tensors with at most
-``ELEMENTS_AT_ONCE``, which bounds scratch memory; ``fused`` has kernels that make the same bits.
-Every operation rounds once, so results do not depend on where a shard is cut. Fused multiply-adds
-are not used: one may round differently in a kernel's vector body and in its tail.
+Elementwise work is done here by torch's operations on lists, one call for many tensors
+with at most ``ELEMENTS_AT_ONCE``, which bounds scratch memory; ``fused`` has kernels
+that make the same bits. Every operation rounds once, so results do not depend on where
+a shard is cut. Fused multiply-adds are not used: one may round differently in a
+kernel's vector body and in its tail.
 """
 
 from __future__ import annotations
@@ -39,19 +40,26 @@ from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.exchange.messages import Exchange, Staged
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers
-from megatron_muon.runtime.rule import PhaseNames, RoundRule, Rule, Shard, cut_into_slices
+from megatron_muon.runtime.rule import (
+    PhaseNames,
+    RoundRule,
+    Rule,
+    Shard,
+    cut_into_slices,
+)
 from megatron_muon.runtime.states import MAIN_KEY
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.settings.config import MuonConfig
 
-# The momentum has the key of Adam's first moment, and there is no second one: fused Adam classes
-# refuse to save or load a state under a key that they do not know.
+# The momentum has the key of Adam's first moment, and there is no second one: fused
+# Adam classes refuse to save or load a state under a key that they do not know.
 MOMENTUM_KEY = "exp_avg"
 _IN_CACHE = 1 << 16  # elements: three tensors of them in fp32 are 768 KiB
 
 
 class DistributedMuon(Engine):
-    """The Muon part of a distributed optimizer on one rank: the engine with Muon's rule.
+    """The Muon part of a distributed optimizer on one rank: the engine with Muon's
+    rule.
 
     Args:
         numerics: of the run.
@@ -75,7 +83,9 @@ class DistributedMuon(Engine):
     ) -> None:
         self.numerics, self.config = numerics, numerics.config
         self.turns: Any = None
-        rule = Muon(numerics, plan, meter, Foreach if elementwise is None else elementwise)
+        rule = Muon(
+            numerics, plan, meter, Foreach if elementwise is None else elementwise
+        )
         super().__init__(rule, plan, own, exchange, main_params, meter, phase)
 
     @property
@@ -107,10 +117,16 @@ class Muon(Rule):
         self.numerics, self.meter, self.elementwise = numerics, meter, elementwise
         self.flops = plan.flops  # of Newton-Schulz, of each matrix of the plan
         # of each matrix of the plan, per unit of lr
-        self.scales = [update_scale(*matrix.whole, numerics.config) for matrix in plan.matrices]
-        self.scratch = scratch_limit(plan.matrices)  # elements of scratch memory for one batch
+        self.scales = [
+            update_scale(*matrix.whole, numerics.config) for matrix in plan.matrices
+        ]
+        self.scratch = scratch_limit(
+            plan.matrices
+        )  # elements of scratch memory for one batch
 
-    def of_round(self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]) -> MuonRound:
+    def of_round(
+        self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
+    ) -> MuonRound:
         """See ``Rule``."""
         return MuonRound(self, table, sharers)
 
@@ -124,7 +140,9 @@ class MuonRound(RoundRule):
         self._muon, self._table, self._sharers = muon, table, sharers
         self._numerics, self._config = muon.numerics, muon.numerics.config
         self._elementwise = muon.elementwise()
-        self._scales = [muon.scales[matrix] for matrix in table.matrices]  # of each slice
+        self._scales = [
+            muon.scales[matrix] for matrix in table.matrices
+        ]  # of each slice
 
     def before_gather(
         self,
@@ -133,11 +151,15 @@ class MuonRound(RoundRule):
         moves: Tensor,
         sums: Tensor | None = None,
     ) -> None:
-        """Advance the momentum, and write the input of Newton-Schulz: see ``RoundRule``."""
+        """Advance the momentum, and write the input of Newton-Schulz: see
+        ``RoundRule``.
+        """
         momenta = [each.state(MOMENTUM_KEY) for each in shards]
         grads = [each.grad for each in shards]
         dtypes = {grad.dtype for grad in grads}
-        if len(dtypes) > 1 or torch.float16 in dtypes:  # kernels take one dtype, fp32 or bf16
+        if (
+            len(dtypes) > 1 or torch.float16 in dtypes
+        ):  # kernels take one dtype, fp32 or bf16
             grads = [grad.float() for grad in grads]
         self._elementwise.advance_momentum(
             cut_into_slices(momenta, self._table),
@@ -154,9 +176,9 @@ class MuonRound(RoundRule):
     def at_home(self, staged: Staged) -> Soundness:
         """Turn matrices into directions, in place: see ``RoundRule``.
 
-        A matrix without a gradient becomes zero. Newton-Schulz removes the momentum's scale, so
-        momentum alone would move such a matrix by a whole update in every step: an expert without
-        tokens, a layer frozen part-way.
+        A matrix without a gradient becomes zero. Newton-Schulz removes the momentum's
+        scale, so momentum alone would move such a matrix by a whole update in every
+        step: an expert without tokens, a layer frozen part-way.
         """
         found, first = Soundness(), 0
         for alike in staged.alike:
@@ -166,13 +188,17 @@ class MuonRound(RoundRule):
             else:
                 self._orthogonalize_whole(alike, staged.elements, moves, found)
             self._muon.meter.matrices += len(alike.matrices) * alike.like.units
-            self._muon.meter.ns_flops += sum(self._muon.flops[i] for i in alike.matrices)
+            self._muon.meter.ns_flops += sum(
+                self._muon.flops[i] for i in alike.matrices
+            )
             first += len(alike.matrices)
         staged.elements = staged.elements.view(TORCH_DTYPE[self._numerics.dtype])
         return found
 
     def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
-        """Decay and update the main parameters by their directions: see ``RoundRule``."""
+        """Decay and update the main parameters by their directions: see
+        ``RoundRule``.
+        """
         factors: list[float] = []
         decays: list[float] = []
         scales = iter(self._scales)
@@ -190,7 +216,9 @@ class MuonRound(RoundRule):
     ) -> None:
         """Orthogonalize matrices of one layout, in batches."""
         like, count = alike.like, len(alike.matrices)
-        most = at_once_on(elements.device, self._numerics, *like.unit, self._muon.scratch)
+        most = at_once_on(
+            elements.device, self._numerics, *like.unit, self._muon.scratch
+        )
         for at in range(0, count, most):
             together = min(most, count - at)
             start = alike.start + at * like.numel
@@ -209,7 +237,9 @@ class MuonRound(RoundRule):
     def _orthogonalize_shared(
         self, alike: Alike, elements: Tensor, moves: Tensor, found: Soundness
     ) -> None:
-        """Orthogonalize the strips of a matrix that this rank has, with its other homes."""
+        """Orthogonalize the strips of a matrix that this rank has, with its other
+        homes.
+        """
         strips: list[Tensor] = []
         start = alike.start
         for matrix in alike.own_strips:
@@ -222,20 +252,25 @@ class MuonRound(RoundRule):
         held = sharing.turned(strips) if is_turned else strips
         whole = alike.like.whole
         orthogonalize_strips(held, whole, moves, self._numerics, sharing, found)
-        if is_turned:  # both still have the dtype of what travels; their memory has directions
+        if (
+            is_turned
+        ):  # both still have the dtype of what travels; their memory has directions
             sharing.turn_back(held, strips)
 
 
 def update_scale(rows: int, cols: int, config: MuonConfig) -> float:
-    """The factor from direction to update, per unit of lr: rms·√max(rows, cols) (eq. 4).
+    """The factor from direction to update, per unit of lr: rms·√max(rows, cols) (eq.
+    4).
 
-    The other modes are those of ``get_muon_scale_factor`` in NVIDIA's Emerging-Optimizers:
-    rms·√(rows/cols) for ``unit_rms_norm``, rms·√max(1, rows/cols) for ``shape_scaling``.
+    The other modes are those of ``get_muon_scale_factor`` in NVIDIA's
+    Emerging-Optimizers: rms·√(rows/cols) for ``unit_rms_norm``, rms·√max(1, rows/cols)
+    for ``shape_scaling``.
 
     Args:
         rows, cols: outputs and inputs of the whole matrix, not of a rank's slice.
-        config: ``matched_adamw_rms`` and ``scale_mode`` are read. With ``spectral``, the former is
-            the root mean square of an update of a full-rank matrix, per unit of lr.
+        config: ``matched_adamw_rms`` and ``scale_mode`` are read. With ``spectral``,
+            the former is the root mean square of an update of a full-rank matrix, per
+            unit of lr.
     """
     squares = {
         "spectral": max(rows, cols),
@@ -259,14 +294,17 @@ class Elementwise(Protocol):
         momentum: float,
         nesterov: bool,
     ) -> None:
-        """M ← μM + G in place, and copy the input of Newton-Schulz (arXiv 2502.16982, eq. 1).
+        """M ← μM + G in place, and copy the input of Newton-Schulz (arXiv 2502.16982,
+        eq. 1).
 
         Args:
             momentum_buffers: M of each slice, ``(n,)`` fp32; updated.
             grads: G of each slice, ``(n,)``, reduced and clipped.
-            into: for each slice, ``(n,)`` in the dtype that travels: takes G + μM, or M with
-                ``nesterov`` off. None for a replica, whose elements another rank sends.
-            moves: ``(len(leaving),)``: takes 1 for a slice whose gradient is not all zero, else 0.
+            into: for each slice, ``(n,)`` in the dtype that travels: takes G + μM, or M
+                with ``nesterov`` off. None for a replica, whose elements another rank
+                sends.
+            moves: ``(len(leaving),)``: takes 1 for a slice whose gradient is not all
+            zero, else 0.
             leaving: numbers of the slices that ``moves`` is about, in its order.
             momentum: μ.
             nesterov: see ``into``.
@@ -279,14 +317,16 @@ class Elementwise(Protocol):
         factors: Sequence[float],
         decays: Sequence[float],
     ) -> None:
-        """W ← (1 - lr·λ)W - update, in place (eq. 4; the decay is decoupled and unscaled).
+        """W ← (1 - lr·λ)W - update, in place (eq. 4; the decay is decoupled and
+        unscaled).
 
-        A slice whose direction begins with NaN or Inf stays as it is (``RoundExchange.mark``).
+        A slice whose direction begins with NaN or Inf stays as it is
+        (``RoundExchange.mark``).
 
         Args:
             params: main parameters of each slice, ``(n,)`` fp32.
-            directions: of each slice, ``(n,)`` in the dtype that travels; in fp32 they may be
-                overwritten.
+            directions: of each slice, ``(n,)`` in the dtype that travels; in fp32 they
+                may be overwritten.
             factors: the factor of each direction: lr times its matrix's scale.
             decays: lr·λ of each slice.
         """
@@ -336,15 +376,23 @@ class Foreach:
         """See ``Elementwise``; directions in fp32 are overwritten."""
         if not params:
             return
-        stays = torch.stack([direction[0] for direction in directions]).isfinite().logical_not_()
+        stays = (
+            torch.stack([direction[0] for direction in directions])
+            .isfinite()
+            .logical_not_()
+        )
         may_stay = stays.tolist() if stays.is_cpu else [True] * len(params)
-        keeps = {decay: torch.where(stays, 1.0, 1.0 - decay) for decay in {*decays} - {0.0}}
+        keeps = {
+            decay: torch.where(stays, 1.0, 1.0 - decay) for decay in {*decays} - {0.0}
+        }
         for numbers, (weights, some) in _at_once(params, directions):
             updates = _in_fp32(some)
             torch._foreach_mul_(updates, [factors[number] for number in numbers])
             for number, weight, update in zip(numbers, weights, updates, strict=True):
                 if may_stay[number]:
-                    update.masked_fill_(stays[number], 0.0)  # a product with 0 would keep NaN
+                    update.masked_fill_(
+                        stays[number], 0.0
+                    )  # a product with 0 would keep NaN
                 if decays[number] != 0.0:
                     weight.mul_(keeps[decays[number]][number])
             torch._foreach_sub_(weights, updates)
@@ -361,8 +409,11 @@ def _in_fp32(tensors: list[Tensor]) -> list[Tensor]:
     return copies
 
 
-def _at_once(*lists: Sequence[Any]) -> Iterator[tuple[list[int], tuple[list[Any], ...]]]:
-    """Parts of parallel lists, with at most ``ELEMENTS_AT_ONCE`` each, and their tensors' numbers.
+def _at_once(
+    *lists: Sequence[Any],
+) -> Iterator[tuple[list[int], tuple[list[Any], ...]]]:
+    """Parts of parallel lists, with at most ``ELEMENTS_AT_ONCE`` each, and their
+    tensors' numbers.
 
     A larger tensor is cut; None stays. On a CPU a part fits into a core's cache.
     """

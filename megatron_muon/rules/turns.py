@@ -1,4 +1,6 @@
-"""Which steps are full, and which orthogonalize each TP slice by itself (``full_period``)."""
+"""Which steps are full, and which orthogonalize each TP slice by itself
+(``full_period``).
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from megatron_muon.runtime.collectives import Group
 class Turns:
     """The two Muons of one optimizer, with the same shards.
 
-    Step n, from 0, is full where ``period`` divides n. Adam's number of steps, which is in every
-    checkpoint, says n after a load.
+    Step n, from 0, is full where ``period`` divides n. Adam's number of steps, which is
+    in every checkpoint, says n after a load.
 
     Args:
         full, block: of whole matrices, and of slices.
@@ -33,19 +35,24 @@ class Turns:
         """The Muon of the step under way. Every rank of the stage calls it.
 
         Args:
-            groups: Megatron's parameter groups; without parameters here they may lack the number.
+            groups: Megatron's parameter groups; without parameters here they may lack
+            the number.
 
         Raises:
             ValueError: on every rank: the ranks have loaded different steps.
         """
         if self._taken is None:
             taken = max((int(group.get("step") or 0) for group in groups), default=0)
-            every = collectives.all_gather_numbers([taken], self._group, self.block.exchange.device)
+            every = collectives.all_gather_numbers(
+                [taken], self._group, self.block.exchange.device
+            )
             known = sorted({steps for (steps,) in every} - {0})
             if len(known) > 1:
                 raise ValueError(
-                    f"the ranks of a pipeline stage have taken {known} steps, so none knows "
-                    "which step is full (--muon-full-period): load one checkpoint on all ranks, "
+                    f"the ranks of a pipeline stage have taken {known} steps, so none "
+                    "knows "
+                    "which step is full (--muon-full-period): load one checkpoint on "
+                    "all ranks, "
                     "or leave the flag out"
                 )
             self._taken = max(known, default=0)

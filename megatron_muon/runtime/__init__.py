@@ -1,1 +1,3 @@
-"""The engine: it moves slices to homes and results back in rounds, and knows no rule."""
+"""The engine: it moves slices to homes and results back in rounds, and knows no
+rule.
+"""

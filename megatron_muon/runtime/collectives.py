@@ -1,29 +1,32 @@
 """Every collective that the package calls, and nothing else.
 
 In a step, for each of Megatron's DistributedOptimizers (one, and one for experts):
-``start_messages`` twice per round over the stage; among the homes that share a matrix, twice before
-its squares, twice for each sum of them, once to put rows of one together, once after them, and
-twice to turn a wide matrix; ``any_rank`` over all stages where Megatron's norm of the gradients is
-not finite, or not one for all its optimizers. With a clip of logits ``max_over`` the stage after
-each step. With block steps ``all_gather_numbers`` over the stage in the first step after a start or
-a load. Before a line of the log ``any_rank`` over the world. A logging step has one ``add_up`` over
-the world more, ``start_messages`` once more per round, and one ``max_over`` where the attention
-keeps its logits.
+``start_messages`` twice per round over the stage; among the homes that share a matrix,
+twice before its squares, twice for each sum of them, once to put rows of one together,
+once after them, and twice to turn a wide matrix; ``any_rank`` over all stages where
+Megatron's norm of the gradients is not finite, or not one for all its optimizers. With
+a clip of logits ``max_over`` the stage after each step. With block steps
+``all_gather_numbers`` over the stage in the first step after a start or a load. Before
+a line of the log ``any_rank`` over the world. A logging step has one ``add_up`` over
+the world more, ``start_messages`` once more per round, and one ``max_over`` where the
+attention keeps its logits.
 
-While the optimizers are built: votes and numbers over the world; numbers over the stage, which also
-creates its communicator; ``split_world`` once where there are several optimizer instances, and once
-where nothing trains on some ranks.
+While the optimizers are built: votes and numbers over the world; numbers over the
+stage, which also creates its communicator; ``split_world`` once where there are several
+optimizer instances, and once where nothing trains on some ranks.
 
-Saving and loading vote. ``all_gather_texts`` spreads the text of an error, compares parameter names
-where patterns route them, and puts a checkpoint's digest together.
+Saving and loading vote. ``all_gather_texts`` spreads the text of an error, compares
+parameter names where patterns route them, and puts a checkpoint's digest together.
 
-Before the first traced step of a run there is one ``all_gather_numbers`` over the world.
+Before the first traced step of a run there is one ``all_gather_numbers`` over the
+world.
 
 Only ``bench``, examples and tests call ``all_gather_flat`` and ``start_all_to_all``;
 ``bench`` and Megatron on a CPU call ``start_broadcasts``.
 
-In what follows ``name`` is that of the phase, for errors and traces. All ranks of ``group`` call a
-function together; None is the world. ``device`` is the one that the group communicates from.
+In what follows ``name`` is that of the phase, for errors and traces. All ranks of
+``group`` call a function together; None is the world. ``device`` is the one that the
+group communicates from.
 """
 
 from __future__ import annotations
@@ -42,13 +45,19 @@ from torch.utils import dlpack
 
 Group = dist.ProcessGroup
 
-# Errors of this rank's own device. They surface at the host's next call, whatever it is, so they
-# are not the collective's. torch 2.4 has the first in torch.cuda; the second is new in 2.8.
-_OWN_FAULT = (torch.cuda.OutOfMemoryError, getattr(torch, "AcceleratorError", MemoryError))
+# Errors of this rank's own device. They surface at the host's next call, whatever it
+# is, so they are not the collective's. torch 2.4 has the first in torch.cuda; the
+# second is new in 2.8.
+_OWN_FAULT = (
+    torch.cuda.OutOfMemoryError,
+    getattr(torch, "AcceleratorError", MemoryError),
+)
 
 
 class PhaseError(RuntimeError):
-    """A collective failed: most often another rank was stopped or killed, or raised an error."""
+    """A collective failed: most often another rank was stopped or killed, or raised an
+    error.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,9 @@ class Route:
     """The messages of one rank in an exchange, none of them empty."""
 
     group: Group  # the process group
-    messages: tuple[Message, ...]  # all messages, in the order in which they are started
+    messages: tuple[
+        Message, ...
+    ]  # all messages, in the order in which they are started
     received: int  # number of elements that the rank receives in all
 
     @staticmethod
@@ -95,26 +106,38 @@ class Route:
         sent_to: Sequence[tuple[int, int]],
         received_from: Sequence[tuple[int, int]],
     ) -> Route:
-        """Messages that send consecutive ranges of one buffer, and fill another one likewise.
+        """Messages that send consecutive ranges of one buffer, and fill another one
+        likewise.
 
-        They start in the order of distance between ranks, so that ranks begin with different peers.
+        They start in the order of distance between ranks, so that ranks begin with
+        different peers.
 
         Args:
             world: ``world_ranks(group)``.
             rank: this rank's number in the group.
-            sent_to, received_from: ``(rank of the group, elements)`` by peer, in buffer order.
+            sent_to, received_from: ``(rank of the group, elements)`` by peer, in buffer
+            order.
         """
         total = sum(count for _, count in received_from)
-        return Route(group, _in_turn(world, rank, _places(sent_to), _places(received_from)), total)
+        return Route(
+            group,
+            _in_turn(world, rank, _places(sent_to), _places(received_from)),
+            total,
+        )
 
     @staticmethod
     def gather(
-        group: Group, world: Sequence[int], rank: int, places: Mapping[int, tuple[int, int]]
+        group: Group,
+        world: Sequence[int],
+        rank: int,
+        places: Mapping[int, tuple[int, int]],
     ) -> Route:
-        """Messages that send all of one buffer to each peer, and receive theirs in place.
+        """Messages that send all of one buffer to each peer, and receive theirs in
+        place.
 
         Args:
-            places: start and stop of each rank's in the received buffer; this rank's own stays.
+            places: start and stop of each rank's in the received buffer; this rank's
+            own stays.
         """
         start, stop = places[rank]
         sent = [(other, 0, stop - start) for other in places if other != rank]
@@ -137,7 +160,10 @@ def _in_turn(
     world: Sequence[int], rank: int, sent: Iterable[_Place], received: Iterable[_Place]
 ) -> tuple[Message, ...]:
     placed = [
-        ((sign * (other - rank) % len(world), sign > 0), Message(sign > 0, world[other], *place))
+        (
+            (sign * (other - rank) % len(world), sign > 0),
+            Message(sign > 0, world[other], *place),
+        )
         for sign, places in ((-1, received), (1, sent))
         for other, *place in places
         if place[0] < place[1]
@@ -153,9 +179,9 @@ def world_ranks(group: Group) -> list[int]:
 def start_messages(name: str, sent: Tensor, route: Route) -> Pending | None:
     """Start to send ranges of ``sent``, and to receive.
 
-    torch's own all-to-all is not used. With NCCL 2.14 or later it posts a send and a receive to
-    every rank, even empty ones. So each call is a barrier of the group. With gloo it goes from rank
-    to rank and takes four times as long.
+    torch's own all-to-all is not used. With NCCL 2.14 or later it posts a send and a
+    receive to every rank, even empty ones. So each call is a barrier of the group. With
+    gloo it goes from rank to rank and takes four times as long.
 
     Returns:
         The messages under way; None where this rank has none.
@@ -170,9 +196,10 @@ def start_messages(name: str, sent: Tensor, route: Route) -> Pending | None:
 
 def _start_messages(sent: Tensor, received: Tensor, route: Route) -> list[dist.Work]:
     if sent.device.type != "cpu":
-        # For point-to-point messages torch calls recordStream: it takes a freed buffer again only
-        # once the GPU is done with it, long after the host has gone on. It does not do so for
-        # memory that it got from elsewhere, and Pending keeps both buffers until the wait.
+        # For point-to-point messages torch calls recordStream: it takes a freed buffer
+        # again only once the GPU is done with it, long after the host has gone on. It
+        # does not do so for memory that it got from elsewhere, and Pending keeps both
+        # buffers until the wait.
         sent, received = dlpack.from_dlpack(sent), dlpack.from_dlpack(received)
     operations = [
         (
@@ -184,30 +211,40 @@ def _start_messages(sent: Tensor, received: Tensor, route: Route) -> list[dist.W
     ]
     started: list[dist.Work | None] = []
     if sent.device.type == "cpu":
-        started += [start(tensor, rank, group=route.group) for start, tensor, rank in operations]
+        started += [
+            start(tensor, rank, group=route.group) for start, tensor, rank in operations
+        ]
     else:  # one launch
         together = [
-            dist.P2POp(start, tensor, rank, route.group) for start, tensor, rank in operations
+            dist.P2POp(start, tensor, rank, route.group)
+            for start, tensor, rank in operations
         ]
         started += dist.batch_isend_irecv(together)
     return [work for work in started if work is not None]
 
 
 def start_all_to_all(
-    name: str, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], group: Group
+    name: str,
+    sent: Tensor,
+    sent_sizes: Sequence[int],
+    received_sizes: Sequence[int],
+    group: Group,
 ) -> Pending:
     """Start to send consecutive ranges of ``sent`` to the group's ranks in order.
 
     Args:
         sent: ``(sum(sent_sizes),)``.
-        sent_sizes, received_sizes: elements for and from each rank of the group; 0 is fine.
+        sent_sizes, received_sizes: elements for and from each rank of the group; 0 is
+        fine.
     """
     here = group.rank()
     world = world_ranks(group)
     route = Route.of(
         group, world, here, list(enumerate(sent_sizes)), list(enumerate(received_sizes))
     )
-    to_others = tuple(message for message in route.messages if message.rank != world[here])
+    to_others = tuple(
+        message for message in route.messages if message.rank != world[here]
+    )
     received = sent.new_empty(route.received)
     if sent_sizes[here]:
         own = torch.split(sent, list(sent_sizes))[here]
@@ -240,14 +277,19 @@ class Broadcasts:
             return all([work.wait() for work in self.works])
 
 
-def start_broadcasts(name: str, tensors: Sequence[Sequence[Tensor]], group: Group) -> Broadcasts:
+def start_broadcasts(
+    name: str, tensors: Sequence[Sequence[Tensor]], group: Group
+) -> Broadcasts:
     """Start to fill each tensor's r-th range, of any size, with rank r's values.
 
-    torch does the same over NCCL for an all-gather of unequal ranges, which gloo refuses.
+    torch does the same over NCCL for an all-gather of unequal ranges, which gloo
+    refuses.
     """
     with _named(name, group):
         works: list[dist.Work | None] = [
-            dist.broadcast(part, dist.get_global_rank(group, rank), group=group, async_op=True)
+            dist.broadcast(
+                part, dist.get_global_rank(group, rank), group=group, async_op=True
+            )
             for parts in tensors
             for rank, part in enumerate(parts)
             if part.numel()
@@ -270,7 +312,9 @@ def add_up(name: str, numbers: Tensor, group: Group | None) -> None:
 
 
 def max_over(name: str, numbers: Tensor, group: Group | None) -> None:
-    """Replace ``numbers``, ``(n,)`` on all ranks, by the largest of all ranks, one by one."""
+    """Replace ``numbers``, ``(n,)`` on all ranks, by the largest of all ranks, one by
+    one.
+    """
     with _named(name, group):
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
 
@@ -289,7 +333,9 @@ def all_gather_numbers(
 def all_gather_texts(text: str, group: Group | None) -> list[str]:
     """Every rank's ``text``, in the order of the group; None for the world."""
     packed: list[Any] = [None] * dist.get_world_size(group)
-    with _named("muon/error", group):  # packed: a GPU takes the longest text's bytes for every rank
+    with _named(
+        "muon/error", group
+    ):  # packed: a GPU takes the longest text's bytes for every rank
         dist.all_gather_object(packed, zlib.compress(text.encode()), group=group)
     return [zlib.decompress(each).decode() for each in packed]
 
@@ -300,7 +346,8 @@ def world_rank(rank: int, group: Group | None) -> int:
 
 
 def split_world(color: Sequence[int], like: Group, device: torch.device) -> Group:
-    """A new group of all ranks that give the same color, with the timeout of the group ``like``.
+    """A new group of all ranks that give the same color, with the timeout of the group
+    ``like``.
 
     Every rank of the world calls this, with equally many integers.
     """
@@ -309,7 +356,9 @@ def split_world(color: Sequence[int], like: Group, device: torch.device) -> Grou
     for rank, other in enumerate(all_gather_numbers(color, None, device)):
         members.setdefault(tuple(other), []).append(rank)
     mine: Group | None = None
-    for key, ranks in sorted(members.items()):  # every rank makes all groups, in one order
+    for key, ranks in sorted(
+        members.items()
+    ):  # every rank makes all groups, in one order
         group = dist.new_group(ranks, timeout=timeout)
         mine = group if key == tuple(color) else mine
     assert mine is not None
@@ -317,7 +366,9 @@ def split_world(color: Sequence[int], like: Group, device: torch.device) -> Grou
 
 
 def in_megatrons(name: str, group: Group | None) -> AbstractContextManager[None]:
-    """A context that marks a collective of Megatron's own in traces, and names it if it fails."""
+    """A context that marks a collective of Megatron's own in traces, and names it if it
+    fails.
+    """
     return _named(name, group)
 
 
@@ -325,8 +376,8 @@ def in_megatrons(name: str, group: Group | None) -> AbstractContextManager[None]
 def _named(name: str, group: Group | None, part: str = "collective") -> Iterator[None]:
     """Mark the collective in traces, and name it in the error if it fails.
 
-    gloo raises where another rank is gone or the timeout has passed. NCCL's watchdog ends the
-    process instead, and logs the collective by its sequence number.
+    gloo raises where another rank is gone or the timeout has passed. NCCL's watchdog
+    ends the process instead, and logs the collective by its sequence number.
     """
     try:
         with record_function(f"{name}/{part}"):
@@ -340,16 +391,18 @@ def raise_named(
 ) -> NoReturn:
     """Raise the error of a collective with the name of its phase.
 
-    It is raised as it is where it names a phase already, and where it is one of this rank's own
-    device.
+    It is raised as it is where it names a phase already, and where it is one of this
+    rank's own device.
 
     Raises:
-        PhaseError: names the phase, this rank and ``what`` failed, and quotes ``error``.
+        PhaseError: names the phase, this rank and ``what`` failed, and quotes
+        ``error``.
     """
     if isinstance(error, (PhaseError, *_OWN_FAULT)):
         raise error
     raise PhaseError(
-        f"{name}: rank {dist.get_rank(group)} of the group of {dist.get_world_size(group)} did "
+        f"{name}: rank {dist.get_rank(group)} of the group of "
+        f"{dist.get_world_size(group)} did "
         f"not get through {what}. Most often another rank was stopped or killed or "
         f"raised an error: look for the first error among the ranks' logs ({error})"
     ) from error

@@ -1,4 +1,6 @@
-"""Comparisons before the first step, so that a disagreement is an error and not a hang."""
+"""Comparisons before the first step, so that a disagreement is an error and not a
+hang.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,10 @@ class Subject:
 
 
 _ALIKE = (
-    "All ranks of a stage need the same model, the same trainable parameters and the same "
-    f"MuonConfig; unless {named('ns_iteration')} is 'standard', the same kind of device, and on "
+    "All ranks of a stage need the same model, the same trainable parameters and the "
+    "same "
+    f"MuonConfig; unless {named('ns_iteration')} is 'standard', the same kind of "
+    "device, and on "
     "GPUs quack-kernels on all of them or on none, too."
 )
 PLAN = Subject("the exchange plan", "the run", _ALIKE)
@@ -56,11 +60,14 @@ SETTINGS = Subject(
     "DistributedDataParallelConfig), and one version of each package.",
 )
 _LINE = 120  # characters of an error up to which two values share a line
-_ASKS = "asks"  # what the first rank to come leaves in the store if it asks the plugin for anything
+# what the first rank to come leaves in the store if it asks the plugin for anything
+_ASKS = "asks"
 
 
 class PlanMismatchError(RuntimeError):
-    """Ranks have different settings, or those of a stage would not make the same exchange plan."""
+    """Ranks have different settings, or those of a stage would not make the same
+    exchange plan.
+    """
 
 
 # How many times this process has compared settings, by the world in which it did.
@@ -72,15 +79,20 @@ def agree_on_settings(
 ) -> None:
     """Raise an error on every rank of the world if two ranks have different settings.
 
-    AdamW's runs stay Megatron's: a rank that asks nothing of the plugin neither waits nor
-    communicates, unless one that asks came before it. The first rank to come leaves in torch's
-    store whether it asks. Where it did not, a rank that asks raises alone, and ends the others with
-    its process.
+    AdamW's runs stay Megatron's: a rank that asks nothing of the plugin neither waits
+    nor communicates, unless one that asks came before it. The first rank to come leaves
+    in torch's store whether it asks. Where it did not, a rank that asks raises alone,
+    and ends the others with its process.
 
     Raises:
-        PlanMismatchError: names the first setting that differs, with the values and ranks.
+        PlanMismatchError: names the first setting that differs, with the values and
+        ranks.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if (
+        not dist.is_initialized()
+        or dist.get_world_size() == 1
+        or dist.get_backend() == "fake"
+    ):
         return  # nobody else is there
     deterministic = torch.are_deterministic_algorithms_enabled()
     settings = [
@@ -94,11 +106,14 @@ def agree_on_settings(
         agree_everywhere(settings, device(), SETTINGS)
     elif asks:
         other, _, theirs = first.partition("\n")
-        raise PlanMismatchError(_first_difference({int(other): theirs, rank: text}, SETTINGS))
+        raise PlanMismatchError(
+            _first_difference({int(other): theirs, rank: text}, SETTINGS)
+        )
 
 
 def _first_to_come(mine: str) -> str:
-    """What the first rank to come here left; ``mine``, which is left there, if this is the first.
+    """What the first rank to come here left; ``mine``, which is left there, if this is
+    the first.
 
     It is no collective, and waits for no other rank.
     """
@@ -125,20 +140,24 @@ def agree_on_grid(
         group, device: the stage's group, and the device that it communicates from.
 
     Raises:
-        PlanMismatchError: on every rank of the stage; names the first line that differs.
+        PlanMismatchError: on every rank of the stage; names the first line that
+        differs.
     """
     mine = [*dataclasses.astuple(coordinates), *_words(description)]
     every = collectives.all_gather_numbers(mine, group, device)
     if any(numbers[-4:] != every[0][-4:] for numbers in every):
         texts = collectives.all_gather_texts("\n".join(description), group)
-        raise PlanMismatchError(_first_difference(dict(enumerate(texts)), PLAN_OF_STAGE))
+        raise PlanMismatchError(
+            _first_difference(dict(enumerate(texts)), PLAN_OF_STAGE)
+        )
     return grid_of([Coordinates(*numbers[:-4]) for numbers in every], near)
 
 
 def agree_everywhere(
     description: Sequence[str], device: torch.device, subject: Subject = PLAN
 ) -> None:
-    """Raise an error on every rank of the world if two ranks have different descriptions.
+    """Raise an error on every rank of the world if two ranks have different
+    descriptions.
 
     Raises:
         PlanMismatchError: on every rank; names the first line that differs.
@@ -152,8 +171,8 @@ def agree_everywhere(
 def attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     """``(result of act, None)``, or ``(None, the error that it raises)``.
 
-    It catches BaseException, since torch's CheckpointException is no Exception. Only exceptions
-    that ask the process to end pass through.
+    It catches BaseException, since torch's CheckpointException is no Exception. Only
+    exceptions that ask the process to end pass through.
     """
     try:
         return act(), None
@@ -164,18 +183,22 @@ def attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def together(act: Callable[[], T], group: Group | None, device: torch.device) -> T:
-    """The result of ``act`` on every rank of the group; an error on one rank stops all of them.
+    """The result of ``act`` on every rank of the group; an error on one rank stops all
+    of them.
 
-    ``act`` does not communicate, since the other ranks may be at the vote already. For what is
-    raised see ``raise_together``.
+    ``act`` does not communicate, since the other ranks may be at the vote already. For
+    what is raised see ``raise_together``.
     """
     result, error = attempt(act)
     raise_together(error, group, device)
     return result  # type: ignore[return-value]
 
 
-def raise_together(error: BaseException | None, group: Group | None, device: torch.device) -> None:
-    """Raise on every rank of the group if one has an error: its own, or one that quotes the first.
+def raise_together(
+    error: BaseException | None, group: Group | None, device: torch.device
+) -> None:
+    """Raise on every rank of the group if one has an error: its own, or one that quotes
+    the first.
 
     Without a process group, or in one of a single rank, it does not communicate.
 
@@ -203,12 +226,19 @@ def raise_quoting(error: BaseException | None, group: Group | None) -> NoReturn:
     if error is not None:
         raise error
     rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-    raise RuntimeError(f"rank {collectives.world_rank(rank, group)} stopped this run: {text}")
+    raise RuntimeError(
+        f"rank {collectives.world_rank(rank, group)} stopped this run: {text}"
+    )
 
 
 def _text(error: BaseException) -> str:
-    """The error's words, never empty; with its type where the words alone say little (KeyError)."""
-    words, worded = str(error), isinstance(error, (ValueError, RuntimeError, TypeError, OSError))
+    """The error's words, never empty; with its type where the words alone say little
+    (KeyError).
+    """
+    words, worded = (
+        str(error),
+        isinstance(error, (ValueError, RuntimeError, TypeError, OSError)),
+    )
     return words if worded and words else f"{type(error).__name__}: {words}"
 
 
@@ -223,13 +253,18 @@ def grid_of(every: Sequence[Coordinates], near: int) -> RankGrid:
     wanted = list(itertools.product(range(ep_size), range(tp_size), range(dp_size)))
     if sorted(ranks) != wanted or len(every) != len(wanted):
         raise PlanMismatchError(
-            f"the stage's group has {len(every)} ranks at (ep, tp, dp) {sorted(ranks)}, but EP x TP"
-            f" x DP is {ep_size} x {tp_size} x {dp_size}: pass get_megatron_optimizer the process "
+            f"the stage's group has {len(every)} ranks at (ep, tp, dp) "
+            f"{sorted(ranks)}, but EP x TP"
+            f" x DP is {ep_size} x {tp_size} x {dp_size}: pass get_megatron_optimizer "
+            "the process "
             "groups that the model was built with"
         )
     return RankGrid(
         tuple(
-            tuple(tuple(ranks[ep, tp, dp] for dp in range(dp_size)) for tp in range(tp_size))
+            tuple(
+                tuple(ranks[ep, tp, dp] for dp in range(dp_size))
+                for tp in range(tp_size)
+            )
             for ep in range(ep_size)
         ),
         near,
@@ -239,30 +274,43 @@ def grid_of(every: Sequence[Coordinates], near: int) -> RankGrid:
 def _words(description: Sequence[str]) -> list[int]:
     """The fingerprint as four numbers."""
     whole = fingerprint(description)
-    return [int.from_bytes(whole[i : i + 8], "big", signed=True) for i in (0, 8, 16, 24)]
+    return [
+        int.from_bytes(whole[i : i + 8], "big", signed=True) for i in (0, 8, 16, 24)
+    ]
 
 
 def _first_difference(texts: Mapping[int, str], subject: Subject) -> str:
-    """The error's text about descriptions by rank that are not all alike, the same everywhere."""
+    """The error's text about descriptions by rank that are not all alike, the same
+    everywhere.
+    """
     (first, reference), *others = texts.items()
     for rank, text in others:
-        for theirs, ours in itertools.zip_longest(text.split("\n"), reference.split("\n")):
+        for theirs, ours in itertools.zip_longest(
+            text.split("\n"), reference.split("\n")
+        ):
             if theirs != ours:
                 return (
                     f"ranks of {subject.whose} disagree about {subject.name}, first at "
-                    f"{_both((rank, theirs), (first, ours), subject.whose)}\n{subject.way_out}"
+                    f"{_both((rank, theirs), (first, ours), subject.whose)}"
+                    f"\n{subject.way_out}"
                 )
     raise AssertionError("fingerprints differ but descriptions do not")
 
 
-def _both(theirs: tuple[int, str | None], ours: tuple[int, str | None], whose: str) -> str:
+def _both(
+    theirs: tuple[int, str | None], ours: tuple[int, str | None], whose: str
+) -> str:
     """``setting ns_steps: rank 1 of the run has 6 where rank 0 has 5``.
 
     A line is None where a description has ended.
     """
     name = (ours[1] or theirs[1] or "").split(": ", 1)[0]
     lines = (theirs[1], ours[1])
-    values = ["nothing more" if x is None else x.removeprefix(f"{name}: ") for x in lines]
+    values = [
+        "nothing more" if x is None else x.removeprefix(f"{name}: ") for x in lines
+    ]
     one, other = f"{name}: rank {theirs[0]} of {whose} has", f"where rank {ours[0]} has"
     text = f"{one} {values[0]} {other} {values[1]}"
-    return text if len(text) <= _LINE else f"{one}\n  {values[0]}\n{other}\n  {values[1]}"
+    return (
+        text if len(text) <= _LINE else f"{one}\n  {values[0]}\n{other}\n  {values[1]}"
+    )

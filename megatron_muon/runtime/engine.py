@@ -1,7 +1,8 @@
-"""The engine of a step: it brings matrices whole to their homes, and results back, in rounds.
+"""The engine of a step: it brings matrices whole to their homes, and results back, in
+rounds.
 
-What is computed on shards and at homes is a rule's (``rule``). The engine knows slices, homes,
-rounds and messages.
+What is computed on shards and at homes is a rule's (``rule``). The engine knows slices,
+homes, rounds and messages.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:  # an engine takes any plan, whatever has made it
 ParamGroups = Sequence[Mapping[str, Any]]
 
 HALF_STEPPED = (
-    "a step of the optimizer ended in an error when it had changed momentum or parameters, "
+    "a step of the optimizer ended in an error when it had changed momentum or "
+    "parameters, "
     "and neither can be taken back: load the last checkpoint, or end the run"
 )
 
@@ -38,25 +40,26 @@ HALF_STEPPED = (
 class Engine:
     """The part of a distributed optimizer on one rank that updates matrices by a rule.
 
-    Main parameters and state are flat shards on the rank that holds the shard in Megatron. A whole
-    matrix exists only at its home, between gather and scatter.
+    Main parameters and state are flat shards on the rank that holds the shard in
+    Megatron. A whole matrix exists only at its home, between gather and scatter.
 
     Args:
         rule: what is done to the matrices.
         plan, own: the stage's exchange plan, and this rank's part of it.
         exchange: moves this rank's slices and results.
-        main_params: for each parameter of the plan that has a shard here, the optimizer's flat
-            shard: fp32, or with ``States`` that say so a slice of the model's weight.
+        main_params: for each parameter of the plan that has a shard here, the
+            optimizer's flat shard: fp32, or with ``States`` that say so a slice of the
+            model's weight.
         meter: counts the work done.
         phase: names the parts of a step.
 
     Attributes:
         nonfinite: counts the steps that left a matrix of this home where it was.
         rounds: the rounds of a step, in order.
-        start_next: starts the next optimizer's step while the last results travel (``start`` or
-            ``begin``); None where there is no next one.
-        applied: called with the number of each round but the last, or ``ADAMW``, once parameters
-            are updated up to it.
+        start_next: starts the next optimizer's step while the last results travel
+            (``start`` or ``begin``); None where there is no next one.
+        applied: called with the number of each round but the last, or ``ADAMW``, once
+            parameters are updated up to it.
 
     Raises:
         ValueError: ``main_params`` do not have the sizes of the plan's shards.
@@ -75,7 +78,9 @@ class Engine:
         sizes = {index: shard.numel() for index, shard in main_params.items()}
         planned = {index: shard.size for index, shard in own.shards.items()}
         if sizes != planned:
-            raise ValueError(f"the plan has shards of sizes {planned} here, the optimizer {sizes}")
+            raise ValueError(
+                f"the plan has shards of sizes {planned} here, the optimizer {sizes}"
+            )
         self.rule, self.plan, self.own = rule, plan, own
         self.exchange, self.meter = exchange, meter
         self.main_params = dict(main_params)
@@ -84,7 +89,9 @@ class Engine:
             for number, each in enumerate(exchange.rounds)
         ]
         homes = [plan.matrices[index] for each in self.rounds for index in each.homes]
-        self.nonfinite = Nonfinite([matrix.whole_name for matrix in homes], exchange.device)
+        self.nonfinite = Nonfinite(
+            [matrix.whole_name for matrix in homes], exchange.device
+        )
         self.start_next: Callable[[], None] | None = None
         self.applied: Callable[[int], None] = lambda round: None
         self._phase = phase
@@ -109,7 +116,9 @@ class Engine:
         return id(shard) in self._parameter_of
 
     def observe(self, observer: Observer | None) -> None:
-        """Show each round's matrices and updates to ``observer`` from now on; None: to none."""
+        """Show each round's matrices and updates to ``observer`` from now on; None: to
+        none.
+        """
         for each in self.rounds:
             each.observer = observer
 
@@ -131,22 +140,25 @@ class Engine:
 
     @torch.no_grad()
     def begin(self, groups: ParamGroups, states: States) -> None:
-        """``start``, and do the first round's work at home: while the results of another optimizer
-        travel, which its slowest home may take long to send."""
+        """``start``, and do the first round's work at home: while the results of
+        another optimizer travel, which its slowest home may take long to send.
+        """
         self.start(groups, states)
         assert self._started is not None
         if self.rounds:
             self._begun = self._worked(0, self._started)
 
     @torch.no_grad()
-    def step(self, groups: ParamGroups, states: States, step_adamw: Callable[[], None]) -> None:
+    def step(
+        self, groups: ParamGroups, states: States, step_adamw: Callable[[], None]
+    ) -> None:
         """Update the rule's parameters and AdamW's. Every rank of the stage calls it.
 
         A matrix whose result is not finite stays as it is on all ranks, without decay.
 
-        While the homes work on a round, the next one is gathered, and the results of the one before
-        go back. A round with no message on this rank starts and finishes in its own turn, so that
-        it takes no memory before.
+        While the homes work on a round, the next one is gathered, and the results of
+        the one before go back. A round with no message on this rank starts and finishes
+        in its own turn, so that it takes no memory before.
 
         Args:
             groups: Megatron's parameter groups; ``lr`` and ``weight_decay`` are read.
@@ -176,7 +188,9 @@ class Engine:
             self.start_next()
         self._finish_late(len(self.rounds) - 1, shards)
         with self._phase(self.rule.names.after_scatter):
-            self.nonfinite.add([each.taken_numbers() for each in self.rounds if each.homes])
+            self.nonfinite.add(
+                [each.taken_numbers() for each in self.rounds if each.homes]
+            )
         if states.adamw_is_last:
             self._adamw(step_adamw)
         self._is_half_done = False
@@ -231,7 +245,9 @@ class Engine:
         with self._visiting(number, (MAIN_KEY, *self.rule.states_after)):
             self.rounds[number].finish(shards)
 
-    def _visiting(self, number: int, keys: Sequence[str]) -> AbstractContextManager[object]:
+    def _visiting(
+        self, number: int, keys: Sequence[str]
+    ) -> AbstractContextManager[object]:
         """A context within which these states of a round's shards are on the device."""
         assert self._states is not None
         visits = [self._states.visiting(number, key) for key in keys]
@@ -242,7 +258,9 @@ class Engine:
             stack.enter_context(visit)
         return stack
 
-    def _shards(self, groups: ParamGroups, states: States) -> Iterator[tuple[int, Shard]]:
+    def _shards(
+        self, groups: ParamGroups, states: States
+    ) -> Iterator[tuple[int, Shard]]:
         for group in groups:
             for shard in filter(self.owns, group["params"]):
                 states.start_state(shard, self.state_keys)

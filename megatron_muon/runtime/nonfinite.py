@@ -1,4 +1,6 @@
-"""Counts of the steps that left a matrix where it was, since its result was not finite."""
+"""Counts of the steps that left a matrix where it was, since its result was not
+finite.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Nonfinite:
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._names = list(names)
-        self._counts = torch.zeros((2, len(self._names)), dtype=torch.int32, device=device)
+        self._counts = torch.zeros(
+            (2, len(self._names)), dtype=torch.int32, device=device
+        )
         self._copy = torch.zeros((2, len(self._names)), dtype=torch.int32)
         self._event: Any = None
 
@@ -58,8 +62,8 @@ class Nonfinite:
         """The matrices that were left, by name.
 
         Args:
-            waits: whether the host waits for the last step. If it does not, the result is empty
-                while the device is at work on it.
+            waits: whether the host waits for the last step. If it does not, the result
+                is empty while the device is at work on it.
         """
         if self._event is not None and not self._event.query():
             if not waits:

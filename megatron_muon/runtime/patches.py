@@ -1,9 +1,9 @@
 """Replacement of attributes of other packages: recorded, and undone in reverse order.
 
-Every attribute that is set in Megatron or torch, for a run or within a ``with``, goes through
-``Patches``. So ``undo()`` leaves every module, class and object with what it had before. What
-someone else has put over a replacement in the meantime stays, and then calls it: so it passes calls
-on by then (``around``).
+Every attribute that is set in Megatron or torch, for a run or within a ``with``, goes
+through ``Patches``. So ``undo()`` leaves every module, class and object with what it
+had before. What someone else has put over a replacement in the meantime stays, and then
+calls it: so it passes calls on by then (``around``).
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ _ABSENT = object()
 
 
 class MissingTargetError(RuntimeError):
-    """A symbol to replace is not there: this version of torch or Megatron is not supported."""
+    """A symbol to replace is not there: this version of torch or Megatron is not
+    supported.
+    """
 
 
 @dataclass
 class Patches:
     """All changes so far. ``undo()`` puts everything back, the last change first."""
 
-    by: str = "megatron_muon"  # the part of this package that makes the changes, for errors
+    by: str = (
+        "megatron_muon"  # the part of this package that makes the changes, for errors
+    )
     ABSENT = _ABSENT
-    # (owner, attribute, the owner's own value before). The value is ABSENT where the owner itself
-    # had no such attribute: it was inherited, or did not exist.
+    # (owner, attribute, the owner's own value before). The value is ABSENT where the
+    # owner itself had no such attribute: it was inherited, or did not exist.
     changed: list[tuple[Any, str, Any]] = field(default_factory=list)
     _stack: ExitStack = field(default_factory=ExitStack)
 
@@ -43,7 +47,8 @@ class Patches:
         if not hasattr(owner, name):
             raise MissingTargetError(
                 f"{getattr(owner, '__name__', owner)} has no {name}, which {self.by} "
-                "replaces: this version of it is not known here; use one that the README lists"
+                "replaces: this version of it is not known here; use one that the "
+                "README lists"
             )
         self.add(owner, name, value)
 
@@ -52,22 +57,29 @@ class Patches:
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
         self.changed.append((owner, name, before))
-        self._stack.callback(_put_back, owner, name, vars(owner).get(name, _ABSENT), before)
+        self._stack.callback(
+            _put_back, owner, name, vars(owner).get(name, _ABSENT), before
+        )
 
     def set_existing(self, owner: Any, name: str, value: Any) -> None:
         """Like ``set``, but does nothing where this version lacks the attribute.
 
-        Only for attributes that some versions are known to lack because they do not need them.
+        Only for attributes that some versions are known to lack because they do not
+        need them.
         """
         if hasattr(owner, name):
             self.set(owner, name, value)
 
-    def everywhere(self, changes: Mapping[str, tuple[Any, Any]], within: str = "") -> None:
-        """Replace ``{name: (old, new)}`` in every module that has old under name, also by import.
+    def everywhere(
+        self, changes: Mapping[str, tuple[Any, Any]], within: str = ""
+    ) -> None:
+        """Replace ``{name: (old, new)}`` in every module that has old under name, also
+        by import.
 
-        Undo gives old to every module that then has new, also one that imported it in the
-        meantime. A reference under another name is not found, so after the undo new must pass
-        calls on to old. ``within`` is what the names of these modules begin with.
+        Undo gives old to every module that then has new, also one that imported it in
+        the meantime. A reference under another name is not found, so after the undo new
+        must pass calls on to old. ``within`` is what the names of these modules begin
+        with.
         """
         _swap(changes, within)
         back = {name: (new, old) for name, (old, new) in changes.items()}
@@ -88,7 +100,9 @@ class Patches:
 
 
 def _put_back(owner: Any, name: str, ours: Any, before: Any) -> None:
-    """Undo a change, unless someone has put their own wrapper over ours: theirs stays."""
+    """Undo a change, unless someone has put their own wrapper over ours: theirs
+    stays.
+    """
     if vars(owner).get(name, _ABSENT) is not ours:
         return
     if before is _ABSENT:
@@ -108,7 +122,8 @@ def _swap(changes: Mapping[str, tuple[Any, Any]], within: str) -> None:
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """A context in which a module, class or object has these attributes, if it has them at all.
+    """A context in which a module, class or object has these attributes, if it has them
+    at all.
 
     A function whose caller outlives the context then calls what was there before.
     """
@@ -133,9 +148,11 @@ def _in_place_of(value: Callable[..., Any]) -> Callable[..., Any]:
 def around(
     original: Callable[..., Any], wrapper: Callable[..., Any], is_on: Callable[[], bool]
 ) -> Any:
-    """A function that calls ``wrapper(original, ...)``, with the signature of ``original``.
+    """A function that calls ``wrapper(original, ...)``, with the signature of
+    ``original``.
 
-    A caller that keeps it after the undo, when ``is_on`` returns False, calls ``original`` by it.
+    A caller that keeps it after the undo, when ``is_on`` returns False, calls
+    ``original`` by it.
     """
 
     @functools.wraps(original)
@@ -150,6 +167,7 @@ def around(
 def turn_into(built: Any, subclass: type) -> None:
     """Change the class of an object that Megatron made to a subclass of it.
 
-    This is the one change that ``uninstall()`` leaves: an optimizer keeps its new class.
+    This is the one change that ``uninstall()`` leaves: an optimizer keeps its new
+    class.
     """
     built.__class__ = subclass

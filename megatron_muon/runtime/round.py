@@ -1,4 +1,6 @@
-"""One round of a step: its matrices come to their homes, and results go back to the shards."""
+"""One round of a step: its matrices come to their homes, and results go back to the
+shards.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from megatron_muon.runtime.tracing import Phase
 class Round:
     """A round on one rank: ``start`` it, ``work``, ``start_scatter``, ``finish`` it.
 
-    Between two of these calls, other rounds are at work while this one's messages travel. Each
-    call frees the memory that no later call needs.
+    Between two of these calls, other rounds are at work while this one's messages
+    travel. Each call frees the memory that no later call needs.
 
     Args:
         exchange: moves its slices and results.
@@ -58,7 +60,11 @@ class Round:
         here = self._here(shards)
         with self._phase(self._names.before_gather):
             leaving = self._exchange.leaving()
-            sums = self._asked(self.rule.numbers_before(here)) if self._asks_before else None
+            sums = (
+                self._asked(self.rule.numbers_before(here))
+                if self._asks_before
+                else None
+            )
             self.rule.before_gather(here, leaving.slices, leaving.moves, sums)
         with self._phase("muon/gather"):
             self._gathering = self._exchange.start_gather(leaving)
@@ -71,20 +77,26 @@ class Round:
             return self._exchange.finish_gather(gathering)
 
     def work(self, staged: Staged) -> None:
-        """Replace matrices by their results, in place; those that are not finite are marked."""
+        """Replace matrices by their results, in place; those that are not finite are
+        marked.
+        """
         if self.observer is not None:
             self.observer.before_home(staged)
         with self._phase(self._names.at_home):
             found = self.rule.at_home(staged)
             if staged.alike:
-                marks = cat(list(found.lines)).mul_(-0.0)  # NaN where not finite; else no change
+                marks = cat(list(found.lines)).mul_(
+                    -0.0
+                )  # NaN where not finite; else no change
                 self._numbers = found.norms, marks
                 self._exchange.mark(staged, marks)
 
     def taken_numbers(self) -> tuple[Sequence[Tensor], Tensor]:
-        """Norms, in several tensors, and marks of this step's ``homes``; forgotten here.
+        """Norms, in several tensors, and marks of this step's ``homes``; forgotten
+        here.
 
-        A norm is NaN if what came to the home is not finite, a mark if the result is not.
+        A norm is NaN if what came to the home is not finite, a mark if the result is
+        not.
         """
         numbers, self._numbers = self._numbers, None
         assert numbers is not None, "a round that was not worked on"

@@ -1,16 +1,19 @@
-"""What the engine asks of a rule: the work on shards and at homes, between its messages.
+"""What the engine asks of a rule: the work on shards and at homes, between its
+messages.
 
 A step of the engine does this for each round, in this order:
 
-1. Each rank: ``before_gather`` writes what each slice sends (elementwise, from its gradient).
+1. Each rank: ``before_gather`` writes what each slice sends (elementwise, from its
+gradient).
 2. The engine brings every matrix whole to its home.
 3. The home: ``at_home`` replaces matrices by their results.
 4. The engine brings the results back to the slices.
 5. Each rank: ``after_scatter`` updates its shards (elementwise, with the results).
 
-A rule may ask for numbers of whole matrices at two points. It then gives one number for each slice,
-and gets the sum over all slices of that matrix: before step 1 (``asks_before``), and after step 5,
-before parameters are gathered (``asks_after``). A rule that asks for none pays nothing.
+A rule may ask for numbers of whole matrices at two points. It then gives one number for
+each slice, and gets the sum over all slices of that matrix: before step 1
+(``asks_before``), and after step 5, before parameters are gathered (``asks_after``). A
+rule that asks for none pays nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ class Shard:
 
     @property
     def grad(self) -> Tensor:
-        """Like the main parameter; reduced and clipped. It is checked before the step."""
+        """Like the main parameter; reduced and clipped. It is checked before the
+        step.
+        """
         grad = self.states.grad(self.shard)
         assert grad is not None
         return grad
@@ -63,7 +68,9 @@ Shards = Mapping[int, Shard]  # by the parameter's index in the plan
 
 
 class Findings(Protocol):
-    """Two numbers of each matrix at home, in several tensors, in the order of ``Staged.alike``."""
+    """Two numbers of each matrix at home, in several tensors, in the order of
+    ``Staged.alike``.
+    """
 
     @property
     def norms(self) -> Sequence[Tensor]:
@@ -86,8 +93,9 @@ class PhaseNames:
 class RoundRule(ABC):
     """The rule's work in one round on one rank, in every step.
 
-    ``shards`` are those of the round on this rank, in the order of ``RoundTable.parameters``. A
-    list "of each slice" is in the order of the table's slices.
+    ``shards`` are those of the round on this rank, in the order of
+    ``RoundTable.parameters``. A list "of each slice" is in the order of the table's
+    slices.
     """
 
     @abstractmethod
@@ -101,10 +109,10 @@ class RoundRule(ABC):
         """Advance the shards' state, and write what each slice sends to its home.
 
         Args:
-            into: of each slice, ``(n,)`` in the dtype that travels; None for a replica, whose
-                elements another rank sends.
-            moves: ``(len(RoundTable.leaving),)``: takes 1 for a slice whose gradient is not all
-                zero, else 0.
+            into: of each slice, ``(n,)`` in the dtype that travels; None for a replica,
+                whose elements another rank sends.
+            moves: ``(len(RoundTable.leaving),)``: takes 1 for a slice whose gradient is
+                not all zero, else 0.
             sums: the answer to ``numbers_before``; None where the rule does not ask.
         """
 
@@ -112,27 +120,36 @@ class RoundRule(ABC):
     def at_home(self, staged: Staged) -> Findings:
         """Replace the matrices whose home this rank is by their results, in place.
 
-        The homes of a shared matrix call it at the same time, since each rank goes through the
-        rounds in the same order.
+        The homes of a shared matrix call it at the same time, since each rank goes
+        through the rounds in the same order.
         """
 
     @abstractmethod
     def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
         """Update the shards.
 
-        A slice whose result begins with NaN or Inf stays as it is (``RoundExchange.mark``).
+        A slice whose result begins with NaN or Inf stays as it is
+        (``RoundExchange.mark``).
 
         Args:
             results: of each slice, ``(n,)`` in the dtype that ``at_home`` has left.
         """
 
     def numbers_before(self, shards: Sequence[Shard]) -> Tensor:
-        """A number of each slice, ``(slices,)`` fp32, say of its gradient (``asks_before``)."""
-        raise NotImplementedError(f"{type(self).__name__} asks for sums and gives no numbers")
+        """A number of each slice, ``(slices,)`` fp32, say of its gradient
+        (``asks_before``).
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} asks for sums and gives no numbers"
+        )
 
     def numbers_after(self, shards: Sequence[Shard]) -> Tensor:
-        """A number of each slice, ``(slices,)`` fp32, say of its new weight (``asks_after``)."""
-        raise NotImplementedError(f"{type(self).__name__} asks for sums and gives no numbers")
+        """A number of each slice, ``(slices,)`` fp32, say of its new weight
+        (``asks_after``).
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} asks for sums and gives no numbers"
+        )
 
     def finish(self, shards: Sequence[Shard], sums: Tensor) -> None:
         """Update the shards by the answer to ``numbers_after``, ``(slices,)`` fp32."""
@@ -156,12 +173,15 @@ class Rule(ABC):
         return self.asks_before or self.asks_after
 
     @abstractmethod
-    def of_round(self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]) -> RoundRule:
+    def of_round(
+        self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
+    ) -> RoundRule:
         """Its work in one round.
 
         Args:
             table: this rank's part of the round.
-            sharers: by ``Alike.matrices``, the homes of each matrix that this rank shares.
+            sharers: by ``Alike.matrices``, the homes of each matrix that this rank
+            shares.
         """
 
 
@@ -171,13 +191,19 @@ class Observer(Protocol):
     def before_home(self, staged: Staged) -> None:
         """Matrices at their home, before the rule's work there."""
 
-    def before_update(self, table: RoundTable, shards: Shards, results: Sequence[Tensor]) -> None:
-        """The results of the slices that are held here, before the shards are updated."""
+    def before_update(
+        self, table: RoundTable, shards: Shards, results: Sequence[Tensor]
+    ) -> None:
+        """The results of the slices that are held here, before the shards are
+        updated.
+        """
 
 
 def cut_into_slices(wholes: Sequence[Tensor], table: RoundTable) -> list[Tensor]:
     """A tensor of each shard, cut into the round's slices."""
     slices: list[Tensor] = []
     for whole, (_, sizes) in zip(wholes, table.parameters, strict=True):
-        slices += [whole] if len(sizes) == 1 else torch.split_with_sizes(whole, list(sizes))
+        slices += (
+            [whole] if len(sizes) == 1 else torch.split_with_sizes(whole, list(sizes))
+        )
     return slices

@@ -1,4 +1,6 @@
-"""Main parameters and state of an optimizer's shards, in fp32, however the optimizer holds them."""
+"""Main parameters and state of an optimizer's shards, in fp32, however the optimizer
+holds them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class States:
     """
 
     are_copies = False  # what get returns are copies, so that put must follow a change
-    adamw_is_last = False  # AdamW's part keeps the host busy, so the rule's is launched before it
+    adamw_is_last = (
+        False  # AdamW's part keeps the host busy, so the rule's is launched before it
+    )
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -34,7 +38,9 @@ class States:
         shard.grad = grad
 
     def get(self, shard: Tensor, key: str) -> Tensor:
-        """``MAIN_KEY``: the main parameter; else a state by Adam's name; fp32, like the shard."""
+        """``MAIN_KEY``: the main parameter; else a state by Adam's name; fp32, like the
+        shard.
+        """
         if key == MAIN_KEY:
             return shard.detach()
         state: Tensor = self._optimizer.state[shard][key]
@@ -47,7 +53,9 @@ class States:
             held.copy_(wide)
 
     def begin(self) -> None:
-        """Gradients are ready on the current stream, and the rule's part of a step begins."""
+        """Gradients are ready on the current stream, and the rule's part of a step
+        begins.
+        """
 
     def visiting(self, round: int, key: str) -> AbstractContextManager[None]:
         """Within it that state of a round's shards is on the device."""
@@ -62,7 +70,9 @@ class States:
             state[key] = torch.zeros_like(shard, dtype=torch.float32)
 
     def load(self, load_state_dict: Callable[[Any], None], state_dict: Any) -> None:
-        """Load a state dict of Megatron's, whose tensors have sizes and no values yet."""
+        """Load a state dict of Megatron's, whose tensors have sizes and no values
+        yet.
+        """
         load_state_dict(state_dict)
 
 
@@ -80,8 +90,8 @@ def of_halves(high: Tensor, remainder: Tensor) -> Tensor:
 def write_halves(wide: Tensor, high: Tensor, remainder: Tensor) -> None:
     """Write fp32 values as bf16 and the lower 16 bits, as Transformer Engine does.
 
-    The bf16 value is the nearest one. In a tie it is the one away from zero, where torch takes the
-    even one, since the remainder's sign says which way it was rounded.
+    The bf16 value is the nearest one. In a tie it is the one away from zero, where
+    torch takes the even one, since the remainder's sign says which way it was rounded.
 
     Args:
         wide: overwritten.

@@ -16,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_muon.version import __version__
 
-# Marks in a trace, which ``megatron_muon.lab.trace`` reads. Steps have torch's own name of a step.
+# Marks in a trace, which ``megatron_muon.lab.trace`` reads. Steps have torch's own name
+# of a step.
 STEP, OPTIMIZER = "ProfilerStep#", "optimizer/step"
 _STEPS = re.compile(r"(\d{1,12})(?::(\d{1,12}))?")
 _RUN = re.compile(r"run(\d{1,9})")
@@ -31,16 +32,19 @@ def chosen_steps(text: str) -> range:
     match = _STEPS.fullmatch(text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
-        raise ValueError(f"steps to trace must be FIRST:LAST or one number, from 1, got {text!r}")
+        raise ValueError(
+            f"steps to trace must be FIRST:LAST or one number, from 1, got {text!r}"
+        )
     return range(first, last + 1)
 
 
 class StepTraces:
-    """Traces steps of a run: ``with traces.step(number): …`` around each step, on every rank.
+    """Traces steps of a run: ``with traces.step(number): …`` around each step, on every
+    rank.
 
-    The trace of a rank is ``rankN.json.gz`` in the folder, or after ``write_as`` in ``runK``
-    within it, with the marks of its steps. On a GPU each traced step ends with a wait for its
-    kernels, so that the kernels of a step are in it.
+    The trace of a rank is ``rankN.json.gz`` in the folder, or after ``write_as`` in
+    ``runK`` within it, with the marks of its steps. On a GPU each traced step ends with
+    a wait for its kernels, so that the kernels of a step are in it.
 
     Args:
         steps: see ``chosen_steps``; the first is 1, as in a log.
@@ -66,12 +70,16 @@ class StepTraces:
         Run 1 writes into the folder itself, run K into ``runK`` within it.
         """
         name = self.file.name
-        named = (_RUN.fullmatch(file.parent.name) for file in self._folder.glob(f"run*/{name}"))
+        named = (
+            _RUN.fullmatch(file.parent.name)
+            for file in self._folder.glob(f"run*/{name}")
+        )
         numbers = [int(match[1]) for match in named if match]
         return max(numbers, default=int((self._folder / name).exists()))
 
     def write_as(self, run: int) -> Path:
-        """Write as the folder's run of this number, the same on all ranks; returns its folder.
+        """Write as the folder's run of this number, the same on all ranks; returns its
+        folder.
 
         Raises:
             OSError: the run's folder cannot be made.
@@ -82,11 +90,13 @@ class StepTraces:
         return folder
 
     @contextmanager
-    def step(self, number: int, facts: Mapping[str, Any] | None = None) -> Iterator[bool]:
+    def step(
+        self, number: int, facts: Mapping[str, Any] | None = None
+    ) -> Iterator[bool]:
         """A context around a step; its value is whether the step is traced.
 
-        All ranks enter it for the same steps. After the last one, the trace is written, with
-        ``facts`` under ``megatron_muon``.
+        All ranks enter it for the same steps. After the last one, the trace is written,
+        with ``facts`` under ``megatron_muon``.
 
         Raises:
             RuntimeError: another profiler of torch is on in this process.
@@ -105,7 +115,9 @@ class StepTraces:
                 _wait_for_gpu()
         except BaseException:
             self._stop()
-            self.steps = range(0)  # nothing is written, nor traced after it: a step would lack
+            self.steps = range(
+                0
+            )  # nothing is written, nor traced after it: a step would lack
             raise
         if number == self.steps[-1]:
             self._write(dict(facts or {}))
@@ -118,12 +130,14 @@ class StepTraces:
     def _start(self) -> None:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             raise RuntimeError(
-                "another profiler of torch is on: leave out --use-pytorch-profiler or the "
+                "another profiler of torch is on: leave out --use-pytorch-profiler or "
+                "the "
                 "--muon-trace-steps flag"
             )
         on_gpu = torch.cuda.is_available()
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
-        # gloo's events have no sizes but those of recorded shapes; NCCL's have their own
+        # gloo's events have no sizes but those of recorded shapes; NCCL's have their
+        # own
         self._profiler = profile(activities=activities, record_shapes=not on_gpu)
         self._profiler.start()
 
@@ -140,7 +154,9 @@ class StepTraces:
         self._profiler.add_metadata_json("megatron_muon", json.dumps(facts))
         profiler = self._stop()
         assert profiler is not None
-        part = self.file.with_name(f".{self.file.name}")  # torch compresses what ends in .gz
+        part = self.file.with_name(
+            f".{self.file.name}"
+        )  # torch compresses what ends in .gz
         profiler.export_chrome_trace(str(part))
         os.replace(part, self.file)
 

@@ -1,4 +1,6 @@
-"""The parts of a step by name: in profiler traces, in NVTX, in Megatron's timers and in errors."""
+"""The parts of a step by name: in profiler traces, in NVTX, in Megatron's timers and in
+errors.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,21 @@ TIMER_LOG_LEVEL = 2  # of Megatron's --timing-log-level: a timer there waits for
 
 
 def phases(config: Any = None) -> Phase:
-    """A function that makes a context manager per phase, e.g. ``with phase("muon/gather")``.
+    """A function that makes a context manager per phase, e.g. ``with
+    phase("muon/gather")``.
 
     Args:
-        config: Megatron's OptimizerConfig. Its ``timers``, where the run has some, show a phase as
-            ``muon-gather`` at ``TIMER_LOG_LEVEL`` and above.
+        config: Megatron's OptimizerConfig. Its ``timers``, where the run has some, show
+            a phase as ``muon-gather`` at ``TIMER_LOG_LEVEL`` and above.
     """
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
-        with record_function(name), _nvtx(name), _timed(getattr(config, "timers", None), name):
+        with (
+            record_function(name),
+            _nvtx(name),
+            _timed(getattr(config, "timers", None), name),
+        ):
             try:
                 yield
             except Exception as error:

@@ -1,7 +1,8 @@
-"""Coefficient sets of the Newton-Schulz iteration, as published: plain numbers with their sources.
+"""Coefficient sets of the Newton-Schulz iteration, as published: plain numbers with
+their sources.
 
-A set is a list of triples (a, b, c), one per step: X ← aX + (bA + cA²)X with A = XXᵀ, which takes
-every singular value σ to aσ + bσ³ + cσ⁵.
+A set is a list of triples (a, b, c), one per step: X ← aX + (bA + cA²)X with A = XXᵀ,
+which takes every singular value σ to aσ + bσ³ + cσ⁵.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ NsDtype = Literal["bf16", "fp16", "fp32"]
 
 _NAME = "ns_coefficients (--muon-ns-coefficients)"  # in errors
 
-# NVIDIA's Emerging-Optimizers has these sets in its tables. It also defines the steps after a
-# list's last triple (get_coefficient_iterator, newton_schulz).
+# NVIDIA's Emerging-Optimizers has these sets in its tables. It also defines the steps
+# after a list's last triple (get_coefficient_iterator, newton_schulz).
 _EMERGING = (
     "https://github.com/NVIDIA-NeMo/Emerging-Optimizers/blob/"
     "fd7729267109a8848709e9406bf19e53e970c3f4/emerging_optimizers/orthogonalized_optimizers/"
     "muon_utils.py"
 )
-# A rounding unit of each dtype, and the largest singular value that any step may make. In fp16 an
-# iterate has norm 128, and parts of its square may be added in fp16, which ends at 65,504.
+# A rounding unit of each dtype, and the largest singular value that any step may make.
+# In fp16 an iterate has norm 128, and parts of its square may be added in fp16, which
+# ends at 65,504.
 _BOUNDS: dict[NsDtype, tuple[float, float]] = {
     "bf16": (2.0**-8, 10.0),
     "fp16": (2.0**-11, 1.999),
@@ -39,10 +41,10 @@ _BOUNDS: dict[NsDtype, tuple[float, float]] = {
 }
 
 
-# The Gram iteration's error is at most GRAM_ERROR times the standard iteration's in the same dtype,
-# or times this where that has less. Its largest singular value is at most GRAM_TOP times as large.
-# Errors are relative, in Frobenius norm. This holds for 10,000 drawn matrices, as GPUs and CPUs
-# round them (tests/figures/restart_errors.py).
+# The Gram iteration's error is at most GRAM_ERROR times the standard iteration's in the
+# same dtype, or times this where that has less. Its largest singular value is at most
+# GRAM_TOP times as large. Errors are relative, in Frobenius norm. This holds for 10,000
+# drawn matrices, as GPUs and CPUs round them (tests/figures/restart_errors.py).
 GRAM_LEAST: dict[NsDtype, float] = {"bf16": 2.0**-4, "fp16": 2.0**-6, "fp32": 2.0**-20}
 GRAM_ERROR, GRAM_TOP = 12.0, 1.4
 DEFAULT_STEPS = 5  # the paper's, for every set that does not need more
@@ -57,7 +59,9 @@ class Restarts(NamedTuple):
     bf16: tuple[int, ...] | None  # X and the square matrices are in this dtype
     fp16: tuple[int, ...] | None
     fp32: tuple[int, ...] | None
-    fp32_squares: tuple[int, ...] | None  # X in 16 bits, squares in fp32, as on most CPUs
+    fp32_squares: (
+        tuple[int, ...] | None
+    )  # X in 16 bits, squares in fp32, as on most CPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +69,21 @@ class CoefficientSet:
     """A published list of coefficients."""
 
     triples: tuple[Triple, ...]  # (a, b, c) of each step
-    after: After  # for steps beyond the list's end; ``refuse`` allows no other number of steps
+    # for steps beyond the list's end; ``refuse`` allows no other number of steps
+    after: After
     source: str  # the paper or post, and the place of the numbers in it
     steps: int  # the number of steps that the set is made for
-    # (smallest, largest) singular value, of a matrix of Frobenius norm 1, that ``steps`` bring into
-    # ``band``: the source's, or else the widest for its band (tests hold both)
+    # (smallest, largest) singular value, of a matrix of Frobenius norm 1, that
+    # ``steps`` bring into ``band``: the source's, or else the widest for its band
+    # (tests hold both)
     interval: tuple[float, float]
-    band: tuple[float, float]  # absolute values that it is brought to, in exact arithmetic
+    band: tuple[
+        float, float
+    ]  # absolute values that it is brought to, in exact arithmetic
     headroom: float = 1.0  # divisor of each polynomial's argument in bf16 and fp16
     fewest: int = 1  # with fewer steps it is another set, or has none of its last
-    # by the number of steps, as tests/figures/restart_errors.py finds them; others are not tested
+    # by the number of steps, as tests/figures/restart_errors.py finds them; others are
+    # not tested
     restarts: dict[int, Restarts] = field(default_factory=dict)
 
 
@@ -83,13 +92,17 @@ SETS: dict[CoefficientName, CoefficientSet] = {
     "simple": CoefficientSet(
         triples=(SIMPLE,),
         after="cycle",
-        # The post aims at [0.7, 1.3] with the steepest start; its figure has 0.68 to 1.13.
-        source="https://kellerjordan.github.io/posts/muon; https://github.com/KellerJordan/Muon/"
+        # The post aims at [0.7, 1.3] with the steepest start; its figure has 0.68 to
+        # 1.13.
+        source="https://kellerjordan.github.io/posts/muon; "
+        "https://github.com/KellerJordan/Muon/"
         "blob/f90a42b28e00b8d9d2d05865fe90d9f39abcbcbd/muon.py#L5",
         steps=5,
         interval=(2e-3, 1.0),
         band=(0.68, 1.21),
-        restarts={5: Restarts(bf16=(1, 2, 3), fp16=(2,), fp32=(1, 2, 3), fp32_squares=())},
+        restarts={
+            5: Restarts(bf16=(1, 2, 3), fp16=(2,), fp32=(1, 2, 3), fp32_squares=())
+        },
     ),
     "quintic": CoefficientSet(
         triples=(
@@ -100,17 +113,21 @@ SETS: dict[CoefficientName, CoefficientSet] = {
             (2.8366, -3.0525, 1.2012),
         ),
         after="cycle",
-        source="You Jiacheng, https://x.com/YouJiacheng/status/1905861218138804534; https://"
+        source="You Jiacheng, "
+        "https://x.com/YouJiacheng/status/1905861218138804534; https://"
         "github.com/KellerJordan/modded-nanogpt/blob/0674386070ceb4dcd207e1aca747ffcea6c15250/"
         "train_gpt_medium.py#L45",
         steps=5,
         interval=(3e-3, 1.0),
         band=(0.97, 1.15),
-        restarts={5: Restarts(bf16=(1, 2, 3), fp16=(2,), fp32=(1, 2, 3), fp32_squares=(2,))},
+        restarts={
+            5: Restarts(bf16=(1, 2, 3), fp16=(2,), fp32=(1, 2, 3), fp32_squares=(2,))
+        },
     ),
     "polar_express": CoefficientSet(
-        # The paper's list for [1e-3, 1]. As in its Algorithm 1, arguments are divided by 1.01
-        # against rounding. The list converges to the eighth triple, (15/8, -10/8, 3/8).
+        # The paper's list for [1e-3, 1]. As in its Algorithm 1, arguments are divided
+        # by 1.01 against rounding. The list converges to the eighth triple, (15/8,
+        # -10/8, 3/8).
         triples=(
             (8.2051, -22.9019, 16.4607),
             (4.0664, -2.8612, 0.5184),
@@ -128,9 +145,14 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         band=(0.99, 1.01),
         restarts={
             5: Restarts(bf16=(1, 2, 3), fp16=(1, 3), fp32=(1, 2, 3), fp32_squares=(3,)),
-            8: Restarts(bf16=(1, 2, 3, 5), fp16=(1, 2, 4), fp32=(1, 2, 3, 4), fp32_squares=(3,)),
+            8: Restarts(
+                bf16=(1, 2, 3, 5), fp16=(1, 2, 4), fp32=(1, 2, 3, 4), fp32_squares=(3,)
+            ),
             10: Restarts(
-                bf16=(1, 2, 3, 5, 7), fp16=(1, 3, 7), fp32=(1, 2, 3, 4, 7), fp32_squares=(3,)
+                bf16=(1, 2, 3, 5, 7),
+                fp16=(1, 3, 7),
+                fp32=(1, 2, 3, 4, 7),
+                fp32_squares=(3,),
             ),
         },
     ),
@@ -147,17 +169,19 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         steps=5,
         interval=(1e-3, 1.0),
         band=(0.88, 1.12),
-        # Each polynomial climbs steeply outside its interval (1.004 goes to 1e57), and rounding in
-        # 16 bits gets there. So there is headroom, as Polar Express's authors leave it, and the
-        # band is (0.85, 1.12). Near rank 1, where the largest value is the norm, the set is
-        # unstable even in float64. No headroom is known to be enough for the Gram iteration, whose
-        # rounding errors grow from step to step, so there are no restarts.
+        # Each polynomial climbs steeply outside its interval (1.004 goes to 1e57), and
+        # rounding in 16 bits gets there. So there is headroom, as Polar Express's
+        # authors leave it, and the band is (0.85, 1.12). Near rank 1, where the largest
+        # value is the norm, the set is unstable even in float64. No headroom is known
+        # to be enough for the Gram iteration, whose rounding errors grow from step to
+        # step, so there are no restarts.
         headroom=1.01,
     ),
     "aol": CoefficientSet(
-        # The source begins with an almost-orthogonal scaling; here, as in Emerging-Optimizers, the
-        # matrix is divided by its Frobenius norm. The first polynomial is negative above 0.884, so
-        # it reverses a singular vector with such a value, which a matrix of nearly rank 1 has.
+        # The source begins with an almost-orthogonal scaling; here, as in
+        # Emerging-Optimizers, the matrix is divided by its Frobenius norm. The first
+        # polynomial is negative above 0.884, so it reverses a singular vector with such
+        # a value, which a matrix of nearly rank 1 has.
         triples=(
             (4.0098, -7.0585, 2.4635),
             (3.4585, -5.5479, 2.5959),
@@ -178,14 +202,17 @@ SETS: dict[CoefficientName, CoefficientSet] = {
     "deepseekv4": CoefficientSet(
         triples=(SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2,
         after="repeat_last",
-        source="https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro/resolve/main/DeepSeek_V4.pdf; "
+        source="https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro/resolve/main/"
+        "DeepSeek_V4.pdf; "
         f"{_EMERGING}",
         steps=10,
         interval=(1e-4, 1.0),
         band=(0.99, 1.01),
         fewest=10,  # its first eight steps are simple's
         restarts={
-            10: Restarts(bf16=None, fp16=(1, 3, 5, 7), fp32=(1, 3, 4, 5, 7, 8), fp32_squares=(5,)),
+            10: Restarts(
+                bf16=None, fp16=(1, 3, 5, 7), fp32=(1, 3, 4, 5, 7, 8), fp32_squares=(5,)
+            ),
         },
     ),
     "cubic5": CoefficientSet(
@@ -208,9 +235,11 @@ SETS: dict[CoefficientName, CoefficientSet] = {
 
 
 def canonical(value: object) -> Coefficients:
-    """A set's name, or the triples of a custom list; a triple by itself is a list of one.
+    """A set's name, or the triples of a custom list; a triple by itself is a list of
+    one.
 
-    The triple of ``simple`` becomes that name: settings saved before sets had names stay equal.
+    The triple of ``simple`` becomes that name: settings saved before sets had names
+    stay equal.
 
     Raises:
         TypeError: it is none of these.
@@ -241,7 +270,9 @@ def default_steps(given: Given) -> int:
 
 
 def steps_made_for(given: Given) -> int | None:
-    """The number of steps that a set or a list is made for; None for a single triple."""
+    """The number of steps that a set or a list is made for; None for a single
+    triple.
+    """
     coefficients = canonical(given)
     if isinstance(coefficients, str):
         return SETS[coefficients].steps
@@ -249,7 +280,9 @@ def steps_made_for(given: Given) -> int | None:
 
 
 def as_run(given: Given, steps: int) -> Coefficients:
-    """The coefficients that so many steps use: fewer than ``fewest`` use a set's first alone."""
+    """The coefficients that so many steps use: fewer than ``fewest`` use a set's first
+    alone.
+    """
     coefficients = canonical(given)
     if not isinstance(coefficients, str) or steps >= SETS[coefficients].fewest:
         return coefficients
@@ -258,15 +291,19 @@ def as_run(given: Given, steps: int) -> Coefficients:
 
 
 def require_whole(given: Given, steps: int) -> None:
-    """Raise ValueError where so few steps of a set would be another's under its name."""
+    """Raise ValueError where so few steps of a set would be another's under its
+    name.
+    """
     used = as_run(given, steps)
     if used == canonical(given):
         return
     what = f"{used} alone" if isinstance(used, str) else "without its last step"
     fewest = default_steps(given)
     raise ValueError(
-        f"{_NAME} {given!r} has {fewest} steps, and ns_steps (--muon-ns-steps) is {steps}, with "
-        f"which it is {what}: give {fewest}, or --muon-ns-coefficients '{spelled(used)}', which "
+        f"{_NAME} {given!r} has {fewest} steps, and ns_steps (--muon-ns-steps) is "
+        f"{steps}, with "
+        f"which it is {what}: give {fewest}, or --muon-ns-coefficients "
+        f"'{spelled(used)}', which "
         "computes the same"
     )
 
@@ -283,7 +320,9 @@ def schedule(given: Given, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
 
 
 @lru_cache(1024)
-def _schedule(coefficients: Coefficients, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
+def _schedule(
+    coefficients: Coefficients, steps: int, dtype: NsDtype
+) -> tuple[Triple, ...]:
     chosen = SETS[coefficients] if isinstance(coefficients, str) else None
     triples: tuple[Triple, ...] = chosen.triples if chosen else coefficients  # type: ignore[assignment]
     after, room = (chosen.after, chosen.headroom) if chosen else ("cycle", 1.0)
@@ -291,19 +330,24 @@ def _schedule(coefficients: Coefficients, steps: int, dtype: NsDtype) -> tuple[T
     if after == "refuse" and steps != len(triples):
         raise ValueError(
             f"{_NAME} {coefficients!r} are for {len(triples)} steps, and ns_steps "
-            f"(--muon-ns-steps) is {steps}: take {len(triples)}, or give the numbers themselves"
+            f"(--muon-ns-steps) is {steps}: take {len(triples)}, or give the numbers "
+            "themselves"
         )
     last = len(triples) - 1
-    places = [min(s, last) if after == "repeat_last" else s % (last + 1) for s in range(steps)]
+    places = [
+        min(s, last) if after == "repeat_last" else s % (last + 1) for s in range(steps)
+    ]
     made = [triples[place] for place in places]
     return tuple((a / room, b / room**3, c / room**5) for a, b, c in made)
 
 
 def require_bounded(given: Given, steps: int, dtype: NsDtype) -> None:
-    """Raise ValueError unless every step keeps singular values far below what overflows.
+    """Raise ValueError unless every step keeps singular values far below what
+    overflows.
 
-    A matrix starts with norm 1. In each step rounding may move a value beyond the largest of the
-    step before, so each polynomial is taken up to one unit of the dtype above that.
+    A matrix starts with norm 1. In each step rounding may move a value beyond the
+    largest of the step before, so each polynomial is taken up to one unit of the dtype
+    above that.
     """
     unit, most = _BOUNDS[dtype]
     largest = 1.0
@@ -312,8 +356,10 @@ def require_bounded(given: Given, steps: int, dtype: NsDtype) -> None:
         if not largest <= most:
             raise ValueError(
                 f"{_NAME} {spelled(given)!r}: step {step} of {steps} takes "
-                f"singular values up to {largest:.3g}. Beyond {most:g} a step in {dtype} may "
-                f"overflow: give numbers that keep them near 1, or a set: {', '.join(SETS)}"
+                f"singular values up to {largest:.3g}. Beyond {most:g} a step in "
+                f"{dtype} may "
+                "overflow: give numbers that keep them near 1, or a set: "
+                f"{', '.join(SETS)}"
             )
 
 
@@ -330,18 +376,28 @@ def _largest(triple: Triple, stop: float) -> float:
 def restarts_of(given: Given, steps: int) -> Restarts | None:
     """The Gram iteration's restarts; None where none are known."""
     coefficients = canonical(given)
-    return SETS[coefficients].restarts.get(steps) if isinstance(coefficients, str) else None
+    return (
+        SETS[coefficients].restarts.get(steps)
+        if isinstance(coefficients, str)
+        else None
+    )
 
 
 def parse(text: str) -> Coefficients:
-    """Coefficients of a text, a name, ``a,b,c`` or ``a,b,c;a,b,c;...``; a ValueError for others."""
+    """Coefficients of a text, a name, ``a,b,c`` or ``a,b,c;a,b,c;...``; a ValueError
+    for others.
+    """
     if not any(sign in text for sign in ",;"):
         return canonical(text)
     try:
-        triples = tuple(tuple(float(n) for n in part.split(",")) for part in text.split(";"))
+        triples = tuple(
+            tuple(float(n) for n in part.split(",")) for part in text.split(";")
+        )
         return canonical(triples)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"coefficients are a name or a,b,c;a,b,c;..., got {text!r}") from error
+        raise ValueError(
+            f"coefficients are a name or a,b,c;a,b,c;..., got {text!r}"
+        ) from error
 
 
 def spelled(given: Given) -> str:
@@ -349,7 +405,9 @@ def spelled(given: Given) -> str:
     coefficients = canonical(given)
     if isinstance(coefficients, str):
         return coefficients
-    return ";".join(",".join(f"{number!r}" for number in triple) for triple in coefficients)
+    return ";".join(
+        ",".join(f"{number!r}" for number in triple) for triple in coefficients
+    )
 
 
 def _triple(value: object) -> Triple:
@@ -358,7 +416,9 @@ def _triple(value: object) -> Triple:
     for number in value:
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"{_NAME} must be a number, got {number!r}")
-        if not abs(number) <= sys.float_info.max:  # an int may be larger; NaN is not smaller
+        if (
+            not abs(number) <= sys.float_info.max
+        ):  # an int may be larger; NaN is not smaller
             raise ValueError(f"{_NAME} must be finite, got {number}")
     a, b, c = value
     return float(a), float(b), float(c)

@@ -27,32 +27,42 @@ from megatron_muon.settings.update import UpdateSettings
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig(RunSettings, UpdateSettings):
-    """Settings of the Muon part of a run; the defaults are Moonlight's (arXiv 2502.16982).
+    """Settings of the Muon part of a run; the defaults are Moonlight's (arXiv
+    2502.16982).
 
-    docs/flags.md says what each is, as ``--help`` does. Here patterns are tuples, ``splits``,
-    ``lr_mults`` and ``wd_mults`` are tuples of pairs, ``round_bytes`` is in bytes, and
-    ``ns_coefficients`` may be a set's name, one triple for every step or a tuple of triples.
-    Without ``ns_steps`` a set that is nothing with 5 steps, deepseekv4, has its own 10. A list
-    becomes a tuple. None leaves a choice to the device or turns a feature off. lr and weight
-    decay are not here: they come from Megatron's parameter groups, step by step.
+    docs/flags.md says what each is, as ``--help`` does. Here patterns are tuples,
+    ``splits``, ``lr_mults`` and ``wd_mults`` are tuples of pairs, ``round_bytes`` is in
+    bytes, and ``ns_coefficients`` may be a set's name, one triple for every step or a
+    tuple of triples. Without ``ns_steps`` a set that is nothing with 5 steps,
+    deepseekv4, has its own 10. A list becomes a tuple. None leaves a choice to the
+    device or turns a feature off. lr and weight decay are not here: they come from
+    Megatron's parameter groups, step by step.
 
     Raises:
         TypeError: a setting is of the wrong kind, or there is none of that name.
-        ValueError: a setting is out of its range, not finite or not one of its choices, or the
-            coefficients make directions that are not finite.
+        ValueError: a setting is out of its range, not finite or not one of its choices,
+            or the coefficients make directions that are not finite.
     """
 
-    # The settings that were written out; those unlike their default where all were, by ``replace``.
+    # The settings that were written out; those unlike their default where all were, by
+    # ``replace``.
     given: ClassVar[frozenset[str]]
 
     def __new__(cls, **given: Any) -> MuonConfig:
-        made, defaults = super().__new__(cls), {each.name: each.default for each in fields(cls)}
+        made, defaults = (
+            super().__new__(cls),
+            {each.name: each.default for each in fields(cls)},
+        )
         for name in given.keys() - defaults:
             close = " or ".join(map(repr, get_close_matches(name, defaults, 2)))
             hint = f"; did you mean {close}?" if close else ""
             raise TypeError(f"MuonConfig has no setting {name!r}{hint}")
         if len(given) == len(defaults):
-            given = {name: value for name, value in given.items() if value != defaults.get(name)}
+            given = {
+                name: value
+                for name, value in given.items()
+                if value != defaults.get(name)
+            }
         object.__setattr__(made, "given", frozenset(given))
         return made
 
@@ -75,11 +85,19 @@ class MuonConfig(RunSettings, UpdateSettings):
     def patterns(self) -> tuple[str, ...]:
         """The patterns of names in all settings. Each must match a parameter."""
         pairs = (*self.splits, *self.lr_mults, *self.wd_mults)
-        return (*self.muon_include, *self.muon_exclude, *(pattern for pattern, _ in pairs))
+        return (
+            *self.muon_include,
+            *self.muon_exclude,
+            *(pattern for pattern, _ in pairs),
+        )
 
     def setting_of(self, pattern: str) -> str:
         """The setting that has one of ``patterns``, named with its flag."""
-        for name in ("splits", "lr_mults", "wd_mults"):  # splits first: they match Muon's alone
+        for name in (
+            "splits",
+            "lr_mults",
+            "wd_mults",
+        ):  # splits first: they match Muon's alone
             if any(pattern == other for other, _ in getattr(self, name)):
                 return named(name)
         return named("muon_include" if pattern in self.muon_include else "muon_exclude")
@@ -101,7 +119,9 @@ def named(field: str) -> str:
 
 
 def _needed(lists: Restarts, config: MuonConfig) -> tuple[object, ...]:
-    """The restarts that a run may need: a CPU without bf16 instructions has fp32 squares."""
+    """The restarts that a run may need: a CPU without bf16 instructions has fp32
+    squares.
+    """
     if config.ns_dtype is None:  # as the device decides
         return lists.fp16, lists.bf16, lists.fp32_squares
     own = getattr(lists, config.ns_dtype)
@@ -116,13 +136,18 @@ def _require_restarts(config: MuonConfig) -> None:
     known = []
     for other, coefficients in SETS.items():
         counts = [
-            s for s, lists in coefficients.restarts.items() if None not in _needed(lists, config)
+            s
+            for s, lists in coefficients.restarts.items()
+            if None not in _needed(lists, config)
         ]
         known += [f"{other} with {', '.join(map(str, counts))}"] if counts else []
     raise ValueError(
-        f"{named('ns_iteration')} 'gram': the Gram iteration has not been found accurate with "
-        f"{named('ns_coefficients')} {name!r}, {named('ns_steps')} {steps}, {named('ns_dtype')} "
-        f"{config.ns_dtype or 'bf16 and fp16'!r}: take {named('ns_iteration')} 'auto' or "
+        f"{named('ns_iteration')} 'gram': the Gram iteration has not been found "
+        "accurate with "
+        f"{named('ns_coefficients')} {name!r}, {named('ns_steps')} {steps}, "
+        f"{named('ns_dtype')} "
+        f"{config.ns_dtype or 'bf16 and fp16'!r}: take {named('ns_iteration')} 'auto' "
+        "or "
         f"'standard', or what gram has been tested with: {'; '.join(known)} steps"
     )
 
@@ -132,13 +157,16 @@ def _require_log(config: MuonConfig) -> None:
     interval, file = config.log_interval, config.log_file
     if interval is not None and config.split_matrices not in (None, "off"):
         raise NotImplementedError(
-            f"{named('split_matrices')} {config.split_matrices!r} with {named('log_interval')}: "
-            "the numbers of a matrix that several ranks share are not computed yet; leave one of "
+            f"{named('split_matrices')} {config.split_matrices!r} with "
+            f"{named('log_interval')}: "
+            "the numbers of a matrix that several ranks share are not computed yet; "
+            "leave one of "
             "them out"
         )
     if (interval is None) != (file is None):
         raise ValueError(
-            f"{named('log_interval')} {interval!r} with {named('log_file')} {file!r}: give both, "
+            f"{named('log_interval')} {interval!r} with {named('log_file')} {file!r}: "
+            "give both, "
             "the steps between two lines and the file that takes them, or neither"
         )
 
@@ -148,11 +176,13 @@ def _require_period(config: MuonConfig) -> None:
     if config.full_period == 1:
         if config.block_lr_mult != 1.0:
             raise ValueError(
-                f"{named('block_lr_mult')} {config.block_lr_mult} is for the steps between full "
+                f"{named('block_lr_mult')} {config.block_lr_mult} is for the steps "
+                "between full "
                 f"ones, and {named('full_period')} is 1: give a period, or leave it out"
             )
     elif config.log_interval is not None:
         raise NotImplementedError(
-            f"{named('full_period')} {config.full_period} with {named('log_interval')}: the "
+            f"{named('full_period')} {config.full_period} with "
+            f"{named('log_interval')}: the "
             "numbers of TP slices are not logged yet; leave one of them out"
         )

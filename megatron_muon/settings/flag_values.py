@@ -1,4 +1,6 @@
-"""The value of each of Muon's flags: the given one, else Megatron's default or the plugin's."""
+"""The value of each of Muon's flags: the given one, else Megatron's default or the
+plugin's.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from megatron_muon.settings.rows import UPSTREAM, Row
 from megatron_muon.settings.run_flags import FLAGS
 
 MUONS = ("muon", "dist_muon")  # of the plugin; the second is Megatron's, layer by layer
-KEPT = "megatron_muon_defaults"  # the argument that holds Megatron's own defaults, by dest
+KEPT = (
+    "megatron_muon_defaults"  # the argument that holds Megatron's own defaults, by dest
+)
 
 
 def value_given(args: Namespace, dest: str) -> Any:
@@ -41,7 +45,9 @@ def wants_upstreams(args: Namespace) -> bool:
 
 
 def upstreams_setting(args: Namespace, row: Row) -> Any:
-    """The setting that Megatron's own Muon has by default; None where it has no such setting."""
+    """The setting that Megatron's own Muon has by default; None where it has no such
+    setting.
+    """
     own = upstreams_values(args)
     for flag in row.flags:
         if flag.source == UPSTREAM and flag.dest in own:
@@ -50,7 +56,9 @@ def upstreams_setting(args: Namespace, row: Row) -> Any:
 
 
 def setting_given(args: Namespace, row: Row) -> Any:
-    """The setting that a row's given flags mean, if any; a ValueError where they contradict."""
+    """The setting that a row's given flags mean, if any; a ValueError where they
+    contradict.
+    """
     told, meanings = [], []
     for flag in row.flags:
         value = value_given(args, flag.dest)
@@ -65,7 +73,9 @@ def setting_given(args: Namespace, row: Row) -> Any:
             shown = ("(on)" if meaning else "(off)") if flag.is_switch else value
             told.append(f"{flag.option} {shown}")
     if any(meaning != meanings[0] for meaning in meanings[1:]):
-        raise ValueError(f"{' and '.join(told)} contradict each other: they set the same, give one")
+        raise ValueError(
+            f"{' and '.join(told)} contradict each other: they set the same, give one"
+        )
     return meanings[0] if meanings else None
 
 

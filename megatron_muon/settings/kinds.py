@@ -1,4 +1,5 @@
-"""Kinds of settings: how a value is written on a command line, what it means, what is refused.
+"""Kinds of settings: how a value is written on a command line, what it means, what is
+refused.
 
 A check raises TypeError or ValueError that names the setting and the value.
 """
@@ -10,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Check = Callable[[str, Any], None]  # the setting's name in messages, and its value
-# Speeds, factors and thresholds: within these no product of a plan or a step leaves its range.
+# Speeds, factors and thresholds: within these no product of a plan or a step leaves its
+# range.
 LEAST, MOST = 1e-9, 1e9
 
 
@@ -24,21 +26,33 @@ class Kind:
 
     check: Check  # raises for a value that the setting cannot have
     type: Callable[[str], Any] = str  # makes the flag's value of a text
-    choices: tuple[str, ...] = ()  # the values that the flag takes; empty: any of its type
+    choices: tuple[
+        str, ...
+    ] = ()  # the values that the flag takes; empty: any of its type
     metavar: str | None = None  # what --help calls the value
-    action: Literal["store", "store_true", "store_false", "append"] = "store"  # argparse's
-    read: Callable[[Any], Any] = _same  # the setting that a value of the flag means; None: none
+    action: Literal["store", "store_true", "store_false", "append"] = (
+        "store"  # argparse's
+    )
+    read: Callable[[Any], Any] = (
+        _same  # the setting that a value of the flag means; None: none
+    )
     write: Callable[[Any], Any] = _same  # the value of the flag that means a setting
 
     def or_none(self) -> Kind:
-        """The same, or None, which leaves the choice to the run or turns a feature off."""
+        """The same, or None, which leaves the choice to the run or turns a feature
+        off.
+        """
         return replace(self, check=_either((None,), self.check))
 
     def keywords(self) -> dict[str, Any]:
         """Those of ``add_argument``."""
         given: dict[str, Any] = {"action": self.action}
         if not self.action.startswith("store_"):
-            given |= {"type": self.type, "choices": self.choices or None, "metavar": self.metavar}
+            given |= {
+                "type": self.type,
+                "choices": self.choices or None,
+                "metavar": self.metavar,
+            }
         return given
 
 
@@ -72,7 +86,9 @@ def _count(least: int, most: int | None) -> Check:
 def _one_of(choices: tuple[str, ...]) -> Check:
     def check(name: str, value: Any) -> None:
         if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+            raise ValueError(
+                f"{name} must be one of {', '.join(choices)}, got {value!r}"
+            )
 
     return check
 
@@ -97,15 +113,21 @@ def _path(name: str, value: Any) -> None:
 
 
 def _patterns(name: str, value: Any) -> None:
-    if not isinstance(value, tuple) or not all(isinstance(pattern, str) for pattern in value):
+    if not isinstance(value, tuple) or not all(
+        isinstance(pattern, str) for pattern in value
+    ):
         like = f", as {(value,)!r}" if isinstance(value, str) else ""
         raise TypeError(f"{name} must be a tuple of patterns{like}, got {value!r}")
 
 
 SWITCH = Kind(_switch, action="store_true")
 FALSE_SWITCH = Kind(_switch, action="store_false")
-OFF_SWITCH = Kind(_switch, action="store_true", read=lambda v: not v, write=lambda v: not v)
-POSITIVE = Kind(_within(f"from {LEAST:g} to {MOST:g}", lambda v: LEAST <= v <= MOST), type=float)
+OFF_SWITCH = Kind(
+    _switch, action="store_true", read=lambda v: not v, write=lambda v: not v
+)
+POSITIVE = Kind(
+    _within(f"from {LEAST:g} to {MOST:g}", lambda v: LEAST <= v <= MOST), type=float
+)
 MULTIPLIER = Kind(_within(f"from 0 to {MOST:g}", lambda v: 0 <= v <= MOST), type=float)
 PATTERNS = Kind(_patterns, action="append", metavar="PATTERN", read=tuple, write=list)
 
@@ -174,11 +196,15 @@ def count_or_words(words: tuple[str, ...], metavar: str, least: int, most: int) 
     def number(text: str) -> int | str:
         return text if text in words else int(text)
 
-    return Kind(_either((None, *words), _count(least, most)), type=number, metavar=metavar)
+    return Kind(
+        _either((None, *words), _count(least, most)), type=number, metavar=metavar
+    )
 
 
 def pairs(second: str, of_second: Kind) -> Kind:
-    """A tuple of pairs of a pattern and another value; ``PATTERN=VALUE`` on a command line."""
+    """A tuple of pairs of a pattern and another value; ``PATTERN=VALUE`` on a command
+    line.
+    """
 
     def check(name: str, value: Any) -> None:
         are_pairs = isinstance(value, tuple) and all(
@@ -186,7 +212,9 @@ def pairs(second: str, of_second: Kind) -> Kind:
             for pair in value
         )
         if not are_pairs:
-            raise TypeError(f"{name} must be a tuple of (pattern, {second}), got {value!r}")
+            raise TypeError(
+                f"{name} must be a tuple of (pattern, {second}), got {value!r}"
+            )
         for _, other in value:
             of_second.check(f"{name}: a {second}", other)
 
@@ -199,7 +227,9 @@ def pairs(second: str, of_second: Kind) -> Kind:
             try:
                 pairs.append((pattern, of_second.type(value)))
             except ValueError as error:
-                raise ValueError(f"{pattern}={value}: {value!r} is not a number") from error
+                raise ValueError(
+                    f"{pattern}={value}: {value!r} is not a number"
+                ) from error
         return tuple(pairs)
 
     return Kind(

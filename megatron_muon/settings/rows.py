@@ -1,7 +1,8 @@
 """A setting as one row: field, default, kind, flags and help.
 
-``MuonConfig``'s fields are rows (``config``); ``run_flags`` has the rows without a field. From them
-come the parser, the checks, the names in messages, what is in force, and docs/flags.md.
+``MuonConfig``'s fields are rows (``config``); ``run_flags`` has the rows without a
+field. From them come the parser, the checks, the names in messages, what is in force,
+and docs/flags.md.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ class Flag:
     option: str  # the flag with its dashes
     says: str  # sentences: what it does, its unit, when to change it
     kind: Kind  # what its value means
-    source: str = OURS  # where the flag comes from; it keeps the meaning that it has there
-    without: str = ""  # a sentence about what holds without the flag; empty: the row's default
+    source: str = (
+        OURS  # where the flag comes from; it keeps the meaning that it has there
+    )
+    without: str = (
+        ""  # a sentence about what holds without the flag; empty: the row's default
+    )
     name: str = ""  # the argument's name, if not made of the option
 
     @property
@@ -68,7 +73,9 @@ class Row:
         return f"{self.field} ({option})" if self.field else option
 
     def require(self, value: Any) -> None:
-        """Raise TypeError or ValueError, with field and flag, for a value that it cannot have."""
+        """Raise TypeError or ValueError, with field and flag, for a value that it
+        cannot have.
+        """
         self.flags[0].kind.check(self.named, value)
 
 
@@ -93,7 +100,9 @@ def free_row(
 
 
 def row(default: Any, option: str, says: str, kind: Kind, **keywords: Any) -> Any:
-    """A field of a dataclass that is a row; further keywords are those of ``free_row``."""
+    """A field of a dataclass that is a row; further keywords are those of
+    ``free_row``.
+    """
     made = free_row(default, option, says, kind, **keywords)
     return dataclasses.field(default=default, metadata={_KEY: made})
 

@@ -1,4 +1,6 @@
-"""The splits of ``--muon-split``: kinds that the plugin knows, and numbers of rows or columns."""
+"""The splits of ``--muon-split``: kinds that the plugin knows, and numbers of rows or
+columns.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,25 @@ SplitKind = Literal["whole", "qkv", "heads", "gate-up", "parts"]
 
 _SIZES = r"[1-9]\d*(?:,[1-9]\d*)+"
 _OWN = re.compile(rf"(rows|cols|groups:[1-9]\d*):({_SIZES})|heads:([1-9]\d*)", re.ASCII)
-FORMS = f"{', '.join(get_args(SplitKind))}, rows:A,B,..., cols:A,A,..., heads:N, groups:N:A,B,..."
+FORMS = (
+    f"{', '.join(get_args(SplitKind))}, rows:A,B,..., cols:A,A,..., heads:N, "
+    "groups:N:A,B,..."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnSplit:
-    """Matrices by the sizes that a user gives; of the whole weight, at every TP size."""
+    """Matrices by the sizes that a user gives; of the whole weight, at every TP
+    size.
+    """
 
-    # ``rows`` and ``cols``: a matrix of each size, one after another; TP cuts each of ``rows``;
-    # ``groups``: rows that repeat; ``heads``: as many equal ranges of rows
+    # ``rows`` and ``cols``: a matrix of each size, one after another; TP cuts each of
+    # ``rows``; ``groups``: rows that repeat; ``heads``: as many equal ranges of rows
     of: str
     count: int  # number of groups or heads, else 1
-    sizes: tuple[int, ...]  # of the matrices' rows or columns, in one group; of ``heads`` none
+    sizes: tuple[
+        int, ...
+    ]  # of the matrices' rows or columns, in one group; of ``heads`` none
 
     @property
     def total(self) -> int:
@@ -30,7 +39,9 @@ class OwnSplit:
 
 
 def own_split(kind: str) -> OwnSplit | None:
-    """The split that ``rows:2048,4096``, ``heads:32`` and the like ask for; None for others."""
+    """The split that ``rows:2048,4096``, ``heads:32`` and the like ask for; None for
+    others.
+    """
     match = _OWN.fullmatch(kind)
     if match is None:
         return None

@@ -1,4 +1,6 @@
-"""Arguments of every command: ``--help`` without a Megatron, and wrong ones, before any work."""
+"""Arguments of every command: ``--help`` without a Megatron, and wrong ones, before any
+work.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,20 @@ def helps() -> dict[str, str]:
     """By the line."""
     lacks = "megatron", "pandas", "matplotlib", "tensorboard"
     others = [line for line in LINES if line not in OF_TORCH]
-    texts = printed_helps(others, *lacks, "numpy", "torch") + printed_helps(OF_TORCH, *lacks)
+    texts = printed_helps(others, *lacks, "numpy", "torch") + printed_helps(
+        OF_TORCH, *lacks
+    )
     return dict(zip(map(" ".join, [*others, *OF_TORCH]), texts, strict=True))
 
 
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
-def test_help_needs_no_megatron_and_fits_a_terminal(line: list[str], helps: dict[str, str]) -> None:
+def test_help_needs_no_megatron_and_fits_a_terminal(
+    line: list[str], helps: dict[str, str]
+) -> None:
     *lines, status = helps[" ".join(line)].splitlines()
-    assert lines[0].startswith(" ".join(["usage: megatron-muon", *line])) and status == "0"
+    assert (
+        lines[0].startswith(" ".join(["usage: megatron-muon", *line])) and status == "0"
+    )
     assert len(lines) <= 60 and max(map(len, lines)) <= 80
 
 
@@ -56,34 +64,48 @@ def test_there_are_at_most_eight_commands() -> None:
 
 
 @pytest.mark.parametrize("name", GONE)
-def test_what_is_gone_says_what_to_use(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_gone_says_what_to_use(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*name.split(), "x"]) == 2
     assert capsys.readouterr().err == f"megatron-muon {name} is gone: {GONE[name]}\n"
 
 
 TINY = " ".join([*TINY_WORDS, "--world-size 4"])
 SAID = {
-    "accept out --only speed": "--only speed: choose from bits, checkpoint, cost, doctor",
+    (
+        "accept out --only speed"
+    ): "--only speed: choose from bits, checkpoint, cost, doctor",
     "accept out --minutes 0": "argument --minutes: must be",
     "bench newton-schulz --device nowhere": "--device nowhere: cpu, cuda or cuda:N",
-    "bench speeds --ranks 4": "--ranks needs 4 GPUs (one per rank), but only 3 are visible",
+    "bench speeds --ranks 4": (
+        "--ranks needs 4 GPUs (one per rank), but only 3 are visible"
+    ),
     "bench speeds --shape 64": "a shape is ROWSxCOLS, got '64'",
     "bench step --ep 2 --num-experts 3": "--num-experts 3 is not a multiple of --ep 2",
-    "bench step --tp 2 --dp 4": "DP needs 8 GPUs (one per rank), but only 3 are visible",
+    (
+        "bench step --tp 2 --dp 4"
+    ): "DP needs 8 GPUs (one per rank), but only 3 are visible",
     # those of Megatron-LM's that rows cannot have, or would not feel
     "bench step --fp16 --dp 1": "--fp16 cannot be given here: every row is in bf16",
     "bench step --lr 1e-3": "unrecognized arguments: --lr 1e-3",
     "doctor .": "is no Megatron-LM checkout: give the folder with pretrain",
     "curves x/a.json y/a.json": "give two runs or more, of different names",
     "curves a=1 b=2 --tag loss=x": "--tag is KIND=NAME",
-    f"plan {TINY} --hardware tpu": "--hardware tpu: neither a file nor one of h100, h200, b200",
+    (
+        f"plan {TINY} --hardware tpu"
+    ): "--hardware tpu: neither a file nor one of h100, h200, b200",
     f"plan {TINY} --set launch_us=fast": "'fast' is not a finite number",
     f"plan {TINY} --stage 3": "--stage 3: the last pipeline stage is 0",
-    f"plan {TINY} --muon-full-period 5": "with TP 1 there are no slices, so every step is full",
+    (
+        f"plan {TINY} --muon-full-period 5"
+    ): "with TP 1 there are no slices, so every step is full",
     f"plan {TINY} --muon-exclude *": "Muon has none of the model's",
     f"plan {TINY} --sweep tp": "--sweep tp: give NAME=VALUE,VALUE,...",
     f"plan {TINY} --sweep lr=1e-3,1e-4": "unrecognized arguments: --lr 1e-3",
-    "routes --num-layers 2 --no-such 3": "unrecognized arguments: --no-such 3: without a run's",
+    (
+        "routes --num-layers 2 --no-such 3"
+    ): "unrecognized arguments: --no-such 3: without a run's",
     "routes --num-layers 2 x.py --lr 1": "arguments: --num-layers 2: the run's own",
     "routes --model llama3-8b x.py": "--model is for where no script is given",
     "trace report": "the following arguments are required: TRACE",
@@ -97,13 +119,26 @@ SAID |= {
     f"plan {TINY} \x1b[31mx": r"unrecognized arguments: \x1b[31mx: without a run's",
     "doctor \x1b[31mx": r"\x1b[31mx is no Megatron-LM checkout",
 }
-FILES = ("accept out", "bench step", "curves a=1 b=2", f"plan {TINY}", "routes", "trace report .")
-SAID |= {f"{line} --json no/x.json": "--json no/x.json: there is no folder no" for line in FILES}
+FILES = (
+    "accept out",
+    "bench step",
+    "curves a=1 b=2",
+    f"plan {TINY}",
+    "routes",
+    "trace report .",
+)
+SAID |= {
+    f"{line} --json no/x.json": "--json no/x.json: there is no folder no"
+    for line in FILES
+}
 
 
 @pytest.mark.parametrize("line", SAID)
 def test_what_is_wrong_is_named(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)

@@ -15,12 +15,15 @@ from support import PYTHON311, written
 from support.processes import python
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
-# stands before the doctor's own code, in the same process: what another machine would have
+# stands before the doctor's own code, in the same process: what another machine would
+# have
 NO_MEGATRON = "import sys; sys.modules['megatron'] = None"
 STRANGE = (
     "import sys, megatron_muon.mcore.seams.rows as h, dataclasses; "
-    "at = 'megatron.core.optimizer'; row = next(row for row in h.CORE if row.module == at); "
-    "h.CORE = (*h.CORE, dataclasses.replace(row, name='gone', since=(0, 0), until=(9, 9)))"
+    "at = 'megatron.core.optimizer'; row = next(row for row in h.CORE if row.module == "
+    "at); "
+    "h.CORE = (*h.CORE, dataclasses.replace(row, name='gone', since=(0, 0), until=(9, "
+    "9)))"
 )
 HIDDEN = (
     "import importlib.util as u; f = u.find_spec; "
@@ -42,7 +45,9 @@ def rows(text: str) -> dict[str, str]:
     """Lines of two columns, which are two spaces apart or more."""
     table, _, verdict = text.partition("\n\n")
     cells = dict(line.split("  ", 1) for line in table.splitlines())
-    return {name: value.strip() for name, value in cells.items()} | {"verdict": verdict.strip()}
+    return {name: value.strip() for name, value in cells.items()} | {
+        "verdict": verdict.strip()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +79,11 @@ def test_the_installed_megatron_core(here: subprocess.CompletedProcess[str]) -> 
 @pytest.mark.parametrize(
     ("before", "why"),
     [
-        (NO_MEGATRON, "there is no megatron.core: pip install megatron-core, or put a Megatron-LM"),
+        (
+            NO_MEGATRON,
+            "there is no megatron.core: pip install megatron-core, or put a "
+            "Megatron-LM",
+        ),
         (STRANGE, "has no megatron.core.optimizer.gone"),
     ],
     ids=["no megatron", "missing hook"],
@@ -112,12 +121,16 @@ def test_a_core_that_needs_a_newer_python(tmp_path: Path) -> None:
     }
     written(tmp_path, files)
     verdict = rows(doctor(path=(tmp_path,)).stdout)["verdict"]
-    assert verdict.startswith("Muon would not run: megatron-core 0.19.0 needs Python >=3.99 (")
+    assert verdict.startswith(
+        "Muon would not run: megatron-core 0.19.0 needs Python >=3.99 ("
+    )
     assert "cannot import name 'nothing_of_this_name' from 'typing'" in verdict
 
 
 def test_a_cache_of_torchs_compiler_that_cannot_be_written_is_named() -> None:
-    """Every row before it is there; torch makes the folder where torch._dynamo is imported."""
+    """Every row before it is there; torch makes the folder where torch._dynamo is
+    imported.
+    """
     before = "import os; os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/dev/null/cache'"
     before += "; import torch; torch.cuda.is_available = lambda: False"
     done = doctor(before=before)
@@ -126,20 +139,32 @@ def test_a_cache_of_torchs_compiler_that_cannot_be_written_is_named() -> None:
     assert report["hooks"]
     said = " ".join(report["verdict"].split())
     assert "torch._dynamo cannot be imported: NotADirectoryError" in said
-    assert "'/dev/null/cache'" in said and "set TORCHINDUCTOR_CACHE_DIR to a folder" in said
+    assert (
+        "'/dev/null/cache'" in said
+        and "set TORCHINDUCTOR_CACHE_DIR to a folder" in said
+    )
 
 
 def test_a_mixed_installation_names_both(tmp_path: Path) -> None:
-    """The checkout's megatron.core is no package, so that the installed one would be imported."""
+    """The checkout's megatron.core is no package, so that the installed one would be
+    imported.
+    """
     number = "MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ''\n"
-    files = {"megatron/training/__init__.py": "", "megatron/core/package_info.py": number}
+    files = {
+        "megatron/training/__init__.py": "",
+        "megatron/core/package_info.py": number,
+    }
     done = doctor(str(written(tmp_path, files)))
     assert done.returncode == 1
     verdict = rows(done.stdout)["verdict"]
-    assert str(tmp_path) in verdict and str(Path(megatron.core.__file__).parent) in verdict
+    assert (
+        str(tmp_path) in verdict and str(Path(megatron.core.__file__).parent) in verdict
+    )
 
 
-@pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout")
+@pytest.mark.skipif(
+    CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout"
+)
 def test_a_checkout() -> None:
     done = doctor(str(CHECKOUT), path=(PYTHON311,))
     assert done.returncode == 0, done.stdout + done.stderr

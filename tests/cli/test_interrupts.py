@@ -1,4 +1,6 @@
-"""Ranks end with their command: quietly at Ctrl-C, with the status of shells, and at a kill."""
+"""Ranks end with their command: quietly at Ctrl-C, with the status of shells, and at a
+kill.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ def processes_of(session: int) -> list[psutil.Process]:
     processes = []
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                os.getsid(process.pid) == session
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 processes.append(process)
         except (ProcessLookupError, psutil.NoSuchProcess):
             pass
     return processes
 
 
-# with the command 3: fork server and resource tracker, which still import; 5: the ranks, too
+# with the command 3: fork server and resource tracker, which still import; 5: the
+# ranks, too
 @pytest.mark.parametrize("processes", [3, 5])
 def test_ctrl_c_ends_a_command_and_its_ranks(processes: int) -> None:
     command = f"bench step {SMALL} --tp 1 --dp 2 --rounds 100000 --rows adamw"
@@ -45,12 +51,16 @@ def test_ctrl_c_ends_a_command_and_its_ranks(processes: int) -> None:
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.05)
     time.sleep(0.5)  # until the command waits for the fork server, or for the ranks
-    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process in the foreground
+    os.killpg(
+        process.pid, signal.SIGINT
+    )  # a terminal sends it to every process in the foreground
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said.decode()
     assert b"Traceback" not in said and b"KeyboardInterrupt" not in said, said.decode()
     # triton 3.9 may complain of leaks behind it
-    assert b"stopped, with all processes that it started; no result is written\n" in said
+    assert (
+        b"stopped, with all processes that it started; no result is written\n" in said
+    )
     end = time.monotonic() + 20
     while (left := processes_of(process.pid)) and time.monotonic() < end:
         time.sleep(0.1)
@@ -60,7 +70,8 @@ def test_ctrl_c_ends_a_command_and_its_ranks(processes: int) -> None:
 def test_ranks_end_when_the_command_is_killed() -> None:
     code = (
         "import time; from megatron_muon.lab.ranks import Task, run_ranks\n"
-        "run_ranks(Task(run=time.sleep, argument=100, world=2, gpus=False, threads=1, seconds=99))"
+        "run_ranks(Task(run=time.sleep, argument=100, world=2, gpus=False, threads=1, "
+        "seconds=99))"
     )
     with subprocess.Popen([sys.executable, "-c", code], env=environment()) as command:
         started = psutil.Process(command.pid)
@@ -75,7 +86,10 @@ def test_ranks_end_when_the_command_is_killed() -> None:
 
 def test_what_a_rank_started_ends_with_it_when_it_is_killed() -> None:
     """As the processes that Megatron's save starts."""
-    job = "import os, subprocess; subprocess.Popen(['sleep', '99']); os.kill(os.getpid(), 9)"
+    job = (
+        "import os, subprocess; subprocess.Popen(['sleep', '99']); "
+        "os.kill(os.getpid(), 9)"
+    )
     code = (
         "from megatron_muon.lab.ranks import Task, run_ranks\n"
         f"run_ranks(Task(exec, {job!r}, world=1, gpus=False, threads=1, seconds=99))"

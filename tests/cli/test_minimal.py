@@ -17,7 +17,9 @@ def test_the_loss_falls(start: list[str], tmp_path: Path) -> None:
     done = python(*start, "examples/minimal.py", str(tmp_path / "saved"))
     assert done.returncode == 0, done.stderr[-4000:]
     text = done.stdout
-    losses = [float(value) for value in re.findall(r"^step \d+: loss (\S+)$", text, re.M)]
+    losses = [
+        float(value) for value in re.findall(r"^step \d+: loss (\S+)$", text, re.M)
+    ]
     assert len(losses) == 4, text
     assert losses[-1] < 0.85 * losses[0]  # 3.9 after 5.2 when it was written
     assert (tmp_path / "saved" / "megatron_muon.json").exists()

@@ -1,4 +1,6 @@
-"""The sdist and the wheel, built offline from a copy of this tree; the version; the core."""
+"""The sdist and the wheel, built offline from a copy of this tree; the version; the
+core.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ MADE = (  # by tests and builds, in a working tree
 
 def files(folder: Path) -> set[str]:
     """Paths of all files, relative to the folder."""
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def done(command: list[str], cwd: Path, **variables: object) -> str:
@@ -75,7 +79,9 @@ def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
     return email.message_from_string(text)
 
 
-def test_the_sdist_has_tests_examples_and_patches_whole(tree: Path, source: Path) -> None:
+def test_the_sdist_has_tests_examples_and_patches_whole(
+    tree: Path, source: Path
+) -> None:
     for folder in ("tests", "examples", "patches", "megatron_muon"):
         assert files(tree / folder) - files(source / folder) == set()
     assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= files(source)
@@ -85,7 +91,17 @@ def test_the_sdists_tests_run(source: Path) -> None:
     """Two that read the package, the patches and the examples."""
     chosen = ["tests/cli/test_patch.py", "tests/megatron_lm/test_examples.py"]
     quick = "goes_in or folder_is_complete"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, "-k", quick]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *chosen,
+        "-k",
+        quick,
+    ]
     assert " passed" in done(command, source, PYTHONPATH=source)
     where = "import megatron_muon; print(megatron_muon.__file__)"
     assert str(source) in done([sys.executable, "-c", where], source, PYTHONPATH=source)
@@ -97,7 +113,9 @@ def test_the_wheel_has_the_patches_and_the_mark_of_types_and_no_tests(
     names = set(wheel.namelist())
     patches = {f"megatron_muon/patches/{name}" for name in files(ROOT / "patches")}
     assert patches | {"megatron_muon/py.typed"} <= names
-    modules = {path.relative_to(ROOT) for path in (ROOT / "megatron_muon").rglob("*.py")}
+    modules = {
+        path.relative_to(ROOT) for path in (ROOT / "megatron_muon").rglob("*.py")
+    }
     assert {str(module) for module in modules} <= names
     tops = {name.split("/")[0] for name in names}
     assert tops == {"megatron_muon", f"megatron_muon-{VERSION}.dist-info"}
@@ -113,7 +131,10 @@ def test_pip_brings_a_megatron_core_only_where_it_is_asked_for(
     (core,) = (line for line in wanted if line.startswith("megatron-core"))
     assert core.endswith("extra=='core'") or core.endswith('extra=="core"')
     assert "core" in metadata.get_all("Provides-Extra", [])
-    for requirements in ("tests/requirements.txt", "examples/quickstart/requirements.txt"):
+    for requirements in (
+        "tests/requirements.txt",
+        "examples/quickstart/requirements.txt",
+    ):
         assert "\nmegatron-core==" in (ROOT / requirements).read_text()
 
 
@@ -124,14 +145,27 @@ def test_every_extra_stands_in_usage_and_te_brings_its_library(
     (extras,) = re.findall(r"^The extras are .*?\n\n", usage, re.MULTILINE | re.DOTALL)
     for extra in metadata.get_all("Provides-Extra", []):
         assert f"`{extra}`" in extras
-    (engine,) = (line for line in metadata.get_all("Requires-Dist", []) if "transformer" in line)
+    (engine,) = (
+        line for line in metadata.get_all("Requires-Dist", []) if "transformer" in line
+    )
     (chosen,) = re.findall(r"\[(.*)\]", engine)
-    assert set(re.split(r"[\s,]+", chosen.replace("_", "-"))) == {"pytorch", "core-cu13"}
+    assert set(re.split(r"[\s,]+", chosen.replace("_", "-"))) == {
+        "pytorch",
+        "core-cu13",
+    }
 
 
 def test_the_version_stands_in_one_place() -> None:
-    sources = [ROOT / "setup.py", ROOT / "pyproject.toml", *(ROOT / "megatron_muon").rglob("*.py")]
-    has = [str(path.relative_to(ROOT)) for path in sources if f'"{VERSION}"' in path.read_text()]
+    sources = [
+        ROOT / "setup.py",
+        ROOT / "pyproject.toml",
+        *(ROOT / "megatron_muon").rglob("*.py"),
+    ]
+    has = [
+        str(path.relative_to(ROOT))
+        for path in sources
+        if f'"{VERSION}"' in path.read_text()
+    ]
     assert has == ["megatron_muon/version.py"]
 
 
@@ -168,8 +202,13 @@ print(main(["patch"]))
 
 
 def test_every_entry_says_how_to_get_a_megatron_core() -> None:
-    lines = done([sys.executable, "-c", WITHOUT_CORE], ROOT, PYTHONPATH=ROOT).splitlines()
-    says = "there is no megatron.core: pip install megatron-core, or put a Megatron-LM checkout"
+    lines = done(
+        [sys.executable, "-c", WITHOUT_CORE], ROOT, PYTHONPATH=ROOT
+    ).splitlines()
+    says = (
+        "there is no megatron.core: pip install megatron-core, or put a "
+        "Megatron-LM checkout"
+    )
     assert lines[:7] == [f"{says} on PYTHONPATH"] * 7
     assert lines[7:11] == [
         *(f"megatron-muon routes: error: {says} on PYTHONPATH", "1"),

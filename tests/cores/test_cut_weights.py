@@ -1,7 +1,8 @@
-"""The norm counts each weight once, whatever its shape and whether or not Megatron marks it.
+"""The norm counts each weight once, whatever its shape and whether or not Megatron
+marks it.
 
-A weight is cut where its shape at TP 2 is another than at TP 1: real modules on the meta device say
-so, for models of all kinds, some of whose kernels have stand-ins.
+A weight is cut where its shape at TP 2 is another than at TP 1: real modules on the
+meta device say so, for models of all kinds, some of whose kernels have stand-ins.
 """
 
 from __future__ import annotations
@@ -37,5 +38,9 @@ def test_a_weight_counts_on_all_tp_ranks_just_if_tp_cuts_it(name: str) -> None:
         pytest.skip("this core has no such model")
     assert isinstance(_found(), dict), _found()
     weights = _found()[name]
-    assert any(cut for cut, _ in weights.values()) and not all(cut for cut, _ in weights.values())
-    assert {weight: cut for weight, (cut, counted) in weights.items() if cut != counted} == {}
+    assert any(cut for cut, _ in weights.values()) and not all(
+        cut for cut, _ in weights.values()
+    )
+    assert {
+        weight: cut for weight, (cut, counted) in weights.items() if cut != counted
+    } == {}

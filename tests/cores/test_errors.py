@@ -22,7 +22,9 @@ CASE = Case(layers=2, steps=1)
 
 
 def _error_of_building(case: Case, topology: Topology, changes: dict[str, Any]) -> str:
-    """Change attributes of the configs, then ask for the optimizer; the error as text."""
+    """Change attributes of the configs, then ask for the optimizer; the error as
+    text.
+    """
     import torch.distributed as dist
     from megatron.core import optimizer as mcore_optimizer
 
@@ -54,16 +56,23 @@ def _error_of_building(case: Case, topology: Topology, changes: dict[str, Any]) 
 
         return call
 
-    names = [name for name in dir(dist) if name.startswith(("all_", "reduce", "broadcast"))]
+    names = [
+        name for name in dir(dist) if name.startswith(("all_", "reduce", "broadcast"))
+    ]
     originals = {name: getattr(dist, name) for name in names}
     overrides = _overrides(changes)
-    with installed(), mock.patch.multiple(dist, **{name: forbidden(name) for name in names}):
+    with (
+        installed(),
+        mock.patch.multiple(dist, **{name: forbidden(name) for name in names}),
+    ):
         make = mcore_optimizer.get_megatron_optimizer
         return error_of(lambda: make(config, [built.ddp], **overrides))
 
 
 def _overrides(changes: dict[str, Any]) -> dict[str, Any]:
-    """The argument of core 0.16 and later that asks for the optimizer of some weights."""
+    """The argument of core 0.16 and later that asks for the optimizer of some
+    weights.
+    """
     if "override" not in changes:
         return {}
     from megatron.core.optimizer.optimizer_config import ParamKey
@@ -75,7 +84,8 @@ EARLY_GATHER = {"overlap_param_gather_with_optimizer_step": True}
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "no distributed optimizer": (
         {"optimizer": {"use_distributed_optimizer": False}},
-        "ValueError: optimizer='muon' shards over Megatron's distributed optimizer, but "
+        "ValueError: optimizer='muon' shards over Megatron's distributed optimizer, "
+        "but "
         "OptimizerConfig.use_distributed_optimizer is False: set it in ",
     ),
     "ddp without distributed optimizer": (
@@ -84,45 +94,65 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "l2 regularization": (
         {"optimizer": {"decoupled_weight_decay": False}},
-        "ValueError: optimizer='muon' decays weights as AdamW does: set decoupled_weight_decay",
+        "ValueError: optimizer='muon' decays weights as AdamW does: set "
+        "decoupled_weight_decay",
     ),
-    "spelling": ({"late": {"optimizer": "Muon"}}, "ValueError: write optimizer='muon', got 'Muon'"),
+    "spelling": (
+        {"late": {"optimizer": "Muon"}},
+        "ValueError: write optimizer='muon', got 'Muon'",
+    ),
     "precision-aware": (
-        {"late": {"use_precision_aware_optimizer": True}},  # its __post_init__ wants FusedAdam
+        {
+            "late": {"use_precision_aware_optimizer": True}
+        },  # its __post_init__ wants FusedAdam
         "use_precision_aware_optimizer here: Megatron has picked megatron_muon.cpu",
     ),
     "optimizer cuda graph": (
         {"late": {"optimizer_cuda_graph": True}},
         "does not support optimizer_cuda_graph yet (got True): leave it off",
     ),
-    "a step that some ranks skip": ({"late": {"grad_norm_skip_threshold": 5.0}}, "_threshold yet"),
+    "a step that some ranks skip": (
+        {"late": {"grad_norm_skip_threshold": 5.0}},
+        "_threshold yet",
+    ),
     "two offloads, one of an older branch dev": (
         {"late": {"optimizer_cpu_offload": True, "offload_optimizer_states": True}},
         "offload_optimizer_states yet (got True): use optimizer_cpu_offload with "
-        "use_precision_aware_optimizer, which moves state by round, or choose optimizer='adam'\n"
-        "optimizer='muon' does not support optimizer_cpu_offload without use_precision_aware",
+        "use_precision_aware_optimizer, which moves state by round, or choose "
+        "optimizer='adam'\n"
+        "optimizer='muon' does not support optimizer_cpu_offload without "
+        "use_precision_aware",
     ),
-    "megatron fsdp": ({"ddp": {"use_megatron_fsdp": True}}, "support use_megatron_fsdp yet"),
+    "megatron fsdp": (
+        {"ddp": {"use_megatron_fsdp": True}},
+        "support use_megatron_fsdp yet",
+    ),
     "fp8 parameters by another recipe": (
         {"model": {"fp8": "e4m3", "fp8_param": True, "fp8_recipe": "custom"}},
         "does not support fp8_param_gather",
     ),
-    "fp4 parameters": ({"model": {"fp4_param": True}}, "does not support fp4_param yet"),
+    "fp4 parameters": (
+        {"model": {"fp4_param": True}},
+        "does not support fp4_param yet",
+    ),
     "generalized tensor parallelism": (
         {"mark": {"is_gtp_weight_remat": True}},
         "does not support generalized tensor parallelism yet",
     ),
     "one grouped weight": (
         {"model": {"moe_single_grouped_weight": True}},
-        "does not support moe_single_grouped_weight yet (got True): keep a weight per expert",
+        "does not support moe_single_grouped_weight yet (got True): keep a weight per "
+        "expert",
     ),
     "one grouped bias": (
         {"model": {"moe_single_grouped_bias": True}},
-        "does not support moe_single_grouped_bias yet (got True): keep a bias per expert",
+        "does not support moe_single_grouped_bias yet (got True): keep a bias per "
+        "expert",
     ),
     "early gather in fp16": (
         {"optimizer": {**EARLY_GATHER, "fp16": True, "bf16": False}},
-        "overlap_param_gather_with_optimizer_step in fp16 yet (got True): use overlap_param_gather",
+        "overlap_param_gather_with_optimizer_step in fp16 yet (got True): use "
+        "overlap_param_gather",
     ),
     "early gather of experts": (
         {"optimizer": EARLY_GATHER, "model": {"num_moe_experts": 4}},
@@ -130,7 +160,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "experts that drift": (
         {"model": {"num_moe_experts": 4, "expert_tensor_parallel_size": 2}},
-        "expert_tensor_parallel_size other than tensor_model_parallel_size without expert "
+        "expert_tensor_parallel_size other than tensor_model_parallel_size without "
+        "expert "
         "parallelism yet (got 2): set expert_model_parallel_size above 1",
     ),
     "Megatron's name where it has no Muon": (
@@ -139,7 +170,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "layer-wise": (
         {"late": {"use_layer_wise_distributed_optimizer": True}},
-        "does not support use_layer_wise_distributed_optimizer yet (got True): delete that line",
+        "does not support use_layer_wise_distributed_optimizer yet (got True): delete "
+        "that line",
     ),
     "another optimizer by an override": (
         {"override": {"optimizer": "lion"}},
@@ -151,9 +183,14 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_an_unsupported_mode_is_refused_before_any_collective(name: str) -> None:
     changes, message = UNSUPPORTED[name]
-    new = changes.get("optimizer", {}).keys() - OptimizerConfig.__dataclass_fields__.keys()
+    new = (
+        changes.get("optimizer", {}).keys()
+        - OptimizerConfig.__dataclass_fields__.keys()
+    )
     if new:
-        pytest.skip(f"OptimizerConfig of megatron-core {VERSION} has no {', '.join(new)}")
+        pytest.skip(
+            f"OptimizerConfig of megatron-core {VERSION} has no {', '.join(new)}"
+        )
     if name.startswith("Megatron's name") and MINOR >= (0, 16):
         pytest.skip("there it is the plugin's")
     if "override" in changes and MINOR < (0, 16):
@@ -167,7 +204,11 @@ class _Fsdp2(torch.nn.Module):
 
     def __init__(self, ddp: Any) -> None:
         super().__init__()
-        self.ddp_config, self.config, self.module = ddp.ddp_config, ddp.config, ddp.module
+        self.ddp_config, self.config, self.module = (
+            ddp.ddp_config,
+            ddp.config,
+            ddp.module,
+        )
 
 
 def _error_with_another_wrapper() -> str:
@@ -204,10 +245,14 @@ def _disagree(topology: Topology, kind: str) -> str:
     if kind == "instances" and dist.get_rank() >= dist.get_world_size() // 2:
         settings = {"momentum": 0.9}
     if kind.startswith("device"):  # a CPU that does not multiply bf16 among such as do
-        settings = {"ns_iteration": "auto"} if kind == "device" else {"split_matrices": 2}
+        settings = (
+            {"ns_iteration": "auto"} if kind == "device" else {"split_matrices": 2}
+        )
         with pytest.MonkeyPatch.context() as patch:
             kind: Device = "cpu" if odd else "cpu_bf16"
-            patch.setattr(plugin, "numerics_on", lambda _, config: Numerics(config, kind))
+            patch.setattr(
+                plugin, "numerics_on", lambda _, config: Numerics(config, kind)
+            )
             return error_of_optimizer(built, **settings)
     return error_of_optimizer(built, **settings)
 
@@ -215,17 +260,25 @@ def _disagree(topology: Topology, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "named"), [("routing", "linear_fc2.weight"), ("shape", "decoder.layers")]
 )
-@pytest.mark.parametrize("topology", [Topology(dp=3), Topology(tp=2, pp=2, dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "topology", [Topology(dp=3), Topology(tp=2, pp=2, dp=2)], ids=str
+)
 def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
     topology: Topology, kind: str, named: str
 ) -> None:
     texts = run(_disagree, topology.world_size, topology, kind, timeout=60.0)
     last_stage = texts[-(len(texts) // topology.pp) :]
     for text in texts:
-        assert "disagree about the exchange plan" in text or "cannot split it" in text, text
+        assert (
+            "disagree about the exchange plan" in text or "cannot split it" in text
+        ), text
     for text in last_stage[:-1]:
-        if "cannot split it" in text:  # of the rank that cannot, before a plan is compared
-            assert text.startswith(f"RuntimeError: rank {len(texts) - 1} stopped this run: {named}")
+        if (
+            "cannot split it" in text
+        ):  # of the rank that cannot, before a plan is compared
+            assert text.startswith(
+                f"RuntimeError: rank {len(texts) - 1} stopped this run: {named}"
+            )
             continue
         assert text.startswith("PlanMismatchError"), text
         assert named in text.split("first at ")[1].split("\n")[0]
@@ -235,7 +288,11 @@ def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
 @pytest.mark.parametrize(
     ("kind", "topology", "named"),
     [
-        ("instances", Topology(dp=4, instances=2), "setting momentum: rank 2 of the run has 0.9"),
+        (
+            "instances",
+            Topology(dp=4, instances=2),
+            "setting momentum: rank 2 of the run has 0.9",
+        ),
         ("instances", Topology(pp=2), "setting momentum"),  # of two stages
         ("device", Topology(dp=2), "kind of device: rank 1 of the run has"),
         ("device of squares", Topology(dp=2), "kind of device: rank 1 of the run has"),
@@ -245,9 +302,13 @@ def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
 def test_settings_are_the_same_in_the_whole_world(
     kind: str, topology: Topology, named: str
 ) -> None:
-    """Not only where ranks exchange: instances would part, stages would train differently."""
+    """Not only where ranks exchange: instances would part, stages would train
+    differently.
+    """
     for text in run(_disagree, topology.world_size, topology, kind, timeout=60.0):
-        assert text.startswith("PlanMismatchError: ranks of the run disagree about"), text
+        assert text.startswith("PlanMismatchError: ranks of the run disagree about"), (
+            text
+        )
         assert f"first at {named}" in text
 
 
@@ -255,7 +316,9 @@ def _error_without_an_attribute() -> str:
     from megatron_muon.mcore.seams.rows import check_built
     from megatron_muon.presence import SeamError
 
-    megatron = start(replace(CASE, optimizer="adam"), Topology()).optimizer.chained_optimizers[0]
+    megatron = start(
+        replace(CASE, optimizer="adam"), Topology()
+    ).optimizer.chained_optimizers[0]
     check_built(megatron)
     del megatron.shard_fp32_groups
     with pytest.raises(SeamError) as caught:
@@ -265,7 +328,10 @@ def _error_without_an_attribute() -> str:
 
 def test_a_missing_attribute_is_an_error_that_names_it() -> None:
     (text,) = run(_error_without_an_attribute, 1)
-    assert f"DistributedOptimizer of megatron-core {VERSION} has no shard_fp32_groups" in text
+    assert (
+        f"DistributedOptimizer of megatron-core {VERSION} has no shard_fp32_groups"
+        in text
+    )
 
 
 def _error_without_a_group(moe: bool, missing: str) -> str:
@@ -284,8 +350,11 @@ def _error_without_a_group(moe: bool, missing: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("moe", "group"), [(False, "tp_dp_cp"), (False, "tp"), (True, "expt_tp"), (True, "ep")]
+    ("moe", "group"),
+    [(False, "tp_dp_cp"), (False, "tp"), (True, "expt_tp"), (True, "ep")],
 )
-def test_process_groups_without_one_that_is_needed_are_refused(moe: bool, group: str) -> None:
+def test_process_groups_without_one_that_is_needed_are_refused(
+    moe: bool, group: str
+) -> None:
     (text,) = run(_error_without_a_group, 1, moe, group)
     assert f"give the pg_collection its {group} group" in text

@@ -1,4 +1,5 @@
-"""A rank that waits in Megatron's own communication for one that is gone says in which phase.
+"""A rank that waits in Megatron's own communication for one that is gone says in which
+phase.
 
 gloo only: NCCL has its own watchdog, which ends the process from another thread.
 """
@@ -21,7 +22,9 @@ FP16 = replace(CASE, bf16=False, fp16=True)
 
 
 def _reduce(built: Built) -> None:
-    """As a step does: with overlap the last gradient of a bucket starts its reduction."""
+    """As a step does: with overlap the last gradient of a bucket starts its
+    reduction.
+    """
     built.ddp.zero_grad_buffer()
     if built.topology.overlap:
         for param in reversed(list(built.ddp.parameters())):
@@ -40,8 +43,12 @@ def _vote(built: Built) -> None:
     built.optimizer.step()
 
 
-def _after_a_kill(wait: Callable[[Built], None], case: Case, topology: Topology) -> None:
-    """Raises the error of this rank, whose peer dies before they meet; a peer has no error."""
+def _after_a_kill(
+    wait: Callable[[Built], None], case: Case, topology: Topology
+) -> None:
+    """Raises the error of this rank, whose peer dies before they meet; a peer has no
+    error.
+    """
     built = start(case, topology)
     take_step(built, 0)
     if dist.get_rank() == 1:
@@ -61,7 +68,13 @@ def _after_a_kill(wait: Callable[[Built], None], case: Case, topology: Topology)
         (_vote, FP16, Topology(dp=3), "grads/found_inf"),
         (_vote, CASE, Topology(dp=3), "grads/norm"),
     ],
-    ids=["reduction", "overlapped reduction", "start of a reduction", "loss scale", "norm"],
+    ids=[
+        "reduction",
+        "overlapped reduction",
+        "start of a reduction",
+        "loss scale",
+        "norm",
+    ],
 )
 def test_survivors_of_a_killed_rank_name_the_phase_in_which_they_wait(
     wait: Callable[[Built], None], case: Case, topology: Topology, named: str
@@ -71,10 +84,15 @@ def test_survivors_of_a_killed_rank_name_the_phase_in_which_they_wait(
     text = str(caught.value)
     assert "rank 1 of 3 died" in text and "exit code -9" in text
     for rank in (0, 2):
-        expected = f"rank {rank} then failed: AssertionError: PhaseError: {named}: rank {rank} of"
+        expected = (
+            f"rank {rank} then failed: AssertionError: PhaseError: {named}: "
+            f"rank {rank} of"
+        )
         assert expected in text, text
     if named == "grads/reduce":
-        assert "did not get through Megatron's reduction of gradients. Most often" in text
+        assert (
+            "did not get through Megatron's reduction of gradients. Most often" in text
+        )
 
 
 class _LostHandle:
@@ -87,7 +105,9 @@ class _LostHandle:
 def _errors_of_lost_handles() -> dict[str, str]:
     built = start(CASE, Topology(overlap=True))
     (group, *_) = built.groups
-    group.is_first_batch = False  # in which newer cores start a reduction where they wait
+    group.is_first_batch = (
+        False  # in which newer cores start a reduction where they wait
+    )
     group.grad_reduce_handle = group.param_gather_handle = _LostHandle()
     group.param_gather_dispatched = True
     return {
@@ -107,8 +127,14 @@ def _error(call: Callable[[], None]) -> str:
 
 def test_each_wait_for_parameters_and_gradients_names_itself() -> None:
     (errors,) = run(_errors_of_lost_handles, 1)
-    lost = "rank 0 of the group of 1 did not get through Megatron's {}. Most often another rank "
-    lost += "was stopped or killed or raised an error: look for the first error among the ranks' "
+    lost = (
+        "rank 0 of the group of 1 did not get through Megatron's {}. Most often "
+        "another rank "
+    )
+    lost += (
+        "was stopped or killed or raised an error: look for the first error "
+        "among the ranks' "
+    )
     lost += "logs (Connection closed by peer) from RuntimeError"
     gather = f"PhaseError: params/gather: {lost.format('all-gather of parameters')}"
     reduction = f"PhaseError: grads/reduce: {lost.format('reduction of gradients')}"
@@ -133,10 +159,19 @@ def _classes() -> dict[str, set[str]]:
     import megatron_muon
 
     megatron_muon.install()
-    built = {name: start(replace(CASE, optimizer=name), Topology()) for name in ("adam", "muon")}
-    return {name: {type(group).__name__ for group in one.groups} for name, one in built.items()}
+    built = {
+        name: start(replace(CASE, optimizer=name), Topology())
+        for name in ("adam", "muon")
+    }
+    return {
+        name: {type(group).__name__ for group in one.groups}
+        for name, one in built.items()
+    }
 
 
 def test_models_of_adamw_keep_megatrons_own_classes() -> None:
     (classes,) = run(_classes, 1)
-    assert classes == {"adam": {"_ParamAndGradBucketGroup"}, "muon": {"NamedBucketGroup"}}
+    assert classes == {
+        "adam": {"_ParamAndGradBucketGroup"},
+        "muon": {"NamedBucketGroup"},
+    }

@@ -1,4 +1,5 @@
-"""``uninstall()`` leaves no trace: modules and classes hold the very objects that they held before.
+"""``uninstall()`` leaves no trace: modules and classes hold the very objects that they
+held before.
 
 With the scripts of Megatron-LM too where MEGATRON_LM_PATH names a checkout.
 """
@@ -14,8 +15,9 @@ from support.processes import python
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
 
-# Run in a process of its own, whose modules no other test has changed. Everything that install()
-# would import is imported before, since an import is no change that can be undone.
+# Run in a process of its own, whose modules no other test has changed. Everything that
+# install() would import is imported before, since an import is no change that can be
+# undone.
 _CODE = """
 import importlib, sys
 import torch, torch.distributed.checkpoint
@@ -98,7 +100,9 @@ def test_install_and_uninstall_leave_every_object_in_its_place() -> None:
     assert "PASSED ON True" in lines
 
 
-@pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout")
+@pytest.mark.skipif(
+    CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout"
+)
 def test_so_do_the_hooks_in_megatron_lms_scripts() -> None:
     lines = _lines(True, str(CHECKOUT))
     assert [line for line in lines if line.startswith("AFTER")] == ["AFTER []"] * 2

@@ -1,7 +1,8 @@
 """Rates and weight decays after a load are those of the schedule that was asked for.
 
-Without training: states of the optimizer and of Megatron's scheduler are loaded as Megatron-LM
-does, and the groups are compared with those of a scheduler that is built anew.
+Without training: states of the optimizer and of Megatron's scheduler are loaded as
+Megatron-LM does, and the groups are compared with those of a scheduler that is built
+anew.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class Flags:
         config = optimizer_config(built)
         config.lr, config.min_lr = self.lr, self.min_lr
         if self.decoupled is not None:
-            config.decoupled_lr, config.decoupled_min_lr = self.decoupled, self.decoupled / 10
+            config.decoupled_lr, config.decoupled_min_lr = (
+                self.decoupled,
+                self.decoupled / 10,
+            )
         more = {}
         if VERSION >= (0, 16):
             more = {"config_overrides": core.get_standard_config_overrides(config)}
@@ -96,7 +100,9 @@ def _flags(style: str, grows: bool, decoupled: bool, multiplied: bool) -> Flags:
 
 
 def _others(old: Flags) -> Flags:
-    """Flags of which each is another, but for the parameters that have rates of their own."""
+    """Flags of which each is another, but for the parameters that have rates of their
+    own.
+    """
     return Flags(
         lr=1e-4,
         min_lr=1e-5,
@@ -114,9 +120,14 @@ def _values(groups: list[Group]) -> list[tuple[float, float]]:
     return [(group["lr"], group["weight_decay"]) for group in groups]
 
 
-def _fresh(flags: Flags, groups: list[Group], iteration: int) -> list[tuple[float, float]]:
+def _fresh(
+    flags: Flags, groups: list[Group], iteration: int
+) -> list[tuple[float, float]]:
     """Rates and decays of these groups by a scheduler that is built anew."""
-    copies = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    copies = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in groups
+    ]
     flags.scheduler(SimpleNamespace(param_groups=copies)).step(iteration)
     return _values(copies)
 
@@ -131,7 +142,9 @@ def _write_flags_over_groups(optimizer: Any, scheduler: Any, flags: Flags) -> No
 def _wrong(
     writer: str, option: Option, grows: bool, decoupled: bool, multiplied: bool
 ) -> list[Any]:
-    """Each combination that ends with other rates than a scheduler that is built anew."""
+    """Each combination that ends with other rates than a scheduler that is built
+    anew.
+    """
     wrong = []
     combinations = itertools.product(
         ("constant", "cosine", "WSD"), ITERATIONS.items(), (False, True)
@@ -151,7 +164,9 @@ def _wrong(
         state = copy.deepcopy(saver.state_dict())
         scheduler = new.scheduler(loader, option)
         with of_this_run(loader, scheduler, override=option == "override"):
-            with reading_adamw(loader, "momentum") if writer == "adam" else nullcontext():
+            with (
+                reading_adamw(loader, "momentum") if writer == "adam" else nullcontext()
+            ):
                 loader.load_state_dict(state)
             scheduler.load_state_dict(schedule.state_dict())
             if overwrites and option == "override":
@@ -173,7 +188,9 @@ def _reset(optimizer: Any, groups: list[Group]) -> None:
 
 
 @pytest.mark.parametrize("option", ["none", "override", "use-checkpoint"])
-@pytest.mark.parametrize("grows", [False, True], ids=["constant-decay", "growing-decay"])
+@pytest.mark.parametrize(
+    "grows", [False, True], ids=["constant-decay", "growing-decay"]
+)
 @pytest.mark.parametrize("decoupled", [False, True], ids=["one-rate", "decoupled"])
 @pytest.mark.parametrize(
     ("writer", "multiplied"),

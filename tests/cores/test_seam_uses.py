@@ -1,7 +1,8 @@
 """What the package uses of others' code is in the table: read from its syntax trees.
 
-Imports in every form, attributes of what they bring, and attributes of Megatron's objects as far as
-they go by the names that this code base gives them. What is in no row has a reason here.
+Imports in every form, attributes of what they bring, and attributes of Megatron's
+objects as far as they go by the names that this code base gives them. What is in no row
+has a reason here.
 """
 
 from __future__ import annotations
@@ -35,34 +36,57 @@ ROWS: tuple[rows.Row, ...] = (
 SEAMS = [row for row in ROWS if isinstance(row, Seam)]
 SYMBOLS = {str(row) for row in SEAMS}
 MODULES = {row.module for row in ROWS}
-ATTRIBUTES = {(row.owner or "parameter", row.name) for row in ROWS if isinstance(row, Attribute)}
+ATTRIBUTES = {
+    (row.owner or "parameter", row.name) for row in ROWS if isinstance(row, Attribute)
+}
 METHODS = {tuple(row.name.rsplit(".", 1)) for row in SEAMS if "." in row.name}
 OURS = own_names(PACKAGE)
 
 # In no row, and why.
 EXCEPTIONS = {
-    "torch.cpu._is_avx512_bf16_supported": "read where torch has it; later ones have a public way",
-    "megatron.core.optimizer.Adam.set_scaled_state": "refused where Megatron's Adam lacks it",
-    "torch.optim._muon": "a peer of bench newton-schulz, which is left out where it is not",
+    "torch.cpu._is_avx512_bf16_supported": (
+        "read where torch has it; later ones have a public way"
+    ),
+    "megatron.core.optimizer.Adam.set_scaled_state": (
+        "refused where Megatron's Adam lacks it"
+    ),
+    "torch.optim._muon": (
+        "a peer of bench newton-schulz, which is left out where it is not"
+    ),
     "torch.optim._muon._zeropower_via_newtonschulz": "likewise",
-    "megatron.core.transformer.moe.moe_utils.te_general_gemm": "made where Megatron lacks it",
-    "quack.gemm_interface.gemm_symmetric": "kernels, which are tried before the first step",
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm": (
+        "made where Megatron lacks it"
+    ),
+    "quack.gemm_interface.gemm_symmetric": (
+        "kernels, which are tried before the first step"
+    ),
     "megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer:param_groups": "torch's",
     "OptimizerConfig:chunked_optimizer_state_offload": "NVIDIA's branch dev has it",
     "megatron.core.optimizer.ChainedOptimizer:ensure_master_weights_for_param_sync": "likewise",
     "ChainedOptimizer:lower": "of a text: the optimizer of a config",
     "arguments:extend": "of a list",
     "arguments:get": "of a dict",
-    "DistributedOptimizer:float16_groups": "the benchmark's, of Float16OptimizerWithFloat16Params",
+    "DistributedOptimizer:float16_groups": (
+        "the benchmark's, of Float16OptimizerWithFloat16Params"
+    ),
     "DistributedOptimizer:fp32_from_float16_groups": "likewise, which has both as rows",
-    "parameter:use_muon": "a mark since 0.20, in modules whose import needs kernels for a GPU",
+    "parameter:use_muon": (
+        "a mark since 0.20, in modules whose import needs kernels for a GPU"
+    ),
 }
-# Arguments that are read before Megatron-LM has checked them, or that only some versions have.
+# Arguments that are read before Megatron-LM has checked them, or that only some
+# versions have.
 UNCHECKED_ARGUMENTS = {
     "optimizer": "the first thing that the wrapper of validate_args reads",
-    "use_distributed_optimizer": "read before Megatron's checks, some of which fail without it",
-    "dump_param_to_param_group_map": "with 0.16 and 0.17, passed on to get_megatron_optimizer",
-    "curr_iteration": "the number of steps before this one, read within the training loop",
+    "use_distributed_optimizer": (
+        "read before Megatron's checks, some of which fail without it"
+    ),
+    "dump_param_to_param_group_map": (
+        "with 0.16 and 0.17, passed on to get_megatron_optimizer"
+    ),
+    "curr_iteration": (
+        "the number of steps before this one, read within the training loop"
+    ),
     "perform_rl_step": "read only if the namespace has it",
     "yaml_cfg": "read only if the namespace has it",
     "use_pytorch_profiler": "read only if the namespace has it",
@@ -82,14 +106,28 @@ BASES = {
     ),
     "megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer": "HybridDeviceOptimizer",
 }
-TABLES = ("seams.py", *(f"mcore/seams/{path.name}" for path in PACKAGE.glob("mcore/seams/*.py")))
-EVERY_OBJECTS = ("__class__", "__dict__", "__file__", "__init__", "__name__", "__new__", "__path__")
+TABLES = (
+    "seams.py",
+    *(f"mcore/seams/{path.name}" for path in PACKAGE.glob("mcore/seams/*.py")),
+)
+EVERY_OBJECTS = (
+    "__class__",
+    "__dict__",
+    "__file__",
+    "__init__",
+    "__name__",
+    "__new__",
+    "__path__",
+)
 EVERY_OBJECTS += ("__module__", "__qualname__")
 
 
 def in_no_row(use: Use) -> bool:
     """Whether a use is in no row of the table, and is no exception."""
-    if use.symbol in EXCEPTIONS or use.symbol.split(".")[-1].split(":")[-1] in EVERY_OBJECTS:
+    if (
+        use.symbol in EXCEPTIONS
+        or use.symbol.split(".")[-1].split(":")[-1] in EVERY_OBJECTS
+    ):
         return False
     owner, colon, name = use.symbol.partition(":")
     if colon:
@@ -111,7 +149,12 @@ def _is_known_attribute(owner: str, name: str, use: Use) -> bool:
         return True
     if owner == "arguments":
         ours = {flag.dest for flag in FLAGS} | OURS
-        return use.defaulted or name in ARGUMENTS or name in UNCHECKED_ARGUMENTS or name in ours
+        return (
+            use.defaulted
+            or name in ARGUMENTS
+            or name in UNCHECKED_ARGUMENTS
+            or name in ours
+        )
     if owner == "parameter":
         return hasattr(torch.nn.Parameter, name)
     if owner == "ChainedOptimizer" and name in ("param_groups", "state", "step"):
@@ -121,7 +164,9 @@ def _is_known_attribute(owner: str, name: str, use: Use) -> bool:
         return False
     if hasattr(torch.nn.Module, name) and issubclass(made, torch.nn.Module):
         return True
-    return not _has(made, name) and name in OURS  # what this package puts on its objects
+    return (
+        not _has(made, name) and name in OURS
+    )  # what this package puts on its objects
 
 
 def _has(made: type, name: str) -> bool:
@@ -134,7 +179,9 @@ _source = cache(inspect.getsource)  # slow
 
 @cache
 def _class(owner: str) -> type | None:
-    modules = {row.module for row in ROWS if isinstance(row, Attribute) and row.owner == owner}
+    modules = {
+        row.module for row in ROWS if isinstance(row, Attribute) and row.owner == owner
+    }
     modules |= {row.module for row in SEAMS if row.name == owner}
     for module in sorted(modules):
         try:

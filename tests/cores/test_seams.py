@@ -1,8 +1,10 @@
-"""Each symbol and attribute of the table, gone or renamed, is named before anything trains.
+"""Each symbol and attribute of the table, gone or renamed, is named before anything
+trains.
 
-Each row is renamed in the real core of this process, which is put back then; some in the source of
-a copy that a process of its own installs into. `bash tests/run.sh` does so with every core of
-tests/cores.txt, and with the scripts of a Megatron-LM checkout where MEGATRON_LM_PATH names one.
+Each row is renamed in the real core of this process, which is put back then; some in
+the source of a copy that a process of its own installs into. `bash tests/run.sh` does
+so with every core of tests/cores.txt, and with the scripts of a Megatron-LM checkout
+where MEGATRON_LM_PATH names one.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ ROWS = rows_of(VERSION, rows.CORE)
 OTHERS = rows._OTHERS.items()
 OF_COMMANDS = (*dry_run.ROWS, *bench.ROWS, *cpu_seams.ROWS, *VIRTUAL_GPU)
 OPTIONAL = rows_of(VERSION, (*model.REFUSALS, *OF_COMMANDS))
-IS_RELEASE = rows.described_version() == NAME  # a branch or a fork may lack what is refused
+IS_RELEASE = (
+    rows.described_version() == NAME
+)  # a branch or a fork may lack what is refused
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +72,9 @@ def renamed(row: Seam | Attribute) -> Iterator[None]:
         held = getattr(holder, path[-1]) if path else holder
         if path and (isinstance(held, EnumMeta) or not isinstance(held, type)):
             undo.callback(setattr, holder, path[-1], held)
-            setattr(holder, path[-1], SimpleNamespace())  # none of its names can be deleted
+            setattr(
+                holder, path[-1], SimpleNamespace()
+            )  # none of its names can be deleted
         else:
             _rename(held, name, undo)
         yield
@@ -84,7 +90,9 @@ def _rename(holder: Any, name: str, undo: ExitStack) -> None:
     undo.callback(delattr, holder, f"{name}_of_a_fork")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row).removeprefix("megatron.core."))
+@pytest.mark.parametrize(
+    "row", ROWS, ids=lambda row: str(row).removeprefix("megatron.core.")
+)
 def test_install_names_a_symbol_that_was_renamed(row: Seam | Attribute) -> None:
     needed = f"has no {row}, which megatron_muon needs: {row.relied_on}"
     with renamed(row):
@@ -99,17 +107,30 @@ def test_install_names_a_symbol_that_was_renamed(row: Seam | Attribute) -> None:
     rows.check_hooks()
 
 
-def test_a_core_that_is_no_release_is_named_by_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_core_that_is_no_release_is_named_by_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     has = megatron.core.optimizer.OptimizerConfig.__dataclass_fields__
-    said = [f"{whose} (it has {name})" in rows.described_version() for name, whose in OTHERS]
+    said = [
+        f"{whose} (it has {name})" in rows.described_version() for name, whose in OTHERS
+    ]
     assert said == [name in has for name, _ in OTHERS]
     monkeypatch.setattr(rows, "_OTHERS", {"lr": "a fork"})
-    assert rows.described_version() == f"{NAME} by its number, with code of a fork (it has lr)"
+    assert (
+        rows.described_version()
+        == f"{NAME} by its number, with code of a fork (it has lr)"
+    )
 
 
-@pytest.mark.parametrize("row", OPTIONAL, ids=lambda row: str(row).removeprefix("megatron.core."))
-def test_what_only_a_refusal_or_a_command_needs_stops_no_run(row: Seam | Attribute) -> None:
-    """As Megatron's branch dev lacks generalized tensor parallelism, which is refused."""
+@pytest.mark.parametrize(
+    "row", OPTIONAL, ids=lambda row: str(row).removeprefix("megatron.core.")
+)
+def test_what_only_a_refusal_or_a_command_needs_stops_no_run(
+    row: Seam | Attribute,
+) -> None:
+    """As Megatron's branch dev lacks generalized tensor parallelism, which is
+    refused.
+    """
     if not IS_RELEASE and row in model.REFUSALS:
         pytest.skip(f"{NAME} is of a branch or a fork")
     check_rows([row])
@@ -120,8 +141,12 @@ def test_what_only_a_refusal_or_a_command_needs_stops_no_run(row: Seam | Attribu
             megatron_muon.install()
 
 
-@pytest.mark.parametrize("row", rows_of(VERSION, (*model.HYBRID, *bench.UPSTREAM)), ids=str)
-def test_what_needs_packages_to_be_imported_is_in_the_source(row: Seam | Attribute) -> None:
+@pytest.mark.parametrize(
+    "row", rows_of(VERSION, (*model.HYBRID, *bench.UPSTREAM)), ids=str
+)
+def test_what_needs_packages_to_be_imported_is_in_the_source(
+    row: Seam | Attribute,
+) -> None:
     try:
         importlib.import_module(row.module)
     except ImportError:
@@ -156,11 +181,15 @@ def names_in_source(module: str) -> frozenset[str]:
 def test_a_module_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Seam("megatron.core.optimizer.gone", "anything", "called", "nothing")
     monkeypatch.setattr(rows, "CORE", (*rows.CORE, row))
-    with pytest.raises(SeamError, match=r"has no megatron\.core\.optimizer\.gone\.anything"):
+    with pytest.raises(
+        SeamError, match=r"has no megatron\.core\.optimizer\.gone\.anything"
+    ):
         megatron_muon.install()
 
 
-def test_a_symbol_of_megatron_lm_that_was_renamed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_symbol_of_megatron_lm_that_was_renamed_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Stand-ins for megatron.training, which is in no wheel of every version."""
     wanted = [row for row in rows_of(VERSION, training.ROWS) if isinstance(row, Seam)]
     modules: dict[str, Any] = {}
@@ -172,13 +201,17 @@ def test_a_symbol_of_megatron_lm_that_was_renamed_is_named(monkeypatch: pytest.M
     for hook in wanted:
         own = getattr(modules[hook.module], hook.name)
         delattr(modules[hook.module], hook.name)
-        with pytest.raises(SeamError, match=re.escape(f"has no {hook}, which megatron_muon ")):
+        with pytest.raises(
+            SeamError, match=re.escape(f"has no {hook}, which megatron_muon ")
+        ):
             check_rows(training.ROWS)
         setattr(modules[hook.module], hook.name, own)
 
 
 def _of(modules: dict[str, Any]) -> Any:
-    return lambda name: modules[name] if name in modules else importlib.import_module(name)
+    return lambda name: (
+        modules[name] if name in modules else importlib.import_module(name)
+    )
 
 
 def test_an_argument_that_was_renamed_is_named() -> None:
@@ -186,7 +219,9 @@ def test_an_argument_that_was_renamed_is_named() -> None:
     check_arguments(args)
     for name in ARGUMENTS:
         delattr(args, name)
-        with pytest.raises(SeamError, match=f"have no {name}, which megatron_muon needs"):
+        with pytest.raises(
+            SeamError, match=f"have no {name}, which megatron_muon needs"
+        ):
             check_arguments(args)
         setattr(args, name, None)
 
@@ -213,9 +248,15 @@ def test_a_key_of_parameter_groups_that_was_renamed_is_named(key: str) -> None:
 
 def test_a_class_that_the_plugin_imports_by_name_is_named_too() -> None:
     code = "import megatron_muon; megatron_muon.cpu.enable(allow_cuda=True); "
-    code += "import megatron.core.optimizer as o; del o.ChainedOptimizer; megatron_muon.install()"
+    code += (
+        "import megatron.core.optimizer as o; del o.ChainedOptimizer; "
+        "megatron_muon.install()"
+    )
     done = python("-W", "ignore", "-c", code)
-    assert "has no megatron.core.optimizer.ChainedOptimizer, which megatron_muon" in done.stderr
+    assert (
+        "has no megatron.core.optimizer.ChainedOptimizer, which megatron_muon"
+        in done.stderr
+    )
 
 
 _COPY = Path(megatron.core.__file__).parents[1]
@@ -231,7 +272,9 @@ def test_a_copy_of_the_core_with_another_name_is_refused(
 ) -> None:
     """As a fork has it: everywhere in a file, so that the file itself is whole."""
     copy = tmp_path / "megatron"
-    shutil.copytree(_COPY, copy)  # with what is compiled, which holds for the other files
+    shutil.copytree(
+        _COPY, copy
+    )  # with what is compiled, which holds for the other files
     source = copy / "core" / file
     source.write_text(re.sub(rf"\b{name}\b", f"{name}_of_a_fork", source.read_text()))
     code = "import megatron_muon; megatron_muon.cpu.enable(allow_cuda=True); "
@@ -239,5 +282,7 @@ def test_a_copy_of_the_core_with_another_name_is_refused(
     done = python("-W", "ignore", "-c", code, path=[tmp_path])
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and "accepted" not in done.stdout, done.stderr
-    assert last.startswith("megatron_muon.presence.SeamError: megatron-core "), done.stderr
+    assert last.startswith("megatron_muon.presence.SeamError: megatron-core "), (
+        done.stderr
+    )
     assert f".{name}, which megatron_muon needs: " in last

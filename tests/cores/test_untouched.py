@@ -1,4 +1,6 @@
-"""The plugin installed and not asked for leaves Megatron as it is; installing is idempotent."""
+"""The plugin installed and not asked for leaves Megatron as it is; installing is
+idempotent.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from typing import Any
 import pytest
 
 from support.installed import VERSION, installed
-from support.models.gpt import Case, Topology, build, held, make_optimizer, start, take_step, train
+from support.models.gpt import (
+    Case,
+    Topology,
+    build,
+    held,
+    make_optimizer,
+    start,
+    take_step,
+    train,
+)
 from support.ranks import error_of, run
 from support.runs.whole import differences, whole
 
@@ -22,10 +33,14 @@ def _train_adam_with_the_plugin(case: Case, topology: Topology) -> dict[str, Any
         return train(case, topology)
 
 
-@pytest.mark.parametrize("topology", [Topology(), Topology(2, 2, 2, overlap=True)], ids=str)
+@pytest.mark.parametrize(
+    "topology", [Topology(), Topology(2, 2, 2, overlap=True)], ids=str
+)
 def test_adam_is_bitwise_as_without_the_plugin(topology: Topology) -> None:
     without = whole(run(train, topology.world_size, ADAM, topology))
-    with_plugin = whole(run(_train_adam_with_the_plugin, topology.world_size, ADAM, topology))
+    with_plugin = whole(
+        run(_train_adam_with_the_plugin, topology.world_size, ADAM, topology)
+    )
     assert differences(without, with_plugin) == []
 
 
@@ -34,7 +49,9 @@ def _momentum_and_error() -> tuple[float, str]:
 
     megatron_muon.install(megatron_muon.MuonConfig(momentum=0.5))
     megatron_muon.install()
-    muon, adam = (make_optimizer(build(replace(ADAM, optimizer=x), ALONE)) for x in NAMES)
+    muon, adam = (
+        make_optimizer(build(replace(ADAM, optimizer=x), ALONE)) for x in NAMES
+    )
     error = error_of(lambda: megatron_muon.meter(adam))
     return muon.chained_optimizers[0].muon.config.momentum, error
 
@@ -55,7 +72,9 @@ def _taken_before(how: str) -> str:
     script.get_megatron_optimizer = get_megatron_optimizer  # type: ignore[attr-defined]
     sys.modules["script"] = script
     built = build(replace(ADAM, optimizer="muon"), Topology())
-    config = OptimizerConfig(optimizer="muon", lr=0.1, bf16=True, use_distributed_optimizer=True)
+    config = OptimizerConfig(
+        optimizer="muon", lr=0.1, bf16=True, use_distributed_optimizer=True
+    )
     megatron_muon.install()  # after the name was taken
     try:
         if how == "by import":
@@ -77,7 +96,9 @@ def test_a_module_that_imported_the_function_before_gets_the_plugins() -> None:
 
 def test_a_function_kept_elsewhere_before_is_an_error_and_not_another_muon() -> None:
     (text,) = run(_taken_before, 1, "in a variable")
-    assert text.startswith("SeamError: optimizer='muon' was asked of a get_megatron_optimizer that")
+    assert text.startswith(
+        "SeamError: optimizer='muon' was asked of a get_megatron_optimizer that"
+    )
 
 
 def _asked_of_megatrons_own_function(layer_wise: bool) -> str:
@@ -85,7 +106,9 @@ def _asked_of_megatrons_own_function(layer_wise: bool) -> str:
     from megatron.core.optimizer import muon as module
 
     built = build(replace(ADAM, optimizer="muon"), Topology())
-    config = OptimizerConfig(optimizer="muon", lr=0.1, bf16=True, use_distributed_optimizer=True)
+    config = OptimizerConfig(
+        optimizer="muon", lr=0.1, bf16=True, use_distributed_optimizer=True
+    )
     try:
         with installed():
             optimizer = module.get_megatron_muon_optimizer(
@@ -97,16 +120,23 @@ def _asked_of_megatrons_own_function(layer_wise: bool) -> str:
 
 
 @pytest.mark.skipif(
-    VERSION not in ((0, 16), (0, 17)), reason="only cores 0.16 and 0.17 have a function for muon"
+    VERSION not in ((0, 16), (0, 17)),
+    reason="only cores 0.16 and 0.17 have a function for muon",
 )
-def test_the_name_muon_is_the_plugins_also_where_megatron_has_a_function_for_it() -> None:
-    assert run(_asked_of_megatrons_own_function, 1, False) == ["MuonDistributedOptimizer"]
+def test_the_name_muon_is_the_plugins_also_where_megatron_has_a_function_for_it() -> (
+    None
+):
+    assert run(_asked_of_megatrons_own_function, 1, False) == [
+        "MuonDistributedOptimizer"
+    ]
     (text,) = run(_asked_of_megatrons_own_function, 1, True)
     assert "layer_wise_distributed_optimizer=True asks for Megatron's own Muon" in text
 
 
 def _decayed(all_params: bool, optimizer: str) -> dict[str, float]:
-    """With lr · decay = 1 a decayed parameter becomes minus its update: how much is left of it."""
+    """With lr · decay = 1 a decayed parameter becomes minus its update: how much is
+    left of it.
+    """
     import torch
 
     settings = (("weight_decay_all_params", all_params),)

@@ -1,4 +1,6 @@
-"""Settings of Megatron's own Muon that arrive from Python mean here what they mean there."""
+"""Settings of Megatron's own Muon that arrive from Python mean here what they mean
+there.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,12 @@ from support.runs.whole import Whole, differences, whole
 
 CASE, ALONE = Case(layers=2, steps=2), Topology()
 FIELDS = {field.name: field.default for field in dataclasses.fields(OptimizerConfig)}
-NESTEROV = next((name for name in FIELDS if name.startswith("muon_") and "nesterov" in name), "")
-pytestmark = pytest.mark.skipif(VERSION < (0, 16), reason="no Muon of Megatron's own before 0.16")
+NESTEROV = next(
+    (name for name in FIELDS if name.startswith("muon_") and "nesterov" in name), ""
+)
+pytestmark = pytest.mark.skipif(
+    VERSION < (0, 16), reason="no Muon of Megatron's own before 0.16"
+)
 
 # What Megatron's own Muon does by default, as this plugin's settings.
 UPSTREAM = {
@@ -48,8 +54,10 @@ def _started(
     routed: tuple[tuple[str, str], ...] = (),
     by: str = "get_megatron_optimizer",
 ) -> tuple[Any, str]:
-    """The model with an optimizer of these fields, and what it printed. ``own`` is given to
-    ``install``; ``routed`` are (pattern of names, optimizer) of ``config_overrides``."""
+    """The model with an optimizer of these fields, and what it printed. ``own`` is
+    given to ``install``; ``routed`` are (pattern of names, optimizer) of
+    ``config_overrides``.
+    """
     from megatron.core import optimizer as core
     from megatron.core.optimizer.optimizer_config import ParamKey
 
@@ -64,11 +72,15 @@ def _started(
         arguments["config_overrides"] = {**standard, **named}
     with installed(None if own is None else megatron_muon.MuonConfig(**own)):
         make = core.get_megatron_optimizer
-        if by == "bridge":  # what Megatron-Bridge and ms-swift call for any name with muon in it
+        if (
+            by == "bridge"
+        ):  # what Megatron-Bridge and ms-swift call for any name with muon in it
             from megatron.core.optimizer.muon import get_megatron_muon_optimizer as make
 
             arguments["layer_wise_distributed_optimizer"] = "dist" in config.optimizer
-        built.optimizer, printed = printed_by(lambda: make(config, built.chunks, **arguments))
+        built.optimizer, printed = printed_by(
+            lambda: make(config, built.chunks, **arguments)
+        )
     assert config.optimizer == fields.get("optimizer", "muon")
     return built, printed
 
@@ -99,7 +111,9 @@ def _trained(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _steps(case: dict[str, Any]) -> Whole:
-    return whole(run(_trained, case.get("topology", ALONE).world_size, case, timeout=240))
+    return whole(
+        run(_trained, case.get("topology", ALONE).world_size, case, timeout=240)
+    )
 
 
 DIST: dict[str, Any] = {"optimizer": "dist_muon"}
@@ -108,26 +122,41 @@ DIST: dict[str, Any] = {"optimizer": "dist_muon"}
 def test_with_dist_muon_every_field_counts_the_defaults_too() -> None:
     default, changed, own = _of(
         {"fields": DIST},
-        {"fields": DIST | {NESTEROV: True, "muon_momentum": 0.9, "muon_split_qkv": False}},
-        {"fields": DIST, "own": {"homes": "local"}},  # a setting that is the plugin's alone
+        {
+            "fields": DIST
+            | {NESTEROV: True, "muon_momentum": 0.9, "muon_split_qkv": False}
+        },
+        {
+            "fields": DIST,
+            "own": {"homes": "local"},
+        },  # a setting that is the plugin's alone
     )
     wanted = megatron_muon.MuonConfig(**UPSTREAM)
-    assert default[0] == replace(wanted, early_param_gather=default[0].early_param_gather)
+    assert default[0] == replace(
+        wanted, early_param_gather=default[0].early_param_gather
+    )
     assert (
         "OptimizerConfig, all of them (dist_muon): scale 1 × spectral, momentum 0.95,"
         " Nesterov off, quintic, 5 steps, bf16" in default[1]
     )
-    assert changed[0] == replace(default[0], nesterov=True, momentum=0.9, split_qkv=False)
+    assert changed[0] == replace(
+        default[0], nesterov=True, momentum=0.9, split_qkv=False
+    )
     assert "momentum 0.9, Nesterov on" in changed[1]
     assert own[0] == replace(default[0], homes="local")
 
 
-@pytest.mark.skipif(megatrons_muon.lacking() is not None, reason=str(megatrons_muon.lacking()))
+@pytest.mark.skipif(
+    megatrons_muon.lacking() is not None, reason=str(megatrons_muon.lacking())
+)
 def test_dist_muon_takes_the_steps_of_megatrons_own_muon(tmp_path: Path) -> None:
-    """Up to bf16 in Newton-Schulz, 0.8 % of an update; Nesterov's form, another set of coefficients
-    or a scale of 1.1 would be off by 10 % or more."""
+    """Up to bf16 in Newton-Schulz, 0.8 % of an update; Nesterov's form, another set of
+    coefficients or a scale of 1.1 would be off by 10 % or more.
+    """
     before = replace(CASE, steps=CASE.steps - 1)  # it takes one more
-    (theirs,) = run(megatrons_muon.trained, 1, before, ALONE, False, str(tmp_path), timeout=240)
+    (theirs,) = run(
+        megatrons_muon.trained, 1, before, ALONE, False, str(tmp_path), timeout=240
+    )
     ours = _steps({"fields": DIST | {"muon_momentum": megatrons_muon.MU}})["main"]
     for name, main in whole([theirs["after"]])["main"].items():
         moved = main - whole_weight(CASE, name, main.shape)
@@ -146,13 +175,20 @@ def test_with_muon_only_fields_unlike_that_cores_default_count() -> None:
         {"fields": {}},
         {"fields": {"muon_momentum": 0.9}},
         {"fields": {"muon_scale_mode": "unit_rms_norm"}},
-        {"fields": {"muon_fp32_matmul_prec": "highest", "muon_extra_scale_factor": 0.3}},
+        {
+            "fields": {
+                "muon_fp32_matmul_prec": "highest",
+                "muon_extra_scale_factor": 0.3,
+            }
+        },
     )
     assert plain[0].matched_adamw_rms == 0.2 and plain[0].nesterov
     assert "muon_* fields" not in plain[1]
     assert momentum[0] == replace(plain[0], momentum=0.9)
     assert "OptimizerConfig: muon_momentum: scale 0.2 × spectral" in momentum[1]
-    assert scaled[0] == replace(plain[0], scale_mode="unit_rms_norm", matched_adamw_rms=1.0)
+    assert scaled[0] == replace(
+        plain[0], scale_mode="unit_rms_norm", matched_adamw_rms=1.0
+    )
     assert highest[0] == replace(plain[0], ns_dtype="fp32", matched_adamw_rms=0.3)
 
 
@@ -162,9 +198,13 @@ def test_the_start_says_where_the_steps_are_not_the_sets_own() -> None:
     assert "Newton-Schulz: aol, 5 steps (made for 4), bf16" in other[1]
 
 
-@pytest.mark.skipif("muon_coefficient_type" not in FIELDS, reason="core 0.16 has no such field")
+@pytest.mark.skipif(
+    "muon_coefficient_type" not in FIELDS, reason="core 0.16 has no such field"
+)
 def test_deepseekv4_has_its_ten_steps_where_five_may_be_the_default() -> None:
-    """With dist_muon the five count, since Megatron's own Muon would run them: simple alone."""
+    """With dist_muon the five count, since Megatron's own Muon would run them: simple
+    alone.
+    """
     deepseek = {"muon_coefficient_type": "deepseekv4"}
     of_muon, of_dist, given = _of(
         {"fields": deepseek},
@@ -173,17 +213,22 @@ def test_deepseekv4_has_its_ten_steps_where_five_may_be_the_default() -> None:
     )
     assert of_muon[0].ns_steps == given[0].ns_steps == 10
     assert "deepseekv4, 10 steps" in of_muon[1]
-    assert "ns_steps (--muon-ns-steps) is 5, with which it is simple alone: give 10" in of_dist
+    assert (
+        "ns_steps (--muon-ns-steps) is 5, with which it is simple alone: give 10"
+        in of_dist
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a setting in both places": (
         {"fields": {"muon_momentum": 0.9}, "own": {"matched_adamw_rms": 0.2}},
-        "install(MuonConfig(matched_adamw_rms=0.2)) beside OptimizerConfig.muon_momentum=0.9:",
+        "install(MuonConfig(matched_adamw_rms=0.2)) beside "
+        "OptimizerConfig.muon_momentum=0.9:",
     ),
     "dist_muon's default in both places": (
         {"fields": DIST, "own": {"momentum": 0.95}},
-        "install(MuonConfig(momentum=0.95)) beside OptimizerConfig.optimizer='dist_muon':",
+        "install(MuonConfig(momentum=0.95)) beside "
+        "OptimizerConfig.optimizer='dist_muon':",
     ),
     "another optimizer of the rest": (
         {"fields": DIST | {"muon_scalar_optimizer": "lion"}},
@@ -191,7 +236,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a mode that does not exist": (
         {"fields": {"muon_tp_mode": "blocks"}},
-        "--muon-tp-mode must be one of blockwise, duplicated, distributed, got 'blocks'",
+        "--muon-tp-mode must be one of blockwise, duplicated, distributed, got "
+        "'blocks'",
     ),
     "cleared": (
         {"fields": DIST | {"use_distributed_optimizer": False}},
@@ -218,9 +264,14 @@ def test_what_cannot_be_is_an_error_that_names_the_field() -> None:
 
 
 @pytest.mark.parametrize("topology", [Topology(tp=2), Topology(dp=2)], ids=str)
-def test_only_blockwise_over_tp_ranks_warns_of_other_mathematics(topology: Topology) -> None:
+def test_only_blockwise_over_tp_ranks_warns_of_other_mathematics(
+    topology: Topology,
+) -> None:
     modes = ("blockwise", "distributed", "duplicated")
-    cases = [{"fields": DIST | {"muon_tp_mode": mode}, "topology": topology} for mode in modes]
+    cases = [
+        {"fields": DIST | {"muon_tp_mode": mode}, "topology": topology}
+        for mode in modes
+    ]
     first, other = run(_settings, 2, *cases, timeout=240)
     for mode, (_, printed), (_, elsewhere) in zip(modes, first, other, strict=True):
         warned = "WARNING: muon_tp_mode='blockwise' with TP 2" in printed
@@ -230,16 +281,25 @@ def test_only_blockwise_over_tp_ranks_warns_of_other_mathematics(topology: Topol
 
 def test_blockwise_of_two_tp_ranks_takes_the_steps_of_one_process() -> None:
     fields = {"fields": DIST | {"muon_tp_mode": "blockwise"}}
-    assert differences(_steps(fields), _steps({**fields, "topology": Topology(tp=2)})) == []
+    assert (
+        differences(_steps(fields), _steps({**fields, "topology": Topology(tp=2)}))
+        == []
+    )
 
 
 @pytest.mark.parametrize("topology", [ALONE, Topology(pp=2)], ids=str)
 def test_an_override_routes_weights_to_adamw_or_to_muon(topology: Topology) -> None:
     """The same steps as with the patterns of MuonConfig, on every stage."""
     routed = (("*.linear_fc1.weight", "adam"), ("*.word_embeddings.weight", "muon"))
-    own = {"muon_exclude": ("*.linear_fc1.weight",), "muon_include": ("*.word_embeddings.weight",)}
+    own = {
+        "muon_exclude": ("*.linear_fc1.weight",),
+        "muon_include": ("*.word_embeddings.weight",),
+    }
     case = {"fields": {}, "topology": topology}
-    by_override, by_pattern = _steps({**case, "routed": routed}), _steps({**case, "own": own})
+    by_override, by_pattern = (
+        _steps({**case, "routed": routed}),
+        _steps({**case, "own": own}),
+    )
     assert differences(by_override, by_pattern) == []
     adams = {name for name in by_override["exp_avg_sq"] if name.endswith(".weight")}
     assert any("linear_fc1" in name for name in adams)

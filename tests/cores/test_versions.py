@@ -1,4 +1,5 @@
-"""What every supported megatron-core is held to; the other tests look deeper at one of them.
+"""What every supported megatron-core is held to; the other tests look deeper at one of
+them.
 
 `bash tests/run.sh` runs this for each of several: see tests/cores.txt.
 """
@@ -37,20 +38,31 @@ from support.runs.whole import differences, whole
 BF16 = Case(steps=4, clip=0.0)
 FP32 = replace(BF16, bf16=False)
 # Before core 0.14 the ranks of a frozen stage have stubs of optimizers.
-FROZEN_STAGE = Case(steps=4, frozen=("decoder.layers.1.*", "decoder.final*", "output_layer*"))
+FROZEN_STAGE = Case(
+    steps=4, frozen=("decoder.layers.1.*", "decoder.final*", "output_layer*")
+)
 FASTER = replace(BF16, faster=("decoder.layers.0.*", "embedding.*"))
 MOE = replace(BF16, moe=True)
-# A stage has no experts, as the first of DeepSeek's: before core 0.14 it has one optimizer less.
+# A stage has no experts, as the first of DeepSeek's: before core 0.14 it has one
+# optimizer less.
 DENSE_STAGE = replace(MOE, dense_layers=1)
-ISLANDS = replace(BF16, islands=("*.linear_fc1.weight", "*layernorm.weight"))  # fp32 among bf16
-FP16_MOE = Case(steps=6, bf16=False, fp16=True, moe=True, overflow=((2, "*.experts.*"),))
+ISLANDS = replace(
+    BF16, islands=("*.linear_fc1.weight", "*layernorm.weight")
+)  # fp32 among bf16
+FP16_MOE = Case(
+    steps=6, bf16=False, fp16=True, moe=True, overflow=((2, "*.experts.*"),)
+)
 
 
 T = Topology
 LARGE, EXPERTS = T(2, 2, 2, overlap=True), T(tp=2, dp=2, ep=2, sequence_parallel=True)
 IN_CHUNKS = T(pp=2, dp=2, chunks=2, overlap=True)
 RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
-    "bf16": (BF16, [LARGE, T(dp=3, overlap=True), T(tp=2, cp=2), T(dp=4, instances=2)], []),
+    "bf16": (
+        BF16,
+        [LARGE, T(dp=3, overlap=True), T(tp=2, cp=2), T(dp=4, instances=2)],
+        [],
+    ),
     "fp32": (FP32, [T(2, 2, 2, sequence_parallel=True)], []),
     "groups": (FASTER, [T(dp=3)], []),
     "islands": (ISLANDS, [LARGE], []),
@@ -76,18 +88,26 @@ def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
 @pytest.mark.parametrize(
     ("case", "topology"),
     [
-        pytest.param(replace(BF16, steps=4), Topology(dp=3, overlap=True), id="dp3-overlap"),
+        pytest.param(
+            replace(BF16, steps=4), Topology(dp=3, overlap=True), id="dp3-overlap"
+        ),
         pytest.param(FROZEN_STAGE, Topology(pp=2, dp=2), id="pp2-dp2-frozen"),
     ],
 )
-def test_a_resumed_run_goes_on(case: Case, topology: Topology, format: str, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on(
+    case: Case, topology: Topology, format: str, tmp_path: Path
+) -> None:
     if case.frozen and format.startswith("fully"):
-        pytest.skip("Megatron keeps a weight of all layers in one tensor, which must be whole")
+        pytest.skip(
+            "Megatron keeps a weight of all layers in one tensor, which must be whole"
+        )
     check_resumed(case, topology, format, tmp_path)
 
 
 ALIGNED = replace(BF16, muon=(("align_shards", True),))
-needs_layouts = pytest.mark.skipif(VERSION < (0, 18), reason="this Megatron takes no layout")
+needs_layouts = pytest.mark.skipif(
+    VERSION < (0, 18), reason="this Megatron takes no layout"
+)
 
 
 @needs_layouts
@@ -96,9 +116,13 @@ needs_layouts = pytest.mark.skipif(VERSION < (0, 18), reason="this Megatron take
     [
         pytest.param(ALIGNED, Topology(dp=3), id="dp3"),
         pytest.param(
-            ALIGNED, Topology(2, 2, 2, overlap=True, bucket_size=20_000), id="tp2-pp2-dp2-buckets"
+            ALIGNED,
+            Topology(2, 2, 2, overlap=True, bucket_size=20_000),
+            id="tp2-pp2-dp2-buckets",
         ),
-        pytest.param(replace(ALIGNED, moe=True), Topology(dp=4, ep=2, overlap=True), id="dp4-ep2"),
+        pytest.param(
+            replace(ALIGNED, moe=True), Topology(dp=4, ep=2, overlap=True), id="dp4-ep2"
+        ),
     ],
 )
 def test_shards_that_cut_few_change_no_bit(case: Case, topology: Topology) -> None:
@@ -109,37 +133,54 @@ def test_shards_that_cut_few_change_no_bit(case: Case, topology: Topology) -> No
     ("case", "topology"),
     [
         pytest.param(BF16, Topology(dp=3, overlap=True, bucket_size=30_000), id="dp3"),
-        pytest.param(replace(BF16, moe=True), Topology(dp=4, ep=2, overlap=True), id="dp4-ep2"),
+        pytest.param(
+            replace(BF16, moe=True), Topology(dp=4, ep=2, overlap=True), id="dp4-ep2"
+        ),
     ],
 )
-def test_parameters_gathered_within_the_step_change_no_bit(case: Case, topology: Topology) -> None:
+def test_parameters_gathered_within_the_step_change_no_bit(
+    case: Case, topology: Topology
+) -> None:
     early = replace(case, muon=(("round_bytes", 1), ("early_param_gather", "on")))
     rounds = replace(case, muon=early.muon[:1])
     assert differences(truth(rounds), trained(early, topology)) == []
 
 
 def _moved(case: Case, topology: Topology) -> tuple[int, int, list[int]]:
-    """Parameters of Muon's on several ranks, bytes that all ranks send in a step, and elements of
-    the buckets with padding."""
+    """Parameters of Muon's on several ranks, bytes that all ranks send in a step, and
+    elements of the buckets with padding.
+    """
     built = start(case, topology)
-    sizes = [bucket.grad_data.numel() for buffer in built.buffers() for bucket in buffer.buckets]
+    sizes = [
+        bucket.grad_data.numel()
+        for buffer in built.buffers()
+        for bucket in buffer.buckets
+    ]
     plans = [part.muon.plan for part in distributed_optimizers(built.optimizer)]
     cut = sum(len(plan.boundary_parameters()) for plan in plans)
     return cut, sum(sum(plan.sent_bytes()) for plan in plans), sizes
 
 
-def _stock_and_ordered(topology: Topology, homes: HomePolicy) -> Iterator[tuple[Any, Any]]:
+def _stock_and_ordered(
+    topology: Topology, homes: HomePolicy
+) -> Iterator[tuple[Any, Any]]:
     stock = replace(ALIGNED, layers=4, muon=(("homes", homes),))
     case = replace(stock, muon=(*stock.muon, *ALIGNED.muon))
-    one, two = (run(_moved, topology.world_size, each, topology) for each in (stock, case))
+    one, two = (
+        run(_moved, topology.world_size, each, topology) for each in (stock, case)
+    )
     return zip(one, two, strict=True)
 
 
 @needs_layouts
 @pytest.mark.parametrize("topology", [Topology(dp=3), Topology(dp=4)], ids=str)
-def test_ordered_shards_cut_fewer_take_no_padding_and_never_send_more(topology: Topology) -> None:
+def test_ordered_shards_cut_fewer_take_no_padding_and_never_send_more(
+    topology: Topology,
+) -> None:
     """Balanced homes move whole weights where few are cut."""
-    for (many, more, stock), (few, less, sizes) in _stock_and_ordered(topology, "local"):
+    for (many, more, stock), (few, less, sizes) in _stock_and_ordered(
+        topology, "local"
+    ):
         assert few < many and less < more and sizes == stock
     for (_, stock, _), (_, ours, _) in _stock_and_ordered(topology, "balanced"):
         assert ours <= stock
@@ -158,7 +199,9 @@ def test_ordered_shards_cut_fewer_take_no_padding_and_never_send_more(topology: 
 def test_checkpoints_load_in_another_order(
     format: str, other: Case, dp: int, tmp_path: Path
 ) -> None:
-    """At another DP size the aligned order is another one, too. And two further steps."""
+    """At another DP size the aligned order is another one, too. And two further
+    steps.
+    """
     here, there = Topology(dp=3, overlap=True), Topology(dp=dp, overlap=True)
     wrote = run(saved, 3, ALIGNED, here, format, str(tmp_path))
     read = run(loaded, dp, other, there, format, str(tmp_path))
@@ -168,7 +211,9 @@ def test_checkpoints_load_in_another_order(
 
 @needs_layouts
 def test_a_model_that_was_laid_out_before_is_refused() -> None:
-    for error in run(error_of_building, 2, BF16, Topology(dp=2), {"align_shards": True}):
+    for error in run(
+        error_of_building, 2, BF16, Topology(dp=2), {"align_shards": True}
+    ):
         assert (
             error.startswith("ValueError: align_shards (--muon-dp-layout) orders")
             and "install first" in error
@@ -193,7 +238,9 @@ def test_adamws_checkpoint_in_buckets_is_refused_where_theirs_is_another_order(
     topology = Topology(dp=2)
     run(save_new, 2, replace(BF16, optimizer="adam"), topology, format, str(tmp_path))
     for text in run(_from_adamw, 2, topology, format, str(tmp_path)):
-        assert ("--muon-dp-layout bucketed" in text) != (format == "fully_reshardable"), text
+        assert ("--muon-dp-layout bucketed" in text) != (
+            format == "fully_reshardable"
+        ), text
 
 
 def _hashed(folder: str) -> str | None:

@@ -1,1 +1,3 @@
-"""Commands that print a figure of the documents: ``cd tests; python -m figures.NAME``."""
+"""Commands that print a figure of the documents: ``cd tests; python -m
+figures.NAME``.
+"""

@@ -1,19 +1,28 @@
-"""The time model beside figures that others measured: ``cd tests && python -m figures.back_tests``.
+"""The time model beside figures that others measured: ``cd tests && python -m
+figures.back_tests``.
 
-NVIDIA's report (blog of 2026-04-22, Megatron-Bridge 26.02, GB300, MXFP8) gives, per GPU, model
-TFLOP/s with AdamW, with Muon, and Newton-Schulz TFLOP/s. The plan counts Newton-Schulz flops of a
-step, so the step's time follows, and what Muon added to it. Predicted is Megatron's own Muon, less
-AdamW. How ranks were divided is not in the report and is assumed here.
+NVIDIA's report (blog of 2026-04-22, Megatron-Bridge 26.02, GB300, MXFP8) gives, per
+GPU, model TFLOP/s with AdamW, with Muon, and Newton-Schulz TFLOP/s. The plan counts
+Newton-Schulz flops of a step, so the step's time follows, and what Muon added to it.
+Predicted is Megatron's own Muon, less AdamW. How ranks were divided is not in the
+report and is assumed here.
 """
 
 from __future__ import annotations
 
 from figures.planned_models import OVERLAP, planned
 
-REPORTS = {  # flags, with an assumed division of ranks; TFLOP/s with AdamW, Muon, of Newton-Schulz
-    "Qwen3-30B-A3B, 8 GB300": ("--model qwen3-30b-a3b --ep 8 --world-size 8", 713, 686, 35),
+# flags, with an assumed division of ranks; TFLOP/s with AdamW, Muon, of Newton-Schulz
+REPORTS = {
+    "Qwen3-30B-A3B, 8 GB300": (
+        "--model qwen3-30b-a3b --ep 8 --world-size 8",
+        713,
+        686,
+        35,
+    ),
     "Kimi K2, 256 GB300": (
-        "--model kimi-k2 --pp 4 --decoder-last-pipeline-num-layers 13 --ep 64 --world-size 256",
+        "--model kimi-k2 --pp 4 --decoder-last-pipeline-num-layers 13 --ep 64 "
+        "--world-size 256",
         *(1051, 1029, 51),
     ),
 }

@@ -16,7 +16,12 @@ from megatron_muon.planning.buckets.count import (
     in_buckets,
     stock_bucket_size,
 )
-from megatron_muon.planning.buckets.order import UNPLACED, Holders, orders, parameters_in
+from megatron_muon.planning.buckets.order import (
+    UNPLACED,
+    Holders,
+    orders,
+    parameters_in,
+)
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
@@ -48,7 +53,9 @@ def _weight(name: str, shape: tuple[int, int]) -> LocalParameter:
         return LocalParameter(shape[0] * shape[1])
     if "qkv" in name:
         parts = (("q", 512), ("k", 128), ("v", 128))
-        matrices, blocks = sectioned(name, shape, 0, 1, repeated(shape[0] // 768, parts))
+        matrices, blocks = sectioned(
+            name, shape, 0, 1, repeated(shape[0] // 768, parts)
+        )
     else:
         matrices, blocks = whole_matrix(name, shape, 0, 1)
     muon = Parameter(name, shape, 0, UNPLACED, UNPLACED, 0, matrices, blocks)
@@ -70,7 +77,9 @@ def llama_8b(
     buckets = list(in_buckets(whole_buffer(dp_size), bucket_size))
     own = [bucket.own() for bucket in buckets]
     chosen = (
-        own if ordered_for is None else orders(buckets, Holders(dp_size), Numerics(ordered_for))
+        own
+        if ordered_for is None
+        else orders(buckets, Holders(dp_size), Numerics(ordered_for))
     )
     return parameters_in(buckets, chosen), sum(bucket.numel for bucket in buckets)
 
@@ -78,10 +87,13 @@ def llama_8b(
 def llama_plan(
     dp_size: int, config: MuonConfig, bucket_size: int = WHOLE, *, ordered: bool = False
 ) -> tuple[ExchangePlan, float]:
-    """Its plan, and what it adds to the bytes of AdamW's reduce-scatter (fp32) and all-gather
-    (bf16), on an average rank."""
+    """Its plan, and what it adds to the bytes of AdamW's reduce-scatter (fp32) and
+    all-gather (bf16), on an average rank.
+    """
     parameters, numel = llama_8b(dp_size, bucket_size, config if ordered else None)
-    plan = make_plan(parameters, RankGrid(((tuple(range(dp_size)),),)), Numerics(config))
+    plan = make_plan(
+        parameters, RankGrid(((tuple(range(dp_size)),),)), Numerics(config)
+    )
     adamw_bytes = numel * (4 + 2) * (dp_size - 1) / dp_size
     return plan, sum(plan.sent_bytes()) / dp_size / adamw_bytes
 
@@ -94,7 +106,9 @@ def contiguous_bucket_size() -> int:
     return sum(weight.numel for weight in buffer.weights) // chosen.number
 
 
-def _cells(sizes: Sequence[int], config: MuonConfig, bucket_size: int | None, ordered: bool) -> str:
+def _cells(
+    sizes: Sequence[int], config: MuonConfig, bucket_size: int | None, ordered: bool
+) -> str:
     cells = []
     for dp_size in sizes:
         size = stock_bucket_size(dp_size) if bucket_size is None else bucket_size
@@ -110,10 +124,17 @@ def main() -> None:
     """Bytes that Muon adds to AdamW's, and the busiest rank."""
     sizes = (8, 64, 512)
     print("buckets, bytes over AdamW's on an average rank, Newton-Schulz of")
-    print("the busiest rank over the mean; ordered: contiguous on megatron-core 0.18 and later")
+    print(
+        "the busiest rank over the mean; ordered: contiguous on megatron-core 0.18 and "
+        "later"
+    )
     print(f"{'':33}" + "   ".join(f"{f'DP {size}':>18}" for size in sizes))
     few = contiguous_bucket_size()
-    for title, bucket_size in (("one bucket", WHOLE), ("overlap", few), ("stock buckets", None)):
+    for title, bucket_size in (
+        ("one bucket", WHOLE),
+        ("overlap", few),
+        ("stock buckets", None),
+    ):
         for homes in ("balanced", "local"):
             for ordered in (False, True) if bucket_size else (False,):
                 config = MuonConfig(homes=homes)

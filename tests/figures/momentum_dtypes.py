@@ -1,15 +1,15 @@
-"""Losses by the momentum's dtype: ``cd tests && python -m figures.momentum_dtypes``, on a GPU.
-With ``--periods`` they are those by --muon-full-period at TP 2, on two processes of a CPU, or two
-that share a GPU. ``--hidden`` takes a larger model.
+"""Losses by the momentum's dtype: ``cd tests && python -m figures.momentum_dtypes``, on
+a GPU. With ``--periods`` they are those by --muon-full-period at TP 2, on two processes
+of a CPU, or two that share a GPU. ``--hidden`` takes a larger model.
 
-The quickstart's model, text and schedule, from the same weights for each dtype: the mean loss of
-1,024 held-out windows after the last step. int8 and stochastic (bf16) are --muon-momentum-dtype's;
-the others are Transformer Engine's FusedAdam's, which must be installed: bf16, fp16 and fp8 for
-Muon's momentum and AdamW's moments, fp8-first without AdamW's second moment, fp8-second with it
-alone.
+The quickstart's model, text and schedule, from the same weights for each dtype: the
+mean loss of 1,024 held-out windows after the last step. int8 and stochastic (bf16) are
+--muon-momentum-dtype's; the others are Transformer Engine's FusedAdam's, which must be
+installed: bf16, fp16 and fp8 for Muon's momentum and AdamW's moments, fp8-first without
+AdamW's second moment, fp8-second with it alone.
 
-With ``--bytes`` nothing is trained: the state of examples/gpt_340m on one rank is made and counted,
-in bytes of an element of Muon's and of AdamW's beside their bf16 weights.
+With ``--bytes`` nothing is trained: the state of examples/gpt_340m on one rank is made
+and counted, in bytes of an element of Muon's and of AdamW's beside their bf16 weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from support.gpu.model import row_of
 from support.virtual_gpu.dry_run import ranks_of, world
 
 TOKENS, WARMUP, RATE = 4096, 20, 1e-2
-SHAPES = {  # by hidden size; the first is the quickstart's, the others have 3 and 26 M parameters
+# by hidden size; the first is the quickstart's, the others have 3 and 26 M parameters
+SHAPES = {
     128: "--layers 4 --heads 4 --ffn 344 --seq 128",
     256: "--layers 4 --heads 4 --ffn 688 --seq 128",
     512: "--layers 8 --heads 8 --ffn 1376 --seq 256",
@@ -53,7 +54,10 @@ SHAPES = {  # by hidden size; the first is the quickstart's, the others have 3 a
 OF_340M = "--hidden 1536 --layers 12 --heads 12 --vocab 50256 --seq 1024 --tp 1 --dp 1"
 FP32, FP8 = torch.float32, torch.uint8
 FUSED = {  # the first moment's, which is Muon's momentum's, and AdamW's second moment's
-    **{"bf16": (torch.bfloat16, torch.bfloat16), "fp16": (torch.float16, torch.float16)},
+    **{
+        "bf16": (torch.bfloat16, torch.bfloat16),
+        "fp16": (torch.float16, torch.float16),
+    },
     **{"fp8": (FP8, FP8), "fp8-first": (FP8, FP32), "fp8-second": (FP32, FP8)},
     **{"precision-aware": (FP32, FP32), "host": (FP32, FP32)},
 }
@@ -68,14 +72,17 @@ def _sizes(hidden: int, tp: int) -> str:
 def _optimizer(dtype: str, chunks: list[Any], timers: Any) -> Any:
     import megatron.core.optimizer as core
 
-    fused: dict[str, Any] = {"use_precision_aware_optimizer": True} if dtype in FUSED else {}
+    fused: dict[str, Any] = (
+        {"use_precision_aware_optimizer": True} if dtype in FUSED else {}
+    )
     if dtype in FUSED:
         fused["exp_avg_dtype"], fused["exp_avg_sq_dtype"] = FUSED[dtype]
     if dtype == "host":
         hybrid_on_cpu.install()
         fused |= {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
     config = core.OptimizerConfig(
-        optimizer="muon", lr=RATE, weight_decay=0.1, clip_grad=1.0, adam_beta2=0.95, bf16=True,
+        optimizer="muon", lr=RATE, weight_decay=0.1, clip_grad=1.0, adam_beta2=0.95,
+        bf16=True,
         params_dtype=torch.bfloat16, use_distributed_optimizer=True, **fused,
     )  # fmt: skip
     config.timers = timers
@@ -98,7 +105,10 @@ def _draw(chunk: Any, seed: int) -> None:
 def _windows(text: Any, seq: int, seed: int, number: int, count: int) -> torch.Tensor:
     numbers = torch.Generator().manual_seed(100_003 * seed + number)
     starts = torch.randint(0, len(text) - seq - 1, (count,), generator=numbers)
-    rows = [torch.from_numpy(text[start : start + seq + 1].copy()) for start in starts.tolist()]
+    rows = [
+        torch.from_numpy(text[start : start + seq + 1].copy())
+        for start in starts.tolist()
+    ]
     return torch.stack(rows).long().to(torch.cuda.current_device())
 
 
@@ -116,16 +126,23 @@ def _factor(step: int, steps: int) -> float:
 
 
 def _built(dtype: str, sizes: str, period: int = 1) -> building.Built:
-    row, timers = row_of("muon-contiguous"), StepTimers(torch.device(torch.cuda.current_device()))
+    row, timers = (
+        row_of("muon-contiguous"),
+        StepTimers(torch.device(torch.cuda.current_device())),
+    )
     held = OURS.get(dtype, "fp32")
-    row = replace(row, config=replace(row.config, momentum_dtype=held, full_period=period))
+    row = replace(
+        row, config=replace(row.config, momentum_dtype=held, full_period=period)
+    )
     made = lambda row, chunks, timers: _optimizer(dtype, chunks, timers)  # noqa: E731
     with mock.patch.object(building, "_optimizer", made):
         return building.build(row, parsed(sizes.split()), timers)
 
 
 def counted(dtype: str) -> str:
-    """The line of one dtype for ``--bytes``: storages that states and main parameters have."""
+    """The line of one dtype for ``--bytes``: storages that states and main parameters
+    have.
+    """
     gc.collect()  # the model before
     nbytes, elements = {True: 0, False: 0}, {True: 0, False: 0}
     for part in _built(dtype, OF_340M).optimizer.chained_optimizers:
@@ -133,7 +150,11 @@ def counted(dtype: str) -> str:
         for shard in part._shard_of.values():
             of_muon = part.muon.owns(shard)
             if dtype == "host":
-                keys = ("param", "exp_avg") if of_muon else ("param", "exp_avg", "exp_avg_sq")
+                keys = (
+                    ("param", "exp_avg")
+                    if of_muon
+                    else ("param", "exp_avg", "exp_avg_sq")
+                )
                 held = [part.states._held(shard, key) for key in keys]
             else:
                 held = [*part.optimizer.state[shard].values()]
@@ -167,10 +188,14 @@ class Run:
                 group["lr"] = self.rate * _factor(step, self.steps)
             chunk.zero_grad_buffer()
             built.optimizer.zero_grad()
-            _loss(chunk, _windows(corpus.train, seq, self.seed, step, TOKENS // seq)).backward()
+            _loss(
+                chunk, _windows(corpus.train, seq, self.seed, step, TOKENS // seq)
+            ).backward()
             chunk.finish_grad_sync()
             built.optimizer.step()
-        held_out = (_windows(corpus.held_out, seq, self.seed, 7919 + at, 64) for at in range(16))
+        held_out = (
+            _windows(corpus.held_out, seq, self.seed, 7919 + at, 64) for at in range(16)
+        )
         with torch.no_grad():
             return sum(float(_loss(chunk, rows)) for rows in held_out) / 16
 
@@ -179,7 +204,10 @@ def lines(dtypes: list[str], given: argparse.Namespace) -> Iterator[str]:
     """A line for each dtype: its losses by seed, and their mean."""
     corpus = read_corpus()
     for dtype in dtypes:
-        runs = [Run(dtype, seed, given.steps, given.rate, given.hidden) for seed in given.seeds]
+        runs = [
+            Run(dtype, seed, given.steps, given.rate, given.hidden)
+            for seed in given.seeds
+        ]
         losses = [each.loss(corpus) for each in runs]
         each = ", ".join(f"{loss:.4f}" for loss in losses)
         yield f"{dtype}: {each}; mean {sum(losses) / len(losses):.4f}"
@@ -204,9 +232,14 @@ def main() -> None:
     for seed in given.seeds if given.periods else ():
         for period in given.periods:
             one = Run("fp32", seed, given.steps, given.rate, given.hidden, period)
-            task = Task(on_two_ranks, one, 2, torch.cuda.is_available(), 1, 36_000, builds=True)
+            task = Task(
+                on_two_ranks, one, 2, torch.cuda.is_available(), 1, 36_000, builds=True
+            )
             loss, _ = run_ranks(task)
-            print(f"period {period}, seed {seed}, {given.steps} steps: {loss:.4f}", flush=True)
+            print(
+                f"period {period}, seed {seed}, {given.steps} steps: {loss:.4f}",
+                flush=True,
+            )
     if given.periods:
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"

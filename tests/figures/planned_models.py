@@ -1,9 +1,11 @@
-"""Six models at 32 to 4,096 ranks: ``cd tests && python -m figures.planned_models [WORD ...]``.
+"""Six models at 32 to 4,096 ranks: ``cd tests && python -m figures.planned_models [WORD
+...]``.
 
-Prints the table of docs/plan.md, of the models whose name has one of the words. Every row is
-``megatron-muon plan --model`` with the flags below. How the ranks are divided is an assumption, as
-is the number of tokens in a step. ``--states`` prints GiB of the fullest rank by how states are
-held instead: at rest/at the peak of the step, and what is on the host.
+Prints the table of docs/plan.md, of the models whose name has one of the words. Every
+row is ``megatron-muon plan --model`` with the flags below. How the ranks are divided is
+an assumption, as is the number of tokens in a step. ``--states`` prints GiB of the
+fullest rank by how states are held instead: at rest/at the peak of the step, and what
+is on the host.
 """
 
 from __future__ import annotations
@@ -42,9 +44,19 @@ def _worlds(words: str, name: str, *sizes: int) -> tuple[tuple[int, str, str], .
 
 MODELS = (
     Model("Llama-3-8B", "llama3-8b", _worlds("--tp 2", "TP2", 32, 256, 1024, 4096)),
-    Model("Llama-3-70B", "llama3-70b", _worlds("--tp 8 --pp 4", "TP8 PP4", 32, 256, 1024, 4096)),
-    Model("Qwen3-30B-A3B", "qwen3-30b-a3b", _worlds("--ep 8", "EP8", 32, 256, 1024, 4096)),
-    Model("Moonlight 16B", "moonlight-16b-a3b", _worlds("--ep 8", "EP8", 32, 256, 1024, 4096)),
+    Model(
+        "Llama-3-70B",
+        "llama3-70b",
+        _worlds("--tp 8 --pp 4", "TP8 PP4", 32, 256, 1024, 4096),
+    ),
+    Model(
+        "Qwen3-30B-A3B", "qwen3-30b-a3b", _worlds("--ep 8", "EP8", 32, 256, 1024, 4096)
+    ),
+    Model(
+        "Moonlight 16B",
+        "moonlight-16b-a3b",
+        _worlds("--ep 8", "EP8", 32, 256, 1024, 4096),
+    ),
     *(
         Model(
             name,
@@ -64,7 +76,8 @@ STATES = {
     "on the host": f"{_NARROW} --optimizer-cpu-offload",
 }
 HEAD = (
-    "| model | ranks | AdamW | contiguous | bucketed | Megatron's blockwise / duplicated / "
+    "| model | ranks | AdamW | contiguous | bucketed | Megatron's blockwise / "
+    "duplicated / "
     "distributed / layer_sharded | busiest / mean | "
     "longer than AdamW's |"
 )
@@ -74,7 +87,9 @@ def main() -> None:
     """Print a row as soon as it is planned."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("words", nargs="*")
-    arguments.add_argument("--flags", default="", help="further flags of megatron-muon plan")
+    arguments.add_argument(
+        "--flags", default="", help="further flags of megatron-muon plan"
+    )
     arguments.add_argument("--states", action="store_true")
     given = arguments.parse_args()
     if given.states:
@@ -97,7 +112,10 @@ def by_state(model: Model, more: str) -> Iterator[str]:
         plan = planned(f"{argv} {flags}".split())
         held = [kind.row("contiguous") for kind in plan.kinds]
         host, rest = (
-            max(each) for each in zip(*((r.host, sum(r.rest.values())) for r in held), strict=True)
+            max(each)
+            for each in zip(
+                *((r.host, sum(r.rest.values())) for r in held), strict=True
+            )
         )
         cell = f"{rest / (1 << 30):.1f} / {plan.peak('contiguous') / (1 << 30):.1f}"
         cells.append(f"{cell}, {host / (1 << 30):.1f}" if host else cell)
@@ -107,8 +125,12 @@ def by_state(model: Model, more: str) -> Iterator[str]:
 def rows(model: Model, more: str) -> Iterator[str]:
     """A line for each of its worlds."""
     for size, words, name in model.worlds:
-        argv = f"--model {model.preset} {OVERLAP} {words} --world-size {size} {more}".split()
-        yield f"| {model.name} {name} | {size:,} | {' | '.join(_cells(planned(argv)))} |"
+        argv = (
+            f"--model {model.preset} {OVERLAP} {words} --world-size {size} {more}"
+        ).split()
+        yield (
+            f"| {model.name} {name} | {size:,} | {' | '.join(_cells(planned(argv)))} |"
+        )
 
 
 def planned(argv: list[str]) -> RunPlan:
@@ -117,7 +139,9 @@ def planned(argv: list[str]) -> RunPlan:
         warnings.simplefilter("ignore")
         line = command_line(argv)
         return plan_run(
-            line, hardware_of(line.given.hardware, line.given.set), DEVICES[line.given.products]
+            line,
+            hardware_of(line.given.hardware, line.given.set),
+            DEVICES[line.given.products],
         )
 
 

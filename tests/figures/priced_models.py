@@ -1,9 +1,10 @@
-"""Seven models at real sizes, priced: ``cd tests && python -m figures.priced_models [WORD ...]``.
+"""Seven models at real sizes, priced: ``cd tests && python -m figures.priced_models
+[WORD ...]``.
 
-Prints a table as in docs/plan.md, of the models whose name has one of the words. Every row is
-one stage of ``megatron-muon plan`` with the flags below: the first one, or where there are several
-the second, which has no embedding. ``safe`` and ``fast`` are presets, with torch's products and
-with a library's symmetric kernel.
+Prints a table as in docs/plan.md, of the models whose name has one of the words. Every
+row is one stage of ``megatron-muon plan`` with the flags below: the first one, or where
+there are several the second, which has no embedding. ``safe`` and ``fast`` are presets,
+with torch's products and with a library's symmetric kernel.
 """
 
 from __future__ import annotations
@@ -20,14 +21,26 @@ from megatron_muon.lab.pricing.step import price_adamw
 from megatron_muon.lab.pricing.upstream import TpMode, price_layer_wise
 from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.settings.update import Preset
-from support.virtual_gpu.plans import EP, LLAMA_8B, LLAMA_70B, OVERLAP, PP, QWEN3_30B, TP
+from support.virtual_gpu.plans import (
+    EP,
+    LLAMA_8B,
+    LLAMA_70B,
+    OVERLAP,
+    PP,
+    QWEN3_30B,
+    TP,
+)
 
 DEEPSEEK_V3 = (
-    "--num-layers 64 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
+    "--num-layers 64 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads "
+    "128 "
     "--kv-channels 128 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 "
-    "--qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --swiglu --normalization RMSNorm "
-    "--disable-bias-linear --untie-embeddings-and-output-weights --padded-vocab-size 129280 "
-    "--num-experts 256 --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 "
+    "--qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --swiglu "
+    "--normalization RMSNorm "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --padded-vocab-size "
+    "129280 "
+    "--num-experts 256 --moe-ffn-hidden-size 2048 "
+    "--moe-shared-expert-intermediate-size 2048 "
     "--moe-router-topk 8 --position-embedding-type rope --seq-length 4096 "
     "--max-position-embeddings 4096 --bf16 --use-distributed-optimizer "
     "--pipeline-model-parallel-size 16 --expert-model-parallel-size 64 "
@@ -70,7 +83,9 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--flags", default="", help="further flags of megatron-muon plan")
+    parser.add_argument(
+        "--flags", default="", help="further flags of megatron-muon plan"
+    )
     given = parser.parse_args()
     hardware = hardware_of(given.hardware, given.set)
     print(f"{HEAD}\n|---|{'--:|' * 7}")

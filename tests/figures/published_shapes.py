@@ -1,8 +1,10 @@
-"""Published hybrids and other models of 2026 in ``plan``, built by Megatron-LM's own scripts.
+"""Published hybrids and other models of 2026 in ``plan``, built by Megatron-LM's own
+scripts.
 
-``cd tests && MEGATRON_LM_PATH=CHECKOUT python -m figures.published_shapes [WORD ...]`` prints a row
-for each model whose name has one of the words: its parameters beside the published number, Muon's
-share of them, and optimizer steps in ms. Shapes are those of the models' cards and configurations.
+``cd tests && MEGATRON_LM_PATH=CHECKOUT python -m figures.published_shapes [WORD ...]``
+prints a row for each model whose name has one of the words: its parameters beside the
+published number, Muon's share of them, and optimizer steps in ms. Shapes are those of
+the models' cards and configurations.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 _HYBRID = (
-    "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --mamba-head-dim 64 "
+    "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec "
+    "--mamba-head-dim 64 "
     "--mamba-state-dim 128 --mamba-num-groups 8 --squared-relu --vocab-size 131071 "
     "--position-embedding-type none --hybrid-layer-pattern"
 )
@@ -27,24 +30,34 @@ _SUPER = ("ME" * 5 + "*") * 8
 _EXPERTS = "--moe-grouped-gemm --moe-token-dispatcher-type alltoall"
 _DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
-    "--linear-key-head-dim 128 --linear-value-head-dim 128 --linear-num-key-heads 16 --swiglu "
+    "--linear-key-head-dim 128 --linear-value-head-dim 128 --linear-num-key-heads 16 "
+    "--swiglu "
     "--attention-output-gate --qk-layernorm --kv-channels 256 --group-query-attention "
     f"--num-query-groups 2 --moe-shared-expert-gate {_EXPERTS}"
 )
 _SINKS = (
-    "--hidden-size 2880 --num-attention-heads 64 --kv-channels 64 --group-query-attention "
-    "--num-query-groups 8 --ffn-hidden-size 2880 --moe-ffn-hidden-size 2880 --moe-router-topk 4 "
-    f"--softmax-type learnable --swiglu --add-bias-linear {_EXPERTS} --vocab-size 201087"
+    "--hidden-size 2880 --num-attention-heads 64 --kv-channels 64 "
+    "--group-query-attention "
+    "--num-query-groups 8 --ffn-hidden-size 2880 --moe-ffn-hidden-size 2880 "
+    "--moe-router-topk 4 "
+    f"--softmax-type learnable --swiglu --add-bias-linear {_EXPERTS} --vocab-size "
+    "201087"
 )
 _SPARSE = (
-    "--multi-latent-attention --kv-lora-rank 512 --qk-pos-emb-head-dim 64 --qk-layernorm --swiglu "
-    "--experimental-attention-variant dsa --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048 "
-    "--dsa-indexer-loss-coeff 0.01 --num-experts 256 --moe-ffn-hidden-size 2048 --moe-router-topk "
-    f"8 --moe-shared-expert-intermediate-size 2048 {_EXPERTS} --expert-model-parallel-size 64"
+    "--multi-latent-attention --kv-lora-rank 512 --qk-pos-emb-head-dim 64 "
+    "--qk-layernorm --swiglu "
+    "--experimental-attention-variant dsa --dsa-indexer-head-dim 128 "
+    "--dsa-indexer-topk 2048 "
+    "--dsa-indexer-loss-coeff 0.01 --num-experts 256 --moe-ffn-hidden-size 2048 "
+    "--moe-router-topk "
+    f"8 --moe-shared-expert-intermediate-size 2048 {_EXPERTS} "
+    "--expert-model-parallel-size 64"
 )
 _GLM = (
-    f"{_SPARSE} --dsa-indexer-n-heads 32 --q-lora-rank 2048 --qk-head-dim 192 --v-head-dim 256 "
-    "--num-layers 78 --hidden-size 6144 --num-attention-heads 64 --ffn-hidden-size 12288 "
+    f"{_SPARSE} --dsa-indexer-n-heads 32 --q-lora-rank 2048 --qk-head-dim 192 "
+    "--v-head-dim 256 "
+    "--num-layers 78 --hidden-size 6144 --num-attention-heads 64 --ffn-hidden-size "
+    "12288 "
     "--moe-layer-freq ([0]*3+[1]*75) --vocab-size 154879"
 )
 
@@ -66,30 +79,40 @@ class Shape:
     @property
     def script(self) -> str:
         """Of Megatron-LM."""
-        return "pretrain_hybrid.py" if "--hybrid-layer-pattern" in self.flags else "pretrain_gpt.py"
+        return (
+            "pretrain_hybrid.py"
+            if "--hybrid-layer-pattern" in self.flags
+            else "pretrain_gpt.py"
+        )
 
 
 SHAPES = {
     "Nemotron-H-8B": Shape(
         8.1,
         64,
-        f"{_HYBRID} M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M- --hidden-size 4096 "
+        f"{_HYBRID} M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M- --hidden-size "
+        "4096 "
         "--num-attention-heads 32 --group-query-attention --num-query-groups 8 "
         "--ffn-hidden-size 21504 --mamba-num-heads 128",
     ),
     "Nemotron-3-Nano-30B-A3B": Shape(
         31.6,
         64,
-        f"{_HYBRID} {_NANO} --hidden-size 2688 --num-attention-heads 32 --kv-channels 128 "
-        "--group-query-attention --num-query-groups 2 --mamba-num-heads 64 --num-experts 128 "
+        f"{_HYBRID} {_NANO} --hidden-size 2688 --num-attention-heads 32 --kv-channels "
+        "128 "
+        "--group-query-attention --num-query-groups 2 --mamba-num-heads 64 "
+        "--num-experts 128 "
         "--ffn-hidden-size 1856 --moe-ffn-hidden-size 1856 --moe-router-topk 6 "
-        f"--moe-shared-expert-intermediate-size 3712 {_EXPERTS} --expert-model-parallel-size 8",
+        f"--moe-shared-expert-intermediate-size 3712 {_EXPERTS} "
+        "--expert-model-parallel-size 8",
     ),
     "Nemotron-3-Super-120B-A12B": Shape(
         120.6,
         256,
-        f"{_HYBRID} {_SUPER} --hidden-size 4096 --num-attention-heads 32 --kv-channels 128 "
-        "--group-query-attention --num-query-groups 2 --mamba-num-heads 128 --num-experts 512 "
+        f"{_HYBRID} {_SUPER} --hidden-size 4096 --num-attention-heads 32 --kv-channels "
+        "128 "
+        "--group-query-attention --num-query-groups 2 --mamba-num-heads 128 "
+        "--num-experts 512 "
         "--ffn-hidden-size 2688 --moe-ffn-hidden-size 2688 --moe-router-topk 22 "
         "--moe-latent-size 1024 --moe-shared-expert-intermediate-size 5376 "
         f"{_EXPERTS} --expert-model-parallel-size 64",
@@ -97,7 +120,8 @@ SHAPES = {
     "Qwen3-Next-80B-A3B": Shape(
         80,
         256,
-        f"{_DELTA} --num-layers 48 --hidden-size 2048 --num-attention-heads 16 --num-experts 512 "
+        f"{_DELTA} --num-layers 48 --hidden-size 2048 --num-attention-heads 16 "
+        "--num-experts 512 "
         "--moe-ffn-hidden-size 512 --moe-router-topk 10 --vocab-size 151935 "
         "--moe-shared-expert-intermediate-size 512 --linear-num-value-heads 32 "
         "--expert-model-parallel-size 64",
@@ -105,7 +129,8 @@ SHAPES = {
     "Qwen3.5-35B-A3B": Shape(
         35,
         64,
-        f"{_DELTA} --num-layers 40 --hidden-size 2048 --num-attention-heads 16 --num-experts 256 "
+        f"{_DELTA} --num-layers 40 --hidden-size 2048 --num-attention-heads 16 "
+        "--num-experts 256 "
         "--moe-ffn-hidden-size 512 --moe-router-topk 8 --vocab-size 248319 "
         "--moe-shared-expert-intermediate-size 512 --linear-num-value-heads 32 "
         "--expert-model-parallel-size 8",
@@ -113,22 +138,29 @@ SHAPES = {
     "Qwen3.5-397B-A17B": Shape(
         397,
         1024,
-        f"{_DELTA} --num-layers 60 --hidden-size 4096 --num-attention-heads 32 --num-experts 512 "
+        f"{_DELTA} --num-layers 60 --hidden-size 4096 --num-attention-heads 32 "
+        "--num-experts 512 "
         "--moe-ffn-hidden-size 1024 --moe-router-topk 10 --vocab-size 248319 "
         "--moe-shared-expert-intermediate-size 1024 --linear-num-value-heads 64 "
         "--expert-model-parallel-size 64",
     ),
     "gpt-oss-20b": Shape(
-        20.9, 64, f"{_SINKS} --num-layers 24 --num-experts 32 --expert-model-parallel-size 8"
+        20.9,
+        64,
+        f"{_SINKS} --num-layers 24 --num-experts 32 --expert-model-parallel-size 8",
     ),
     "gpt-oss-120b": Shape(
-        116.8, 256, f"{_SINKS} --num-layers 36 --num-experts 128 --expert-model-parallel-size 64"
+        116.8,
+        256,
+        f"{_SINKS} --num-layers 36 --num-experts 128 --expert-model-parallel-size 64",
     ),
     "DeepSeek-V3.2": Shape(
         672,
         1024,
-        f"{_SPARSE} --dsa-indexer-n-heads 64 --q-lora-rank 1536 --qk-head-dim 128 --v-head-dim 128 "
-        "--num-layers 61 --hidden-size 7168 --num-attention-heads 128 --ffn-hidden-size 18432 "
+        f"{_SPARSE} --dsa-indexer-n-heads 64 --q-lora-rank 1536 --qk-head-dim 128 "
+        "--v-head-dim 128 "
+        "--num-layers 61 --hidden-size 7168 --num-attention-heads 128 "
+        "--ffn-hidden-size 18432 "
         "--moe-layer-freq ([0]*3+[1]*58) --vocab-size 129279",
     ),
     "GLM-5": Shape(744, 1024, _GLM),
@@ -140,11 +172,13 @@ _RUN = (
     "--bf16 --micro-batch-size 1 --global-batch-size 1024 --train-iters 1 --lr 1e-3 "
     "--normalization RMSNorm --tokenizer-type NullTokenizer --seq-length 4096 "
     "--max-position-embeddings 4096 --untie-embeddings-and-output-weights "
-    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --mock-data "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--mock-data "
     "--make-vocab-size-divisible-by 1 --no-bias-dropout-fusion"
 )
 HEAD = (
-    "| model | ranks | parameters, billions: built / published | Muon's | AdamW, ms | contiguous "
+    "| model | ranks | parameters, billions: built / published | Muon's | AdamW, ms | "
+    "contiguous "
     "| bucketed | Megatron's duplicated |\n|---|--:|--:|--:|--:|--:|--:|--:|"
 )
 
@@ -152,7 +186,9 @@ HEAD = (
 def planned(name: str, checkout: Path) -> dict[str, Any]:
     """What ``plan --json`` writes."""
     shape = SHAPES[name]
-    run = _RUN if "--add-bias-linear" in shape.flags else f"{_RUN} --disable-bias-linear"
+    run = (
+        _RUN if "--add-bias-linear" in shape.flags else f"{_RUN} --disable-bias-linear"
+    )
     run = run if "none" in shape.flags else f"{run} --position-embedding-type rope"
     flags = f"{shape.flags} {run}".replace("--add-bias-linear ", "")
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +196,9 @@ def planned(name: str, checkout: Path) -> dict[str, Any]:
         line = ["plan", "--json", str(file), "--world-size", str(shape.ranks)]
         command = [sys.executable, "-W", "ignore", "-m", "megatron_muon", *line]
         done = subprocess.run(
-            [*command, str(checkout / shape.script), *flags.split()], capture_output=True, text=True
+            [*command, str(checkout / shape.script), *flags.split()],
+            capture_output=True,
+            text=True,
         )
         if done.returncode:
             raise RuntimeError(f"{name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")

@@ -1,17 +1,19 @@
-"""Where the Gram iteration has to restart: ``cd tests && python -m figures.restart_errors``.
+"""Where the Gram iteration has to restart: ``cd tests && python -m
+figures.restart_errors``.
 
-10,000 matrices are drawn (``support.drawn``): columns, rows or halves scaled apart, rows repeated,
-near rank 1, of given singular values, Gaussian; of 1 x 1 to 96 x 96 and 64 x 256. Each is rounded
-as a GPU and a CPU do, and with sums in 16 bits. A list of restarts is accurate if on each of them
-the error and the largest singular value are within ``GRAM_ERROR`` and ``GRAM_TOP`` of
-``coefficients``. Standard's error is the worst of three: with X as it is, and scaled up and down by
-one rounding unit. Of the shortest accurate lists, the one farthest from both bounds is taken.
+10,000 matrices are drawn (``support.drawn``): columns, rows or halves scaled apart,
+rows repeated, near rank 1, of given singular values, Gaussian; of 1 x 1 to 96 x 96 and
+64 x 256. Each is rounded as a GPU and a CPU do, and with sums in 16 bits. A list of
+restarts is accurate if on each of them the error and the largest singular value are
+within ``GRAM_ERROR`` and ``GRAM_TOP`` of ``coefficients``. Standard's error is the
+worst of three: with X as it is, and scaled up and down by one rounding unit. Of the
+shortest accurate lists, the one farthest from both bounds is taken.
 
-A set with headroom has none: near rank 1 its polynomials are stable up to the headroom only, and
-the rounding of the square of X, which grows from step to step, passes that.
+A set with headroom has none: near rank 1 its polynomials are stable up to the headroom
+only, and the rounding of the square of X, which grows from step to step, passes that.
 
-Without arguments it prints the recorded lists' worst figures over the bounds. ``--find`` searches,
-which takes hours for all sets.
+Without arguments it prints the recorded lists' worst figures over the bounds.
+``--find`` searches, which takes hours for all sets.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ from megatron_muon.settings.coefficients import SETS, Restarts
 from support.drawn import SHAPES, Trial, trials
 
 COUNT = 10_000
-FEW = [n for n in range(2000) if max(SHAPES[n % len(SHAPES)]) <= 16]  # of which most lists fail
+FEW = [
+    n for n in range(2000) if max(SHAPES[n % len(SHAPES)]) <= 16
+]  # of which most lists fail
 
 
 def over_bounds(tried: Iterable[Trial], restarts: Sequence[int]) -> tuple[float, float]:
-    """The worst error and the worst largest singular value of a list, over what is allowed.
+    """The worst error and the worst largest singular value of a list, over what is
+    allowed.
 
     Where one is above 1, it is that of the first trials that have such a one.
     """
@@ -62,9 +67,13 @@ def found(name: str, steps: int, field: str, count: int) -> tuple[int, ...] | No
 def main() -> None:
     """Print a line for each list."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*", metavar="SET", help="default: all with restarts")
+    parser.add_argument(
+        "names", nargs="*", metavar="SET", help="default: all with restarts"
+    )
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--fields", nargs="+", default=Restarts._fields, choices=Restarts._fields)
+    parser.add_argument(
+        "--fields", nargs="+", default=Restarts._fields, choices=Restarts._fields
+    )
     parser.add_argument("--count", type=int, default=COUNT, help="of drawn matrices")
     parser.add_argument("--find", action="store_true")
     given = parser.parse_args()

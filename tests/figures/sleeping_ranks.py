@@ -1,10 +1,11 @@
 """The time model beside processes: the real exchange over gloo, Newton-Schulz a sleep.
 
-A sleep needs no core, so more ranks than cores work at the same time, as GPUs do: how long ranks
-wait for each other is real, and so are the messages. Bytes are few, so they take no time to speak
-of, in the processes or in the model.
+A sleep needs no core, so more ranks than cores work at the same time, as GPUs do: how
+long ranks wait for each other is real, and so are the messages. Bytes are few, so they
+take no time to speak of, in the processes or in the model.
 
-``cd tests && python -m figures.sleeping_ranks [TP DP ...]`` prints predicted and measured steps.
+``cd tests && python -m figures.sleeping_ranks [TP DP ...]`` prints predicted and
+measured steps.
 """
 
 from __future__ import annotations
@@ -40,17 +41,23 @@ class Case:
 
     tp: int
     dp: int
-    round_kib: int | None = None  # limit of a round; None: the default, which is one round here
+    round_kib: int | None = (
+        None  # limit of a round; None: the default, which is one round here
+    )
     layers: int = 8
     seconds: float = 1.0  # that the mean rank sleeps in a step
 
     @property
     def config(self) -> MuonConfig:
-        return MuonConfig(round_bytes=None if self.round_kib is None else self.round_kib << 10)
+        return MuonConfig(
+            round_bytes=None if self.round_kib is None else self.round_kib << 10
+        )
 
     @property
     def plan(self) -> ExchangePlan:
-        return small_plan(self.config, self.tp, self.dp, self.layers, hidden=128, ffn=448)
+        return small_plan(
+            self.config, self.tp, self.dp, self.layers, hidden=128, ffn=448
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,9 @@ class Compared:
 
 
 def compared(case: Case, repeats: int = 3) -> Compared:
-    """The fastest of some steps: what else runs on the machine only makes steps slower."""
+    """The fastest of some steps: what else runs on the machine only makes steps
+    slower.
+    """
     plan = case.plan
     idle = Optimizer(plan, (0,) * plan.size)
     predicted = price_step([idle], case.config, sleeping(case, plan), device="cpu")
@@ -77,7 +86,14 @@ def compared(case: Case, repeats: int = 3) -> Compared:
 
 def sleeping(case: Case, plan: ExchangePlan) -> Hardware:
     """Hardware that takes time for Newton-Schulz only: as much as the sleeps."""
-    none = ("kernel_us", "launch_us", "phase_us", "message_us", "peer_us", "peer_host_us")
+    none = (
+        "kernel_us",
+        "launch_us",
+        "phase_us",
+        "message_us",
+        "peer_us",
+        "peer_host_us",
+    )
     free = ("memory_gbytes", "node_gbytes", "pair_gbytes", "network_gbytes")
     values: dict[str, Any] = dict.fromkeys(none, 0.0) | dict.fromkeys(free, math.inf)
     flops_per_second = 1 / _second_per_flop(case, plan)
@@ -125,7 +141,8 @@ def said(case: Case, result: Compared) -> str:
     limit = "default" if case.round_kib is None else f"{case.round_kib} KiB"
     return (
         f"TP{case.tp} x DP{case.dp}, {case.layers} layers, rounds of {limit}"
-        f" ({result.predicted.rounds[0]}): busiest rank sleeps {busiest:.2f} s, predicted"
+        f" ({result.predicted.rounds[0]}): busiest rank sleeps {busiest:.2f} s, "
+        "predicted"
         f" {result.predicted.seconds:.2f} s, measured {result.measured:.2f} s,"
         f" error {result.error:+.1%}"
     )
@@ -142,6 +159,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from figures import sleeping_ranks  # workers import the function that they run from a module
+    from figures import (
+        sleeping_ranks,
+    )  # workers import the function that they run from a module
 
     sleeping_ranks.main()

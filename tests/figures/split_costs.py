@@ -1,8 +1,9 @@
-"""What splits of weights cost at real sizes: ``cd tests && python -m figures.split_costs``.
+"""What splits of weights cost at real sizes: ``cd tests && python -m
+figures.split_costs``.
 
-For each model and each choice of matrices: matrices, Newton-Schulz flops and bytes sent of one step
-of one pipeline stage, from the run's own plan, and its optimizer step as ``megatron-muon plan`` has
-it on an H100 without a library's symmetric kernel.
+For each model and each choice of matrices: matrices, Newton-Schulz flops and bytes sent
+of one step of one pipeline stage, from the run's own plan, and its optimizer step as
+``megatron-muon plan`` has it on an H100 without a library's symmetric kernel.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ CHOICES = {
         "whole (default)": (),
         "up-projections by head": (f"{UP}=heads",),
         "up-projections by head; latent and rope": (f"{UP}=heads", f"{DOWN}=parts"),
-        "gate and up": (f"{FC1}=gate-up", "*.local_experts.*.linear_fc1.weight=gate-up"),
+        "gate and up": (
+            f"{FC1}=gate-up",
+            "*.local_experts.*.linear_fc1.weight=gate-up",
+        ),
     },
 }
 
 
 def main() -> None:
     """Print a row for each choice."""
-    print("| model | matrices | number | Tflop a step | GB sent, mean rank | step, ms |")
+    print(
+        "| model | matrices | number | Tflop a step | GB sent, mean rank | step, ms |"
+    )
     print("|---|---|--:|--:|--:|--:|")
     for case in CASES:
         for name, patterns in CHOICES.get(case.name, {}).items():
@@ -44,7 +50,10 @@ def main() -> None:
             sent = sum(sum(plan.sent_bytes()) / plan.size for plan in plans)
             matrices = sum(len(plan.matrices) for plan in plans)
             seconds = price_step(optimizers, config, H100).seconds
-            cells = f"{matrices:,} | {flops / 1e12:.1f} | {sent / 1e9:.2f} | {1e3 * seconds:.1f}"
+            cells = (
+                f"{matrices:,} | {flops / 1e12:.1f} | {sent / 1e9:.2f} | "
+                f"{1e3 * seconds:.1f}"
+            )
             print(f"| {case.name} | {name} | {cells} |", flush=True)
 
 

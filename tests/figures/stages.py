@@ -20,7 +20,9 @@ from support.virtual_gpu.dry_run import planned_on
 
 
 def stage_of(words: str, device: Device = "cuda") -> tuple[MuonConfig, list[Optimizer]]:
-    """The settings of a run, and the optimizers of its first stage or of that of ``--stage``."""
+    """The settings of a run, and the optimizers of its first stage or of that of
+    ``--stage``.
+    """
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         line = command_line(words.split())

@@ -1,8 +1,9 @@
-"""Settings of the tests on GPUs, and what they record for the report of ``megatron-muon accept``.
+"""Settings of the tests on GPUs, and what they record for the report of ``megatron-muon
+accept``.
 
-This process never computes on a GPU: ranks in processes of their own do. Without a GPU a test runs
-over gloo, or its code runs on the virtual GPU; it is skipped only then, as a claim about a GPU that
-was not held.
+This process never computes on a GPU: ranks in processes of their own do. Without a GPU
+a test runs over gloo, or its code runs on the virtual GPU; it is skipped only then, as
+a claim about a GPU that was not held.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_muon.lab.accept.results import COLLECTED, ENVIRONMENT, FIGURE, LOOKED_AT, Figure
+from megatron_muon.lab.accept.results import (
+    COLLECTED,
+    ENVIRONMENT,
+    FIGURE,
+    LOOKED_AT,
+    Figure,
+)
 from support.gpu.environment import described
 from support.gpu.settings import Settings, settings_of
 
@@ -20,7 +27,9 @@ Report = Callable[..., None]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A wrong flag ends pytest before any test, where these tests are asked for by their path."""
+    """A wrong flag ends pytest before any test, where these tests are asked for by
+    their path.
+    """
     _settings(config)
 
 
@@ -43,7 +52,9 @@ def _recorded(
     settings: Settings,
     record_testsuite_property: Callable[[str, object], None],
 ) -> None:
-    names = [item.nodeid for item in request.session.items if item.get_closest_marker("gpu")]
+    names = [
+        item.nodeid for item in request.session.items if item.get_closest_marker("gpu")
+    ]
     record_testsuite_property(COLLECTED, json.dumps(names))
     record_testsuite_property(ENVIRONMENT, json.dumps(described(settings)))
 

@@ -1,4 +1,6 @@
-"""The device's results against a CPU's: equal bits where operations round once, else a bound."""
+"""The device's results against a CPU's: equal bits where operations round once, else a
+bound.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from support.gpu.settings import Settings
 from support.virtual_gpu.step import virtual_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
-# Errors of the same iteration on two devices differ by the order of sums, and in fp16 by linear
-# terms that a GPU folds (``Numerics.folded``): the largest factors seen are 3, and 8 on an H200.
+# Errors of the same iteration on two devices differ by the order of sums, and in fp16
+# by linear terms that a GPU folds (``Numerics.folded``): the largest factors seen are
+# 3, and 8 on an H200.
 FACTOR, FOLDED = 3.0, 16.0
 
 
@@ -29,7 +32,10 @@ def found(settings: Settings) -> bits.Bits:
 
 @pytest.mark.parametrize("way", ["foreach", "fused kernels"])
 def test_momentum_norm_and_update_have_a_cpus_bits(
-    way: str, found: bits.Bits, needs_gpu: Callable[[], None], report: Callable[..., None]
+    way: str,
+    found: bits.Bits,
+    needs_gpu: Callable[[], None],
+    report: Callable[..., None],
 ) -> None:
     ways = {each.way: each.differ for each in found.elementwise}
     if not ways:  # the same code, without its values

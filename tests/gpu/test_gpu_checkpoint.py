@@ -1,7 +1,9 @@
 """Save, load, a kill during a save, and switches, by Megatron-core's own checkpoints.
 
-Two sets of ranks. The first takes steps, saves, and is killed in its second save. The second starts
-anew: the first save is whole, the second is refused. A run goes on from the first with the bits of
+Two sets of ranks. The first takes steps, saves, and is killed in its second save. The
+second starts
+anew: the first save is whole, the second is refused. A run goes on from the first with
+the bits of
 a run that was never stopped. AdamW and Muon go on from each other.
 """
 
@@ -23,7 +25,9 @@ SECONDS = 140.0  # of each set
 
 
 @pytest.fixture(scope="module")
-def saved(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def saved(
+    settings: Settings, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
     """The folder of both saves, and how the ranks ended."""
     folder = tmp_path_factory.mktemp("checkpoints")
     argument = {"settings": settings, "folder": str(folder)}
@@ -45,12 +49,19 @@ def test_a_rank_is_killed_during_a_save(
     folder, ended = saved
     assert "rank 0 died, exit code -9" in ended
     assert (folder / "first" / "metadata.json").exists()
-    assert any((folder / "second").iterdir()) and not (folder / "second/metadata.json").exists()
+    assert (
+        any((folder / "second").iterdir())
+        and not (folder / "second/metadata.json").exists()
+    )
     report(text="with its shards written and its metadata not")
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
-def test_a_new_set_of_ranks_finds_that(claim: str, loaded: list[dict[str, Any]]) -> None:
+def test_a_new_set_of_ranks_finds_that(
+    claim: str, loaded: list[dict[str, Any]]
+) -> None:
     assert {
-        rank: faults[claim] for rank, faults in enumerate(loaded) if faults[claim] != "ok"
+        rank: faults[claim]
+        for rank, faults in enumerate(loaded)
+        if faults[claim] != "ok"
     } == {}

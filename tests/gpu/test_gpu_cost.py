@@ -37,9 +37,14 @@ def measured(settings: Settings) -> list[Measured]:
 
 @pytest.fixture(scope="module")
 def of_gpu(
-    settings: Settings, measured: list[Measured], on_gpu: PredictedStep, hardware: Hardware
+    settings: Settings,
+    measured: list[Measured],
+    on_gpu: PredictedStep,
+    hardware: Hardware,
 ) -> Sequence[Measured]:
-    """Without a GPU what the prediction would measure: it runs the code, and is not reported."""
+    """Without a GPU what the prediction would measure: it runs the code, and is not
+    reported.
+    """
     if settings.gpus:
         return measured
     ranks = range(settings.ranks)
@@ -61,9 +66,17 @@ def test_bytes_are_those_of_the_plan(
     assert [figure for figure in figures if not figure.as_predicted] == []
 
 
-def test_the_virtual_gpu_sends_the_plans_bytes(on_gpu: PredictedStep, report: Report) -> None:
+def test_the_virtual_gpu_sends_the_plans_bytes(
+    on_gpu: PredictedStep, report: Report
+) -> None:
     figures = [
-        Figure(f"bytes of rank {each.rank} on the virtual GPU", "B", planned, each.sent, *EXACT)
+        Figure(
+            f"bytes of rank {each.rank} on the virtual GPU",
+            "B",
+            planned,
+            each.sent,
+            *EXACT,
+        )
         for planned, each in zip(on_gpu.sent, on_gpu.reports, strict=True)
     ]
     report(*figures, text="on every rank")
@@ -85,7 +98,9 @@ def test_launches_are_counted(
     figures = cost.launches(on_gpu, of_gpu)
     needs_gpu()
     if not figures:
-        pytest.skip("torch's profiler saw no kernel: it needs CUPTI, and permission to use it")
+        pytest.skip(
+            "torch's profiler saw no kernel: it needs CUPTI, and permission to use it"
+        )
     report(*figures, text="by torch's profiler")
 
 
@@ -108,4 +123,7 @@ def test_phases_are_timed(
     figures = cost.times(on_gpu.price, of_gpu, hardware, constants)
     assert all(figure.measured is not None for figure in figures)
     needs_gpu()
-    report(*figures, text=f"phases on {hardware.name}, then with the constants measured here")
+    report(
+        *figures,
+        text=f"phases on {hardware.name}, then with the constants measured here",
+    )

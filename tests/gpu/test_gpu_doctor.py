@@ -15,5 +15,7 @@ _PATH = re.compile(r" \(/[^)]*\)")  # of this machine, which a report does not n
 
 def test_muon_would_run_here(settings: Settings, report: Callable[..., None]) -> None:
     done = ended(settings, "doctor")
-    report(text="; ".join(_PATH.sub("", line) for line in done.stdout.splitlines() if line))
+    report(
+        text="; ".join(_PATH.sub("", line) for line in done.stdout.splitlines() if line)
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -42,11 +42,16 @@ def test_it_is_timed_beside_other_packages(
     assert rows
 
 
-def test_every_direction_is_finite(settings: Settings, report: Callable[..., None]) -> None:
+def test_every_direction_is_finite(
+    settings: Settings, report: Callable[..., None]
+) -> None:
     one = Settings(settings.device, 1)
     job = settings.device, (256, 1024) if settings.gpus else (64, 128)
     (errors,) = on_ranks(one, bits.errors_of_hard_inputs, job, 170.0)
     report(
-        *(Figure(f"largest error to float64: {name}", "", None, e) for name, e in errors.items())
+        *(
+            Figure(f"largest error to float64: {name}", "", None, e)
+            for name, e in errors.items()
+        )
     )
     assert errors and all(map(math.isfinite, errors.values()))

@@ -1,4 +1,5 @@
-"""Does a step race? Torch's CUDA sanitizer sees operations of torch, and no race of NCCL.
+"""Does a step race? Torch's CUDA sanitizer sees operations of torch, and no race of
+NCCL.
 
 Send and receive do not tell it what they write. ``tests/models`` holds those orders.
 """
@@ -28,9 +29,15 @@ def found(settings: Settings) -> Found:
 def test_no_race_in_two_steps(
     found: Found, needs_gpu: Callable[[], None], report: Callable[..., None]
 ) -> None:
-    assert [f"rank {rank}: {race}" for rank, (race, _) in enumerate(found) if race] == []
+    assert [
+        f"rank {rank}: {race}" for rank, (race, _) in enumerate(found) if race
+    ] == []
     needs_gpu()
-    report(text="operations of torch on all streams; the sanitizer cannot see races of NCCL")
+    report(
+        text=(
+            "operations of torch on all streams; the sanitizer cannot see races of NCCL"
+        )
+    )
 
 
 def test_a_planted_race_is_found(

@@ -22,7 +22,9 @@ def test_rows_of_muon_end_a_step_with_the_same_bits(
     """The command ends with 1 where they do not."""
     file = tmp_path / "step.json"
     rounds = ("--rounds", "9" if settings.gpus else "2")
-    done = ended(settings, "bench", "step", *arguments(settings), *rounds, "--json", str(file))
+    done = ended(
+        settings, "bench", "step", *arguments(settings), *rounds, "--json", str(file)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
     report(

@@ -1,4 +1,6 @@
-"""examples/evidence/compare.py: real trainings over gloo, its report, and going on after an end."""
+"""examples/evidence/compare.py: real trainings over gloo, its report, and going on
+after an end.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from support.processes import python
 
 EVIDENCE = ROOT / "examples" / "evidence"
 SMALL = (
-    "--steps 5 --hidden 64 --heads 4 --layers 2 --vocab 256 --seq 32 --global-batch-size 8 "
+    "--steps 5 --hidden 64 --heads 4 --layers 2 --vocab 256 --seq 32 "
+    "--global-batch-size 8 "
     "--lr-adamw 1e-2 --lr-muon 5e-2"
 ).split()
 
@@ -67,7 +70,9 @@ def test_bytes_and_memory_are_those_of_the_plan(folder: Path) -> None:
     assert ratios["tp2"] is ratios["pp2"] is None and 1 <= ratios["dp2"] < 1.1
 
 
-def test_both_train_and_the_page_has_every_topology_in_every_table(folder: Path) -> None:
+def test_both_train_and_the_page_has_every_topology_in_every_table(
+    folder: Path,
+) -> None:
     page = (folder / "report.md").read_text()
     for each in topologies(folder):
         for name in ("adamw", "muon"):
@@ -91,13 +96,20 @@ def test_a_second_call_trains_what_is_missing_or_other_only(
         assert trainings(capsys.readouterr().err) == ["dp2-muon"]
 
 
-def test_under_a_launcher_its_ranks_train_what_is_missing(folder: Path, tmp_path: Path) -> None:
+def test_under_a_launcher_its_ranks_train_what_is_missing(
+    folder: Path, tmp_path: Path
+) -> None:
     """They have the other training from the first rank, which reads it."""
     shutil.copy(folder / "tp2-adamw.json", tmp_path)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words += [str(EVIDENCE / "compare.py"), *SMALL, "--folder", str(tmp_path)]
     done = python(
-        *words, "--topologies", "tp2", "dp4", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""
+        *words,
+        "--topologies",
+        "tp2",
+        "dp4",
+        OMP_NUM_THREADS="1",
+        CUDA_VISIBLE_DEVICES="",
     )
     assert done.returncode == 0, done.stderr
     assert trainings(done.stderr) == ["tp2-muon"]

@@ -1,4 +1,6 @@
-"""examples/evidence and quickstart: pages have what their scripts print of the clone's figures."""
+"""examples/evidence and quickstart: pages have what their scripts print of the clone's
+figures.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     """Imports a script by its name, as it imports the others."""
     for folder in (EVIDENCE, QUICKSTART):
         monkeypatch.syspath_prepend(str(folder))
-    names = [path.stem for folder in (EVIDENCE, QUICKSTART) for path in folder.glob("*.py")]
+    names = [
+        path.stem for folder in (EVIDENCE, QUICKSTART) for path in folder.glob("*.py")
+    ]
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module
@@ -38,7 +42,9 @@ def recorded(name: str, folder: Path = EVIDENCE) -> Any:
 
 
 def test_the_report_has_every_table_as_it_is_printed(script: Any) -> None:
-    tables = script("reports").tables(recorded("tuning.json"), recorded("convergence.json"))
+    tables = script("reports").tables(
+        recorded("tuning.json"), recorded("convergence.json")
+    )
     for table in tables.split("\n\n"):
         assert table in REPORT
     assert script("finetuning").table(recorded("finetuning.json")) in REPORT
@@ -47,12 +53,16 @@ def test_the_report_has_every_table_as_it_is_printed(script: Any) -> None:
 
 
 def test_the_readme_has_the_ratio_of_both_tuned() -> None:
-    ((ratio, spread),) = re.findall(r"^\| as tuned \|.*\| (\S+) \((.*)\) \|$", REPORT, re.MULTILINE)
+    ((ratio, spread),) = re.findall(
+        r"^\| as tuned \|.*\| (\S+) \((.*)\) \|$", REPORT, re.MULTILINE
+    )
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"a leading ratio of {ratio} ({spread} over seeds)" in readme
 
 
-def test_the_report_has_the_tables_over_topologies_as_they_are_printed(script: Any) -> None:
+def test_the_report_has_the_tables_over_topologies_as_they_are_printed(
+    script: Any,
+) -> None:
     for name, table in (("compare", "table"), ("memory", "peaks")):
         figures = recorded(f"{name}.json")
         assert getattr(script("topologies"), table)(figures) in REPORT
@@ -67,15 +77,23 @@ def test_the_figures_are_those_of_the_scripts_settings(script: Any) -> None:
     assert tuning["tried"] == tried
     for name, question in questions.items():
         asked = convergence.QUESTIONS[name]
-        assert (question["flags"], question["seeds"]) == (asked.flags, list(asked.seeds))
+        assert (question["flags"], question["seeds"]) == (
+            asked.flags,
+            list(asked.seeds),
+        )
         assert question.get("matrices", "") == asked.matrices
         for optimizer in ("adam", "muon"):
             rate = tuning[optimizer]["found"]["--lr"]
-            rates = {f"{round(rate * factor, 6):g}" for factor in getattr(asked, optimizer)}
+            rates = {
+                f"{round(rate * factor, 6):g}" for factor in getattr(asked, optimizer)
+            }
             assert set(question[optimizer]["tried"]) == rates
             assert len(question[optimizer]["runs"]) == len(asked.seeds)
     texts = {
-        run["corpus"] for q in questions.values() for o in ("adam", "muon") for run in q[o]["runs"]
+        run["corpus"]
+        for q in questions.values()
+        for o in ("adam", "muon")
+        for run in q[o]["runs"]
     }
     assert len(texts) == 1
 
@@ -89,7 +107,7 @@ def test_adamw_is_tuned_at_least_as_hard_and_no_rate_is_at_the_edge_of_its_grid(
     assert "--lr" not in tuning["adam"]["at_edge"] + tuning["muon"]["at_edge"]
 
 
-# --- the quickstart ---------------------------------------------------------------------------
+# --- the quickstart -------------------------------------------------------------------
 
 
 def test_transfer_json_has_every_run_of_the_settings(script: Any) -> None:
@@ -99,7 +117,9 @@ def test_transfer_json_has_every_run_of_the_settings(script: Any) -> None:
     for name, setting in settings.items():
         assert report[name]["flags"] == setting.flags
         for optimizer in ("adam", "muon"):
-            runs = [run for run in report[name]["runs"] if run["optimizer"] == optimizer]
+            runs = [
+                run for run in report[name]["runs"] if run["optimizer"] == optimizer
+            ]
             assert [run["lr"] for run in runs] == list(getattr(setting, optimizer))
             assert all(run["val_loss"] is not None for run in runs)
 
@@ -128,7 +148,9 @@ def test_the_page_has_the_table_of_splits_as_it_was_printed(script: Any) -> None
             row = report["models"][model][name]
             assert row["splits"] == list(patterns)
             assert row["lr"] != splits.RATES[-1]  # the best rate is inside of the grid
-            assert {len(losses) for losses in row["val_losses"].values()} == {len(splits.SEEDS)}
+            assert {len(losses) for losses in row["val_losses"].values()} == {
+                len(splits.SEEDS)
+            }
 
 
 def test_the_page_has_the_table_of_clips_as_it_was_printed(script: Any) -> None:

@@ -21,9 +21,15 @@ SCRIPT = {"pretrain_gpt.py": "raise SystemExit('the script was run')\n"}
 
 
 def checkout(root: Path, core: str) -> Path:
-    """A folder that the launcher takes for a checkout, whose megatron.core has this source."""
+    """A folder that the launcher takes for a checkout, whose megatron.core has this
+    source.
+    """
     number = "MAJOR = 0\nMINOR = 19\nPATCH = 0\n"
-    files = {"core/__init__.py": core, "core/package_info.py": number, "training/__init__.py": ""}
+    files = {
+        "core/__init__.py": core,
+        "core/package_info.py": number,
+        "training/__init__.py": "",
+    }
     written(root / "megatron", files)
     return written(root, SCRIPT)
 
@@ -40,11 +46,16 @@ def test_without_any_core_nothing_is_to_be_uninstalled(tmp_path: Path) -> None:
     assert "uninstall" not in done.stderr
 
 
-def test_a_package_that_megatron_lacks_is_named_with_what_installs_it(tmp_path: Path) -> None:
+def test_a_package_that_megatron_lacks_is_named_with_what_installs_it(
+    tmp_path: Path,
+) -> None:
     lacks = "raise ModuleNotFoundError(\"No module named 'yaml'\", name='yaml')"
     done = launched(str(checkout(tmp_path, lacks) / "pretrain_gpt.py"))
     error = done.stderr.splitlines()[-1]
-    assert "MissingPackageError: No module named 'yaml': Megatron-LM needs it, not" in error
+    assert (
+        "MissingPackageError: No module named 'yaml': Megatron-LM needs it, not"
+        in error
+    )
     assert "pip install pyyaml" in error
 
 
@@ -53,13 +64,18 @@ def test_a_missing_module_of_megatrons_own_stays_its_error(tmp_path: Path) -> No
     assert "MissingPackageError" not in done.stderr and "pip install" not in done.stderr
 
 
-# --- the CPU ---------------------------------------------------------------------------------
+# --- the CPU --------------------------------------------------------------------------
 
-SAYS_GPUS = "import os; raise SystemExit('GPUs: ' + os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))"
+SAYS_GPUS = (
+    "import os; raise SystemExit('GPUs: ' + "
+    "os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))"
+)
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_muon_cpu_hides_the_gpus_before_or_behind_the_script(first: bool, tmp_path: Path) -> None:
+def test_muon_cpu_hides_the_gpus_before_or_behind_the_script(
+    first: bool, tmp_path: Path
+) -> None:
     root = checkout(tmp_path, SAYS_GPUS)
     script = str(root / "pretrain_gpt.py")
     words = ("--muon-cpu", script) if first else (script, "--muon-cpu")
@@ -100,13 +116,17 @@ def turned_on(patch: pytest.MonkeyPatch) -> list[str]:
     """What ``without_gpu`` turns on."""
     calls: list[str] = []
     patch.setattr(megatron_muon.cpu, "enable", lambda late: calls.append("core"))
-    patch.setattr(megatron_muon.cpu.training, "enable", lambda: calls.append("training"))
+    patch.setattr(
+        megatron_muon.cpu.training, "enable", lambda: calls.append("training")
+    )
     without_gpu()
     return calls
 
 
 @pytest.mark.parametrize("rank", ["0", "5"])
-def test_a_rank_that_lost_its_gpu_is_refused(rank: str, lost: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_lost_its_gpu_is_refused(
+    rank: str, lost: pytest.MonkeyPatch
+) -> None:
     lost.setenv("RANK", rank)
     with pytest.raises(LostGpuError) as caught:
         turned_on(lost)
@@ -120,7 +140,10 @@ def test_a_rank_that_lost_its_gpu_is_refused(rank: str, lost: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "WORLD_SIZE=16, LOCAL_WORLD_SIZE=8"),
+        (
+            {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"},
+            "WORLD_SIZE=16, LOCAL_WORLD_SIZE=8",
+        ),
         ({"WORLD_SIZE": "16", "SLURM_NNODES": "2"}, "2 nodes (SLURM_NNODES)"),
         ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "SLURM_NNODES": "2"}, ""),
         ({"WORLD_SIZE": "1", "SLURM_NNODES": "2"}, ""),
@@ -145,14 +168,18 @@ def test_several_nodes_are_refused_and_one_without_cuda_or_a_driver_takes_the_cp
         assert turned_on(lost) == ["core", "training"]
 
 
-def test_muon_cpu_takes_the_cpu_wherever_a_gpu_was_expected(lost: pytest.MonkeyPatch) -> None:
+def test_muon_cpu_takes_the_cpu_wherever_a_gpu_was_expected(
+    lost: pytest.MonkeyPatch,
+) -> None:
     lost.setattr(sys, "argv", ["pretrain_gpt.py", "--muon-cpu"])
     lost.setenv("WORLD_SIZE", "16")
     lost.setenv("LOCAL_WORLD_SIZE", "8")
     assert turned_on(lost) == ["core", "training"]
 
 
-def test_no_script_runs_on_a_rank_of_several_nodes_without_a_gpu(tmp_path: Path) -> None:
+def test_no_script_runs_on_a_rank_of_several_nodes_without_a_gpu(
+    tmp_path: Path,
+) -> None:
     script = str(checkout(tmp_path, "") / "pretrain_gpt.py")
     done = launched(script, RANK="11", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8")
     assert done.returncode == 1 and "the script was run" not in done.stderr

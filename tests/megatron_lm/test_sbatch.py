@@ -1,4 +1,6 @@
-"""examples/*/train.sbatch: what each asks Slurm for, and what its tasks get from stand-ins."""
+"""examples/*/train.sbatch: what each asks Slurm for, and what its tasks get from
+stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,23 @@ JOB = {
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Path:
-    """A folder with scontrol, an srun of two nodes, and a torchrun; each prints what it was given.
+    """A folder with scontrol, an srun of two nodes, and a torchrun; each prints what it
+    was given.
 
-    As srun from 22.05 on, this one gives a task a single CPU unless it is asked for more, and a
-    bound one unless it is told not to bind.
+    As srun from 22.05 on, this one gives a task a single CPU unless it is asked for
+    more, and a bound one unless it is told not to bind.
     """
     (tmp_path / "hosts").write_text(HOSTS)
-    program(tmp_path, "scontrol", f'[[ "$*" == "show hostnames n[3-4]" ]] && cat {tmp_path}/hosts')
+    program(
+        tmp_path,
+        "scontrol",
+        f'[[ "$*" == "show hostnames n[3-4]" ]] && cat {tmp_path}/hosts',
+    )
     program(
         tmp_path,
         "srun",
-        "cpus=1 bound=yes; while [[ $1 == --* ]]; do case $1 in --cpus-per-task=*) cpus=${1#*=} ;; "
+        "cpus=1 bound=yes; while [[ $1 == --* ]]; do case $1 in --cpus-per-task=*) "
+        "cpus=${1#*=} ;; "
         "--cpu-bind=none) bound=no ;; esac; shift; done\n"
         'for SLURM_NODEID in 0 1; do export SLURM_NODEID; echo "task $cpus $bound"; "$@"; done',
     )
@@ -63,10 +71,14 @@ def tasks(slurm: Path, name: str, **variables: object) -> list[list[str]]:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_job_has_whole_nodes_a_log_of_its_own_and_may_be_requeued(name: str) -> None:
     batch = EXAMPLES / name / "train.sbatch"
-    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)$", batch.read_text(), re.MULTILINE))
+    asked = dict(
+        re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)$", batch.read_text(), re.MULTILINE)
+    )
     assert asked["job-name"] == name and asked["ntasks-per-node"] == "1"
     assert asked["exclusive"] == asked["requeue"] == ""
-    assert "%j" in asked["output"] and asked["open-mode"] == "append"  # a requeued job's log too
+    assert (
+        "%j" in asked["output"] and asked["open-mode"] == "append"
+    )  # a requeued job's log too
     assert int(asked["cpus-per-task"]) >= int(asked["gpus-per-node"]) == 8
 
 
@@ -84,7 +96,9 @@ def test_each_node_has_one_torchrun_all_its_cpus_and_what_the_job_saved(
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_jobs_have_ports_of_their_own_below_the_ephemeral_ones(name: str, slurm: Path) -> None:
+def test_jobs_have_ports_of_their_own_below_the_ephemeral_ones(
+    name: str, slurm: Path
+) -> None:
     ports = set()
     for job in (1, 2, 19_999, 20_000, 4_000_000_003):
         words = tasks(slurm, name, SLURM_JOB_ID=job)[1]
@@ -94,7 +108,9 @@ def test_jobs_have_ports_of_their_own_below_the_ephemeral_ones(name: str, slurm:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_job_without_a_folder_or_whose_nodes_are_unknown_ends(name: str, slurm: Path) -> None:
+def test_a_job_without_a_folder_or_whose_nodes_are_unknown_ends(
+    name: str, slurm: Path
+) -> None:
     lost = {"SAVE": "x", "SLURM_JOB_NODELIST": "n[8-9]"}
     for given, said in (({}, "SAVE: name a folder for checkpoints"), (lost, "")):
         done = run(slurm, f"{name}/train.sbatch", **given)
@@ -114,4 +130,6 @@ def test_a_comparison_has_the_topologies_of_its_gpus(slurm: Path) -> None:
     assert words[words.index("--folder") + 1] == "a folder"
     assert words[-2:] == ["--hidden", "4096"]
     done = run(*given, FOLDER="")
-    assert done.returncode != 0 and "FOLDER: name a folder for the report" in done.stderr
+    assert (
+        done.returncode != 0 and "FOLDER: name a folder for the report" in done.stderr
+    )

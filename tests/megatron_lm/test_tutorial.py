@@ -19,7 +19,9 @@ def printed(cells: list[dict]) -> list[str]:
     """What each cell of code printed; its errors are not in it."""
     return [
         "".join(
-            "".join(output["text"]) for output in cell["outputs"] if output.get("name") == "stdout"
+            "".join(output["text"])
+            for output in cell["outputs"]
+            if output.get("name") == "stdout"
         )
         for cell in cells
         if cell["cell_type"] == "code"
@@ -32,7 +34,9 @@ def words(text: str) -> str:
 
 
 def apart(one: str, two: str) -> bool:
-    """Whole numbers are equal; others may differ as bf16 products of two CPUs do (2^-8)."""
+    """Whole numbers are equal; others may differ as bf16 products of two CPUs do
+    (2^-8).
+    """
     if "." not in one:
         return one != two
     return abs(float(one) - float(two)) > 2e-3 + 0.02 * abs(float(one))
@@ -44,7 +48,10 @@ def test_the_notebook_prints_what_it_has_printed() -> None:
     committed = json.loads(NOTEBOOK.read_text())["cells"]
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbclient.NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+        notebook,
+        timeout=240,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(FOLDER)}},
     ).execute(env=environment())
     before, now = printed(committed), printed(notebook.cells)
     assert [words(text) for text in now] == [words(text) for text in before]

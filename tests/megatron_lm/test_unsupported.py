@@ -1,4 +1,6 @@
-"""A Megatron of a version that is not supported: refused by its number wherever a run enters."""
+"""A Megatron of a version that is not supported: refused by its number wherever a run
+enters.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ for version in versions:
     Path(root, "megatron/core/package_info.py").write_text(version)
     preset = "--model llama3-8b --world-size 8".split()
     commands = {"plan": preset, "routes": preset, "doctor": []}
-    texts = {name: said(lambda: main([name, *words])) for name, words in commands.items()}
+    texts = {
+        name: said(lambda: main([name, *words]))
+        for name, words in commands.items()
+    }
     texts["launcher"] = said(lambda: launch.main([f"{root}/pretrain_gpt.py"]))
     texts["install"] = said(megatron_muon.install)
     texts["cpu"] = said(megatron_muon.cpu.enable)
@@ -75,10 +80,14 @@ def checkout(root: Path, core: str, arguments: str = "") -> Path:
 
 
 def entered(root: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return python("-W", "error", "-c", code, *words, PYTHONPATH=f"{root}{os.pathsep}{ROOT}")
+    return python(
+        "-W", "error", "-c", code, *words, PYTHONPATH=f"{root}{os.pathsep}{ROOT}"
+    )
 
 
-def test_every_way_in_refuses_it_by_its_number_before_it_is_imported(tmp_path: Path) -> None:
+def test_every_way_in_refuses_it_by_its_number_before_it_is_imported(
+    tmp_path: Path,
+) -> None:
     root = checkout(tmp_path, "raise ImportError('imported')")
     done = entered(root, ENTRIES, str(root), *map(package_info, UNSUPPORTED))
     for version, line in zip(UNSUPPORTED, done.stdout.splitlines(), strict=True):
@@ -88,25 +97,40 @@ def test_every_way_in_refuses_it_by_its_number_before_it_is_imported(tmp_path: P
             assert f"megatron-core {version} is not supported: " in text, (name, text)
             assert "Take one of those, or a megatron_muon that supports" in text
             assert "the script was run" not in text and "cannot be imported" not in text
-        assert "patch apply" not in texts["doctor"] and "use the launcher" not in texts["doctor"]
+        assert (
+            "patch apply" not in texts["doctor"]
+            and "use the launcher" not in texts["doctor"]
+        )
 
 
 def test_a_patched_checkout_of_any_shape_stops_muon(tmp_path: Path) -> None:
     done = entered(checkout(tmp_path, "__version__ = '0.12.0rc0'"), OTHER_SHAPE)
-    refused = [line for line in done.stdout.splitlines() if "no --optimizer muon" not in line]
+    refused = [
+        line for line in done.stdout.splitlines() if "no --optimizer muon" not in line
+    ]
     assert len(refused) == 2, done.stderr
-    assert all(line.startswith("refused megatron-core 0.12.0rc0 is not") for line in refused)
+    assert all(
+        line.startswith("refused megatron-core 0.12.0rc0 is not") for line in refused
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "minor"),
-    [("0.12.0", 12), ("0.12.0+ab12", 12), ("0.12.1rc0", 12), ("0.16.0rc0", 16), ("0.20.0b1", 20)],
+    [
+        ("0.12.0", 12),
+        ("0.12.0+ab12", 12),
+        ("0.12.1rc0", 12),
+        ("0.16.0rc0", 16),
+        ("0.20.0b1", 20),
+    ],
 )
 def test_a_release_candidate_counts_as_its_minor_version(text: str, minor: int) -> None:
     assert check_version(text) == (0, minor)
 
 
-@pytest.mark.parametrize("text", [*UNSUPPORTED, "0.12rc1", "0.12.0.dev3", "1.0.0", "unknown", ""])
+@pytest.mark.parametrize(
+    "text", [*UNSUPPORTED, "0.12rc1", "0.12.0.dev3", "1.0.0", "unknown", ""]
+)
 def test_another_version_is_an_error_that_names_it(text: str) -> None:
     with pytest.raises(SeamError, match=f"megatron-core {text} is not supported"):
         check_version(text)

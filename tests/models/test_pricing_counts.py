@@ -61,7 +61,9 @@ def test_launches_of_shared_matrices_are_nearly_those_of_the_virtual_gpu(
     Homes of the wide ones make rows of squares.
     """
     config = MuonConfig(split_matrices=strips, ns_iteration=iteration)
-    plan = small_plan(config, tp, strips // tp, layers=1, hidden=hidden, ffn=5 * hidden // 2)
+    plan = small_plan(
+        config, tp, strips // tp, layers=1, hidden=hidden, ffn=5 * hidden // 2
+    )
     assert any(any(one.gathers) for one in plan.shared) == (hidden > 512)
     recorded = record_step(plan, 0, config, steps=2).launches
     step = price_step([Optimizer(plan, (0,) * plan.size)], config, H100)
@@ -69,7 +71,9 @@ def test_launches_of_shared_matrices_are_nearly_those_of_the_virtual_gpu(
 
 
 @pytest.mark.parametrize("elementwise", ["auto", "foreach"])
-@pytest.mark.parametrize(("dtype", "launches", "nbytes"), [("int8", 14, 62), ("bf16", 15, 110)])
+@pytest.mark.parametrize(
+    ("dtype", "launches", "nbytes"), [("int8", 14, 62), ("bf16", 15, 110)]
+)
 def test_a_momentum_in_fewer_bytes_costs_its_launches_and_bytes_and_waits_for_nothing(
     elementwise: ElementwiseBy, dtype: MomentumDtype, launches: int, nbytes: int
 ) -> None:
@@ -105,7 +109,13 @@ def test_a_momentum_in_fewer_bytes_costs_its_launches_and_bytes_and_waits_for_no
         MuonConfig(momentum_dtype="bf16"),
     ],
     ids=[
-        *("default", "small rounds", "gram", "lists in small rounds", "lists for the update only"),
+        *(
+            "default",
+            "small rounds",
+            "gram",
+            "lists in small rounds",
+            "lists for the update only",
+        ),
         *("in 2 strips", "in 3 strips of bf16", "in 4 strips with gram"),
         *("int8", "bf16"),
     ],
@@ -113,7 +123,9 @@ def test_a_momentum_in_fewer_bytes_costs_its_launches_and_bytes_and_waits_for_no
 def test_the_peak_is_that_of_the_virtual_gpus_allocator(
     tp: int, dp: int, config: MuonConfig
 ) -> None:
-    """The model has no scalars and no tables, and no rounding of blocks to 512 bytes."""
+    """The model has no scalars and no tables, and no rounding of blocks to 512
+    bytes.
+    """
     plan = small_plan(config, tp, dp, layers=2, hidden=512, ffn=1280)
     _check_peaks(plan, config)
 
@@ -130,15 +142,20 @@ def test_the_peak_is_that_of_the_allocator_where_homes_make_rows(
 ) -> None:
     """Square matrices decide it here, more than those of long ones do.
 
-    In fp32 a sum of squares has no rounded copy, so that of two homes the products decide it.
+    In fp32 a sum of squares has no rounded copy, so that of two homes the products
+    decide it.
     """
     config = MuonConfig(split_matrices=strips, ns_iteration="gram", ns_dtype=dtype)
     plan = small_plan(config, tp, dp, layers=1, hidden=8192, ffn=16384)
-    assert all(any(one.gathers) for one in plan.shared if min(one.rows, one.cols) == 8192)
+    assert all(
+        any(one.gathers) for one in plan.shared if min(one.rows, one.cols) == 8192
+    )
     _check_peaks(plan, config, steps_of_first=1)
 
 
-def _check_peaks(plan: ExchangePlan, config: MuonConfig, steps_of_first: int = 2) -> None:
+def _check_peaks(
+    plan: ExchangePlan, config: MuonConfig, steps_of_first: int = 2
+) -> None:
     """Of the first ranks and the last one, whose shard and strip are others."""
     held = WIDE if config.momentum_dtype == "fp32" else WIDE._replace(momentum=1)
     modelled = memory.peaks([plan], config, held=held)
@@ -149,11 +166,37 @@ def _check_peaks(plan: ExchangePlan, config: MuonConfig, steps_of_first: int = 2
 
 
 SHORT = (
-    *(64, 96, 128, 192, 256, 264, 320, 384, 448, 512, 576, 640, 704, 768, 896, 1024, 1152, 1280),
+    *(
+        64,
+        96,
+        128,
+        192,
+        256,
+        264,
+        320,
+        384,
+        448,
+        512,
+        576,
+        640,
+        704,
+        768,
+        896,
+        1024,
+        1152,
+        1280,
+    ),
     *(1408, 1536, 1792, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384),
 )
 ASPECTS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
-ODD = ((1001, 3003), (1002, 2048), (2050, 4100), (2048, 4100), (4095, 4095), (1408, 2050))
+ODD = (
+    (1001, 3003),
+    (1002, 2048),
+    (2050, 4100),
+    (2048, 4100),
+    (4095, 4095),
+    (1408, 2050),
+)
 SLOWER = 1.02
 
 
@@ -167,7 +210,9 @@ class Priced:
     gram: bool
 
 
-def _config(name: str, steps: int, dtype: NsDtype, iteration: NsIteration) -> MuonConfig:
+def _config(
+    name: str, steps: int, dtype: NsDtype, iteration: NsIteration
+) -> MuonConfig:
     return MuonConfig(
         ns_coefficients=name,  # type: ignore[arg-type]
         ns_steps=steps,
@@ -177,27 +222,37 @@ def _config(name: str, steps: int, dtype: NsDtype, iteration: NsIteration) -> Mu
 
 
 def _known() -> list[tuple[str, int, NsDtype]]:
-    """Sets, steps and dtypes with restarts; of those with the same products one in each dtype."""
+    """Sets, steps and dtypes with restarts; of those with the same products one in each
+    dtype.
+    """
     dtypes: tuple[NsDtype, ...] = ("bf16", "fp16")
     found = {}
     for name, its in SETS.items():
         for steps, lists in its.restarts.items():
             for dtype in dtypes:
                 if getattr(lists, dtype) is not None:
-                    parts = Numerics(_config(name, steps, dtype, "gram"), "cuda").segments
-                    products = tuple(tuple(c != 0 for _, _, c in part) for part in parts)
+                    parts = Numerics(
+                        _config(name, steps, dtype, "gram"), "cuda"
+                    ).segments
+                    products = tuple(
+                        tuple(c != 0 for _, _, c in part) for part in parts
+                    )
                     found[products, dtype] = name, steps, dtype
     return list(found.values())
 
 
 def _batches(rows: int, cols: int) -> list[int]:
     """One matrix, a few, and as many as a round's scratch memory takes."""
-    most = max(1, max(3 * rows * cols // 2, LEAST_SCRATCH) // scratch_elements(rows, cols))
+    most = max(
+        1, max(3 * rows * cols // 2, LEAST_SCRATCH) // scratch_elements(rows, cols)
+    )
     return sorted({min(batch, most) for batch in (1, 2, 16, most)})
 
 
 def _by_tiles(rows: int) -> Hardware:
-    """A kernel that makes whole tiles of 256 rows up to the diagonal: small matrices gain less."""
+    """A kernel that makes whole tiles of 256 rows up to the diagonal: small matrices
+    gain less.
+    """
     tiles = -(-rows // 256)
     ratio = max(H100.symmetric_ratio, (tiles + 1) / (2 * tiles))
     return H100.with_values({"symmetric_ratio": ratio}, "the test")
@@ -205,8 +260,13 @@ def _by_tiles(rows: int) -> Hardware:
 
 @cache
 def walked(device: Device, by_tiles: bool) -> list[Priced]:
-    others = walked(device, False) if by_tiles else []  # of large matrices: priced alike
-    return [*_walked(device, by_tiles), *(it for it in others if not _differs(it.short))]
+    others = (
+        walked(device, False) if by_tiles else []
+    )  # of large matrices: priced alike
+    return [
+        *_walked(device, by_tiles),
+        *(it for it in others if not _differs(it.short)),
+    ]
 
 
 def _differs(short: int) -> bool:
@@ -215,18 +275,23 @@ def _differs(short: int) -> bool:
 
 
 def _walked(device: Device, by_tiles: bool) -> Iterator[Priced]:
-    shapes = [(short, int(short * aspect)) for short in SHORT for aspect in ASPECTS] + list(ODD)
+    shapes = [
+        (short, int(short * aspect)) for short in SHORT for aspect in ASPECTS
+    ] + list(ODD)
     if by_tiles:
         shapes = [shape for shape in shapes if _differs(min(shape))]
     for name, steps, dtype in _known():
         standard, gram, auto = (
-            _config(name, steps, dtype, iteration) for iteration in ("standard", "gram", "auto")
+            _config(name, steps, dtype, iteration)
+            for iteration in ("standard", "gram", "auto")
         )
         for rows, cols in shapes:
             hardware = _by_tiles(rows) if by_tiles else H100
             for batch in _batches(rows, cols):
                 one, other = (
-                    newton_schulz(hardware, rows, cols, batch, Numerics(config, device)).seconds
+                    newton_schulz(
+                        hardware, rows, cols, batch, Numerics(config, device)
+                    ).seconds
                     for config in (gram, standard)
                 )
                 what = f"{batch} of {rows}x{cols}, {name}, {steps} steps, {dtype}"
@@ -267,13 +332,27 @@ def test_auto_is_never_more_than_two_percent_slower_than_standard(
         ((256, 4096), "cuda_symmetric", False),  # one tile
     ],
 )
-def test_shapes_of_models_take(shape: tuple[int, int], device: Device, gram: bool) -> None:
-    assert takes_gram(*shape, Numerics(_config("simple", 5, "bf16", "auto"), device)) == gram
-    assert fits_kernel(257, 8) is False and fits_kernel(264, 8) and not fits_kernel(256, 8)
+def test_shapes_of_models_take(
+    shape: tuple[int, int], device: Device, gram: bool
+) -> None:
+    assert (
+        takes_gram(*shape, Numerics(_config("simple", 5, "bf16", "auto"), device))
+        == gram
+    )
+    assert (
+        fits_kernel(257, 8) is False and fits_kernel(264, 8) and not fits_kernel(256, 8)
+    )
 
 
 LARGE = CONFIG.rank_tflops * TERA * 13 / 8  # flop/s
-SHAPES = [(14336, 4096), (28672, 4096), (28672, 8192), (57344, 8192), (18432, 7168), (7168, 2048)]
+SHAPES = [
+    (14336, 4096),
+    (28672, 4096),
+    (28672, 8192),
+    (57344, 8192),
+    (18432, 7168),
+    (7168, 2048),
+]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda_symmetric"])
@@ -281,13 +360,20 @@ SHAPES = [(14336, 4096), (28672, 4096), (28672, 8192), (57344, 8192), (18432, 71
 def test_a_plan_and_the_time_model_price_a_strip_alike(
     shape: tuple[int, int], device: Device
 ) -> None:
-    """A plan chooses by differences of a few percent, so its constants may not drift."""
+    """A plan chooses by differences of a few percent, so its constants may not
+    drift.
+    """
     rows, cols = shape
     whole = newton_schulz(H100, rows, cols, 1, Numerics(CONFIG, device)).seconds
-    assert ns_flops(rows, cols, Numerics(CONFIG, device)) / LARGE == pytest.approx(whole, rel=0.15)
+    assert ns_flops(rows, cols, Numerics(CONFIG, device)) / LARGE == pytest.approx(
+        whole, rel=0.15
+    )
     for count in (2, 4, 8):
         own = strip_time(
-            Strip(rows, cols, 0, count), rows * cols // count, 64, Numerics(CONFIG, device)
+            Strip(rows, cols, 0, count),
+            rows * cols // count,
+            64,
+            Numerics(CONFIG, device),
         )
         link = own.elements * 2 / H100.network_link
         flops = strip_flops(
@@ -309,8 +395,12 @@ def test_the_ratios_of_speeds_are_the_time_models() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cuda_symmetric"])
 @pytest.mark.parametrize("strips", [2, 4, 8])
 @pytest.mark.parametrize("aspect", [2, 4, 7])
-def test_rows_are_made_where_they_are_faster(aspect: int, strips: int, device: Device) -> None:
-    """By the time model, but for 5 %; the table says why not always between 3,072 and 7,168."""
+def test_rows_are_made_where_they_are_faster(
+    aspect: int, strips: int, device: Device
+) -> None:
+    """By the time model, but for 5 %; the table says why not always between 3,072 and
+    7,168.
+    """
     for short in (1024, 2048, 8192, 12288, 16384):
         shape, numerics = (short, aspect * short), Numerics(CONFIG, device)
         given = shape, aspect * short // strips, strips, strips, numerics

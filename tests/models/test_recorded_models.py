@@ -1,4 +1,5 @@
-"""What real models' steps cost on a GPU that is not there: launches, waits, memory over state.
+"""What real models' steps cost on a GPU that is not there: launches, waits, memory over
+state.
 
 ``cd tests && python -m support.virtual_gpu.report`` prints all of them.
 """
@@ -32,14 +33,20 @@ def test_every_message_and_every_run_in_it_starts_at_16_bytes(
     Nor is a strip's side no multiple of 8, which tensor cores need.
     """
     ends = []
-    for _, plan in plans_of(model, **({} if strips is None else {"split_matrices": strips}))[1]:
+    for _, plan in plans_of(
+        model, **({} if strips is None else {"split_matrices": strips})
+    )[1]:
         assert [m for m in plan.matrices if m.strip is not None and m.long % 8] == []
         for rank in range(0, plan.size, 7):
             for table in round_tables(plan.for_rank(rank), plan.matrices):
                 directions = table.directions_to, table.directions_from
                 for counts in (table.sent_to, table.received_from, *directions):
                     ends += accumulate(elements for _, elements in counts)
-                for sizes in (table.sent_sizes, table.received_sizes, table.direction_sizes):
+                for sizes in (
+                    table.sent_sizes,
+                    table.received_sizes,
+                    table.direction_sizes,
+                ):
                     ends += accumulate(sizes)
                 ends += accumulate(table.kept_sizes)
                 flags = (*table.sent_flags, *table.received_flags)
@@ -57,7 +64,8 @@ def _busiest(name: str, **settings: object) -> ReportRow:
 @pytest.mark.parametrize(
     ("name", "largest", "beside", "most"),
     [
-        # of a first round the rank's own matrix goes out, 32 MiB, and directions come, 56.25 MiB
+        # of a first round the rank's own matrix goes out, 32 MiB, and directions come,
+        # 56.25 MiB
         ("Llama-3-8B TP8 DP8", (28672, 4096), 88.25, 569),
         ("Llama-3-70B TP8 PP4 DP16", (57344, 8192), 0, 2253),
     ],
@@ -65,8 +73,9 @@ def _busiest(name: str, **settings: object) -> ReportRow:
 def test_a_step_takes_its_round_and_the_scratch_of_its_largest_matrix(
     name: str, largest: tuple[int, int], beside: float, most: int
 ) -> None:
-    """The round is one matrix: it, and its next iterate and squares of its short side; and
-    ``beside`` MiB that travel meanwhile."""
+    """The round is one matrix: it, and its next iterate and squares of its short side;
+    and ``beside`` MiB that travel meanwhile.
+    """
     row = _busiest(name)
     rows, cols = largest
     scalars = 8 * 512  # flags and norms; a GPU's allocator rounds up
@@ -78,8 +87,9 @@ def test_a_step_takes_its_round_and_the_scratch_of_its_largest_matrix(
 
 
 def test_a_smaller_round_takes_less_memory() -> None:
-    """Two rounds' buffers and a batch's scratch; without fused kernels that of elementwise
-    operations, too."""
+    """Two rounds' buffers and a batch's scratch; without fused kernels that of
+    elementwise operations, too.
+    """
     name, mib = "Llama-3-8B TP1 DP8", 400
     default, smaller = _busiest(name), _busiest(name, round_bytes=mib << 20)
     foreach = _busiest(name, round_bytes=mib << 20, elementwise="foreach")
@@ -90,8 +100,12 @@ def test_a_smaller_round_takes_less_memory() -> None:
     assert smaller.peak_bytes < default.peak_bytes
 
 
-def test_deterministic_mode_fills_what_a_step_has_not_written(deterministic: None) -> None:
-    """Beside more products, one at a time; what this costs is in docs/performance.md."""
+def test_deterministic_mode_fills_what_a_step_has_not_written(
+    deterministic: None,
+) -> None:
+    """Beside more products, one at a time; what this costs is in
+    docs/performance.md.
+    """
     row = _busiest("Llama-3-8B TP1 DP8", split_matrices="off")
     fills = row.recordings[0].launches_by_name["fill_empty"]
     assert (fills, row.total("launches")) == (55, 1048)

@@ -33,7 +33,9 @@ def products_of(config: MuonConfig) -> list[set[tuple[object, ...]]]:
     for tp, dp in LAYOUTS:
         plan = small_plan(config, tp, dp, layers=1, hidden=512, ffn=2048)
         of_matrices: list[list[object]] = []
-        for event in itertools.chain(*(record_step(plan, r, config).step for r in range(tp * dp))):
+        for event in itertools.chain(
+            *(record_step(plan, r, config).step for r in range(tp * dp))
+        ):
             if isinstance(event, Kernel) and event.name in ENTERS:
                 of_matrices.append([_bytes(event.writes)])
             elif isinstance(event, Kernel) and event.name in PRODUCTS:
@@ -54,7 +56,10 @@ def products_of(config: MuonConfig) -> list[set[tuple[object, ...]]]:
 )
 @pytest.mark.parametrize("mode", ["one at a time", "deterministic"])
 def test_each_sum_of_a_matrix_is_the_same_in_every_layout(
-    mode: str, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    mode: str,
+    kind: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Products, and the norm, which is of rows that lie one after another."""
     config = MuonConfig(**PROMISED, **kind)
@@ -73,7 +78,9 @@ def test_each_sum_of_a_matrix_is_the_same_in_every_layout(
     assert len(layouts[0]) == 4  # one list for each shape; fc1 has room for all squares
 
 
-def test_a_product_that_goes_by_the_layout_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_that_goes_by_the_layout_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where squares lie once followed from what else was in the round."""
     fit, turn = gram._holds_all_squares, itertools.cycle((True, False))
     monkeypatch.setattr(gram, "_holds_all_squares", lambda x: fit(x) and next(turn))

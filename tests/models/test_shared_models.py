@@ -1,4 +1,6 @@
-"""Shared matrices in real models, by the time model: their worth, their homes, a stated link."""
+"""Shared matrices in real models, by the time model: their worth, their homes, a stated
+link.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.update import Preset
 from support.virtual_gpu.plans import GPT, GPT_340M, LLAMA_70B, OVERLAP
 
-# Of these two speeds alone chose a number of strips that the time model has 6 to 30 % slower.
+# Of these two speeds alone chose a number of strips that the time model has 6 to 30 %
+# slower.
 STAGES = {case.name: case for case in (*CASES, *LARGE)} | {
     name: Case(name, f"{LLAMA_70B} --tp 8 --pp 4 --world-size 256", stage)
     for name, stage in (("Llama-3-70B TP8 PP4 DP8", 0), ("its last stage", 3))
@@ -46,7 +49,10 @@ def seconds(
 
 @pytest.mark.parametrize(
     ("name", "at_most"),
-    [("Llama-3-8B TP8 × DP64", Fraction(1, 3)), ("Llama-3-70B TP8 PP4 DP16", Fraction(4, 5))],
+    [
+        ("Llama-3-8B TP8 × DP64", Fraction(1, 3)),
+        ("Llama-3-70B TP8 PP4 DP16", Fraction(4, 5)),
+    ],
 )
 def test_auto_shortens_the_predicted_step(name: str, at_most: Fraction) -> None:
     """Of large stages; a stage whose ranks all have work enough is as it was."""
@@ -68,10 +74,13 @@ def test_auto_shortens_the_predicted_step(name: str, at_most: Fraction) -> None:
 def test_no_other_number_of_strips_has_a_shorter_predicted_step(
     preset: Preset, name: str, device: Device
 ) -> None:
-    """Neither whole matrices nor 2, 4 or 8 strips of all, with torch's products and a kernel's.
+    """Neither whole matrices nor 2, 4 or 8 strips of all, with torch's products and a
+    kernel's.
 
-    The standard iteration repeats squares on each home, which auto counts for no more than it
-    saves: of 70B at DP16 it takes two strips of fewer matrices than would be best, by 11 %.
+    The standard iteration repeats squares on each home, which auto counts for no more
+    than it
+    saves: of 70B at DP16 it takes two strips of fewer matrices than would be best, by
+    11 %.
     """
     most = 1.01 if preset == "fast" else 1.11
     others = (seconds(name, asked, device, preset) for asked in ("off", "2", "4", "8"))
@@ -82,7 +91,8 @@ LINKS = 3, 7, 12, 25, 50, 100, 200, 450  # GB/s
 _EVEN = GPT + "--num-attention-heads 8 --swiglu --untie-embeddings-and-output-weights "
 EVEN = {
     "dense": "--num-layers 8 --hidden-size 640 --ffn-hidden-size 1728 --world-size 4",
-    "experts": "--num-layers 4 --hidden-size 512 --num-experts 16 --moe-ffn-hidden-size 704 "
+    "experts": "--num-layers 4 --hidden-size 512 --num-experts 16 "
+    "--moe-ffn-hidden-size 704 "
     "--ep 4 --world-size 4",
     "both": "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1408 --num-experts 16 "
     "--moe-ffn-hidden-size 704 --moe-layer-freq 2 --ep 2 --world-size 4",
@@ -109,7 +119,9 @@ def tflops(config: MuonConfig) -> float:
 
 
 def _cases() -> Iterator[tuple[str, Sequence[float]]]:
-    """Runs with their links: small ones in both layouts with both presets, large ones in one."""
+    """Runs with their links: small ones in both layouts with both presets, large ones
+    in one.
+    """
     small = [
         (f"{GPT_340M} {more} --world-size {size}", LINKS)
         for size, more in ((2, OVERLAP), (4, ""), (8, OVERLAP), (16, ""), (16, OVERLAP))
@@ -137,11 +149,14 @@ def _cases() -> Iterator[tuple[str, Sequence[float]]]:
 
 
 @pytest.mark.parametrize(("words", "links"), _cases())
-def test_a_stated_link_gives_homes_near_the_fastest(words: str, links: Sequence[float]) -> None:
-    """Within 5 %, or 0.2 ms, of both other choices, and never behind the paper's algorithm.
+def test_a_stated_link_gives_homes_near_the_fastest(
+    words: str, links: Sequence[float]
+) -> None:
+    """Within 5 %, or 0.2 ms, of both other choices, and never behind the paper's
+    algorithm.
 
-    In one node the link is its own. Over several a node has an H100's links, or none but the
-    stated ones, as ``node_ranks`` says.
+    In one node the link is its own. Over several a node has an H100's links, or none
+    but the stated ones, as ``node_ranks`` says.
     """
     config, whole = stage_of(f"{words} --muon-split-matrices off")
     config = replace(config, split_matrices=None, rank_tflops=tflops(config))
@@ -153,12 +168,16 @@ def test_a_stated_link_gives_homes_near_the_fastest(words: str, links: Sequence[
             nodes = nodes_of(range(size), hardware)
             times, strips = {}, {}
             for homes in ("auto", "balanced", "local"):
-                own = replace(config, homes=homes, link_gbytes=link, node_ranks=node_ranks)
+                own = replace(
+                    config, homes=homes, link_gbytes=link, node_ranks=node_ranks
+                )
                 made = planned(whole, own)
                 times[homes] = price_step(made, own, hardware, nodes=nodes).seconds
                 strips[homes] = [len(one.plan.shared) for one in made]
             paper = price_paper(whole, Numerics(config, "cuda"), hardware, nodes)
-            times["paper"] = max(one.cost.seconds + one.exposed(hardware) for one in paper)
+            times["paper"] = max(
+                one.cost.seconds + one.exposed(hardware) for one in paper
+            )
             others = min(times["balanced"], times["local"])
             assert times["auto"] <= max(1.05 * others, others + 2e-4), (link, times)
             assert times["auto"] <= times["paper"], (link, times)

@@ -17,15 +17,19 @@ MOST_MODULES = 36
 PACKAGE = ROOT / "megatron_muon"
 PAGE = ROOT / "docs" / "how_it_works.md"
 HEADING = "## The modules of a step"
-# Steps of both iterations and presets, of whole and shared matrices, of experts, with kernels and
-# with lists.
+# Steps of both iterations and presets, of whole and shared matrices, of experts, with
+# kernels and with lists.
 RUNS = (
     (Run(dp=4, ep=2, experts=4), MuonConfig(round_bytes=30_000, ns_iteration="gram")),
-    (Run(tp=2, dp=2), MuonConfig(preset="fast", split_matrices=2, elementwise="foreach")),
+    (
+        Run(tp=2, dp=2),
+        MuonConfig(preset="fast", split_matrices=2, elementwise="foreach"),
+    ),
 )
 # Sources that a GPU compiles; the virtual one does not launch them.
 KERNELS = {"orthogonalize/normalization_kernels.py", "rules/fused_kernels.py"}
-# Of the virtual GPU: an Adam in place of Transformer Engine's, and what it puts into torch.
+# Of the virtual GPU: an Adam in place of Transformer Engine's, and what it puts into
+# torch.
 STAND_INS = {"cpu/fused_adam.py", "runtime/patches.py"}
 
 
@@ -36,7 +40,9 @@ def listed() -> list[str]:
 
 
 def that_run() -> set[str]:
-    """The modules whose functions are called in a step, on rank 0 of each of ``RUNS``."""
+    """The modules whose functions are called in a step, on rank 0 of each of
+    ``RUNS``.
+    """
     from megatron_muon.mcore.wiring.chained_optimizer import MuonChainedOptimizer
 
     called: set[str] = set()

@@ -1,7 +1,8 @@
-"""All launches of our kernels compile, to the cubin, with the triton of every supported torch.
+"""All launches of our kernels compile, to the cubin, with the triton of every supported
+torch.
 
-No GPU is needed. Each triton comes from the package index, about 200 MB. The oldest one stays in
-the tests' environment; the others are deleted afterwards.
+No GPU is needed. Each triton comes from the package index, about 200 MB. The oldest one
+stays in the tests' environment; the others are deleted afterwards.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def _compile(version: str, folder: Path, *capabilities: str) -> None:
         pytest.skip(f"triton {version} has no wheel for this Python, nor has its torch")
     mark = folder / ".installed"
     if not mark.exists():
-        _run(f"pip install --quiet --no-deps --upgrade --target {folder} triton=={version}")
+        _run(
+            f"pip install --quiet --no-deps --upgrade --target {folder} "
+            f"triton=={version}"
+        )
         mark.touch()
     path = os.pathsep.join(map(str, (folder, TESTS, ROOT)))
     module = f"support.kernels.compiling {' '.join(capabilities)}"

@@ -1,4 +1,6 @@
-"""The real step on a GPU that is not there: nothing races, and each way to break it is found."""
+"""The real step on a GPU that is not there: nothing races, and each way to break it is
+found.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def squares_of(settings: str) -> AbstractContextManager[None]:
 
 
 def plan_of(config: MuonConfig) -> ExchangePlan:
-    """Of three layers; of one where homes share matrices, since those take many launches."""
+    """Of three layers; of one where homes share matrices, since those take many
+    launches.
+    """
     return small_plan(config, layers=3 if config.split_matrices is None else 1)
 
 
@@ -55,13 +59,19 @@ def recorded(size: str, settings: str) -> dict[int, Recording]:
     config = MuonConfig(round_bytes=SIZES[size], **SETTINGS[settings])
     with squares_of(settings):
         plan = plan_of(config)
-        return {rank: record_step(plan, rank, config, steps=2) for rank in range(plan.size)}
+        return {
+            rank: record_step(plan, rank, config, steps=2) for rank in range(plan.size)
+        }
 
 
-# Other settings change what is computed in a round, and not which rounds travel beside it.
+# Other settings change what is computed in a round, and not which rounds travel beside
+# it.
 IN_ALL_SIZES = ("default", "in 3 strips", "rows of squares")
 STEPS = [
-    (size, name) for name in SETTINGS for size in SIZES if size == "some" or name in IN_ALL_SIZES
+    (size, name)
+    for name in SETTINGS
+    for size in SIZES
+    if size == "some" or name in IN_ALL_SIZES
 ]
 
 
@@ -74,13 +84,17 @@ def test_nothing_races(size: str, settings: str, memory: Memory) -> None:
 
 @pytest.mark.parametrize("settings", ["in 3 strips", "rows of squares"])
 def test_messages_between_homes_are_the_plans(settings: str) -> None:
-    """Squares, their rows, numbers, and a wide matrix that is turned and turned back."""
+    """Squares, their rows, numbers, and a wide matrix that is turned and turned
+    back.
+    """
     config = MuonConfig(round_bytes=SIZES["some"], **SETTINGS[settings])
     with squares_of(settings):
         plan = plan_of(config)
         planned = planned_messages([plan], config)
     assert {bool(one.turns) for one in plan.shared} == {True, False}
-    assert any(any(one.gathers) for one in plan.shared) == (settings == "rows of squares")
+    assert any(any(one.gathers) for one in plan.shared) == (
+        settings == "rows of squares"
+    )
     for rank, recording in recorded("some", settings).items():
         assert compare_with_plan(rank, recording.collectives, planned) == []
 
@@ -93,7 +107,7 @@ def test_ranks_agree_and_the_host_never_waits(size: str, settings: str) -> None:
     assert sum(len(r.collectives) for r in recordings.values()) > 0
 
 
-# --- mutants: the exchange's calls of torch.distributed, broken on the way -----------------------
+# --- mutants: the exchange's calls of torch.distributed, broken on the way ------------
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
@@ -106,8 +120,12 @@ def no_wait(patch: pytest.MonkeyPatch) -> None:
 def dropped_message(patch: pytest.MonkeyPatch) -> None:
     """What is sent is a copy that no one keeps until it has gone."""
 
-    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
-        copies = [dataclasses.replace(p, reads=[x.clone() for x in p.reads]) for p in parts]
+    def change(
+        nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any
+    ) -> Handle | None:
+        copies = [
+            dataclasses.replace(p, reads=[x.clone() for x in p.reads]) for p in parts
+        ]
         return launch(nccl, copies, *args)
 
     with_launch(patch, change)
@@ -116,7 +134,9 @@ def dropped_message(patch: pytest.MonkeyPatch) -> None:
 def overwritten_message(patch: pytest.MonkeyPatch) -> None:
     """What is sent is written to before it has gone."""
 
-    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
+    def change(
+        nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any
+    ) -> Handle | None:
         work = launch(nccl, parts, *args)
         for part in parts:
             for sent in part.reads:
@@ -129,7 +149,9 @@ def overwritten_message(patch: pytest.MonkeyPatch) -> None:
 def launched_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
     """NCCL waits for another stream than the one that made the message."""
 
-    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
+    def change(
+        nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any
+    ) -> Handle | None:
         with torch.cuda.Stream():
             return launch(nccl, parts, *args)
 
@@ -158,7 +180,10 @@ def newton_schulz_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_mutant_races(
-    mutant: Mutant, kind: str, memories: tuple[Memory, ...], monkeypatch: pytest.MonkeyPatch
+    mutant: Mutant,
+    kind: str,
+    memories: tuple[Memory, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A message that torch itself keeps is safe with most releases, and only then."""
     config = MuonConfig(round_bytes=SIZES["some"])
@@ -169,18 +194,25 @@ def test_a_mutant_races(
     assert {memory for memory in MEMORY if kind in kinds[memory]} == set(memories)
 
 
-# --- counts --------------------------------------------------------------------------------------
+# --- counts ---------------------------------------------------------------------------
 
 
 def test_the_first_and_the_second_step_count_alike_but_for_tables() -> None:
-    """On a GPU that gives a message the same memory in each step, tables of addresses stay, too."""
+    """On a GPU that gives a message the same memory in each step, tables of addresses
+    stay, too.
+    """
     config = MuonConfig(round_bytes=SIZES["some"], elementwise="foreach")
     plan = small_plan(config)
     one, two = record_step(plan, 0, config), recorded("some", "foreach")[0]
     assert (one.launches, one.peak.over_state) == (two.launches, two.peak.over_state)
     assert len(one.collectives) == len(two.collectives)
-    fused, config = recorded("some", "default")[0], MuonConfig(round_bytes=SIZES["some"])
-    with_runs = sum(bool(table.matrices) for table in round_tables(plan.for_rank(0), plan.matrices))
+    fused, config = (
+        recorded("some", "default")[0],
+        MuonConfig(round_bytes=SIZES["some"]),
+    )
+    with_runs = sum(
+        bool(table.matrices) for table in round_tables(plan.for_rank(0), plan.matrices)
+    )
     first = record_step(plan, 0, config)
     copies = [r.launches_by_name["copy from host"] for r in (first, fused)]
     assert copies == [5 * with_runs, 2 * with_runs]  # blocks, addresses; and factors
@@ -196,7 +228,8 @@ def test_a_round_has_one_launch_for_its_momentum_and_one_for_its_update(
     for rank, recording in recorded(size, settings).items():
         plan = small_plan(MuonConfig(round_bytes=SIZES[size], **SETTINGS[settings]))
         with_runs = sum(
-            bool(table.matrices) for table in round_tables(plan.for_rank(rank), plan.matrices)
+            bool(table.matrices)
+            for table in round_tables(plan.for_rank(rank), plan.matrices)
         )
         names = recording.launches_by_name
         assert names["advance_momentum"] == names["apply_updates"] == with_runs > 0
@@ -208,7 +241,8 @@ def test_a_round_has_one_launch_for_its_momentum_and_one_for_its_update(
 def test_what_tells_whether_directions_are_finite_is_launched_by_round(
     size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six operations mark a round's directions, whatever their number, and each batch has its line.
+    """Six operations mark a round's directions, whatever their number, and each batch
+    has its line.
 
     A step ends with three that count, and a copy that the host does not wait for.
     """
@@ -221,4 +255,6 @@ def test_what_tells_whether_directions_are_finite_is_launched_by_round(
     assert before.launches - without.launches == 4 * homes + 4
     assert (before.host_syncs, before.peak_bytes) == ([], without.peak_bytes)
     names = before.launches_by_name
-    assert names["linalg_vector_norm"] == names["divide"]  # a batch is divided by its norms once
+    assert (
+        names["linalg_vector_norm"] == names["divide"]
+    )  # a batch is divided by its norms once

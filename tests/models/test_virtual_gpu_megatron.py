@@ -1,4 +1,6 @@
-"""Megatron's whole ``optimizer.step()`` with Muon inside, on a GPU that is not there."""
+"""Megatron's whole ``optimizer.step()`` with Muon inside, on a GPU that is not
+there.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.runs import Run, record_megatron
 from support.virtual_gpu.stage import check_stage
 
-CONFIG = MuonConfig(preset="fast", round_bytes=30_000)  # several rounds: a fc1 has 44 kB
+CONFIG = MuonConfig(
+    preset="fast", round_bytes=30_000
+)  # several rounds: a fc1 has 44 kB
 LATE = replace(CONFIG, early_param_gather="off")
 RUNS = {
     "dense, overlap": Run(tp=2, dp=2),
@@ -30,12 +34,16 @@ RUNS = {
 
 @cache
 def recorded(run: Run, config: MuonConfig = CONFIG) -> dict[int, Recording]:
-    return {rank: record_megatron(run, rank, config, steps=2) for rank in range(run.world)}
+    return {
+        rank: record_megatron(run, rank, config, steps=2) for rank in range(run.world)
+    }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_races_in_two_steps(name: str) -> None:
-    """Reductions, both overlaps, vote, clipping, exchange, AdamW and the parameters' gather."""
+    """Reductions, both overlaps, vote, clipping, exchange, AdamW and the parameters'
+    gather.
+    """
     for recording in recorded(RUNS[name]).values():
         assert recording.races == []
 
@@ -52,8 +60,12 @@ def test_nothing_races_whether_gathers_start_within_the_step_or_not(name: str) -
 def test_what_travels_must_not_be_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tp=2, dp=2, buckets=2, layers=3)
     assert record_megatron(run, 0, CONFIG, steps=2).races == []
-    monkeypatch.setattr(EarlyGathers, "without_copied", lambda self, dist_opt: nullcontext())
-    assert {race.kind for race in record_megatron(run, 0, CONFIG, steps=2).races} == {"unordered"}
+    monkeypatch.setattr(
+        EarlyGathers, "without_copied", lambda self, dist_opt: nullcontext()
+    )
+    assert {race.kind for race in record_megatron(run, 0, CONFIG, steps=2).races} == {
+        "unordered"
+    }
 
 
 def _gathers(recording: Recording) -> int:
@@ -74,11 +86,15 @@ def waits(recording: Recording) -> list[str]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_muons_step_waits_no_more_than_adamws(overlap: bool) -> None:
-    """Nor does it reduce more: whether gradients can be used is in Megatron's own norm."""
+    """Nor does it reduce more: whether gradients can be used is in Megatron's own
+    norm.
+    """
     adamw = record_megatron(Run(overlap=overlap, optimizer="adam"), 0)
     muon = record_megatron(Run(overlap=overlap), 0)
     assert sorted(waits(muon)) == sorted(waits(adamw))
-    reduced = [[c for c in r.collectives if c.name == "all_reduce"] for r in (adamw, muon)]
+    reduced = [
+        [c for c in r.collectives if c.name == "all_reduce"] for r in (adamw, muon)
+    ]
     assert len(reduced[0]) == len(reduced[1]) > 0
 
 
@@ -90,7 +106,9 @@ def test_the_gradients_norm_is_in_the_step() -> None:
 
 
 def test_all_optimizers_are_stepped() -> None:
-    """Experts have an optimizer of their own: both exchange, both step AdamW where they have it."""
+    """Experts have an optimizer of their own: both exchange, both step AdamW where they
+    have it.
+    """
     recording = recorded(RUNS["experts, overlap"])[0]
     dense = recorded(RUNS["dense, overlap"], LATE)[0]
     assert recording.launches_by_phase["muon/newton_schulz"] > 0

@@ -1,4 +1,6 @@
-"""Each claim about a run's ranks holds on the virtual GPU, and fails for a step that breaks it."""
+"""Each claim about a run's ranks holds on the virtual GPU, and fails for a step that
+breaks it.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,23 @@ from megatron_muon.planning.rounds import table
 from megatron_muon.rules.muon import DistributedMuon
 from support.models.model_flags import DEEPSEEK_V3
 from support.virtual_gpu.mutants import early_free, early_read
-from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, PP, QWEN3_30B, TP, settled_flags
+from support.virtual_gpu.plans import (
+    LLAMA_8B,
+    LLAMA_70B,
+    OVERLAP,
+    PP,
+    QWEN3_30B,
+    TP,
+    settled_flags,
+)
 from support.virtual_gpu.runs import Run
 from support.virtual_gpu.verdict import CLAIMS, Verdict, verdict_of
 
-SMALL = (Run(tp=2, dp=2, hidden=256), "--muon-round-mib", "1")  # several rounds: a fc1 has 1 MiB
+SMALL = (
+    Run(tp=2, dp=2, hidden=256),
+    "--muon-round-mib",
+    "1",
+)  # several rounds: a fc1 has 1 MiB
 
 
 def verdict(run: Run = SMALL[0], *words: str) -> Verdict:
@@ -36,10 +50,17 @@ def verdict(run: Run = SMALL[0], *words: str) -> Verdict:
         (f"{QWEN3_30B}{OVERLAP}--expert-model-parallel-size 8 --world-size 64", [1]),
         (" ".join(DEEPSEEK_V3), [1, 14, 1]),
     ],
-    ids=["Llama-3-8B TP8 DP64", "Llama-3-70B TP8 PP4 DP16", "Qwen3-30B-A3B EP8", "DeepSeek-V3"],
+    ids=[
+        "Llama-3-8B TP8 DP64",
+        "Llama-3-70B TP8 PP4 DP16",
+        "Qwen3-30B-A3B EP8",
+        "DeepSeek-V3",
+    ],
 )
 def test_all_claims_hold_for_published_models(words: str, stages: list[int]) -> None:
-    """Four ranks of each kind of pipeline stage; the exchange connects before the first step."""
+    """Four ranks of each kind of pipeline stage; the exchange connects before the first
+    step.
+    """
     found = verdict_of(*settled_flags(words.split()))
     assert found.failed == {}
     assert [len(kind.stages) for kind in found.kinds] == stages
@@ -52,7 +73,7 @@ def test_all_claims_hold_for_published_models(words: str, stages: list[int]) -> 
     assert any(report.sent for report in found.reports.values())
 
 
-# --- mutants: one rank, or all of them, broken on the way -----------------------------------------
+# --- mutants: one rank, or all of them, broken on the way -----------------------------
 
 Patch = pytest.MonkeyPatch
 ODD = 2  # the rank that does otherwise
@@ -138,7 +159,10 @@ def flags_without_room(patch: Patch) -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_mutant_fails_its_claim(
-    mutant: Callable[[Patch], None], claims: tuple[str, ...], said: str, monkeypatch: Patch
+    mutant: Callable[[Patch], None],
+    claims: tuple[str, ...],
+    said: str,
+    monkeypatch: Patch,
 ) -> None:
     mutant(monkeypatch)
     failed = verdict().failed

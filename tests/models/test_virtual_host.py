@@ -17,7 +17,10 @@ from support.virtual_gpu.stage import check_stage
 from support.virtual_gpu.step import record_step
 from support.virtual_gpu.trace import MAIN, EventRecord, Kernel, StreamWait
 
-WHOLE: dict[str, Any] = {"optimizer_offload_fraction": 1.0, "exp_avg_dtype": torch.float32}
+WHOLE: dict[str, Any] = {
+    "optimizer_offload_fraction": 1.0,
+    "exp_avg_dtype": torch.float32,
+}
 HOSTED: dict[str, dict[str, Any] | None] = {
     "whole": WHOLE,
     "halves": {**WHOLE, "store_param_remainders": True},
@@ -32,18 +35,24 @@ def record(size: str, hosted: str, tp: int = 2) -> dict[int, Recording]:
     config = MuonConfig(round_bytes=SIZES[size])
     plan = small_plan(config, tp=tp, dp=4 if tp > 1 else 1)
     ranks = range(plan.size)
-    return {r: record_step(plan, r, config, steps=3, hosted=HOSTED[hosted]) for r in ranks}
+    return {
+        r: record_step(plan, r, config, steps=3, hosted=HOSTED[hosted]) for r in ranks
+    }
 
 
 recorded = cache(record)
 
 
 def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep in the device's memory what would be on the host: copies of both sides are seen then."""
+    """Keep in the device's memory what would be on the host: copies of both sides are
+    seen then.
+    """
     monkeypatch.setattr(
         cuda,
         "pinned",
-        lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensors.CUDA),
+        lambda tensor: torch.zeros(
+            tensor.shape, dtype=tensor.dtype, device=tensors.CUDA
+        ),
     )
 
 
@@ -83,7 +92,9 @@ def test_a_mutant_races(
 def test_each_element_comes_and_goes_once_while_matrices_are_orthogonalized(
     hosted: str, nbytes: int, tp: int
 ) -> None:
-    """One rank has all matrices: each tensor but the first is on its way during products."""
+    """One rank has all matrices: each tensor but the first is on its way during
+    products.
+    """
     config = MuonConfig(round_bytes=1)
     plan = small_plan(config, tp=tp, dp=4 if tp > 1 else 1)
     for rank, recording in recorded("a round each", hosted, tp).items():
@@ -102,7 +113,9 @@ def _bytes(recording: Recording, name: str) -> int:
 
 
 def _on_the_way(recording: Recording) -> list[bool]:
-    """For each tensor that comes, whether products are launched before the GPU waits for it."""
+    """For each tensor that comes, whether products are launched before the GPU waits
+    for it.
+    """
     found, coming, products = [], dict[int, int](), 0
     copied = False
     for event in recording.step:

@@ -1,7 +1,8 @@
-"""What megatron-core 0.18 and later take from Python 3.12, for older ones: nothing but a mark.
+"""What megatron-core 0.18 and later take from Python 3.12, for older ones: nothing but
+a mark.
 
-Imported before Megatron: by the tests, by the ranks' processes and, through sitecustomize, by
-scripts.
+Imported before Megatron: by the tests, by the ranks' processes and, through
+sitecustomize, by scripts.
 """
 
 import typing

@@ -1,4 +1,6 @@
-"""The number of buckets: its cost is that of Megatron's own buckets and of the real plan."""
+"""The number of buckets: its cost is that of Megatron's own buckets and of the real
+plan.
+"""
 
 from __future__ import annotations
 
@@ -30,27 +32,37 @@ from support.models.gpt import Case, Topology, distributed_optimizers, start
 from support.ranks import run
 
 LOCAL = Case(layers=4, muon=(("homes", "local"),))
-WHOLE = Case(layers=4, muon=(*LOCAL.muon, ("split_qkv", False)))  # what is cut is parameters
+WHOLE = Case(
+    layers=4, muon=(*LOCAL.muon, ("split_qkv", False))
+)  # what is cut is parameters
 BALANCED = Case(layers=4, muon=(("homes", "balanced"),))
 
 
 def _built(case: Case, topology: Topology) -> tuple[int, int, int, Any]:
-    """Buckets, boundary parameters and bytes that all ranks send, and what Megatron cut."""
+    """Buckets, boundary parameters and bytes that all ranks send, and what Megatron
+    cut.
+    """
     built = start(case, topology)
     (megatron,) = distributed_optimizers(built.optimizer)
     plan = megatron.muon.plan
     buckets = sum(len(buffer.buckets) for buffer in megatron.buffers)
     (buffer,) = megatron.buffers
     names = {param: name for name, param in built.params.items()}
-    order = [names[param] for param in reversed(buffer.param_index_map)]  # the first comes last
+    order = [
+        names[param] for param in reversed(buffer.param_index_map)
+    ]  # the first comes last
     muons = {parameter.name: parameter for parameter in plan.parameters}
-    weights = [LocalParameter(built.params[name].numel(), muons.get(name)) for name in order]
+    weights = [
+        LocalParameter(built.params[name].numel(), muons.get(name)) for name in order
+    ]
     return buckets, len(plan.boundary_parameters()), sum(plan.sent_bytes()), weights
 
 
 @pytest.mark.parametrize("bucket_size", [5_000, 20_000, 50_000])
 @pytest.mark.parametrize("dp", [2, 3])
-def test_the_cost_is_that_of_megatrons_buckets_and_the_plan(dp: int, bucket_size: int) -> None:
+def test_the_cost_is_that_of_megatrons_buckets_and_the_plan(
+    dp: int, bucket_size: int
+) -> None:
     topology = Topology(dp=dp, overlap=True, bucket_size=bucket_size)
     for buckets, boundary, sent, weights in run(_built, dp, WHOLE, topology):
         priced = cost([Buffer(tuple(weights), dp)], bucket_size)
@@ -78,7 +90,9 @@ def _weight(numel: int, muon: bool = True) -> LocalParameter:
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 90_000_000), st.booleans()), min_size=1, max_size=20),
+    st.lists(
+        st.tuples(st.integers(1, 90_000_000), st.booleans()), min_size=1, max_size=20
+    ),
     st.integers(1, 64),
 )
 def test_no_number_costs_much_less_and_the_overlap_stays(
@@ -99,16 +113,25 @@ def test_no_number_costs_much_less_and_the_overlap_stays(
                 assert number > chosen.number
 
 
-# --- from Megatron's arguments ------------------------------------------------------------------
+# --- from Megatron's arguments --------------------------------------------------------
 
 LLAMA_3_8B = Namespace(
     **{"muon_dp_layout": "contiguous", "overlap_grad_reduce": True}
     | {"ddp_num_buckets": None, "ddp_bucket_size": None, "padded_vocab_size": 128256}
-    | {"hidden_size": 4096, "num_attention_heads": 32, "kv_channels": 128, "num_layers": 32}
+    | {
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "kv_channels": 128,
+        "num_layers": 32,
+    }
     | {"group_query_attention": True, "num_query_groups": 8, "ffn_hidden_size": 14336}
     | {"swiglu": True, "untie_embeddings_and_output_weights": True, "num_experts": None}
     | {"multi_latent_attention": False, "virtual_pipeline_model_parallel_size": None}
-    | {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "world_size": 8}
+    | {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "world_size": 8,
+    }
     | {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
     | {"num_distributed_optimizer_instances": 1}
 )
@@ -116,9 +139,17 @@ DEEPSEEK_V3 = Namespace(
     **vars(LLAMA_3_8B)
     | {"padded_vocab_size": 129280, "hidden_size": 7168, "num_layers": 61}
     | {"num_attention_heads": 128, "multi_latent_attention": True, "q_lora_rank": 1536}
-    | {"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+    | {
+        "kv_lora_rank": 512,
+        "qk_head_dim": 128,
+        "qk_pos_emb_head_dim": 64,
+        "v_head_dim": 128,
+    }
     | {"ffn_hidden_size": 18432, "num_experts": 256, "moe_ffn_hidden_size": 2048}
-    | {"moe_shared_expert_intermediate_size": 2048, "moe_layer_freq": [0] * 3 + [1] * 58}
+    | {
+        "moe_shared_expert_intermediate_size": 2048,
+        "moe_layer_freq": [0] * 3 + [1] * 58,
+    }
     | {"moe_grouped_gemm": True}
 )
 
@@ -128,11 +159,15 @@ DEEPSEEK_V3 = Namespace(
 )
 def test_the_buffers_have_the_models_elements(args: Namespace, published: int) -> None:
     """All but norms and routers, which are far below one in a thousand."""
-    numel = sum(weight.numel for buffer in buffers(args, 8) for weight in buffer.weights)
+    numel = sum(
+        weight.numel for buffer in buffers(args, 8) for weight in buffer.weights
+    )
     assert 0.999 * published < numel < published
 
 
-def test_llama_3_8b_keeps_the_overlap_at_less_than_half_of_stock_buckets_exchange() -> None:
+def test_llama_3_8b_keeps_the_overlap_at_less_than_half_of_stock_buckets_exchange() -> (
+    None
+):
     """Design section 4: at most buckets × (DP - 1) boundary parameters."""
     chosen = choose(buffers(LLAMA_3_8B, 8))
     assert chosen is not None
@@ -184,9 +219,21 @@ def test_a_small_model_keeps_megatrons_buckets_and_says_so(layers: int) -> None:
     ("model", "given", "weight"),
     [
         (LLAMA_3_8B, {"ffn_hidden_size": 150}, "0.mlp.linear_fc1: 4 TP ranks"),
-        (LLAMA_3_8B, {"num_query_groups": 1, "kv_channels": 99}, "0.self_attention.linear_qkv: "),
-        (DEEPSEEK_V3, {"moe_shared_expert_intermediate_size": 150}, "3.mlp.shared_experts.linear"),
-        (DEEPSEEK_V3, {"moe_ffn_hidden_size": 150}, "3.mlp.experts.linear_fc1: 4 TP ranks"),
+        (
+            LLAMA_3_8B,
+            {"num_query_groups": 1, "kv_channels": 99},
+            "0.self_attention.linear_qkv: ",
+        ),
+        (
+            DEEPSEEK_V3,
+            {"moe_shared_expert_intermediate_size": 150},
+            "3.mlp.shared_experts.linear",
+        ),
+        (
+            DEEPSEEK_V3,
+            {"moe_ffn_hidden_size": 150},
+            "3.mlp.experts.linear_fc1: 4 TP ranks",
+        ),
     ],
     ids=["mlp", "attention", "shared expert", "experts"],
 )
@@ -209,7 +256,9 @@ def test_the_number_waits_for_a_vocabulary_that_only_the_tokenizer_knows() -> No
     args = Namespace(**{**vars(LLAMA_3_8B), "padded_vocab_size": None}, vocab_size=None)
     args.optimizer = "muon"
     names = ("_turn_on", "_on_the_cpu", "_settled", "agree_on_settings")
-    nothing = {name: lambda *args, **options: [] for name in (*names, "check_arguments")}
+    nothing = {
+        name: lambda *args, **options: [] for name in (*names, "check_arguments")
+    }
     training = {"megatron.training": SimpleNamespace(get_args=lambda: args)}
     with (
         mock.patch.multiple(install, asks_for_muon=lambda args: True, **nothing),
@@ -219,7 +268,9 @@ def test_the_number_waits_for_a_vocabulary_that_only_the_tokenizer_knows() -> No
         args.megatron_muon = True
         install._validate_args(lambda *_: None, args)  # as some scripts do
         assert args.ddp_num_buckets is None
-        args.padded_vocab_size = LLAMA_3_8B.padded_vocab_size  # as set_global_variables does
+        args.padded_vocab_size = (
+            LLAMA_3_8B.padded_vocab_size
+        )  # as set_global_variables does
         install._initialize_megatron(lambda: None)
     chosen = choose(buffers(LLAMA_3_8B, 8))
     assert chosen is not None and args.ddp_num_buckets == chosen.number

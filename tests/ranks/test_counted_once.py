@@ -1,6 +1,8 @@
-"""Megatron's gradient norm in a Muon run is that of one process, whatever is marked on weights.
+"""Megatron's gradient norm in a Muon run is that of one process, whatever is marked on
+weights.
 
-With Transformer Engine's Python on the path over its own modules, else over their stand-ins.
+With Transformer Engine's Python on the path over its own modules, else over their
+stand-ins.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ from support.ranks import run
 
 GROUPED = Case(steps=1, moe=True, grouped="te", gated=True)
 MLA = Case(steps=1, mla="duplicated")
-# Vectors alone have gradients: beside those of matrices a wrong count of them would not be seen.
+# Vectors alone have gradients: beside those of matrices a wrong count of them would not
+# be seen.
 SINKS = Case(steps=1, sinks=True, zero_grads=("*[!e]?",))  # all but softmax_offset
-MIXER = Case(steps=1, mixer="mamba", groups=6, vocab=144, zero_grads=("*[!m].weight", "*[!t]"))
+MIXER = Case(
+    steps=1, mixer="mamba", groups=6, vocab=144, zero_grads=("*[!m].weight", "*[!t]")
+)
 SP = {"sequence_parallel": True}
 ETP1 = Topology(tp=2, ep=2, etp=1, **SP)
 ETP2 = Topology(tp=2, dp=2, ep=2, **SP)
@@ -31,7 +36,11 @@ NormAndText = tuple[float, str]
 
 def _norm(case: Case, topology: Topology, corrected: bool) -> NormAndText:
     """The norm of a step's gradients, and what is printed at the start."""
-    kept = contextlib.nullcontext() if corrected else mock.patch.object(build, "count_once", _none)
+    kept = (
+        contextlib.nullcontext()
+        if corrected
+        else mock.patch.object(build, "count_once", _none)
+    )
     with kept:
         built, said = printed_by(lambda: start(case, topology))
     take_step(built, 0)
@@ -52,11 +61,14 @@ def _norms(case: Case, topology: Topology, corrected: bool = True) -> NormAndTex
 
 
 def _is_wrong(case: Case, topology: Topology) -> bool:
-    """In Megatron: MLA's duplicates before core 0.17, experts without marks before 0.19, softmax
-    offsets on every core, a mixer's norm before 0.16."""
+    """In Megatron: MLA's duplicates before core 0.17, experts without marks before
+    0.19, softmax offsets on every core, a mixer's norm before 0.16.
+    """
     te = te_on_cpu.TE
     marks_experts = te is None or te < (2, 13) or VERSION >= (0, 19)
-    marks_duplicates = VERSION < (0, 17) if te is not None else True  # and always the stand-in
+    marks_duplicates = (
+        VERSION < (0, 17) if te is not None else True
+    )  # and always the stand-in
     if VERSION < (0, 13) and te is not None:
         marks_duplicates = False  # they are cut there
     mla = case.mla == "duplicated" and marks_duplicates
@@ -95,5 +107,7 @@ def _wrongly_marked(case: Case) -> str:
         return "mlp.experts.linear_fc1.weight*"
     if case.mixer:
         return "mixer.norm.weight"
-    of_attention = "core_attention.softmax_offset" if case.sinks else "linear_kv_down_proj.weight"
+    of_attention = (
+        "core_attention.softmax_offset" if case.sinks else "linear_kv_down_proj.weight"
+    )
     return f"self_attention.{of_attention}"

@@ -1,4 +1,6 @@
-"""The lines that a run prints at its start, against what Megatron's buffers really hold."""
+"""The lines that a run prints at its start, against what Megatron's buffers really
+hold.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from support.ranks import error_of, run
 
 def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
     built, printed = printed_by(lambda: start(case, topology))
-    shards_of: dict[str, set[int]] = {}  # Muon parameter -> shards of its bucket that hold some
+    shards_of: dict[
+        str, set[int]
+    ] = {}  # Muon parameter -> shards of its bucket that hold some
     for buffer in built.ddp.buffers:
         for name, param in built.params.items():
             if param.dim() == 2 and "embedding" not in name and "output" not in name:
@@ -40,16 +44,23 @@ def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-def test_each_stage_says_its_buckets_and_boundary_parameters_once(overlap: bool) -> None:
+def test_each_stage_says_its_buckets_and_boundary_parameters_once(
+    overlap: bool,
+) -> None:
     topology = Topology(tp=2, pp=2, dp=2, overlap=overlap)
     case = Case(layers=2, muon=(("preset", "fast"),))
     for rank in run(_start_line, topology.world_size, case, topology):
         of_stage = [x for x in rank["printed"].splitlines() if "pipeline stage" in x]
-        lines = [x for x in of_stage if "the first gather of parameters starts" not in x]
+        lines = [
+            x for x in of_stage if "the first gather of parameters starts" not in x
+        ]
         assert len(lines) == int(rank["first of its stage"])
         assert len(of_stage) == (1 + overlap) * len(lines)
         for line in lines:
-            cut = f"{rank['parameters']} parameters, of which shards cut {rank['boundary']}; "
+            cut = (
+                f"{rank['parameters']} parameters, of which shards cut "
+                f"{rank['boundary']}; "
+            )
             assert f"{cut}{rank['buckets']} bucket(s); " in line
     assert rank["boundary"] <= rank["buckets"] * (topology.dp - 1)
 
@@ -60,9 +71,12 @@ def _printed(case: Case, topology: Topology) -> str:
 
 
 def _shares(case: Case) -> tuple[int, int, int, int]:
-    """Elements of all, of Muon's, and of those that a token activates, of one process' model."""
+    """Elements of all, of Muon's, and of those that a token activates, of one process'
+    model.
+    """
     weights = {
-        name: tensor.numel() for name, tensor in truth(replace(case, steps=0))["main"].items()
+        name: tensor.numel()
+        for name, tensor in truth(replace(case, steps=0))["main"].items()
     }
     weights = {name: n for name, n in weights.items() if not name.startswith("unused")}
     muon = muon_weights(case)
@@ -84,7 +98,10 @@ def _shares(case: Case) -> tuple[int, int, int, int]:
         (Case(), Topology(tp=2, pp=2, dp=1)),
         (Case(tied=True), Topology(pp=2)),
         (Case(moe=True), Topology(tp=2, ep=2, etp=1, sequence_parallel=True)),
-        (Case(moe=True, grouped="te"), Topology(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True)),
+        (
+            Case(moe=True, grouped="te"),
+            Topology(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True),
+        ),
         (Case(mla="duplicated"), Topology(tp=2, dp=1)),
     ],
     ids=lambda value: str(value) if isinstance(value, Topology) else "",
@@ -96,7 +113,9 @@ def test_the_share_of_all_and_of_activated_parameters_is_the_models(
     first, *others = run(_printed, topology.world_size, case, topology)
     (line,) = [x for x in first.splitlines() if "Muon has" in x]
     assert f"Muon has {muon / total:.1%} of the model's {total / 1000:.3g} k" in line
-    assert (f"and {active_muon / active:.1%} of the {active / 1000:.3g} k" in line) == case.moe
+    assert (
+        f"and {active_muon / active:.1%} of the {active / 1000:.3g} k" in line
+    ) == case.moe
     assert ("projections are one matrix each, not split" in line) == bool(case.mla)
     assert not any("Muon has" in other for other in others)
     assert "warning" not in first
@@ -106,7 +125,9 @@ def test_the_warning_names_the_pattern_by_which_most_weights_stayed() -> None:
     """The exclusion is on every stage, the embedding on the first one."""
     case = Case(muon=(("muon_exclude", ("*.linear_fc*",)),))
     printed, _ = run(_printed, 2, case, Topology(pp=2))
-    (warning,) = [x for x in printed.splitlines() if "warning: Muon updates less than half" in x]
+    (warning,) = [
+        x for x in printed.splitlines() if "warning: Muon updates less than half" in x
+    ]
     assert "(muon_exclude (--muon-exclude) '*.linear_fc*'), " in warning
     assert "embeddings and the output layer" in warning
 
@@ -119,13 +140,18 @@ def test_a_run_of_which_muon_has_nothing_is_an_error_on_every_rank() -> None:
     of_nothing = Case(muon=(("muon_exclude", ("*",)),))
     for text in run(_error, 2, of_nothing, Topology(pp=2)):
         assert text.startswith("ValueError: Muon has none of the model's "), text
-        assert "(muon_exclude (--muon-exclude) '*')" in text and "choose optimizer='adam'" in text
+        assert (
+            "(muon_exclude (--muon-exclude) '*')" in text
+            and "choose optimizer='adam'" in text
+        )
     of_one_stage = Case(muon=(("muon_exclude", ("*.layers.0.*",)),))
     assert run(_error, 2, of_one_stage, Topology(pp=2)) == ["no error", "no error"]
 
 
 def _nodes_of(case: Case, topology: Topology, here: str) -> tuple[int, str]:
-    """The plan's neighbours, and what is printed, where a launcher has so many ranks a machine."""
+    """The plan's neighbours, and what is printed, where a launcher has so many ranks a
+    machine.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", here)
         built, printed = printed_by(lambda: start(case, topology))
@@ -142,7 +168,9 @@ def _nodes_of(case: Case, topology: Topology, here: str) -> tuple[int, str]:
         (2, "2", 2, ""),
     ],
 )
-def test_a_run_knows_its_nodes(node_ranks: int, here: str, neighbours: int, warned: str) -> None:
+def test_a_run_knows_its_nodes(
+    node_ranks: int, here: str, neighbours: int, warned: str
+) -> None:
     case = Case(muon=(("node_ranks", node_ranks), ("split_matrices", 4)))
     found = run(_nodes_of, 4, case, Topology(dp=4), here)
     assert [one for one, _ in found] == [neighbours] * 4
@@ -151,17 +179,28 @@ def test_a_run_knows_its_nodes(node_ranks: int, here: str, neighbours: int, warn
 
 
 def test_the_busiest_rank_is_that_of_all_of_the_stages_optimizers() -> None:
-    """Rank 0 has a dense matrix, rank 1 an expert: each plan is uneven, both together are even."""
+    """Rank 0 has a dense matrix, rank 1 an expert: each plan is uneven, both together
+    are even.
+    """
     matrices, blocks = whole_matrix("a", (10, 10), 0, 1)
 
     def plan_of(start: int) -> ExchangePlan:
         held = Parameter(
-            "a", (10, 10), 0, Span(0, 200), Span(start, start + 100), 0, matrices, blocks
+            "a",
+            (10, 10),
+            0,
+            Span(0, 200),
+            Span(start, start + 100),
+            0,
+            matrices,
+            blocks,
         )
         return make_plan([held], RankGrid((((0, 1),),)), Numerics(MuonConfig()))
 
     dense, experts = plan_of(0), plan_of(100)
     alone = start_line(experts, stage=0, experts=True, buckets=[1])
-    assert alone.endswith("flop a step on the stage, 2.00 × the mean on the busiest rank")
+    assert alone.endswith(
+        "flop a step on the stage, 2.00 × the mean on the busiest rank"
+    )
     both = start_line(experts, stage=0, experts=True, buckets=[1], earlier=[dense])
     assert both.endswith("1.00 × the mean on the busiest rank, with the matrices above")

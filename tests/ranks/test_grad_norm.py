@@ -1,4 +1,6 @@
-"""Megatron's norm of gradients: it tells a bad one wherever it is, and what the clip scales."""
+"""Megatron's norm of gradients: it tells a bad one wherever it is, and what the clip
+scales.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from support.runs.cases import muon_weights, whole_grad
 from support.runs.whole import whole
 
 CASE = Case()
-NORM = "decoder.final_layernorm.weight"  # TP ranks have replicas; Megatron's norm has the first's
+# TP ranks have replicas; Megatron's norm has the first's
+NORM = "decoder.final_layernorm.weight"
 CPU = torch.device("cpu")
 
 
@@ -40,7 +43,9 @@ def _shard(*elements: float, grad: bool = True) -> torch.Tensor:
     [_shard(2.0, math.nan), _shard(2.0, -math.inf), _shard(0.0, grad=False)],
     ids=["nan", "inf", "missing"],
 )
-def test_a_bad_or_missing_gradient_that_is_left_out_is_in_the_norm(left_out: torch.Tensor) -> None:
+def test_a_bad_or_missing_gradient_that_is_left_out_is_in_the_norm(
+    left_out: torch.Tensor,
+) -> None:
     here = _shard(1.0)
     assert here.grad is not None
     for counted, shards in (([here.grad], [here, left_out]), ([], [left_out])):
@@ -64,14 +69,18 @@ def test_a_bad_replica_on_one_tp_rank_is_an_error_on_all() -> None:
 
 
 def _steps_with_a_late_norm(bad: float) -> dict[str, Any]:
-    """Megatron's norm is a tensor, as where Transformer Engine's kernels clip by one."""
+    """Megatron's norm is a tensor, as where Transformer Engine's kernels clip by
+    one.
+    """
     from megatron.core.optimizer import ChainedOptimizer
 
     of_megatron = ChainedOptimizer.get_grad_norm
     built = start(replace(CASE, clip=0.0), Topology(dp=2))
     said: dict[str, Any] = {}
     with mock.patch.object(
-        ChainedOptimizer, "get_grad_norm", lambda self: torch.tensor([of_megatron(self)])
+        ChainedOptimizer,
+        "get_grad_norm",
+        lambda self: torch.tensor([of_megatron(self)]),
     ):
         take_step(built, 0)
         prepare_step(built, 1)
@@ -123,7 +132,9 @@ def test_muons_gradients_are_not_clipped_and_adamws_are(topology: Topology) -> N
         {name: whole_grad(FREE, name, shapes[name], step) for name in adamws}
         for step in range(FREE.steps)
     ]
-    norms = [math.hypot(*(float(g.double().norm()) for g in each.values())) for each in grads]
+    norms = [
+        math.hypot(*(float(g.double().norm()) for g in each.values())) for each in grads
+    ]
     assert clipped[0]["log"]["norms"] == pytest.approx(norms, rel=1e-6)
     for name in adamws:  # Adam's first moment of gradients that were scaled to the clip
         moment = torch.zeros(shapes[name])
@@ -131,13 +142,17 @@ def test_muons_gradients_are_not_clipped_and_adamws_are(topology: Topology) -> N
             moment = 0.9 * moment + 0.1 * each[name] * CLIPPED.clip / norm
         # Megatron's 1e-6 in the clip's quotient; two steps may cancel
         rounding = float(moment.abs().max()) * 1e-6
-        torch.testing.assert_close(kept["exp_avg"][name], moment, rtol=1e-4, atol=rounding)
+        torch.testing.assert_close(
+            kept["exp_avg"][name], moment, rtol=1e-4, atol=rounding
+        )
 
 
 def _bad_gradient() -> str:
     built = start(CLIPPED, Topology(dp=2))
     prepare_step(built, 0)
-    built.params["decoder.layers.1.mlp.linear_fc1.weight"].main_grad.view(-1)[0] = math.nan
+    built.params["decoder.layers.1.mlp.linear_fc1.weight"].main_grad.view(-1)[0] = (
+        math.nan
+    )
     return error_of(built.optimizer.step)
 
 
@@ -149,4 +164,6 @@ def test_a_gradient_of_muons_must_still_be_finite() -> None:
 
 def test_without_a_clip_it_is_refused() -> None:
     (text,) = run(error_of_building, 1, FREE, Topology(), {"clip_scope": "adamw"})
-    assert text.startswith("ValueError: clip_scope (--muon-clip-scope) 'adamw' with clip_grad 0.0")
+    assert text.startswith(
+        "ValueError: clip_scope (--muon-clip-scope) 'adamw' with clip_grad 0.0"
+    )

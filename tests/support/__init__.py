@@ -1,4 +1,6 @@
-"""What tests share: rank workers, the oracle, small models, checkpoints, a virtual GPU."""
+"""What tests share: rank workers, the oracle, small models, checkpoints, a virtual
+GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Holds every act of ``consensus.together`` to its promise: it does not communicate.
 
-An act that raises on one rank goes to the vote, while the others wait for it in what it calls.
+An act that raises on one rank goes to the vote, while the others wait for it in what it
+calls.
 """
 
 from __future__ import annotations
@@ -14,12 +15,23 @@ from megatron_muon.runtime import consensus
 from megatron_muon.runtime.patches import Patches
 
 # How the names of a ProcessGroup's methods begin that communicate.
-_COMMUNICATES = ("all", "_all", "gather", "scatter", "broadcast", "reduce", "_reduce", "barrier")
+_COMMUNICATES = (
+    "all",
+    "_all",
+    "gather",
+    "scatter",
+    "broadcast",
+    "reduce",
+    "_reduce",
+    "barrier",
+)
 _COMMUNICATES += ("monitored_barrier", "send", "recv")
 
 
 def hold_acts() -> None:
-    """Make a message of a process group inside an act an error of that act, in this process."""
+    """Make a message of a process group inside an act an error of that act, in this
+    process.
+    """
     inside: list[Callable[[], object]] = []
     attempt = consensus.attempt
 
@@ -41,4 +53,6 @@ def hold_acts() -> None:
     patches.set(consensus, "attempt", held)
     for name in dir(dist.ProcessGroup):
         if name.startswith(_COMMUNICATES):
-            patches.set(dist.ProcessGroup, name, message(name, getattr(dist.ProcessGroup, name)))
+            patches.set(
+                dist.ProcessGroup, name, message(name, getattr(dist.ProcessGroup, name))
+            )

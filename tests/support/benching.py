@@ -1,4 +1,6 @@
-"""What tests of ``megatron-muon bench step`` share: a small model, and the command itself."""
+"""What tests of ``megatron-muon bench step`` share: a small model, and the command
+itself.
+"""
 
 from __future__ import annotations
 

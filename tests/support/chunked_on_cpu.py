@@ -1,7 +1,9 @@
-"""dev's ChunkedOptimizerStateOffloader on a CPU: its own code, told which tensors are on a GPU.
+"""dev's ChunkedOptimizerStateOffloader on a CPU: its own code, told which tensors are
+on a GPU.
 
-All are but those that it has made for the host. What leaves a GPU is overwritten there, and what
-comes is there once its event is waited for: whoever reads too late or too early finds no number.
+All are but those that it has made for the host. What leaves a GPU is overwritten there,
+and what comes is there once its event is waited for: whoever reads too late or too
+early finds no number.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import torch
 
 NAME = "megatron.core.optimizer.cpu_offloading.chunked_optimizer_state_offload"
 EXISTS = importlib.util.find_spec(NAME) is not None  # in NVIDIA's branch dev
-_on_host: dict[int, torch.Tensor] = {}  # by address; kept, so that no other tensor gets one
+_on_host: dict[
+    int, torch.Tensor
+] = {}  # by address; kept, so that no other tensor gets one
 
 
 def install() -> None:
@@ -32,12 +36,24 @@ def install() -> None:
             "_cuda.coming.append((gpu_tensor, cpu_tensor))",
             2,
         ),
-        (r"gpu_tensor\.record_stream\(self\._h2d_stream\)", "_cuda.overwrite(gpu_tensor)", 2),
-        (r"gpu_tensor\.record_stream\(self\._d2h_stream\)", "_cuda.overwrite(gpu_tensor)", 2),
+        (
+            r"gpu_tensor\.record_stream\(self\._h2d_stream\)",
+            "_cuda.overwrite(gpu_tensor)",
+            2,
+        ),
+        (
+            r"gpu_tensor\.record_stream\(self\._d2h_stream\)",
+            "_cuda.overwrite(gpu_tensor)",
+            2,
+        ),
         (r"(\w[\w.]*)\.is_cuda", r"_cuda.is_on_gpu(\1)", 9),
         (r'(\w+)\.device\.type == "cpu"', r"(not _cuda.is_on_gpu(\1))", 3),
         (r"\w+\.is_pinned\(\)", "True", 3),
-        (r"torch\.empty\(\n\s+tensor\.size.*pin_memory=True\n\s+\)", "_cuda.of_host(tensor)", 1),
+        (
+            r"torch\.empty\(\n\s+tensor\.size.*pin_memory=True\n\s+\)",
+            "_cuda.of_host(tensor)",
+            1,
+        ),
         (r"torch\.cuda\.", "_cuda.", 22),
     ):
         source, found = re.subn(pattern, told, source)
@@ -45,7 +61,9 @@ def install() -> None:
     vars(module)["_cuda"] = _cuda
     exec(source, vars(module))
     optimizer: Any = importlib.import_module("megatron.core.optimizer.optimizer")
-    optimizer.ChunkedOptimizerStateOffloader = vars(module)["ChunkedOptimizerStateOffloader"]
+    optimizer.ChunkedOptimizerStateOffloader = vars(module)[
+        "ChunkedOptimizerStateOffloader"
+    ]
 
 
 class _Event:

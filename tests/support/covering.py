@@ -1,8 +1,9 @@
 """A pairwise covering set of changes of topology between a save and a load.
 
-In each format any two values of two different sizes (TP, PP, DP, EP, CP of the run that saves and
-of the one that loads) are in one change together; so are, in some format, any two that have to do
-with the model, buckets, chunks or instances. What no legal change has is left out.
+In each format any two values of two different sizes (TP, PP, DP, EP, CP of the run that
+saves and of the one that loads) are in one change together; so are, in some format, any
+two that have to do with the model, buckets, chunks or instances. What no legal change
+has is left out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ CASES = {
     "gated": replace(DENSE, gated=True, faster=("*.linear_fc2.*", "embedding.*")),
     "mla": replace(DENSE, mla="column"),
     "experts": MOE,
-    # before core 0.15 fully_sharded_model_space cannot load gated ones that are cut, AdamW's too
+    # before core 0.15 fully_sharded_model_space cannot load gated ones that are cut,
+    # AdamW's too
     "grouped": replace(MOE, grouped="legacy", gated=VERSION >= (0, 15), layers=2),
 }
 SMALLER = 20_000  # elements of a bucket: fewer buckets than with ``Topology``'s own
@@ -60,17 +62,28 @@ class Change:
 
 
 def is_legal(change: Change) -> bool:
-    """Whether the format can do it: what it can for AdamW, and more (EP 1 to more, buckets)."""
+    """Whether the format can do it: what it can for AdamW, and more (EP 1 to more,
+    buckets).
+    """
     case, saved, loaded = CASES[change.case], change.saved, change.loaded
-    if saved == loaded or saved.world_size > MOST_SAVING or loaded.world_size > MOST_LOADING:
+    if (
+        saved == loaded
+        or saved.world_size > MOST_SAVING
+        or loaded.world_size > MOST_LOADING
+    ):
         return False
     if not all(_is_possible(case, topology) for topology in (saved, loaded)):
         return False
     if change.format in FULL:
         return VERSION >= (0, 14) or (saved.ep == 1) == (loaded.ep == 1)
-    if change.format == "dp_zero_gather_scatter" and max(saved.instances, loaded.instances) > 1:
+    if (
+        change.format == "dp_zero_gather_scatter"
+        and max(saved.instances, loaded.instances) > 1
+    ):
         return False
-    if change.format == "dp_reshardable" and not all(map(_fills(case), (saved, loaded))):
+    if change.format == "dp_reshardable" and not all(
+        map(_fills(case), (saved, loaded))
+    ):
         return False
     kept = ["tp", "pp", "ep", "chunks"]
     kept += ["overlap", "bucket_size"] * (change.format == "dp_reshardable")
@@ -78,9 +91,13 @@ def is_legal(change: Change) -> bool:
 
 
 def _fills(case: Case) -> Callable[[Topology], bool]:
-    """Whether every rank has a piece of every bucket: the small ones of tied embeddings, which
-    Megatron puts into a bucket of their own, have 224 elements and are padded to a multiple."""
-    return lambda t: not (case.tied and t.overlap) or t.dp * t.cp // t.instances in (1, 2, 4)
+    """Whether every rank has a piece of every bucket: the small ones of tied
+    embeddings, which Megatron puts into a bucket of their own, have 224 elements and
+    are padded to a multiple.
+    """
+    return lambda t: (
+        not (case.tied and t.overlap) or t.dp * t.cp // t.instances in (1, 2, 4)
+    )
 
 
 def _is_possible(case: Case, topology: Topology) -> bool:
@@ -120,10 +137,14 @@ def _candidates(pick: random.Random) -> Iterator[Change]:
         saved = _topology(pick, CASES[case].moe)
         loaded = _topology(pick, CASES[case].moe)
         if format not in FULL:
-            loaded = replace(loaded, tp=saved.tp, pp=saved.pp, ep=saved.ep, chunks=saved.chunks)
+            loaded = replace(
+                loaded, tp=saved.tp, pp=saved.pp, ep=saved.ep, chunks=saved.chunks
+            )
             loaded = replace(loaded, sequence_parallel=saved.sequence_parallel)
         if format == "dp_reshardable":
-            loaded = replace(loaded, overlap=saved.overlap, bucket_size=saved.bucket_size)
+            loaded = replace(
+                loaded, overlap=saved.overlap, bucket_size=saved.bucket_size
+            )
         change = Change(case, format, saved, loaded)
         if is_legal(change):
             yield change
@@ -139,7 +160,9 @@ def covering_set() -> tuple[Change, ...]:
 @cache
 def small_set() -> tuple[Change, ...]:
     """Those ``SMALL`` of the set with few ranks that show most."""
-    few = [change for change in covering_set() if change.loaded.world_size <= MOST_SAVING]
+    few = [
+        change for change in covering_set() if change.loaded.world_size <= MOST_SAVING
+    ]
     return _greedy(few)[:SMALL]
 
 
@@ -147,14 +170,18 @@ def _greedy(pool: Sequence[Change]) -> tuple[Change, ...]:
     """Changes that show all that the pool does, one after another by what each adds."""
     number: dict[object, int] = {}
     shown = {  # as bits
-        change: sum(1 << number.setdefault(pair, len(number)) for pair in change.pairs())
+        change: sum(
+            1 << number.setdefault(pair, len(number)) for pair in change.pairs()
+        )
         for change in pool
     }
     missing = (1 << len(number)) - 1
     chosen: list[Change] = []
     saves: set[object] = set()
     while missing:
-        best = max(shown, key=lambda c: ((shown[c] & missing).bit_count(), _save(c) in saves))
+        best = max(
+            shown, key=lambda c: ((shown[c] & missing).bit_count(), _save(c) in saves)
+        )
         chosen.append(best)
         missing &= ~shown[best]
         saves.add(_save(best))

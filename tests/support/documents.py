@@ -7,7 +7,11 @@ from pathlib import Path
 
 from support import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 TABLE = Path(__file__).with_name("commands_in_documents.toml")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -35,7 +39,11 @@ def prose(text: str) -> str:
 
 def links(text: str) -> list[str]:
     """Targets of links and pictures that are not on the web."""
-    return [target for target in LINK.findall(prose(text)) if not re.match(r"[a-z]+:", target)]
+    return [
+        target
+        for target in LINK.findall(prose(text))
+        if not re.match(r"[a-z]+:", target)
+    ]
 
 
 def anchors(text: str) -> set[str]:

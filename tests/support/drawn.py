@@ -1,6 +1,8 @@
-"""Matrices on which the Gram iteration can go wrong, drawn by number, and the products of a GPU.
+"""Matrices on which the Gram iteration can go wrong, drawn by number, and the products
+of a GPU.
 
-``figures.restart_errors`` walks 10,000 of them to choose the restarts; ``WORST`` are the worst.
+``figures.restart_errors`` walks 10,000 of them to choose the restarts; ``WORST`` are
+the worst.
 """
 
 from __future__ import annotations
@@ -39,13 +41,64 @@ from megatron_muon.settings.config import MuonConfig
 from support.matrices import polynomials
 
 SHAPES = (
-    *((1, 1), (1, 2), (1, 9), (1, 64), (2, 2), (2, 3), (2, 5), (2, 16), (2, 64), (3, 3), (3, 4)),
-    *((3, 8), (3, 32), (4, 4), (4, 7), (4, 16), (5, 5), (5, 6), (6, 24), (7, 7), (8, 8), (8, 12)),
-    *((8, 64), (12, 12), (12, 48), (16, 16), (16, 20), (16, 64), (16, 128), (24, 24), (24, 36)),
-    *((32, 32), (32, 64), (32, 160), (48, 48), (48, 96), (64, 64), (64, 256), (96, 96), (40, 120)),
+    *(
+        (1, 1),
+        (1, 2),
+        (1, 9),
+        (1, 64),
+        (2, 2),
+        (2, 3),
+        (2, 5),
+        (2, 16),
+        (2, 64),
+        (3, 3),
+        (3, 4),
+    ),
+    *(
+        (3, 8),
+        (3, 32),
+        (4, 4),
+        (4, 7),
+        (4, 16),
+        (5, 5),
+        (5, 6),
+        (6, 24),
+        (7, 7),
+        (8, 8),
+        (8, 12),
+    ),
+    *(
+        (8, 64),
+        (12, 12),
+        (12, 48),
+        (16, 16),
+        (16, 20),
+        (16, 64),
+        (16, 128),
+        (24, 24),
+        (24, 36),
+    ),
+    *(
+        (32, 32),
+        (32, 64),
+        (32, 160),
+        (48, 48),
+        (48, 96),
+        (64, 64),
+        (64, 256),
+        (96, 96),
+        (40, 120),
+    ),
 )
 KINDS = (
-    *("Gaussian", "columns scaled", "rows scaled", "both scaled", "half scaled", "rows repeated"),
+    *(
+        "Gaussian",
+        "columns scaled",
+        "rows scaled",
+        "both scaled",
+        "half scaled",
+        "rows repeated",
+    ),
     *("near rank 1", "singular values"),
 )
 WORST: tuple[int, ...] = (7570, 1572, 811, 4614, 684)
@@ -95,16 +148,22 @@ def drawn(number: int) -> Tensor:
 
 
 class Strips(Products):
-    """XXᵀ is a sum of two rounded parts: of two strips, or of a product cut along its inner dim."""
+    """XXᵀ is a sum of two rounded parts: of two strips, or of a product cut along its
+    inner dim.
+    """
 
     def short_square(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        parts = [self.square(part) for part in x.tensor_split(2, dim=-1) if part.size(-1)]
+        parts = [
+            self.square(part) for part in x.tensor_split(2, dim=-1) if part.size(-1)
+        ]
         made = torch.stack(parts).sum(0)
         return self.rounded(made if out is None else out.copy_(made))
 
 
 class Halves(Products):
-    """Every product is a sum of two rounded parts: CUDA may add so in 16 bits (``matmul``)."""
+    """Every product is a sum of two rounded parts: CUDA may add so in 16 bits
+    (``matmul``).
+    """
 
     def product(
         self,
@@ -116,14 +175,18 @@ class Halves(Products):
         alpha: float = 1.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        halves = zip(left.tensor_split(2, dim=-1), right.tensor_split(2, dim=-2), strict=True)
+        halves = zip(
+            left.tensor_split(2, dim=-1), right.tensor_split(2, dim=-2), strict=True
+        )
         made = alpha * torch.stack([self.rounded(a @ b) for a, b in halves]).sum(0)
         made = made if linear is None else made + beta * linear
         return self.rounded(made if out is None else out.copy_(made))
 
 
 def roundings(field: str) -> Iterator[tuple[NsDtype, Products]]:
-    """The dtype of X, and products as devices round them, that take one field of ``Restarts``."""
+    """The dtype of X, and products as devices round them, that take one field of
+    ``Restarts``.
+    """
     fp32 = torch.float32
     if field == "fp32_squares":
         for dtype in get_args(NsDtype):
@@ -140,7 +203,8 @@ def roundings(field: str) -> Iterator[tuple[NsDtype, Products]]:
     if folded:
         yield dtype, Products(kind, kind, fp32, scale)  # rows of squares are not
     own = products_on(
-        torch.device("cpu"), numerics_on(torch.device("cpu"), MuonConfig(ns_dtype=dtype))
+        torch.device("cpu"),
+        numerics_on(torch.device("cpu"), MuonConfig(ns_dtype=dtype)),
     )
     if dtype == "bf16" and own.squares == kind:
         yield dtype, own.plain()
@@ -155,17 +219,21 @@ class Trial:
     products: Products
     steps: tuple[Triple, ...]  # the polynomials
     exact: Tensor  # results in float64
-    # errors, by the standard iteration's; infinite with ``Halves``, whose parts do not round a
-    # matrix of rank 1 to one
+    # errors, by the standard iteration's; infinite with ``Halves``, whose parts do not
+    # round a matrix of rank 1 to one
     allowed: Tensor
     top: Tensor  # the largest singular values of exact and standard results
 
     def measured(self, restarts: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Errors and largest singular values of the Gram iteration, over what is allowed."""
+        """Errors and largest singular values of the Gram iteration, over what is
+        allowed.
+        """
         cuts = itertools.pairwise((0, *restarts, len(self.steps)))
         parts = tuple(self.steps[start:stop] for start, stop in cuts)
         made = gram_iteration(self.x, parts, self.products).double()
-        errors = (_norm(made - self.exact) / _norm(self.exact) / self.allowed).nan_to_num(math.inf)
+        errors = (
+            _norm(made - self.exact) / _norm(self.exact) / self.allowed
+        ).nan_to_num(math.inf)
         return errors, _top(made) / (GRAM_TOP * self.top)
 
 
@@ -174,8 +242,8 @@ def trials(
 ) -> Iterator[Trial]:
     """Every shape in every rounding of a field of ``Restarts``.
 
-    Standard's error is the worst of all roundings, and of X as it is and one unit up and down: one
-    of them alone may by chance be exact.
+    Standard's error is the worst of all roundings, and of X as it is and one unit up
+    and down: one of them alone may by chance be exact.
     """
     of_dtype: dict[NsDtype, list[Products]] = defaultdict(list)
     for dtype, products in roundings(field):
@@ -189,13 +257,23 @@ def trials(
             values = polynomials(s, triples)
             exact = (u * values[:, None]) @ v
             error, top = torch.full((len(each),), least), values.abs().amax(-1)
-            for products, factor in itertools.product(devices, (1 - nudge, 1.0, 1 + nudge)):
-                made = standard_iteration(products.enter(x * factor), triples, products).double()
+            for products, factor in itertools.product(
+                devices, (1 - nudge, 1.0, 1 + nudge)
+            ):
+                made = standard_iteration(
+                    products.enter(x * factor), triples, products
+                ).double()
                 error = torch.maximum(error, _norm(made - exact) / _norm(exact))
                 top = torch.maximum(top, _top(made))
             for products in devices:
-                allowed = torch.tensor(math.inf) if type(products) is Halves else GRAM_ERROR * error
-                yield Trial(each, products.enter(x), products, triples, exact, allowed, top)
+                allowed = (
+                    torch.tensor(math.inf)
+                    if type(products) is Halves
+                    else GRAM_ERROR * error
+                )
+                yield Trial(
+                    each, products.enter(x), products, triples, exact, allowed, top
+                )
 
 
 @cache

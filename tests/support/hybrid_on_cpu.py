@@ -1,6 +1,8 @@
-"""Megatron's HybridDeviceOptimizer on a CPU: its own code, told that weights are on a GPU.
+"""Megatron's HybridDeviceOptimizer on a CPU: its own code, told that weights are on a
+GPU.
 
-It asks each tensor ``is_cuda`` to find what is to live on the host: all but the copies it made.
+It asks each tensor ``is_cuda`` to find what is to live on the host: all but the copies
+it made.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ _IN_A_SUM = f" if {_ASKS}]"
 def install() -> None:
     """Have the weights taken for a GPU's from now on; twice is once."""
     from megatron.core import optimizer as core
-    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer, hybrid_optimizer
+    from megatron.core.optimizer.cpu_offloading import (
+        HybridDeviceOptimizer,
+        hybrid_optimizer,
+    )
 
     method = HybridDeviceOptimizer._get_sub_optimizer_param_groups
     if torch.cuda.is_available() or method.__module__ == __name__:

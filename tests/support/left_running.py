@@ -1,7 +1,9 @@
-"""Ends the processes that a run of the tests has left behind, and fails if there are any.
+"""Ends the processes that a run of the tests has left behind, and fails if there are
+any.
 
-`python left_running.py MARK`: processes whose environment has MEGATRON_MUON_TESTS=MARK from their
-start. Those that end with the run, as workers and fork servers do, have some seconds for it.
+`python left_running.py MARK`: processes whose environment has MEGATRON_MUON_TESTS=MARK
+from their start. Those that end with the run, as workers and fork servers do, have some
+seconds for it.
 """
 
 from __future__ import annotations

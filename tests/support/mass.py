@@ -1,6 +1,7 @@
 """Size and style of the code and the documents, beside their goals.
 
-``bash tests/run.sh --mass`` prints them. Nothing here depends on where lines are broken.
+``bash tests/run.sh --mass`` prints them. Nothing here depends on where lines are
+broken.
 
 ==================  ===================================================================
 ``statements``      statements, without docstrings and imports
@@ -14,8 +15,8 @@
 ``dense``           the most nodes of the syntax tree a line, in functions of 15 lines on
 ==================  ===================================================================
 
-The last five are packings: what a reader stumbles at. Tokens are those of Python 3.11, which CI
-runs; from 3.12 on an f-string is several.
+The last five are packings: what a reader stumbles at. Tokens are those of Python 3.11,
+which CI runs; from 3.12 on an f-string is several.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_muon"
 GENERATED = ("flags.md", "coefficients.md")  # not counted
 LOADS = (  # what a training process imports
-    "import sys, megatron_muon; megatron_muon.install(); import megatron_muon.megatron_lm.launch\n"
+    "import sys, megatron_muon; megatron_muon.install(); import "
+    "megatron_muon.megatron_lm.launch\n"
     "print(*(name for name in sys.modules if name.split('.')[0] == 'megatron_muon'))"
 )
 LONG = 15  # lines of a function whose density is counted
@@ -108,8 +110,8 @@ GOALS: dict[str, dict[str, dict[str, int | None]]] = {
 }
 # The redesign is under way, so its goals are printed and not compared with yet.
 COMPARED = "for good"
-# The code has packings from before the goals. They are printed beside their goals and fail
-# once they are gone and this is True.
+# The code has packings from before the goals. They are printed beside their goals and
+# fail once they are gone and this is True.
 PACKINGS_FAIL = False
 WORDS_A_TOKEN = 0.25  # of docstrings in the plugin without lab, at least
 DOCUMENT_WORDS = 21_000
@@ -149,7 +151,10 @@ def size_of(source: str) -> Size:
 def _docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
     """The docstrings of a module, its classes and its functions."""
     for node in ast.walk(tree):
-        if not isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) or not node.body:
+        if (
+            not isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS))
+            or not node.body
+        ):
             continue
         first = node.body[0]
         if isinstance(first, ast.Expr) and isinstance(_value(first), str):
@@ -177,14 +182,18 @@ def _lines(statements: Iterable[ast.stmt]) -> set[int]:
 def _tokens(source: str, passed: set[int]) -> int:
     """Tokens that are no layout and start in none of the lines ``passed``."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return sum(token.type not in LAYOUT and token.start[0] not in passed for token in tokens)
+    return sum(
+        token.type not in LAYOUT and token.start[0] not in passed for token in tokens
+    )
 
 
 def _starred(node: ast.AST) -> int:
     """How many displays are unpacked within this one."""
     if isinstance(node, ast.Dict):
         entries = zip(node.keys, node.values, strict=True)
-        return sum(key is None and isinstance(value, ast.Dict) for key, value in entries)
+        return sum(
+            key is None and isinstance(value, ast.Dict) for key, value in entries
+        )
     if isinstance(node, DISPLAYS):
         starred = (each.value for each in node.elts if isinstance(each, ast.Starred))
         return sum(isinstance(value, DISPLAYS) for value in starred)
@@ -206,7 +215,9 @@ def _is_packed(node: ast.AST) -> bool:
 
 def _computes(value: ast.expr) -> bool:
     """Whether a value has a call or a comprehension anywhere in it."""
-    return any(isinstance(node, (ast.Call, *COMPREHENSIONS)) for node in ast.walk(value))
+    return any(
+        isinstance(node, (ast.Call, *COMPREHENSIONS)) for node in ast.walk(value)
+    )
 
 
 def _has_two_for(node: ast.AST) -> bool:
@@ -271,7 +282,9 @@ def _room(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Measure:
-    """A count beside its goal: the most that it may be, or the least if it is a floor."""
+    """A count beside its goal: the most that it may be, or the least if it is a
+    floor.
+    """
 
     name: str
     count: int
@@ -296,7 +309,11 @@ def main() -> int:
     sizes = rooms()
     loaded = _loaded()
     _print_table(sizes)
-    measures = [_doc_words(sizes["plugin without lab"]), *_documents(), _training(loaded)]
+    measures = [
+        _doc_words(sizes["plugin without lab"]),
+        *_documents(),
+        _training(loaded),
+    ]
     for measure in measures:
         print(measure)
     failed = [measure for measure in (*_of_code(sizes), *measures) if measure.fails]
@@ -336,11 +353,15 @@ def _of_code(sizes: dict[str, Size]) -> Iterator[Measure]:
 
 def _doc_words(plugin: Size) -> Measure:
     least = round(WORDS_A_TOKEN * plugin.tokens)
-    return Measure("docstring words of the plugin", plugin.doc_words, least, is_floor=True)
+    return Measure(
+        "docstring words of the plugin", plugin.doc_words, least, is_floor=True
+    )
 
 
 def _documents() -> Iterator[Measure]:
-    pages = [path for path in (ROOT / "docs").glob("*.md") if path.name not in GENERATED]
+    pages = [
+        path for path in (ROOT / "docs").glob("*.md") if path.name not in GENERATED
+    ]
     words = sum(len(path.read_text(encoding="utf8").split()) for path in pages)
     yield Measure("words of documents", words, DOCUMENT_WORDS)
     yield Measure("pages", len(pages), PAGES)

@@ -1,8 +1,10 @@
-"""What the package's source uses of Megatron, of torch's internals and of kernel packages.
+"""What the package's source uses of Megatron, of torch's internals and of kernel
+packages.
 
-Read from the syntax trees, scope by scope: imports in each of their forms, ``importlib``'s with a
-literal name, names that are bound to what those gave, attributes of these, ``getattr`` and
-``hasattr`` with a literal, and what classes that inherit from Megatron's take of them.
+Read from the syntax trees, scope by scope: imports in each of their forms,
+``importlib``'s with a literal name, names that are bound to what those gave, attributes
+of these, ``getattr`` and ``hasattr`` with a literal, and what classes that inherit from
+Megatron's take of them.
 """
 
 from __future__ import annotations
@@ -14,9 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Packages whose names are looked for; of torch those with an underscore alone.
-FOREIGN = ("megatron", "transformer_engine", "apex", "quack", "emerging_optimizers", "torch")
-# Names that this code base gives to objects of Megatron's in its rooms that deal with them, and
-# what they are.
+FOREIGN = (
+    "megatron",
+    "transformer_engine",
+    "apex",
+    "quack",
+    "emerging_optimizers",
+    "torch",
+)
+# Names that this code base gives to objects of Megatron's in its rooms that deal with
+# them, and what they are.
 _BUILT = {
     "dist_opt": "DistributedOptimizer",
     "part": "DistributedOptimizer",
@@ -67,7 +76,9 @@ def uses_in(folder: Path) -> list[Use]:
 
 
 def uses_in_text(text: str, file: str) -> list[Use]:
-    """Of one file's text, in which ``file`` is its path from the package's folder on."""
+    """Of one file's text, in which ``file`` is its path from the package's folder
+    on.
+    """
     tree = ast.parse(text)
     return sorted(_read(tree, file, _inheriting([tree])))
 
@@ -79,7 +90,9 @@ def _read(tree: ast.Module, file: str, bases: Mapping[str, str]) -> set[Use]:
 
 
 def own_names(folder: Path) -> set[str]:
-    """Attributes that files of a folder set on whatever object, and methods that they define."""
+    """Attributes that files of a folder set on whatever object, and methods that they
+    define.
+    """
     names = set()
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -91,12 +104,16 @@ def own_names(folder: Path) -> set[str]:
                 names.add(node.target.id)
             elif isinstance(node, ast.ClassDef):
                 assigned = (each for each in node.body if isinstance(each, ast.Assign))
-                names |= {t.id for a in assigned for t in a.targets if isinstance(t, ast.Name)}
+                names |= {
+                    t.id for a in assigned for t in a.targets if isinstance(t, ast.Name)
+                }
     return names
 
 
 def _inheriting(trees: Collection[ast.Module]) -> dict[str, str]:
-    """Classes of this package's, by name, that inherit from one of Megatron's, and from which."""
+    """Classes of this package's, by name, that inherit from one of Megatron's, and from
+    which.
+    """
     bases: dict[str, str] = {}
     for _ in range(4):  # as deep as they inherit from each other
         for tree in trees:
@@ -125,7 +142,11 @@ def _imported(body: list[ast.stmt], outer: Bindings) -> Bindings:
                 if _is_foreign(alias.name):
                     root = alias.name.split(".")[0]
                     bound[alias.asname or root] = alias.name if alias.asname else root
-        elif isinstance(node, ast.ImportFrom) and node.module and _is_foreign(node.module):
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and _is_foreign(node.module)
+        ):
             for alias in node.names:
                 bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
     return bound
@@ -136,7 +157,9 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def _own(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Nodes of a scope, in order, not of the scopes inside it but with those themselves."""
+    """Nodes of a scope, in order, not of the scopes inside it but with those
+    themselves.
+    """
     waiting: list[ast.AST] = list(reversed(body))
     while waiting:
         node = waiting.pop()
@@ -160,7 +183,9 @@ class _Reader:
         """Take up the uses of a file."""
         top = _imported(tree.body, {})
         for node in tree.body:  # functions that return a module of Megatron's
-            if isinstance(node, ast.FunctionDef) and isinstance(node.body[-1], ast.Return):
+            if isinstance(node, ast.FunctionDef) and isinstance(
+                node.body[-1], ast.Return
+            ):
                 bound = _imported(node.body, top)
                 value = node.body[-1].value
                 target = self._resolved(value, bound) if value is not None else None
@@ -188,7 +213,11 @@ class _Reader:
                 for default in [*node.args.defaults, *node.args.kw_defaults]:
                     if default is not None:
                         self._scope([ast.Expr(default)], bound, owner)
-                own = {name: to for name, to in bound.items() if name not in _parameters(node)}
+                own = {
+                    name: to
+                    for name, to in bound.items()
+                    if name not in _parameters(node)
+                }
                 self._scope(node.body, own, owner)
             elif isinstance(node, ast.Lambda):
                 self._scope([ast.Expr(node.body)], bound, owner)
@@ -197,7 +226,9 @@ class _Reader:
         pairs: list[tuple[ast.AST, ast.AST]] = []
         if isinstance(node, ast.Assign):
             pairs = [(target, node.value) for target in node.targets]
-        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+        elif (
+            isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None
+        ):
             pairs = [(node.target, node.value)]
         for target, value in pairs:
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
@@ -206,7 +237,11 @@ class _Reader:
                 both = [(target, value)]
             for one, its in both:
                 to = self._resolved(its, bound)
-                if isinstance(one, ast.Name) and to is not None and not to.endswith(")"):
+                if (
+                    isinstance(one, ast.Name)
+                    and to is not None
+                    and not to.endswith(")")
+                ):
                     bound[one.id] = to
 
     def _resolved(self, node: ast.AST, bound: Bindings) -> str | None:
@@ -228,8 +263,14 @@ class _Reader:
                 return f"{of}.{name}" if of is not None and name is not None else None
         return None
 
-    def _take(self, node: ast.AST, bound: Bindings, owner: str | None, inner: set[int]) -> None:
-        if isinstance(node, ast.ImportFrom) and node.module and _is_foreign(node.module):
+    def _take(
+        self, node: ast.AST, bound: Bindings, owner: str | None, inner: set[int]
+    ) -> None:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and _is_foreign(node.module)
+        ):
             for alias in node.names:
                 self._use(f"{node.module}.{alias.name}", node)
         elif isinstance(node, ast.Import):
@@ -246,7 +287,9 @@ class _Reader:
                 name = _text(node.args[1])
                 default = function == "hasattr" or len(node.args) > 2
                 if name is not None:
-                    self._attribute(node, node.args[0], name, bound, owner, inner, default)
+                    self._attribute(
+                        node, node.args[0], name, bound, owner, inner, default
+                    )
             elif function.split(".")[-1] in _SETTERS and len(node.args) > 1:
                 name = _text(node.args[1])
                 of = self._resolved(node.args[0], bound)
@@ -286,14 +329,17 @@ class _Reader:
 
     def _use(self, symbol: str, node: ast.AST, defaulted: bool = False) -> None:
         if symbol.startswith("torch") and not any(
-            part.startswith("_") and not part.startswith("__") for part in symbol.split(".")
+            part.startswith("_") and not part.startswith("__")
+            for part in symbol.split(".")
         ):
             return
         self.uses.add(Use(symbol, self.file, getattr(node, "lineno", 0), defaulted))
 
 
 def _is_module(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"megatron(\.\w+)+", value) is not None
+    return (
+        isinstance(value, str) and re.fullmatch(r"megatron(\.\w+)+", value) is not None
+    )
 
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:

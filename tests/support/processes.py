@@ -18,7 +18,10 @@ def environment(*path: Path | str, **more: str) -> dict[str, str]:
 
 
 def python(
-    *words: Path | str, path: Sequence[Path | str] = (), timeout: float | None = 300, **more: str
+    *words: Path | str,
+    path: Sequence[Path | str] = (),
+    timeout: float | None = 300,
+    **more: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python WORDS``, whatever its status is."""
     return subprocess.run(

@@ -1,12 +1,14 @@
 """Run a function on several real gloo ranks, in worker processes that all tests share.
 
-``run(fn, world_size, *args)`` calls the top-level function ``fn(*args)`` on ranks 0..n-1, each in
-its own process with ``torch.distributed`` initialised (gloo, rendezvous through a file) and
-``megatron_muon.cpu`` enabled, and returns the n return values. Inside ``fn``,
-``torch.distributed.get_rank()`` says which rank it is. Afterwards Megatron's global state is reset.
+``run(fn, world_size, *args)`` calls the top-level function ``fn(*args)`` on ranks
+0..n-1, each in its own process with ``torch.distributed`` initialised (gloo, rendezvous
+through a file) and ``megatron_muon.cpu`` enabled, and returns the n return values.
+Inside ``fn``, ``torch.distributed.get_rank()`` says which rank it is. Afterwards
+Megatron's global state is reset.
 
-Workers are forked from a server that has torch and Megatron imported, kept for the next call, and
-replaced when a call fails or has left threads behind. They end with the interpreter.
+Workers are forked from a server that has torch and Megatron imported, kept for the next
+call, and replaced when a call fails or has left threads behind. They end with the
+interpreter.
 """
 
 import atexit
@@ -37,9 +39,12 @@ from typing import Any
 import psutil
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-MOST_THREADS = 60  # of a worker that is used again; what keeps more alive is left behind
+MOST_THREADS = (
+    60  # of a worker that is used again; what keeps more alive is left behind
+)
 FULL = b"full"
-GRACE = 0.3  # seconds after the first failure in which other ranks' reports are still collected
+# seconds after the first failure in which other ranks' reports are still collected
+GRACE = 0.3
 WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 CPU = ("support.te_on_cpu.on", "megatron_muon.cpu.on")  # in this order, before Megatron
 PRELOAD = [
@@ -62,7 +67,9 @@ PRELOAD = [
 
 
 class RankError(AssertionError):
-    """A rank raised, died or did not finish; the text names it and shows its traceback."""
+    """A rank raised, died or did not finish; the text names it and shows its
+    traceback.
+    """
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """What came back: ``kind`` is 'ok' (value pickled), 'error' (traceback) or 'died' (why)."""
+    """What came back: ``kind`` is 'ok' (value pickled), 'error' (traceback) or 'died'
+    (why).
+    """
 
     rank: int
     kind: str
@@ -92,14 +101,19 @@ class Report:
 
 
 def _free_models() -> None:
-    """Take Megatron's DDP apart, and with it the process groups that it holds, 50 threads a call.
+    """Take Megatron's DDP apart, and with it the process groups that it holds, 50
+    threads a call.
 
-    It hangs hooks of its own on its parameters' AccumulateGrad nodes, which it keeps: a cycle
-    through C++ that gc cannot see.
+    It hangs hooks of its own on its parameters' AccumulateGrad nodes, which it keeps: a
+    cycle through C++ that gc cannot see.
     """
-    for module in [o for o in gc.get_objects() if type(o).__name__ == "DistributedDataParallel"]:
+    for module in [
+        o for o in gc.get_objects() if type(o).__name__ == "DistributedDataParallel"
+    ]:
         for node in module.grad_accs:
-            node.register_hook(lambda *_: None).hooks_dict_ref().clear()  # all hooks share one
+            node.register_hook(
+                lambda *_: None
+            ).hooks_dict_ref().clear()  # all hooks share one
     gc.collect()
 
 
@@ -108,10 +122,16 @@ def _reset_megatron() -> None:
     _free_models()
     for name, calls in (
         ("megatron.core.parallel_state", ("destroy_model_parallel",)),
-        ("megatron.core.num_microbatches_calculator", ("unset_num_microbatches_calculator",)),
+        (
+            "megatron.core.num_microbatches_calculator",
+            ("unset_num_microbatches_calculator",),
+        ),
         ("megatron.core.rerun_state_machine", ("destroy_rerun_state_machine",)),
         ("megatron_muon.mcore.load_check.models", ("forget",)),
-        ("megatron_muon.mcore.wiring.install", ("uninstall",)),  # else some ranks keep hooks
+        (
+            "megatron_muon.mcore.wiring.install",
+            ("uninstall",),
+        ),  # else some ranks keep hooks
     ):
         for call in calls:
             getattr(sys.modules.get(name), call, lambda: None)()
@@ -130,25 +150,35 @@ def _call(task: Task) -> Any:
     torch.set_num_threads(1)
     random.seed(0)
     torch.manual_seed(0)
-    os.environ |= {"RANK": str(task.rank), "WORLD_SIZE": str(task.world_size), "LOCAL_RANK": "0"}
+    os.environ |= {
+        "RANK": str(task.rank),
+        "WORLD_SIZE": str(task.world_size),
+        "LOCAL_RANK": "0",
+    }
     dist.init_process_group(
         "gloo",
         init_method=f"file://{task.rendezvous}",
         rank=task.rank,
         world_size=task.world_size,
-        timeout=datetime.timedelta(seconds=task.timeout + 60),  # the parent's limit comes first
+        timeout=datetime.timedelta(
+            seconds=task.timeout + 60
+        ),  # the parent's limit comes first
     )
     fn, args = pickle.loads(task.fn)
     return fn(*args)
 
 
 def _end() -> None:
-    """End this process and those it started (saving a Megatron checkpoint starts one)."""
+    """End this process and those it started (saving a Megatron checkpoint starts
+    one).
+    """
     os.killpg(0, signal.SIGKILL)
 
 
 def _end_with_parent() -> None:
-    """End when the tests' process is gone, also in the middle of a hanging collective."""
+    """End when the tests' process is gone, also in the middle of a hanging
+    collective.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -158,13 +188,16 @@ def _end_with_parent() -> None:
 def _fork_writers(pipe: connection.Connection) -> None:
     """Fork the process that collects what checkpoints' writers return.
 
-    Before core 0.18 Megatron starts it anew on each rank, and it imports torch: 5 s of a processor.
+    Before core 0.18 Megatron starts it anew on each rank, and it imports torch: 5 s of
+    a processor.
     """
 
     @functools.cache
     def queue() -> Any:
         manager = managers.SyncManager(ctx=multiprocessing.get_context("fork"))
-        manager.start(pipe.close)  # else the parent would not see that the rank has died
+        manager.start(
+            pipe.close
+        )  # else the parent would not see that the rank has died
         return manager.Queue()
 
     writer = importlib.import_module(WRITER)
@@ -173,7 +206,9 @@ def _fork_writers(pipe: connection.Connection) -> None:
 
 
 def _work(pipe: connection.Connection, stacks: str) -> None:
-    """The worker's loop: a task, its report, and (after an 'ok' of all ranks) the clean-up."""
+    """The worker's loop: a task, its report, and (after an 'ok' of all ranks) the
+    clean-up.
+    """
     os.setpgid(0, 0)  # for _end(); Ctrl-C in the terminal then reaches the parent only
     threading.Thread(target=_end_with_parent, daemon=True).start()
     stack_file = open(stacks, "w")  # faulthandler writes into it while we live
@@ -191,20 +226,27 @@ def _work(pipe: connection.Connection, stacks: str) -> None:
         except EOFError:
             _end()
         try:
-            report = Report(task.rank, "ok", pickle.dumps(_call(task)), time.monotonic())
+            report = Report(
+                task.rank, "ok", pickle.dumps(_call(task)), time.monotonic()
+            )
         except BaseException:
-            report = Report(task.rank, "error", traceback.format_exc(), time.monotonic())
+            report = Report(
+                task.rank, "error", traceback.format_exc(), time.monotonic()
+            )
         sys.stdout.flush()
         sys.stderr.flush()
         try:
             pipe.send_bytes(pickle.dumps(report))
-            pipe.recv_bytes()  # all ranks are done; after an error we are killed here instead
+            # all ranks are done; after an error we are killed here instead
+            pipe.recv_bytes()
         except (EOFError, OSError):
             _end()
         try:
             dist.destroy_process_group()
             _reset_megatron()
-            pipe.send_bytes(FULL if psutil.Process().num_threads() > MOST_THREADS else b"")
+            pipe.send_bytes(
+                FULL if psutil.Process().num_threads() > MOST_THREADS else b""
+            )
         except BaseException:
             pipe.send_bytes(traceback.format_exc().encode())
 
@@ -217,7 +259,9 @@ class _Worker:
         self.stacks = os.path.join(folder, f"stacks{number}")
         self.pipe, theirs = multiprocessing.Pipe()
         # not a daemon: those may not have children, and saving a checkpoint starts one
-        self.process = _context().Process(target=_work, args=(theirs, self.stacks), daemon=False)
+        self.process = _context().Process(
+            target=_work, args=(theirs, self.stacks), daemon=False
+        )
         self.process.start()
         theirs.close()
 
@@ -263,7 +307,9 @@ class _Pool:
 
 
 class _nothing_as_main:
-    """Keep multiprocessing from importing the parent's ``__main__`` (pytest) in every worker."""
+    """Keep multiprocessing from importing the parent's ``__main__`` (pytest) in every
+    worker.
+    """
 
     def __enter__(self) -> None:
         self.main = sys.modules["__main__"]
@@ -278,17 +324,28 @@ _server: Any = None
 
 
 def _context() -> Any:
-    """The fork server's context; the server has torch and Megatron imported, on one thread."""
+    """The fork server's context; the server has torch and Megatron imported, on one
+    thread.
+    """
     global _server
     if _server is None:
         before = dict(os.environ)
-        os.environ["OMP_NUM_THREADS"] = "1"  # an OpenMP thread pool would not survive the fork
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host name
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # what Megatron asks of every launcher
-        os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)  # 3.11 sends none
+        os.environ["OMP_NUM_THREADS"] = (
+            "1"  # an OpenMP thread pool would not survive the fork
+        )
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", "lo"
+        )  # else gloo resolves the host name
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = (
+            "1"  # what Megatron asks of every launcher
+        )
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            p for p in sys.path if p
+        )  # 3.11 sends none
         try:
             _server = multiprocessing.get_context("forkserver")
-            forkserver._forkserver._stop()  # a command's ranks may have started one, with less
+            # a command's ranks may have started one, with less
+            forkserver._forkserver._stop()
             _server.set_forkserver_preload(PRELOAD)
             forkserver.ensure_running()
         finally:
@@ -297,12 +354,18 @@ def _context() -> Any:
     return _server
 
 
-def _collect(workers: list[_Worker], deadline: float, grace: float) -> dict[int, Report]:
-    """Reports by rank: all, or those up to ``grace`` after the first failure, or in time."""
+def _collect(
+    workers: list[_Worker], deadline: float, grace: float
+) -> dict[int, Report]:
+    """Reports by rank: all, or those up to ``grace`` after the first failure, or in
+    time.
+    """
     waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
     reports: dict[int, Report] = {}
     while waiting and time.monotonic() < deadline:
-        for pipe in connection.wait(list(waiting), max(0.0, deadline - time.monotonic())):
+        for pipe in connection.wait(
+            list(waiting), max(0.0, deadline - time.monotonic())
+        ):
             assert isinstance(pipe, connection.Connection)
             rank = waiting.pop(pipe)
             try:
@@ -311,25 +374,34 @@ def _collect(workers: list[_Worker], deadline: float, grace: float) -> dict[int,
                 process = workers[rank].process
                 process.join(5)
                 why = f"the process ended with exit code {process.exitcode}"
-                reports[rank] = Report(rank, "died", why, 0.0)  # before what it caused in others
+                reports[rank] = Report(
+                    rank, "died", why, 0.0
+                )  # before what it caused in others
             if reports[rank].kind != "ok":
                 deadline = min(deadline, time.monotonic() + grace)
     return reports
 
 
-def _failure(workers: list[_Worker], reports: dict[int, Report], fn: str, limit: float) -> str:
+def _failure(
+    workers: list[_Worker], reports: dict[int, Report], fn: str, limit: float
+) -> str:
     failed = sorted((r for r in reports.values() if r.kind != "ok"), key=lambda r: r.at)
     size = len(workers)
     if failed:
         first, *others = failed
         text = f"{fn}: rank {first.rank} of {size} {_VERB[first.kind]}:\n{first.value}"
         for other in others:
-            text += f"\nrank {other.rank} then {_VERB[other.kind]}: {_last_line(other.value)}"
+            text += (
+                f"\nrank {other.rank} then {_VERB[other.kind]}: "
+                f"{_last_line(other.value)}"
+            )
         return text
     late = [rank for rank in range(size) if rank not in reports]
     text = f"{fn}: rank(s) {late} of {size} did not finish in {limit:g} s"
     for rank in late:
-        text += f"\n--- rank {rank} is at (innermost call first)\n{workers[rank].stack()}"
+        text += (
+            f"\n--- rank {rank} is at (innermost call first)\n{workers[rank].stack()}"
+        )
     return text
 
 
@@ -360,7 +432,9 @@ def _clean_up(workers: list[_Worker], fn: str, limit: float = 30.0) -> list[_Wor
         elif not text:
             usable.append(worker)
         else:
-            raise RankError(f"{fn}: rank {rank} of {len(workers)} failed to clean up:\n{text}")
+            raise RankError(
+                f"{fn}: rank {rank} of {len(workers)} failed to clean up:\n{text}"
+            )
     return usable
 
 
@@ -382,14 +456,18 @@ def run(
     timeout: float = 120.0,
     grace: float = GRACE,
 ) -> list[Any]:
-    """Call ``fn(*args)`` on ``world_size`` gloo ranks and return their values in rank order.
+    """Call ``fn(*args)`` on ``world_size`` gloo ranks and return their values in rank
+    order.
 
-    RankError has the traceback of a rank that raised or died, or the stack of one that did not
-    finish in ``timeout`` seconds; other ranks may report for ``grace`` seconds, and are killed.
+    RankError has the traceback of a rank that raised or died, or the stack of one that
+    did not finish in ``timeout`` seconds; other ranks may report for ``grace`` seconds,
+    and are killed.
     """
     global _pool
     if fn.__module__ == "__main__":
-        raise ValueError(f"{fn.__name__} is in __main__, which workers do not import: use a module")
+        raise ValueError(
+            f"{fn.__name__} is in __main__, which workers do not import: use a module"
+        )
     if _pool is None:
         _pool = _Pool()
         atexit.register(_pool.close)
@@ -399,7 +477,9 @@ def run(
     usable: list[_Worker] | None = None
     try:
         for rank, worker in enumerate(workers):
-            task = Task(payload, rank, world_size, rendezvous, timeout, sys.path[:], os.getcwd())
+            task = Task(
+                payload, rank, world_size, rendezvous, timeout, sys.path[:], os.getcwd()
+            )
             worker.pipe.send_bytes(pickle.dumps(task))
         reports = _collect(workers, time.monotonic() + timeout, grace)
         if len(reports) < world_size or any(r.kind != "ok" for r in reports.values()):

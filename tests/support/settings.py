@@ -1,4 +1,6 @@
-"""Values of each setting: one that differs from the default, and some that it cannot have."""
+"""Values of each setting: one that differs from the default, and some that it cannot
+have.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +51,32 @@ WITH = {"log_interval": {"log_file": "lines.jsonl"}, "log_file": {"log_interval"
 WITH |= {"qk_clip_alpha": {"qk_clip": 100.0}, "block_lr_mult": {"full_period": 5}}
 
 _RANGE = r"must be from 1e-09 to 1e\+09, got "
-_POSITIVE = ((-0.2, _RANGE), (0, _RANGE), (math.nan, _RANGE), (math.inf, _RANGE), (True, "number"))
-_COUNT = ((0, "at least 1, got 0"), (2.5, "must be an int, got 2.5"), (True, "must be an int"))
+_POSITIVE = (
+    (-0.2, _RANGE),
+    (0, _RANGE),
+    (math.nan, _RANGE),
+    (math.inf, _RANGE),
+    (True, "number"),
+)
+_COUNT = (
+    (0, "at least 1, got 0"),
+    (2.5, "must be an int, got 2.5"),
+    (True, "must be an int"),
+)
 _SWITCH = ((1, "must be True or False, got 1"), ("no", "must be True or False"))
-_PATTERNS = (("a.*", "must be a tuple of patterns"), ((1,), "must be a tuple of patterns"))
-_PAIRS = (("a", r"must be a tuple of \(pattern, "), ((("a",),), r"must be a tuple of \(pattern, "))
-_MULTIPLIERS = (*_PAIRS, ((("a", -1.0),), "from 0 to"), ((("a", "2"),), "must be a number"))
+_PATTERNS = (
+    ("a.*", "must be a tuple of patterns"),
+    ((1,), "must be a tuple of patterns"),
+)
+_PAIRS = (
+    ("a", r"must be a tuple of \(pattern, "),
+    ((("a",),), r"must be a tuple of \(pattern, "),
+)
+_MULTIPLIERS = (
+    *_PAIRS,
+    ((("a", -1.0),), "from 0 to"),
+    ((("a", "2"),), "must be a number"),
+)
 # Values that it cannot have, each with what the error says after field and flag.
 BAD: dict[str, tuple[tuple[Any, str], ...]] = {
     "matched_adamw_rms": (*_POSITIVE, ("0.2", "must be a number, got '0.2'")),
@@ -88,9 +110,15 @@ BAD: dict[str, tuple[tuple[Any, str], ...]] = {
     "lr_mults": _MULTIPLIERS,
     "wd_mults": _MULTIPLIERS,
     "qk_clip": _POSITIVE,
-    "qk_clip_alpha": ((0, r"must be in \(0, 1\), got 0"), (1.0, r"must be in \(0, 1\), got 1.0")),
+    "qk_clip_alpha": (
+        (0, r"must be in \(0, 1\), got 0"),
+        (1.0, r"must be in \(0, 1\), got 1.0"),
+    ),
     "split_qkv": _SWITCH,
-    "splits": (*_PAIRS, ((("a", "rows"),), "must be one of whole, qkv, heads, gate-up, parts")),
+    "splits": (
+        *_PAIRS,
+        ((("a", "rows"),), "must be one of whole, qkv, heads, gate-up, parts"),
+    ),
     "muon_include": _PATTERNS,
     "muon_exclude": _PATTERNS,
     "homes": (("anywhere", "must be one of auto, balanced, local, got 'anywhere'"),),

@@ -1,4 +1,6 @@
-"""From which size on homes of shared matrices make rows of squares, as a test or a figure asks."""
+"""From which size on homes of shared matrices make rows of squares, as a test or a
+figure asks.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,12 @@ from megatron_muon.orthogonalize import iteration
 
 @contextmanager
 def rows_of_small_squares(least: int = 16) -> Iterator[None]:
-    """For matrices whose short side is ``least`` or more, on every device, with any strips."""
-    table = dict.fromkeys(("cpu", "cpu_bf16", "cuda", "cuda_symmetric"), ((range(2, 64), least),))
+    """For matrices whose short side is ``least`` or more, on every device, with any
+    strips.
+    """
+    table = dict.fromkeys(
+        ("cpu", "cpu_bf16", "cuda", "cuda_symmetric"), ((range(2, 64), least),)
+    )
     caches = iteration.makes_rows, iteration.strip_flops, kernels.newton_schulz_strip
     with mock.patch.object(iteration, "_BY_ROWS", table):
         for cached in caches:

@@ -1,8 +1,10 @@
-"""Plain torch for the kernels of state-space layers, which run on GPUs only, by definition.
+"""Plain torch for the kernels of state-space layers, which run on GPUs only, by
+definition.
 
-``install`` puts modules of their names in the place of mamba_ssm (Mamba-2's scan, a gated norm) and
-of flash-linear-attention (the gated delta rule, a convolution, an l2 norm), with what a training
-step of Megatron calls. Sources: arXiv 2405.21060, equations 2 and 16; 2412.06464, equation 10.
+``install`` puts modules of their names in the place of mamba_ssm (Mamba-2's scan, a
+gated norm) and of flash-linear-attention (the gated delta rule, a convolution, an l2
+norm), with what a training step of Megatron calls. Sources: arXiv 2405.21060, equations
+2 and 16; 2412.06464, equation 10.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ Tensor = torch.Tensor
 
 
 def install() -> None:
-    """Megatron, imported after this, finds these functions where it looks for the packages'."""
+    """Megatron, imported after this, finds these functions where it looks for the
+    packages'.
+    """
     for name, made in {
         "mamba_ssm.ops.triton.ssd_combined": [
             mamba_chunk_scan_combined,
@@ -42,11 +46,19 @@ def install() -> None:
 
 
 def mamba_chunk_scan_combined(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **options: Any
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    **options: Any,
 ) -> Tensor:
-    """h_t = exp(A dt_t) h_{t-1} + dt_t B_t x_t, y_t = C_t h_t + D x_t, all tokens at once.
+    """h_t = exp(A dt_t) h_{t-1} + dt_t B_t x_t, y_t = C_t h_t + D x_t, all tokens at
+    once.
 
-    x: (batch, tokens, heads, head size); dt: (batch, tokens, heads); A, D: (heads); B, C: (batch,
+    x: (batch, tokens, heads, head size); dt: (batch, tokens, heads); A, D: (heads); B,
+    C: (batch,
     tokens, groups, state size).
     """
     D, z, dt_bias = (options.pop(name, None) for name in ("D", "z", "dt_bias"))
@@ -69,11 +81,18 @@ def mamba_chunk_scan_combined(
 
 
 def mamba_split_conv1d_scan_combined(
-    zxbcdt: Tensor, *weights: Tensor, D: Tensor, chunk_size: int, activation: str, **options: Any
+    zxbcdt: Tensor,
+    *weights: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    activation: str,
+    **options: Any,
 ) -> Tensor:
     """Of what in_proj makes: z, x, B, C, dt side by side."""
     conv1d_weight, conv1d_bias, dt_bias, A = weights
-    headdim, ngroups, _ = (options.pop(x) for x in ("headdim", "ngroups", "norm_before_gate"))
+    headdim, ngroups, _ = (
+        options.pop(x) for x in ("headdim", "ngroups", "norm_before_gate")
+    )
     _require_none(options)
     heads, inner = len(A), len(A) * headdim
     states = (zxbcdt.shape[-1] - 2 * inner - heads) // 2
@@ -92,7 +111,11 @@ class RMSNorm(torch.nn.Module):
     """Of the groups of a row, gated before."""
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None, **made: Any
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        **made: Any,
     ) -> None:
         super().__init__()
         made.pop("norm_before_gate", True)
@@ -107,7 +130,11 @@ class RMSNorm(torch.nn.Module):
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, **options: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """A convolution of each channel over tokens. x: (batch, tokens, channels)."""
     _require_none(options)
@@ -118,7 +145,9 @@ def causal_conv1d(
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Of each row."""
-    return (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    return (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + eps)).to(
+        x.dtype
+    )
 
 
 def l2_norm(x: Tensor) -> Tensor:
@@ -129,13 +158,17 @@ def l2_norm(x: Tensor) -> Tensor:
 def chunk_gdn2(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
-    """S_t = S_{t-1} diag(exp(g_t)) (I - b_t k_t k_t^T) + w_t v_t k_t^T, o_t = S_t q_t / sqrt(n).
+    """S_t = S_{t-1} diag(exp(g_t)) (I - b_t k_t k_t^T) + w_t v_t k_t^T, o_t = S_t q_t /
+    sqrt(n).
 
-    q, k, g, b: (batch, tokens, heads, n); v, w: (batch, tokens, heads, value size). g, b and w
+    q, k, g, b: (batch, tokens, heads, n); v, w: (batch, tokens, heads, value size). g,
+    b and w
     may have one number a head.
     """
     _require_none(options)
-    query, key, value, decay, erased, written = (each.float() for each in (q, k, v, g, b, w))
+    query, key, value, decay, erased, written = (
+        each.float() for each in (q, k, v, g, b, w)
+    )
     state = value.new_zeros(*value[:, 0].shape, key.shape[-1])
     outputs = []
     for t in range(q.shape[1]):
@@ -156,11 +189,19 @@ def chunk_gated_delta_rule(
 
 
 def chunk_gated_delta_product(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, num_householder: int, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    num_householder: int,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """``num_householder`` delta rules a token: the first decays, the last answers the query.
+    """``num_householder`` delta rules a token: the first decays, the last answers the
+    query.
 
-    k, v, beta have the rules side by side as tokens. Source: arXiv 2502.10297, section 3.
+    k, v, beta have the rules side by side as tokens. Source: arXiv 2502.10297, section
+    3.
     """
     at_first, at_last = ((0, num_householder - 1), (num_householder - 1, 0))
     query = F.pad(q[:, :, None], (0, 0, 0, 0, *at_last)).flatten(1, 2)
@@ -171,6 +212,8 @@ def chunk_gated_delta_product(
 
 def _require_none(options: dict[str, Any]) -> None:
     """Of what a training step without packed sequences asks for, there is no more."""
-    given = {name: value for name, value in options.items() if value not in (None, False)}
+    given = {
+        name: value for name, value in options.items() if value not in (None, False)
+    }
     if given:
         raise NotImplementedError(f"not in this reference: {given}")

@@ -1,4 +1,6 @@
-"""``python -O`` leaves asserts out: none may do anything, and nothing may rest on one."""
+"""``python -O`` leaves asserts out: none may do anything, and nothing may rest on
+one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ FILES = [
     *sorted((ROOT / "examples").rglob("*.py")),
 ]
 # Functions and methods that change nothing and are cheap.
-PURE = {"len", "isinstance", "callable", "set", "all", "any", "sorted", "values", "keys"}
+PURE = {
+    "len",
+    "isinstance",
+    "callable",
+    "set",
+    "all",
+    "any",
+    "sorted",
+    "values",
+    "keys",
+}
 
 
 def impure(path: Path) -> list[str]:
@@ -20,14 +32,20 @@ def impure(path: Path) -> list[str]:
     named = []
     for node in ast.walk(ast.parse(path.read_text())):
         for inside in ast.walk(node.test) if isinstance(node, ast.Assert) else ():
-            binds = isinstance(inside, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom))
+            binds = isinstance(
+                inside, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
+            )
             if binds or (isinstance(inside, ast.Call) and _called(inside) not in PURE):
                 named.append(ast.unparse(node))
     return named
 
 
 def _called(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
+    return (
+        call.func.attr
+        if isinstance(call.func, ast.Attribute)
+        else ast.unparse(call.func)
+    )
 
 
 def test_no_assert_has_a_side_effect() -> None:

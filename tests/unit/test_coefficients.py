@@ -1,7 +1,8 @@
-"""The published coefficient sets: their numbers against the papers', their intervals, what they do.
+"""The published coefficient sets: their numbers against the papers', their intervals,
+what they do.
 
-``PUBLISHED`` is written from the papers and the code they point to, and shares nothing with the
-package.
+``PUBLISHED`` is written from the papers and the code they point to, and shares nothing
+with the package.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ AOL = [
     (2.7573, -3.2939, 1.4254),
     (2.7215, -3.0494, 1.3169),
 ]
-# arXiv 2505.16932: the list for [1e-3, 1]; Algorithm 1 divides by 1.01, to a power of each term's.
+# arXiv 2505.16932: the list for [1e-3, 1]; Algorithm 1 divides by 1.01, to a power of
+# each term's.
 POLAR_EXPRESS = [
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -68,7 +70,9 @@ PUBLISHED = {
         (2.4418906, -1.2764040, 0.0),
         (2.2230472, -0.9630650, 0.0),
     ],
-    "polar_express": [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in POLAR_EXPRESS],
+    "polar_express": [
+        (a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in POLAR_EXPRESS
+    ],
 }
 RUNS = [
     *((name, min(12, len(PUBLISHED[name]))) for name in SETS if name != "cubic5"),
@@ -80,13 +84,17 @@ RUNS = [
 @pytest.mark.parametrize(("name", "steps"), RUNS)
 def test_the_numbers_are_the_published_ones(name: str, steps: int) -> None:
     """Cut after four decimals, as Emerging-Optimizers' table of Polar Express is."""
-    for ours, theirs in zip(schedule(name, steps, "fp32"), PUBLISHED[name], strict=False):
+    for ours, theirs in zip(
+        schedule(name, steps, "fp32"), PUBLISHED[name], strict=False
+    ):
         assert ours == pytest.approx(theirs, abs=1e-4 if name == "polar_express" else 0)
 
 
 @cache
 def _through(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Singular values from 1e-6 to 1, and what the set's own steps make of them, in float64."""
+    """Singular values from 1e-6 to 1, and what the set's own steps make of them, in
+    float64.
+    """
     sigma = torch.logspace(-6, 0, 300_001, dtype=torch.float64)
     made = sigma.clone()
     for a, b, c in schedule(name, SETS[name].steps, "fp32"):
@@ -106,23 +114,29 @@ def test_a_set_brings_its_interval_into_its_band(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SETS if name != "polar_express"])
 def test_the_interval_is_as_wide_as_the_band_allows(name: str) -> None:
-    """Ten times further down the band is left: the interval says what the set is for. Eight steps
-    of Polar Express go beyond the 1e-3 that its authors name."""
+    """Ten times further down the band is left: the interval says what the set is for.
+    Eight steps of Polar Express go beyond the 1e-3 that its authors name.
+    """
     sigma, made = _through(name)
     assert made[sigma >= SETS[name].interval[0] / 10].abs().min() < SETS[name].band[0]
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
-@pytest.mark.parametrize(("name", "steps"), [(name, default_steps(name)) for name in SETS])
+@pytest.mark.parametrize(
+    ("name", "steps"), [(name, default_steps(name)) for name in SETS]
+)
 def test_fp32_equals_the_oracle(name: str, steps: int, shape: tuple[int, int]) -> None:
-    """p amplifies a relative error of a small σ by at most its slope at 0, the product of the a's:
+    """p amplifies a relative error of a small σ by at most its slope at 0, the product
+    of the a's:
 
-    1049 in five steps (cans), 79,263 in ten (deepseekv4); the sums have at most 40 terms, rounded
-    by 2⁻²⁴ of the norm 1 each.
+    1049 in five steps (cans), 79,263 in ten (deepseekv4); the sums have at most 40
+    terms, rounded by 2⁻²⁴ of the norm 1 each.
     """
     generator = torch.Generator().manual_seed(3)
     matrix = torch.randn(*shape, generator=generator)
-    triples = [tuple(t) for t in schedule(name, steps, "fp32")]  # held by the tests above
+    triples = [
+        tuple(t) for t in schedule(name, steps, "fp32")
+    ]  # held by the tests above
     exact = newton_schulz(matrix.double(), steps, coefficients=triples)
     config = MuonConfig(ns_coefficients=name, ns_steps=steps, ns_dtype="fp32")
     error = (orthogonalize(matrix, config).double() - exact).norm()
@@ -131,8 +145,11 @@ def test_fp32_equals_the_oracle(name: str, steps: int, shape: tuple[int, int]) -
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", SETS)
-def test_small_and_nearly_singular_matrices_stay_in_the_band(name: str, dtype: str) -> None:
-    """1 to 4 rows and columns: σ lies anywhere up to 1, where cans goes off to 1e57 beyond 1.004.
+def test_small_and_nearly_singular_matrices_stay_in_the_band(
+    name: str, dtype: str
+) -> None:
+    """1 to 4 rows and columns: σ lies anywhere up to 1, where cans goes off to 1e57
+    beyond 1.004.
 
     Two units of bf16 (2⁻⁷) above the band are rounding of the last step.
     """
@@ -141,16 +158,22 @@ def test_small_and_nearly_singular_matrices_stay_in_the_band(name: str, dtype: s
     for _ in range(150):
         rows, cols = torch.randint(1, 5, (2,), generator=generator).tolist()
         made = orthogonalize(torch.randn(rows, cols, generator=generator), config)
-        assert torch.linalg.matrix_norm(made.double(), 2) <= SETS[name].band[1] * (1 + 2.0**-7)
+        assert torch.linalg.matrix_norm(made.double(), 2) <= SETS[name].band[1] * (
+            1 + 2.0**-7
+        )
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_without_a_number_a_set_has_five_steps_and_deepseekv4_its_ten(name: Any) -> None:
+def test_without_a_number_a_set_has_five_steps_and_deepseekv4_its_ten(
+    name: Any,
+) -> None:
     """Its first eight are simple's, so five of them were simple under another name."""
     wanted = 10 if name == "deepseekv4" else 5
     made = MuonConfig(ns_coefficients=name, ns_dtype="fp32")
     changed = replace(MuonConfig(ns_dtype="fp32"), ns_coefficients=name)
-    by_flag = config_of("0.19", "--muon-coefficient-type", name, "--muon-ns-dtype", "fp32")
+    by_flag = config_of(
+        "0.19", "--muon-coefficient-type", name, "--muon-ns-dtype", "fp32"
+    )
     assert made == changed == by_flag and made.ns_steps == wanted
     assert Numerics(made).steps == schedule(name, wanted, "fp32")
 
@@ -172,7 +195,9 @@ def test_fewer_steps_of_deepseekv4_are_an_error_with_the_coefficients_that_they_
     MuonConfig(ns_coefficients=same, ns_steps=steps)  # what it proposes is accepted
 
 
-def test_with_upstreams_defaults_deepseekv4_has_megatrons_five_steps_which_are_refused() -> None:
+def test_with_upstreams_defaults_deepseekv4_has_megatrons_five_steps_which_are_refused() -> (
+    None
+):
     given = ["--muon-defaults", "upstream", "--muon-coefficient-type", "deepseekv4"]
     with pytest.raises(ValueError, match=r"is 5, with which it is simple alone"):
         config_of("0.19", *given)
@@ -187,7 +212,9 @@ def test_a_custom_list_starts_over() -> None:
     assert (orthogonalize(matrix, config).double() - exact).norm() <= 8 * 9 * 2.0**-24
 
 
-@pytest.mark.parametrize("given", ["aol", ((1.0, -2.5, 0.1),), ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))])
+@pytest.mark.parametrize(
+    "given", ["aol", ((1.0, -2.5, 0.1),), ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))]
+)
 def test_what_is_spelled_is_parsed_again(given: object) -> None:
     assert parse(spelled(given)) == given  # type: ignore[arg-type]
 
@@ -195,11 +222,23 @@ def test_what_is_spelled_is_parsed_again(given: object) -> None:
 @pytest.mark.parametrize(
     ("numbers", "dtypes", "said"),
     [
-        ((1.0, 2.0, 3.0), ("bf16", "fp16", "fp32", None), "takes singular values up to "),
-        (((2.0, -1.5, 0.5), (1e300, 0.0, 0.0)), ("fp32",), r"step 2 of 5 .* up to 1e\+300"),
+        (
+            (1.0, 2.0, 3.0),
+            ("bf16", "fp16", "fp32", None),
+            "takes singular values up to ",
+        ),
+        (
+            ((2.0, -1.5, 0.5), (1e300, 0.0, 0.0)),
+            ("fp32",),
+            r"step 2 of 5 .* up to 1e\+300",
+        ),
         # 3σ - 4σ³ is largest at 1/2, and is 1 there and at 1; rounding passes these
         ((3.0, -4.0, 1e-20), ("bf16", "fp16", None), "step 4 of 5"),
-        (SETS["cans"].triples, ("bf16", "fp16", None), "step [13] of 5"),  # without its headroom
+        (
+            SETS["cans"].triples,
+            ("bf16", "fp16", None),
+            "step [13] of 5",
+        ),  # without its headroom
     ],
     ids=str,
 )
@@ -216,4 +255,6 @@ def test_numbers_with_which_rounding_overflows_are_refused(
 @pytest.mark.parametrize("name", SETS)
 def test_no_number_of_steps_of_a_set_overflows(name: Any, dtype: NsDtype) -> None:
     """A check looks at all steps before the last, too."""
-    MuonConfig(ns_coefficients=name, ns_steps=5 if name == "cubic5" else 100, ns_dtype=dtype)
+    MuonConfig(
+        ns_coefficients=name, ns_steps=5 if name == "cubic5" else 100, ns_dtype=dtype
+    )

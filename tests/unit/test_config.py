@@ -12,7 +12,11 @@ import torch.distributed as dist
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize.iteration import takes_gram
 from megatron_muon.orthogonalize.numerics import Device, Numerics, layout_free
-from megatron_muon.planning.describe import homes_lines, newton_schulz_line, not_shared_lines
+from megatron_muon.planning.describe import (
+    homes_lines,
+    newton_schulz_line,
+    not_shared_lines,
+)
 from megatron_muon.settings.coefficients import SETS, NsDtype, schedule
 from megatron_muon.settings.update import Preset
 from support.megatron_lm import flag_parsers
@@ -23,21 +27,27 @@ CUDAS: tuple[Device, ...] = ("cuda", "cuda_symmetric")
 
 def test_lists_are_taken_where_tuples_are() -> None:
     """YAML and Hydra have no tuples."""
-    lists = MuonConfig(muon_include=["a"], lr_mults=[["b", 2.0]], ns_coefficients=[2.0, -1.5, 0.5])
+    lists = MuonConfig(
+        muon_include=["a"], lr_mults=[["b", 2.0]], ns_coefficients=[2.0, -1.5, 0.5]
+    )
     assert lists == MuonConfig(
         muon_include=("a",), lr_mults=(("b", 2.0),), ns_coefficients=(2.0, -1.5, 0.5)
     )
 
 
 def test_a_name_close_to_a_settings_is_answered_by_it() -> None:
-    with pytest.raises(TypeError, match="no setting 'exclude'; did you mean 'muon_exclude'"):
+    with pytest.raises(
+        TypeError, match="no setting 'exclude'; did you mean 'muon_exclude'"
+    ):
         MuonConfig(exclude=("a",))
     with pytest.raises(TypeError, match=r"no setting .x.$"):
         MuonConfig(x=1)
 
 
 def test_a_checkpoint_with_simples_numbers_differs_in_nothing() -> None:
-    """A setting that differs is printed by rank 0, and asking for the rank fails here."""
+    """A setting that differs is printed by rank 0, and asking for the rank fails
+    here.
+    """
     from megatron_muon.mcore.checkpoint.param_groups import check_record, record
 
     saved = record(Numerics(MuonConfig(), "cpu"))
@@ -60,9 +70,13 @@ def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
 
 
 def test_the_start_names_the_link_that_is_assumed_or_stated() -> None:
-    (assumed,), (stated,) = (homes_lines(MuonConfig(link_gbytes=link)) for link in (None, 7.0))
+    (assumed,), (stated,) = (
+        homes_lines(MuonConfig(link_gbytes=link)) for link in (None, 7.0)
+    )
     assert "no link_gbytes (--muon-link-gbytes) is given, so 40 is assumed" in assumed
-    assert stated.endswith("(--muon-rank-tflops) 400 and link_gbytes (--muon-link-gbytes) 7")
+    assert stated.endswith(
+        "(--muon-rank-tflops) 400 and link_gbytes (--muon-link-gbytes) 7"
+    )
     assert homes_lines(MuonConfig(homes="local", link_gbytes=7.0)) == []
 
 
@@ -83,8 +97,9 @@ def test_a_checkpoint_has_what_the_device_chose(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One from before it was the device's choice has ``earlier``, or nothing of it, which was that:
-    it loads, and a run that takes another says so."""
+    """One from before it was the device's choice has ``earlier``, or nothing of it,
+    which was that: it loads, and a run that takes another says so.
+    """
     from megatron_muon.mcore.checkpoint import param_groups
 
     monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
@@ -98,8 +113,14 @@ def test_a_checkpoint_has_what_the_device_chose(
     )
     del without["settings"][name]
     told = f"is {taken!r} now; the checkpoint was saved with {earlier!r}"
-    for record, lines in ((saved, 0), (before, taken != earlier), (without, taken != earlier)):
-        param_groups.check_record({"megatron_muon": record}, Numerics(MuonConfig(), device))
+    for record, lines in (
+        (saved, 0),
+        (before, taken != earlier),
+        (without, taken != earlier),
+    ):
+        param_groups.check_record(
+            {"megatron_muon": record}, Numerics(MuonConfig(), device)
+        )
         assert capsys.readouterr().out.count(told) == lines
     param_groups.check_record({"megatron_muon": before}, Numerics(asked, device))
     assert capsys.readouterr().out == ""
@@ -109,12 +130,17 @@ LOGGED = MuonConfig(log_interval=10, log_file="out.jsonl")
 
 
 @pytest.mark.parametrize("device", get_args(Device))
-def test_a_gpu_shares_matrices_where_bits_may_depend_on_the_layout(device: Device) -> None:
+def test_a_gpu_shares_matrices_where_bits_may_depend_on_the_layout(
+    device: Device,
+) -> None:
     """What turns that off is told; what is asked for is taken and needs no line."""
     of_gpu = "auto" if device in CUDAS else "off"
     assert Numerics(MuonConfig(), device).split == of_gpu
     assert Numerics(LOGGED, device).split == "off"
-    assert Numerics(layout_free(MuonConfig(), is_deterministic=True), device).split == "off"
+    assert (
+        Numerics(layout_free(MuonConfig(), is_deterministic=True), device).split
+        == "off"
+    )
     assert layout_free(MuonConfig(), is_deterministic=False) == MuonConfig()
     asked = MuonConfig(split_matrices=4)
     assert layout_free(asked, is_deterministic=True) == asked
@@ -132,9 +158,18 @@ def test_a_gpu_shares_matrices_where_bits_may_depend_on_the_layout(device: Devic
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"ns_coefficients": "cans"}, r"ns-coefficients\) 'cans', ns_steps .* 5, .* 'bf16 and f"),
-        ({"ns_steps": 7}, r"ns-coefficients\) 'simple', ns_steps .* 7, .* 'bf16 and fp16'"),
-        ({"ns_coefficients": (2.0, -1.5, 0.5)}, r"\(\(2.0, -1.5, 0.5\),\), ns_steps .* 5"),
+        (
+            {"ns_coefficients": "cans"},
+            r"ns-coefficients\) 'cans', ns_steps .* 5, .* 'bf16 and f",
+        ),
+        (
+            {"ns_steps": 7},
+            r"ns-coefficients\) 'simple', ns_steps .* 7, .* 'bf16 and fp16'",
+        ),
+        (
+            {"ns_coefficients": (2.0, -1.5, 0.5)},
+            r"\(\(2.0, -1.5, 0.5\),\), ns_steps .* 5",
+        ),
     ],
 )
 def test_without_tested_restarts_gram_is_refused_and_auto_is_standard(
@@ -148,7 +183,9 @@ def test_without_tested_restarts_gram_is_refused_and_auto_is_standard(
             config = MuonConfig(preset="fast", ns_iteration=iteration, **settings)
             assert Numerics(config, device).iteration == "standard"
             assert not takes_gram(4096, 16384, Numerics(config, device))
-            line = newton_schulz_line(Numerics(config, device), "torch", in_batches=True)
+            line = newton_schulz_line(
+                Numerics(config, device), "torch", in_batches=True
+            )
             assert ("since the Gram iteration has not been found accurate" in line) == (
                 iteration == "auto" or device in CUDAS
             )
@@ -156,8 +193,12 @@ def test_without_tested_restarts_gram_is_refused_and_auto_is_standard(
 
 @pytest.mark.parametrize("device", CUDAS)
 @pytest.mark.parametrize("dtype", get_args(NsDtype))
-def test_a_gpu_takes_auto_where_restarts_are_known(dtype: NsDtype, device: Device) -> None:
-    """With the preset fast and where it is asked for; on a CPU the default is standard."""
+def test_a_gpu_takes_auto_where_restarts_are_known(
+    dtype: NsDtype, device: Device
+) -> None:
+    """With the preset fast and where it is asked for; on a CPU the default is
+    standard.
+    """
     for name, coefficients in SETS.items():
         numbers = {5, 7, *coefficients.restarts} - (
             {7} if coefficients.after == "refuse" else set()
@@ -165,16 +206,24 @@ def test_a_gpu_takes_auto_where_restarts_are_known(dtype: NsDtype, device: Devic
         for steps in {max(number, coefficients.fewest) for number in numbers}:
             lists = coefficients.restarts.get(steps)
             known = lists is not None and getattr(lists, dtype) is not None
-            config = MuonConfig(preset="fast", ns_coefficients=name, ns_steps=steps, ns_dtype=dtype)
+            config = MuonConfig(
+                preset="fast", ns_coefficients=name, ns_steps=steps, ns_dtype=dtype
+            )
             asked = replace(config, ns_iteration="auto")
             taken = "auto" if known else "standard"
-            assert Numerics(config, device).iteration == Numerics(asked, device).iteration == taken
+            assert (
+                Numerics(config, device).iteration
+                == Numerics(asked, device).iteration
+                == taken
+            )
             assert {Numerics(config, cpu).iteration for cpu in CPUS} == {"standard"}
 
 
 @pytest.mark.parametrize("device", CUDAS)
 def test_a_preset_is_what_a_gpu_takes_where_a_setting_is_left(device: Device) -> None:
-    safe, fast = (Numerics(MuonConfig(preset=preset), device) for preset in get_args(Preset))
+    safe, fast = (
+        Numerics(MuonConfig(preset=preset), device) for preset in get_args(Preset)
+    )
     assert (safe.dtype, safe.iteration, safe.split) == ("bf16", "standard", "auto")
     assert (fast.dtype, fast.iteration, fast.split) == ("fp16", "auto", "auto")
     for cpu in CPUS:  # which has neither fp16 products nor a use for Gram by default
@@ -195,15 +244,23 @@ def test_a_run_of_another_preset_is_told_the_flags_that_keep_its_bits(
     from megatron_muon.mcore.checkpoint import param_groups
 
     monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
-    saved = {"megatron_muon": param_groups.record(Numerics(MuonConfig(preset="fast"), "cuda"))}
+    saved = {
+        "megatron_muon": param_groups.record(
+            Numerics(MuonConfig(preset="fast"), "cuda")
+        )
+    }
     param_groups.check_record(saved, Numerics(MuonConfig(), "cuda"))
     told = [
-        "ns_dtype (--muon-ns-dtype) is 'bf16' now; the checkpoint was saved with 'fp16': "
+        "ns_dtype (--muon-ns-dtype) is 'bf16' now; the checkpoint was saved with "
+        "'fp16': "
         "--muon-ns-dtype fp16 keeps its bits",
-        "ns_iteration (--muon-ns-iteration) is 'standard' now; the checkpoint was saved with "
+        "ns_iteration (--muon-ns-iteration) is 'standard' now; the checkpoint was "
+        "saved with "
         "'auto': --muon-ns-iteration auto keeps its bits",
     ]
-    assert capsys.readouterr().out.splitlines() == [f"[megatron_muon] {line}" for line in told]
+    assert capsys.readouterr().out.splitlines() == [
+        f"[megatron_muon] {line}" for line in told
+    ]
     kept = MuonConfig(ns_dtype="fp16", ns_iteration="auto")
     param_groups.check_record(saved, Numerics(kept, "cuda"))
     assert capsys.readouterr().out == ""
@@ -218,14 +275,19 @@ def test_a_run_of_another_preset_is_told_the_flags_that_keep_its_bits(
         ({"ns_coefficients": "polar_express"}, "polar_express, 5 steps (made for 8), "),
         ({"ns_coefficients": "aol"}, "aol, 5 steps (made for 4), "),
         ({"ns_coefficients": ((2.0, -1.5, 0.5),)}, "2.0,-1.5,0.5, 5 steps, "),
-        ({"ns_coefficients": ((2.0, -1.5, 0.5),) * 6}, ";2.0,-1.5,0.5, 5 steps (made for 6), "),
+        (
+            {"ns_coefficients": ((2.0, -1.5, 0.5),) * 6},
+            ";2.0,-1.5,0.5, 5 steps (made for 6), ",
+        ),
     ],
     ids=str,
 )
 def test_the_start_names_a_number_of_steps_unlike_the_sets_own(
     given: dict[str, Any], said: str
 ) -> None:
-    line = newton_schulz_line(Numerics(MuonConfig(**given), "cpu"), "torch", in_batches=False)
+    line = newton_schulz_line(
+        Numerics(MuonConfig(**given), "cpu"), "torch", in_batches=False
+    )
     assert said in line
 
 
@@ -242,7 +304,11 @@ def _record_of_0_2(steps: int) -> dict[str, Any]:
 def test_a_resume_of_deepseekv4_cut_short_is_an_error_with_the_flags_that_keep_its_bits(
     steps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_muon.mcore.checkpoint.param_groups import check_record, config_of, record
+    from megatron_muon.mcore.checkpoint.param_groups import (
+        check_record,
+        config_of,
+        record,
+    )
 
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     saved, whole = _record_of_0_2(steps), MuonConfig(ns_coefficients="deepseekv4")
@@ -256,7 +322,9 @@ def test_a_resume_of_deepseekv4_cut_short_is_an_error_with_the_flags_that_keep_i
         assert Numerics(keeps, device).iteration == "standard"
     check_record(saved, Numerics(keeps, "cpu"))
     assert capsys.readouterr().out == ""  # nothing differs
-    check_record({"megatron_muon": record(Numerics(keeps, "cpu"))}, Numerics(whole, "cpu"))
+    check_record(
+        {"megatron_muon": record(Numerics(keeps, "cpu"))}, Numerics(whole, "cpu")
+    )
     assert "saved with" in capsys.readouterr().out
     read_by_adamw = config_of(saved["megatron_muon"]["settings"])
     assert schedule(read_by_adamw.ns_coefficients, steps, "bf16") == before
@@ -265,9 +333,14 @@ def test_a_resume_of_deepseekv4_cut_short_is_an_error_with_the_flags_that_keep_i
 def test_a_changed_copy_has_not_been_given_every_setting() -> None:
     assert MuonConfig(momentum=0.95).given == {"momentum"}
     assert replace(MuonConfig(), homes="local").given == {"homes"}
-    assert replace(MuonConfig(momentum=0.9), homes="local").given == {"homes", "momentum"}
+    assert replace(MuonConfig(momentum=0.9), homes="local").given == {
+        "homes",
+        "momentum",
+    }
 
 
 def test_cubic5_is_for_five_steps() -> None:
-    with pytest.raises(ValueError, match=r"are for 5 steps, and ns_steps .* is 6: take 5, or"):
+    with pytest.raises(
+        ValueError, match=r"are for 5 steps, and ns_steps .* is 6: take 5, or"
+    ):
         MuonConfig(ns_coefficients="cubic5", ns_steps=6)

@@ -1,4 +1,6 @@
-"""What a run or a command prints where stdout's encoding lacks some of its characters."""
+"""What a run or a command prints where stdout's encoding lacks some of its
+characters.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,18 @@ from megatron_muon.lab.tables import digits
 from megatron_muon.megatron_lm.flags.parser import add_flags
 from megatron_muon.planning.describe import _amount
 
-TEXT = "1.05 × the mean, имя, \udce9"  # a file's name may have bytes that are no character
+TEXT = (
+    "1.05 × the mean, имя, \udce9"  # a file's name may have bytes that are no character
+)
 
 
 def by_command() -> None:
     assert run_command(lambda: print(TEXT) or 0) == 0  # type: ignore[func-returns-value]
 
 
-@pytest.mark.parametrize("printing", [lambda: say(TEXT), by_command], ids=["run", "command"])
+@pytest.mark.parametrize(
+    "printing", [lambda: say(TEXT), by_command], ids=["run", "command"]
+)
 @pytest.mark.parametrize(
     ("encoding", "shown"),
     [
@@ -49,7 +55,11 @@ def test_the_help_of_a_script_that_megatron_prints_has_ascii_alone() -> None:
 
 
 def test_of_many_names_the_first_are_said_and_how_many_more_there_are() -> None:
-    assert [first_names("abcde"[:n], 3) for n in (0, 3, 4)] == ["", "a, b, c", "a, b, c and 1 more"]
+    assert [first_names("abcde"[:n], 3) for n in (0, 3, 4)] == [
+        "",
+        "a, b, c",
+        "a, b, c and 1 more",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +79,16 @@ def test_an_amount_at_the_start_has_no_exponent(number: float, shown: str) -> No
 
 
 def test_a_figure_of_the_lab_has_no_exponent() -> None:
-    assert [digits(x) for x in (0.01234, 999.4, 999.5, 2250.4)] == ["0.0123", "999", "1000", "2250"]
+    assert [digits(x) for x in (0.01234, 999.4, 999.5, 2250.4)] == [
+        "0.0123",
+        "999",
+        "1000",
+        "2250",
+    ]
     assert _spread([999.6, 1234.5, 2250.0]) == "1234 (1000 to 2250)"
-    assert [said(x) for x in (0.5, 9999.4, 9999.6, 12345.6)] == ["0.5", "9999", "10000", "12346"]
+    assert [said(x) for x in (0.5, 9999.4, 9999.6, 12345.6)] == [
+        "0.5",
+        "9999",
+        "10000",
+        "12346",
+    ]

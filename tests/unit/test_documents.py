@@ -1,4 +1,6 @@
-"""The README and docs/: short, with links that lead somewhere and commands that somebody runs."""
+"""The README and docs/: short, with links that lead somewhere and commands that
+somebody runs.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,23 @@ from megatron_muon.settings.run_flags import FLAGS
 from support import documents
 from support.documents import PAGES, ROOT
 
-tomllib = pytest.importorskip("tomllib", reason="the standard library has it from Python 3.11 on")
+tomllib = pytest.importorskip(
+    "tomllib", reason="the standard library has it from Python 3.11 on"
+)
 
 TABLE = tomllib.loads(documents.TABLE.read_text(encoding="utf-8"))
-IN_DOCUMENTS = {command for page in PAGES for command in documents.commands(page.read_text())}
+IN_DOCUMENTS = {
+    command for page in PAGES for command in documents.commands(page.read_text())
+}
 
 
 def _rows() -> list[str]:
-    return [command for part in TABLE.values() for lines in part.values() for command in lines]
+    return [
+        command
+        for part in TABLE.values()
+        for lines in part.values()
+        for command in lines
+    ]
 
 
 def _functions(file: str) -> set[str]:
@@ -33,7 +44,7 @@ def _functions(file: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-# --- commands --------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------
 
 
 def test_every_command_of_the_documents_has_one_row() -> None:
@@ -52,7 +63,7 @@ def test_the_test_that_runs_a_command_is_there(name: str) -> None:
     assert function in _functions(file)
 
 
-# --- pages -----------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------
 
 
 def test_the_readme_is_a_page() -> None:
@@ -120,19 +131,30 @@ def test_a_package_index_gets_no_link_to_a_file_of_the_clone(
     url: str, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCUMENTS_URL", url)
-    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "egg_info",
+        "--egg-base",
+        str(tmp_path),
+    ]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (info,) = tmp_path.glob("*.egg-info/PKG-INFO")
     assert link in info.read_text() and documents.links(info.read_text()) == []
 
 
-PLACE = re.compile(r"(?<![\w.-])(?:megatron_muon|tests|examples|patches|docs)/[\w./*-]*[\w*/]")
+PLACE = re.compile(
+    r"(?<![\w.-])(?:megatron_muon|tests|examples|patches|docs)/[\w./*-]*[\w*/]"
+)
 MODULE = re.compile(r"(?<![\w/])megatron_muon(?:\.(?!json\b|lock\b)[a-z_]\w*)+")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_places_that_a_page_names_are_there(page: Path) -> None:
-    """Files and folders by their path, tests by name, modules and public names by dotted ones."""
+    """Files and folders by their path, tests by name, modules and public names by
+    dotted ones.
+    """
     text = page.read_text()
     for name in re.findall(r"\btest_[\w*]+\.py", text):
         assert any((ROOT / "tests").rglob(name)), name
@@ -156,11 +178,15 @@ def test_a_name_that_a_page_places_in_a_module_is_defined_there(page: Path) -> N
     for name, module in DEFINED.findall(page.read_text()):
         files = (ROOT / "megatron_muon").rglob(module)
         definition = re.compile(rf"^(class |def |.*, )?{name}\b.*[=:]", re.MULTILINE)
-        assert any(definition.search(file.read_text()) for file in files), f"{name} in {module}"
+        assert any(definition.search(file.read_text()) for file in files), (
+            f"{name} in {module}"
+        )
 
 
 def test_versions_sh_names_tests_that_are_there() -> None:
     text = (ROOT / "tests/versions.sh").read_text()
     found = re.findall(r'"\$TESTS"/([\w/]+)\{([\w,]*)\}\.py', text)
     names = [f"{stem}{each}.py" for stem, every in found for each in every.split(",")]
-    assert len(names) > 3 and all((ROOT / "tests/megatron_lm" / x).is_file() for x in names)
+    assert len(names) > 3 and all(
+        (ROOT / "tests/megatron_lm" / x).is_file() for x in names
+    )

@@ -12,8 +12,8 @@ from support.processes import printed
 
 PACKAGE = ROOT / "megatron_muon"
 
-# Lower rooms first. A module may import its own room and those in earlier lines, no other room of
-# its own line. "" is the facade, ``megatron_muon/__init__.py``.
+# Lower rooms first. A module may import its own room and those in earlier lines, no
+# other room of its own line. "" is the facade, ``megatron_muon/__init__.py``.
 TIERS = (
     ("version", "presence", "console"),
     ("settings",),
@@ -47,7 +47,9 @@ WITHOUT_TORCH = {"version", "presence", "console", "settings", "planning"}
 WITHOUT_TORCH |= {"orthogonalize.iteration", "orthogonalize.numerics"}
 WITHOUT_TORCH |= {f"lab.{room}" for room in ("pricing", "trace", "curves")}
 # Of a checkpoint's files, those that hold no tensor.
-WITHOUT_TORCH |= {f"mcore.load_check.{name}" for name in ("checksum", "digest", "files")}
+WITHOUT_TORCH |= {
+    f"mcore.load_check.{name}" for name in ("checksum", "digest", "files")
+}
 
 
 def dotted(path: Path) -> str:
@@ -106,16 +108,22 @@ def test_rooms_of_the_lab_import_down_only() -> None:
         for module in own_imports(path) if tool else ():
             other = lab_room(module)
             if other and other != tool:
-                assert LAB_TIER_OF[other] < LAB_TIER_OF[tool], f"{path} imports {module}"
+                assert LAB_TIER_OF[other] < LAB_TIER_OF[tool], (
+                    f"{path} imports {module}"
+                )
 
 
 def lab_room(module: str) -> str:
-    """``plan`` for ``lab.plan.command``; "" outside of the lab and for the lab itself."""
+    """``plan`` for ``lab.plan.command``; "" outside of the lab and for the lab
+    itself.
+    """
     return module.split(".")[1] if module.startswith("lab.") else ""
 
 
 def named_modules(path: Path) -> set[str]:
-    """Modules of this package that a file imports or names in a string, a template's start too."""
+    """Modules of this package that a file imports or names in a string, a template's
+    start too.
+    """
     strings = {
         node.value.removeprefix("megatron_muon.")
         for node in ast.walk(ast.parse(path.read_text()))
@@ -135,7 +143,8 @@ def test_nothing_outside_the_lab_names_a_module_of_the_lab() -> None:
     at_import = {
         node.module
         for node in command.body
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_muon")
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("megatron_muon")
     }
     assert at_import == set()
 
@@ -193,15 +202,41 @@ def test_no_folder_has_more_than_a_dozen_files() -> None:
     crowded = {
         str(folder.relative_to(ROOT)): count
         for folder in folders
-        if (count := len([path for path in folder.glob("*.py") if path.name != "__init__.py"])) > 12
+        if (
+            count := len(
+                [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+            )
+        )
+        > 12
     }
     assert crowded == {}
 
 
 COLLECTIVES = {
-    *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast"),
-    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier"),
-    *("send", "recv", "isend", "irecv", "batch_isend_irecv", "gather", "scatter", "new_group"),
+    *(
+        "all_reduce",
+        "all_gather",
+        "all_gather_object",
+        "all_gather_into_tensor",
+        "broadcast",
+    ),
+    *(
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+    ),
+    *(
+        "send",
+        "recv",
+        "isend",
+        "irecv",
+        "batch_isend_irecv",
+        "gather",
+        "scatter",
+        "new_group",
+    ),
     *("broadcast_object_list", "gather_object", "scatter_object_list", "reduce"),
 }
 
@@ -220,7 +255,9 @@ def test_every_collective_is_called_in_one_module() -> None:
 
 
 def test_lines_of_a_run_are_printed_by_say_which_takes_any_encoding() -> None:
-    """A command's are printed by print: ``run_command`` does the same for all of its stdout."""
+    """A command's are printed by print: ``run_command`` does the same for all of its
+    stdout.
+    """
     printing = {
         dotted(path)
         for path in FILES
@@ -242,12 +279,19 @@ def test_importing_the_package_pulls_in_nothing_heavy() -> None:
 
 
 def test_the_cpu_runtime_is_there_without_another_import() -> None:
-    """As the README calls it; it needs torch, so it is imported when it is first named."""
+    """As the README calls it; it needs torch, so it is imported when it is first
+    named.
+    """
     loaded = _loaded_after("import megatron_muon; megatron_muon.cpu.enabled()")
     assert "torch" in loaded and "megatron" not in loaded
 
 
 def test_plans_are_made_without_torch() -> None:
-    modules = ("planning.plan", "planning.describe", "lab.pricing.step", "lab.pricing.upstream")
+    modules = (
+        "planning.plan",
+        "planning.describe",
+        "lab.pricing.step",
+        "lab.pricing.upstream",
+    )
     statement = "import " + ", ".join(f"megatron_muon.{module}" for module in modules)
     assert "torch" not in _loaded_after(statement)

@@ -1,4 +1,6 @@
-"""A setting is one row: what holds of every row, and that one more row is one more setting."""
+"""A setting is one row: what holds of every row, and that one more row is one more
+setting.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def test_every_field_is_a_row_and_no_flag_is_in_two() -> None:
     assert list(ROWS) == [field.name for field in fields(MuonConfig)]
     assert {field: row.default for field, row in ROWS.items()} == asdict(MuonConfig())
     assert ROWS.keys() == OTHERS.keys() == BAD.keys()
-    assert len({flag.option for flag in FLAGS}) == len({flag.dest for flag in FLAGS}) == len(FLAGS)
+    assert (
+        len({flag.option for flag in FLAGS})
+        == len({flag.dest for flag in FLAGS})
+        == len(FLAGS)
+    )
 
 
 @pytest.mark.parametrize("at", [*ROWS.values(), *RUN_ROWS], ids=lambda row: row.named)
@@ -34,7 +40,11 @@ def test_a_row_has_its_flag_its_help_and_a_default_that_it_accepts(at: Any) -> N
     at.require(at.default)
     assert at.flags[0].option in at.named
     for flag in at.flags:
-        assert flag.option.startswith("--") and "default" in flag.help and "%" not in flag.help
+        assert (
+            flag.option.startswith("--")
+            and "default" in flag.help
+            and "%" not in flag.help
+        )
         if flag.kind.choices:  # argparse's own check says no less than the row's
             for choice in flag.kind.choices:
                 meaning = flag.kind.read(choice)
@@ -56,7 +66,9 @@ def test_a_value_that_cannot_be_is_refused_with_field_and_flag(field: str) -> No
 
 @EVERY
 @EVERY_ROW
-def test_a_row_is_the_flags_default_and_what_its_flags_write(version: str, field: str) -> None:
+def test_a_row_is_the_flags_default_and_what_its_flags_write(
+    version: str, field: str
+) -> None:
     default, other = ROWS[field].default, OTHERS[field]
     assert getattr(from_flags.muon_config(parsed(version)), field) == default
     if field == "align_shards":  # the core decides, too
@@ -71,7 +83,9 @@ def test_a_row_is_the_flags_default_and_what_its_flags_write(version: str, field
 
 
 def test_one_more_row_is_one_more_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its flag, its help, its check, its name in errors, its value in Megatron's arguments."""
+    """Its flag, its help, its check, its name in errors, its value in Megatron's
+    arguments.
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class More(MuonConfig):
@@ -88,10 +102,14 @@ def test_one_more_row_is_one_more_setting(monkeypatch: pytest.MonkeyPatch) -> No
     assert config == More(warmth=7) and from_flags.muon_config(parsed("0.16")) == More()
     namespace.put_in_force(args, config)
     assert args.muon_warmth == 7
-    with pytest.raises(ValueError, match=re.escape("warmth (--muon-warmth) must be at most 9")):
+    with pytest.raises(
+        ValueError, match=re.escape("warmth (--muon-warmth) must be at most 9")
+    ):
         from_flags.muon_config(parsed("0.16", "--muon-warmth", "10"))
     args = parsed("0.16", "--optimizer", "adam", "--muon-warmth", "7")
-    with pytest.raises(ValueError, match=r"--muon-warmth is for .*this run has --optimizer adam"):
+    with pytest.raises(
+        ValueError, match=r"--muon-warmth is for .*this run has --optimizer adam"
+    ):
         namespace.leave_to_megatron(args)
     args = parsed("0.16", "--optimizer", "adam")
     namespace.leave_to_megatron(args)

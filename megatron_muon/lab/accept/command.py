@@ -1,4 +1,6 @@
-"""``megatron-muon accept``: run the clone's tests on GPUs on this node, and write a report."""
+"""``megatron-muon accept``: run the clone's tests on GPUs on this node, and write a
+report.
+"""
 
 from __future__ import annotations
 
@@ -70,31 +72,50 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _tests() -> Path:
-    """The folder tests/gpu beside the package; a ValueError without it, or without pytest."""
+    """The folder tests/gpu beside the package; a ValueError without it, or without
+    pytest.
+    """
     package = Path(__file__).resolve().parents[2]
     tests = package.parent / "tests" / "gpu"
     if not (tests.parent / "support" / "gpu").is_dir():
         raise ValueError(
-            f"the tests are beside the package in a clone of the repository only, and this package "
-            f"was installed to {package.parent} without them: clone the repository, `pip install "
+            "the tests are beside the package in a clone of the repository only, and "
+            "this package "
+            f"was installed to {package.parent} without them: clone the repository, "
+            "`pip install "
             "-e '.[test]'` there and run this command again"
         )
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} is not installed: pip install -e '{package.parent}[test]'"
+            f"{', '.join(missing)} is not installed: pip install -e "
+            f"'{package.parent}[test]'"
         )
     return tests
 
 
-def _pytest(tests: Path, asked: Sequence[str], given: Namespace, junit: Path) -> tuple[int, str]:
+def _pytest(
+    tests: Path, asked: Sequence[str], given: Namespace, junit: Path
+) -> tuple[int, str]:
     """Pytest's exit status, and how it ended where that was an error of its own."""
     command = [sys.executable, "-m", "pytest"]
     command += [str(tests / f"test_gpu_{name}.py") for name in asked]
-    command += ["-m", "gpu", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={junit}"]
-    command += [f"--session-timeout={60 * given.minutes:g}", f"--rootdir={tests.parents[1]}"]
+    command += [
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        f"--junitxml={junit}",
+    ]
+    command += [
+        f"--session-timeout={60 * given.minutes:g}",
+        f"--rootdir={tests.parents[1]}",
+    ]
     hardware = Path(given.hardware)
-    command.append(f"--hardware={hardware.resolve() if hardware.is_file() else hardware}")
+    command.append(
+        f"--hardware={hardware.resolve() if hardware.is_file() else hardware}"
+    )
     for name in ("device", "ranks"):
         value = getattr(given, name)
         command += [f"--{name}={value}"] if value is not None else []
@@ -109,7 +130,10 @@ def _pytest(tests: Path, asked: Sequence[str], given: Namespace, junit: Path) ->
         try:
             code = process.wait(60 * given.minutes + _GRACE)
         except subprocess.TimeoutExpired:
-            return -signal.SIGKILL, f"pytest did not end within {given.minutes:g} + 1 minutes"
+            return (
+                -signal.SIGKILL,
+                f"pytest did not end within {given.minutes:g} + 1 minutes",
+            )
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # ranks too, if any outlive it
@@ -148,7 +172,10 @@ def _parser() -> argparse.ArgumentParser:
     add("folder", nargs="?", type=Path, default=_FOLDER, metavar="FOLDER", help=text)
     text = "ranks (default: one for each GPU; 2 without one)"
     add("--ranks", type=count(most=64), metavar="N", help=text)
-    text = "cpu runs ranks over gloo, also where there are GPUs (default: cuda where it is)"
+    text = (
+        "cpu runs ranks over gloo, also where there are GPUs (default: cuda "
+        "where it is)"
+    )
     add("--device", choices=["cuda", "cpu"], help=text)
     minutes = up_to(10_000, least=0.01)
     text = "after which no other test starts (%(default)s)"

@@ -1,4 +1,6 @@
-"""The report in Markdown: environment, checks, figures, and what corrects the time model."""
+"""The report in Markdown: environment, checks, figures, and what corrects the time
+model.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,18 @@ from typing import Any
 from megatron_muon.lab.accept.results import Check, Figure
 from megatron_muon.lab.tables import digits, markdown, wrapped
 
-ROWS = {"safe": "muon-contiguous", "fast": "muon-contiguous-auto"}  # of the bench, by preset
+ROWS = {
+    "safe": "muon-contiguous",
+    "fast": "muon-contiguous-auto",
+}  # of the bench, by preset
 STEP = "optimizer step: "  # and the row, a figure's name
 _LINES = 25  # of a failed test's account
 _FASTER = 1.02  # by which ``fast`` must be, to be taken
-_SPEAK = ("bits", "step", "training")  # the checks for a preset; without a GPU a part is not run
+_SPEAK = (
+    "bits",
+    "step",
+    "training",
+)  # the checks for a preset; without a GPU a part is not run
 
 
 def as_json(environment: Mapping[str, str], checks: Sequence[Check]) -> dict[str, Any]:
@@ -56,13 +65,21 @@ def recommended(checks: Sequence[Check]) -> str:
     """The preset that the results speak for, and by what."""
     times = {figure.name: figure.measured for figure in figures_of(checks)}
     safe, fast = (times.get(f"{STEP}{ROWS[preset]}") for preset in ("safe", "fast"))
-    whole = {check.name for check in checks if check.verdict == "ok" and not check.missing}
+    whole = {
+        check.name for check in checks if check.verdict == "ok" and not check.missing
+    }
     has_failed = any(check.verdict == "FAILED" for check in checks)
     if safe is None or fast is None or has_failed or not whole.issuperset(_SPEAK):
         needed = ", ".join(_SPEAK)
-        return f"Recommended: `--muon-preset safe`, the default, until {needed} are ok on a GPU."
+        return (
+            f"Recommended: `--muon-preset safe`, the default, until {needed} are "
+            "ok on a GPU."
+        )
     name = "fast" if safe >= _FASTER * fast else "safe"
-    text = f"a step takes {digits(fast)} ms with fast, {digits(safe)} ms with safe, and both learn"
+    text = (
+        f"a step takes {digits(fast)} ms with fast, {digits(safe)} ms with safe, "
+        "and both learn"
+    )
     return f"Recommended here: `--muon-preset {name}`: {text}."
 
 
@@ -75,7 +92,9 @@ def _checks(checks: Sequence[Check]) -> Iterator[str]:
         rows.append((f"**{check.name}**", word, f"{check.seconds:.0f} s"))
         bold = {"FAILED": "**FAILED**"}
         for test in check.tests:
-            rows.append((f"· {test.name}", bold.get(test.verdict, test.verdict), test.text))
+            rows.append(
+                (f"· {test.name}", bold.get(test.verdict, test.verdict), test.text)
+            )
     yield from markdown(("check", "verdict", "what was looked at, or why not"), rows)
 
 
@@ -89,17 +108,23 @@ def _figures(checks: Sequence[Check]) -> Iterator[str]:
     if not rows:
         yield "None."
         return
-    yield from markdown(("check", "figure", "unit", "predicted", "measured", "ratio"), rows)
+    yield from markdown(
+        ("check", "figure", "unit", "predicted", "measured", "ratio"), rows
+    )
 
 
 def figures_of(checks: Sequence[Check]) -> list[Figure]:
     """All figures, in order."""
-    return [figure for check in checks for test in check.tests for figure in test.figures]
+    return [
+        figure for check in checks for test in check.tests for figure in test.figures
+    ]
 
 
 def wrong(figures: Sequence[Figure]) -> list[Figure]:
     """Figures with both values that are not as predicted."""
-    return [figure for figure in figures if figure.is_compared and not figure.as_predicted]
+    return [
+        figure for figure in figures if figure.is_compared and not figure.as_predicted
+    ]
 
 
 def _wrong(checks: Sequence[Check]) -> Iterator[str]:
@@ -107,18 +132,29 @@ def _wrong(checks: Sequence[Check]) -> Iterator[str]:
     mispredicted = wrong(figures)
     compared = sum(figure.is_compared for figure in figures)
     if not mispredicted:
-        yield f"Nothing: {compared} figures were predicted and measured, and are as predicted."
+        yield (
+            f"Nothing: {compared} figures were predicted and measured, and are as "
+            "predicted."
+        )
         return
     yield from (f"- {_correction(figure)}" for figure in mispredicted)
     settings = corrections(mispredicted)
     if settings:
-        flags = " ".join(f"--set {name}={digits(value, 4)}" for name, value in settings.items())
+        flags = " ".join(
+            f"--set {name}={digits(value, 4)}" for name, value in settings.items()
+        )
         yield ""
-        yield "The time model with these values: `megatron-muon plan FLAGS… " + flags + "`"
+        yield (
+            "The time model with these values: `megatron-muon plan FLAGS… "
+            + flags
+            + "`"
+        )
 
 
 def corrections(figures: Sequence[Figure]) -> dict[str, float]:
-    """Values to set, by constant; the first figure that gives one for a constant counts."""
+    """Values to set, by constant; the first figure that gives one for a constant
+    counts.
+    """
     values: dict[str, float] = {}
     for figure in figures:
         if figure.constant and figure.value is not None:

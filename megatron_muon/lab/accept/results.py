@@ -28,13 +28,19 @@ class Figure:
     measured: float | None = None
     least: float = 0.8  # bounds of measured / predicted within which it is as predicted
     most: float = 1.25
-    constant: str = ""  # of the time model (pricing.hardware), which a wrong prediction corrects
-    value: float | None = None  # value to set that constant to, if the measurement gives one
+    constant: str = (
+        ""  # of the time model (pricing.hardware), which a wrong prediction corrects
+    )
+    value: float | None = (
+        None  # value to set that constant to, if the measurement gives one
+    )
     corrects: str = ""  # in words, what else a wrong prediction corrects
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None where one is missing or the predicted value is 0."""
+        """Measured over predicted; None where one is missing or the predicted value is
+        0.
+        """
         if self.predicted is None or self.measured is None:
             return None
         if self.predicted == 0:
@@ -48,14 +54,18 @@ class Figure:
 
     @property
     def as_predicted(self) -> bool:
-        """Whether the measured value is within the bounds; False where no ratio exists."""
+        """Whether the measured value is within the bounds; False where no ratio
+        exists.
+        """
         ratio = self.ratio
         return ratio is not None and self.least <= ratio <= self.most
 
     def as_json(self) -> str:
         """Its fields; numbers that are not finite become null."""
         fields = dataclasses.asdict(self)
-        odd = [key for key, value in fields.items() if str(value) in ("nan", "inf", "-inf")]
+        odd = [
+            key for key, value in fields.items() if str(value) in ("nan", "inf", "-inf")
+        ]
         return json.dumps(fields | dict.fromkeys(odd))
 
 
@@ -102,10 +112,14 @@ def read(
 ) -> tuple[dict[str, str], list[Check]]:
     """The environment that the tests name, and all checks in order.
 
-    ``asked`` are those that pytest was to run, ``junit`` is its XML, if it came to write it, and
-    ``ended`` how it ended, where that was an error of its own.
+    ``asked`` are those that pytest was to run, ``junit`` is its XML, if it came to
+    write it, and ``ended`` how it ended, where that was an error of its own.
     """
-    root = ElementTree.parse(junit).getroot() if junit.exists() else ElementTree.Element("none")
+    root = (
+        ElementTree.parse(junit).getroot()
+        if junit.exists()
+        else ElementTree.Element("none")
+    )
     of_suite = {
         each.get("name"): json.loads(each.get("value", ""))
         for each in root.iterfind("testsuite/properties/property")
@@ -113,7 +127,10 @@ def read(
     found: dict[str, list[Outcome]] = {name: [] for name in names}
     ran = set()
     for case in root.iter("testcase"):
-        name, function = (case.get("classname") or "").split(".")[-1], case.get("name", "")
+        name, function = (
+            (case.get("classname") or "").split(".")[-1],
+            case.get("name", ""),
+        )
         ran.add((name, function))
         found.setdefault(name.removeprefix("test_gpu_"), []).append(_test(case))
     for test in of_suite.get(COLLECTED, []):
@@ -126,9 +143,13 @@ def read(
         if ended and name in asked:
             tests.append(Outcome("pytest ends well", "FAILED", ended))
         elif not tests:
-            why = "no test was collected" if name in asked else "not asked for by --only"
+            why = (
+                "no test was collected" if name in asked else "not asked for by --only"
+            )
             tests.append(Outcome(name, "not run", why))
-    return of_suite.get(ENVIRONMENT, {}), [Check(name, tuple(each)) for name, each in found.items()]
+    return of_suite.get(ENVIRONMENT, {}), [
+        Check(name, tuple(each)) for name, each in found.items()
+    ]
 
 
 def _claim(function: str) -> str:
@@ -138,14 +159,22 @@ def _claim(function: str) -> str:
 
 
 def _test(case: ElementTree.Element) -> Outcome:
-    recorded = [(each.get("name"), each.get("value", "")) for each in case.iter("property")]
-    figures = tuple(Figure(**json.loads(value)) for name, value in recorded if name == FIGURE)
+    recorded = [
+        (each.get("name"), each.get("value", "")) for each in case.iter("property")
+    ]
+    figures = tuple(
+        Figure(**json.loads(value)) for name, value in recorded if name == FIGURE
+    )
     texts = "; ".join(value for name, value in recorded if name == LOOKED_AT)
     name = _claim(case.get("name", ""))
     seconds = float(case.get("time", 0))
-    bad = case.find("failure") if case.find("failure") is not None else case.find("error")
+    bad = (
+        case.find("failure") if case.find("failure") is not None else case.find("error")
+    )
     if bad is not None:
-        return Outcome(name, "FAILED", bad.get("message", ""), seconds, figures, bad.text or "")
+        return Outcome(
+            name, "FAILED", bad.get("message", ""), seconds, figures, bad.text or ""
+        )
     skipped = case.find("skipped")
     if skipped is not None:
         return Outcome(name, "not run", skipped.get("message", ""), seconds, figures)

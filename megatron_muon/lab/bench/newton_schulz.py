@@ -1,4 +1,6 @@
-"""``megatron-muon bench newton-schulz``: speed of the iterations, and of other packages'."""
+"""``megatron-muon bench newton-schulz``: speed of the iterations, and of other
+packages'.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from torch import Tensor
 
 from megatron_muon.lab.bench.peers import Run, peers
 from megatron_muon.lab.dry_run.numbers import count
-from megatron_muon.lab.outputs import add_outputs, parser_of, require_outputs, write_json
+from megatron_muon.lab.outputs import (
+    add_outputs,
+    parser_of,
+    require_outputs,
+    write_json,
+)
 from megatron_muon.lab.progress import progress
 from megatron_muon.lab.tables import aligned, show
 from megatron_muon.orthogonalize.iteration import ns_flops
@@ -25,7 +32,10 @@ from megatron_muon.orthogonalize.matmul import (
     said_of_products,
     sums_in_fp32,
 )
-from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_at_once
+from megatron_muon.orthogonalize.newton_schulz import (
+    orthogonalize,
+    orthogonalize_at_once,
+)
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 
@@ -46,19 +56,31 @@ ceiling's, where a row's flops are known. A library's symmetric product counts
 as 9/16 of a plain one."""
 _SHAPES = ((512, 512), (512, 1024), (512, 2048), (512, 4096))
 _HEADS = ("row", "ms", "(min to max)", "× standard", "Gflop", "Gflop/s", "of ceiling")
-# Rows of the ceiling's matrices: on a CPU so many that more are not faster, and few enough for a
-# product in every round. Measured on one thread with AVX512_BF16; not measured on a GPU.
+# Rows of the ceiling's matrices: on a CPU so many that more are not faster, and few
+# enough for a product in every round. Measured on one thread with AVX512_BF16; not
+# measured on a GPU.
 _CPU_SIZE, _GPU_SIZE = 1024, 8192
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; wrong arguments end the process with status 2, as argparse does."""
+    """Run the command; wrong arguments end the process with status 2, as argparse
+    does.
+    """
     parser = parser_of("megatron-muon bench newton-schulz", _DESCRIPTION)
     add = parser.add_argument
     numbers: dict[str, Any] = {"type": count(most=1 << 20), "metavar": "N"}
     text = "shapes, short side first (default: 512x512 to 512x4096)"
-    add("--shapes", nargs="+", type=shape_of, default=_SHAPES, metavar="ROWSxCOLS", help=text)
-    add("--dtype", choices=get_args(NsDtype), default="bf16", help="dtype (%(default)s)")
+    add(
+        "--shapes",
+        nargs="+",
+        type=shape_of,
+        default=_SHAPES,
+        metavar="ROWSxCOLS",
+        help=text,
+    )
+    add(
+        "--dtype", choices=get_args(NsDtype), default="bf16", help="dtype (%(default)s)"
+    )
     add("--batch", **numbers, default=1, help="matrices of a shape (%(default)s)")
     add("--rounds", **numbers, default=9, help="times each row runs (%(default)s)")
     add("--device", default="cpu", help="torch's name of the device (%(default)s)")
@@ -73,12 +95,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _report(given: argparse.Namespace, config: MuonConfig, device: torch.device) -> dict[str, Any]:
+def _report(
+    given: argparse.Namespace, config: MuonConfig, device: torch.device
+) -> dict[str, Any]:
     """Print a row for each iteration and shape; return all figures."""
     auto = numerics_on(device, replace(config, ns_iteration="auto"))
     dtype = auto.dtype
     threads = torch.get_num_threads()
-    what = f"{config.ns_coefficients}, {config.ns_steps} steps, {dtype}, {device}, {threads}"
+    what = (
+        f"{config.ns_coefficients}, {config.ns_steps} steps, {dtype}, {device}, "
+        f"{threads}"
+    )
     show(f"{what} thread(s); symmetric products: {said_of_products(auto)}", "")
     others: dict[str, Run] = {}
     for name, peer in peers(config.ns_steps, device, TORCH_DTYPE[auto.travels]):
@@ -99,7 +126,12 @@ def _report(given: argparse.Namespace, config: MuonConfig, device: torch.device)
         print("\n".join(["", name, *aligned([_HEADS, *map(_cells, own)])]), flush=True)
     return {
         **{"ns_coefficients": config.ns_coefficients, "ns_steps": config.ns_steps},
-        **{"ns_dtype": dtype, "device": str(device), "threads": threads, "batch": given.batch},
+        **{
+            "ns_dtype": dtype,
+            "device": str(device),
+            "threads": threads,
+            "batch": given.batch,
+        },
         **{"ceiling": ceiling.name, "rows": rows},
     }
 
@@ -122,7 +154,9 @@ def _runs(
     others: dict[str, Run],
     device: torch.device,
 ) -> tuple[dict[str, tuple[Run, int | None]], Tensor]:
-    """The iterations to time for a shape, with their flops if known; and their common input."""
+    """The iterations to time for a shape, with their flops if known; and their common
+    input.
+    """
     runs: dict[str, tuple[Run, int | None]] = {}
     for iteration in get_args(NsIteration):
         config = MuonConfig(ns_iteration=iteration, ns_dtype=settings.ns_dtype)
@@ -130,7 +164,10 @@ def _runs(
         flops = batch * ns_flops(*shape, numerics)
         runs[iteration] = _one_by_one(partial(orthogonalize, config=config)), flops
         if batch > 1:
-            runs[f"{iteration}, at once"] = partial(orthogonalize_at_once, config=config), flops
+            runs[f"{iteration}, at once"] = (
+                partial(orthogonalize_at_once, config=config),
+                flops,
+            )
     for name, peer in others.items():
         runs[name] = _one_by_one(peer), None
         if batch > 1 and _takes_batches(peer, device):
@@ -170,7 +207,9 @@ class Ceiling:
         held = numerics_on(device, MuonConfig(ns_dtype=dtype)).held
         numbers = torch.Generator(device).manual_seed(0)
         options: dict[str, Any] = {"device": device, "dtype": TORCH_DTYPE[held]}
-        left, right = (torch.randn(size, size, generator=numbers, **options) for _ in range(2))
+        left, right = (
+            torch.randn(size, size, generator=numbers, **options) for _ in range(2)
+        )
         return Ceiling(left, right, held)
 
     @property
@@ -183,7 +222,9 @@ class Ceiling:
         return 2 * self.left.size(0) ** 3
 
     def __call__(self, _: Tensor) -> Tensor:
-        """Compute the product; the argument, which every run of the bench gets, is ignored."""
+        """Compute the product; the argument, which every run of the bench gets, is
+        ignored.
+        """
         with sums_in_fp32(self.left.device):
             return torch.mm(self.left, self.right)
 
@@ -191,7 +232,9 @@ class Ceiling:
 def _rows(
     times: dict[str, list[float]], flops: dict[str, int | None], ceiling: str
 ) -> Iterator[dict[str, Any]]:
-    """A row for JSON from each run's milliseconds; the ceiling has no ratio: its work differs."""
+    """A row for JSON from each run's milliseconds; the ceiling has no ratio: its work
+    differs.
+    """
     top = flops[ceiling]
     for name, own in times.items():
         work = flops[name]
@@ -200,7 +243,9 @@ def _rows(
             "ms": {"median": statistics.median(own), "min": min(own), "max": max(own)},
             "ratio": None if name == ceiling else _median_ratio(times["standard"], own),
             "flops": work,
-            "of_ceiling": work and top and work / top * _median_ratio(times[ceiling], own),
+            "of_ceiling": work
+            and top
+            and work / top * _median_ratio(times[ceiling], own),
         }
 
 
@@ -210,12 +255,15 @@ def _median_ratio(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def interleaved(
-    runs: Sequence[Run], matrix: Tensor, rounds: int, clock: Callable[[], float] | None = None
+    runs: Sequence[Run],
+    matrix: Tensor,
+    rounds: int,
+    clock: Callable[[], float] | None = None,
 ) -> list[list[float]]:
     """Milliseconds of each run in each round; the order rotates from round to round.
 
-    By default the clock is wall time on a GPU. On a CPU it is the processor time of all threads of
-    the process, which leaves out waiting for other processes.
+    By default the clock is wall time on a GPU. On a CPU it is the processor time of all
+    threads of the process, which leaves out waiting for other processes.
     """
     cuda = matrix.device.type == "cuda"
     clock = clock or (time.perf_counter if cuda else time.process_time)
@@ -238,7 +286,9 @@ def interleaved(
 
 
 def device_of(text: str) -> torch.device:
-    """The device that torch gives to a name; a ValueError if it is not here, or no CPU or GPU."""
+    """The device that torch gives to a name; a ValueError if it is not here, or no CPU
+    or GPU.
+    """
     try:
         device = torch.device(text)
     except RuntimeError:
@@ -247,7 +297,9 @@ def device_of(text: str) -> torch.device:
         raise ValueError(f"--device {text}: cpu, cuda or cuda:N, as torch names them")
     gpus = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= gpus:
-        raise ValueError(f"--device {text}: torch sees {f'{gpus} GPU(s)' if gpus else 'no GPU'}")
+        raise ValueError(
+            f"--device {text}: torch sees {f'{gpus} GPU(s)' if gpus else 'no GPU'}"
+        )
     return device
 
 
@@ -258,4 +310,6 @@ def shape_of(text: str) -> tuple[int, int]:
         side = count(most=1 << 20)
         return side(rows), side(cols)
     except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"a shape is ROWSxCOLS, got {text!r}: {error}") from None
+        raise argparse.ArgumentTypeError(
+            f"a shape is ROWSxCOLS, got {text!r}: {error}"
+        ) from None

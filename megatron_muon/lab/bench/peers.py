@@ -1,4 +1,6 @@
-"""Newton-Schulz iterations of other packages, as far as they can be imported, for the bench."""
+"""Newton-Schulz iterations of other packages, as far as they can be imported, for the
+bench.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,22 @@ Run = Callable[[Tensor], object]
 _SET: CoefficientName = "simple"
 
 
-def peers(steps: int, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Run | str]]:
-    """(name, iteration of one matrix) of each package, or (name, reason why it cannot run).
+def peers(
+    steps: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, Run | str]]:
+    """(name, iteration of one matrix) of each package, or (name, reason why it cannot
+    run).
 
-    Each is tried on a small matrix of ``dtype``, since packages and their releases differ.
+    Each is tried on a small matrix of ``dtype``, since packages and their releases
+    differ.
     """
     for name, make in _PEERS.items():
         try:
             run = make(steps, device)
             run(torch.ones(8, 16, device=device, dtype=dtype))
-        except Exception as reason:  # a package may raise anything; the other rows go on
+        except (
+            Exception
+        ) as reason:  # a package may raise anything; the other rows go on
             lines = str(reason).strip().splitlines() or [type(reason).__name__]
             yield name, lines[0]
         else:

@@ -1,4 +1,6 @@
-"""What only the benchmark uses of others' code: checked when it starts, and by ``doctor``."""
+"""What only the benchmark uses of others' code: checked when it starts, and by
+``doctor``.
+"""
 
 from megatron_muon.mcore.seams.row import Place
 
@@ -9,29 +11,43 @@ _BUFFERS = Place("megatron.core.distributed.param_and_grad_buffer")
 _BUFFER = Place(_BUFFERS.module, "_ParamAndGradBuffer")
 _SANITIZER = Place("torch.cuda._sanitizer")
 ROWS = (
-    _STATE.called("get_tensor_model_parallel_rank", "which part of a weight this rank has"),
+    _STATE.called(
+        "get_tensor_model_parallel_rank", "which part of a weight this rank has"
+    ),
     _STATE.called("get_data_parallel_rank", "which part of a batch this rank has"),
-    _STATE.called("model_parallel_is_initialized", "whether its process groups are there"),
+    _STATE.called(
+        "model_parallel_is_initialized", "whether its process groups are there"
+    ),
     _DDP.called("start_grad_sync", "starts the reduction of gradients"),
     _DDP.called("finish_grad_sync", "waits for that reduction"),
-    Place("torch.utils._python_dispatch").subclassed("TorchDispatchMode", "sees every kernel"),
-    _SANITIZER.called("enable_cuda_sanitizer", "raises an error where streams race, from then on"),
+    Place("torch.utils._python_dispatch").subclassed(
+        "TorchDispatchMode", "sees every kernel"
+    ),
+    _SANITIZER.called(
+        "enable_cuda_sanitizer", "raises an error where streams race, from then on"
+    ),
     _SANITIZER.read("CUDASanitizerErrors", "that error"),
-    _BUFFER.has("grad_data", "all gradients of a buffer, whose memory is freed between rows"),
+    _BUFFER.has(
+        "grad_data", "all gradients of a buffer, whose memory is freed between rows"
+    ),
     _BUFFER.has("param_data", "all parameters of a buffer, likewise"),
     _BUFFERS.has("main_grad", "a parameter's gradient in its buffer"),
     _DDP_CONFIG.has("bucket_size", "elements of a bucket"),
-    _DDP_CONFIG.has("overlap_grad_reduce", "whether gradients are reduced as they come"),
+    _DDP_CONFIG.has(
+        "overlap_grad_reduce", "whether gradients are reduced as they come"
+    ),
 )
 
-# Megatron's own Muon, whose row is left out where that optimizer cannot be built. Some names are
-# imported only where its package is installed.
+# Megatron's own Muon, whose row is left out where that optimizer cannot be built. Some
+# names are imported only where its package is installed.
 _EARLY = Place("megatron.core.optimizer.muon", since=(0, 16), until=(0, 17))
 _LATER = Place("megatron.core.optimizer.emerging_optimizers", since=(0, 18))
 _LAYER_WISE = Place("megatron.core.optimizer.layer_wise_optimizer", since=(0, 18))
 _WHOLE = Place(_LAYER_WISE.module, "LayerWiseDistributedOptimizer", since=(0, 18))
 _CONFIG = Place("megatron.core.optimizer", "OptimizerConfig", since=(0, 16))
-_SHARDED = Place("megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params", (0, 16))
+_SHARDED = Place(
+    "megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params", (0, 16)
+)
 _TIMED = "its iteration, timed"
 UPSTREAM = (
     Place("megatron.core.optimizer", since=(0, 17)).read(
@@ -41,8 +57,12 @@ UPSTREAM = (
     _LATER.read("HAVE_EMERGING_OPTIMIZERS", "whether it can run"),
     _EARLY.replaced("newton_schulz_tp", _TIMED),
     _LATER.replaced("newton_schulz_tp", _TIMED),
-    _WHOLE.replaced("allgather_params", "its gather, timed", since=(0, 16), until=(0, 17)),
-    _WHOLE.replaced("start_param_sync_for_bucket_group_subset", "the same in later versions"),
+    _WHOLE.replaced(
+        "allgather_params", "its gather, timed", since=(0, 16), until=(0, 17)
+    ),
+    _WHOLE.replaced(
+        "start_param_sync_for_bucket_group_subset", "the same in later versions"
+    ),
     _WHOLE.called("compute_full_param_layout", "its layout of the grad buffers"),
     _LAYER_WISE.called("tag_params_for_buffer_routing", "marks that decide the layout"),
     _SHARDED.has("float16_groups", "parameters that have fp32 main parameters"),
@@ -59,5 +79,7 @@ UPSTREAM = (
 _MUON_UTILS = Place("emerging_optimizers.orthogonalized_optimizers.muon_utils")
 PACKAGE = (
     Place("emerging_optimizers").read("__version__", "the installed release"),
-    _MUON_UTILS.replaced("newton_schulz", "the iteration that newton_schulz_tp calls, timed"),
+    _MUON_UTILS.replaced(
+        "newton_schulz", "the iteration that newton_schulz_tp calls, timed"
+    ),
 )

@@ -1,4 +1,6 @@
-"""``megatron-muon bench speeds``: the two speeds for the choice of homes, as flags to paste."""
+"""``megatron-muon bench speeds``: the two speeds for the choice of homes, as flags to
+paste.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,18 @@ class SpeedsJob:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """A rank's speeds: in 10¹² flop/s; in 10⁹ bytes/s, None where there is only one rank."""
+    """A rank's speeds: in 10¹² flop/s; in 10⁹ bytes/s, None where there is only one
+    rank.
+    """
 
     rank_tflops: float
     link_gbytes: float | None
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; wrong arguments end the process with status 2, as argparse does."""
+    """Run the command; wrong arguments end the process with status 2, as argparse
+    does.
+    """
     parser = parser_of("megatron-muon bench speeds", _DESCRIPTION)
     text = "ranks to start (default: one for each GPU; 2 on a CPU)"
     parser.add_argument("--ranks", type=count(most=MOST_HERE), metavar="N", help=text)
@@ -70,8 +76,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(job: SpeedsJob) -> Speeds:
-    """This rank's speeds, measured while all others measure theirs; torch's world is up."""
-    device = torch.device("cuda", torch.cuda.current_device()) if job.gpu else torch.device("cpu")
+    """This rank's speeds, measured while all others measure theirs; torch's world is
+    up.
+    """
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if job.gpu
+        else torch.device("cpu")
+    )
     matrix = torch.randn(*job.shape, generator=torch.Generator().manual_seed(0))
     numerics = numerics_on(device, job.config)
     matrix = matrix.to(device, TORCH_DTYPE[numerics.travels])
@@ -79,7 +91,9 @@ def measure(job: SpeedsJob) -> Speeds:
     _meet(device)
     (milliseconds,) = interleaved([run], matrix, job.rounds, time.perf_counter)
     flops = ns_flops(*job.shape, numerics)
-    return Speeds(flops / statistics.median(milliseconds) / 1e9, _link_gbytes(job, device))
+    return Speeds(
+        flops / statistics.median(milliseconds) / 1e9, _link_gbytes(job, device)
+    )
 
 
 def _link_gbytes(job: SpeedsJob, device: torch.device) -> float | None:
@@ -113,7 +127,9 @@ def _task(given: Namespace) -> Task:
     gpu = gpus_for(world, "--ranks", "--ranks")
     shape = given.shape or (_GPU_SHAPE if gpu else _CPU_SHAPE)
     job = SpeedsJob(MuonConfig(), shape, _MESSAGE, _ROUNDS, gpu)
-    return Task(measure, job, world, gpus=gpu, threads=threads_for(world, None), seconds=600.0)
+    return Task(
+        measure, job, world, gpus=gpu, threads=threads_for(world, None), seconds=600.0
+    )
 
 
 def _report(task: Task, ranks: Sequence[Speeds]) -> None:
@@ -133,13 +149,22 @@ def _report(task: Task, ranks: Sequence[Speeds]) -> None:
     if links:
         flags["--muon-link-gbytes"] = links
         show(
-            f"all-to-all over {'nccl' if job.gpu else 'gloo'}, {task.world} ranks of this machine, "
+            f"all-to-all over {'nccl' if job.gpu else 'gloo'}, {task.world} ranks of "
+            "this machine, "
             f"{job.message_bytes >> 20} MiB from each: {_spread(links)} GB/s a rank",
             "where a run's stages span machines, give the network's speed per rank",
         )
     else:
-        show("one rank has no link to measure: --ranks 2 or more, or give the network's speed")
-    print(" ".join(f"{flag} {digits(statistics.median(speeds))}" for flag, speeds in flags.items()))
+        show(
+            "one rank has no link to measure: --ranks 2 or more, or give the network's "
+            "speed"
+        )
+    print(
+        " ".join(
+            f"{flag} {digits(statistics.median(speeds))}"
+            for flag, speeds in flags.items()
+        )
+    )
 
 
 def _spread(speeds: Sequence[float]) -> str:

@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.console import printable
-from megatron_muon.lab.outputs import add_outputs, parser_of, require_outputs, write_json
+from megatron_muon.lab.outputs import (
+    add_outputs,
+    parser_of,
+    require_outputs,
+    write_json,
+)
 from megatron_muon.lab.tables import aligned
 
 _DESCRIPTION = """\
@@ -41,7 +46,10 @@ def main(argv: Sequence[str]) -> int:
     add("runs", nargs="+", metavar="RUN", help="the first one is the baseline")
     tag = "name of a loss: its tag, column or key; KIND is train, validation or other"
     add("--tag", action="append", default=[], metavar="KIND=NAME", help=tag)
-    window = "average blocks of this part of a curve's points (0.02 for training curves, else 0)"
+    window = (
+        "average blocks of this part of a curve's points (0.02 for training "
+        "curves, else 0)"
+    )
     add("--window", type=float, metavar="PART", help=window)
     add_outputs(parser, plot="losses and leading ratios")
     given = parser.parse_args(argv)
@@ -53,7 +61,9 @@ def main(argv: Sequence[str]) -> int:
         if len(given.runs) < 2 or len(dict(map(_files, given.runs))) < len(given.runs):
             raise ValueError("give two runs or more, of different names: NAME=FILE")
         if given.window is not None and not 0 <= given.window <= 0.5:
-            raise ValueError(f"--window {given.window}: it is a part of the points from 0 to 0.5")
+            raise ValueError(
+                f"--window {given.window}: it is a part of the points from 0 to 0.5"
+            )
         tags = dict(tag.partition("=")[::2] for tag in given.tag)
         if not set(tags) <= set(KINDS) or not all(tags.values()):
             raise ValueError(f"--tag is KIND=NAME, with a kind of {', '.join(KINDS)}")
@@ -61,7 +71,9 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     files = dict(map(_files, given.runs))
-    runs = {name: [read_curves(file, tags) for file in own] for name, own in files.items()}
+    runs = {
+        name: [read_curves(file, tags) for file in own] for name, own in files.items()
+    }
     found = compare(runs, given.window)
     write_json(given.json, found)
     if given.plot is not None:
@@ -76,15 +88,25 @@ def _files(run: str) -> tuple[str, list[Path]]:
     name, equals, files = run.partition("=")
     if not equals or not name or "/" in name:
         name, files = Path(run.split(",")[0]).stem, run
-    return name, [Path(each) for each in ([files] if Path(files).exists() else files.split(","))]
+    return name, [
+        Path(each) for each in ([files] if Path(files).exists() else files.split(","))
+    ]
 
 
 def _tables(found: dict[str, Any]) -> list[str]:
     blocks = []
     for kind, each in found.items():
         rows = [
-            {"run": own["name"], "seeds": len(own["losses"]), "steps": f"{own['steps']:g}"}
-            | {"last loss": _spread(statistics.median(own["losses"]), own["losses"], ".4f")}
+            {
+                "run": own["name"],
+                "seeds": len(own["losses"]),
+                "steps": f"{own['steps']:g}",
+            }
+            | {
+                "last loss": _spread(
+                    statistics.median(own["losses"]), own["losses"], ".4f"
+                )
+            }
             | {"not finite": own["dropped"]}
             for own in each["runs"]
         ]
@@ -98,7 +120,9 @@ def _tables(found: dict[str, Any]) -> list[str]:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    return "\n".join(aligned([list(rows[0]), *(list(map(str, row.values())) for row in rows)]))
+    return "\n".join(
+        aligned([list(rows[0]), *(list(map(str, row.values())) for row in rows)])
+    )
 
 
 def _lead(first: str, other: str, own: dict[str, Any]) -> dict[str, str]:
@@ -115,5 +139,7 @@ def _lead(first: str, other: str, own: dict[str, Any]) -> dict[str, str]:
 def _spread(middle: float | None, values: Sequence[float], shape: str) -> str:
     if middle is None:
         return "never"
-    around = f" ({min(values):{shape}} to {max(values):{shape}})" if len(values) > 1 else ""
+    around = (
+        f" ({min(values):{shape}} to {max(values):{shape}})" if len(values) > 1 else ""
+    )
     return f"{middle:{shape}}{around}"

@@ -1,4 +1,6 @@
-"""Loss curves in files: TensorBoard's, Megatron's log, CSV, JSON lines, the quickstart's JSON."""
+"""Loss curves in files: TensorBoard's, Megatron's log, CSV, JSON lines, the
+quickstart's JSON.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ STEPS = ("step", "iteration", "iter", "global_step", "_step")
 _EVENTS = "events.out.tfevents."
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
 # Lines of Megatron's training_log and evaluate_and_print_results.
-_TRAIN = re.compile(rf"iteration\s+(\d+)/\s*\d+ \|.{{0,2000}}?\| (\S{{0,80}}lm loss): {_NUMBER} \|")
+_TRAIN = re.compile(
+    rf"iteration\s+(\d+)/\s*\d+ \|.{{0,2000}}?\| (\S{{0,80}}lm loss): {_NUMBER} \|"
+)
 _EVALUATED = re.compile(
     r"validation loss at iteration (\d+)(?: on validation set)? \| (\S{0,80}lm loss) "
     rf"value: {_NUMBER} \|"
@@ -33,12 +37,14 @@ class CurveError(CommandError):
 
 
 def read_curves(path: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
-    """The loss of each kind in a file, or in the event files of a folder and those below it.
+    """The loss of each kind in a file, or in the event files of a folder and those
+    below it.
 
     ``tags`` are the names of losses, by kind, where they do not tell by themselves.
 
     Raises:
-        CurveError: the file cannot be read, is too large, or has no loss, or several of one kind.
+        CurveError: the file cannot be read, is too large, or has no loss, or several of
+        one kind.
     """
     columns: Columns = {}
     try:
@@ -52,29 +58,45 @@ def read_curves(path: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
         names = [name for name in columns if kind_of(name) == kind]
         exact = [name for name in names if name in ("lm loss", "lm loss validation")]
         if kind not in tags and len(names) > 1 and len(exact) != 1:
-            raise CurveError(f"{path}: {_listed(names)} may be the {kind} loss: --tag {kind}=NAME")
+            raise CurveError(
+                f"{path}: {_listed(names)} may be the {kind} loss: --tag {kind}=NAME"
+            )
         name = tags.get(kind) or next(iter(exact or names), None)
         if kind in tags and name not in columns:
             raise CurveError(f"{path}: it has no {name!r}, but {_listed(columns)}")
         loss = None if name is None else curve(columns[name])
-        if loss is not None and loss.steps[-1] > 0:  # a loss before training alone is no curve
+        if (
+            loss is not None and loss.steps[-1] > 0
+        ):  # a loss before training alone is no curve
             by_kind[kind] = loss
     if not by_kind:
         raise CurveError(
-            f"{path}: no loss is in it ({_listed(columns)}). Megatron's log has lines with 'lm "
-            f"loss', CSV and JSON lines one of the columns {', '.join(STEPS)}, a folder event "
+            f"{path}: no loss is in it ({_listed(columns)}). Megatron's log has lines "
+            "with 'lm "
+            f"loss', CSV and JSON lines one of the columns {', '.join(STEPS)}, a "
+            "folder event "
             "files of TensorBoard's; --tag KIND=NAME names another loss"
         )
     return by_kind
 
 
 def kind_of(name: str) -> str | None:
-    """Which of ``KINDS`` a name means, by the words that Megatron, W&B and the quickstart use.
+    """Which of ``KINDS`` a name means, by the words that Megatron, W&B and the
+    quickstart use.
 
     None is what is no loss over steps, such as ``lm loss validation ppl``.
     """
     words = set(re.sub(r"[\W_]+", " ", name.lower()).split())
-    if {"ppl", "perplexity", "vs", "scale", "scaling", "aux", "load", "balancing"} & words:
+    if {
+        "ppl",
+        "perplexity",
+        "vs",
+        "scale",
+        "scaling",
+        "aux",
+        "load",
+        "balancing",
+    } & words:
         return None
     if {"ood", "other"} & words or name.lower().startswith("out-of-distribution"):
         return "other"
@@ -94,7 +116,9 @@ def _read(path: Path, columns: Columns) -> None:
         content = b"" if path.name.startswith(_EVENTS) else file.read(MOST + 1)
         if max(len(content), path.stat().st_size) > MOST:
             raise ValueError(f"it has more than {MOST >> 20} MiB")
-    lines = [line[:MOST_LINE] for line in content.decode("utf-8", "replace").splitlines()]
+    lines = [
+        line[:MOST_LINE] for line in content.decode("utf-8", "replace").splitlines()
+    ]
     lines = [line for line in lines if line.strip()]
     first = next(iter(lines), "")
     names = [name.strip().lower() for name in next(csv.reader([first]), [])]
@@ -105,7 +129,10 @@ def _read(path: Path, columns: Columns) -> None:
             _add(columns, row)
     elif set(STEPS) & set(names):
         for row in csv.DictReader(lines):  # TensorBoard's download has one column Value
-            _add(columns, {path.stem if name == "Value" else name: row[name] for name in row})
+            _add(
+                columns,
+                {path.stem if name == "Value" else name: row[name] for name in row},
+            )
     else:
         for line in lines:
             if match := _TRAIN.search(line):
@@ -115,7 +142,9 @@ def _read(path: Path, columns: Columns) -> None:
 
 
 def _objects(lines: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of JSON lines, or of the quickstart's ``{"curve": {name: [[step, loss], ...]}}``."""
+    """Rows of JSON lines, or of the quickstart's ``{"curve": {name: [[step, loss],
+    ...]}}``.
+    """
     try:
         whole = json.loads("\n".join(lines))
     except json.JSONDecodeError:
@@ -136,7 +165,9 @@ def _objects(lines: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _add(columns: Columns, row: Mapping[Any, Any]) -> None:
-    """Add the numbers of a row; an empty cell and a text are none, since not all rows have all."""
+    """Add the numbers of a row; an empty cell and a text are none, since not all rows
+    have all.
+    """
     by_name = {str(name).strip().lower(): value for name, value in row.items()}
     step = _number(next((by_name[name] for name in STEPS if name in by_name), None))
     for name, cell in row.items():
@@ -157,7 +188,9 @@ def _read_events(path: Path, columns: Columns) -> None:
     from tensorboard.backend.event_processing import event_accumulator as events
 
     try:
-        read = events.EventAccumulator(str(path), {events.SCALARS: 0, events.TENSORS: 1}).Reload()
+        read = events.EventAccumulator(
+            str(path), {events.SCALARS: 0, events.TENSORS: 1}
+        ).Reload()
         for tag in read.Tags()[events.SCALARS]:
             columns.setdefault(tag, []).extend(
                 (each.step, each.value) for each in read.Scalars(tag)

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.lab.doctor.rows import examine
-from megatron_muon.lab.outputs import add_outputs, parser_of, require_outputs, write_json
+from megatron_muon.lab.outputs import (
+    add_outputs,
+    parser_of,
+    require_outputs,
+    write_json,
+)
 from megatron_muon.lab.tables import listed, show
 
 _DESCRIPTION = """\
@@ -22,7 +27,10 @@ wrong arguments."""
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status, as ``--help`` lists them."""
     parser = parser_of("megatron-muon doctor", _DESCRIPTION)
-    text = "Megatron-LM's folder with pretrain_gpt.py (default: the Megatron that Python finds)"
+    text = (
+        "Megatron-LM's folder with pretrain_gpt.py (default: the Megatron that "
+        "Python finds)"
+    )
     parser.add_argument("checkout", metavar="CHECKOUT", nargs="?", type=Path, help=text)
     add_outputs(parser)
     given = parser.parse_args(argv)
@@ -38,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
         checkout = checkout.resolve()
     rows = examine(checkout)
     faults = [row.fault for row in rows if row.fault]
-    verdict = [f"Muon would not run: {fault}" for fault in faults] or ["Muon would run."]
+    verdict = [f"Muon would not run: {fault}" for fault in faults] or [
+        "Muon would run."
+    ]
     print("\n".join(listed([(row.name, row.value) for row in rows])))
     show("", *verdict)
     values = {row.name: row.value for row in rows}

@@ -1,7 +1,7 @@
 """What the CPU runtime replaces and calls; ``cpu.table`` has them.
 
-``cpu`` itself needs no check: when it is switched on, ``Patches.set`` raises for a name that is
-missing. ``doctor`` says so before.
+``cpu`` itself needs no check: when it is switched on, ``Patches.set`` raises for a name
+that is missing. ``doctor`` says so before.
 """
 
 from megatron_muon.mcore.seams.row import Place
@@ -22,33 +22,45 @@ _STATE = Place("megatron.core.parallel_state")
 ROWS = (
     # --- torch
     _DEVICE.called("_device_constructors.cache_clear", "what a device context acts on"),
-    Place("torch.distributed").called("ProcessGroupGloo._Options", "one device for all groups"),
+    Place("torch.distributed").called(
+        "ProcessGroupGloo._Options", "one device for all groups"
+    ),
     Place("torch._dynamo").replaced("config.disable", "uncompiles what is compiled"),
     # --- optimizers
     _OPTIMIZER.replaced("Adam", "a fused Adam's stand-in"),
     _DISTRIBUTED.replaced("Adam", "a fused Adam's stand-in"),
     _OPTIMIZER.replaced("USING_PYTORCH_OPTIMIZER", "False, as on a GPU", since=(0, 15)),
     _DISTRIBUTED.replaced("HAVE_APEX_OR_TE", "True, as on a GPU"),
-    Place("megatron.core.fp8_utils").replaced("_quantize_param_shard_impl", "there is no fp8 here"),
+    Place("megatron.core.fp8_utils").replaced(
+        "_quantize_param_shard_impl", "there is no fp8 here"
+    ),
     # --- random numbers
     _RANDOM.replaced("_set_cuda_rng_state", "sets the CPU generator's state"),
     _RANDOM.replaced("_get_cuda_rng_state", "reads the CPU generator's state"),
     _RANDOM.read("__name__", "the name of its logger; one warning is filtered"),
     # --- attention
     _ATTENTION.replaced("DotProductAttention", "attention without Transformer Engine"),
-    _ATTENTION.replaced("DotProductAttention.__init__", "takes latent head sizes", "config"),
     _ATTENTION.replaced(
-        "DotProductAttention.forward", "all ranks' keys", "query key value attention_mask"
+        "DotProductAttention.__init__", "takes latent head sizes", "config"
+    ),
+    _ATTENTION.replaced(
+        "DotProductAttention.forward",
+        "all ranks' keys",
+        "query key value attention_mask",
     ),
     _LATENT.replaced("HAVE_TE", "whether Transformer Engine is installed"),
     _TE.read("HAVE_TE", "whether Transformer Engine is installed"),
     _STATE.called("get_context_parallel_group", "the ranks that share a sequence"),
-    Place("megatron.core.transformer.enums").read("AttnMaskType.causal", "the causal mask"),
+    Place("megatron.core.transformer.enums").read(
+        "AttnMaskType.causal", "the causal mask"
+    ),
     _MAPPINGS.called("gather_from_sequence_parallel_region", "has a gradient", "group"),
     # --- experts
     _MAPPINGS.replaced("_gather_along_first_dim", "takes uneven parts, too"),
     _MAPPINGS.replaced("_reduce_scatter_along_first_dim", "takes uneven parts, too"),
-    _MOE.read("RouterGatingLinearFunction", "tests Transformer Engine's name", since=(0, 14)),
+    _MOE.read(
+        "RouterGatingLinearFunction", "tests Transformer Engine's name", since=(0, 14)
+    ),
     _MOE.replaced("maybe_move_tensor_to_cpu", "takes CPU tensors, too"),
     _DISPATCHER.replaced("maybe_move_tensor_to_cpu", "takes CPU tensors, too"),
     _GROUPED.replaced("grouped_gemm", "a package of kernels"),

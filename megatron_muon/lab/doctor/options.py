@@ -1,4 +1,6 @@
-"""The switches of Megatron's configurations that Muon refuses, found by a run's own check."""
+"""The switches of Megatron's configurations that Muon refuses, found by a run's own
+check.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
@@ -16,14 +21,18 @@ from megatron_muon.mcore.wiring.validate import refuse_unsupported
 
 def refused_options() -> list[str]:
     """Names of the imported Megatron's fields that a run with Muon cannot turn on."""
-    return sorted({field for holder, field in _switches() if _is_refused(holder, field)})
+    return sorted(
+        {field for holder, field in _switches() if _is_refused(holder, field)}
+    )
 
 
 def _switches() -> Iterator[tuple[str, str]]:
     """(configuration, field) of every field that is off by default."""
     for holder, config in _configs().items():
         for field in dataclasses.fields(config):
-            upstreams = field.name.startswith("muon_")  # settings of Megatron's own Muon
+            upstreams = field.name.startswith(
+                "muon_"
+            )  # settings of Megatron's own Muon
             if getattr(config, field.name) is False and not upstreams:
                 yield holder, field.name
 
@@ -44,7 +53,9 @@ def _is_refused(holder: str, field: str) -> bool:
     if field == "optimizer_cpu_offload":  # which Megatron-LM has with this one only
         configs[holder].use_precision_aware_optimizer = True
     chunk: Any = DistributedDataParallel.__new__(DistributedDataParallel)
-    torch.nn.Module.__init__(chunk)  # an empty one: the check only reads its configurations
+    torch.nn.Module.__init__(
+        chunk
+    )  # an empty one: the check only reads its configurations
     chunk.config, chunk.ddp_config = configs["model"], configs["ddp"]
     try:
         refuse_unsupported(configs["optimizer"], [chunk])

@@ -1,4 +1,6 @@
-"""The checks of ``megatron-muon doctor``; each says what it found, or why Muon cannot run."""
+"""The checks of ``megatron-muon doctor``; each says what it found, or why Muon cannot
+run.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,13 @@ from megatron_muon.megatron_lm.launch import (
     version_of,
     what_to_install,
 )
-from megatron_muon.presence import WAY_OUT, SeamError, Version, core_version, require_core
+from megatron_muon.presence import (
+    WAY_OUT,
+    SeamError,
+    Version,
+    core_version,
+    require_core,
+)
 
 _OLDEST_TORCH = (2, 4)
 _TE = "transformer-engine", "transformer_engine"
@@ -49,7 +57,9 @@ _REQUIRES_PYTHON = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A row of the report; ``fault`` says why Muon cannot run, with the way out, or is empty."""
+    """A row of the report; ``fault`` says why Muon cannot run, with the way out, or is
+    empty.
+    """
 
     name: str
     value: str
@@ -57,7 +67,8 @@ class Examined:
 
 
 def examine(checkout: Path | None) -> list[Examined]:
-    """Make all checks; of those that import Megatron, the first with a fault is the last.
+    """Make all checks; of those that import Megatron, the first with a fault is the
+    last.
 
     Megatron is that of a Megatron-LM ``checkout``, or the installed one.
     """
@@ -65,7 +76,9 @@ def examine(checkout: Path | None) -> list[Examined]:
         sys.path.insert(0, str(checkout))
     rows = list(_environment())
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about missing packages, which have rows of their own
+        warnings.simplefilter(
+            "ignore"
+        )  # about missing packages, which have rows of their own
         for row in _megatron(checkout):
             rows.append(row)
             if row.fault:
@@ -80,7 +93,9 @@ def _environment() -> Iterator[Examined]:
     try:
         torch = importlib.import_module("torch")
     except ImportError as error:
-        yield Examined("torch", "none", f"torch cannot be imported ({error}): install torch")
+        yield Examined(
+            "torch", "none", f"torch cannot be imported ({error}): install torch"
+        )
         return
     version = torch.__version__
     old = tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TORCH
@@ -91,22 +106,32 @@ def _environment() -> Iterator[Examined]:
         (*_TE, ""),
         ("apex", "apex.optimizers", ""),  # PyPI's package of that name is another
         ("triton", "triton", ": a GPU's fused kernels and emerging_optimizers need it"),
-        ("emerging_optimizers", "emerging_optimizers", ": Megatron's own Muon needs it and triton"),
+        (
+            "emerging_optimizers",
+            "emerging_optimizers",
+            ": Megatron's own Muon needs it and triton",
+        ),
     ):
         found = _installed(name.replace("_", "-"), module)
         yield Examined(name, found + needs if found == "none" else found)
     if importlib.util.find_spec("psutil") is None:
-        yield Examined("psutil", "none: saves in torch_dist hang without it; pip install psutil")
+        yield Examined(
+            "psutil", "none: saves in torch_dist hang without it; pip install psutil"
+        )
 
 
 def _device(torch: Any) -> Examined:
     if torch.cuda.is_available():
-        return Examined("device", f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}")
+        return Examined(
+            "device", f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
+        )
     sign = sign_of_gpu()
     if sign is None:
         build = "" if torch.version.cuda else " (this torch is built for CPUs)"
         return Examined("device", f"no GPU: the CPU runtime would be on{build}")
-    way_out = f"check nvidia-smi and CUDA_VISIBLE_DEVICES, or give {ON_CPU} to run on the CPU"
+    way_out = (
+        f"check nvidia-smi and CUDA_VISIBLE_DEVICES, or give {ON_CPU} to run on the CPU"
+    )
     return Examined("device", "no GPU", f"torch sees no GPU, but {sign}: {way_out}")
 
 
@@ -126,28 +151,48 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
     except SeamError as error:
         yield Examined("megatron-core", f"{core_version()} ({where})", str(error))
     if folder is not None:
-        way = "is in" if is_patched(folder) else "is not in: use the launcher, or patches/README.md"
+        way = (
+            "is in"
+            if is_patched(folder)
+            else "is not in: use the launcher, or patches/README.md"
+        )
         yield Examined("patch", way)
     yield _core(where)
     yield dataset_helper(where / "datasets")
     yield _hooks("hooks", CORE, needed=True)
-    own = bench_seams.UPSTREAM if importlib.util.find_spec("emerging_optimizers") else ()
-    optional = [*model.REFUSALS, *dry_run_seams.ROWS, *bench_seams.ROWS, *own]  # a run needs none
+    own = (
+        bench_seams.UPSTREAM if importlib.util.find_spec("emerging_optimizers") else ()
+    )
+    optional = [
+        *model.REFUSALS,
+        *dry_run_seams.ROWS,
+        *bench_seams.ROWS,
+        *own,
+    ]  # a run needs none
     yield _hooks("optional hooks", optional, needed=False)
-    yield _hooks("hooks without a GPU", cpu_seams.ROWS, needed=megatron_muon.cpu.enabled())
+    yield _hooks(
+        "hooks without a GPU", cpu_seams.ROWS, needed=megatron_muon.cpu.enabled()
+    )
     if folder is not None:
         core = importlib.import_module("megatron.core.optimizer")
         emerging = getattr(core, "HAVE_EMERGING_OPTIMIZERS", False)  # since core 0.17
         whose = whose_muon(megatron_version()[1], is_patched(folder), emerging)
         yield Examined("plain command", whose)
         row = _training_hooks(folder)
-        # The megatron.training of an installed core (0.19 and later) runs no script: not a fault.
-        yield row if checkout is not None else Examined(row.name, row.fault or row.value)
-    adam = importlib.import_module("megatron.core.optimizer").Adam  # or the CPU runtime's
+        # The megatron.training of an installed core (0.19 and later) runs no script:
+        # not a fault.
+        yield (
+            row if checkout is not None else Examined(row.name, row.fault or row.value)
+        )
+    adam = importlib.import_module(
+        "megatron.core.optimizer"
+    ).Adam  # or the CPU runtime's
     yield Examined("adam", f"{adam.__module__}.{adam.__qualname__}")
     te = tuple(int(part) for part in re.findall(r"\d+", _installed(*_TE))[:2])
     yield Examined("gradient norm", counted_wrongly(megatron_version()[1], te))
-    refused = importlib.import_module("megatron_muon.lab.doctor.options").refused_options()
+    refused = importlib.import_module(
+        "megatron_muon.lab.doctor.options"
+    ).refused_options()
     yield Examined("refused options", ", ".join(refused) or "none")
 
 
@@ -161,10 +206,14 @@ def _checkout(checkout: Path) -> Examined:
 
 
 def is_patched(checkout: Path) -> bool:
-    """Whether a checkout's ``megatron.training`` imports the plugin, as ``patches/`` has it."""
+    """Whether a checkout's ``megatron.training`` imports the plugin, as ``patches/``
+    has it.
+    """
     file = checkout / "megatron" / "training" / "__init__.py"
     lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
-    return any(line.split("#")[0].strip() == "import megatron_muon.autoload" for line in lines)
+    return any(
+        line.split("#")[0].strip() == "import megatron_muon.autoload" for line in lines
+    )
 
 
 def _core(where: Path) -> Examined:
@@ -177,22 +226,35 @@ def _core(where: Path) -> Examined:
     except SeamError as error:  # of a version that only the import tells
         return Examined("megatron-core", f"({where})", str(error))
     except Exception as error:  # whatever a foreign package raises
-        return Examined("megatron-core", f"({where})", _not_imported("megatron.core", where, error))
+        return Examined(
+            "megatron-core", f"({where})", _not_imported("megatron.core", where, error)
+        )
     return Examined("megatron-core", f"{version} ({where})")
 
 
 def dataset_helper(folder: Path) -> Examined:
-    """Megatron's compiled module for datasets, which its script makes at start, if it can."""
+    """Megatron's compiled module for datasets, which its script makes at start, if it
+    can.
+    """
     names = {path.name for path in folder.glob("helpers_cpp*.so")}
     if names & {f"helpers_cpp{suffix}" for suffix in EXTENSION_SUFFIXES}:
         return Examined("dataset helper", "compiled")
-    other = f"compiled for another Python ({', '.join(sorted(names))})" if names else "not compiled"
-    way = f"real data needs it; make -C {folder}, with this Python's python3-config on PATH"
+    other = (
+        f"compiled for another Python ({', '.join(sorted(names))})"
+        if names
+        else "not compiled"
+    )
+    way = (
+        f"real data needs it; make -C {folder}, with this Python's python3-config "
+        "on PATH"
+    )
     return Examined("dataset helper", f"{other}: {way}")
 
 
 def _hooks(name: str, table: Sequence[Row], *, needed: bool) -> Examined:
-    """How many of the rows that hold here the installed code has; a fault if a run needs others."""
+    """How many of the rows that hold here the installed code has; a fault if a run
+    needs others.
+    """
     text, version = megatron_version()
     rows = rows_of(version, table)
     missing: dict[str, str] = {}
@@ -201,24 +263,30 @@ def _hooks(name: str, table: Sequence[Row], *, needed: bool) -> Examined:
             check_row(row, text)
         except (SeamError, ImportError) as error:
             missing[str(row)] = str(error)
-        except Exception as error:  # whatever a foreign package raises where it is imported
+        except (
+            Exception
+        ) as error:  # whatever a foreign package raises where it is imported
             missing[str(row)] = _not_read(row, error)
     count = f"{len(rows) - len(missing)} of {len(rows)}"
     faults = [*missing.values()] if needed else []
-    return Examined(name, ", ".join([count, *(f"not {each}" for each in missing)]), *faults[:1])
+    return Examined(
+        name, ", ".join([count, *(f"not {each}" for each in missing)]), *faults[:1]
+    )
 
 
 def _not_read(row: Row, error: Exception) -> str:
     why = f"{row.module} cannot be imported: {type(error).__name__}: {error}"
     if isinstance(error, OSError) and row.module.startswith("torch."):
         why += (
-            ". torch's compiler has a cache there: set TORCHINDUCTOR_CACHE_DIR to a folder of yours"
+            ". torch's compiler has a cache there: set TORCHINDUCTOR_CACHE_DIR "
+            "to a folder of yours"
         )
     return why
 
 
 def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
-    """The Muon that ``--optimizer muon --use-distributed-optimizer`` starts without the launcher.
+    """The Muon that ``--optimizer muon --use-distributed-optimizer`` starts without the
+    launcher.
 
     It depends on core's version, the patch, and whether core finds emerging_optimizers.
     """
@@ -228,11 +296,14 @@ def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
     if version < (0, 16):
         return f"an error, since this Megatron-LM has no --optimizer muon; {way}"
     if version < (0, 18):
-        return f"an error, since Megatron's own Muon takes no distributed optimizer; {way}"
+        return (
+            f"an error, since Megatron's own Muon takes no distributed optimizer; {way}"
+        )
     if not emerging:
         return f"an error, since Megatron's own Muon needs emerging_optimizers; {way}"
     return (
-        "Megatron's own layer-wise Muon, which turns the distributed optimizer off without a word: "
+        "Megatron's own layer-wise Muon, which turns the distributed optimizer off "
+        "without a word: "
         f"not Distributed Muon; {way}"
     )
 
@@ -243,13 +314,17 @@ def _training_hooks(checkout: Path) -> Examined:
     except SeamError as error:
         return Examined("training hooks", "not all", str(error))
     except Exception as error:  # whatever a checkout raises where it is imported
-        fault = _not_imported("megatron.training", checkout / "megatron" / "core", error)
+        fault = _not_imported(
+            "megatron.training", checkout / "megatron" / "core", error
+        )
         return Examined("training hooks", "not read", fault)
     return Examined("training hooks", "all")
 
 
 def _not_imported(module: str, core: Path, error: Exception) -> str:
-    """Why a module of Megatron's cannot be imported; where Python is too old, the one it needs."""
+    """Why a module of Megatron's cannot be imported; where Python is too old, the one
+    it needs.
+    """
     what = f"{type(error).__name__}: {error}"
     why = _older_python(core)
     if why is None and isinstance(error, ModuleNotFoundError):
@@ -259,12 +334,16 @@ def _not_imported(module: str, core: Path, error: Exception) -> str:
 
 
 def _older_python(core: Path) -> str | None:
-    """An error text where this Python is older than a folder ``megatron/core`` asks for, else None.
+    """An error text where this Python is older than a folder ``megatron/core`` asks
+    for, else None.
 
     A checkout's pyproject.toml says it, or the metadata of an installed distribution.
     """
     root = core.parent.parent
-    for file in (root / "pyproject.toml", *sorted(root.glob("megatron_core-*.dist-info/METADATA"))):
+    for file in (
+        root / "pyproject.toml",
+        *sorted(root.glob("megatron_core-*.dist-info/METADATA")),
+    ):
         text = file.read_text(errors="replace") if file.is_file() else ""
         wanted = _REQUIRES_PYTHON.search(text)
         if wanted is None:
@@ -272,17 +351,20 @@ def _older_python(core: Path) -> str | None:
         oldest = tuple(int(part) for part in wanted[2].split("."))
         if sys.version_info[: len(oldest)] < oldest:
             return (
-                f"megatron-core {version_of(core)} needs Python {wanted[1]} ({file}), and this is "
-                f"Python {platform.python_version()}: run it with that one, or take an older core"
+                f"megatron-core {version_of(core)} needs Python {wanted[1]} ({file}), "
+                "and this is "
+                f"Python {platform.python_version()}: run it with that one, or take an "
+                "older core"
             )
     return None
 
 
 def counted_wrongly(core: Version, te: tuple[int, ...]) -> str:
-    """Weights that Megatron's norm, and with it AdamW's clip, counts wrongly where TP splits.
+    """Weights that Megatron's norm, and with it AdamW's clip, counts wrongly where TP
+    splits.
 
-    They are marked as cut over TP and are not, or the reverse: every core has some. ``te`` is
-    Transformer Engine's version, empty without it.
+    They are marked as cut over TP and are not, or the reverse: every core has some.
+    ``te`` is Transformer Engine's version, empty without it.
     """
     first = ["learnable softmax offsets"] if core >= (0, 15) else []
     if core < (0, 16):
@@ -293,7 +375,8 @@ def counted_wrongly(core: Version, te: tuple[int, ...]) -> str:
     if te and (0, 13) <= core < (0, 17):
         wrong.append("Transformer Engine's MLA down projections once a TP rank")
     return (
-        f"Megatron's counts {', '.join(wrong)} with TP > 1, so that its clip is wrong there; "
+        f"Megatron's counts {', '.join(wrong)} with TP > 1, so that its clip is wrong "
+        "there; "
         "a run of Muon counts each weight once, AdamW's is Megatron's"
     )
 

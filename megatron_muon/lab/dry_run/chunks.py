@@ -1,6 +1,7 @@
 """A GPT's chunks of Megatron's local modules in their DDP, as Megatron-LM builds them.
 
-Sources: ``get_model`` (megatron/training/training.py) and gpt_builders.py, which is part of
+Sources: ``get_model`` (megatron/training/training.py) and gpt_builders.py, which is
+part of
 pretrain_gpt.py before 0.15.
 """
 
@@ -13,9 +14,14 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.module import Float16Module
 
 from megatron_muon.lab.dry_run.model import padded_vocab
@@ -31,8 +37,9 @@ def build_chunks(
 ) -> list[Any]:
     """This rank's model chunks in their DDP, moved to a ``device``, if one is given.
 
-    Without the ``distributed_optimizer`` gradients are all-reduced. ``layouts`` makes further
-    arguments of each chunk's DDP, of the chunks and Megatron's DistributedDataParallelConfig.
+    Without the ``distributed_optimizer`` gradients are all-reduced. ``layouts`` makes
+    further arguments of each chunk's DDP, of the chunks and Megatron's
+    DistributedDataParallelConfig.
     """
     chunks = config.virtual_pipeline_model_parallel_size
     stages: Sequence[int | None] = range(chunks) if chunks else [None]
@@ -42,7 +49,9 @@ def build_chunks(
             model.to(device)
         for param in model.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(param)
-    ddp_config = _ddp_config(flags, sum(p.nelement() for m in models for p in m.parameters()))
+    ddp_config = _ddp_config(
+        flags, sum(p.nelement() for m in models for p in m.parameters())
+    )
     ddp_config.use_distributed_optimizer = distributed_optimizer
     if flags.fp16 or flags.bf16:
         models = [Float16Module(config, model) for model in models]
@@ -52,7 +61,8 @@ def build_chunks(
             config,
             ddp_config,
             model,
-            disable_bucketing=index > 0 or flags.overlap_param_gather_with_optimizer_step,
+            disable_bucketing=index > 0
+            or flags.overlap_param_gather_with_optimizer_step,
             **options,
         )
         for index, (model, options) in enumerate(zip(models, further, strict=True))
@@ -64,22 +74,31 @@ def _model(flags: Namespace, config: Any, vp_stage: int | None) -> Any:
     learned = flags.position_embedding_type == "learned_absolute"
     positions = flags.max_position_embeddings or flags.seq_length
     if learned and not positions:
-        raise ValueError("--max-position-embeddings needed for learned_absolute embeddings")
+        raise ValueError(
+            "--max-position-embeddings needed for learned_absolute embeddings"
+        )
+    shares_embeddings = not flags.untie_embeddings_and_output_weights
     return GPTModel(
         config=config,
         transformer_layer_spec=_layer_spec(config, chunk),
         vocab_size=padded_vocab(flags),
         max_sequence_length=positions or 1,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **chunk),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **chunk),
-        share_embeddings_and_output_weights=not flags.untie_embeddings_and_output_weights,
+        pre_process=parallel_state.is_pipeline_first_stage(
+            ignore_virtual=False, **chunk
+        ),
+        post_process=parallel_state.is_pipeline_last_stage(
+            ignore_virtual=False, **chunk
+        ),
+        share_embeddings_and_output_weights=shares_embeddings,
         position_embedding_type=flags.position_embedding_type,
         **chunk,
     )
 
 
 def _named_chunk(vp_stage: int | None) -> dict[str, int | None]:
-    """The keyword for which chunk is built; before 0.13 there is none, but Megatron's own state."""
+    """The keyword for which chunk is built; before 0.13 there is none, but Megatron's
+    own state.
+    """
     if "vp_stage" in inspect.signature(GPTModel).parameters:
         return {"vp_stage": vp_stage}
     if vp_stage is not None:
@@ -90,7 +109,10 @@ def _named_chunk(vp_stage: int | None) -> dict[str, int | None]:
 def _layer_spec(config: Any, chunk: dict[str, int | None]) -> Any:
     if config.num_moe_experts:
         return gpt_layer_specs.get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization=config.normalization, **chunk
+            config,
+            use_transformer_engine=False,
+            normalization=config.normalization,
+            **chunk,
         )
     return gpt_layer_specs.get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm,
@@ -114,7 +136,9 @@ def _ddp_config(flags: Namespace, parameters: int) -> Any:
     if flags.ddp_num_buckets is not None:
         config.bucket_size = parameters // flags.ddp_num_buckets
     if config.bucket_size is None:
-        with_cp = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        with_cp = parallel_state.get_data_parallel_world_size(
+            with_context_parallel=True
+        )
         config.bucket_size = max(40_000_000, 1_000_000 * with_cp)
     if not config.overlap_grad_reduce:
         config.bucket_size = None

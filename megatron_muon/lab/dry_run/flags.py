@@ -1,7 +1,9 @@
-"""The flags of Megatron-LM that describe a GPT, its ranks and its buffers, without its script.
+"""The flags of Megatron-LM that describe a GPT, its ranks and its buffers, without its
+script.
 
-Only these are read where no script is given: presets change their sizes, and the benchmark builds
-small models by them. Everything else is Megatron-LM's own parser's, see ``script``.
+Only these are read where no script is given: presets change their sizes, and the
+benchmark builds small models by them. Everything else is Megatron-LM's own parser's,
+see ``script``.
 """
 
 from __future__ import annotations
@@ -13,10 +15,19 @@ from typing import Any
 from megatron_muon.lab.dry_run.numbers import MOST_THINGS, count, finite, up_to
 
 _SIZES = (
-    *("--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups"),
+    *(
+        "--hidden-size",
+        "--ffn-hidden-size",
+        "--num-attention-heads",
+        "--num-query-groups",
+    ),
     *("--kv-channels", "--vocab-size", "--padded-vocab-size", "--seq-length"),
     *("--max-position-embeddings", "--moe-ffn-hidden-size", "--q-lora-rank"),
-    *("--num-virtual-stages-per-pipeline-rank", "--ddp-bucket-size", "--ddp-num-buckets"),
+    *(
+        "--num-virtual-stages-per-pipeline-rank",
+        "--ddp-bucket-size",
+        "--ddp-num-buckets",
+    ),
     "--global-batch-size",
 )
 _FROM_ZERO = (
@@ -32,7 +43,12 @@ _SIZES_OF = {
     "--v-head-dim": 128,
 }
 _SWITCHES = (
-    *("--group-query-attention", "--swiglu", "--untie-embeddings-and-output-weights", "--bf16"),
+    *(
+        "--group-query-attention",
+        "--swiglu",
+        "--untie-embeddings-and-output-weights",
+        "--bf16",
+    ),
     *("--fp16", "--qk-layernorm", "--multi-latent-attention", "--sequence-parallel"),
     *("--add-qkv-bias", "--use-distributed-optimizer", "--overlap-grad-reduce"),
     *("--overlap-param-gather", "--overlap-param-gather-with-optimizer-step"),
@@ -51,12 +67,16 @@ _OF_RANKS = {
 def add_rank_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that divide the ranks, with short names, hidden from ``--help``."""
     for name, short in _OF_RANKS.items():
-        parser.add_argument(name, short, type=count(), default=1, help=argparse.SUPPRESS)
+        parser.add_argument(
+            name, short, type=count(), default=1, help=argparse.SUPPRESS
+        )
     name = "--expert-tensor-parallel-size"
     parser.add_argument(name, "--etp", type=count(), help=argparse.SUPPRESS)
     name = "--num-distributed-optimizer-instances"
     parser.add_argument(name, type=count(), default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--use-tp-pp-dp-mapping", action="store_true", help=argparse.SUPPRESS
+    )
 
 
 def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +108,9 @@ def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _frequency(text: str) -> int | list[int]:
-    """``--moe-layer-freq``: a number, or an expression of lists such as ``[0]*3+[1]*58``."""
+    """``--moe-layer-freq``: a number, or an expression of lists such as
+    ``[0]*3+[1]*58``.
+    """
     try:
         value = _evaluated(ast.parse(text, mode="eval").body)
     except (SyntaxError, TypeError, RecursionError):

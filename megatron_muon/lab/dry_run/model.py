@@ -1,4 +1,5 @@
-"""From flags to the settings of Megatron's GPT and of the ranks, as Megatron-LM derives them.
+"""From flags to the settings of Megatron's GPT and of the ranks, as Megatron-LM derives
+them.
 
 Sources: ``validate_args`` and ``core_transformer_config_from_args`` of
 megatron/training/arguments.py, and ``_vocab_size_with_padding`` of
@@ -16,7 +17,13 @@ from typing import Any
 import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_MLA = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+)
 _ORDER, _ORDER_PP_INSIDE = "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"
 
 
@@ -36,7 +43,9 @@ class Ranks:
 
 
 def ranks_of(flags: Namespace) -> Ranks:
-    """The division of the ranks, of the smallest world if none is given; a ValueError if uneven."""
+    """The division of the ranks, of the smallest world if none is given; a ValueError
+    if uneven.
+    """
     tp, pp = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
     cp, ep = flags.context_parallel_size, flags.expert_model_parallel_size
     expert_tp = flags.expert_tensor_parallel_size or tp
@@ -48,10 +57,13 @@ def ranks_of(flags: Namespace) -> Ranks:
         ("expert-TP x EP x PP", experts, world // experts),
     ):
         if world < 1 or world % size:
-            raise ValueError(f"--world-size {world} is not a multiple of {what} = {size}")
+            raise ValueError(
+                f"--world-size {world} is not a multiple of {what} = {size}"
+            )
         if shards % instances:
             raise ValueError(
-                f"--num-distributed-optimizer-instances {instances} does not divide the {shards} "
+                f"--num-distributed-optimizer-instances {instances} does not divide "
+                f"the {shards} "
                 f"shards of a buffer on {world} ranks with {what} = {size}"
             )
     order = _ORDER_PP_INSIDE if flags.use_tp_pp_dp_mapping else _ORDER
@@ -61,25 +73,35 @@ def ranks_of(flags: Namespace) -> Ranks:
 def transformer_config(flags: Namespace, ranks: Ranks) -> Any:
     """Megatron's TransformerConfig, or MLATransformerConfig, and its own errors."""
     sizes = _sizes(flags)
-    config_class = MLATransformerConfig if flags.multi_latent_attention else TransformerConfig
+    config_class = (
+        MLATransformerConfig if flags.multi_latent_attention else TransformerConfig
+    )
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     fields |= set(_MLA) if flags.multi_latent_attention else set()
-    dtype = torch.float16 if flags.fp16 else torch.bfloat16 if flags.bf16 else torch.float32
+    dtype = (
+        torch.float16 if flags.fp16 else torch.bfloat16 if flags.bf16 else torch.float32
+    )
     options = {name: getattr(flags, name) for name in fields if hasattr(flags, name)}
     options |= sizes | {
         "num_moe_experts": flags.num_experts or None,
-        "moe_shared_expert_intermediate_size": flags.moe_shared_expert_intermediate_size or None,
-        "num_query_groups": flags.num_query_groups if flags.group_query_attention else None,
+        "moe_shared_expert_intermediate_size": flags.moe_shared_expert_intermediate_size
+        or None,
+        "num_query_groups": flags.num_query_groups
+        if flags.group_query_attention
+        else None,
         "sequence_parallel": flags.sequence_parallel and ranks.tp > 1,
         "expert_tensor_parallel_size": ranks.expert_tp,
         "virtual_pipeline_model_parallel_size": ranks.chunks,
         "num_layers_in_first_pipeline_stage": flags.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": flags.decoder_last_pipeline_num_layers,
         "gated_linear_unit": flags.swiglu,
-        "activation_func": torch.nn.functional.silu if flags.swiglu else torch.nn.functional.gelu,
+        "activation_func": torch.nn.functional.silu
+        if flags.swiglu
+        else torch.nn.functional.gelu,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "moe_token_dispatcher_type": "alltoall",  # no dispatcher has parameters; this one fits all
+        # no dispatcher has parameters; this one fits all
+        "moe_token_dispatcher_type": "alltoall",
     }
     return config_class(**options)
 
@@ -92,7 +114,10 @@ def validated(flags: Namespace, ranks: Ranks) -> Namespace:
         "expert_tensor_parallel_size": ranks.expert_tp,
         "virtual_pipeline_model_parallel_size": ranks.chunks,
     }
-    others = {"moe_grouped_gemm": False, "muon_dp_layout": flags.muon_dp_layout or "contiguous"}
+    others = {
+        "moe_grouped_gemm": False,
+        "muon_dp_layout": flags.muon_dp_layout or "contiguous",
+    }
     return Namespace(**{**vars(flags), **sizes, **others})
 
 
@@ -106,10 +131,13 @@ def padded_vocab(flags: Namespace) -> int:
 
 
 def _require(flags: Namespace, *names: str) -> None:
-    missing = [f"--{name.replace('_', '-')}" for name in names if not getattr(flags, name)]
+    missing = [
+        f"--{name.replace('_', '-')}" for name in names if not getattr(flags, name)
+    ]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} needed: give the run's script and its arguments, a preset by "
+            f"{', '.join(missing)} needed: give the run's script and its arguments, a "
+            "preset by "
             "--model, or a GPT's sizes"
         )
 
@@ -132,7 +160,9 @@ def _sizes(flags: Namespace) -> dict[str, int | None]:
 
 def _chunks(flags: Namespace) -> int | None:
     """Model chunks of a rank, None for one."""
-    if hasattr(flags, "virtual_pipeline_model_parallel_size"):  # Megatron-LM has validated them
+    if hasattr(
+        flags, "virtual_pipeline_model_parallel_size"
+    ):  # Megatron-LM has validated them
         return flags.virtual_pipeline_model_parallel_size or None
     count = flags.num_virtual_stages_per_pipeline_rank
     return None if count == 1 else count

@@ -23,7 +23,9 @@ def count(least: int = 1, most: int = MOST_ELEMENTS) -> Callable[[str], int]:
         if least <= value <= most:
             return value
         wanted = f"of at most {most}" if value > most else f"of at least {least}"
-        raise argparse.ArgumentTypeError(f"must be a whole number {wanted}, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number {wanted}, got {text!r}"
+        )
 
     return number
 

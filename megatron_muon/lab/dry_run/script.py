@@ -1,9 +1,11 @@
-"""A run's own script builds its model: the parser, the checks and the model are the script's.
+"""A run's own script builds its model: the parser, the checks and the model are the
+script's.
 
-The script runs until it calls ``megatron.training.pretrain``. Then Megatron-LM builds the chunks of
-any rank in their DDP, on the meta device and over process groups that do nothing, until it asks for
-the optimizer. Packages of kernels have stand-ins; flags that need a GPU and change no
-parameter are left out. Nothing is read or written but what the script itself reads before.
+The script runs until it calls ``megatron.training.pretrain``. Then Megatron-LM builds
+the chunks of any rank in their DDP, on the meta device and over process groups that do
+nothing, until it asks for the optimizer. Packages of kernels have stand-ins; flags that
+need a GPU and change no parameter are left out. Nothing is read or written but what the
+script itself reads before.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from megatron_muon.settings.flag_values import MUONS
 
 _TRAINING = "megatron.training.training"
 _INITIALIZE = "megatron.training.initialize"
-# Of a run that is not planned: what it writes, how it begins, and the memory of its parameters.
+# Of a run that is not planned: what it writes, how it begins, and the memory of its
+# parameters.
 _LEFT_OUT = {
     **{"tensorboard_dir": None, "wandb_project": "", "enable_one_logger": False},
     **{"async_save": False, "skip_train": False, "lazy_mpu_init": False},
@@ -47,7 +50,9 @@ _IN_FEW_BITS = ("fp8_param_gather", "fp4_param")
 
 
 class _Stopped(BaseException):
-    """The script called pretrain, or Megatron asked for the optimizer; carries the arguments."""
+    """The script called pretrain, or Megatron asked for the optimizer; carries the
+    arguments.
+    """
 
 
 class ScriptArguments(Namespace):
@@ -64,7 +69,9 @@ class ScriptArguments(Namespace):
         setup, given = training.setup_model_and_optimizer, dict(self._setup)
         if "pg_collection" in inspect.signature(setup).parameters:
             groups = importlib.import_module("megatron.core.process_groups_config")
-            given["pg_collection"] = groups.ProcessGroupCollection.use_mpu_process_groups()
+            given["pg_collection"] = (
+                groups.ProcessGroupCollection.use_mpu_process_groups()
+            )
         stop = {"get_megatron_optimizer": _stop, "get_megatron_muon_optimizer": _stop}
         with replaced(training, **stop), _unheard():
             try:
@@ -72,12 +79,16 @@ class ScriptArguments(Namespace):
             except _Stopped as stopped:
                 chunks: list[Any] = stopped.args[0][1]
                 return chunks
-        raise RuntimeError("the script's model is built without asking for an optimizer")
+        raise RuntimeError(
+            "the script's model is built without asking for an optimizer"
+        )
 
 
 @functools.cache
 def prepare(script: Path) -> None:
-    """Import the Megatron-LM of a script, once in a process, before anything of Megatron is."""
+    """Import the Megatron-LM of a script, once in a process, before anything of
+    Megatron is.
+    """
     if not script.is_file():
         raise FileNotFoundError(f"no script {script}")
     checkout = checkout_of(script)
@@ -99,11 +110,12 @@ def arguments_of(
     Muon and the distributed optimizer are turned on where they are not.
 
     Returns:
-        Its validated arguments; Muon's settings; what there is to say about the choice of buckets,
-        and about flags that are left out.
+        Its validated arguments; Muon's settings; what there is to say about the choice
+        of buckets, and about flags that are left out.
 
     Raises:
-        ValueError, AssertionError, NotImplementedError: Megatron or the plugin refuses the flags.
+        ValueError, AssertionError, NotImplementedError: Megatron or the plugin refuses
+        the flags.
     """
     words, notes = _with_muon(words)
     configs: list[MuonConfig] = []
@@ -122,7 +134,9 @@ def arguments_of(
         args = _initialized(given, printed)
     notes += [line for line in told if line.startswith((_LEFT, "--muon-dp-layout"))]
     arguments = ScriptArguments(**vars(args))
-    setup = inspect.signature(importlib.import_module(_TRAINING).setup_model_and_optimizer)
+    setup = inspect.signature(
+        importlib.import_module(_TRAINING).setup_model_and_optimizer
+    )
     given["model_provider_func"] = given.get("model_provider")
     arguments._setup = {name: given[name] for name in setup.parameters if name in given}
     names = ("get_embedding_ranks", "get_position_embedding_ranks")
@@ -135,7 +149,9 @@ def _with_muon(words: Sequence[str]) -> tuple[list[str], list[str]]:
     notes: list[str] = []
     line = f" {' '.join(words)} ".replace("=", " ")
     if " --muon-backend upstream " in line:
-        raise ValueError("--muon-backend upstream: this plans the plugin's Muon; leave it out")
+        raise ValueError(
+            "--muon-backend upstream: this plans the plugin's Muon; leave it out"
+        )
     name = next((name for name in MUONS if f" --optimizer {name} " in line), "muon")
     for flag in (f"--optimizer {name}", "--use-distributed-optimizer"):
         if f" {flag} " not in line:
@@ -160,7 +176,9 @@ def _called(script: Path, printed: io.StringIO) -> dict[str, Any]:
 
 
 def _initialized(given: dict[str, Any], printed: io.StringIO) -> Namespace:
-    """Megatron's arguments, parsed and validated by it with what the script gave to pretrain."""
+    """Megatron's arguments, parsed and validated by it with what the script gave to
+    pretrain.
+    """
     module = importlib.import_module(_INITIALIZE)
     names = inspect.signature(module.initialize_megatron).parameters
     options = {name: value for name, value in given.items() if name in names}
@@ -171,17 +189,22 @@ def _initialized(given: dict[str, Any], printed: io.StringIO) -> Namespace:
 
 
 def _leave_out(args: Namespace) -> list[str]:
-    """Turn off what needs a GPU; in a run on a CPU more is replaced, here nothing is run."""
+    """Turn off what needs a GPU; in a run on a CPU more is replaced, here nothing is
+    run.
+    """
     options = importlib.import_module("megatron_muon.cpu.options")
     for name, value in _LEFT_OUT.items():
         if hasattr(args, name):
             setattr(args, name, value)
     _take_state_bytes(args)
-    given = [row for row in options.REFUSED if row.needs_gpu(getattr(args, row.dest, None))]
+    given = [
+        row for row in options.REFUSED if row.needs_gpu(getattr(args, row.dest, None))
+    ]
     for row in given:
         if row.dest in _IN_FEW_BITS:
             raise NotImplementedError(
-                f"{row.option}: such weights have grad buffers of their own, which are not planned "
+                f"{row.option}: such weights have grad buffers of their own, which are "
+                "not planned "
                 "yet; leave it out: the routing is the same"
             )
         value, instead = getattr(args, row.dest), row.instead.split()
@@ -209,10 +232,15 @@ def _stop(*args: Any, **options: Any) -> NoReturn:
 
 
 def _forget() -> None:
-    """Forget the arguments of an earlier script, which Megatron keeps once in a process."""
+    """Forget the arguments of an earlier script, which Megatron keeps once in a
+    process.
+    """
     for module, name in (
         ("megatron.training.global_vars", "destroy_global_vars"),
-        ("megatron.core.num_microbatches_calculator", "destroy_num_microbatches_calculator"),
+        (
+            "megatron.core.num_microbatches_calculator",
+            "destroy_num_microbatches_calculator",
+        ),
         ("megatron.core.rerun_state_machine", "destroy_rerun_state_machine"),
     ):
         getattr(importlib.import_module(module), name)()

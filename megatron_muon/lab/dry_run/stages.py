@@ -1,4 +1,6 @@
-"""The optimizers of a pipeline stage with their exchange plans, by the code that the run runs."""
+"""The optimizers of a pipeline stage with their exchange plans, by the code that the
+run runs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from megatron_muon.mcore.wiring.buffers.placement import (
     on_every_ep_rank,
 )
 from megatron_muon.mcore.wiring.process_groups import Sizes
-from megatron_muon.mcore.wiring.validate import REFUSED, raise_all, refuse_unsupported, unsliced
+from megatron_muon.mcore.wiring.validate import (
+    REFUSED,
+    raise_all,
+    refuse_unsupported,
+    unsliced,
+)
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.block_steps import block_numerics, block_plans
 from megatron_muon.planning.layout import Parameter
@@ -56,7 +63,10 @@ def built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
         else:
             chunks = build_chunks(flags, transformer_config(flags, ranks))
     of_optimizer = OptimizerConfig(
-        optimizer="adam", bf16=flags.bf16, fp16=flags.fp16, use_distributed_optimizer=True
+        optimizer="adam",
+        bf16=flags.bf16,
+        fp16=flags.fp16,
+        use_distributed_optimizer=True,
     )
     # given to the class, some of them would ask for a GPU
     for name in (*REFUSED, "overlap_param_gather_with_optimizer_step"):
@@ -69,7 +79,11 @@ def built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
 
 def sizes_of(flags: Namespace, ranks: Ranks) -> Sizes:
     """The number of ranks that hold slices of a dense and of an expert's weight."""
-    return Sizes(ranks.tp, ranks.expert_tp, ranks.ep) if flags.num_experts else Sizes(ranks.tp)
+    return (
+        Sizes(ranks.tp, ranks.expert_tp, ranks.ep)
+        if flags.num_experts
+        else Sizes(ranks.tp)
+    )
 
 
 def planned_optimizers(
@@ -80,11 +94,17 @@ def planned_optimizers(
     device: Device = "cuda",
 ) -> list[Planned]:
     """The DistributedOptimizers of this rank's chunks, in the order of their steps."""
-    early = flags.overlap_param_gather_with_optimizer_step  # Megatron builds two optimizers then
-    parts = [(part, False) for part in ((chunks[:1], chunks[1:]) if early else (chunks,))]
+    early = (
+        flags.overlap_param_gather_with_optimizer_step
+    )  # Megatron builds two optimizers then
+    parts = [
+        (part, False) for part in ((chunks[:1], chunks[1:]) if early else (chunks,))
+    ]
     parts.append((chunks, True))
     routes = routes_of(chunks, Sizes(ranks.tp, ranks.expert_tp, ranks.ep), config)
-    located = [_located(routes, ranks, part, experts=experts) for part, experts in parts]
+    located = [
+        _located(routes, ranks, part, experts=experts) for part, experts in parts
+    ]
     numerics = Numerics(config, device)
     works = [flops_of(parameters, numerics) for _, _, parameters in located]
     planned: list[Planned] = []
@@ -99,19 +119,27 @@ def planned_optimizers(
     if config.full_period == 1:
         return planned
     every = [parameters for buffers, _, parameters in located if buffers]
-    blocks = block_plans(every, [one.plan.grid for one in planned], block_numerics(numerics))
-    return [replace(one, block=block) for one, block in zip(planned, blocks, strict=True)]
+    blocks = block_plans(
+        every, [one.plan.grid for one in planned], block_numerics(numerics)
+    )
+    return [
+        replace(one, block=block) for one, block in zip(planned, blocks, strict=True)
+    ]
 
 
 def _located(
     routes: Sequence[Route], ranks: Ranks, chunks: Sequence[Any], *, experts: bool
 ) -> tuple[list[Any], set[Any], list[Parameter]]:
-    """Buffers of a DistributedOptimizer, Muon's parameters in them, and those on all EP ranks."""
+    """Buffers of a DistributedOptimizer, Muon's parameters in them, and those on all EP
+    ranks.
+    """
     kind = "expert_parallel_buffers" if experts else "buffers"
     buffers = [buffer for chunk in chunks for buffer in getattr(chunk, kind)]
     if not buffers:
         return [], set(), []
     here = muon_parameters(routes, buffers)
     ep_size = ranks.ep if experts else 1
-    parameters = on_every_ep_rank([p for _, p in here], ep_size, local_experts(chunks, ep_size))
+    parameters = on_every_ep_rank(
+        [p for _, p in here], ep_size, local_experts(chunks, ep_size)
+    )
     return buffers, {param for param, _ in here}, parameters

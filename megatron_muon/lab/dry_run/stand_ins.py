@@ -1,9 +1,10 @@
 """Stand-ins for packages of kernels, so that a script builds its model without a GPU.
 
-Transformer Engine, mamba_ssm and flash-linear-attention run on a GPU. To know which parameters a
-model has, nothing of theirs is run. A stand-in has the parameters of the original with the same
-names, shapes and marks, and no forward. Sources: ``Linear``, ``LayerNormLinear``, ``GroupedLinear``
-of transformer_engine/pytorch/module at v2.8, and mamba_ssm/ops/triton/layernorm_gated.py.
+Transformer Engine, mamba_ssm and flash-linear-attention run on a GPU. To know which
+parameters a model has, nothing of theirs is run. A stand-in has the parameters of the
+original with the same names, shapes and marks, and no forward. Sources: ``Linear``,
+``LayerNormLinear``, ``GroupedLinear`` of transformer_engine/pytorch/module at v2.8, and
+mamba_ssm/ops/triton/layernorm_gated.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 import torch
 
-# The packages, and the version that each stand-in reports: Megatron asks for a least one.
+# The packages, and the version that each stand-in reports: Megatron asks for a least
+# one.
 VERSIONS = {
     "transformer_engine": "2.8.0",
     "transformer_engine_torch": "2.8.0",
@@ -32,7 +34,8 @@ _Device = torch.device | str | None
 
 
 def install() -> None:
-    """Stand in for the packages from now on, installed ones too; Megatron is imported after it.
+    """Stand in for the packages from now on, installed ones too; Megatron is imported
+    after it.
 
     Einops, which asks for no GPU, is itself where it is installed.
     """
@@ -43,7 +46,9 @@ def install() -> None:
 
 
 class _Named(type):
-    """Classes that have every name, as a module has: ``te.pytorch.distributed`` of ``te``."""
+    """Classes that have every name, as a module has: ``te.pytorch.distributed`` of
+    ``te``.
+    """
 
     def __getattr__(cls, name: str) -> Any:
         path = vars(cls).get("_path")
@@ -53,7 +58,9 @@ class _Named(type):
 
 
 class _AnyModule(torch.nn.Module, metaclass=_Named):
-    """A class, a function, a decorator or a context manager: whatever a name stands for."""
+    """A class, a function, a decorator or a context manager: whatever a name stands
+    for.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__()
@@ -99,7 +106,9 @@ class _LayerNorm(_Norm):
 
 
 class _Linear(torch.nn.Module):
-    """Linear, cut over TP; ``LayerNormLinear`` and ``GroupedLinear`` by their own arguments."""
+    """Linear, cut over TP; ``LayerNormLinear`` and ``GroupedLinear`` by their own
+    arguments.
+    """
 
     def __init__(
         self,
@@ -118,7 +127,9 @@ class _Linear(torch.nn.Module):
     ) -> None:
         super().__init__()
         if normalization is not None:
-            for name in ("weight", "bias") if normalization == "LayerNorm" else ("weight",):
+            for name in (
+                ("weight", "bias") if normalization == "LayerNorm" else ("weight",)
+            ):
                 values = torch.empty(in_features, device=device, dtype=params_dtype)
                 norm = _parameter(values, sequence_parallel=sequence_parallel)
                 setattr(self, f"layer_norm_{name}", norm)
@@ -127,10 +138,16 @@ class _Linear(torch.nn.Module):
         elif parallel_mode == "row":
             in_features //= tp_size
         self.in_features, self.out_features = in_features, out_features
-        self.parallel_mode, self.tp_size, self.num_gemms = parallel_mode, tp_size, num_gemms
+        self.parallel_mode, self.tp_size, self.num_gemms = (
+            parallel_mode,
+            tp_size,
+            num_gemms,
+        )
         dim = 1 if parallel_mode == "row" else 0
         for number in range(num_gemms) if num_gemms else ("",):
-            values = torch.empty(out_features, in_features, device=device, dtype=params_dtype)
+            values = torch.empty(
+                out_features, in_features, device=device, dtype=params_dtype
+            )
             setattr(self, f"weight{number}", _parallel(values, dim))
             if not bias:
                 setattr(self, f"bias{number}", torch.Tensor())
@@ -148,7 +165,9 @@ class _Linear(torch.nn.Module):
 
 
 class _LayerNormLinear(_Linear):
-    def __init__(self, *args: Any, normalization: str = "LayerNorm", **options: Any) -> None:
+    def __init__(
+        self, *args: Any, normalization: str = "LayerNorm", **options: Any
+    ) -> None:
         super().__init__(*args, normalization=normalization, **options)
 
 
@@ -164,7 +183,9 @@ def _parameter(values: torch.Tensor, **marks: Any) -> torch.nn.Parameter:
 
 
 def _parallel(values: torch.Tensor, dim: int) -> torch.nn.Parameter:
-    return _parameter(values, tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
+    return _parameter(
+        values, tensor_model_parallel=True, partition_dim=dim, partition_stride=1
+    )
 
 
 _KNOWN: dict[str, type[torch.nn.Module]] = {
@@ -179,7 +200,9 @@ _KNOWN: dict[str, type[torch.nn.Module]] = {
 
 @functools.cache
 def _thing(path: str) -> Any:
-    return _KNOWN.get(path) or _Named(path.rpartition(".")[2], (_AnyModule,), {"_path": path})
+    return _KNOWN.get(path) or _Named(
+        path.rpartition(".")[2], (_AnyModule,), {"_path": path}
+    )
 
 
 class _Anything(types.ModuleType):
@@ -198,7 +221,10 @@ class _Finder(MetaPathFinder, Loader):
         self._packages = packages
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+        self,
+        name: str,
+        path: Sequence[str] | None,
+        target: types.ModuleType | None = None,
     ) -> ModuleSpec | None:
         if name.partition(".")[0] not in self._packages:
             return None

@@ -1,4 +1,6 @@
-"""A run's ranks without the run: fake process groups, and parameters that have no memory."""
+"""A run's ranks without the run: fake process groups, and parameters that have no
+memory.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,14 @@ META = torch.device("meta")
 
 @contextmanager
 def as_rank(rank: int, ranks: Ranks, **options: Any) -> Iterator[None]:
-    """Be one rank of the world, with Megatron's groups around it; their collectives do nothing.
+    """Be one rank of the world, with Megatron's groups around it; their collectives do
+    nothing.
 
     ``options`` are further arguments of ``initialize_model_parallel``.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks.world)
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=rank, world_size=ranks.world
+    )
     try:
         with _only_own_groups(rank):
             initialize_groups(ranks, create_gloo_process_groups=False, **options)
@@ -39,7 +44,9 @@ def as_rank(rank: int, ranks: Ranks, **options: Any) -> Iterator[None]:
 
 
 def initialize_groups(ranks: Ranks, **options: Any) -> None:
-    """Megatron's process groups, over a world that is up; ``options`` as in ``as_rank``."""
+    """Megatron's process groups, over a world that is up; ``options`` as in
+    ``as_rank``.
+    """
     parallel_state.initialize_model_parallel(
         ranks.tp,
         ranks.pp,
@@ -55,11 +62,13 @@ def initialize_groups(ranks: Ranks, **options: Any) -> None:
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """New parameters and gradient buffers are on the meta device: shapes and marks, no elements.
+    """New parameters and gradient buffers are on the meta device: shapes and marks, no
+    elements.
 
-    Megatron names ``torch.cuda.current_device()`` for most of them; for the time of the build it is
-    the meta device. Torch's own modules name none: their parameters are replaced as they are
-    registered. Initialization needs the seeds of Megatron's RNG tracker all the same.
+    Megatron names ``torch.cuda.current_device()`` for most of them; for the time of the
+    build it is the meta device. Torch's own modules name none: their parameters are
+    replaced as they are registered. Initialization needs the seeds of Megatron's RNG
+    tracker all the same.
     """
     model_parallel_cuda_manual_seed(0)
     with replaced(torch.cuda, current_device=lambda: META):
@@ -70,7 +79,9 @@ def without_memory() -> Iterator[None]:
             hook.remove()
 
 
-def _on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> Any:
+def _on_meta(
+    module: torch.nn.Module, name: str, param: torch.nn.Parameter | None
+) -> Any:
     if param is None or param.is_meta:
         return None  # as it is
     replaced = torch.nn.Parameter(param.data.to(META), param.requires_grad)
@@ -85,32 +96,42 @@ def first_ranks(ranks: Ranks) -> list[int]:
 
 def whole_stage() -> list[int]:
     """World ranks of the stage that this rank is in, in all optimizer instances."""
-    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    group = parallel_state.get_tensor_and_data_parallel_group(
+        with_context_parallel=True
+    )
     return list(dist.get_process_group_ranks(group))
 
 
 def stage_ranks(ranks: Ranks, instance: int = 0) -> list[int]:
-    """World ranks of the stage that this rank is in, as its group numbers them, in an instance."""
+    """World ranks of the stage that this rank is in, as its group numbers them, in an
+    instance.
+    """
     dp_place = _places(_dense(ranks), "dp-cp")
     dp_size = ranks.world // (ranks.tp * ranks.pp * ranks.instances)
     return [rank for rank in whole_stage() if dp_place[rank] // dp_size == instance]
 
 
 def grid(ranks: Ranks, node_ranks: int, *, experts: bool) -> RankGrid:
-    """The ranks of ``stage_ranks`` as the optimizer of dense weights, or of experts, sees them."""
+    """The ranks of ``stage_ranks`` as the optimizer of dense weights, or of experts,
+    sees them.
+    """
     generator = _experts(ranks) if experts else _dense(ranks)
     tp_size, ep_size = (ranks.expert_tp, ranks.ep) if experts else (ranks.tp, 1)
     dp_size = ranks.world // (tp_size * ep_size * ranks.pp * ranks.instances)
     tp, ep, dp = (_places(generator, token) for token in ("tp", "ep", "dp-cp"))
     every = (stage_ranks(ranks, instance) for instance in range(ranks.instances))
     near = min(neighbours_of([rank // node_ranks for rank in part]) for part in every)
-    places = ((ep[r], ep_size, tp[r], tp_size, dp[r], dp_size) for r in stage_ranks(ranks))
+    places = (
+        (ep[r], ep_size, tp[r], tp_size, dp[r], dp_size) for r in stage_ranks(ranks)
+    )
     return grid_of([Coordinates(*each) for each in places], near)
 
 
 def _dense(ranks: Ranks) -> Any:
     dp = ranks.world // (ranks.tp * ranks.cp * ranks.pp)
-    return RankGenerator(tp=ranks.tp, ep=1, dp=dp, pp=ranks.pp, cp=ranks.cp, order=ranks.order)
+    return RankGenerator(
+        tp=ranks.tp, ep=1, dp=dp, pp=ranks.pp, cp=ranks.cp, order=ranks.order
+    )
 
 
 def _experts(ranks: Ranks) -> Any:
@@ -127,7 +148,8 @@ def _places(generator: Any, token: str) -> dict[int, int]:
 
 @contextmanager
 def _only_own_groups(rank: int) -> Iterator[None]:
-    """Pass over the groups that the rank is not in, whose handle it could not use anyway.
+    """Pass over the groups that the rank is not in, whose handle it could not use
+    anyway.
 
     Megatron has every rank make every group, thousands in a large world.
     """

@@ -1,1 +1,3 @@
-"""``megatron-muon checkpoint inspect``: what is in a checkpoint, read as data, without a GPU."""
+"""``megatron-muon checkpoint inspect``: what is in a checkpoint, read as data, without
+a GPU.
+"""

@@ -1,4 +1,6 @@
-"""``megatron-muon checkpoint inspect``: a checkpoint's contents, and whether they are complete."""
+"""``megatron-muon checkpoint inspect``: a checkpoint's contents, and whether they are
+complete.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _examined(given: argparse.Namespace) -> tuple[int, str]:
     """The exit status, and the report or an error."""
-    from megatron_muon.lab.inspect.report import examine  # torch, which --help does not need
+    from megatron_muon.lab.inspect.report import (
+        examine,
+    )  # torch, which --help does not need
 
     try:
         report = examine(given.path, hashes=given.hash)
@@ -54,15 +58,26 @@ def _examined(given: argparse.Namespace) -> tuple[int, str]:
         return 2, str(error)
     except Exception as error:
         line = f"{given.path}: {type(error).__name__}: {error}"
-        return 3, f"megatron_muon failed, the checkpoint may be whole; please report: {line}"
-    text = json.dumps(asdict(report), indent=2) if given.json else _printable(as_text(report))
+        return (
+            3,
+            f"megatron_muon failed, the checkpoint may be whole; please report: {line}",
+        )
+    text = (
+        json.dumps(asdict(report), indent=2)
+        if given.json
+        else _printable(as_text(report))
+    )
     return int(bool(report.faults)), text
 
 
 def _printable(text: str) -> str:
-    """Escape control characters and those that the output's encoding lacks; keep line breaks."""
+    """Escape control characters and those that the output's encoding lacks; keep line
+    breaks.
+    """
     encoding = sys.stdout.encoding or "utf-8"
-    return printable(text, kept="\n").encode(encoding, "backslashreplace").decode(encoding)
+    return (
+        printable(text, kept="\n").encode(encoding, "backslashreplace").decode(encoding)
+    )
 
 
 def as_text(report: Report) -> str:
@@ -86,10 +101,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("megatron-muon checkpoint", _DESCRIPTION, epilog=_STATUS)
     parser.add_argument("action", choices=["inspect"], help="the only action")
     parser.add_argument(
-        "path", metavar="PATH", type=_path, help="the folder of --save, or one iteration's folder"
+        "path",
+        metavar="PATH",
+        type=_path,
+        help="the folder of --save, or one iteration's folder",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--hash", action="store_true", help="compare the hash of every file, too")
+    parser.add_argument(
+        "--hash", action="store_true", help="compare the hash of every file, too"
+    )
     return parser
 
 

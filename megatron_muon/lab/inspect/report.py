@@ -1,4 +1,6 @@
-"""The report of ``megatron-muon checkpoint inspect``: the digest, held against the files."""
+"""The report of ``megatron-muon checkpoint inspect``: the digest, held against the
+files.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ class Report:
 
     facts: dict[str, str]  # facts by name, such as iteration, in the order of printing
     parameters: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name
-    faults: list[str] = field(default_factory=list)  # why it is not known to be complete
+    faults: list[str] = field(
+        default_factory=list
+    )  # why it is not known to be complete
 
 
 def examine(path: Path, *, hashes: bool = False) -> Report:
-    """Read what the checkpoint in a folder of ``--save``, or of one iteration, says of itself.
+    """Read what the checkpoint in a folder of ``--save``, or of one iteration, says of
+    itself.
 
-    With ``hashes`` the hash of every file is compared with the digest's, not only its size.
+    With ``hashes`` the hash of every file is compared with the digest's, not only its
+    size.
 
     Raises:
         OSError: there is no checkpoint.
@@ -38,30 +44,47 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
     except ValueError as error:  # a DigestError, too
         return Report({"checkpoint": str(path)}, faults=[str(error)])
     number = digest.iteration_of(folder.name)
-    facts = {"checkpoint": str(folder), "iteration": "not known" if number is None else str(number)}
+    facts = {
+        "checkpoint": str(folder),
+        "iteration": "not known" if number is None else str(number),
+    }
     facts["format"] = "torch_dist" if (folder / METADATA).exists() else "torch"
     if kept is None:
         if not (folder / METADATA).exists() and not any(folder.glob("mp_rank_*/*.pt")):
             raise FileNotFoundError(
-                f"{folder} has no checkpoint in it, and no {tracker.NAME}: give the folder of one "
+                f"{folder} has no checkpoint in it, and no {tracker.NAME}: give the "
+                "folder of one "
                 "iteration"
             )
-        return Report(facts, faults=[f"there is no {digest.FILE_NAME} that lists its files"])
+        return Report(
+            facts, faults=[f"there is no {digest.FILE_NAME} that lists its files"]
+        )
     files, how = kept["files"], checksum if hashes else None
     faults = (digest.fault(folder, name, entry, how) for name, entry in files.items())
-    facts["written by"] = ", ".join(f"{name} {value}" for name, value in kept["wrote"].items())
-    facts["settings"] = ", ".join(f"{name} {_plain(v)}" for name, v in kept["settings"].items())
-    facts["bytes"] = f"{sum(entry['size'] for entry in files.values()):,} in {len(files)} files"
+    facts["written by"] = ", ".join(
+        f"{name} {value}" for name, value in kept["wrote"].items()
+    )
+    facts["settings"] = ", ".join(
+        f"{name} {_plain(v)}" for name, v in kept["settings"].items()
+    )
+    facts["bytes"] = (
+        f"{sum(entry['size'] for entry in files.values()):,} in {len(files)} files"
+    )
 
     def natural(name: str) -> str:  # a key that puts layer 10 after layer 9
         return re.sub("[0-9]+", lambda number: number[0].zfill(20), name)
 
-    rows = {name: kept["parameters"][name] for name in sorted(kept["parameters"], key=natural)}
+    rows = {
+        name: kept["parameters"][name]
+        for name in sorted(kept["parameters"], key=natural)
+    }
     return Report(facts, rows, [fault for fault in faults if fault])
 
 
 def _located(path: Path) -> Path:
-    """The folder that a tracker file names, else ``path``; a ValueError if it is not there."""
+    """The folder that a tracker file names, else ``path``; a ValueError if it is not
+    there.
+    """
     file = path / tracker.NAME
     if not file.exists():
         return path
@@ -75,4 +98,8 @@ def _located(path: Path) -> Path:
 
 
 def _plain(value: Any) -> str:
-    return " ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
+    return (
+        " ".join(map(str, value)) or "none"
+        if isinstance(value, (list, tuple))
+        else str(value)
+    )

@@ -1,1 +1,3 @@
-"""``megatron-muon plan``: a run's step priced on stated hardware, with what would be faster."""
+"""``megatron-muon plan``: a run's step priced on stated hardware, with what would be
+faster.
+"""

@@ -41,7 +41,9 @@ DEVICES: dict[str, Device] = {"torch": "cuda", "kernel": "cuda_symmetric"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; wrong arguments end the process with status 2, as argparse does."""
+    """Run the command; wrong arguments end the process with status 2, as argparse
+    does.
+    """
     line = command_line(argv)
     import_megatron(PROGRAM, script=line.script)
     given = line.given
@@ -66,9 +68,12 @@ def _planned(line: CommandLine) -> dict[str, Any]:
     if line.given.explain:
         stage = ["--stage", str(plan.slowest.stages[0])] if plan.ranks.pp > 1 else []
         tried = variants.planned(
-            variants.changes(plan), lambda words: _plan(line, [*stage, *words], wanted=())
+            variants.changes(plan),
+            lambda words: _plan(line, [*stage, *words], wanted=()),
         )
-        made = sorted(variants.accepted(tried), key=lambda each: each[1].seconds(each[1].layout))
+        made = sorted(
+            variants.accepted(tried), key=lambda each: each[1].seconds(each[1].layout)
+        )
         without = (variants.Variant("none", ()), plan)
         before = plan.seconds(plan.layout)
         lines = variants.table("change, the fastest first", [without, *made], before)
@@ -95,7 +100,9 @@ def _swept(line: CommandLine) -> dict[str, Any]:
     plans = variants.accepted(made)
     lines = variants.table(name, plans) if plans else []
     for variant, why in made:
-        lines += wrapped(f"{variant.name}: refused: {why}") if isinstance(why, str) else []
+        lines += (
+            wrapped(f"{variant.name}: refused: {why}") if isinstance(why, str) else []
+        )
     if plans and line.given.assumptions:
         lines += ["", *report.assumption_lines(plans[0][1])]
     print(printable("\n".join(lines), kept="\n"))
@@ -107,7 +114,9 @@ def _swept(line: CommandLine) -> dict[str, Any]:
     return {"sweep": name, "points": points}
 
 
-def _plan(line: CommandLine, words: Sequence[str], wanted: Collection[Any] | None = None) -> Any:
+def _plan(
+    line: CommandLine, words: Sequence[str], wanted: Collection[Any] | None = None
+) -> Any:
     """The plan with further flags, of the algorithms that are ``wanted``, or of all."""
     from megatron_muon.lab.plan.rows import NAMES
     from megatron_muon.lab.plan.run import plan_run
@@ -124,7 +133,10 @@ def command_line(argv: Sequence[str]) -> CommandLine:
     given = line.given
     is_swept = (given.sweep or "").removeprefix("--").startswith(("dp=", "world-size="))
     if not (given.world_size or given.dp or is_swept or "WORLD_SIZE" in os.environ):
-        made.error("the following arguments are required: --world-size or --dp (or --sweep dp=...)")
+        made.error(
+            "the following arguments are required: --world-size or --dp (or --sweep "
+            "dp=...)"
+        )
     if given.explain and given.sweep is not None:
         made.error("--explain is about one run: leave --sweep out")
     return line
@@ -141,9 +153,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--products", choices=DEVICES, default="torch", help=text)
     text = f"share of the peak that forward and backward reach ({MFU})"
     add("--mfu", type=up_to(1.0, 0.001), metavar="SHARE", help=text)
-    add("--stage", type=count(0, MOST_THINGS), metavar="N", help="only this pipeline stage")
-    text = "plan the run at several values of dp, tp, pp, cp, ep, batch, or of a flag, written "
-    text += "without its dashes; none leaves the flag out, given is for a flag without a value"
+    add(
+        "--stage",
+        type=count(0, MOST_THINGS),
+        metavar="N",
+        help="only this pipeline stage",
+    )
+    text = (
+        "plan the run at several values of dp, tp, pp, cp, ep, batch, or of a "
+        "flag, written "
+    )
+    text += (
+        "without its dashes; none leaves the flag out, given is for a flag "
+        "without a value"
+    )
     add("--sweep", metavar="NAME=VALUE,...", help=text)
     text = "plan other settings, too, and print which of them are faster"
     add("--explain", action="store_true", help=text)

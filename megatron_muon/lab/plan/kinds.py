@@ -1,4 +1,6 @@
-"""The kinds of pipeline stage of a run, and their optimizers as the time model takes them."""
+"""The kinds of pipeline stage of a run, and their optimizers as the time model takes
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,22 @@ from typing import Any
 
 from megatron_muon.lab.dry_run import world
 from megatron_muon.lab.dry_run.model import Ranks
-from megatron_muon.lab.dry_run.stages import Planned, as_rank, built, planned_optimizers, sizes_of
+from megatron_muon.lab.dry_run.stages import (
+    Planned,
+    as_rank,
+    built,
+    planned_optimizers,
+    sizes_of,
+)
 from megatron_muon.lab.pricing.work import WIDE, Optimizer, StateBytes, state_bytes
 from megatron_muon.lab.progress import progress
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.mcore.routing.routes import routes_of
-from megatron_muon.mcore.routing.survey import matched_patterns, require_matched, share_of
+from megatron_muon.mcore.routing.survey import (
+    matched_patterns,
+    require_matched,
+    share_of,
+)
 from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.planning.describe import Share, require_muons
 from megatron_muon.planning.grid import held_shards, neighbours_of
@@ -31,7 +43,9 @@ class PlannedKind:
     """Pipeline stages that are alike; the first of them stands for all."""
 
     stages: list[int]  # their numbers
-    members: tuple[int, ...]  # world ranks of the first of them, in the first optimizer instance
+    members: tuple[
+        int, ...
+    ]  # world ranks of the first of them, in the first optimizer instance
     share: Share  # elements of one such stage
     optimizers: list[list[Optimizer]]  # for each run, in the order of their steps
 
@@ -39,9 +53,13 @@ class PlannedKind:
 def makeup_of(
     flags: Namespace, config: MuonConfig, ranks: Ranks, chunks: Sequence[Any]
 ) -> tuple[object, ...]:
-    """All that a rank's optimizer step of a stage follows from: equal ones have equal plans."""
+    """All that a rank's optimizer step of a stage follows from: equal ones have equal
+    plans.
+    """
     sizes = sizes_of(flags, ranks)
-    neighbours = neighbours_of([rank // config.node_ranks for rank in world.stage_ranks(ranks)])
+    neighbours = neighbours_of(
+        [rank // config.node_ranks for rank in world.stage_ranks(ranks)]
+    )
     return neighbours, *(
         (
             at,
@@ -57,16 +75,21 @@ def makeup_of(
 
 
 def planned_kinds(
-    runs: Sequence[tuple[Namespace, MuonConfig]], ranks: Ranks, device: Device, numbers: range
+    runs: Sequence[tuple[Namespace, MuonConfig]],
+    ranks: Ranks,
+    device: Device,
+    numbers: range,
 ) -> list[PlannedKind]:
     """Pipeline stages by kind, one of each planned.
 
-    ``runs`` are flags and settings of runs of one model, such as with different layouts. The first
-    one says which stages are alike; each is planned. ``numbers`` are the stages to look at.
+    ``runs`` are flags and settings of runs of one model, such as with different
+    layouts. The first one says which stages are alike; each is planned. ``numbers`` are
+    the stages to look at.
 
     Raises:
-        ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin
-            refuses the flags, as in the run; or a stage has no parameters (ValueError).
+        ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the
+            plugin refuses the flags, as in the run; or a stage has no parameters
+            (ValueError).
     """
     alike: dict[tuple[object, ...], PlannedKind] = {}
     matched: set[str] = set()
@@ -123,7 +146,9 @@ def optimizer_of(planned: Planned, held: StateBytes = WIDE) -> Optimizer:
         parameters += sum(grad.numel() for grad in grads) * itemsize
         has_main = has_main or itemsize < _FP32
     rest = _rest_of(planned)
-    return Optimizer(planned.plan, rest, parameters, gradients, has_main, held, planned.block)
+    return Optimizer(
+        planned.plan, rest, parameters, gradients, has_main, held, planned.block
+    )
 
 
 def _rest_of(planned: Planned) -> tuple[int, ...]:
@@ -137,7 +162,15 @@ def _rest_of(planned: Planned) -> tuple[int, ...]:
             whole = Span(bucket.offset, bucket.offset + bucket.grad_data.numel())
             for ep_rank in range(grid.ep_size):  # each EP rank has experts of its own
                 placed = Parameter(
-                    "", (1, stop - start), None, whole, Span(start, stop), 0, (), (), ep_rank
+                    "",
+                    (1, stop - start),
+                    None,
+                    whole,
+                    Span(start, stop),
+                    0,
+                    (),
+                    (),
+                    ep_rank,
                 )
                 for rank, piece in held_shards(placed, grid):
                     rest[rank] += piece.size

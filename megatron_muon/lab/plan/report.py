@@ -22,23 +22,35 @@ MB, MIB, TERA = 1e6, 1 << 20, 1e12
 BACK_TESTS = 0.45, 1.16
 # The assumptions of the plan in addition to constants and the training step.
 ASSUMPTIONS = (
-    "not in the optimizer step: gradient reduction, norm and clipping, all-gather of parameters, "
+    "not in the optimizer step: gradient reduction, norm and clipping, all-gather of "
+    "parameters, "
     "the copy to 16-bit weights; AdamW and Muon have them alike",
-    "all ranks begin the step at the same moment, and a rank takes the same time in every step",
+    "all ranks begin the step at the same moment, and a rank takes the same time in "
+    "every step",
     "the compute and the communication stream do not slow each other down",
-    "a rank waits only for ranks that it shares bytes with; a message has its share of both links",
-    "a product takes whole waves of tiles of cuBLAS on Hopper, 128x256 at best and 64x64 at least",
-    "kernels of momentum, norm and update read and write memory, whatever the L2 cache holds: "
-    "fused ones 14, 6 and 10 bytes per element, with --muon-elementwise foreach 50, 12 and 34 "
+    "a rank waits only for ranks that it shares bytes with; a message has its share of "
+    "both links",
+    "a product takes whole waves of tiles of cuBLAS on Hopper, 128x256 at best and "
+    "64x64 at least",
+    "kernels of momentum, norm and update read and write memory, whatever the L2 cache "
+    "holds: "
+    "fused ones 14, 6 and 10 bytes per element, with --muon-elementwise foreach 50, 12 "
+    "and 34 "
     "(lab/pricing/step.py, kernels.py); AdamW's 28",
-    "state on the host: Muon's goes both ways at once; AdamW there has 80 bytes per element",
-    "a library's kernel for symmetric products also adds the linear term; torch's addmm copies it "
+    "state on the host: Muon's goes both ways at once; AdamW there has 80 bytes per "
+    "element",
+    "a library's kernel for symmetric products also adds the linear term; torch's "
+    "addmm copies it "
     "first",
-    "memory: without activations, the allocator's rounding, and what NCCL and cuBLAS take",
-    "Megatron's own Muon: its launches' Python and its padding are not counted, and its owners are "
+    "memory: without activations, the allocator's rounding, and what NCCL and cuBLAS "
+    "take",
+    "Megatron's own Muon: its launches' Python and its padding are not counted, and "
+    "its owners are "
     "balanced by priced time",
-    "ranges of times: measured over predicted was 0.45 to 0.47 for published steps of Megatron's "
-    "own Muon on GB300s, 1.02 to 1.16 for ranks over gloo that wait for each other (docs/plan.md)",
+    "ranges of times: measured over predicted was 0.45 to 0.47 for published steps of "
+    "Megatron's "
+    "own Muon on GB300s, 1.02 to 1.16 for ranks over gloo that wait for each other "
+    "(docs/plan.md)",
 )
 
 
@@ -55,8 +67,10 @@ def answer(plan: RunPlan) -> str:
     more = plan.seconds(plan.layout) - plan.seconds("adamw")
     peak = (plan.peak(plan.layout) - plan.peak("adamw")) / MIB
     return (
-        f"Muon: {1e3 * more:+,.1f} ms a step, {100 * plan.slower(plan.layout):+.2f} % of a "
-        f"training step, {abs(peak):,.0f} MiB {'less' if peak < 0 else 'more'} at the peak"
+        f"Muon: {1e3 * more:+,.1f} ms a step, {100 * plan.slower(plan.layout):+.2f} % "
+        "of a "
+        f"training step, {abs(peak):,.0f} MiB {'less' if peak < 0 else 'more'} at the "
+        "peak"
     )
 
 
@@ -74,7 +88,11 @@ def as_json_ready(plan: RunPlan) -> dict[str, Any]:
     """All figures; bytes, flops and seconds."""
     sources = dict(plan.hardware.sources)
     constants = {
-        name: {"value": getattr(plan.hardware, name), "unit": unit, "source": sources.get(name)}
+        name: {
+            "value": getattr(plan.hardware, name),
+            "unit": unit,
+            "source": sources.get(name),
+        }
         for name, unit in CONSTANTS.items()
     }
     return {
@@ -120,11 +138,13 @@ def _head(plan: RunPlan) -> Iterator[str]:
     products = "a library's" if plan.device == "cuda_symmetric" else "torch's"
     whole = sum((kind.share for kind in plan.kinds for _ in kind.stages), start=Share())
     yield (
-        f"{ranks.world:,} ranks{f' ({split})' if split else ''} of {plan.hardware.name}, "
+        f"{ranks.world:,} ranks{f' ({split})' if split else ''} of "
+        f"{plan.hardware.name}, "
         f"{plan.hardware.gpus_per_node} a node"
     )
     yield (
-        f"{whole.total / 1e9:,.2f} G parameters, {whole.muon / 1e9:,.2f} G of them Muon's; "
+        f"{whole.total / 1e9:,.2f} G parameters, {whole.muon / 1e9:,.2f} G of them "
+        "Muon's; "
         f"symmetric products: {products}"
     )
     for note in plan.notes:
@@ -134,8 +154,10 @@ def _head(plan: RunPlan) -> Iterator[str]:
 def _stage(kind: StagePlan) -> Iterator[str]:
     several = f" (like it: {numbers(kind.stages[1:])})" if len(kind.stages) > 1 else ""
     yield from wrapped(
-        f"pipeline stage {kind.stages[0]}{several}: {kind.ranks:,} rank(s), {kind.matrices:,} "
-        f"matrices; {kind.reduced / MB:,.1f} MB a rank for gradients and parameters, with any "
+        f"pipeline stage {kind.stages[0]}{several}: {kind.ranks:,} rank(s), "
+        f"{kind.matrices:,} "
+        f"matrices; {kind.reduced / MB:,.1f} MB a rank for gradients and parameters, "
+        "with any "
         "optimizer"
     )
     header = ["mean / most of a rank", *(TITLES[row.name] for row in kind.rows)]
@@ -185,7 +207,10 @@ _LINK, _THERE = "state to the host, ms", "AdamW there, ms"
 _RARE = _FULL, _BLOCK, _LINK, _THERE
 _HOST = "state on the host, MiB"
 FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
-    ("boundary parameters", lambda row: "-" if row.boundary is None else f"{row.boundary:,}"),
+    (
+        "boundary parameters",
+        lambda row: "-" if row.boundary is None else f"{row.boundary:,}",
+    ),
     ("sent in the node, MB", lambda row: _both(row.inside, MB, 1)),
     ("sent between nodes, MB", lambda row: _both(row.between, MB, 1)),
     ("peers", lambda row: _count(row.peers)),
@@ -194,12 +219,21 @@ FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
     ("busiest / mean", lambda row: f"{row.uneven:.2f}" if row.flops.mean else "-"),
     ("rounds", lambda row: "+".join(map(str, row.rounds)) or "-"),
     ("launches", lambda row: f"{row.launches:,}"),
-    *((f"{kind}, MiB", lambda row, kind=kind: f"{row.rest[kind] / MIB:,.0f}") for kind in KINDS),
+    *(
+        (f"{kind}, MiB", lambda row, kind=kind: f"{row.rest[kind] / MIB:,.0f}")
+        for kind in KINDS
+    ),
     ("in all at rest, MiB", lambda row: f"{sum(row.rest.values()) / MIB:,.0f}"),
     (_HOST, lambda row: f"{row.host / MIB:,.0f}"),
-    ("more at the peak, MiB", lambda row: "-" if row.peak is None else f"{row.peak / MIB:,.0f}"),
+    (
+        "more at the peak, MiB",
+        lambda row: "-" if row.peak is None else f"{row.peak / MIB:,.0f}",
+    ),
     *(
-        (f"{name}, ms", lambda row, name=name: ms(row.phases[name]) if name in row.phases else "-")
+        (
+            f"{name}, ms",
+            lambda row, name=name: ms(row.phases[name]) if name in row.phases else "-",
+        )
         for name in PHASES
         if name != "waiting"
     ),

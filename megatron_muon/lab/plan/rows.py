@@ -52,22 +52,36 @@ class PlannedStep:
     seconds: float  # time until the last rank has ended its step
     launches: int  # kernels and messages that the host of the rank with most launches
     rest: dict[str, int]  # bytes at rest by kind, of the rank that has most
-    peak: int | None  # most bytes above the rest on a rank; None where it is not modelled
+    peak: (
+        int | None
+    )  # most bytes above the rest on a rank; None where it is not modelled
     host: int = 0  # bytes of state on the host, of the rank that has most
-    boundary: int | None = None  # parameters that a shard's edge cuts; None: nothing is exchanged
-    inside: Spread = Spread()  # bytes that a rank sends to ranks of its node, and to others
+    boundary: int | None = (
+        None  # parameters that a shard's edge cuts; None: nothing is exchanged
+    )
+    inside: Spread = (
+        Spread()
+    )  # bytes that a rank sends to ranks of its node, and to others
     between: Spread = Spread()
     peers: Spread = Spread()  # ranks that it exchanges messages with
     messages: Spread = Spread()  # with Megatron's own Muon, collectives over TP
     flops: Spread = Spread()  # Newton-Schulz flops
-    phases: dict[str, float] = field(default_factory=dict)  # seconds of the rank with most
+    phases: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds of the rank with most
     exposed: Spread = Spread()  # time that the compute stream waits for messages
     hidden: float = 0.0  # time of messages in which it does not wait
     rounds: tuple[int, ...] = ()  # of each optimizer
-    link: float | None = None  # seconds that Muon's state on the host is on its way, and that
+    link: float | None = (
+        None  # seconds that Muon's state on the host is on its way, and that
+    )
     on_host: float | None = None  # AdamW's step there takes, of the rank with most
-    full: float | None = None  # seconds of a full and of a block step, with ``full_period``:
-    block: float | None = None  # ``seconds`` are their mean then, and all else is a full step's
+    full: float | None = (
+        None  # seconds of a full and of a block step, with ``full_period``:
+    )
+    block: float | None = (
+        None  # ``seconds`` are their mean then, and all else is a full step's
+    )
 
     @property
     def uneven(self) -> float:
@@ -78,14 +92,18 @@ class PlannedStep:
 def adamw_row(optimizers: Sequence[Optimizer], hardware: Hardware) -> PlannedStep:
     """AdamW's, where all parameters of the stage are its own."""
     seconds = price_adamw(optimizers, hardware)
-    slowest = max(on_host(optimizers, hardware, with_muon=False), key=lambda rank: rank.adamw)
+    slowest = max(
+        on_host(optimizers, hardware, with_muon=False), key=lambda rank: rank.adamw
+    )
     return PlannedStep(
         name="adamw",
         seconds=slowest.step(seconds),
         on_host=slowest.adamw or None,
         launches=len(optimizers),
         rest=_most(memory.at_rest(optimizers, with_muon=False)),
-        host=sum(_most(memory.at_rest(optimizers, with_muon=False, host=True)).values()),
+        host=sum(
+            _most(memory.at_rest(optimizers, with_muon=False, host=True)).values()
+        ),
         peak=0,
         phases={"adamw": seconds},
     )
@@ -105,7 +123,9 @@ def our_row(
     sent, there = traffic_of(plans, nodes), on_host(optimizers, hardware)
     row = PlannedStep(
         name=name,
-        seconds=max(rank.step(end) for rank, end in zip(there, step.by_rank, strict=True)),
+        seconds=max(
+            rank.step(end) for rank, end in zip(there, step.by_rank, strict=True)
+        ),
         link=max(rank.link for rank in there) or None,
         on_host=max(rank.adamw for rank in there) or None,
         launches=step.launches,
@@ -123,11 +143,15 @@ def our_row(
         hidden=step.hidden_mean,
         rounds=step.rounds,
     )
-    between = [replace(one, plan=one.block) for one in optimizers if one.block is not None]
+    between = [
+        replace(one, plan=one.block) for one in optimizers if one.block is not None
+    ]
     if not between:
         return row
     block = price_step(between, config, hardware, device=device, nodes=nodes).seconds
-    peak = max(memory.peaks([one.plan for one in between], config, device, between[0].held))
+    peak = max(
+        memory.peaks([one.plan for one in between], config, device, between[0].held)
+    )
     return replace(
         row,
         seconds=row.seconds + (block - row.seconds) * (1 - 1 / config.full_period),

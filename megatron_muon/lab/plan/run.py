@@ -1,4 +1,6 @@
-"""The plan of a whole run: every kind of pipeline stage, by every algorithm that is asked for."""
+"""The plan of a whole run: every kind of pipeline stage, by every algorithm that is
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class StagePlan:
     """Pipeline stages that are alike."""
 
     stages: tuple[int, ...]  # their numbers
-    ranks: int  # number of ranks of one; with several optimizer instances, of one instance
+    ranks: (
+        int  # number of ranks of one; with several optimizer instances, of one instance
+    )
     share: Share  # elements of one
     matrices: int  # number of matrices of one
     reduced: float  # bytes that a rank sends for gradients and parameters
@@ -79,7 +83,9 @@ class RunPlan:
 
     def share(self, name: Name) -> float:
         """The share of an algorithm's step in the training step."""
-        return self.seconds(name) / (self.seconds(name) + self.training.seconds(self.hardware))
+        return self.seconds(name) / (
+            self.seconds(name) + self.training.seconds(self.hardware)
+        )
 
     def slower(self, name: Name) -> float:
         """By how much a training step takes longer than with AdamW."""
@@ -94,30 +100,40 @@ def plan_run(
     wanted: Collection[Name] = NAMES,
     words: Sequence[str] = (),
 ) -> RunPlan:
-    """Plan one stage of each kind, and price it, with further flags of the command or of the run.
+    """Plan one stage of each kind, and price it, with further flags of the command or
+    of the run.
 
     AdamW's row and that of the run's own layout are always there.
 
     Raises:
-        ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin
-            refuses the flags.
+        ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the
+            plugin refuses the flags.
     """
     own = line.settled(words)
     ranks, config, options = own.ranks, own.config, line.options(words)
     layout: Name = own.flags.muon_dp_layout or "contiguous"
     layouts = [layout, *(name for name in OURS if name != layout and name in wanted)]
-    runs = [own, *(line.settled([*words, "--muon-dp-layout", name]) for name in layouts[1:])]
+    runs = [
+        own,
+        *(line.settled([*words, "--muon-dp-layout", name]) for name in layouts[1:]),
+    ]
     if Numerics(config, device).split != "off":  # others have whole matrices
         whole = ["--muon-split-matrices", "off", "--muon-dp-layout", "contiguous"]
         runs.append(line.settled([*words, *whole]))
     numbers = range(ranks.pp)
     if options.stage is not None:
         if options.stage >= ranks.pp:
-            raise ValueError(f"--stage {options.stage}: the last pipeline stage is {ranks.pp - 1}")
+            raise ValueError(
+                f"--stage {options.stage}: the last pipeline stage is {ranks.pp - 1}"
+            )
         numbers = range(options.stage, options.stage + 1)
     with megatron_is_quiet():
-        kinds = planned_kinds([(run.flags, run.config) for run in runs], ranks, device, numbers)
-        staged = tuple(_stage(kind, layouts, config, hardware, device, wanted) for kind in kinds)
+        kinds = planned_kinds(
+            [(run.flags, run.config) for run in runs], ranks, device, numbers
+        )
+        staged = tuple(
+            _stage(kind, layouts, config, hardware, device, wanted) for kind in kinds
+        )
     active = sum(kind.share.active * len(kind.stages) for kind in kinds)
     active = active * ranks.pp // len(numbers)  # where --stage leaves some out
     training, assumptions = training_of(own.flags, options.mfu, ranks.world, active)
@@ -143,7 +159,9 @@ def _stage(
     device: Device,
     wanted: Collection[Name],
 ) -> StagePlan:
-    """One stage; ``layouts`` are those of its first runs, and its last run has whole matrices."""
+    """One stage; ``layouts`` are those of its first runs, and its last run has whole
+    matrices.
+    """
     nodes = nodes_of(kind.members, hardware)
     own = kind.optimizers[0]
     whole = kind.optimizers[-1] if len(kind.optimizers) > len(layouts) else own
@@ -157,7 +175,9 @@ def _stage(
     plans = [one.plan for one in own]
     if "paper" in wanted:
         rows.append(paper_row(whole, nodes, config, hardware, device))
-    has_tp = any(plan.grid.tp_size > 1 for plan in plans)  # without it, all modes are one
+    has_tp = any(
+        plan.grid.tp_size > 1 for plan in plans
+    )  # without it, all modes are one
     rows += [
         layer_wise_row(mode, whole, config, hardware, device)
         for mode in get_args(TpMode)

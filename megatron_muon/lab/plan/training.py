@@ -1,4 +1,6 @@
-"""The rest of a training step, of which the optimizer's step is a share. It is not simulated."""
+"""The rest of a training step, of which the optimizer's step is a share. It is not
+simulated.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,16 @@ from megatron_muon.lab.pricing.hardware import TERA, Hardware
 
 # Assumptions with their sources; each can be set.
 MFU = 0.40
-_MFU_SOURCE = "38 to 43 % on 8,192 and 16,384 H100s, https://arxiv.org/abs/2407.21783, table 4"
+_MFU_SOURCE = (
+    "38 to 43 % on 8,192 and 16,384 H100s, https://arxiv.org/abs/2407.21783, table 4"
+)
 _TOKENS, _SEQUENCE = 1 << 22, 4096
-_TOKENS_SOURCE = "Llama 3 405B's first batch, https://arxiv.org/abs/2407.21783, section 3.4.1"
+_TOKENS_SOURCE = (
+    "Llama 3 405B's first batch, https://arxiv.org/abs/2407.21783, section 3.4.1"
+)
 _FLOPS_SOURCE = (
-    "6 a parameter that a token activates and 6 x layers x heads x head size x sequence for causal "
+    "6 a parameter that a token activates and 6 x layers x heads x head size x "
+    "sequence for causal "
     "attention: https://arxiv.org/abs/2204.02311, appendix B, halved for the mask"
 )
 
@@ -48,7 +55,9 @@ def training_of(
         tokens = flags.global_batch_size * sequence
         source = f"(--global-batch-size x sequences of {sequence:,})"
     of_mfu = _MFU_SOURCE if mfu is None else "--mfu"
-    made = Training(tokens, 6.0 * active + 6.0 * attention, MFU if mfu is None else mfu, ranks)
+    made = Training(
+        tokens, 6.0 * active + 6.0 * attention, MFU if mfu is None else mfu, ranks
+    )
     return made, (
         f"tokens per step {tokens:,} {source}",
         f"mfu of forward and backward {made.mfu:g} ({of_mfu}); --mfu",

@@ -1,4 +1,6 @@
-"""A run planned anew with other flags: the values of a sweep, or changes that may be faster."""
+"""A run planned anew with other flags: the values of a sweep, or changes that may be
+faster.
+"""
 
 from __future__ import annotations
 
@@ -33,27 +35,36 @@ class Variant:
 
     name: str  # the value, or the flags
     words: tuple[str, ...]  # the flags, which go behind those of the run
-    effect: str = ""  # what else they change; empty where weights stay the same but for rounding
+    effect: str = (
+        ""  # what else they change; empty where weights stay the same but for rounding
+    )
 
 
 def swept(text: str) -> tuple[str, list[Variant]]:
-    """The name and the variants of ``NAME=VALUE,VALUE,...``; a ValueError for another text."""
+    """The name and the variants of ``NAME=VALUE,VALUE,...``; a ValueError for another
+    text.
+    """
     name, equals, values = text.partition("=")
     name = name.removeprefix("--")
     if not equals or not name or not all(values.split(",")):
         raise ValueError(
-            f"--sweep {text}: give NAME=VALUE,VALUE,..., where NAME is {', '.join(SHORT)} or a "
+            f"--sweep {text}: give NAME=VALUE,VALUE,..., where NAME is "
+            f"{', '.join(SHORT)} or a "
             "flag without its dashes"
         )
     flag = f"--{SHORT.get(name, name)}"
     words = {LEFT_OUT: (), GIVEN: (flag,)}
-    return name, [Variant(value, words.get(value, (flag, value))) for value in values.split(",")]
+    return name, [
+        Variant(value, words.get(value, (flag, value))) for value in values.split(",")
+    ]
 
 
 def planned(
     variants: Iterable[Variant], plan: Callable[[Sequence[str]], RunPlan]
 ) -> list[tuple[Variant, Outcome]]:
-    """Every variant with its plan, by a function that plans the run with further flags."""
+    """Every variant with its plan, by a function that plans the run with further
+    flags.
+    """
     made: list[tuple[Variant, Outcome]] = []
     for variant in progress(list(variants), "plans"):
         try:
@@ -75,7 +86,9 @@ def table(
 
     Or, in place of the latter, what each gains of the seconds of a step ``before``.
     """
-    every: list[Name] = list(dict.fromkeys(name for _, plan in made for name in plan.names))
+    every: list[Name] = list(
+        dict.fromkeys(name for _, plan in made for name in plan.names)
+    )
     names = [] if before else every
     header = [title, *(["step, ms", "gain"] if before else ["ranks", "between nodes"])]
     header += ["slower than AdamW", "busiest / mean", "sent MB", "peak MiB"]
@@ -88,11 +101,17 @@ def table(
         cells += [f"{plan.slower(plan.layout):+.2%}", f"{row.uneven:.2f}"]
         cells += [f"{(row.inside.mean + row.between.mean) / MB:,.1f}"]
         cells += [f"{(row.peak or 0) / MIB:,.0f}"]
-        cells += [ms(plan.seconds(name)) if name in plan.names else "-" for name in names]
+        cells += [
+            ms(plan.seconds(name)) if name in plan.names else "-" for name in names
+        ]
         rows.append(cells)
     effects = [(variant.name, variant.effect) for variant, _ in made if variant.effect]
     effects = [("change", "changes also"), *effects] if effects else []
-    return [*aligned(rows), *([""] if effects else []), *(listed(effects) if effects else [])]
+    return [
+        *aligned(rows),
+        *([""] if effects else []),
+        *(listed(effects) if effects else []),
+    ]
 
 
 def changes(plan: RunPlan) -> Iterator[Variant]:
@@ -103,7 +122,9 @@ def changes(plan: RunPlan) -> Iterator[Variant]:
         return Variant(f"{flag} {value}", (flag, str(value)), effect)
 
     other = next(name for name in OURS if name != plan.layout)
-    yield change("--muon-dp-layout", other, "buckets, and so checkpoints in bucket formats")
+    yield change(
+        "--muon-dp-layout", other, "buckets, and so checkpoints in bucket formats"
+    )
     if plan.device == "cuda":
         yield change("--products", "kernel", "quack-kernels must be installed")
     if config.ns_dtype == "bf16":
@@ -114,10 +135,18 @@ def changes(plan: RunPlan) -> Iterator[Variant]:
         yield change("--muon-split-matrices", "auto", "another rounding")
     yield change("--muon-homes", "local" if config.homes != "local" else "balanced")
     if config.link_gbytes is None:
-        link = plan.hardware.network_link if plan.slowest.row(plan.layout).between.most else 0.0
-        yield change("--muon-link-gbytes", f"{(link or plan.hardware.node_link) / GIGA:.4g}")
+        link = (
+            plan.hardware.network_link
+            if plan.slowest.row(plan.layout).between.most
+            else 0.0
+        )
+        yield change(
+            "--muon-link-gbytes", f"{(link or plan.hardware.node_link) / GIGA:.4g}"
+        )
     limit = config.round_bytes
-    for mib in (512, 2048, 8192) if limit is None else (limit // MIB * 2, limit // MIB // 2):
+    for mib in (
+        (512, 2048, 8192) if limit is None else (limit // MIB * 2, limit // MIB // 2)
+    ):
         if mib:
             yield change("--muon-round-mib", mib)
     if plan.buckets is not None:

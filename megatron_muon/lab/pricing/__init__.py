@@ -1,1 +1,3 @@
-"""The time of a step on stated hardware: plain numbers, from the plan that a run makes."""
+"""The time of a step on stated hardware: plain numbers, from the plan that a run
+makes.
+"""

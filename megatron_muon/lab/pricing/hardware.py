@@ -1,4 +1,6 @@
-"""A machine as the time model sees it: named constants, each with its unit and its source."""
+"""A machine as the time model sees it: named constants, each with its unit and its
+source.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _WHOLE = ("processors", "GPUs")  # units that are counted
 
 
 def _in(unit: str) -> Any:
-    """A constant, whose bounds follow from its unit: see ``least_of`` and ``most_of``."""
+    """A constant, whose bounds follow from its unit: see ``least_of`` and
+    ``most_of``.
+    """
     return field(metadata={"unit": unit})
 
 
@@ -31,25 +35,37 @@ class Hardware:
     fp32_tflops: float = _in("10^12 flop/s")  # peak in fp32 without TF32
     gemm_efficiency: float = _in("share")  # of the peak, by a large product
     fp16_ratio: float = _in("share")  # speed of a product in fp16 over one in bf16
-    processors: int = _in("processors")  # tiles worked on at once; products take whole waves
-    split_efficiency: float = _in("share")  # further one where a product is cut along its inner dim
+    processors: int = _in(
+        "processors"
+    )  # tiles worked on at once; products take whole waves
+    split_efficiency: float = _in(
+        "share"
+    )  # further one where a product is cut along its inner dim
     split_us: float = _in("us")  # that such a cut adds
-    symmetric_ratio: float = _in("share")  # a library's symmetric product over a plain one
+    symmetric_ratio: float = _in(
+        "share"
+    )  # a library's symmetric product over a plain one
     memory_gbytes: float = _in("10^9 bytes/s")  # peak, reads and writes together
     memory_efficiency: float = _in("share")  # that elementwise kernels reach
     kernel_us: float = _in("us")  # the shortest kernel, with the gap before the next
-    launch_us: float = _in("us")  # of the host, from one operation's launch to the next one's
+    launch_us: float = _in(
+        "us"
+    )  # of the host, from one operation's launch to the next one's
     phase_us: float = _in("us")  # of the host: the Python of each phase of a round
     node_gbytes: float = _in("10^9 bytes/s")  # a GPU's link to the GPUs of its node
     node_efficiency: float = _in("share")  # that grouped sends and receives reach
     pair_gbytes: float = _in("10^9 bytes/s")  # limit between two GPUs of a node
     network_gbytes: float = _in("10^9 bytes/s")  # a GPU's link to other nodes
     network_efficiency: float = _in("share")  # that grouped sends and receives reach
-    message_us: float = _in("us")  # latency of a grouped send and receive, whatever its bytes
+    message_us: float = _in(
+        "us"
+    )  # latency of a grouped send and receive, whatever its bytes
     peer_us: float = _in("us")  # latency that each peer in it adds
     peer_host_us: float = _in("us")  # of the host, to enqueue a send or a receive
     host_gbytes: float = _in("10^9 bytes/s")  # a GPU's link to its host
-    host_memory_gbytes: float = _in("10^9 bytes/s")  # a GPU's share of it, reads and writes
+    host_memory_gbytes: float = _in(
+        "10^9 bytes/s"
+    )  # a GPU's share of it, reads and writes
     gpus_per_node: int = _in("GPUs")  # n: ranks k·n to k·n + n - 1 share a node
     sources: tuple[tuple[str, str], ...] = ()  # (constant, source of its value)
 
@@ -73,12 +89,15 @@ class Hardware:
         for name in values:
             if name not in CONSTANTS:
                 raise ValueError(
-                    f"{name!r} is no constant of the hardware; they are {', '.join(CONSTANTS)}"
+                    f"{name!r} is no constant of the hardware; they are "
+                    f"{', '.join(CONSTANTS)}"
                 )
         known = dict(self.sources) | dict.fromkeys(values, source)
         changed: dict[str, Any] = {
             name: int(value)
-            if CONSTANTS[name] in _WHOLE and isinstance(value, float) and value.is_integer()
+            if CONSTANTS[name] in _WHOLE
+            and isinstance(value, float)
+            and value.is_integer()
             else value
             for name, value in values.items()
         }
@@ -95,7 +114,12 @@ class Hardware:
     def product_rate(self, dtype: NsDtype) -> float:
         """Flop/s of a large product."""
         tera = self.fp32_tflops if dtype == "fp32" else self.dense_tflops
-        return tera * TERA * self.gemm_efficiency * (self.fp16_ratio if dtype == "fp16" else 1.0)
+        return (
+            tera
+            * TERA
+            * self.gemm_efficiency
+            * (self.fp16_ratio if dtype == "fp16" else 1.0)
+        )
 
     @property
     def memory(self) -> float:
@@ -115,12 +139,16 @@ class Hardware:
 
 # The unit of each constant.
 CONSTANTS: Mapping[str, str] = {
-    each.name: each.metadata["unit"] for each in fields(Hardware) if "unit" in each.metadata
+    each.name: each.metadata["unit"]
+    for each in fields(Hardware)
+    if "unit" in each.metadata
 }
 
 
 def least_of(name: str) -> float:
-    """The smallest value that a constant can have: a time may be 0, and what is counted is 1."""
+    """The smallest value that a constant can have: a time may be 0, and what is counted
+    is 1.
+    """
     if CONSTANTS[name] in _WHOLE:
         return 1
     return 0.0 if CONSTANTS[name] == "us" else LEAST
@@ -134,9 +162,13 @@ def most_of(name: str) -> float:
 def _check(name: str, value: Any) -> None:
     unit = CONSTANTS[name]
     is_whole = unit in _WHOLE
-    if isinstance(value, bool) or not isinstance(value, int if is_whole else (int, float)):
+    if isinstance(value, bool) or not isinstance(
+        value, int if is_whole else (int, float)
+    ):
         wanted = "a whole number" if is_whole else "a number"
         raise TypeError(f"{name} must be {wanted} ({unit}), got {value!r}")
     least, most = least_of(name), most_of(name)
     if not least <= value <= most:
-        raise ValueError(f"{name} must be from {least:g} to {most:g} ({unit}), got {value:g}")
+        raise ValueError(
+            f"{name} must be from {least:g} to {most:g} ({unit}), got {value:g}"
+        )

@@ -1,8 +1,10 @@
-"""Memory of each rank: at rest, and above that at the highest moment of Muon's step on a GPU.
+"""Memory of each rank: at rest, and above that at the highest moment of Muon's step on
+a GPU.
 
-Above the state there are buffers of the exchange, and scratch memory (``scratch``). Sizes and
-lifetimes are those of ``runtime.round`` and ``runtime.exchange``. Left out are tensors of one
-number per matrix or segment, and the allocator's rounding. A GPU's fused AdamW takes none.
+Above the state there are buffers of the exchange, and scratch memory (``scratch``).
+Sizes and lifetimes are those of ``runtime.round`` and ``runtime.exchange``. Left out
+are tensors of one number per matrix or segment, and the allocator's rounding. A GPU's
+fused AdamW takes none.
 """
 
 from __future__ import annotations
@@ -11,7 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_muon.lab.pricing import scratch
-from megatron_muon.lab.pricing.work import WIDE, Optimizer, Pairs, RoundWork, StateBytes, rounds_of
+from megatron_muon.lab.pricing.work import (
+    WIDE,
+    Optimizer,
+    Pairs,
+    RoundWork,
+    StateBytes,
+    rounds_of,
+)
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.config import MuonConfig
@@ -25,7 +34,8 @@ _FP32 = 4
 def at_rest(
     optimizers: Sequence[Optimizer], *, with_muon: bool = True, host: bool = False
 ) -> list[dict[str, int]]:
-    """Bytes by kind, of each rank of a stage with these optimizers; or with AdamW's alone.
+    """Bytes by kind, of each rank of a stage with these optimizers; or with AdamW's
+    alone.
 
     They are those on the device, or with ``host`` the others.
     """
@@ -43,7 +53,9 @@ def at_rest(
             moments += int(part * adamws * both)
         whole = [
             sum(each) * (not host)
-            for each in zip(*((one.parameters, one.gradients) for one in optimizers), strict=True)
+            for each in zip(
+                *((one.parameters, one.gradients) for one in optimizers), strict=True
+            )
         ]
         kinds.append(dict(zip(KINDS, (*whole, main, momentum, moments), strict=True)))
     return kinds
@@ -61,8 +73,8 @@ def peaks(
         plans: of the stage's optimizers, in the order of their steps.
         config: the settings that made them.
         device: kind of device of all ranks.
-        held: bytes of state; a round works on fp32 copies of its shards where they are fewer. Of
-            state on the host, that of two rounds is on the device at most.
+        held: bytes of state; a round works on fp32 copies of its shards where they are
+            fewer. Of state on the host, that of two rounds is on the device at most.
     """
     numerics = Numerics(config, device)
     sized = [_sized(plan, numerics, held) for plan in plans]
@@ -91,7 +103,8 @@ class _Sizes:
     out: int  # out, back: messages of the scatter
     back: int
     scratch: int  # of Newton-Schulz
-    momentum: int  # momentum, update: scratch memory of the elementwise work before and after it
+    # momentum, update: scratch memory of the elementwise work before and after it
+    momentum: int
     update: int
 
     @property
@@ -99,7 +112,9 @@ class _Sizes:
         return bool(self.sent or self.received or self.out or self.back)
 
 
-def _sized(plan: ExchangePlan, numerics: Numerics, held: StateBytes) -> list[list[_Sizes]]:
+def _sized(
+    plan: ExchangePlan, numerics: Numerics, held: StateBytes
+) -> list[list[_Sizes]]:
     """``[round][rank]``."""
     works = rounds_of(plan)
     of_newton_schulz = scratch.of_newton_schulz(plan, works, numerics)
@@ -169,7 +184,9 @@ class _Live:
 
 
 def _peak(optimizers: Sequence[Sequence[_Sizes]]) -> int:
-    """The order is that of ``DistributedMuon.step``, where experts begin before the end."""
+    """The order is that of ``DistributedMuon.step``, where experts begin before the
+    end.
+    """
     live = _Live()
     last: _Sizes | None = None  # a round of which directions are still on their way
     for rounds in optimizers:

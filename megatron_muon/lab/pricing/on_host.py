@@ -1,8 +1,10 @@
-"""The time of state on the host: Muon's on its way over the GPU's link, and AdamW's step there.
+"""The time of state on the host: Muon's on its way over the GPU's link, and AdamW's
+step there.
 
-Muon's momentum and main parameters come and go by round, in both directions at once, beside the
-products; the first round's momentum is waited for. AdamW's step is torch's, on the host, while
-Muon's runs on the device; its gradients come before it and its weights go after it.
+Muon's momentum and main parameters come and go by round, in both directions at once,
+beside the products; the first round's momentum is waited for. AdamW's step is torch's,
+on the host, while Muon's runs on the device; its gradients come before it and its
+weights go after it.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from megatron_muon.lab.pricing.hardware import GIGA, Hardware
 from megatron_muon.lab.pricing.work import Optimizer, rounds_of
 
 _GRADIENT, _WEIGHT = 4, 2  # bytes of an element on the link
-# Read and written by torch's operations one by one: of lerp_, addcmul_ and addcdiv_ 12, 12 and 16
-# bytes, of mul_ twice, sqrt, div and add_ 8 each.
+# Read and written by torch's operations one by one: of lerp_, addcmul_ and addcdiv_ 12,
+# 12 and 16 bytes, of mul_ twice, sqrt, div and add_ 8 each.
 _ADAMW = 80
 
 
@@ -36,7 +38,9 @@ def on_host(
 ) -> list[HostTime]:
     """By rank; without Muon all elements are AdamW's."""
     link = hardware.host_gbytes * GIGA
-    of_adamw = (_GRADIENT + _WEIGHT) / link + _ADAMW / (hardware.host_memory_gbytes * GIGA)
+    of_adamw = (_GRADIENT + _WEIGHT) / link + _ADAMW / (
+        hardware.host_memory_gbytes * GIGA
+    )
     size = optimizers[0].plan.size
     first, moved, adamw = [0.0] * size, [0.0] * size, [0.0] * size
     for one in (one for one in optimizers if one.held.on_host):
@@ -46,7 +50,9 @@ def on_host(
             adamw[rank] += held.on_host * (elements - muons)
     held, plan = optimizers[0].held, optimizers[0].plan
     if with_muon and held.on_host and plan.rounds:
-        first = [held.on_host * held.momentum * begun for begun in rounds_of(plan)[0].held]
+        first = [
+            held.on_host * held.momentum * begun for begun in rounds_of(plan)[0].held
+        ]
     return [
         HostTime(bytes_before / link, nbytes / link, elements * of_adamw)
         for bytes_before, nbytes, elements in zip(first, moved, adamw, strict=True)

@@ -1,4 +1,6 @@
-"""Hardware by name. The source of a value that no document gives says that it is an assumption."""
+"""Hardware by name. The source of a value that no document gives says that it is an
+assumption.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware
 _SHEET = "NVIDIA's H100 data sheet, SXM"
 _MEASURED = "measured by megatron-muon accept, see docs/validation.md"
 _KERNELS = (
-    "assumption; https://dao-lab.ai/blog/2026/gram-newton-schulz reports about twice the speed"
+    "assumption; https://dao-lab.ai/blog/2026/gram-newton-schulz reports "
+    "about twice the speed"
 )
 _H100: Mapping[str, tuple[Any, str]] = {
     "dense_tflops": (989.4, f"{_SHEET}: 1,979 with sparsity, half of it dense"),
     "fp32_tflops": (66.9, f"{_SHEET}: 67"),
-    "gemm_efficiency": (0.76, f"{_MEASURED}: products of 0.1 to 4 Tflop, 690 to 810 TFLOP/s"),
+    "gemm_efficiency": (
+        0.76,
+        f"{_MEASURED}: products of 0.1 to 4 Tflop, 690 to 810 TFLOP/s",
+    ),
     "fp16_ratio": (0.95, f"{_MEASURED}: 0.92 to 1.01 at the same sizes"),
     "processors": (132, "NVIDIA H100 white paper: 132 SMs"),
     "split_efficiency": (0.7, "assumption"),
@@ -28,21 +34,39 @@ _H100: Mapping[str, tuple[Any, str]] = {
     "memory_gbytes": (3350.0, f"{_SHEET}: 3.35 TB/s"),
     "memory_efficiency": (0.88, f"{_MEASURED}: 2,959 GB/s"),
     "kernel_us": (2.0, _MEASURED),
-    "launch_us": (6.9, f"{_MEASURED}; 9.4 us on another host, 5 to 25 reported elsewhere"),
+    "launch_us": (
+        6.9,
+        f"{_MEASURED}; 9.4 us on another host, 5 to 25 reported elsewhere",
+    ),
     "phase_us": (30.0, "assumption: Python of a phase, its tables made before"),
     "node_gbytes": (450.0, f"{_SHEET}: NVLink 900 GB/s, half of it each way"),
     "node_efficiency": (
         0.70,
         "assumption; 0.82 for rings: github.com/NVIDIA/nccl-tests/issues/212",
     ),
-    "pair_gbytes": (180.0, "sendrecv_perf's plateau: github.com/NVIDIA/nccl-tests/issues/268"),
+    "pair_gbytes": (
+        180.0,
+        "sendrecv_perf's plateau: github.com/NVIDIA/nccl-tests/issues/268",
+    ),
     "network_gbytes": (50.0, "a port of 400 Gbit/s for each GPU"),
     "network_efficiency": (0.85, "assumption"),
-    "message_us": (25.0, "assumption; 31 to 34 us on A40: github.com/NVIDIA/nccl-tests/issues/214"),
+    "message_us": (
+        25.0,
+        "assumption; 31 to 34 us on A40: github.com/NVIDIA/nccl-tests/issues/214",
+    ),
     "peer_us": (1.2, "assumption"),
-    "peer_host_us": (4.0, "measured in Python without NCCL: a slice, P2POp and isend, 3 to 4.5 us"),
-    "host_gbytes": (50.0, "measured: an H200's, both ways at once, 50.7 GB/s each; one way 55"),
-    "host_memory_gbytes": (35.0, "assumption, for 8 GPUs at once; torch's AdamW for one, 63"),
+    "peer_host_us": (
+        4.0,
+        "measured in Python without NCCL: a slice, P2POp and isend, 3 to 4.5 us",
+    ),
+    "host_gbytes": (
+        50.0,
+        "measured: an H200's, both ways at once, 50.7 GB/s each; one way 55",
+    ),
+    "host_memory_gbytes": (
+        35.0,
+        "assumption, for 8 GPUs at once; torch's AdamW for one, 63",
+    ),
     "gpus_per_node": (8, "HGX H100"),
 }
 H100 = Hardware(
@@ -53,10 +77,14 @@ H100 = Hardware(
 
 
 def _like(base: Hardware, name: str, values: Mapping[str, tuple[Any, str]]) -> Hardware:
-    """Another GPU: constants with the source of each; all others are those of ``base``."""
+    """Another GPU: constants with the source of each; all others are those of
+    ``base``.
+    """
     made = base.with_values({key: value for key, (value, _) in values.items()}, name)
     assumed = {
-        key: source if source.startswith("assumption") else f"as for {base.name}: {source}"
+        key: source
+        if source.startswith("assumption")
+        else f"as for {base.name}: {source}"
         for key, source in base.sources
     }
     sources = assumed | {key: source for key, (_, source) in values.items()}
@@ -79,7 +107,10 @@ B200 = _like(
     H100,
     "B200 (HGX)",
     {
-        "dense_tflops": (2250.0, "NVIDIA's HGX B200 data sheet: 36 PFLOPS with sparsity, 8 GPUs"),
+        "dense_tflops": (
+            2250.0,
+            "NVIDIA's HGX B200 data sheet: 36 PFLOPS with sparsity, 8 GPUs",
+        ),
         "fp32_tflops": (75.0, "NVIDIA's HGX B200 data sheet: 600 TFLOPS of 8 GPUs"),
         "processors": (148, "148 SMs"),
         "memory_gbytes": (7700.0, "NVIDIA's HGX B200 data sheet: 62 TB/s of 8 GPUs"),
@@ -92,10 +123,16 @@ GB300 = _like(
     B200,
     "GB300 (NVL72)",
     {
-        "dense_tflops": (2500.0, "NVIDIA's GB300 NVL72 data sheet: 360 PFLOPS with sparsity, 72"),
+        "dense_tflops": (
+            2500.0,
+            "NVIDIA's GB300 NVL72 data sheet: 360 PFLOPS with sparsity, 72",
+        ),
         "fp32_tflops": (80.0, "https://verda.com/blog/gb300-nvl72-architecture"),
         "processors": (160, "Blackwell Ultra: 160 SMs"),
-        "memory_gbytes": (8000.0, "NVIDIA's GB300 NVL72 data sheet: 576 TB/s of 72 GPUs"),
+        "memory_gbytes": (
+            8000.0,
+            "NVIDIA's GB300 NVL72 data sheet: 576 TB/s of 72 GPUs",
+        ),
         "network_gbytes": (100.0, "a ConnectX-8 of 800 Gbit/s for each GPU"),
         "host_gbytes": (360.0, "assumption: NVLink-C2C, 450 GB/s each way"),
         "host_memory_gbytes": (200.0, "assumption: a Grace's 500 GB/s for 2 GPUs"),
@@ -121,7 +158,8 @@ def hardware_of(name: str, settings: Sequence[str]) -> Hardware:
         hardware = from_json(Path(name).read_text(), name)
     else:
         raise ValueError(
-            f"--hardware {name}: neither a file nor one of {', '.join(PRESETS)}; a file is JSON, "
+            f"--hardware {name}: neither a file nor one of {', '.join(PRESETS)}; a "
+            "file is JSON, "
             '{"name": ..., "values": {constant: number}, "sources": {constant: text}}'
         )
     values: dict[str, Any] = {}
@@ -129,16 +167,21 @@ def hardware_of(name: str, settings: Sequence[str]) -> Hardware:
         constant, equals, text = setting.partition("=")
         if not equals or constant not in CONSTANTS:
             names = ", ".join(CONSTANTS)
-            raise ValueError(f"--set {setting}: give NAME=VALUE, where NAME is one of {names}")
+            raise ValueError(
+                f"--set {setting}: give NAME=VALUE, where NAME is one of {names}"
+            )
         try:
             values[constant] = finite(text)
         except ValueError:
-            raise ValueError(f"--set {setting}: {text!r} is not a finite number") from None
+            raise ValueError(
+                f"--set {setting}: {text!r} is not a finite number"
+            ) from None
     return hardware.with_values(values, "--set")
 
 
 def from_json(text: str, source: str, base: Hardware = H100) -> Hardware:
-    """Hardware from ``{"name": …, "values": {constant: value}, "sources": {constant: text}}``.
+    """Hardware from ``{"name": …, "values": {constant: value}, "sources": {constant:
+    text}}``.
 
     Args:
         text: JSON; all three keys may be missing.
@@ -153,7 +196,9 @@ def from_json(text: str, source: str, base: Hardware = H100) -> Hardware:
     except ValueError as error:
         raise ValueError(f"{source} is not JSON: {error}") from None
     if not isinstance(given, dict):
-        raise ValueError(f"{source}: hardware is a JSON object, got {type(given).__name__}")
+        raise ValueError(
+            f"{source}: hardware is a JSON object, got {type(given).__name__}"
+        )
     kinds = {"name": str, "values": dict, "sources": dict}
     for key, value in given.items():
         if key not in kinds:
@@ -164,7 +209,9 @@ def from_json(text: str, source: str, base: Hardware = H100) -> Hardware:
     sources = dict(made.sources)
     for name, one in given.get("sources", {}).items():
         if not isinstance(one, str):
-            raise TypeError(f"{source}: the source of {name!r} must be a text, got {one!r}")
+            raise TypeError(
+                f"{source}: the source of {name!r} must be a text, got {one!r}"
+            )
         sources[name] = printable(one)
     name = printable(given.get("name", source))
     return replace(made, name=name, sources=tuple(sources.items()))

@@ -1,7 +1,8 @@
-"""Scratch memory of a round on a GPU: of Newton-Schulz, and of elementwise work on lists.
+"""Scratch memory of a round on a GPU: of Newton-Schulz, and of elementwise work on
+lists.
 
-Sizes are those of ``orthogonalize.newton_schulz`` and ``rules.muon``. Left out are single
-numbers.
+Sizes are those of ``orthogonalize.newton_schulz`` and ``rules.muon``. Left out are
+single numbers.
 """
 
 from __future__ import annotations
@@ -30,15 +31,20 @@ _FP32 = 4
 def of_newton_schulz(
     plan: ExchangePlan, works: Sequence[RoundWork], numerics: Numerics
 ) -> list[list[int]]:
-    """Bytes beside the matrices themselves at Newton-Schulz's highest moment: ``[round][rank]``.
+    """Bytes beside the matrices themselves at Newton-Schulz's highest moment:
+    ``[round][rank]``.
 
     Args:
         plan: of one optimizer.
         works: its rounds.
         numerics: of the run, on a GPU.
     """
-    round_of = {index: at for at, members in enumerate(plan.rounds) for index in members}
-    strips: list[list[list[Matrix]]] = [[[] for _ in range(plan.size)] for _ in plan.rounds]
+    round_of = {
+        index: at for at, members in enumerate(plan.rounds) for index in members
+    }
+    strips: list[list[list[Matrix]]] = [
+        [[] for _ in range(plan.size)] for _ in plan.rounds
+    ]
     for index, matrix in owned_matrices(plan):
         if matrix.strip is not None:
             strips[round_of[index]][matrix.home].append(matrix)
@@ -57,7 +63,9 @@ def of_newton_schulz(
 
 
 def of_momentum(elements: int, numerics: Numerics) -> int:
-    """Bytes in which lists of inputs of Newton-Schulz are made, before they are rounded."""
+    """Bytes in which lists of inputs of Newton-Schulz are made, before they are
+    rounded.
+    """
     config = numerics.config
     if config.elementwise != "foreach" or not config.nesterov:
         return 0
@@ -78,7 +86,9 @@ def of_packing(plan: ExchangePlan, numerics: Numerics) -> list[list[int]]:
 
 
 def of_update(elements: int, numerics: Numerics) -> int:
-    """Bytes of directions in fp32; a list's copies are there until the next list's are made."""
+    """Bytes of directions in fp32; a list's copies are there until the next list's are
+    made.
+    """
     if numerics.config.elementwise != "foreach" or numerics.travels == "fp32":
         return 0
     return _FP32 * min(elements, 2 * ELEMENTS_AT_ONCE)
@@ -97,7 +107,8 @@ def _of_batches(work: RoundWork, rank: int, numerics: Numerics, limit: int) -> i
 
 
 def _of_one(rows: int, cols: int, numerics: Numerics, *, alone: bool) -> int:
-    """The next iterate and squares: two, or those of Gram's four that do not fit into a spare one.
+    """The next iterate and squares: two, or those of Gram's four that do not fit into a
+    spare one.
 
     All may be in the spare one of a matrix that is ``alone``.
     """
@@ -109,7 +120,9 @@ def _of_one(rows: int, cols: int, numerics: Numerics, *, alone: bool) -> int:
 
 
 def _by_matrix(strips: Iterable[Matrix]) -> list[list[Matrix]]:
-    """A home's strips by the matrix that they are of: those of one have consecutive numbers."""
+    """A home's strips by the matrix that they are of: those of one have consecutive
+    numbers.
+    """
     groups: list[list[Matrix]] = []
     after: tuple[int, ...] = ()
     for matrix in strips:
@@ -123,7 +136,8 @@ def _by_matrix(strips: Iterable[Matrix]) -> list[list[Matrix]]:
 
 
 def _of_strips(own: Sequence[Matrix], size: int, numerics: Numerics) -> int:
-    """Bytes for the strips of one matrix that are here: turned, entered and iterated on.
+    """Bytes for the strips of one matrix that are here: turned, entered and iterated
+    on.
 
     Args:
         own: the strips, in order; a home has neighbouring ones.
@@ -141,7 +155,9 @@ def _of_strips(own: Sequence[Matrix], size: int, numerics: Numerics) -> int:
 
 
 def _turning(own: Sequence[Matrix], itemsize: int) -> tuple[int, int, int]:
-    """Bytes while strips are turned, of the turned ones, and while they are turned back."""
+    """Bytes while strips are turned, of the turned ones, and while they are turned
+    back.
+    """
     strip = own[0].strip
     assert strip is not None
     rows, cols = sum(matrix.rows for matrix in own), sum(matrix.long for matrix in own)
@@ -156,7 +172,9 @@ def _iterating(own: Sequence[Matrix], size: int, numerics: Numerics) -> int:
     """Bytes beside iterates: squares are added over the homes, then multiplied."""
     strip, short, itemsize = own[0].strip, min(own[0].whole), numerics.itemsize
     assert strip is not None
-    made = itemsize * short * max(matrix.long for matrix in own)  # one strip's next iterate
+    made = (
+        itemsize * short * max(matrix.long for matrix in own)
+    )  # one strip's next iterate
     square = itemsize * short * short
     if makes_rows(*own[0].whole, strip.count, numerics):
         multiplying = _making_rows(own, itemsize, numerics)
@@ -168,10 +186,12 @@ def _iterating(own: Sequence[Matrix], size: int, numerics: Numerics) -> int:
 
 
 def _adding(own: Sequence[Matrix], size: int, itemsize: int) -> int:
-    """Bytes while squares are added: those of the strips here, and this home's rows of all others.
+    """Bytes while squares are added: those of the strips here, and this home's rows of
+    all others.
 
-    First the rows of squares that leave are beside them. Later it is this home's rows of the sum
-    in fp32, a rounded copy of these rows, and the whole sum if other homes make rows of it.
+    First the rows of squares that leave are beside them. Later it is this home's rows
+    of the sum in fp32, a rounded copy of these rows, and the whole sum if other homes
+    make rows of it.
     """
     strip, short = own[0].strip, min(own[0].whole)
     assert strip is not None
@@ -185,7 +205,8 @@ def _adding(own: Sequence[Matrix], size: int, itemsize: int) -> int:
 
 
 def _making_rows(own: Sequence[Matrix], itemsize: int, numerics: Numerics) -> int:
-    """Bytes of R and P, and of this home's rows of R, P and Q, in the highest of Gram's steps.
+    """Bytes of R and P, and of this home's rows of R, P and Q, in the highest of Gram's
+    steps.
 
     Putting rows together takes no more than the products before and after it.
     """
@@ -199,8 +220,8 @@ def _making_rows(own: Sequence[Matrix], itemsize: int, numerics: Numerics) -> in
     for part in numerics.segments:
         for step, (_, _, c) in enumerate(part):
             makes_power = c != 0  # else P is R
-            # While Q is multiplied: its next rows, and P's. After the first step Q's and R's rows
-            # have memory of their own, too.
+            # While Q is multiplied: its next rows, and P's. After the first step Q's
+            # and R's rows have memory of their own, too.
             copies = 1 + makes_power + 2 * (step > 0)
             if step < len(part) - 1:  # then R is: Q's rows, and R's old and new ones
                 copies = max(copies, 3)

@@ -1,12 +1,15 @@
-"""The optimizer's step on stated hardware: every rank and every round of the plans that it runs.
+"""The optimizer's step on stated hardware: every rank and every round of the plans that
+it runs.
 
-The order is that of ``DistributedMuon.step``. The momentum and the gather of round k + 1 start
-before round k is orthogonalized; the scatter of round k - 1 is finished after it. AdamW's part runs
-while the first round travels. A stage with experts runs the step of its dense parameters, then that
-of its experts, whose first round is orthogonalized while the last dense directions travel.
+The order is that of ``DistributedMuon.step``. The momentum and the gather of round k +
+1 start before round k is orthogonalized; the scatter of round k - 1 is finished after
+it. AdamW's part runs while the first round travels. A stage with experts runs the step
+of its dense parameters, then that of its experts, whose first round is orthogonalized
+while the last dense directions travel.
 
-Only the optimizers' steps count. The reduction of gradients, their norm and clipping, and the
-all-gather of updated parameters are the same for AdamW and Muon, and do not count.
+Only the optimizers' steps count. The reduction of gradients, their norm and clipping,
+and the all-gather of updated parameters are the same for AdamW and Muon, and do not
+count.
 """
 
 from __future__ import annotations
@@ -36,21 +39,29 @@ MOMENTUM, ADAMW, STAGING = "momentum", "adamw", "staging"
 NEWTON_SCHULZ, UPDATE = "newton_schulz", "update"
 PHASES = (ADAMW, MOMENTUM, STAGING, NEWTON_SCHULZ, UPDATE, WAITING)
 
-# Bytes per element that elementwise operations read and write, without the message's own. With
-# fused kernels, momentum reads M and G and writes M; the update reads and writes W. Beside the
-# kernel, flags are zeroed and put into the message, and the update's factors go to the device.
+# Bytes per element that elementwise operations read and write, without the message's
+# own. With fused kernels, momentum reads M and G and writes M; the update reads and
+# writes W. Beside the kernel, flags are zeroed and put into the message, and the
+# update's factors go to the device.
 _FUSED_MOMENTUM = 8 + 4, 3  # bytes, launches
 _FUSED_UPDATE = 8, 2
-# With torch's operations on lists, momentum with Nesterov is μM, + G, a copy times μ, + G, and the
-# cast into the message; then one read of G for its norm. The update is the direction to fp32, times
-# its scale, the decay, the difference. AdamW is one fused kernel, which reads W, G and both moments
-# and writes all but G.
-_MOMENTUM = {True: (8 + 12 + 8 + 12 + 4, 5), False: (8 + 12 + 4, 3)}  # bytes, operations
+# With torch's operations on lists, momentum with Nesterov is μM, + G, a copy times μ, +
+# G, and the cast into the message; then one read of G for its norm. The update is the
+# direction to fp32, times its scale, the decay, the difference. AdamW is one fused
+# kernel, which reads W, G and both moments and writes all but G.
+_MOMENTUM = {
+    True: (8 + 12 + 8 + 12 + 4, 5),
+    False: (8 + 12 + 4, 3),
+}  # bytes, operations
 _NORM, _FLAGS = 4, 4  # bytes; kernels that find out which matrix has a gradient
-# A momentum in fewer bytes is made wide and put back (``rules.int8_momentum``, ``bf16_momentum``).
+# A momentum in fewer bytes is made wide and put back (``rules.int8_momentum``,
+# ``bf16_momentum``).
 _PACKED = {  # bytes, launches
     "int8": ((5 + 8 + 4 + 12) + (8 + 4 + 8 + 8 + 5), 4 + 10),
-    "bf16": (6 + (5 + 9) + (4 + 8 + 8 + 8 + 12 + 8 + 8 + 8 + 12) + (8 + 6), 1 + 2 + 10 + 2),
+    "bf16": (
+        6 + (5 + 9) + (4 + 8 + 8 + 8 + 12 + 8 + 8 + 8 + 12) + (8 + 6),
+        1 + 2 + 10 + 2,
+    ),
 }
 _UPDATE = 8 + 8 + 12 + 4, 4  # bytes, operations
 _ADAMW = 16 + 12
@@ -64,8 +75,8 @@ class StepTime:
     rounds: tuple[int, ...]  # number of rounds of each optimizer
     launches: int  # number of launches on the rank that has most
     newton_schulz_busiest: float  # time of Newton-Schulz, on the rank that has most
-    # exposed_mean, exposed_most: time that the compute stream waits for messages, and so for later
-    # ranks; mean and most over ranks
+    # exposed_mean, exposed_most: time that the compute stream waits for messages, and
+    # so for later ranks; mean and most over ranks
     exposed_mean: float
     exposed_most: float
     # time that messages take while the compute stream does not wait; mean over ranks
@@ -87,12 +98,12 @@ def price_step(
     """The times of a stage's Muon step, AdamW's part included.
 
     Args:
-        optimizers: the dense one, then that of experts, in the order of their steps; all have the
-            same number of ranks.
+        optimizers: the dense one, then that of experts, in the order of their steps;
+            all have the same number of ranks.
         config: the settings of the run that made the plans.
         hardware: the hardware of every rank.
-        device: kind of the hardware. On CUDA momentum and update are the fused kernels, as if
-            triton were installed, unless ``config.elementwise`` is ``foreach``.
+        device: kind of the hardware. On CUDA momentum and update are the fused kernels,
+            as if triton were installed, unless ``config.elementwise`` is ``foreach``.
         nodes: the node of each rank, see ``streams.nodes_of``.
     """
     size = optimizers[0].plan.size
@@ -106,7 +117,9 @@ def price_step(
         next(steps)  # only the last round's directions are still on their way
         pending = steps
     next(pending, None)
-    return _result_of(streams, tuple(len(optimizer.plan.rounds) for optimizer in optimizers))
+    return _result_of(
+        streams, tuple(len(optimizer.plan.rounds) for optimizer in optimizers)
+    )
 
 
 def price_adamw(optimizers: Sequence[Optimizer], hardware: Hardware) -> float:
@@ -122,18 +135,27 @@ def adamw(hardware: Hardware, elements: int) -> Cost:
     return foreach(hardware, elements, 1, _ADAMW)
 
 
-def _adamw_of(hardware: Hardware, optimizer: Optimizer, elements: Sequence[int], rank: int) -> Cost:
+def _adamw_of(
+    hardware: Hardware, optimizer: Optimizer, elements: Sequence[int], rank: int
+) -> Cost:
     return adamw(hardware, round(elements[rank] * (1 - optimizer.held.on_host)))
 
 
 class _Steps:
-    """One optimizer's step on all ranks. ``run`` yields twice, where another one's work may run."""
+    """One optimizer's step on all ranks. ``run`` yields twice, where another one's work
+    may run.
+    """
 
-    def __init__(self, optimizer: Optimizer, numerics: Numerics, streams: Streams) -> None:
+    def __init__(
+        self, optimizer: Optimizer, numerics: Numerics, streams: Streams
+    ) -> None:
         self._optimizer, self._numerics, self._streams = optimizer, numerics, streams
         self._hardware, self._config = streams.hardware, numerics.config
-        # Homes are neighbours in the stage, of which a node may have fewer than it has GPUs.
-        self._sharing = replace(self._hardware, gpus_per_node=neighbours_of(streams.nodes))
+        # Homes are neighbours in the stage, of which a node may have fewer than it has
+        # GPUs.
+        self._sharing = replace(
+            self._hardware, gpus_per_node=neighbours_of(streams.nodes)
+        )
         self._rounds = rounds_of(optimizer.plan)
         self._scratch = scratch_limit(optimizer.plan.matrices)
         self._fused = numerics.on_gpu and self._config.elementwise == "auto"
@@ -143,7 +165,8 @@ class _Steps:
         """All of it, in the order of a rank's step.
 
         Args:
-            begun: another optimizer begins it, so that AdamW's part comes after the first round.
+            begun: another optimizer begins it, so that AdamW's part comes after the
+            first round.
         """
         streams = self._streams
         gathering = self._start_gather(0)
@@ -156,7 +179,9 @@ class _Steps:
         scattering: dict[int, float] = {}
         for number, work in enumerate(self._rounds):
             streams.wait(gathering)
-            streams.run(STAGING, partial(self._copied, work, work.arriving, work.arrivals))
+            streams.run(
+                STAGING, partial(self._copied, work, work.arriving, work.arrivals)
+            )
             gathering = self._start_gather(number + 1)
             streams.run(NEWTON_SCHULZ, partial(self._orthogonalized, work))
             if number:
@@ -165,7 +190,9 @@ class _Steps:
                 yield
                 if begun:
                     self._step_adamw()
-            streams.run(STAGING, partial(self._copied, work, work.leaving, work.departures))
+            streams.run(
+                STAGING, partial(self._copied, work, work.leaving, work.departures)
+            )
             scattering = streams.exchange(work.scatter)
         yield
         if self._rounds:
@@ -195,7 +222,9 @@ class _Steps:
         if self._fused:
             return packed + self._in_one(elements, *_FUSED_MOMENTUM)
         nbytes, operations = _MOMENTUM[self._config.nesterov]
-        cost = foreach(self._hardware, elements, pieces, nbytes + self._itemsize, operations)
+        cost = foreach(
+            self._hardware, elements, pieces, nbytes + self._itemsize, operations
+        )
         cost += packed + foreach(self._hardware, elements, pieces, _NORM)
         return cost + stream(self._hardware, 0, _FLAGS)
 
@@ -204,7 +233,9 @@ class _Steps:
         if self._fused:
             return self._in_one(elements, *_FUSED_UPDATE)
         nbytes, operations = _UPDATE
-        return foreach(self._hardware, elements, pieces, nbytes + self._itemsize, operations)
+        return foreach(
+            self._hardware, elements, pieces, nbytes + self._itemsize, operations
+        )
 
     def _in_one(self, elements: int, nbytes: int, launches: int) -> Cost:
         """The cost of one kernel over a rank's elements, with what is beside it."""
@@ -213,9 +244,15 @@ class _Steps:
         return stream(self._hardware, elements * (nbytes + self._itemsize), launches)
 
     def _copied(
-        self, work: RoundWork, travels: Sequence[int], segments: Sequence[int], rank: int
+        self,
+        work: RoundWork,
+        travels: Sequence[int],
+        segments: Sequence[int],
+        rank: int,
     ) -> Cost:
-        """The cost of a copy of what travels, and of what is kept if it does not stay in place."""
+        """The cost of a copy of what travels, and of what is kept if it does not stay
+        in place.
+        """
         elements, tensors = travels[rank], segments[rank]
         if elements and not work.in_place(rank):
             elements, tensors = elements + work.kept[rank], tensors + work.keeps[rank]
@@ -228,7 +265,9 @@ class _Steps:
             if shared is not None:
                 cost += self._strip(shared, rows * cols).times(count)
                 continue
-            for batch, times in batches(rows, cols, count, ns_batch=most, scratch=self._scratch):
+            for batch, times in batches(
+                rows, cols, count, ns_batch=most, scratch=self._scratch
+            ):
                 kind = rows, cols, batch, self._numerics
                 cost += newton_schulz(self._hardware, *kind).times(times)
         return cost
@@ -239,7 +278,9 @@ class _Steps:
             hardware, shared.whole, shared.long, shared.strips, homes, self._numerics
         )
         if shared.is_turned:
-            moved = shared.whole[0] * shared.long + elements  # its columns, and its rows back
+            moved = (
+                shared.whole[0] * shared.long + elements
+            )  # its columns, and its rows back
             cost += turns(hardware, moved * self._itemsize, homes)
         return cost
 
@@ -247,7 +288,10 @@ class _Steps:
 def _result_of(streams: Streams, rounds: tuple[int, ...]) -> StepTime:
     """The times of a step that has run on some streams, with its numbers of rounds."""
     ends, idle = streams.ends, [0.0] * len(streams.host)
-    work, waited = streams.spent.get(NEWTON_SCHULZ, idle), streams.spent.get(WAITING, idle)
+    work, waited = (
+        streams.spent.get(NEWTON_SCHULZ, idle),
+        streams.spent.get(WAITING, idle),
+    )
     hidden = (max(0.0, t - w) for t, w in zip(streams.travelling, waited, strict=True))
     return StepTime(
         seconds=max(ends),

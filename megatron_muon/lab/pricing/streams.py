@@ -1,9 +1,10 @@
 """The clocks of all ranks: host, compute stream and communication stream of each.
 
-A host launches operations in the order of the step. The compute stream runs them one after another,
-each after its launch. The communication stream runs grouped sends and receives, each after all
-operations that the compute stream was given before it. A group ends once its peers have begun
-theirs and the bytes have arrived. Only peers that share bytes wait for each other.
+A host launches operations in the order of the step. The compute stream runs them one
+after another, each after its launch. The communication stream runs grouped sends and
+receives, each after all operations that the compute stream was given before it. A group
+ends once its peers have begun theirs and the bytes have arrived. Only peers that share
+bytes wait for each other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ WAITING = "waiting"  # for messages, on the compute stream
 
 
 def nodes_of(world_ranks: Sequence[int], hardware: Hardware) -> list[int]:
-    """The node of each rank: world ranks k·n to k·n + n - 1 share one, n being a node's GPUs."""
+    """The node of each rank: world ranks k·n to k·n + n - 1 share one, n being a node's
+    GPUs.
+    """
     return [rank // hardware.gpus_per_node for rank in world_ranks]
 
 
@@ -29,12 +32,16 @@ class Streams:
     Args:
         hardware: the hardware of every rank.
         size: number of ranks.
-        nodes: the node of each rank; None: as ``nodes_of`` numbers a stage that is all of a run.
-        host_works: the host makes every operation itself, as on a CPU, in place of launching it.
+        nodes: the node of each rank; None: as ``nodes_of`` numbers a stage that is all
+        of a run.
+        host_works: the host makes every operation itself, as on a CPU, in place of
+        launching it.
 
     Attributes:
-        host, compute, communication: time at which each ends the work that it has been given.
-        spent: seconds of the compute stream by phase and rank; ``WAITING`` is a phase, too.
+        host, compute, communication: time at which each ends the work that it has been
+        given.
+        spent: seconds of the compute stream by phase and rank; ``WAITING`` is a phase,
+        too.
         travelling: seconds that the communication stream sends and receives, by rank.
         launches: number of launches by rank.
     """
@@ -117,7 +124,9 @@ class Streams:
         self.compute[rank] = end
 
     def _enqueued(self, rank: int, peers: int) -> float:
-        """The time at which the rank's communication stream can start a group launched now."""
+        """The time at which the rank's communication stream can start a group launched
+        now.
+        """
         hardware = self.hardware
         each = hardware.launch_us + hardware.phase_us + hardware.peer_host_us * peers
         self.host[rank] += each * MICRO
@@ -143,7 +152,9 @@ class _Links:
             self._pairs_of[receiver].append((sender, kind, count))
 
     def seconds(self, rank: int) -> float:
-        """The time of a rank's messages, by its own links and its share of each peer's link."""
+        """The time of a rank's messages, by its own links and its share of each peer's
+        link.
+        """
         node, network = self._hardware.node_link, self._hardware.network_link
         out, into, out_far, into_far = self._bytes[rank]
         most = max(max(out, into) / node, max(out_far, into_far) / network)

@@ -1,20 +1,27 @@
 """Megatron's own Muon over whole parameters, priced by its rules on the same hardware.
 
-The rules are those of Megatron-LM's ``layer_wise_optimizer.py`` and of Emerging-Optimizers:
+The rules are those of Megatron-LM's ``layer_wise_optimizer.py`` and of
+Emerging-Optimizers:
 
-- A parameter has one owner among the data-parallel ranks, which steps it on all of its TP ranks.
-- Here owners are balanced by priced time, longest first, which is in upstream's favour. Its own
-  owners follow from parameters' places in its buffers, since core 0.20 also from their cost.
-- ``blockwise``, its default up to core 0.19: each TP rank orthogonalizes its slice by itself. This
-  is other mathematics: directions depend on TP.
-- ``duplicated``: the owner's TP ranks gather the matrix in fp32 and each orthogonalizes all of it.
-- ``distributed``: each TP rank orthogonalizes its slice. In each Newton-Schulz step they all-reduce
-  the square of the dim that TP does not cut. The slice of a replicated weight is all of it.
-- ``layer_sharded`` (https://github.com/NVIDIA/Megatron-LM/pull/6683, not merged): each matrix has
-  one of the owner's TP ranks, to which an all-to-all in fp32 brings it, and another takes it back.
-- One matrix at a time, the standard iteration. Where our products are a library's, two of three are
-  those of its ``--muon-use-syrk`` (core 0.20), at the same speed.
-- Momentum and update move 66 bytes an element. AdamW's part is spread evenly, at no other cost.
+- A parameter has one owner among the data-parallel ranks, which steps it on all of its
+TP ranks.
+- Here owners are balanced by priced time, longest first, which is in upstream's favour.
+  Its own owners follow from parameters' places in its buffers, since core 0.20 also
+  from their cost.
+- ``blockwise``, its default up to core 0.19: each TP rank orthogonalizes its slice by
+  itself. This is other mathematics: directions depend on TP.
+- ``duplicated``: the owner's TP ranks gather the matrix in fp32 and each orthogonalizes
+all of it.
+- ``distributed``: each TP rank orthogonalizes its slice. In each Newton-Schulz step
+  they all-reduce the square of the dim that TP does not cut. The slice of a replicated
+  weight is all of it.
+- ``layer_sharded`` (https://github.com/NVIDIA/Megatron-LM/pull/6683, not merged): each
+  matrix has one of the owner's TP ranks, to which an all-to-all in fp32 brings it, and
+  another takes it back.
+- One matrix at a time, the standard iteration. Where our products are a library's, two
+  of three are those of its ``--muon-use-syrk`` (core 0.20), at the same speed.
+- Momentum and update move 66 bytes an element. AdamW's part is spread evenly, at no
+other cost.
 """
 
 from __future__ import annotations
@@ -37,8 +44,8 @@ from megatron_muon.planning.slices import Matrix
 from megatron_muon.settings.config import MuonConfig
 
 TpMode = Literal["blockwise", "duplicated", "distributed", "layer_sharded"]
-# Per element in fp32: momentum and Nesterov's are read, read, written; the decay; the direction
-# from bf16, times two scales; the difference.
+# Per element in fp32: momentum and Nesterov's are read, read, written; the decay; the
+# direction from bf16, times two scales; the difference.
 _BYTES = 12 + 12 + 8 + 6 + 16 + 12
 _LAUNCHES = 7  # of these
 _FP32, _BF16 = 4, 2
@@ -46,7 +53,9 @@ _FP32, _BF16 = 4, 2
 
 @dataclass(frozen=True, slots=True)
 class LayerWise:
-    """Work of an owner, or of the one that has most of each figure; ``mean`` is over all owners."""
+    """Work of an owner, or of the one that has most of each figure; ``mean`` is over
+    all owners.
+    """
 
     seconds: float = 0.0  # of all of it, on the rank that ends last
     exposed: float = 0.0  # seconds of collectives over TP; nothing hides them
@@ -75,14 +84,17 @@ def price_layer_wise(
     mode: TpMode,
     device: Device = "cuda",
 ) -> tuple[LayerWise, LayerWise]:
-    """Upstream's step: of the rank that ends last, with the most of each figure; and the mean.
+    """Upstream's step: of the rank that ends last, with the most of each figure; and
+    the mean.
 
     Args:
-        optimizers: the stage's optimizers. Their matrices and TP splits are read, not their homes.
+        optimizers: the stage's optimizers. Their matrices and TP splits are read, not
+        their homes.
         config: steps, coefficients and dtype are read.
         hardware: the hardware of every rank.
         mode: the work of TP ranks that share a matrix.
-        device: kind of the hardware; ``cuda_symmetric`` is upstream's own symmetric kernel.
+        device: kind of the hardware; ``cuda_symmetric`` is upstream's own symmetric
+        kernel.
     """
     settings = replace(
         config,
@@ -95,7 +107,9 @@ def price_layer_wise(
         owners = _owners(optimizer.plan, numerics, hardware, mode)
         last = max(owners, key=lambda owner: owner.seconds, default=LayerWise())
         dp_size = optimizer.plan.grid.dp_size
-        elements = sum(p.shape[0] * p.shape[1] for p in optimizer.plan.parameters if p.ep_rank == 0)
+        elements = sum(
+            p.shape[0] * p.shape[1] for p in optimizer.plan.parameters if p.ep_rank == 0
+        )
         beside = stream(hardware, _BYTES * elements / dp_size)
         beside += adamw(hardware, sum(optimizer.rest) // len(optimizer.rest))
         launches = last.launches + beside.launches
@@ -119,19 +133,25 @@ def price_layer_wise(
 def _owners(
     plan: ExchangePlan, numerics: Numerics, hardware: Hardware, mode: TpMode
 ) -> list[LayerWise]:
-    """Every owner: within an EP rank, the parameter that takes longest goes to the least busy."""
+    """Every owner: within an EP rank, the parameter that takes longest goes to the
+    least busy.
+    """
     homes = plan.grid.tp_size if mode == "layer_sharded" else 1  # of an owner
     works = [  # each of an owner's TP ranks has slices of all its homes' matrices
         LayerWise(launches=_LAUNCHES * homes, elements=homes * shape[0] * shape[1])
         for shape in (parameter.shape for parameter in plan.parameters)
     ]
     for index, matrix in owned_matrices(plan):
-        works[index] += _matrix(plan.parameters[index], matrix, numerics, hardware, mode)
+        works[index] += _matrix(
+            plan.parameters[index], matrix, numerics, hardware, mode
+        )
     by_ep_rank: dict[int, list[LayerWise]] = defaultdict(list)
     for parameter, work in zip(plan.parameters, works, strict=True):
         by_ep_rank[parameter.ep_rank].append(work)
     both_ways = _collective(hardware, 0.0).times(2 * (homes > 1))
-    exchanges = LayerWise(both_ways.seconds, both_ways.seconds, messages=both_ways.launches)
+    exchanges = LayerWise(
+        both_ways.seconds, both_ways.seconds, messages=both_ways.launches
+    )
     owners = []
     for of_ep in by_ep_rank.values():
         own = [exchanges] * plan.grid.dp_size * homes
@@ -145,7 +165,11 @@ def _owners(
 
 
 def _matrix(
-    parameter: Parameter, matrix: Matrix, numerics: Numerics, hardware: Hardware, mode: TpMode
+    parameter: Parameter,
+    matrix: Matrix,
+    numerics: Numerics,
+    hardware: Hardware,
+    mode: TpMode,
 ) -> LayerWise:
     """The part of each TP rank in a matrix."""
     tp_size, dim = len(parameter.blocks), parameter.partition_dim
@@ -163,7 +187,11 @@ def _matrix(
         if mode == "layer_sharded":  # there and back; their calls are the owner's
             gather = Cost(2 * sent / hardware.node_link)
             return LayerWise(
-                cost.seconds + gather.seconds, gather.seconds, cost.launches, flops, 2 * sent
+                cost.seconds + gather.seconds,
+                gather.seconds,
+                cost.launches,
+                flops,
+                2 * sent,
             )
         cost += gather
         return LayerWise(cost.seconds, gather.seconds, cost.launches, flops, sent, 1)
@@ -172,9 +200,13 @@ def _matrix(
     sent = 2 * (tp_size - 1) * square * square * _BF16 // tp_size
     reduce = _collective(hardware, sent).times(steps)
     cost = sliced_steps(hardware, square, local, numerics) + reduce
-    squares = [symmetric_flops(square, inner, numerics.device) for inner in (local, square)]
+    squares = [
+        symmetric_flops(square, inner, numerics.device) for inner in (local, square)
+    ]
     flops = steps * (sum(squares) + 2 * square * square * local)
-    return LayerWise(cost.seconds, reduce.seconds, cost.launches, flops, steps * sent, steps)
+    return LayerWise(
+        cost.seconds, reduce.seconds, cost.launches, flops, steps * sent, steps
+    )
 
 
 def _collective(hardware: Hardware, nbytes: float) -> Cost:

@@ -16,7 +16,8 @@ Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
 
 
 class StateBytes(NamedTuple):
-    """Bytes of an element's main parameter beside a weight, AdamW's moments, Muon's momentum.
+    """Bytes of an element's main parameter beside a weight, AdamW's moments, Muon's
+    momentum.
 
     A part of all may be ``on_host``, where AdamW's are fp32.
     """
@@ -41,7 +42,9 @@ def state_bytes(flags: Namespace) -> StateBytes:
     """By Megatron-LM's flags, before it has mapped them to dtypes."""
     if not flags.use_precision_aware_optimizer:
         return WIDE
-    keeps = flags.bf16 and flags.main_params_dtype == "fp32"  # 16 bits that a weight lacks
+    keeps = (
+        flags.bf16 and flags.main_params_dtype == "fp32"
+    )  # 16 bits that a weight lacks
     main = 2 if keeps else _BYTES[flags.main_params_dtype]
     on_host = flags.optimizer_offload_fraction if flags.optimizer_cpu_offload else 0.0
     first = _BYTES[flags.exp_avg_dtype]
@@ -76,7 +79,8 @@ class Optimizer:
 
 
 class Shared(NamedTuple):
-    """A strip of a matrix: the whole's rows and columns, its number of strips, the strip's length.
+    """A strip of a matrix: the whole's rows and columns, its number of strips, the
+    strip's length.
 
     ``is_turned`` says that its rows come, and its columns are iterated on.
     """
@@ -88,7 +92,9 @@ class Shared(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Matrices that Newton-Schulz can take together: of one shape, staged in one way."""
+    """Matrices that Newton-Schulz can take together: of one shape, staged in one
+    way.
+    """
 
     rows: int
     cols: int
@@ -100,13 +106,17 @@ class Layout(NamedTuple):
     def of(matrix: Matrix) -> Layout:
         shared = None
         if matrix.strip is not None:
-            shared = Shared(matrix.whole, matrix.strip.count, matrix.long, matrix.is_turned)
+            shared = Shared(
+                matrix.whole, matrix.strip.count, matrix.long, matrix.is_turned
+            )
         return Layout(*matrix.unit, matrix.column_parts, matrix.column_blocks, shared)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundWork:
-    """One round; lists are by rank, and count elements or, where they say so, segments."""
+    """One round; lists are by rank, and count elements or, where they say so,
+    segments.
+    """
 
     held: list[int]  # held, pieces: elements and number of the rank's pieces
     pieces: list[int]
@@ -115,9 +125,13 @@ class RoundWork:
     arrivals: list[int]
     kept: list[int]  # kept, keeps: those of its matrices that it holds itself
     keeps: list[int]
-    leaving: list[int]  # leaving, departures: those of directions that it sends as a home
+    leaving: list[
+        int
+    ]  # leaving, departures: those of directions that it sends as a home
     departures: list[int]
-    layouts: list[Counter[Layout]]  # number of matrices of each layout that it orthogonalizes
+    layouts: list[
+        Counter[Layout]
+    ]  # number of matrices of each layout that it orthogonalizes
     # gather, scatter: bytes by pair of ranks
     gather: Pairs = field(default_factory=lambda: defaultdict(int))
     scatter: Pairs = field(default_factory=lambda: defaultdict(int))
@@ -126,7 +140,9 @@ class RoundWork:
     def idle(cls, size: int) -> RoundWork:
         own = [[0] * size for _ in range(8)]
         layouts: list[Counter[Layout]] = [Counter() for _ in range(size)]
-        return cls(own[0], own[1], own[2], own[3], own[4], own[5], own[6], own[7], layouts)
+        return cls(
+            own[0], own[1], own[2], own[3], own[4], own[5], own[6], own[7], layouts
+        )
 
     def staged(self, rank: int) -> int:
         """Elements of the matrices whose home the rank is."""
@@ -141,7 +157,9 @@ def rounds_of(plan: ExchangePlan) -> list[RoundWork]:
     """Every round of a plan, for all ranks in one pass over its segments."""
     rounds = [RoundWork.idle(plan.size) for _ in plan.rounds]
     round_of = {
-        index: work for work, members in zip(rounds, plan.rounds, strict=True) for index in members
+        index: work
+        for work, members in zip(rounds, plan.rounds, strict=True)
+        for index in members
     }
     pieces_seen: set[tuple[int, int]] = set()
     for segment in plan.slices:
@@ -185,7 +203,8 @@ def total(counts: Sequence[Sequence[int]]) -> list[int]:
 class Traffic:
     """Messages of one step, by rank of the stage."""
 
-    # inside, between: bytes that the rank sends to others of its node, and to other nodes
+    # inside, between: bytes that the rank sends to others of its node, and to other
+    # nodes
     inside: list[int]
     between: list[int]
     messages: list[int]  # number of messages that it sends
@@ -198,7 +217,9 @@ class Traffic:
 
 
 def traffic_of(plans: Sequence[ExchangePlan], nodes: Sequence[int]) -> Traffic:
-    """What the ranks of a stage send for its plans; ``nodes`` has the node of each rank."""
+    """What the ranks of a stage send for its plans; ``nodes`` has the node of each
+    rank.
+    """
     size = len(nodes)
     inside, between, messages = [0] * size, [0] * size, [0] * size
     peers: list[set[int]] = [set() for _ in nodes]

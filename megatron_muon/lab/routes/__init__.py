@@ -1,1 +1,3 @@
-"""``megatron-muon routes``: which parameters are Muon's, in what matrices, and their homes."""
+"""``megatron-muon routes``: which parameters are Muon's, in what matrices, and their
+homes.
+"""

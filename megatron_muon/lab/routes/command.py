@@ -1,4 +1,6 @@
-"""``megatron-muon routes``: the optimizer, matrices and homes of every parameter of a run."""
+"""``megatron-muon routes``: the optimizer, matrices and homes of every parameter of a
+run.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ _PROGRAM = "megatron-muon routes"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; wrong arguments end the process with status 2, as argparse does."""
+    """Run the command; wrong arguments end the process with status 2, as argparse
+    does.
+    """
     line = CommandLine(_parser(), argv)
     given = line.given
     import_megatron(_PROGRAM, script=line.script)
@@ -55,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
         core["folder"] = str(Path(package.__path__[0]).resolve())
         if given.json is not None:
             about = {"megatron_core": core, "settings": dataclasses.asdict(run.config)}
-            write_json(given.json, about | {"notes": run.notes} | dataclasses.asdict(routed))
+            write_json(
+                given.json, about | {"notes": run.notes} | dataclasses.asdict(routed)
+            )
     except (*REFUSALS, OSError) as error:
         stop(said(error), _PROGRAM)
     for note in run.notes:
@@ -66,7 +72,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of(_PROGRAM, _DESCRIPTION, usage=USAGE.format(_PROGRAM), epilog=_HOMES)
+    parser = parser_of(
+        _PROGRAM, _DESCRIPTION, usage=USAGE.format(_PROGRAM), epilog=_HOMES
+    )
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write every parameter and its homes")
     add("--all", action="store_true", help="print a line for every layer and expert")

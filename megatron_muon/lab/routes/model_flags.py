@@ -32,7 +32,8 @@ from megatron_muon.settings.from_flags import muon_config
 if TYPE_CHECKING:
     from megatron_muon.lab.dry_run.model import Ranks
 
-# Megatron or the plugin refuses the flags: the user's error, to be said as argparse does.
+# Megatron or the plugin refuses the flags: the user's error, to be said as argparse
+# does.
 REFUSALS = (ValueError, NotImplementedError, AssertionError, RuntimeError)
 USAGE = "{0} [OPTIONS] --world-size N SCRIPT ITS-ARGUMENTS...\n"
 USAGE += "       {0} [OPTIONS] --model NAME [FLAGS...]"
@@ -52,15 +53,25 @@ class Settled:
     flags: Namespace  # Megatron's arguments, with the buckets that the run would choose
     config: MuonConfig  # Muon's settings
     ranks: Ranks  # how its ranks are divided
-    notes: list[str]  # what there is to say about the choice of buckets, and about flags
+    notes: list[
+        str
+    ]  # what there is to say about the choice of buckets, and about flags
 
 
 class CommandLine:
-    """The command line of a command that plans a run: its options, then the run's own words."""
+    """The command line of a command that plans a run: its options, then the run's own
+    words.
+    """
 
     def __init__(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-        """Read it, with the parser of the command's own options; argparse may end the process."""
-        found = [at for at, word in enumerate(argv) if word.endswith(".py") and word[0] != "-"]
+        """Read it, with the parser of the command's own options; argparse may end the
+        process.
+        """
+        found = [
+            at
+            for at, word in enumerate(argv)
+            if word.endswith(".py") and word[0] != "-"
+        ]
         self.script = Path(argv[found[0]]).resolve() if found else None
         end = found[0] if found else len(argv)
         self._parser = parser
@@ -70,10 +81,14 @@ class CommandLine:
             _add_model_flags(parser)
         self.given = self.options()
         if self.script is not None and self.given.model is not None:
-            parser.error("--model is for where no script is given: leave one of both out")
+            parser.error(
+                "--model is for where no script is given: leave one of both out"
+            )
 
     def options(self, words: Sequence[str] = ()) -> Namespace:
-        """The command's own options, and a preset's flags, with those among further words."""
+        """The command's own options, and a preset's flags, with those among further
+        words.
+        """
         given = [*self._options, *self._split(words)[0]]
         parsed, unknown = self._parser.parse_known_args(given)
         if unknown:
@@ -89,8 +104,8 @@ class CommandLine:
         """The run, with further options of the command or of the run.
 
         Raises:
-            ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin
-                refuses it.
+            ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or
+                the plugin refuses it.
         """
         from megatron_muon.lab.dry_run.model import ranks_of
 
@@ -103,7 +118,9 @@ class CommandLine:
         parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
         add_rank_flags(parser)
         sizes = parser.parse_known_args(of_run)[0]
-        sizes.world_size = _world_size(options, sizes) or int(os.environ.get("WORLD_SIZE", "0"))
+        sizes.world_size = _world_size(options, sizes) or int(
+            os.environ.get("WORLD_SIZE", "0")
+        )
         sizes.virtual_pipeline_model_parallel_size = None
         with megatron_is_quiet():
             world_size = sizes.world_size or ranks_of(sizes).world
@@ -124,7 +141,9 @@ class CommandLine:
 
 
 def import_megatron(program: str, script: Path | None = None) -> None:
-    """Import Megatron, that of the checkout of a script, or end the process with an error."""
+    """Import Megatron, that of the checkout of a script, or end the process with an
+    error.
+    """
     from megatron_muon.mcore.seams.rows import check_rows
 
     with megatron_is_quiet():
@@ -134,7 +153,9 @@ def import_megatron(program: str, script: Path | None = None) -> None:
 
                 prepare(script)
             if not megatron_muon.cpu.enabled():
-                megatron_muon.cpu.enable(allow_cuda=True)  # nothing here runs on a device
+                megatron_muon.cpu.enable(
+                    allow_cuda=True
+                )  # nothing here runs on a device
             importlib.import_module("megatron.core.transformer")
             check_rows(ROWS)
         except CoreNotFoundError:
@@ -142,7 +163,10 @@ def import_megatron(program: str, script: Path | None = None) -> None:
         except (SeamError, MixedInstallationError, FileNotFoundError) as error:
             stop(str(error), program)
         except ImportError as error:
-            why = f"megatron.core cannot be imported ({error}); megatron-muon doctor says more"
+            why = (
+                f"megatron.core cannot be imported ({error}); megatron-muon "
+                "doctor says more"
+            )
             stop(why, program)
 
 
@@ -154,7 +178,9 @@ def stop(text: str, program: str) -> NoReturn:
 
 @contextmanager
 def megatron_is_quiet() -> Iterator[None]:
-    """Within it Megatron's warnings, such as of missing Apex, are off; prints go to stderr."""
+    """Within it Megatron's warnings, such as of missing Apex, are off; prints go to
+    stderr.
+    """
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -175,7 +201,8 @@ def muon_settings(flags: Namespace) -> MuonConfig:
     ):
         if value == "upstream":
             raise ValueError(
-                f"{option} upstream is not supported: this is about the plugin's Muon, with its "
+                f"{option} upstream is not supported: this is about the plugin's Muon, "
+                "with its "
                 "own defaults; leave it out, and give the values themselves"
             )
     return dataclasses.replace(muon_config(flags), align_shards=aligns_shards(flags))
@@ -190,11 +217,16 @@ def said(error: BaseException) -> str:
         traceback = traceback.tb_next
     assert traceback is not None
     code = traceback.tb_frame.f_code
-    return f"{type(error).__name__} in {code.co_name} ({code.co_filename}:{traceback.tb_lineno})"
+    return (
+        f"{type(error).__name__} in {code.co_name} "
+        f"({code.co_filename}:{traceback.tb_lineno})"
+    )
 
 
 def _settled(flags: Namespace) -> Settled:
-    """Check the flags of a GPT and choose what a run would choose: layers and buckets."""
+    """Check the flags of a GPT and choose what a run would choose: layers and
+    buckets.
+    """
     from megatron_muon.lab.dry_run.model import ranks_of, validated
     from megatron_muon.megatron_lm.bucketing import choose_buckets
     from megatron_muon.megatron_lm.layouts import own_layout
@@ -220,13 +252,17 @@ def _world_size(options: Namespace, sizes: Namespace) -> int | None:
     if dp is None:
         return stated
     if stated is not None:
-        raise ValueError("--dp and --world-size both state the number of ranks: leave one out")
+        raise ValueError(
+            "--dp and --world-size both state the number of ranks: leave one out"
+        )
     tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
     return dp * int(tp * pp * sizes.context_parallel_size)
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add Muon's flags and those of Megatron's that describe a GPT, all hidden from ``--help``."""
+    """Add Muon's flags and those of Megatron's that describe a GPT, all hidden from
+    ``--help``.
+    """
     before = set(parser._actions)
     add_flags(parser)
     for action in set(parser._actions) - before:
@@ -239,4 +275,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--model", choices=PRESETS, metavar="NAME", help="a preset, in place of SCRIPT")
     text = "number of ranks (default: WORLD_SIZE, or as few as the sizes allow)"
     add("--world-size", type=ranks, metavar="N", help=text)
-    add("--dp", type=ranks, metavar="N", help="data-parallel size, in place of --world-size")
+    add(
+        "--dp",
+        type=ranks,
+        metavar="N",
+        help="data-parallel size, in place of --world-size",
+    )

@@ -1,4 +1,6 @@
-"""A run's treatment of every parameter of every pipeline stage, by the code that the run runs."""
+"""A run's treatment of every parameter of every pipeline stage, by the code that the
+run runs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from typing import Any, Literal
 
 from megatron_muon.lab.dry_run import world
 from megatron_muon.lab.dry_run.model import Ranks, ranks_of
-from megatron_muon.lab.dry_run.stages import Planned, as_rank, built, planned_optimizers, sizes_of
+from megatron_muon.lab.dry_run.stages import (
+    Planned,
+    as_rank,
+    built,
+    planned_optimizers,
+    sizes_of,
+)
 from megatron_muon.mcore.routing.matrices import matrices_of
 from megatron_muon.mcore.routing.multipliers import multipliers_of
 from megatron_muon.mcore.routing.param_routing import (
@@ -66,14 +74,20 @@ class RoutedStage:
     """A pipeline stage."""
 
     stage: int  # its number
-    ranks: tuple[int, ...]  # of the world, in the order of the stage; of the first instance
+    ranks: tuple[
+        int, ...
+    ]  # of the world, in the order of the stage; of the first instance
     lines: tuple[str, ...]  # those that a run prints about the stage at its start
-    parameters: tuple[RoutedParameter, ...]  # all of them, those of an expert on every EP rank
+    parameters: tuple[
+        RoutedParameter, ...
+    ]  # all of them, those of an expert on every EP rank
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """A model's routes, over all stages; ``lines`` are what a run prints about the model."""
+    """A model's routes, over all stages; ``lines`` are what a run prints about the
+    model.
+    """
 
     ranks: Ranks
     lines: tuple[str, ...]
@@ -81,11 +95,12 @@ class Routes:
 
 
 def routes(flags: Namespace, config: MuonConfig) -> Routes:
-    """Build one rank of each pipeline stage, without memory for parameters, and ask the plugin.
+    """Build one rank of each pipeline stage, without memory for parameters, and ask the
+    plugin.
 
     Raises:
-        ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin finds
-            something wrong, as they would in the run.
+        ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the
+            plugin finds something wrong, as they would in the run.
     """
     ranks = ranks_of(flags)
     sizes = sizes_of(flags, ranks)
@@ -123,12 +138,17 @@ def _stage(
         buckets = [len(buffer.buckets) for buffer in planned.buffers]
         earlier = [one.plan for one in optimizers[:at]]
         plan, experts = planned.plan, planned.experts
-        lines += [start_line(plan, stage=number, experts=experts, buckets=buckets, earlier=earlier)]
+        lines += [
+            start_line(
+                plan, stage=number, experts=experts, buckets=buckets, earlier=earlier
+            )
+        ]
     parameters: list[RoutedParameter] = []
     for weight in weights(chunks):
         ep_size = sizes.ep if weight.param in on_ep_ranks else 1
         names = [
-            expert_name(weight.name, ep, local_experts(chunks, ep_size)) for ep in range(ep_size)
+            expert_name(weight.name, ep, local_experts(chunks, ep_size))
+            for ep in range(ep_size)
         ]
         tp_size = sizes.tp_of(weight)
         reason = why_adamw(weight, tp_size, config)
@@ -149,7 +169,9 @@ def _stage(
     return RoutedStage(number, members, tuple(lines), tuple(parameters))
 
 
-def _matrices(planned: Planned, config: MuonConfig) -> dict[tuple[str, int], tuple[Routed, ...]]:
+def _matrices(
+    planned: Planned, config: MuonConfig
+) -> dict[tuple[str, int], tuple[Routed, ...]]:
     """Matrices by their parameter's name and EP rank."""
     matrices = iter(planned.plan.matrices)
     return {
@@ -162,13 +184,16 @@ def _matrices(planned: Planned, config: MuonConfig) -> dict[tuple[str, int], tup
     }
 
 
-def _split(weight: Weight, tp_size: int, config: MuonConfig, reason: str | None) -> Split:
+def _split(
+    weight: Weight, tp_size: int, config: MuonConfig, reason: str | None
+) -> Split:
     if tp_size == 1:
         return "whole"
     if reason is None:
         dim = matrices_of(weight, tp_size, replace(config, splits=())).partition_dim
     elif is_cut(weight):
-        # state-space layers mark what TP ranks have a range of, and do not say along which dim
+        # state-space layers mark what TP ranks have a range of, and do not say along
+        # which dim
         dim = max(0, getattr(weight.param, "partition_dim", 0))
     else:
         dim = None

@@ -6,29 +6,40 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_muon.lab.routes.parameters import Routed, RoutedParameter, RoutedStage, Routes
+from megatron_muon.lab.routes.parameters import (
+    Routed,
+    RoutedParameter,
+    RoutedStage,
+    Routes,
+)
 from megatron_muon.lab.tables import listed, wrapped
 
 _LAYER = re.compile(r"(.*?\blayers\.)(\d+)(\..*)")
-_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
+_EXPERT = re.compile(
+    r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)"
+)
 _HEADER = ("parameter", "local shape", "TP", "optimizer", "scale", "home", "matrices")
 
 
 def as_text(routes: Routes, *, every: bool) -> str:
     """A table for each stage, then the lines that a run prints.
 
-    Parameters that differ in their layer's and expert's numbers only share a line, if not ``every``
-    one has its own.
+    Parameters that differ in their layer's and expert's numbers only share a line, if
+    not ``every`` one has its own.
     """
     lines = []
     for stage in routes.stages:
         ranks = numbers(stage.ranks)
         lines += wrapped(
-            f"pipeline stage {stage.stage}, {len(stage.ranks)} rank(s) of the world: {ranks}"
+            f"pipeline stage {stage.stage}, {len(stage.ranks)} rank(s) of the world: "
+            f"{ranks}"
         )
         shared = [[row] for row in stage.parameters] if every else _shared(stage)
         lines += [*listed([_HEADER, *map(_cells, shared)]), ""]
-    for line in (*routes.lines, *(line for stage in routes.stages for line in stage.lines)):
+    for line in (
+        *routes.lines,
+        *(line for stage in routes.stages for line in stage.lines),
+    ):
         lines += wrapped(line)
     return "\n".join(lines)
 
@@ -69,7 +80,11 @@ def _cells(rows: Sequence[RoutedParameter]) -> tuple[str, ...]:
         return (name, shape, first.tp, optimizer, "", "", f"({first.reason})")
     homes = sorted({matrix.home for row in rows for matrix in row.matrices})
     one_by_one = len(rows) == 1 and len(first.matrices) <= 4
-    home = ",".join(str(m.home) for m in first.matrices) if one_by_one else f"{len(homes)} ranks"
+    home = (
+        ",".join(str(m.home) for m in first.matrices)
+        if one_by_one
+        else f"{len(homes)} ranks"
+    )
     if len(homes) == 1:
         home = str(homes[0])
     scales = " ".join(dict.fromkeys(f"{matrix.scale:.4g}" for matrix in first.matrices))
@@ -77,7 +92,9 @@ def _cells(rows: Sequence[RoutedParameter]) -> tuple[str, ...]:
 
 
 def _matrices(matrices: Sequence[Routed]) -> str:
-    """``q 4096x4096, k,v 1024x4096``; numbered ones are counted: ``32 q,8 k,8 v 128x4096``."""
+    """``q 4096x4096, k,v 1024x4096``; numbered ones are counted: ``32 q,8 k,8 v
+    128x4096``.
+    """
     by_size: dict[str, dict[str, int]] = {}
     numbered: set[str] = set()
     for matrix in matrices:
@@ -90,7 +107,9 @@ def _matrices(matrices: Sequence[Routed]) -> str:
         if len(matrices) > 1 and set(counts) == {"expert"}:
             texts.append(f"{counts['expert']} of {size}")
             continue
-        parts = [f"{n} {part}" if part in numbered else part for part, n in counts.items()]
+        parts = [
+            f"{n} {part}" if part in numbered else part for part, n in counts.items()
+        ]
         texts.append(f"{','.join(parts)} {size}".strip())
     return ", ".join(texts)
 

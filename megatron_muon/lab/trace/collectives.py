@@ -1,8 +1,9 @@
 """Collectives by the names and arguments of profiler events: operation, bytes, group.
 
-NCCL kernels have names such as ``ncclDevKernel_AllGather_RING_LL(...)`` and, from torch 2.2 on,
-arguments such as ``In msg nelems``. gloo's events are ``gloo:all_reduce``; the operator that
-started one is ``c10d::_reduce_scatter_base_``, with the shapes of its tensors if recorded.
+NCCL kernels have names such as ``ncclDevKernel_AllGather_RING_LL(...)`` and, from torch
+2.2 on, arguments such as ``In msg nelems``. gloo's events are ``gloo:all_reduce``; the
+operator that started one is ``c10d::_reduce_scatter_base_``, with the shapes of its
+tensors if recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from megatron_muon.lab.trace.spans import Interval
 
 COMMS = "record_param_comms"  # torch's event about a collective of any backend
 _OPERATIONS = (  # the longer ones first
-    *("reduce_scatter", "all_reduce", "all_gather", "all_to_all", "broadcast", "send_recv"),
+    *(
+        "reduce_scatter",
+        "all_reduce",
+        "all_gather",
+        "all_to_all",
+        "broadcast",
+        "send_recv",
+    ),
     *("barrier", "scatter", "gather", "reduce", "recv", "send"),
 )
 _DTYPES = {  # as traces spell them, by short name
@@ -33,9 +41,10 @@ _MOST = 1 << 62  # elements
 class Call:
     """A collective, or the operator on the host (``c10d::``) that started one.
 
-    ``elements`` are those of the whole buffer: an all-gather's output, a reduce-scatter's input.
-    ``external`` is the number that an operator and its kernels share. ``place`` is the annotation
-    that it was started in, or its group's description. What a trace does not tell is "", 0 or None.
+    ``elements`` are those of the whole buffer: an all-gather's output, a
+    reduce-scatter's input. ``external`` is the number that an operator and its kernels
+    share. ``place`` is the annotation that it was started in, or its group's
+    description. What a trace does not tell is "", 0 or None.
     """
 
     operation: str
@@ -51,14 +60,23 @@ class Call:
     place: str = ""
 
     def learn(self, launch: Call | None) -> None:
-        """Take from the operator that started it what the event itself does not tell."""
+        """Take from the operator that started it what the event itself does not
+        tell.
+        """
         if launch is not None:
             if self.operation in ("nccl", "send_recv"):
                 self.operation = launch.operation or self.operation
             self.dtype = self.dtype or launch.dtype
-            known = [each for each in (self.elements, launch.elements) if each is not None]
-            self.elements = max(known, default=None)  # gloo's own event has a rank's part only
-            self.ranks, self.group = self.ranks or launch.ranks, self.group or launch.group
+            known = [
+                each for each in (self.elements, launch.elements) if each is not None
+            ]
+            self.elements = max(
+                known, default=None
+            )  # gloo's own event has a rank's part only
+            self.ranks, self.group = (
+                self.ranks or launch.ranks,
+                self.group or launch.group,
+            )
             self.place = launch.place
         self.place = self.place or self.group
 
@@ -82,15 +100,21 @@ class Call:
 
 
 def call(name: str, at: Interval, args: dict[str, Any], thread: str) -> Call:
-    """The call of an event, without other arguments; a ValueError for a wrong count or shape."""
+    """The call of an event, without other arguments; a ValueError for a wrong count or
+    shape.
+    """
     # NCCL's kernels may be called Generic, or do several operations
     known = _operation(str(args.get("Collective name", ""))) or _operation(name)
-    known = known or ("nccl" if is_nccl(name) else "" if name == COMMS else printable(name[:40]))
+    known = known or (
+        "nccl" if is_nccl(name) else "" if name == COMMS else printable(name[:40])
+    )
     dims, types = args.get("Input Dims"), args.get("Input type")
     shapes = [_elements(shape) for shape in dims] if isinstance(dims, list) else []
     elements = max(shapes, default=None)
     if "In msg nelems" in args:
-        elements = max(_count(args["In msg nelems"]), _count(args.get("Out msg nelems", 0)))
+        elements = max(
+            _count(args["In msg nelems"]), _count(args.get("Out msg nelems", 0))
+        )
         types = [args.get("dtype")]
     dtypes = map(_dtype, types) if isinstance(types, list) else ()
     ranks, tensors = _count(args.get("Group size", 0)), sorted(filter(None, shapes[:2]))
@@ -101,7 +125,9 @@ def call(name: str, at: Interval, args: dict[str, Any], thread: str) -> Call:
     group = printable(group[:80]) if isinstance(group, str) else ""
     dtype = next(filter(None, dtypes), "")
     is_operator = name.startswith("c10d::")
-    return Call(known, *at, thread, is_operator, external, dtype, elements, ranks, group)
+    return Call(
+        known, *at, thread, is_operator, external, dtype, elements, ranks, group
+    )
 
 
 def is_nccl(kernel: str) -> bool:
@@ -116,9 +142,13 @@ def _operation(name: str) -> str | None:
 
 
 def _dtype(text: object) -> str:
-    """Short name of ``BFloat16``, ``c10::Half``, ``long int``; "" where it is unknown."""
+    """Short name of ``BFloat16``, ``c10::Half``, ``long int``; "" where it is
+    unknown.
+    """
     plain = str(text)[:40].split("::")[-1].replace(" ", "").lower()
-    return next((short for short, spelled in _DTYPES.items() if plain in spelled.split()), "")
+    return next(
+        (short for short, spelled in _DTYPES.items() if plain in spelled.split()), ""
+    )
 
 
 def _elements(dims: Any) -> int:

@@ -1,4 +1,6 @@
-"""``megatron-muon trace report``: where the time of a step goes, from traces of any run."""
+"""``megatron-muon trace report``: where the time of a step goes, from traces of any
+run.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.console import printable
-from megatron_muon.lab.outputs import add_outputs, parser_of, require_outputs, write_json
+from megatron_muon.lab.outputs import (
+    add_outputs,
+    parser_of,
+    require_outputs,
+    write_json,
+)
 
 _DESCRIPTION = """\
 report prints where the time of a training step goes on each rank: compute,

@@ -15,8 +15,8 @@ from megatron_muon.lab.outputs import CommandError
 from megatron_muon.mcore.load_check.files import open_regular
 
 MOST = 1 << 31  # bytes of a trace's text, which takes about seven times as much memory
-# Objects and lists in it. Empty ones take 24 times the memory of their text. A real trace of MOST
-# bytes has about half as many.
+# Objects and lists in it. Empty ones take 24 times the memory of their text. A real
+# trace of MOST bytes has about half as many.
 MOST_PARTS = 1 << 27
 _RANK = re.compile(r"rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
 
@@ -44,7 +44,9 @@ def read_trace(path: Path) -> TraceFile:
         if len(text) > MOST:
             raise ValueError(f"it has more than {MOST >> 20} MiB: trace fewer steps")
         if text.count(b"{") + text.count(b"[") > MOST_PARTS:
-            raise ValueError(f"it has more than {MOST_PARTS:,} events and lists: trace fewer steps")
+            raise ValueError(
+                f"it has more than {MOST_PARTS:,} events and lists: trace fewer steps"
+            )
         whole = parsed(text.decode("utf-8", "replace"))
         metadata = whole if isinstance(whole, dict) else {"traceEvents": whole}
         events = metadata.pop("traceEvents", None)
@@ -61,27 +63,39 @@ def _timed(event: Any, number: int) -> dict[str, Any]:
         raise ValueError(f"event {number} is no object but {str(event)[:40]!r}")
     for key in ("ts", "dur"):
         value = event.get(key) if key in event or event.get("ph") == "X" else 0
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e18:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not abs(value) < 1e18
+        ):
             raise ValueError(f"event {number}: {key} is {str(value)[:40]!r}")
         event |= {key: float(value)} if key in event else {}
     return event
 
 
 def files_of(path: Path) -> list[Path]:
-    """A file, or a folder's ``.json`` and ``.json.gz`` files; a TraceError where there are none."""
+    """A file, or a folder's ``.json`` and ``.json.gz`` files; a TraceError where there
+    are none.
+    """
     if path.exists() and not path.is_dir():
         return [path]
     if not path.is_dir():
         raise TraceError(f"{path}: there is no such file or folder")
-    files = sorted(each for each in path.iterdir() if each.name.endswith((".json", ".json.gz")))
+    files = sorted(
+        each for each in path.iterdir() if each.name.endswith((".json", ".json.gz"))
+    )
     files = [each for each in files if not each.name.startswith(".")]
     if not files:
-        raise TraceError(f"{path}: there is no file in it that ends in .json or .json.gz")
+        raise TraceError(
+            f"{path}: there is no file in it that ends in .json or .json.gz"
+        )
     return files
 
 
 def rank_of(path: Path, metadata: Mapping[str, Any], otherwise: int) -> int:
-    """The rank whose trace this is, by the trace, else by its file's name, else ``otherwise``."""
+    """The rank whose trace this is, by the trace, else by its file's name, else
+    ``otherwise``.
+    """
     told = metadata.get("distributedInfo")
     rank = told.get("rank") if isinstance(told, dict) else None
     if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 1 << 30:

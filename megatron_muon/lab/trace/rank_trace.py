@@ -1,8 +1,8 @@
 """One rank's trace, read once: what a report needs, as sets of moments.
 
-On a GPU compute is its kernels and copies, and communication is NCCL's kernels. On a CPU compute is
-torch's operators, and communication is gloo's own events: from when it takes a collective up until
-the collective has ended.
+On a GPU compute is its kernels and copies, and communication is NCCL's kernels. On a
+CPU compute is torch's operators, and communication is gloo's own events: from when it
+takes a collective up until the collective has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from megatron_muon.lab.trace.events import TraceError, read_trace
 from megatron_muon.lab.trace.spans import Spans
 
 STEP = "ProfilerStep#"  # torch's own mark, as schedules of torch.profiler write it
-_OPTIMIZER = "optimizer/step"  # the recorder's mark around Megatron's whole optimizer step
+_OPTIMIZER = (
+    "optimizer/step"  # the recorder's mark around Megatron's whole optimizer step
+)
 _OPTIMIZERS = ("Optimizer.step#", "muon/", "grads/norm", "params/gather")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _READ = (*_DEVICE, "gpu_user_annotation", "user_annotation", "cpu_op")
@@ -32,10 +34,10 @@ _NO_PLACE = (STEP, "Optimizer.", _OPTIMIZER, "trace/", "## ", "DistributedData")
 class RankTrace:
     """One file's trace.
 
-    ``steps`` are the intervals of the steps, or of the whole trace if it ``has_marks`` of none.
-    ``compute`` is when something is computed, ``calls`` are the collectives. ``optimizer`` is when
-    the optimizer steps, None where nothing marks it. ``device`` is ``gpu`` if the trace has
-    kernels, else ``cpu``.
+    ``steps`` are the intervals of the steps, or of the whole trace if it ``has_marks``
+    of none. ``compute`` is when something is computed, ``calls`` are the collectives.
+    ``optimizer`` is when the optimizer steps, None where nothing marks it. ``device``
+    is ``gpu`` if the trace has kernels, else ``cpu``.
 
     Raises:
         TraceError: the file is no trace, is damaged, or has no events with a time.
@@ -49,7 +51,8 @@ class RankTrace:
         self._gloo: list[Call] = []
         self._launches: list[Call] = []
         self._marks: list[_Mark] = []
-        # by whether it is marked on the device, and whether the mark is around the whole step
+        # by whether it is marked on the device, and whether the mark is around the
+        # whole step
         optimizer: dict[tuple[bool, bool], Spans] = defaultdict(Spans)
         for number, event in enumerate(self.file.events):
             try:
@@ -66,15 +69,20 @@ class RankTrace:
         self.steps = [(m.start, m.stop) for m in self._marks if m.name.startswith(STEP)]
         self.has_marks = bool(self.steps)
         self.steps = sorted(self.steps) or [(self._start, self._stop)]
-        if self._has_device and own is None:  # kernels run after the host has left the step
+        if (
+            self._has_device and own is None
+        ):  # kernels run after the host has left the step
             self.steps[-1] = (self.steps[-1][0], max(self._stop, self.steps[-1][0]))
         _place(self._launches, self._marks)
         self.calls = self._learned()
 
-    def _add(self, event: dict[str, Any], optimizer: dict[tuple[bool, bool], Spans]) -> None:
+    def _add(
+        self, event: dict[str, Any], optimizer: dict[tuple[bool, bool], Spans]
+    ) -> None:
         category, name = event.get("cat"), event.get("name")
         if not isinstance(category, str) or not isinstance(name, str):
-            return  # torch's own rows without a category, such as the profiler's own span
+            # torch's own rows without a category, such as the profiler's own span
+            return
         category = category.lower()
         if category not in _READ:
             return
@@ -133,30 +141,38 @@ class _Mark(NamedTuple):
 
 
 def _place(launches: Sequence[Call], marks: Sequence[_Mark]) -> None:
-    """Set each launch's place: the innermost annotation around it. Those of a thread nest."""
+    """Set each launch's place: the innermost annotation around it. Those of a thread
+    nest.
+    """
     around: dict[str, list[_Mark]] = defaultdict(list)
     named = [mark for mark in marks if not mark.name.startswith(_NO_PLACE)]
     both: list[_Mark | Call] = [*named, *launches]
-    for each in sorted(both, key=lambda each: (each.start, isinstance(each, Call), -each.stop)):
+    for each in sorted(
+        both, key=lambda each: (each.start, isinstance(each, Call), -each.stop)
+    ):
         inside = around[each.thread]
         while inside and inside[-1].stop < each.start:
             inside.pop()
         if isinstance(each, _Mark):
             inside.append(each)
         elif inside:
-            each.place = inside[-1].name.removesuffix("/collective").removesuffix("/wait")
+            each.place = (
+                inside[-1].name.removesuffix("/collective").removesuffix("/wait")
+            )
 
 
 def _assigned(events: Sequence[Call], launches: Sequence[Call]) -> list[Call | None]:
     """The operator that started each of gloo's events, or None.
 
-    gloo's threads take collectives up in the order in which they were started. So the first event
-    of a kind after an operator is the operator's. It may belong to a neighbour of the same kind
-    where two groups communicate at once.
+    gloo's threads take collectives up in the order in which they were started. So the
+    first event of a kind after an operator is the operator's. It may belong to a
+    neighbour of the same kind where two groups communicate at once.
     """
     waiting: dict[str, deque[Call]] = defaultdict(deque)
     for launch in sorted(launches, key=lambda launch: launch.start):
-        if launch.is_operator:  # gloo has no reduce-scatter of its own: an all-reduce does the work
+        if (
+            launch.is_operator
+        ):  # gloo has no reduce-scatter of its own: an all-reduce does the work
             kind = launch.operation
             waiting["all_reduce" if kind == "reduce_scatter" else kind].append(launch)
     started: dict[int, Call] = {}

@@ -1,7 +1,8 @@
 """Where the time of a step goes on each rank of a run, from the ranks' traces.
 
-compute + exposed + idle is the step. Communication is exposed where nothing is computed, and
-overlapped where something is. Idle is the rest: on a CPU also Python between two operators.
+compute + exposed + idle is the step. Communication is exposed where nothing is
+computed, and overlapped where something is. Idle is the rest: on a CPU also Python
+between two operators.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _MOST_KINDS = 1000
 class Run(NamedTuple):
     """A run, as means over the steps of each trace.
 
-    ``ranks`` has a row for each rank: file, device, steps (0: no marks, the trace is one step), ms
-    of the step and of its parts. ``kinds`` has one for each rank and kind of collective: count, ms
-    in which one is under way, the exposed part of it, bytes of whole buffers, sent bytes. NaN is
-    unknown.
+    ``ranks`` has a row for each rank: file, device, steps (0: no marks, the trace is
+    one step), ms of the step and of its parts. ``kinds`` has one for each rank and kind
+    of collective: count, ms in which one is under way, the exposed part of it, bytes of
+    whole buffers, sent bytes. NaN is unknown.
     """
 
     name: str
@@ -39,16 +40,23 @@ class Run(NamedTuple):
     kinds: pd.DataFrame
 
     def means(self) -> pd.DataFrame:
-        """The collectives by name, as means over ranks, with GB/s; the longest first."""
+        """The collectives by name, as means over ranks, with GB/s; the longest
+        first.
+        """
         groups = self.kinds.groupby("name", sort=False)[_SUMS]
         sums = groups.agg(lambda each: each.sum(skipna=False)) / len(self.ranks)
         ms = sums["ms"].where(sums["ms"] > 0)
-        rates = {"GB/s": sums["bytes"] / ms / 1e6, "bus GB/s": sums["sent_bytes"] / ms / 1e6}
+        rates = {
+            "GB/s": sums["bytes"] / ms / 1e6,
+            "bus GB/s": sums["sent_bytes"] / ms / 1e6,
+        }
         return sums.assign(**rates).sort_values("ms", ascending=False, kind="stable")
 
 
 def read_run(path: Path, name: str) -> Run:
-    """Measure a run, one trace at a time; a TraceError for a bad file, or two of one rank."""
+    """Measure a run, one trace at a time; a TraceError for a bad file, or two of one
+    rank.
+    """
     ranks: dict[int, dict[str, Any]] = {}
     kinds: list[dict[str, Any]] = []
     for number, file in enumerate(files_of(path)):
@@ -56,7 +64,9 @@ def read_run(path: Path, name: str) -> Run:
         rank = rank_of(file, trace.file.metadata, number)
         if rank in ranks:
             told = f"{ranks[rank]['file']} is of rank {rank}, too"
-            raise TraceError(f"{file}: {told}: give one run's folder, or each file by itself")
+            raise TraceError(
+                f"{file}: {told}: give one run's folder, or each file by itself"
+            )
         ranks[rank], of_rank = _measured(trace)
         kinds += [{"rank": rank, **each} for each in of_rank]
     by_rank = pd.DataFrame.from_dict(ranks, orient="index").sort_index()
@@ -76,21 +86,36 @@ def _measured(trace: RankTrace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         "overlapped": traffic.length(compute),
         "exposed": exposed,
         "idle": max(0.0, steps.length() - compute.length() - exposed),
-        "optimizer": math.nan if trace.optimizer is None else trace.optimizer.length(steps),
+        "optimizer": math.nan
+        if trace.optimizer is None
+        else trace.optimizer.length(steps),
     }
-    row = {"file": trace.file.path.name, "device": trace.device, "steps": number * trace.has_marks}
+    row = {
+        "file": trace.file.path.name,
+        "device": trace.device,
+        "steps": number * trace.has_marks,
+    }
     row |= {f"{each}_ms": 1e-3 * us / number for each, us in times.items()}
     calls: dict[str, list[Call]] = defaultdict(list)
     ends = [(call.start, call.stop) for call in trace.calls]
     places = np.searchsorted(steps.edges(), np.array(ends).reshape(-1, 2), "right")
     for call, (start, stop) in zip(trace.calls, places.tolist(), strict=True):
-        if start % 2 or stop > start:  # it begins within a step, or an edge of one is within it
-            calls[" ".join(filter(None, (call.operation, call.dtype, call.place)))].append(call)
+        if (
+            start % 2 or stop > start
+        ):  # it begins within a step, or an edge of one is within it
+            calls[
+                " ".join(filter(None, (call.operation, call.dtype, call.place)))
+            ].append(call)
     if len(calls) > _MOST_KINDS:
-        raise TraceError(f"{trace.file.path}: it has more than {_MOST_KINDS} kinds of collectives")
+        raise TraceError(
+            f"{trace.file.path}: it has more than {_MOST_KINDS} kinds of collectives"
+        )
     kinds = []
     for name, own in calls.items():
-        spans, sizes = Spans((c.start, c.stop) for c in own), [(c.bytes, c.sent_bytes) for c in own]
+        spans, sizes = (
+            Spans((c.start, c.stop) for c in own),
+            [(c.bytes, c.sent_bytes) for c in own],
+        )
         us = spans.length(steps)
         sums = (
             len(own),
@@ -98,13 +123,23 @@ def _measured(trace: RankTrace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             (us - spans.length(compute)) / 1e3,
             *map(sum, zip(*sizes, strict=True)),
         )
-        kinds.append({"name": name} | {k: v / number for k, v in zip(_SUMS, sums, strict=True)})
+        kinds.append(
+            {"name": name} | {k: v / number for k, v in zip(_SUMS, sums, strict=True)}
+        )
     return row, kinds
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
     """A short name for each run, all different."""
-    plain = [re.sub(r"(\.pt|\.trace|\.json|\.gz)+$", "", path.resolve().name) for path in paths]
-    longer = [f"{path.resolve().parent.name}/{own}" for path, own in zip(paths, plain, strict=True)]
+    plain = [
+        re.sub(r"(\.pt|\.trace|\.json|\.gz)+$", "", path.resolve().name)
+        for path in paths
+    ]
+    longer = [
+        f"{path.resolve().parent.name}/{own}"
+        for path, own in zip(paths, plain, strict=True)
+    ]
     numbered = [f"{number}:{own}" for number, own in enumerate(longer, 1)]
-    return next(names for names in (plain, longer, numbered) if len(set(names)) == len(names))
+    return next(
+        names for names in (plain, longer, numbered) if len(set(names)) == len(names)
+    )

@@ -29,7 +29,10 @@ class Spans:
             pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
             reach = np.maximum.accumulate(pairs[:, 1])
             gaps = np.flatnonzero(pairs[1:, 0] > reach[:-1])
-            starts, stops = pairs[np.r_[0, gaps + 1], 0], reach[np.r_[gaps, len(reach) - 1]]
+            starts, stops = (
+                pairs[np.r_[0, gaps + 1], 0],
+                reach[np.r_[gaps, len(reach) - 1]],
+            )
             self._merged, self._new = np.c_[starts, stops], []
         return self._merged.ravel()
 
@@ -45,6 +48,8 @@ class Spans:
     def common(self, other: Spans) -> Spans:
         """The intersection."""
         cuts = np.unique(np.concatenate([self.edges(), other.edges()]))
-        here, there = (np.searchsorted(each.edges(), cuts[:-1], "right") for each in (self, other))
+        here, there = (
+            np.searchsorted(each.edges(), cuts[:-1], "right") for each in (self, other)
+        )
         both = np.c_[cuts[:-1], cuts[1:]][here % 2 + there % 2 == 2]
         return Spans(both.tolist())

@@ -1,11 +1,13 @@
-"""Optimizer state of a whole grad buffer: from Megatron's gathered form to that on disk, and back.
+"""Optimizer state of a whole grad buffer: from Megatron's gathered form to that on
+disk, and back.
 
-Megatron gathers each buffer to DP rank 0 as three flat tensors, ``param``, ``exp_avg`` and
-``exp_avg_sq``, which cover all of the buffer's parameters. On disk ``param`` stays as it is. One
-dict, ``state``, replaces the other two: parameter name → the tensors of its optimizer. So no zeros
-are saved for the second moment that Muon does not have, and every tensor has a name. A Megatron
-without Muon stops with KeyError: 'exp_avg'. ``spans`` says where each parameter lies in ``param``,
-since other buckets put it elsewhere.
+Megatron gathers each buffer to DP rank 0 as three flat tensors, ``param``, ``exp_avg``
+and ``exp_avg_sq``, which cover all of the buffer's parameters. On disk ``param`` stays
+as it is. One dict, ``state``, replaces the other two: parameter name → the tensors of
+its optimizer. So no zeros are saved for the second moment that Muon does not have, and
+every tensor has a name. A Megatron without Muon stops with KeyError: 'exp_avg'.
+``spans`` says where each parameter lies in ``param``, since other buckets put it
+elsewhere.
 """
 
 from __future__ import annotations
@@ -20,19 +22,26 @@ from megatron_muon.settings.config import named
 
 Tensor = torch.Tensor
 
-RECORD = "megatron_muon"  # the key of Muon's settings, beside "optimizer" in its state dict
+RECORD = (
+    "megatron_muon"  # the key of Muon's settings, beside "optimizer" in its state dict
+)
 MOMENTUM = "muon_momentum"  # on disk; in memory it has a name that fused Adams know
 ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 STATE = "state"
 SPANS = "spans"
 
 OTHER_CUT = (
-    "The optimizer's state was saved in a format that loads only with the TP, PP, virtual pipeline "
-    "and EP sizes of the run that saved it; DP, CP, buckets and optimizer instances may differ. "
+    "The optimizer's state was saved in a format that loads only with the TP, PP, "
+    "virtual pipeline "
+    "and EP sizes of the run that saved it; DP, CP, buckets and optimizer instances "
+    "may differ. "
     "Load it with those and save it in the format that loads with any: in Megatron-LM "
-    "--dist-ckpt-optim-fully-reshardable, before 0.15 --ckpt-fully-parallel-save. (AdamW's "
-    "dp_reshardable loads with its buckets alone, too: --ddp-num-buckets, or --muon-dp-layout "
-    "bucketed for Megatron's own.) In Python give sharded_state_dict the metadata of the save, and "
+    "--dist-ckpt-optim-fully-reshardable, before 0.15 --ckpt-fully-parallel-save. "
+    "(AdamW's "
+    "dp_reshardable loads with its buckets alone, too: --ddp-num-buckets, or "
+    "--muon-dp-layout "
+    "bucketed for Megatron's own.) In Python give sharded_state_dict the metadata of "
+    "the save, and "
     "load AdamW's checkpoint within megatron_muon.reading_adamw"
 )
 
@@ -52,11 +61,12 @@ class BufferPlace(NamedTuple):
 
 
 def gathered_spans(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-    """``(parameter, start, stop)`` in a gathered tensor of a grad buffer, in Megatron's order.
+    """``(parameter, start, stop)`` in a gathered tensor of a grad buffer, in Megatron's
+    order.
 
-    The gathered tensor leaves out the padding at the end of each bucket; ``param_index_map`` counts
-    it. (fully_reshardable of Megatron 0.15 to 0.19 confuses the two, so with several padded buckets
-    it saves shifted state, AdamW's too.)
+    The gathered tensor leaves out the padding at the end of each bucket;
+    ``param_index_map`` counts it. (fully_reshardable of Megatron 0.15 to 0.19 confuses
+    the two, so with several padded buckets it saves shifted state, AdamW's too.)
     """
     removed, padding = [], 0
     for bucket in buffer.buckets:
@@ -67,22 +77,30 @@ def gathered_spans(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]
 
 
 def is_shifted(buffer: Any) -> bool:
-    """Whether Megatron's own fully_reshardable takes a parameter's state from a wrong place.
+    """Whether Megatron's own fully_reshardable takes a parameter's state from a wrong
+    place.
 
-    It does in core 0.15 to 0.19, behind the first bucket with padding: see ``gathered_spans``.
+    It does in core 0.15 to 0.19, behind the first bucket with padding: see
+    ``gathered_spans``.
     """
     if megatron_version()[1] >= (0, 20):
         return False
     with_padding = buffer.param_index_map
-    return any(start != with_padding[param][0] for param, start, _ in gathered_spans(buffer))
+    return any(
+        start != with_padding[param][0] for param, start, _ in gathered_spans(buffer)
+    )
 
 
 def to_disk(gathered: dict[str, Any], places: list[BufferPlace]) -> dict[str, Any]:
-    """A buffer's gathered state, three flat fp32 tensors, in the form that is written."""
+    """A buffer's gathered state, three flat fp32 tensors, in the form that is
+    written.
+    """
     kept = {key: value for key, value in gathered.items() if key not in ADAMW_STATE}
     kept[STATE] = {
         place.name: {
-            key: gathered[source][place.start : place.stop].clone()  # a view saves the whole buffer
+            key: gathered[source][
+                place.start : place.stop
+            ].clone()  # a view saves the whole buffer
             for key, source in zip(place.keys, ADAMW_STATE, strict=False)
         }
         for place in places
@@ -91,16 +109,19 @@ def to_disk(gathered: dict[str, Any], places: list[BufferPlace]) -> dict[str, An
     return kept
 
 
-def from_disk(saved: Mapping[str, Any], places: list[BufferPlace], numel: int) -> dict[str, Any]:
+def from_disk(
+    saved: Mapping[str, Any], places: list[BufferPlace], numel: int
+) -> dict[str, Any]:
     """The inverse of ``to_disk``, with zeros as second moment of Muon's parameters.
 
-    ``places`` and ``numel``, of a gathered tensor, are this run's. A ValueError names what is
-    missing on disk.
+    ``places`` and ``numel``, of a gathered tensor, are this run's. A ValueError names
+    what is missing on disk.
     """
     states = saved.get(STATE)
     if not isinstance(states, dict):
         raise ValueError(
-            f"the checkpoint's optimizer state has {sorted(map(str, saved))} and no {STATE!r} of "
+            f"the checkpoint's optimizer state has {sorted(map(str, saved))} and no "
+            f"{STATE!r} of "
             "each parameter: it was not saved by megatron_muon's Muon"
         )
     here = {place.name: (place.start, place.stop) for place in places}
@@ -108,7 +129,9 @@ def from_disk(saved: Mapping[str, Any], places: list[BufferPlace], numel: int) -
     _check_spans(spans, here)
     unknown = sorted(states.keys() - here.keys())
     if unknown:
-        raise ValueError(f"the checkpoint has state of {unknown[0]}, which is not in this model")
+        raise ValueError(
+            f"the checkpoint has state of {unknown[0]}, which is not in this model"
+        )
     on_disk = saved.get("numel_unpadded", numel) if SPANS in saved else numel
     check_tensor("the grad buffer", "param", saved, on_disk)
     whole = {key: torch.zeros(numel) for key in ("param", *ADAMW_STATE)}
@@ -127,25 +150,37 @@ Spans = Mapping[str, tuple[int, int]]
 
 
 def _check_spans(saved: Spans, here: Spans) -> None:
-    """Refuse a buffer that holds other parameters than the one here, or other parts of them."""
-    unknown, missing = sorted(saved.keys() - here.keys()), sorted(here.keys() - saved.keys())
+    """Refuse a buffer that holds other parameters than the one here, or other parts of
+    them.
+    """
+    unknown, missing = (
+        sorted(saved.keys() - here.keys()),
+        sorted(here.keys() - saved.keys()),
+    )
     if unknown or missing:
         there, not_here = (f", but not {n[0]}" if n else "" for n in (missing, unknown))
         raise ValueError(
-            f"a grad buffer of this rank has {len(here)} parameters{not_here}, the one on disk "
+            f"a grad buffer of this rank has {len(here)} parameters{not_here}, the one "
+            "on disk "
             f"{len(saved)}{there}. {OTHER_CUT}"
         )
     for name, (start, stop) in here.items():
         on_disk, wanted = saved[name][1] - saved[name][0], stop - start
         if on_disk != wanted:
-            raise ValueError(f"{name} has {on_disk} elements on disk, {wanted} here. {OTHER_CUT}")
+            raise ValueError(
+                f"{name} has {on_disk} elements on disk, {wanted} here. {OTHER_CUT}"
+            )
 
 
 def check_tensor(name: str, key: str, tensors: Mapping[str, Any], numel: int) -> None:
-    """Refuse a parameter's tensor that is missing, not fp32, or has not ``numel`` elements."""
+    """Refuse a parameter's tensor that is missing, not fp32, or has not ``numel``
+    elements.
+    """
     tensor = tensors.get(key)
     if not isinstance(tensor, Tensor):
-        there = ", ".join(sorted(k for k, v in tensors.items() if isinstance(v, Tensor)))
+        there = ", ".join(
+            sorted(k for k, v in tensors.items() if isinstance(v, Tensor))
+        )
         other = (
             f"; its optimizer must be that of the save ({named('muon_include')}, "
             f"{named('muon_exclude')})"
@@ -156,6 +191,10 @@ def check_tensor(name: str, key: str, tensors: Mapping[str, Any], numel: int) ->
             f"the checkpoint has no {key} of {name}, only: {there or 'nothing'}{other}"
         )
     if tensor.numel() != numel:
-        raise ValueError(f"{key} of {name} has {tensor.numel()} elements on disk, {numel} here")
+        raise ValueError(
+            f"{key} of {name} has {tensor.numel()} elements on disk, {numel} here"
+        )
     if tensor.dtype != torch.float32:
-        raise ValueError(f"{key} of {name} is {tensor.dtype} on disk, torch.float32 here")
+        raise ValueError(
+            f"{key} of {name} is {tensor.dtype} on disk, torch.float32 here"
+        )

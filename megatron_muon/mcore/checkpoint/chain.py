@@ -1,4 +1,6 @@
-"""The checkpoint methods of Megatron's chain: an error stops all ranks, and stubs are left out."""
+"""The checkpoint methods of Megatron's chain: an error stops all ranks, and stubs are
+left out.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
 from megatron_muon.mcore.wiring.buffers.shards import device_of
-from megatron_muon.runtime.collectives import Group, all_gather_numbers, all_gather_texts
+from megatron_muon.runtime.collectives import (
+    Group,
+    all_gather_numbers,
+    all_gather_texts,
+)
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.engine import HALF_STEPPED
 from megatron_muon.runtime.patches import replaced
@@ -33,26 +39,35 @@ WHOLE_WEIGHTS = (
     if hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable")
     else "fully_sharded_model_space"  # before core 0.15
 )
-# From core 0.15 on Megatron cannot write the format that it takes where none is asked for.
+# From core 0.15 on Megatron cannot write the format that it takes where none is asked
+# for.
 _HAS_NO_RANGES = WHOLE_WEIGHTS == "fully_reshardable"
 HALF_LOADED = (
-    "a load of the optimizer ended in an error when it had changed a part of its state: load a "
+    "a load of the optimizer ended in an error when it had changed a part of its "
+    "state: load a "
     "checkpoint as a whole, or build the optimizer anew"
 )
 _OF_STATE = {"param_state", "param_state_sharding_type"}
-_GATHERED = ("fully_reshardable", "dp_zero_gather_scatter")  # Megatron communicates to save them
+_GATHERED = (
+    "fully_reshardable",
+    "dp_zero_gather_scatter",
+)  # Megatron communicates to save them
 
 
 class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
-    """Saves and loads the optimizers that are no stubs; Megatron itself asks stubs for state, too.
+    """Saves and loads the optimizers that are no stubs; Megatron itself asks stubs for
+    state, too.
 
-    Every rank with an optimizer that is no stub calls each method but ``state_dict``. They raise on
-    all those ranks: this rank's error, or a RuntimeError that quotes another's.
+    Every rank with an optimizer that is no stub calls each method but ``state_dict``.
+    They raise on all those ranks: this rank's error, or a RuntimeError that quotes
+    another's.
     """
 
     chained_optimizers: list[Any]
     voters: Group | None  # the ranks that call the methods together; None for the world
-    decided_by_name: bool  # name patterns assign weights to Muon or AdamW, so layers may differ
+    decided_by_name: (
+        bool  # name patterns assign weights to Muon or AdamW, so layers may differ
+    )
     source: Source | None = None  # while a checkpoint of Megatron's own Muon is read
     is_new = True  # it has taken no step
     lacks_state = False  # it has loaded groups, and no momentum with them
@@ -60,7 +75,9 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     is_converting = False  # a load is complete at the end of a context, not of a call
 
     def require_whole(self) -> None:
-        """Raise a RuntimeError on this rank where a step or a load has left off half-way."""
+        """Raise a RuntimeError on this rank where a step or a load has left off
+        half-way.
+        """
         if self.half_stepped:
             raise RuntimeError(HALF_STEPPED)
         if any(getattr(part, "half_loaded", False) for part in self.chained_optimizers):
@@ -79,11 +96,14 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         self._scatter()
         several = given.values() if isinstance(given, dict) else given
         each = [given] if "optimizer" in given else several
-        # A rank whose shards are padding alone may load a sharding type without any state.
+        # A rank whose shards are padding alone may load a sharding type without any
+        # state.
         has_state = any(state.keys() & _OF_STATE for state in each)
         needs_state = self.is_new or self.half_stepped
         device = device_of(self.chained_optimizers[0].model_chunks)
-        lacking = all_gather_numbers([needs_state and not has_state], self.voters, device)
+        lacking = all_gather_numbers(
+            [needs_state and not has_state], self.voters, device
+        )
         self.lacks_state = any(lacks for (lacks,) in lacking)
         self.half_stepped = self.half_stepped and self.lacks_state
         self._end_load()
@@ -96,8 +116,10 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         """Raise before a first step that ``lacks_state``, on every rank."""
         raise ValueError(
             "optimizer.load_state_dict() was given no state of parameters, which "
-            "optimizer.state_dict() does not have, so momentum would start at zero: save and "
-            "load optimizer.sharded_state_dict(), or call save_parameter_state(FILE) and "
+            "optimizer.state_dict() does not have, so momentum would start at zero: "
+            "save and "
+            "load optimizer.sharded_state_dict(), or call save_parameter_state(FILE) "
+            "and "
             "load_parameter_state(FILE) too"
         )
 
@@ -107,9 +129,12 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
                 part.scatter()
         first = self.chained_optimizers[0]
         if first.config.use_precision_aware_optimizer:
-            # A loaded main parameter sets its part of the weight, which may have been rounded
-            # otherwise where it lies between two bf16 values: other ranks get that, too.
-            chunks = {id(c): c for part in self.chained_optimizers for c in part.model_chunks}
+            # A loaded main parameter sets its part of the weight, which may have been
+            # rounded otherwise where it lies between two bf16 values: other ranks get
+            # that, too.
+            chunks = {
+                id(c): c for part in self.chained_optimizers for c in part.model_chunks
+            }
             for chunk in chunks.values():
                 chunk.start_param_sync(force_sync=True)
 
@@ -118,13 +143,17 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             from megatron_muon.mcore.checkpoint.interop.foreign import converted
 
             config = self.chained_optimizers[0].muon.config
-            state_dict = _of_any(converted(state_dict, self.source, config, WHOLE_WEIGHTS))
+            state_dict = _of_any(
+                converted(state_dict, self.source, config, WHOLE_WEIGHTS)
+            )
         return _for_parts(state_dict, len(self.chained_optimizers))
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
     ) -> Any:
-        """Megatron's sharded state dict: to be saved, or to be filled with ``is_loading``."""
+        """Megatron's sharded state dict: to be saved, or to be filled with
+        ``is_loading``.
+        """
         if _format(kwargs) is None and _HAS_NO_RANGES:
             kwargs = _in_whole_weights(kwargs)
         given = (model_sharded_state_dict, is_loading)
@@ -135,8 +164,12 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             with self._without_stubs():
                 state = self._sharded_state_dict(*given, **kwargs)
         if self.decided_by_name:  # a setting, so all ranks take the same branch
-            parts = [part for part in self.chained_optimizers if not part.is_stub_optimizer]
-            _refuse_mixed({tensor for part in parts for tensor in part.tensors}, self.voters)
+            parts = [
+                part for part in self.chained_optimizers if not part.is_stub_optimizer
+            ]
+            _refuse_mixed(
+                {tensor for part in parts for tensor in part.tensors}, self.voters
+            )
         return state
 
     def _make_ready(self) -> None:
@@ -150,11 +183,15 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         if not is_loading:
             self.require_whole()
         if self.source is None or not is_loading:
-            return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+            return super().sharded_state_dict(
+                model_sharded_state_dict, is_loading, **kwargs
+            )
         from megatron_muon.mcore.checkpoint.interop.foreign import renamed
 
         kwargs = _in_whole_weights(kwargs)
-        state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+        state = super().sharded_state_dict(
+            model_sharded_state_dict, is_loading, **kwargs
+        )
         for part in [state] if "param_state" in state else state.values():
             part["param_state"] = renamed(part["param_state"], self.source)
         return state
@@ -163,20 +200,30 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         """Save parameters' state in the format ``torch``, in Megatron's layout."""
         self._together(self._make_ready)
         with self._without_stubs():
-            states = [part.get_parameter_state_dp_zero() for part in self.chained_optimizers]
+            states = [
+                part.get_parameter_state_dp_zero() for part in self.chained_optimizers
+            ]
         self._together(self._write, states, filename)
 
     def _write(self, states: list[Any], filename: str) -> None:
-        writes = [part.data_parallel_group.rank() == 0 for part in self.chained_optimizers]
-        kept = [state if here else None for state, here in zip(states, writes, strict=True)]
+        writes = [
+            part.data_parallel_group.rank() == 0 for part in self.chained_optimizers
+        ]
+        kept = [
+            state if here else None for state, here in zip(states, writes, strict=True)
+        ]
         if any(writes):
             torch.save(kept if len(kept) > 1 else kept[0], filename)
 
-    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+    def load_parameter_state(
+        self, filename: str, *, update_legacy_format: bool = False
+    ) -> None:
         """Load parameters' state in the format ``torch``."""
         self._together(self._check_file, filename)
         self._together(
-            super().load_parameter_state, filename, update_legacy_format=update_legacy_format
+            super().load_parameter_state,
+            filename,
+            update_legacy_format=update_legacy_format,
         )
         self._scatter()
         self.half_stepped = self.half_stepped and not self.lacks_state
@@ -184,20 +231,27 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         self._end_load()
 
     def _check_file(self, filename: str) -> None:
-        if not any(part.data_parallel_group.rank() == 0 for part in self.chained_optimizers):
+        if not any(
+            part.data_parallel_group.rank() == 0 for part in self.chained_optimizers
+        ):
             return
         if not os.path.exists(filename):
             raise FileNotFoundError(
-                f"The optimizer's file {filename} is missing: it was deleted, or the checkpoint "
+                f"The optimizer's file {filename} is missing: it was deleted, or the "
+                "checkpoint "
                 f"was saved with a different parallel layout. {OTHER_CUT}"
             )
         if not zipfile.is_zipfile(filename):  # its table of contents is at the end
-            raise ValueError(f"{filename} is truncated, or was not written by torch.save")
+            raise ValueError(
+                f"{filename} is truncated, or was not written by torch.save"
+            )
 
     def _together(self, act: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """``consensus.together``, without stubs, for what comes before Megatron communicates.
+        """``consensus.together``, without stubs, for what comes before Megatron
+        communicates.
 
-        No vote follows: an error there would wait in it for ranks that wait for Megatron.
+        No vote follows: an error there would wait in it for ranks that wait for
+        Megatron.
         """
 
         def without_stubs() -> T:
@@ -213,47 +267,71 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
 
 
 def _format(kwargs: dict[str, Any]) -> str | None:
-    """The format that arguments of ``sharded_state_dict`` ask for; up to core 0.12 by its name."""
+    """The format that arguments of ``sharded_state_dict`` ask for; up to core 0.12 by
+    its name.
+    """
     metadata = kwargs.get("metadata") or {}
     return kwargs.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
 
 
 def _in_whole_weights(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments of ``sharded_state_dict``, but asking for ``WHOLE_WEIGHTS``."""
-    if "metadata" not in inspect.signature(DistributedOptimizer.sharded_state_dict).parameters:
+    """The same arguments of ``sharded_state_dict``, but asking for
+    ``WHOLE_WEIGHTS``.
+    """
+    if (
+        "metadata"
+        not in inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
+    ):
         return {**kwargs, "sharding_type": WHOLE_WEIGHTS}  # before core 0.13
     metadata = kwargs.get("metadata") or {}
     kept = {key: value for key, value in kwargs.items() if key != "sharding_type"}
-    return {**kept, "metadata": {**metadata, "distrib_optim_sharding_type": WHOLE_WEIGHTS}}
+    return {
+        **kept,
+        "metadata": {**metadata, "distrib_optim_sharding_type": WHOLE_WEIGHTS},
+    }
 
 
 def _for_parts(state_dict: Any, count: int) -> Any:
-    """A state dict for a chain of ``count`` optimizers; with EP above 1 it has one for experts.
+    """A state dict for a chain of ``count`` optimizers; with EP above 1 it has one for
+    experts.
 
-    Megatron numbers optimizers only if there are several, and loads into as many as were saved.
+    Megatron numbers optimizers only if there are several, and loads into as many as
+    were saved.
     """
     if not isinstance(state_dict, dict):
         return state_dict
     numbered = {key: value for key, value in state_dict.items() if isinstance(key, int)}
-    common = {key: value for key, value in state_dict.items() if not isinstance(key, int)}
+    common = {
+        key: value for key, value in state_dict.items() if not isinstance(key, int)
+    }
     if count == 1 and "optimizer" in numbered.get(0, {}):
-        saved = [part["optimizer"] for _, part in sorted(numbered.items()) if "optimizer" in part]
+        saved = [
+            part["optimizer"]
+            for _, part in sorted(numbered.items())
+            if "optimizer" in part
+        ]
         return {**numbered[0], **common, "optimizer": _with_groups_of(saved)}
     if count > 1 and "optimizer" in common:
         common["optimizer"] = _with_groups_of([common["optimizer"]])
-        return {number: {**common, **numbered.get(number, {})} for number in range(count)}
+        return {
+            number: {**common, **numbered.get(number, {})} for number in range(count)
+        }
     return state_dict
 
 
 def _of_any(state_dict: dict[Any, Any]) -> dict[Any, Any]:
-    """A state dict whose groups fit the dense and the experts' optimizer, however others split."""
+    """A state dict whose groups fit the dense and the experts' optimizer, however
+    others split.
+    """
     if "optimizer" in state_dict:
         return {**state_dict, "optimizer": _with_groups_of([state_dict["optimizer"]])}
     return {number: _of_any(part) for number, part in state_dict.items()}
 
 
 def _with_groups_of(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first optimizer's state with all optimizers' groups, each as dense and as experts'."""
+    """The first optimizer's state with all optimizers' groups, each as dense and as
+    experts'.
+    """
     groups = [
         {**group, "is_expert_parallel": of_experts}
         for optimizer in optimizers
@@ -264,15 +342,24 @@ def _with_groups_of(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_mixed(tensors: set[tuple[str, bool]], group: Group | None) -> None:
-    """Refuse a tensor on disk that would hold weights of both optimizers, on any of the ranks."""
+    """Refuse a tensor on disk that would hold weights of both optimizers, on any of the
+    ranks.
+    """
     lines = "\n".join(sorted(f"{key} {is_muon}" for key, is_muon in tensors))
-    every = {line for text in all_gather_texts(lines, group) for line in text.split("\n") if line}
+    every = {
+        line
+        for text in all_gather_texts(lines, group)
+        for line in text.split("\n")
+        if line
+    }
     keys = [line.rsplit(" ", 1)[0] for line in sorted(every)]
     for key, other in itertools.pairwise(keys):
         if key == other:
             raise NotImplementedError(
-                f"the checkpoint would keep {key} of all layers in one tensor, but Muon updates "
-                "some of them and AdamW others: save in another format (in Megatron-LM without "
+                f"the checkpoint would keep {key} of all layers in one tensor, but "
+                "Muon updates "
+                "some of them and AdamW others: save in another format (in Megatron-LM "
+                "without "
                 "--dist-ckpt-optim-fully-reshardable, before 0.15 without "
                 f"--ckpt-fully-parallel-save), or have {named('muon_include')} and "
                 f"{named('muon_exclude')} name all layers"

@@ -1,9 +1,11 @@
-"""Saving and loading Muon's optimizer state in the formats that Megatron has for AdamW's.
+"""Saving and loading Muon's optimizer state in the formats that Megatron has for
+AdamW's.
 
-Megatron's own code does the work. All its formats take a parameter's state from one method and give
-it back through another. Megatron's methods know Adam's two names; those here know Muon's state. A
-checkpoint has the fp32 main parameter and fp32 momentum (``muon_momentum``) of each of Muon's
-parameters, and for AdamW's what Megatron writes. No zeros stand in for Muon's second moment:
+Megatron's own code does the work. All its formats take a parameter's state from one
+method and give it back through another. Megatron's methods know Adam's two names; those
+here know Muon's state. A checkpoint has the fp32 main parameter and fp32 momentum
+(``muon_momentum``) of each of Muon's parameters, and for AdamW's what Megatron writes.
+No zeros stand in for Muon's second moment:
 
 =============================================  =============================  ====================
 format                                         main parameters                state
@@ -16,16 +18,17 @@ fully_reshardable (0.15 and later);            as Megatron: a tensor like     as
 fully_sharded_model_space (before 0.15)        the parameter
 =============================================  =============================  ====================
 
-(1) The key is ``optimizer.distributed.dp_group_idx_N.megatron_muon.KEY.PARAMETER``. Megatron has a
-tensor per bucket; with one per parameter, buckets and the order of parameters in them may change.
-(2) The key is ``optimizer.state.KEY.PARAMETER``. PARAMETER may stand for a weight of all layers,
-which must then all be Muon's or all AdamW's. KEY is muon_momentum, or exp_avg and exp_avg_sq, and
-in (1) also param.
+(1) The key is ``optimizer.distributed.dp_group_idx_N.megatron_muon.KEY.PARAMETER``.
+Megatron has a tensor per bucket; with one per parameter, buckets and the order of
+parameters in them may change. (2) The key is ``optimizer.state.KEY.PARAMETER``.
+PARAMETER may stand for a weight of all layers, which must then all be Muon's or all
+AdamW's. KEY is muon_momentum, or exp_avg and exp_avg_sq, and in (1) also param.
 
-A record of Muon's settings lies beside the parameter groups. Every rank refuses a checkpoint
-without it, or without the state of one parameter. A Megatron without the plugin, or AdamW with it,
-cannot load Muon's checkpoint: it asks for ``exp_avg`` of Muon's parameters, which is not there.
-"""
+A record of Muon's settings lies beside the parameter groups. Every rank refuses a
+checkpoint without it, or without the state of one parameter. A Megatron without the
+plugin, or AdamW with it, cannot load Muon's checkpoint: it asks for ``exp_avg`` of
+Muon's parameters, which is not there.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -54,23 +57,33 @@ class MuonCheckpoint(ShardedState):
     """The checkpoint part of a MuonDistributedOptimizer."""
 
     half_loaded = False  # a load has changed something, and has not come to its end
-    _to_scatter: tuple[StateDict | None] | None = None  # of this rank, between check and scatter
+    _to_scatter: tuple[StateDict | None] | None = (
+        None  # of this rank, between check and scatter
+    )
 
     def state_dict(self) -> StateDict:
-        """Megatron's state dict, without parameters' state, plus the record of Muon's settings."""
+        """Megatron's state dict, without parameters' state, plus the record of Muon's
+        settings.
+        """
         self._fill_state()
         state: StateDict = super().state_dict()
-        for group in state["optimizer"]["param_groups"]:  # no load takes the hybrid one's classes
+        for group in state["optimizer"][
+            "param_groups"
+        ]:  # no load takes the hybrid one's classes
             for key in [key for key, value in group.items() if isinstance(value, type)]:
                 del group[key]
-        if self.from_adamw is None:  # AdamW's checkpoint, which Megatron is to read, has no record
+        if (
+            self.from_adamw is None
+        ):  # AdamW's checkpoint, which Megatron is to read, has no record
             state[RECORD] = record(self._muon.numerics)
         return state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Check the state dict, pair its groups with ours, and load it by Megatron's method.
+        """Check the state dict, pair its groups with ours, and load it by Megatron's
+        method.
 
-        It does not communicate: what dp_zero_gather_scatter scatters waits for ``scatter``.
+        It does not communicate: what dp_zero_gather_scatter scatters waits for
+        ``scatter``.
         """
         self._to_scatter = None
         if self.from_adamw is None:
@@ -83,10 +96,14 @@ class MuonCheckpoint(ShardedState):
         groups = as_megatron_pairs(own, loaded)
         self._fill_state()
         self.half_loaded = True
-        super().load_state_dict({**state_dict, "optimizer": {**saved, "param_groups": groups}})
+        super().load_state_dict(
+            {**state_dict, "optimizer": {**saved, "param_groups": groups}}
+        )
         for group, values in zip(self.optimizer.param_groups, loaded, strict=True):
             group.update(values)  # Megatron confuses groups that look alike
-        for state in self.optimizer.state.values():  # after a load torch's AdamW share one step
+        for (
+            state
+        ) in self.optimizer.state.values():  # after a load torch's AdamW share one step
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()
 
@@ -95,24 +112,36 @@ class MuonCheckpoint(ShardedState):
         self._fill_state()
         _ = self._name_of
 
-    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> StateDict | None:
-        """All state of the DP group, gathered to its first rank, or to all ranks if asked."""
+    def get_parameter_state_dp_zero(
+        self, *args: Any, **kwargs: Any
+    ) -> StateDict | None:
+        """All state of the DP group, gathered to its first rank, or to all ranks if
+        asked.
+        """
         self._fill_state()
-        gathered: StateDict | None = super().get_parameter_state_dp_zero(*args, **kwargs)
+        gathered: StateDict | None = super().get_parameter_state_dp_zero(
+            *args, **kwargs
+        )
         if self.from_adamw is not None:
             return gathered
         if self._to_be_cut is not None:
             return self._kept_for_cutting(gathered)
         for index, dtypes, _ in self._buffers() if gathered else ():
             assert gathered is not None
-            if gathered[index][dtypes]:  # empty where an old Megatron returns it on other ranks
-                gathered[index][dtypes] = to_disk(gathered[index][dtypes], self._places(index))
+            if gathered[index][
+                dtypes
+            ]:  # empty where an old Megatron returns it on other ranks
+                gathered[index][dtypes] = to_disk(
+                    gathered[index][dtypes], self._places(index)
+                )
         return gathered
 
     def load_parameter_state_from_dp_zero(
         self, state_dict: StateDict | None, *, update_legacy_format: bool = False
     ) -> None:
-        """Check state that the DP group's first rank is to ``scatter``. No communication."""
+        """Check state that the DP group's first rank is to ``scatter``. No
+        communication.
+        """
         if update_legacy_format:
             raise NotImplementedError(
                 "no Muon checkpoint has the format that "
@@ -124,47 +153,64 @@ class MuonCheckpoint(ShardedState):
         self._to_scatter = (self._from_disk(state_dict) if reads else None,)
 
     def scatter(self) -> None:
-        """Scatter what has been checked, if anything has. Every rank of the stage calls it."""
+        """Scatter what has been checked, if anything has. Every rank of the stage calls
+        it.
+        """
         if self._to_scatter is not None:
             (given,), self._to_scatter = self._to_scatter, None
             self.half_loaded = True
             super().load_parameter_state_from_dp_zero(given)
 
     def sharded_param_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's state for dp_zero_gather_scatter; refused with several instances."""
+        """Megatron's state for dp_zero_gather_scatter; refused with several
+        instances.
+        """
         if self.ddp_config.num_distributed_optimizer_instances > 1:
             raise NotImplementedError(
-                "Megatron reads dp_zero_gather_scatter into the first of several optimizer "
+                "Megatron reads dp_zero_gather_scatter into the first of several "
+                "optimizer "
                 "instances only: save in another format (in Megatron-LM before 0.15 "
-                "--ckpt-fully-parallel-save, after it without --dist-ckpt-save-pre-mcore-014)"
+                "--ckpt-fully-parallel-save, after it without "
+                "--dist-ckpt-save-pre-mcore-014)"
             )
         return super().sharded_param_state_dp_zero(*args, **kwargs)
 
     def _from_disk(self, saved: StateDict | None) -> StateDict:
         if saved is None:
             raise ValueError("the checkpoint has no optimizer state for this rank")
-        given = dict(saved) if isinstance(saved, dict) else {}  # a chain with experts saves a list
+        given = (
+            dict(saved) if isinstance(saved, dict) else {}
+        )  # a chain with experts saves a list
         for index, dtypes, buffer in self._buffers():
             saved_buffer = given.get(index, {}).get(dtypes)
             if saved_buffer is None:
                 raise ValueError(
-                    f"The checkpoint has no optimizer state for grad buffer {index} ({dtypes}): it "
+                    f"The checkpoint has no optimizer state for grad buffer {index} "
+                    f"({dtypes}): it "
                     "was saved with a different model, precision or parallel layout. "
                     f"{OTHER_CUT}"
                 )
             if self.from_adamw is None:
-                own = from_disk(saved_buffer, self._places(index), buffer.numel_unpadded)
+                own = from_disk(
+                    saved_buffer, self._places(index), buffer.numel_unpadded
+                )
                 given[index] = {**saved[index], dtypes: own}
                 continue
             for key in ("param", *ADAMW_STATE):
-                check_tensor(f"grad buffer {index}", key, saved_buffer, buffer.numel_unpadded)
+                check_tensor(
+                    f"grad buffer {index}", key, saved_buffer, buffer.numel_unpadded
+                )
         return given
 
     def _refuse_other_order(self, format: str) -> None:
-        """Refuse AdamW's formats that lie in the order of buckets, if our buckets have another."""
+        """Refuse AdamW's formats that lie in the order of buckets, if our buckets have
+        another.
+        """
         if self._muon.config.align_shards and not format.startswith("fully_"):
             raise ValueError(
-                f"AdamW's optimizer state in the format {format} is in Megatron's bucket order, "
-                "but align_shards reorders the buckets. Start once with --muon-dp-layout bucketed "
+                f"AdamW's optimizer state in the format {format} is in Megatron's "
+                "bucket order, "
+                "but align_shards reorders the buckets. Start once with "
+                "--muon-dp-layout bucketed "
                 "(align_shards=False in MuonConfig); later saves load in either order"
             )

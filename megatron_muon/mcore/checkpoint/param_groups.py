@@ -1,4 +1,6 @@
-"""Muon's data in a checkpoint beside its tensors: the record of its settings, and the groups."""
+"""Muon's data in a checkpoint beside its tensors: the record of its settings, and the
+groups.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,27 @@ Group = dict[str, Any]
 
 FORMAT = 1
 
-# Keys that pair saved groups with ours: the required ones must agree; the preferred ones decide,
-# in this order, between several groups.
+# Keys that pair saved groups with ours: the required ones must agree; the preferred
+# ones decide, in this order, between several groups.
 _REQUIRED = ("is_expert_parallel", "is_decoupled_lr", "lr_mult")
 # ``default_config`` tells groups with a decoupled rate apart from core 0.16 on.
 _PREFERRED = (LR_MULTIPLIER, "wd_mult", "default_config", "max_lr", "min_lr")
 
-# No bit of a run, nor of its checkpoint, depends on these, but by what they leave of others'
-# defaults, which the record has as what was taken.
-_OTHERS = ("nonfinite_limit", "log_interval", "log_file", "preset", "early_param_gather")
+# No bit of a run, nor of its checkpoint, depends on these, but by what they leave of
+# others' defaults, which the record has as what was taken.
+_OTHERS = (
+    "nonfinite_limit",
+    "log_interval",
+    "log_file",
+    "preset",
+    "early_param_gather",
+)
 
 # Keys of a group that overrule a schedule's own values.
 SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
 
-# In a group that ``adamw_after_muon`` has split off: the number of the group that it came from.
+# In a group that ``adamw_after_muon`` has split off: the number of the group that it
+# came from.
 YOUNG_OF = "megatron_muon_young_of"
 
 
@@ -44,28 +53,37 @@ def record(numerics: Numerics) -> Group:
 
 
 def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
-    """Refuse a state dict that is not Muon's; print on rank 0 which settings have changed."""
+    """Refuse a state dict that is not Muon's; print on rank 0 which settings have
+    changed.
+    """
     own = saved.get(RECORD)
     if own is None:
         raise ValueError(
-            "the checkpoint's optimizer state was not saved by megatron_muon's Muon (it has no "
-            f"{RECORD!r} in it): load the model alone (in Megatron-LM --no-load-optim or "
+            "the checkpoint's optimizer state was not saved by megatron_muon's Muon "
+            "(it has no "
+            f"{RECORD!r} in it): load the model alone (in Megatron-LM --no-load-optim "
+            "or "
             "--finetune), or choose the optimizer that saved it"
         )
     if own.get("format") != FORMAT:
         raise ValueError(
-            f"the checkpoint's optimizer state is of format {own.get('format')!r}, this "
+            f"the checkpoint's optimizer state is of format {own.get('format')!r}, "
+            "this "
             f"megatron_muon reads {FORMAT}: use the megatron_muon that saved it"
         )
     # An older megatron_muon that lacked a setting did what is now its default.
     default = MuonConfig(ns_iteration="standard", ns_dtype="bf16", split_matrices="off")
     then = {**_in_force(Numerics(default, numerics.device)), **own["settings"]}
     now = _in_force(numerics)
-    unsaid = dict.fromkeys(("ns_iteration", "ns_dtype", "split_matrices", "link_gbytes"))
+    unsaid = dict.fromkeys(
+        ("ns_iteration", "ns_dtype", "split_matrices", "link_gbytes")
+    )
     unsaid |= {"homes": "auto"}
     # another Muon's checkpoint does not say which it took
     then |= {name: now[name] for name, value in unsaid.items() if then[name] == value}
-    then["ns_coefficients"] = canonical(then["ns_coefficients"])  # it may be saved as numbers
+    then["ns_coefficients"] = canonical(
+        then["ns_coefficients"]
+    )  # it may be saved as numbers
     _refuse_set_cut_short(then, now)
     then = _as_run(then)
     for name in sorted((then.keys() | now.keys()) - set(_OTHERS)):
@@ -79,7 +97,8 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
             if getattr(numerics.config, name, "") is None and before is not None:
                 keeps = f": {ROWS[name].flags[0].option} {before} keeps its bits"
             say(
-                f"[megatron_muon] {setting} is {after!r} now; the checkpoint was saved with "
+                f"[megatron_muon] {setting} is {after!r} now; the checkpoint was saved "
+                "with "
                 f"{before!r}{keeps}"
             )
 
@@ -107,18 +126,25 @@ def _refuse_set_cut_short(then: Group, now: Group) -> None:
         f"the checkpoint was saved with {named('ns_coefficients')} {name!r} and "
         f"{named('ns_steps')} {steps}, which computed {spelled(used)!r}; this run has "
         f"{now['ns_steps']} steps. These flags keep its bits: --muon-ns-coefficients "
-        f"'{spelled(used)}' --muon-ns-steps {steps} --muon-ns-iteration {then['ns_iteration']}. A "
+        f"'{spelled(used)}' --muon-ns-steps {steps} --muon-ns-iteration "
+        f"{then['ns_iteration']}. A "
         f"checkpoint that is saved with them goes on with {name}, too"
     )
 
 
 def _in_force(numerics: Numerics) -> Group:
-    """The settings that results depend on, with what the device chooses in place of None."""
+    """The settings that results depend on, with what the device chooses in place of
+    None.
+    """
     config = numerics.config
     settings = {
         **dataclasses.asdict(config),
-        "homes": config.homes if config.homes != "auto" or config.homes_by_link else "balanced",
-        "link_gbytes": LINK_GBYTES if config.link_gbytes is None else config.link_gbytes,
+        "homes": config.homes
+        if config.homes != "auto" or config.homes_by_link
+        else "balanced",
+        "link_gbytes": LINK_GBYTES
+        if config.link_gbytes is None
+        else config.link_gbytes,
         "ns_iteration": numerics.iteration,
         "ns_dtype": numerics.dtype,
         "split_matrices": numerics.split,
@@ -129,10 +155,10 @@ def _in_force(numerics: Numerics) -> Group:
 def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
     """The values of each of our parameter groups after a load, without its parameters.
 
-    Each group takes the values of the saved group that is most like it, but keeps the keys that
-    tell our groups apart. So a run that decays every parameter still does after loading a
-    checkpoint of a run that did not. Megatron itself also requires an equal wd_mult, and takes the
-    last of several groups that look alike.
+    Each group takes the values of the saved group that is most like it, but keeps the
+    keys that tell our groups apart. So a run that decays every parameter still does
+    after loading a checkpoint of a run that did not. Megatron itself also requires an
+    equal wd_mult, and takes the last of several groups that look alike.
     """
     # core 0.14 sets None where there are several optimizers and none has taken a step
     steps = [group["step"] for group in saved if group.get("step") is not None]
@@ -142,14 +168,24 @@ def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
         if not alike:
             wanted = {key: _value(group, key) for key in _REQUIRED}
             raise ValueError(f"the checkpoint has no parameter group with {wanted}")
-        best = max(alike, key=lambda other: [_same(group, other, key) for key in _PREFERRED])
-        kept = {key: group[key] for key in _identifiers() if key in group and key not in SCHEDULE}
+        best = max(
+            alike, key=lambda other: [_same(group, other, key) for key in _PREFERRED]
+        )
+        kept = {
+            key: group[key]
+            for key in _identifiers()
+            if key in group and key not in SCHEDULE
+        }
         values = {**group, **best, **kept}  # others' groups may lack what ours have
-        if not _same(group, best, LR_MULTIPLIER):  # this run has another factor: its own rates
+        if not _same(
+            group, best, LR_MULTIPLIER
+        ):  # this run has another factor: its own rates
             values.pop(LR_MULTIPLIER, None)
             rates = ("lr_mult", "max_lr", "min_lr", LR_MULTIPLIER)
             values |= {key: group[key] for key in rates if key in group}
-        if steps:  # fused Adams do not count steps of a group without parameters on this rank
+        if (
+            steps
+        ):  # fused Adams do not count steps of a group without parameters on this rank
             values["step"] = max(steps)
         values.pop("params", None)
         groups.append(values)
@@ -157,7 +193,9 @@ def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
 
 
 def as_megatron_pairs(own: Sequence[Group], loaded: Sequence[Group]) -> list[Group]:
-    """``loaded_groups`` with our identifiers, so that Megatron pairs them with our groups."""
+    """``loaded_groups`` with our identifiers, so that Megatron pairs them with our
+    groups.
+    """
     return [
         {**values, **{key: group[key] for key in _identifiers() if key in group}}
         for group, values in zip(own, loaded, strict=True)
@@ -171,7 +209,9 @@ def _identifiers() -> tuple[str, ...]:
 
 
 def _alike(group: Group, saved: Sequence[Group], keys: Sequence[str]) -> list[Group]:
-    """The saved groups that agree with one of ours; ``lr_mult``, the last key, may have changed."""
+    """The saved groups that agree with one of ours; ``lr_mult``, the last key, may have
+    changed.
+    """
     return [other for other in saved if all(_same(group, other, key) for key in keys)]
 
 

@@ -1,4 +1,6 @@
-"""Muon's state in the torch_dist formats in which every rank writes and reads its own part."""
+"""Muon's state in the torch_dist formats in which every rank writes and reads its own
+part.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +10,56 @@ from typing import Any, NoReturn
 
 import torch
 
-from megatron_muon.mcore.checkpoint.buffers import ADAMW_STATE, MOMENTUM, RECORD, gathered_spans
+from megatron_muon.mcore.checkpoint.buffers import (
+    ADAMW_STATE,
+    MOMENTUM,
+    RECORD,
+    gathered_spans,
+)
 from megatron_muon.mcore.checkpoint.state import MuonState, Parameter
 
 StateDict = dict[Any, Any]
 
 
 class ShardedState(MuonState):
-    """dp_reshardable, fully_reshardable and fully_sharded_model_space: see ``formats``."""
+    """dp_reshardable, fully_reshardable and fully_sharded_model_space: see
+    ``formats``.
+    """
 
-    _to_be_cut: StateDict | None = None  # state that Megatron has gathered for fully_reshardable
-    # For the last state dict in whole weights: (key of a tensor on disk, whether the weight is
-    # Muon's). One such tensor may hold a weight of all layers or experts.
+    _to_be_cut: StateDict | None = (
+        None  # state that Megatron has gathered for fully_reshardable
+    )
+    # For the last state dict in whole weights: (key of a tensor on disk, whether the
+    # weight is Muon's). One such tensor may hold a weight of all layers or experts.
     tensors: frozenset[tuple[str, bool]] = frozenset()
 
     # --- dp_reshardable, of Megatron 0.15 and later: a rank's slices as they are
 
-    def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> StateDict:
-        """Megatron's structure, with flat tensors per parameter, since buckets may change."""
+    def sharded_param_state_dp_reshardable(
+        self, *args: Any, **kwargs: Any
+    ) -> StateDict:
+        """Megatron's structure, with flat tensors per parameter, since buckets may
+        change.
+        """
         self._refuse_empty_shards()
         with self._exposing("main" if self.from_adamw is None else "adam"):
-            state: StateDict = super().sharded_param_state_dp_reshardable(*args, **kwargs)
+            state: StateDict = super().sharded_param_state_dp_reshardable(
+                *args, **kwargs
+            )
         if self.from_adamw is not None:
             return state
         for index, dtypes, _ in self._buffers():
             ranges = self.gbuf_ranges[index][dtypes]
             for entries, bucket in zip(state[index][dtypes], ranges, strict=True):
-                entries[:] = [entry for entry in entries if not entry["padding"].unwrap()]
-                for entry, (param, at) in zip(entries, bucket["param_map"].items(), strict=True):
-                    entry.update(self._sharded(param, at["param"].start, entry["param"]))
+                entries[:] = [
+                    entry for entry in entries if not entry["padding"].unwrap()
+                ]
+                for entry, (param, at) in zip(
+                    entries, bucket["param_map"].items(), strict=True
+                ):
+                    entry.update(
+                        self._sharded(param, at["param"].start, entry["param"])
+                    )
         return state
 
     def _refuse_empty_shards(self) -> None:
@@ -45,15 +68,21 @@ class ShardedState(MuonState):
             for number, bucket in enumerate(self.gbuf_ranges[index][dtypes]):
                 if not bucket["param_map"]:
                     raise NotImplementedError(
-                        f"Megatron's dp_reshardable cannot save or load bucket {number} with "
-                        f"{buffer.buckets[number].numel_unpadded} elements, of which this DP rank "
-                        "has none: take larger buckets (in Megatron-LM --ddp-bucket-size) or "
+                        "Megatron's dp_reshardable cannot save or load bucket "
+                        f"{number} with "
+                        f"{buffer.buckets[number].numel_unpadded} elements, of which "
+                        "this DP rank "
+                        "has none: take larger buckets (in Megatron-LM "
+                        "--ddp-bucket-size) or "
                         "another format (--dist-ckpt-optim-fully-reshardable)"
                     )
 
     def _sharded(self, param: Parameter, start: int, like: Any) -> StateDict:
-        """A parameter's tensors from element ``start`` on, replicated as Megatron's ``like``."""
-        prefix = f"optimizer.distributed.dp_group_idx_{self.data_parallel_group_idx}.{RECORD}"
+        """A parameter's tensors from element ``start`` on, replicated as Megatron's
+        ``like``.
+        """
+        group = f"dp_group_idx_{self.data_parallel_group_idx}"
+        prefix = f"optimizer.distributed.{group}.{RECORD}"
         return {
             key: replace(
                 like,
@@ -67,7 +96,9 @@ class ShardedState(MuonState):
         }
 
     def load_parameter_state_from_dp_reshardable(self, state_dict: StateDict) -> None:
-        """Load a rank's slices; other buckets than at the save do not matter to Muon's format."""
+        """Load a rank's slices; other buckets than at the save do not matter to Muon's
+        format.
+        """
         if self.from_adamw is None:
             own = {"per_bucket_numel_unpadded": self.per_bucket_numel_unpadded}
             state_dict = {**state_dict, **own}
@@ -76,13 +107,19 @@ class ShardedState(MuonState):
 
     # --- fully_reshardable, of Megatron 0.15 and later: whole parameters
 
-    def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> StateDict | None:
-        """Megatron's state, cut anew (see ``gathered_spans``); AdamW's is read as written."""
+    def sharded_param_state_fully_reshardable(
+        self, *args: Any, **kwargs: Any
+    ) -> StateDict | None:
+        """Megatron's state, cut anew (see ``gathered_spans``); AdamW's is read as
+        written.
+        """
         self.tensors = frozenset()
         if self.from_adamw is None:
             self._to_be_cut = {}
         try:
-            state: StateDict | None = super().sharded_param_state_fully_reshardable(*args, **kwargs)
+            state: StateDict | None = super().sharded_param_state_fully_reshardable(
+                *args, **kwargs
+            )
             if state is None or self.from_adamw is not None:
                 return state
             self.tensors = frozenset(
@@ -91,7 +128,9 @@ class ShardedState(MuonState):
             )
             for number, (param, whole, start, stop) in enumerate(self._cuts()):
                 cut = {
-                    key: replace(sharded, data=whole[key][start:stop].reshape(param.shape))
+                    key: replace(
+                        sharded, data=whole[key][start:stop].reshape(param.shape)
+                    )
                     for key, sharded in state[number].items()
                 }
                 state[number] = _with_momentum(cut) if param in self._muons else cut
@@ -100,7 +139,9 @@ class ShardedState(MuonState):
             self._to_be_cut = None
 
     def _kept_for_cutting(self, gathered: StateDict | None) -> StateDict | None:
-        """Keep the gathered state; returns expanded zeros, long enough for Megatron to cut."""
+        """Keep the gathered state; returns expanded zeros, long enough for Megatron to
+        cut.
+        """
         if gathered is None:
             return None
         self._to_be_cut = gathered
@@ -109,32 +150,43 @@ class ShardedState(MuonState):
             numel = sum(bucket.grad_data.numel() for bucket in buffer.buckets)
             given[index] = {
                 dtypes: {
-                    key: torch.zeros(1).expand(numel) if torch.is_tensor(value) else value
+                    key: torch.zeros(1).expand(numel)
+                    if torch.is_tensor(value)
+                    else value
                     for key, value in gathered[index][dtypes].items()
                 }
             }
         return given
 
     def _cuts(self) -> Iterator[tuple[Parameter, StateDict, int, int]]:
-        """Each parameter and its place in the gathered tensors, in the order of the result."""
+        """Each parameter and its place in the gathered tensors, in the order of the
+        result.
+        """
         assert self._to_be_cut
         for index, dtypes, buffer in self._buffers():
             for param, start, stop in gathered_spans(buffer):
                 yield param, self._to_be_cut[index][dtypes], start, stop
 
-    def load_parameter_state_from_fully_reshardable(self, state_dict: StateDict) -> None:
+    def load_parameter_state_from_fully_reshardable(
+        self, state_dict: StateDict
+    ) -> None:
         """Load whole parameters' state, by the names on disk."""
         with self._exposing(self._names_on_disk):
             super().load_parameter_state_from_fully_reshardable(state_dict)
 
     # --- fully_sharded_model_space, of Megatron up to 0.14: ranges of whole parameters
 
-    def sharded_param_state_fs_model_space(self, *args: Any, **kwargs: Any) -> StateDict:
+    def sharded_param_state_fs_model_space(
+        self, *args: Any, **kwargs: Any
+    ) -> StateDict:
         """Ranges of whole parameters, by the names on disk."""
         with self._exposing(self._names_on_disk):
-            state: StateDict = super().sharded_param_state_fs_model_space(*args, **kwargs)
+            state: StateDict = super().sharded_param_state_fs_model_space(
+                *args, **kwargs
+            )
         self.tensors = frozenset(
-            (tensors["fp32_param"].key, MOMENTUM in tensors) for tensors in state.values()
+            (tensors["fp32_param"].key, MOMENTUM in tensors)
+            for tensors in state.values()
         )
         return state
 
@@ -145,10 +197,13 @@ class ShardedState(MuonState):
 
     # --- fully_sharded_bucket_space, of Megatron up to 0.14, deprecated there
 
-    def sharded_param_state_fs_bucket_space(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def sharded_param_state_fs_bucket_space(
+        self, *args: Any, **kwargs: Any
+    ) -> NoReturn:
         """Refused: no option of Megatron-LM leads here."""
         raise NotImplementedError(
-            "optimizer='muon' does not save or load fully_sharded_bucket_space, which Megatron "
+            "optimizer='muon' does not save or load fully_sharded_bucket_space, which "
+            "Megatron "
             "calls deprecated: use fully_sharded_model_space (in Megatron-LM "
             "--ckpt-fully-parallel-save) or dp_zero_gather_scatter"
         )

@@ -1,4 +1,6 @@
-"""The two methods through which every format of Megatron takes and gives a parameter's state."""
+"""The two methods through which every format of Megatron takes and gives a parameter's
+state.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,9 @@ from megatron_muon.runtime.states import MAIN_KEY, States, of_halves
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
-# The tensors that Megatron gets for a parameter: only the main parameter; all that go to disk, by
-# their names there; or all by Adam's names. Megatron gathers the last over a whole buffer.
+# The tensors that Megatron gets for a parameter: only the main parameter; all that go
+# to disk, by their names there; or all by Adam's names. Megatron gathers the last over
+# a whole buffer.
 Exposed = Literal["main", "disk", "adam"]
 FromAdamW = Literal["momentum", "fresh"]
 
@@ -46,12 +49,14 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     # the source of Muon's momentum while a checkpoint in AdamW's layout is read: see
     # switch.reading_adamw. None: the checkpoint is of this package's Muon.
     from_adamw: FromAdamW | None = None
-    # the checkpoint being read has no main parameters, since the model's weights are fp32 and are
-    # loaded as such
+    # the checkpoint being read has no main parameters, since the model's weights are
+    # fp32 and are loaded as such
     main_is_weight: bool = False
     _exposed: Exposed = "adam"
 
-    def _get_main_param_and_optimizer_states(self, model_param: Parameter) -> dict[str, Tensor]:
+    def _get_main_param_and_optimizer_states(
+        self, model_param: Parameter
+    ) -> dict[str, Tensor]:
         shard = self._shard_of[model_param]
         if self._exposed == "main":
             return {MAIN_KEY: self._wide(shard, MAIN_KEY)}
@@ -81,7 +86,9 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             self.states.put(shard, key, wide)
 
     def _as_main(self, model_param: Parameter, wide: Tensor) -> Tensor:
-        """AdamW's main parameter, of which a precision-aware checkpoint has the lower 16 bits."""
+        """AdamW's main parameter, of which a precision-aware checkpoint has the lower
+        16 bits.
+        """
         if is_float8tensor(model_param) or model_param.dtype != torch.bfloat16:
             return wide
         here = self._get_model_param_range_map(model_param)["param"]
@@ -94,7 +101,8 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     def _as_momentum(self, model_param: Parameter, first_moment: Tensor) -> Tensor:
         """Muon's momentum from a first moment.
 
-        Adam's first moment is a mean of gradients, (1-β1) Σ β1^k g; Muon's momentum is their sum.
+        Adam's first moment is a mean of gradients, (1-β1) Σ β1^k g; Muon's momentum is
+        their sum.
         """
         if self.from_adamw == "fresh":
             return torch.zeros_like(first_moment)
@@ -120,7 +128,9 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         return muons if self._muon.owns(shard) else {key: key for key in ADAMW_STATE}
 
     def _wide(self, shard: Tensor, key: str) -> Tensor:
-        """In fp32, as on disk: the optimizer's own tensor, or a copy, which is on the host."""
+        """In fp32, as on disk: the optimizer's own tensor, or a copy, which is on the
+        host.
+        """
         wide = self.states.get(shard, key)
         return wide.to("cpu", copy=True) if self.states.are_copies else wide
 
@@ -129,7 +139,9 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         return {on_disk: self._wide(shard, key) for on_disk, key in keys.items()}
 
     def _fill_state(self) -> None:
-        """Give zeros to parameters without state: before its first step AdamW has none."""
+        """Give zeros to parameters without state: before its first step AdamW has
+        none.
+        """
         self.init_state_fn(self.optimizer, self.config)
 
     @cached_property
@@ -145,8 +157,10 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         twice = [name for name, count in Counter(names.values()).items() if count > 1]
         if twice:
             raise ValueError(
-                f"{len(twice)} name(s) of this model are those of several parameters each, first "
-                f"{twice[0]}: a checkpoint cannot tell them apart, give the modules other names"
+                f"{len(twice)} name(s) of this model are those of several parameters "
+                "each, first "
+                f"{twice[0]}: a checkpoint cannot tell them apart, give the modules "
+                "other names"
             )
         return names
 
@@ -156,13 +170,17 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         return muons_of(self.routes)
 
     def _buffers(self) -> Iterator[tuple[int, Any, Any]]:
-        """``(number, dtypes, grad buffer)``; the first two are keys of Megatron's state dicts."""
+        """``(number, dtypes, grad buffer)``; the first two are keys of Megatron's state
+        dicts.
+        """
         for index, ranges in enumerate(self.gbuf_ranges):
             for dtypes in ranges:
                 yield index, dtypes, self.buffers[index]
 
     def _places(self, index: int) -> list[BufferPlace]:
-        """Places of all parameters in a grad buffer, whichever DP ranks hold their slices."""
+        """Places of all parameters in a grad buffer, whichever DP ranks hold their
+        slices.
+        """
         return [
             BufferPlace(self._name_of[param], start, stop, param in self._muons)
             for param, start, stop in gathered_spans(self.buffers[index])

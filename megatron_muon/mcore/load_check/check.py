@@ -1,4 +1,6 @@
-"""Checking a checkpoint against its digest, on all ranks together, before it is read."""
+"""Checking a checkpoint against its digest, on all ranks together, before it is
+read.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Digest, DigestError
 from megatron_muon.mcore.load_check.models import TrainedModel, Wanted, wanted_by_all
-from megatron_muon.mcore.load_check.same_model import parameters_in_digest, require_same_model
+from megatron_muon.mcore.load_check.same_model import (
+    parameters_in_digest,
+    require_same_model,
+)
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_numbers
 from megatron_muon.runtime.consensus import together
@@ -45,8 +50,9 @@ def is_checked(folder: str) -> bool:
 def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> bool:
     """Refuse a checkpoint that is not complete, not intact, or of a different model.
 
-    Every rank of the world calls it. Without a digest rank 0 prints a line. ``exact``: the
-    optimizer's state is loaded, too, so the checkpoint may have no parameter that the model lacks.
+    Every rank of the world calls it. Without a digest rank 0 prints a line. ``exact``:
+    the optimizer's state is loaded, too, so the checkpoint may have no parameter that
+    the model lacks.
 
     Returns:
         Whether the files were compared with a digest.
@@ -62,7 +68,9 @@ def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> boo
     if saved is None:
         return False
     own = parameters_in_digest(trained)
-    together(lambda: require_same_model(saved, own, checkpoint_dir, exact), None, device)
+    together(
+        lambda: require_same_model(saved, own, checkpoint_dir, exact), None, device
+    )
     return True
 
 
@@ -70,28 +78,35 @@ def local_folder(checkpoint_dir: str) -> Path:
     """A checkpoint's folder; NotImplementedError for an object store."""
     if "://" in checkpoint_dir:
         raise NotImplementedError(
-            f"{checkpoint_dir} is in an object store, where megatron_muon makes and checks no "
-            "digest: give --no-muon-checkpoint-digest (checkpoint_digest=False in MuonConfig)"
+            f"{checkpoint_dir} is in an object store, where megatron_muon makes and "
+            "checks no "
+            "digest: give --no-muon-checkpoint-digest (checkpoint_digest=False in "
+            "MuonConfig)"
         )
     return Path(checkpoint_dir)
 
 
 def check_files(folder: Path, device: torch.device) -> Digest | None:
-    """Refuse a checkpoint that is not complete or not intact; returns its digest, if it has one.
+    """Refuse a checkpoint that is not complete or not intact; returns its digest, if it
+    has one.
 
     Every rank of the world calls it. Without a digest rank 0 prints a line.
     """
     saved = together(lambda: digest.complete(folder), None, device)
-    numbers = all_gather_numbers([int(saved["hash"][:15], 16) if saved else 0], None, device)
+    numbers = all_gather_numbers(
+        [int(saved["hash"][:15], 16) if saved else 0], None, device
+    )
     if any(other != numbers[0] for other in numbers):
         raise DigestError(
-            f"ranks see different files at {folder / digest.FILE_NAME}: a checkpoint must be on a "
+            f"ranks see different files at {folder / digest.FILE_NAME}: a checkpoint "
+            "must be on a "
             "file system that all of them share"
         )
     if saved is None:
         if dist.get_rank() == 0 and folder.is_dir():
             say(
-                f"[megatron_muon] {folder} was saved without a digest ({digest.FILE_NAME}), so its "
+                f"[megatron_muon] {folder} was saved without a digest "
+                f"({digest.FILE_NAME}), so its "
                 "files are not checked"
             )
         return None
@@ -101,13 +116,21 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
 
 
 def _require_undamaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Hash this rank's share of the files; DigestError if one is not as it was written."""
+    """Hash this rank's share of the files; DigestError if one is not as it was
+    written.
+    """
     by_size = sorted(files, key=lambda name: (-files[name]["size"], name))
     mine = by_size[dist.get_rank() :: dist.get_world_size()]
     with ThreadPoolExecutor(THREADS) as pool:
-        faults = [*pool.map(lambda name: digest.fault(folder, name, files[name], checksum), mine)]
+        faults = [
+            *pool.map(
+                lambda name: digest.fault(folder, name, files[name], checksum), mine
+            )
+        ]
     bad = {name: fault for name, fault in zip(mine, faults, strict=True) if fault}
     if bad:
         name = min(bad)
-        also = f" So are {first_names(sorted(set(bad) - {name}))}." if len(bad) > 1 else ""
+        also = (
+            f" So are {first_names(sorted(set(bad) - {name}))}." if len(bad) > 1 else ""
+        )
         raise DigestError(f"{bad[name]}.{also} {digest.way_out(folder)}")

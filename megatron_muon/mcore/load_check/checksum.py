@@ -1,13 +1,16 @@
-"""The checksum of a checkpoint's file. A save reuses the CRC-32s that torch already computed.
+"""The checksum of a checkpoint's file. A save reuses the CRC-32s that torch already
+computed.
 
-torch.save writes zip archives. Their directories have the CRC-32 of every record, computed as the
-bytes went by; a shard of torch_dist is one such archive after another. The checksum of a file is
-BLAKE2b over all its bytes, but with the CRC-32 of each large record in place of the record. Right
-after a save these come from the directories (``written``), so large records are not read. Before a
-load they are computed from the bytes.
+torch.save writes zip archives. Their directories have the CRC-32 of every record,
+computed as the bytes went by; a shard of torch_dist is one such archive after another.
+The checksum of a file is BLAKE2b over all its bytes, but with the CRC-32 of each large
+record in place of the record. Right after a save these come from the directories
+(``written``), so large records are not read. Before a load they are computed from the
+bytes.
 
-By chance a change of a record goes unseen once in 2^32 times; one within 32 bits never does. A file
-that is no archive, or changed into none, is hashed whole. This is no protection against intent.
+By chance a change of a record goes unseen once in 2^32 times; one within 32 bits never
+does. A file that is no archive, or changed into none, is hashed whole. This is no
+protection against intent.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ _HEADER = struct.Struct("<26xHH")  # of a record: lengths of its name and extra 
 
 
 class _Record(NamedTuple):
-    """Bytes ``[start, stop)`` of a file, and their CRC-32 in the archive's directory."""
+    """Bytes ``[start, stop)`` of a file, and their CRC-32 in the archive's
+    directory.
+    """
 
     start: int
     stop: int
@@ -42,7 +47,8 @@ def checksum(path: str | os.PathLike[str], *, written: bool = False) -> str:
     """``crc32+blake2b:`` and 32 hex digits for a file's bytes, the same on any machine.
 
     Args:
-        written: whether to trust its CRC-32s: torch has just written it, nothing has changed it.
+        written: whether to trust its CRC-32s: torch has just written it, nothing has
+        changed it.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
@@ -67,7 +73,9 @@ def checksum(path: str | os.PathLike[str], *, written: bool = False) -> str:
 
 
 def _chunks(file: BinaryIO, start: int, stop: int) -> Iterator[memoryview]:
-    """Bytes ``[start, stop)``, fewer if the file is shorter. A chunk is valid until the next."""
+    """Bytes ``[start, stop)``, fewer if the file is shorter. A chunk is valid until the
+    next.
+    """
     buffer = bytearray(min(_CHUNK, max(0, stop - start)))
     while start < stop:
         file.seek(start)
@@ -79,7 +87,9 @@ def _chunks(file: BinaryIO, start: int, stop: int) -> Iterator[memoryview]:
 
 
 def _large_records(file: BinaryIO, size: int) -> list[_Record]:
-    """Large records of the archives at a file's end, in the order of places; may be none."""
+    """Large records of the archives at a file's end, in the order of places; may be
+    none.
+    """
     records: list[_Record] = []
     stop = size
     while stop:
@@ -92,9 +102,11 @@ def _large_records(file: BinaryIO, size: int) -> list[_Record]:
 
 
 def _archive(file: BinaryIO, stop: int) -> tuple[int, list[_Record]] | None:
-    """The start and the large records of the archive that ends at ``stop``; None for no archive.
+    """The start and the large records of the archive that ends at ``stop``; None for no
+    archive.
 
-    A directory is used only if its entries are possible: a damaged one may say anything.
+    A directory is used only if its entries are possible: a damaged one may say
+    anything.
     """
     try:
         with zipfile.ZipFile(_Until(file, stop)) as archive:
@@ -109,7 +121,9 @@ def _archive(file: BinaryIO, stop: int) -> tuple[int, list[_Record]] | None:
     for entry in entries:
         begin = entry.header_offset + _header(file, entry.header_offset)
         end = begin + entry.file_size
-        stored = entry.compress_type == zipfile.ZIP_STORED and begin > entry.header_offset
+        stored = (
+            entry.compress_type == zipfile.ZIP_STORED and begin > entry.header_offset
+        )
         if entry.header_offset < at or not stored or end > stop:
             return None
         if entry.file_size >= LARGE:
@@ -137,10 +151,14 @@ class _Until(io.FileIO):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END:
             offset, whence = self._stop + offset, io.SEEK_SET
-        if whence == io.SEEK_SET and offset < 0:  # the file is too short, or its directory damaged
+        if (
+            whence == io.SEEK_SET and offset < 0
+        ):  # the file is too short, or its directory damaged
             raise ValueError(f"a place before the file's start: {offset}")
         return super().seek(offset, whence)
 
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, self._stop - self.tell())
-        return super().read(left if size is None or size < 0 else min(size, left)) or b""
+        return (
+            super().read(left if size is None or size < 0 else min(size, left)) or b""
+        )

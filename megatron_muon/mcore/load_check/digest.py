@@ -1,4 +1,5 @@
-"""The digest of a checkpoint, ``megatron_muon.json`` in its folder: writing, reading, checking.
+"""The digest of a checkpoint, ``megatron_muon.json`` in its folder: writing, reading,
+checking.
 
 One JSON object:
 
@@ -16,11 +17,12 @@ One JSON object:
 ``hash``        BLAKE2b of all of the above
 ==============  ================================================================================
 
-While ``complete`` is false the object is the mark of a save: it has only ``complete``, ``format``,
-``wrote``, ``save`` and ``hash``. Beside it is ``megatron_muon.lock`` while a save runs, locked by
-its rank 0. No other file of the folder is changed, moved or removed, except for what earlier
-versions of this package left there under names of their own.
-"""
+While ``complete`` is false the object is the mark of a save: it has only ``complete``,
+``format``, ``wrote``, ``save`` and ``hash``. Beside it is ``megatron_muon.lock`` while
+a save runs, locked by its rank 0. No other file of the folder is changed, moved or
+removed, except for what earlier versions of this package left there under names of
+their own.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ Save = dict[str, Any]
 beside: Digest = {}  # what this process writes into its digests beside all else
 
 _ITERATION = re.compile(r"iter_([0-9]{7,})")
-_OWN = re.compile(r"megatron_muon\..*(part\.json|tmp|lock|contested)")  # beside the digest itself
+_OWN = re.compile(
+    r"megatron_muon\..*(part\.json|tmp|lock|contested)"
+)  # beside the digest itself
 
 
 class DigestError(ValueError):
@@ -60,18 +64,22 @@ class DigestError(ValueError):
         super().__init__(printable(text))  # it quotes names from files
 
 
-# --- writing -------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------
 
 
 def new_save() -> Save:
-    """A save by this process: a random ``id``, and who saves; earlier versions read ``job``."""
+    """A save by this process: a random ``id``, and who saves; earlier versions read
+    ``job``.
+    """
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     by = {"host": socket.gethostname(), "pid": os.getpid(), "job": {}, "began": began}
     return {"id": secrets.token_hex(8), **by}
 
 
 def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> None:
-    """Mark a folder as incomplete, for the save; make it if it is missing. Raises OSError."""
+    """Mark a folder as incomplete, for the save; make it if it is missing. Raises
+    OSError.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     mark = {"format": FORMAT, "complete": False, "wrote": wrote, "save": save}
     write_text(folder / FILE_NAME, sealed(mark))
@@ -83,7 +91,8 @@ def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> N
 def finish(folder: Path, content: Mapping[str, Any]) -> None:
     """Mark a folder as complete; ``content`` has all other keys. Raises OSError."""
     write_text(
-        folder / FILE_NAME, sealed({"format": FORMAT, "complete": True, **beside, **content})
+        folder / FILE_NAME,
+        sealed({"format": FORMAT, "complete": True, **beside, **content}),
     )
 
 
@@ -99,7 +108,7 @@ def own_file(name: str) -> bool:
     return name == FILE_NAME or _OWN.fullmatch(name) is not None
 
 
-# --- reading -------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------
 
 
 def read(folder: Path) -> Digest | None:
@@ -137,7 +146,8 @@ def _content(folder: Path) -> Digest | None:
         raise DigestError(f"{path} is damaged: it is not what was written")
     if content.get("format") != FORMAT:
         raise DigestError(
-            f"{path} is of format {content.get('format')!r}, this megatron_muon reads {FORMAT}: "
+            f"{path} is of format {content.get('format')!r}, this megatron_muon reads "
+            f"{FORMAT}: "
             "use the megatron_muon that wrote it, or load without the check "
             "(--no-muon-checkpoint-digest)"
         )
@@ -147,11 +157,19 @@ def _content(folder: Path) -> Digest | None:
     return whole
 
 
-_DEFAULTS: Digest = {"complete": False, "wrote": {}, "save": None, "parameters": {}, "files": {}}
+_DEFAULTS: Digest = {
+    "complete": False,
+    "wrote": {},
+    "save": None,
+    "parameters": {},
+    "files": {},
+}
 
 
 def _has_types(whole: Digest) -> bool:
-    """Whether all that readers use has its type: a hash is no protection against intent."""
+    """Whether all that readers use has its type: a hash is no protection against
+    intent.
+    """
     try:
         parameters, files = whole["parameters"].values(), whole["files"].items()
         return (
@@ -159,9 +177,16 @@ def _has_types(whole: Digest) -> bool:
             and (whole["save"] is None or isinstance(whole["save"]["id"], str))
             and all(isinstance(whole[key], dict) for key in ("wrote", "settings"))
             and all(isinstance(each["shape"], list) for each in parameters)
-            and all(map(_is_count, (size for each in parameters for size in each["shape"])))
-            and all(each["optimizer"] in ("muon", "adamw", "frozen") for each in parameters)
-            and all(_is_below(name) and isinstance(entry["hash"], str) for name, entry in files)
+            and all(
+                map(_is_count, (size for each in parameters for size in each["shape"]))
+            )
+            and all(
+                each["optimizer"] in ("muon", "adamw", "frozen") for each in parameters
+            )
+            and all(
+                _is_below(name) and isinstance(entry["hash"], str)
+                for name, entry in files
+            )
             and all(_is_count(entry["size"]) for _, entry in files)
         )
     except (AttributeError, KeyError, TypeError):
@@ -178,7 +203,7 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
 
 
-# --- checking ------------------------------------------------------------------------------------
+# --- checking -------------------------------------------------------------------------
 
 
 def complete(folder: Path) -> Digest | None:
@@ -186,7 +211,8 @@ def complete(folder: Path) -> Digest | None:
     digest = read(folder)
     if digest is not None and not digest["complete"]:
         raise DigestError(
-            f"{folder} is not complete: the save that wrote it ({saved_by(digest['save'])}) still "
+            f"{folder} is not complete: the save that wrote it "
+            f"({saved_by(digest['save'])}) still "
             f"runs or was stopped before its end. {way_out(folder)}"
         )
     return digest
@@ -201,17 +227,28 @@ def saved_by(save: Save | None) -> str:
 
 
 def fault(
-    folder: Path, name: str, entry: Mapping[str, Any], checksum: Callable[[Path], str] | None
+    folder: Path,
+    name: str,
+    entry: Mapping[str, Any],
+    checksum: Callable[[Path], str] | None,
 ) -> str | None:
-    """The fault of a checkpoint's file in words, if any; without ``checksum`` by its size only."""
+    """The fault of a checkpoint's file in words, if any; without ``checksum`` by its
+    size only.
+    """
     path = folder / name
     try:
         size = path.stat().st_size
         if size != entry["size"]:
-            return f"{path} has {size} bytes, {entry['size']} were written{_later(folder, path)}"
+            return (
+                f"{path} has {size} bytes, {entry['size']} were "
+                f"written{_later(folder, path)}"
+            )
         if checksum is not None and checksum(path) != entry["hash"]:
             later = _later(folder, path)
-            return f"{path} is damaged: its {size} bytes are not those that were written{later}"
+            return (
+                f"{path} is damaged: its {size} bytes are not those that were "
+                f"written{later}"
+            )
     except FileNotFoundError:
         return f"{path} is missing"
     except (OSError, ValueError) as error:  # ValueError: no file can have such a name
@@ -224,16 +261,19 @@ def _later(folder: Path, path: Path) -> str:
     if path.stat().st_mtime_ns <= (folder / FILE_NAME).stat().st_mtime_ns:
         return ""
     return (
-        "; it is newer than the digest: if a run without the plugin has saved over this folder, "
+        "; it is newer than the digest: if a run without the plugin has saved over "
+        "this folder, "
         f"remove its {FILE_NAME}, and it is loaded unchecked"
     )
 
 
-# --- other checkpoints beside one ----------------------------------------------------------------
+# --- other checkpoints beside one -----------------------------------------------------
 
 
 def last_complete(folder: Path, but: int | None = None) -> int | None:
-    """The newest complete checkpoint ``iter_N`` in a folder, but for one; see ``says_complete``."""
+    """The newest complete checkpoint ``iter_N`` in a folder, but for one; see
+    ``says_complete``.
+    """
     with suppress(OSError):
         found = {iteration_of(name): folder / name for name in os.listdir(folder)}
         for number in sorted(found.keys() - {None, but}, reverse=True):  # type: ignore[type-var]
@@ -243,7 +283,9 @@ def last_complete(folder: Path, but: int | None = None) -> int | None:
 
 
 def iteration_of(name: str) -> int | None:
-    """N of a folder's name ``iter_N`` as Megatron writes it; None for any other name."""
+    """N of a folder's name ``iter_N`` as Megatron writes it; None for any other
+    name.
+    """
     match = _ITERATION.fullmatch(name)
     if match is None or name != f"iter_{int(match[1]):07d}":
         return None
@@ -256,19 +298,26 @@ def says_complete(folder: Path) -> bool:
         content = _content(folder)
         if content is not None and content["complete"]:
             files: Files = content["files"]
-            return not any(fault(folder, name, entry, None) for name, entry in files.items())
+            return not any(
+                fault(folder, name, entry, None) for name, entry in files.items()
+            )
     return False
 
 
 def way_out(folder: Path) -> str:
-    """A sentence that names the way out where a checkpoint cannot be loaded; raises nothing."""
+    """A sentence that names the way out where a checkpoint cannot be loaded; raises
+    nothing.
+    """
     number = iteration_of(folder.name)
     if number is None:
         return "Load another checkpoint"
     other = last_complete(folder.parent, number)
     if other is not None:
-        return f"The last complete one beside it is {other}: --ckpt-step {other} loads it"
+        return (
+            f"The last complete one beside it is {other}: --ckpt-step {other} loads it"
+        )
     return (
-        f"{folder.parent} has no other checkpoint that is known to be complete. Without "
+        f"{folder.parent} has no other checkpoint that is known to be complete. "
+        "Without "
         f"{folder / FILE_NAME} this one is loaded unchecked"
     )

@@ -1,4 +1,5 @@
-"""A checkpoint's files: only regular ones are read, small ones are written whole, one is locked.
+"""A checkpoint's files: only regular ones are read, small ones are written whole, one
+is locked.
 
 Opening a named pipe can wait for ever, and a process can end at any moment.
 """
@@ -17,7 +18,9 @@ from typing import BinaryIO
 
 
 def open_regular(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
-    """``open`` for reading, of a regular file or of a link to one; OSError for any other."""
+    """``open`` for reading, of a regular file or of a link to one; OSError for any
+    other.
+    """
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
@@ -33,7 +36,9 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # others may write path, too
+    beside = path.with_name(
+        f"{path.name}.{secrets.token_hex(4)}.tmp"
+    )  # others may write path, too
     try:
         with beside.open("x") as file:
             file.write(text)
@@ -80,7 +85,9 @@ class Lock:
                 held = error.errno in (errno.EACCES, errno.EAGAIN)
                 if held:
                     os.close(number)
-                    raise BlockingIOError(errno.EAGAIN, "it is locked", str(path)) from error
+                    raise BlockingIOError(
+                        errno.EAGAIN, "it is locked", str(path)
+                    ) from error
                 lock.release()
                 return None
             if lock._is_in_place():

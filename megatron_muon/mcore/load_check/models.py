@@ -1,4 +1,6 @@
-"""The models that Muon trains, noted when their optimizers are built, to find a save's model."""
+"""The models that Muon trains, noted when their optimizers are built, to find a save's
+model.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from megatron_muon.settings.config import MuonConfig
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """A model that Muon trains, as this rank has it; a process may have built several."""
+    """A model that Muon trains, as this rank has it; a process may have built
+    several.
+    """
 
     chunks: tuple[weakref.ref[Any], ...]
     config: MuonConfig
@@ -29,7 +33,9 @@ class TrainedModel:
 
 
 _trained: weakref.WeakKeyDictionary[Any, TrainedModel] = weakref.WeakKeyDictionary()
-_any_built = False  # the same on all ranks: while False, saves and loads do not communicate
+_any_built = (
+    False  # the same on all ranks: while False, saves and loads do not communicate
+)
 
 
 def remember(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> None:
@@ -48,7 +54,9 @@ def forget() -> None:
 
 
 def owner(state: Any) -> TrainedModel | None:
-    """The model of Muon's, if any, of a sharded state dict or of model chunks; local."""
+    """The model of Muon's, if any, of a sharded state dict or of model chunks;
+    local.
+    """
     addresses = set(_addresses(state)) if _trained else set()
     for trained in reversed(list(_trained.values())):
         for chunk in trained.model_chunks():
@@ -58,7 +66,9 @@ def owner(state: Any) -> TrainedModel | None:
 
 
 def _addresses(state: Any) -> Iterator[int]:
-    """Addresses of parameters, or of the tensors behind Megatron's ShardedTensors and factories."""
+    """Addresses of parameters, or of the tensors behind Megatron's ShardedTensors and
+    factories.
+    """
     if isinstance(state, Mapping):
         state = list(state.values())
     elif isinstance(state, torch.nn.Module):
@@ -68,18 +78,26 @@ def _addresses(state: Any) -> Iterator[int]:
             yield from _addresses(each)
         return
     data = state if isinstance(state, torch.Tensor) else getattr(state, "data", None)
-    if isinstance(data, torch.Tensor) and data.device.type != "meta" and data.data_ptr():
+    if (
+        isinstance(data, torch.Tensor)
+        and data.device.type != "meta"
+        and data.data_ptr()
+    ):
         yield data.data_ptr()  # 0 where it has no memory of its own
 
 
 class Wanted(IntEnum):
-    """A rank's view of a save or load: not of Muon's model, or of it with or without a digest."""
+    """A rank's view of a save or load: not of Muon's model, or of it with or without a
+    digest.
+    """
 
     NOTHING, DIGEST, NO_DIGEST = range(3)
 
 
 def wanted_by_all(trained: TrainedModel | None) -> Wanted:
-    """Whether a digest is to be made or checked. Every rank calls it, with its ``owner``."""
+    """Whether a digest is to be made or checked. Every rank calls it, with its
+    ``owner``.
+    """
     if not _any_built:
         return Wanted.NOTHING
     mine = Wanted.NOTHING

@@ -1,8 +1,9 @@
-"""The parameters in a digest, and whether a checkpoint was saved by the model that loads it.
+"""The parameters in a digest, and whether a checkpoint was saved by the model that
+loads it.
 
-Names, shapes and optimizers do not depend on the model's parallelism. The vocabulary, which is
-padded for TP, is not compared, nor are settings that change no shape: Megatron-LM's
-``--use-checkpoint-args`` takes them from the checkpoint.
+Names, shapes and optimizers do not depend on the model's parallelism. The vocabulary,
+which is padded for TP, is not compared, nor are settings that change no shape:
+Megatron-LM's ``--use-checkpoint-args`` takes them from the checkpoint.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from megatron_muon.settings.config import ROWS, named
 
 Table = dict[str, dict[str, Any]]
 
-# The names of one weight in different classes that torch_dist loads into one another: three of
-# experts, and Transformer Engine's fused MLP. (Norms have many more; only matrices are compared.)
+# The names of one weight in different classes that torch_dist loads into one another:
+# three of experts, and Transformer Engine's fused MLP. (Norms have many more; only
+# matrices are compared.)
 _SAME = (
     (re.compile(r"\.experts\.local_experts\.\d+\.(linear_fc[12])\."), r".experts.\1."),
     (re.compile(r"\.experts\.(linear_fc[12])\.weight\d+$"), r".experts.\1.weight"),
@@ -55,10 +57,14 @@ def parameters_in_digest(trained: TrainedModel | None) -> Table:
     return {name: entry for table in every for name, entry in table.items()}
 
 
-def require_same_model(saved: Mapping[str, Any], own: Table, folder: str, exact: bool) -> None:
-    """Raise a DigestError that names the first parameter that differs from the model's ``own``.
+def require_same_model(
+    saved: Mapping[str, Any], own: Table, folder: str, exact: bool
+) -> None:
+    """Raise a DigestError that names the first parameter that differs from the model's
+    ``own``.
 
-    ``exact``: the checkpoint may not have parameters that the model lacks, and each must be of the
+    ``exact``: the checkpoint may not have parameters that the model lacks, and each
+    must be of the
     optimizer that it has in this run.
     """
     different = f"{folder} was saved by a different model:"
@@ -79,17 +85,22 @@ def require_same_model(saved: Mapping[str, Any], own: Table, folder: str, exact:
             there, here = (sum(map(math.prod, shapes)) for shapes in (one, two))
         if there != here and not _VOCABULARY.search(name):
             raise DigestError(
-                f"{different} {name} has the {what} {there} there and {here} here, counted over "
+                f"{different} {name} has the {what} {there} there and {here} here, "
+                "counted over "
                 "all ranks"
             )
     if exact and (unknown := sorted(then.keys() - now.keys())):
-        raise DigestError(f"{different} it has {first_names(unknown)}, which this model lacks")
+        raise DigestError(
+            f"{different} it has {first_names(unknown)}, which this model lacks"
+        )
     if exact:
         _require_same_routing(saved, own, folder)
 
 
 def _require_same_routing(saved: Mapping[str, Any], own: Table, folder: str) -> None:
-    """Raise a DigestError where a parameter's state is another optimizer's than in this run."""
+    """Raise a DigestError where a parameter's state is another optimizer's than in this
+    run.
+    """
     then, now = _owners(saved["parameters"]), _owners(own)
     changed = sorted(name for name in now if then.get(name, now[name]) != now[name])
     if not changed:
@@ -104,9 +115,12 @@ def _require_same_routing(saved: Mapping[str, Any], own: Table, folder: str) -> 
     raise DigestError(
         f"{folder} was saved with another routing: {first} was {then[first]}'s and is "
         f"{now[first]}'s in this run{more}. Give {named('muon_include')} and "
-        f"{named('muon_exclude')} as at the save, which had {' '.join(given) or 'neither'}. To go "
-        "on with another routing, load it with --optimizer adam --adamw-from-muon, save, and load "
-        "that with --muon-from-adamw momentum (docs/routing.md has the commands), or load the "
+        f"{named('muon_exclude')} as at the save, which had "
+        f"{' '.join(given) or 'neither'}. To go "
+        "on with another routing, load it with --optimizer adam --adamw-from-muon, "
+        "save, and load "
+        "that with --muon-from-adamw momentum (docs/routing.md has the commands), or "
+        "load the "
         "model alone (--no-load-optim)"
     )
 
@@ -119,7 +133,8 @@ def _own_part(trained: TrainedModel | None) -> Table:
     if stage.ep is None or stage.expert_tp is None:
         speaks = dist.get_rank(stage.group) == 0
     else:
-        # every EP rank has experts of its own; one expert-DP rank speaks for its replicas
+        # every EP rank has experts of its own; one expert-DP rank speaks for its
+        # replicas
         speaks = world_rank(0, stage.group) in world_ranks(stage.ep)
     return _table(trained) if speaks else {}
 
@@ -132,7 +147,11 @@ def _table(trained: TrainedModel) -> Table:
     for weight in weights(chunks):
         if weight.is_tied_copy:
             continue  # only some stages have it
-        whose = "muon" if why_adamw(weight, stage.sizes.tp_of(weight), config) is None else "adamw"
+        whose = (
+            "muon"
+            if why_adamw(weight, stage.sizes.tp_of(weight), config) is None
+            else "adamw"
+        )
         table[expert_name(weight.name, ep_rank, experts)] = {
             "shape": _whole_shape(weight, stage.sizes),
             "optimizer": whose if weight.param.requires_grad else "frozen",
@@ -142,7 +161,9 @@ def _table(trained: TrainedModel) -> Table:
 
 def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:
     shape, tp_size = list(weight.param.shape), sizes.tp_of(weight)
-    if weight.is_module("GroupedMLP"):  # all experts in one, over EP and TP in the same dim
+    if weight.is_module(
+        "GroupedMLP"
+    ):  # all experts in one, over EP and TP in the same dim
         shape[1 if weight.name.endswith("weight1") else 0] *= tp_size * sizes.ep
         return shape
     try:
@@ -156,11 +177,15 @@ def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:
 
 
 def _owners(table: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """The optimizer of each trained parameter, by a name that experts of a layer may share."""
+    """The optimizer of each trained parameter, by a name that experts of a layer may
+    share.
+    """
     owners: dict[str, set[str]] = {}
     for name, entry in table.items():
         if entry["optimizer"] != "frozen":
-            owners.setdefault(_one_name(name), set()).add(_OPTIMIZERS[entry["optimizer"]])
+            owners.setdefault(_one_name(name), set()).add(
+                _OPTIMIZERS[entry["optimizer"]]
+            )
     return {name: " and ".join(sorted(each)) for name, each in owners.items()}
 
 

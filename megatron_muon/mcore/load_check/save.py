@@ -1,8 +1,8 @@
 """Making a checkpoint's digest at a save, and checking it at a load.
 
-``save`` and ``load`` wrap those of ``megatron.core.dist_checkpointing`` for all callers. They act
-if the state dict is of a model that Muon trains. ``sealed`` does the same around a save in
-Megatron-LM's old format, which only ``torch.save`` writes.
+``save`` and ``load`` wrap those of ``megatron.core.dist_checkpointing`` for all
+callers. They act if the state dict is of a model that Muon trains. ``sealed`` does the
+same around a save in Megatron-LM's old format, which only ``torch.save`` writes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,21 @@ import torch.distributed as dist
 
 from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
 from megatron_muon.mcore.load_check import digest
-from megatron_muon.mcore.load_check.check import THREADS, check, is_checked, local_folder
+from megatron_muon.mcore.load_check.check import (
+    THREADS,
+    check,
+    is_checked,
+    local_folder,
+)
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Files, Save
 from megatron_muon.mcore.load_check.files import Lock, open_regular
-from megatron_muon.mcore.load_check.models import TrainedModel, Wanted, owner, wanted_by_all
+from megatron_muon.mcore.load_check.models import (
+    TrainedModel,
+    Wanted,
+    owner,
+    wanted_by_all,
+)
 from megatron_muon.mcore.load_check.same_model import parameters_in_digest
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_texts
@@ -41,8 +51,8 @@ _SAME_OPTIMIZER = (
     "Each parameter must belong to the same optimizer as at the save "
     f"({named('muon_include')}, {named('muon_exclude')})"
 )
-# A key of optimizer state in torch_dist, of a model-parallel rank or of a whole weight, and what it
-# takes to find it there.
+# A key of optimizer state in torch_dist, of a model-parallel rank or of a whole weight,
+# and what it takes to find it there.
 _STATE = (
     (
         re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.[\w.]*\w"),
@@ -50,15 +60,21 @@ _STATE = (
     ),
     (
         re.compile(r"(chained_\d+\.)?optimizer\.state\.[\w.]*\w"),
-        f"{_SAME_OPTIMIZER}; AdamW's own checkpoint loads within megatron_muon.reading_adamw. The "
-        "format must be that of the save (metadata of sharded_state_dict), and before core 0.14 EP "
+        f"{_SAME_OPTIMIZER}; AdamW's own checkpoint loads within "
+        "megatron_muon.reading_adamw. The "
+        "format must be that of the save (metadata of sharded_state_dict), and before "
+        "core 0.14 EP "
         "must stay 1 or stay above 1",
     ),
 )
 _ONE_JOB = "Let only one job save there, or give each a folder of its own"
-_KEYS_THERE = re.compile(r"not in state dict: \[[^\n]*")  # Megatron lists all that there are
+_KEYS_THERE = re.compile(
+    r"not in state dict: \[[^\n]*"
+)  # Megatron lists all that there are
 _MANIFEST = "integrity.json"  # Megatron's, which has the digest's hash, too
-_SHARD = re.compile(r"__\d+_\d+\.distcp$")  # torch_dist: the rank that wrote it, and a number
+_SHARD = re.compile(
+    r"__\d+_\d+\.distcp$"
+)  # torch_dist: the rank that wrote it, and a number
 
 
 def save(
@@ -72,7 +88,9 @@ def save(
     saving = Saving.begin(owner(sharded_state_dict), str(checkpoint_dir))
     if saving is None:
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    has_manifest = kwargs.pop("verify_integrity", False)  # since core 0.19; the digest comes first
+    has_manifest = kwargs.pop(
+        "verify_integrity", False
+    )  # since core 0.19; the digest comes first
     seal = partial(saving.seal, has_manifest=has_manifest)
     with saving.unlocked_by_an_error(), _quiet_about_the_mark(saving.folder):
         request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
@@ -90,7 +108,9 @@ def load(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Megatron's load, after ``check``; an error about Muon's state names the way out."""
+    """Megatron's load, after ``check``; an error about Muon's state names the way
+    out.
+    """
     trained = owner(sharded_state_dict)
     if not is_checked(str(checkpoint_dir)):
         exact = any(str(key).startswith("optimizer") for key in sharded_state_dict)
@@ -101,7 +121,9 @@ def load(
 
 @contextmanager
 def _explained(folder: str) -> Iterator[None]:
-    """Add the way out to an error that names optimizer state which is not in the checkpoint."""
+    """Add the way out to an error that names optimizer state which is not in the
+    checkpoint.
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -110,17 +132,22 @@ def _explained(folder: str) -> Iterator[None]:
         text = _KEYS_THERE.sub("", str(error))
         for pattern, way_out in _STATE:
             if key := pattern.search(text):
-                text = f"{folder} has no {key[0]}, or has it in another shape. {way_out}"
+                text = (
+                    f"{folder} has no {key[0]}, or has it in another shape. {way_out}"
+                )
                 raise ValueError(text) from error
         raise
 
 
 @contextmanager
-def sealed(trained: TrainedModel | None, folder: Path, names: list[str]) -> Iterator[None]:
+def sealed(
+    trained: TrainedModel | None, folder: Path, names: list[str]
+) -> Iterator[None]:
     """Mark a folder before a save by ``torch.save``, and write its digest after it.
 
-    Every rank of the world enters and leaves it together. ``names`` are the files that this rank,
-    or a replica of it, writes there. Those that stay as they were are not of this save.
+    Every rank of the world enters and leaves it together. ``names`` are the files that
+    this rank, or a replica of it, writes there. Those that stay as they were are not of
+    this save.
     """
     saving = Saving.begin(trained, str(folder))
     if saving is None:
@@ -129,13 +156,19 @@ def sealed(trained: TrainedModel | None, folder: Path, names: list[str]) -> Iter
     before = {name: _stamp(folder / name) for name in names}
     with saving.unlocked_by_an_error():
         yield
-    saving.seal([name for name in names if _stamp(folder / name) not in (before[name], None)])
+    saving.seal(
+        [name for name in names if _stamp(folder / name) not in (before[name], None)]
+    )
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Inode, time of the last change and size; None where there is no file that can be read."""
+    """Inode, time of the last change and size; None where there is no file that can be
+    read.
+    """
     try:
-        with open_regular(path) as file:  # opened, since a network file system then asks anew
+        with open_regular(
+            path
+        ) as file:  # opened, since a network file system then asks anew
             status = os.fstat(file.fileno())
     except OSError:
         return None
@@ -144,9 +177,13 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 @contextmanager
 def _quiet_about_the_mark(folder: Path) -> Iterator[None]:
-    """Silence Megatron's warning of files in the folder if the digest's mark is the only one."""
+    """Silence Megatron's warning of files in the folder if the digest's mark is the
+    only one.
+    """
     logger = logging.getLogger("megatron.core.dist_checkpointing.serialization")
-    others = folder.is_dir() and any(not digest.own_file(path.name) for path in folder.iterdir())
+    others = folder.is_dir() and any(
+        not digest.own_file(path.name) for path in folder.iterdir()
+    )
 
     def passes(record: logging.LogRecord) -> bool:
         return others or "Overwriting old incomplete" not in record.getMessage()
@@ -171,8 +208,10 @@ def _begin(folder: Path, wrote: Mapping[str, Any], save: Save) -> Lock | None:
         lock = Lock.take(path)
     except BlockingIOError as error:
         raise RuntimeError(
-            f"another job saves into {folder} ({digest.saved_by(digest.saver(folder))}), so this "
-            f"save has written nothing there. {_ONE_JOB}. If that job's node was lost and "
+            f"another job saves into {folder} "
+            f"({digest.saved_by(digest.saver(folder))}), so this "
+            f"save has written nothing there. {_ONE_JOB}. If that job's node was lost "
+            "and "
             f"its file system still keeps the lock, remove {path}"
         ) from error
     try:
@@ -188,18 +227,21 @@ def _begin(folder: Path, wrote: Mapping[str, Any], save: Save) -> Lock | None:
 class Saving:
     """A save that has begun.
 
-    Rank 0 holds the folder's lock from before the mark until after the digest, so a second
-    job is refused before it writes. Where the file system has no locks, or none that hold
-    on other nodes, the marks tell of a second job: each rank looks for its save's mark when
-    its files are written, and rank 0 once more before it writes the digest. A job that
-    began earlier and has not looked yet when a later one ends is then not seen by it.
+    Rank 0 holds the folder's lock from before the mark until after the digest, so a
+    second job is refused before it writes. Where the file system has no locks, or none
+    that hold on other nodes, the marks tell of a second job: each rank looks for its
+    save's mark when its files are written, and rank 0 once more before it writes the
+    digest. A job that began earlier and has not looked yet when a later one ends is
+    then not seen by it.
     """
 
     folder: Path
     save: Save  # rank 0's digest.new_save, on all ranks
     device: torch.device
     lock: Lock | None  # on rank 0, where the file system has locks
-    content: Mapping[str, Any]  # the digest without files on rank 0; empty on other ranks
+    content: Mapping[
+        str, Any
+    ]  # the digest without files on rank 0; empty on other ranks
 
     @classmethod
     def begin(cls, trained: TrainedModel | None, checkpoint_dir: str) -> Saving | None:
@@ -215,20 +257,28 @@ class Saving:
             return None
         device = device_of(trained.model_chunks() if trained else [])
         first = dist.get_rank() == 0
-        if wanted == Wanted.NO_DIGEST:  # an earlier save's digest does not fit what is written now
+        if (
+            wanted == Wanted.NO_DIGEST
+        ):  # an earlier save's digest does not fit what is written now
             stale = Path(checkpoint_dir) / digest.FILE_NAME
-            together(lambda: stale.unlink(missing_ok=True) if first else None, None, device)
+            together(
+                lambda: stale.unlink(missing_ok=True) if first else None, None, device
+            )
             return None
         folder = local_folder(checkpoint_dir)
         parameters = parameters_in_digest(trained)
-        save: Save = json.loads(all_gather_texts(json.dumps(digest.new_save()), None)[0])
+        save: Save = json.loads(
+            all_gather_texts(json.dumps(digest.new_save()), None)[0]
+        )
         wrote = {
             "megatron_muon": __version__,
             "megatron_core": str(importlib.import_module("megatron.core").__version__),
             "torch": str(torch.__version__),
             "world_size": dist.get_world_size(),
         }
-        lock = together(lambda: _begin(folder, wrote, save) if first else None, None, device)
+        lock = together(
+            lambda: _begin(folder, wrote, save) if first else None, None, device
+        )
         content = {
             "wrote": wrote,
             "save": save,
@@ -251,20 +301,28 @@ class Saving:
         if self.lock is not None:
             self.lock.release()
 
-    def seal(self, names: Sequence[str] | None = None, *, has_manifest: bool = False) -> None:
-        """Hash the files and mark the folder as complete. Every rank of the world calls it.
+    def seal(
+        self, names: Sequence[str] | None = None, *, has_manifest: bool = False
+    ) -> None:
+        """Hash the files and mark the folder as complete. Every rank of the world calls
+        it.
 
         The lock is dropped at its end.
 
-        ``names`` are the files that this rank has written by ``torch.save``; None: of torch_dist.
+        ``names`` are the files that this rank has written by ``torch.save``; None: of
+        torch_dist.
         ``has_manifest``: Megatron's own hashes come after it (``--verify-integrity``).
         """
         try:
             part = together(lambda: self._part(names), None, self.device)
-            parts = [json.loads(text) for text in all_gather_texts(json.dumps(part), None)]
+            parts = [
+                json.loads(text) for text in all_gather_texts(json.dumps(part), None)
+            ]
             first = dist.get_rank() == 0
             together(
-                lambda: self._finish(parts, has_manifest) if first else None, None, self.device
+                lambda: self._finish(parts, has_manifest) if first else None,
+                None,
+                self.device,
             )
         finally:
             self._unlock()
@@ -272,8 +330,8 @@ class Saving:
     def _part(self, names: Sequence[str] | None) -> dict[str, Any]:
         """This rank's part: the save whose mark it sees, and the files that it wrote.
 
-        It looks at the mark before it hashes. A save that replaces the mark after that has
-        begun when this one's files were written, and stays whole.
+        It looks at the mark before it hashes. A save that replaces the mark after that
+        has begun when this one's files were written, and stays whole.
         """
         saver = digest.saver(self.folder)
         names = self._written() if names is None else names
@@ -289,12 +347,16 @@ class Saving:
         return {"save": saver, "files": files}
 
     def _written(self) -> list[str]:
-        """The files of torch_dist that this rank has written; rank 0 adds those of no rank."""
+        """The files of torch_dist that this rank has written; rank 0 adds those of no
+        rank.
+        """
         rank = dist.get_rank()
         names = [path.name for path in self.folder.glob(f"__{rank}_*.distcp")]
         if rank:
             return names
-        every = (path for path in self.folder.rglob("*") if not _SHARD.search(path.name))
+        every = (
+            path for path in self.folder.rglob("*") if not _SHARD.search(path.name)
+        )
         every = (path for path in every if path.is_file() and path.name != _MANIFEST)
         files = (path for path in every if not digest.own_file(path.name))
         return names + [str(path.relative_to(self.folder)) for path in files]
@@ -307,10 +369,14 @@ class Saving:
                 # marked anew, so that the other save is not sealed
                 digest.begin(self.folder, self.content["wrote"], self.save)
                 raise RuntimeError(
-                    f"{self.folder} may contain files of two saves, so it is not complete: "
-                    f"{digest.saved_by(self.save)}, and {digest.saved_by(part['save'])}. {_ONE_JOB}"
+                    f"{self.folder} may contain files of two saves, so it is not "
+                    "complete: "
+                    f"{digest.saved_by(self.save)}, and "
+                    f"{digest.saved_by(part['save'])}. {_ONE_JOB}"
                 )
-        files: Files = {name: entry for part in parts for name, entry in part["files"].items()}
+        files: Files = {
+            name: entry for part in parts for name, entry in part["files"].items()
+        }
         if not files:
             raise RuntimeError(f"This save wrote no files into {self.folder}")
         saver = digest.saver(self.folder)
@@ -318,16 +384,21 @@ class Saving:
             raise self._mark_is_missing(rank=0)
         if saver["id"] != self.save["id"]:
             raise RuntimeError(
-                f"another save has begun in {self.folder} ({digest.saved_by(saver)}) before this "
+                f"another save has begun in {self.folder} ({digest.saved_by(saver)}) "
+                "before this "
                 f"one was complete ({digest.saved_by(self.save)}). {_ONE_JOB}"
             )
         digest.finish(self.folder, {**self.content, "files": files})
         if has_manifest:
-            module = importlib.import_module("megatron.core.dist_checkpointing.validation")
+            module = importlib.import_module(
+                "megatron.core.dist_checkpointing.validation"
+            )
             module.save_integrity_manifest(str(self.folder))
 
     def _mark_is_missing(self, rank: int) -> RuntimeError:
         return RuntimeError(
-            f"rank {rank} does not see {self.folder / digest.FILE_NAME}: it was removed "
-            "during the save, or the folder is not on a file system that all ranks share"
+            f"rank {rank} does not see {self.folder / digest.FILE_NAME}: it was "
+            "removed "
+            "during the save, or the folder is not on a file system that all ranks "
+            "share"
         )

@@ -1,4 +1,6 @@
-"""Watching and clipping a run: checks before its optimizer is built, and the clip after a step."""
+"""Watching and clipping a run: checks before its optimizer is built, and the clip after
+a step.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class RunClip:
     """The clip of a run, and what its steps have found."""
 
     clip: QkClip
-    clips_in_step: bool  # the optimizer's step clips; else Megatron's training loop asks for it
+    clips_in_step: (
+        bool  # the optimizer's step clips; else Megatron's training loop asks for it
+    )
     largest: float = 0.0  # the largest logit of the last step that clipped
 
     def after_step(self) -> None:
@@ -34,13 +38,20 @@ class RunClip:
 
 
 def prepare(
-    optimizer_config: Any, model_chunks: Sequence[Any], config: MuonConfig, pg_collection: Any
+    optimizer_config: Any,
+    model_chunks: Sequence[Any],
+    config: MuonConfig,
+    pg_collection: Any,
 ) -> list[WatchedAttention]:
-    """Check a run whose logits are to be watched or clipped; as ``watched_attentions``."""
+    """Check a run whose logits are to be watched or clipped; as
+    ``watched_attentions``.
+    """
     if is_asked(model_chunks, config):
         _refuse_modes(optimizer_config, model_chunks)
     group_of("tp_dp_cp", pg_collection)
-    return watched_attentions(model_chunks, config, group_of("tp", pg_collection).size())
+    return watched_attentions(
+        model_chunks, config, group_of("tp", pg_collection).size()
+    )
 
 
 def attach(
@@ -50,10 +61,11 @@ def attach(
     config: MuonConfig,
     pg_collection: Any,
 ) -> None:
-    """Collect logits from now on, and clip where Megatron's training loop or a step asks.
+    """Collect logits from now on, and clip where Megatron's training loop or a step
+    asks.
 
-    Megatron's loop calls ``clip_qk`` after each step where its own flags ask. With the plugin's,
-    the optimizer clips at the end of its step.
+    Megatron's loop calls ``clip_qk`` after each step where its own flags ask. With the
+    plugin's, the optimizer clips at the end of its step.
     """
     for attention in attentions:
         if isinstance(attention.core, DotProductAttention):
@@ -76,19 +88,25 @@ def attach(
         turn_into(optimizer, _clipping(type(optimizer)))
 
 
-def _following(parts: Sequence[Any], model_chunks: Sequence[Any]) -> Iterator[Callable[[], None]]:
+def _following(
+    parts: Sequence[Any], model_chunks: Sequence[Any]
+) -> Iterator[Callable[[], None]]:
     ddp_config = model_chunks[0].ddp_config
     in_fp8 = getattr(ddp_config, "fp8_param_gather", False)
     if in_fp8:
         yield from (part._copy_main_params_to_model_params for part in parts)
-    if (in_fp8 or adam_holds_main(parts[0].config)) and not ddp_config.overlap_param_gather:
+    if (
+        in_fp8 or adam_holds_main(parts[0].config)
+    ) and not ddp_config.overlap_param_gather:
         yield from (chunk.start_param_sync for chunk in model_chunks)
 
 
 def clip_qk(
     original: Callable[..., float], model: Sequence[Any], log_max_only: bool = False
 ) -> float:
-    """The largest logit. Megatron's own takes a shard of a main parameter for the whole matrix."""
+    """The largest logit. Megatron's own takes a shard of a main parameter for the whole
+    matrix.
+    """
     run_clip: RunClip | None = getattr(model[0], _CLIP, None)
     if run_clip is None:
         return original(model, log_max_only=log_max_only)
@@ -113,7 +131,9 @@ def _clipping(optimizer: type) -> type:
 
 
 def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
-    """Refuse what keeps main parameters elsewhere, or gathers weights before the clip."""
+    """Refuse what keeps main parameters elsewhere, or gathers weights before the
+    clip.
+    """
     if not optimizer_config.use_distributed_optimizer:
         raise ValueError(
             f"{named('qk_clip')} clips shards of the distributed optimizer: set "
@@ -121,10 +141,18 @@ def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
         )
     modes = {
         "offload_optimizer_states": "the main parameters that it updates are elsewhere",
-        "overlap_param_gather_with_optimizer_step": "weights are gathered before they are clipped",
-        "reuse_grad_buf_for_mxfp8_param_ag": "they are gathered in the memory of gradients",
+        "overlap_param_gather_with_optimizer_step": (
+            "weights are gathered before they are clipped"
+        ),
+        "reuse_grad_buf_for_mxfp8_param_ag": (
+            "they are gathered in the memory of gradients"
+        ),
     }
-    on = {name: why for name, why in modes.items() if getattr(optimizer_config, name, False)}
+    on = {
+        name: why
+        for name, why in modes.items()
+        if getattr(optimizer_config, name, False)
+    }
     if uses_fsdp(model_chunks):
         on["use_megatron_fsdp"] = "a rank has parts of the weights themselves"
     for name, why in on.items():

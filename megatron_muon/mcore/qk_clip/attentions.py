@@ -1,4 +1,6 @@
-"""The attentions of a model whose logits are watched, and which of their weights a clip scales."""
+"""The attentions of a model whose logits are watched, and which of their weights a clip
+scales.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Clip(NamedTuple):
 
 
 class ClippedWeight(NamedTuple):
-    """A weight or a bias that a clip scales: the local TP slice, and the whole weight's rows."""
+    """A weight or a bias that a clip scales: the local TP slice, and the whole weight's
+    rows.
+    """
 
     param: torch.nn.Parameter
     heads: HeadRows
@@ -46,7 +50,9 @@ class WatchedAttention:
 def watched_attentions(
     model_chunks: Sequence[Any], config: MuonConfig, tp_size: int
 ) -> list[WatchedAttention]:
-    """The attentions of this rank that are to be watched; an error names one that cannot be."""
+    """The attentions of this rank that are to be watched; an error names one that
+    cannot be.
+    """
     by_param = {weight.param: weight for weight in weights(model_chunks)}
     return [
         watched
@@ -79,19 +85,30 @@ def _watched(
 
 
 def clip_of(model_config: Any, config: MuonConfig) -> Clip | None:
-    """The clip that flags ask for, if any; a ValueError if both do, or for one out of its range."""
+    """The clip that flags ask for, if any; a ValueError if both do, or for one out of
+    its range.
+    """
     if not getattr(model_config, "qk_clip", False):
-        return None if config.qk_clip is None else Clip(config.qk_clip, config.qk_clip_alpha)
+        return (
+            None
+            if config.qk_clip is None
+            else Clip(config.qk_clip, config.qk_clip_alpha)
+        )
     if config.qk_clip is not None:
         raise ValueError(
-            f"{named('qk_clip')} {config.qk_clip} and Megatron's --qk-clip both clip the "
+            f"{named('qk_clip')} {config.qk_clip} and Megatron's --qk-clip both clip "
+            "the "
             "attention's logits: leave out one of them"
         )
     threshold, alpha = model_config.qk_clip_threshold, model_config.qk_clip_alpha
     if not threshold > 0:
-        raise ValueError(f"Megatron's --qk-clip-threshold must be above 0, got {threshold}")
+        raise ValueError(
+            f"Megatron's --qk-clip-threshold must be above 0, got {threshold}"
+        )
     if not 0 < alpha < 1:
-        raise ValueError(f"Megatron's --qk-clip-alpha must be between 0 and 1, got {alpha}")
+        raise ValueError(
+            f"Megatron's --qk-clip-alpha must be between 0 and 1, got {alpha}"
+        )
     return Clip(threshold, alpha)
 
 
@@ -100,21 +117,27 @@ def _flag(config: MuonConfig) -> str:
 
 
 def _require_maxima(name: str, core: Any, config: MuonConfig) -> None:
-    """Refuse an attention that neither keeps its largest logits nor shows its logits."""
+    """Refuse an attention that neither keeps its largest logits nor shows its
+    logits.
+    """
     if hasattr(core, MAXIMA):  # Transformer Engine's has it where Megatron's flags ask
         return
     if not isinstance(core, DotProductAttention):
         kind = type(core).__name__
         raise NotImplementedError(
-            f"{_flag(config)}: {name} computes its logits in a {kind}, which does not tell their "
-            "maximum. Transformer Engine's attention does with Megatron's own --qk-clip (core 0.16 "
-            "and Transformer Engine 2.9 on), and Megatron's DotProductAttention does with either "
+            f"{_flag(config)}: {name} computes its logits in a {kind}, which does not "
+            "tell their "
+            "maximum. Transformer Engine's attention does with Megatron's own "
+            "--qk-clip (core 0.16 "
+            "and Transformer Engine 2.9 on), and Megatron's DotProductAttention does "
+            "with either "
             "flag (--transformer-impl local): take one of these or leave the clip out"
         )
     window = getattr(core.scale_mask_softmax, "window_size", None)  # since core 0.15
     if window is not None:
         raise NotImplementedError(
-            f"{_flag(config)}: {name} has window_size={window}, and the largest logit inside a "
+            f"{_flag(config)}: {name} has window_size={window}, and the largest logit "
+            "inside a "
             "window is not computed: leave out one of both"
         )
 
@@ -122,7 +145,8 @@ def _require_maxima(name: str, core: Any, config: MuonConfig) -> None:
 def _require_clippable(name: str, attention: Any, config: MuonConfig) -> None:
     if not isinstance(attention, (SelfAttention, MLASelfAttention)):
         raise NotImplementedError(
-            f"{_flag(config)}: the rows of the heads of {name}, a {type(attention).__name__}, are "
+            f"{_flag(config)}: the rows of the heads of {name}, a "
+            f"{type(attention).__name__}, are "
             "not known: leave the clip out"
         )
     model = attention.config
@@ -130,8 +154,10 @@ def _require_clippable(name: str, attention: Any, config: MuonConfig) -> None:
     if normed and isinstance(attention, SelfAttention):
         norm = "qk_layernorm" if model.qk_layernorm else "qk_l2_norm"
         raise ValueError(
-            f"{_flag(config)} with {norm} (--{norm.replace('_', '-')}): {name} normalizes queries "
-            "and keys after their projection, so smaller weights would not make smaller logits, "
+            f"{_flag(config)} with {norm} (--{norm.replace('_', '-')}): {name} "
+            "normalizes queries "
+            "and keys after their projection, so smaller weights would not make "
+            "smaller logits, "
             "and each step would shrink them again: leave out one of both"
         )
 
@@ -150,8 +176,10 @@ def _clipped(
         heads = latent or (fused and HeadRows(fused.groups, fused.group_rows))
         if heads is None or heads.rows != rows:
             raise NotImplementedError(
-                f"{name}.{linear}.weight: which of its {rows} rows over {tp_size} TP ranks are "
-                "which head's is not known: its logits cannot be clipped, leave the clip out"
+                f"{name}.{linear}.weight: which of its {rows} rows over {tp_size} TP "
+                "ranks are "
+                "which head's is not known: its logits cannot be clipped, leave the "
+                "clip out"
             )
         yield ClippedWeight(param, heads)
         bias = getattr(getattr(attention, linear), "bias", None)
@@ -160,14 +188,21 @@ def _clipped(
 
 
 def _linears(attention: Any) -> Iterator[tuple[str, HeadRows | None]]:
-    """The linears that a clip scales, with their rows; None for those of a fused projection."""
+    """The linears that a clip scales, with their rows; None for those of a fused
+    projection.
+    """
     if isinstance(attention, SelfAttention):
         yield "linear_qkv", None
         return
     model = attention.config
     heads, head = model.num_attention_heads, model.qk_head_dim
-    queries = HeadRows(heads, (("q", head), ("rotary", model.qk_pos_emb_head_dim)), is_latent=True)
-    yield ("linear_q_proj" if model.q_lora_rank is None else "linear_q_up_proj"), queries
+    queries = HeadRows(
+        heads, (("q", head), ("rotary", model.qk_pos_emb_head_dim)), is_latent=True
+    )
+    yield (
+        ("linear_q_proj" if model.q_lora_rank is None else "linear_q_up_proj"),
+        queries,
+    )
     keys = HeadRows(heads, (("k", head), ("v", model.v_head_dim)), is_latent=True)
     yield "linear_kv_up_proj", keys
 
@@ -177,7 +212,8 @@ def _weight_of(name: str, linear: str, module: Any) -> torch.nn.Parameter:
     param = getattr(module, "weight", None)
     if not isinstance(param, torch.nn.Parameter) or param.dim() != 2:
         raise NotImplementedError(
-            f"{name}.{linear} is a {type(module).__name__} without a 2-D weight of its own, so its "
+            f"{name}.{linear} is a {type(module).__name__} without a 2-D weight of its "
+            "own, so its "
             "logits cannot be clipped: leave the clip out"
         )
     return param

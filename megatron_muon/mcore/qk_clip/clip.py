@@ -1,4 +1,6 @@
-"""The clip after a step: reduce the largest logits, and scale what this rank has of the weights."""
+"""The clip after a step: reduce the largest logits, and scale what this rank has of the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,14 @@ from megatron_muon.mcore.wiring.build import states_anywhere
 from megatron_muon.runtime.collectives import Group, max_over
 from megatron_muon.runtime.states import MAIN_KEY, States
 
-# Largest logits have the dtype in which the attention computes them, and so has eta. A rank whose
-# attention did not run in a step learns it from the others.
+# Largest logits have the dtype in which the attention computes them, and so has eta. A
+# rank whose attention did not run in a step learns it from the others.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOTHING = float("-inf")
 
 
-# A rank's slice of a main parameter: its shard, and its first element's place in the parameter.
+# A rank's slice of a main parameter: its shard, and its first element's place in the
+# parameter.
 Main = tuple[States, torch.Tensor, int]
 
 
@@ -31,20 +34,25 @@ Main = tuple[States, torch.Tensor, int]
 class QkClip:
     """A rank's means to clip the logits of its attentions."""
 
-    attentions: tuple[WatchedAttention, ...]  # the same on every rank of a stage but for TP slices
+    attentions: tuple[
+        WatchedAttention, ...
+    ]  # the same on every rank of a stage but for TP slices
     shards: dict[torch.nn.Parameter, Main]  # main parameters' slices
     group: Group  # the ranks of the pipeline stage in all optimizer instances
     tp_rank: int  # among the ranks that share a weight
     tp_size: int
     device: torch.device  # the device that the group communicates from
-    # what Megatron does after a step, where a weight is rounded from its clipped main parameter
+    # what Megatron does after a step, where a weight is rounded from its clipped main
+    # parameter
     following: tuple[Callable[[], None], ...]
 
     @torch.no_grad()
     def apply(self, *, only_watch: bool = False) -> float:
-        """Clip what passed its threshold since the last call; every rank of the stage calls it.
+        """Clip what passed its threshold since the last call; every rank of the stage
+        calls it.
 
-        With ``only_watch`` weights stay. Returns the stage's largest logit, 0.0 if all are below.
+        With ``only_watch`` weights stay. Returns the stage's largest logit, 0.0 if all
+        are below.
         """
         if not self.attentions:
             return 0.0
@@ -58,7 +66,9 @@ class QkClip:
             clip = attention.clip
             if clip is None or only_watch:
                 continue
-            if any(value > clip.threshold for value in values):  # a NaN beside it says nothing
+            if any(
+                value > clip.threshold for value in values
+            ):  # a NaN beside it says nothing
                 self._scale(attention, logits.to(_DTYPES[int(dtype_number)]))
                 was_clipped = True
         for follow in self.following if was_clipped else ():
@@ -66,7 +76,9 @@ class QkClip:
         return largest
 
     def _reduced(self) -> torch.Tensor:
-        """For each attention the number of its dtype, then its heads' largest logits, in fp32."""
+        """For each attention the number of its dtype, then its heads' largest logits,
+        in fp32.
+        """
         count = sum(1 + attention.heads for attention in self.attentions)
         numbers = torch.full((count,), _NOTHING, device=self.device)
         start = 0
@@ -96,19 +108,25 @@ class QkClip:
         assert clip is not None
         for weight in attention.weights:
             heads, param = weight.heads, weight.param
-            factors = row_factors(eta_of(largest, heads.groups, clip.threshold), heads, clip.alpha)
+            factors = row_factors(
+                eta_of(largest, heads.groups, clip.threshold), heads, clip.alpha
+            )
             here = heads.local(self.tp_rank, self.tp_size)
             local = factors[here.start : here.stop]
             cols = param.shape[1:].numel()
             main = None
             if param in self.shards:
                 states, shard, start = self.shards[param]
-                main = states.get(shard, MAIN_KEY)  # first, since the weight can be a half of it
+                main = states.get(
+                    shard, MAIN_KEY
+                )  # first, since the weight can be a half of it
             if not is_float8tensor(param):  # it is quantized anew
                 scale_rows(param.data.view(-1), 0, cols, local)
             if main is not None:
                 scale_rows(main, start, cols, local)
-                states.put(shard, MAIN_KEY, main)  # and its weight, where that is the shard
+                states.put(
+                    shard, MAIN_KEY, main
+                )  # and its weight, where that is the shard
 
 
 def shards_of(
@@ -123,7 +141,9 @@ def shards_of(
         param: (states, shard, part._get_model_param_range_map(param)["param"].start)
         for part in dist_opts
         if not part.is_stub_optimizer
-        for states in [getattr(part, "states", None) or states_anywhere(part)]  # AdamW's
+        for states in [
+            getattr(part, "states", None) or states_anywhere(part)
+        ]  # AdamW's
         for models, *shards in zip(
             part.model_float16_groups,
             part.shard_fp32_from_float16_groups,

@@ -1,8 +1,9 @@
-"""The rows of an attention's weight by head, and the factor of each row from the largest logits.
+"""The rows of an attention's weight by head, and the factor of each row from the
+largest logits.
 
-Operations and dtypes are those of Megatron's ``clip_qk`` on a whole weight, so that the factors are
-the same bits. On a CPU a power depends on an element's place in its tensor. So powers are taken of
-tensors of Megatron's shapes, whatever part of them a rank needs.
+Operations and dtypes are those of Megatron's ``clip_qk`` on a whole weight, so that the
+factors are the same bits. On a CPU a power depends on an element's place in its tensor.
+So powers are taken of tensors of Megatron's shapes, whatever part of them a rank needs.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ class HeadRows:
     """The rows of a whole weight, over all TP ranks, which repeat group by group."""
 
     groups: int  # how often. The heads of a group share their keys, and so one factor.
-    # (part, rows of it in one group), in order. A clip by eta multiplies q by eta^alpha, k by
-    # eta^(1 - alpha), and by eta rotary, a query's rotary part whose key all heads share. Other
-    # parts stay as they are.
+    # (part, rows of it in one group), in order. A clip by eta multiplies q by
+    # eta^alpha, k by eta^(1 - alpha), and by eta rotary, a query's rotary part whose
+    # key all heads share. Other parts stay as they are.
     parts: tuple[tuple[str, int], ...]
     is_latent: bool = False  # an up-projection of multi-latent attention
 
@@ -37,10 +38,12 @@ class HeadRows:
 
 
 def eta_of(largest: torch.Tensor, groups: int, threshold: float) -> torch.Tensor:
-    """``threshold / logit`` where the largest logit of a group is above the threshold, else 1.
+    """``threshold / logit`` where the largest logit of a group is above the threshold,
+    else 1.
 
-    Megatron's expression gives a head whose logits are all negative a negative eta, and then NaN
-    for its weights, and an infinite logit 0. Such heads are left as they are here.
+    Megatron's expression gives a head whose logits are all negative a negative eta, and
+    then NaN for its weights, and an infinite logit 0. Such heads are left as they are
+    here.
 
     ``largest`` is (heads,), in any float dtype, the result (groups,) in the same.
     """
@@ -51,9 +54,14 @@ def eta_of(largest: torch.Tensor, groups: int, threshold: float) -> torch.Tensor
 
 
 def row_factors(eta: torch.Tensor, heads: HeadRows, alpha: float) -> torch.Tensor:
-    """The factor of each row of the whole weight, (rows,) in fp32, from ``eta_of``, (groups,)."""
+    """The factor of each row of the whole weight, (rows,) in fp32, from ``eta_of``,
+    (groups,).
+    """
     column = eta.view(heads.groups, 1, 1)
-    parts = [_factors(column, part, count, alpha, heads.is_latent) for part, count in heads.parts]
+    parts = [
+        _factors(column, part, count, alpha, heads.is_latent)
+        for part, count in heads.parts
+    ]
     return torch.cat(parts, dim=1).view(-1).float()
 
 

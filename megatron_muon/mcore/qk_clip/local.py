@@ -1,7 +1,9 @@
-"""The largest logit of each head in Megatron's own attention, which only computes the softmax.
+"""The largest logit of each head in Megatron's own attention, which only computes the
+softmax.
 
-Transformer Engine's attention has the logits' maxima itself. Megatron's ``DotProductAttention``
-hands all logits to a softmax module; a hook before that takes their maximum.
+Transformer Engine's attention has the logits' maxima itself. Megatron's
+``DotProductAttention`` hands all logits to a softmax module; a hook before that takes
+their maximum.
 """
 
 from __future__ import annotations
@@ -11,16 +13,17 @@ from typing import Any
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-# The name in Megatron's attention over Transformer Engine, since core 0.16. Megatron's loop sets it
-# to None after the step.
+# The name in Megatron's attention over Transformer Engine, since core 0.16. Megatron's
+# loop sets it to None after the step.
 MAXIMA = "current_max_attn_logits"
 
 
 def collect_maxima(core_attention: Any) -> None:
-    """From now on keep the maxima of training's forward passes in ``current_max_attn_logits``.
+    """From now on keep the maxima of training's forward passes in
+    ``current_max_attn_logits``.
 
-    It is None, or (heads of this TP rank,) in fp32: the largest scaled logit that the mask lets
-    through since it was last None. A second call has no effect.
+    It is None, or (heads of this TP rank,) in fp32: the largest scaled logit that the
+    mask lets through since it was last None. A second call has no effect.
     """
     if hasattr(core_attention, MAXIMA):
         return
@@ -32,14 +35,22 @@ def collect_maxima(core_attention: Any) -> None:
         scores, mask = given[:2]
         largest = _largest(softmax, scores, mask)
         before = getattr(core_attention, MAXIMA)
-        setattr(core_attention, MAXIMA, largest if before is None else torch.max(before, largest))
+        setattr(
+            core_attention,
+            MAXIMA,
+            largest if before is None else torch.max(before, largest),
+        )
 
     core_attention.scale_mask_softmax.register_forward_pre_hook(before_softmax)
 
 
 @torch.no_grad()
-def _largest(softmax: Any, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """(heads,) in fp32: the largest of (batch, heads, queries, keys) logits under the mask."""
+def _largest(
+    softmax: Any, scores: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """(heads,) in fp32: the largest of (batch, heads, queries, keys) logits under the
+    mask.
+    """
     queries, keys = scores.shape[-2:]
     if mask is None and softmax.attn_mask_type == AttnMaskType.causal and queries > 1:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(1)

@@ -1,23 +1,30 @@
-"""Multiplication of the rows of a matrix of which a tensor holds any range of elements."""
+"""Multiplication of the rows of a matrix of which a tensor holds any range of
+elements.
+"""
 
 from __future__ import annotations
 
 import torch
 
 
-def scale_rows(flat: torch.Tensor, start: int, cols: int, factors: torch.Tensor) -> None:
-    """Multiply elements of a row-major (rows, cols) matrix by their rows' factors, in place.
+def scale_rows(
+    flat: torch.Tensor, start: int, cols: int, factors: torch.Tensor
+) -> None:
+    """Multiply elements of a row-major (rows, cols) matrix by their rows' factors, in
+    place.
 
     Each product is computed in fp32 and rounded once to the dtype of ``flat``.
 
-    ``flat`` is contiguous, in any float dtype: elements [start, start + n). Factors are in fp32.
+    ``flat`` is contiguous, in any float dtype: elements [start, start + n). Factors are
+    in fp32.
     """
     count = flat.numel()
     head = min(-start % cols, count)  # up to the end of a row that has begun before
     rows = (count - head) // cols
     body = head + rows * cols
     first = -(-start // cols)  # the first row that begins here
-    # a factor of one element keeps its dimension: a scalar would be cast to the dtype of ``flat``
+    # a factor of one element keeps its dimension: a scalar would be cast to the dtype
+    # of ``flat``
     if head:
         flat[:head].mul_(factors[start // cols : start // cols + 1])
     if rows:

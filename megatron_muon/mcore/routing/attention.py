@@ -1,4 +1,5 @@
-"""Which weights are fused projections of an attention, and in which order their rows lie.
+"""Which weights are fused projections of an attention, and in which order their rows
+lie.
 
 Megatron's classes say it; the name alone only where a class is not Megatron's.
 """
@@ -14,7 +15,9 @@ from megatron_muon.mcore.routing.param_routing import Weight, is_adapter
 
 # Names of what may hold projections side by side, in models of all kinds.
 _FUSED = re.compile(r"qkv|query_key_value|(^|_)kv(_|$)|c_attn", re.IGNORECASE)
-_LATENT = re.compile(r"_(down|up)_proj$")  # multi-latent attention's: see ``describe.UNSPLIT``
+_LATENT = re.compile(
+    r"_(down|up)_proj$"
+)  # multi-latent attention's: see ``describe.UNSPLIT``
 
 
 class Projections(NamedTuple):
@@ -24,7 +27,8 @@ class Projections(NamedTuple):
     heads: int  # in a group
     head_rows: int
     group_rows: tuple[tuple[str, int], ...]  # (part, rows of it in one group), in order
-    certain: bool  # by Megatron's class or its name for it; else only if the number of rows fits
+    # by Megatron's class or its name for it; else only if the number of rows fits
+    certain: bool
 
     @property
     def rows(self) -> int:
@@ -33,17 +37,20 @@ class Projections(NamedTuple):
     def __str__(self) -> str:
         parts = ", ".join(part for part, _ in self.group_rows)
         return (
-            f"the {parts} of {self.groups} query groups of {self.heads} heads of {self.head_rows}"
+            f"the {parts} of {self.groups} query groups of {self.heads} heads of "
+            f"{self.head_rows}"
         )
 
 
 def projections_of(weight: Weight, rows: int) -> Projections | None:
-    """How a fused projection's rows lie; None of any other weight, and where it is not known.
+    """How a fused projection's rows lie; None of any other weight, and where it is not
+    known.
 
-    ``linear_qkv`` of a ``SelfAttention`` and ``linear_kv`` of a ``CrossAttention``, whatever wraps
-    the linear, by the attention's own settings, which may differ from its model's (vision encoders,
-    heterogeneous layers). In a class that is not Megatron's a ``linear_qkv.weight``, by its name.
-    ``rows`` are those of the 2-D weight over all TP ranks.
+    ``linear_qkv`` of a ``SelfAttention`` and ``linear_kv`` of a ``CrossAttention``,
+    whatever wraps the linear, by the attention's own settings, which may differ from
+    its model's (vision encoders, heterogeneous layers). In a class that is not
+    Megatron's a ``linear_qkv.weight``, by its name. ``rows`` are those of the 2-D
+    weight over all TP ranks.
     """
     if is_adapter(weight) or not weight.name.endswith(".weight"):
         return None
@@ -52,8 +59,12 @@ def projections_of(weight: Weight, rows: int) -> Projections | None:
 
 
 def is_unknown_fusion(weight: Weight, rows: int) -> bool:
-    """By its name a 2-D weight holds several projections, but how its rows lie is not known."""
-    names = weight.name.split(".")[-3:]  # what may wrap the linear, the linear, its parameter
+    """By its name a 2-D weight holds several projections, but how its rows lie is not
+    known.
+    """
+    names = weight.name.split(".")[
+        -3:
+    ]  # what may wrap the linear, the linear, its parameter
     is_fused = any(_FUSED.search(name) and not _LATENT.search(name) for name in names)
     return is_fused and not is_adapter(weight) and projections_of(weight, rows) is None
 
@@ -61,11 +72,17 @@ def is_unknown_fusion(weight: Weight, rows: int) -> bool:
 def _by_class(weight: Weight) -> Projections | None:
     linear = weight.module
     for depth, outer in enumerate(weight.holders):
-        if isinstance(outer, SelfAttention) and linear is getattr(outer, "linear_qkv", None):
+        if isinstance(outer, SelfAttention) and linear is getattr(
+            outer, "linear_qkv", None
+        ):
             return _self_attention(outer.config, certain=depth == 0)
-        if isinstance(outer, CrossAttention) and linear is getattr(outer, "linear_kv", None):
+        if isinstance(outer, CrossAttention) and linear is getattr(
+            outer, "linear_kv", None
+        ):
             heads, head = outer.config.num_attention_heads, outer.config.kv_channels
-            return Projections(heads, 1, head, (("k", head), ("v", head)), certain=depth == 0)
+            return Projections(
+                heads, 1, head, (("k", head), ("v", head)), certain=depth == 0
+            )
         linear = outer
     return None
 
@@ -82,6 +99,10 @@ def _by_name(weight: Weight) -> Projections | None:
 def _self_attention(model: Any, *, certain: bool) -> Projections:
     """Per query group its q heads, their gates if any, its k, its v."""
     heads, head = model.num_attention_heads // model.num_query_groups, model.kv_channels
-    gate = [("gate", heads * head)] if getattr(model, "attention_output_gate", False) else []
+    gate = (
+        [("gate", heads * head)]
+        if getattr(model, "attention_output_gate", False)
+        else []
+    )
     parts = (("q", heads * head), *gate, ("k", head), ("v", head))
     return Projections(model.num_query_groups, heads, head, parts, certain)

@@ -1,14 +1,19 @@
 """Which matrices a Muon parameter holds, and how TP splits them.
 
-A weight is one matrix unless ``splits`` knows its rows, or it is a batch of legacy experts.
+A weight is one matrix unless ``splits`` knows its rows, or it is a batch of legacy
+experts.
 
-Megatron's and Transformer Engine's marks ``tensor_model_parallel`` and ``partition_dim`` are right
-for dense layers only; what they get wrong is decided here.
+Megatron's and Transformer Engine's marks ``tensor_model_parallel`` and
+``partition_dim`` are right for dense layers only; what they get wrong is decided here.
 """
 
 from __future__ import annotations
 
-from megatron_muon.mcore.routing.param_routing import Weight, partition_dim_of, whole_shape
+from megatron_muon.mcore.routing.param_routing import (
+    Weight,
+    partition_dim_of,
+    whole_shape,
+)
 from megatron_muon.mcore.routing.splits import (
     FusedRows,
     chosen_split,
@@ -37,8 +42,9 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
     """The matrices of a 2-D weight, which has no place in a grad buffer yet.
 
     Raises:
-        ValueError, NotImplementedError: its shape is not what its name promises, or ``scale_mode``
-            needs to know outputs from inputs and a batch of experts is transposed.
+        ValueError, NotImplementedError: its shape is not what its name promises, or
+            ``scale_mode`` needs to know outputs from inputs and a batch of experts is
+            transposed.
     """
     if weight.is_module("GroupedMLP"):
         return _legacy_experts(weight, tp_size, config)
@@ -64,38 +70,56 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
 def _columns(
     weight: Weight, kind: str, count: int, tp_size: int, partition_dim: int | None
 ) -> Parameter:
-    """Equal ranges of columns. Where TP cuts columns, matrices for the ranges of each TP rank."""
+    """Equal ranges of columns. Where TP cuts columns, matrices for the ranges of each
+    TP rank.
+    """
     shape = (weight.param.size(0), weight.param.size(1))
     ranks = tp_size if partition_dim == 1 else 1
     each = count // ranks
     if each * ranks != count:
-        raise ValueError(f"{weight.name}: {tp_size} TP ranks cannot hold whole ranges of {kind}")
-    names = [f"{weight.name}[cols {at * each}..{at * each + each - 1}]" for at in range(ranks)]
+        raise ValueError(
+            f"{weight.name}: {tp_size} TP ranks cannot hold whole ranges of {kind}"
+        )
+    names = [
+        f"{weight.name}[cols {at * each}..{at * each + each - 1}]"
+        for at in range(ranks)
+    ]
     if ranks == 1:
-        matrices = batched_matrices((names[0],), shape, partition_dim, tp_size, each, apart=True)
+        matrices = batched_matrices(
+            (names[0],), shape, partition_dim, tp_size, each, apart=True
+        )
         return _parameter(weight, shape, partition_dim, matrices)
     blocks = tuple((Block(rank, Span(0, shape[0]), 0),) for rank in range(ranks))
     made = tuple(MatrixShape(name, *shape, each, apart=True) for name in names)
-    return _parameter(weight, shape, 0, (made, blocks))  # none has columns on another rank
+    return _parameter(
+        weight, shape, 0, (made, blocks)
+    )  # none has columns on another rank
 
 
 def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
-    """Megatron's legacy GroupedMLP: a batch of transposed matrices, whatever the 2-D shape says.
+    """Megatron's legacy GroupedMLP: a batch of transposed matrices, whatever the 2-D
+    shape says.
 
-    ``weight1`` is ``(experts, hidden, fc1 outputs)`` in memory, ``weight2`` ``(experts, fc2 inputs,
-    hidden)`` (GroupedMLP.forward's views). With a gated fc1 the local outputs are those of the gate
-    and then of the up half. Rows are inputs: only ``spectral`` has the same scale for a matrix and
-    its transpose.
+    ``weight1`` is ``(experts, hidden, fc1 outputs)`` in memory, ``weight2`` ``(experts,
+    fc2 inputs, hidden)`` (GroupedMLP.forward's views). With a gated fc1 the local
+    outputs are those of the gate and then of the up half. Rows are inputs: only
+    ``spectral`` has the same scale for a matrix and its transpose.
     """
     if config.scale_mode != "spectral":
         raise NotImplementedError(
-            f"{weight.name}: {named('scale_mode')} {config.scale_mode!r} depends on outputs / "
-            "inputs, but the legacy GroupedMLP stores its experts transposed: use 'spectral', "
-            "experts of another class (Transformer Engine's, or no --moe-grouped-gemm), or "
+            f"{weight.name}: {named('scale_mode')} {config.scale_mode!r} depends on "
+            "outputs / "
+            "inputs, but the legacy GroupedMLP stores its experts transposed: use "
+            "'spectral', "
+            "experts of another class (Transformer Engine's, or no "
+            "--moe-grouped-gemm), or "
             f"{named('muon_exclude')}"
         )
     hidden = weight.model_config.hidden_size
-    experts = weight.model_config.num_moe_experts // weight.model_config.expert_model_parallel_size
+    experts = (
+        weight.model_config.num_moe_experts
+        // weight.model_config.expert_model_parallel_size
+    )
     numel = weight.param.numel()
     first = weight.name.endswith("weight1")
     cols = numel // (experts * hidden) if first else hidden
@@ -105,14 +129,21 @@ def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Paramet
     halves = 2 if first and weight.model_config.gated_linear_unit else 1
     kinds = ("whole", "gate-up")[:halves]
     apart = chosen_split(weight, config, "whole", kinds) == "gate-up"
-    matrices = batched_matrices(names, shape, partition_dim, tp_size, halves, apart=apart)
+    matrices = batched_matrices(
+        names, shape, partition_dim, tp_size, halves, apart=apart
+    )
     return _parameter(weight, shape, partition_dim, matrices)
 
 
 def _parameter(
-    weight: Weight, shape: tuple[int, int], partition_dim: int | None, matrices: Matrices
+    weight: Weight,
+    shape: tuple[int, int],
+    partition_dim: int | None,
+    matrices: Matrices,
 ) -> Parameter:
-    return Parameter(weight.name, shape, partition_dim, _NOWHERE, _NOWHERE, 0, *matrices)
+    return Parameter(
+        weight.name, shape, partition_dim, _NOWHERE, _NOWHERE, 0, *matrices
+    )
 
 
 def _require_rows(
@@ -122,12 +153,15 @@ def _require_rows(
     rows, _ = whole_shape(weight, tp_size)
     if rows != fused.rows:
         raise NotImplementedError(
-            f"{weight.name}: {weight.param.size(0)} rows on each of {tp_size} TP ranks are not "
+            f"{weight.name}: {weight.param.size(0)} rows on each of {tp_size} TP ranks "
+            "are not "
             f"{fused.what}: cannot split it, set split_qkv=False in MuonConfig "
             f"(--muon-no-split-qkv), or {named('splits')} {weight.name}=whole"
         )
     if tp_size > 1 and partition_dim != 0 and not fused.may_be_replicated:
         raise NotImplementedError(
-            f"{weight.name}: TP splits it by rows in every model that is known here, but its "
-            f"partition_dim is {partition_dim}: put it in {named('muon_exclude')} of MuonConfig"
+            f"{weight.name}: TP splits it by rows in every model that is known here, "
+            "but its "
+            f"partition_dim is {partition_dim}: put it in {named('muon_exclude')} of "
+            "MuonConfig"
         )

@@ -1,7 +1,8 @@
 """Parameter groups with rates and decays of their own: ``lr_mults`` and ``wd_mults``.
 
-Megatron's own groups are cut further, so its schedule, logs and checkpoints treat the parts as they
-treat any group. A group is cut alike on every rank, where some of its parts have no parameters.
+Megatron's own groups are cut further, so its schedule, logs and checkpoints treat the
+parts as they treat any group. A group is cut alike on every rank, where some of its
+parts have no parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from typing import Any
 
 import torch
 
-from megatron_muon.mcore.routing.param_routing import LR_MULTIPLIER, Weight, matching, weights
+from megatron_muon.mcore.routing.param_routing import (
+    LR_MULTIPLIER,
+    Weight,
+    matching,
+    weights,
+)
 from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.settings.config import MuonConfig
@@ -24,41 +30,56 @@ _ONE: Multipliers = (1.0, 1.0)
 
 
 def multipliers_of(weight: Weight, config: MuonConfig) -> Multipliers:
-    """The factors of a weight's learning rate and weight decay; the last pattern counts."""
+    """The factors of a weight's learning rate and weight decay; the last pattern
+    counts.
+    """
     return _last(weight, config.lr_mults), _last(weight, config.wd_mults)
 
 
 def _last(weight: Weight, pairs: Sequence[tuple[str, float]]) -> float:
-    factors = [float(factor) for pattern, factor in pairs if matching(weight, [pattern])]
+    factors = [
+        float(factor) for pattern, factor in pairs if matching(weight, [pattern])
+    ]
     return factors[-1] if factors else 1.0
 
 
 def with_multipliers(
     original: Callable[..., list[Group]], config: MuonConfig
 ) -> Callable[..., list[Group]]:
-    """Megatron's ``_get_param_groups`` with further groups; every rank of the world calls it."""
+    """Megatron's ``_get_param_groups`` with further groups; every rank of the world
+    calls it.
+    """
 
     def groups_of(
         model_chunks: Sequence[torch.nn.Module], *args: Any, **kwargs: Any
     ) -> list[Group]:
-        of = {weight.param: multipliers_of(weight, config) for weight in weights(model_chunks)}
+        of = {
+            weight.param: multipliers_of(weight, config)
+            for weight in weights(model_chunks)
+        }
         return _cut(original(model_chunks, *args, **kwargs), of)
 
     return groups_of
 
 
-def _cut(groups: Sequence[Group], of: Mapping[torch.nn.Parameter, Multipliers]) -> list[Group]:
+def _cut(
+    groups: Sequence[Group], of: Mapping[torch.nn.Parameter, Multipliers]
+) -> list[Group]:
     """Groups with one pair of multipliers each, those that are multiplied first.
 
     Before core 0.16, Megatron logs the rate of the last group.
     """
-    held = sorted({(_key(group), *of[param]) for group in groups for param in group["params"]})
+    held = sorted(
+        {(_key(group), *of[param]) for group in groups for param in group["params"]}
+    )
     everywhere: set[tuple[str, float, float]] = set()
     for text in all_gather_texts(json.dumps(held), None):
         everywhere |= {(key, lr, decay) for key, lr, decay in json.loads(text)}
     made = []
     for group in groups:
-        pairs = {(lr, decay) for key, lr, decay in everywhere if key == _key(group)} - {_ONE}
+        pairs = {(lr, decay) for key, lr, decay in everywhere if key == _key(group)} - {
+            _ONE
+        }
         for pair in (*sorted(pairs), _ONE):
             params = [param for param in group["params"] if of[param] == pair]
             made.append(_multiplied({**group, "params": params}, *pair))
@@ -79,7 +100,10 @@ def _multiplied(group: Group, lr: float, decay: float) -> Group:
     if megatron_version()[1] < (0, 16):
         group["lr_mult"] *= lr
         return group
-    for rate in ("max_lr", "min_lr"):  # of the schedule, which does not read lr_mult any more
+    for rate in (
+        "max_lr",
+        "min_lr",
+    ):  # of the schedule, which does not read lr_mult any more
         if group.get(rate) is not None:
             group[rate] *= lr
     group["default_config"] = False  # not the rate that Megatron logs

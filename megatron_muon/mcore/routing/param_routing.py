@@ -1,9 +1,11 @@
-"""Every parameter of a model with its name and module, and whose it is: Muon's or AdamW's.
+"""Every parameter of a model with its name and module, and whose it is: Muon's or
+AdamW's.
 
-2-D weights of the module types in ``MATRIX_MODULES`` are Muon's unless they are an embedding or the
-output layer; all else is AdamW's. Embeddings and the output layer are known by Megatron's mark
-``is_embedding_or_output_parameter``, by the class of their module or by name. The patterns
-``muon_include`` and ``muon_exclude`` overrule all of that.
+2-D weights of the module types in ``MATRIX_MODULES`` are Muon's unless they are an
+embedding or the output layer; all else is AdamW's. Embeddings and the output layer are
+known by Megatron's mark ``is_embedding_or_output_parameter``, by the class of their
+module or by name. The patterns ``muon_include`` and ``muon_exclude`` overrule all of
+that.
 """
 
 from __future__ import annotations
@@ -20,46 +22,64 @@ from megatron.core.utils import get_model_config
 
 from megatron_muon.settings.config import MuonConfig, named
 
-# Modules whose 2-D weight multiplies activations, by the names of their classes and base classes,
-# since Transformer Engine's cannot be imported everywhere.
-# "Linear" is torch's, Megatron's and Transformer Engine's, so also TELinear and others.
+# Modules whose 2-D weight multiplies activations, by the names of their classes and
+# base classes, since Transformer Engine's cannot be imported everywhere. "Linear" is
+# torch's, Megatron's and Transformer Engine's, so also TELinear and others.
 MATRIX_MODULES = (
-    *("Linear", "ColumnParallelLinear", "RowParallelLinear", "LayerNormLinear", "TELinear"),
-    *("TEColumnParallelLinear", "TERowParallelLinear", "TELayerNormColumnParallelLinear"),
+    *(
+        "Linear",
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+        "LayerNormLinear",
+        "TELinear",
+    ),
+    *(
+        "TEColumnParallelLinear",
+        "TERowParallelLinear",
+        "TELayerNormColumnParallelLinear",
+    ),
     *("GroupedLinear", "TEGroupedLinear", "TEColumnParallelGroupedLinear"),
     *("TERowParallelGroupedLinear", "GroupedMLP", "Router"),
 )
-LR_MULTIPLIER = "muon_lr_mult"  # a key of a group whose rate is multiplied; others have none
+LR_MULTIPLIER = (
+    "muon_lr_mult"  # a key of a group whose rate is multiplied; others have none
+)
 EMBEDDING_OR_OUTPUT = "embedding or output layer"  # reasons of ``why_adamw``
 NOT_IN_TABLE = "not in Muon's table"
 MARKED = "marked use_muon=False"  # Megatron's own mark on fused projections
 ADAPTERS = "*.adapter.*.weight"
 _ADAPTER = re.compile(r"lora|adapter", re.IGNORECASE)
-_EMBEDDING_OR_OUTPUT = re.compile(r"embed|output_layer|lm_head|binary_head", re.IGNORECASE)
+_EMBEDDING_OR_OUTPUT = re.compile(
+    r"embed|output_layer|lm_head|binary_head", re.IGNORECASE
+)
 # Names of a tied embedding's copies, on the first and on the last pipeline stage.
 _TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
 # TP splits the outputs of an expert's first layer and the inputs of its second one.
 _EXPERT_PARTITION_DIM = {"linear_fc1": 0, "linear_fc2": 1}
-# Vectors that TP cuts by heads without a mark: softmax offsets, and before core 0.16 the norm in a
-# Mamba mixer.
+# Vectors that TP cuts by heads without a mark: softmax offsets, and before core 0.16
+# the norm in a Mamba mixer.
 _CUT_VECTOR = re.compile(r"\.(softmax_offset|mixer\.norm\.weight)$")
 _NUMBER = re.compile(r"(\.|weight|bias)\d+(?=\.|$)")
 _LAYER = re.compile(r"(.*\blayers\.)\d+$")
 _LAST = re.compile(r"(?!.*\blayers\.)(.*\.)?(final_layernorm|final_norm|output_layer)$")
-_LOCAL_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)$")
+_LOCAL_EXPERT = re.compile(
+    r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)$"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A parameter of a model chunk."""
 
-    # Megatron's, without wrapping modules; layers are numbered over all pipeline stages, experts as
-    # on EP rank 0 (``expert_name``)
+    # Megatron's, without wrapping modules; layers are numbered over all pipeline
+    # stages, experts as on EP rank 0 (``expert_name``)
     name: str
     param: torch.nn.Parameter  # the local TP slice
     module: torch.nn.Module  # the one that holds it
     holders: tuple[torch.nn.Module, ...]  # from the innermost module to the model chunk
-    model_config: Any  # the TransformerConfig that this part of the model was built from
+    model_config: (
+        Any  # the TransformerConfig that this part of the model was built from
+    )
     is_expert: bool  # one of an MoE layer's routed experts has it
 
     @property
@@ -69,7 +89,9 @@ class Weight:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name, and of a tied embedding those of its copies, which must be treated alike."""
+        """Its name, and of a tied embedding those of its copies, which must be treated
+        alike.
+        """
         tied = _TIED if getattr(self.param, "shared_embedding", False) else ()
         return (self.name, *tied)
 
@@ -90,7 +112,10 @@ def weights(model_chunks: Sequence[torch.nn.Module]) -> Iterator[Weight]:
         chunk_config = get_model_config(chunk)
         layers: dict[str, str] = {}
         modules: dict[str, torch.nn.Module] = {}
-        for path, module in chunk.named_modules():  # what is around a module comes before it
+        for (
+            path,
+            module,
+        ) in chunk.named_modules():  # what is around a module comes before it
             modules[path] = module
             layer = _LAYER.match(path)
             if layer and isinstance(getattr(module, "layer_number", None), int):
@@ -99,19 +124,25 @@ def weights(model_chunks: Sequence[torch.nn.Module]) -> Iterator[Weight]:
                 if param in seen:
                     continue
                 seen.add(param)
-                name = _model_wide(f"{path}.{short_name}" if path else short_name, layers)
+                name = _model_wide(
+                    f"{path}.{short_name}" if path else short_name, layers
+                )
                 config = getattr(module, "config", None)
                 yield Weight(
                     name=name,
                     param=param,
                     module=module,
                     holders=tuple(modules[outer] for outer in _around(path)),
-                    model_config=config if hasattr(config, "gated_linear_unit") else chunk_config,
+                    model_config=config
+                    if hasattr(config, "gated_linear_unit")
+                    else chunk_config,
                     is_expert=".experts." in name,
                 )
 
 
-def layers(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+def layers(
+    model_chunks: Sequence[torch.nn.Module],
+) -> Iterator[tuple[str, torch.nn.Module]]:
     """Each layer of all chunks with its name, numbered over all pipeline stages.
 
     Behind them, where the last stage is, the final norm and the output layer.
@@ -134,7 +165,9 @@ def _around(path: str) -> Iterator[str]:
 
 
 def expert_name(name: str, ep_rank: int, local_experts: int) -> str:
-    """``name``, which counts a rank's own experts, with the expert's number over all EP ranks."""
+    """``name``, which counts a rank's own experts, with the expert's number over all EP
+    ranks.
+    """
     match = _LOCAL_EXPERT.match(name)
     if match is None:
         return name
@@ -147,7 +180,8 @@ def of_any_number(name: str) -> str:
 
 
 def why_adamw(weight: Weight, tp_size: int, config: MuonConfig) -> str | None:
-    """Why AdamW updates the weight; None where Muon does. The same at every TP and EP size.
+    """Why AdamW updates the weight; None where Muon does. The same at every TP and EP
+    size.
 
     Raises:
         ValueError: a pattern asks for what cannot be.
@@ -163,20 +197,28 @@ def why_adamw(weight: Weight, tp_size: int, config: MuonConfig) -> str | None:
     if included:
         if weight.param.dim() != 2 or not weight.param.numel():
             raise ValueError(
-                f"{named('muon_include')} {included[0]!r} matches {weight.name} of shape "
-                f"{tuple(weight.param.shape)}, but Muon updates matrices: only 2-D weights that "
+                f"{named('muon_include')} {included[0]!r} matches {weight.name} of "
+                "shape "
+                f"{tuple(weight.param.shape)}, but Muon updates matrices: only 2-D "
+                "weights that "
                 "have elements"
             )
         return None
     if excluded:
         return f"{named('muon_exclude')} {excluded[0]!r}"
-    return _why_adamw_by_itself(weight, tp_size) if weight.param.numel() else "no elements"
+    return (
+        _why_adamw_by_itself(weight, tp_size) if weight.param.numel() else "no elements"
+    )
 
 
 def matching(weight: Weight, patterns: Sequence[str]) -> list[str]:
-    """The patterns that match a parameter's name, case and all, or that of a tied copy."""
+    """The patterns that match a parameter's name, case and all, or that of a tied
+    copy.
+    """
     return [
-        pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in weight.names)
+        pattern
+        for pattern in patterns
+        if any(fnmatchcase(name, pattern) for name in weight.names)
     ]
 
 
@@ -204,15 +246,20 @@ def _why_adamw_by_itself(weight: Weight, tp_size: int) -> str | None:
     if _is_embedding_or_output(weight):
         return EMBEDDING_OR_OUTPUT
     if param.dim() != 2:
-        return f"{param.dim()}-D of {type(weight.module).__name__}, which is {NOT_IN_TABLE}"
+        return (
+            f"{param.dim()}-D of {type(weight.module).__name__}, which is "
+            f"{NOT_IN_TABLE}"
+        )
     if _is_vector(weight, tp_size):
         return "a vector"
     if getattr(param, "use_muon", True) is False:
         return MARKED
     if is_adapter(weight):
         raise NotImplementedError(
-            f"{weight.name} looks like an adapter's weight; Muon would orthogonalize its two "
-            f"factors separately. Choose with {named('muon_include')} or {named('muon_exclude')}: "
+            f"{weight.name} looks like an adapter's weight; Muon would orthogonalize "
+            "its two "
+            f"factors separately. Choose with {named('muon_include')} or "
+            f"{named('muon_exclude')}: "
             f"{ADAPTERS!r} names all of Megatron-Bridge's"
         )
     if weight.is_module(*MATRIX_MODULES):
@@ -221,7 +268,9 @@ def _why_adamw_by_itself(weight: Weight, tp_size: int) -> str | None:
 
 
 def _is_batch(weight: Weight) -> bool:
-    """A batch of matrices by its shape: experts of a fork, and no convolution or position."""
+    """A batch of matrices by its shape: experts of a fork, and no convolution or
+    position.
+    """
     is_batch = weight.param.dim() == 3 and min(weight.param.shape) > 1
     return is_batch and not weight.is_module("_ConvNd") and not is_adapter(weight)
 
@@ -232,12 +281,15 @@ def _is_vector(weight: Weight, tp_size: int) -> bool:
         return False
     try:
         return min(whole_shape(weight, tp_size)) == 1
-    except NotImplementedError:  # an expert's weight; if it is Muon's, ``matrices_of`` says so
+    except (
+        NotImplementedError
+    ):  # an expert's weight; if it is Muon's, ``matrices_of`` says so
         return False
 
 
 def whole_shape(weight: Weight, tp_size: int) -> tuple[int, int]:
-    """Rows and columns of a 2-D weight over all TP ranks; of legacy grouped experts, one expert's.
+    """Rows and columns of a 2-D weight over all TP ranks; of legacy grouped experts,
+    one expert's.
 
     A NotImplementedError for an expert's, by a name that is not known.
     """
@@ -255,13 +307,15 @@ def whole_shape(weight: Weight, tp_size: int) -> tuple[int, int]:
 def partition_dim_of(weight: Weight, tp_size: int) -> int | None:
     """The dim that TP splits, None where TP ranks hold replicas.
 
-    Transformer Engine marks every Linear as partitioned. It does so with replicated ones
-    (``parallel_mode`` None with a ``tp_size`` of 1: MLA's down-projections), and with experts'
-    second layers on the wrong dim. Megatron sets ``parallel_mode`` None on shared experts that
-    overlap, too, which are split. Megatron's own linears, of which adapters are made, mark the dim.
+    Transformer Engine marks every Linear as partitioned. It does so with replicated
+    ones (``parallel_mode`` None with a ``tp_size`` of 1: MLA's down-projections), and
+    with experts' second layers on the wrong dim. Megatron sets ``parallel_mode`` None
+    on shared experts that overlap, too, which are split. Megatron's own linears, of
+    which adapters are made, mark the dim.
 
     Raises:
-        NotImplementedError: a 2-D weight of an expert that expert TP splits in an unknown way.
+        NotImplementedError: a 2-D weight of an expert that expert TP splits in an
+        unknown way.
     """
     if weight.is_expert and weight.param.dim() == 2:
         if weight.leaf in _EXPERT_PARTITION_DIM:
@@ -270,21 +324,29 @@ def partition_dim_of(weight: Weight, tp_size: int) -> int | None:
             return None
         if not weight.is_module("ColumnParallelLinear", "RowParallelLinear"):
             raise NotImplementedError(
-                f"{weight.name}: how expert TP splits it is known of linear_fc1, linear_fc2 and "
-                f"Megatron's own linears only: put it in {named('muon_exclude')} of MuonConfig, or "
+                f"{weight.name}: how expert TP splits it is known of linear_fc1, "
+                "linear_fc2 and "
+                f"Megatron's own linears only: put it in {named('muon_exclude')} of "
+                "MuonConfig, or "
                 "set expert_tensor_parallel_size=1"
             )
-    replicated = getattr(weight.module, "parallel_mode", "marked") in (None, "duplicated")
+    replicated = getattr(weight.module, "parallel_mode", "marked") in (
+        None,
+        "duplicated",
+    )
     if replicated and getattr(weight.module, "tp_size", 1) == 1:
         return None
     if not getattr(weight.param, "tensor_model_parallel", False):
         return None
     partition_dim = int(getattr(weight.param, "partition_dim", -1))
-    return partition_dim if partition_dim >= 0 else None  # Megatron says -1 where we say None
+    return (
+        partition_dim if partition_dim >= 0 else None
+    )  # Megatron says -1 where we say None
 
 
 def is_cut(weight: Weight) -> bool:
-    """Whether TP ranks hold parts of it: by Megatron's mark, or where that is known to lack.
+    """Whether TP ranks hold parts of it: by Megatron's mark, or where that is known to
+    lack.
 
     Marks of 2-D weights can be wrong: ``partition_dim_of`` is for those.
     """
@@ -293,7 +355,9 @@ def is_cut(weight: Weight) -> bool:
 
 
 def _is_embedding_or_output(weight: Weight) -> bool:
-    """By mark, by module and by name: each tells what the others do not, e.g. MTP's copy."""
+    """By mark, by module and by name: each tells what the others do not, e.g. MTP's
+    copy.
+    """
     return (
         getattr(weight.param, "is_embedding_or_output_parameter", False)
         or getattr(weight.param, "shared_embedding", False)
@@ -308,7 +372,9 @@ def is_of_class(module: torch.nn.Module, *names: str) -> bool:
 
 
 def _model_wide(name: str, layers: dict[str, str]) -> str:
-    """With layers numbered over all stages, and without the names of wrapping modules."""
+    """With layers numbered over all stages, and without the names of wrapping
+    modules.
+    """
     for local in sorted(layers, key=len):  # outer layers first
         if name.startswith(local):
             name = layers[local] + name.removeprefix(local)

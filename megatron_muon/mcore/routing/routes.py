@@ -28,18 +28,28 @@ class Route:
 
     weight: Weight  # the parameter, with its name and module
     tp_size: int  # number of TP ranks that share it
-    elements: int  # of the whole parameter; of an expert's, with its likes on all EP ranks
-    muon: Parameter | None  # its matrices, without a place in a grad buffer; None: AdamW's
+    elements: (
+        int  # of the whole parameter; of an expert's, with its likes on all EP ranks
+    )
+    muon: (
+        Parameter | None
+    )  # its matrices, without a place in a grad buffer; None: AdamW's
     why_adamw: str | None  # the reason, where it is AdamW's
 
     @property
     def is_unknown(self) -> bool:
-        """Matrices that are AdamW's only because their module type is not in the table."""
+        """Matrices that are AdamW's only because their module type is not in the
+        table.
+        """
         return self.why_adamw is not None and self.why_adamw.endswith(NOT_IN_TABLE)
 
 
-def routes_of(model_chunks: Sequence[Any], sizes: Sizes, config: MuonConfig) -> list[Route]:
-    """The routes of all of a rank's parameters that train, in Megatron's order; errors name one."""
+def routes_of(
+    model_chunks: Sequence[Any], sizes: Sizes, config: MuonConfig
+) -> list[Route]:
+    """The routes of all of a rank's parameters that train, in Megatron's order; errors
+    name one.
+    """
     trained = (weight for weight in weights(model_chunks) if weight.param.requires_grad)
     return [_route(weight, sizes, config) for weight in trained]
 

@@ -1,9 +1,10 @@
 """Weights that hold several projections, row by row, and the splits that they can have.
 
-A split is the choice of a weight's matrices: ``--muon-split PATTERN=KIND``. The class that holds a
-weight says how its rows lie, by its own settings. Only where a class is not Megatron's does the
-name say it. A weight that is not known yet gets a function in ``_FAMILIES``. ``matrices`` makes the
-matrices of the split, ``planning.sections`` what TP ranks hold of them.
+A split is the choice of a weight's matrices: ``--muon-split PATTERN=KIND``. The class
+that holds a weight says how its rows lie, by its own settings. Only where a class is
+not Megatron's does the name say it. A weight that is not known yet gets a function in
+``_FAMILIES``. ``matrices`` makes the matrices of the split, ``planning.sections`` what
+TP ranks hold of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from typing import Any
 from megatron.core.transformer.attention import CrossAttention
 
 from megatron_muon.mcore.routing.attention import projections_of
-from megatron_muon.mcore.routing.param_routing import Weight, is_adapter, is_of_class, matching
+from megatron_muon.mcore.routing.param_routing import (
+    Weight,
+    is_adapter,
+    is_of_class,
+    matching,
+)
 from megatron_muon.planning.sections import Rows, Sections
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.splits import OwnSplit, own_split
@@ -36,8 +42,8 @@ class FusedRows:
     sections: tuple[tuple[RowRun, ...], ...]  # its rows in order; see planning.sections
     default: str  # the split without a pattern for it
     what: str  # the rows in words, for errors
-    # TP ranks may hold all of its rows. Without this, a weight that TP does not split at TP > 1 is
-    # unknown here.
+    # TP ranks may hold all of its rows. Without this, a weight that TP does not split
+    # at TP > 1 is unknown here.
     may_be_replicated: bool = False
 
     @property
@@ -53,13 +59,17 @@ class FusedRows:
     def by(self, kind: str) -> Sections:
         """Its rows with the names of the matrices of a split."""
         return tuple(
-            tuple(Rows("" if kind == "whole" else run.parts[kind], run.count) for run in section)
+            tuple(
+                Rows("" if kind == "whole" else run.parts[kind], run.count)
+                for run in section
+            )
             for section in self.sections
         )
 
 
 def fused_of(weight: Weight, rows: int) -> FusedRows | None:
-    """How the rows of a weight lie; None where it is one projection, and where it is not known.
+    """How the rows of a weight lie; None where it is one projection, and where it is
+    not known.
 
     ``rows`` are those of the 2-D weight over all TP ranks.
     """
@@ -80,17 +90,22 @@ def rows_of_ones_own(
 ) -> FusedRows:
     """The rows that a user's split says, ``kind`` as it is written.
 
-    ``known``, how its rows lie, says what of them TP ranks hold. Where it is not known, TP cuts
-    each range of ``rows`` by itself, as in Megatron's fused weights, else all rows.
+    ``known``, how its rows lie, says what of them TP ranks hold. Where it is not known,
+    TP cuts each range of ``rows`` by itself, as in Megatron's fused weights, else all
+    rows.
 
     Raises:
         ValueError: the weight has another number of rows.
     """
     require_own(weight, kind, own, rows)
     if own.of == "heads":
-        runs = [RowRun(rows // own.count, {kind: f"head {at}"}) for at in range(own.count)]
+        runs = [
+            RowRun(rows // own.count, {kind: f"head {at}"}) for at in range(own.count)
+        ]
     else:
-        runs = [RowRun(size, {kind: f"part {at}"}) for at, size in enumerate(own.sizes)] * own.count
+        runs = [
+            RowRun(size, {kind: f"part {at}"}) for at, size in enumerate(own.sizes)
+        ] * own.count
     sizes = own.sizes if own.of == "rows" else (rows,)
     if known is not None and known.rows == rows:
         sizes = tuple(sum(run.count for run in section) for section in known.sections)
@@ -117,27 +132,38 @@ def require_own(weight: Weight, kind: str, own: OwnSplit, size: int) -> None:
     what = "columns" if own.of == "cols" else "rows"
     if size % own.total if own.of == "heads" else size != own.total:
         raise ValueError(
-            f"{named('splits')} ...={kind}: {weight.name} has {size} {what} over all TP ranks, "
+            f"{named('splits')} ...={kind}: {weight.name} has {size} {what} over all "
+            "TP ranks, "
             f"not {'a multiple of ' if own.of == 'heads' else ''}{own.total}"
         )
     if own.of == "cols" and len(set(own.sizes)) > 1:
         raise ValueError(
-            f"{named('splits')} ...={kind} matches {weight.name}: ranges of columns must be equal"
+            f"{named('splits')} ...={kind} matches {weight.name}: ranges of columns "
+            "must be equal"
         )
 
 
 def chosen_split(
-    weight: Weight, config: MuonConfig, default: str, kinds: tuple[str, ...], *, own: bool = False
+    weight: Weight,
+    config: MuonConfig,
+    default: str,
+    kinds: tuple[str, ...],
+    *,
+    own: bool = False,
 ) -> str:
-    """The split of the last pattern that matches: of ``kinds``, one's ``own``, or a ValueError."""
+    """The split of the last pattern that matches: of ``kinds``, one's ``own``, or a
+    ValueError.
+    """
     chosen = [pair for pair in config.splits if matching(weight, pair[:1])]
     if not chosen:
         return default
     pattern, kind = chosen[-1]
     if kind not in kinds and not (own and own_split(kind)):
         raise ValueError(
-            f"{named('splits')} {pattern}={kind} matches {weight.name}, which can only be "
-            f"{' or '.join(kinds)}: give another kind, or a pattern that does not match it"
+            f"{named('splits')} {pattern}={kind} matches {weight.name}, which can only "
+            "be "
+            f"{' or '.join(kinds)}: give another kind, or a pattern that does not "
+            "match it"
         )
     return kind
 
@@ -147,7 +173,9 @@ def _attention(weight: Weight, rows: int) -> FusedRows | None:
     if known is None:
         return None
     runs = tuple(
-        RowRun(known.head_rows, {"qkv": part, "heads": f"{part} {group * heads + head}"})
+        RowRun(
+            known.head_rows, {"qkv": part, "heads": f"{part} {group * heads + head}"}
+        )
         for group in range(known.groups)
         for part, count in known.group_rows
         for heads in (count // known.head_rows,)
@@ -165,7 +193,9 @@ def _queries(weight: Weight, rows: int) -> FusedRows | None:
     heads = int(holder.config.num_attention_heads)
     if rows % heads:
         return None
-    return FusedRows((_heads("q", heads, rows // heads),), "whole", f"the q of {heads} heads")
+    return FusedRows(
+        (_heads("q", heads, rows // heads),), "whole", f"the q of {heads} heads"
+    )
 
 
 def _latent(weight: Weight, rows: int) -> FusedRows | None:
@@ -173,14 +203,21 @@ def _latent(weight: Weight, rows: int) -> FusedRows | None:
     if not _is_held_by(weight, "MultiLatentAttention"):
         return None
     model: Any = weight.holders[0].config
-    heads, nope, rope = model.num_attention_heads, model.qk_head_dim, model.qk_pos_emb_head_dim
+    heads, nope, rope = (
+        model.num_attention_heads,
+        model.qk_head_dim,
+        model.qk_pos_emb_head_dim,
+    )
     latent = _blocks((("latent", model.kv_lora_rank), ("rope", rope)))
     sections: dict[str, tuple[tuple[RowRun, ...], ...]] = {
         "linear_q_proj": (_heads("q", heads, nope + rope),),
         "linear_q_up_proj": (_heads("q", heads, nope + rope),),
         "linear_kv_up_proj": (_keys_and_values(heads, nope, model.v_head_dim),),
         "linear_kv_down_proj": (latent,),
-        "linear_qkv_down_proj": (_blocks((("q_latent", model.q_lora_rank or 0),)), latent),
+        "linear_qkv_down_proj": (
+            _blocks((("q_latent", model.q_lora_rank or 0),)),
+            latent,
+        ),
     }
     if weight.leaf not in sections:
         return None
@@ -205,49 +242,74 @@ def _blocks(sizes: tuple[tuple[str, int], ...]) -> tuple[RowRun, ...]:
 
 
 def _gated(weight: Weight, rows: int) -> FusedRows | None:
-    """A gated fc1: the gate, then the up half; in some experts in alternating blocks."""
+    """A gated fc1: the gate, then the up half; in some experts in alternating
+    blocks.
+    """
     model = weight.model_config
     if weight.leaf != "linear_fc1" or not model.gated_linear_unit:
         return None
-    gate, up = RowRun(rows // 2, {"gate-up": "gate"}), RowRun(rows - rows // 2, {"gate-up": "up"})
+    gate, up = (
+        RowRun(rows // 2, {"gate-up": "gate"}),
+        RowRun(rows - rows // 2, {"gate-up": "up"}),
+    )
     block = _interleaved_by(weight)
     if block:
         pair = (RowRun(block, {"gate-up": "gate"}), RowRun(block, {"gate-up": "up"}))
-        return FusedRows((pair * (rows // (2 * block)),), "whole", f"blocks of {block} rows")
+        return FusedRows(
+            (pair * (rows // (2 * block)),), "whole", f"blocks of {block} rows"
+        )
     return FusedRows(((gate,), (up,)), "whole", "a gate and an up half")
 
 
 def _interleaved_by(weight: Weight) -> int | None:
-    """Rows of a block, where gate and up alternate in blocks; since core 0.19, for some kernels."""
+    """Rows of a block, where gate and up alternate in blocks; since core 0.19, for some
+    kernels.
+    """
     if weight.is_expert:
         return getattr(weight.model_config, "moe_mlp_glu_interleave_size", None)
     if ".shared_experts." in weight.name:
-        return getattr(weight.model_config, "moe_shared_expert_glu_interleave_size", None)
+        return getattr(
+            weight.model_config, "moe_shared_expert_glu_interleave_size", None
+        )
     return None
 
 
 def _state_space(weight: Weight, rows: int) -> FusedRows | None:
-    """The in_proj of a Mamba mixer or a gated delta net, whose parts TP splits one by one."""
+    """The in_proj of a Mamba mixer or a gated delta net, whose parts TP splits one by
+    one.
+    """
     if weight.leaf != "in_proj":
         return None
     sizes: tuple[tuple[str, int], ...] = ()
     if _is_held_by(weight, "MambaMixer"):
         mixer: Any = weight.holders[0]
         inner, states = mixer.d_inner, mixer.ngroups * mixer.d_state
-        sizes = ("z", inner), ("x", inner), ("B", states), ("C", states), ("dt", mixer.nheads)
+        sizes = (
+            ("z", inner),
+            ("x", inner),
+            ("B", states),
+            ("C", states),
+            ("dt", mixer.nheads),
+        )
     elif _is_held_by(weight, "GatedDeltaNet", "GatedDeltaNet2"):
         sizes = _of_delta_net(weight.holders[0])
     if sum(count for _, count in sizes) != rows:
         return None
-    what = f"{', '.join(part for part, _ in sizes)} of {type(weight.holders[0]).__name__}"
+    what = (
+        f"{', '.join(part for part, _ in sizes)} of {type(weight.holders[0]).__name__}"
+    )
     return FusedRows(tuple(_blocks((size,)) for size in sizes), "whole", what)
 
 
 def _of_delta_net(net: Any) -> tuple[tuple[str, int], ...]:
-    sections = getattr(net, "in_proj_split_sections", None)  # of a TP rank; since core 0.19
+    sections = getattr(
+        net, "in_proj_split_sections", None
+    )  # of a TP rank; since core 0.19
     if sections is not None:
         names = net.in_proj_split_names
-        return tuple((n, count * net.tp_size) for n, count in zip(names, sections, strict=True))
+        return tuple(
+            (n, count * net.tp_size) for n, count in zip(names, sections, strict=True)
+        )
     heads = net.num_value_heads
     keys, values = net.qk_dim, net.v_dim
     sizes = (keys, keys, values, values, heads, heads)

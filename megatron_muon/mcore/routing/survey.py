@@ -29,21 +29,30 @@ from megatron_muon.settings.config import MuonConfig, named
 
 
 def survey(
-    model_chunks: Sequence[Any], routes: Sequence[Route], config: MuonConfig, stage: Stage
+    model_chunks: Sequence[Any],
+    routes: Sequence[Route],
+    config: MuonConfig,
+    stage: Stage,
 ) -> list[str]:
-    """Check the patterns and count the elements of the whole model. Every rank of the world calls.
+    """Check the patterns and count the elements of the whole model. Every rank of the
+    world calls.
 
     Returns:
-        Lines for this rank to print. On rank 0 they are about the model, on the first rank of a
-        stage about the stage's weights of unknown modules.
+        Lines for this rank to print. On rank 0 they are about the model, on the first
+        rank of a stage about the stage's weights of unknown modules.
 
     Raises:
-        ValueError: a pattern matches no parameter of any stage, or Muon has none of the model.
+        ValueError: a pattern matches no parameter of any stage, or Muon has none of the
+        model.
     """
 
     def own() -> str:  # it may fail on some stages only
         matched = sorted(matched_patterns(model_chunks, stage.sizes, config))
-        return json.dumps([matched, asdict(share_of(routes, config))]) if stage.speaks else ""
+        return (
+            json.dumps([matched, asdict(share_of(routes, config))])
+            if stage.speaks
+            else ""
+        )
 
     texts = collectives.all_gather_texts(together(own, None, stage.device), None)
     stages = [json.loads(text) for text in texts if text]
@@ -53,13 +62,17 @@ def survey(
     return [*of_model, *lines] if dist.get_rank() == 0 else lines
 
 
-def matched_patterns(model_chunks: Sequence[Any], sizes: Sizes, config: MuonConfig) -> set[str]:
+def matched_patterns(
+    model_chunks: Sequence[Any], sizes: Sizes, config: MuonConfig
+) -> set[str]:
     """Those of ``config.patterns`` that have an effect on these chunks."""
     every = list(weights(model_chunks)) if config.patterns else []
     return {
         pattern
         for pattern in config.patterns
-        if any(is_matched(weight, pattern, sizes.tp_of(weight), config) for weight in every)
+        if any(
+            is_matched(weight, pattern, sizes.tp_of(weight), config) for weight in every
+        )
     }
 
 
@@ -70,8 +83,10 @@ def require_matched(matched: Collection[str], config: MuonConfig) -> None:
             splits = any(pattern == split for split, _ in config.splits)
             whose = "Muon's" if splits else "the model"
             raise ValueError(
-                f"{pattern!r} in {config.setting_of(pattern)} matches no parameter of {whose}; "
-                "`megatron-muon routes` prints their names, which do not start with 'module.'"
+                f"{pattern!r} in {config.setting_of(pattern)} matches no parameter of "
+                f"{whose}; "
+                "`megatron-muon routes` prints their names, which do not start with "
+                "'module.'"
             )
 
 
@@ -92,7 +107,9 @@ def share_of(routes: Sequence[Route], config: MuonConfig) -> Share:
         elif weight.param.dim() == 2:
             kept[_kind(route)] += elements
     muons = [route for route in routes if route.muon is not None]
-    whole = {each.weight.leaf for each in muons if each.muon and len(each.muon.matrices) == 1}
+    whole = {
+        each.weight.leaf for each in muons if each.muon and len(each.muon.matrices) == 1
+    }
     unsplit = [leaf for leaf in UNSPLIT if leaf in whole]
     fusions = _fusions(muons, config)
     return Share(**counts, kept=dict(kept), unsplit=unsplit, unknown_fusions=fusions)
@@ -121,13 +138,19 @@ def _fusions(muons: Sequence[Route], config: MuonConfig) -> list[str]:
 
 
 def unknown_lines(routes: Sequence[Route]) -> list[str]:
-    """Lines that name matrices which AdamW keeps for no reason of their own, if any are."""
+    """Lines that name matrices which AdamW keeps for no reason of their own, if any
+    are.
+    """
     kept = (
-        ("Muon's table does not know the type of their module", lambda route: route.is_unknown),
+        (
+            "Muon's table does not know the type of their module",
+            lambda route: route.is_unknown,
+        ),
         ("Megatron marks them use_muon=False", lambda route: route.why_adamw == MARKED),
     )
     return [
-        f"[megatron_muon] AdamW keeps these matrices, since {why}: {', '.join(names)}. Of 2-D ones "
+        f"[megatron_muon] AdamW keeps these matrices, since {why}: {', '.join(names)}. "
+        "Of 2-D ones "
         f"{named('muon_include')} and {named('muon_exclude')} in MuonConfig decide."
         for why, is_kept in kept
         if (names := _names(filter(is_kept, routes)))
@@ -135,9 +158,13 @@ def unknown_lines(routes: Sequence[Route]) -> list[str]:
 
 
 def _names(routes: Iterable[Route]) -> list[str]:
-    """One for all layers or experts, with ``*`` for the number, and the module's class."""
+    """One for all layers or experts, with ``*`` for the number, and the module's
+    class.
+    """
     names: dict[str, None] = {}
     for weight in (route.weight for route in routes):
         batch = f", {weight.param.dim()}-D" if weight.param.dim() != 2 else ""
-        names[f"{of_any_number(weight.name)} ({type(weight.module).__name__}{batch})"] = None
+        names[
+            f"{of_any_number(weight.name)} ({type(weight.module).__name__}{batch})"
+        ] = None
     return list(names)

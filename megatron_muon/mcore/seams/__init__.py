@@ -1,4 +1,6 @@
-"""Tables of all that the plugin uses of Megatron: start at ``rows``; ``row`` has the versions.
+"""Tables of all that the plugin uses of Megatron: start at ``rows``; ``row`` has the
+versions.
 
-``megatron-muon doctor`` and ``tests/cores/test_seams.py`` show what a new version breaks.
+``megatron-muon doctor`` and ``tests/cores/test_seams.py`` show what a new version
+breaks.
 """

@@ -23,43 +23,72 @@ _CROSS = Place(_ATTENTION.module, "CrossAttention")
 _LAYER = Place("megatron.core.transformer.transformer_layer", "TransformerLayer")
 _MIXER = Place("megatron.core.ssm.mamba_mixer", "MambaMixer")
 _DELTA = Place("megatron.core.ssm.gated_delta_net", "GatedDeltaNet", (0, 16), (0, 18))
-_LATER_DELTA = Place("megatron.core.ssm.gated_delta_net.gdn", "GatedDeltaNet", since=(0, 19))
+_LATER_DELTA = Place(
+    "megatron.core.ssm.gated_delta_net.gdn", "GatedDeltaNet", since=(0, 19)
+)
 
 _QKV = "which rows of linear_qkv are q, k and v"
 _ROWS = "which rows of latent attention are a head's or a latent's"
 _PARTS = "which rows of in_proj are which part's"
-_TP, _EP = "the ranks that share a dense weight", "the ranks that share a layer's experts"
+_TP, _EP = (
+    "the ranks that share a dense weight",
+    "the ranks that share a layer's experts",
+)
 _BLOCKS = "blocks of gate and up rows"
 _REFUSED = "refused if on, since Muon does not support it yet"
 _OFF = "refused if off"
 _SCALING = "refused if on with another recipe than delayed scaling"
 _EARLY = "refused with fp16 or experts, where Megatron trains wrongly"
 _STATE = Place("megatron.core.parallel_state")
-# A caller may give any object with these attributes; Megatron's own class has these names.
-_GROUPS = Place("megatron.core.process_groups_config", "ProcessGroupCollection", since=(0, 15))
+# A caller may give any object with these attributes; Megatron's own class has these
+# names.
+_GROUPS = Place(
+    "megatron.core.process_groups_config", "ProcessGroupCollection", since=(0, 15)
+)
 _STAGE, _EXPERT_TP = "the ranks of a stage", "the ranks that share an expert's weights"
 _SHARDS = "how many shards a grad buffer has, inside one optimizer instance"
 _CP = "with_context_parallel"
-_DENSE_PART, _EXPERT_PART = f"{_CP} partial_data_parallel", "partial_expert_data_parallel"
+_DENSE_PART, _EXPERT_PART = (
+    f"{_CP} partial_data_parallel",
+    "partial_expert_data_parallel",
+)
 ROWS = (
     # --- classes and functions
     Place("megatron.core").read("__version__", "which rows hold here"),
-    Place("megatron.core.utils").called("get_model_config", "its TransformerConfig", "model"),
-    Place("megatron.core.fp8_utils").called("is_float8tensor", "a weight in fp8", "tensor"),
+    Place("megatron.core.utils").called(
+        "get_model_config", "its TransformerConfig", "model"
+    ),
+    Place("megatron.core.fp8_utils").called(
+        "is_float8tensor", "a weight in fp8", "tensor"
+    ),
     _TRANSFORMER.read("TransformerConfig", "the settings of a model"),
     _OPTIMIZER.read("OptimizerConfig", "the settings of an optimizer"),
     _DISTRIBUTED.read("DistributedDataParallelConfig", "the settings of the wrapper"),
-    Place("megatron.core.tensor_parallel").read("VocabParallelEmbedding", "embeddings: AdamW's"),
-    _LAYERS.called("param_is_not_tensor_parallel_duplicate", "if the norm counts it", "param"),
-    _ATTENTION.read("SelfAttention", "its linear_qkv has query groups of q, k and v rows"),
+    Place("megatron.core.tensor_parallel").read(
+        "VocabParallelEmbedding", "embeddings: AdamW's"
+    ),
+    _LAYERS.called(
+        "param_is_not_tensor_parallel_duplicate", "if the norm counts it", "param"
+    ),
+    _ATTENTION.read(
+        "SelfAttention", "its linear_qkv has query groups of q, k and v rows"
+    ),
     _ATTENTION.read("CrossAttention", "its linear_kv has heads of k and v rows"),
     # --- attention logits
     _ATTENTION.read("Attention", "the class of all attentions with a core_attention"),
     Place(_LATENT.module).read("MLASelfAttention", "its up-projections are clipped"),
-    Place(_CORE.module).read("DotProductAttention", "its softmax gets all logits and a mask"),
-    _SOFTMAX.called("forward", "logits (batch, heads, queries, keys) and mask", "input mask"),
-    Place("megatron.core.transformer.enums").read("AttnMaskType", "whether a mask is causal"),
-    _CLIP.wrapped("clip_qk", "called after each step; clips shards", "model log_max_only"),
+    Place(_CORE.module).read(
+        "DotProductAttention", "its softmax gets all logits and a mask"
+    ),
+    _SOFTMAX.called(
+        "forward", "logits (batch, heads, queries, keys) and mask", "input mask"
+    ),
+    Place("megatron.core.transformer.enums").read(
+        "AttnMaskType", "whether a mask is causal"
+    ),
+    _CLIP.wrapped(
+        "clip_qk", "called after each step; clips shards", "model log_max_only"
+    ),
     # --- settings
     _MODEL.has("num_moe_experts", "whether there are experts, and how many"),
     _MODEL.has("expert_model_parallel_size", _EP),
@@ -80,24 +109,37 @@ ROWS = (
     _MODEL.has("moe_shared_expert_glu_interleave_size", _BLOCKS, (0, 19)),
     _MODEL.has("fp8_param", _SCALING),
     _MODEL.has("fp8_recipe", "how fp8 parameters are scaled"),
-    _OPTIM.has("reuse_grad_buf_for_mxfp8_param_ag", "how mxfp8 parameters travel", (0, 14)),
+    _OPTIM.has(
+        "reuse_grad_buf_for_mxfp8_param_ag", "how mxfp8 parameters travel", (0, 14)
+    ),
     _MODEL.has("qk_clip", "whether attention logits are clipped", (0, 16)),
     _MODEL.has("qk_clip_threshold", "from which logit on", (0, 16)),
     _MODEL.has("qk_clip_alpha", "the queries' share of a clip", (0, 16)),
-    _MODEL.has("log_max_attention_logit", "whether attention logits are watched", (0, 16)),
-    _MODEL.has("qk_layernorm", "whether queries and keys are normalized after their projection"),
+    _MODEL.has(
+        "log_max_attention_logit", "whether attention logits are watched", (0, 16)
+    ),
+    _MODEL.has(
+        "qk_layernorm", "whether queries and keys are normalized after their projection"
+    ),
     _OPTIM.has("optimizer", "whether it is muon; adam while Megatron builds"),
     _OPTIM.has("use_distributed_optimizer", _OFF),
     _OPTIM.has("decoupled_weight_decay", _OFF, (0, 15)),
     _OPTIM.has("overlap_param_gather_with_optimizer_step", _EARLY),
     _OPTIM.has("fp16", "whether there is a loss scaler"),
-    _OPTIM.has("bf16", "whether a checkpoint's main parameters are the weights themselves"),
+    _OPTIM.has(
+        "bf16", "whether a checkpoint's main parameters are the weights themselves"
+    ),
     _OPTIM.has("clip_grad", "whether gradients are clipped before momentum adds them"),
     _OPTIM.has("timers", "Megatron's timers, which the step's phases are recorded in"),
     _DDP.has("use_distributed_optimizer", _OFF),
-    _DDP.has("num_distributed_optimizer_instances", "number of parts of a stage's ranks"),
+    _DDP.has(
+        "num_distributed_optimizer_instances", "number of parts of a stage's ranks"
+    ),
     _DDP.has("fp8_param_gather", _SCALING),
-    _DDP.has("overlap_param_gather", "early_param_gather (--muon-early-param-gather) is for it"),
+    _DDP.has(
+        "overlap_param_gather",
+        "early_param_gather (--muon-early-param-gather) is for it",
+    ),
     # --- modules
     _SELF.has("linear_qkv", "the fused projection of q, k and v"),
     _SELF.has("config", "the settings that an attention was built from"),
@@ -116,13 +158,17 @@ ROWS = (
     _STATE.called("get_tensor_model_parallel_group", _TP),
     _STATE.called("get_expert_tensor_parallel_group", _EXPERT_TP),
     _STATE.called("get_expert_model_parallel_group", _EP),
-    _STATE.called("get_pipeline_model_parallel_rank", "the number of the pipeline stage"),
+    _STATE.called(
+        "get_pipeline_model_parallel_rank", "the number of the pipeline stage"
+    ),
     _STATE.called("get_expert_model_parallel_rank", "which experts this rank has"),
     _STATE.called("get_expert_model_parallel_world_size", _EP),
     _STATE.called("get_tensor_model_parallel_world_size", _TP),
     _STATE.called("get_expert_tensor_parallel_world_size", _EXPERT_TP),
     _STATE.called("get_data_parallel_world_size", _SHARDS, _DENSE_PART, since=(0, 18)),
-    _STATE.called("get_expert_data_parallel_world_size", _SHARDS, _EXPERT_PART, since=(0, 18)),
+    _STATE.called(
+        "get_expert_data_parallel_world_size", _SHARDS, _EXPERT_PART, since=(0, 18)
+    ),
     _GROUPS.has("tp", _TP),
     _GROUPS.has("expt_tp", _EXPERT_TP),
     _GROUPS.has("ep", _EP),
@@ -136,12 +182,19 @@ ROWS = (
     _LAYERS.has("tensor_model_parallel", "whether TP splits it"),
     _LAYERS.has("partition_dim", "the dim that TP splits"),
     _LAYERS.has("sequence_parallel", "its gradient is added up over TP ranks"),
-    _LAYERS.has("allreduce", "False on experts' weights, which have buffers of their own"),
-    _LANGUAGE.has("is_embedding_or_output_parameter", "an embedding or output: AdamW's"),
-    _LANGUAGE.has("shared_embedding", "a tied embedding, whose copies need one optimizer"),
+    _LAYERS.has(
+        "allreduce", "False on experts' weights, which have buffers of their own"
+    ),
+    _LANGUAGE.has(
+        "is_embedding_or_output_parameter", "an embedding or output: AdamW's"
+    ),
+    _LANGUAGE.has(
+        "shared_embedding", "a tied embedding, whose copies need one optimizer"
+    ),
     _LANGUAGE.has("shared", "the last stage's copy of a tied embedding"),
 )
-# Read only to refuse what Muon does not support: a Megatron that lacks one has nothing to refuse.
+# Read only to refuse what Muon does not support: a Megatron that lacks one has nothing
+# to refuse.
 REFUSALS = (
     _MODEL.has("fp4_param", _REFUSED, (0, 15)),
     _MODEL.has("moe_single_grouped_weight", _REFUSED, (0, 18)),

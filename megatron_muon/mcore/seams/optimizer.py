@@ -1,4 +1,6 @@
-"""Megatron's optimizers, their checkpoints, and the wrapper whose buffers they shard."""
+"""Megatron's optimizers, their checkpoints, and the wrapper whose buffers they
+shard.
+"""
 
 from megatron_muon.mcore.seams.row import Place
 
@@ -19,9 +21,14 @@ _GROUP = Place(_BUFFERS.module, "_ParamAndGradBucketGroup")
 _DISTRIBUTED = Place("megatron.core.distributed")
 _DDP = Place(_DISTRIBUTED.module, "DistributedDataParallel")
 # The first version that takes a layout of its grad buffers is 0.18.
-_LAYOUTS = Place("megatron.core.optimizer.param_layout", "FullParamLayout", since=(0, 18))
+_LAYOUTS = Place(
+    "megatron.core.optimizer.param_layout", "FullParamLayout", since=(0, 18)
+)
 _LAYOUT = Place(_LAYOUTS.module, "PerBufferParamLayout", since=(0, 18))
-_NORM, _SKIPS = "the gradients that the norm counts", "reduces the flag that skips a step"
+_NORM, _SKIPS = (
+    "the gradients that the norm counts",
+    "reduces the flag that skips a step",
+)
 _BUILDS = "builds a chain around Adam, which becomes Muon's"
 _BELOW = "what a builder calls that was taken before install()"
 _BUILDER = "config model_chunks no_weight_decay_cond"
@@ -37,138 +44,289 @@ _MAPPING = Place("megatron.core.dist_checkpointing.mapping")
 _SERIALIZATION = Place("megatron.core.dist_checkpointing.serialization")
 _VALIDATION = Place("megatron.core.dist_checkpointing.validation", since=(0, 19))
 _ASYNC = Place("megatron.core.dist_checkpointing.strategies.async_utils")
-_SHARDED, _FILE = "model_sharded_state_dict is_loading", "sharded_state_dict checkpoint_dir"
-_LOADED, _TENSOR = "state_dict update_legacy_format", "key data dtype global_shape global_offset"
-# Overridden to name the phase in the error where a peer is lost; replaced in a step that is traced.
+_SHARDED, _FILE = (
+    "model_sharded_state_dict is_loading",
+    "sharded_state_dict checkpoint_dir",
+)
+_LOADED, _TENSOR = (
+    "state_dict update_legacy_format",
+    "key data dtype global_shape global_offset",
+)
+# Overridden to name the phase in the error where a peer is lost; replaced in a step
+# that is traced.
 SYNCS = (
     _GROUP.overridden("start_grad_sync", "starts the reduction of gradients", "self"),
-    _GROUP.overridden("finish_grad_sync", "waits for the reduction of gradients", "self"),
-    _GROUP.overridden("start_param_sync", "starts the all-gather of parameters", "self"),
-    _GROUP.overridden("finish_param_sync", "waits for the all-gather of parameters", "self"),
+    _GROUP.overridden(
+        "finish_grad_sync", "waits for the reduction of gradients", "self"
+    ),
+    _GROUP.overridden(
+        "start_param_sync", "starts the all-gather of parameters", "self"
+    ),
+    _GROUP.overridden(
+        "finish_param_sync", "waits for the all-gather of parameters", "self"
+    ),
 )
 ROWS = (
     # --- communication
-    _BUFFERS.subclassed("_ParamAndGradBucketGroup", "what is reduced and gathered together"),
-    _GROUP.read("check_grads", "the frame that raises for gradients that are not finite"),
+    _BUFFERS.subclassed(
+        "_ParamAndGradBucketGroup", "what is reduced and gathered together"
+    ),
+    _GROUP.read(
+        "check_grads", "the frame that raises for gradients that are not finite"
+    ),
     *SYNCS,
     # --- its rates
-    _SCHEDULE.called("step", "sets the groups' rates; by 0 once more, after a load", "increment"),
+    _SCHEDULE.called(
+        "step", "sets the groups' rates; by 0 once more, after a load", "increment"
+    ),
     # --- making one
     _CORE.wrapped("get_megatron_optimizer", _BUILDS, _BUILDER, until=(0, 15)),
     _CORE.wrapped("get_megatron_optimizer", _BUILDS, _LATER_BUILDER, since=(0, 16)),
-    _CORE.replaced("_get_param_groups", "the parameter groups, which are cut", "model_chunks"),
-    _CORE.called("get_standard_config_overrides", "Megatron's overrides", "config", (0, 16)),
+    _CORE.replaced(
+        "_get_param_groups", "the parameter groups, which are cut", "model_chunks"
+    ),
+    _CORE.called(
+        "get_standard_config_overrides", "Megatron's overrides", "config", (0, 16)
+    ),
     _CORE.wrapped("_get_megatron_optimizer_based_on_param_groups", _BELOW, "config"),
     _CORE.wrapped("_get_megatron_emerging_optimizer", _BELOW, "config", since=(0, 18)),
-    _OWN_MUON.wrapped("get_megatron_muon_optimizer", "builds Megatron's own Muon", _OWN_BUILDER),
+    _OWN_MUON.wrapped(
+        "get_megatron_muon_optimizer", "builds Megatron's own Muon", _OWN_BUILDER
+    ),
     # --- the classes that built optimizers are turned into subclasses of
     _CORE.subclassed("ChainedOptimizer", "the chain of dense and experts' optimizers"),
-    _DISTRIB.subclassed("DistributedOptimizer", "shards main parameters and state over DP ranks"),
+    _DISTRIB.subclassed(
+        "DistributedOptimizer", "shards main parameters and state over DP ranks"
+    ),
     _CORE.subclassed("Adam", "the Adam that Megatron picked: TE's, Apex's or torch's"),
     # --- states in fewer bytes
-    _CONFIG.wrapped("__post_init__", "wants AdamW for use_precision_aware_optimizer", "self"),
-    _CONFIG.has("use_precision_aware_optimizer", "whether the inner Adam is to hold such states"),
-    _CONFIG.has("use_precision_aware_optimizer_no_fp8_or_ds_fp8", "and main parameters", (0, 14)),
+    _CONFIG.wrapped(
+        "__post_init__", "wants AdamW for use_precision_aware_optimizer", "self"
+    ),
+    _CONFIG.has(
+        "use_precision_aware_optimizer", "whether the inner Adam is to hold such states"
+    ),
+    _CONFIG.has(
+        "use_precision_aware_optimizer_no_fp8_or_ds_fp8", "and main parameters", (0, 14)
+    ),
     # --- states on the host
-    _CONFIG.has("optimizer_cpu_offload", "whether the inner optimizer is the hybrid one"),
+    _CONFIG.has(
+        "optimizer_cpu_offload", "whether the inner optimizer is the hybrid one"
+    ),
     _CONFIG.has("optimizer_offload_fraction", "the part of state that is on the host"),
     _CONFIG.has("exp_avg_dtype", "that of the momentum"),
     _CONFIG.has("bf16", "whether weights lack 16 bits of an fp32 number"),
     _CPU.subclassed("HybridDeviceOptimizer", "AdamW on the host, in parts"),
-    _HYBRID.overridden("_get_sub_optimizer_param_groups", "its shards", "self offload_fraction"),
-    _HYBRID.overridden("step", "updates shards, and copies them to the weights", "self"),
+    _HYBRID.overridden(
+        "_get_sub_optimizer_param_groups", "its shards", "self offload_fraction"
+    ),
+    _HYBRID.overridden(
+        "step", "updates shards, and copies them to the weights", "self"
+    ),
     _HYBRID.overridden("dummy_step", "makes state before a load", "self"),
-    _HYBRID.overridden("_update_fp32_params_by_new_state", "called at the end of a load", "self"),
+    _HYBRID.overridden(
+        "_update_fp32_params_by_new_state", "called at the end of a load", "self"
+    ),
     _HYBRID.has("state", "that of the parts, by shard"),
     _HYBRID.overridden("_init_sub_optimizers", "makes the parts anew", "self"),
-    _HYBRID.called("_sync_sub_optimizers_state_to_hdo", "takes the state of the parts", "self"),
-    _HYBRID.read("sub_optimizers", "the parts, each torch's AdamW or the Adam of a GPU"),
+    _HYBRID.called(
+        "_sync_sub_optimizers_state_to_hdo", "takes the state of the parts", "self"
+    ),
+    _HYBRID.read(
+        "sub_optimizers", "the parts, each torch's AdamW or the Adam of a GPU"
+    ),
     _HYBRID.has("param_to_inner_param", "the main parameter of each shard"),
     _HYBRID.has("gpu_optimizer", "the part on the device, if any"),
     _HYBRID.has("_d2h_stream", "the stream that copies gradients to the host"),
     _HYBRID.has("_h2d_stream", "the stream that copies shards to the weights"),
-    _DIST.has("shard_float16_groups", "slices of the weights, whose main parameters it then has"),
-    # --- the norm of gradients and the step
-    # The norm is a float or, where Megatron does not wait for it, a tensor, the same on all ranks
-    # of the grad_stats_parallel_group.
-    _DIST.overridden("_copy_main_params_to_param_buffer", "mxfp8 parameters", "self", (0, 14)),
-    _CHAIN.called("prepare_model_params_for_param_sync", "the same for a chain", since=(0, 19)),
-    _CHAIN.overridden("get_grad_norm", "called on every rank before a part steps", "self"),
-    _DIST.overridden("get_main_grads_for_grad_norm", _NORM, "self", until=(0, 18), inherited=True),
-    _DIST.overridden(
-        "get_grads_for_grad_norm", _NORM, "self grad_norm_group", since=(0, 19), inherited=True
+    _DIST.has(
+        "shard_float16_groups",
+        "slices of the weights, whose main parameters it then has",
     ),
-    _DIST.overridden("_unscale_main_grads_and_check_for_nan", _SKIPS, "self", inherited=True),
-    _DIST.overridden("_collect_main_grad_data_for_unscaling", "what that flag is of", "self"),
-    _CHAIN.called("grads_states_parallel_group_is_shared", "if its parts share a norm", "self"),
-    _CHAIN.overridden("prepare_grads", "called before each step; True if it is skipped", "self"),
-    _CHAIN.overridden("step_with_ready_grads", "steps its parts one after another", "self"),
-    _DIST.overridden("step_with_ready_grads", "steps, copies parameters, starts gathers", "self"),
-    _DIST.overridden("_copy_main_params_to_model_params", "pair by pair into buckets", "self"),
-    _DIST.overridden("_copy_model_params_to_main_params", "after a load of the model", "self"),
-    _DIST.called("get_grad_stats_parallel_group", "the ranks that step together", "self"),
-    _DIST.called("get_parameters", "flat fp32 shards of the inner Adam", "self", inherited=True),
+    # --- the norm of gradients and the step
+    # The norm is a float or, where Megatron does not wait for it, a tensor; the same
+    # on all ranks
+    # of the grad_stats_parallel_group.
+    _DIST.overridden(
+        "_copy_main_params_to_param_buffer", "mxfp8 parameters", "self", (0, 14)
+    ),
+    _CHAIN.called(
+        "prepare_model_params_for_param_sync", "the same for a chain", since=(0, 19)
+    ),
+    _CHAIN.overridden(
+        "get_grad_norm", "called on every rank before a part steps", "self"
+    ),
+    _DIST.overridden(
+        "get_main_grads_for_grad_norm", _NORM, "self", until=(0, 18), inherited=True
+    ),
+    _DIST.overridden(
+        "get_grads_for_grad_norm",
+        _NORM,
+        "self grad_norm_group",
+        since=(0, 19),
+        inherited=True,
+    ),
+    _DIST.overridden(
+        "_unscale_main_grads_and_check_for_nan", _SKIPS, "self", inherited=True
+    ),
+    _DIST.overridden(
+        "_collect_main_grad_data_for_unscaling", "what that flag is of", "self"
+    ),
+    _CHAIN.called(
+        "grads_states_parallel_group_is_shared", "if its parts share a norm", "self"
+    ),
+    _CHAIN.overridden(
+        "prepare_grads", "called before each step; True if it is skipped", "self"
+    ),
+    _CHAIN.overridden(
+        "step_with_ready_grads", "steps its parts one after another", "self"
+    ),
+    _DIST.overridden(
+        "step_with_ready_grads", "steps, copies parameters, starts gathers", "self"
+    ),
+    _DIST.overridden(
+        "_copy_main_params_to_model_params", "pair by pair into buckets", "self"
+    ),
+    _DIST.overridden(
+        "_copy_model_params_to_main_params", "after a load of the model", "self"
+    ),
+    _DIST.called(
+        "get_grad_stats_parallel_group", "the ranks that step together", "self"
+    ),
+    _DIST.called(
+        "get_parameters", "flat fp32 shards of the inner Adam", "self", inherited=True
+    ),
     # --- the loss scale, which the plugin makes dense and experts' optimizers share
-    _SCALER.overridden("update", "is told if a step overflowed; moves the scale", "found_inf"),
+    _SCALER.overridden(
+        "update", "is told if a step overflowed; moves the scale", "found_inf"
+    ),
     # --- shards and buffers
-    _DIST.called("_build_model_gbuf_range", "cuts each bucket into equal shards", _BUCKET_OF),
-    _DIST.wrapped("_compute_per_buffer_param_layout", "orders parameters", _LAID_OUT, (0, 18)),
-    _DISTRIBUTED.read("DistributedDataParallel", "the one wrapper whose buffers Muon shards over"),
-    _DDP.called("start_param_sync", "gathers all parameters, after a load", "self force_sync"),
-    _DDP.wrapped("__init__", "makes layouts", "module pg_collection full_param_layout", (0, 18)),
+    _DIST.called(
+        "_build_model_gbuf_range", "cuts each bucket into equal shards", _BUCKET_OF
+    ),
+    _DIST.wrapped(
+        "_compute_per_buffer_param_layout", "orders parameters", _LAID_OUT, (0, 18)
+    ),
+    _DISTRIBUTED.read(
+        "DistributedDataParallel", "the one wrapper whose buffers Muon shards over"
+    ),
+    _DDP.called(
+        "start_param_sync", "gathers all parameters, after a load", "self force_sync"
+    ),
+    _DDP.wrapped(
+        "__init__", "makes layouts", "module pg_collection full_param_layout", (0, 18)
+    ),
     # --- a parameter's state, through which every format goes
-    _DIST.overridden("_get_main_param_and_optimizer_states", "its tensors", "model_param"),
-    _DIST.overridden("_set_main_param_and_optimizer_states", "the same", "model_param tensors"),
-    _DIST.called("_get_model_param_range_map", "param: this rank's slice of it", "param"),
+    _DIST.overridden(
+        "_get_main_param_and_optimizer_states", "its tensors", "model_param"
+    ),
+    _DIST.overridden(
+        "_set_main_param_and_optimizer_states", "the same", "model_param tensors"
+    ),
+    _DIST.called(
+        "_get_model_param_range_map", "param: this rank's slice of it", "param"
+    ),
     # --- state of no single parameter
-    _DIST.overridden("state_dict", "groups and loss scaler; adds the record of settings"),
-    _DIST.overridden("load_state_dict", "the same back; checks the record", "state_dict"),
-    _DIST.overridden("sharded_state_dict", "calls the method of metadata's format", _SHARDED),
+    _DIST.overridden(
+        "state_dict", "groups and loss scaler; adds the record of settings"
+    ),
+    _DIST.overridden(
+        "load_state_dict", "the same back; checks the record", "state_dict"
+    ),
+    _DIST.overridden(
+        "sharded_state_dict", "calls the method of metadata's format", _SHARDED
+    ),
     # --- torch and dp_zero_gather_scatter
-    _DIST.overridden("get_parameter_state_dp_zero", "gathers each grad buffer to the first rank"),
+    _DIST.overridden(
+        "get_parameter_state_dp_zero", "gathers each grad buffer to the first rank"
+    ),
     _DIST.overridden("load_parameter_state_from_dp_zero", "scatters the same", _LOADED),
     _DIST.overridden("sharded_param_state_dp_zero", "dp_zero_gather_scatter", _SHARDED),
     # --- the formats of 0.15 and later
-    _DIST15.overridden("sharded_param_state_dp_reshardable", "entries for each bucket", _SHARDED),
-    _DIST15.overridden("load_parameter_state_from_dp_reshardable", "the same back", "state_dict"),
-    _DIST15.overridden("sharded_param_state_fully_reshardable", "by parameter's number", _SHARDED),
-    _DIST15.overridden("load_parameter_state_from_fully_reshardable", "the same", "state_dict"),
+    _DIST15.overridden(
+        "sharded_param_state_dp_reshardable", "entries for each bucket", _SHARDED
+    ),
+    _DIST15.overridden(
+        "load_parameter_state_from_dp_reshardable", "the same back", "state_dict"
+    ),
+    _DIST15.overridden(
+        "sharded_param_state_fully_reshardable", "by parameter's number", _SHARDED
+    ),
+    _DIST15.overridden(
+        "load_parameter_state_from_fully_reshardable", "the same", "state_dict"
+    ),
     # --- the formats up to 0.14, which later ones still read
-    _DIST.overridden("sharded_param_state_fs_model_space", "by parameter's number", _SHARDED),
-    _DIST.overridden("load_parameter_state_from_fs_model_space", "the same back", "state_dict"),
+    _DIST.overridden(
+        "sharded_param_state_fs_model_space", "by parameter's number", _SHARDED
+    ),
+    _DIST.overridden(
+        "load_parameter_state_from_fs_model_space", "the same back", "state_dict"
+    ),
     _DIST14.overridden("sharded_param_state_fs_bucket_space", "refused", _SHARDED),
-    _DISTRIB.read("param_group_identifier_keys", "by which a load pairs groups", since=(0, 14)),
+    _DISTRIB.read(
+        "param_group_identifier_keys", "by which a load pairs groups", since=(0, 14)
+    ),
     # --- the chain
-    _CHAIN.overridden("state_dict", "state dicts of its optimizers, numbered if there are several"),
+    _CHAIN.overridden(
+        "state_dict", "state dicts of its optimizers, numbered if there are several"
+    ),
     _CHAIN.overridden("load_state_dict", "the same back", "state_dict"),
     _CHAIN.overridden("sharded_state_dict", "the same for torch_dist", _SHARDED),
-    _CHAIN.overridden("save_parameter_state", "torch: one file for all optimizers", "filename"),
-    _CHAIN.overridden("load_parameter_state", "reads that file", "filename update_legacy_format"),
-    _CHAIN.overridden("_synchronize_steps", "gives every group the same step", since=(0, 14)),
+    _CHAIN.overridden(
+        "save_parameter_state", "torch: one file for all optimizers", "filename"
+    ),
+    _CHAIN.overridden(
+        "load_parameter_state", "reads that file", "filename update_legacy_format"
+    ),
+    _CHAIN.overridden(
+        "_synchronize_steps", "gives every group the same step", since=(0, 14)
+    ),
     # --- dist_checkpointing
     _CKPT.wrapped("save", "writes torch_dist, or returns an AsyncRequest", _FILE),
     _CKPT.wrapped("load", "reads torch_dist on every rank", _FILE),
-    _CKPT.replaced("load_content_metadata", "the format of a checkpoint", since=(0, 14)),
-    _MAPPING.read("ShardedTensor", "a rank's part of a tensor on disk, copied", _TENSOR),
-    _ASYNC.read("AsyncRequest", "calls finalize_fns in order after it", "async_fn finalize_fns"),
+    _CKPT.replaced(
+        "load_content_metadata", "the format of a checkpoint", since=(0, 14)
+    ),
+    _MAPPING.read(
+        "ShardedTensor", "a rank's part of a tensor on disk, copied", _TENSOR
+    ),
+    _ASYNC.read(
+        "AsyncRequest", "calls finalize_fns in order after it", "async_fn finalize_fns"
+    ),
     _VALIDATION.called("save_integrity_manifest", "hashes all files", "checkpoint_dir"),
     _SERIALIZATION.read("logger", "silenced where the digest's mark is the only file"),
     # --- attributes
-    _DIST.has("model_chunks", "the DDP-wrapped modules, for names and marks of parameters"),
+    _DIST.has(
+        "model_chunks", "the DDP-wrapped modules, for names and marks of parameters"
+    ),
     _DIST.has("is_stub_optimizer", "True on a rank that has no groups and never steps"),
     _DIST.has("config", "its timers, and the run's settings"),
     _DIST.has("grad_scaler", "None, or the loss scaler, which all optimizers share"),
-    _DIST.has("distributed_optimizer_instance_id", "which of several instances it is in"),
-    _DIST.has("optimizer", "the inner Adam: param_groups of flat shards, and its state"),
+    _DIST.has(
+        "distributed_optimizer_instance_id", "which of several instances it is in"
+    ),
+    _DIST.has(
+        "optimizer", "the inner Adam: param_groups of flat shards, and its state"
+    ),
     _DIST.has("init_state_fn", "fills the inner optimizer's state before a load"),
     _DIST.has("data_parallel_group", "the ranks that each bucket is cut over"),
-    _DIST.has("data_parallel_group_idx", "the model-parallel rank, in dp_reshardable's keys"),
+    _DIST.has(
+        "data_parallel_group_idx", "the model-parallel rank, in dp_reshardable's keys"
+    ),
     _DIST.has("ddp_config", "num_distributed_optimizer_instances"),
     _DIST.has("buffers", "each with param_index_map (start, stop, bucket) and buckets"),
-    _DIST.has("gbuf_ranges", "by buffer, dtypes and bucket: the slices that this rank has"),
-    _DIST.has("per_bucket_numel_unpadded", "sizes that dp_reshardable compares at a load"),
-    _DIST.has("model_param_group_index_map", "the parameter group of a model parameter"),
-    _DIST.has("model_float16_groups", "parameters, as in shard_fp32_from_float16_groups"),
+    _DIST.has(
+        "gbuf_ranges", "by buffer, dtypes and bucket: the slices that this rank has"
+    ),
+    _DIST.has(
+        "per_bucket_numel_unpadded", "sizes that dp_reshardable compares at a load"
+    ),
+    _DIST.has(
+        "model_param_group_index_map", "the parameter group of a model parameter"
+    ),
+    _DIST.has(
+        "model_float16_groups", "parameters, as in shard_fp32_from_float16_groups"
+    ),
     _DIST.has("shard_fp32_from_float16_groups", "their flat fp32 main parameters"),
     _DIST.has("model_fp32_groups", "parameters in step with shard_fp32_groups"),
     _DIST.has("shard_fp32_groups", "flat views of them"),
@@ -176,16 +334,27 @@ ROWS = (
     _CHAIN.has("config", "the run's settings"),
     _BUFFER.has("param_index_map", "(start, stop, bucket) of each parameter"),
     _BUFFER.has("buckets", "in the order of their elements"),
-    _BUFFER.has("numel_unpadded", "elements of the tensors that Megatron gathers from it"),
+    _BUFFER.has(
+        "numel_unpadded", "elements of the tensors that Megatron gathers from it"
+    ),
     _BUCKET.has("grad_data", "all of the bucket's elements, padding too"),
     _BUCKET.has("offset", "where the bucket begins in its buffer"),
     _BUCKET.has("numel_unpadded", "elements of the bucket without padding"),
-    _BUCKET.has("param_data", "all of the bucket's parameters, flat, as they are gathered"),
+    _BUCKET.has(
+        "param_data", "all of the bucket's parameters, flat, as they are gathered"
+    ),
     _GROUP.has("buckets", "what it reduces and gathers together"),
     _GROUP.has("param_gather_handle", "None, or the all-gather that is under way"),
-    _GROUP.has("param_gather_dispatched", "whether a forward pass still has to start one"),
-    _GROUP.has("next_param_gather_bucket_group", "the one that a forward pass starts after it"),
-    _GROUP.has("intra_distributed_optimizer_instance_group", "who reduces and gathers its buckets"),
+    _GROUP.has(
+        "param_gather_dispatched", "whether a forward pass still has to start one"
+    ),
+    _GROUP.has(
+        "next_param_gather_bucket_group", "the one that a forward pass starts after it"
+    ),
+    _GROUP.has(
+        "intra_distributed_optimizer_instance_group",
+        "who reduces and gathers its buckets",
+    ),
     _DDP.has("bucket_groups", "those of dense weights, whose errors name the phase"),
     _DDP.has("expert_parallel_bucket_groups", "those of experts' weights"),
     _DDP.has("buffers", "the grad buffers of dense weights"),
@@ -198,8 +367,8 @@ ROWS = (
     _LAYOUT.has("per_bucket_numel_unpadded", "elements without padding"),
 )
 
-# Keys of a parameter group, which NeMo writes with a prefix, pre_. They are keys of a dict, so they
-# can only be checked once an optimizer is built.
+# Keys of a parameter group, which NeMo writes with a prefix, pre_. They are keys of a
+# dict, so they can only be checked once an optimizer is built.
 GROUP_KEYS = {
     "is_expert_parallel": "whether its parameters are experts'",
     "is_decoupled_lr": "pairs groups at a load",

@@ -8,8 +8,8 @@ from typing import Literal
 
 from megatron_muon.presence import NEWEST, OLDEST, Version
 
-# How the package uses a symbol. ``uninstall()`` restores what is ``wrapped`` and ``replaced``; a
-# ``with`` restores at its end what it has replaced.
+# How the package uses a symbol. ``uninstall()`` restores what is ``wrapped`` and
+# ``replaced``; a ``with`` restores at its end what it has replaced.
 Use = Literal["called", "wrapped", "replaced", "overridden", "subclassed", "read"]
 
 
@@ -22,7 +22,9 @@ class Seam:
     use: Use  # how the package uses it
     relied_on: str  # the behaviour that the package relies on, printed in errors
     parameters: tuple[str, ...] = ()  # names that must be in its signature
-    since: Version = OLDEST  # the first and the last minor version of Megatron with this shape
+    since: Version = (
+        OLDEST  # the first and the last minor version of Megatron with this shape
+    )
     until: Version = NEWEST
     inherited: bool = False  # from a base class; else the class itself must define it
 
@@ -34,8 +36,8 @@ class Seam:
 class Attribute:
     """An attribute of objects: code of the class or a field of it sets it."""
 
-    # module, owner: the class. With an empty owner it is a mark, which functions and methods of the
-    # module set on parameters.
+    # module, owner: the class. With an empty owner it is a mark, which functions and
+    # methods of the module set on parameters.
     module: str
     owner: str
     name: str  # the attribute's name
@@ -51,8 +53,8 @@ class Attribute:
 class Place:
     """A module of others' code, or a class in it; makes the rows of what it has.
 
-    ``since`` and ``until`` hold for its rows, unless a row has its own. A row's ``parameters`` are
-    names with a space between them.
+    ``since`` and ``until`` hold for its rows, unless a row has its own. A row's
+    ``parameters`` are names with a space between them.
     """
 
     module: str
@@ -73,7 +75,13 @@ class Place:
         name = f"{self.owner}.{name}" if self.owner else name
         versions = since or self.since, until or self.until
         return Seam(
-            self.module, name, use, relied_on, tuple(parameters.split()), *versions, inherited
+            self.module,
+            name,
+            use,
+            relied_on,
+            tuple(parameters.split()),
+            *versions,
+            inherited,
         )
 
     called = partialmethod(_seam, "called")
@@ -84,7 +92,11 @@ class Place:
     read = partialmethod(_seam, "read")
 
     def has(
-        self, name: str, relied_on: str, since: Version | None = None, until: Version | None = None
+        self,
+        name: str,
+        relied_on: str,
+        since: Version | None = None,
+        until: Version | None = None,
     ) -> Attribute:
         """The row of an attribute of the class, or of a mark."""
         versions = since or self.since, until or self.until

@@ -1,12 +1,12 @@
 """What a run uses of others' code, and its comparison with what is installed.
 
-The package calls, wraps, replaces, overrides or reads symbols of Megatron and of torch's internals.
-Each is a row in this folder's modules, with the behaviour relied on: read them to know what an
-upgrade can break. A command's rows are beside the command (``lab/*/seams.py``). A test holds the
-package's syntax trees to all of them.
+The package calls, wraps, replaces, overrides or reads symbols of Megatron and of
+torch's internals. Each is a row in this folder's modules, with the behaviour relied on:
+read them to know what an upgrade can break. A command's rows are beside the command
+(``lab/*/seams.py``). A test holds the package's syntax trees to all of them.
 
-``check_hooks`` compares the rows of every run with the installed megatron-core and torch.
-``check_built`` compares an optimizer that Megatron has built.
+``check_hooks`` compares the rows of every run with the installed megatron-core and
+torch. ``check_built`` compares an optimizer that Megatron has built.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from megatron_muon.presence import SeamError, Version, check_version
 
 Row = Seam | Attribute
 WAY_OUT = (
-    "If this Megatron is a fork's, give it the symbol that the release of its version has; else "
+    "If this Megatron is a fork's, give it the symbol that the release of its version "
+    "has; else "
     "take a megatron_muon that knows it, or choose optimizer='adam'"
 )
-_TORCH_WAY_OUT = "take a megatron_muon that knows this torch, or one that it was tested with"
+_TORCH_WAY_OUT = (
+    "take a megatron_muon that knows this torch, or one that it was tested with"
+)
 
 # Torch's internals: names that a release may change without notice.
 _TORCH = (
@@ -41,15 +44,22 @@ _TORCH = (
     Place("torch.distributed.distributed_c10d").called(
         "_get_default_store", "where the first rank to compare settings says if it asks"
     ),
-    Place("torch._C").called("PyTorchFileReader", "reads the archives that torch.save writes"),
-    Place("torch.autograd").called("_profiler_enabled", "whether a profiler is on already"),
+    Place("torch._C").called(
+        "PyTorchFileReader", "reads the archives that torch.save writes"
+    ),
+    Place("torch.autograd").called(
+        "_profiler_enabled", "whether a profiler is on already"
+    ),
 )
-# What every run with Muon needs; ``training`` has what a run of Megatron-LM's scripts needs.
+# What every run with Muon needs; ``training`` has what a run of Megatron-LM's scripts
+# needs.
 CORE: tuple[Row, ...] = (*model.ROWS, *optimizer.ROWS, *_TORCH)
 
 
 def megatron_version() -> tuple[str, Version]:
-    """The installed megatron-core's version, as text and as (major, minor), or a SeamError."""
+    """The installed megatron-core's version, as text and as (major, minor), or a
+    SeamError.
+    """
     text = getattr(importlib.import_module("megatron.core"), "__version__", None)
     if not isinstance(text, str):
         raise _missing(model.ROWS[0], "of no version")
@@ -65,11 +75,19 @@ _OTHERS = {
 
 
 def described_version() -> str:
-    """The installed megatron-core's version; of a branch or fork, which one it is and by what."""
-    fields = importlib.import_module("megatron.core.optimizer").OptimizerConfig.__dataclass_fields__
-    found = [f"{whose} (it has {name})" for name, whose in _OTHERS.items() if name in fields]
+    """The installed megatron-core's version; of a branch or fork, which one it is and
+    by what.
+    """
+    fields = importlib.import_module(
+        "megatron.core.optimizer"
+    ).OptimizerConfig.__dataclass_fields__
+    found = [
+        f"{whose} (it has {name})" for name, whose in _OTHERS.items() if name in fields
+    ]
     text, _ = megatron_version()
-    return f"{text} by its number, with code of {' and '.join(found)}" if found else text
+    return (
+        f"{text} by its number, with code of {' and '.join(found)}" if found else text
+    )
 
 
 def rows_of(version: Version, rows: Iterable[Row]) -> list[Row]:
@@ -89,7 +107,9 @@ def check_hooks() -> None:
 
 
 def check_rows(rows: Iterable[Row]) -> None:
-    """Compare the rows that hold here with the installed packages; a SeamError names one."""
+    """Compare the rows that hold here with the installed packages; a SeamError names
+    one.
+    """
     text, version = megatron_version()
     for row in rows_of(version, rows):
         check_row(row, text)
@@ -114,31 +134,39 @@ def check_row(row: Row, version: str) -> None:
     missing = [name for name in row.parameters if name not in there]
     if missing:
         raise SeamError(
-            f"{row} of megatron-core {version} has no parameter {', '.join(missing)}, which "
+            f"{row} of megatron-core {version} has no parameter {', '.join(missing)}, "
+            "which "
             f"megatron_muon needs: {row.relied_on}. {WAY_OUT}"
         )
 
 
 def check_built(dist_opt: Any) -> None:
-    """Compare attributes' rows with a DistributedOptimizer of Megatron's; a SeamError names one."""
+    """Compare attributes' rows with a DistributedOptimizer of Megatron's; a SeamError
+    names one.
+    """
     if getattr(dist_opt, "is_stub_optimizer", False):
         return
     built = [("DistributedOptimizer", dist_opt)]
     for buffer in getattr(dist_opt, "buffers", ()):
-        built += [("_ParamAndGradBuffer", buffer), ("_ParamAndGradBucket", buffer.buckets[0])]
+        built += [
+            ("_ParamAndGradBuffer", buffer),
+            ("_ParamAndGradBucket", buffer.buckets[0]),
+        ]
     attributes = [row for row in optimizer.ROWS if isinstance(row, Attribute)]
     for owner, holder in built:
         for row in attributes:
             if row.owner == owner and not hasattr(holder, row.name):
                 raise SeamError(
-                    f"{type(holder).__name__} of megatron-core {megatron_version()[0]} has no "
+                    f"{type(holder).__name__} of megatron-core {megatron_version()[0]} "
+                    "has no "
                     f"{row.name}, which megatron_muon needs: {row.relied_on}. {WAY_OUT}"
                 )
     for group in dist_opt.optimizer.param_groups:
         for key, relied_on in GROUP_KEYS.items():
             if key not in group and f"pre_{key}" not in group:
                 raise SeamError(
-                    f"a parameter group of megatron-core {megatron_version()[0]} has no {key}, "
+                    f"a parameter group of megatron-core {megatron_version()[0]} has "
+                    f"no {key}, "
                     f"which megatron_muon needs: {relied_on}. {WAY_OUT}"
                 )
 
@@ -149,7 +177,9 @@ def _missing(row: Row, version: str) -> SeamError:
     if package != "megatron":
         release = getattr(importlib.import_module(package), "__version__", "")
         there, way_out = f"{package} {release}", _TORCH_WAY_OUT
-    return SeamError(f"{there} has no {row}, which megatron_muon needs: {row.relied_on}. {way_out}")
+    return SeamError(
+        f"{there} has no {row}, which megatron_muon needs: {row.relied_on}. {way_out}"
+    )
 
 
 def _module(row: Row, version: str) -> Any:
@@ -166,7 +196,8 @@ _OF_MODULES = re.compile(r"\.(\w+)|['\"](\w+)['\"]")
 
 
 def has_attribute(owner: type | types.ModuleType, name: str) -> bool:
-    """Whether the source of a class, with its bases, has ``self.NAME`` or a field of that name.
+    """Whether the source of a class, with its bases, has ``self.NAME`` or a field of
+    that name.
 
     A module, of a mark, has ``….NAME``, or the name as a text, which ``setattr`` takes.
     """

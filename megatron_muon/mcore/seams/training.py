@@ -1,7 +1,8 @@
-"""Symbols of Megatron-LM's training scripts, ``megatron.training``, that the plugin uses.
+"""Symbols of Megatron-LM's training scripts, ``megatron.training``, that the plugin
+uses.
 
-Wrappers of ``wrapped`` rows are in ``megatron_lm.install``; ``megatron_lm.autoload`` has a second
-one of ``initialize_megatron``.
+Wrappers of ``wrapped`` rows are in ``megatron_lm.install``; ``megatron_lm.autoload``
+has a second one of ``initialize_megatron``.
 """
 
 from typing import Any
@@ -20,10 +21,16 @@ _NAMED = "checkpoints_path iteration release return_base_dir"
 _LOADED, _MODEL = "ddp_model optimizer opt_param_scheduler", "model_checkpoint_name"
 ROWS = (
     # --- arguments
-    _ARGS.wrapped("parse_args", "makes the parser; adds Muon's flags", "extra_args_provider"),
-    _ARGS.wrapped("validate_args", "checks arguments; sees AdamW for Muon", "args defaults"),
+    _ARGS.wrapped(
+        "parse_args", "makes the parser; adds Muon's flags", "extra_args_provider"
+    ),
+    _ARGS.wrapped(
+        "validate_args", "checks arguments; sees AdamW for Muon", "args defaults"
+    ),
     _ARGS.wrapped("_print_args", "prints the optimizer as it was given", "title args"),
-    _INITIALIZE.wrapped("initialize_megatron", "makes the process groups", "allow_no_cuda"),
+    _INITIALIZE.wrapped(
+        "initialize_megatron", "makes the process groups", "allow_no_cuda"
+    ),
     _INITIALIZE.called(
         "parse_args",
         "parses before initialize_megatron asks for a GPU",
@@ -31,10 +38,16 @@ ROWS = (
         until=(0, 17),
     ),
     _PACKAGE.called("get_args", "the arguments of the run"),
-    _VARIABLES.called("get_tensorboard_writer", "the last rank's SummaryWriter, else None"),
-    _VARIABLES.called("get_wandb_writer", "the wandb module on the last rank, else None"),
+    _VARIABLES.called(
+        "get_tensorboard_writer", "the last rank's SummaryWriter, else None"
+    ),
+    _VARIABLES.called(
+        "get_wandb_writer", "the wandb module on the last rank, else None"
+    ),
     # --- the training loop
-    _LOOP.wrapped("get_megatron_optimizer_config", "without Megatron's Muon's", "args", (0, 16)),
+    _LOOP.wrapped(
+        "get_megatron_optimizer_config", "without Megatron's Muon's", "args", (0, 16)
+    ),
     _LOOP.wrapped(
         "get_megatron_muon_optimizer",
         "called for the name muon; builds the plugin's",
@@ -42,21 +55,37 @@ ROWS = (
         since=(0, 16),
         until=(0, 17),
     ),
-    # Between a step and the next forward pass it reads no parameters without a forced gather.
-    _LOOP.wrapped("train", "the training loop; gathers start within its steps", "optimizer"),
-    _LOOP.wrapped("train_step", "a step of training; traced, and the first warned of", "optimizer"),
+    # Between a step and the next forward pass it reads no parameters without a forced
+    # gather.
+    _LOOP.wrapped(
+        "train", "the training loop; gathers start within its steps", "optimizer"
+    ),
+    _LOOP.wrapped(
+        "train_step", "a step of training; traced, and the first warned of", "optimizer"
+    ),
     # --- checkpoints
-    _CKPT.wrapped("generate_state_dict", "arguments that Megatron's tools read", "args"),
-    _CKPT.wrapped("save_checkpoint", "writes a checkpoint", "iteration model optimizer"),
+    _CKPT.wrapped(
+        "generate_state_dict", "arguments that Megatron's tools read", "args"
+    ),
+    _CKPT.wrapped(
+        "save_checkpoint", "writes a checkpoint", "iteration model optimizer"
+    ),
     _CKPT.wrapped("load_checkpoint", "reads a checkpoint; checked first", _LOADED),
-    _CKPT.called("get_checkpoint_name", "a checkpoint's folder; torch: a rank's file", _NAMED),
-    _CKPT.called("get_distributed_optimizer_checkpoint_name", "torch: the file of state", _MODEL),
+    _CKPT.called(
+        "get_checkpoint_name", "a checkpoint's folder; torch: a rank's file", _NAMED
+    ),
+    _CKPT.called(
+        "get_distributed_optimizer_checkpoint_name", "torch: the file of state", _MODEL
+    ),
     _CKPT.called("checkpoint_exists", "whether there is a tracker", "checkpoints_path"),
-    _CKPT.replaced("read_metadata", "the tracker's iteration, or --ckpt-step", "tracker_filename"),
+    _CKPT.replaced(
+        "read_metadata", "the tracker's iteration, or --ckpt-step", "tracker_filename"
+    ),
     _CKPT.read("_NON_PERSISTENT_CKPT_SUBDIR", "where non-persistent checkpoints are"),
 )
 
-# Arguments that are read after Megatron-LM has checked them; the namespace exists only then.
+# Arguments that are read after Megatron-LM has checked them; the namespace exists only
+# then.
 ARGUMENTS = (
     # what is loaded and saved, and where
     *("save", "load", "finetune", "no_load_optim", "override_opt_param_scheduler"),
@@ -64,21 +93,37 @@ ARGUMENTS = (
     # how many buckets there are, over how many ranks
     *("ddp_num_buckets", "ddp_bucket_size", "overlap_grad_reduce", "world_size"),
     *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("tensor_model_parallel_size", "expert_tensor_parallel_size", "expert_model_parallel_size"),
+    *(
+        "tensor_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "expert_model_parallel_size",
+    ),
     "num_distributed_optimizer_instances",
     # the sizes of the first pipeline stage, which that number comes from
     *("hidden_size", "ffn_hidden_size", "kv_channels", "num_layers", "num_experts"),
     *("num_attention_heads", "num_query_groups", "group_query_attention"),
     *("moe_ffn_hidden_size", "moe_grouped_gemm", "moe_layer_freq", "swiglu"),
     *("moe_shared_expert_intermediate_size", "multi_latent_attention"),
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *(
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+    ),
     *("add_bias_linear", "normalization", "position_embedding_type", "qk_layernorm"),
-    *("vocab_size", "untie_embeddings_and_output_weights", "decoder_first_pipeline_num_layers"),
+    *(
+        "vocab_size",
+        "untie_embeddings_and_output_weights",
+        "decoder_first_pipeline_num_layers",
+    ),
 )
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse, by a SeamError, validated arguments that lack one which this package reads."""
+    """Refuse, by a SeamError, validated arguments that lack one which this package
+    reads.
+    """
     missing = [name for name in ARGUMENTS if not hasattr(args, name)]
     if missing:
         raise SeamError(

@@ -1,4 +1,6 @@
-"""What forward passes show: sizes of the layers' outputs, and the largest attention logits."""
+"""What forward passes show: sizes of the layers' outputs, and the largest attention
+logits.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from megatron_muon.runtime.collectives import Group
 
 
 class LayerOutputs:
-    """Sums of squares of the layers' outputs in training, over all microbatches of a step.
+    """Sums of squares of the layers' outputs in training, over all microbatches of a
+    step.
 
     Forward hooks see them, which are there before a logging step only.
     """
@@ -32,7 +35,8 @@ class LayerOutputs:
         self._seen.clear()
         if is_logged and not self._hooks:
             self._hooks = [
-                module.register_forward_hook(self._hook(name)) for name, module in self._layers
+                module.register_forward_hook(self._hook(name))
+                for name, module in self._layers
             ]
         if not is_logged:
             for hook in self._hooks:
@@ -50,7 +54,9 @@ class LayerOutputs:
             hidden = output[0] if isinstance(output, tuple) else output
             if not module.training or not isinstance(hidden, Tensor):
                 return
-            if hidden.is_cuda and torch.cuda.is_current_stream_capturing():  # no tensor of ours may
+            if (
+                hidden.is_cuda and torch.cuda.is_current_stream_capturing()
+            ):  # no tensor of ours may
                 return
             with torch.no_grad():
                 norm = torch.linalg.vector_norm(hidden.detach(), dtype=torch.float32)
@@ -68,7 +74,9 @@ class KeptLogits:
     heads: int  # over all TP ranks
 
     def put_into(self, maxima: Tensor, tp: Group) -> None:
-        """Raise ``(len(rows),)`` fp32 to the logits of this rank's heads, if it has run."""
+        """Raise ``(len(rows),)`` fp32 to the logits of this rank's heads, if it has
+        run.
+        """
         kept = getattr(self.core, MAXIMA, None)
         if kept is None:
             return
@@ -83,21 +91,28 @@ def kept_logits(
 ) -> Iterator[KeptLogits]:
     """Each self-attention of this rank that keeps its largest logits.
 
-    Its settings ask for that, or the plugin's own do (``MuonConfig.qk_clip``), the ``threshold``.
+    Its settings ask for that, or the plugin's own do (``MuonConfig.qk_clip``), the
+    ``threshold``.
     """
     for name, layer in layers(model_chunks):
         for path, module in layer.named_modules():
             if not isinstance(module, Attention) or isinstance(module, CrossAttention):
                 continue
             model, asked = module.config, ("log_max_attention_logit", "qk_clip")
-            if threshold is not None or any(getattr(model, setting, False) for setting in asked):
+            if threshold is not None or any(
+                getattr(model, setting, False) for setting in asked
+            ):
                 groups = range(model.num_query_groups)
                 rows = [f"{name}.{path}[group {group}]" for group in groups]
                 yield KeptLogits(rows, module.core_attention, model.num_attention_heads)
 
 
-def clip_threshold(model_chunks: Sequence[torch.nn.Module], own: float | None) -> float | None:
-    """The threshold of the run's clip of logits: the plugin's ``own``, else Megatron's or None."""
+def clip_threshold(
+    model_chunks: Sequence[torch.nn.Module], own: float | None
+) -> float | None:
+    """The threshold of the run's clip of logits: the plugin's ``own``, else Megatron's
+    or None.
+    """
     if own is not None:
         return float(own)
     for _, layer in layers(model_chunks):

@@ -9,7 +9,9 @@ class Host:
     """What a training loop tells; this one tells nothing."""
 
     def step(self) -> int | None:
-        """The number of the step under way, from 1 and the same on all ranks; None: not known."""
+        """The number of the step under way, from 1 and the same on all ranks; None: not
+        known.
+        """
         return None
 
     def log_interval(self) -> int | None:
@@ -25,7 +27,9 @@ _host = NO_HOST
 
 
 def set_host(host: Host) -> None:
-    """Take steps from this loop, and give it scalars, until ``NO_HOST`` is set again."""
+    """Take steps from this loop, and give it scalars, until ``NO_HOST`` is set
+    again.
+    """
     global _host
     _host = host
 

@@ -14,7 +14,9 @@ from megatron_muon.runtime.rule import Shards, cut_into_slices
 
 
 class MatrixObserver:
-    """Adds what it sees of Muon's matrices to a message. It keeps nothing that is in use."""
+    """Adds what it sees of Muon's matrices to a message. It keeps nothing that is in
+    use.
+    """
 
     def __init__(self, muon: DistributedMuon, message: Message) -> None:
         self._matrices, self._message = muon.plan.matrices, message

@@ -1,4 +1,6 @@
-"""The lines of a run: the numbers of each row, from the sums of all ranks, in a file of JSON."""
+"""The lines of a run: the numbers of each row, from the sums of all ranks, in a file of
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Lines:
         with self._path.open("a+b") as file:
             if file.tell() > 0:
                 file.seek(-1, 2)
-                if file.read() != b"\n":  # the run before was killed in the middle of a line
+                if (
+                    file.read() != b"\n"
+                ):  # the run before was killed in the middle of a line
                     file.write(b"\n")
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -49,8 +53,8 @@ def step_record(
 ) -> Record:
     """The line of one logging step; a number that is not finite is null.
 
-    ``totals`` is the message, added up over all ranks. ``maxima`` are the largest logits of all
-    ranks; -inf where an attention did not run.
+    ``totals`` is the message, added up over all ranks. ``maxima`` are the largest
+    logits of all ranks; -inf where an attention did not run.
     """
     made: Record = {"kind": "step", **more}
     for kind, numbers_of in _NUMBERS.items():
@@ -66,7 +70,9 @@ def step_record(
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """``(muon_NUMBER/ROW, value)`` of each number; TensorBoard and W&B group them by number."""
+    """``(muon_NUMBER/ROW, value)`` of each number; TensorBoard and W&B group them by
+    number.
+    """
     for kind in SUMS:
         for row, numbers in record.get(kind, {}).items():
             for name, value in numbers.items():
@@ -75,8 +81,14 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
 
 
 def _of_muon(sums: Mapping[str, float], row_elements: float) -> dict[str, float]:
-    """The numbers of a row of matrices; without the directions' where no matrix has a gradient."""
-    elements, gradient, moved = sums["elements"], sums["gradient_squares"], sums["moved"]
+    """The numbers of a row of matrices; without the directions' where no matrix has a
+    gradient.
+    """
+    elements, gradient, moved = (
+        sums["elements"],
+        sums["gradient_squares"],
+        sums["moved"],
+    )
     numbers = {
         "weight_rms": _root(sums["weight_squares"], elements),
         "momentum_norm": _root(sums["momentum_squares"] * row_elements, elements),
@@ -90,7 +102,9 @@ def _of_muon(sums: Mapping[str, float], row_elements: float) -> dict[str, float]
     return {
         "update_rms": _root(sums["update_squares"], elements * share),
         **numbers,
-        "cosine": _ratio(sums["gradient_updates"], math.sqrt(products) if products >= 0 else 0),
+        "cosine": _ratio(
+            sums["gradient_updates"], math.sqrt(products) if products >= 0 else 0
+        ),
     }
 
 

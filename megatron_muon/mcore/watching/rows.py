@@ -1,8 +1,9 @@
-"""The rows of a record, and the one message in which a logging step adds up their numbers.
+"""The rows of a record, and the one message in which a logging step adds up their
+numbers.
 
-A row is a kind of matrix in a layer. The experts of a layer share a row, and so do the heads of a
-weight. Every number is a sum beside the count that divides it: so replicas, which add to both,
-change nothing.
+A row is a kind of matrix in a layer. The experts of a layer share a row, and so do the
+heads of a weight. Every number is a sum beside the count that divides it: so replicas,
+which add to both, change nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from megatron_muon.planning.slices import Matrix
 from megatron_muon.rules.muon import update_scale
 from megatron_muon.settings.config import MuonConfig
 
-# The sums of a row. ``home_elements`` are those of whole matrices at their homes, ``moved`` ones
-# those of matrices with a gradient. Logits have a message of their own, the ranks' maximum.
+# The sums of a row. ``home_elements`` are those of whole matrices at their homes,
+# ``moved`` ones those of matrices with a gradient. Logits have a message of their own,
+# the ranks' maximum.
 SUMS: Mapping[str, tuple[str, ...]] = {
     "muon": (
         *("elements", "update_squares", "weight_squares", "momentum_squares"),
@@ -38,7 +40,9 @@ _GROUPED_EXPERT = re.compile(r"(\.experts\..*\.(?:weight|bias))\d+$")
 
 
 def row_name(name: str) -> str:
-    """The row of a parameter, or of its [matrix], without the numbers of experts and heads."""
+    """The row of a parameter, or of its [matrix], without the numbers of experts and
+    heads.
+    """
     parameter, _, matrix = name.partition("[")
     parameter = _GROUPED_EXPERT.sub(r"\1", _LOCAL_EXPERT.sub(".", parameter))
     matrix = re.sub(r"\s*\d+", "", matrix.rstrip("]")).strip()
@@ -46,11 +50,13 @@ def row_name(name: str) -> str:
     return row if matrix in ("", "expert") else f"{row}[{matrix}]"
 
 
-def muon_rows(matrices: Iterable[Matrix], config: MuonConfig) -> dict[str, dict[str, float]]:
+def muon_rows(
+    matrices: Iterable[Matrix], config: MuonConfig
+) -> dict[str, dict[str, float]]:
     """What the first line of a run says of each row of a stage's matrices.
 
-    ``promised_rms`` is the root mean square of an update per unit of lr if directions are
-    orthogonal, in the mean of the row.
+    ``promised_rms`` is the root mean square of an update per unit of lr if directions
+    are orthogonal, in the mean of the row.
     """
     members: dict[str, list[Matrix]] = defaultdict(list)
     for matrix in matrices:
@@ -58,20 +64,34 @@ def muon_rows(matrices: Iterable[Matrix], config: MuonConfig) -> dict[str, dict[
     rows: dict[str, dict[str, float]] = {}
     for name, each in sorted(members.items()):
         elements = sum(matrix.numel for matrix in each)
-        squares = sum(m.numel * update_scale(*m.whole, config) ** 2 / max(m.whole) for m in each)
+        squares = sum(
+            m.numel * update_scale(*m.whole, config) ** 2 / max(m.whole) for m in each
+        )
         promised = math.sqrt(squares / elements)
-        rows[name] = {"elements": elements, "matrices": len(each), "promised_rms": promised}
+        rows[name] = {
+            "elements": elements,
+            "matrices": len(each),
+            "promised_rms": promised,
+        }
     return rows
 
 
 class Table:
-    """The rows of all stages (``watch._table``), and the place of each sum in the message."""
+    """The rows of all stages (``watch._table``), and the place of each sum in the
+    message.
+    """
 
     def __init__(self, stages: Sequence[Mapping[str, Any]], ranks: int) -> None:
         # Each name once: a tied embedding is on two stages.
-        self.names = {k: list(dict.fromkeys(r for s in stages for r in s[k])) for k in SUMS}
-        self.about = {name: about for stage in stages for name, about in stage["muon"].items()}
-        every = [(k, row, name) for k in SUMS for row in self.names[k] for name in SUMS[k]]
+        self.names = {
+            k: list(dict.fromkeys(r for s in stages for r in s[k])) for k in SUMS
+        }
+        self.about = {
+            name: about for stage in stages for name, about in stage["muon"].items()
+        }
+        every = [
+            (k, row, name) for k in SUMS for row in self.names[k] for name in SUMS[k]
+        ]
         self._places = {sum_: place for place, sum_ in enumerate(every)}
         self.ranks, self.size = ranks, len(every)
 
@@ -105,7 +125,9 @@ class Message:
         """``(table.size,)`` fp64."""
         total = torch.tensor(self._known, dtype=torch.float64).to(self._device)
         if self._computed:
-            places = torch.tensor([place for place, _ in self._computed]).to(self._device)
+            places = torch.tensor([place for place, _ in self._computed]).to(
+                self._device
+            )
             values = torch.stack([value.double() for _, value in self._computed])
             total.index_add_(0, places, values)
         return total
@@ -114,6 +136,8 @@ class Message:
 def dot(first: Tensor, second: Tensor) -> Tensor:
     """Σ first × second in fp64, a scalar; ``(n,)`` each, of any floating dtypes."""
     total = torch.zeros((), dtype=torch.float64, device=first.device)
-    for a, b in zip(*(torch.split(each, _AT_ONCE) for each in (first, second)), strict=True):
+    for a, b in zip(
+        *(torch.split(each, _AT_ONCE) for each in (first, second)), strict=True
+    ):
         total += torch.dot(a.float(), b.float())
     return total

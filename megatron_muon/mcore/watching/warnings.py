@@ -1,4 +1,6 @@
-"""Warnings about a run from its records, each with its heading on the troubleshooting page."""
+"""Warnings about a run from its records, each with its heading on the troubleshooting
+page.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,18 @@ from megatron_muon.console import first_names
 from megatron_muon.mcore.watching.record import Record
 from megatron_muon.mcore.watching.rows import SUMS
 
-LOW, HIGH = 0.5, 1.25  # of a promised update; five Newton-Schulz steps give 0.75 to 0.95 of it
+LOW, HIGH = (
+    0.5,
+    1.25,
+)  # of a promised update; five Newton-Schulz steps give 0.75 to 0.95 of it
 GROWTH = 2.0  # of a layer's output, from the second quarter of the records to the last
 SETTLED = 1000  # steps; before, outputs grow from their start in every run
 FEWEST = 8  # records in which growth can be seen
 MOST = 4096  # outputs of a layer that are kept; then every second one is dropped
-_SPIKES, _OFF = "Loss spikes", "Updates are off their promised size"  # headings of the page
+_SPIKES, _OFF = (
+    "Loss spikes",
+    "Updates are off their promised size",
+)  # headings of the page
 _EXPERTS, _GROW = "Gains are smaller in a mixture of experts", "Outputs grow"
 LOGIT = 100.0  # Kimi K2's threshold; a run's own clip has its own
 
@@ -24,18 +32,30 @@ class Warnings:
 
     def __init__(self, start: Record) -> None:
         self._threshold = start["logit_threshold"] or LOGIT
-        self._promised = {row: each["promised_rms"] for row, each in start["rows"].items()}
+        self._promised = {
+            row: each["promised_rms"] for row, each in start["rows"].items()
+        }
         self._off: set[str] = set()  # rows whose last update was off its promise
         self._outputs: dict[str, list[float]] = {}
         self._told: set[str] = set()  # warnings of the record before
 
     def of(self, record: Record) -> list[str]:
-        """The warnings of one more record of a step; one that stays true is given once."""
+        """The warnings of one more record of a step; one that stays true is given
+        once.
+        """
         logits = f"attention logits above {self._threshold:g}"
         rules = (
             (_SPIKES, "not finite in the last step", _not_finite(record)),
-            (_OFF, "updates are off their promised size, as a share of it", self._sizes(record)),
-            (_EXPERTS, "matrices without a gradient in the last step", _without_gradient(record)),
+            (
+                _OFF,
+                "updates are off their promised size, as a share of it",
+                self._sizes(record),
+            ),
+            (
+                _EXPERTS,
+                "matrices without a gradient in the last step",
+                _without_gradient(record),
+            ),
             (_GROW, "outputs of layers grow", self._growing_outputs(record)),
             (_SPIKES, logits, self._logits(record)),
         )
@@ -68,7 +88,10 @@ class Warnings:
             quarter = len(values) // 4
             if record["step"] < SETTLED or len(values) < FEWEST:
                 continue
-            before, now = median(values[quarter : 2 * quarter]), median(values[-quarter:])
+            before, now = (
+                median(values[quarter : 2 * quarter]),
+                median(values[-quarter:]),
+            )
             if before > 0 and now > GROWTH * before:
                 yield f"{row} {now / before:.1f} times"
 
@@ -82,7 +105,9 @@ class Warnings:
 def _not_finite(record: Record) -> Iterator[str]:
     for kind in SUMS:
         for row, numbers in record.get(kind, {}).items():
-            yield from (f"{name} of {row}" for name, value in numbers.items() if value is None)
+            yield from (
+                f"{name} of {row}" for name, value in numbers.items() if value is None
+            )
 
 
 def _without_gradient(record: Record) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""Logging steps of a chain of optimizers: what is observed, added up once, and written."""
+"""Logging steps of a chain of optimizers: what is observed, added up once, and
+written.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,19 @@ import torch.distributed as dist
 
 from megatron_muon.console import say
 from megatron_muon.mcore.routing.param_routing import layers, weights
-from megatron_muon.mcore.watching.forward import LayerOutputs, clip_threshold, kept_logits
+from megatron_muon.mcore.watching.forward import (
+    LayerOutputs,
+    clip_threshold,
+    kept_logits,
+)
 from megatron_muon.mcore.watching.host import host
 from megatron_muon.mcore.watching.observer import MatrixObserver
-from megatron_muon.mcore.watching.record import Lines, scalars, start_record, step_record
+from megatron_muon.mcore.watching.record import (
+    Lines,
+    scalars,
+    start_record,
+    step_record,
+)
 from megatron_muon.mcore.watching.rows import Message, Table, dot, muon_rows, row_name
 from megatron_muon.mcore.watching.warnings import Warnings
 from megatron_muon.mcore.wiring.buffers.shards import owned_shards
@@ -35,7 +46,8 @@ Muons = Sequence[tuple[Any, DistributedMuon]]
 class Watch:
     """The logging steps of one chain, on one rank. Every rank of the group makes one.
 
-    The group's ranks step together; None is the world. Its last rank writes, as in Megatron.
+    The group's ranks step together; None is the world. Its last rank writes, as in
+    Megatron.
 
     An OSError of the rank that writes is a RuntimeError on the others.
     """
@@ -49,11 +61,17 @@ class Watch:
         group: Group | None,
     ) -> None:
         assert config.log_interval is not None and config.log_file is not None
-        self._group, self._device, self._interval = group, stage.device, config.log_interval
+        self._group, self._device, self._interval = (
+            group,
+            stage.device,
+            config.log_interval,
+        )
         self._tp, self._steps = stage.tp, 0
         self._table = _table(muons, model_chunks, config, stage, group)
         self._muons = [muon for _, muon in muons]
-        names = {weight.param: row_name(weight.name) for weight in weights(model_chunks)}
+        names = {
+            weight.param: row_name(weight.name) for weight in weights(model_chunks)
+        }
         self._adamws = [
             (names[param], shard, part.states)
             for part, muon in muons
@@ -67,7 +85,9 @@ class Watch:
         self._outputs.expect(True)  # the number of the first step is not known yet
         writes = dist.get_rank(group) == dist.get_world_size(group) - 1
         path = config.log_file
-        self._lines = together(lambda: _lines(path) if writes else None, group, stage.device)
+        self._lines = together(
+            lambda: _lines(path) if writes else None, group, stage.device
+        )
         self._warnings: Warnings | None = None  # from the first record on
 
     @contextmanager
@@ -92,7 +112,9 @@ class Watch:
         self._outputs.expect((number + 1) % self._interval == 0)
 
     def skip(self) -> None:
-        """A step is skipped: forget its forward passes. Only a loop's own numbers count it."""
+        """A step is skipped: forget its forward passes. Only a loop's own numbers count
+        it.
+        """
         following = self._number() + (host().step() is not None)
         self._outputs.expect(following % self._interval == 0)
 
@@ -124,13 +146,17 @@ class Watch:
         collectives.add_up("muon/watch", total, self._group)
         maxima = self._largest_logits()
         if self._lines is not None:
-            _, error = attempt(lambda: self._write(total.tolist(), maxima.tolist(), number))
+            _, error = attempt(
+                lambda: self._write(total.tolist(), maxima.tolist(), number)
+            )
             if error is not None:  # a full disk does not stop a run
                 text = f"{type(error).__name__}: {error}"
                 say(f"[megatron_muon] step {number} is not logged: {text}")
 
     def _largest_logits(self) -> torch.Tensor:
-        """The largest over all ranks, one for each row; -inf where an attention did not run."""
+        """The largest over all ranks, one for each row; -inf where an attention did not
+        run.
+        """
         places = {row: at for at, row in enumerate(self._table.names["logits"])}
         maxima = torch.full((len(places),), -torch.inf, device=self._device)
         for attention in self._logits:
@@ -140,7 +166,9 @@ class Watch:
             collectives.max_over("muon/watch", maxima, self._group)
         return maxima
 
-    def _write(self, totals: Sequence[float], maxima: Sequence[float], number: int) -> None:
+    def _write(
+        self, totals: Sequence[float], maxima: Sequence[float], number: int
+    ) -> None:
         lines, now = self._lines, round(time.time(), 3)
         assert lines is not None
         if self._warnings is None:
@@ -162,12 +190,17 @@ def _lines(path: str) -> Lines:
         return Lines(path)
     except OSError as error:
         raise OSError(
-            f"{named('log_file')} {path}: {error}: give a path that the last rank can write"
+            f"{named('log_file')} {path}: {error}: give a path that the last rank can "
+            "write"
         ) from error
 
 
 def _table(
-    muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: Stage, group: Group | None
+    muons: Muons,
+    model_chunks: Sequence[Any],
+    config: MuonConfig,
+    stage: Stage,
+    group: Group | None,
 ) -> Table:
     """The rows of all stages: the first rank of each stage tells the others."""
 
@@ -178,7 +211,9 @@ def _table(
         adamws = {row_name(route.weight.name) for route in routes if route.muon is None}
         return json.dumps(
             {
-                "muon": muon_rows([m for _, muon in muons for m in muon.plan.matrices], config),
+                "muon": muon_rows(
+                    [m for _, muon in muons for m in muon.plan.matrices], config
+                ),
                 "adamw": sorted(adamws),
                 "layers": [name for name, _ in layers(model_chunks)],
                 "logits": [row for each in kept for row in each.rows],

@@ -1,4 +1,6 @@
-"""Turning a DistributedOptimizer that Megatron has just built around Adam into Muon's."""
+"""Turning a DistributedOptimizer that Megatron has just built around Adam into
+Muon's.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,11 @@ from megatron_muon.planning import agreed, describe
 from megatron_muon.planning.grid import neighbours_of
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
-from megatron_muon.rules.fused import elementwise_on, said_of_elementwise, try_elementwise
+from megatron_muon.rules.fused import (
+    elementwise_on,
+    said_of_elementwise,
+    try_elementwise,
+)
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import (
@@ -72,27 +78,35 @@ _has_said_active = False
 
 
 def make_muons(
-    optimizer: Any, model_chunks: Sequence[Any], config: MuonConfig, pg_collection: Any = None
+    optimizer: Any,
+    model_chunks: Sequence[Any],
+    config: MuonConfig,
+    pg_collection: Any = None,
 ) -> None:
     """Make Megatron's optimizer Muon's in place. Every rank of the world calls it.
 
     Args:
-        optimizer: Megatron's ChainedOptimizer, just built: one DistributedOptimizer for dense
-            weights (two with overlap_param_gather_with_optimizer_step) and one for experts, if
-            any. A part in which nothing trains is a stub. Before core 0.14 a stage without experts
-            has no part for them, though other stages do.
+        optimizer: Megatron's ChainedOptimizer, just built: one DistributedOptimizer for
+            dense weights (two with overlap_param_gather_with_optimizer_step) and one
+            for experts, if any. A part in which nothing trains is a stub. Before core
+            0.14 a stage without experts has no part for them, though other stages do.
         pg_collection: the process groups given to ``get_megatron_optimizer``, if any.
 
     Raises:
         SeamError: an optimizer lacks an attribute that the plugin needs.
-        PlanMismatchError: ranks disagree about the settings, or ranks of a stage about the plan.
-        ValueError, NotImplementedError: a parameter cannot be routed, or a group is missing.
-        RuntimeError: an installed kernel library does not work, or only another rank has an error.
+        PlanMismatchError: ranks disagree about the settings, or ranks of a stage about
+        the plan.
+        ValueError, NotImplementedError: a parameter cannot be routed, or a group is
+        missing.
+        RuntimeError: an installed kernel library does not work, or only another rank
+        has an error.
     """
     parts = optimizer.chained_optimizers
     device = device_of(model_chunks)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    said = describe.not_shared_lines(config, plan_device(device), is_deterministic=is_deterministic)
+    said = describe.not_shared_lines(
+        config, plan_device(device), is_deterministic=is_deterministic
+    )
     config = layout_free(config, is_deterministic=is_deterministic)
     numerics, late, description = together(
         lambda: _checked(parts, model_chunks, config, pg_collection), None, device
@@ -111,7 +125,11 @@ def make_muons(
     muons = _made_together(parts, numerics, stage)
     said += describe.late_gather_lines(late)
     once = stage.speaks and stage.pipeline_rank == 0
-    lines = [*_active(), *(said if once else []), *survey(model_chunks, routes, config, stage)]
+    lines = [
+        *_active(),
+        *(said if once else []),
+        *survey(model_chunks, routes, config, stage),
+    ]
     lines += count_once(parts, stage) + keep_biases_apart(routes, stage)
     turn_into(optimizer, MuonChainedOptimizer)
     name_phases(model_chunks)
@@ -141,7 +159,10 @@ def _active() -> list[str]:
 
 
 def _checked(
-    parts: Sequence[Any], model_chunks: Sequence[Any], config: MuonConfig, pg_collection: Any
+    parts: Sequence[Any],
+    model_chunks: Sequence[Any],
+    config: MuonConfig,
+    pg_collection: Any,
 ) -> tuple[Numerics, str | None, list[str]]:
     """Check this rank's optimizers and groups.
 
@@ -165,11 +186,17 @@ def _checked(
     return numerics, late, lines
 
 
-def _routed(model_chunks: Sequence[Any], numerics: Numerics, stage: Stage) -> list[Route]:
-    """The routes of this rank's model, once the kernels for its matrices have been tried."""
+def _routed(
+    model_chunks: Sequence[Any], numerics: Numerics, stage: Stage
+) -> list[Route]:
+    """The routes of this rank's model, once the kernels for its matrices have been
+    tried.
+    """
     routes = routes_of(model_chunks, stage.sizes, numerics.config)
     muons = [route.muon for route in routes if route.muon is not None]
-    try_elementwise(stage.device, numerics, {width for each in muons for width in each.widths})
+    try_elementwise(
+        stage.device, numerics, {width for each in muons for width in each.widths}
+    )
     return routes
 
 
@@ -179,7 +206,9 @@ def _completed(
     numerics: Numerics,
     stage: Stage,
 ) -> list[str]:
-    """Put each Muon inside its part; returns lines for this rank to print. No communication."""
+    """Put each Muon inside its part; returns lines for this rank to print. No
+    communication.
+    """
     lines = []
     config, in_batches = numerics.config, takes_batches(stage.device)
     wanted = config.ns_iteration or numerics.iteration
@@ -187,17 +216,25 @@ def _completed(
     plain = plain and not describe.steps_unlike_own(config)
     if stage.speaks and not (plain and stage.device.type == "cpu"):
         products = said_of_products(numerics)
-        lines.append(describe.newton_schulz_line(numerics, products, in_batches=in_batches))
+        lines.append(
+            describe.newton_schulz_line(numerics, products, in_batches=in_batches)
+        )
     if stage.speaks and stage.device.type != "cpu":
         by = said_of_elementwise(stage.device, numerics)
         lines.append(f"{describe.PREFIX} momentum, norm and update: {by}")
-    if stage.speaks and stage.pipeline_rank == 0 and dist.get_world_size(stage.group) > 1:
+    if (
+        stage.speaks
+        and stage.pipeline_rank == 0
+        and dist.get_world_size(stage.group) > 1
+    ):
         lines += describe.homes_lines(config)
     share_loss_scale(parts)
     for (_, before), (part, _) in itertools.pairwise(muons):
         if getattr(part.config, "chunked_optimizer_state_offload", False):
             break  # its state is only on its way then
-        before.start_next = start_of(part, orthogonalizes=process_groups.has_experts(part))
+        before.start_next = start_of(
+            part, orthogonalizes=process_groups.has_experts(part)
+        )
     for at, (part, muon) in enumerate(muons):
         _put_inside(part, muon)
         part.stage_group, experts = stage.group, process_groups.has_experts(part)
@@ -216,7 +253,9 @@ def _completed(
             )
             lines += _early(part, stage)
             lines += [
-                describe.block_line(one.plan, config, stage=stage.pipeline_rank, experts=experts)
+                describe.block_line(
+                    one.plan, config, stage=stage.pipeline_rank, experts=experts
+                )
                 for one in muon.each[1:]
             ]
     return lines
@@ -251,14 +290,17 @@ def _nodes(
 
 
 def _connected(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> list[str]:
-    """Make a GPU's connections to the plan's peers (gloo has its own); returns a line to print."""
+    """Make a GPU's connections to the plan's peers (gloo has its own); returns a line
+    to print.
+    """
     if stage.device.type == "cpu":
         return []
     start = time.perf_counter()
     peers = sum(each.exchange.connect() for _, muon in muons for each in muon.each)
     torch.cuda.synchronize(stage.device)
     line = (
-        f"{describe.PREFIX} pipeline stage {stage.pipeline_rank}: connected to {peers} peer(s) of "
+        f"{describe.PREFIX} pipeline stage {stage.pipeline_rank}: connected to {peers} "
+        "peer(s) of "
         f"the exchange in {time.perf_counter() - start:.1f} s"
     )
     return [line] if stage.speaks else []
@@ -267,16 +309,23 @@ def _connected(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> li
 def _made_together(
     parts: Sequence[Any], numerics: Numerics, stage: Stage
 ) -> list[tuple[Any, DistributedMuon]]:
-    """Each part that is no stub, with its Muon; an error of one rank stops the whole world."""
+    """Each part that is no stub, with its Muon; an error of one rank stops the whole
+    world.
+    """
     parts = [part for part in parts if not part.is_stub_optimizer]
-    every = together(lambda: [_everywhere(part, stage) for part in parts], None, stage.device)
+    every = together(
+        lambda: [_everywhere(part, stage) for part in parts], None, stage.device
+    )
     plans, error = attempt(partial(_agreed_plans, parts, every, numerics, stage))
     raise_together(error, None, stage.device)  # all ranks of a stage have its errors
     assert plans is not None
 
     def made() -> list[tuple[Any, DistributedMuon]]:
         both = zip(parts, plans, strict=True)
-        muons = [(part, _muon_of(part, agreed_on, numerics, stage)) for part, agreed_on in both]
+        muons = [
+            (part, _muon_of(part, agreed_on, numerics, stage))
+            for part, agreed_on in both
+        ]
         if numerics.config.full_period > 1:
             from megatron_muon.mcore.wiring.buffers.block_steps import add_block_steps
 
@@ -286,16 +335,24 @@ def _made_together(
     return together(made, None, stage.device)
 
 
-# The plan of a DistributedOptimizer, this rank's Muon parameters by their place in it, and whether
-# another optimizer's rounds follow.
+# The plan of a DistributedOptimizer, this rank's Muon parameters by their place in it,
+# and whether another optimizer's rounds follow.
 _Agreed = tuple[ExchangePlan, dict[int, Any], bool]
 
 
 def _agreed_plans(
-    parts: Sequence[Any], every: Sequence[list[Parameter]], numerics: Numerics, stage: Stage
+    parts: Sequence[Any],
+    every: Sequence[list[Parameter]],
+    numerics: Numerics,
+    stage: Stage,
 ) -> list[_Agreed]:
-    """The plans of all optimizers, the same in all instances; all ranks of the world call it."""
-    nodes = [rank // numerics.config.node_ranks for rank in collectives.world_ranks(stage.group)]
+    """The plans of all optimizers, the same in all instances; all ranks of the world
+    call it.
+    """
+    nodes = [
+        rank // numerics.config.node_ranks
+        for rank in collectives.world_ranks(stage.group)
+    ]
     found = collectives.all_gather_numbers(
         [stage.pipeline_rank, neighbours_of(nodes)], None, stage.device
     )
@@ -310,7 +367,9 @@ def _agreed_plans(
         description = agreed.description(here, numerics, earlier, later)
         grid = agree_on_grid(coordinates, description, stage.group, stage.device, near)
         plan = make_plan(every[at], grid, numerics, earlier, later)
-        first = coordinates.ep_rank * len(mine)  # index of this EP rank's first parameter
+        first = coordinates.ep_rank * len(
+            mine
+        )  # index of this EP rank's first parameter
         params = {first + number: param for number, (param, _) in enumerate(mine)}
         plans.append((plan, params, later > 0))
     return plans
@@ -318,9 +377,13 @@ def _agreed_plans(
 
 def _everywhere(dist_opt: Any, stage: Stage) -> list[Parameter]:
     """An optimizer's Muon parameters on all EP ranks."""
-    here = [parameter for _, parameter in muon_parameters(dist_opt.routes, dist_opt.buffers)]
+    here = [
+        parameter for _, parameter in muon_parameters(dist_opt.routes, dist_opt.buffers)
+    ]
     ep_size = stage.coordinates(dist_opt).ep_size
-    return on_every_ep_rank(here, ep_size, local_experts(dist_opt.model_chunks, ep_size))
+    return on_every_ep_rank(
+        here, ep_size, local_experts(dist_opt.model_chunks, ep_size)
+    )
 
 
 def _muon_of(
@@ -335,7 +398,9 @@ def _muon_of(
     exchange = Exchange(own, plan.matrices, stage.group, travels, stage.device, meter)
     phase = phases(dist_opt.config)
     elementwise = elementwise_on(stage.device, numerics)
-    muon = DistributedMuon(numerics, plan, own, exchange, main_params, meter, phase, elementwise)
+    muon = DistributedMuon(
+        numerics, plan, own, exchange, main_params, meter, phase, elementwise
+    )
     if config.early_param_gather != "off":
         from megatron_muon.mcore.wiring.buffers.early_gathers import early_gathers
 
@@ -354,10 +419,14 @@ def _muon_of(
 
 
 def states_anywhere(dist_opt: Any) -> States:
-    """Those of a DistributedOptimizer that is no stub, also of one whose state is on the host."""
+    """Those of a DistributedOptimizer that is no stub, also of one whose state is on
+    the host.
+    """
     if not dist_opt.config.optimizer_cpu_offload:
         return states_of(dist_opt)
-    from megatron_muon.mcore.wiring.on_host.states import OfHybrid  # for this option only
+    from megatron_muon.mcore.wiring.on_host.states import (
+        OfHybrid,
+    )  # for this option only
 
     return OfHybrid(dist_opt.optimizer)
 
@@ -368,16 +437,22 @@ def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
         from megatron_muon.rules.bf16_momentum import packed  # for these dtypes only
 
         dist_opt.states = packed(dist_opt.optimizer, muon)
-    dist_opt.init_state_fn = init_state_of(dist_opt.init_state_fn, dist_opt.states, muon)
+    dist_opt.init_state_fn = init_state_of(
+        dist_opt.init_state_fn, dist_opt.states, muon
+    )
     dist_opt.optimizer.muon, dist_opt.optimizer.states = muon, dist_opt.states
     adam: type[torch.optim.Optimizer] = type(dist_opt.optimizer)
     if dist_opt.config.optimizer_cpu_offload:
-        from megatron_muon.mcore.wiring.on_host.states import HybridOfAdamW  # for it only
+        from megatron_muon.mcore.wiring.on_host.states import (
+            HybridOfAdamW,
+        )  # for it only
 
         turn_into(dist_opt.optimizer, muon_over(HybridOfAdamW))
         dist_opt.states.hold(muon, dist_opt.config)
         return
     turn_into(dist_opt.optimizer, muon_over(adam))
-    if not dist_opt.states.are_copies:  # those of weights, which are loaded later, start at a step
+    if (
+        not dist_opt.states.are_copies
+    ):  # those of weights, which are loaded later, start at a step
         for shard in muon.main_params.values():
             dist_opt.states.start_state(shard, muon.state_keys)

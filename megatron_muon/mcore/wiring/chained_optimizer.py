@@ -1,4 +1,6 @@
-"""Megatron's chain of optimizers, dense and experts', which checks gradients before a step."""
+"""Megatron's chain of optimizers, dense and experts', which checks gradients before a
+step.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,19 @@ class MuonChainedOptimizer(CheckpointChain):
     """A ChainedOptimizer of MuonDistributedOptimizers."""
 
     _late_norm: LateNorm | None = None
-    nonfinite: NonfiniteReport | None = None  # where this rank has an optimizer with Muon
+    nonfinite: NonfiniteReport | None = (
+        None  # where this rank has an optimizer with Muon
+    )
     watch: Watch | None = None  # with ``log_interval`` only
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Megatron's; True where a gradient is not finite, and then the step is skipped.
+        """Megatron's; True where a gradient is not finite, and then the step is
+        skipped.
 
         Raises:
-            ValueError, RuntimeError: with a loss scaler, as ``get_grad_norm`` does without.
+            ValueError, RuntimeError: with a loss scaler, as ``get_grad_norm`` does
+            without.
         """
         error = self._refusal()
         first = self.chained_optimizers[0]
@@ -53,7 +59,8 @@ class MuonChainedOptimizer(CheckpointChain):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Megatron's step of each optimizer; every ``log_interval`` steps it is watched.
+        """Megatron's step of each optimizer; every ``log_interval`` steps it is
+        watched.
 
         Raises:
             FloatingPointError: see ``NonfiniteReport.after_step``.
@@ -63,7 +70,9 @@ class MuonChainedOptimizer(CheckpointChain):
         if self.lacks_state:
             self.refuse_step()
         error = self._refusal()
-        if error is not None:  # in a loop that asks for no norm, or leaves it on the GPU
+        if (
+            error is not None
+        ):  # in a loop that asks for no norm, or leaves it on the GPU
             raise error
         self.is_new = False
         if self.nonfinite is not None:
@@ -82,39 +91,47 @@ class MuonChainedOptimizer(CheckpointChain):
         return is_successful
 
     def wait_for_params(self) -> None:
-        """Gather the parameters that a step has updated elsewhere, and wait for what is under way.
+        """Gather the parameters that a step has updated elsewhere, and wait for what is
+        under way.
 
-        With ``overlap_param_gather`` the next forward pass does so. Call it on every rank before
-        anything else reads, copies or frees parameters. Without, or twice, it does nothing.
+        With ``overlap_param_gather`` the next forward pass does so. Call it on every
+        rank before anything else reads, copies or frees parameters. Without, or twice,
+        it does nothing.
         """
         if getattr(self.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
             if all(part.is_staged for part in self.chained_optimizers):
                 return
-            self.prepare_model_params_for_param_sync()  # into gradients, which the step has used
+            # into gradients, which the step has used
+            self.prepare_model_params_for_param_sync()
         for part in self.chained_optimizers:
             finish_gathers(part.model_chunks)
 
     @torch.no_grad()
     def get_grad_norm(self) -> Any:
-        """Megatron's norm, reduced over all ranks; raises where a gradient cannot be used.
+        """Megatron's norm, reduced over all ranks; raises where a gradient cannot be
+        used.
 
-        The norm is finite only if every gradient is there, finite and far below the largest that
-        momentum can take. (``norm_grads`` puts all of them in; with ``clip_scope`` "adamw" Muon's
-        need only be finite.) A rank that refuses the step makes it NaN. So a finite norm needs no
-        further reduction. No optimizer has stepped
-        yet: an error leaves everything as it was. With a loss scaler Megatron has already skipped
+        The norm is finite only if every gradient is there, finite and far below the
+        largest that momentum can take. (``norm_grads`` puts all of them in; with
+        ``clip_scope`` "adamw" Muon's need only be finite.) A rank that refuses the step
+        makes it NaN. So a finite norm needs no further reduction. No optimizer has
+        stepped
+        yet: an error leaves everything as it was. With a loss scaler Megatron has
+        already skipped
         such a step, on every rank.
 
-        From core 0.19 on, with Transformer Engine, Megatron leaves the norm on the GPU and the host
-        does not wait for it. Then the next step raises, or a save before it.
+        From core 0.19 on, with Transformer Engine, Megatron leaves the norm on the GPU
+        and the host does not wait for it. Then the next step raises, or a save before
+        it.
 
         Returns:
             A float, or a scalar on the device.
 
         Raises:
-            FloatingPointError: a gradient of this rank is missing, not finite, or so large that
-                momentum would overflow; or the norm overflows, and the clip would make every
-                gradient zero; or the step before had an unusable gradient.
+            FloatingPointError: a gradient of this rank is missing, not finite, or so
+                large that momentum would overflow; or the norm overflows, and the clip
+                would make every gradient zero; or the step before had an unusable
+                gradient.
             ValueError: see ``require_usable_groups``.
             RuntimeError: see ``require_whole``; or only another rank has an error.
         """
@@ -137,14 +154,18 @@ class MuonChainedOptimizer(CheckpointChain):
             raise_quoting(refusal or failure or error, group)
         if math.isinf(norm) and is_everyones and first.config.clip_grad > 0.0:
             raise FloatingPointError(
-                "every gradient is finite, but their norm is Inf, so clip_grad would make all of "
-                "them zero; no optimizer state or parameter has been changed: resume from an "
+                "every gradient is finite, but their norm is Inf, so clip_grad would "
+                "make all of "
+                "them zero; no optimizer state or parameter has been changed: resume "
+                "from an "
                 "earlier checkpoint, with a lower learning rate"
             )
         return norm
 
     def require_usable_step(self) -> None:
-        """Raise on every rank if a norm still being computed in the step before is not finite."""
+        """Raise on every rank if a norm still being computed in the step before is not
+        finite.
+        """
         late, self._late_norm = self._late_norm, None
         if late is not None:
             late.require_finite()
@@ -160,7 +181,9 @@ class MuonChainedOptimizer(CheckpointChain):
         return super().sharded_state_dict(*args, **kwargs)
 
     def _refusal(self) -> Exception | None:
-        """Why this rank cannot step, which its optimizers are told for a norm or a vote."""
+        """Why this rank cannot step, which its optimizers are told for a norm or a
+        vote.
+        """
         refusal = None
         try:
             self._require_ready()
@@ -171,7 +194,9 @@ class MuonChainedOptimizer(CheckpointChain):
         return refusal
 
     def _require_ready(self) -> None:
-        if self.half_stepped or any(part.half_loaded for part in self.chained_optimizers):
+        if self.half_stepped or any(
+            part.half_loaded for part in self.chained_optimizers
+        ):
             self.require_whole()
         for part in self.chained_optimizers:
             if not part.is_stub_optimizer:
@@ -195,7 +220,10 @@ class MuonChainedOptimizer(CheckpointChain):
         routes = self.chained_optimizers[0].routes
         names = {route.weight.param: route.weight.name for route in routes}
         bad = [
-            (expert_name(names[param], part.ep_rank, part.local_experts), _limit(part, shard))
+            (
+                expert_name(names[param], part.ep_rank, part.local_experts),
+                _limit(part, shard),
+            )
             for part, param, shard in self._owned()
             if (grad := part.states.grad(shard)) is None
             or _beyond([grad], _limit(part, shard), shard.device)
@@ -203,10 +231,13 @@ class MuonChainedOptimizer(CheckpointChain):
         if not bad:
             return None
         lowest = min(limit for _, limit in bad)
-        beyond = f", or beyond ±{lowest:.1e}, which momentum adds up to Inf (set clip_grad)"
+        beyond = (
+            f", or beyond ±{lowest:.1e}, which momentum adds up to Inf (set clip_grad)"
+        )
         return FloatingPointError(
             f"gradients are missing, NaN or Inf{beyond * (lowest < _LARGEST)} in "
-            f"{first_names([name for name, _ in bad], 5)}; no optimizer state or parameter has "
+            f"{first_names([name for name, _ in bad], 5)}; no optimizer state or "
+            "parameter has "
             "been changed"
         )
 
@@ -220,8 +251,9 @@ class MuonChainedOptimizer(CheckpointChain):
 def _limit(part: Any, shard: torch.Tensor) -> float:
     """The largest gradient that leaves the momentum finite.
 
-    Momentum grows to at most 1 / (1 - μ) × the largest gradient, and travels in bf16. Clipping,
-    which comes later, makes gradients small enough, so with it they need only be finite.
+    Momentum grows to at most 1 / (1 - μ) × the largest gradient, and travels in bf16.
+    Clipping, which comes later, makes gradients small enough, so with it they need only
+    be finite.
     """
     if part.muon is None or not part.muon.owns(shard):
         return _LARGEST
@@ -231,9 +263,13 @@ def _limit(part: Any, shard: torch.Tensor) -> float:
     return torch.finfo(torch.bfloat16).max * (1.0 - momentum) * 0.999
 
 
-def _beyond(tensors: list[torch.Tensor], limit: float, device: torch.device) -> torch.Tensor:
+def _beyond(
+    tensors: list[torch.Tensor], limit: float, device: torch.device
+) -> torch.Tensor:
     """Whether an element is NaN or its absolute value above ``limit``."""
-    ends = [end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor)]
+    ends = [
+        end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor)
+    ]
     if not ends:
         return torch.tensor(False, device=device)
     return (torch.stack(ends).abs() <= limit).all().logical_not()

@@ -1,12 +1,14 @@
-"""The rank that counts a weight's gradient in Megatron's norm: corrects marks that are wrong.
+"""The rank that counts a weight's gradient in Megatron's norm: corrects marks that are
+wrong.
 
-Megatron counts a gradient on every TP rank if its parameter is marked ``tensor_model_parallel``,
-else on the first one. Before core 0.17 Transformer Engine marks weights that are duplicated over TP
-(MLA's down projections). Their gradients then count once a rank. From 2.13 on it marks no grouped
-expert of cores before 0.19; Megatron marks no learnable softmax offset and, before core 0.16, no
-norm in a Mamba mixer. Their gradients then count on the first TP rank alone. The norm, and with it
-the clip, would depend on the topology. Main parameters have marks of their own, which only the norm
-and the count of zeros read, so correcting those changes nothing else.
+Megatron counts a gradient on every TP rank if its parameter is marked
+``tensor_model_parallel``, else on the first one. Before core 0.17 Transformer Engine
+marks weights that are duplicated over TP (MLA's down projections). Their gradients then
+count once a rank. From 2.13 on it marks no grouped expert of cores before 0.19;
+Megatron marks no learnable softmax offset and, before core 0.16, no norm in a Mamba
+mixer. Their gradients then count on the first TP rank alone. The norm, and with it the
+clip, would depend on the topology. Main parameters have marks of their own, which only
+the norm and the count of zeros read, so correcting those changes nothing else.
 """
 
 from __future__ import annotations
@@ -54,15 +56,19 @@ def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
     texts = collectives.all_gather_texts("\n".join(wrong), None)
     names = sorted({name for text in texts for name in text.split("\n") if name})
     line = (
-        f"[megatron_muon] Megatron would count {first_names(names)} on the wrong number of TP "
-        "ranks in the gradient norm. This run counts each weight once; runs with --optimizer "
+        f"[megatron_muon] Megatron would count {first_names(names)} on the wrong "
+        "number of TP "
+        "ranks in the gradient norm. This run counts each weight once; runs with "
+        "--optimizer "
         "adam keep Megatron's norm"
     )
     return [line] if dist.get_rank() == 0 else []
 
 
 def _corrected(part: Any, stage: Stage) -> Iterator[str]:
-    """Names, with * for numbers, of weights that Megatron would have counted wrongly here."""
+    """Names, with * for numbers, of weights that Megatron would have counted wrongly
+    here.
+    """
     if part.is_stub_optimizer:
         return
     of_param = {route.weight.param: route.weight for route in part.routes}
@@ -78,13 +84,20 @@ def _corrected(part: Any, stage: Stage) -> Iterator[str]:
 
 
 def counts_here(weight: Weight, stage: Stage) -> bool | None:
-    """Whether this rank is the one to count what it holds; None where Megatron's mark is kept."""
+    """Whether this rank is the one to count what it holds; None where Megatron's mark
+    is kept.
+    """
     if not weight.is_expert:
         if stage.tp.size() == 1:
             return None
         if weight.param.dim() != 2:
-            return is_cut(weight) or None  # other biases and norms are marked as they are
-        return partition_dim_of(weight, stage.tp.size()) is not None or stage.tp.rank() == 0
+            return (
+                is_cut(weight) or None
+            )  # other biases and norms are marked as they are
+        return (
+            partition_dim_of(weight, stage.tp.size()) is not None
+            or stage.tp.rank() == 0
+        )
     if stage.expert_tp is None or stage.expert_tp.size() == 1:
         return True  # EP spreads experts over TP ranks too: nobody else has this one
     if weight.is_module("GroupedMLP"):
@@ -96,7 +109,12 @@ def counts_here(weight: Weight, stage: Stage) -> bool | None:
 
 
 def _counted(part: Any, shard: torch.Tensor) -> bool:
-    """Whether Megatron counts it here, by its own function and the groups that it passes."""
+    """Whether Megatron counts it here, by its own function and the groups that it
+    passes.
+    """
     function = layers.param_is_not_tensor_parallel_duplicate
-    names = inspect.signature(function).parameters.keys() & {"tp_group", "expert_tp_group"}
+    names = inspect.signature(function).parameters.keys() & {
+        "tp_group",
+        "expert_tp_group",
+    }
     return bool(function(shard, **{name: getattr(part, name, None) for name in names}))

@@ -1,9 +1,13 @@
-"""Megatron's DistributedOptimizer with Muon inside: two subclasses for objects that it has built.
+"""Megatron's DistributedOptimizer with Muon inside: two subclasses for objects that it
+has built.
 
-Megatron builds its optimizer around Adam as it always does. Then each object's class becomes a
-subclass: the inner Adam's has Muon's ``step``, the DistributedOptimizer's saves and loads Muon's
-state (``checkpoint``), and their chain's checks gradients first (``chained_optimizer``). No
-constructor of Megatron is copied, and the fused Adam that it picked stays in use.
+Megatron builds its optimizer around Adam as it always does. Then each object's class
+becomes a
+subclass: the inner Adam's has Muon's ``step``, the DistributedOptimizer's saves and
+loads Muon's
+state (``checkpoint``), and their chain's checks gradients first
+(``chained_optimizer``). No constructor of Megatron is copied, and the fused Adam that
+it picked stays in use.
 """
 
 from __future__ import annotations
@@ -28,10 +32,14 @@ if TYPE_CHECKING:
 
 
 class MuonDistributedOptimizer(MuonCheckpoint):
-    """A DistributedOptimizer whose inner optimizer is Muon for matrices and AdamW for the rest."""
+    """A DistributedOptimizer whose inner optimizer is Muon for matrices and AdamW for
+    the rest.
+    """
 
     early_gathers: EarlyGathers | None = None  # with ``early_param_gather`` only
-    refuses = False  # this rank cannot step, as the norm or a loss scaler's vote says to all
+    refuses = (
+        False  # this rank cannot step, as the norm or a loss scaler's vote says to all
+    )
     is_staged = True  # False from a step on, until mxfp8's are where they travel from
 
     def step_with_ready_grads(self) -> bool:
@@ -54,13 +62,17 @@ class MuonDistributedOptimizer(MuonCheckpoint):
             super()._copy_main_params_to_model_params()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Muon's; the next forward pass gathers all parameters, whatever has travelled before."""
+        """Muon's; the next forward pass gathers all parameters, whatever has travelled
+        before.
+        """
         if self.early_gathers is not None:
             self.early_gathers.forget()
         super().load_state_dict(state_dict)
 
     def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:
-        """Megatron's, after a load of the model; all parameters are gathered after it, too."""
+        """Megatron's, after a load of the model; all parameters are gathered after it,
+        too.
+        """
         if self.early_gathers is not None:
             self.early_gathers.forget()
         super()._copy_model_params_to_main_params(*args, **kwargs)
@@ -69,7 +81,9 @@ class MuonDistributedOptimizer(MuonCheckpoint):
                 self.states.reset_main(shard)
 
     def get_parameters(self) -> list[torch.nn.Parameter]:
-        """The main parameters whose gradients are in the norm and are clipped (``clip_scope``)."""
+        """The main parameters whose gradients are in the norm and are clipped
+        (``clip_scope``).
+        """
         params: list[torch.nn.Parameter] = super().get_parameters()
         muon = None if self.is_stub_optimizer else self.muon
         if muon is None or muon.config.clip_scope == "all":
@@ -80,7 +94,9 @@ class MuonDistributedOptimizer(MuonCheckpoint):
         """The gradients of the norm, up to core 0.18; see ``norm_grads``."""
         return self._with_all(super().get_main_grads_for_grad_norm())
 
-    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
+    def get_grads_for_grad_norm(
+        self, grad_norm_group: str | None = None
+    ) -> list[torch.Tensor]:
         """The gradients of the norm, from core 0.19 on; see ``norm_grads``."""
         counted: list[torch.Tensor] = super().get_grads_for_grad_norm(grad_norm_group)
         return counted if grad_norm_group is not None else self._with_all(counted)
@@ -91,13 +107,22 @@ class MuonDistributedOptimizer(MuonCheckpoint):
             return bool(super()._unscale_main_grads_and_check_for_nan())
         except RuntimeError as error:
             group = self.get_grad_stats_parallel_group()
-            raise_named("grads/found_inf", group, error, "Megatron's vote on overflowed gradients")
+            raise_named(
+                "grads/found_inf",
+                group,
+                error,
+                "Megatron's vote on overflowed gradients",
+            )
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
-        """Megatron's gradients, with a loss scale; with NaN beside them on a rank that refuses."""
+        """Megatron's gradients, with a loss scale; with NaN beside them on a rank that
+        refuses.
+        """
         grads: list[torch.Tensor] = super()._collect_main_grad_data_for_unscaling()
         if self.refuses:
-            grads.append(torch.full((1,), math.nan, device=device_of(self.model_chunks)))
+            grads.append(
+                torch.full((1,), math.nan, device=device_of(self.model_chunks))
+            )
         return grads
 
     def _with_all(self, counted: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -110,7 +135,9 @@ class MuonDistributedOptimizer(MuonCheckpoint):
 
 
 def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """A subclass of a (fused) Adam class: ``step`` does Muon's part and leaves Adam the rest."""
+    """A subclass of a (fused) Adam class: ``step`` does Muon's part and leaves Adam the
+    rest.
+    """
 
     class MuonOverAdam(adam):  # type: ignore[misc,valid-type]
         muon: DistributedMuon
@@ -136,10 +163,14 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
             self._muon_now().step(self.param_groups, self.states, step_adamw)
             if self.muon.turns is not None:
                 self.muon.turns.end_step()
-            if issubclass(adam, TORCH_ADAMS):  # Megatron wants one step number for all parameters
+            if issubclass(
+                adam, TORCH_ADAMS
+            ):  # Megatron wants one step number for all parameters
                 for shard in self.muon.main_params.values():
                     state = self.state[shard]
-                    state["step"] = state["step"] + 1 if "step" in state else torch.tensor(1.0)
+                    state["step"] = (
+                        state["step"] + 1 if "step" in state else torch.tensor(1.0)
+                    )
 
         def load_state_dict(self, state_dict: Any) -> None:
             for muon in self.muon.each:
@@ -156,11 +187,14 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     return MuonOverAdam
 
 
-def start_of(dist_opt: MuonDistributedOptimizer, *, orthogonalizes: bool) -> Callable[[], None]:
-    """Starts an optimizer's step before the one before it waits for its last directions.
+def start_of(
+    dist_opt: MuonDistributedOptimizer, *, orthogonalizes: bool
+) -> Callable[[], None]:
+    """Starts an optimizer's step before the one before it waits for its last
+    directions.
 
-    The experts' orthogonalizes its first round then, too. Megatron gathers the parameters of the
-    optimizer before a dense one as soon as that has stepped.
+    The experts' orthogonalizes its first round then, too. Megatron gathers the
+    parameters of the optimizer before a dense one as soon as that has stepped.
     """
     adam = dist_opt.optimizer  # which is not Muon's yet
     return lambda: adam.begin_muon() if orthogonalizes else adam.start_muon()

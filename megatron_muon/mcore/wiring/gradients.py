@@ -1,4 +1,6 @@
-"""Megatron's parameter groups, gradients, norm and loss scale, as far as Muon's step needs them."""
+"""Megatron's parameter groups, gradients, norm and loss scale, as far as Muon's step
+needs them.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,26 @@ class LateNorm:
         if norm.device.type == "cpu":
             self._norm = norm.detach().clone()
             return
-        self._norm = norm.detach().to("cpu", non_blocking=True)  # torch takes pinned memory for it
+        self._norm = norm.detach().to(
+            "cpu", non_blocking=True
+        )  # torch takes pinned memory for it
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     def require_finite(self) -> None:
         """Raise a FloatingPointError with the way out if the norm is not finite."""
         if self._event is not None and not self._event.query():
-            self._event.synchronize()  # rarely waits: a forward and a backward lie between
+            # rarely waits: a forward and a backward lie between
+            self._event.synchronize()
         value = float(self._norm)
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"The previous step's gradient norm was {value}: gradients were missing, NaN, Inf "
-                "or above 1e19. That step has already changed parameters in memory: resume from "
-                "the last checkpoint. With --check-for-nan-in-loss-and-grad Megatron names the "
+                f"The previous step's gradient norm was {value}: gradients were "
+                "missing, NaN, Inf "
+                "or above 1e19. That step has already changed parameters in memory: "
+                "resume from "
+                "the last checkpoint. With --check-for-nan-in-loss-and-grad Megatron "
+                "names the "
                 "first bucket with such gradients before a step"
             )
 
@@ -50,22 +58,27 @@ class LateNorm:
 def norm_grads(
     counted: list[torch.Tensor], grads: list[torch.Tensor | None], device: torch.device
 ) -> list[torch.Tensor]:
-    """The gradients of Megatron's norm, made NaN if a gradient outside the norm cannot be used.
+    """The gradients of Megatron's norm, made NaN if a gradient outside the norm cannot
+    be used.
 
-    If several ranks have a gradient (TP replica, shared embedding), only one of them counts it.
+    If several ranks have a gradient (TP replica, shared embedding), only one of them
+    counts it.
 
     Args:
         counted: gradients that Megatron puts in the norm, each ``(n,)``.
         grads: those of all shards that this rank holds; None: missing.
 
     Returns:
-        ``counted``; if there are other gradients, 0 or NaN is added to a copy of one of them.
+        ``counted``; if there are other gradients, 0 or NaN is added to a copy of one of
+        them.
     """
     there = {id(grad) for grad in counted}
     if any(grad is None for grad in grads):
         unusable = torch.full((), math.nan, device=device)
     else:
-        others = [g for g in grads if g is not None and g.numel() and id(g) not in there]
+        others = [
+            g for g in grads if g is not None and g.numel() and id(g) not in there
+        ]
         if not others:
             return counted
         unusable = torch.stack(torch._foreach_norm(others, math.inf)).amax() * 0.0
@@ -78,16 +91,18 @@ def norm_grads(
 
 
 def share_loss_scale(dist_opts: Sequence[Any]) -> None:
-    """Give all optimizers of a model, as Megatron built them, the scaler of the first, if any.
+    """Give all optimizers of a model, as Megatron built them, the scaler of the first,
+    if any.
 
-    Megatron gives each DistributedOptimizer a dynamic scaler of its own. It multiplies the loss by
-    the dense scale and divides each gradient by the scale of its optimizer. So an overflow in
-    experts alone lowers only the experts' scale. Then the loss is multiplied by one number and
-    experts' gradients are divided by another. The dense scale, which caused the overflow, never
-    goes down (ChainedOptimizer.get_loss_scale and prepare_grads in core/optimizer/optimizer.py).
+    Megatron gives each DistributedOptimizer a dynamic scaler of its own. It multiplies
+    the loss by the dense scale and divides each gradient by the scale of its optimizer.
+    So an overflow in experts alone lowers only the experts' scale. Then the loss is
+    multiplied by one number and experts' gradients are divided by another. The dense
+    scale, which caused the overflow, never goes down (ChainedOptimizer.get_loss_scale
+    and prepare_grads in core/optimizer/optimizer.py).
 
-    The scale changes once all of them have said whether they found an overflow, so that all divide
-    a step's gradients by the same number.
+    The scale changes once all of them have said whether they found an overflow, so that
+    all divide a step's gradients by the same number.
     """
     scaler = dist_opts[0].grad_scaler
     if scaler is None:
@@ -98,7 +113,9 @@ def share_loss_scale(dist_opts: Sequence[Any]) -> None:
         """A scaler of Megatron's that several optimizers share."""
 
         def begin(self) -> None:
-            """A step begins; forget one whose gradients raised before all had said it."""
+            """A step begins; forget one whose gradients raised before all had said
+            it.
+            """
             overflows.clear()
 
         def update(self, found_inf: bool) -> None:
@@ -113,13 +130,15 @@ def share_loss_scale(dist_opts: Sequence[Any]) -> None:
 
 
 def keep_biases_apart(routes: Sequence[Route], stage: Stage) -> list[str]:
-    """Unmark biases of experts that Megatron would add up over TP ranks. No communication.
+    """Unmark biases of experts that Megatron would add up over TP ranks. No
+    communication.
 
     With sequence parallelism each TP rank has a part of the gradient of a bias behind a
-    row-parallel layer, so Megatron marks the bias and adds the parts up. It marks biases of local
-    experts as well (from core 0.15 on; before, experts have none). But with expert parallelism TP
-    ranks hold different experts. Nothing else reads the mark of a parameter. Transformer Engine's
-    grouped experts, gpt-oss's among them, are not marked.
+    row-parallel layer, so Megatron marks the bias and adds the parts up. It marks
+    biases of local experts as well (from core 0.15 on; before, experts have none). But
+    with expert parallelism TP ranks hold different experts. Nothing else reads the mark
+    of a parameter. Transformer Engine's grouped experts, gpt-oss's among them, are not
+    marked.
 
     Returns:
         A line for the stage's first rank to print, where a bias was marked.
@@ -131,8 +150,10 @@ def keep_biases_apart(routes: Sequence[Route], stage: Stage) -> list[str]:
         return []
     names = sorted({of_any_number(weight.name) for weight in mixed})
     return [
-        f"[megatron_muon] Megatron would add up the gradients of {first_names(names)} over TP "
-        "ranks, which hold different experts. This run does not; runs with --optimizer adam do"
+        f"[megatron_muon] Megatron would add up the gradients of {first_names(names)} "
+        "over TP "
+        "ranks, which hold different experts. This run does not; runs with --optimizer "
+        "adam do"
     ]
 
 
@@ -150,7 +171,8 @@ def require_usable_groups(dist_opt: Any) -> None:
         dist_opt: a MuonDistributedOptimizer that is no stub.
 
     Raises:
-        ValueError: a rate or decay is no finite number, or no group has a parameter of Muon's.
+        ValueError: a rate or decay is no finite number, or no group has a parameter of
+        Muon's.
     """
     groups = dist_opt.optimizer.param_groups
     for number, group in enumerate(groups):
@@ -159,7 +181,8 @@ def require_usable_groups(dist_opt: Any) -> None:
                 names = [_names(dist_opt)[id(shard)] for shard in group["params"]]
                 raise ValueError(
                     f"parameter group {number} ({first_names(names)}) has {key} "
-                    f"{group.get(key)!r}, which is no finite number: set one before the step, "
+                    f"{group.get(key)!r}, which is no finite number: set one before "
+                    "the step, "
                     f"as Megatron's scheduler does; {_UNCHANGED}"
                 )
     there = {id(shard) for group in groups for shard in group["params"]}
@@ -168,8 +191,10 @@ def require_usable_groups(dist_opt: Any) -> None:
     if dropped:
         names = [_names(dist_opt)[each] for each in dropped]
         raise ValueError(
-            f"no parameter group has {first_names(names, 5)} any more, which Muon updates: put "
-            "them back, or freeze them by requires_grad_(False) before the model's buffers are "
+            f"no parameter group has {first_names(names, 5)} any more, which Muon "
+            "updates: put "
+            "them back, or freeze them by requires_grad_(False) before the model's "
+            "buffers are "
             f"made; {_UNCHANGED}"
         )
 

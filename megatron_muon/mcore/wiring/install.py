@@ -27,8 +27,8 @@ from megatron_muon.runtime.patches import Patches, around, replaced
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.flag_values import MUONS
 
-# A reference to a wrapper that ``undo()`` does not find outlives uninstall(); the wrapper then
-# only passes the call on.
+# A reference to a wrapper that ``undo()`` does not find outlives uninstall(); the
+# wrapper then only passes the call on.
 _patches = Patches()
 _originals: dict[str, Any] = {}  # Megatron's own functions
 _config: MuonConfig | None = None  # None while not installed
@@ -43,7 +43,9 @@ def install(config: MuonConfig | None = None) -> None:
         check_hooks()
     wanted = config or _config or MuonConfig()
     if wanted.align_shards:
-        from megatron_muon.mcore.wiring.buffers.bucket_layout import put_in  # for this option only
+        from megatron_muon.mcore.wiring.buffers.bucket_layout import (
+            put_in,
+        )  # for this option only
 
         put_in(wanted)
     else:
@@ -71,7 +73,9 @@ def _wrap() -> None:
 
 
 def uninstall() -> None:
-    """Give Megatron its own functions back, and leave no trace in its modules and classes."""
+    """Give Megatron its own functions back, and leave no trace in its modules and
+    classes.
+    """
     global _config
     _take_layout_out()
     _patches.undo()
@@ -97,17 +101,26 @@ def meter(optimizer: Any) -> Meter:
     if not muons:
         raise TypeError(f"{type(optimizer).__name__} has no Muon part to meter")
     meters = [muon.meter for muon in muons if muon is not None] or [Meter()]
-    sums = {field.name: sum(getattr(m, field.name) for m in meters) for field in fields(Meter)}
+    sums = {
+        field.name: sum(getattr(m, field.name) for m in meters)
+        for field in fields(Meter)
+    }
     return Meter(**{**sums, "steps": max(m.steps for m in meters)})
 
 
 def _get_megatron_optimizer(
-    original: Callable[..., Any], config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    config: Any,
+    model_chunks: list[Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Wraps Megatron's: lets it build its AdamW distributed optimizers, then makes them Muon's.
+    """Wraps Megatron's: lets it build its AdamW distributed optimizers, then makes them
+    Muon's.
 
-    ``optimizer='adam'`` stays Megatron's, but decays every weight with ``weight_decay_all_params``.
-    With any of them the distributed optimizer's shards are clipped where QK-Clip is asked for.
+    ``optimizer='adam'`` stays Megatron's, but decays every weight with
+    ``weight_decay_all_params``. With any of them the distributed optimizer's shards are
+    clipped where QK-Clip is asked for.
     """
     assert _config is not None
     given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
@@ -116,7 +129,9 @@ def _get_megatron_optimizer(
     agree(_config, given.arguments, asks=asks)
     if not watches:
         return _built(original, given, config, model_chunks)
-    from megatron_muon.mcore.qk_clip import attach  # where logits are watched or clipped only
+    from megatron_muon.mcore.qk_clip import (
+        attach,
+    )  # where logits are watched or clipped only
 
     pg_collection = given.arguments.get("pg_collection")
     attentions = together(
@@ -131,11 +146,15 @@ def _get_megatron_optimizer(
 
 def _decays_everything(config: Any) -> bool:
     assert _config is not None
-    return bool(config.optimizer in ("adam", *MUONS) and _config.weight_decay_all_params)
+    return bool(
+        config.optimizer in ("adam", *MUONS) and _config.weight_decay_all_params
+    )
 
 
 def _is_muon(config: Any) -> bool:
-    """Whether a run asks for the plugin; before core 0.16 Megatron has no ``dist_muon``."""
+    """Whether a run asks for the plugin; before core 0.16 Megatron has no
+    ``dist_muon``.
+    """
     return config.optimizer in MUONS[: 2 if hasattr(config, "muon_momentum") else 1]
 
 
@@ -150,7 +169,9 @@ def _built(
     if config.optimizer.lower() in MUONS and not is_muon:
         raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
     if is_muon:
-        together(partial(refuse, settings, given.arguments), None, device_of(model_chunks))
+        together(
+            partial(refuse, settings, given.arguments), None, device_of(model_chunks)
+        )
         settings = _with_upstreams(settings, given, config, model_chunks)
     if _decays_everything(config):
         _decay_everything(given, config)
@@ -169,13 +190,20 @@ def _built(
 
 
 def _with_upstreams(
-    settings: MuonConfig, given: inspect.BoundArguments, config: Any, model_chunks: list[Any]
+    settings: MuonConfig,
+    given: inspect.BoundArguments,
+    config: Any,
+    model_chunks: list[Any],
 ) -> MuonConfig:
-    """The settings, with those that Megatron's own Muon takes by its config and overrides."""
+    """The settings, with those that Megatron's own Muon takes by its config and
+    overrides.
+    """
     asked, routed = fields_set(config), bool(routes(given.arguments))
     if config.optimizer == "muon" and not routed and not asked:
         return settings
-    from megatron_muon.mcore.wiring import upstream_settings as upstreams  # where any is given
+    from megatron_muon.mcore.wiring import (
+        upstream_settings as upstreams,
+    )  # where any is given
 
     def read() -> tuple[MuonConfig, list[str], str]:
         overrides = given.arguments.get("config_overrides") or {}
@@ -191,35 +219,57 @@ def _with_upstreams(
 
 
 def _get_megatron_muon_optimizer(
-    original: Callable[..., Any], config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    config: Any,
+    model_chunks: list[Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Wraps the builder of cores 0.16 and 0.17 for names with muon, which Megatron-Bridge calls."""
+    """Wraps the builder of cores 0.16 and 0.17 for names with muon, which
+    Megatron-Bridge calls.
+    """
     if not _is_muon(config):
         return original(config, model_chunks, *args, **kwargs)
-    given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
-    if given.pop("layer_wise_distributed_optimizer", False) and config.optimizer == "muon":
+    given = (
+        inspect.signature(original)
+        .bind(config, model_chunks, *args, **kwargs)
+        .arguments
+    )
+    if (
+        given.pop("layer_wise_distributed_optimizer", False)
+        and config.optimizer == "muon"
+    ):
         raise ValueError(
             "layer_wise_distributed_optimizer=True asks for Megatron's own Muon, but "
-            "megatron_muon.install() has made optimizer='muon' the plugin's: leave out one of both"
+            "megatron_muon.install() has made optimizer='muon' the plugin's: leave out "
+            "one of both"
         )
     return _get_megatron_optimizer(_originals["get_megatron_optimizer"], **given)
 
 
-def _stopped(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps the functions that ``get_megatron_optimizer`` calls, to stop the name ``muon`` there.
+def _stopped(
+    original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Wraps the functions that ``get_megatron_optimizer`` calls, to stop the name
+    ``muon`` there.
 
-    It gets there only by a reference to Megatron's own function, taken before ``install()``.
+    It gets there only by a reference to Megatron's own function, taken before
+    ``install()``.
     """
     if _is_muon(config):
         raise SeamError(
-            f"optimizer={config.optimizer!r} was asked of a get_megatron_optimizer that was taken "
-            "before megatron_muon.install(): call megatron.core.optimizer.get_megatron_optimizer"
+            f"optimizer={config.optimizer!r} was asked of a get_megatron_optimizer "
+            "that was taken "
+            "before megatron_muon.install(): call "
+            "megatron.core.optimizer.get_megatron_optimizer"
         )
     return original(config, *args, **kwargs)
 
 
 def _check_config(original: Callable[..., None], config: Any) -> None:
-    """Wraps the checks of a config: Megatron refuses some options with any Muon but its own."""
+    """Wraps the checks of a config: Megatron refuses some options with any Muon but its
+    own.
+    """
     asks = _is_muon(config) and any(getattr(config, name, False) for name in _OF_ADAMW)
     with _asking_for_adam(config) if asks else nullcontext():
         original(config)
@@ -242,8 +292,9 @@ def _of(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
-# Wrappers by symbol name; those for ``align_shards`` are in ``bucket_layout``. Each takes the
-# function of Megatron first, and is called only while the plugin is installed.
+# Wrappers by symbol name; those for ``align_shards`` are in ``bucket_layout``. Each
+# takes the function of Megatron first, and is called only while the plugin is
+# installed.
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "get_megatron_optimizer": _get_megatron_optimizer,
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
@@ -258,7 +309,9 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def _asking_for_adam(config: Any) -> Iterator[None]:
-    """Say ``adam`` in the config itself, not in a copy: Megatron compares and updates it later."""
+    """Say ``adam`` in the config itself, not in a copy: Megatron compares and updates
+    it later.
+    """
     name, config.optimizer = config.optimizer, "adam"
     try:
         yield
@@ -267,7 +320,9 @@ def _asking_for_adam(config: Any) -> Iterator[None]:
 
 
 def _decay_everything(given: inspect.BoundArguments, config: Any) -> None:
-    """Change the arguments of ``get_megatron_optimizer`` so that every weight is decayed."""
+    """Change the arguments of ``get_megatron_optimizer`` so that every weight is
+    decayed.
+    """
     if "no_weight_decay_cond" in given.signature.parameters:  # before core 0.16
         given.arguments["no_weight_decay_cond"] = lambda name, param: False
         return
@@ -277,10 +332,16 @@ def _decay_everything(given: inspect.BoundArguments, config: Any) -> None:
     _drop_overrides(given, lambda *item: item == ("wd_mult", 0.0))
 
 
-def _drop_overrides(given: inspect.BoundArguments, drops: Callable[[str, Any], bool]) -> None:
-    """Leave out items of overrides, and overrides that are empty then: they would make a group."""
+def _drop_overrides(
+    given: inspect.BoundArguments, drops: Callable[[str, Any], bool]
+) -> None:
+    """Leave out items of overrides, and overrides that are empty then: they would make
+    a group.
+    """
     kept = {
         key: {name: value for name, value in override.items() if not drops(name, value)}
         for key, override in given.arguments["config_overrides"].items()
     }
-    given.arguments["config_overrides"] = {key: over for key, over in kept.items() if over}
+    given.arguments["config_overrides"] = {
+        key: over for key, over in kept.items() if over
+    }

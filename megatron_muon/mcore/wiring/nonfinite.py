@@ -1,4 +1,6 @@
-"""Names matrices that were left where they were, and ends a run in which one stays there."""
+"""Names matrices that were left where they were, and ends a run in which one stays
+there.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,18 @@ from megatron_muon.runtime.collectives import Group, all_gather_texts, any_rank
 from megatron_muon.runtime.nonfinite import Left
 from megatron_muon.settings.config import MuonConfig, named
 
-_INTERVAL = 100  # steps, where neither the loop nor a setting says it: Megatron-LM's own default
+# steps, where neither the loop nor a setting says it: Megatron-LM's own default
+_INTERVAL = 100
 
 
 class NonfiniteReport:
     """What a chain of optimizers says of directions that are not finite, on one rank.
 
-    They are named at the next line of the log: every ``--log-interval`` steps in Megatron-LM's
-    loop, elsewhere every ``log_interval`` or 100. Ranks communicate then only, and only then the
-    host waits for the device. A momentum that is not finite stays so: its home names it as soon as
-    the host knows of it, on a GPU at the start of the next step.
+    They are named at the next line of the log: every ``--log-interval`` steps in
+    Megatron-LM's loop, elsewhere every ``log_interval`` or 100. Ranks communicate then
+    only, and only then the host waits for the device. A momentum that is not finite
+    stays so: its home names it as soon as the host knows of it, on a GPU at the start
+    of the next step.
     """
 
     def __init__(
@@ -36,7 +40,10 @@ class NonfiniteReport:
         device: torch.device,
     ) -> None:
         self._muons, self._group, self._device = list(muons), group, device
-        self._limit, self._interval = config.nonfinite_limit, config.log_interval or _INTERVAL
+        self._limit, self._interval = (
+            config.nonfinite_limit,
+            config.log_interval or _INTERVAL,
+        )
         self._steps = self._number = 0
         self._lines: int | None = None  # lines of the log before the last step
         self._momenta: set[str] = set()  # those that were named
@@ -50,12 +57,15 @@ class NonfiniteReport:
             if left.inputs and name not in self._momenta:
                 self._momenta.add(name)
                 say(
-                    f"[megatron_muon] step {self._number}: the momentum of {name} is not finite, "
+                    f"[megatron_muon] step {self._number}: the momentum of {name} is "
+                    "not finite, "
                     "and stays so; the matrix is left where it is"
                 )
 
     def after_step(self) -> None:
-        """All ranks call it; FloatingPointError once ``nonfinite_limit`` lines name a matrix."""
+        """All ranks call it; FloatingPointError once ``nonfinite_limit`` lines name a
+        matrix.
+        """
         self._steps += 1
         self._number = host().step() or self._steps
         interval = host().log_interval() or self._interval
@@ -77,42 +87,60 @@ class NonfiniteReport:
         """Name the matrices that were left since the last line, once for all ranks."""
         now, before = self._left(waits=True), self._before
         self._before = now
-        news: dict[str, Left] = {}  # full and block steps, and TP slices of these, count as one
+        news: dict[
+            str, Left
+        ] = {}  # full and block steps, and TP slices of these, count as one
         for key, left in now.items():
             weight, new = key[1].split(SLICE_OF)[0], left.since(before.get(key))
             news[weight] = max(new, news.get(weight, new))
         mine = [(name, *left) for name, left in news.items() if left.results]
-        if not any_rank("muon/log", torch.tensor(bool(mine), device=self._device), self._group):
+        if not any_rank(
+            "muon/log", torch.tensor(bool(mine), device=self._device), self._group
+        ):
             self._in_a_row = {}
             return
         texts = all_gather_texts(json.dumps(mine), self._group)
-        # several homes may name one matrix: of its strips or slices, or of optimizer instances
+        # several homes may name one matrix: of its strips or slices, or of optimizer
+        # instances
         said = sorted(each for text in texts for each in json.loads(text))
-        every = {name: Left(*left) for name, *left in said}  # the most that one of them saw
-        self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in sorted(every)}
-        if dist.get_rank(self._group) == dist.get_world_size(self._group) - 1:  # as Megatron's log
+        every = {
+            name: Left(*left) for name, *left in said
+        }  # the most that one of them saw
+        self._in_a_row = {
+            name: self._in_a_row.get(name, 0) + 1 for name in sorted(every)
+        }
+        if (
+            dist.get_rank(self._group) == dist.get_world_size(self._group) - 1
+        ):  # as Megatron's log
             for name in self._in_a_row:
                 say(
-                    f"[megatron_muon] step {self._number}: {name} was left where it was in at "
-                    f"least {every[name].results} steps since the last line: its direction was "
+                    f"[megatron_muon] step {self._number}: {name} was left where it "
+                    "was in at "
+                    f"least {every[name].results} steps since the last line: its "
+                    "direction was "
                     "not finite" + ", nor its momentum" * bool(every[name].inputs)
                 )
         ended = [name for name, count in self._in_a_row.items() if count >= self._limit]
         if ended:
             momenta = any(every[name].inputs for name in ended)
             raise FloatingPointError(
-                f"{first_names(ended, 5)}: the direction was not finite before each of the last "
-                f"{self._limit} lines of the log ({named('nonfinite_limit')}), so these "
-                f"matrices were not updated. {_OF_MOMENTA if momenta else _OF_DIRECTIONS}"
+                f"{first_names(ended, 5)}: the direction was not finite before each of "
+                "the last "
+                f"{self._limit} lines of the log ({named('nonfinite_limit')}), so "
+                "these "
+                "matrices were not updated. "
+                f"{_OF_MOMENTA if momenta else _OF_DIRECTIONS}"
             )
 
 
 _OF_MOMENTA = (
-    "The momentum is not finite either and will not recover: resume from an earlier checkpoint. "
+    "The momentum is not finite either and will not recover: resume from an earlier "
+    "checkpoint. "
     "With --check-for-nan-in-loss-and-grad Megatron names gradients that are not finite"
 )
 _OF_DIRECTIONS = (
     "The momentum is finite, so Newton-Schulz overflowed: set "
-    f"{named('ns_iteration')} standard and {named('ns_dtype')} bf16, or give the weight to AdamW "
+    f"{named('ns_iteration')} standard and {named('ns_dtype')} bf16, or give the "
+    "weight to AdamW "
     f"by {named('muon_exclude')}"
 )

@@ -1,4 +1,6 @@
-"""A rank's process groups that Muon's exchange needs: its stage, and its coordinates there."""
+"""A rank's process groups that Muon's exchange needs: its stage, and its coordinates
+there.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import Coordinates
 
-# Key: the group of the whole pipeline stage; value: its part inside this rank's optimizer instance.
-_stages_of_instances: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+# Key: the group of the whole pipeline stage; value: its part inside this rank's
+# optimizer instance.
+_stages_of_instances: weakref.WeakKeyDictionary[Any, Group] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +45,12 @@ class Stage:
 
     group: Group  # its ranks, which exchange with each other
     tp: Group  # the ranks that share a dense weight
-    expert_tp: Group | None  # the ranks that share an expert's weight; None in a dense model
-    ep: Group | None  # the ranks that a layer's experts are spread over; None in a dense model
+    expert_tp: (
+        Group | None
+    )  # the ranks that share an expert's weight; None in a dense model
+    ep: (
+        Group | None
+    )  # the ranks that a layer's experts are spread over; None in a dense model
     pipeline_rank: int  # the stage's number
     instance: int  # number of the distributed optimizer instance
     device: torch.device  # device of the tensors that the groups communicate
@@ -55,21 +64,31 @@ class Stage:
 
     @property
     def speaks(self) -> bool:
-        """Whether this is the one rank that prints for the whole stage and all instances."""
+        """Whether this is the one rank that prints for the whole stage and all
+        instances.
+        """
         return dist.get_rank(self.group) == 0 and self.instance == 0
 
     def coordinates(self, dist_opt: Any) -> Coordinates:
-        """The rank's coordinates in the groups of a DistributedOptimizer that is no stub."""
+        """The rank's coordinates in the groups of a DistributedOptimizer that is no
+        stub.
+        """
         dp = dist_opt.data_parallel_group
         if not has_experts(dist_opt):
-            return Coordinates(0, 1, self.tp.rank(), self.tp.size(), dp.rank(), dp.size())
+            return Coordinates(
+                0, 1, self.tp.rank(), self.tp.size(), dp.rank(), dp.size()
+            )
         assert self.expert_tp is not None and self.ep is not None
         groups = (self.ep, self.expert_tp, dp)
-        return Coordinates(*(number for each in groups for number in (each.rank(), each.size())))
+        return Coordinates(
+            *(number for each in groups for number in (each.rank(), each.size()))
+        )
 
 
 def has_experts(dist_opt: Any) -> bool:
-    """Whether an optimizer that is no stub is the experts', which are sharded over EP ranks."""
+    """Whether an optimizer that is no stub is the experts', which are sharded over EP
+    ranks.
+    """
     return any(group["is_expert_parallel"] for group in dist_opt.optimizer.param_groups)
 
 
@@ -93,7 +112,8 @@ _PURPOSES = {
 
 
 def group_of(name: str, pg_collection: Any) -> Group:
-    """One of a rank's groups, by its name in a pg_collection; None for Megatron's global ones.
+    """One of a rank's groups, by its name in a pg_collection; None for Megatron's
+    global ones.
 
     ``tp_dp_cp`` are the ranks of the pipeline stage, in all optimizer instances.
 
@@ -106,7 +126,9 @@ def group_of(name: str, pg_collection: Any) -> Group:
 def stage_of(
     model_chunks: Sequence[Any], instance: int, pg_collection: Any, device: torch.device
 ) -> Stage:
-    """The rank's stage; with several optimizer instances every rank of the world calls this."""
+    """The rank's stage; with several optimizer instances every rank of the world calls
+    this.
+    """
     whole = group_of("tp_dp_cp", pg_collection)
     several = model_chunks[0].ddp_config.num_distributed_optimizer_instances > 1
     moe = is_moe(model_chunks)
@@ -126,7 +148,9 @@ def stage_of(
 
 
 def require_groups(model_chunks: Sequence[Any], pg_collection: Any) -> None:
-    """Raise a ValueError if the collection lacks a group of ``stage_of``'s; no communication."""
+    """Raise a ValueError if the collection lacks a group of ``stage_of``'s; no
+    communication.
+    """
     for name in _GROUPS if is_moe(model_chunks) else ("tp_dp_cp", "tp"):
         group_of(name, pg_collection)
 
@@ -136,10 +160,14 @@ def is_moe(model_chunks: Sequence[Any]) -> bool:
     return bool(getattr(get_model_config(model_chunks[0]), "num_moe_experts", None))
 
 
-def sharing(model_chunk: Any, pg_collection: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """TP sizes and numbers of shards of a grad buffer, each as (dense weights, experts' weights).
+def sharing(
+    model_chunk: Any, pg_collection: Any
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """TP sizes and numbers of shards of a grad buffer, each as (dense weights, experts'
+    weights).
 
-    The shards are those inside one optimizer instance; ``group_of`` has the arguments and errors.
+    The shards are those inside one optimizer instance; ``group_of`` has the arguments
+    and errors.
     """
     tp_size = group_of("tp", pg_collection).size()
     if pg_collection is None:
@@ -153,7 +181,9 @@ def sharing(model_chunk: Any, pg_collection: Any) -> tuple[tuple[int, int], tupl
     expert_tp_size = group_of("expt_tp", pg_collection).size()
     if pg_collection is None:
         partial = {"partial_expert_data_parallel": True}
-        expert_shards = int(parallel_state.get_expert_data_parallel_world_size(**partial))
+        expert_shards = int(
+            parallel_state.get_expert_data_parallel_world_size(**partial)
+        )
     else:
         inside = getattr(pg_collection, "intra_expt_dp", None)
         expert_shards = (inside or _given(pg_collection, "expt_dp")).size()
@@ -164,14 +194,16 @@ def _given(pg_collection: Any, name: str) -> Group:
     group: Group | None = getattr(pg_collection, name, None)
     if group is None:
         raise ValueError(
-            f"optimizer='muon' {_PURPOSES[name]}: give the pg_collection its {name} group, or pass "
+            f"optimizer='muon' {_PURPOSES[name]}: give the pg_collection its {name} "
+            "group, or pass "
             "none to use Megatron's global groups"
         )
     return group
 
 
 def voters(dist_opts: Sequence[Any], stage: Stage) -> Group | None:
-    """The ranks that are like this one: something trains there, or nothing. None for the world.
+    """The ranks that are like this one: something trains there, or nothing. None for
+    the world.
 
     Every rank of the world calls this.
     """
@@ -183,7 +215,9 @@ def voters(dist_opts: Sequence[Any], stage: Stage) -> Group | None:
 
 
 def _of_instance(whole: Group, instance: int, device: torch.device) -> Group:
-    """The part of a stage inside one optimizer instance; the first call makes a new group."""
+    """The part of a stage inside one optimizer instance; the first call makes a new
+    group.
+    """
     if whole not in _stages_of_instances:
         color = (collectives.world_rank(0, whole), instance)
         _stages_of_instances[whole] = collectives.split_world(color, whole, device)

@@ -1,9 +1,11 @@
-"""States that Transformer Engine's FusedAdam holds in fewer bytes: use_precision_aware_optimizer.
+"""States that Transformer Engine's FusedAdam holds in fewer bytes:
+use_precision_aware_optimizer.
 
-Megatron then gives the optimizer slices of the model's weights themselves, with gradients under
-another name and in any dtype. FusedAdam has the main parameters among its states: whole, or the
-16 bits that a bf16 weight lacks. Muon's momentum and main parameters are held by the same Python,
-with the same scales; Muon writes weight and main parameter, as FusedAdam does for AdamW's.
+Megatron then gives the optimizer slices of the model's weights themselves, with
+gradients under another name and in any dtype. FusedAdam has the main parameters among
+its states: whole, or the 16 bits that a bf16 weight lacks. Muon's momentum and main
+parameters are held by the same Python, with the same scales; Muon writes weight and
+main parameter, as FusedAdam does for AdamW's.
 """
 
 from __future__ import annotations
@@ -18,24 +20,33 @@ from megatron.core import optimizer as mcore_optimizer
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime.states import MAIN_KEY, States, of_halves, write_halves
 
-TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # they count the steps of each parameter
+TORCH_ADAMS = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+)  # they count the steps of each parameter
 Tensor = torch.Tensor
 _MOST_IN_FP8 = 448.0  # e4m3
 MASTER_KEY, SECOND_KEY = "master_param", "exp_avg_sq"
 
 
 def adam_holds_main(config: Any) -> bool:
-    """Whether main parameters are FusedAdam's: not with fp8 by most recipes, since core 0.13."""
+    """Whether main parameters are FusedAdam's: not with fp8 by most recipes, since core
+    0.13.
+    """
     on = bool(config.use_precision_aware_optimizer)
     return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", on))
 
 
 def try_states(config: Any, device: torch.device) -> None:
-    """Have Megatron's Adam hold an element as the config says; a RuntimeError says why not."""
+    """Have Megatron's Adam hold an element as the config says; a RuntimeError says why
+    not.
+    """
     adam = mcore_optimizer.Adam
     if not hasattr(adam, "set_scaled_state"):
         name = f"{adam.__module__}.{adam.__name__}"
-        raise RuntimeError(f"Megatron has picked {name}, which holds states in fp32 alone")
+        raise RuntimeError(
+            f"Megatron has picked {name}, which holds states in fp32 alone"
+        )
     adam(
         [torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16, device=device))],
         master_weights=True,
@@ -54,7 +65,9 @@ def states_of(dist_opt: Any) -> States:
 
 
 class OfFusedAdam(States):
-    """Moments in other dtypes, by FusedAdam's scales; main parameters are fp32 shards."""
+    """Moments in other dtypes, by FusedAdam's scales; main parameters are fp32
+    shards.
+    """
 
     are_copies = True
 
@@ -65,13 +78,19 @@ class OfFusedAdam(States):
         return wide
 
     def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
-        dtype = torch.float32 if key == MAIN_KEY else self._optimizer.name_to_dtype_map[key]
+        dtype = (
+            torch.float32 if key == MAIN_KEY else self._optimizer.name_to_dtype_map[key]
+        )
         if dtype == torch.float32:
             super().put(shard, key, wide)
         elif dtype == torch.uint8:
-            # FusedAdam's own way divides zeros by zero. Muon's scale is rounded, so that a load
-            # of what was saved finds the same one: the largest element is 448 by both.
-            state, scale = self._optimizer.state[shard], _MOST_IN_FP8 / wide.abs().amax()
+            # FusedAdam's own way divides zeros by zero. Muon's scale is rounded, so
+            # that a load of what was saved finds the same one: the largest element is
+            # 448 by both.
+            state, scale = (
+                self._optimizer.state[shard],
+                _MOST_IN_FP8 / wide.abs().amax(),
+            )
             if SECOND_KEY not in state:
                 scale = scale.bfloat16().float()
             state[key]._quantizer.scale.copy_(torch.where(scale.isfinite(), scale, 1.0))
@@ -91,7 +110,8 @@ class OfFusedAdam(States):
     def start(self, shard: Tensor) -> None:
         """Give a shard without state that of AdamW before its first step.
 
-        Megatron's own call lacks an argument that FusedAdam has since it keeps remainders.
+        Megatron's own call lacks an argument that FusedAdam has since it keeps
+        remainders.
         """
         if self._optimizer.state[shard]:
             return
@@ -102,9 +122,11 @@ class OfFusedAdam(States):
 
 
 class OfWeights(OfFusedAdam):
-    """Shards are slices of the model's weights, and FusedAdam has their main parameters.
+    """Shards are slices of the model's weights, and FusedAdam has their main
+    parameters.
 
-    An fp32 weight is its own main parameter. (FusedAdam makes a copy, which it never updates.)
+    An fp32 weight is its own main parameter. (FusedAdam makes a copy, which it never
+    updates.)
     """
 
     def grad(self, shard: Tensor) -> Tensor | None:
@@ -137,7 +159,9 @@ class OfWeights(OfFusedAdam):
             super().put(shard, MASTER_KEY, wide)
 
     def reset_main(self, shard: Tensor) -> None:
-        """Take the main parameter from the weight, which was loaded; if there is one yet."""
+        """Take the main parameter from the weight, which was loaded; if there is one
+        yet.
+        """
         if MASTER_KEY in self._optimizer.state[shard]:
             self.put(shard, MAIN_KEY, shard.detach().to(torch.float32, copy=True))
 
@@ -145,7 +169,9 @@ class OfWeights(OfFusedAdam):
 def init_state_of(
     init_adam_state: Callable[..., None], states: States, muon: DistributedMuon | None
 ) -> Callable[..., None]:
-    """Megatron's ``init_state_fn``, which gives Muon's shards a momentum and no second moment."""
+    """Megatron's ``init_state_fn``, which gives Muon's shards a momentum and no second
+    moment.
+    """
     if states.adamw_is_last:  # HybridDeviceOptimizer's
         return lambda optimizer, config=None: optimizer.dummy_step()
 

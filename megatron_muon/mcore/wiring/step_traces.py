@@ -1,4 +1,6 @@
-"""Traces of the steps of a run with megatron-core, with Megatron's own communication marked."""
+"""Traces of the steps of a run with megatron-core, with Megatron's own communication
+marked.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class MegatronTraces:
     def step(self, number: int, optimizer: Any) -> Iterator[None]:
         """A context around a whole step: forward, backward and ``optimizer.step()``.
 
-        Every rank of the world enters it for every step, or at least for the traced ones.
+        Every rank of the world enters it for every step, or at least for the traced
+        ones.
 
         Raises:
             RuntimeError: another profiler of torch is on in this process.
@@ -83,17 +86,22 @@ class MegatronTraces:
         last = self._traces.steps[-1]
         if number > last:
             self._say(
-                f"no step is traced: the last of them is {last}, and this run starts at {number}"
+                f"no step is traced: the last of them is {last}, and this run starts "
+                f"at {number}"
             )
 
     def _take_place(self) -> None:
-        """Have all ranks of the world write into one folder, where none has written before."""
+        """Have all ranks of the world write into one folder, where none has written
+        before.
+        """
         before = self._traces.runs_before()
         if dist.is_initialized():
             (before,) = max(all_gather_numbers([before], None, device_of([])))
         folder = self._traces.write_as(before + 1)
         if before:
-            self._say(f"an earlier run's traces stay as they are: this run's are in {folder}")
+            self._say(
+                f"an earlier run's traces stay as they are: this run's are in {folder}"
+            )
 
     def _say(self, line: str) -> None:
         if self._rank == 0:

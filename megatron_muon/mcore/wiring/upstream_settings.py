@@ -1,7 +1,9 @@
-"""Settings of Megatron's own Muon from Python: fields of OptimizerConfig, and config_overrides.
+"""Settings of Megatron's own Muon from Python: fields of OptimizerConfig, and
+config_overrides.
 
-Fields are read as the flags of the same names. ``dist_muon`` is Megatron's name alone, so with it
-all fields count; ``muon`` is also the plugin's, so there only those unlike the core's default do.
+Fields are read as the flags of the same names. ``dist_muon`` is Megatron's name alone,
+so with it all fields count; ``muon`` is also the plugin's, so there only those unlike
+the core's default do.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from megatron_muon.settings.run_flags import RUN_ROWS
 
 # Settings that Megatron's own Muon has, too; ns_dtype is its muon_fp32_matmul_prec.
 _SHARED = {"ns_dtype"} | {
-    field for field, row in ROWS.items() if any(flag.source == UPSTREAM for flag in row.flags)
+    field
+    for field, row in ROWS.items()
+    if any(flag.source == UPSTREAM for flag in row.flags)
 }
 _TP_MODE = next(row for row in RUN_ROWS if row.named == "--muon-tp-mode")
 _PATTERNS_OF = {"adam": "muon_exclude", "muon": "muon_include"}
@@ -35,69 +39,95 @@ _PATTERNS_OF = {"adam": "muon_exclude", "muon": "muon_include"}
 def in_force(
     config: MuonConfig, optimizer_config: Any, given: Mapping[str, Any], model: Any
 ) -> tuple[MuonConfig, list[str]]:
-    """The settings of ``install()`` with those of the fields that count, and lines to print.
+    """The settings of ``install()`` with those of the fields that count, and lines to
+    print.
 
     ``given`` are the ``fields_set`` of Megatron's config; ``model`` is a model chunk.
 
     Raises:
-        ValueError: a field has no meaning here, or ``install()`` got one of Muon's settings, too.
+        ValueError: a field has no meaning here, or ``install()`` got one of Muon's
+        settings, too.
     """
     is_dist, model = optimizer_config.optimizer == "dist_muon", get_model_config(model)
     if not given and not is_dist:
         return config, []
     _refuse_twice(config, given or {"optimizer": "dist_muon"})
-    own = {f.name: f.default for f in fields(optimizer_config) if f.name.startswith("muon_")}
+    own = {
+        f.name: f.default
+        for f in fields(optimizer_config)
+        if f.name.startswith("muon_")
+    }
     mode = given.get("muon_tp_mode", own["muon_tp_mode"] if is_dist else "duplicated")
     args = Namespace(**{**given, KEPT: own, "muon_tp_mode": "duplicated"})
     args.muon_defaults = "upstream" if is_dist else None
     args.tensor_model_parallel_size = model.tensor_model_parallel_size
     args.expert_tensor_parallel_size = model.expert_tensor_parallel_size
-    if given.get("muon_fp32_matmul_prec") == "highest":  # torch's word for products in fp32
+    if (
+        given.get("muon_fp32_matmul_prec") == "highest"
+    ):  # torch's word for products in fp32
         args.muon_fp32_matmul_prec, args.muon_ns_dtype = None, "fp32"
     try:
         _TP_MODE.require(mode)
         theirs = muon_config(args)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"muon_* fields of OptimizerConfig, here as flags: {error}") from error
+        raise ValueError(
+            f"muon_* fields of OptimizerConfig, here as flags: {error}"
+        ) from error
     config = replace(config, **{name: getattr(theirs, name) for name in _SHARED})
     counting = ", all of them (dist_muon)" if is_dist else f": {', '.join(given)}"
     lines = [
         f"{PREFIX} settings by muon_* fields of OptimizerConfig{counting}: scale "
-        f"{config.matched_adamw_rms:g} × {config.scale_mode}, momentum {config.momentum:g}, "
-        f"Nesterov {'on' if config.nesterov else 'off'}, {spelled(config.ns_coefficients)}, "
-        f"{config.ns_steps} steps, {config.ns_dtype or ('dtype of preset ' + config.preset)}, "
+        f"{config.matched_adamw_rms:g} × {config.scale_mode}, momentum "
+        f"{config.momentum:g}, "
+        f"Nesterov {'on' if config.nesterov else 'off'}, "
+        f"{spelled(config.ns_coefficients)}, "
+        f"{config.ns_steps} steps, "
+        f"{config.ns_dtype or ('dtype of preset ' + config.preset)}, "
         f"QKV {'split' if config.split_qkv else 'whole'}"
     ]
     if mode == "blockwise" and tp_size(args) > 1:
         lines.append(
-            f"{PREFIX} WARNING: muon_tp_mode='blockwise' with TP {tp_size(args)} is other "
-            "mathematics in Megatron's own Muon, which orthogonalizes each rank's slice by itself; "
+            f"{PREFIX} WARNING: muon_tp_mode='blockwise' with TP {tp_size(args)} is "
+            "other "
+            "mathematics in Megatron's own Muon, which orthogonalizes each rank's "
+            "slice by itself; "
             "here every matrix is orthogonalized whole, as by 'duplicated'"
         )
     return config, lines
 
 
 def _refuse_twice(config: MuonConfig, given: Mapping[str, Any]) -> None:
-    twice = [f"{name}={getattr(config, name)!r}" for name in sorted(config.given & _SHARED)]
+    twice = [
+        f"{name}={getattr(config, name)!r}" for name in sorted(config.given & _SHARED)
+    ]
     if twice:
         named = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ValueError(
-            f"install(MuonConfig({', '.join(twice)})) beside OptimizerConfig.{named}: both "
-            "configure Muon's update; leave these out of MuonConfig, or write optimizer='muon' and "
+            f"install(MuonConfig({', '.join(twice)})) beside OptimizerConfig.{named}: "
+            "both "
+            "configure Muon's update; leave these out of MuonConfig, or write "
+            "optimizer='muon' and "
             "leave every muon_* field at Megatron's default"
         )
 
 
 def routes_asked(overrides: Mapping[Any, Any], model_chunks: Sequence[Any]) -> str:
-    """(setting, name) of each weight here whose optimizer ``config_overrides`` name, as JSON."""
-    local = {param: name for chunk in model_chunks for name, param in chunk.named_parameters()}
+    """(setting, name) of each weight here whose optimizer ``config_overrides`` name, as
+    JSON.
+    """
+    local = {
+        param: name
+        for chunk in model_chunks
+        for name, param in chunk.named_parameters()
+    }
     trained = [weight for weight in weights(model_chunks) if weight.param.requires_grad]
     asked = []
     for key, override in overrides.items():
         optimizer = override.get("optimizer")
         if optimizer not in (None, *_PATTERNS_OF):
             raise ValueError(
-                f"config_overrides asks for the optimizer {optimizer!r} of {key}: here weights are "
+                f"config_overrides asks for the optimizer {optimizer!r} of {key}: here "
+                "weights are "
                 "'muon' or 'adam', which is AdamW"
             )
         matched = trained if optimizer else ()
@@ -110,10 +140,19 @@ def routes_asked(overrides: Mapping[Any, Any], model_chunks: Sequence[Any]) -> s
 
 
 def routed(config: MuonConfig, asked: str) -> MuonConfig:
-    """The settings with the names that any rank's ``routes_asked`` has; all ranks call it."""
-    every = {tuple(pair) for text in all_gather_texts(asked, None) for pair in json.loads(text)}
+    """The settings with the names that any rank's ``routes_asked`` has; all ranks call
+    it.
+    """
+    every = {
+        tuple(pair)
+        for text in all_gather_texts(asked, None)
+        for pair in json.loads(text)
+    }
     patterns: dict[str, Any] = {
-        setting: (*getattr(config, setting), *sorted(name for its, name in every if its == setting))
+        setting: (
+            *getattr(config, setting),
+            *sorted(name for its, name in every if its == setting),
+        )
         for setting in _PATTERNS_OF.values()
     }
     return replace(config, **patterns)

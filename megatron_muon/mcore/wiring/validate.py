@@ -1,8 +1,10 @@
-"""Checks before an optimizer is built: options that cannot be, and settings that ranks compare.
+"""Checks before an optimizer is built: options that cannot be, and settings that ranks
+compare.
 
-Options that cannot run under Muon have one clear error each, before the first collective. All ranks
-compare their settings before anything else, since votes and exchanges depend on them: ranks that
-disagree would wait for each other, or raise errors of Megatron's that name no setting.
+Options that cannot run under Muon have one clear error each, before the first
+collective. All ranks compare their settings before anything else, since votes and
+exchanges depend on them: ranks that disagree would wait for each other, or raise errors
+of Megatron's that name no setting.
 """
 
 from __future__ import annotations
@@ -26,27 +28,37 @@ from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.settings.config import MuonConfig, named
 
 _BY_ROUND = (
-    "use optimizer_cpu_offload with use_precision_aware_optimizer, which moves state by round"
+    "use optimizer_cpu_offload with use_precision_aware_optimizer, which "
+    "moves state by round"
 )
-# Switches of Megatron's that Muon does not support, by field and flag, and what to do instead. No
-# release has those of the last lines: they are of Megatron's branch dev, or of a fork.
+# Switches of Megatron's that Muon does not support, by field and flag, and what to do
+# instead. No release has those of the last lines: they are of Megatron's branch dev, or
+# of a fork.
 REFUSED = {
     "optimizer_cuda_graph": "leave it off",
-    "use_layer_wise_distributed_optimizer": "delete that line, which asks for Megatron's own Muon",
+    "use_layer_wise_distributed_optimizer": (
+        "delete that line, which asks for Megatron's own Muon"
+    ),
     "use_megatron_fsdp": "use the distributed optimizer without FSDP",
     "use_custom_fsdp": "use the distributed optimizer without FSDP",
     "fp4_param": "keep parameters in bf16 (computing in fp4 is fine)",
     "moe_single_grouped_weight": "keep a weight per expert",
-    "moe_single_grouped_bias": "keep a bias per expert",  # else it would look like a matrix
+    # else it would look like a matrix
+    "moe_single_grouped_bias": "keep a bias per expert",
     "use_mup": "leave it off, since it sets Adam's rates",
     "offload_optimizer_states": _BY_ROUND,
-    "low_memory_resume": "leave it off: it moves only AdamW's state to the host while it loads",
+    "low_memory_resume": (
+        "leave it off: it moves only AdamW's state to the host while it loads"
+    ),
     "head_wise_attn_gate": "use attention_output_gate, whose rows are known",
     "use_engram": "leave it off, since its embeddings have an optimizer of their own",
     "enable_hetero": "give all ranks one parallelism",
     "use_dualpipev": "use an interleaved pipeline",
 }
-_FP32, _BF16 = {"fp32", "float32"}, {"bf16", "bfloat16"}  # as flags and as torch's names
+_FP32, _BF16 = (
+    {"fp32", "float32"},
+    {"bf16", "bfloat16"},
+)  # as flags and as torch's names
 _FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
@@ -55,8 +67,8 @@ def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> No
 
     Raises:
         ValueError: an option contradicts Distributed Muon, or would be ignored.
-        NotImplementedError: a mode that Muon does not have yet. Names the option and the way out,
-            and every further one.
+        NotImplementedError: a mode that Muon does not have yet. Names the option and
+            the way out, and every further one.
     """
     raise_all(_unsupported(optimizer_config, model_chunks))
 
@@ -68,20 +80,30 @@ def raise_all(faults: Iterable[Exception]) -> None:
         raise type(each[0])("\n".join(dict.fromkeys(map(str, each))))
 
 
-def _unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> Iterator[Exception]:
-    ddp_configs = [chunk.ddp_config for chunk in model_chunks if hasattr(chunk, "ddp_config")]
+def _unsupported(
+    optimizer_config: Any, model_chunks: Sequence[Any]
+) -> Iterator[Exception]:
+    ddp_configs = [
+        chunk.ddp_config for chunk in model_chunks if hasattr(chunk, "ddp_config")
+    ]
     for config in (optimizer_config, *ddp_configs):
         if not config.use_distributed_optimizer:
             yield ValueError(
                 "optimizer='muon' shards over Megatron's distributed optimizer, but "
-                f"{type(config).__name__}.use_distributed_optimizer is False: set it in "
-                "OptimizerConfig and DistributedDataParallelConfig before the model is wrapped "
-                "(--use-distributed-optimizer; a framework may clear it for Megatron's own Muon), "
+                f"{type(config).__name__}.use_distributed_optimizer is False: set it "
+                "in "
+                "OptimizerConfig and DistributedDataParallelConfig before the model is "
+                "wrapped "
+                "(--use-distributed-optimizer; a framework may clear it for Megatron's "
+                "own Muon), "
                 "or choose optimizer='adam'"
             )
-    if not getattr(optimizer_config, "decoupled_weight_decay", True):  # a choice since core 0.15
+    if not getattr(
+        optimizer_config, "decoupled_weight_decay", True
+    ):  # a choice since core 0.15
         yield ValueError(
-            "optimizer='muon' decays weights as AdamW does: set decoupled_weight_decay=True, or "
+            "optimizer='muon' decays weights as AdamW does: set "
+            "decoupled_weight_decay=True, or "
             "choose optimizer='adam' for L2 regularization"
         )
     configs = (optimizer_config, *ddp_configs, get_model_config(model_chunks[0]))
@@ -90,31 +112,51 @@ def _unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> Iterator
         return next(filter(None, (getattr(each, name, None) for each in configs)), None)
 
     params = [pair for chunk in model_chunks for pair in chunk.named_parameters()]
-    marked = [name for name, param in params if getattr(param, "is_gtp_weight_remat", False)]
-    sharded = ("generalized tensor parallelism", marked[:1], "use tensor parallelism alone")
-    wide = [name for name, param in params if param.dtype == torch.float32 and param.requires_grad]
+    marked = [
+        name for name, param in params if getattr(param, "is_gtp_weight_remat", False)
+    ]
+    sharded = (
+        "generalized tensor parallelism",
+        marked[:1],
+        "use tensor parallelism alone",
+    )
+    wide = [
+        name
+        for name, param in params
+        if param.dtype == torch.float32 and param.requires_grad
+    ]
     offload = bool(read("optimizer_cpu_offload")) and wide[:1]
     whole = ("optimizer_cpu_offload with fp32 weights", offload, "keep them in 16 bits")
-    least = getattr(optimizer_config, "grad_norm_skip_threshold", math.inf)  # since core 0.19
-    skips = ("grad_norm_skip_threshold", math.isfinite(least) and least, "leave it at inf")
+    least = getattr(
+        optimizer_config, "grad_norm_skip_threshold", math.inf
+    )  # since core 0.19
+    skips = (
+        "grad_norm_skip_threshold",
+        math.isfinite(least) and least,
+        "leave it at inf",
+    )
     for option, value, way_out in (*refused_modes(read), sharded, whole, skips):
         if value:
             yield NotImplementedError(
-                f"optimizer='muon' does not support {option} yet (got {value!r}): {way_out}, or "
+                f"optimizer='muon' does not support {option} yet (got {value!r}): "
+                f"{way_out}, or "
                 "choose optimizer='adam'"
             )
     for chunk in model_chunks:
         if not isinstance(chunk, DistributedDataParallel):
             yield NotImplementedError(
-                f"optimizer='muon' does not support {type(chunk).__name__} yet: wrap model chunks "
+                f"optimizer='muon' does not support {type(chunk).__name__} yet: wrap "
+                "model chunks "
                 "in Megatron's DistributedDataParallel, or choose optimizer='adam'"
             )
 
 
 def refused_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
-    """Modes that Muon does not support: each one's name, its value (refused if true), a way out.
+    """Modes that Muon does not support: each one's name, its value (refused if true), a
+    way out.
 
-    ``read`` gives the value of one of Megatron's settings by its field's name, None without one.
+    ``read`` gives the value of one of Megatron's settings by its field's name, None
+    without one.
     """
     for name, way_out in REFUSED.items():
         yield name, read(name), way_out
@@ -124,7 +166,9 @@ def refused_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def refuse(config: MuonConfig, arguments: Mapping[str, Any]) -> None:
-    """Check a call of ``get_megatron_optimizer`` for Muon, by what one pipeline stage knows."""
+    """Check a call of ``get_megatron_optimizer`` for Muon, by what one pipeline stage
+    knows.
+    """
     optimizer_config, model_chunks = arguments["config"], arguments["model_chunks"]
     of_call = _faults_of_call(config, optimizer_config, arguments)
     frozen = _frozen_too_late(model_chunks)
@@ -135,9 +179,13 @@ def _faults_of_call(
     config: MuonConfig, optimizer_config: Any, arguments: Mapping[str, Any]
 ) -> Iterator[Exception]:
     if config.clip_scope != "all" and not optimizer_config.clip_grad > 0.0:
-        scope, clip = f"{named('clip_scope')} {config.clip_scope!r}", optimizer_config.clip_grad
+        scope, clip = (
+            f"{named('clip_scope')} {config.clip_scope!r}",
+            optimizer_config.clip_grad,
+        )
         yield ValueError(
-            f"{scope} with clip_grad {clip}: nothing is clipped; give a clip (--clip-grad), or "
+            f"{scope} with clip_grad {clip}: nothing is clipped; give a clip "
+            "(--clip-grad), or "
             "leave the scope out"
         )
     if config.full_period > 1:
@@ -146,21 +194,24 @@ def _faults_of_call(
         yield from unsliced(config, max(size or 1 for size in sizes))
         if optimizer_config.optimizer_cpu_offload:
             yield NotImplementedError(
-                f"{named('full_period')} with optimizer_cpu_offload: the state on the host "
+                f"{named('full_period')} with optimizer_cpu_offload: the state on the "
+                "host "
                 "comes in the rounds of full steps; leave one of them out"
             )
     if getattr(optimizer_config, "chunked_optimizer_state_offload", False):
         for name, value in (("full_period", 1), ("momentum_dtype", "fp32")):
             if getattr(config, name) != value:
                 yield NotImplementedError(
-                    f"{named(name)} with chunked_optimizer_state_offload, whose loads pass Muon "
+                    f"{named(name)} with chunked_optimizer_state_offload, whose loads "
+                    "pass Muon "
                     "by: leave one of them out"
                 )
     narrow = optimizer_config.use_precision_aware_optimizer
     if narrow and config.momentum_dtype != "fp32":
         yield ValueError(
             f"{named('momentum_dtype')} {config.momentum_dtype!r} with "
-            "use_precision_aware_optimizer: give the momentum's dtype by exp_avg_dtype there"
+            "use_precision_aware_optimizer: give the momentum's dtype by exp_avg_dtype "
+            "there"
         )
     if narrow and not optimizer_config.optimizer_cpu_offload:
         try:
@@ -168,13 +219,18 @@ def _faults_of_call(
         except RuntimeError as error:
             yield NotImplementedError(
                 "optimizer='muon' does not support use_precision_aware_optimizer here: "
-                f"{error}; install a Transformer Engine whose FusedAdam has these dtypes (1.13 or "
+                f"{error}; install a Transformer Engine whose FusedAdam has these "
+                "dtypes (1.13 or "
                 "newer, for bf16 2.3), or leave it off"
             )
-    for name in ("grad_comm_pgs", "model_comm_pgs"):  # of core 0.14: without a group of a stage
+    for name in (
+        "grad_comm_pgs",
+        "model_comm_pgs",
+    ):  # of core 0.14: without a group of a stage
         if arguments.get(name) is not None:
             yield NotImplementedError(
-                f"optimizer='muon' does not support {name}: leave it out to use Megatron's global "
+                f"optimizer='muon' does not support {name}: leave it out to use "
+                "Megatron's global "
                 "groups, or take a Megatron from 0.15 on and pass pg_collection"
             )
 
@@ -183,7 +239,8 @@ def unsliced(config: MuonConfig, tp_size: int) -> Iterator[ValueError]:
     """Refuses block steps where TP cuts nothing."""
     if config.full_period > 1 and tp_size == 1:
         yield ValueError(
-            f"{named('full_period')} {config.full_period}: with TP 1 there are no slices, so every "
+            f"{named('full_period')} {config.full_period}: with TP 1 there are no "
+            "slices, so every "
             "step is full; leave it out"
         )
 
@@ -203,7 +260,8 @@ def _frozen_too_late(model_chunks: Sequence[Any]) -> Iterator[Exception]:
     for weight in weights(model_chunks):
         if not weight.param.requires_grad and weight.param in placed:
             yield ValueError(
-                f"{weight.name} was frozen after DistributedDataParallel had allocated its "
+                f"{weight.name} was frozen after DistributedDataParallel had allocated "
+                "its "
                 "gradient: freeze parameters before wrapping the model"
             )
             return
@@ -226,11 +284,19 @@ def routes(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _fp8_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
-    """Refuses fp8 parameters but by recipes whose step was compared with that of one process."""
+    """Refuses fp8 parameters but by recipes whose step was compared with that of one
+    process.
+    """
     fp8 = read("fp8_param_gather") or read("fp8_param")
     bf16 = "keep parameters in bf16 (computing in fp8 is fine)"
-    yield "fp8_param_gather before core 0.14", fp8 and megatron_version()[1] < (0, 14), bf16
-    recipe = getattr(read("fp8_recipe"), "value", read("fp8_recipe"))  # some cores' is of an enum
+    yield (
+        "fp8_param_gather before core 0.14",
+        fp8 and megatron_version()[1] < (0, 14),
+        bf16,
+    )
+    recipe = getattr(
+        read("fp8_recipe"), "value", read("fp8_recipe")
+    )  # some cores' is of an enum
     yield (
         f"fp8_param_gather with fp8_recipe={recipe}",
         fp8 and recipe not in _FP8_RECIPES,
@@ -239,10 +305,12 @@ def _fp8_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
     yield (
         "fp8_param_gather with fp8_recipe=mxfp8 before core 0.19",
         fp8 and recipe == "mxfp8" and megatron_version()[1] < (0, 19),
-        f"{bf16}, since Megatron then has weights of other places, or gathers experts' too early",
+        f"{bf16}, since Megatron then has weights of other places, or gathers experts' "
+        "too early",
     )
     yield (
-        "fp8_recipe=mxfp8 with fp8_param_gather and without reuse_grad_buf_for_mxfp8_param_ag",
+        "fp8_recipe=mxfp8 with fp8_param_gather and without "
+        "reuse_grad_buf_for_mxfp8_param_ag",
         fp8 and recipe == "mxfp8" and not read("reuse_grad_buf_for_mxfp8_param_ag"),
         f"set it (--reuse-grad-buf-for-mxfp8-param-ag), or {bf16}",
     )
@@ -255,10 +323,13 @@ def _state_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
     if read("chunked_optimizer_state_offload") and fraction:
         size = read("optimizer_state_offload_chunk_size_mb") or 0
         yield (
-            f"chunked_optimizer_state_offload, chunks of {size} MiB of {fraction:g} of the state,",
+            f"chunked_optimizer_state_offload, chunks of {size} MiB of {fraction:g} of "
+            "the state,",
             size or fraction != 1.0,
-            "leave --optimizer-state-offload-chunk-size-mb and --optimizer-state-offload-fraction "
-            "out, since a rank steps its own chunks one by one, but all ranks take Muon's step "
+            "leave --optimizer-state-offload-chunk-size-mb and "
+            "--optimizer-state-offload-fraction "
+            "out, since a rank steps its own chunks one by one, but all ranks take "
+            "Muon's step "
             f"together; where that needs too much memory {_BY_ROUND}",
         )
         yield (
@@ -278,7 +349,10 @@ def _state_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
         not on,
         "set it (--use-precision-aware-optimizer), as Megatron-LM's own flags want",
     )
-    for name, dtypes in (("main_params_dtype", _FP32), ("exp_avg_dtype", _FP32 | _BF16)):
+    for name, dtypes in (
+        ("main_params_dtype", _FP32),
+        ("exp_avg_dtype", _FP32 | _BF16),
+    ):
         yield (
             f"optimizer_cpu_offload with {name}={read(name)}",
             on and read(name) and str(read(name)).removeprefix("torch.") not in dtypes,
@@ -292,41 +366,49 @@ def _upstream_faults(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str
     yield (
         "overlap_param_gather_with_optimizer_step in fp16",
         early and read("fp16"),
-        "use overlap_param_gather alone, since Megatron gives each half of the model a loss scale "
+        "use overlap_param_gather alone, since Megatron gives each half of the model a "
+        "loss scale "
         "of its own",
     )
     yield (
         "use_precision_aware_optimizer with rl_offload_optimizer_during_inference",
-        read("use_precision_aware_optimizer") and read("rl_offload_optimizer_during_inference"),
-        "leave out one of both, since Megatron then parts the optimizer's shards from the weights",
+        read("use_precision_aware_optimizer")
+        and read("rl_offload_optimizer_during_inference"),
+        "leave out one of both, since Megatron then parts the optimizer's shards from "
+        "the weights",
     )
     if not read("num_moe_experts"):
         return
     yield (
         "overlap_param_gather_with_optimizer_step with experts",
         early,
-        "use overlap_param_gather alone, since Megatron gathers the first chunk's experts before "
+        "use overlap_param_gather alone, since Megatron gathers the first chunk's "
+        "experts before "
         "their optimizer has stepped",
     )
     expert_tp = read("expert_tensor_parallel_size")
     yield (
-        "expert_tensor_parallel_size other than tensor_model_parallel_size without expert "
+        "expert_tensor_parallel_size other than tensor_model_parallel_size without "
+        "expert "
         "parallelism",
         read("expert_model_parallel_size") == 1
         and expert_tp != read("tensor_model_parallel_size")
         and expert_tp,
-        "set expert_model_parallel_size above 1, since Megatron does not add up the gradients of "
+        "set expert_model_parallel_size above 1, since Megatron does not add up the "
+        "gradients of "
         "such experts over TP ranks",
     )
 
 
-# A bucket's size may come from the parameters of a stage; a rank may log into a folder of its own.
+# A bucket's size may come from the parameters of a stage; a rank may log into a folder
+# of its own.
 _MAY_DIFFER = ("optimizer", "bucket_size", "config_logger_dir")
 _OF_MODEL = ("qk_clip", "qk_clip_threshold", "qk_clip_alpha", "log_max_attention_logit")
 
 
 def agree(config: MuonConfig, arguments: Mapping[str, Any], *, asks: bool) -> None:
-    """Compare the settings of all ranks: the plugin's, and Megatron's for the optimizer.
+    """Compare the settings of all ranks: the plugin's, and Megatron's for the
+    optimizer.
 
     ``asks`` and errors: see ``agree_on_settings``.
     """
@@ -338,12 +420,16 @@ def agree(config: MuonConfig, arguments: Mapping[str, Any], *, asks: bool) -> No
         lines += _fields("DistributedDataParallelConfig", chunk.ddp_config)
     model = get_model_config(chunk)
     lines.append(f"optimizers of config_overrides: {routes(arguments)!r}")
-    lines += [f"{name} of the model: {getattr(model, name, None)!r}" for name in _OF_MODEL]
+    lines += [
+        f"{name} of the model: {getattr(model, name, None)!r}" for name in _OF_MODEL
+    ]
     agree_on_settings(lines, asks=asks, device=lambda: device_of(model_chunks))
 
 
 def _fields(name: str, config: Any) -> Iterator[str]:
-    """The fields of a configuration; of objects that have no plain value, only the type."""
+    """The fields of a configuration; of objects that have no plain value, only the
+    type.
+    """
     for field in dataclasses.fields(config):
         if field.name not in _MAY_DIFFER:
             value = getattr(config, field.name)

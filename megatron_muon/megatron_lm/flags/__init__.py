@@ -1,1 +1,3 @@
-"""Muon's flags among Megatron's arguments: parsed, read as settings, and written back."""
+"""Muon's flags among Megatron's arguments: parsed, read as settings, and written
+back.
+"""

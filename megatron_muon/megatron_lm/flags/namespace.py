@@ -1,4 +1,6 @@
-"""Megatron's arguments once Muon's flags are read: Megatron prints, logs, saves and uses them."""
+"""Megatron's arguments once Muon's flags are read: Megatron prints, logs, saves and
+uses them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from megatron_muon.settings.rows import UPSTREAM
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY, RUN_ROWS
 
 # Flags that a run with AdamW may have.
-_OF_ADAM = ("adamw_from_muon", "weight_decay_all_params", "muon_qk_clip", "muon_qk_clip_alpha")
+_OF_ADAM = (
+    "adamw_from_muon",
+    "weight_decay_all_params",
+    "muon_qk_clip",
+    "muon_qk_clip_alpha",
+)
 
 
 def is_on(args: Any) -> bool:
@@ -30,9 +37,11 @@ def is_on(args: Any) -> bool:
 
 
 def rename_dist_muon(args: Namespace) -> list[str]:
-    """Make ``dist_muon`` Muon with Megatron's own defaults, as from Python; lines to print.
+    """Make ``dist_muon`` Muon with Megatron's own defaults, as from Python; lines to
+    print.
 
-    Up to core 0.15 Megatron has neither the name nor defaults, so there it is ``muon`` alone.
+    Up to core 0.15 Megatron has neither the name nor defaults, so there it is ``muon``
+    alone.
     """
     if args.optimizer != "dist_muon":
         return []
@@ -42,11 +51,17 @@ def rename_dist_muon(args: Namespace) -> list[str]:
         args.muon_defaults = value_given(args, "muon_defaults") or "upstream"
         name += f" --muon-defaults {args.muon_defaults}"
         mode = own["muon_tp_mode"]
-        if mode == "blockwise" and tp_size(args) > 1 and value_given(args, "muon_tp_mode") is None:
+        if (
+            mode == "blockwise"
+            and tp_size(args) > 1
+            and value_given(args, "muon_tp_mode") is None
+        ):
             args.muon_tp_mode = "duplicated"
             lines.append(
-                f"WARNING: --muon-tp-mode blockwise, Megatron's default, is other mathematics with "
-                f"TP {tp_size(args)}: each rank's slice by itself; here every matrix is "
+                "WARNING: --muon-tp-mode blockwise, Megatron's default, is other "
+                "mathematics with "
+                f"TP {tp_size(args)}: each rank's slice by itself; here every matrix "
+                "is "
                 "orthogonalized whole, as by duplicated"
             )
     said = f"--optimizer dist_muon is megatron_muon's Muon here; its name is {name}"
@@ -54,10 +69,11 @@ def rename_dist_muon(args: Namespace) -> list[str]:
 
 
 def leave_to_megatron(args: Namespace) -> None:
-    """Make ``args`` what it is without the plugin, for a run that is not this package's Muon.
+    """Make ``args`` what it is without the plugin, for a run that is not this package's
+    Muon.
 
-    Megatron's own flags keep the given value or get Megatron's default; the plugin's are removed.
-    A second call has no effect.
+    Megatron's own flags keep the given value or get Megatron's default; the plugin's
+    are removed. A second call has no effect.
 
     Raises:
         ValueError: a flag is given that only the plugin has and that would be ignored.
@@ -75,7 +91,8 @@ def leave_to_megatron(args: Namespace) -> None:
     foreign = foreign_flags(args, kept)
     if foreign:
         raise ValueError(
-            f"{', '.join(foreign)} is for megatron_muon's --optimizer muon, and this run has "
+            f"{', '.join(foreign)} is for megatron_muon's --optimizer muon, and this "
+            "run has "
             f"--optimizer {args.optimizer}: leave it out, or give --optimizer muon"
         )
     restore_defaults(args)
@@ -88,7 +105,8 @@ def leave_to_megatron(args: Namespace) -> None:
 def restore_defaults(args: Namespace) -> None:
     """Set Megatron's own default again for every flag that was not given.
 
-    Call it after ``muon_config`` and ``differences``, which must know the flags that were given.
+    Call it after ``muon_config`` and ``differences``, which must know the flags that
+    were given.
     """
     for dest, default in own_defaults(args).items():
         if value_given(args, dest) is None:
@@ -98,8 +116,8 @@ def restore_defaults(args: Namespace) -> None:
 def put_in_force(args: Namespace, config: MuonConfig) -> None:
     """Write the settings of a run into its arguments, each with Megatron's own type.
 
-    Values are plain, so that a checkpoint's arguments can be read without the plugin. Flags of
-    Megatron that the plugin does not know get Megatron's defaults.
+    Values are plain, so that a checkpoint's arguments can be read without the plugin.
+    Flags of Megatron that the plugin does not know get Megatron's defaults.
     """
     restore_defaults(args)
     for dest, value in in_force(args, config).items():
@@ -109,10 +127,11 @@ def put_in_force(args: Namespace, config: MuonConfig) -> None:
 
 
 def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
-    """The value of every flag of ``FLAGS``, by dest, such that they give ``config`` again.
+    """The value of every flag of ``FLAGS``, by dest, such that they give ``config``
+    again.
 
-    ``muon_ns_iteration`` and ``muon_split_matrices`` stay None where they were not given: their
-    defaults depend on the device.
+    ``muon_ns_iteration`` and ``muon_split_matrices`` stay None where they were not
+    given: their defaults depend on the device.
     """
     values = {
         flag.dest: flag.kind.write(getattr(config, field))
@@ -129,14 +148,18 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
     if config.qk_clip is None:
         values["muon_qk_clip_alpha"] = None
     if config.ns_dtype not in (None, "bf16"):
-        values["muon_fp32_matmul_prec"] = "highest"  # torch's word for fp32 without TF32
+        values["muon_fp32_matmul_prec"] = (
+            "highest"  # torch's word for fp32 without TF32
+        )
     return values
 
 
 def differences(args: Namespace) -> list[str]:
-    """A line with all settings that differ from the defaults of this Megatron's own Muon.
+    """A line with all settings that differ from the defaults of this Megatron's own
+    Muon.
 
-    Another line where ``--muon-tp-mode`` is given: its result is the same, its method is not.
+    Another line where ``--muon-tp-mode`` is given: its result is the same, its method
+    is not.
 
     Raises:
         ValueError: see ``muon_config``.
@@ -144,25 +167,36 @@ def differences(args: Namespace) -> list[str]:
     config = muon_config(args)
     unlike = [
         f"{setting} {ours} ({theirs})"
-        for setting, ours, theirs in (_compared(config, args) if upstreams_values(args) else ())
+        for setting, ours, theirs in (
+            _compared(config, args) if upstreams_values(args) else ()
+        )
         if ours != theirs
     ]
-    lines = [f"unlike the defaults of Megatron's own Muon: {', '.join(unlike)}"] if unlike else []
+    lines = (
+        [f"unlike the defaults of Megatron's own Muon: {', '.join(unlike)}"]
+        if unlike
+        else []
+    )
     if value_given(args, "muon_tp_mode") is not None:
         lines.append(
-            f"--muon-tp-mode {args.muon_tp_mode}: each matrix is orthogonalized once and whole, at "
+            f"--muon-tp-mode {args.muon_tp_mode}: each matrix is orthogonalized once "
+            "and whole, at "
             "its home, with the same result"
         )
     return lines
 
 
 def _compared(config: MuonConfig, args: Namespace) -> list[tuple[str, object, object]]:
-    """(name, value here, default of Megatron's own Muon) of each setting that both have."""
+    """(name, value here, default of Megatron's own Muon) of each setting that both
+    have.
+    """
     own, compared = upstreams_values(args), []
     for field, row in ROWS.items():
         theirs = upstreams_setting(args, row)
         if theirs is not None:
-            (flag, *_) = [f for f in row.flags if f.source == UPSTREAM and f.dest in own]
+            (flag, *_) = [
+                f for f in row.flags if f.source == UPSTREAM and f.dest in own
+            ]
             name, write = row.named if flag.is_switch else flag.option, flag.kind.write
             compared.append((name, write(getattr(config, field)), write(theirs)))
     dtype = config.ns_dtype or ("fp16 on a GPU" if config.preset == "fast" else "bf16")

@@ -1,11 +1,12 @@
 """Muon's flags on Megatron-LM's parser.
 
-They have three sources: the proof of concept of this work, Megatron-LM's own Muon (core 0.16 and
-later; ``megatron/training/arguments.py``) and this plugin. All are accepted with every Megatron
-version. A flag keeps the meaning that it has at its source, or is an error; none is ignored.
+They have three sources: the proof of concept of this work, Megatron-LM's own Muon (core
+0.16 and later; ``megatron/training/arguments.py``) and this plugin. All are accepted
+with every Megatron version. A flag keeps the meaning that it has at its source, or is
+an error; none is ignored.
 
-Every default is None, which shows the flags that were given. Megatron's own defaults are kept in
-``args.megatron_muon_defaults``, by dest.
+Every default is None, which shows the flags that were given. Megatron's own defaults
+are kept in ``args.megatron_muon_defaults``, by dest.
 """
 
 from __future__ import annotations
@@ -27,23 +28,32 @@ from megatron_muon.settings.run_flags import FLAGS, OF_ANY
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the names of Muon to the choices of ``--optimizer``, and every flag of Muon's.
+    """Add the names of Muon to the choices of ``--optimizer``, and every flag of
+    Muon's.
 
-    The parser has all of Megatron's arguments; flags that it has keep their action and type.
+    The parser has all of Megatron's arguments; flags that it has keep their action and
+    type.
     """
     actions = parser._option_string_actions
     optimizer = actions.get("--optimizer")
     if optimizer is not None and optimizer.choices:
         missing = [name for name in MUONS if name not in optimizer.choices]
         optimizer.choices = [*optimizer.choices, *missing]
-    own = {actions[option].dest: actions[option].default for option in _muons_options(parser)}
+    own = {
+        actions[option].dest: actions[option].default
+        for option in _muons_options(parser)
+    }
     group = parser.add_argument_group("distributed muon")
     for flag in FLAGS:
         if flag.option in actions:
             actions[flag.option].help = flag.help
         else:
             group.add_argument(
-                flag.option, dest=flag.dest, default=None, help=flag.help, **flag.kind.keywords()
+                flag.option,
+                dest=flag.dest,
+                default=None,
+                help=flag.help,
+                **flag.kind.keywords(),
             )
     parser.set_defaults(**dict.fromkeys(own), **{KEPT: own})
 
@@ -52,34 +62,45 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 # each is today; examples/moe_1b has the same table.
 _BALANCE = "--moe-router-load-balancing-type"
 FORK = {
-    "--moe-router-activation-type": "--moe-router-score-function; softmax is refused with the "
+    "--moe-router-activation-type": "--moe-router-score-function; softmax is "
+    "refused with the "
     "experts' bias",
     "--moe-routed-scaling-factor": "--moe-router-topk-scaling-factor",
     "--moe-num-first-dense-layers": "--moe-layer-freq, for 2 of 18 ([0]*2+[1]*16)",
     "--expert-balance-factor": f"{_BALANCE} none, where it is 0",
     "--device-balance-factor": f"{_BALANCE} none, where it is 0",
-    "--moe-global-batch-balance": "none with the experts' bias, which follows the whole batch; "
+    "--moe-global-batch-balance": "none with the experts' bias, which follows the "
+    "whole batch; "
     f"without it {_BALANCE} global_aux_loss (core 0.15 and later)",
-    "--no-interleaved-qkv": "none: Megatron's fused QKV is interleaved by query groups; Muon "
+    "--no-interleaved-qkv": "none: Megatron's fused QKV is interleaved by query "
+    "groups; Muon "
     "splits Q, K and V all the same",
     "--save-async-fast-checkpoint": "--async-save",
 }
 
 
 def refuse_forks_flags(parser: argparse.ArgumentParser, line: Sequence[str]) -> None:
-    """End the process with an error that has all flags of Moonshot's fork alone on a command line.
+    """End the process with an error that has all flags of Moonshot's fork alone on a
+    command line.
 
     Each is there with what it is today.
     """
     named = dict.fromkeys(word.partition("=")[0] for word in line)
-    unknown = [name for name in named if name in FORK and name not in parser._option_string_actions]
+    unknown = [
+        name
+        for name in named
+        if name in FORK and name not in parser._option_string_actions
+    ]
     if unknown:
         answers = "".join(f"\n  {name}: {FORK[name]}" for name in unknown)
-        parser.error(f"flags of Moonshot's fork of Megatron, and what they are today:{answers}")
+        parser.error(
+            f"flags of Moonshot's fork of Megatron, and what they are today:{answers}"
+        )
 
 
 def mend_help(parser: argparse.ArgumentParser) -> None:
-    """Double the percent signs of help texts that argparse cannot print, so that ``--help`` works.
+    """Double the percent signs of help texts that argparse cannot print, so that
+    ``--help`` works.
 
     Megatron-LM has such texts from 0.18 on; its own ``--help`` ends in a ValueError.
     """
@@ -94,11 +115,15 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def given_on(parser: argparse.ArgumentParser, line: Sequence[str]) -> list[str]:
-    """The options of Muon's on a command line, and ``--optimizer`` with a name of Muon."""
+    """The options of Muon's on a command line, and ``--optimizer`` with a name of
+    Muon.
+    """
     known = _muons_options(parser)
     options = [word for word in line if word.split("=")[0] in known]
     for name in MUONS:
-        if f"--optimizer={name}" in line or ("--optimizer", name) in itertools.pairwise(line):
+        if f"--optimizer={name}" in line or ("--optimizer", name) in itertools.pairwise(
+            line
+        ):
             options.insert(0, f"--optimizer {name}")
     return options
 
@@ -107,15 +132,18 @@ def _muons_options(parser: argparse.ArgumentParser) -> list[str]:
     """The options of ``FLAGS`` and of Megatron's own Muon that a parser has."""
     known = {flag.option for flag in FLAGS}
     options = parser._option_string_actions
-    return [option for option in options if option.startswith("--muon-") or option in known]
+    return [
+        option for option in options if option.startswith("--muon-") or option in known
+    ]
 
 
 def muon_backend(args: Namespace) -> str:
-    """The implementation of ``--optimizer muon``: ``plugin``, or ``upstream`` (Megatron's own).
+    """The implementation of ``--optimizer muon``: ``plugin``, or ``upstream``
+    (Megatron's own).
 
     Raises:
-        ValueError: upstream is asked for, and this Megatron has no Muon of its own, or lacks
-            another flag that is given.
+        ValueError: upstream is asked for, and this Megatron has no Muon of its own, or
+            lacks another flag that is given.
     """
     if value_given(args, "muon_backend") != "upstream":
         return "plugin"
@@ -123,13 +151,15 @@ def muon_backend(args: Namespace) -> str:
         return "upstream"  # ``leave_to_megatron`` has already handled these arguments
     if not upstreams_values(args):
         raise ValueError(
-            "--muon-backend upstream: this Megatron has no Muon of its own (core 0.16 and later "
+            "--muon-backend upstream: this Megatron has no Muon of its own (core 0.16 "
+            "and later "
             "have); leave it out"
         )
     foreign = foreign_flags(args, {*own_defaults(args), "muon_backend", *OF_ANY})
     if foreign:
         raise ValueError(
-            f"--muon-backend upstream leaves everything to Megatron's own Muon, which has no "
+            "--muon-backend upstream leaves everything to Megatron's own Muon, which "
+            "has no "
             f"{', '.join(foreign)} in this version: leave out one or the other"
         )
     return "upstream"

@@ -1,4 +1,6 @@
-"""Gathers of parameters within the step, which ``auto`` starts in Megatron-LM's own loop only."""
+"""Gathers of parameters within the step, which ``auto`` starts in Megatron-LM's own
+loop only.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ from megatron_muon.runtime import patches
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Megatron's training loop, with gathers of parameters within its steps.
 
-    Others train in it, too, by a ``train_step`` of their own that generates samples first
-    (ms-swift's GRPO). They may copy parameters after a step, or move them to the host.
+    Others train in it, too, by a ``train_step`` of their own that generates samples
+    first (ms-swift's GRPO). They may copy parameters after a step, or move them to the
+    host.
     """
     optimizer = inspect.signature(original).bind(*args, **kwargs).arguments["optimizer"]
     parts = getattr(optimizer, "chained_optimizers", [])
-    gathers = [part.early_gathers for part in parts if getattr(part, "early_gathers", None)]
+    gathers = [
+        part.early_gathers for part in parts if getattr(part, "early_gathers", None)
+    ]
     what = _why_not(original) if gathers else None
     waits = not all(each.is_on for each in gathers)  # with ``auto``
     if what is not None and waits and int(os.environ.get("RANK", "0")) == 0:
@@ -36,7 +41,11 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _why_not(train: Callable[..., Any]) -> str | None:
     """What may read or write parameters in this loop, if anything does."""
-    if getattr(importlib.import_module("megatron.training").get_args(), "perform_rl_step", False):
+    if getattr(
+        importlib.import_module("megatron.training").get_args(),
+        "perform_rl_step",
+        False,
+    ):
         return "--perform-rl-step"
     loop = importlib.import_module("megatron.training.training")
     for name, function in (("train", train), ("train_step", loop.train_step)):

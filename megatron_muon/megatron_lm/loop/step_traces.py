@@ -1,4 +1,6 @@
-"""``--muon-trace-steps`` in Megatron-LM's training loop: traces of chosen steps on every rank."""
+"""``--muon-trace-steps`` in Megatron-LM's training loop: traces of chosen steps on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ FOLDER = "traces"
 
 
 def check(args: Any) -> None:
-    """Check the flags of traces before anything is built. A run without them is left alone."""
+    """Check the flags of traces before anything is built. A run without them is left
+    alone.
+    """
     steps = getattr(args, "muon_trace_steps", None)
     if not steps:
         if getattr(args, "muon_trace_dir", None):
-            raise ValueError("--muon-trace-dir has no effect without --muon-trace-steps")
+            raise ValueError(
+                "--muon-trace-dir has no effect without --muon-trace-steps"
+            )
         return
     try:
         chosen = chosen_steps(steps)
@@ -33,10 +39,13 @@ def check(args: Any) -> None:
     Path(_folder(args)).mkdir(parents=True, exist_ok=True)
     last = getattr(args, "train_iters", None)
     if last is not None and chosen[-1] > last:
-        raise ValueError(f"--muon-trace-steps {steps}: the run has --train-iters {last}")
+        raise ValueError(
+            f"--muon-trace-steps {steps}: the run has --train-iters {last}"
+        )
     if getattr(args, "use_pytorch_profiler", False):
         raise ValueError(
-            "--muon-trace-steps and --use-pytorch-profiler both start torch's profiler: leave out "
+            "--muon-trace-steps and --use-pytorch-profiler both start torch's "
+            "profiler: leave out "
             "one of them"
         )
 
@@ -73,6 +82,7 @@ def _traces_of(steps: str, folder: str) -> MegatronTraces:
 def _say_if_open(traces: MegatronTraces, steps: str) -> None:
     if traces.is_open:
         say(
-            f"[megatron_muon] --muon-trace-steps {steps}: the run ended before the last of them, "
+            f"[megatron_muon] --muon-trace-steps {steps}: the run ended before the "
+            "last of them, "
             "so this rank has written no trace"
         )

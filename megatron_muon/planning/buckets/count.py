@@ -1,9 +1,11 @@
-"""The number of buckets that costs least where Megatron overlaps their reduction with backward.
+"""The number of buckets that costs least where Megatron overlaps their reduction with
+backward.
 
-A step may have to wait for two things. One is the last bucket: no backward pass hides the
-reduction of its gradients, and the next forward pass needs its parameters first. The other is
-Muon's exchange: each of a bucket's ``dp_size - 1`` shard edges cuts a parameter. More buckets make
-the first wait shorter and the second longer. Both use the same links, so bytes are compared.
+A step may have to wait for two things. One is the last bucket: no backward pass hides
+the reduction of its gradients, and the next forward pass needs its parameters first.
+The other is Muon's exchange: each of a bucket's ``dp_size - 1`` shard edges cuts a
+parameter. More buckets make the first wait shorter and the second longer. Both use the
+same links, so bytes are compared.
 """
 
 from __future__ import annotations
@@ -15,10 +17,16 @@ from math import lcm
 from megatron_muon.planning.buckets.order import ALIGNMENT, Bucket, away, starts
 from megatron_muon.planning.layout import Parameter
 
-_BUCKET = 128  # elements; Megatron rounds a bucket up to a multiple of this and of its shards
+_BUCKET = (
+    128  # elements; Megatron rounds a bucket up to a multiple of this and of its shards
+)
 # The fewest buckets are taken that cost at most this multiple of the least.
 SLACK = 1.05
-_GRAD, _PARAM, _PIECE = 4, 2, 2  # bytes of an element in a reduction, an all-gather, the exchange
+_GRAD, _PARAM, _PIECE = (
+    4,
+    2,
+    2,
+)  # bytes of an element in a reduction, an all-gather, the exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +34,9 @@ class LocalParameter:
     """A parameter as a rank has it."""
 
     numel: int  # number of elements on a rank
-    muon: Parameter | None = None  # its Muon parameter, with any bucket and span; None for AdamW's
+    muon: Parameter | None = (
+        None  # its Muon parameter, with any bucket and span; None for AdamW's
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +55,9 @@ class BucketCost:
     buckets: int  # number in all buffers
     boundary: int  # number of Muon's parameters that shard edges cut
     waited: int  # bytes that a rank sends of the last buckets' gradients and parameters
-    # bytes that Muon's exchange sends on an average rank for elements outside the shard that has
-    # most of their parameter. TP and balanced homes add bytes too, but these hardly depend on
-    # buckets.
+    # bytes that Muon's exchange sends on an average rank for elements outside the shard
+    # that has most of their parameter. TP and balanced homes add bytes too, but these
+    # hardly depend on buckets.
     cut: int
 
     @property
@@ -57,7 +67,9 @@ class BucketCost:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``number`` of buckets to ask for, its cost, and the cost of Megatron's own number."""
+    """``number`` of buckets to ask for, its cost, and the cost of Megatron's own
+    number.
+    """
 
     number: int
     cost: BucketCost
@@ -79,19 +91,27 @@ def choose(buffers: Sequence[Buffer]) -> Choice | None:
     if stock.buckets <= len(buffers):
         return None
     total = sum(weight.numel for buffer in buffers for weight in buffer.weights)
-    costs = {number: cost(buffers, total // number) for number in _numbers(stock.buckets)}
-    several = {number: one for number, one in costs.items() if one.buckets > len(buffers)}
+    costs = {
+        number: cost(buffers, total // number) for number in _numbers(stock.buckets)
+    }
+    several = {
+        number: one for number, one in costs.items() if one.buckets > len(buffers)
+    }
     if not several:
         return None
     least = min(one.total for one in several.values())
-    number = min(number for number, one in several.items() if one.total <= SLACK * least)
+    number = min(
+        number for number, one in several.items() if one.total <= SLACK * least
+    )
     if several[number].buckets >= stock.buckets:
         return None
     return Choice(number, several[number], stock)
 
 
 def cost(buffers: Sequence[Buffer], bucket_size: int) -> BucketCost:
-    """The cost if a bucket of a rank's buffers is closed as soon as it has so many elements."""
+    """The cost if a bucket of a rank's buffers is closed as soon as it has so many
+    elements.
+    """
     count = boundary = waited = cut = 0
     for buffer in buffers:
         size, elements = buffer.dp_size, 0
@@ -99,7 +119,10 @@ def cost(buffers: Sequence[Buffer], bucket_size: int) -> BucketCost:
             count += 1
             elements = bucket.numel
             for start, numel, muon in zip(
-                starts(bucket.own(), bucket.sizes), bucket.sizes, bucket.muons, strict=True
+                starts(bucket.own(), bucket.sizes),
+                bucket.sizes,
+                bucket.muons,
+                strict=True,
             ):
                 elsewhere = away(start, numel, bucket.numel // size) if muon else 0
                 boundary += elsewhere > 0

@@ -1,14 +1,17 @@
-"""The order of parameters in a grad buffer's buckets: Megatron's, or one with fewer cuts.
+"""The order of parameters in a grad buffer's buckets: Megatron's, or one with fewer
+cuts.
 
-Plain integers, the same on every rank. A parameter that a shard's edge cuts has to move. Megatron
-fills buckets from the model's last parameter to its first, so edges fall anywhere. From core 0.18
-on, Megatron accepts another layout: see ``mcore.wiring.buffers.bucket_layout``.
+Plain integers, the same on every rank. A parameter that a shard's edge cuts has to
+move. Megatron fills buckets from the model's last parameter to its first, so edges fall
+anywhere. From core 0.18 on, Megatron accepts another layout: see
+``mcore.wiring.buffers.bucket_layout``.
 
-``shard_order`` finds an order in which the shards of a bucket cut few weights. But balanced homes
-then move whole matrices, where before it was enough to move the rest of a cut one. Llama-3-8B at
-DP 8 in this order and in Megatron's sends 1.34 % and 0.62 % of AdamW's bytes with one bucket, but
-0.32 % and 1.66 % with 8. So ``orders`` makes a plan of each order, with the run's own policy of
-homes, and takes the new order only where it sends less.
+``shard_order`` finds an order in which the shards of a bucket cut few weights. But
+balanced homes then move whole matrices, where before it was enough to move the rest of
+a cut one. Llama-3-8B at DP 8 in this order and in Megatron's sends 1.34 % and 0.62 % of
+AdamW's bytes with one bucket, but 0.32 % and 1.66 % with 8. So ``orders`` makes a plan
+of each order, with the run's own policy of homes, and takes the new order only where it
+sends less.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from megatron_muon.planning.plan import make_plan
 ALIGNMENT = 64  # elements; Megatron starts every parameter at a multiple of it
 Orders = Sequence[Sequence[int]]  # for each bucket, indices of its parameters
 UNPLACED = Span(0, 0)  # bucket and span of a parameter that has no place yet
-_ONE_ROUND = 1 << 62  # bytes that hold everything: what is sent does not depend on rounds
+_ONE_ROUND = (
+    1 << 62
+)  # bytes that hold everything: what is sent does not depend on rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +56,25 @@ class Holders:
 
 
 def orders(buckets: Sequence[Bucket], holders: Holders, numerics: Numerics) -> Orders:
-    """The order of each bucket: Megatron's, or one with few cuts where it sends less."""
+    """The order of each bucket: Megatron's, or one with few cuts where it sends
+    less.
+    """
     own = [bucket.own() for bucket in buckets]
     fitting = [_fitting(bucket, holders.dp_size) for bucket in buckets]
     if fitting == own:
         return own
-    before, after = (sent_bytes(buckets, each, holders, numerics) for each in (own, fitting))
+    before, after = (
+        sent_bytes(buckets, each, holders, numerics) for each in (own, fitting)
+    )
     return fitting if after < before else own
 
 
 def sent_bytes(
     buckets: Sequence[Bucket], by_bucket: Orders, holders: Holders, numerics: Numerics
 ) -> int:
-    """Bytes that all these ranks together send in a step, slices there and directions back."""
+    """Bytes that all these ranks together send in a step, slices there and directions
+    back.
+    """
     rows = tuple(
         tuple(range(tp_rank * holders.dp_size, (tp_rank + 1) * holders.dp_size))
         for tp_rank in range(holders.tp_size)
@@ -76,7 +87,9 @@ def sent_bytes(
 
 
 def parameters_in(buckets: Sequence[Bucket], by_bucket: Orders) -> list[Parameter]:
-    """Muon's parameters, each in its place, in the order of the model (buckets reverse it)."""
+    """Muon's parameters, each in its place, in the order of the model (buckets reverse
+    it).
+    """
     parameters, first = [], 0
     for bucket, order in zip(buckets, by_bucket, strict=True):
         whole = Span(first, first + bucket.numel)
@@ -91,20 +104,24 @@ def parameters_in(buckets: Sequence[Bucket], by_bucket: Orders) -> list[Paramete
 
 
 def _fitting(bucket: Bucket, dp_size: int) -> list[int]:
-    """An order with few cuts; Megatron's where that order needs more padding than there is."""
+    """An order with few cuts; Megatron's where that order needs more padding than there
+    is.
+    """
     is_whole = [parameter is not None for parameter in bucket.muons]
     order = shard_order(bucket.sizes, is_whole, bucket.numel // dp_size)
     fits = starts(order, bucket.sizes)[-1] + bucket.sizes[order[-1]] <= bucket.numel
     return order if fits else bucket.own()
 
 
-def shard_order(sizes: Sequence[int], is_whole: Sequence[bool], shard: int) -> list[int]:
+def shard_order(
+    sizes: Sequence[int], is_whole: Sequence[bool], shard: int
+) -> list[int]:
     """Indices of a bucket's parameters in the order in which to put them.
 
-    At an edge the next parameter is the largest one left, even if it is larger than a shard.
-    Elsewhere it is the largest that ends before the next edge; failing that, the largest of those
-    that may be cut; failing that, the one with the fewest elements cut off. Megatron's own order is
-    kept unless this one cuts off fewer elements.
+    At an edge the next parameter is the largest one left, even if it is larger than a
+    shard. Elsewhere it is the largest that ends before the next edge; failing that, the
+    largest of those that may be cut; failing that, the one with the fewest elements cut
+    off. Megatron's own order is kept unless this one cuts off fewer elements.
 
     Args:
         sizes: elements of each parameter, in Megatron's order.
@@ -143,10 +160,16 @@ def cut_off(
 
 
 def _next(
-    left: set[int], sizes: Sequence[int], is_whole: Sequence[bool], shard: int, position: int
+    left: set[int],
+    sizes: Sequence[int],
+    is_whole: Sequence[bool],
+    shard: int,
+    position: int,
 ) -> int:
     room = shard - position % shard
-    fitting = left if room == shard else {index for index in left if sizes[index] <= room}
+    fitting = (
+        left if room == shard else {index for index in left if sizes[index] <= room}
+    )
     if fitting:
         return min(fitting, key=lambda index: (-sizes[index], index))
     indifferent = {index for index in left if not is_whole[index]}

@@ -1,7 +1,9 @@
-"""Rounds: parameters that go through the exchange together, so that memory stays bounded.
+"""Rounds: parameters that go through the exchange together, so that memory stays
+bounded.
 
-While one round is orthogonalized, the slices of the next one and the directions of the one before
-travel. All matrices of a parameter are in one round. Plain integers, the same on every rank.
+While one round is orthogonalized, the slices of the next one and the directions of the
+one before travel. All matrices of a parameter are in one round. Plain integers, the
+same on every rank.
 """
 
 from __future__ import annotations
@@ -13,14 +15,18 @@ from typing import Protocol
 
 Loads = Mapping[int, int]  # bytes by rank of the stage
 
-# A round has room for this many parameters of the largest size. With 2 the time model has
-# Llama-3-8B at TP1 x DP8 13 % slower, since ranks wait for each other between rounds; with more
-# than 3 it is hardly faster.
+# A round has room for this many parameters of the largest size. With 2 the time model
+# has Llama-3-8B at TP1 x DP8 13 % slower, since ranks wait for each other between
+# rounds; with more than 3 it is hardly faster.
 _LARGEST_IN_A_ROUND = 3
-ROUND_PS = 200_000_000  # picoseconds that one more round takes to start: messages, kernels, Python
-LEAST_LIMIT = 256 << 20  # bytes; on a GPU, smaller rounds take longer to start than to run
-# Elements that one elementwise call may take; its fp32 scratch memory is then 80 MiB. One launch of
-# torch's operations on lists takes 320 blocks of 2^16 elements, so a larger call saves no launch.
+# picoseconds that one more round takes to start: messages, kernels, Python
+ROUND_PS = 200_000_000
+LEAST_LIMIT = (
+    256 << 20
+)  # bytes; on a GPU, smaller rounds take longer to start than to run
+# Elements that one elementwise call may take; its fp32 scratch memory is then 80 MiB.
+# One launch of torch's operations on lists takes 320 blocks of 2^16 elements, so a
+# larger call saves no launch.
 ELEMENTS_AT_ONCE = 320 << 16
 LEAST_SCRATCH = 1 << 28  # elements; smaller batches leave most of a GPU idle
 
@@ -35,8 +41,9 @@ class Sized(Protocol):
 def scratch_limit(matrices: Sequence[Sized]) -> int:
     """Elements of scratch memory for a batch of Newton-Schulz, the same on all ranks.
 
-    It is 1.5 × the largest matrix, and at least ``LEAST_SCRATCH``, so that small matrices go in
-    batches. A matrix that needs more is not batched, and takes what it needs.
+    It is 1.5 × the largest matrix, and at least ``LEAST_SCRATCH``, so that small
+    matrices go in batches. A matrix that needs more is not batched, and takes what it
+    needs.
     """
     largest = max((matrix.numel for matrix in matrices), default=0)
     return max(3 * largest // 2, LEAST_SCRATCH)
@@ -47,17 +54,18 @@ def make_rounds(
 ) -> tuple[tuple[int, ...], ...]:
     """Indices of parameters per round; each parameter is in exactly one.
 
-    Parameters come in the order in which ranks would reach them if each worked through its own.
-    Each goes into the first round where no rank that has buffers for it would pass the limit. So a
-    parameter in a later round fits into none before it, and ranks that share nothing never wait for
-    each other.
+    Parameters come in the order in which ranks would reach them if each worked through
+    its own. Each goes into the first round where no rank that has buffers for it would
+    pass the limit. So a parameter in a later round fits into none before it, and ranks
+    that share nothing never wait for each other.
 
     Args:
-        homed: for each parameter, bytes of its matrices by the rank that orthogonalizes them.
+        homed: for each parameter, bytes of its matrices by the rank that orthogonalizes
+        them.
         taken: for each parameter, bytes of all its buffers by rank.
-        limit: cap on the bytes taken on any rank. A parameter that takes more on a rank shares its
-            round with no other there. None: three times the largest parameter's bytes, at least
-            ``LEAST_LIMIT``.
+        limit: cap on the bytes taken on any rank. A parameter that takes more on a rank
+            shares its round with no other there. None: three times the largest
+            parameter's bytes, at least ``LEAST_LIMIT``.
 
     Raises:
         ValueError: ``limit`` is not above 0.
@@ -74,10 +82,12 @@ def make_rounds(
 def smaller_first(
     homed: Sequence[Loads], taken: Sequence[Loads], limit: int | None, least: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Rounds of which each has an equal share of every home's bytes, small matrices first.
+    """Rounds of which each has an equal share of every home's bytes, small matrices
+    first.
 
-    So large matrices travel while small ones are at work, and no home waits for another's share. A
-    parameter comes later than its share where the limit leaves no room.
+    So large matrices travel while small ones are at work, and no home waits for
+    another's share. A parameter comes later than its share where the limit leaves no
+    room.
 
     Args:
         homed, taken, limit: see ``make_rounds``.
@@ -90,9 +100,13 @@ def smaller_first(
             of_home[rank] += count
     before: dict[int, int] = defaultdict(int)
     shares = []
-    for index in sorted(range(len(homed)), key=lambda at: (max(homed[at].values(), default=0), at)):
+    for index in sorted(
+        range(len(homed)), key=lambda at: (max(homed[at].values(), default=0), at)
+    ):
         own = homed[index].items()
-        middles = [Fraction(2 * before[rank] + count, 2 * of_home[rank]) for rank, count in own]
+        middles = [
+            Fraction(2 * before[rank] + count, 2 * of_home[rank]) for rank, count in own
+        ]
         shares.append((max(middles, default=Fraction(0)), index))
         for rank, count in own:
             before[rank] += count
@@ -115,7 +129,11 @@ def _limit_of(taken: Sequence[Loads], limit: int | None) -> int:
 
 
 def _put(
-    rounds: list[list[int]], loads_of: list[dict[int, int]], number: int, index: int, more: Loads
+    rounds: list[list[int]],
+    loads_of: list[dict[int, int]],
+    number: int,
+    index: int,
+    more: Loads,
 ) -> None:
     if number == len(rounds):
         rounds.append([])
@@ -126,9 +144,14 @@ def _put(
 
 
 def _first_with_room(loads_of: Sequence[Loads], more: Loads, limit: int) -> int:
-    """The number of the first round with room for a parameter; where none has, of a new one."""
+    """The number of the first round with room for a parameter; where none has, of a new
+    one.
+    """
     for number, loads in enumerate(loads_of):
-        if all(rank not in loads or loads[rank] + count <= limit for rank, count in more.items()):
+        if all(
+            rank not in loads or loads[rank] + count <= limit
+            for rank, count in more.items()
+        ):
             return number
     return len(loads_of)
 

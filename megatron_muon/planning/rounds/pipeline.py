@@ -1,8 +1,10 @@
-"""The time of a stage's rounds by two speeds: which of several ways to cut them is shortest.
+"""The time of a stage's rounds by two speeds: which of several ways to cut them is
+shortest.
 
-The order is that of a step: slices of round k + 1 travel while round k is orthogonalized, and its
-directions while round k + 1 is. Plain integers, in the unit of ``homes.Price``. And when the
-all-gather of each bucket of parameters starts, if it starts within the step.
+The order is that of a step: slices of round k + 1 travel while round k is
+orthogonalized, and its directions while round k + 1 is. Plain integers, in the unit of
+``homes.Price``. And when the all-gather of each bucket of parameters starts, if it
+starts within the step.
 """
 
 from __future__ import annotations
@@ -23,10 +25,17 @@ class Demand:
     slices: Messages
 
 
-def pipeline_time(rounds: Sequence[Sequence[int]], demands: Sequence[Demand], size: int) -> int:
-    """The time until the last rank has its directions, from the parameters of each round."""
+def pipeline_time(
+    rounds: Sequence[Sequence[int]], demands: Sequence[Demand], size: int
+) -> int:
+    """The time until the last rank has its directions, from the parameters of each
+    round.
+    """
     every = [_together([demands[index] for index in round]) for round in rounds]
-    link, done = [0] * size, [0] * size  # times at which a rank's link and its work are free
+    link, done = (
+        [0] * size,
+        [0] * size,
+    )  # times at which a rank's link and its work are free
     arrived = _travelled(every[0].slices, link, done) if every else {}
     for number, demand in enumerate(every):
         for rank, time in arrived.items():
@@ -51,8 +60,12 @@ def _together(demands: Sequence[Demand]) -> Demand:
     return Demand(work, slices)
 
 
-def _travelled(messages: Messages, link: list[int], ready: Sequence[int]) -> dict[int, int]:
-    """Move messages at once; returns when each rank has its own, and links are busy until then."""
+def _travelled(
+    messages: Messages, link: list[int], ready: Sequence[int]
+) -> dict[int, int]:
+    """Move messages at once; returns when each rank has its own, and links are busy
+    until then.
+    """
     begin: dict[int, int] = {}
     out: dict[int, int] = {}
     into: dict[int, int] = {}
@@ -62,34 +75,42 @@ def _travelled(messages: Messages, link: list[int], ready: Sequence[int]) -> dic
             begin[rank] = max(begin.get(rank, 0), start)
         out[sender] = out.get(sender, 0) + time
         into[receiver] = into.get(receiver, 0) + time
-    ends = {rank: at + max(out.get(rank, 0), into.get(rank, 0)) for rank, at in begin.items()}
+    ends = {
+        rank: at + max(out.get(rank, 0), into.get(rank, 0))
+        for rank, at in begin.items()
+    }
     for rank, end in ends.items():
         link[rank] = end
     return {rank: ends[rank] for rank in into}
 
 
 def starts(
-    updated: Iterable[int], last: int, *, one_by_one: bool = False, is_followed: bool = False
+    updated: Iterable[int],
+    last: int,
+    *,
+    one_by_one: bool = False,
+    is_followed: bool = False,
 ) -> tuple[int | None, ...]:
     """After which round the gather of each bucket starts.
 
-    It starts as soon as the bucket's parameters are updated, but not before the gathers that the
-    forward pass waits for earlier, which it would delay.
+    It starts as soon as the bucket's parameters are updated, but not before the gathers
+    that the forward pass waits for earlier, which it would delay.
 
-    After the last round at most one starts: the one that the forward pass waits for first, or any
-    if more of the step follows. Megatron-LM's reduction of the loss comes after the step and is
-    by the group of dense gathers, so it waits for all of them that are under way.
+    After the last round at most one starts: the one that the forward pass waits for
+    first, or any if more of the step follows. Megatron-LM's reduction of the loss comes
+    after the step and is by the group of dense gathers, so it waits for all of them
+    that are under way.
 
     Args:
-        updated: the last round that updates a parameter of a bucket, or ``ADAMW``; of each bucket
-            in the order of the forward pass.
+        updated: the last round that updates a parameter of a bucket, or ``ADAMW``; of
+            each bucket in the order of the forward pass.
         last: the last round of the step.
         one_by_one: start at most one after each round.
         is_followed: whether another optimizer's rounds follow.
 
     Returns:
-        For each bucket a round, or ``ADAMW``. Those that start after round ``last`` start at the
-        end of the step. None: in the forward pass, as Megatron has it.
+        For each bucket a round, or ``ADAMW``. Those that start after round ``last``
+        start at the end of the step. None: in the forward pass, as Megatron has it.
     """
     planned: list[int | None] = []
     at = ADAMW

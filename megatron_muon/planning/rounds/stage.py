@@ -1,4 +1,6 @@
-"""The rounds of a stage: what a round counts of its memory, and the shorter of two ways to cut."""
+"""The rounds of a stage: what a round counts of its memory, and the shorter of two ways
+to cut.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from collections.abc import Sequence
 
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import Price, Work, prices
-from megatron_muon.planning.rounds.cut import ROUND_PS, Loads, make_rounds, smaller_first
+from megatron_muon.planning.rounds.cut import (
+    ROUND_PS,
+    Loads,
+    make_rounds,
+    smaller_first,
+)
 from megatron_muon.planning.rounds.pipeline import Demand, pipeline_time
 from megatron_muon.planning.slices import Matrix
 
@@ -23,20 +30,22 @@ def stage_rounds(
 ) -> _Rounds:
     """Rounds that keep to ``round_bytes``, where two rounds use memory at a time.
 
-    If all rounds are alike, a home has at most three copies of a matrix: the one that is
-    orthogonalized, the message that it comes in and the one that it goes in. Another rank has two
-    copies of a slice. So in each of two rounds a matrix counts 3/2 at its home, a slice 1.
+    If all rounds are alike, a home has at most three copies of a matrix: the one that
+    is orthogonalized, the message that it comes in and the one that it goes in. Another
+    rank has two copies of a slice. So in each of two rounds a matrix counts 3/2 at its
+    home, a slice 1.
 
-    Where every matrix lies whole on one rank, as with an expert DP of 1, most stay there. If
-    nothing travels in a round or its neighbours, a home has one copy: a matrix counts 1/2. Those
-    rounds come first, so a rank that has more to do for another optimizer, and gives matrices away
-    for that, is as far as the others when these travel. The last of them shares memory with slices
-    that arrive, which take 2/3 of what a round may: if anything travels, a matrix that stays counts
-    3/4.
+    Where every matrix lies whole on one rank, as with an expert DP of 1, most stay
+    there. If nothing travels in a round or its neighbours, a home has one copy: a
+    matrix counts 1/2. Those rounds come first, so a rank that has more to do for
+    another optimizer, and gives matrices away for that, is as far as the others when
+    these travel. The last of them shares memory with slices that arrive, which take 2/3
+    of what a round may: if anything travels, a matrix that stays counts 3/4.
 
     Args:
         owner: index of each matrix's parameter, in order; every parameter has a matrix.
-        matrices, works: of the stage, in the same order, with the homes that were chosen.
+        matrices, works: of the stage, in the same order, with the homes that were
+        chosen.
         size: number of ranks in the stage.
         numerics: ``round_bytes``, ``rank_tflops`` and ``link_gbytes`` are read.
 
@@ -45,7 +54,9 @@ def stage_rounds(
     """
     count, itemsize = owner[-1] + 1 if owner else 0, numerics.itemsize
     every = list(zip(owner, matrices, works, strict=True))
-    travels = {index for index, matrix, work in every if set(work.held) != {matrix.home}}
+    travels = {
+        index for index, matrix, work in every if set(work.held) != {matrix.home}
+    }
     if any(len(work.held) > 1 for work in works):
         travels = set(range(count))
     homed: list[dict[int, int]] = [defaultdict(int) for _ in range(count)]
@@ -58,7 +69,9 @@ def stage_rounds(
         quarters = 6 if index in travels else 3 if travels else 2
         taken[index][matrix.home] += -(-quarters * matrix.numel * itemsize // 4)
 
-    def cut(some: Sequence[int], demands: Sequence[Demand] | None) -> list[tuple[int, ...]]:
+    def cut(
+        some: Sequence[int], demands: Sequence[Demand] | None
+    ) -> list[tuple[int, ...]]:
         loads = [homed[index] for index in some], [taken[index] for index in some]
         if demands is None:
             made = make_rounds(*loads, numerics.config.round_bytes)
@@ -82,17 +95,24 @@ def _shorter(
     size: int,
     numerics: Numerics,
 ) -> _Rounds:
-    """As few rounds as fit, or at least two with small matrices first, if that ends sooner."""
+    """As few rounds as fit, or at least two with small matrices first, if that ends
+    sooner.
+    """
     few = make_rounds(homed, taken, None)
     other = smaller_first(homed, taken, None, max(2, len(few)))
     price = prices(numerics)
     more = (len(other) - len(few)) * ROUND_PS * numerics.config.rank_tflops * price.flop
-    is_shorter = pipeline_time(other, demands, size) + more < pipeline_time(few, demands, size)
+    is_shorter = pipeline_time(other, demands, size) + more < pipeline_time(
+        few, demands, size
+    )
     return other if is_shorter else few
 
 
 def _demands(
-    owner: Sequence[int], matrices: Sequence[Matrix], works: Sequence[Work], price: Price
+    owner: Sequence[int],
+    matrices: Sequence[Matrix],
+    works: Sequence[Work],
+    price: Price,
 ) -> list[Demand]:
     """What each parameter asks of its homes and of links."""
     count = owner[-1] + 1 if owner else 0

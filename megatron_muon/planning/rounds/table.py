@@ -1,7 +1,8 @@
-"""One rank's part of a round of the exchange, as integers: made once, used in every step.
+"""One rank's part of a round of the exchange, as integers: made once, used in every
+step.
 
-Buffers of a round are flat: each list of sizes below cuts one of them, from the first element to
-the last.
+Buffers of a round are flat: each list of sizes below cuts one of them, from the first
+element to the last.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ class Alike:
     """Matrices of one layout that lie one after another in the staged buffer."""
 
     matrices: tuple[int, ...]  # their indices in the plan
-    like: Matrix  # the first of them; all have its layout, or they are strips of one matrix
+    # the first of them; all have its layout, or they are strips of one matrix
+    like: Matrix
     start: int  # place of the first one in the staged buffer, in elements
-    # where they are strips of a matrix that several homes share: all of its strips, in order. Empty
-    # for whole matrices.
+    # where they are strips of a matrix that several homes share: all of its strips, in
+    # order. Empty for whole matrices.
     strips: tuple[Matrix, ...] = ()
 
     @property
@@ -32,16 +34,17 @@ class Alike:
         return [strip for strip in self.strips if strip.home == self.like.home]
 
 
-# Where at most an eighth of a home's elements comes from others, and goes back to them, its own are
-# written where they are staged and stay there.
+# Where at most an eighth of a home's elements comes from others, and goes back to them,
+# its own are written where they are staged and stay there.
 _FEW = 8
 
 
 def stays_in_place(kept: int, arriving: int, leaving: int) -> bool:
     """Whether a home stages a round's matrices where it writes its own slices of them.
 
-    Then it copies only what travels, and the places of what arrives wait empty. Else buffers of
-    its own slices are copied with the rest, so that none is larger than what it holds.
+    Then it copies only what travels, and the places of what arrives wait empty. Else
+    buffers of its own slices are copied with the rest, so that none is larger than what
+    it holds.
 
     Args:
         kept: elements of its matrices that a rank holds itself.
@@ -55,11 +58,12 @@ def stays_in_place(kept: int, arriving: int, leaving: int) -> bool:
 class RoundTable:
     """One rank's part of a round."""
 
-    # (index, sizes of its slices) of each with a shard here. Slices are numbered in this order.
+    # (index, sizes of its slices) of each with a shard here. Slices are numbered in
+    # this order.
     parameters: tuple[tuple[int, tuple[int, ...]], ...]
     matrices: tuple[int, ...]  # the plan's index of each slice's matrix
-    # numbers of the slices that go to a home: the kept ones in staged order, then the sent ones in
-    # the order of sent_sizes
+    # numbers of the slices that go to a home: the kept ones in staged order, then the
+    # sent ones in the order of sent_sizes
     leaving: tuple[int, ...]
     kept_sizes: tuple[int, ...]  # sizes of the slices that are home already
     # sizes in the message to homes: each peer's slices, then their flags
@@ -68,23 +72,30 @@ class RoundTable:
     # sent_to, received_from: (rank of the stage, elements) by peer, flags included
     sent_to: tuple[tuple[int, int], ...]
     received_from: tuple[tuple[int, int], ...]
-    sent_flags: tuple[int, ...]  # sent_flags, received_flags: the places of flags in the messages
+    sent_flags: tuple[
+        int, ...
+    ]  # sent_flags, received_flags: the places of flags in the messages
     received_flags: tuple[int, ...]
     received_sizes: tuple[int, ...]  # sizes in the message that arrives, as sent_sizes
     homes: tuple[int, ...]  # the matrices whose home this rank is, in staged order
     alike: tuple[Alike, ...]  # the same matrices, grouped by layout
     staged_sizes: tuple[int, ...]  # sizes of the slices in the staged buffer
-    staged_places: tuple[int, ...]  # for each of these, the place of its matrix in homes
-    # for each of these, its number among the kept slices and, after them, received_sizes
+    staged_places: tuple[
+        int, ...
+    ]  # for each of these, the place of its matrix in homes
+    # for each of these, its number among the kept slices and, after them,
+    # received_sizes
     staged_from: tuple[int, ...]
     # for each kept slice and each one that arrives, the place of its matrix in homes
     places: tuple[int, ...]
     kept_staged: tuple[int, ...]  # numbers of the staged slices that are kept
     in_place: bool  # kept slices are written where they are staged (stays_in_place)
-    # directions_to, directions_from: (rank of the stage, elements) of the ranks that get directions
-    # from here, and of those that send some
+    # directions_to, directions_from: (rank of the stage, elements) of the ranks that
+    # get directions from here, and of those that send some
     directions_to: tuple[tuple[int, int], ...]
-    scattered: tuple[int, ...]  # numbers of the staged slices that are sent, in the message's order
+    scattered: tuple[
+        int, ...
+    ]  # numbers of the staged slices that are sent, in the message's order
     directions_from: tuple[tuple[int, int], ...]
     direction_sizes: tuple[int, ...]  # sizes in the message that comes back
     # for each slice, its number among the kept ones and, after them, direction_sizes
@@ -93,7 +104,12 @@ class RoundTable:
     @property
     def peers(self) -> set[int]:
         """The ranks of the stage that this one exchanges messages with."""
-        counts = (self.sent_to, self.received_from, self.directions_to, self.directions_from)
+        counts = (
+            self.sent_to,
+            self.received_from,
+            self.directions_to,
+            self.directions_from,
+        )
         return {rank for of_ranks in counts for rank, _ in of_ranks}
 
     @property
@@ -108,7 +124,9 @@ class RoundTable:
 
 
 def round_tables(plan: RankPlan, matrices: Sequence[Matrix]) -> list[RoundTable]:
-    """The tables of every round, for one rank of the stage, of which these are all matrices."""
+    """The tables of every round, for one rank of the stage, of which these are all
+    matrices.
+    """
     return [_table(round, matrices) for round in plan.rounds]
 
 
@@ -129,7 +147,10 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
     in_staged = {(one.matrix, one.start): at for at, one in enumerate(staged)}
     sent_sizes, sent_flags, in_sent = _message(routes.gather_to)
     received_sizes, received_flags, in_received = _message(routes.gather_from)
-    source = {**_numbers(kept), **{key: len(kept) + at for key, at in in_received.items()}}
+    source = {
+        **_numbers(kept),
+        **{key: len(kept) + at for key, at in in_received.items()},
+    }
     direction = _numbers([*kept, *returning])
     return RoundTable(
         parameters=tuple(
@@ -153,7 +174,9 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
         staged_from=tuple(source[id(one)] for one in staged),
         places=tuple(place[one.matrix] for one in (*kept, *arriving)),
         kept_staged=tuple(in_staged[one.matrix, one.start] for one in kept),
-        in_place=stays_in_place(*(sum(_sizes(some)) for some in (kept, arriving, back))),
+        in_place=stays_in_place(
+            *(sum(_sizes(some)) for some in (kept, arriving, back))
+        ),
         directions_to=_counts(routes.scatter_to),
         scattered=tuple(in_staged[one.matrix, one.start] for one in back),
         directions_from=_counts(routes.scatter_from),
@@ -165,8 +188,8 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
 def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Alike]:
     """The matrices whose home a rank is, in the order in which it orthogonalizes them.
 
-    Those that it shares come first, in the order of the plan: so all of their homes meet at each of
-    them in one order.
+    Those that it shares come first, in the order of the plan: so all of their homes
+    meet at each of them in one order.
     """
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     shared: dict[int, list[int]] = defaultdict(list)
@@ -209,7 +232,9 @@ def _numbers(slices: Sequence[Slice]) -> dict[int, int]:
 
 def _counts(slices: _ByRank, *, flags: bool = False) -> tuple[tuple[int, int], ...]:
     """Elements by rank; with ``flags``, those of its message: see ``_message``."""
-    return tuple((rank, _elements(slices[rank], flags=flags)) for rank in sorted(slices))
+    return tuple(
+        (rank, _elements(slices[rank], flags=flags)) for rank in sorted(slices)
+    )
 
 
 def _elements(slices: Sequence[Slice], *, flags: bool = True) -> int:
@@ -217,8 +242,11 @@ def _elements(slices: Sequence[Slice], *, flags: bool = True) -> int:
     return gather_message(elements, len(slices)) if flags else elements
 
 
-def _message(slices: _ByRank) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, int]]:
-    """Sizes in a message, the places of its flags, and the number of each slice by its id.
+def _message(
+    slices: _ByRank,
+) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, int]]:
+    """Sizes in a message, the places of its flags, and the number of each slice by its
+    id.
 
     It has each rank's slices, then their flags, which fill it up.
     """

@@ -1,1 +1,3 @@
-"""Messages of a step: slices and directions, and those between the homes of one matrix."""
+"""Messages of a step: slices and directions, and those between the homes of one
+matrix.
+"""

@@ -1,9 +1,10 @@
-"""Tensors of rounds in host memory: each comes to the device before its use, and goes back after.
+"""Tensors of rounds in host memory: each comes to the device before its use, and goes
+back after.
 
-Copies run on two streams, one in each direction, beside the stream that computes. Each has pinned
-memory on one side, so the host waits for none of them. Memory on the device is that stream's: a
-copy to it waits until what used it before is done, and it is freed when that stream has waited for
-the copy from it.
+Copies run on two streams, one in each direction, beside the stream that computes. Each
+has pinned memory on one side, so the host waits for none of them. Memory on the device
+is that stream's: a copy to it waits until what used it before is done, and it is freed
+when that stream has waited for the copy from it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ Name = tuple[int, str]  # number of the round, and the kind of state
 class HostMemory:
     """Tensors that live on the host and visit the device.
 
-    Visits are the same in each step and in one order, which the first step shows. From then on,
-    the ones that follow are on their way early: up to the next of the leading kind.
+    Visits are the same in each step and in one order, which the first step shows. From
+    then on, the ones that follow are on their way early: up to the next of the leading
+    kind.
 
     Args:
         device: that of the visits.
@@ -43,12 +45,16 @@ class HostMemory:
     def add(self, name: Name, size: int, dtype: torch.dtype, *, on_host: bool) -> None:
         """Keep a flat tensor of zeros by that name from now on."""
         if on_host:
-            self._homes[name] = torch.zeros(size, dtype=dtype, device="cpu").pin_memory()
+            self._homes[name] = torch.zeros(
+                size, dtype=dtype, device="cpu"
+            ).pin_memory()
         else:
             self._staying[name] = torch.zeros(size, dtype=dtype, device=self._device)
 
     def begin(self) -> None:
-        """A step begins; what one that raised has left on its way is waited for and forgotten."""
+        """A step begins; what one that raised has left on its way is waited for and
+        forgotten.
+        """
         if self._visited:
             self._incoming.synchronize()
             self._outgoing.synchronize()
@@ -56,7 +62,9 @@ class HostMemory:
                 each.clear()
 
     def at(self, name: Name) -> Tensor:
-        """The tensor: on the device during its visit, else at home, once no copy is under way."""
+        """The tensor: on the device during its visit, else at home, once no copy is
+        under way.
+        """
         if name in self._staying:
             return self._staying[name]
         if name in self._here:
@@ -66,14 +74,17 @@ class HostMemory:
 
     @contextmanager
     def visiting(self, name: Name) -> Iterator[None]:
-        """Within it the tensor of that name, if there is one, is on the device, to be changed."""
+        """Within it the tensor of that name, if there is one, is on the device, to be
+        changed.
+        """
         if name not in self._homes:
             yield
             return
         computing = torch.cuda.current_stream(self._device)
         self._visited.append(name)
         if name[1] != self._leading:
-            self._free()  # of what left before the products just launched, during which it went
+            # of what left before the products just launched, during which it went
+            self._free()
         self._fetch(name)
         computing.wait_event(self._here[name][1])
         if name[1] == self._leading:

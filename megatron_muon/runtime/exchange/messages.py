@@ -1,8 +1,9 @@
 """The exchange that a plan describes: slices go to their homes, directions come back.
 
-Each round has one gather and one scatter over the stage: each is a message from every rank to every
-other one that it shares a matrix with. Other work runs between its start and its finish. A rank's
-Python and launches depend on its own messages, not on the number of ranks.
+Each round has one gather and one scatter over the stage: each is a message from every
+rank to every other one that it shares a matrix with. Other work runs between its start
+and its finish. A rank's Python and launches depend on its own messages, not on the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -29,19 +30,21 @@ Counts = Sequence[tuple[int, int]]  # (rank of the stage, elements)
 class Leaving:
     """This rank's buffers of a round before it is gathered."""
 
-    # for each slice that is held here, the range of kept or sent that takes what it sends; None for
-    # a replica
+    # for each slice that is held here, the range of kept or sent that takes what it
+    # sends; None for a replica
     slices: list[Tensor | None]
     moves: Tensor  # takes 1 for each leaving slice that has a gradient, else 0
-    # buffer of the slices that are home already, in staged order; the staged buffer itself where
-    # the round is in_place
+    # buffer of the slices that are home already, in staged order; the staged buffer
+    # itself where the round is in_place
     kept: Tensor
     sent: Tensor  # the message with the other slices
 
 
 @dataclass(slots=True)
 class Gathering:
-    """A round that is being gathered: ``kept``, the flags of its slices, messages under way."""
+    """A round that is being gathered: ``kept``, the flags of its slices, messages under
+    way.
+    """
 
     kept: Tensor
     moves: Tensor
@@ -52,10 +55,11 @@ class Gathering:
 class Staged:
     """The matrices of a round whose home this rank is."""
 
-    # flat, each matrix in staging order, in the order of alike. In the dtype that travels; in that
-    # of results once the rule has made them.
+    # flat, each matrix in staging order, in the order of alike. In the dtype that
+    # travels; in that of results once the rule has made them.
     elements: Tensor
-    moves: Tensor  # bool, for each matrix: whether it has a gradient that is not zero in this step
+    # bool, for each matrix: whether it has a gradient that is not zero in this step
+    moves: Tensor
     alike: tuple[Alike, ...]  # the matrices, grouped by layout
 
     def taken(self) -> Tensor:
@@ -108,7 +112,9 @@ class Exchange:
                 self._like,
                 meter,
                 {
-                    alike.matrices: Sharers(alike.strips, plan.rank, group, self._world, meter)
+                    alike.matrices: Sharers(
+                        alike.strips, plan.rank, group, self._world, meter
+                    )
                     for alike in table.alike
                     if alike.strips
                 },
@@ -117,10 +123,11 @@ class Exchange:
         ]
 
     def connect(self) -> int:
-        """Send one element to every peer and take one from each; every rank of the stage calls it.
+        """Send one element to every peer and take one from each; every rank of the
+        stage calls it.
 
-        NCCL makes a connection, and takes memory for it, at the first message between two ranks:
-        here, and not in the middle of a step, where memory use is highest.
+        NCCL makes a connection, and takes memory for it, at the first message between
+        two ranks: here, and not in the middle of a step, where memory use is highest.
 
         Returns:
             The number of peers.
@@ -130,7 +137,9 @@ class Exchange:
         peers = sorted(met - {self._rank})
         ones = [(peer, 1) for peer in peers]
         sent = self._like.new_empty(len(peers))
-        pending = collectives.start_messages("muon/connect", sent, self._route(ones, ones))
+        pending = collectives.start_messages(
+            "muon/connect", sent, self._route(ones, ones)
+        )
         if pending is not None:
             pending.wait()
         return len(peers)
@@ -145,7 +154,8 @@ class RoundExchange:
     Args:
         table: this rank's part of the round.
         gather, scatter: the messages to homes, and those of directions.
-        like: a tensor of the dtype in which elements travel, on the device of the matrices.
+        like: a tensor of the dtype in which elements travel, on the device of the
+        matrices.
         meter: counts the bytes sent.
         sharers: by ``Alike.matrices``, the homes of each matrix that this rank shares.
     """
@@ -170,16 +180,23 @@ class RoundExchange:
         self._firsts = index([0, *accumulate(table.staged_sizes)][:-1])
         self._of_firsts = index(table.staged_places)
         own = len(table.kept_sizes) if table.in_place else 0  # these are in their place
-        self._copied = [at for at, source in enumerate(table.staged_from) if source >= own]
+        self._copied = [
+            at for at, source in enumerate(table.staged_from) if source >= own
+        ]
         self._like, self._meter, self.sharers = like, meter, sharers
 
     def leaving(self) -> Leaving:
-        """New buffers, into which the round's slices must be written before ``start_gather``."""
+        """New buffers, into which the round's slices must be written before
+        ``start_gather``.
+        """
         table = self.table
         sizes = table.staged_sizes if table.in_place else table.kept_sizes
         kept, sent = self._empty(sum(sizes)), self._empty(sum(table.sent_sizes))
         in_message = split_with_sizes(sent, table.sent_sizes)
-        targets = [*self._kept_slices(kept), *(in_message[i] for i in table.sent_slices)]
+        targets = [
+            *self._kept_slices(kept),
+            *(in_message[i] for i in table.sent_slices),
+        ]
         slices: list[Tensor | None] = [None] * len(table.matrices)
         for number, target in zip(table.leaving, targets, strict=True):
             slices[number] = target
@@ -188,15 +205,17 @@ class RoundExchange:
     def start_gather(self, leaving: Leaving) -> Gathering:
         """Start to bring every matrix of the round to its home.
 
-        After its elements a message has a flag for each of its slices: 0 where the gradient is all
-        zero, else 1.
+        After its elements a message has a flag for each of its slices: 0 where the
+        gradient is all zero, else 1.
 
         Args:
             leaving: the buffers of ``leaving``, with the slices and ``moves`` written.
         """
         table, moves = self.table, leaving.moves
         if table.sent_flags:
-            leaving.sent.index_copy_(0, self._sent_flags, moves[len(table.kept_sizes) :])
+            leaving.sent.index_copy_(
+                0, self._sent_flags, moves[len(table.kept_sizes) :]
+            )
         pending = collectives.start_messages("muon/gather", leaving.sent, self._gather)
         self._meter.gather_bytes += leaving.sent.nbytes
         return Gathering(leaving.kept, moves[: len(table.kept_sizes)], pending)
@@ -204,7 +223,9 @@ class RoundExchange:
     def finish_gather(self, gathering: Gathering) -> Staged:
         """The matrices of the round whose home this rank is."""
         table = self.table
-        received = _received(gathering)  # frees the sent message before the next buffer is made
+        received = _received(
+            gathering
+        )  # frees the sent message before the next buffer is made
         elements, moves = gathering.kept, gathering.moves
         if received is not None and table.received_flags:
             moves = torch.cat([moves, received.index_select(0, self._received_flags)])
@@ -223,7 +244,10 @@ class RoundExchange:
 
     def _assembled(self, kept: Tensor, received: Tensor) -> Tensor:
         table = self.table
-        slices = [*self._kept_slices(kept), *split_with_sizes(received, table.received_sizes)]
+        slices = [
+            *self._kept_slices(kept),
+            *split_with_sizes(received, table.received_sizes),
+        ]
         staged = kept if table.in_place else self._empty(sum(table.staged_sizes))
         places = split_with_sizes(staged, table.staged_sizes)
         sources = [slices[table.staged_from[at]] for at in self._copied]
@@ -233,8 +257,9 @@ class RoundExchange:
     def mark(self, staged: Staged, marks: Tensor) -> None:
         """Make the first element of each slice of some directions NaN.
 
-        By it every rank that holds a slice knows that the direction is not to be applied
-        (``rule.RoundRule.after_scatter``): so all of them do the same, and nothing more travels.
+        By it every rank that holds a slice knows that the direction is not to be
+        applied (``rule.RoundRule.after_scatter``): so all of them do the same, and
+        nothing more travels.
 
         Args:
             staged: directions.
@@ -245,14 +270,18 @@ class RoundExchange:
         elements.index_copy_(0, self._firsts, marked)
 
     def start_scatter(self, staged: Staged) -> Scattering:
-        """Start to send the directions, and empty ``staged``, whose elements they are by now."""
+        """Start to send the directions, and empty ``staged``, whose elements they are
+        by now.
+        """
         kept, sent = self._directions(staged.taken())
         pending = collectives.start_messages("muon/scatter", sent, self._scatter)
         self._meter.scatter_bytes += sent.nbytes
         return Scattering(kept, pending)
 
     def _directions(self, staged: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Directions of the slices that are held here, and the message with all others."""
+        """Directions of the slices that are held here, and the message with all
+        others.
+        """
         table = self.table
         slices = split_with_sizes(staged, table.staged_sizes)
         if not table.directions_to:  # all are held here
@@ -265,7 +294,9 @@ class RoundExchange:
         if table.in_place:
             _copy(in_message, leaving)
             return own, sent
-        kept = list(split_with_sizes(staged.new_empty(sum(table.kept_sizes)), table.kept_sizes))
+        kept = list(
+            split_with_sizes(staged.new_empty(sum(table.kept_sizes)), table.kept_sizes)
+        )
         _copy([*kept, *in_message], [*own, *leaving])
         return kept, sent
 
@@ -274,7 +305,10 @@ class RoundExchange:
         directions, scattering.kept = scattering.kept, []
         received = _received(scattering)
         if received is not None:
-            directions = [*directions, *split_with_sizes(received, self.table.direction_sizes)]
+            directions = [
+                *directions,
+                *split_with_sizes(received, self.table.direction_sizes),
+            ]
         return [directions[number] for number in self.table.direction_of]
 
     def _empty(self, numel: int) -> Tensor:
@@ -282,7 +316,9 @@ class RoundExchange:
 
 
 def _received(under_way: Gathering | Scattering) -> Tensor | None:
-    """Wait for the received elements, and release the sent ones; None without messages."""
+    """Wait for the received elements, and release the sent ones; None without
+    messages.
+    """
     pending, under_way.pending = under_way.pending, None
     return None if pending is None else pending.wait()
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Meter:
-    """Counts of this rank's last step, made where the work is done, not from the plan."""
+    """Counts of this rank's last step, made where the work is done, not from the
+    plan.
+    """
 
     steps: int = 0  # number of steps so far
     matrices: int = 0  # number of matrices worked on at home
@@ -15,12 +17,16 @@ class Meter:
     gather_bytes: int = 0  # bytes sent to homes
     scatter_bytes: int = 0  # bytes of directions sent to slices
     square_bytes: int = 0  # bytes of squares sent to the other homes of shared matrices
-    turn_bytes: int = 0  # bytes of elements sent to them, where strips are turned (layout.Strip)
+    turn_bytes: int = (
+        0  # bytes of elements sent to them, where strips are turned (layout.Strip)
+    )
 
     @property
     def sent_bytes(self) -> int:
         """All bytes that this rank sent to others."""
-        return self.gather_bytes + self.scatter_bytes + self.square_bytes + self.turn_bytes
+        return (
+            self.gather_bytes + self.scatter_bytes + self.square_bytes + self.turn_bytes
+        )
 
     def start_step(self) -> None:
         self.steps += 1

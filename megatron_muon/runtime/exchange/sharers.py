@@ -1,4 +1,6 @@
-"""Messages between the homes of one matrix: numbers, squares, and the turn of a wide matrix."""
+"""Messages between the homes of one matrix: numbers, squares, and the turn of a wide
+matrix.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,31 @@ _Crossings = Mapping[tuple[int, int], Tensor]  # by numbers of two strips
 class Sharers:
     """The homes of a matrix's strips: see the protocol that a rule has of them.
 
-    Squares are cut into ranges of rows, one for each home: it receives its range of all others'
-    squares, adds them, and sends the sum to them. So each sends and receives two squares at most,
-    and all have the same bits. Where homes also make rows of squares, each sends its rows to the
+    Squares are cut into ranges of rows, one for each home: it receives its range of all
+    others' squares, adds them, and sends the sum to them. So each sends and receives
+    two squares at most, and all have the same bits. Where homes also make rows of
+    squares, each sends its rows to the
     others: a square at most each time.
 
-    A wide matrix may come in ranges of its rows, whose elements are contiguous everywhere. Its
-    homes then turn it: where strip a's rows and strip b's columns cross, the home of one has the
-    elements and that of the other needs them. Each sends and receives its own strip at most, there
-    and back.
+    A wide matrix may come in ranges of its rows, whose elements are contiguous
+    everywhere. Its homes then turn it: where strip a's rows and strip b's columns
+    cross, the home of one has the elements and that of the other needs them. Each sends
+    and receives its own strip at most, there and back.
 
     Args:
         strips: all of the matrix's strips, in order.
-        rank, group, world: rank of the stage, its group, ``collectives.world_ranks(group)``.
+        rank, group, world: rank of the stage, its group,
+        ``collectives.world_ranks(group)``.
         meter: counts the bytes sent.
     """
 
     def __init__(
-        self, strips: Sequence[Matrix], rank: int, group: Group, world: Sequence[int], meter: Meter
+        self,
+        strips: Sequence[Matrix],
+        rank: int,
+        group: Group,
+        world: Sequence[int],
+        meter: Meter,
     ) -> None:
         self._homes, self._rank = [strip.home for strip in strips], rank
         self._rows = [strip.rows for strip in strips]
@@ -53,7 +62,9 @@ class Sharers:
         to = [(other, mine.numel()) for other in self._others]
         received = self._shared(mine.flatten().repeat(len(to)), to, counts)
         of_ranks = dict(zip(self._others, received, strict=True)) | {self._rank: mine}
-        flat = {rank: iter(numbers.view(-1, each)) for rank, numbers in of_ranks.items()}
+        flat = {
+            rank: iter(numbers.view(-1, each)) for rank, numbers in of_ranks.items()
+        }
         return torch.stack([next(flat[rank]) for rank in self._homes])
 
     def add(self, squares: Sequence[Tensor]) -> Tensor:
@@ -61,20 +72,26 @@ class Sharers:
         size = squares[0].size(0)
         rows = {rank: self._square_rows(rank, size) for rank in self._ranks}
         own = rows[self._rank]
-        of_ranks = self._exchanged(squares, rows) | {self._rank: iter([s[own] for s in squares])}
+        of_ranks = self._exchanged(squares, rows) | {
+            self._rank: iter([s[own] for s in squares])
+        }
         total = torch.zeros_like(squares[0][own], dtype=torch.float32)
         for rank in self._homes:
             total.add_(next(of_ranks[rank]))
         return self._whole(total.to(squares[0].dtype), rows)
 
-    def together(self, rows_here: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> Tensor:
+    def together(
+        self, rows_here: Sequence[Tensor], places: Sequence[tuple[int, int]]
+    ) -> Tensor:
         """A square, ``(m, m)``, from the rows of the strips here.
 
         Args:
             places: start and stop of every strip's rows.
         """
         rows = {
-            rank: slice(places[own[0]][0], places[own[-1]][1])  # homes have neighbouring strips
+            rank: slice(
+                places[own[0]][0], places[own[-1]][1]
+            )  # homes have neighbouring strips
             for rank in self._ranks
             for own in [self._strips_at(rank)]
         }
@@ -83,11 +100,15 @@ class Sharers:
         )
 
     def _whole(self, mine: Tensor, rows: Mapping[int, slice]) -> Tensor:
-        """A square from each home's rows: they are sent as they lie, and received in place."""
+        """A square from each home's rows: they are sent as they lie, and received in
+        place.
+        """
         if not self._others:
             return mine
         size = mine.size(1)
-        places = {rank: (own.start * size, own.stop * size) for rank, own in rows.items()}
+        places = {
+            rank: (own.start * size, own.stop * size) for rank, own in rows.items()
+        }
         route = Route.gather(self._group, self._world, self._rank, places)
         self._meter.square_bytes += len(self._others) * mine.nbytes
         pending = collectives.start_messages("muon/share", mine.view(-1), route)
@@ -100,8 +121,8 @@ class Sharers:
         """The strips' columns of a wide matrix, from their rows.
 
         Args:
-            by_rows: ``(rows of the strip, cols)`` of each strip that is here; the dims after the
-                first one may be several.
+            by_rows: ``(rows of the strip, cols)`` of each strip that is here; the dims
+                after the first one may be several.
 
         Returns:
             ``(rows, columns of the strip)`` of each of them, contiguous.
@@ -110,13 +131,17 @@ class Sharers:
         crossings = {
             (a, b): crossing
             for a, strip in zip(own, by_rows, strict=True)
-            for b, crossing in enumerate(split_with_sizes(strip.flatten(1), self._cols, dim=1))
+            for b, crossing in enumerate(
+                split_with_sizes(strip.flatten(1), self._cols, dim=1)
+            )
         }
         made = self._swapped(crossings, lambda a, b: (self._rows[a], self._cols[b]))
         return [torch.cat([made[a, b] for a in range(len(self._homes))]) for b in own]
 
     def turn_back(self, by_cols: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """The inverse of ``turned``, into tensors that are laid out as what ``turned`` takes."""
+        """The inverse of ``turned``, into tensors that are laid out as what ``turned``
+        takes.
+        """
         own = self._strips_at(self._rank)
         crossings = {
             (a, b): crossing
@@ -131,7 +156,8 @@ class Sharers:
     def _swapped(
         self, crossings: _Crossings, shape_of: Callable[[int, int], tuple[int, int]]
     ) -> dict[tuple[int, int], Tensor]:
-        """What ``(any strip, one that is here)`` share, from ``(one that is here, any)``.
+        """What ``(any strip, one that is here)`` share, from ``(one that is here,
+        any)``.
 
         Each has the shape ``shape_of(*key)``, on all homes.
         """
@@ -139,20 +165,35 @@ class Sharers:
         made = {(a, b): crossings[a, b] for a in own for b in own}
         if not self._others:
             return made
-        leaving = [[(a, b) for a in own for b in self._strips_at(rank)] for rank in self._others]
-        coming = [[(a, b) for a in self._strips_at(rank) for b in own] for rank in self._others]
+        leaving = [
+            [(a, b) for a in own for b in self._strips_at(rank)]
+            for rank in self._others
+        ]
+        coming = [
+            [(a, b) for a in self._strips_at(rank) for b in own]
+            for rank in self._others
+        ]
         sizes = [[crossings[key].numel() for key in keys] for keys in leaving]
         sent = crossings[own[0], own[0]].new_empty(sum(map(sum, sizes)))
-        places = iter(split_with_sizes(sent, [size for of_rank in sizes for size in of_rank]))
+        places = iter(
+            split_with_sizes(sent, [size for of_rank in sizes for size in of_rank])
+        )
         for key in (key for keys in leaving for key in keys):
             next(places).view(shape_of(*key)).copy_(crossings[key])
         self._meter.turn_bytes += sent.nbytes
-        counts = [sum(rows * cols for rows, cols in (shape_of(*k) for k in ks)) for ks in coming]
+        counts = [
+            sum(rows * cols for rows, cols in (shape_of(*k) for k in ks))
+            for ks in coming
+        ]
         to = list(zip(self._others, map(sum, sizes), strict=True))
-        for keys, part in zip(coming, self._received("muon/turn", sent, to, counts), strict=True):
+        for keys, part in zip(
+            coming, self._received("muon/turn", sent, to, counts), strict=True
+        ):
             shapes = [shape_of(*key) for key in keys]
             flat = split_with_sizes(part, [rows * cols for rows, cols in shapes])
-            made |= {k: one.view(s) for k, one, s in zip(keys, flat, shapes, strict=True)}
+            made |= {
+                k: one.view(s) for k, one, s in zip(keys, flat, shapes, strict=True)
+            }
         return made
 
     def _strips_at(self, rank: int) -> list[int]:
@@ -163,9 +204,16 @@ class Sharers:
         self, squares: Sequence[Tensor], rows: Mapping[int, slice]
     ) -> dict[int, Iterator[Tensor]]:
         """This rank's rows of every other home's squares; theirs go to them."""
-        sent = [square[rows[other]].flatten() for other in self._others for square in squares]
+        sent = [
+            square[rows[other]].flatten()
+            for other in self._others
+            for square in squares
+        ]
         each = squares[0][rows[self._rank]]
-        to = [(other, len(squares) * squares[0][rows[other]].numel()) for other in self._others]
+        to = [
+            (other, len(squares) * squares[0][rows[other]].numel())
+            for other in self._others
+        ]
         counts = [self._homes.count(other) * each.numel() for other in self._others]
         received = self._shared(torch.cat(sent) if sent else each, to, counts)
         return {
@@ -173,7 +221,9 @@ class Sharers:
             for other, part in zip(self._others, received, strict=True)
         }
 
-    def _shared(self, sent: Tensor, to: Counts, counts: Sequence[int]) -> Sequence[Tensor]:
+    def _shared(
+        self, sent: Tensor, to: Counts, counts: Sequence[int]
+    ) -> Sequence[Tensor]:
         """A tensor from each of the other homes: of numbers, or of a square."""
         if not self._others:
             return []

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 class SliceSums:
     """Adds a number of each slice over the slices of its matrix, in one round.
 
-    Every rank fills in the numbers of its own slices, and one sum over the stage puts all of them
-    together: each place has one number and zeros, so its order changes no bit. Then each rank adds
-    the slices of a matrix, in the order of its elements. So the sums depend on how a matrix is cut,
-    and on nothing else. Replicas of a slice count once; strips of a matrix count as that matrix.
+    Every rank fills in the numbers of its own slices, and one sum over the stage puts
+    all of them
+    together: each place has one number and zeros, so its order changes no bit. Then
+    each rank adds
+    the slices of a matrix, in the order of its elements. So the sums depend on how a
+    matrix is cut, and on nothing else. Replicas of a slice count once; strips of a
+    matrix count as that matrix.
 
     Args:
         plan: of the stage.
@@ -31,7 +34,9 @@ class SliceSums:
         exchange: of this rank; its group adds, on its device.
     """
 
-    def __init__(self, plan: ExchangePlan, number: int, rank: int, exchange: Exchange) -> None:
+    def __init__(
+        self, plan: ExchangePlan, number: int, rank: int, exchange: Exchange
+    ) -> None:
         self._group = exchange.group
         matrices, in_round = plan.matrices, set(plan.rounds[number])
         here = [one for one in plan.slices if one.parameter in in_round]
@@ -50,7 +55,9 @@ class SliceSums:
             rows.append(list(range(first, first + len(of_one))))
         self._count = len(places)
         width = max(map(len, rows), default=0)
-        padded = [row + [self._count] * (width - len(row)) for row in rows]  # a zero's place
+        padded = [
+            row + [self._count] * (width - len(row)) for row in rows
+        ]  # a zero's place
         order = {number: at for at, number in enumerate(sorted(by_matrix))}
         sources = [at for at, one in enumerate(mine) if not one.replica]
 
@@ -61,10 +68,13 @@ class SliceSums:
         self._places = index([places[id(mine[at])] for at in sources])
         self._padded = index([place for row in padded for place in row])
         self._shape = len(rows), width
-        self._matrix_of = index([order[_whole_of(one.matrix, matrices)] for one in mine])
+        self._matrix_of = index(
+            [order[_whole_of(one.matrix, matrices)] for one in mine]
+        )
 
     def over_matrices(self, numbers: Tensor) -> Tensor:
-        """The sum of each slice's matrix, ``(slices,)`` fp32, from the numbers of the slices here.
+        """The sum of each slice's matrix, ``(slices,)`` fp32, from the numbers of the
+        slices here.
 
         Every rank of the stage calls it, also one that holds no slice of the round.
         """

@@ -1,4 +1,6 @@
-"""``megatron-muon accept`` runs the clone's tests on GPUs, and its report says how each ended."""
+"""``megatron-muon accept`` runs the clone's tests on GPUs, and its report says how each
+ended.
+"""
 
 from __future__ import annotations
 
@@ -67,11 +69,15 @@ def made(tree: Path, patch: pytest.MonkeyPatch, **files: str) -> None:
     patch.setattr(command, "_tests", lambda: gpu)
 
 
-def test_it_runs_the_tests_of_the_clone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_runs_the_tests_of_the_clone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     status, checks, report = accepted(tmp_path, "--only", "training")
     assert status == 0
     assert {name: check["verdict"] for name, check in checks.items()} == {
-        **dict.fromkeys(("bits", "checkpoint", "cost", "doctor", "newton_schulz"), "not run"),
+        **dict.fromkeys(
+            ("bits", "checkpoint", "cost", "doctor", "newton_schulz"), "not run"
+        ),
         **dict.fromkeys(("sanitizer", "step"), "not run"),
         "training": "ok",
     }
@@ -97,7 +103,9 @@ def test_every_end_of_a_test_is_in_the_report(
     }
     assert "| &lt;two&gt; \\| ranks" in report and "Timeout (>0.5s)" in report
     assert "| made | a time | ms | 2 | 4 | 2 |" in report
-    assert "Corrects `launch_us`: set it to 9." in report and "--set launch_us=9" in report
+    assert (
+        "Corrects `launch_us`: set it to 9." in report and "--set launch_us=9" in report
+    )
     assert "assert 2 == 3" in report and "| no GPU |" in report
 
 
@@ -126,12 +134,17 @@ def test_flags_that_do_not_fit_the_machine_end_with_2(
 def test_a_package_without_its_tests_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wheel = tmp_path / "site-packages" / "megatron_muon" / "lab" / "accept" / "command.py"
+    wheel = (
+        tmp_path / "site-packages" / "megatron_muon" / "lab" / "accept" / "command.py"
+    )
     monkeypatch.setattr(command, "__file__", str(wheel))
     with pytest.raises(SystemExit) as ended:
         main(["accept", str(tmp_path / "out")])
     assert ended.value.code == 2
-    assert "clone the repository, `pip install -e '.[test]'` there" in capsys.readouterr().err
+    assert (
+        "clone the repository, `pip install -e '.[test]'` there"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +161,9 @@ def test_fast_is_recommended_where_it_is_faster_and_every_check_for_it_was_run(
     fast: float, bits: Verdict, training: Verdict, preset: str
 ) -> None:
     times = {"safe": 20.0, "fast": fast}
-    figures = tuple(Figure(f"{STEP}{ROWS[name]}", "ms", None, ms) for name, ms in times.items())
+    figures = tuple(
+        Figure(f"{STEP}{ROWS[name]}", "ms", None, ms) for name, ms in times.items()
+    )
     tests = {
         "bits": (Outcome("a", "ok"), Outcome("b", bits)),
         "training": (Outcome("a", training),),

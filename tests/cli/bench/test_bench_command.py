@@ -20,14 +20,20 @@ from support.benching import OURS, SMALL, command
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+def printed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Any], str, Path]:
     """Of two ranks: JSON, what was printed, and where the files are."""
     folder = tmp_path_factory.mktemp("bench")
     files = f"--json {folder / 'steps.json'} --traces {folder}"
     more = "--exchange none naive --gathers late early --parts"
     done = command(f"bench step --tp 1 --dp 2 {SMALL} --rounds 2 {more} {files}")
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / "steps.json").read_text()), done.stdout + done.stderr, folder
+    return (
+        json.loads((folder / "steps.json").read_text()),
+        done.stdout + done.stderr,
+        folder,
+    )
 
 
 def test_json_has_the_schema(printed: tuple[dict[str, Any], str, Path]) -> None:
@@ -35,8 +41,12 @@ def test_json_has_the_schema(printed: tuple[dict[str, Any], str, Path]) -> None:
     assert report.keys() == {"topology", "run", "rows"}
     assert report["topology"] == {"tp": 1, "pp": 1, "dp": 2, "ep": 1, "cp": 1}
     names = [row["name"] for row in report["rows"]]
-    assert set(names) >= {"adamw", *OURS} and "upstream-blockwise" not in names  # at TP 1
-    assert ("upstream-duplicated" in names) != ("upstream-duplicated: left out: " in text)
+    assert (
+        set(names) >= {"adamw", *OURS} and "upstream-blockwise" not in names
+    )  # at TP 1
+    assert ("upstream-duplicated" in names) != (
+        "upstream-duplicated: left out: " in text
+    )
     for row in report["rows"]:
         assert list(row) == [
             *("name", "step_ms", "exchange_ms", "newton_schulz_ms", "sent_bytes"),
@@ -48,22 +58,39 @@ def test_json_has_the_schema(printed: tuple[dict[str, Any], str, Path]) -> None:
         assert step.keys() == {"median", "min", "max"}
         assert 0 < step["min"] <= step["median"] <= step["max"]
         assert step["median"] == statistics.median(row["rounds_ms"])
-        assert (row["newton_schulz_cpu_ms_per_gflop"] is None) == (row["name"] == "adamw")
-        for whole, ungathered in zip(row["rounds_ms"], row["rounds_ungathered_ms"], strict=True):
+        assert (row["newton_schulz_cpu_ms_per_gflop"] is None) == (
+            row["name"] == "adamw"
+        )
+        for whole, ungathered in zip(
+            row["rounds_ms"], row["rounds_ungathered_ms"], strict=True
+        ):
             assert 0 < ungathered < whole
         parts = row["exchange_ms"] + row["newton_schulz_ms"]
         assert (row["name"] == "adamw") == (parts == 0) and parts <= 2 * step["max"]
-        for by_rank in (*row["sent_bytes"].values(), row["ns_flops"], row["state_bytes"]):
-            assert len(by_rank) == 2 and all(isinstance(number, int) for number in by_rank)
+        for by_rank in (
+            *row["sent_bytes"].values(),
+            row["ns_flops"],
+            row["state_bytes"],
+        ):
+            assert len(by_rank) == 2 and all(
+                isinstance(number, int) for number in by_rank
+            )
         assert all(0 < peak for peak in row["peak_bytes"])
 
 
-def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, arguments: str = "") -> int:
+def _run_with(
+    weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, arguments: str = ""
+) -> int:
     """The command's exit status where rows end a step with these checksums."""
 
     def run_ranks(task: Any) -> list[list[Measured]]:
         times = [Times(2.0, {"params-all-gather": 1.0, "rest": 1.0}, 0.0)]
-        return [[Measured(times, weights=weights.get(row.name, 7)) for row in task.argument.rows]]
+        return [
+            [
+                Measured(times, weights=weights.get(row.name, 7))
+                for row in task.argument.rows
+            ]
+        ]
 
     monkeypatch.setattr("megatron_muon.lab.bench.step.command.run_ranks", run_ranks)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -74,7 +101,10 @@ def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, argument
 
 @pytest.mark.parametrize("other", ["muon-bucketed", "muon-bucketed-auto"])
 def test_other_weights_are_exit_status_1_after_all_is_written(
-    other: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    other: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """Rows on auto are held to each other, not to those with the standard iteration."""
     autos = {"muon-contiguous-auto": 8, "muon-bucketed-auto": 8}
@@ -99,7 +129,16 @@ def test_the_bench_prints_times_and_flops(
 
     monkeypatch.setitem(peers._PEERS, "emerging_optimizers", lambda *_: lacks)
     file = tmp_path / "speed.json"
-    line = ["bench", "newton-schulz", "--rounds", "2", "--shapes", "16x64", "--json", str(file)]
+    line = [
+        "bench",
+        "newton-schulz",
+        "--rounds",
+        "2",
+        "--shapes",
+        "16x64",
+        "--json",
+        str(file),
+    ]
     assert main(line) == 0
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
     assert {"standard", "gram", "auto", "torch.optim.Muon"} <= set(rows)
@@ -115,7 +154,11 @@ def test_the_bench_prints_times_and_flops(
     assert rows["torch.optim.Muon"]["of_ceiling"] is None  # its flops are its own
     assert main([*line, "--batch", "3"]) == 0
     batch = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
-    assert batch["gram, at once"]["flops"] == batch["gram"]["flops"] == 3 * rows["gram"]["flops"]
+    assert (
+        batch["gram, at once"]["flops"]
+        == batch["gram"]["flops"]
+        == 3 * rows["gram"]["flops"]
+    )
     assert "torch.optim.Muon, at once" not in batch  # it takes no batches
     assert "\nstandard, at once " in capsys.readouterr().out
 
@@ -123,17 +166,23 @@ def test_the_bench_prints_times_and_flops(
 def test_emergings_iteration_runs_in_bf16_after_torchs_newer_option_was_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It asks torch's old option, which cannot be read where a new one contradicts it."""
+    """It asks torch's old option, which cannot be read where a new one contradicts
+    it.
+    """
     if not hasattr(torch.backends.mkldnn, "matmul"):
         pytest.skip("torch before 2.9 has the old option only")
-    module = SimpleNamespace(newton_schulz=lambda *_: torch.get_float32_matmul_precision())
+    module = SimpleNamespace(
+        newton_schulz=lambda *_: torch.get_float32_matmul_precision()
+    )
     name = "emerging_optimizers.orthogonalized_optimizers.muon_utils"
     monkeypatch.setitem(sys.modules, name, module)
     option = torch.backends.cuda.matmul
     before = option.fp32_precision
     option.fp32_precision = "tf32"
     try:
-        run: Any = dict(peers.peers(5, torch.device("cpu"), torch.float32))["emerging_optimizers"]
+        run: Any = dict(peers.peers(5, torch.device("cpu"), torch.float32))[
+            "emerging_optimizers"
+        ]
         assert not isinstance(run, str), run
         assert run(torch.ones(2, 2)) == "medium"
         assert option.fp32_precision == "tf32"

@@ -1,4 +1,6 @@
-"""``megatron-muon bench``: what it says of rows, ranks, links, times and memory is what was run."""
+"""``megatron-muon bench``: what it says of rows, ranks, links, times and memory is what
+was run.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,36 @@ MOE = "--num-experts 4 --moe-ffn-hidden-size 40"
 
 @pytest.fixture(
     scope="module",
-    params=["--tp 2 --dp 2", "--tp 1 --dp 3 --hidden 96", f"--tp 1 --dp 4 --ep 2 {MOE}"],
+    params=[
+        "--tp 2 --dp 2",
+        "--tp 1 --dp 3 --hidden 96",
+        f"--tp 1 --dp 4 --ep 2 {MOE}",
+    ],
 )
 def by_rank(request: pytest.FixtureRequest) -> list[dict[str, Measured]]:
     flags = model_and_ranks(request.param)
     return run(measured, flags.world_size, request.param, ["adamw", *OURS])
 
 
-def test_all_muons_end_a_step_with_the_same_weights(by_rank: list[dict[str, Measured]]) -> None:
+def test_all_muons_end_a_step_with_the_same_weights(
+    by_rank: list[dict[str, Measured]],
+) -> None:
     by_row = {name: [rank[name] for rank in by_rank] for name in ("adamw", *OURS)}
     assert checksums_agree([by_row[name] for name in OURS])
     assert not checksums_agree([by_row["adamw"], by_row["muon-bucketed"]])
 
 
-def test_all_rows_reduce_and_gather_the_same_bytes(by_rank: list[dict[str, Measured]]) -> None:
-    """But for the padding of buckets, at most 128 elements times the DP size for each."""
+def test_all_rows_reduce_and_gather_the_same_bytes(
+    by_rank: list[dict[str, Measured]],
+) -> None:
+    """But for the padding of buckets, at most 128 elements times the DP size for
+    each.
+    """
     for rank in by_rank:
         costs = [rank[name].counted.sent_bytes for name in ("adamw", *OURS)]
-        assert costs[0] == {k: v for k, v in costs[1].items() if k not in ("gather", "scatter")} | {
+        assert costs[0] == {
+            k: v for k, v in costs[1].items() if k not in ("gather", "scatter")
+        } | {
             "norm": costs[0]["norm"]  # ours votes, too
         }
         for kind, item in (("grad_reduce", 4), ("param_gather", 2)):
@@ -45,7 +59,9 @@ def test_all_rows_reduce_and_gather_the_same_bytes(by_rank: list[dict[str, Measu
 
 
 def test_each_mode_of_megatrons_own_muon_does_its_work_on_every_tp_rank() -> None:
-    """Whole matrices twice at TP 2, or in halves without a message: other mathematics."""
+    """Whole matrices twice at TP 2, or in halves without a message: other
+    mathematics.
+    """
     if reason := why_no_upstream(model_and_ranks("")):
         pytest.skip(reason)
     names = ["muon-contiguous", *UPSTREAM]
@@ -70,7 +86,10 @@ def test_bench_speeds_prints_both_as_flags_of_a_run() -> None:
     *said, flags = done.stdout.splitlines()
     config = config_of("0.12", *flags.split())
     assert flags.split()[::2] == ["--muon-rank-tflops", "--muon-link-gbytes"]
-    assert f"{config.rank_tflops:.3g} (" in said[0] and "64x128, standard, 5 steps" in said[0]
+    assert (
+        f"{config.rank_tflops:.3g} (" in said[0]
+        and "64x128, standard, 5 steps" in said[0]
+    )
     assert f"{config.link_gbytes:.3g} (" in said[1] and "gloo, 2 ranks" in said[1]
 
 
@@ -93,7 +112,10 @@ def _counted_collectives() -> dict[str, int]:
             sizes = [[0, 2, 1], [5, 0, 0], [3, 1, 0]]  # from each rank to each
             received = [row[rank] for row in sizes]
             dist.all_to_all_single(
-                torch.empty(sum(received)), torch.ones(sum(sizes[rank])), received, sizes[rank]
+                torch.empty(sum(received)),
+                torch.ones(sum(sizes[rank])),
+                received,
+                sizes[rank],
             )
 
     return dict(count(watch, step).sent_bytes)
@@ -111,7 +133,9 @@ def test_bytes_are_counted_from_outside_whatever_the_collective() -> None:
         }
 
 
-def test_a_parts_time_is_without_the_parts_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parts_time_is_without_the_parts_inside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = iter([0.0, 1.0, 2.0, 5.0, 6.0, 10.0])  # seconds at each begin and end
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     watch = StepTimers(torch.device("cpu"))
@@ -124,4 +148,8 @@ def test_a_parts_time_is_without_the_parts_inside_it(monkeypatch: pytest.MonkeyP
 
     times = watch.measure(step)
     assert times.ms == 10_000
-    assert times.parts_ms == {"muon-gather": 3000, "optimizer-inner-step": 2000, "rest": 5000}
+    assert times.parts_ms == {
+        "muon-gather": 3000,
+        "optimizer-inner-step": 2000,
+        "rest": 5000,
+    }

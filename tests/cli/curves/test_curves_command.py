@@ -28,8 +28,21 @@ def test_a_run_that_needs_half_the_steps(
     assert main(["curves", f"AdamW={adamw}", f"Muon={muon}", *files]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     text = capsys.readouterr().out
-    (row,) = [line for line in text.split("validation loss")[1].splitlines() if "1.1000 (" in line]
-    assert row.split() == ["AdamW", "3", "200", "1.1000", "(1.1000", "to", "1.1000)", "0"]
+    (row,) = [
+        line
+        for line in text.split("validation loss")[1].splitlines()
+        if "1.1000 (" in line
+    ]
+    assert row.split() == [
+        "AdamW",
+        "3",
+        "200",
+        "1.1000",
+        "(1.1000",
+        "to",
+        "1.1000)",
+        "0",
+    ]
     assert "never" in text
     report = json.loads(out.read_text())
     assert set(report) == {"train", "validation"}
@@ -44,12 +57,21 @@ def test_runs_without_a_common_loss_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"step": 1, "lm loss": 2.0}\n')
-    (tmp_path / "b.jsonl").write_text('{"step": 1, "eval/loss": 2.0, "\\u001b[31m": 1}\n')
+    (tmp_path / "b.jsonl").write_text(
+        '{"step": 1, "eval/loss": 2.0, "\\u001b[31m": 1}\n'
+    )
     assert main(["curves", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]) == 1
     error = capsys.readouterr().err
     assert "no kind of loss is in all files (a: train; b: validation)" in error
     assert main(["curves", str(tmp_path / "a.jsonl"), str(tmp_path / "none")]) == 1
     assert "No such file" in capsys.readouterr().err
-    assert main(["curves", "--tag", "train=x", *[str(tmp_path / f"{name}.jsonl") for name in "ba"]])
+    assert main(
+        [
+            "curves",
+            "--tag",
+            "train=x",
+            *[str(tmp_path / f"{name}.jsonl") for name in "ba"],
+        ]
+    )
     error = capsys.readouterr().err
     assert "it has no 'x', but 'eval/loss'" in error and "\x1b" not in error

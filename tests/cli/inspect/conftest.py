@@ -1,4 +1,6 @@
-"""Checkpoints of two formats: one that nobody has touched, and a copy that may be changed."""
+"""Checkpoints of two formats: one that nobody has touched, and a copy that may be
+changed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ FORMATS = [DEFAULT, "torch"]
 
 
 @pytest.fixture(scope="session", params=FORMATS)
-def whole_one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_one(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A checkpoint that nobody has touched."""
     folder = tmp_path_factory.mktemp("whole") / "iter_0000003"
     folder.mkdir()

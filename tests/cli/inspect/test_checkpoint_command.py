@@ -1,4 +1,6 @@
-"""``megatron-muon checkpoint inspect`` on checkpoints of real runs: what it says, its status."""
+"""``megatron-muon checkpoint inspect`` on checkpoints of real runs: what it says, its
+status.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,22 @@ import pytest
 from megatron_muon.lab.commands import main
 from megatron_muon.mcore.load_check import digest
 from support.checkpoints import sealing
-from support.checkpoints.inspecting import CASE, DEFAULT, EVERY, TRACKER, faults, inspect
+from support.checkpoints.inspecting import (
+    CASE,
+    DEFAULT,
+    EVERY,
+    TRACKER,
+    faults,
+    inspect,
+)
 from support.models.gpt import Topology, muon_weights
 from support.processes import environment
 from support.ranks import run
 
-SHAPES = {"tp": (CASE, Topology(tp=2)), "experts": (replace(CASE, moe=True), Topology(dp=2, ep=2))}
+SHAPES = {
+    "tp": (CASE, Topology(tp=2)),
+    "experts": (replace(CASE, moe=True), Topology(dp=2, ep=2)),
+}
 
 
 @pytest.mark.parametrize("format", EVERY)
@@ -34,10 +46,17 @@ def test_names_shapes_and_optimizers_are_those_of_the_run(
     assert status == 0, report["faults"]
     facts, rows = report["facts"], report["parameters"]
     assert facts["format"] == ("torch" if format == "torch" else "torch_dist")
-    assert "momentum 0.95" in facts["settings"] and "world_size 2" in facts["written by"]
+    assert (
+        "momentum 0.95" in facts["settings"] and "world_size 2" in facts["written by"]
+    )
     muons = muon_weights(case)
-    assert {name for name, row in rows.items() if row["optimizer"] == "muon"} == set(muons)
-    assert rows["decoder.layers.1.self_attention.linear_qkv.weight"]["shape"] == [160, 96]
+    assert {name for name, row in rows.items() if row["optimizer"] == "muon"} == set(
+        muons
+    )
+    assert rows["decoder.layers.1.self_attention.linear_qkv.weight"]["shape"] == [
+        160,
+        96,
+    ]
 
 
 def test_every_file_is_held_against_the_digest(
@@ -60,12 +79,14 @@ def test_every_file_is_held_against_the_digest(
         file.write_bytes(data)
 
 
-def test_a_save_that_did_not_end(sealed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_save_that_did_not_end(
+    sealed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     digest.begin(sealed, {})
     assert "was stopped before its end" in faults(sealed, capsys)
 
 
-# --- without a digest -------------------------------------------------------------------------
+# --- without a digest -----------------------------------------------------------------
 
 
 def test_without_a_digest_nothing_is_unpickled(
@@ -88,7 +109,7 @@ class _Touch:
         return os.mkdir, (str(self.canary),)
 
 
-# --- where it looks ---------------------------------------------------------------------------
+# --- where it looks -------------------------------------------------------------------
 
 
 def test_the_tracker_file_leads_to_the_checkpoint(
@@ -106,7 +127,9 @@ def test_the_tracker_file_leads_to_the_checkpoint(
     assert "neither the number of an iteration" in faults(sealed.parent, capsys)
 
 
-def test_no_checkpoint_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_checkpoint_is_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file.txt").write_text("no checkpoint")
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file.txt"):
         assert main(["checkpoint", "inspect", str(path)]) == 2
@@ -115,18 +138,33 @@ def test_no_checkpoint_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("whole_one", [DEFAULT], indirect=True)
 def test_as_a_program_by_itself(sealed: Path) -> None:
-    """No launcher's environment and no GPU; in the C locale other letters are escaped."""
+    """No launcher's environment and no GPU; in the C locale other letters are
+    escaped.
+    """
     folder = Path(shutil.copytree(sealed, sealed.with_name("Прогон")))
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "CUDA_")
-    env = {name: v for name, v in environment().items() if not name.startswith(launcher)}
+    env = {
+        name: v for name, v in environment().items() if not name.startswith(launcher)
+    }
     env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "megatron_muon", "checkpoint", "inspect", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_muon",
+        "checkpoint",
+        "inspect",
+        str(folder),
+    ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "" and "\ncomplete" in done.stdout and r"\u041f\u0440" in done.stdout
+    assert (
+        done.stderr == ""
+        and "\ncomplete" in done.stdout
+        and r"\u041f\u0440" in done.stdout
+    )
 
 
-# --- exit status ------------------------------------------------------------------------------
+# --- exit status ----------------------------------------------------------------------
 
 
 def test_a_fault_of_its_own_has_a_status_of_its_own(

@@ -1,4 +1,6 @@
-"""``megatron-muon plan``: what a run costs, from Megatron's flags, and at other values of them."""
+"""``megatron-muon plan``: what a run costs, from Megatron's flags, and at other values
+of them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_every_algorithm_and_every_assumption_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
-    words = f"plan {TINY} {TP} 2 --world-size 4 --set launch_us=9 --mfu 0.3 --json {file}"
+    words = (
+        f"plan {TINY} {TP} 2 --world-size 4 --set launch_us=9 --mfu 0.3 --json {file}"
+    )
     assert main(words.split()) == 0
     short = capsys.readouterr().out
     assert all(title in short for title in TITLES.values()) and "launch_us" not in short
@@ -48,7 +52,9 @@ def test_every_algorithm_and_every_assumption_is_printed(
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == short.splitlines()[-1]
     assert "launch_us 9 us (--set)" in printed and "0.3 (--mfu)" in printed
-    assert all(line in printed for line in H100.lines() if not line.startswith("launch_us"))
+    assert all(
+        line in printed for line in H100.lines() if not line.startswith("launch_us")
+    )
     written = json.loads(file.read_text())
     assert written["hardware"]["constants"]["launch_us"]["value"] == 9
     (stage,) = written["stages"]
@@ -60,15 +66,24 @@ def test_every_algorithm_and_every_assumption_is_printed(
     rows = [sum(row["rest"].values()) + (row["peak"] or 0) for row in stage["rows"][:2]]
     peak = (rows[1] - rows[0]) / (1 << 20)
     assert short.splitlines()[-1] == (
-        f"Muon: {more}, {muon['slower_than_adamw']:+.2%} of a training step, ".replace("%", " %")
+        f"Muon: {more}, {muon['slower_than_adamw']:+.2%} of a training step, ".replace(
+            "%", " %"
+        )
         + f"{abs(peak):,.0f} MiB {'less' if peak < 0 else 'more'} at the peak"
     )
 
 
 def test_states_in_fewer_bytes_are_counted_and_copied_in_rounds() -> None:
-    """2 + 2 bytes an element of Muon's and 2 + 2 + 2 of AdamW's, in place of 4 + 4 and 4 + 8."""
-    bf16 = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-    rows = [planned(f"{TINY} --world-size 4 {words}").kinds[0].rows[1] for words in ("", bf16)]
+    """2 + 2 bytes an element of Muon's and 2 + 2 + 2 of AdamW's, in place of 4 + 4 and
+    4 + 8.
+    """
+    bf16 = (
+        "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    )
+    rows = [
+        planned(f"{TINY} --world-size 4 {words}").kinds[0].rows[1]
+        for words in ("", bf16)
+    ]
     wide, narrow = (row.rest for row in rows)
     for kind in ("main parameters", "Muon's momentum", "AdamW's moments"):
         assert 0 < 2 * narrow[kind] == wide[kind]
@@ -77,7 +92,9 @@ def test_states_in_fewer_bytes_are_counted_and_copied_in_rounds() -> None:
 
 
 def test_state_on_the_host_is_counted_there_and_two_rounds_of_it_here() -> None:
-    """Main parameters are 2 bytes of Muon's beside a weight, 4 of AdamW's; moments are fp32."""
+    """Main parameters are 2 bytes of Muon's beside a weight, 4 of AdamW's; moments are
+    fp32.
+    """
     words = "--use-precision-aware-optimizer --optimizer-cpu-offload"
     plain, hosted, half = (
         planned(f"{TINY} --world-size 4 {flags}").kinds[0].rows[1]
@@ -88,7 +105,9 @@ def test_state_on_the_host_is_counted_there_and_two_rounds_of_it_here() -> None:
     muons, moments = plain.rest["Muon's momentum"], plain.rest["AdamW's moments"]
     assert hosted.host == muons + muons // 2 + moments + moments // 2
     assert half.host == pytest.approx(hosted.host / 2, abs=8)
-    assert sum(half.rest[kind] for kind in kinds) == pytest.approx(hosted.host / 2, abs=8)
+    assert sum(half.rest[kind] for kind in kinds) == pytest.approx(
+        hosted.host / 2, abs=8
+    )
     assert plain.host == 0 and hosted.rest["parameters"] == plain.rest["parameters"]
     assert plain.peak < hosted.peak <= plain.peak + 4 * muons
 
@@ -96,7 +115,10 @@ def test_state_on_the_host_is_counted_there_and_two_rounds_of_it_here() -> None:
 def test_a_period_is_priced_as_its_mean_step() -> None:
     every, period = (
         planned(f"{words} {TP} 8 --world-size 8", wanted=()).kinds[0].row("contiguous")
-        for words in (" ".join(LLAMA_3_8B), " ".join((*LLAMA_3_8B, "--muon-full-period 5")))
+        for words in (
+            " ".join(LLAMA_3_8B),
+            " ".join((*LLAMA_3_8B, "--muon-full-period 5")),
+        )
     )
     assert (every.full, every.block) == (None, None) and period.full == every.seconds
     assert 0 < period.block < period.full
@@ -107,7 +129,11 @@ def test_a_period_is_priced_as_its_mean_step() -> None:
 @pytest.mark.parametrize(
     "flag",
     [
-        *("--muon-include nothing*", "--muon-exclude nothing*", "--muon-split nothing*=whole"),
+        *(
+            "--muon-include nothing*",
+            "--muon-exclude nothing*",
+            "--muon-split nothing*=whole",
+        ),
         *("--muon-lr-mult nothing*=2", "--muon-wd-mult nothing*=2"),
         "--muon-split *.final_layernorm.*=whole",  # which is not Muon's
     ],
@@ -120,20 +146,30 @@ def test_a_pattern_that_matches_nothing_is_an_error_as_in_a_run(
     name, pattern = flag.split("=")[0].split()
     said = capsys.readouterr()
     assert ended.value.code == 2 and said.out == ""
-    assert f"'{pattern}' in " in said.err and f"({name}) matches no parameter of " in said.err
+    assert (
+        f"'{pattern}' in " in said.err
+        and f"({name}) matches no parameter of " in said.err
+    )
 
 
 def test_a_pattern_may_match_on_a_stage_that_is_not_planned() -> None:
-    words = f"{TINY} --pipeline-model-parallel-size 2 --world-size 2 --stage 0 --muon-exclude"
+    words = (
+        f"{TINY} --pipeline-model-parallel-size 2 --world-size 2 --stage 0 "
+        "--muon-exclude"
+    )
     assert planned(f"{words} *.layers.1.*").kinds[0].stages == (0,)
     with pytest.raises(ValueError, match="matches no parameter of the model"):
         planned(f"{words} *.layers.2.*")
 
 
 def test_the_training_step_is_what_its_assumptions_say() -> None:
-    plan = planned(f"{TINY} --world-size 4 --global-batch-size 8 --seq-length 32 --mfu 0.5")
+    plan = planned(
+        f"{TINY} --world-size 4 --global-batch-size 8 --seq-length 32 --mfu 0.5"
+    )
     active = sum(kind.share.active for kind in plan.kinds)
-    flops = 8 * 32 * (6 * active + 6 * 2 * 64 * 32)  # two layers, heads x head size is hidden
+    flops = (
+        8 * 32 * (6 * active + 6 * 2 * 64 * 32)
+    )  # two layers, heads x head size is hidden
     seconds = plan.training.seconds(H100)
     assert seconds == pytest.approx(flops / (4 * 0.5 * H100.dense_tflops * 1e12))
     ours = plan.seconds("contiguous")
@@ -154,7 +190,9 @@ def test_512_ranks_are_planned_in_seconds() -> None:
 def test_16384_ranks_take_less_than_30_seconds_and_4_gb_of_one_core() -> None:
     words = f"{' '.join(LLAMA_3_8B)} {OVERLAP} {TP} 8 --world-size 16384"
     program = [sys.executable, "-m", "megatron_muon", "plan", *words.split()]
-    ended = subprocess.run(program, env=environment(), stdout=subprocess.PIPE, check=True)
+    ended = subprocess.run(
+        program, env=environment(), stdout=subprocess.PIPE, check=True
+    )
     assert b"16384 rank(s)" in ended.stdout.replace(b",", b"")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert used.ru_utime + used.ru_stime < 30
@@ -168,9 +206,13 @@ def test_stages_that_lie_otherwise_in_their_nodes_are_no_kind() -> None:
     stages = "--num-layers 4 --pipeline-model-parallel-size 4"
     run = given(f"{TINY} {stages} --world-size 48 --muon-node-ranks 8").settled()
     with megatron_is_quiet():
-        one, two = (stage_makeup(run.flags, run.config, run.ranks, number) for number in (1, 2))
+        one, two = (
+            stage_makeup(run.flags, run.config, run.ranks, number) for number in (1, 2)
+        )
         wide = dataclasses.replace(run.config, node_ranks=48)
-        three, four = (stage_makeup(run.flags, wide, run.ranks, number) for number in (1, 2))
+        three, four = (
+            stage_makeup(run.flags, wide, run.ranks, number) for number in (1, 2)
+        )
     assert three == four
     assert one != two
 
@@ -193,8 +235,14 @@ def test_a_value_that_is_refused_has_a_reason_and_the_others_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     swept = written("--world-size 4 --sweep tp=1,3,4", tmp_path / "sweep.json")
-    assert "3: refused: --world-size 4 is not a multiple of TP" in capsys.readouterr().out
-    assert [bool(point.get("stages")) for point in swept["points"]] == [True, False, True]
+    assert (
+        "3: refused: --world-size 4 is not a multiple of TP" in capsys.readouterr().out
+    )
+    assert [bool(point.get("stages")) for point in swept["points"]] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_any_flag_can_be_swept(tmp_path: Path) -> None:
@@ -209,7 +257,9 @@ def test_any_flag_can_be_swept(tmp_path: Path) -> None:
 def test_batches_change_the_share_and_not_the_step(tmp_path: Path) -> None:
     words = "--world-size 2 --seq-length 32 --sweep batch=8,16"
     small, large = written(words, tmp_path / "sweep.json")["points"]
-    assert large["training"]["seconds"] == pytest.approx(2 * small["training"]["seconds"])
+    assert large["training"]["seconds"] == pytest.approx(
+        2 * small["training"]["seconds"]
+    )
     one, two = (point["step"]["contiguous"] for point in (small, large))
     assert one["seconds"] == two["seconds"] and one["share"] > two["share"]
 

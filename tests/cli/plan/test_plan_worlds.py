@@ -1,4 +1,6 @@
-"""A plan of 64 and of 512 ranks equals what those ranks do, by Megatron's whole optimizer."""
+"""A plan of 64 and of 512 ranks equals what those ranks do, by Megatron's whole
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from support.virtual_gpu.megatron import OptimizerSettings, record_training
 from support.virtual_gpu.rank_report import report_of
 
 LAYERS = (
-    "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 --swiglu "
+    "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 "
+    "--swiglu "
     "--vocab-size 1024 --bf16 --position-embedding-type rope --transformer-impl local "
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--untie-embeddings-and-output-weights --disable-bias-linear "
@@ -34,7 +37,8 @@ WORLDS = [
     World(f"{TP} 8 --world-size 64", (0, 27, 63)),
     World(f"{TP} 4 --pipeline-model-parallel-size 2 --world-size 512", (0, 130)),
     World(
-        "--num-experts 16 --moe-ffn-hidden-size 256 --expert-model-parallel-size 8 --world-size 64",
+        "--num-experts 16 --moe-ffn-hidden-size 256 --expert-model-parallel-size 8 "
+        "--world-size 64",
         (0, 41),
     ),
 ]
@@ -59,7 +63,9 @@ def test_bytes_messages_and_memory_are_those_of_the_rank(world: World) -> None:
         report = report_of(recording)
         assert (report.sent, report.messages) == (sent.sent[at], sent.messages[at])
         assert report.connections == sent.peers[at]
-        for name, nbytes in rest[at].items():  # an allocator rounds each tensor up to 512 bytes
+        for name, nbytes in rest[
+            at
+        ].items():  # an allocator rounds each tensor up to 512 bytes
             assert nbytes == pytest.approx(report.state.get(name, 0), abs=BLOCKS)
         assert sum(rest[at].values()) == pytest.approx(report.state_bytes, abs=TABLES)
         assert over[at] == pytest.approx(report.peak_bytes, abs=BLOCKS)

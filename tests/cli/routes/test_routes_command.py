@@ -1,4 +1,6 @@
-"""``megatron-muon routes`` prints what a run does, without a GPU, a launcher or memory."""
+"""``megatron-muon routes`` prints what a run does, without a GPU, a launcher or
+memory.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from support.ranks import run
 
 
 def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
-    """On a rank of a real run: what its Muon parts plan, its other weights, and what it printed."""
+    """On a rank of a real run: what its Muon parts plan, its other weights, and what it
+    printed.
+    """
     built, printed = printed_by(lambda: start(case, topology))
     plans = {}
     for dist_opt in distributed_optimizers(built.optimizer):
@@ -46,7 +50,8 @@ def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
             line
             for line in printed.split("\n")
             # When gathers start depends on the environment, too
-            if "[megatron_muon]" in line and "the first gather of parameters" not in line
+            if "[megatron_muon]" in line
+            and "the first gather of parameters" not in line
         ],
     }
 
@@ -57,7 +62,10 @@ ALIGNED = Case(layers=4, muon=(("align_shards", True),))
 CASES = [
     (Case(), Topology(2, 2, 2)),
     *([(ALIGNED, Topology(1, 1, 3, overlap=True))] if VERSION >= (0, 18) else []),
-    (replace(Case(gated=True), muon=(("splits", OWN),)), Topology(2, 1, 2, overlap=True)),
+    (
+        replace(Case(gated=True), muon=(("splits", OWN),)),
+        Topology(2, 1, 2, overlap=True),
+    ),
     (MOE, Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)),
     (Case(layers=4), Topology(1, 2, 1, chunks=2)),
     (Case(), Topology(1, 1, 4, instances=2)),
@@ -72,8 +80,12 @@ def test_what_is_printed_is_what_a_run_does(case: Case, topology: Topology) -> N
     if reason := lacks(case, topology):
         pytest.skip(reason)
     layout = "contiguous" if dict(case.muon).get("align_shards") else "bucketed"
-    splits = [f"--muon-split={'='.join(split)}" for split in dict(case.muon).get("splits", ())]
-    routes = routes_json([*flags_of(case, topology), *splits, "--muon-dp-layout", layout])
+    splits = [
+        f"--muon-split={'='.join(split)}" for split in dict(case.muon).get("splits", ())
+    ]
+    routes = routes_json(
+        [*flags_of(case, topology), *splits, "--muon-dp-layout", layout]
+    )
     results = run(built_by_a_run, topology.world_size, case, topology)
     assert [stage["stage"] for stage in routes["stages"]] == list(range(topology.pp))
     for result in results:
@@ -94,7 +106,9 @@ def test_what_is_printed_is_what_a_run_does(case: Case, topology: Topology) -> N
             }
             assert shown == result["weights"]
     lines = [line for result in results for line in result["lines"]]
-    said = sorted(line for line in lines if " is active: " not in line)  # once in a process
+    said = sorted(
+        line for line in lines if " is active: " not in line
+    )  # once in a process
     stages = [line for stage in routes["stages"] for line in stage["lines"]]
     assert said == sorted(routes["lines"] + stages)
 
@@ -109,7 +123,7 @@ def test_the_number_of_buckets_is_a_runs() -> None:
     assert "; 98 bucket(s); " in stock["stages"][0]["lines"][0]
 
 
-# --- as a program ----------------------------------------------------------------------------
+# --- as a program ---------------------------------------------------------------------
 
 
 def routes_json(argv: list[str]) -> dict[str, Any]:
@@ -121,14 +135,30 @@ def routes_json(argv: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(1200)  # seconds of the wall; an idle machine needs a fraction
-def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(tmp_path: Path) -> None:
-    """As a program by itself, with processor time and memory as the kernel counts them."""
+def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(
+    tmp_path: Path,
+) -> None:
+    """As a program by itself, with processor time and memory as the kernel counts
+    them.
+    """
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "CUDA_")
-    env = {name: v for name, v in environment().items() if not name.startswith(launcher)}
+    env = {
+        name: v for name, v in environment().items() if not name.startswith(launcher)
+    }
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "megatron_muon", "routes", "--json", "out.json", *DEEPSEEK_V3]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_muon",
+        "routes",
+        "--json",
+        "out.json",
+        *DEEPSEEK_V3,
+    ]
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=tmp_path)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=err, env=env, cwd=tmp_path
+        )
         _, status, usage = os.wait4(process.pid, 0)
     assert status == 0, (tmp_path / "err").read_text()
     routes = json.loads((tmp_path / "out.json").read_text())
@@ -143,17 +173,21 @@ def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(tmp_path:
         for matrix in row["matrices"]
     ]
     assert len(homes) == 4 * 256 * 2 and set(homes) == set(range(64))
-    assert "671 G" in routes["lines"][0] and "37.6 G" in routes["lines"][0]  # arXiv 2412.19437
+    assert (
+        "671 G" in routes["lines"][0] and "37.6 G" in routes["lines"][0]
+    )  # arXiv 2412.19437
 
 
-# --- patterns and settings -------------------------------------------------------------------
+# --- patterns and settings ------------------------------------------------------------
 
 
 def test_rates_and_decays_by_pattern_are_shown() -> None:
     flags = ["--muon-lr-mult", "*fc1.weight=0.5", "--muon-wd-mult", "*.1.*fc?.weight=0"]
     flags += ["--muon-lr-mult", "embedding.word*=2"]
     (stage,) = routes_json([*TINY, *flags])["stages"]
-    factors = {row["name"]: (row["lr_mult"], row["wd_mult"]) for row in stage["parameters"]}
+    factors = {
+        row["name"]: (row["lr_mult"], row["wd_mult"]) for row in stage["parameters"]
+    }
     assert {name: pair for name, pair in factors.items() if pair != (1, 1)} == {
         "embedding.word_embeddings.weight": (2, 1),
         "decoder.layers.0.mlp.linear_fc1.weight": (0.5, 1),
@@ -164,9 +198,13 @@ def test_rates_and_decays_by_pattern_are_shown() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_read_by_its_name_and_changed_by_flags(name: str) -> None:
-    """Small enough to build in a moment; ``test_dry_run.py`` holds presets to Megatron-LM's own."""
+    """Small enough to build in a moment; ``test_dry_run.py`` holds presets to
+    Megatron-LM's own.
+    """
     small = ["--num-layers", "4", "--dp", "2", "--moe-layer-freq", "1"]
     routes = routes_json(["--model", name, *small])
     assert routes["ranks"]["world"] == 2 and len(routes["stages"]) == 1
-    layers = {row["name"].split(".")[2] for row in routes["stages"][0]["parameters"][1:-2]}
+    layers = {
+        row["name"].split(".")[2] for row in routes["stages"][0]["parameters"][1:-2]
+    }
     assert layers == {"0", "1", "2", "3"}

@@ -35,9 +35,17 @@ def test_a_report_of_a_real_pair_tells_our_exchange_from_megatrons_reduction(
     assert bytes_of["broadcast bf16 params/gather"] == 2 * 160_768
     # one parameter is cut: pieces of it go one way, directions the other, 9.6 kB in all
     for phase, sent in (("gather", 4801), ("scatter", 4800)):
-        assert bytes_of[f"send bf16 muon/{phase}"] == bytes_of[f"recv bf16 muon/{phase}"] == sent
+        assert (
+            bytes_of[f"send bf16 muon/{phase}"]
+            == bytes_of[f"recv bf16 muon/{phase}"]
+            == sent
+        )
     assert {kind["name"] for kind in adamw["collectives"]} == {
-        *("reduce_scatter fp32 grads/reduce", "broadcast bf16 params/gather", "all_reduce fp32")
+        *(
+            "reduce_scatter fp32 grads/reduce",
+            "broadcast bf16 params/gather",
+            "all_reduce fp32",
+        )
     }
     for run in (adamw, muon):
         assert [rank["rank"] for rank in run["ranks"]] == [0, 1]
@@ -48,7 +56,11 @@ def test_a_report_of_a_real_pair_tells_our_exchange_from_megatrons_reduction(
             assert whole == pytest.approx(rank["communication_ms"])
             assert 0 < rank["optimizer_ms"] < rank["step_ms"]
     lines = text.splitlines()
-    (line,) = [line for line in lines if line.startswith("MB in reduce_scatter fp32 grads/reduce")]
+    (line,) = [
+        line
+        for line in lines
+        if line.startswith("MB in reduce_scatter fp32 grads/reduce")
+    ]
     assert line.endswith("(1.00)")
     assert sum(line.startswith("rank ") for line in lines) == 4
 

@@ -2,9 +2,10 @@
 
 ``cd tests && python -m figures.scale.shared_steps [WORD ...]``
 
-Prices stages of ``figures.priced_models`` and larger ones with ``--muon-split-matrices`` off, 2, 4,
-8 and auto, by the preset ``fast`` on H100s with a library's symmetric kernel, and Megatron's Muon
-with torch's products. Behind a time is the busiest rank's Newton-Schulz.
+Prices stages of ``figures.priced_models`` and larger ones with
+``--muon-split-matrices`` off, 2, 4, 8 and auto, by the preset ``fast`` on H100s with a
+library's symmetric kernel, and Megatron's Muon with torch's products. Behind a time is
+the busiest rank's Newton-Schulz.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ LARGE = (
     Case("Llama-3-8B TP1 × DP64", LLAMA_8B + "--world-size 64"),
     Case("Llama-3-8B TP1 × DP512", LLAMA_8B + "--world-size 512"),
     Case("Llama-3-70B TP8 PP4 DP64", LLAMA_70B + f"{TP} 8 {PP} 4 --world-size 2048", 1),
-    Case("Llama-3-405B TP8 PP14 DP128", LLAMA_405B + f"{TP} 8 {PP} 14 --world-size 14336", 1),
+    Case(
+        "Llama-3-405B TP8 PP14 DP128",
+        LLAMA_405B + f"{TP} 8 {PP} 14 --world-size 14336",
+        1,
+    ),
 )
 
 
@@ -50,10 +55,16 @@ def _cells(case: Case, hardware: Hardware) -> list[str]:
         words = f"{case.words} --muon-preset fast --muon-split-matrices {asked}"
         config, optimizers = stage_of(words, "cuda_symmetric")
         step = price_step(optimizers, config, hardware, device="cuda_symmetric")
-        cells.append(f"{1e3 * step.seconds:.1f} ({1e3 * step.newton_schulz_busiest:.1f})")
-    config, whole = stage_of(f"{case.words} --muon-preset fast --muon-split-matrices off")
+        cells.append(
+            f"{1e3 * step.seconds:.1f} ({1e3 * step.newton_schulz_busiest:.1f})"
+        )
+    config, whole = stage_of(
+        f"{case.words} --muon-preset fast --muon-split-matrices off"
+    )
     modes: tuple[TpMode, ...] = "blockwise", "duplicated", "distributed"
-    times = (price_layer_wise(whole, config, hardware, mode)[0].seconds for mode in modes)
+    times = (
+        price_layer_wise(whole, config, hardware, mode)[0].seconds for mode in modes
+    )
     return [*cells, " / ".join(f"{1e3 * time:.1f}" for time in times)]
 
 

@@ -24,7 +24,9 @@ pytestmark = [
     pytest.mark.timeout(1500),
     pytest.mark.skipif(
         CHECKOUT.exists() and version() < (0, 15),
-        reason="this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too",
+        reason=(
+            "this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too"
+        ),
     ),
 ]
 RUN = f"{MUON} --bf16 --lr-decay-style constant --ckpt-format torch_dist"
@@ -32,25 +34,38 @@ RUN = f"{MUON} --bf16 --lr-decay-style constant --ckpt-format torch_dist"
 
 @pytest.fixture(scope="module")
 def six(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Six steps, saved at the third and the sixth while training goes on; and what it printed."""
+    """Six steps, saved at the third and the sixth while training goes on; and what it
+    printed.
+    """
     folder = tmp_path_factory.mktemp("six")
     return folder, pretrain(1, f"{RUN} --save {folder} --save-interval 3 --async-save")
 
 
 def complete(folder: Path) -> list[int]:
-    return [int(x.name[5:]) for x in sorted(folder.glob("iter_*")) if digest.says_complete(x)]
+    return [
+        int(x.name[5:])
+        for x in sorted(folder.glob("iter_*"))
+        if digest.says_complete(x)
+    ]
 
 
-def test_an_asynchronous_save_is_sealed_and_goes_on(six: tuple[Path, str], tmp_path: Path) -> None:
+def test_an_asynchronous_save_is_sealed_and_goes_on(
+    six: tuple[Path, str], tmp_path: Path
+) -> None:
     folder, text = six
     assert complete(folder) == [3, 6]
     again = pretrain(1, f"{RUN} --load {folder} --ckpt-step 3 --train-iters 6")
-    # Megatron's log has the mean of the first two iterations after a start as its second
+    # Megatron's log has the mean of the first two iterations after a start as its
+    # second
     assert {n: steps(again)[n] for n in (4, 6)} == {n: steps(text)[n] for n in (4, 6)}
 
 
-def test_a_persistent_worker_saves_on_a_cpu(six: tuple[Path, str], tmp_path: Path) -> None:
-    """Megatron spawns it, so it has what the runtime replaces only if it is given to it."""
+def test_a_persistent_worker_saves_on_a_cpu(
+    six: tuple[Path, str], tmp_path: Path
+) -> None:
+    """Megatron spawns it, so it has what the runtime replaces only if it is given to
+    it.
+    """
     if "--use-persistent-ckpt-worker" not in known_flags():
         pytest.skip("this Megatron has no persistent worker")
     worker = "--save-interval 3 --async-save --use-persistent-ckpt-worker"
@@ -63,19 +78,28 @@ def test_finetune_takes_the_model_alone(six: tuple[Path, str]) -> None:
     folder, text = six
     again = pretrain(1, f"{RUN} --load {folder} --finetune --train-iters 2")
     assert list(steps(again)) == [1, 2]
-    assert losses(again)[0] < losses(text)[0] - 0.1  # of trained weights, at the first of the data
+    assert (
+        losses(again)[0] < losses(text)[0] - 0.1
+    )  # of trained weights, at the first of the data
 
 
 def test_no_load_optim_starts_momentum_anew(six: tuple[Path, str]) -> None:
     folder, text = six
-    again = pretrain(1, f"{RUN} --load {folder} --ckpt-step 3 --no-load-optim --train-iters 6")
+    again = pretrain(
+        1, f"{RUN} --load {folder} --ckpt-step 3 --no-load-optim --train-iters 6"
+    )
     assert losses(again)[0] == losses(text)[3]  # the same weights and data
     assert losses(again)[-1] != losses(text)[-1]
 
 
-def test_a_non_persistent_checkpoint_goes_on(six: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_non_persistent_checkpoint_goes_on(
+    six: tuple[Path, str], tmp_path: Path
+) -> None:
     """The global kind: in a folder of its own."""
-    kind = f"--non-persistent-ckpt-type global --non-persistent-global-ckpt-dir {tmp_path}/fast"
+    kind = (
+        "--non-persistent-ckpt-type global --non-persistent-global-ckpt-dir "
+        f"{tmp_path}/fast"
+    )
     where = f"--save {tmp_path}/slow --load {tmp_path}/slow --save-interval 100 {kind}"
     run = f"{RUN} {where} --non-persistent-save-interval 2"
     pretrain(1, f"{run} --exit-interval 5")
@@ -88,9 +112,17 @@ def test_a_non_persistent_checkpoint_goes_on(six: tuple[Path, str], tmp_path: Pa
 @pytest.mark.parametrize("algorithm", ["atomic", "fully_parallel"])
 def test_a_local_checkpoint_goes_on(algorithm: str, tmp_path: Path) -> None:
     """The local kind: of each rank, in a folder of its node."""
-    pytest.importorskip("nvidia_resiliency_ext", reason="Megatron needs it for these, AdamW's too")
-    kind = f"--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir {tmp_path}/fast"
-    kind += f" --non-persistent-local-ckpt-algo {algorithm} --non-persistent-save-interval 4"
+    pytest.importorskip(
+        "nvidia_resiliency_ext", reason="Megatron needs it for these, AdamW's too"
+    )
+    kind = (
+        "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir "
+        f"{tmp_path}/fast"
+    )
+    kind += (
+        f" --non-persistent-local-ckpt-algo {algorithm} "
+        "--non-persistent-save-interval 4"
+    )
     where = f"--save {tmp_path}/slow --load {tmp_path}/slow --save-interval 100"
     run = f"{RUN} --tensor-model-parallel-size 2 {kind} {where}"
     whole = steps(pretrain(4, run))
@@ -99,7 +131,9 @@ def test_a_local_checkpoint_goes_on(algorithm: str, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "slow")
     again = steps(pretrain(4, run))
     assert list(again) == [5, 6]
-    assert again[5] == whole[5]  # the log has the mean of the first two iterations as its second
+    assert (
+        again[5] == whole[5]
+    )  # the log has the mean of the first two iterations as its second
 
 
 def test_a_pretrained_checkpoint_is_where_a_run_without_one_starts(
@@ -112,6 +146,8 @@ def test_a_pretrained_checkpoint_is_where_a_run_without_one_starts(
     assert losses(again)[0] < losses(text)[0] - 0.1
     assert complete(tmp_path) == [2]
     adamws = tmp_path / "adamw"  # whose optimizer state is not loaded
-    pretrain(1, f"{RUN} --optimizer adam --save {adamws} --save-interval 2 --train-iters 2")
+    pretrain(
+        1, f"{RUN} --optimizer adam --save {adamws} --save-interval 2 --train-iters 2"
+    )
     again = pretrain(1, f"{RUN} --pretrained-checkpoint {adamws} --train-iters 2")
     assert list(steps(again)) == [1, 2]

@@ -1,4 +1,6 @@
-"""A run of the real ``pretrain_gpt.py`` that is killed and goes on: needs a checkout."""
+"""A run of the real ``pretrain_gpt.py`` that is killed and goes on: needs a
+checkout.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,19 @@ LAYOUTS = {
     "tp2": (2, "--tensor-model-parallel-size 2"),
     "tp2-pp2-dp2": (
         8,
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--sequence-parallel "
         "--overlap-grad-reduce --overlap-param-gather",
     ),
 }
 
 
-def signalled(folder: Path, number: signal.Signals, processes: int, *options: str) -> str:
+def signalled(
+    folder: Path, number: signal.Signals, processes: int, *options: str
+) -> str:
     """What a run prints whose last rank gets a signal, once iteration 5 is over."""
-    # a file, since what torch_dist starts in a killed rank outlives it and would hold a pipe open
+    # a file, since what torch_dist starts in a killed rank outlives it and would hold a
+    # pipe open
     log = folder / "log"
     with log.open("w") as stdout:
         run = subprocess.Popen(
@@ -57,7 +63,9 @@ def signalled(folder: Path, number: signal.Signals, processes: int, *options: st
         assert len(ranks) == processes, ranks
         left_behind = ranks[-1].children(recursive=True)
         ranks[-1].send_signal(number)
-        assert (run.wait(timeout=120) == 0) is (number == signal.SIGTERM), log.read_text()[-3000:]
+        assert (run.wait(timeout=120) == 0) is (number == signal.SIGTERM), (
+            log.read_text()[-3000:]
+        )
         for child in left_behind:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
@@ -67,7 +75,9 @@ def signalled(folder: Path, number: signal.Signals, processes: int, *options: st
 
 
 def assert_goes_on(after: dict[int, str], whole: dict[int, str], last: int) -> None:
-    """As the whole run; Megatron's second line after a start has the mean of two iterations."""
+    """As the whole run; Megatron's second line after a start has the mean of two
+    iterations.
+    """
     assert list(after) == list(range(last + 1, LAST + 1))
     assert all(after[n] == whole[n] for n in after if n != last + 2)
 
@@ -80,9 +90,13 @@ def assert_goes_on(after: dict[int, str], whole: dict[int, str], last: int) -> N
         pytest.param("tp2-pp2-dp2", "torch_dist", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_run_goes_on_bit_for_bit(layout: str, format: str, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(
+    layout: str, format: str, tmp_path: Path
+) -> None:
     if format == "torch_dist" and version() < (0, 15):
-        pytest.skip("this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too")
+        pytest.skip(
+            "this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too"
+        )
     processes, parallel = LAYOUTS[layout]
     whole = steps(pretrain(processes, RUN, parallel))
     saved = tmp_path / "saved"
@@ -96,14 +110,22 @@ def test_a_killed_run_goes_on_bit_for_bit(layout: str, format: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("format", ["torch", "torch_dist"])
-def test_a_preempted_run_saves_and_goes_on_bit_for_bit(format: str, tmp_path: Path) -> None:
-    """With --exit-signal-handler SIGTERM on one rank ends the run after its step, with a save."""
+def test_a_preempted_run_saves_and_goes_on_bit_for_bit(
+    format: str, tmp_path: Path
+) -> None:
+    """With --exit-signal-handler SIGTERM on one rank ends the run after its step, with
+    a save.
+    """
     if format == "torch_dist" and version() < (0, 15):
-        pytest.skip("this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too")
+        pytest.skip(
+            "this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too"
+        )
     processes, parallel = LAYOUTS["tp2"]
     whole = steps(pretrain(processes, RUN, parallel))
     saved = tmp_path / "saved"
-    where = f"--ckpt-format {format} --save {saved} --load {saved} --exit-signal-handler"
+    where = (
+        f"--ckpt-format {format} --save {saved} --load {saved} --exit-signal-handler"
+    )
     options = (RUN, parallel, where, "--save-interval 100")
     before = signalled(tmp_path, signal.SIGTERM, processes, *options)
     assert "exiting program after receiving SIGTERM" in before
@@ -115,7 +137,10 @@ def test_a_preempted_run_saves_and_goes_on_bit_for_bit(format: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("option", "rate"),
-    [("--override-opt_param-scheduler", 2e-2), ("--use-checkpoint-opt_param-scheduler", 1e-2)],
+    [
+        ("--override-opt_param-scheduler", 2e-2),
+        ("--use-checkpoint-opt_param-scheduler", 1e-2),
+    ],
 )
 def test_the_schedule_after_a_load_is_the_one_that_was_asked_for(
     option: str, rate: float, tmp_path: Path
@@ -129,13 +154,16 @@ def test_the_schedule_after_a_load_is_the_one_that_was_asked_for(
 
 
 OVERRIDE = "--override-opt_param-scheduler --lr 1e-4 --min-lr 1e-5"
-# Linear from 1e-4 to 1e-5 over six steps, two of them done; the embeddings' rate is decoupled.
+# Linear from 1e-4 to 1e-5 over six steps, two of them done; the embeddings' rate is
+# decoupled.
 FIRST = {("7e-05", "0.1"), ("7e-05", "0"), ("0.0007", "0.1")}
 HALVED = {pair if pair[0] != "0.0007" else ("0.00035", "0.1") for pair in FIRST}
 
 
 def first_rates(text: str) -> set[tuple[str, str]]:
-    """Rates and weight decays of the first step, as ``rates_pretrain.py`` prints them."""
+    """Rates and weight decays of the first step, as ``rates_pretrain.py`` prints
+    them.
+    """
     (line,) = re.findall(r"^first step: (.*)$", text, re.MULTILINE)
     return set(re.findall(r"(\S+) and ([^; ]+)", line))
 
@@ -144,8 +172,9 @@ def first_rates(text: str) -> set[tuple[str, str]]:
 def test_the_first_step_after_a_load_has_the_rates_of_the_override(
     saved_by: str, tmp_path: Path
 ) -> None:
-    """Into Muon, and with --adamw-from-muon; a line of Muon's load says them. AdamW's own load is
-    Megatron's, which has others, or finds none: a line says which."""
+    """Into Muon, and with --adamw-from-muon; a line of Muon's load says them. AdamW's
+    own load is Megatron's, which has others, or finds none: a line says which.
+    """
     adam = "--optimizer adam --use-distributed-optimizer"
     halves = "--muon-lr-mult embedding.*=0.5"
     muon = f"{MUON} {halves} --muon-from-adamw momentum"
@@ -156,7 +185,9 @@ def test_the_first_step_after_a_load_has_the_rates_of_the_override(
     script = HERE / "rates_pretrain.py"
     text = pretrain(1, run, muon, script=script, **PATHS)
     assert first_rates(text) == HALVED, text[-3000:]
-    lines = re.findall(r"iter_0000002: digest checked, momentum of 24 matrices; .*: (.*)", text)
+    lines = re.findall(
+        r"iter_0000002: digest checked, momentum of 24 matrices; .*: (.*)", text
+    )
     if saved_by == "muon":
         (line,) = lines
         assert set(re.findall(r"(\S+) and (\S+) \(", line)) == HALVED
@@ -166,7 +197,11 @@ def test_the_first_step_after_a_load_has_the_rates_of_the_override(
     assert not lines
     finds_none = version() >= (0, 19)
     text = pretrain(1, run, adam, script=script, fails=finds_none, **PATHS)
-    why = "finds the checkpoint's parameter groups by" if finds_none else "changed the rates of "
+    why = (
+        "finds the checkpoint's parameter groups by"
+        if finds_none
+        else "changed the rates of "
+    )
     assert "--override-opt_param-scheduler: " in text and why in text, text[-3000:]
     assert finds_none or not first_rates(text) <= FIRST
 
@@ -183,7 +218,9 @@ def test_an_earlier_checkpoint_loads_with_the_state_that_it_was_saved_with(
     again = f"--load {tmp_path} --ckpt-step 2 --muon-from-adamw momentum"
     after = steps(pretrain(1, run, "--optimizer muon", again))
     assert list(after) == [3, 4, 5, 6]
-    if saved_by == "muon":  # the second line has the mean of the first two after a start
+    if (
+        saved_by == "muon"
+    ):  # the second line has the mean of the first two after a start
         assert [after[n] for n in (3, 5, 6)] == [steps(text)[n] for n in (3, 5, 6)]
         return
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")

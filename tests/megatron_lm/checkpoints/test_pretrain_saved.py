@@ -1,4 +1,6 @@
-"""A checkpoint of a run with Muon, read by a Megatron without the plugin; needs a checkout."""
+"""A checkpoint of a run with Muon, read by a Megatron without the plugin; needs a
+checkout.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model alone, in one file."""
     folder = tmp_path_factory.mktemp("saved")
     save = f"--save {folder} --save-interval 6 --ckpt-format torch --no-save-optim"
-    pretrain(1, MUON, "--bf16 --muon-momentum 0.9 --muon-exclude *.linear_fc1.weight", save)
+    pretrain(
+        1, MUON, "--bf16 --muon-momentum 0.9 --muon-exclude *.linear_fc1.weight", save
+    )
     return folder
 
 
@@ -39,7 +43,9 @@ def read(how: str, checkpoint: Path) -> str:
 
 
 def test_saved_arguments_say_muon_in_plain_values(checkpoint: Path) -> None:
-    (line,) = [x for x in read("plain", checkpoint).splitlines() if x.startswith("SAVED")]
+    (line,) = [
+        x for x in read("plain", checkpoint).splitlines() if x.startswith("SAVED")
+    ]
     saved = json.loads(line.removeprefix("SAVED"))
     assert saved["optimizer"] == "Muon" and saved["megatron_muon"] is True
     assert saved["muon_momentum"] == 0.9
@@ -53,9 +59,16 @@ def test_the_saver_of_tools_checkpoint_takes_them(checkpoint: Path) -> None:
 
 
 def test_use_checkpoint_args_without_the_plugins_flags(checkpoint: Path) -> None:
-    """Megatron's own training goes on from it with AdamW, and takes the model's sizes from it."""
-    model = MODEL.replace("--num-layers 4 --hidden-size 64", "")  # Megatron fills what is not given
-    options = f"--bf16 --load {checkpoint} --use-checkpoint-args --no-load-optim --no-load-rng"
+    """Megatron's own training goes on from it with AdamW, and takes the model's sizes
+    from it.
+    """
+    model = MODEL.replace(
+        "--num-layers 4 --hidden-size 64", ""
+    )  # Megatron fills what is not given
+    options = (
+        f"--bf16 --load {checkpoint} --use-checkpoint-args --no-load-optim "
+        "--no-load-rng"
+    )
     options += " --ckpt-format torch --train-iters 8 --use-distributed-optimizer"
     text = without_plugin(1, options, model=model)
     assert "Setting num_layers to 4 from checkpoint" in text

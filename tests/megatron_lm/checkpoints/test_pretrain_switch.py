@@ -29,9 +29,14 @@ FORMATS = ["torch", pytest.param("torch_dist", marks=pytest.mark.slow)]
 def options(folder: Path, format: str) -> str:
     """Four steps, saved, from where the last run has stopped."""
     if format == "torch_dist" and version() < (0, 15):
-        pytest.skip("this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too")
+        pytest.skip(
+            "this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too"
+        )
     schedule = f"--train-iters 12 --lr-decay-iters 12 --bf16 --ckpt-format {format}"
-    return f"{schedule} --save {folder} --load {folder} --save-interval 100 --exit-interval 4"
+    return (
+        f"{schedule} --save {folder} --load {folder} --save-interval 100 "
+        "--exit-interval 4"
+    )
 
 
 def saved_and_unswitched(optimizer: str, saved: Path, format: str) -> list[float]:
@@ -50,7 +55,9 @@ def test_adamw_to_muon_and_on(format: str, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     unswitched = saved_and_unswitched(ADAM, saved, format)
     text = pretrain(2, MUON, options(saved, format), fails=True)
-    assert "has AdamW's optimizer state: give --muon-from-adamw" in text and not losses(text)
+    assert "has AdamW's optimizer state: give --muon-from-adamw" in text and not losses(
+        text
+    )
     switch = f"{MUON} --muon-from-adamw momentum"
     text = pretrain(2, switch, options(saved, format))
     assert "is AdamW's: Muon's momentum starts as exp_avg / (1 - β1)" in text
@@ -82,7 +89,10 @@ def test_another_routing_goes_on_by_way_of_adamw(format: str, tmp_path: Path) ->
     unswitched = saved_and_unswitched(MUON, saved, format)
     routed = f"{MUON} --muon-exclude *.linear_fc1.weight"
     text = pretrain(2, routed, options(saved, format), fails=True)
-    assert "linear_fc1.weight was Muon's and is AdamW's in this run" in text and not losses(text)
+    assert (
+        "linear_fc1.weight was Muon's and is AdamW's in this run" in text
+        and not losses(text)
+    )
     whole = "--dist-ckpt-optim-fully-reshardable" if format == "torch_dist" else ""
     carried = options(saved, format).replace(f"--save {saved}", f"--save {between}")
     carried = carried.replace("--train-iters 12", "--train-iters 4")
@@ -102,11 +112,15 @@ def test_adamw_does_not_load_muons_and_with_the_plugin_names_the_flag(
     saved = tmp_path / "saved"
     unswitched = saved_and_unswitched(MUON, saved, format)
     text = pretrain(2, ADAM, options(saved, format), fails=True)
-    assert "has Muon's optimizer state: give --adamw-from-muon" in text and not losses(text)
+    assert "has Muon's optimizer state: give --adamw-from-muon" in text and not losses(
+        text
+    )
     text = without_plugin(2, ADAM, options(saved, format), fails=True)
     assert "exp_avg" in text and not losses(text), text[-3000:]
     text = without_plugin(2, f"{ADAM} --no-load-optim", options(saved, format))
-    assert losses(text)[0] == unswitched[0]  # the weights go on, the schedule starts anew
+    assert (
+        losses(text)[0] == unswitched[0]
+    )  # the weights go on, the schedule starts anew
     assert re.findall(r"learning rate: (\S+)", text)[0] == "9.250000E-03"
 
 
@@ -116,15 +130,18 @@ EMERGING = importlib.util.find_spec("emerging_optimizers")  # see megatrons_muon
 @pytest.mark.slow
 @pytest.mark.skipif(EMERGING is None, reason="emerging_optimizers is not on PYTHONPATH")
 def test_megatrons_own_muon_to_muon_and_on(tmp_path: Path) -> None:
-    """Its layer-wise Muon, without the plugin; then the plugin's at the same topology and at DP 2,
-    where bf16 activations are summed in another order. (With DP its ranks gather pieces of several
-    sizes, which gloo cannot.)"""
+    """Its layer-wise Muon, without the plugin; then the plugin's at the same topology
+    and at DP 2, where bf16 activations are summed in another order. (With DP its ranks
+    gather pieces of several sizes, which gloo cannot.)
+    """
     if version() < (0, 16):
         pytest.skip("this Megatron has no Muon of its own")
     path = _path_with(EMERGING)
     saved, copy, third = tmp_path / "saved", tmp_path / "copy", tmp_path / "third"
     tp2 = "--tensor-model-parallel-size 2"
-    whole = "--dist-ckpt-optim-fully-reshardable" if version() >= (0, 18) else ""  # AdamW's part
+    whole = (
+        "--dist-ckpt-optim-fully-reshardable" if version() >= (0, 18) else ""
+    )  # AdamW's part
     own = f"--optimizer dist_muon {tp2} {whole}"
     without_plugin(2, own, options(saved, "torch_dist"), **path)
     shutil.copytree(saved, copy)
@@ -140,7 +157,10 @@ def test_megatrons_own_muon_to_muon_and_on(tmp_path: Path) -> None:
     assert "Megatron's own Muon: its" not in text and len(losses(text)) == 4
     dp2 = f"{MUON} --muon-momentum 0.8 --ckpt-fully-parallel-load"
     text = pretrain(2, dp2, options(third, "torch_dist"))
-    assert "momentum (--muon-momentum) is 0.8 now; the checkpoint was saved with 0.9" in text
+    assert (
+        "momentum (--muon-momentum) is 0.8 now; the checkpoint was saved with 0.9"
+        in text
+    )
     assert losses(text)[0] == pytest.approx(unswitched[0], rel=2**-8)
 
 
@@ -149,16 +169,25 @@ def test_megatrons_own_muon_to_muon_and_on(tmp_path: Path) -> None:
 def test_megatrons_own_muon_loads_the_model_of_a_muon_run(tmp_path: Path) -> None:
     if version() < (0, 16):
         pytest.skip("this Megatron has no Muon of its own")
-    saved, path, tp2 = tmp_path / "saved", _path_with(EMERGING), "--tensor-model-parallel-size 2"
+    saved, path, tp2 = (
+        tmp_path / "saved",
+        _path_with(EMERGING),
+        "--tensor-model-parallel-size 2",
+    )
     unswitched = saved_and_unswitched(f"{MUON} {tp2}", saved, "torch_dist")
     own = f"--optimizer muon --muon-backend upstream {tp2}"
     text = pretrain(2, own, options(saved, "torch_dist"), fails=True, **path)
-    assert "Muon's optimizer state: --optimizer muon of Megatron's own cannot read it" in text
+    assert (
+        "Muon's optimizer state: --optimizer muon of Megatron's own cannot read it"
+        in text
+    )
     text = pretrain(2, f"{own} --no-load-optim", options(saved, "torch_dist"), **path)
     assert losses(text)[0] == unswitched[0]
 
 
 def _path_with(spec: importlib.machinery.ModuleSpec | None) -> dict[str, str]:
     assert spec is not None and spec.origin is not None
-    places = [str(Path(place).parent) for place in spec.submodule_search_locations or ()]
+    places = [
+        str(Path(place).parent) for place in spec.submodule_search_locations or ()
+    ]
     return {"PYTHONPATH": os.pathsep.join([PATHS["PYTHONPATH"], *places])}

@@ -1,6 +1,7 @@
 """``routes`` and ``plan`` by a run's own script: what they show is what the run builds.
 
-Needs a Megatron-LM checkout, as ``test_pretrain.py`` does, and no GPU, no launcher, no kernels.
+Needs a Megatron-LM checkout, as ``test_pretrain.py`` does, and no GPU, no launcher, no
+kernels.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ from support.megatron_lm.scripts import (
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 GPT = str(CHECKOUT / "pretrain_gpt.py")
 SIZES = (
-    "--hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
-    "--seq-length 32 --max-position-embeddings 32 --position-embedding-type rope --bf16 "
-    "--normalization RMSNorm --disable-bias-linear --swiglu --untie-embeddings-and-output-weights "
+    "--hidden-size 64 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 "
+    "--seq-length 32 --max-position-embeddings 32 --position-embedding-type rope "
+    "--bf16 "
+    "--normalization RMSNorm --disable-bias-linear --swiglu "
+    "--untie-embeddings-and-output-weights "
 )
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 
@@ -53,45 +57,70 @@ def routes(script: str, *options: str, world: int = 2) -> dict[str, Any]:
 
 
 def parameters(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for stage in found["stages"] for row in stage["parameters"]}
+    return {
+        row["name"]: row for stage in found["stages"] for row in stage["parameters"]
+    }
 
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [(2, f"{TP} 2 --sequence-parallel"), (4, f"{PP} 2 --overlap-grad-reduce"), (2, EXPERTS)],
+    [
+        (2, f"{TP} 2 --sequence-parallel"),
+        (4, f"{PP} 2 --overlap-grad-reduce"),
+        (2, EXPERTS),
+    ],
     ids=["tp2", "pp2-dp2-overlap", "ep2"],
 )
 def test_what_is_shown_is_what_the_run_does(world: int, layout: str) -> None:
-    """Every line on Muon's share, matrices, buckets, boundaries and bytes, of every stage."""
+    """Every line on Muon's share, matrices, buckets, boundaries and bytes, of every
+    stage.
+    """
     run = pretrain(world, MUON, "--bf16", layout)
     found = routes(GPT, MODEL, MOCK, RUN, "--bf16", layout, world=world)
-    lines = [*found["lines"], *(line for stage in found["stages"] for line in stage["lines"])]
+    lines = [
+        *found["lines"],
+        *(line for stage in found["stages"] for line in stage["lines"]),
+    ]
     assert lines and all(line in run for line in lines), lines
     notes = [note for note in found["notes"] if note.startswith("--muon-dp-layout")]
     assert all(note in run for note in notes) and bool(notes) == ("overlap" in layout)
-    assert "planned with --optimizer muon, which a run with Muon needs" in found["notes"]
+    assert (
+        "planned with --optimizer muon, which a run with Muon needs" in found["notes"]
+    )
 
 
 def test_experts_and_latent_attention_are_transformer_engines() -> None:
-    """As a run without --transformer-impl builds them: grouped, fused with norms, replicated."""
+    """As a run without --transformer-impl builds them: grouped, fused with norms,
+    replicated.
+    """
     latent = (
         "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 "
         "--qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm --num-experts 4 "
-        "--moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-grouped-gemm --num-layers 2 "
-        f"--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {TP} 2 --sequence-parallel"
+        "--moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-grouped-gemm --num-layers "
+        "2 "
+        f"--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {TP} 2 "
+        "--sequence-parallel"
     )
     kernels = "--tp-comm-overlap --fp8-format hybrid --moe-token-dispatcher-type flex"
     sizes = SIZES.replace("--group-query-attention --num-query-groups 2 ", "")
     found = routes(GPT, sizes, latent, MOCK, RUN, kernels)
     rows = parameters(found)
     layer = "decoder.layers.1"
-    assert rows[f"{layer}.self_attention.linear_q_up_proj.layer_norm_weight"]["shape"] == [24]
+    assert rows[f"{layer}.self_attention.linear_q_up_proj.layer_norm_weight"][
+        "shape"
+    ] == [24]
     down = rows[f"{layer}.self_attention.linear_q_down_proj.weight"]
     cut = version() < (0, 13)  # Megatron has it column-parallel there
-    assert (down["tp"], down["shape"]) == (("rows", [12, 64]) if cut else ("replicated", [24, 64]))
-    experts = [rows[f"{layer}.mlp.experts.linear_fc1.weight{expert}"] for expert in range(4)]
+    assert (down["tp"], down["shape"]) == (
+        ("rows", [12, 64]) if cut else ("replicated", [24, 64])
+    )
+    experts = [
+        rows[f"{layer}.mlp.experts.linear_fc1.weight{expert}"] for expert in range(4)
+    ]
     assert [row["ep_rank"] for row in experts] == [0, 0, 1, 1]
-    assert all(row["shape"] == [64, 64] and row["optimizer"] == "muon" for row in experts)
+    assert all(
+        row["shape"] == [64, 64] and row["optimizer"] == "muon" for row in experts
+    )
     (left,) = (note for note in found["notes"] if note.startswith("left out"))
     assert all(flag in left for flag in kernels.split() if flag.startswith("--"))
 
@@ -99,7 +128,9 @@ def test_experts_and_latent_attention_are_transformer_engines() -> None:
 def test_a_hybrid_model_is_what_its_script_builds() -> None:
     """Sizes of the Mamba-2 paper's block: z, x, B, C and dt out of one in_proj."""
     new = version() >= (0, 17)
-    pattern = "--hybrid-layer-pattern" if new else "--num-layers 4 --hybrid-override-pattern"
+    pattern = (
+        "--hybrid-layer-pattern" if new else "--num-layers 4 --hybrid-override-pattern"
+    )
     spec = "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
     mamba = "--mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 4"
     options = SIZES, f"{pattern} M*-M", mamba, spec, MOCK, RUN
@@ -113,15 +144,20 @@ def test_a_hybrid_model_is_what_its_script_builds() -> None:
         assert rows[f"{mixer}.A_log"]["shape"] == [inner // head]
         assert rows[f"{mixer}.norm.weight"]["shape"] == [inner]
         assert rows[f"{mixer}.out_proj.weight"]["optimizer"] == "muon"
-    assert rows["decoder.layers.1.self_attention.linear_qkv.weight"]["shape"] == [128, 64]
+    assert rows["decoder.layers.1.self_attention.linear_qkv.weight"]["shape"] == [
+        128,
+        64,
+    ]
     assert rows["decoder.layers.2.mlp.linear_fc2.weight"]["optimizer"] == "muon"
 
 
 def test_a_vlm_is_what_its_script_builds() -> None:
     vlm = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 1024 "
-        "--decoder-seq-length 1024 --max-position-embeddings 4096 --img-h 336 --img-w 336 "
-        "--patch-dim 14 --bf16 --position-embedding-type rope --dataloader-type external "
+        "--decoder-seq-length 1024 --max-position-embeddings 4096 --img-h 336 --img-w "
+        "336 "
+        "--patch-dim 14 --bf16 --position-embedding-type rope --dataloader-type "
+        "external "
         "--disable-vision-class-token --ckpt-format torch"
     )
     rows = parameters(routes(str(CHECKOUT / "pretrain_vlm.py"), vlm, MOCK, RUN))
@@ -136,9 +172,14 @@ def test_a_vlm_is_what_its_script_builds() -> None:
 def test_presets_are_what_the_script_builds(tmp_path: Path) -> None:
     """Names and shapes of every parameter, at their real sizes, on TP 2 or EP 2."""
     names = ["llama3-8b", "qwen3-30b-a3b", "deepseek-v3"]
-    if version() < (0, 20):  # Megatron itself refuses a local one there, for its norm of queries
+    if version() < (
+        0,
+        20,
+    ):  # Megatron itself refuses a local one there, for its norm of queries
         names.append("moonlight-16b-a3b")
-    run = words("--micro-batch-size 1 --train-iters 1 --lr 1e-3 --transformer-impl local")
+    run = words(
+        "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --transformer-impl local"
+    )
     run += words("--tokenizer-type NullTokenizer", "--no-rope-fusion")
     code = (
         "import json, pathlib, sys\n"
@@ -147,12 +188,15 @@ def test_presets_are_what_the_script_builds(tmp_path: Path) -> None:
         "    assert main(line) == 0, line\n"
         "    stages = json.loads(pathlib.Path(line[2]).read_text())['stages']\n"
         "    rows = [row for stage in stages for row in stage['parameters']]\n"
-        "    print('SHAPES', [(row['name'], row['shape'], row['tp']) for row in rows])\n"
+        "    print('SHAPES', [(row['name'], row['shape'], row['tp']) for row in "
+        "rows])\n"
     )
     lines, file = [], str(tmp_path / "routes.json")
     for name in names:
         flags = PRESETS[name]
-        ranks = words("--expert-model-parallel-size 2" if "experts" in flags else f"{TP} 2")
+        ranks = words(
+            "--expert-model-parallel-size 2" if "experts" in flags else f"{TP} 2"
+        )
         given = words(flags, "--max-position-embeddings 8192")
         at = given.index("--vocab-size") if "--vocab-size" in given else None
         if at is None:  # only later versions take a padded one
@@ -166,7 +210,9 @@ def test_presets_are_what_the_script_builds(tmp_path: Path) -> None:
     text = done([sys.executable, "-c", code, json.dumps(lines)])
     shapes = [line for line in text.splitlines() if line.startswith("SHAPES")]
     assert len(shapes) == 2 * len(names)
-    for name, by_script, by_preset in zip(names, shapes[::2], shapes[1::2], strict=True):
+    for name, by_script, by_preset in zip(
+        names, shapes[::2], shapes[1::2], strict=True
+    ):
         assert by_script == by_preset, name
 
 
@@ -177,14 +223,32 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str) -> 
     if version() < (0, 20):
         pytest.skip("not all of these are in this version's scripts")
     total, muon = share(planned(name, CHECKOUT))
-    assert total / 1e9 == pytest.approx(SHAPES[name].billions, rel=0.01) and muon > total / 2
+    assert (
+        total / 1e9 == pytest.approx(SHAPES[name].billions, rel=0.01)
+        and muon > total / 2
+    )
 
 
 def test_a_sweep_runs_the_script_again_and_nothing_is_written(tmp_path: Path) -> None:
-    """A value that Megatron refuses has its reason; the run's folders are left alone."""
-    save = f"--save {tmp_path}/s --save-interval 2 --tensorboard-dir {tmp_path}/t --wandb-project p"
-    line = ["plan", "--world-size", "4", "--sweep", "tp=1,3,2", "--json", f"{tmp_path}/plan.json"]
-    text = muon(*line, GPT, *words(MODEL, MOCK, RUN, "--bf16", save, "--wandb-exp-name e"))
+    """A value that Megatron refuses has its reason; the run's folders are left
+    alone.
+    """
+    save = (
+        f"--save {tmp_path}/s --save-interval 2 --tensorboard-dir {tmp_path}/t "
+        "--wandb-project p"
+    )
+    line = [
+        "plan",
+        "--world-size",
+        "4",
+        "--sweep",
+        "tp=1,3,2",
+        "--json",
+        f"{tmp_path}/plan.json",
+    ]
+    text = muon(
+        *line, GPT, *words(MODEL, MOCK, RUN, "--bf16", save, "--wandb-exp-name e")
+    )
     assert "3: refused: " in text and "Traceback" not in text
     points = json.loads((tmp_path / "plan.json").read_text())["points"]
     assert [bool(point.get("stages")) for point in points] == [True, False, True]
@@ -197,11 +261,22 @@ def test_a_sweep_runs_the_script_again_and_nothing_is_written(tmp_path: Path) ->
     [
         ("--no-such-flag 1", "unrecognized arguments: --no-such-flag 1"),
         (f"{TP} 3", "world size (2) is not divisible by"),
-        ("--muon-momentum 1.5", "momentum (--muon-momentum) must be in [0, 1), got 1.5"),
+        (
+            "--muon-momentum 1.5",
+            "momentum (--muon-momentum) must be in [0, 1), got 1.5",
+        ),
         ("--muon-backend upstream", "--muon-backend upstream"),
     ],
 )
-def test_what_megatron_or_the_plugin_refuses_is_one_line(options: str, said: str) -> None:
-    line = ["routes", "--world-size", "2", GPT, *words(MODEL, MOCK, RUN, "--bf16", options)]
+def test_what_megatron_or_the_plugin_refuses_is_one_line(
+    options: str, said: str
+) -> None:
+    line = [
+        "routes",
+        "--world-size",
+        "2",
+        GPT,
+        *words(MODEL, MOCK, RUN, "--bf16", options),
+    ]
     text = muon(*line, fails=True)
     assert said in text.strip().split("\n")[-1] and "Traceback" not in text

@@ -1,4 +1,6 @@
-"""Megatron-LM on a machine without a GPU, by the launcher and by a patched checkout; needs one."""
+"""Megatron-LM on a machine without a GPU, by the launcher and by a patched checkout;
+needs one.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,13 @@ from support.megatron_lm.scripts import (
 )
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="about a machine without a GPU"
+)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 RUN_BF16 = words(MODEL, MOCK, RUN, "--bf16")
-# what Megatron has handed to torch.compile before its arguments are parsed must run uncompiled
+# what Megatron has handed to torch.compile before its arguments are parsed must run
+# uncompiled
 COMPILING = {"TORCHDYNAMO_DISABLE": "0"}
 # as where the plugin is not installed, whatever this environment has
 NO_PLUGIN = """
@@ -75,9 +80,14 @@ def test_a_patched_checkout_trains_as_through_the_launcher(patched: Path) -> Non
     text = done([*start, str(patched / "pretrain_gpt.py"), *options], **COMPILING)
     by_step = losses(text)
     assert len(by_step) >= 6 and by_step[5] < by_step[2] < by_step[0]
-    assert "[megatron_muon] pipeline stage 0" in text and argument(text, "optimizer") == "muon"
+    assert (
+        "[megatron_muon] pipeline stage 0" in text
+        and argument(text, "optimizer") == "muon"
+    )
     assert text.count("[megatron_muon] no GPU is here") == 1
-    launched = done([*start, "-m", "megatron_muon", str(CHECKOUT / "pretrain_gpt.py"), *options])
+    launched = done(
+        [*start, "-m", "megatron_muon", str(CHECKOUT / "pretrain_gpt.py"), *options]
+    )
     assert numbers(text) == numbers(launched)
 
 
@@ -87,7 +97,10 @@ def test_a_gpus_command_line_trains_in_a_patched_checkout(patched: Path) -> None
     options = of_a_gpu("--bf16 --distributed-backend nccl --muon-cpu", MUON)
     text = done([*TORCHRUN, "--nproc-per-node=1", script, *options], **COMPILING)
     assert losses(text)[5] < losses(text)[0]
-    assert text.count("[megatron_muon] on the CPU: --distributed-backend gloo in place of") == 1
+    assert (
+        text.count("[megatron_muon] on the CPU: --distributed-backend gloo in place of")
+        == 1
+    )
     assert text.count("is active: Distributed Muon over the DistributedOptimizer") == 1
 
 
@@ -97,7 +110,8 @@ def test_adam_without_a_gpu_is_megatrons_own_error(patched: Path, plugin: bool) 
     code = "" if plugin else NO_PLUGIN
     code += (
         "import runpy, sys; script = sys.argv[1]; sys.argv = sys.argv[1:]; "
-        f"sys.path.insert(0, {str(patched)!r}); runpy.run_path(script, run_name='__main__')"
+        f"sys.path.insert(0, {str(patched)!r}); runpy.run_path(script, "
+        "run_name='__main__')"
     )
     command = [sys.executable, "-c", code, str(patched / "pretrain_gpt.py"), *RUN_BF16]
     text = done([*command, "--optimizer", "adam"], fails=True)
@@ -114,7 +128,8 @@ def test_importing_it_turns_nothing_on(patched: Path) -> None:
         "args = parse_args()\n"
         "from megatron.core import optimizer\n"
         "assert before == (torch.zeros, torch.Tensor.type, torch.compile)\n"
-        "assert optimizer.get_megatron_optimizer.__module__ == 'megatron.core.optimizer'\n"
+        "assert optimizer.get_megatron_optimizer.__module__ == "
+        "'megatron.core.optimizer'\n"
         "print('parsed', args.optimizer, 'megatron_muon.autoload' in sys.modules)\n"
     )
     command = [sys.executable, "-c"]
@@ -123,10 +138,20 @@ def test_importing_it_turns_nothing_on(patched: Path) -> None:
 
 
 def parsed(optimizer: str, code: str, *folders: Path) -> str:
-    """What is printed where arguments are parsed; Muon's are refused as they are validated."""
-    if optimizer != "adam":  # to adam without a GPU it may have something of its own to say
+    """What is printed where arguments are parsed; Muon's are refused as they are
+    validated.
+    """
+    if (
+        optimizer != "adam"
+    ):  # to adam without a GPU it may have something of its own to say
         code += "validate_args(args)\n"
-    command = [sys.executable, "-c", code, *RUN_BF16, *words("--use-distributed-optimizer")]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        *RUN_BF16,
+        *words("--use-distributed-optimizer"),
+    ]
     command += ["--optimizer", optimizer]
     return done(command, fails=optimizer != "adam", **path(*folders, ROOT))
 
@@ -151,7 +176,9 @@ def test_a_mixed_installation_is_refused_for_muon_alone(
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "dist_muon", "adam"])
-def test_a_megatron_of_another_shape_stops_muon_alone(patched: Path, optimizer: str) -> None:
+def test_a_megatron_of_another_shape_stops_muon_alone(
+    patched: Path, optimizer: str
+) -> None:
     code = (
         "import dataclasses, megatron_muon.mcore.seams.training as rows\n"
         "row = rows.ROWS[0]\n"
@@ -169,23 +196,35 @@ def test_a_megatron_of_another_shape_stops_muon_alone(patched: Path, optimizer: 
 @pytest.fixture(scope="module")
 def too_new(patched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The patched checkout, under the number of a version that is not supported."""
-    root = Path(shutil.copytree(patched, tmp_path_factory.mktemp("too_new") / "Megatron-LM"))
+    root = Path(
+        shutil.copytree(patched, tmp_path_factory.mktemp("too_new") / "Megatron-LM")
+    )
     file = root / "megatron" / "core" / "package_info.py"
-    file.write_text(re.sub(r"^MINOR = \d+$", "MINOR = 21", file.read_text(), flags=re.MULTILINE))
+    file.write_text(
+        re.sub(r"^MINOR = \d+$", "MINOR = 21", file.read_text(), flags=re.MULTILINE)
+    )
     return root
 
 
 @pytest.mark.parametrize(
     ("start", "muon"),
-    [(["-m", "megatron_muon"], MUON), ([], MUON), ([], MUON.replace("muon", "dist_muon"))],
+    [
+        (["-m", "megatron_muon"], MUON),
+        ([], MUON),
+        ([], MUON.replace("muon", "dist_muon")),
+    ],
     ids=["launcher", "patch", "patch, dist_muon"],
 )
 def test_no_muon_trains_on_an_unsupported_version(
     too_new: Path, start: list[str], muon: str
 ) -> None:
-    """Nor Megatron's own, which --optimizer muon means without the plugin from 0.18 on."""
+    """Nor Megatron's own, which --optimizer muon means without the plugin from 0.18
+    on.
+    """
     script = str(too_new / "pretrain_gpt.py")
-    text = done([*TORCHRUN, "--nproc-per-node=2", *start, script, *RUN_BF16, *words(muon)], True)
+    text = done(
+        [*TORCHRUN, "--nproc-per-node=2", *start, script, *RUN_BF16, *words(muon)], True
+    )
     assert re.search(r"SeamError: megatron-core 0\.21\.\S+ is not supported", text)
     assert losses(text) == [] and "optimizer muon is not supported" not in text
 
@@ -229,7 +268,8 @@ def test_a_gpus_command_line_trains(optimizer: str) -> None:
     command.append(str(CHECKOUT / "pretrain_gpt.py"))
     text = done([*command, *of_a_gpu("--bf16 --attention-backend flash", given)])
     by_step = losses(text)
-    # each step has new data: AdamW's losses in between rise, as they do without the plugin
+    # each step has new data: AdamW's losses in between rise, as they do without the
+    # plugin
     assert len(by_step) >= 6 and by_step[5] < by_step[0]
     for said in (
         "--distributed-backend gloo in place of nccl: NCCL connects GPUs only",
@@ -277,9 +317,13 @@ def test_what_a_cpu_cannot_run_is_one_error() -> None:
 
 @pytest.mark.parametrize("flag", ["--qk-clip", "--muon-qk-clip 100"])
 def test_a_clip_without_shards_is_refused_before_anything_is_built(flag: str) -> None:
-    if flag == "--qk-clip" and f"[{flag}]" not in alone("--help"):  # a help text names it, too
+    if flag == "--qk-clip" and f"[{flag}]" not in alone(
+        "--help"
+    ):  # a help text names it, too
         pytest.skip("this Megatron has no --qk-clip")
     adam = "--optimizer adam --muon-cpu"
     text = alone(MODEL, MOCK, RUN, "--bf16", adam, flag, fails=True)
-    assert re.search(rf"{flag.split()[0]} .*--use-distributed-optimizer, or leave it out", text)
+    assert re.search(
+        rf"{flag.split()[0]} .*--use-distributed-optimizer, or leave it out", text
+    )
     assert "building GPT model" not in text

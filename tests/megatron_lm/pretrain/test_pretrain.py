@@ -1,4 +1,5 @@
-"""The real ``pretrain_gpt.py`` through the launcher, on CPU: needs a Megatron-LM checkout.
+"""The real ``pretrain_gpt.py`` through the launcher, on CPU: needs a Megatron-LM
+checkout.
 
 MEGATRON_LM_PATH=... pytest tests/megatron_lm/pretrain/test_pretrain.py, with
 tests/requirements-pretrain.txt installed.
@@ -44,7 +45,10 @@ pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 ADAM = "--bf16 --optimizer adam --use-distributed-optimizer"
 ADAM_IN_FP32 = "--muon-cpu --optimizer adam --use-distributed-optimizer"
-TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
+TP2_PP2 = (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+    "--sequence-parallel"
+)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,10 @@ def test_dist_muon_is_the_plugins_muon_with_megatrons_own_defaults() -> None:
     name = "--optimizer muon"
     if version() >= (0, 16):
         name += " --muon-defaults upstream"
-    assert f"--optimizer dist_muon is megatron_muon's Muon here; its name is {name} (" in text
+    assert (
+        f"--optimizer dist_muon is megatron_muon's Muon here; its name is {name} ("
+        in text
+    )
     assert "is active: Distributed Muon over the DistributedOptimizer" in text
     assert argument(text, "optimizer") == "muon"
     same = pretrain(1, f"--bf16 {name} --use-distributed-optimizer")
@@ -77,14 +84,18 @@ def test_dist_muon_is_the_plugins_muon_with_megatrons_own_defaults() -> None:
 
 def gathers_in_a_step(traces: Path) -> int:
     """How many gathers of parameters rank 0 starts while the optimizer steps."""
-    events = [e for e in read_trace(traces / "rank0.json.gz").events if e.get("ph") == "X"]
+    events = [
+        e for e in read_trace(traces / "rank0.json.gz").events if e.get("ph") == "X"
+    ]
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == OPTIMIZER]
     assert steps
     gathers = [e["ts"] for e in events if e["name"] == "params/gather"]
     return sum(start <= at <= end for at in gathers for start, end in steps)
 
 
-INTERLEAVED = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+INTERLEAVED = (
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+)
 
 
 @pytest.mark.parametrize(
@@ -95,11 +106,17 @@ INTERLEAVED = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipelin
 def test_muon_trains_with_parameters_gathered_within_the_step(
     processes: int, layout: str, tmp_path: Path
 ) -> None:
-    """With interleaved stages Megatron's schedule asks for gathers, too (--align-param-gather)."""
+    """With interleaved stages Megatron's schedule asks for gathers, too
+    (--align-param-gather).
+    """
     flags = MUON, "--bf16", OVERLAP, layout, "--muon-trace-steps 3 --muon-trace-dir"
     early = pretrain(processes, *flags, str(tmp_path / "early"), "--muon-preset fast")
     late = pretrain(processes, *flags, str(tmp_path / "late"))
-    assert gathers_in_a_step(tmp_path / "early") > gathers_in_a_step(tmp_path / "late") == 0
+    assert (
+        gathers_in_a_step(tmp_path / "early")
+        > gathers_in_a_step(tmp_path / "late")
+        == 0
+    )
     said = "the first gather of parameters starts after"
     assert said in early and said not in late and losses(early) == losses(late)
     assert argument(early, "muon_early_param_gather") == "None"
@@ -141,7 +158,9 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor
 def test_gradients_of_interleaved_stages_are_those_of_one_process(
     optimizer: str, parallel: str, of_one_process: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    """In fp32, but for rounding. Megatron-LM asks for outputs to be freed while they are sent."""
+    """In fp32, but for rounding. Megatron-LM asks for outputs to be freed while they
+    are sent.
+    """
     ours = first_gradients(tmp_path / "gradients", 4, optimizer, INTERLEAVED, parallel)
     assert ours.keys() == of_one_process.keys()
     for name, grad in of_one_process.items():
@@ -150,7 +169,8 @@ def test_gradients_of_interleaved_stages_are_those_of_one_process(
 
 def test_muon_trains_with_other_matrices_rates_and_clip() -> None:
     flags = (
-        "--muon-split *.linear_qkv.*=heads --muon-split-matrices 2 --muon-clip-scope adamw "
+        "--muon-split *.linear_qkv.*=heads --muon-split-matrices 2 --muon-clip-scope "
+        "adamw "
         "--muon-lr-mult *.linear_fc1.*=0.5 --muon-wd-mult embedding.*=0"
     )
     text = pretrain(2, MUON, "--bf16", flags)
@@ -166,7 +186,8 @@ def test_muon_trains_where_tp_cuts_query_groups() -> None:
     if version() < (0, 16):
         pytest.skip("Megatron itself refuses more TP ranks than query groups")
     cut, whole = (
-        losses(pretrain(tp, MUON, "--bf16", f"--tensor-model-parallel-size {tp}")) for tp in (4, 2)
+        losses(pretrain(tp, MUON, "--bf16", f"--tensor-model-parallel-size {tp}"))
+        for tp in (4, 2)
     )
     assert cut[5] < cut[2] < cut[0]
     assert cut == pytest.approx(whole, rel=0.02)
@@ -182,33 +203,52 @@ def test_adam_through_the_launcher_is_megatrons() -> None:
     assert "megatron_muon ." not in text and "weight_decay_all_params" not in text
 
 
-# --- a tokenised file ------------------------------------------------------------------------
+# --- a tokenised file -----------------------------------------------------------------
 
-TEXT = "the matrix is orthogonal and its momentum is small or the gradient is large".split()
+TEXT = (
+    "the matrix is orthogonal and its momentum is small or the gradient is large"
+).split()
 
 
 def tokenised(folder: Path) -> str:
-    """Options for a corpus that Megatron's own tool has tokenised with a tokenizer made here."""
+    """Options for a corpus that Megatron's own tool has tokenised with a tokenizer made
+    here.
+    """
     import sentencepiece
 
     generator = random.Random(0)
     lines = [" ".join(generator.choices(TEXT, k=40)) for _ in range(400)]
     (folder / "corpus.txt").write_text("\n".join(lines))
-    (folder / "corpus.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    (folder / "corpus.jsonl").write_text(
+        "\n".join(json.dumps({"text": line}) for line in lines)
+    )
     sentencepiece.SentencePieceTrainer.train(
         input=str(folder / "corpus.txt"),
         model_prefix=str(folder / "small"),
         model_type="bpe",
         vocab_size=32,
     )
-    tokenizer = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {folder}/small.model"
-    command = [sys.executable, str(CHECKOUT / "tools" / "preprocess_data.py"), "--append-eod"]
-    command += ["--input", str(folder / "corpus.jsonl"), "--output-prefix", str(folder / "corpus")]
+    tokenizer = (
+        "--tokenizer-type SentencePieceTokenizer --tokenizer-model "
+        f"{folder}/small.model"
+    )
+    command = [
+        sys.executable,
+        str(CHECKOUT / "tools" / "preprocess_data.py"),
+        "--append-eod",
+    ]
+    command += [
+        "--input",
+        str(folder / "corpus.jsonl"),
+        "--output-prefix",
+        str(folder / "corpus"),
+    ]
     # the tool appends its checkout to the path, behind an installed megatron-core
     path = os.pathsep.join(map(str, (CHECKOUT, PYTHON311)))
     done([*command, *tokenizer.split(), "--workers", "1"], PYTHONPATH=path)
     return (
-        f"--data-path {folder}/corpus_text_document --make-vocab-size-divisible-by 16 {tokenizer}"
+        f"--data-path {folder}/corpus_text_document "
+        f"--make-vocab-size-divisible-by 16 {tokenizer}"
     )
 
 
@@ -219,17 +259,29 @@ def test_muon_trains_on_a_tokenised_file(tmp_path: Path) -> None:
     assert by_step[5] < 0.9 * by_step[0]
 
 
-# --- flags -----------------------------------------------------------------------------------
+# --- flags ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--optimizer muon", "add --use-distributed-optimizer, or choose Megatron's own Muon"),
-        ("--optimizer dist_muon", "--optimizer dist_muon is Distributed Muon, which shards over"),
-        (f"{MUON} --muon-momentum 2", "momentum (--muon-momentum) must be in [0, 1), got 2.0"),
+        (
+            "--optimizer muon",
+            "add --use-distributed-optimizer, or choose Megatron's own Muon",
+        ),
+        (
+            "--optimizer dist_muon",
+            "--optimizer dist_muon is Distributed Muon, which shards over",
+        ),
+        (
+            f"{MUON} --muon-momentum 2",
+            "momentum (--muon-momentum) must be in [0, 1), got 2.0",
+        ),
         ("--optimizer adam --muon-homes local", "--muon-homes is for megatron_muon's"),
-        (f"{MUON} --use-precision-aware-optimizer", "(it is Transformer Engine's, which is CUDA"),
+        (
+            f"{MUON} --use-precision-aware-optimizer",
+            "(it is Transformer Engine's, which is CUDA",
+        ),
     ],
     ids=[
         "no-distributed-optimizer",
@@ -239,7 +291,9 @@ def test_muon_trains_on_a_tokenised_file(tmp_path: Path) -> None:
         "precision-aware",
     ],
 )
-def test_wrong_flags_are_errors_before_anything_is_built(options: str, message: str) -> None:
+def test_wrong_flags_are_errors_before_anything_is_built(
+    options: str, message: str
+) -> None:
     text = alone(MODEL, MOCK, RUN, "--bf16", options, fails=True)
     assert message in text
     assert "building GPT model" not in text
@@ -247,8 +301,13 @@ def test_wrong_flags_are_errors_before_anything_is_built(options: str, message: 
 
 def test_a_yaml_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("optimizer: adam\nenable_msc: true\ndisable_msc_deprecated: false\n")
-    message = "--optimizer muon, --muon-momentum with --yaml-cfg: Megatron takes every argument"
+    file.write_text(
+        "optimizer: adam\nenable_msc: true\ndisable_msc_deprecated: false\n"
+    )
+    message = (
+        "--optimizer muon, --muon-momentum with --yaml-cfg: Megatron takes "
+        "every argument"
+    )
     assert message in alone(MUON, f"--muon-momentum 0.9 --yaml-cfg {file}", fails=True)
     if version() >= (0, 19):
         return  # Megatron's reader of such files fails there without the plugin, too
@@ -257,7 +316,8 @@ def test_a_yaml_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py", "pretrain_vlm.py"]
+    "script",
+    ["pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py", "pretrain_vlm.py"],
 )
 def test_a_script_is_imported_and_its_help_has_the_flags(script: str) -> None:
     if not (CHECKOUT / script).is_file():
@@ -271,17 +331,26 @@ def test_a_script_is_imported_and_its_help_has_the_flags(script: str) -> None:
     assert "--muon-matched-adamw-rms" in text and "--muon-homes" in text
 
 
-# --- mixed installations ---------------------------------------------------------------------
+# --- mixed installations --------------------------------------------------------------
 
 
 def test_a_core_from_elsewhere_is_refused_with_both_versions(tmp_path: Path) -> None:
-    """A folder with megatron/training alone, beside another megatron.core on the path."""
+    """A folder with megatron/training alone, beside another megatron.core on the
+    path.
+    """
     core = tmp_path / "other" / "megatron" / "core"
     number = "MAJOR = 0\nMINOR = 5\nPATCH = 7\n"
     written(core, {"__init__.py": "", "package_info.py": number})
     script = "raise SystemExit('it was run')"
-    written(tmp_path / "fork", {"pretrain_gpt.py": script, "megatron/training/none": ""})
-    command = [sys.executable, "-m", "megatron_muon", str(tmp_path / "fork" / "pretrain_gpt.py")]
+    written(
+        tmp_path / "fork", {"pretrain_gpt.py": script, "megatron/training/none": ""}
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_muon",
+        str(tmp_path / "fork" / "pretrain_gpt.py"),
+    ]
     path = f"{ROOT}:{tmp_path / 'other'}"
     text = done(command, fails=True, PYTHONPATH=path)
     assert "MixedInstallationError" in text and f"{core} (core 0.5.7)" in text

@@ -1,10 +1,12 @@
-"""Hybrids and other models of this year through Megatron-LM's own scripts, trained on a CPU.
+"""Hybrids and other models of this year through Megatron-LM's own scripts, trained on a
+CPU.
 
-Their modules are Megatron's own, of Transformer Engine's Python; kernels of state-space layers are
-plain torch (``support/ssm_on_cpu.py``). A checkout, Transformer Engine's Python, and
-tests/requirements-pretrain.txt installed:
+Their modules are Megatron's own, of Transformer Engine's Python; kernels of state-space
+layers are plain torch (``support/ssm_on_cpu.py``). A checkout, Transformer Engine's
+Python, and tests/requirements-pretrain.txt installed:
 
-MEGATRON_LM_PATH=... TE=2.12.0 bash tests/run.sh tests/megatron_lm/pretrain/test_pretrain_models.py
+MEGATRON_LM_PATH=... TE=2.12.0 bash tests/run.sh
+tests/megatron_lm/pretrain/test_pretrain_models.py
 """
 
 from __future__ import annotations
@@ -33,18 +35,27 @@ from support.megatron_lm.scripts import (
 pytestmark = [
     needs_checkout,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path"),
+    pytest.mark.skipif(
+        te_on_cpu.TE is None, reason="no Transformer Engine on the path"
+    ),
 ]
-CHUNKED = CHECKOUT / "megatron/core/optimizer/cpu_offloading/chunked_optimizer_state_offload.py"
+CHUNKED = (
+    CHECKOUT
+    / "megatron/core/optimizer/cpu_offloading/chunked_optimizer_state_offload.py"
+)
 of_dev = pytest.mark.skipif(not CHUNKED.exists(), reason="no release has it")
 SCRIPT = TESTS / "support" / "te_on_cpu" / "script"
 RUN = (
-    f"{MUON} --transformer-impl transformer_engine --normalization RMSNorm --disable-bias-linear "
+    f"{MUON} --transformer-impl transformer_engine --normalization RMSNorm "
+    "--disable-bias-linear "
     "--no-bias-swiglu-fusion --vocab-size 255 --ckpt-format torch_dist "
     "--dist-ckpt-optim-fully-reshardable"
 )
 HYBRID = "--mamba-head-dim 16 --mamba-num-groups 4 --mamba-state-dim 16"
-EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-grouped-gemm --swiglu"
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
+    "--moe-grouped-gemm --swiglu"
+)
 SHARED = "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate"
 DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
@@ -56,14 +67,17 @@ LATENT = (
     "--qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm"
 )
 SPARSE = (  # its rotation, a GPU's kernel, is left out
-    "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 "
-    "--dsa-indexer-topk 8 --dsa-indexer-loss-coeff 0.01 --no-dsa-indexer-rotate-activation"
+    "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 "
+    "--dsa-indexer-head-dim 16 "
+    "--dsa-indexer-topk 8 --dsa-indexer-loss-coeff 0.01 "
+    "--no-dsa-indexer-rotate-activation"
 )
 HYPER = "--spec support.models.hyper_connections layer"
 IN_PROJ = (  # Mamba's is marked as none of Muon's from core 0.20 on
     "--muon-include *in_proj.weight --muon-split *in_proj.weight=parts"
 )
-IN_PROJ_ROWS = {  # by their sum: z, x, B, C, dt of Mamba-2; query, key, value, z and gates
+# by their sum: z, x, B, C, dt of Mamba-2; query, key, value, z and gates
+IN_PROJ_ROWS = {
     392: (128, 128, 64, 64, 8),
     400: (64, 64, 128, 128, 8, 8),
     640: (64, 64, 128, 128, 64, 64, 128),
@@ -74,7 +88,9 @@ PP2 = "--pipeline-model-parallel-size 2"
 DP2 = " "  # two processes
 CP2 = "--context-parallel-size 2"
 EP2 = "--expert-model-parallel-size 2"
-MTP_ALONE = "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Etttt|mm|L"
+MTP_ALONE = (
+    "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Etttt|mm|L"
+)
 ONE_GROUP = "--num-query-groups 1"  # fewer than TP ranks
 
 
@@ -95,20 +111,29 @@ class Model:
 
 MODELS = {
     "mamba": Model(HYBRID, "M*|-M"),
-    "mamba-latent-experts": Model(f"{HYBRID} {EXPERTS} --moe-latent-size 32 {ONE_GROUP}", "M*|EM"),
+    "mamba-latent-experts": Model(
+        f"{HYBRID} {EXPERTS} --moe-latent-size 32 {ONE_GROUP}", "M*|EM"
+    ),
     "delta": Model(f"{DELTA} --swiglu"),
     "delta-gated-experts": Model(f"{DELTA} {EXPERTS} {SHARED}"),
     "sinks": Model("--softmax-type learnable"),
-    "mla-mtp": Model(f"{LATENT} {EXPERTS} --moe-layer-freq [0,1,1,1] --mtp-num-layers 2"),
+    "mla-mtp": Model(
+        f"{LATENT} {EXPERTS} --moe-layer-freq [0,1,1,1] --mtp-num-layers 2"
+    ),
     "sparse-mla": Model(f"{LATENT} {SPARSE} --swiglu"),
     "hyper-connections": Model(f"{HYPER} --enable-mhc-connections --swiglu"),
-    "delta-2": Model(f"{DELTA} --swiglu --experimental-attention-variant gdn2 {ONE_GROUP}"),
-    "delta-product": Model(f"{HYBRID} --mamba-num-heads 8", "M*|-M", "gated_delta_product"),
+    "delta-2": Model(
+        f"{DELTA} --swiglu --experimental-attention-variant gdn2 {ONE_GROUP}"
+    ),
+    "delta-product": Model(
+        f"{HYBRID} --mamba-num-heads 8", "M*|-M", "gated_delta_product"
+    ),
     "dense": Model("--swiglu"),
 }
 # Of every large script of slime and miles.
 ON_HOST = (
-    "--bf16 --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer"
+    "--bf16 --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
+    "--use-precision-aware-optimizer"
 )
 SINCE = {  # the first core with a model
     **dict.fromkeys(("delta" + CP2, "delta-gated-experts" + CP2), (0, 18)),
@@ -116,15 +141,24 @@ SINCE = {  # the first core with a model
     "sparse-mla": (0, 19),
 }
 LAYOUTS = {
-    **dict.fromkeys(("mamba", "delta", "delta-2", "delta-product", "sinks"), (TP2, PP2, CP2)),
-    **dict.fromkeys(("mamba-latent-experts", "delta-gated-experts"), (TP2, PP2, CP2, EP2)),
+    **dict.fromkeys(
+        ("mamba", "delta", "delta-2", "delta-product", "sinks"), (TP2, PP2, CP2)
+    ),
+    **dict.fromkeys(
+        ("mamba-latent-experts", "delta-gated-experts"), (TP2, PP2, CP2, EP2)
+    ),
     **{"mla-mtp": (TP2, CP2, EP2, MTP_ALONE), "sparse-mla": (TP2, PP2)},
     **{"hyper-connections": (TP2, CP2, DP2)},
 }
 
 SWITCHED = [
     *(("mamba-latent-experts", TP2), ("delta-gated-experts", EP2), ("mla-mtp", TP2)),
-    *(("sinks", PP2), ("sparse-mla", TP2), ("hyper-connections", TP2), ("delta-product", TP2)),
+    *(
+        ("sinks", PP2),
+        ("sparse-mla", TP2),
+        ("hyper-connections", TP2),
+        ("delta-product", TP2),
+    ),
 ]
 
 
@@ -132,9 +166,15 @@ def _command(model: Model, layout: str) -> tuple[Path, str]:
     if not model.pattern:
         return CHECKOUT / "pretrain_gpt.py", model.flags
     if version() < (0, 18):
-        spec = "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec --is-hybrid-model"
+        spec = (
+            "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec "
+            "--is-hybrid-model"
+        )
         flags = f"{model.flags} --spec {spec} --hybrid-override-pattern"
-        return CHECKOUT / "pretrain_mamba.py", f"{flags} {model.pattern.replace('|', '')}"
+        return (
+            CHECKOUT / "pretrain_mamba.py",
+            f"{flags} {model.pattern.replace('|', '')}",
+        )
     pattern = model.pattern if layout == PP2 else model.pattern.replace("|", "")
     spec = f"megatron.core.models.hybrid.hybrid_layer_specs {model.stack}_stack_spec"
     flags = f"{model.flags} --spec {spec} --hybrid-layer-pattern {pattern}"
@@ -175,13 +215,18 @@ def alone(name: str, folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [(name, layout) for name in LAYOUTS for layout in LAYOUTS[name]], ids=str
+    ("name", "layout"),
+    [(name, layout) for name in LAYOUTS for layout in LAYOUTS[name]],
+    ids=str,
 )
-def test_a_run_goes_on_elsewhere_as_on_one_process(name: str, layout: str, folder: Path) -> None:
-    """Forward, backward, step and reshard in one: the next three losses are those of one process.
+def test_a_run_goes_on_elsewhere_as_on_one_process(
+    name: str, layout: str, folder: Path
+) -> None:
+    """Forward, backward, step and reshard in one: the next three losses are those of
+    one process.
 
-    Sums of another order round otherwise: in fp32 within 2e-5, while a step with another rate for
-    one kind of weight differs by more than 1e-3.
+    Sums of another order round otherwise: in fp32 within 2e-5, while a step with
+    another rate for one kind of weight differs by more than 1e-3.
     """
     needs(name, layout)
     expected = alone(name, folder)
@@ -193,9 +238,13 @@ def test_a_run_goes_on_elsewhere_as_on_one_process(name: str, layout: str, folde
 
 @pytest.mark.parametrize("layout", [TP2, DP2])
 def test_hyper_connections_train_in_bf16(layout: str) -> None:
-    """Losses are one process's within 2^-7: weights round at 2^-9, so runs drift apart by a few."""
+    """Losses are one process's within 2^-7: weights round at 2^-9, so runs drift apart
+    by a few.
+    """
     needs("hyper-connections", layout)
-    one, there = (losses(trained("hyper-connections", each, "--bf16")) for each in ("", layout))
+    one, there = (
+        losses(trained("hyper-connections", each, "--bf16")) for each in ("", layout)
+    )
     assert there == pytest.approx(one, rel=2**-7) and there[5] < there[2] < there[0]
 
 
@@ -203,21 +252,31 @@ def test_hyper_connections_train_in_bf16(layout: str) -> None:
 def test_a_switch_from_adamw_elsewhere_is_that_on_one_process(
     name: str, layout: str, tmp_path: Path
 ) -> None:
-    """Sums of another order round otherwise; at a tie a token then goes to another expert, or
-    sparse attention picks another one: 1e-4 of the loss where it was seen.
+    """Sums of another order round otherwise; at a tie a token then goes to another
+    expert, or sparse attention picks another one: 1e-4 of the loss where it was seen.
     """
     needs(name, layout)
     saved = f"--load {tmp_path} --ckpt-step 3 --no-load-rng"
-    adamw = trained(name, "", "--optimizer adam", f"--save {tmp_path} --save-interval 3")
-    texts = [trained(name, each, saved, "--muon-from-adamw momentum") for each in ("", layout)]
+    adamw = trained(
+        name, "", "--optimizer adam", f"--save {tmp_path} --save-interval 3"
+    )
+    texts = [
+        trained(name, each, saved, "--muon-from-adamw momentum")
+        for each in ("", layout)
+    ]
     assert all("is AdamW's: Muon's momentum starts" in text for text in texts)
     one, there = (losses(text)[:3:2] for text in texts)
     assert there == pytest.approx(one, rel=2e-4)
-    assert one[0] == pytest.approx(losses(adamw)[3], rel=2e-5) and one[1] != losses(adamw)[5]
+    assert (
+        one[0] == pytest.approx(losses(adamw)[3], rel=2e-5)
+        and one[1] != losses(adamw)[5]
+    )
 
 
 def fused_rows(name: str, w: torch.Tensor, flags: str) -> list[list[int]]:
-    """The rows of each matrix of a weight, from what its module's forward does with its output."""
+    """The rows of each matrix of a weight, from what its module's forward does with its
+    output.
+    """
     leaf = name.split(".")[-2]
     if leaf == "linear_qkv":
         groups = 1 if ONE_GROUP in flags else 2
@@ -243,13 +302,19 @@ def test_three_steps_equal_the_oracles(name: str, tmp_path: Path) -> None:
     assert outside(run, "fp32", oracle, **of_model) == set()
 
 
-@pytest.mark.parametrize("layout", [TP2, f"{EP2} --overlap-grad-reduce --overlap-param-gather"])
+@pytest.mark.parametrize(
+    "layout", [TP2, f"{EP2} --overlap-grad-reduce --overlap-param-gather"]
+)
 def test_a_run_with_state_on_the_host_goes_on_with_the_same_losses(
     layout: str, tmp_path: Path
 ) -> None:
-    """Without the flags they are nearly those: AdamW's part on the host rounds otherwise."""
+    """Without the flags they are nearly those: AdamW's part on the host rounds
+    otherwise.
+    """
     name = "mla-mtp" if EP2 in layout else "dense"
-    whole = losses(trained(name, layout, ON_HOST, f"--save {tmp_path} --save-interval 3"))
+    whole = losses(
+        trained(name, layout, ON_HOST, f"--save {tmp_path} --save-interval 3")
+    )
     plain = losses(trained(name, layout, "--bf16"))
     assert whole[5] < whole[2] < whole[0] and whole == pytest.approx(plain, rel=2e-3)
     again = losses(trained(name, layout, ON_HOST, f"--load {tmp_path} --ckpt-step 3"))
@@ -259,7 +324,9 @@ def test_a_run_with_state_on_the_host_goes_on_with_the_same_losses(
 @of_dev
 def test_state_that_leaves_between_steps_changes_no_loss(tmp_path: Path) -> None:
     chunks = "--bf16 --chunked-optimizer-state-offload"
-    whole = losses(trained("mla-mtp", EP2, chunks, f"--save {tmp_path} --save-interval 3"))
+    whole = losses(
+        trained("mla-mtp", EP2, chunks, f"--save {tmp_path} --save-interval 3")
+    )
     assert whole == losses(trained("mla-mtp", EP2, "--bf16"))
     again = losses(trained("mla-mtp", EP2, chunks, f"--load {tmp_path} --ckpt-step 3"))
     assert [again[at] for at in (0, 2)] == [whole[at] for at in (3, 5)]

@@ -1,7 +1,7 @@
 """Options of Megatron-LM with Muon, in the real ``pretrain_gpt.py``: needs a checkout.
 
-`bash tests/versions.sh --options CHECKOUT [CHECKOUT ...]` runs them over several checkouts. With an
-option a run trains, or an error names it before training.
+`bash tests/versions.sh --options CHECKOUT [CHECKOUT ...]` runs them over several
+checkouts. With an option a run trains, or an error names it before training.
 """
 
 from __future__ import annotations
@@ -13,16 +13,27 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.lab.trace.rank_trace import RankTrace
-from support.megatron_lm.scripts import MUON, known_flags, losses, needs_checkout, pretrain
+from support.megatron_lm.scripts import (
+    MUON,
+    known_flags,
+    losses,
+    needs_checkout,
+    pretrain,
+)
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 
-# (processes, options) by what they are called; a run has all of a row's options at once.
+# (processes, options) by what they are called; a run has all of a row's options at
+# once.
 RUNS = {
-    "parameters' norm, zeros in gradients, timers at level 2, TensorBoard, exit signal handler": (
+    (
+        "parameters' norm, zeros in gradients, timers at level 2, TensorBoard, exit "
+        "signal handler"
+    ): (
         1,
-        "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 --exit-signal-handler "
+        "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 "
+        "--exit-signal-handler "
         "--tensorboard-dir {folder}/tensorboard --log-timers-to-tensorboard",
     ),
     "W&B offline": (
@@ -32,13 +43,16 @@ RUNS = {
     ),
     "decoupled lr, start and end weight decay, evaluation, rerun state machine": (
         1,
-        "--decoupled-lr 1e-3 --decoupled-min-lr 1e-4 --untie-embeddings-and-output-weights "
-        "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style linear "
+        "--decoupled-lr 1e-3 --decoupled-min-lr 1e-4 "
+        "--untie-embeddings-and-output-weights "
+        "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style "
+        "linear "
         "--eval-interval 2 --rerun-mode validate_results",
     ),
     "deterministic mode, full recompute, no check for NaN in loss and gradient": (
         1,
-        "--deterministic-mode --no-check-for-nan-in-loss-and-grad --recompute-granularity full "
+        "--deterministic-mode --no-check-for-nan-in-loss-and-grad "
+        "--recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1",
     ),
     "--ddp-bucket-size with both overlaps, --ddp-average-in-collective": (
@@ -49,15 +63,24 @@ RUNS = {
         2,
         f"--ddp-num-buckets 3 {OVERLAP} --grad-reduce-in-bf16",
     ),
-    "--num-distributed-optimizer-instances 2": (2, "--num-distributed-optimizer-instances 2"),
+    "--num-distributed-optimizer-instances 2": (
+        2,
+        "--num-distributed-optimizer-instances 2",
+    ),
     "--fp16": (1, "--fp16 --initial-loss-scale 65536"),
-    "--enable-hyper-connections": (2, "--enable-hyper-connections"),  # fp32 weights in a bf16 model
+    "--enable-hyper-connections": (
+        2,
+        "--enable-hyper-connections",
+    ),  # fp32 weights in a bf16 model
     "--optimizer-cpu-offload --use-precision-aware-optimizer": (
         1,
         "--optimizer-cpu-offload --use-precision-aware-optimizer",
     ),
     "--use-torch-fsdp2": (2, "--use-torch-fsdp2"),
-    "--eval-interval 0": (1, "--eval-interval 0"),  # Megatron divides by it, with AdamW, too
+    "--eval-interval 0": (
+        1,
+        "--eval-interval 0",
+    ),  # Megatron divides by it, with AdamW, too
     "--fp8-param-gather": (1, "--fp8-format e4m3 --fp8-param-gather"),
 }
 _ALONE = ("--use-precision-aware-optimizer", "--use-custom-fsdp", "--use-megatron-fsdp")
@@ -77,7 +100,10 @@ REFUSED = {  # what the error must name
 }
 REFUSED |= {flag: f"{flag} yet: " for flag in _OF_BRANCHES}
 SIGNS = {  # what a run with the options prints
-    "parameters' norm, zeros in gradients, timers at level 2, TensorBoard, exit signal handler": (
+    (
+        "parameters' norm, zeros in gradients, timers at level 2, TensorBoard, exit "
+        "signal handler"
+    ): (
         "params norm:",
         "num zeros:",
         "optimizer-inner-step",  # a timer of level 1
@@ -109,7 +135,9 @@ def test_an_option_runs(row: str, tmp_path: Path) -> None:
     assert len(by_step) >= 6 and by_step[5] < by_step[0], text[-3000:]
     assert "[megatron_muon] pipeline stage 0" in text
     events = [file.read_bytes() for file in tmp_path.rglob("events.out.tfevents.*")]
-    for sign in SIGNS.get(row, ()):  # up to 0.14 timers that are written there are not printed
+    for sign in SIGNS.get(
+        row, ()
+    ):  # up to 0.14 timers that are written there are not printed
         assert sign in text or any(sign.encode() in event for event in events), sign
     assert events or "tensorboard" not in options
 
@@ -117,9 +145,13 @@ def test_an_option_runs(row: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", REFUSED)
 def test_an_option_is_refused(row: str, tmp_path: Path) -> None:
     processes, options = options_of(row, tmp_path)
-    more = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if "fsdp" in row else {}  # Megatron wants that
+    more = (
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if "fsdp" in row else {}
+    )  # Megatron wants that
     text = pretrain(processes, MUON, options, fails=True, **more)
-    error = r"(?:^|\]: )\w+(?:Error|Exception): (.*(?:\n  --.*)*)"  # a list of options, too
+    error = (
+        r"(?:^|\]: )\w+(?:Error|Exception): (.*(?:\n  --.*)*)"  # a list of options, too
+    )
     errors = re.findall(error, text, re.MULTILINE)
     refusals = [error for error in errors if re.search(REFUSED[row], error)]
     assert refusals, text[-3000:]
@@ -130,7 +162,9 @@ ADAM = "--optimizer adam --use-distributed-optimizer"
 
 
 @pytest.mark.parametrize("optimizer", [MUON, ADAM], ids=["muon", "adam"])
-def test_any_optimizer_is_traced_and_trains_the_same(optimizer: str, tmp_path: Path) -> None:
+def test_any_optimizer_is_traced_and_trains_the_same(
+    optimizer: str, tmp_path: Path
+) -> None:
     plain = pretrain(2, optimizer, "--bf16")
     flags = f"--muon-trace-steps 3:4 --muon-trace-dir {tmp_path / 'traces'}"
     traced = pretrain(2, optimizer, "--bf16", flags)

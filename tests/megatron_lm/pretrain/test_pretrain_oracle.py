@@ -1,4 +1,6 @@
-"""Three steps of the real ``pretrain_gpt.py`` equal the float64 oracle's; needs a checkout."""
+"""Three steps of the real ``pretrain_gpt.py`` equal the float64 oracle's; needs a
+checkout.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_three_steps_equal_the_oracles(folder: Path, ns_dtype: str) -> None:
     assert outside(run, ns_dtype, stepped(run, oracle_of(run))) == set()
 
 
-@pytest.mark.parametrize("change", [{"nesterov": False}, {"ns_steps": 4}, {"split_qkv": False}])
+@pytest.mark.parametrize(
+    "change", [{"nesterov": False}, {"ns_steps": 4}, {"split_qkv": False}]
+)
 def test_another_muon_is_noticed(folder: Path, change: dict[str, Any]) -> None:
     run = run_of(folder, "bf16")
     wrong = outside(run, "bf16", stepped(run, oracle_of(run, **change)))
@@ -45,9 +49,15 @@ THEIRS = f"--qk-clip --qk-clip-threshold {THRESHOLD}"
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [MUON, ADAM], ids=["muon", "adam"])
 
 
-def _run(folder: Path, optimizer: str, *clip: str) -> tuple[dict[int, str], list[float]]:
-    """What Megatron prints of each step, and the largest logits in TensorBoard where they are."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+def _run(
+    folder: Path, optimizer: str, *clip: str
+) -> tuple[dict[int, str], list[float]]:
+    """What Megatron prints of each step, and the largest logits in TensorBoard where
+    they are.
+    """
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     options = ("--bf16", "--disable-bias-linear", f"--tensorboard-dir {folder}")
     printed = steps(pretrain(2, optimizer, *options, *clip))
     events = accumulator.EventAccumulator(str(folder)).Reload()
@@ -57,7 +67,9 @@ def _run(folder: Path, optimizer: str, *clip: str) -> tuple[dict[int, str], list
 
 
 @OPTIMIZERS
-def test_the_plugins_flag_clips_from_the_first_step_on(optimizer: str, tmp_path: Path) -> None:
+def test_the_plugins_flag_clips_from_the_first_step_on(
+    optimizer: str, tmp_path: Path
+) -> None:
     free, _ = _run(tmp_path / "free", optimizer)
     clipped, _ = _run(tmp_path / "clipped", optimizer, OURS)
     assert len(free) == len(clipped) == 6
@@ -65,7 +77,9 @@ def test_the_plugins_flag_clips_from_the_first_step_on(optimizer: str, tmp_path:
 
 
 @OPTIMIZERS
-def test_megatrons_flags_do_the_same_and_log_the_logits(optimizer: str, tmp_path: Path) -> None:
+def test_megatrons_flags_do_the_same_and_log_the_logits(
+    optimizer: str, tmp_path: Path
+) -> None:
     if "[--qk-clip]" not in alone("--help"):  # a help text names it, too
         pytest.skip("this Megatron has no --qk-clip")
     log = "--log-max-attention-logit"

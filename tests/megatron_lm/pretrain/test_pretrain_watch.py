@@ -1,4 +1,5 @@
-"""Logging steps in the real ``pretrain_gpt.py``: needs a Megatron-LM checkout and tensorboard.
+"""Logging steps in the real ``pretrain_gpt.py``: needs a Megatron-LM checkout and
+tensorboard.
 
 MEGATRON_LM_PATH=... pytest tests/megatron_lm/pretrain/test_pretrain_watch.py
 """
@@ -60,7 +61,9 @@ def test_a_run_is_the_same_and_tensorboard_has_its_numbers(tmp_path: Path) -> No
             for row, numbers in line[kind].items():
                 for name, value in numbers.items():
                     tag = f"muon_{name}/{row}"
-                    assert scalars[tag][line["step"]] == pytest.approx(value, rel=1e-5), tag
+                    assert scalars[tag][line["step"]] == pytest.approx(
+                        value, rel=1e-5
+                    ), tag
                     named.discard(tag)
     assert not named
     assert len(lines[0]["layers"]) == 6  # on both stages, the final norm and the logits
@@ -68,10 +71,17 @@ def test_a_run_is_the_same_and_tensorboard_has_its_numbers(tmp_path: Path) -> No
 
 def test_a_run_that_goes_on_counts_iterations_as_megatron_does(tmp_path: Path) -> None:
     """Of a logging step that comes first, the layers' outputs are there, too."""
-    save = f"{MUON} --save {tmp_path} --save-interval 3 --muon-log-interval 2 --ckpt-format torch"
+    save = (
+        f"{MUON} --save {tmp_path} --save-interval 3 --muon-log-interval 2 "
+        "--ckpt-format torch"
+    )
     pretrain(1, save, "--exit-interval 3")
     pretrain(1, save, f"--load {tmp_path}")
-    steps_ = [line for line in records(tmp_path / "muon_watch.jsonl") if line["kind"] == "step"]
+    steps_ = [
+        line
+        for line in records(tmp_path / "muon_watch.jsonl")
+        if line["kind"] == "step"
+    ]
     assert [line["step"] for line in steps_] == [2, 4, 6]
     assert all(len(line["layers"]) == 6 for line in steps_)
 
@@ -86,10 +96,17 @@ def test_a_run_with_an_infinite_momentum_ends_after_lines_of_megatrons_log() -> 
     script = HERE / "infinite_momentum_pretrain.py"
     flags = "--log-interval 2 --train-iters 9 --muon-nonfinite-limit 3"
     text = pretrain(
-        2, MUON, flags, script=script, fails=True, PYTHONPATH=f"{ROOT}:{PYTHON311}:{CHECKOUT}"
+        2,
+        MUON,
+        flags,
+        script=script,
+        fails=True,
+        PYTHONPATH=f"{ROOT}:{PYTHON311}:{CHECKOUT}",
     )
     name = "decoder.layers.0.mlp.linear_fc2.weight"
-    said = [line for line in text.splitlines() if f"{name} was left where it was in" in line]
+    said = [
+        line for line in text.splitlines() if f"{name} was left where it was in" in line
+    ]
     assert [line.split(":")[0] for line in said] == [
         f"[megatron_muon] step {at}" for at in (2, 4, 6)
     ]

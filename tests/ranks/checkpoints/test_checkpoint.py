@@ -1,4 +1,6 @@
-"""Save, load and go on, in each of Megatron's formats: bitwise as if the run had not stopped."""
+"""Save, load and go on, in each of Megatron's formats: bitwise as if the run had not
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,30 @@ import pytest
 from support.checkpoints.resuming import check
 from support.checkpoints.saving import formats, load, resumed, save_new
 from support.installed import lacks
-from support.models.gpt import Case, Topology, inner_optimizers, printed_by, start, take_step
+from support.models.gpt import (
+    Case,
+    Topology,
+    inner_optimizers,
+    printed_by,
+    start,
+    take_step,
+)
 from support.models.torch_adam import torchs_own_adam
 from support.ranks import run
 
 BF16 = Case()
 FP32 = replace(BF16, bf16=False)
-# The scale halves in steps 1 and 4 and doubles in between: before, at and after the load.
+# The scale halves in steps 1 and 4 and doubles in between: before, at and after the
+# load.
 OVERFLOWS = tuple((step, "*layers.0.mlp.linear_fc1.weight") for step in (1, 4))
 FP16 = replace(FP32, fp16=True, steps=8, overflow=OVERFLOWS)
 MOE = replace(BF16, moe=True)
 ONLY_EXPERTS = replace(
     MOE, frozen=("embedding.*", "output_layer.*", "*norm*", "*.self_attention.*")
 )
-ONLY_EXPERTS = replace(ONLY_EXPERTS, frozen=(*ONLY_EXPERTS.frozen, "*router*", "*shared*"))
+ONLY_EXPERTS = replace(
+    ONLY_EXPERTS, frozen=(*ONLY_EXPERTS.frozen, "*router*", "*shared*")
+)
 FEW = (("muon_exclude", ("*mlp*", "*linear_qkv*")),)
 GROUPS = replace(BF16, faster=("*.linear_fc2.*", "decoder.layers.1.*", "embedding.*"))
 DEFAULT, *OTHERS = formats()
@@ -35,7 +47,9 @@ MOSTLY = [DEFAULT, "torch", *SLOW]
 
 @pytest.mark.parametrize("dirty", [False, True], ids=["", "over-a-run"])
 @pytest.mark.parametrize("format", EVERY)
-def test_boundary_parameters_in_buckets(format: str, dirty: bool, tmp_path: Path) -> None:
+def test_boundary_parameters_in_buckets(
+    format: str, dirty: bool, tmp_path: Path
+) -> None:
     """DP 3 cuts parameters; several buckets with padding between them."""
     check(BF16, Topology(dp=3, overlap=True), format, tmp_path, dirty=dirty)
 
@@ -49,7 +63,10 @@ FACTORS = (("embedding.*", 0.5), ("*.linear_fc2.*", 3.0))
 MULTIPLIED = replace(BF16, muon=(("lr_mults", FACTORS), ("wd_mults", FACTORS)))
 DP2, EP2 = Topology(dp=2), Topology(dp=2, ep=2)
 KINDS = {
-    "fp32": (FP32, Topology(dp=3, overlap=True)),  # main parameters are views of the model's
+    "fp32": (
+        FP32,
+        Topology(dp=3, overlap=True),
+    ),  # main parameters are views of the model's
     "fp16": (FP16, Topology(tp=2, dp=2)),
     "experts": (MOE, EP2),
     # they share a loss scale
@@ -79,7 +96,9 @@ def _rates(built: Any) -> set[tuple[float, float]]:
     }
 
 
-def _rates_at_load(case: Case, format: str, folder: str) -> list[set[tuple[float, float]]]:
+def _rates_at_load(
+    case: Case, format: str, folder: str
+) -> list[set[tuple[float, float]]]:
     built = start(case, DP2)
     own = _rates(built)
     load(built, folder, format)
@@ -88,8 +107,12 @@ def _rates_at_load(case: Case, format: str, folder: str) -> list[set[tuple[float
 
 
 @pytest.mark.parametrize("format", MOSTLY)
-def test_a_run_has_its_own_multipliers_after_a_load(format: str, tmp_path: Path) -> None:
-    """Those of the checkpoint's groups, which pass for them, would undo what the run asks for."""
+def test_a_run_has_its_own_multipliers_after_a_load(
+    format: str, tmp_path: Path
+) -> None:
+    """Those of the checkpoint's groups, which pass for them, would undo what the run
+    asks for.
+    """
     run(save_new, 2, MULTIPLIED, DP2, format, str(tmp_path))
     other = (("lr_mults", (("*.linear_fc2.*", 2.0),)),)
     for case in (BF16, replace(BF16, muon=other), MULTIPLIED):
@@ -102,28 +125,42 @@ def test_a_rank_without_muon(format: str, tmp_path: Path) -> None:
     """One weight is Muon's, which not every DP rank has a piece of."""
     results = check(replace(BF16, layers=1, muon=FEW), Topology(dp=3), format, tmp_path)
     muons = [
-        [name for name, (_, _, arrays) in result["held"]["shards"].items() if len(arrays) == 2]
+        [
+            name
+            for name, (_, _, arrays) in result["held"]["shards"].items()
+            if len(arrays) == 2
+        ]
         for result in results
     ]
     assert [] in muons and any(muons)
 
 
-FROZEN_STAGE = replace(BF16, frozen=("decoder.layers.1.*", "decoder.final*", "output_layer*"))
+FROZEN_STAGE = replace(
+    BF16, frozen=("decoder.layers.1.*", "decoder.final*", "output_layer*")
+)
 CHUNKS = Topology(pp=2, chunks=2, dp=2)
 LEGACY = Topology(tp=2, dp=2, ep=2, sequence_parallel=True)
 OTHER_SHAPES = {
     "chunks": (replace(BF16, layers=4), CHUNKS),
-    "step-overlap": (replace(BF16, layers=4), replace(CHUNKS, overlap=True, step_overlap=True)),
+    "step-overlap": (
+        replace(BF16, layers=4),
+        replace(CHUNKS, overlap=True, step_overlap=True),
+    ),
     "instances": (BF16, Topology(dp=4, instances=2)),
     "tied-gated": (replace(BF16, tied=True, gated=True), Topology(pp=2, dp=2)),
     "mla-mtp": (replace(BF16, mla="duplicated", mtp=True), Topology(tp=2, dp=2)),
     "legacy-experts": (replace(MOE, grouped="legacy", gated=True), LEGACY),
     "cp": (BF16, Topology(cp=2, dp=2)),
-    "frozen-stage": (FROZEN_STAGE, Topology(pp=2, dp=2)),  # before core 0.14 its ranks have stubs
+    "frozen-stage": (
+        FROZEN_STAGE,
+        Topology(pp=2, dp=2),
+    ),  # before core 0.14 its ranks have stubs
 }
 
 
-@pytest.mark.parametrize("format", [DEFAULT, pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "format", [DEFAULT, pytest.param("torch", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("shape", OTHER_SHAPES)
 def test_other_shapes(shape: str, format: str, tmp_path: Path) -> None:
     case, topology = OTHER_SHAPES[shape]
@@ -139,7 +176,7 @@ def test_transformer_engines_experts(tmp_path: Path) -> None:
     check(replace(MOE, grouped="te"), EP2, "torch", tmp_path)
 
 
-# --- over torch's own AdamW -------------------------------------------------------------------
+# --- over torch's own AdamW -----------------------------------------------------------
 
 
 def _resumed_over_torchs_adam(*args: Any) -> dict[str, Any]:
@@ -152,15 +189,19 @@ def test_over_torchs_own_adamw(format: str, tmp_path: Path) -> None:
     """Megatron's own state of it comes back wrong, or not at all, in most formats.
 
     Also within a period of full and block steps."""
-    in_turns = replace(BF16, gated=True, muon=(("full_period", 3), ("block_lr_mult", 0.5)))
+    in_turns = replace(
+        BF16, gated=True, muon=(("full_period", 3), ("block_lr_mult", 0.5))
+    )
     for case, topology in ((BF16, DP2), (in_turns, Topology(tp=2))):
         folder = tmp_path / str(topology)
         folder.mkdir()
-        for result in run(_resumed_over_torchs_adam, 2, case, topology, format, str(folder)):
+        for result in run(
+            _resumed_over_torchs_adam, 2, case, topology, format, str(folder)
+        ):
             assert result["differences"] == [] and result["moved"]
 
 
-# --- settings ---------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------
 
 
 def _decays_after_load(
@@ -171,7 +212,11 @@ def _decays_after_load(
     built = start(case, topology)
     _, printed = printed_by(lambda: load(built, folder, format))
     take_step(built, 0)
-    groups = [group for inner in inner_optimizers(built.optimizer) for group in inner.param_groups]
+    groups = [
+        group
+        for inner in inner_optimizers(built.optimizer)
+        for group in inner.param_groups
+    ]
     return [group["wd_mult"] for group in groups], printed
 
 

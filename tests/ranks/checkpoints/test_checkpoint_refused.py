@@ -1,4 +1,6 @@
-"""What a load or a save refuses, in each of Megatron's formats: one error on every rank."""
+"""What a load or a save refuses, in each of Megatron's formats: one error on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ import torch
 from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
 from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from support.checkpoints.resuming import check
-from support.checkpoints.saving import error_of_load, error_of_save, formats, load, save_new
+from support.checkpoints.saving import (
+    error_of_load,
+    error_of_save,
+    formats,
+    load,
+    save_new,
+)
 from support.installed import VERSION
 from support.models.gpt import Case, Topology, start
 from support.ranks import error_of, run
@@ -33,7 +41,8 @@ def test_an_adamw_checkpoint_is_refused(format: str, tmp_path: Path) -> None:
     run(save_new, 2, replace(BF16, optimizer="adam"), topology, format, str(tmp_path))
     for text in run(error_of_load, 2, BF16, topology, format, str(tmp_path)):
         assert re.search(
-            r"[.]muon_momentum[.]|[.]megatron_muon[./]|saved by megatron_muon.s Muon", text
+            r"[.]muon_momentum[.]|[.]megatron_muon[./]|saved by megatron_muon.s Muon",
+            text,
         )
 
 
@@ -48,7 +57,9 @@ def test_adamw_refuses_a_muon_checkpoint(format: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["gone", "cut off"])
-def test_a_missing_file_is_an_error_everywhere_and_no_hang(how: str, tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_everywhere_and_no_hang(
+    how: str, tmp_path: Path
+) -> None:
     topology = Topology(dp=2)
     run(save_new, 2, BF16, topology, "torch", str(tmp_path))
     file = tmp_path / "0_0_0_distrib_optim.pt"
@@ -57,7 +68,9 @@ def test_a_missing_file_is_an_error_everywhere_and_no_hang(how: str, tmp_path: P
     else:
         file.write_bytes(file.read_bytes()[:-100])
     for text in run(error_of_load, 2, BF16, topology, "torch", str(tmp_path)):
-        assert file.name in text and ("is missing" in text or "is truncated" in text), text
+        assert file.name in text and ("is missing" in text or "is truncated" in text), (
+            text
+        )
 
 
 def _load_what_rank_0_cannot_read(
@@ -106,11 +119,23 @@ def test_a_file_that_torch_cannot_read_ends_all_ranks_with_torchs_words(
             damaged.seek(at)
             damaged.write(bytes(30))
     case = replace(BF16, optimizer=now)
-    given = (_error_of_what_rank_0_cannot_read, size, was, case, topology, str(tmp_path), how)
+    given = (
+        _error_of_what_rank_0_cannot_read,
+        size,
+        was,
+        case,
+        topology,
+        str(tmp_path),
+        how,
+    )
     first, *others = run(*given, timeout=30.0)
-    assert first.startswith("UnpicklingError: " if how == "data.pkl" else "OSError: "), first
+    assert first.startswith(
+        "UnpicklingError: " if how == "data.pkl" else "OSError: "
+    ), first
     for text in others:
-        assert text == f"RuntimeError: rank 0 stopped this run: {first.removeprefix('OSError: ')}"
+        assert text == (
+            f"RuntimeError: rank 0 stopped this run: {first.removeprefix('OSError: ')}"
+        )
 
 
 def _edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -122,7 +147,8 @@ def _edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 NAME = "decoder.layers.1.mlp.linear_fc1.weight"
-STORED = "mlp.linear_fc1.weight"  # Megatron stacks the layers of some versions into one tensor
+# Megatron stacks the layers of some versions into one tensor
+STORED = "mlp.linear_fc1.weight"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +167,10 @@ STORED = "mlp.linear_fc1.weight"  # Megatron stacks the layers of some versions 
             lambda s: s[NAME].update(muon_momentum=s[NAME]["muon_momentum"][:-1]),
             f"muon_momentum of {NAME} has 24959 elements on disk, 24960 here",
         ),
-        (lambda s: s.update(other={}), "has state of other, which is not in this model"),
+        (
+            lambda s: s.update(other={}),
+            "has state of other, which is not in this model",
+        ),
     ],
     ids=["missing", "adamws", "bf16", "short", "unknown"],
 )
@@ -158,7 +187,9 @@ def test_a_wrong_momentum_is_refused_on_every_rank(
 
 @pytest.mark.parametrize("format", EVERY)
 def test_a_parameter_that_was_adamws_is_refused(format: str, tmp_path: Path) -> None:
-    """Of all layers: fully_reshardable has them in one tensor. No digest has named the setting."""
+    """Of all layers: fully_reshardable has them in one tensor. No digest has named the
+    setting.
+    """
     topology = Topology(dp=2)
     before = replace(BF16, muon=(("muon_exclude", ("*.linear_fc1.weight",)),))
     run(save_new, 2, before, topology, format, str(tmp_path))
@@ -167,14 +198,17 @@ def test_a_parameter_that_was_adamws_is_refused(format: str, tmp_path: Path) -> 
         assert format != "torch" or "muon_exclude (--muon-exclude)" in text
 
 
-# --- what Megatron cannot do ------------------------------------------------------------------
+# --- what Megatron cannot do ----------------------------------------------------------
 
 
 def test_layers_of_both_in_one_tensor_are_refused(tmp_path: Path) -> None:
     """On the second stage alone a layer is AdamW's: the stages must compare."""
     case = replace(BF16, muon=(("muon_exclude", (NAME,)),))
     for text in run(error_of_save, 2, case, Topology(pp=2), MODEL_SPACE, str(tmp_path)):
-        assert "mlp.linear_fc1.weight of all layers in one tensor, but Muon updates some" in text
+        assert (
+            "mlp.linear_fc1.weight of all layers in one tensor, but Muon updates some"
+            in text
+        )
 
 
 def test_layers_of_both_in_other_formats(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
-"""Bytes of optimizer state on disk, Muon's against AdamW's: the same model in each format.
+"""Bytes of optimizer state on disk, Muon's against AdamW's: the same model in each
+format.
 
-`bash tests/run.sh -s tests/ranks/checkpoints/test_checkpoint_sizes.py` prints the table.
+`bash tests/run.sh -s tests/ranks/checkpoints/test_checkpoint_sizes.py` prints the
+table.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ TOPOLOGY = Topology(dp=2)
 
 
 def sizes(optimizer: str, format: str, folder: Path) -> tuple[int, int, int, float]:
-    """Bytes of state and of files, elements of the model, and the part of them that is Muon's."""
+    """Bytes of state and of files, elements of the model, and the part of them that is
+    Muon's.
+    """
     case = replace(CASE, optimizer=optimizer)
     args = (case, TOPOLOGY, format, str(folder))
     truth = whole(run(save_new, TOPOLOGY.world_size, *args))
@@ -33,7 +37,9 @@ def sizes(optimizer: str, format: str, folder: Path) -> tuple[int, int, int, flo
 
 
 def _bytes_of_state(folder: Path) -> int:
-    """Of main parameters, momentum and moments; objects and the format torch by their files."""
+    """Of main parameters, momentum and moments; objects and the format torch by their
+    files.
+    """
     if not (folder / ".metadata").exists():
         return sum(path.stat().st_size for path in folder.glob("*distrib_optim.pt"))
     metadata = FileSystemReader(folder).read_metadata()
@@ -42,7 +48,9 @@ def _bytes_of_state(folder: Path) -> int:
         for key, entry in metadata.state_dict_metadata.items()
         if key.startswith(("optimizer.", "chained_"))
     }
-    tensors = (entry for entry in kept.values() if isinstance(entry, TensorStorageMetadata))
+    tensors = (
+        entry for entry in kept.values() if isinstance(entry, TensorStorageMetadata)
+    )
     objects = {
         at.fqn: info.length
         for at, info in metadata.storage_data.items()
@@ -60,10 +68,13 @@ def test_muons_state_has_no_second_moment_on_disk(format: str, tmp_path: Path) -
         folder.mkdir()
         state, files, numel, of_muon = sizes(optimizer, format, folder)
         states[optimizer] = state / numel
-        lines.append(f"| {format} | {optimizer} | {state / numel:.2f} | {files / numel:.2f} |")
+        lines.append(
+            f"| {format} | {optimizer} | {state / numel:.2f} | {files / numel:.2f} |"
+        )
     print("\n" + "\n".join(lines))
-    # Adam has 12 bytes an element: main parameter and two moments; Muon one tensor less. What
-    # stands between parameters in a buffer is counted, under 64 elements for each of 28 of them.
+    # Adam has 12 bytes an element: main parameter and two moments; Muon one tensor
+    # less. What stands between parameters in a buffer is counted, under 64 elements for
+    # each of 28 of them.
     padding = 12 * 64 * 28 / numel
     assert states["adam"] == pytest.approx(12.0, abs=padding)
     assert states["muon"] == pytest.approx(12.0 - 4 * of_muon, abs=padding)
@@ -72,6 +83,8 @@ def test_muons_state_has_no_second_moment_on_disk(format: str, tmp_path: Path) -
 
 @pytest.fixture(scope="module", autouse=True)
 def _head() -> None:
-    """Bytes for each element of the model; in ``files`` is all, weights and format, too."""
+    """Bytes for each element of the model; in ``files`` is all, weights and format,
+    too.
+    """
     print("\n| format | optimizer | state | files |")
     print("|---|---|---|---|")

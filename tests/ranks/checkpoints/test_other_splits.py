@@ -1,4 +1,6 @@
-"""A checkpoint loads under another split: nothing of its state changes, and a line says so."""
+"""A checkpoint loads under another split: nothing of its state changes, and a line says
+so.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ HEADS = (("*.linear_qkv.*", "heads"), ("*.0.mlp.linear_fc1.*", "rows:120,400"))
 AFTER = replace(BEFORE, muon=(("splits", HEADS),))
 
 
-def _loaded(case: Case, topology: Topology, folder: str, format: str) -> tuple[Any, Any, str]:
-    """What a rank holds after the load and a step later, and what it prints as it loads."""
+def _loaded(
+    case: Case, topology: Topology, folder: str, format: str
+) -> tuple[Any, Any, str]:
+    """What a rank holds after the load and a step later, and what it prints as it
+    loads.
+    """
     built = start(case, topology)
     _, printed = printed_by(lambda: sealing.load(built, folder, format))
     before = held(built)
@@ -40,9 +46,13 @@ def test_a_checkpoint_goes_on_under_another_split(tmp_path: Path) -> None:
     same = run(_loaded, 4, BEFORE, topology, folder, format)
     for results in (alone, together, same):
         assert differences(saved, whole([at_load for at_load, _, _ in results])) == []
-    later = [whole([after for _, after, _ in results]) for results in (alone, together, same)]
+    later = [
+        whole([after for _, after, _ in results]) for results in (alone, together, same)
+    ]
     assert differences(later[0], later[1]) == []
-    changed = {text.split(":")[0].split(" ")[1] for text in differences(later[0], later[2])}
+    changed = {
+        text.split(":")[0].split(" ")[1] for text in differences(later[0], later[2])
+    }
     assert len(changed) == 3, changed  # and no weight whose split is the same
     told = [printed.count("(--muon-split) is") for _, _, printed in together]
     assert told == [1, 0, 0, 0]
@@ -50,12 +60,17 @@ def test_a_checkpoint_goes_on_under_another_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mixer", ["mamba", "delta"])
-def test_a_hybrids_checkpoint_goes_on_at_another_tp_size(mixer: str, tmp_path: Path) -> None:
+def test_a_hybrids_checkpoint_goes_on_at_another_tp_size(
+    mixer: str, tmp_path: Path
+) -> None:
     """TP cuts its convolutions and vectors by marks that do not name a dim."""
     if mixer == "delta" and VERSION < (0, 16):
         pytest.skip("gated delta nets are since core 0.16")
     format = next(each for each in formats() if each.startswith("fully"))
-    folder, case = str(tmp_path / "checkpoint"), Case(steps=2, mixer=mixer, groups=6, vocab=144)
+    folder, case = (
+        str(tmp_path / "checkpoint"),
+        Case(steps=2, mixer=mixer, groups=6, vocab=144),
+    )
     saved = whole(run(sealing.saved, 2, case, Topology(tp=2), format, folder))
     alone = run(_loaded, 1, case, Topology(), folder, format)
     stages = run(_loaded, 2, case, Topology(pp=2), folder, format)

@@ -1,9 +1,11 @@
-"""Save at one topology, load at another: nothing is lost, and training goes on bit for bit.
+"""Save at one topology, load at another: nothing is lost, and training goes on bit for
+bit.
 
-Whole main parameters, momenta, Adam's moments, the model's parameters and the steps of the groups
-are compared element by element: after the load with those of the run that saved, which are those of
-one process, and again two steps later. Both are bitwise, since the gradients of a step are the same
-everywhere and the clip is off (see test_topologies).
+Whole main parameters, momenta, Adam's moments, the model's parameters and the steps of
+the groups are compared element by element: after the load with those of the run that
+saved, which are those of one process, and again two steps later. Both are bitwise,
+since the gradients of a step are the same everywhere and the clip is off (see
+test_topologies).
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ import pytest
 
 from support.checkpoints.resharding import Held, loaded, refused, saved
 from support.checkpoints.saving import error_of_save, formats
-from support.covering import CASES, DENSE, FULL, MOE, SMALLER, Change, covering_set, small_set
+from support.covering import (
+    CASES,
+    DENSE,
+    FULL,
+    MOE,
+    SMALLER,
+    Change,
+    covering_set,
+    small_set,
+)
 from support.installed import VERSION, lacks
 from support.models.gpt import truth
 from support.ranks import run
@@ -33,12 +44,17 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Saves:
     """Each save once: its folder, and what its ranks hold then and two steps later."""
     made: dict[Any, tuple[str, Runs]] = {}
 
-    def of(case: Case, topology: Topology, format: str, *options: bool) -> tuple[str, Runs]:
+    def of(
+        case: Case, topology: Topology, format: str, *options: bool
+    ) -> tuple[str, Runs]:
         key = (case, topology, format, options)
         if key not in made:
             folder = str(tmp_path_factory.mktemp("saved"))
             ranks = topology.world_size
-            made[key] = folder, run(saved, ranks, *key[:3], folder, *options, timeout=_limit(ranks))
+            made[key] = (
+                folder,
+                run(saved, ranks, *key[:3], folder, *options, timeout=_limit(ranks)),
+            )
             for when, steps in enumerate((case.steps // 2, case.steps)):
                 expected = truth(replace(case, steps=steps))
                 assert differences(expected, _whole(made[key][1], when)) == []
@@ -75,7 +91,9 @@ def check(
     for when, text in enumerate(("by loading", "two steps later")):
         assert differences(_whole(before, when), _whole(after, when)) == [], text
         for key in ("steps", "scalers"):
-            values = [held[when][key] for held in (*before, *after) if held[when]["shards"]]
+            values = [
+                held[when][key] for held in (*before, *after) if held[when]["shards"]
+            ]
             distinct = {repr(value[:1]) for value in values if value}
             assert len(distinct) <= 1, (text, key, values)
     assert differences(_whole(after, 0), _whole(after, 1))  # the steps did something
@@ -90,10 +108,17 @@ def _fast(change: Change) -> Any:
 @pytest.mark.parametrize("change", [_fast(change) for change in covering_set()])
 def test_another_topology(change: Change, saves: Saves) -> None:
     dirty = covering_set().index(change) % 2 == 1
-    check(saves, CASES[change.case], change.format, change.saved, change.loaded, dirty=dirty)
+    check(
+        saves,
+        CASES[change.case],
+        change.format,
+        change.saved,
+        change.loaded,
+        dirty=dirty,
+    )
 
 
-# --- what else there is -------------------------------------------------------------------------
+# --- what else there is ---------------------------------------------------------------
 
 (ANY,) = (format for format in formats() if format in FULL)
 TORCH_DIST = [format for format in formats() if format != "torch"]
@@ -108,15 +133,21 @@ FP16 = replace(
 
 
 def test_fp16_and_its_loss_scale(saves: Saves) -> None:
-    """The scale halves in steps 1 and 4 and doubles in between: before, at and after the load."""
+    """The scale halves in steps 1 and 4 and doubles in between: before, at and after
+    the load.
+    """
     before, after = check(
         saves, FP16, ANY, Topology(tp=2, dp=2), Topology(pp=2, dp=3, overlap=True)
     )
     scales = before[0][1]["log"]["loss_scales"]
-    assert len(set(scales)) > 1 and all(h[1]["log"]["loss_scales"] == scales[4:] for h in after)
+    assert len(set(scales)) > 1 and all(
+        h[1]["log"]["loss_scales"] == scales[4:] for h in after
+    )
 
 
-@pytest.mark.parametrize("at_load", [Topology(), Topology(tp=2, pp=2, first_layers=3)], ids=str)
+@pytest.mark.parametrize(
+    "at_load", [Topology(), Topology(tp=2, pp=2, first_layers=3)], ids=str
+)
 def test_stages_of_other_sizes(at_load: Topology, saves: Saves) -> None:
     """Stages of 1 and 3 layers: into one, and into stages of 3 and 1."""
     check(saves, DENSE, ANY, Topology(pp=2, first_layers=1), at_load)
@@ -127,7 +158,9 @@ CUT_GROUPS = replace(DENSE, layers=2, heads=8, groups=2)
 
 @pytest.mark.parametrize("at_load", [Topology(), Topology(tp=2, dp=2)], ids=str)
 def test_query_groups_that_tp_has_cut(at_load: Topology, saves: Saves) -> None:
-    """Each over two of four ranks, into one rank and into whole groups on two; and back."""
+    """Each over two of four ranks, into one rank and into whole groups on two; and
+    back.
+    """
     check(saves, CUT_GROUPS, ANY, Topology(tp=4), at_load)
     check(saves, CUT_GROUPS, ANY, at_load, Topology(tp=4))
 
@@ -140,14 +173,21 @@ FROM, TO = Topology(dp=3, overlap=True), Topology(dp=2, overlap=True)
     ("options", "formats"),
     [
         # Megatron reads no dp_zero_gather_scatter in parallel
-        (PARALLEL, [format for format in TORCH_DIST if format != "dp_zero_gather_scatter"]),
+        (
+            PARALLEL,
+            [format for format in TORCH_DIST if format != "dp_zero_gather_scatter"],
+        ),
         (ASYNCHRONOUS, TORCH_DIST),
         ((True, True), [ANY]),
     ],
     ids=["parallel", "async", "parallel-async"],
 )
-def test_ways_to_save(options: tuple[bool, ...], formats: list[str], saves: Saves) -> None:
-    """The steps that are taken while processes of their own write do not change what is saved."""
+def test_ways_to_save(
+    options: tuple[bool, ...], formats: list[str], saves: Saves
+) -> None:
+    """The steps that are taken while processes of their own write do not change what is
+    saved.
+    """
     for format in formats:
         at_load = replace(TO, tp=2) if format in FULL else TO
         check(saves, replace(DENSE, layers=2), format, FROM, at_load, options)
@@ -168,7 +208,7 @@ def test_boundary_parameters_are_cut_elsewhere(saves: Saves) -> None:
     assert len(cuts[0] - cuts[1]) > 5 and len(cuts[1] - cuts[0]) > 5
 
 
-# --- what a format cannot change ----------------------------------------------------------------
+# --- what a format cannot change ------------------------------------------------------
 
 BUCKETS = Topology(dp=2, overlap=True)
 CHANGES = {
@@ -179,7 +219,8 @@ CHANGES = {
     "chunks": (DENSE, Topology(pp=2), Topology(pp=2, chunks=2)),
     "ep": (MOE, Topology(dp=2, ep=2), Topology()),
     "more ep": (MOE, Topology(dp=2, ep=2), Topology(dp=4, ep=4)),
-    # as many elements in every buffer: AdamW takes a half of each of two experts for a whole one
+    # as many elements in every buffer: AdamW takes a half of each of two experts for a
+    # whole one
     "ep to expert tp": (
         MOE,
         Topology(tp=2, dp=2, ep=4, etp=1, sequence_parallel=True),
@@ -192,7 +233,9 @@ def _cuts() -> list[Any]:
     """With the default format first: all of that are fast."""
     fixed = [format for format in formats() if format not in FULL]
     return [
-        pytest.param(change, format, marks=() if format == fixed[0] else (pytest.mark.slow,))
+        pytest.param(
+            change, format, marks=() if format == fixed[0] else (pytest.mark.slow,)
+        )
         for format in fixed
         for change in CHANGES
     ]
@@ -207,24 +250,34 @@ def test_another_cut_is_refused(change: str, format: str, saves: Saves) -> None:
         assert "--dist-ckpt-optim-fully-reshardable" in text, text
 
 
-@pytest.mark.skipif("dp_reshardable" not in formats(), reason="this Megatron has no such format")
+@pytest.mark.skipif(
+    "dp_reshardable" not in formats(), reason="this Megatron has no such format"
+)
 def test_a_rank_without_a_piece_of_a_bucket_is_refused(tmp_path: Path) -> None:
-    """Megatron: 'empty bucket encountered'. An embedding that stages share has a bucket of its own,
-    and leaves a small one."""
+    """Megatron: 'empty bucket encountered'. An embedding that stages share has a bucket
+    of its own, and leaves a small one.
+    """
     topology = Topology(pp=2, dp=3, chunks=2, overlap=True)
     args = (CASES["tied"], topology, "dp_reshardable", str(tmp_path))
     for text in run(error_of_save, topology.world_size, *args, timeout=_limit(6)):
         assert "--ddp-bucket-size" in text, text
 
 
-@pytest.mark.skipif("dp_reshardable" not in formats(), reason="this Megatron has no such format")
+@pytest.mark.skipif(
+    "dp_reshardable" not in formats(), reason="this Megatron has no such format"
+)
 def test_buckets_may_be_others(saves: Saves) -> None:
-    """Not so with AdamW: Megatron has a tensor for each bucket, here is one for each parameter."""
-    for other in (replace(BUCKETS, bucket_size=SMALLER), replace(BUCKETS, overlap=False, dp=3)):
+    """Not so with AdamW: Megatron has a tensor for each bucket, here is one for each
+    parameter.
+    """
+    for other in (
+        replace(BUCKETS, bucket_size=SMALLER),
+        replace(BUCKETS, overlap=False, dp=3),
+    ):
         check(saves, DENSE, "dp_reshardable", BUCKETS, other)
 
 
-# --- what the tests above rest on ---------------------------------------------------------------
+# --- what the tests above rest on -----------------------------------------------------
 
 
 def test_the_covering_set_covers() -> None:

@@ -29,8 +29,12 @@ def test_a_checkpoint_without_metadata_resumes(
     check(case, topology, format, tmp_path, dirty=dirty)
 
 
-def _groups_alone(case: Case, topology: Topology, folder: str, adds_state: bool) -> list[str]:
-    """A run's ``state_dict`` in a new optimizer: its next step, and one where it came from."""
+def _groups_alone(
+    case: Case, topology: Topology, folder: str, adds_state: bool
+) -> list[str]:
+    """A run's ``state_dict`` in a new optimizer: its next step, and one where it came
+    from.
+    """
     built = start(case, topology)
     take_step(built, 0)
     save(built, folder, "torch")
@@ -46,7 +50,9 @@ def _groups_alone(case: Case, topology: Topology, folder: str, adds_state: bool)
 
 
 def _of_padding(case: Case, topology: Topology, padded: tuple[int, ...]) -> str:
-    """The error of a step after a load; ranks of ``padded`` had only padding to load."""
+    """The error of a step after a load; ranks of ``padded`` had only padding to
+    load.
+    """
     built = start(case, topology)
     state = built.optimizer.state_dict()
     if dist.get_rank() in padded:
@@ -57,7 +63,9 @@ def _of_padding(case: Case, topology: Topology, padded: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize("padded", [(0,), (0, 1)])
-def test_a_rank_with_padding_alone_is_refused_only_with_all(padded: tuple[int, ...]) -> None:
+def test_a_rank_with_padding_alone_is_refused_only_with_all(
+    padded: tuple[int, ...],
+) -> None:
     for error in run(_of_padding, 2, DENSE, Topology(dp=2), padded):
         assert ("momentum would start at zero" in error) is (len(padded) == 1), error
 
@@ -69,7 +77,9 @@ def test_a_rank_with_padding_alone_is_refused_only_with_all(padded: tuple[int, .
 def test_a_state_dict_alone_is_no_momentum(
     case: Case, topology: Topology, adds_state: bool, tmp_path: Path
 ) -> None:
-    """``state_dict`` has none, in Megatron too; adapters are often saved by it alone."""
+    """``state_dict`` has none, in Megatron too; adapters are often saved by it
+    alone.
+    """
     for old, new in run(_groups_alone, 2, case, topology, str(tmp_path), adds_state):
         assert "momentum would start at zero" not in old
         assert ("momentum would start at zero" in new) is not adds_state, new

@@ -58,7 +58,11 @@ def _switched(
         for part in built.optimizer.chained_optimizers
         for group in part.optimizer.param_groups
     ]
-    return {"held": before, "after": held(built), "steps": {group.get("step") for group in groups}}
+    return {
+        "held": before,
+        "after": held(built),
+        "steps": {group.get("step") for group in groups},
+    }
 
 
 SHAPES = {"dp3": (MUON, Topology(dp=3)), "moe": (MOE, Topology(dp=2, ep=2))}
@@ -67,7 +71,9 @@ SHAPES = {"dp3": (MUON, Topology(dp=3)), "moe": (MOE, Topology(dp=2, ep=2))}
 @pytest.mark.parametrize("momentum", ["momentum", "fresh"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("format", formats())
-def test_muon_goes_on_from_adamw(format: str, shape: str, momentum: str, tmp_path: Path) -> None:
+def test_muon_goes_on_from_adamw(
+    format: str, shape: str, momentum: str, tmp_path: Path
+) -> None:
     case, topology = SHAPES[shape]
     adam = replace(case, optimizer="adam")
     size = topology.world_size
@@ -90,12 +96,13 @@ def test_muon_goes_on_from_adamw(format: str, shape: str, momentum: str, tmp_pat
                     expected = first.numpy() if momentum == "momentum" else 0 * expected
                 assert (array == expected).all(), (name, kind)
         assert any(
-            (new["after"]["params"][name] != array).any() for name, array in old["params"].items()
+            (new["after"]["params"][name] != array).any()
+            for name, array in old["params"].items()
         )
     assert seen == muons
 
 
-# --- to AdamW ---------------------------------------------------------------------------------
+# --- to AdamW -------------------------------------------------------------------------
 
 
 def _adamw_step(
@@ -104,12 +111,17 @@ def _adamw_step(
     """Kingma and Ba's Algorithm 1 with decoupled decay, in float64."""
     beta1, beta2, eps = BETA1, 0.95, 1e-8
     main, first, second = (
-        torch.as_tensor(arrays[kind]).double() for kind in ("main", "exp_avg", "exp_avg_sq")
+        torch.as_tensor(arrays[kind]).double()
+        for kind in ("main", "exp_avg", "exp_avg_sq")
     )
     first = beta1 * first + (1 - beta1) * grad.double()
     second = beta2 * second + (1 - beta2) * grad.double() ** 2
     update = first / (1 - beta1**t) / ((second / (1 - beta2**t)).sqrt() + eps)
-    return {"main": main * (1 - lr * decay) - lr * update, "exp_avg": first, "exp_avg_sq": second}
+    return {
+        "main": main * (1 - lr * decay) - lr * update,
+        "exp_avg": first,
+        "exp_avg_sq": second,
+    }
 
 
 def settings_of(case: Case) -> dict[str, Any]:
@@ -117,7 +129,9 @@ def settings_of(case: Case) -> dict[str, Any]:
 
 
 def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[str]:
-    """What is not as it should be, after a switch, two steps, and one more after a resume."""
+    """What is not as it should be, after a switch, two steps, and one more after a
+    resume.
+    """
     muon = replace(case, optimizer="muon")
     before = save_new(muon, topology, format, f"{folder}/muon")
     built = start(case, topology)
@@ -131,8 +145,15 @@ def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[
         theirs = before["shards"][name][2]
         expected = {kind: theirs[kind] for kind in ("main", *arrays) if kind in theirs}
         if name in muon_weights(case):
-            expected |= {"exp_avg": 0 * theirs["main"], "exp_avg_sq": 0 * theirs["main"]}
-        unlike += [f"{kind} of {name}" for kind in arrays if (arrays[kind] != expected[kind]).any()]
+            expected |= {
+                "exp_avg": 0 * theirs["main"],
+                "exp_avg_sq": 0 * theirs["main"],
+            }
+        unlike += [
+            f"{kind} of {name}"
+            for kind in arrays
+            if (arrays[kind] != expected[kind]).any()
+        ]
         state[name] = arrays
     for step in range(case.steps, case.steps + 2):
         take_step(built, step)
@@ -142,7 +163,9 @@ def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[
             t = step + 1 - (case.steps if young else 0)
             grad = built.local(name, whole_grad, step).reshape(-1)[begin:end]
             decay = case.weight_decay if built.params[name].dim() == 2 else 0.0
-            state[name] = _adamw_step(state[name], grad, t, lr_at(case, step, name), decay)
+            state[name] = _adamw_step(
+                state[name], grad, t, lr_at(case, step, name), decay
+            )
             ours = torch.from_numpy(arrays["main"]).double()
             if not torch.allclose(ours, state[name]["main"], rtol=1e-5, atol=1e-6):
                 unlike.append(f"{name} after step {step}")
@@ -164,7 +187,9 @@ def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[
         if name not in muon_weights(case):
             *_, ours = expected_after["shards"][name]
             unlike += [
-                f"plain {kind} of {name}" for kind in arrays if (arrays[kind] != ours[kind]).any()
+                f"plain {kind} of {name}"
+                for kind in arrays
+                if (arrays[kind] != ours[kind]).any()
             ]
     return unlike
 
@@ -172,7 +197,9 @@ def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("format", formats())
 def test_adamw_goes_on_from_muon(format: str, shape: str, tmp_path: Path) -> None:
-    """The tolerance: fp32 against float64, with sums of 2 terms that are far above eps."""
+    """The tolerance: fp32 against float64, with sums of 2 terms that are far above
+    eps.
+    """
     _check_to_adamw(_to_adamw, shape, format, tmp_path)
 
 
@@ -190,13 +217,18 @@ def _check_to_adamw(switched: Any, shape: str, format: str, folder: Path) -> Non
     for name in ("muon", "adamw"):
         (folder / name).mkdir()
     adam = replace(case, optimizer="adam")
-    for unlike in run(switched, topology.world_size, adam, topology, format, str(folder)):
+    for unlike in run(
+        switched, topology.world_size, adam, topology, format, str(folder)
+    ):
         assert unlike == []
 
 
 def _saved_and_loaded(bucket_size: int, folder: str) -> tuple[bool, str]:
     """Whether AdamW after Muon loads what it has saved, and what the save prints."""
-    format, topology = "fully_reshardable", Topology(dp=3, overlap=True, bucket_size=bucket_size)
+    format, topology = (
+        "fully_reshardable",
+        Topology(dp=3, overlap=True, bucket_size=bucket_size),
+    )
     save_new(MUON, topology, format, f"{folder}/muon")
     built = start(ADAM, topology)
     with reading_muon(built.optimizer, settings_of(MUON)):
@@ -209,10 +241,14 @@ def _saved_and_loaded(bucket_size: int, folder: str) -> tuple[bool, str]:
     return not unequal(held(built), held(again), "by loading: ", log=False), printed
 
 
-@pytest.mark.skipif("fully_reshardable" not in formats(), reason="Megatron has it from 0.15 on")
+@pytest.mark.skipif(
+    "fully_reshardable" not in formats(), reason="Megatron has it from 0.15 on"
+)
 @pytest.mark.parametrize("bucket_size", [10_007, 10**9])
 def test_a_save_that_megatron_shifts_says_so(bucket_size: int, tmp_path: Path) -> None:
-    """AdamW's own, which the plugin leaves as it is: with several padded buckets before 0.20."""
+    """AdamW's own, which the plugin leaves as it is: with several padded buckets before
+    0.20.
+    """
     for name in ("muon", "adamw"):
         (tmp_path / name).mkdir()
     by_rank = run(_saved_and_loaded, 3, bucket_size, str(tmp_path))
@@ -224,7 +260,9 @@ def test_a_save_that_megatron_shifts_says_so(bucket_size: int, tmp_path: Path) -
 
 
 def _clips_after_muon(folder: str) -> int:
-    """How often a step of AdamW with QK-Clip clips, once it has read Muon's checkpoint."""
+    """How often a step of AdamW with QK-Clip clips, once it has read Muon's
+    checkpoint.
+    """
     from megatron_muon.mcore.qk_clip.attach import RunClip
 
     save_new(MUON, Topology(), "torch", folder)
@@ -236,6 +274,8 @@ def _clips_after_muon(folder: str) -> int:
     return clip.call_count
 
 
-@pytest.mark.skipif(te_on_cpu.TE is not None, reason="its attention keeps no maximum of logits")
+@pytest.mark.skipif(
+    te_on_cpu.TE is not None, reason="its attention keeps no maximum of logits"
+)
 def test_adamw_after_muon_still_clips_logits(tmp_path: Path) -> None:
     assert run(_clips_after_muon, 1, str(tmp_path)) == [1]

@@ -1,4 +1,6 @@
-"""Checkpoints of Megatron's own Muon, loaded into this package's: the momentum goes on."""
+"""Checkpoints of Megatron's own Muon, loaded into this package's: the momentum goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ import megatron_muon
 from support.checkpoints.saving import formats, save, spoil
 from support.checkpoints.sealing import load
 from support.models import megatrons_muon
-from support.models.gpt import Case, Topology, held, muon_weights, printed_by, start, take_step
+from support.models.gpt import (
+    Case,
+    Topology,
+    held,
+    muon_weights,
+    printed_by,
+    start,
+    take_step,
+)
 from support.models.megatrons_muon import MU
 from support.ranks import RankError, run
 from support.runs.whole import Whole, differences, whole
@@ -34,9 +44,18 @@ def _loaded(case: Case, topology: Topology, format: str, folder: str) -> dict[st
         _, printed = printed_by(lambda: load(built, folder, format))
     before = held(built)
     take_step(built, case.steps)
-    groups = [group for part in built.optimizer.chained_optimizers for group in part.param_groups]
+    groups = [
+        group
+        for part in built.optimizer.chained_optimizers
+        for group in part.param_groups
+    ]
     keys = {key for group in groups for key in group}
-    return {"before": before, "after": held(built), "printed": printed.splitlines(), "keys": keys}
+    return {
+        "before": before,
+        "after": held(built),
+        "printed": printed.splitlines(),
+        "keys": keys,
+    }
 
 
 def _parts(results: list[dict[str, Any]], when: str) -> Whole:
@@ -53,11 +72,15 @@ LAYER_WISE = {
 }
 
 
-def _check(before: list[dict[str, Any]], after: list[dict[str, Any]], case: Case) -> None:
-    """All state is bitwise the same after the load, and the next step is taken from there.
+def _check(
+    before: list[dict[str, Any]], after: list[dict[str, Any]], case: Case
+) -> None:
+    """All state is bitwise the same after the load, and the next step is taken from
+    there.
 
-    Momentum and AdamW's weights are compared after one more step of both Muons, too. Muon's own
-    weights cannot be: its coefficients are others there. fp32 sums of two or three terms in another
+    Momentum and AdamW's weights are compared after one more step of both Muons, too.
+    Muon's own weights cannot be: its coefficients are others there. fp32 sums of two or
+    three terms in another
     order: a few units of 2^-24 of the largest term.
     """
     assert differences(_parts(before, "before"), _parts(after, "before")) == []
@@ -90,8 +113,9 @@ def test_layer_wise_muon_goes_on(shape: str, tmp_path: Path) -> None:
 @one_of_its_own
 @pytest.mark.parametrize("bf16", [True, False])
 def test_its_muon_that_is_not_shared_out_goes_on(bf16: bool, tmp_path: Path) -> None:
-    """Upstream's ``--optimizer muon``: every rank has all state. (In fp32 the layer-wise one of
-    0.16 cannot save; there a main parameter is the weight itself.)"""
+    """Upstream's ``--optimizer muon``: every rank has all state. (In fp32 the
+    layer-wise one of 0.16 cannot save; there a main parameter is the weight itself.)
+    """
     case, there, here = replace(CASE, bf16=bf16), Topology(dp=2), Topology(tp=2)
     before = run(megatrons_muon.trained, 2, case, there, False, str(tmp_path))
     after = run(_loaded, 2, case, here, TORCH_DIST[0], str(tmp_path))
@@ -102,11 +126,13 @@ def test_its_muon_that_is_not_shared_out_goes_on(bf16: bool, tmp_path: Path) -> 
 def test_an_fp32_models_is_not_read_rounded(tmp_path: Path) -> None:
     case = replace(CASE, bf16=False)
     run(megatrons_muon.trained, 1, case, Topology(), False, str(tmp_path))
-    with pytest.raises(RankError, match="is of an fp32 model, whose weights are its main param"):
+    with pytest.raises(
+        RankError, match="is of an fp32 model, whose weights are its main param"
+    ):
         run(_loaded, 1, CASE, Topology(), TORCH_DIST[0], str(tmp_path))
 
 
-# --- its layout without it ---------------------------------------------------------------------
+# --- its layout without it ------------------------------------------------------------
 
 IMITATED = {
     "dp1-dp2": (CASE, Topology(), Topology(dp=2)),
@@ -134,7 +160,8 @@ def test_another_momentum_coefficient_is_said(tmp_path: Path) -> None:
     (after,) = run(_loaded, 1, other, Topology(), TORCH_DIST[0], str(tmp_path))
     said = [line for line in after["printed"] if "checkpoint was saved with" in line]
     assert said == [
-        "[megatron_muon] momentum (--muon-momentum) is 0.95 now; the checkpoint was saved with 0.9"
+        "[megatron_muon] momentum (--muon-momentum) is 0.95 now; the checkpoint was "
+        "saved with 0.9"
     ]
 
 
@@ -155,5 +182,7 @@ def _read_own(case: Case, format: str, folder: str) -> None:
 
 
 def test_what_is_no_checkpoint_of_its_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="is no checkpoint of Megatron's own Muon in torch_dist"):
+    with pytest.raises(
+        RankError, match="is no checkpoint of Megatron's own Muon in torch_dist"
+    ):
         run(_read_own, 1, CASE, TORCH_DIST[0], str(tmp_path))

@@ -1,4 +1,6 @@
-"""The largest attention logits, as Megatron's own attention computes them in forward passes."""
+"""The largest attention logits, as Megatron's own attention computes them in forward
+passes.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +58,18 @@ def _maxima(built: Built) -> list[Any]:
 
 
 def _expected_and_kept(case: Case) -> list[tuple[list[float], list[float]]]:
-    """Of each attention, over two micro-batches; expected are products of what it was given."""
+    """Of each attention, over two micro-batches; expected are products of what it was
+    given.
+    """
     built = _watched(case, Topology())
     seen: list[list[torch.Tensor]] = []
     for attention in attentions(built):
         largest: list[torch.Tensor] = []
         seen.append(largest)
         attention.core_attention.register_forward_pre_hook(
-            lambda core, given, largest=largest: largest.append(_by_hand(core, *given[:2]))
+            lambda core, given, largest=largest: largest.append(
+                _by_hand(core, *given[:2])
+            )
         )
     for batch in range(BATCHES):
         _forward(built, batch)
@@ -112,7 +118,9 @@ def _largest_of_stage(case: Case, topology: Topology) -> tuple[list[float], floa
 
 
 @pytest.mark.parametrize("topology", [Topology(tp=2, dp=2), Topology(cp=2)], ids=str)
-def test_every_rank_knows_the_largest_logits_of_the_whole_batch(topology: Topology) -> None:
+def test_every_rank_knows_the_largest_logits_of_the_whole_batch(
+    topology: Topology,
+) -> None:
     ((alone, largest),) = run(_largest_of_stage, 1, WATCHED, Topology())
     assert largest == max(alone)
     for reduced, most in run(_largest_of_stage, topology.world_size, WATCHED, topology):
@@ -121,7 +129,9 @@ def test_every_rank_knows_the_largest_logits_of_the_whole_batch(topology: Topolo
 
 
 def _clipped_forward() -> tuple[list[float], list[float]]:
-    """The largest logit of each attention before and after a clip, without a step between."""
+    """The largest logit of each attention before and after a clip, without a step
+    between.
+    """
     case = replace(WATCHED, muon=(("qk_clip", 0.05),), optimizer="adam", bf16=False)
     built = _watched(case, Topology())
     values = []
@@ -133,13 +143,17 @@ def _clipped_forward() -> tuple[list[float], list[float]]:
 
 
 def test_after_a_clip_the_same_batch_has_the_threshold_as_its_largest_logit() -> None:
-    """Of the first layer; the others get other activations. The model's qkv has a bias."""
+    """Of the first layer; the others get other activations. The model's qkv has a
+    bias.
+    """
     ((before, after),) = run(_clipped_forward, 1)
     assert before[0] > 2 * 0.05
     assert after[0] <= 0.05 * (1 + 1e-5)
 
 
-@pytest.mark.skipif(VERSION < (0, 16), reason="this core has no log_max_attention_logit")
+@pytest.mark.skipif(
+    VERSION < (0, 16), reason="this core has no log_max_attention_logit"
+)
 def test_logits_are_logged_alone_by_megatrons_flag() -> None:
     (value,), (other,) = run(_logged, 1), run(_largest_of_stage, 1, WATCHED, Topology())
     assert value == (other[1], True)
@@ -158,7 +172,9 @@ def _logged() -> tuple[float, bool]:
         from megatron.core.optimizer import qk_clip
 
         largest = qk_clip.clip_qk(built.chunks, log_max_only=True)
-        same = all(torch.equal(param, before[name]) for name, param in built.params.items())
+        same = all(
+            torch.equal(param, before[name]) for name, param in built.params.items()
+        )
         return largest, same
 
 

@@ -1,4 +1,6 @@
-"""Megatron without a GPU: the switch, half-precision products, Adam, attention over parts."""
+"""Megatron without a GPU: the switch, half-precision products, Adam, attention over
+parts.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,16 @@ from support.runs.training import MODEL, SEQUENCES, spread
 needs_products = pytest.mark.skipif(
     multiplies_bf16(), reason="this CPU has bf16 instructions; nothing is replaced"
 )
-pytestmark = pytest.mark.skipif(not cpu.enabled(), reason="a GPU is here, so cpu is not enabled")
+pytestmark = pytest.mark.skipif(
+    not cpu.enabled(), reason="a GPU is here, so cpu is not enabled"
+)
 
 # ---------------------------------------------------------------- the switch
 
 
-def test_enable_refuses_once_megatron_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enable_refuses_once_megatron_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import megatron.core  # noqa: F401
 
     cpu.enable()  # enabled already: nothing happens
@@ -157,11 +163,17 @@ def test_half_products_are_fp32_products_rounded_once(dtype: torch.dtype) -> Non
     assert torch.equal(a @ b, (A @ B).to(dtype))
     got = torch.addmm(c[0], a[0], b[0], beta=0.5, alpha=2.0)
     assert got.dtype is dtype
-    assert torch.equal(got, torch.addmm(C[0], A[0], B[0], beta=0.5, alpha=2.0).to(dtype))
+    assert torch.equal(
+        got, torch.addmm(C[0], A[0], B[0], beta=0.5, alpha=2.0).to(dtype)
+    )
     got = torch.baddbmm(c, a, b, beta=0.5, alpha=2.0)
     assert torch.equal(got, torch.baddbmm(C, A, B, beta=0.5, alpha=2.0).to(dtype))
-    nan = torch.full_like(c, float("nan"))  # Megatron hands an uninitialised buffer with beta=0
-    assert torch.equal(torch.baddbmm(nan, a, b, beta=0.0, alpha=0.5), ((A @ B) * 0.5).to(dtype))
+    nan = torch.full_like(
+        c, float("nan")
+    )  # Megatron hands an uninitialised buffer with beta=0
+    assert torch.equal(
+        torch.baddbmm(nan, a, b, beta=0.0, alpha=0.5), ((A @ B) * 0.5).to(dtype)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -179,13 +191,18 @@ def test_flops_are_counted_once(dtype: torch.dtype) -> None:
 
 
 def test_step_is_an_int_in_each_group() -> None:
-    a, b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, 2).bfloat16())
+    a, b = (
+        torch.nn.Parameter(torch.ones(3)),
+        torch.nn.Parameter(torch.ones(2, 2).bfloat16()),
+    )
     optimizer = FusedAdam([{"params": [a, b]}, {"params": []}], lr=0.1)
     a.grad = torch.ones(3)
     for _ in range(2):
         optimizer.step()
     assert [group["step"] for group in optimizer.param_groups] == [2, 2]
-    assert torch.equal(b.detach(), torch.ones(2, 2).bfloat16())  # no gradient: state, no move
+    assert torch.equal(
+        b.detach(), torch.ones(2, 2).bfloat16()
+    )  # no gradient: state, no move
     assert set(optimizer.state[b]) == {"exp_avg", "exp_avg_sq"}
     assert optimizer.state[b]["exp_avg"].dtype is torch.float32
 
@@ -194,7 +211,9 @@ U = 2.0**-24  # fp32 unit roundoff
 
 
 def _attend(cp_size: int, given: str, causal: bool) -> list[Any]:
-    """Output and gradients of the queries, keys and values of this rank's part, fp32."""
+    """Output and gradients of the queries, keys and values of this rank's part,
+    fp32.
+    """
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -203,7 +222,9 @@ def _attend(cp_size: int, given: str, causal: bool) -> list[Any]:
     ps.initialize_model_parallel(context_parallel_size=cp_size)
     model_parallel_cuda_manual_seed(1)
     kind = AttnMaskType.causal if causal else AttnMaskType.padding
-    core = DotProductAttention(transformer_config(MODEL, spread(cp=cp_size)), 1, kind, "self")
+    core = DotProductAttention(
+        transformer_config(MODEL, spread(cp=cp_size)), 1, kind, "self"
+    )
     mine = attention.positions(LENGTH, cp_size, ps.get_context_parallel_rank())
     g = torch.Generator().manual_seed(5)
     q, k, v, weight = (
@@ -211,7 +232,12 @@ def _attend(cp_size: int, given: str, causal: bool) -> list[Any]:
         for heads in (HEADS, GROUPS, GROUPS, HEADS)
     )
     mask = torch.rand(SEQUENCES, 1, LENGTH, LENGTH, generator=g) < 0.3
-    masks = {"none": None, "whole": mask, "cut": mask[:, :, mine], "keys": mask[:, :, :1]}
+    masks = {
+        "none": None,
+        "whole": mask,
+        "cut": mask[:, :, mine],
+        "keys": mask[:, :, :1],
+    }
     for tensor in (q, k, v):
         tensor.requires_grad_()
     out = core(q, k, v, masks[given])
@@ -224,7 +250,9 @@ def _attend(cp_size: int, given: str, causal: bool) -> list[Any]:
     [("none", True), ("none", False), ("whole", False), ("cut", True), ("keys", False)],
 )
 def test_attention_over_parts_of_the_sequence(given: str, causal: bool) -> None:
-    """With grouped queries and each form of mask. Sums of up to 32 terms in 5 products."""
+    """With grouped queries and each form of mask. Sums of up to 32 terms in 5
+    products.
+    """
     _, *expected = run(_attend, 1, 1, given, causal)[0]
     parts = run(_attend, 2, 2, given, causal)
     for i, whole in enumerate(expected, 1):
@@ -244,7 +272,10 @@ def _refused(what: str) -> None:
     config = transformer_config(MODEL, spread(cp=2))
     config.window_size = (4, 0) if what == "window_size" else None
     core = DotProductAttention(config, 1, AttnMaskType.causal, "self")
-    q, k = torch.ones(8, 1, HEADS, 16), torch.ones(4 if what == "keys" else 8, 1, GROUPS, 16)
+    q, k = (
+        torch.ones(8, 1, HEADS, 16),
+        torch.ones(4 if what == "keys" else 8, 1, GROUPS, 16),
+    )
     core(q, k, k, torch.ones(1, 1, 8, 8).bool() if what == "attention_mask" else None)
 
 

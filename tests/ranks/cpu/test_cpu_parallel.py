@@ -1,4 +1,6 @@
-"""Megatron's own parallel training on gloo ranks equals one process, and the loss falls."""
+"""Megatron's own parallel training on gloo ranks equals one process, and the loss
+falls.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +17,14 @@ from support.runs.cases import Case, Topology
 from support.runs.late_sends import late_sends
 from support.runs.training import MODEL, U, differences, said, spread, trained, truth
 
-pytestmark = pytest.mark.skipif(not cpu.enabled(), reason="a GPU is here, so cpu is not enabled")
+pytestmark = pytest.mark.skipif(
+    not cpu.enabled(), reason="a GPU is here, so cpu is not enabled"
+)
 
-# Ranks and one process differ in fp32 by the order of sums. A sum of up to 260 terms is off by
-# about sqrt(260) u = 16 u of its size. In forward and backward of four layers about 2 × (4 × 5 + 1)
-# products follow each other, and independent errors add as squares: 16 u × sqrt(42) = 105 u.
+# Ranks and one process differ in fp32 by the order of sums. A sum of up to 260 terms is
+# off by about sqrt(260) u = 16 u of its size. In forward and backward of four layers
+# about 2 × (4 × 5 + 1) products follow each other, and independent errors add as
+# squares: 16 u × sqrt(42) = 105 u.
 REDUCTION = 105 * U
 DENSE = MODEL
 DEEP = replace(MODEL, layers=4)
@@ -47,18 +52,24 @@ ALLTOALL = [(m, replace(t, dispatcher="alltoall")) for m, t in EXPERTS]
 
 
 @pytest.mark.parametrize(("m", "t"), [*EXPERTS, *ALLTOALL, *CONTEXT, *OTHERS], ids=said)
-def test_losses_norms_and_gradients_are_those_of_one_process(m: Case, t: Topology) -> None:
+def test_losses_norms_and_gradients_are_those_of_one_process(
+    m: Case, t: Topology
+) -> None:
     """But for rounding."""
     expected, parallel = truth(m), trained(m, t)
     assert parallel.losses == pytest.approx(expected.losses, rel=REDUCTION)
     assert parallel.norms == pytest.approx(expected.norms, rel=REDUCTION)
-    far = {name: d for name, d in differences(expected, parallel).items() if d > REDUCTION}
+    far = {
+        name: d for name, d in differences(expected, parallel).items() if d > REDUCTION
+    }
     assert not far
 
 
 @contextmanager
 def freeing_what_is_still_sent() -> Iterator[None]:
-    """A script's configuration has the schedules free outputs, and a send reads late."""
+    """A script's configuration has the schedules free outputs, and a send reads
+    late.
+    """
     from megatron.core.pipeline_parallel import schedules
 
     config_of = schedules.get_model_config
@@ -66,7 +77,9 @@ def freeing_what_is_still_sent() -> Iterator[None]:
     def asking_to_free(model: Any) -> Any:
         config = config_of(model)
         config.deallocate_pipeline_outputs = True
-        config.overlap_p2p_comm_warmup_flush = config.overlap_p2p_comm  # waits for no send at all
+        config.overlap_p2p_comm_warmup_flush = (
+            config.overlap_p2p_comm
+        )  # waits for no send at all
         return config
 
     with late_sends(), mock.patch.object(schedules, "get_model_config", asking_to_free):
@@ -77,7 +90,9 @@ def freeing_what_is_still_sent() -> Iterator[None]:
     "t", [spread(pp=2), spread(pp=2, vpp=2), spread(pp=2, vpp=2, dp=2)], ids=said
 )
 def test_a_stage_keeps_what_it_sends_until_it_is_sent(t: Topology) -> None:
-    """Also where Megatron frees it after isend: its gradients are those of one process."""
+    """Also where Megatron frees it after isend: its gradients are those of one
+    process.
+    """
     expected = truth(DEEP)
     parallel = trained(DEEP, t, freeing_what_is_still_sent)
     assert parallel.losses == pytest.approx(expected.losses, rel=REDUCTION)
@@ -85,8 +100,10 @@ def test_a_stage_keeps_what_it_sends_until_it_is_sent(t: Topology) -> None:
 
 
 def test_multi_latent_attention_trains_over_tensor_parallel_ranks() -> None:
-    """Not compared with one process: with the local spec Megatron does not sum the gradient of the
-    keys' positional part over the ranks (multi_latent_attention.py:596), on a GPU either."""
+    """Not compared with one process: with the local spec Megatron does not sum the
+    gradient of the keys' positional part over the ranks
+    (multi_latent_attention.py:596), on a GPU either.
+    """
     trained(MLA, spread(tp=2))
 
 
@@ -102,25 +119,36 @@ def test_recompute_repeats_the_dropout() -> None:
 
 
 @pytest.mark.parametrize(
-    "t", [spread(dp=2, ep=2), spread(tp=2, dp=2, ep=2, etp=2, dispatcher="alltoall")], ids=said
+    "t",
+    [spread(dp=2, ep=2), spread(tp=2, dp=2, ep=2, etp=2, dispatcher="alltoall")],
+    ids=said,
 )
 def test_grouped_experts_equal_sequential_ones(t: Topology) -> None:
-    """In bf16, which the GroupedMLP asks for. The products are the same but for the order of fp32
-    sums, which may turn one rounding to bf16 (2^-9) in each of up to 22 products in a row."""
+    """In bf16, which the GroupedMLP asks for. The products are the same but for the
+    order of fp32 sums, which may turn one rounding to bf16 (2^-9) in each of up to 22
+    products in a row.
+    """
     sequential = replace(MOE, bf16=True)
-    one, other = trained(sequential, t), trained(replace(sequential, grouped="legacy"), t)
+    one, other = (
+        trained(sequential, t),
+        trained(replace(sequential, grouped="legacy"), t),
+    )
     other = replace(other, gradients=by_expert(other.gradients))
     assert other.losses == pytest.approx(one.losses, rel=22 * 2.0**-9)
     assert max(differences(one, other).values()) <= 22 * 2.0**-9
 
 
 def by_expert(gradients: dict[str, Any]) -> dict[str, Any]:
-    """Gradients of a GroupedMLP's batches under the names of SequentialMLP's experts."""
+    """Gradients of a GroupedMLP's batches under the names of SequentialMLP's
+    experts.
+    """
     of_experts = {}
     for name, grad in gradients.items():
         before, mark, which = name.partition(".experts.weight")
         for expert, part in enumerate(grad) if mark else ():
-            of_experts[f"{before}.experts.local_experts.{expert}.linear_fc{which}.weight"] = part.T
+            of_experts[
+                f"{before}.experts.local_experts.{expert}.linear_fc{which}.weight"
+            ] = part.T
         if not mark:
             of_experts[name] = grad
     return of_experts
@@ -131,7 +159,9 @@ def by_expert(gradients: dict[str, Any]) -> dict[str, Any]:
 
 def chunks_in_order() -> Any:
     """Each rank takes its tokens for neighbours, so masks and keys are out of place."""
-    return mock.patch.object(attention, "chunks", lambda size, rank: (2 * rank, 2 * rank + 1))
+    return mock.patch.object(
+        attention, "chunks", lambda size, rank: (2 * rank, 2 * rank + 1)
+    )
 
 
 def keys_without_the_others_gradient() -> Any:
@@ -143,7 +173,9 @@ def keys_without_the_others_gradient() -> Any:
     return mock.patch.object(mappings, "gather_from_sequence_parallel_region", cut)
 
 
-@pytest.mark.parametrize("mutation", [chunks_in_order, keys_without_the_others_gradient])
+@pytest.mark.parametrize(
+    "mutation", [chunks_in_order, keys_without_the_others_gradient]
+)
 def test_mutants_of_the_context_parallel_attention_are_noticed(mutation: Any) -> None:
     mutant = trained(DENSE, spread(cp=2), mutation)
     worst = max(differences(truth(DENSE), mutant).values())

@@ -1,4 +1,5 @@
-"""A rank whose environment differs from the others' changes no bit, or ends all with an error.
+"""A rank whose environment differs from the others' changes no bit, or ends all with an
+error.
 
 The processes are started here: an environment is read at a process's start.
 """
@@ -55,7 +56,9 @@ def digest() -> str:
 
 def digests(rendezvous: Path, **of_rank_1: str) -> list[str]:
     """Of both ranks, where the second one has more in its environment."""
-    plain = environment(Path(__file__).parent, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+    plain = environment(
+        Path(__file__).parent, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore"
+    )
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), str(rendezvous)],
@@ -79,7 +82,11 @@ def test_another_environment_on_one_rank_changes_no_bit(tmp_path: Path) -> None:
     assert digests(tmp_path / "rendezvous", **OTHERWISE) == plain
 
 
-def test_other_kernels_on_one_rank_leave_ranks_with_the_same_weights(tmp_path: Path) -> None:
-    """Sums in another order are other bits, but each matrix is made once, at its home."""
+def test_other_kernels_on_one_rank_leave_ranks_with_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    """Sums in another order are other bits, but each matrix is made once, at its
+    home.
+    """
     first, second = digests(tmp_path / "rendezvous", ATEN_CPU_CAPABILITY="default")
     assert first == second

@@ -1,4 +1,6 @@
-"""Bad gradients, and models of which a part is frozen or routed otherwise: errors everywhere."""
+"""Bad gradients, and models of which a part is frozen or routed otherwise: errors
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from support.ranks import error_of, run
 CASE = Case(layers=2, steps=1)
 
 
-def _bad_gradient(case: Case, topology: Topology, bad: float, where: str) -> dict[str, Any]:
+def _bad_gradient(
+    case: Case, topology: Topology, bad: float, where: str
+) -> dict[str, Any]:
     """One bad element on one rank; the error as text, and whether anything changed."""
     built = start(case, topology)
     take_step(built, 0)
@@ -38,14 +42,17 @@ def _bad_gradient(case: Case, topology: Topology, bad: float, where: str) -> dic
         built.params[where].main_grad.view(-1)[start_of_piece] = bad
     text = error_of(built.optimizer.step)
     after = held(built)["shards"]
-    same = all((before[n][2][k] == after[n][2][k]).all() for n in before for k in before[n][2])
+    same = all(
+        (before[n][2][k] == after[n][2][k]).all() for n in before for k in before[n][2]
+    )
     return {"text": text, "same": same, "owned": owned}
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0], ids=["", "clip"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize(
-    "where", ["decoder.layers.0.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"]
+    "where",
+    ["decoder.layers.0.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"],
 )
 def test_a_bad_gradient_is_an_error_everywhere_and_changes_nothing(
     where: str, bad: float, clip: float
@@ -56,26 +63,40 @@ def test_a_bad_gradient_is_an_error_everywhere_and_changes_nothing(
 
 
 def test_a_bad_gradient_of_an_expert_leaves_the_dense_part_unstepped_too() -> None:
-    """Its optimizer is the second of the chain; the first would have stepped by then."""
+    """Its optimizer is the second of the chain; the first would have stepped by
+    then.
+    """
     topology = Topology(dp=2, ep=2)
     where = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"
     case = replace(CASE, moe=True)
-    results = run(_bad_gradient, topology.world_size, case, topology, float("nan"), where)
+    results = run(
+        _bad_gradient, topology.world_size, case, topology, float("nan"), where
+    )
     _check_bad_gradient(results, where)  # with the expert's number over all EP ranks
 
 
-def test_a_gradient_that_momentum_would_add_up_to_inf_is_an_error_before_it_does() -> None:
-    """2e37 summed up by 1 / (1 - 0.95) is more than bf16 and fp32 have; AdamW has no such limit."""
+def test_a_gradient_that_momentum_would_add_up_to_inf_is_an_error_before_it_does() -> (
+    None
+):
+    """2e37 summed up by 1 / (1 - 0.95) is more than bf16 and fp32 have; AdamW has no
+    such limit.
+    """
     where = "decoder.layers.0.mlp.linear_fc1.weight"
     topology = Topology(tp=2)
     results = run(_bad_gradient, topology.world_size, CASE, topology, -2e37, where)
     _check_bad_gradient(results, where)
     assert all("beyond ±1.7e+37" in result["text"] for result in results)
     for case, name, bad in ((CASE, where, 1.6e37), (CASE, "output_layer.weight", 2e37)):
-        for result in run(_bad_gradient, topology.world_size, case, topology, bad, name):
+        for result in run(
+            _bad_gradient, topology.world_size, case, topology, bad, name
+        ):
             assert result["text"] == "no error"
-    for result in run(_bad_gradient, 2, replace(CASE, clip=1.0), topology, 1.6e37, where):
-        assert result["same"] and "their norm is Inf, so clip_grad would" in result["text"]
+    for result in run(
+        _bad_gradient, 2, replace(CASE, clip=1.0), topology, 1.6e37, where
+    ):
+        assert (
+            result["same"] and "their norm is Inf, so clip_grad would" in result["text"]
+        )
 
 
 def _check_bad_gradient(results: list[dict[str, Any]], where: str) -> None:
@@ -95,25 +116,42 @@ def _error_of_patterns(settings: dict[str, tuple[Any, ...]]) -> str:
 
 def test_a_pattern_that_matches_nothing_on_any_stage_is_an_error_everywhere() -> None:
     for text in run(_error_of_patterns, 2, {"muon_exclude": ("*.linear_fc3.*",)}):
-        assert text.startswith("ValueError: '*.linear_fc3.*' in muon_exclude (--muon-exclude) ")
+        assert text.startswith(
+            "ValueError: '*.linear_fc3.*' in muon_exclude (--muon-exclude) "
+        )
     for text in run(_error_of_patterns, 2, {"wd_mults": (("nothing*", 0.5),)}):
-        assert "'nothing*' in wd_mults (--muon-wd-mult) matches no parameter of the model" in text
+        assert (
+            "'nothing*' in wd_mults (--muon-wd-mult) matches no parameter of the model"
+            in text
+        )
     # of one stage only: no error
-    assert run(_error_of_patterns, 2, {"muon_include": ("output_layer.weight",)}) == 2 * [
-        "no error"
-    ]
+    assert run(
+        _error_of_patterns, 2, {"muon_include": ("output_layer.weight",)}
+    ) == 2 * ["no error"]
 
 
-DENSE = ("embedding.*", "output_layer.*", "*layernorm*", "*attention*", "*router*", "*shared_e*")
+DENSE = (
+    "embedding.*",
+    "output_layer.*",
+    "*layernorm*",
+    "*attention*",
+    "*router*",
+    "*shared_e*",
+)
 
 
 def _only_experts_train(case: Case) -> tuple[str, list[float]]:
-    """The error of building, or what it prints; and the loss scales of a run that overflows."""
+    """The error of building, or what it prints; and the loss scales of a run that
+    overflows.
+    """
     try:
         built, printed = printed_by(lambda: start(case, Topology(dp=2, ep=2)))
     except ValueError as error:
         return f"ValueError: {error}", []
-    assert [each.is_stub_optimizer for each in built.optimizer.chained_optimizers] == [True, False]
+    assert [each.is_stub_optimizer for each in built.optimizer.chained_optimizers] == [
+        True,
+        False,
+    ]
     for step in range(case.steps):
         take_step(built, step)
     return printed, built.log.get("loss_scales", [])
@@ -122,7 +160,9 @@ def _only_experts_train(case: Case) -> tuple[str, list[float]]:
 def test_where_only_experts_train_the_loss_scale_is_still_one() -> None:
     """Megatron takes it from the dense optimizer, then a stub that sees no overflow."""
     overflow = ((1, "*.local_experts.3.linear_fc1.weight"),)
-    case = replace(CASE, bf16=False, fp16=True, moe=True, frozen=DENSE, overflow=overflow, steps=3)
+    case = replace(
+        CASE, bf16=False, fp16=True, moe=True, frozen=DENSE, overflow=overflow, steps=3
+    )
     for _, scales in run(_only_experts_train, 2, case):
         assert scales[1:] == [scales[0], scales[0] / 2]
 
@@ -133,7 +173,9 @@ def test_where_only_experts_train_patterns_are_checked_and_the_share_is_said() -
     assert "of the model's" in first and "Muon has" not in second
     wrong = replace(case, muon=(("muon_exclude", ("nothing*",)),))
     for text, _ in run(_only_experts_train, 2, wrong):
-        assert text.startswith("ValueError: 'nothing*' in muon_exclude (--muon-exclude) matches no")
+        assert text.startswith(
+            "ValueError: 'nothing*' in muon_exclude (--muon-exclude) matches no"
+        )
 
 
 def _frozen_too_late() -> str:
@@ -145,8 +187,12 @@ def _frozen_too_late() -> str:
 
 def test_freezing_after_the_buffers_are_made_is_an_error() -> None:
     one, other = run(_frozen_too_late, 2)
-    assert one.startswith("ValueError: decoder.layers.0.mlp.linear_fc1.weight was frozen after")
-    assert other.startswith("RuntimeError: rank 0 stopped this run: decoder.layers.0.mlp.linear_f")
+    assert one.startswith(
+        "ValueError: decoder.layers.0.mlp.linear_fc1.weight was frozen after"
+    )
+    assert other.startswith(
+        "RuntimeError: rank 0 stopped this run: decoder.layers.0.mlp.linear_f"
+    )
 
 
 def _of_a_mimo_model() -> str:
@@ -158,11 +204,17 @@ def _of_a_mimo_model() -> str:
     config = built.ddp.config
     config.log_max_attention_logit = True  # whether logits are watched is asked first
     sizes = {"vocab_size": VOCAB, "max_sequence_length": SEQUENCE}
-    layer = {"config": config, "transformer_layer_spec": layer_spec(CASE, config, {}), **sizes}
+    layer = {
+        "config": config,
+        "transformer_layer_spec": layer_spec(CASE, config, {}),
+        **sizes,
+    }
     built.chunks = [MimoModel(MimoModelConfig(ModuleSpec(GPTModel, params=layer)))]
     return error_of_optimizer(built)
 
 
 def test_a_model_that_is_no_ddp_chunk_is_named() -> None:
     (text,) = run(_of_a_mimo_model, 1)
-    assert text.startswith("NotImplementedError: optimizer='muon' does not support MimoModel yet")
+    assert text.startswith(
+        "NotImplementedError: optimizer='muon' does not support MimoModel yet"
+    )

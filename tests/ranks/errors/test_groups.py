@@ -1,4 +1,6 @@
-"""Parameter groups that a step cannot use: an error of all ranks before anything changes."""
+"""Parameter groups that a step cannot use: an error of all ranks before anything
+changes.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,12 @@ def _set(built: Built, key: str, value: Any, of_muon: bool) -> None:
                 group[key] = value
 
 
-def _error(case: Case, key: str, value: Any, of_muon: bool, where: int | None) -> tuple[str, bool]:
-    """The error of a second step, with that value on a rank or on all; whether all stayed."""
+def _error(
+    case: Case, key: str, value: Any, of_muon: bool, where: int | None
+) -> tuple[str, bool]:
+    """The error of a second step, with that value on a rank or on all; whether all
+    stayed.
+    """
     built = start(case, Topology(tp=2))
     take_step(built, 0)
     before = held(built)["shards"]
@@ -45,14 +51,18 @@ def _error(case: Case, key: str, value: Any, of_muon: bool, where: int | None) -
         _set(built, key, value, of_muon)
     text = error_of(built.optimizer.step)
     after = held(built)["shards"]
-    same = all((before[n][2][k] == after[n][2][k]).all() for n in before for k in before[n][2])
+    same = all(
+        (before[n][2][k] == after[n][2][k]).all() for n in before for k in before[n][2]
+    )
     take_step(built, 1)  # with its own values again
     return text, same
 
 
 @pytest.mark.parametrize("key", ["lr", "weight_decay"])
 @pytest.mark.parametrize("value", NUMBERS, ids=str)
-def test_a_value_that_is_no_finite_number_is_an_error_before_the_step(key: str, value: Any) -> None:
+def test_a_value_that_is_no_finite_number_is_an_error_before_the_step(
+    key: str, value: Any
+) -> None:
     for text, same in run(_error, 2, CASE, key, value, True, None):
         assert text.startswith("ValueError: parameter group ") and same, text
         assert f"has {key} {value!r}, which is no finite number" in text
@@ -63,8 +73,13 @@ def test_a_value_that_is_no_finite_number_is_an_error_before_the_step(key: str, 
 )
 def test_a_value_of_one_rank_ends_all(case: Case) -> None:
     one, other = run(_error, 2, case, "lr", None, True, 1)
-    assert other[0].startswith("ValueError: parameter group ") and "has lr None" in other[0]
-    assert one[0] == f"RuntimeError: rank 1 stopped this run: {other[0].split(': ', 1)[1]}"
+    assert (
+        other[0].startswith("ValueError: parameter group ")
+        and "has lr None" in other[0]
+    )
+    assert (
+        one[0] == f"RuntimeError: rank 1 stopped this run: {other[0].split(': ', 1)[1]}"
+    )
     assert one[1] and other[1]
 
 
@@ -84,7 +99,10 @@ def _dropped() -> str:
 
 def test_parameters_that_no_group_has_any_more_are_named_on_all_ranks() -> None:
     one, other = run(_dropped, 2)
-    assert one.startswith("ValueError: no parameter group has ") and "linear_qkv.weight" in one
+    assert (
+        one.startswith("ValueError: no parameter group has ")
+        and "linear_qkv.weight" in one
+    )
     assert other == f"RuntimeError: rank 0 stopped this run: {one.split(': ', 1)[1]}"
 
 
@@ -96,14 +114,18 @@ def _by_tensors(in_tensors: bool) -> dict[str, Any]:
         for inner in inner_optimizers(built.optimizer) if in_tensors else ():
             for group in inner.param_groups:
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
-                group["weight_decay"] = torch.tensor(group["weight_decay"], dtype=torch.float64)
+                group["weight_decay"] = torch.tensor(
+                    group["weight_decay"], dtype=torch.float64
+                )
         ok, *_ = built.optimizer.step()
         assert ok
     return held(built)
 
 
 def test_rates_may_be_tensors_with_one_element() -> None:
-    (floats,), (tensors,) = (run(_by_tensors, 1, in_tensors) for in_tensors in (False, True))
+    (floats,), (tensors,) = (
+        run(_by_tensors, 1, in_tensors) for in_tensors in (False, True)
+    )
     for name, (*_, arrays) in floats["shards"].items():
         other = tensors["shards"][name][2]["main"]
         assert abs(arrays["main"] - other).max() <= 1e-6 * abs(other).max(), name

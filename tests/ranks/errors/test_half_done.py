@@ -1,4 +1,6 @@
-"""After an error that a framework catches, nothing goes on from half a step or half a load."""
+"""After an error that a framework catches, nothing goes on from half a step or half a
+load.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def failing_at(owner: Any, name: str, call: int) -> Iterator[None]:
         yield
 
 
-# --- steps ------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------
 
 
 def _adamws_step(built: Built) -> type:
@@ -79,7 +81,9 @@ def _rounds(built: Built) -> int:
 def _after_a_half_step(
     case: Case, topology: Topology, where: str, format: str, folder: str
 ) -> tuple[list[str], list[str]]:
-    """Errors of a step that fails, of the next one and of saves; then what a load did not heal."""
+    """Errors of a step that fails, of the next one and of saves; then what a load did
+    not heal.
+    """
     built = start(case, topology)
     take_step(built, 0)
     save(built, f"{folder}/good", format)
@@ -104,9 +108,13 @@ def test_half_a_step_is_refused_until_a_load(where: str, tmp_path: Path) -> None
     check_half_step(DENSE, Topology(tp=2), where, formats()[-1], tmp_path)
 
 
-def test_half_a_step_before_that_of_experts_is_refused_until_a_load(tmp_path: Path) -> None:
+def test_half_a_step_before_that_of_experts_is_refused_until_a_load(
+    tmp_path: Path,
+) -> None:
     """Theirs has begun by then, with the gradients of that step."""
-    check_half_step(EXPERTS, Topology(dp=2, ep=2), "last update", formats()[-1], tmp_path)
+    check_half_step(
+        EXPERTS, Topology(dp=2, ep=2), "last update", formats()[-1], tmp_path
+    )
 
 
 @pytest.mark.parametrize("format", formats()[:-1])
@@ -114,7 +122,9 @@ def test_every_format_heals_half_a_step(format: str, tmp_path: Path) -> None:
     check_half_step(DENSE, Topology(dp=2), "update", format, tmp_path)
 
 
-def check_half_step(case: Case, topology: Topology, where: str, format: str, folder: Path) -> None:
+def check_half_step(
+    case: Case, topology: Topology, where: str, format: str, folder: Path
+) -> None:
     for name in ("good", "bad"):
         (folder / name).mkdir()
     results = run(_after_a_half_step, 2, case, topology, where, format, str(folder))
@@ -136,7 +146,9 @@ def _of_one_rank() -> list[str]:
     before = held(built)["shards"]
     second = error_of(partial(take_step, built, 1))
     after = held(built)["shards"]
-    same = all((before[n][2][k] == after[n][2][k]).all() for n in before for k in before[n][2])
+    same = all(
+        (before[n][2][k] == after[n][2][k]).all() for n in before for k in before[n][2]
+    )
     return [first, second, str(same)]
 
 
@@ -152,7 +164,9 @@ def test_half_a_step_of_one_rank_ends_the_next_step_of_all() -> None:
 
 
 def _scales(case: Case, fails: bool) -> list[float]:
-    """The loss scales of a run, with or without an error once the dense part has its vote."""
+    """The loss scales of a run, with or without an error once the dense part has its
+    vote.
+    """
     built = start(case, Topology(dp=2, ep=2))
     if fails:
         experts = type(built.optimizer.chained_optimizers[-1])
@@ -165,14 +179,16 @@ def _scales(case: Case, fails: bool) -> list[float]:
     return scales
 
 
-def test_an_error_between_two_votes_on_overflow_leaves_the_next_ones_as_they_are() -> None:
+def test_an_error_between_two_votes_on_overflow_leaves_the_next_ones_as_they_are() -> (
+    None
+):
     """The experts' vote of a step would be counted in the next one."""
     overflow = ((1, "*.local_experts.3.linear_fc1.weight"),)
     case = Case(bf16=False, fp16=True, moe=True, overflow=overflow, steps=3)
     assert run(_scales, 2, case, True) == run(_scales, 2, case, False)
 
 
-# --- loads ------------------------------------------------------------------------------------
+# --- loads ----------------------------------------------------------------------------
 
 
 def _settings_of(case: Case) -> dict[str, Any]:
@@ -193,7 +209,9 @@ def _classes(built: Built) -> list[type]:
 
 
 def _into_adamw(case: Case, topology: Topology, folder: str, loads: bool) -> list[str]:
-    """Errors after one within ``reading_muon``; then what a second try does not do as a first."""
+    """Errors after one within ``reading_muon``; then what a second try does not do as a
+    first.
+    """
     format, adam = formats()[-1], replace(case, optimizer="adam")
     save_new(case, topology, format, f"{folder}/muon")
     read = _read(start(adam, topology), case, folder)
@@ -239,7 +257,10 @@ def _heals_by_adamws_own(folder: str) -> list[str]:
     expected = save_new(adam, Topology(), format, f"{folder}/adamw")
     save_new(DENSE, Topology(), format, f"{folder}/muon")
     built = start(adam, Topology())
-    with suppress(ZeroDivisionError), reading_muon(built.optimizer, _settings_of(DENSE)):
+    with (
+        suppress(ZeroDivisionError),
+        reading_muon(built.optimizer, _settings_of(DENSE)),
+    ):
         load(built, f"{folder}/muon", format)
         raise ZeroDivisionError
     load(built, f"{folder}/adamw", format)
@@ -266,17 +287,27 @@ def test_reading_muon_without_a_load_leaves_adamw_as_it_was() -> None:
 
 
 def _into_muon(folder: str, spoils: bool) -> list[str]:
-    """Errors after one within ``reading_adamw``, or at its end; then after a whole load."""
+    """Errors after one within ``reading_adamw``, or at its end; then after a whole
+    load.
+    """
     format, adam = formats()[-1], replace(DENSE, optimizer="adam")
     save_new(adam, Topology(), format, f"{folder}/adamw")
     built = start(DENSE, Topology())
-    with suppress(ZeroDivisionError, ValueError), reading_adamw(built.optimizer, "momentum"):
+    with (
+        suppress(ZeroDivisionError, ValueError),
+        reading_adamw(built.optimizer, "momentum"),
+    ):
         load(built, f"{folder}/adamw", format)
         if not spoils:
             raise ZeroDivisionError
         with torch.no_grad():
-            next(iter(built.params.values())).mul_(2.0)  # main parameters do not round to it
-    step, saves = partial(take_step, built, 0), partial(save, built, f"{folder}/muon", format)
+            next(iter(built.params.values())).mul_(
+                2.0
+            )  # main parameters do not round to it
+    step, saves = (
+        partial(take_step, built, 0),
+        partial(save, built, f"{folder}/muon", format),
+    )
     errors = [error_of(step), error_of(saves)]
     with reading_adamw(built.optimizer, "momentum"):
         load(built, f"{folder}/adamw", format)
@@ -284,7 +315,9 @@ def _into_muon(folder: str, spoils: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("spoils", [False, True], ids=["within", "at its end"])
-def test_an_error_of_reading_adamw_is_refused_until_a_load(spoils: bool, tmp_path: Path) -> None:
+def test_an_error_of_reading_adamw_is_refused_until_a_load(
+    spoils: bool, tmp_path: Path
+) -> None:
     for name in ("muon", "adamw"):
         (tmp_path / name).mkdir()
     refused = f"RuntimeError: {HALF_LOADED}"

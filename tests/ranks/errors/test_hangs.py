@@ -1,4 +1,5 @@
-"""A rank that is stopped, killed or raises in the middle of a step ends all others with the phase.
+"""A rank that is stopped, killed or raises in the middle of a step ends all others with
+the phase.
 
 gloo only: NCCL has its own watchdog, which ends the process from another thread.
 """
@@ -22,14 +23,16 @@ from support.ranks import run
 
 CASE = Case(steps=2)
 TIMEOUT = 6.0  # of the process groups, in seconds
-# For each phase that communicates, the one before it, in which rank 1 fails, and what it calls.
+# For each phase that communicates, the one before it, in which rank 1 fails, and what
+# it calls.
 PHASES = {
     "muon/gather": ("muon/momentum", "before_gather"),
     "muon/scatter": ("muon/newton_schulz", "_orthogonalize_whole"),
     "muon/share": ("muon/newton_schulz", "_orthogonalize_shared"),
     "muon/turn": ("muon/newton_schulz", "_orthogonalize_shared"),
 }
-# The first shared matrix is wide: K, or fc2 where QKV is one. TP 2 has fc2 in two strips as it is.
+# The first shared matrix is wide: K, or fc2 where QKV is one. TP 2 has fc2 in two
+# strips as it is.
 SHARED = {
     "muon/share": (("split_matrices", 2), ("split_qkv", False)),
     "muon/turn": (("split_matrices", 4),),
@@ -38,7 +41,9 @@ SHARED = {
 
 @contextmanager
 def _short_timeout() -> Iterator[None]:
-    """Megatron's groups with a timeout of seconds, as --distributed-timeout-minutes sets it."""
+    """Megatron's groups with a timeout of seconds, as --distributed-timeout-minutes
+    sets it.
+    """
     from megatron.core import parallel_state as ps
 
     initialize = ps.initialize_model_parallel
@@ -83,7 +88,9 @@ def _fail(how: str, ended: Path) -> None:
 def _step_with_a_failing_rank(
     topology: Topology, phase: str, how: str, ended: Path
 ) -> tuple[str, float]:
-    """The error of this rank's second step, and how long after the step's start it came."""
+    """The error of this rank's second step, and how long after the step's start it
+    came.
+    """
     shared: Any = SHARED.get(phase, ())
     with _short_timeout():
         built = start(replace(CASE, muon=shared), topology)
@@ -110,7 +117,11 @@ def _step_with_a_failing_rank(
         ("muon/gather", "stop", Topology(tp=2, dp=2)),
         ("muon/scatter", "raise", Topology(tp=2, dp=2)),
         ("muon/scatter", "stop", Topology(tp=2, dp=2)),
-        ("muon/gather", "stop", Topology(tp=2, dp=2, instances=2)),  # a group of our own
+        (
+            "muon/gather",
+            "stop",
+            Topology(tp=2, dp=2, instances=2),
+        ),  # a group of our own
         ("muon/turn", "raise", Topology(dp=4)),
         ("muon/share", "stop", Topology(tp=2, dp=2)),
     ],
@@ -119,16 +130,22 @@ def _step_with_a_failing_rank(
 def test_other_ranks_end_within_the_timeout_in_an_error_that_names_the_phase(
     phase: str, how: str, topology: Topology, tmp_path: Path
 ) -> None:
-    results = run(_step_with_a_failing_rank, topology.world_size, topology, phase, how, tmp_path)
+    results = run(
+        _step_with_a_failing_rank, topology.world_size, topology, phase, how, tmp_path
+    )
     named = 0
     for rank, (text, seconds) in enumerate(results):
         if rank == 1 and how == "raise":
             assert text.startswith("ZeroDivisionError: rank 1 has had enough")
             assert f"in phase {PHASES[phase][0]} of the optimizer's step" in text
-        elif rank != 1 and rank // 2 < topology.dp // topology.instances:  # not another instance
+        elif (
+            rank != 1 and rank // 2 < topology.dp // topology.instances
+        ):  # not another instance
             # in the phase, or next where it has nothing to share with rank 1 in that
             phases = (phase, "muon/scatter", "params/gather")
-            assert text.startswith(tuple(f"PhaseError: {name}: rank " for name in phases)), text
+            assert text.startswith(
+                tuple(f"PhaseError: {name}: rank " for name in phases)
+            ), text
             named += text.startswith(f"PhaseError: {phase}: rank ")
             assert "look for the first error among the ranks' logs" in text
             assert seconds < TIMEOUT + 4, f"{seconds:.1f} s"
@@ -136,7 +153,9 @@ def test_other_ranks_end_within_the_timeout_in_an_error_that_names_the_phase(
 
 
 def _error_on_every_stage(topology: Topology, ended: Path) -> str:
-    """The error of this rank, whose own stage may get through the step in which rank 1 stops."""
+    """The error of this rank, whose own stage may get through the step in which rank 1
+    stops.
+    """
     with _short_timeout():
         built = start(replace(CASE, steps=3), topology)
     take_step(built, 0)

@@ -1,4 +1,6 @@
-"""Runs whose logits cannot be clipped end before training, with the cause and the way out."""
+"""Runs whose logits cannot be clipped end before training, with the cause and the way
+out.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ REFUSED: dict[str, tuple[Case, str, Any, str]] = {
     ),
     "fsdp": (
         *(ADAM, "ddp.use_megatron_fsdp", True),
-        "with use_megatron_fsdp (--use-megatron-fsdp): a rank has parts of the weights themselves",
+        "with use_megatron_fsdp (--use-megatron-fsdp): a rank has parts of the weights "
+        "themselves",
     ),
     "norms after the projection": (
         *(ADAM, "model.qk_layernorm", True),
@@ -68,7 +71,9 @@ def test_what_cannot_be_clipped_is_refused(which: str) -> None:
     if case.qk_clip and VERSION < (0, 16):
         pytest.skip("this core has no --qk-clip")
     (error,) = run(_error, 1, case, name, value, {} if which in MEGATRONS else OURS)
-    assert says in error and any(way in error for way in ("leave", "must be", "or drop it"))
+    assert says in error and any(
+        way in error for way in ("leave", "must be", "or drop it")
+    )
 
 
 def _error(case: Case, name: str, value: Any, settings: dict[str, float]) -> str:
@@ -83,7 +88,8 @@ def _error(case: Case, name: str, value: Any, settings: dict[str, float]) -> str
             "ddp": built.ddp.ddp_config,
             "optimizer": config,
             "attention": attention,
-            "softmax": attention.core_attention and attention.core_attention.scale_mask_softmax,
+            "softmax": attention.core_attention
+            and attention.core_attention.scale_mask_softmax,
         }
         setattr(owners[where], setting, value)
     with installed(MuonConfig(**settings)):

@@ -1,4 +1,6 @@
-"""Ranks that ask for different things: an error that names the setting, on each, before a hang."""
+"""Ranks that ask for different things: an error that names the setting, on each, before
+a hang.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ MEGATRONS = {
     "OptimizerConfig": OptimizerConfig,
     "DistributedDataParallelConfig": DistributedDataParallelConfig,
 }
-# A bucket's size may follow a stage's parameters, and a rank may log into a folder of its own.
+# A bucket's size may follow a stage's parameters, and a rank may log into a folder of
+# its own.
 MAY_DIFFER = {"optimizer", "bucket_size", "config_logger_dir"}
 FIELDS = [
     *(("setting", field.name) for field in dataclasses.fields(MuonConfig)),
@@ -51,11 +54,15 @@ def _another(value: Any) -> Any:
         return type(value)([*value, "another"])
     if isinstance(value, float):  # it may be infinite
         return 0.5 if value != 0.5 else 0.25
-    return torch.float16 if isinstance(value, torch.dtype) else value * 2 + type(value)(1)
+    return (
+        torch.float16 if isinstance(value, torch.dtype) else value * 2 + type(value)(1)
+    )
 
 
 def _error(chunk: Any, config: OptimizerConfig, **settings: Any) -> str:
-    """Of asking for the optimizer, as if the plugin was installed with these settings."""
+    """Of asking for the optimizer, as if the plugin was installed with these
+    settings.
+    """
     from megatron.core import optimizer as mcore_optimizer
 
     from megatron_muon.mcore.wiring import install
@@ -65,7 +72,9 @@ def _error(chunk: Any, config: OptimizerConfig, **settings: Any) -> str:
 
 
 def _config(optimizer: str = "muon") -> OptimizerConfig:
-    return OptimizerConfig(optimizer=optimizer, lr=0.1, bf16=True, use_distributed_optimizer=True)
+    return OptimizerConfig(
+        optimizer=optimizer, lr=0.1, bf16=True, use_distributed_optimizer=True
+    )
 
 
 def _errors() -> dict[tuple[str, str], str]:
@@ -98,7 +107,11 @@ def test_a_setting_of_one_rank_is_named_on_every_rank(
     field: tuple[str, str], texts_of_ranks: list[dict[tuple[str, str], str]]
 ) -> None:
     kind, name = field
-    said = f"{name} of the model" if kind == "model" else f"{kind}{'. '[kind == 'setting']}{name}"
+    said = (
+        f"{name} of the model"
+        if kind == "model"
+        else f"{kind}{'. '[kind == 'setting']}{name}"
+    )
     for texts in texts_of_ranks:
         assert texts[field].startswith(
             "PlanMismatchError: ranks of the run disagree about its settings, first at "
@@ -138,19 +151,27 @@ def _error_of_comparing(first: str, second: str) -> str:
     if rank == 1:
         _let_the_other_come_first()
     lines, cpu = [f"optimizer: {who}"], torch.device("cpu")
-    return error_of(lambda: agree_on_settings(lines, asks=who == "muon", device=lambda: cpu))
+    return error_of(
+        lambda: agree_on_settings(lines, asks=who == "muon", device=lambda: cpu)
+    )
 
 
 def test_adamw_waits_for_no_rank_and_muon_for_no_adamw() -> None:
     assert run(_error_of_comparing, 2, "adam", "nobody", timeout=30.0)[0] == "no error"
     assert run(_error_of_comparing, 2, "adam", "adam", timeout=30.0) == ["no error"] * 2
     adam, muon = run(_error_of_comparing, 2, "adam", "muon", timeout=30.0)
-    assert adam == "no error"  # it is in Megatron's hands by then, and ends when the other does
-    assert "first at optimizer: rank 1 of the run has muon where rank 0 has adam" in muon
+    assert (
+        adam == "no error"
+    )  # it is in Megatron's hands by then, and ends when the other does
+    assert (
+        "first at optimizer: rank 1 of the run has muon where rank 0 has adam" in muon
+    )
 
 
 def _error_of_initializing(asks: bool) -> str:
-    """In Megatron-LM, before the model is built; rank 1 asks for AdamW, and comes later."""
+    """In Megatron-LM, before the model is built; rank 1 asks for AdamW, and comes
+    later.
+    """
     from megatron_muon.megatron_lm import install
 
     rank = dist.get_rank()
@@ -168,8 +189,14 @@ def _error_of_initializing(asks: bool) -> str:
 
 def test_megatron_lms_ranks_compare_flags_as_soon_as_they_can() -> None:
     for text in run(_error_of_initializing, 2, True, timeout=30.0):
-        assert "first at optimizer: rank 1 of the run has 'adam' where rank 0 has 'muon'" in text
-    assert run(_error_of_initializing, 2, False, timeout=30.0) == ["no error", "does not come"]
+        assert (
+            "first at optimizer: rank 1 of the run has 'adam' where rank 0 has 'muon'"
+            in text
+        )
+    assert run(_error_of_initializing, 2, False, timeout=30.0) == [
+        "no error",
+        "does not come",
+    ]
 
 
 def _errors_of_flags() -> dict[str, str]:

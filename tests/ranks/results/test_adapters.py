@@ -1,7 +1,9 @@
-"""LoRA over a frozen base: adapters of dense layers and of experts, Muon's by one pattern.
+"""LoRA over a frozen base: adapters of dense layers and of experts, Muon's by one
+pattern.
 
-Where PYTHONPATH has the ``src`` of a clone of Megatron-Bridge (see test_bridge.py) the adapters are
-its own; else they are the linears that it builds, of Megatron's classes and under its names.
+Where PYTHONPATH has the ``src`` of a clone of Megatron-Bridge (see test_bridge.py) the
+adapters are its own; else they are the linears that it builds, of Megatron's classes
+and under its names.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from support.runs.whole import Whole, differences
 
 RANK = 8
 BASE = (
-    *("*.to_wrap.*", "*norm.weight", "*.router.*", "*embeddings.weight", "output_layer.*"),
+    *(
+        "*.to_wrap.*",
+        "*norm.weight",
+        "*.router.*",
+        "*embeddings.weight",
+        "output_layer.*",
+    ),
     *("*bias", "*_qkv.weight", "*_proj.weight", "*_fc?.weight", "*layer_norm_weight"),
 )
 DENSE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -36,7 +44,10 @@ MOE = replace(CASE, moe=True)
 
 
 def _is_bridge_here() -> bool:
-    return te_on_cpu.TE is not None and importlib.util.find_spec("megatron.bridge") is not None
+    return (
+        te_on_cpu.TE is not None
+        and importlib.util.find_spec("megatron.bridge") is not None
+    )
 
 
 # ------------------------------------------------------------------- on every rank
@@ -46,14 +57,23 @@ class _Adapter(torch.nn.Module):
     """The two factors of Megatron-Bridge's ParallelLinearAdapter, as it shards them."""
 
     def __init__(self, base: Any, path: str, is_row: bool) -> None:
-        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+        from megatron.core.tensor_parallel import (
+            ColumnParallelLinear,
+            RowParallelLinear,
+        )
 
         super().__init__()
-        options = {"config": base.config, "bias": False, "is_expert": ".experts." in path}
+        options = {
+            "config": base.config,
+            "bias": False,
+            "is_expert": ".experts." in path,
+        }
         options["init_method"] = torch.nn.init.xavier_normal_
         sizes = base.input_size, RANK
         self.linear_in = (
-            RowParallelLinear(*sizes, input_is_parallel=True, skip_bias_add=True, **options)
+            RowParallelLinear(
+                *sizes, input_is_parallel=True, skip_bias_add=True, **options
+            )
             if is_row
             else ColumnParallelLinear(*sizes, gather_output=True, **options)
         )
@@ -69,7 +89,9 @@ def _standin(model: Any, targets: tuple[str, ...]) -> Any:
         if any(target == leaf or fnmatch(path, target) for target in targets):
             wrapper = torch.nn.Module()
             wrapper.to_wrap = base
-            wrapper.adapter = _Adapter(base, path, type(base).__name__ == "RowParallelLinear")
+            wrapper.adapter = _Adapter(
+                base, path, type(base).__name__ == "RowParallelLinear"
+            )
             setattr(model.get_submodule(holder), leaf, wrapper)
     return model
 
@@ -98,7 +120,9 @@ def _one_process(case: Case, targets: tuple[str, ...]) -> Whole:
 
 
 def _check(case: Case, targets: tuple[str, ...], topology: Topology) -> Whole:
-    """Its adapters are Muon's and all that trains, and every topology has one process's bits."""
+    """Its adapters are Muon's and all that trains, and every topology has one process's
+    bits.
+    """
     whole = trained(case, topology, partial(_lora, targets))
     adapters = {name for name in whole["params"] if fnmatch(name, ADAPTERS)}
     assert adapters and whole["main"].keys() == adapters and "exp_avg_sq" not in whole
@@ -132,6 +156,8 @@ def test_a_stage_in_which_nothing_trains() -> None:
 
 @pytest.mark.skipif(not _is_bridge_here(), reason="no Megatron-Bridge on the path")
 def test_an_adapter_that_all_experts_of_a_layer_share() -> None:
-    """Bridge's for grouped experts: each EP rank has a copy, and all copies take the same steps."""
+    """Bridge's for grouped experts: each EP rank has a copy, and all copies take the
+    same steps.
+    """
     grouped = ("*.experts.linear_fc1", "*.experts.linear_fc2")
     _check(replace(MOE, grouped="te"), grouped, Topology(dp=2, ep=2))

@@ -1,4 +1,5 @@
-"""Which fused projections are split: by the class of the attention, whatever it is called.
+"""Which fused projections are split: by the class of the attention, whatever it is
+called.
 
 All modules are Megatron's own, on ranks of a real run, or hold Megatron's own.
 """
@@ -23,7 +24,7 @@ from support.ranks import run
 CASE = Case(steps=0)
 
 
-# --- attentions of many kinds in one model -----------------------------------------------------
+# --- attentions of many kinds in one model --------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class Held:
     """An attention in a model of 6 heads of 16 in 2 groups."""
 
     rows: list[int]  # of its matrices
-    kind: str = "SelfAttention"  # SelfAttention or CrossAttention: a subclass of Megatron's
+    kind: str = (
+        "SelfAttention"  # SelfAttention or CrossAttention: a subclass of Megatron's
+    )
     # of its own settings, where they are not the model's
     sizes: dict[str, Any] = field(default_factory=dict)
     path: str = ""  # what holds its fused linear, where it is not the attention itself
@@ -43,14 +46,17 @@ HELD = {
     "self_attention": Held([96, 32, 32]),
     "attention": Held([96, 32, 32]),
     "vision": Held(
-        [32, 32, 32], sizes={"num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 8}
+        [32, 32, 32],
+        sizes={"num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 8},
     ),
     "one_group": Held([96, 16, 16], sizes={"num_query_groups": 1}),
     "wrapped": Held([96, 32, 32], path="to_wrap"),
     "cross": Held([96, 96], "CrossAttention", {"num_query_groups": 6}),
     # by the name of its linear, and as many rows as the model's have
     "foreign": Held([96, 32, 32], is_foreign=True),
-    "foreign_of_other_sizes": Held([192], sizes={"num_attention_heads": 8}, is_foreign=True),
+    "foreign_of_other_sizes": Held(
+        [192], sizes={"num_attention_heads": 8}, is_foreign=True
+    ),
     **({"gated": _GATED} if VERSION >= (0, 16) else {}),
 }
 
@@ -81,7 +87,9 @@ def _attention(held: Held, topology: Topology) -> torch.nn.Module:
     for name, value in held.sizes.items():
         setattr(config, name, value)
     of_megatron = getattr(attention, held.kind)
-    made = type(f"My{held.kind}", (of_megatron,), {})(config, submodules, 1, AttnMaskType.causal)
+    made = type(f"My{held.kind}", (of_megatron,), {})(
+        config, submodules, 1, AttnMaskType.causal
+    )
     if held.path:
         made.linear_qkv = Holder(held.path, made.linear_qkv)
     if held.is_foreign:
@@ -92,7 +100,9 @@ def _attention(held: Held, topology: Topology) -> torch.nn.Module:
 
 
 def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[str]]:
-    """By what holds the attention; and the fused weights whose order of rows is not known."""
+    """By what holds the attention; and the fused weights whose order of rows is not
+    known.
+    """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megatron_muon.mcore.routing.matrices import matrices_of
@@ -120,7 +130,9 @@ def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[st
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_megatrons_attention_is_split_by_its_own_sizes_whatever_holds_it(tp_size: int) -> None:
+def test_megatrons_attention_is_split_by_its_own_sizes_whatever_holds_it(
+    tp_size: int,
+) -> None:
     if tp_size > 1 and VERSION < (0, 16):
         pytest.skip("one query group on several TP ranks is since core 0.16")
     for rows, unknown in run(_rows_of_matrices, tp_size, Topology(tp=tp_size)):
@@ -128,7 +140,7 @@ def test_megatrons_attention_is_split_by_its_own_sizes_whatever_holds_it(tp_size
         assert unknown == ["foreign_of_other_sizes.linear_qkv.weight (in Holder)"]
 
 
-# --- a run's start -----------------------------------------------------------------------------
+# --- a run's start --------------------------------------------------------------------
 
 
 @contextmanager
@@ -183,17 +195,27 @@ def test_an_attention_by_another_name_has_as_many_matrices() -> None:
     ours, plain = (run(_started, 2, topology, how) for how in (renamed, nullcontext))
     assert [count for count, _ in ours] == [count for count, _ in plain] == [12, 12]
     assert not any("split_qkv" in line for _, lines in ours for line in lines)
-    assert [count for count, _ in run(_started, 2, topology, nullcontext, False)] == [8, 8]
+    assert [count for count, _ in run(_started, 2, topology, nullcontext, False)] == [
+        8,
+        8,
+    ]
 
 
-def test_a_fused_weight_whose_rows_are_not_known_is_named_in_one_line_of_the_run() -> None:
+def test_a_fused_weight_whose_rows_are_not_known_is_named_in_one_line_of_the_run() -> (
+    None
+):
     """Of both layers, each on a stage of its own."""
     topology = Topology(tp=2, pp=2)
     said = [line for _, lines in run(_started, 4, topology, foreign) for line in lines]
     assert [line for line in said if "qkv" in line] == [
         "[megatron_muon] split_qkv (--muon-no-split-qkv) has no effect on "
-        "decoder.layers.*.attention.qkv.weight (in Holder): the order of rows is known only of "
+        "decoder.layers.*.attention.qkv.weight (in Holder): the order of rows is known "
+        "only of "
         "Megatron's SelfAttention and CrossAttention, so each is one matrix"
     ]
-    said = [line for _, lines in run(_started, 4, topology, foreign, False) for line in lines]
+    said = [
+        line
+        for _, lines in run(_started, 4, topology, foreign, False)
+        for line in lines
+    ]
     assert not any("qkv" in line for line in said)  # as it was asked for

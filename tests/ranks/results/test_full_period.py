@@ -66,7 +66,9 @@ def test_the_first_step_is_full_and_the_second_is_not() -> None:
     ],
     ids=["dp2", "dp4", "overlap", "pp2", "experts", "shared"],
 )
-def test_other_ranks_have_the_bits_of_two_tp_ranks(case: Case, topology: Topology) -> None:
+def test_other_ranks_have_the_bits_of_two_tp_ranks(
+    case: Case, topology: Topology
+) -> None:
     alone = replace(TP2, sequence_parallel=case.moe)
     assert differences(trained(case, alone), trained(case, topology)) == []
 
@@ -80,12 +82,17 @@ def _sent() -> tuple[str, list[int]]:
 def test_a_block_step_sends_nothing_over_tp_alone() -> None:
     (printed, (full, block)), _ = run(_sent, 2)
     assert full > 0 == block
-    assert "every 3 steps one is full; the others orthogonalize each TP slice by itself" in printed
+    assert (
+        "every 3 steps one is full; the others orthogonalize each TP slice by itself"
+        in printed
+    )
 
 
 @pytest.mark.parametrize("dirty", [False, True])
 @pytest.mark.parametrize("format", formats())
-def test_a_resume_goes_on_within_a_period(format: str, dirty: bool, tmp_path: Path) -> None:
+def test_a_resume_goes_on_within_a_period(
+    format: str, dirty: bool, tmp_path: Path
+) -> None:
     check_resumed(replace(CASE, steps=4), DP2, format, tmp_path, dirty=dirty)
 
 
@@ -94,7 +101,9 @@ def test_other_ranks_go_on_within_a_period(tmp_path: Path) -> None:
     case, after = replace(CASE, steps=4), Topology(2, 2)
     one = run(resharding.saved, 4, case, DP2, format, str(tmp_path))
     two = run(resharding.loaded, 4, case, after, format, str(tmp_path))
-    assert differences(*(whole([held for _, held in runs]) for runs in (one, two))) == []
+    assert (
+        differences(*(whole([held for _, held in runs]) for runs in (one, two))) == []
+    )
 
 
 def _after(steps: int, case: Case, topology: Topology) -> Any:
@@ -108,9 +117,13 @@ def _after(steps: int, case: Case, topology: Topology) -> Any:
     return held(built)
 
 
-@pytest.mark.skipif(megatrons_muon.lacking() is not None, reason=str(megatrons_muon.lacking()))
+@pytest.mark.skipif(
+    megatrons_muon.lacking() is not None, reason=str(megatrons_muon.lacking())
+)
 def test_block_steps_are_megatrons_blockwise(tmp_path: Path) -> None:
-    """In fp32 on both sides: sums in another order, amplified by at most 3.4445⁵ = 485."""
+    """In fp32 on both sides: sums in another order, amplified by at most 3.4445⁵ =
+    485.
+    """
     muon = {"momentum": megatrons_muon.MU, "nesterov": False, "matched_adamw_rms": 1.0}
     muon |= {"ns_coefficients": "quintic", "ns_dtype": "fp32", "full_period": 1 << 30}
     case = Case(bf16=False, steps=2, muon=tuple(muon.items()))
@@ -143,11 +156,17 @@ EARLY = {"full_period": 2, "early_param_gather": "on"}
     ("topology", "settings", "said"),
     [
         (Topology(), {"full_period": 2}, "with TP 1 there are no slices"),
-        (replace(TP2, overlap=True), EARLY, "(--muon-full-period): block steps have other rounds"),
+        (
+            replace(TP2, overlap=True),
+            EARLY,
+            "(--muon-full-period): block steps have other rounds",
+        ),
     ],
     ids=["tp1", "early"],
 )
-def test_what_cannot_be_is_refused(topology: Topology, settings: Any, said: str) -> None:
+def test_what_cannot_be_is_refused(
+    topology: Topology, settings: Any, said: str
+) -> None:
     for text in run(error_of_building, topology.world_size, Case(), topology, settings):
         assert said in text
 
@@ -155,12 +174,17 @@ def test_what_cannot_be_is_refused(topology: Topology, settings: Any, said: str)
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"block_lr_mult": 0.5}, "full_period (--muon-full-period) is 1: give a period"),
+        (
+            {"block_lr_mult": 0.5},
+            "full_period (--muon-full-period) is 1: give a period",
+        ),
         ({"full_period": 2, "log_interval": 1, "log_file": "f"}, "not logged yet"),
     ],
     ids=["rate", "log"],
 )
-def test_settings_that_contradict_each_other_are_refused(settings: Any, said: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(
+    settings: Any, said: str
+) -> None:
     with pytest.raises((ValueError, NotImplementedError)) as caught:
         MuonConfig(**settings)
     assert said in str(caught.value)

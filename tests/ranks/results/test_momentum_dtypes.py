@@ -1,4 +1,6 @@
-"""--muon-momentum-dtype: fewer bytes an element, bitwise the same after a save and a load."""
+"""--muon-momentum-dtype: fewer bytes an element, bitwise the same after a save and a
+load.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ from support.runs.watching import records, watched
 from support.runs.whole import differences, whole
 
 PLAIN = Case()
-INT8, BF16 = (replace(PLAIN, muon=(("momentum_dtype", dtype),)) for dtype in ("int8", "bf16"))
+INT8, BF16 = (
+    replace(PLAIN, muon=(("momentum_dtype", dtype),)) for dtype in ("int8", "bf16")
+)
 ULP = 2.0**-7  # the most between an element and the two values of bf16 around it
 SP = {"sequence_parallel": True}
 
@@ -56,7 +60,9 @@ def test_an_element_is_near_and_a_second_rounding_changes_no_bit(
     size: int, first: int, seed: int
 ) -> None:
     numbers = torch.Generator().manual_seed(seed)
-    exact = torch.randn(size, generator=numbers) * torch.rand(size, generator=numbers) ** 8
+    exact = (
+        torch.randn(size, generator=numbers) * torch.rand(size, generator=numbers) ** 8
+    )
     states = InBlocks(_Adam(exact), {id(exact): first})
     states.start_state(exact, (MOMENTUM_KEY,))
     assert not states.get(exact, "exp_avg").any()
@@ -68,7 +74,9 @@ def test_an_element_is_near_and_a_second_rounding_changes_no_bit(
     blocks = (torch.arange(size) + first % BLOCK) // BLOCK
     for block in blocks.unique():
         here = blocks == block
-        assert (once - exact)[here].abs().max() <= MOST_OFF * exact[here].abs().max() * (1 + 1e-6)
+        assert (once - exact)[here].abs().max() <= MOST_OFF * exact[
+            here
+        ].abs().max() * (1 + 1e-6)
 
 
 def test_a_load_of_tensors_without_values_keeps_the_momentum() -> None:
@@ -79,23 +87,41 @@ def test_a_load_of_tensors_without_values_keeps_the_momentum() -> None:
     states.start_state(shard, (MOMENTUM_KEY,))
     states.put(shard, "exp_avg", shard.clone())
     before = states.get(shard, "exp_avg")
-    empty = {"exp_avg": torch.empty(3 * BLOCK), "exp_avg_sq": shard, "step": torch.tensor(1.0)}
+    empty = {
+        "exp_avg": torch.empty(3 * BLOCK),
+        "exp_avg_sq": shard,
+        "step": torch.tensor(1.0),
+    }
     load = lambda given: adam.state.update({shard: dict(given["state"][0])})  # noqa: E731
     states.load(load, {"param_groups": [{"params": [0]}], "state": {0: empty}})
-    assert torch.equal(states.get(shard, "exp_avg"), before) and len(adam.state[shard]) == 2
+    assert (
+        torch.equal(states.get(shard, "exp_avg"), before)
+        and len(adam.state[shard]) == 2
+    )
 
 
 def test_roundings_to_bf16_are_exact_in_the_mean_and_differ_by_step() -> None:
-    """An error has at most half a unit's deviation: six deviations of the mean of as many."""
-    size, steps, exact = 1234, 1000, torch.randn(1234, generator=torch.Generator().manual_seed(0))
+    """An error has at most half a unit's deviation: six deviations of the mean of as
+    many.
+    """
+    size, steps, exact = (
+        1234,
+        1000,
+        torch.randn(1234, generator=torch.Generator().manual_seed(0)),
+    )
     adam: Any = _Adam(exact)
     adam.param_groups = [{"params": [exact]}]
-    rows, cols = torch.arange(26, dtype=torch.int32) * 100, torch.arange(50, dtype=torch.int32)
+    rows, cols = (
+        torch.arange(26, dtype=torch.int32) * 100,
+        torch.arange(50, dtype=torch.int32),
+    )
     states = rounded.InBf16(adam, {id(exact): (rows, cols, 3)})
     states.start_state(exact, (MOMENTUM_KEY,))
     errors = []
     for step in range(steps):
-        adam.param_groups[0]["step"] = step or None  # core 0.14 has none before a first step
+        adam.param_groups[0]["step"] = (
+            step or None
+        )  # core 0.14 has none before a first step
         states.begin()
         with mock.patch.object(rounded, "AT_ONCE", 1 + 200 * step):
             states.put(exact, "exp_avg", exact.clone())
@@ -123,7 +149,9 @@ def test_newton_schulz_gets_the_momentum_before_it_is_rounded() -> None:
             assert not torch.equal(rounded, exact), name
             off = MOST_OFF * exact.abs().max() if case == INT8 else ULP * exact.abs()
             assert ((rounded - exact).abs() <= off).all(), name
-        assert differences({"main": later["main"]}, {"main": both["main"]})  # by the second step
+        assert differences(
+            {"main": later["main"]}, {"main": both["main"]}
+        )  # by the second step
 
 
 MOE = {"moe": True}
@@ -136,8 +164,14 @@ MOE = {"moe": True}
         (BF16, Topology(dp=4, overlap=True)),
         (BF16, Topology(2, 2, 2, overlap=True, **SP)),
         (BF16, Topology(tp=2, pp=2, **SP)),
-        (replace(BF16, muon=(*BF16.muon, ("split_matrices", 2))), Topology(tp=2, dp=2, **SP)),
-        (replace(BF16, grouped="legacy", gated=True, **MOE), Topology(tp=2, dp=2, ep=2, **SP)),
+        (
+            replace(BF16, muon=(*BF16.muon, ("split_matrices", 2))),
+            Topology(tp=2, dp=2, **SP),
+        ),
+        (
+            replace(BF16, grouped="legacy", gated=True, **MOE),
+            Topology(tp=2, dp=2, ep=2, **SP),
+        ),
     ],
     ids=["dp2", "dp4", "tp2-pp2-dp2", "tp2-pp2", "strips", "experts"],
 )
@@ -150,23 +184,40 @@ def test_in_bf16_a_topology_equals_one_process(case: Case, topology: Topology) -
     [Topology(2, 2, 1, overlap=True, **SP), Topology(dp=3), Topology(tp=2, pp=2, **SP)],
     ids=["tp2-dp2", "dp3", "tp2-pp2"],
 )
-def test_a_layout_changes_only_what_a_block_at_an_edge_rounds_to(topology: Topology) -> None:
-    """Two roundings of a block lie at most twice the bound apart; steps carry that on."""
+def test_a_layout_changes_only_what_a_block_at_an_edge_rounds_to(
+    topology: Topology,
+) -> None:
+    """Two roundings of a block lie at most twice the bound apart; steps carry that
+    on.
+    """
     one, other = (
-        {name: values for name, values in made["exp_avg"].items() if name in muon_weights(INT8)}
-        for made in (truth(replace(INT8, steps=1)), trained(replace(INT8, steps=1), topology))
+        {
+            name: values
+            for name, values in made["exp_avg"].items()
+            if name in muon_weights(INT8)
+        }
+        for made in (
+            truth(replace(INT8, steps=1)),
+            trained(replace(INT8, steps=1), topology),
+        )
     )
     for name, values in one.items():
-        assert (values - other[name]).abs().max() <= 2 * MOST_OFF * values.abs().max(), name
+        assert (
+            values - other[name]
+        ).abs().max() <= 2 * MOST_OFF * values.abs().max(), name
 
 
 @pytest.mark.parametrize("case", [INT8, BF16], ids=["int8", "bf16"])
 @pytest.mark.parametrize("format", formats())
-def test_a_checkpoint_goes_on_with_the_same_bits(format: str, case: Case, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_with_the_same_bits(
+    format: str, case: Case, tmp_path: Path
+) -> None:
     check_resumed(case, Topology(dp=2), format, tmp_path)
 
 
-@pytest.mark.parametrize(("at_save", "at_load"), [(PLAIN, INT8), (BF16, PLAIN), (INT8, BF16)])
+@pytest.mark.parametrize(
+    ("at_save", "at_load"), [(PLAIN, INT8), (BF16, PLAIN), (INT8, BF16)]
+)
 def test_a_checkpoint_of_one_dtype_loads_with_the_other(
     at_save: Case, at_load: Case, tmp_path: Path
 ) -> None:
@@ -178,7 +229,9 @@ def test_a_checkpoint_of_one_dtype_loads_with_the_other(
     assert differences({"main": there["main"]}, {"main": here["main"]}) == []
     for name in muon_weights(INT8):
         values = there["exp_avg"][name]
-        assert (values - here["exp_avg"][name]).abs().max() <= MOST_OFF * values.abs().max(), name
+        assert (
+            values - here["exp_avg"][name]
+        ).abs().max() <= MOST_OFF * values.abs().max(), name
 
 
 _OVER_TE = [
@@ -194,20 +247,26 @@ def test_it_is_watched_sealed_and_inspected(
     """A logging step changes no bit; a load of what the digest is of has all bits."""
     topology, folder = Topology(tp=2, **SP), tmp_path / "saved"
     seen = trained(watched(case, tmp_path / "lines"), topology)
-    assert differences(trained(case, topology), seen) == [] and records(tmp_path / "lines")
+    assert differences(trained(case, topology), seen) == [] and records(
+        tmp_path / "lines"
+    )
     folder.mkdir()
     (format, *_), size = formats(), topology.world_size
     before = run(sealing.saved, size, case, topology, format, str(folder))
     status, report = inspect(folder, capsys, "--hash")
     assert status == 0, report["faults"]
-    muons = [name for name, row in report["parameters"].items() if row["optimizer"] == "muon"]
+    muons = [
+        name for name, row in report["parameters"].items() if row["optimizer"] == "muon"
+    ]
     assert sorted(muons) == sorted(muon_weights(case))
     after = run(sealing.loaded, size, case, topology, format, str(folder))
     assert [each["error"] for each in after] == [None, None]
     assert differences(whole(before), whole([each["held"] for each in after])) == []
 
 
-@pytest.mark.skipif(te_on_cpu.TE is not None, reason="its attention has no logits to read")
+@pytest.mark.skipif(
+    te_on_cpu.TE is not None, reason="its attention has no logits to read"
+)
 @pytest.mark.parametrize("case", [INT8, BF16])
 def test_a_clip_of_logits_scales_weights_alone(case: Case) -> None:
     case = replace(case, steps=3, muon=(*case.muon, ("qk_clip", 100.0)))

@@ -1,4 +1,5 @@
-"""A matrix whose direction is not finite stays where it was on every rank, and the run says so.
+"""A matrix whose direction is not finite stays where it was on every rank, and the run
+says so.
 
 Every other element of the model is that of a run without it.
 """
@@ -51,7 +52,8 @@ def said(value: Any) -> str:
 
 @contextmanager
 def _changed(name: str, change: Callable[[Tensor, int], object]) -> Iterator[None]:
-    """Change a whole gradient, and leave Megatron's norm out, which would raise before the step.
+    """Change a whole gradient, and leave Megatron's norm out, which would raise before
+    the step.
 
     On a GPU with Transformer Engine it does so in the next step only.
     """
@@ -81,7 +83,9 @@ def _planted(name: str, bad: float, place: tuple[int, int] = (3, 5)) -> Any:
 
 
 def _stays(after: Whole, case: Case, name: str, rows: slice = slice(None)) -> None:
-    """Rows of a weight are those of the step before, all else is of a run without the fault."""
+    """Rows of a weight are those of the step before, all else is of a run without the
+    fault.
+    """
     before, plain = truth(replace(case, steps=1)), truth(case)
     for kind in ("main", "params"):
         for other, value in after[kind].items():
@@ -130,23 +134,31 @@ def test_an_expert_of_a_batch_stays_and_the_others_move() -> None:
     case = replace(MOE, grouped="legacy")
     name = "decoder.layers.0.mlp.experts.weight2"
     after = trained(case, Topology(dp=2, ep=2), _planted(name, math.nan, (3, 5)))
-    before, plain = truth(replace(case, steps=1))["main"][name], truth(case)["main"][name]
+    before, plain = (
+        truth(replace(case, steps=1))["main"][name],
+        truth(case)["main"][name],
+    )
     stayed = (after["main"][name] == before).view(4, -1).all(dim=1)
     assert stayed.tolist() == [True, False, False, False]
     others = after["main"][name].view(4, -1)[1:]
     assert torch.equal(others, plain.view(4, -1)[1:])
     assert all(
-        torch.equal(after["main"][k], v) for k, v in truth(case)["main"].items() if k != name
+        torch.equal(after["main"][k], v)
+        for k, v in truth(case)["main"].items()
+        if k != name
     )
 
 
-# --- a finite matrix whose direction is not ------------------------------------------------------
+# --- a finite matrix whose direction is not -------------------------------------------
 
 
 @contextmanager
-def _overflowing(name: str, *, is_so: bool, steps: Sequence[int] = range(8)) -> Iterator[None]:
-    """In some steps a gradient's entries are all alike, and the iteration of such a matrix
-    overflows along one line; of a shared one only in the first strip."""
+def _overflowing(
+    name: str, *, is_so: bool, steps: Sequence[int] = range(8)
+) -> Iterator[None]:
+    """In some steps a gradient's entries are all alike, and the iteration of such a
+    matrix overflows along one line; of a shared one only in the first strip.
+    """
 
     def alike(grad: Tensor, step: int) -> None:
         if step in steps:
@@ -190,7 +202,8 @@ def test_an_iteration_that_overflows_leaves_its_matrix(
 ) -> None:
     case = replace(case, steps=1)
     plain, after = (
-        trained(case, topology, partial(_overflowing, name, is_so=is_so)) for is_so in (False, True)
+        trained(case, topology, partial(_overflowing, name, is_so=is_so))
+        for is_so in (False, True)
     )
     for kind in ("main", "exp_avg"):
         for other, value in after[kind].items():
@@ -199,7 +212,7 @@ def test_an_iteration_that_overflows_leaves_its_matrix(
     assert torch.equal(after["main"][name], truth(replace(case, steps=0))["main"][name])
 
 
-# --- what the run says ----------------------------------------------------------------------------
+# --- what the run says ----------------------------------------------------------------
 
 
 def _until_it_ends(
@@ -218,7 +231,9 @@ def _until_it_ends(
             error = error_of(partial(take_step, built, steps - 1))
             if error != "no error":
                 break
-    muons = [part.muon for part in gpt.distributed_optimizers(built.optimizer) if part.muon]
+    muons = [
+        part.muon for part in gpt.distributed_optimizers(built.optimizer) if part.muon
+    ]
     left = {k: v for muon in muons for k, v in muon.nonfinite.left(waits=True).items()}
     lines = [line.strip("\0") for line in said.getvalue().splitlines()]
     return {"steps": steps, "error": error, "lines": lines, "left": left}
@@ -242,14 +257,21 @@ def test_a_run_ends_on_every_rank_once_lines_in_a_row_name_a_matrix() -> None:
         )
         assert len(last) == limit and all("nor its momentum" in line for line in last)
         # its home says so at once, and once
-        momenta = [line for rank in ranks for line in rank["lines"] if "the momentum of" in line]
+        momenta = [
+            line
+            for rank in ranks
+            for line in rank["lines"]
+            if "the momentum of" in line
+        ]
         assert len(momenta) == 1 and momenta[0].startswith("[megatron_muon] step 2: ")
         assert [FC1] == [name for rank in ranks for name in rank["left"]]
 
 
 def test_full_and_block_steps_are_counted_as_one() -> None:
     case = replace(BF16, muon=(("nonfinite_limit", 3), ("full_period", 2)))
-    for rank in run(_until_it_ends, 2, case, Topology(tp=2), _planted(FC1, math.nan), 1):
+    for rank in run(
+        _until_it_ends, 2, case, Topology(tp=2), _planted(FC1, math.nan), 1
+    ):
         assert rank["steps"] == 4
         assert rank["error"].startswith(f"FloatingPointError: {FC1}: the direction")
         assert len([line for line in rank["lines"] if "the momentum of" in line]) <= 1
@@ -257,7 +279,9 @@ def test_full_and_block_steps_are_counted_as_one() -> None:
 
 def _of_slices() -> list[str]:
     counts = {f"w{SLICE_OF}{number}": Left(0, 0) for number in range(2)}
-    muon: Any = SimpleNamespace(nonfinite=SimpleNamespace(left=lambda waits: dict(counts)))
+    muon: Any = SimpleNamespace(
+        nonfinite=SimpleNamespace(left=lambda waits: dict(counts))
+    )
     report = nonfinite.NonfiniteReport([muon], MuonConfig(), None, torch.device("cpu"))
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -276,18 +300,28 @@ def test_a_run_whose_iteration_overflows_ends_with_another_way_out() -> None:
     case = replace(SHARED, muon=(*SHARED.muon, ("nonfinite_limit", 2)))
     fault = partial(_overflowing, FC1, is_so=True)
     for rank in run(_until_it_ends, 2, case, Topology(dp=2), fault):
-        assert rank["steps"] == 4 and "ns_iteration (--muon-ns-iteration)" in rank["error"]
+        assert (
+            rank["steps"] == 4 and "ns_iteration (--muon-ns-iteration)" in rank["error"]
+        )
         assert rank["error"].startswith(f"FloatingPointError: {FC1}: ")
         assert not any("momentum" in line for line in rank["lines"])
 
 
-def test_a_line_without_the_matrix_begins_anew_and_a_skipped_step_does_not_count() -> None:
-    """Lines of steps 2 and 6 name it, that of 4 does not; Megatron's loss scaler skips one step."""
+def test_a_line_without_the_matrix_begins_anew_and_a_skipped_step_does_not_count() -> (
+    None
+):
+    """Lines of steps 2 and 6 name it, that of 4 does not; Megatron's loss scaler skips
+    one step.
+    """
     settings = (("nonfinite_limit", 2), ("momentum", 0.0))
     case = replace(BF16, bf16=False, fp16=True, overflow=((2, "*"),), muon=settings)
     fault = partial(_overflowing, FC1, is_so=True, steps=(0, 5))
     (rank,) = run(_until_it_ends, 1, case, Topology(), fault)
-    assert (rank["steps"], rank["error"], rank["left"]) == (8, "no error", {FC1: (2, 0)})
+    assert (rank["steps"], rank["error"], rank["left"]) == (
+        8,
+        "no error",
+        {FC1: (2, 0)},
+    )
     assert [line[:22] for line in rank["lines"]] == [
         f"[megatron_muon] step {number}" for number in (2, 6)
     ]

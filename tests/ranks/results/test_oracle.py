@@ -1,4 +1,6 @@
-"""The plugin against the float64 oracle, with clipping (``expected/oracle_cases.py``)."""
+"""The plugin against the float64 oracle, with clipping
+(``expected/oracle_cases.py``).
+"""
 
 from __future__ import annotations
 
@@ -38,20 +40,27 @@ def test_other_topologies_equal_the_oracle(case: Case, topology: Topology) -> No
 
 @pytest.mark.parametrize("which", ["fp32", "bf16"])
 def test_adamw_alone_equals_the_oracle(which: str) -> None:
-    """Megatron without the plugin: what is compared above is not only agreed on by us."""
+    """Megatron without the plugin: what is compared above is not only agreed on by
+    us.
+    """
     case = replace(CASES[which], optimizer="adam", lr=1e-3, muon=())
     assert compare(case, Topology(2, 2, 2)) == {}
 
 
-@pytest.mark.parametrize(("which", "topologies"), [("fp32", TOPOLOGIES), ("moe", [EXPERTS])])
+@pytest.mark.parametrize(
+    ("which", "topologies"), [("fp32", TOPOLOGIES), ("moe", [EXPERTS])]
+)
 def test_global_norm_equals_the_oracles(which: str, topologies: list[Topology]) -> None:
-    """Each partial sum of n squares is rounded by u at most, of random sign: u sqrt(n) of the sum,
-    half of it in the root. With experts over two optimizers; routers and shared experts' gates are
-    counted once over TP."""
+    """Each partial sum of n squares is rounded by u at most, of random sign: u sqrt(n)
+    of the sum, half of it in the root. With experts over two optimizers; routers and
+    shared experts' gates are counted once over TP.
+    """
     case = CASES[which]
     oracle = oracle_for(case)
     computed(case, oracle)
-    bound = UNIT["fp32"] * math.sqrt(sum(w.numel() for w in oracle.weights.values())) / 2
+    bound = (
+        UNIT["fp32"] * math.sqrt(sum(w.numel() for w in oracle.weights.values())) / 2
+    )
     for topology in topologies:
         assert plugin(case, topology)[1] == pytest.approx(oracle.norms, rel=bound)
 

@@ -32,8 +32,12 @@ Tensor = torch.Tensor
 
 
 def names(wrong: dict[str, str], kind: str = "main") -> set[str]:
-    """The last parts of the names whose ``kind`` is wrong, such as linear_fc1.weight."""
-    return {".".join(key.split(".")[-2:]) for key in wrong if key.startswith(f"{kind} ")}
+    """The last parts of the names whose ``kind`` is wrong, such as
+    linear_fc1.weight.
+    """
+    return {
+        ".".join(key.split(".")[-2:]) for key in wrong if key.startswith(f"{kind} ")
+    }
 
 
 MATRICES = {f"linear_{m}.weight" for m in ("qkv", "proj", "fc1", "fc2")}
@@ -43,21 +47,30 @@ def _thirds_of_qkv(name: str, w: Tensor) -> list[list[int]]:
     """Q, K and V as three ranges of rows, as if there were one query group."""
     q, kv = HEADS * HEAD_SIZE, GROUPS * HEAD_SIZE
     rows = list(range(w.shape[0]))
-    return [rows[:q], rows[q : q + kv], rows[q + kv :]] if "linear_qkv" in name else [rows]
+    return (
+        [rows[:q], rows[q : q + kv], rows[q + kv :]] if "linear_qkv" in name else [rows]
+    )
 
 
 def _local_size(name: str, rows: int, cols: int) -> int:
-    """Of a TP 2 slice: linear_qkv and linear_proj keep max(rows, cols) = 96 in theirs."""
+    """Of a TP 2 slice: linear_qkv and linear_proj keep max(rows, cols) = 96 in
+    theirs.
+    """
     if name.endswith(("linear_qkv.weight", "linear_fc1.weight")):
         return max(rows // 2, cols)
     return max(rows, cols // 2)
 
 
 FC = {"linear_fc1.weight", "linear_fc2.weight"}
-# What is wrong of main parameters, at least, and of momenta; it may be more where AdamW's are too.
+# What is wrong of main parameters, at least, and of momenta; it may be more where
+# AdamW's are too.
 MUTANTS: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
     "without nesterov": ({"nesterov": False}, MATRICES, set()),
-    "qkv by the wrong blocks": ({"blocks": _thirds_of_qkv}, {"linear_qkv.weight"}, set()),
+    "qkv by the wrong blocks": (
+        {"blocks": _thirds_of_qkv},
+        {"linear_qkv.weight"},
+        set(),
+    ),
     "scale of the local matrix": ({"scale_size": _local_size}, FC, set()),
     "one step less": ({"ns_steps": 4}, MATRICES, set()),
     "without clipping": ({"clip": 0.0}, MATRICES, MATRICES),
@@ -96,13 +109,16 @@ def _with_the_scale_of_a_strip() -> Any:
 
 
 def _with_turned_columns_swapped() -> Any:
-    """A home takes the columns of its range the other way round, and sends them back as they are:
-    what it iterates on is right, but for their places."""
+    """A home takes the columns of its range the other way round, and sends them back as
+    they are: what it iterates on is right, but for their places.
+    """
     from megatron_muon.runtime.exchange.sharers import Sharers
 
     turned = Sharers.turned
     return mock.patch.object(
-        Sharers, "turned", lambda self, by_rows: [one.flip(1) for one in turned(self, by_rows)]
+        Sharers,
+        "turned",
+        lambda self, by_rows: [one.flip(1) for one in turned(self, by_rows)],
     )
 
 
@@ -112,7 +128,11 @@ def _with_turned_columns_swapped() -> Any:
         (_without_sums, Topology(2, 2, 2), {"linear_qkv", "linear_fc1", "linear_fc2"}),
         (_with_the_scale_of_a_strip, Topology(2, 2, 2), {"linear_fc1", "linear_fc2"}),
         (_with_turned_columns_swapped, Topology(1, 2, 2), {"linear_qkv", "linear_fc2"}),
-        (_with_turned_columns_swapped, Topology(2, 2, 2), {"linear_qkv"}),  # fc2's parts come
+        (
+            _with_turned_columns_swapped,
+            Topology(2, 2, 2),
+            {"linear_qkv"},
+        ),  # fc2's parts come
     ],
 )
 def test_mutants_of_shared_matrices_are_noticed(
@@ -141,7 +161,9 @@ def test_mutants_without_a_split_are_noticed(weight: str) -> None:
 def test_mutant_with_inputs_for_outputs_is_noticed() -> None:
     """Where the scale goes by their ratio, and a matrix is not square."""
     case = CASES["unit-rms-norm"]
-    wrong = compare(case, Topology(2, 2, 2), scale_size=lambda name, rows, cols: cols / rows)
+    wrong = compare(
+        case, Topology(2, 2, 2), scale_size=lambda name, rows, cols: cols / rows
+    )
     assert {"linear_fc1.weight", "linear_fc2.weight"} <= names(wrong) <= MATRICES
 
 

@@ -1,4 +1,6 @@
-"""QK-Clip on shards is Megatron's clip of whole weights, bit for bit, in every layout."""
+"""QK-Clip on shards is Megatron's clip of whole weights, bit for bit, in every
+layout.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ OURS = Case(muon=(("qk_clip", 100.0),))
 
 @cache
 def _whole(case: Case, dtype: torch.dtype = torch.float32) -> Whole:
-    """Clipped by Megatron, where it can: it knows no gates, and older cores have no clip."""
+    """Clipped by Megatron, where it can: it knows no gates, and older cores have no
+    clip.
+    """
     by_hand = case.output_gate or case.qk_clip is None
     return whole(run(clipped_whole, 1, case, dtype, by_hand))
 
@@ -59,7 +63,9 @@ GROUP_ON_TWO = replace(PLAIN, heads=8, groups=2, optimizer="adam")
     ],
     ids=lambda value: str(value) if isinstance(value, Topology) else "",
 )
-def test_a_clip_of_shards_is_that_of_whole_weights(case: Case, topology: Topology) -> None:
+def test_a_clip_of_shards_is_that_of_whole_weights(
+    case: Case, topology: Topology
+) -> None:
     _check(case, topology)
 
 
@@ -84,10 +90,14 @@ def test_a_clip_of_shards_is_that_of_whole_weights(case: Case, topology: Topolog
     ],
     ids=lambda changes: "-".join(map(str, changes)),
 )
-def test_a_clip_of_shards_is_that_of_whole_weights_in_every_model(changes: dict[str, Any]) -> None:
+def test_a_clip_of_shards_is_that_of_whole_weights_in_every_model(
+    changes: dict[str, Any],
+) -> None:
     case = replace(PLAIN, **changes)
     tp = 1 if case.groups == 1 else 2
-    _check(case, Topology(tp=tp, dp=2, ep=2 if case.moe else 1, sequence_parallel=case.moe))
+    _check(
+        case, Topology(tp=tp, dp=2, ep=2 if case.moe else 1, sequence_parallel=case.moe)
+    )
 
 
 @megatrons
@@ -100,19 +110,29 @@ def test_logits_in_bf16_are_clipped_in_bf16_as_megatron_does() -> None:
     [{}, {"optimizer": "adam"}, {"bf16": False}, {"mla": "column"}],
     ids=lambda changes: "-".join(map(str, changes)),
 )
-def test_the_plugins_own_flag_clips_at_the_end_of_a_step(changes: dict[str, Any]) -> None:
-    """Over Transformer Engine's attention it is refused: Megatron's own flag is for that."""
+def test_the_plugins_own_flag_clips_at_the_end_of_a_step(
+    changes: dict[str, Any],
+) -> None:
+    """Over Transformer Engine's attention it is refused: Megatron's own flag is for
+    that.
+    """
     case, topology = replace(OURS, **changes), Topology(tp=2, dp=2, overlap=True)
     if takes_te(case):
-        with pytest.raises(RankError, match="computes its logits in a TEDotProductAttention"):
+        with pytest.raises(
+            RankError, match="computes its logits in a TEDotProductAttention"
+        ):
             run(clipped, topology.world_size, case, topology)
         return
     _check(case, topology)
 
 
-needs_te = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
+needs_te = pytest.mark.skipif(
+    te_on_cpu.TE is None, reason="no Transformer Engine on the path"
+)
 in_two_ways = pytest.mark.parametrize(
-    "topology", [Topology(tp=2, dp=2), Topology(dp=3, overlap=True)], ids=["late", "overlap"]
+    "topology",
+    [Topology(tp=2, dp=2), Topology(dp=3, overlap=True)],
+    ids=["late", "overlap"],
 )
 
 
@@ -129,13 +149,21 @@ in_two_ways = pytest.mark.parametrize(
 def test_main_parameters_are_clipped_wherever_they_are(
     optimizer: str, narrow: Any, topology: Topology
 ) -> None:
-    """The result is that of fp32 shards, and a weight is its main parameter, rounded once."""
+    """The result is that of fp32 shards, and a weight is its main parameter, rounded
+    once.
+    """
     case = replace(PLAIN, narrow=narrow, optimizer=optimizer)
     result, names = _with_plain_main_parameters(case, topology), muon_weights(case)
     if narrow is not SHARDS:
-        rounded = case if narrow in ((), (CHUNKS,), HALVES.narrow) else replace(PLAIN, narrow=WHOLE)
+        rounded = (
+            case
+            if narrow in ((), (CHUNKS,), HALVES.narrow)
+            else replace(PLAIN, narrow=WHOLE)
+        )
         mains = {name: _weight(result["main"][name], rounded, name) for name in names}
-        assert [n for n in names if not torch.equal(mains[n], result["params"][n])] == []
+        assert [
+            n for n in names if not torch.equal(mains[n], result["params"][n])
+        ] == []
 
 
 @megatrons
@@ -161,5 +189,8 @@ def _with_plain_main_parameters(case: Case, topology: Topology) -> Whole:
     for kind in ("main", "exp_avg"):  # torch's AdamW on a CPU rounds a tail otherwise
         for name in muon_weights(case):
             one, other = plain[kind][name], result[kind][name]
-            assert torch.allclose(one, other, rtol=apart, atol=1e-2 * apart), (kind, name)
+            assert torch.allclose(one, other, rtol=apart, atol=1e-2 * apart), (
+                kind,
+                name,
+            )
     return result

@@ -1,7 +1,7 @@
 """Megatron's own schedules and groups decide lr and weight decay, each applied once.
 
-A run under Megatron's OptimizerParamScheduler with decoupled rates and overrides of all kinds
-equals, bit for bit, one whose groups are set by hand from the formulas below.
+A run under Megatron's OptimizerParamScheduler with decoupled rates and overrides of all
+kinds equals, bit for bit, one whose groups are set by hand from the formulas below.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ FAST_EXPERT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"
 
 
 def _optimizer(built: Built, fast: str) -> Any:
-    """Decoupled rates for the embedding and output layer, and an override as muP's are."""
+    """Decoupled rates for the embedding and output layer, and an override as muP's
+    are.
+    """
     from megatron.core import optimizer as mcore_optimizer
     from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -92,7 +94,9 @@ def _by_hand(built: Built, step: int, fast: str) -> None:
     """What each parameter's rate and decay are in step 0, 1, … of a linear schedule."""
     names = {id(param): name for name, param in built.params.items()}
     for megatron in built.optimizer.chained_optimizers:
-        groups = zip(megatron.model_float16_groups, megatron.optimizer.param_groups, strict=True)
+        groups = zip(
+            megatron.model_float16_groups, megatron.optimizer.param_groups, strict=True
+        )
         for params, group in groups:
             for param in params:  # all of a group agree
                 name = names[id(param)]
@@ -100,15 +104,24 @@ def _by_hand(built: Built, step: int, fast: str) -> None:
                 if "embedding" in name or "output_layer" in name:
                     lr, min_lr = EMBEDDING_LR, EMBEDDING_MIN_LR
                 if name == fast:
-                    lr, min_lr, start_wd, end_wd = FAST_LR, FAST_MIN_LR, FAST_START_WD, FAST_END_WD
+                    lr, min_lr, start_wd, end_wd = (
+                        FAST_LR,
+                        FAST_MIN_LR,
+                        FAST_START_WD,
+                        FAST_END_WD,
+                    )
                 decayed = (step - WARMUP) / (STEPS + 2 - WARMUP)
                 warm = lr * step / WARMUP
-                group["lr"] = warm if step <= WARMUP else min_lr + (1 - decayed) * (lr - min_lr)
+                group["lr"] = (
+                    warm if step <= WARMUP else min_lr + (1 - decayed) * (lr - min_lr)
+                )
                 wd = start_wd + step / (STEPS + 2) * (end_wd - start_wd)
                 group["weight_decay"] = wd if param.dim() > 1 else 0.0
 
 
-def _train(case: Case, topology: Topology, fast: str, scheduled: bool) -> dict[str, Any]:
+def _train(
+    case: Case, topology: Topology, fast: str, scheduled: bool
+) -> dict[str, Any]:
     built = build(case, topology)
     built.optimizer = _optimizer(built, fast)
     scheduler = _scheduler(built.optimizer) if scheduled else None
@@ -155,7 +168,11 @@ BY_US = replace(
 def _trained(case: Case, topology: Topology) -> tuple[dict[Any, bytes], list[Any]]:
     built = stepped(case, topology)
     rates = [
-        (group["max_lr"] * group["lr_mult"], group["wd_mult"], group["is_expert_parallel"])
+        (
+            group["max_lr"] * group["lr_mult"],
+            group["wd_mult"],
+            group["is_expert_parallel"],
+        )
         for inner in inner_optimizers(built.optimizer)
         for group in inner.param_groups
     ]
@@ -176,20 +193,29 @@ def _both(moe: bool, topology: Topology) -> tuple[Any, Any]:
     ("moe", "topology"),
     [
         (False, Topology(tp=2, dp=2, overlap=True)),
-        (False, Topology(pp=2, dp=2)),  # layer 1, and so some groups, are on one stage only
+        (
+            False,
+            Topology(pp=2, dp=2),
+        ),  # layer 1, and so some groups, are on one stage only
         (True, Topology(dp=2, ep=2)),
     ],
     ids=["tp2-dp2", "pp2-dp2", "experts"],
 )
-def test_rates_and_decays_are_those_of_megatrons_groups(moe: bool, topology: Topology) -> None:
+def test_rates_and_decays_are_those_of_megatrons_groups(
+    moe: bool, topology: Topology
+) -> None:
     case = replace(BY_US, moe=moe)
     if lacking := lacks(case, topology):
         pytest.skip(lacking)
     results = run(_both, topology.world_size, moe, topology)
     for (megatrons, _), (ours, _) in results:
         assert megatrons == ours
-    all_rates = [sorted(rates) for _, (_, rates) in results]  # up to 0.14 ranks differ in order
-    assert all(rates == all_rates[0] for rates in all_rates)  # the same groups on every rank
+    all_rates = [
+        sorted(rates) for _, (_, rates) in results
+    ]  # up to 0.14 ranks differ in order
+    assert all(
+        rates == all_rates[0] for rates in all_rates
+    )  # the same groups on every rank
     assert {rate[:2] for rate in all_rates[0]} >= {(3 * case.lr, 0.5), (case.lr, 1.0)}
 
 

@@ -1,4 +1,6 @@
-"""``splits``: each block of rows is orthogonalized as if it were a parameter of its own."""
+"""``splits``: each block of rows is orthogonalized as if it were a parameter of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,20 @@ CASES = {
     "qkv": _split(PLAIN, ("*.linear_qkv.*", "qkv")),
     "qkv-heads": _split(PLAIN, ("*.linear_qkv.*", "heads")),
     "qkv-whole": _split(PLAIN, ("*.linear_qkv.*", "whole")),
-    "gated-attention-heads": _split(replace(PLAIN, output_gate=True), ("*.linear_qkv.*", "heads")),
+    "gated-attention-heads": _split(
+        replace(PLAIN, output_gate=True), ("*.linear_qkv.*", "heads")
+    ),
     "multi-head": _split(replace(PLAIN, groups=12), ("*.linear_qkv.*", "heads")),
     "one-group": _split(replace(PLAIN, groups=1), ("*.linear_qkv.*", "heads")),
     "gate-up": _split(GATED, ("*.linear_fc1.*", "gate-up")),
     "gate-up-whole": _split(GATED, ("*.linear_fc1.*", "whole")),
-    "latent-heads": _split(LATENT, ("*_up_proj.*", "heads"), ("*.linear_kv_down_proj.*", "parts")),
+    "latent-heads": _split(
+        LATENT, ("*_up_proj.*", "heads"), ("*.linear_kv_down_proj.*", "parts")
+    ),
     "latent-keys": _split(LATENT, ("*.linear_kv_up_proj.*", "qkv")),
-    "latent-column": _split(COLUMN, ("*_up_proj.*", "heads"), ("*.linear_kv_down_proj.*", "parts")),
+    "latent-column": _split(
+        COLUMN, ("*_up_proj.*", "heads"), ("*.linear_kv_down_proj.*", "parts")
+    ),
     "mamba": _split(MIXER, ("*.in_proj.*", "parts")),
     "mamba-whole": _split(MIXER, ("*.in_proj.*", "whole")),
     "delta": _split(DELTA, ("*.in_proj.*", "parts")),
@@ -45,20 +53,29 @@ CASES = {
         GATED, ("*.linear_fc1.*", "rows:120,300,108"), ("*.linear_proj.*", "rows:12,84")
     ),
     "rows-mamba": _split(MIXER, ("*.in_proj.*", "rows:100,380,12")),
-    "groups": _split(PLAIN, ("*.linear_qkv.*", "groups:6:16,8,8"), ("*.linear_fc2.*", "heads:6")),
+    "groups": _split(
+        PLAIN, ("*.linear_qkv.*", "groups:6:16,8,8"), ("*.linear_fc2.*", "heads:6")
+    ),
     "cols": _split(
         replace(PLAIN, mtp=True, layers=1),
         *(("*.eh_proj.*", "cols:96,96"), ("*.linear_proj.*", "cols:16,16,16,16,16,16")),
     ),
     "rows-experts": _split(EXPERTS, ("*.experts.*.linear_fc1.*", "rows:20,28,88")),
     "experts": _split(EXPERTS, ("*.linear_fc1.*", "gate-up")),
-    "legacy-experts": _split(replace(EXPERTS, grouped="legacy"), ("*.experts.weight1", "gate-up")),
-    "grouped-experts": _split(replace(EXPERTS, grouped="te"), ("*.linear_fc1.*", "gate-up")),
+    "legacy-experts": _split(
+        replace(EXPERTS, grouped="legacy"), ("*.experts.weight1", "gate-up")
+    ),
+    "grouped-experts": _split(
+        replace(EXPERTS, grouped="te"), ("*.linear_fc1.*", "gate-up")
+    ),
 }
-# Of these sizes, three TP ranks cannot hold experts, nor the 112 rows of one query group.
+# Of these sizes, three TP ranks cannot hold experts, nor the 112 rows of one query
+# group.
 TP_3 = [name for name in CASES if "experts" not in name and name != "one-group"]
 OTHERS = [
-    (name, t) for name in ("qkv-heads", "gate-up") for t in (Topology(1, 1, 4), Topology(2, 2, 1))
+    (name, t)
+    for name in ("qkv-heads", "gate-up")
+    for t in (Topology(1, 1, 4), Topology(2, 2, 1))
 ]
 
 
@@ -71,7 +88,9 @@ def test_blocks_move_as_separate_parameters_would(name: str) -> None:
         for weight in [each for each in whole["main"] if fnmatchcase(each, pattern)]:
             if whole["main"][weight].dim() == 1:
                 continue
-            apart = trained_apart(case, weight, tuple(whole["main"][weight].shape), kind)
+            apart = trained_apart(
+                case, weight, tuple(whole["main"][weight].shape), kind
+            )
             for what, expected in apart.items():
                 assert whole[what][weight].equal(expected), (weight, what)
             seen.add(weight)
@@ -94,7 +113,7 @@ def test_three_tp_ranks_equal_one_process(name: str) -> None:
     check(CASES[name], Topology(3, 1, 1))
 
 
-# --- settings and errors -----------------------------------------------------------------------
+# --- settings and errors --------------------------------------------------------------
 
 
 def _errors(topology: Topology, split: tuple[str, str]) -> list[str]:
@@ -102,10 +121,14 @@ def _errors(topology: Topology, split: tuple[str, str]) -> list[str]:
     return run(error_of_building, topology.world_size, PLAIN, topology, splits)
 
 
-def _chosen(case: Case, splits: tuple[tuple[str, str], ...]) -> list[tuple[str, int, int]]:
+def _chosen(
+    case: Case, splits: tuple[tuple[str, str], ...]
+) -> list[tuple[str, int, int]]:
     muon: Any = start(replace(case, muon=(("splits", splits),)), Topology()).optimizer
     (part,) = muon.chained_optimizers
-    return [(m.name, m.rows, m.cols) for m in part.muon.plan.matrices if ".0." in m.name]
+    return [
+        (m.name, m.rows, m.cols) for m in part.muon.plan.matrices if ".0." in m.name
+    ]
 
 
 def test_the_last_pattern_that_matches_counts() -> None:
@@ -115,15 +138,22 @@ def test_the_last_pattern_that_matches_counts() -> None:
         ("decoder.layers.0.self_attention.linear_qkv.weight", 192, 96)
     ]
     (matrices,) = run(_chosen, 1, replace(PLAIN, layers=1), splits[:1])
-    parts = [name.partition("[")[2].rstrip("]") for name, _, _ in matrices if "qkv" in name]
+    parts = [
+        name.partition("[")[2].rstrip("]") for name, _, _ in matrices if "qkv" in name
+    ]
     assert parts == [
-        part for g in range(6) for part in (f"q {2 * g}", f"q {2 * g + 1}", f"k {g}", f"v {g}")
+        part
+        for g in range(6)
+        for part in (f"q {2 * g}", f"q {2 * g + 1}", f"k {g}", f"v {g}")
     ]
 
 
 def test_a_split_that_a_weight_cannot_have_is_an_error() -> None:
     (text,) = _errors(Topology(), ("*.linear_fc1.*", "gate-up"))
-    assert "splits (--muon-split) *.linear_fc1.*=gate-up matches decoder.layers.0.mlp" in text
+    assert (
+        "splits (--muon-split) *.linear_fc1.*=gate-up matches decoder.layers.0.mlp"
+        in text
+    )
     assert "which can only be whole: give another kind" in text
     (text,) = _errors(Topology(), ("*", "heads"))
     assert "linear_proj.weight, which can only be whole" in text
@@ -138,16 +168,26 @@ def test_a_split_that_a_weight_cannot_have_is_an_error() -> None:
         ),
         (("*.linear_fc1.*", "heads:7"), "rows over all TP ranks, not a multiple of 7"),
         (("*.linear_fc2.*", "cols:200,64"), "ranges of columns must be equal"),
-        (("*.linear_fc2.*", "cols:88,88,88"), "2 TP ranks cannot hold whole ranges of cols:88"),
-        (("*.linear_fc1.*", "rows:131,133"), "2 TP ranks cannot hold equal parts of the 131 rows"),
+        (
+            ("*.linear_fc2.*", "cols:88,88,88"),
+            "2 TP ranks cannot hold whole ranges of cols:88",
+        ),
+        (
+            ("*.linear_fc1.*", "rows:131,133"),
+            "2 TP ranks cannot hold equal parts of the 131 rows",
+        ),
     ],
     ids=str,
 )
-def test_rows_of_ones_own_that_do_not_fit_are_errors(split: tuple[str, str], message: str) -> None:
+def test_rows_of_ones_own_that_do_not_fit_are_errors(
+    split: tuple[str, str], message: str
+) -> None:
     assert all(message in text for text in _errors(Topology(tp=2), split))
 
 
 @pytest.mark.parametrize("pattern", ["*.linear_none.*", "*word_embeddings*"])
 def test_a_pattern_without_effect_is_an_error(pattern: str) -> None:
     (text,) = _errors(Topology(), (pattern, "whole"))
-    assert f"{pattern!r} in splits (--muon-split) matches no parameter of Muon's" in text
+    assert (
+        f"{pattern!r} in splits (--muon-split) matches no parameter of Muon's" in text
+    )

@@ -9,8 +9,8 @@ from support.models.torch_adam import torchs_own_adam
 from support.ranks import run
 
 CASE = Case()
-# torch's AdamW and Transformer Engine's compute one formula in another order: about ten fp32
-# roundings of a number near 1 a step, times lr, in units of the parameter's size.
+# torch's AdamW and Transformer Engine's compute one formula in another order: about ten
+# fp32 roundings of a number near 1 a step, times lr, in units of the parameter's size.
 ROUNDINGS = 10 * CASE.steps * 2.0**-24
 
 
@@ -21,10 +21,15 @@ def _class() -> str:
 
 
 def test_muon_runs_over_torchs_own_adamw() -> None:
-    """Muon's parameters bitwise as over the fused class; AdamW's within its roundings."""
+    """Muon's parameters bitwise as over the fused class; AdamW's within its
+    roundings.
+    """
     topology = Topology(tp=2, dp=2)
     assert run(_class, 1) == ["MuonOverAdamW"]
-    over_torchs, expected = trained(CASE, topology, torchs_own_adam), trained(CASE, topology)
+    over_torchs, expected = (
+        trained(CASE, topology, torchs_own_adam),
+        trained(CASE, topology),
+    )
     muon = over_torchs["main"].keys() - over_torchs["exp_avg_sq"].keys()
     assert len(muon) == 4 * CASE.layers
     for name, main in over_torchs["main"].items():
@@ -32,4 +37,6 @@ def test_muon_runs_over_torchs_own_adamw() -> None:
             assert torch.equal(main, expected["main"][name]), name
         else:
             size = expected["main"][name].abs().max().item()
-            torch.testing.assert_close(main, expected["main"][name], rtol=0, atol=ROUNDINGS * size)
+            torch.testing.assert_close(
+                main, expected["main"][name], rtol=0, atol=ROUNDINGS * size
+            )

@@ -1,4 +1,6 @@
-"""Muon through Megatron's own forward, backward and schedules, in every parallelism: it learns."""
+"""Muon through Megatron's own forward, backward and schedules, in every parallelism: it
+learns.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,7 +31,10 @@ FP32 = replace(BF16, bf16=False, muon=(("ns_dtype", "fp32"),))
         (MOE, spread(tp=2, dp=2, ep=2, etp=2, dispatcher="alltoall")),
         (MOE, spread(cp=2, ep=2)),
         (MOE, spread(pp=2, dp=4, ep=2, overlap=True)),
-        (replace(MOE, grouped="legacy"), spread(tp=2, dp=2, ep=2, etp=2, dispatcher="alltoall")),
+        (
+            replace(MOE, grouped="legacy"),
+            spread(tp=2, dp=2, ep=2, etp=2, dispatcher="alltoall"),
+        ),
         (DEEP, spread(pp=2, vpp=2, dp=2, overlap=True)),
         (DEEP, spread(pp=2, vpp=2, dp=2, overlap=True, step_overlap=True)),
         (BF16, spread(dp=4, instances=2, overlap=True)),
@@ -44,7 +49,9 @@ def test_the_loss_falls_with_each_step(m: Case, t: Topology) -> None:
     trained(m, t)
 
 
-@pytest.mark.parametrize("t", [spread(dp=2), spread(tp=2, pp=2, dp=2, overlap=True)], ids=said)
+@pytest.mark.parametrize(
+    "t", [spread(dp=2), spread(tp=2, pp=2, dp=2, overlap=True)], ids=said
+)
 def test_fp32_training_is_that_of_one_process(t: Topology) -> None:
     """But for the order of sums, as ``test_cpu_parallel`` has it with AdamW."""
     one, other = truth(FP32), trained(FP32, t)
@@ -57,13 +64,16 @@ BIASES = replace(FP32, moe=True, shared=False, expert_biases=True)
 
 @contextmanager
 def no_views() -> Iterator[None]:
-    """On one process an expert's output is a view, to which Megatron adds the bias in place, which
-    torch refuses."""
+    """On one process an expert's output is a view, to which Megatron adds the bias in
+    place, which torch refuses.
+    """
     from megatron.core.tensor_parallel import layers
 
     name = "reduce_from_tensor_model_parallel_region"
     reduce = getattr(layers, name)
-    with mock.patch.object(layers, name, lambda *args, **kwargs: reduce(*args, **kwargs).clone()):
+    with mock.patch.object(
+        layers, name, lambda *args, **kwargs: reduce(*args, **kwargs).clone()
+    ):
         yield
 
 
@@ -96,7 +106,11 @@ def reduce_alone() -> Iterator[None]:
     [
         (spread(dp=2), spread(dp=2, overlap=True), reduce_alone),
         (spread(dp=2), spread(dp=2, overlap=True), nullcontext),
-        (spread(pp=2, vpp=2, dp=2), spread(pp=2, vpp=2, dp=2, overlap=True), nullcontext),
+        (
+            spread(pp=2, vpp=2, dp=2),
+            spread(pp=2, vpp=2, dp=2, overlap=True),
+            nullcontext,
+        ),
         (
             spread(pp=2, vpp=2, dp=2),
             spread(pp=2, vpp=2, dp=2, overlap=True, step_overlap=True),
@@ -110,7 +124,9 @@ def reduce_alone() -> Iterator[None]:
 def test_overlap_does_not_change_a_run(
     plain: Topology, overlapped: Topology, how: Callable[[], Any]
 ) -> None:
-    """Bitwise: a sum of two ranks has one order, and the clip, whose norm has many, is off."""
+    """Bitwise: a sum of two ranks has one order, and the clip, whose norm has many, is
+    off.
+    """
     m = replace(MOE if plain.ep > 1 else DEEP, clip=0.0)
     one, other = trained(m, plain), trained(m, overlapped, how)
     assert one.losses == other.losses

@@ -1,8 +1,9 @@
-"""Frameworks of reinforcement learning over the plugin: theirs builds, steps, moves, saves, loads.
+"""Frameworks of reinforcement learning over the plugin: theirs builds, steps, moves,
+saves, loads.
 
-Each where an environment variable has its clone (``VERL_PATH=…``, ``SLIME_PATH``, ``MILES_PATH``,
-``AREAL_PATH``), in an environment with what it imports. On a CPU a move to the host is a copy here,
-and memory is not pinned.
+Each where an environment variable has its clone (``VERL_PATH=…``, ``SLIME_PATH``,
+``MILES_PATH``, ``AREAL_PATH``), in an environment with what it imports. On a CPU a move
+to the host is a copy here, and memory is not pinned.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ import torch
 import megatron_muon
 from support.checkpoints.saving import spoil
 from support.installed import installed
-from support.models.gpt import Built, Case, Topology, build, held, prepare_step, start, truth
+from support.models.gpt import (
+    Built,
+    Case,
+    Topology,
+    build,
+    held,
+    prepare_step,
+    start,
+    truth,
+)
 from support.ranks import run
 from support.runs.whole import differences, whole
 
@@ -39,7 +49,9 @@ RUNS = [
 def clone_of(name: str) -> Any:
     """A mark for tests of a framework: there is a clone."""
     variable = f"{name.upper()}_PATH"
-    return pytest.mark.skipif(variable not in os.environ, reason=f"{variable} names no clone")
+    return pytest.mark.skipif(
+        variable not in os.environ, reason=f"{variable} names no clone"
+    )
 
 
 def _module(framework: str, name: str) -> Any:
@@ -85,11 +97,18 @@ def _made_by_verl(case: Case, topology: Topology) -> Built:
     from omegaconf import OmegaConf
 
     betas = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": case.adam_eps}
-    settings = {"optimizer": "muon", "lr": case.lr, "min_lr": 0.0, "clip_grad": case.clip}
+    settings = {
+        "optimizer": "muon",
+        "lr": case.lr,
+        "min_lr": 0.0,
+        "clip_grad": case.clip,
+    }
     settings |= {"weight_decay": case.weight_decay, "override_optimizer_config": betas}
     with installed(megatron_muon.MuonConfig(**dict(case.muon))):
         built = build(case, topology)
-        sys.modules.pop("verl.utils.megatron.optimizer", None)  # its engine imports it here
+        sys.modules.pop(
+            "verl.utils.megatron.optimizer", None
+        )  # its engine imports it here
         theirs = _module("verl", "verl.utils.megatron.optimizer")
         config = theirs.init_megatron_optim_config(OmegaConf.create(settings))
         built.optimizer = theirs.get_megatron_optimizer(built.chunks, config)
@@ -128,7 +147,9 @@ class _Settings(dict[str, Any]):
 
 
 class _Bridge:
-    """Stands in for mbridge, which saves the model without its optimizer in HF's format."""
+    """Stands in for mbridge, which saves the model without its optimizer in HF's
+    format.
+    """
 
     def save_weights(self, chunks: Any, folder: str, **_: Any) -> None:
         torch.save([chunk.state_dict() for chunk in chunks], self._file(folder))
@@ -142,9 +163,13 @@ class _Bridge:
         return Path(folder) / f"{torch.distributed.get_rank()}.pt"
 
 
-def _by_verl(case: Case, topology: Topology, folder: str, options: Any) -> dict[str, Any]:
+def _by_verl(
+    case: Case, topology: Topology, folder: str, options: Any
+) -> dict[str, Any]:
     moves = _module("verl", "verl.utils.megatron_utils")
-    engine = _module("verl", "verl.workers.engine.megatron.transformer_impl").MegatronEngine
+    engine = _module(
+        "verl", "verl.workers.engine.megatron.transformer_impl"
+    ).MegatronEngine
 
     def offload_and_load() -> None:
         with _moves():
@@ -167,7 +192,9 @@ def _by_verl(case: Case, topology: Topology, folder: str, options: Any) -> dict[
 
 
 @clone_of("verl")
-@pytest.mark.parametrize("options", [{}, {"use_dist_checkpointing": False, "bridge": _Bridge()}])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_dist_checkpointing": False, "bridge": _Bridge()}]
+)
 @pytest.mark.parametrize(("case", "topology"), RUNS)
 def test_verl_builds_steps_offloads_saves_and_loads(
     case: Case, topology: Topology, options: Any, tmp_path: Path
@@ -197,9 +224,13 @@ def _by_areal(case: Case, topology: Topology, folder: str) -> dict[str, Any]:
 
 @clone_of("areal")
 @pytest.mark.parametrize(("case", "topology"), RUNS)
-def test_areals_checkpoints_resume(case: Case, topology: Topology, tmp_path: Path) -> None:
+def test_areals_checkpoints_resume(
+    case: Case, topology: Topology, tmp_path: Path
+) -> None:
     """It says neither a format nor, at a load, that it loads."""
-    results = run(_by_areal, topology.world_size, case, topology, str(tmp_path), timeout=300)
+    results = run(
+        _by_areal, topology.world_size, case, topology, str(tmp_path), timeout=300
+    )
     assert differences(truth(case), whole(results)) == []
 
 
@@ -208,7 +239,9 @@ def test_areals_checkpoints_resume(case: Case, topology: Topology, tmp_path: Pat
 
 @contextmanager
 def _reloadable(name: str) -> Iterator[Any]:
-    """Its torch.distributed, whose groups can be destroyed and made again, and the module of it."""
+    """Its torch.distributed, whose groups can be destroyed and made again, and the
+    module of it.
+    """
     point = torch.distributed.P2POp
     before, methods = dict(vars(torch.distributed)), (point.__new__, point.__init__)
     groups = _module(name, f"{name}.utils.reloadable_process_group")
@@ -231,7 +264,9 @@ def _reloadable(name: str) -> Iterator[Any]:
 
 
 def _asleep_and_awake(case: Case, topology: Topology, name: str) -> dict[str, Any]:
-    """Each step is between a wake and a sleep of its actor, which keeps weights on the host."""
+    """Each step is between a wake and a sleep of its actor, which keeps weights on the
+    host.
+    """
     backups = _module(name, f"{name}.utils.tensor_backper")
     nothing = SimpleNamespace(synchronize=lambda: None)
     with (
@@ -239,8 +274,12 @@ def _asleep_and_awake(case: Case, topology: Topology, name: str) -> dict[str, An
         mock.patch.object(backups, "accelerator", nothing, create=True),
     ):
         built = start(case, topology)
-        backup = backups._TensorBackuperNormal(source_getter=lambda: built.params.items())
-        pageable = {each: torch.empty_like(param) for each, param in built.params.items()}
+        backup = backups._TensorBackuperNormal(
+            source_getter=lambda: built.params.items()
+        )
+        pageable = {
+            each: torch.empty_like(param) for each, param in built.params.items()
+        }
         backup._backups["actor"] = pageable  # it would make pinned ones
 
         def sleep_and_wake() -> None:
@@ -262,5 +301,7 @@ def _asleep_and_awake(case: Case, topology: Topology, name: str) -> dict[str, An
 def test_its_actor_sleeps_without_process_groups_and_wakes(
     name: str, case: Case, topology: Topology
 ) -> None:
-    results = run(_asleep_and_awake, topology.world_size, case, topology, name, timeout=300)
+    results = run(
+        _asleep_and_awake, topology.world_size, case, topology, name, timeout=300
+    )
     assert differences(truth(case), whole(results)) == []

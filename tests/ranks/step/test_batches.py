@@ -1,4 +1,6 @@
-"""Several matrices of one shape at once, as a GPU may take them; here the products are a CPU's."""
+"""Several matrices of one shape at once, as a GPU may take them; here the products are
+a CPU's.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,16 @@ def _matrices(count: int, rows: int, cols: int) -> list[torch.Tensor]:
 def test_each_of_a_batch_is_what_it_is_alone(
     shape: tuple[int, int], iteration: NsIteration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To what rounding amounts to: see test_newton_schulz.test_fp32_equals_float64, twice."""
+    """To what rounding amounts to: see test_newton_schulz.test_fp32_equals_float64,
+    twice.
+    """
     monkeypatch.setattr(newton_schulz, "takes_batches", lambda device: True)
     config = MuonConfig(ns_dtype="fp32", ns_iteration=iteration)
     matrices = _matrices(3, *shape)
     bound = 2 * 486 * max(shape) * 2.0**-24
-    for made, matrix in zip(orthogonalize_at_once(matrices, config), matrices, strict=True):
+    for made, matrix in zip(
+        orthogonalize_at_once(matrices, config), matrices, strict=True
+    ):
         alone = orthogonalize(matrix, config)
         assert made.shape == alone.shape and made.dtype == alone.dtype
         assert (made - alone).norm() <= bound
@@ -69,7 +75,9 @@ def test_deterministic_mode_takes_one_at_a_time(deterministic: None) -> None:
 def test_a_cpu_takes_small_ones_together_with_the_bits_of_each(
     shape: tuple[int, int], iteration: NsIteration, dtype: Any
 ) -> None:
-    """What is not a product, nor rounds one, is done once for all of them, but for their norms."""
+    """What is not a product, nor rounds one, is done once for all of them, but for
+    their norms.
+    """
     config = MuonConfig(ns_dtype=dtype, ns_iteration=iteration)
     matrices = [x * 10.0**n for n, x in enumerate(_matrices(12, *shape))]
     alone = [_Counted.of(orthogonalize, matrix, config) for matrix in matrices]
@@ -80,7 +88,9 @@ def test_a_cpu_takes_small_ones_together_with_the_bits_of_each(
         products = products_on(CPU, numerics_on(CPU, config))
         roundings = 0 if products.held == products.dtype else 2 * 11 * alone[0].products
         assert made.others <= alone[0].others + 12 + roundings
-    assert at_once_on(CPU, Numerics(FOUR), *shape, 0) == max(1, (1 << 18) // (shape[0] * shape[1]))
+    assert at_once_on(CPU, Numerics(FOUR), *shape, 0) == max(
+        1, (1 << 18) // (shape[0] * shape[1])
+    )
 
 
 @pytest.mark.parametrize("shape", [(11, 13), (23, 7)])
@@ -108,7 +118,9 @@ class _Counted(TorchDispatchMode):
             counted.made = call(*arguments)
         return counted
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         is_product = func.overloadpacket.__name__ in ("mm", "addmm")
         self.products += is_product
         self.others += not is_product and not func.is_view
@@ -126,7 +138,9 @@ def test_by_default_as_many_as_have_scratch_memory_are_taken_at_once() -> None:
 def _stepped(case: Case, at_once: int) -> dict[str, Any]:
     sizes: list[int] = []
 
-    def counted(staged: torch.Tensor, moves: torch.Tensor, *rest: Any, **shape: int) -> None:
+    def counted(
+        staged: torch.Tensor, moves: torch.Tensor, *rest: Any, **shape: int
+    ) -> None:
         sizes.append(len(moves))
         orthogonalize_staged(staged, moves, *rest, **shape)
 
@@ -138,14 +152,20 @@ def _stepped(case: Case, at_once: int) -> dict[str, Any]:
         built = start(case, Topology())
         take_step(built, 0)
     flops = [part.muon.meter.ns_flops for part in built.optimizer.chained_optimizers]
-    planned = [part.muon.plan.ns_flops()[0] for part in built.optimizer.chained_optimizers]
-    params = {name: param.detach().float().clone() for name, param in built.params.items()}
+    planned = [
+        part.muon.plan.ns_flops()[0] for part in built.optimizer.chained_optimizers
+    ]
+    params = {
+        name: param.detach().float().clone() for name, param in built.params.items()
+    }
     return {"sizes": sizes, "params": params, "flops": flops, "planned": planned}
 
 
 def test_a_step_in_batches_is_the_step_one_by_one() -> None:
-    """One rank with all experts. lr · 0.2 · √max(rows, cols) is at most 1 here, and a direction is
-    as near to that of its matrix alone as in test_each_of_a_batch_is_what_it_is_alone."""
+    """One rank with all experts. lr · 0.2 · √max(rows, cols) is at most 1 here, and a
+    direction is as near to that of its matrix alone as in
+    test_each_of_a_batch_is_what_it_is_alone.
+    """
     case = Case(layers=2, moe=True, bf16=False, muon=(("ns_dtype", "fp32"),))
     (alone,), (batched,) = (run(_stepped, 1, case, at_once) for at_once in (1, 3))
     assert set(alone["sizes"]) == {1} and set(batched["sizes"]) == {1, 2, 3}

@@ -37,12 +37,21 @@ from support.runs.whole import differences, whole
 ON, OFF = ("early_param_gather", "on"), ("early_param_gather", "off")
 ROUNDS = ("round_bytes", 1)  # one for each parameter
 EARLY = (ROUNDS, ON)
-DENSE, EXPERTS, UNSET = Case(muon=EARLY), Case(muon=EARLY, moe=True), Case(muon=(ROUNDS,))
+DENSE, EXPERTS, UNSET = (
+    Case(muon=EARLY),
+    Case(muon=EARLY, moe=True),
+    Case(muon=(ROUNDS,)),
+)
 FAST = Case(muon=(ROUNDS, ("preset", "fast")))
-IN_BUCKETS = Topology(dp=3, overlap=True, bucket_size=30_000)  # the first has some matrices
+IN_BUCKETS = Topology(
+    dp=3, overlap=True, bucket_size=30_000
+)  # the first has some matrices
 
 
-IN_STAGES, IN_EP = Topology(pp=2, dp=2, overlap=True), Topology(dp=4, ep=2, overlap=True)
+IN_STAGES, IN_EP = (
+    Topology(pp=2, dp=2, overlap=True),
+    Topology(dp=4, ep=2, overlap=True),
+)
 
 
 def plain(case: Case) -> Case:
@@ -102,7 +111,9 @@ def too_early() -> Iterator[None]:
     from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGathers
 
     applied = EarlyGathers.applied
-    with mock.patch.object(EarlyGathers, "applied", lambda self, _: applied(self, self.last - 1)):
+    with mock.patch.object(
+        EarlyGathers, "applied", lambda self, _: applied(self, self.last - 1)
+    ):
         yield
 
 
@@ -129,11 +140,12 @@ class Order:
 
     kinds: str  # ``r`` for a round that is applied, ``g`` for a gather that starts
     started: list[int]  # bucket groups whose gather starts within the step
-    # gathers that have started when the forward pass has waited for each group, and ``again`` in
-    # another forward pass without a step, as after a load
+    # gathers that have started when the forward pass has waited for each group, and
+    # ``again`` in another forward pass without a step, as after a load
     ahead: list[int]
     again: list[int]
-    warned: bool  # whether Megatron finds that one has started before the one before it was there
+    # whether Megatron finds that one has started before the one before it was there
+    warned: bool
 
 
 def _order(case: Case, topology: Topology, patch: Any = nullcontext) -> Order:
@@ -205,8 +217,18 @@ def test_gathers_start_within_the_step(which: str) -> None:
 @pytest.mark.parametrize(
     ("case", "bucket_size", "kinds", "started"),
     [
-        (replace(EXPERTS, muon=(ON,)), 1_000_000, "rgrg", [0, 1]),  # while the experts step
-        (EXPERTS, 60_000, "rrrgrrgrrrrg", [1, 0, 2]),  # five dense rounds, then the experts'
+        (
+            replace(EXPERTS, muon=(ON,)),
+            1_000_000,
+            "rgrg",
+            [0, 1],
+        ),  # while the experts step
+        (
+            EXPERTS,
+            60_000,
+            "rrrgrrgrrrrg",
+            [1, 0, 2],
+        ),  # five dense rounds, then the experts'
     ],
     ids=["one round each", "one more before experts step"],
 )
@@ -266,7 +288,10 @@ def _changed_after_a_step(case: Case, topology: Topology) -> dict[str, Any]:
     with in_the_loop(built):
         step_of(built)
         for part in built.optimizer.chained_optimizers:
-            for shards in (*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups):
+            for shards in (
+                *part.shard_fp32_from_float16_groups,
+                *part.shard_fp32_groups,
+            ):
                 for shard in shards:
                     shard.data.add_(1.0)
             part._copy_main_params_to_model_params()
@@ -275,7 +300,8 @@ def _changed_after_a_step(case: Case, topology: Topology) -> dict[str, Any]:
 
 def test_a_copy_outside_of_a_step_is_gathered_again() -> None:
     early, late = (
-        whole(run(_changed_after_a_step, 3, case, IN_BUCKETS)) for case in (DENSE, plain(DENSE))
+        whole(run(_changed_after_a_step, 3, case, IN_BUCKETS))
+        for case in (DENSE, plain(DENSE))
     )
     assert differences(late, early) == []
 
@@ -287,7 +313,9 @@ def _under_way(built: Built) -> list[Any]:
 
 
 def _in_and_out(case: Case, topology: Topology) -> list[int]:
-    """How many gathers are under way after a step outside of the loop, in it, and after it."""
+    """How many gathers are under way after a step outside of the loop, in it, and after
+    it.
+    """
     built = start(case, topology)
     counts = []
     for loop in (nullcontext(), in_the_loop(built), nullcontext()):
@@ -299,13 +327,17 @@ def _in_and_out(case: Case, topology: Topology) -> list[int]:
 
 
 @pytest.mark.parametrize("case", [FAST, DENSE], ids=["fast", "on"])
-def test_gathers_are_under_way_after_a_step_of_megatron_lms_loop_alone(case: Case) -> None:
+def test_gathers_are_under_way_after_a_step_of_megatron_lms_loop_alone(
+    case: Case,
+) -> None:
     for before, _, within, *after in run(_in_and_out, 3, case, IN_BUCKETS):
         assert within > 0 and [before, *after] == [0] * 4
 
 
 def _written_while_under_way(case: Case, topology: Topology) -> list[float]:
-    """What the first bucket has, once each rank has written its number and forced a gather."""
+    """What the first bucket has, once each rank has written its number and forced a
+    gather.
+    """
     built = start(case, topology)
     with in_the_loop(built):
         step_of(built)
@@ -327,7 +359,11 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, Any], str]] = {
         ("cuda_graph_scope", "full_iteration"),
         "NotImplementedError: {} with a CUDA graph of the full iteration",
     ),
-    "no overlap": ({}, ("overlap_param_gather", False), "ValueError: {} starts the gathers"),
+    "no overlap": (
+        {},
+        ("overlap_param_gather", False),
+        "ValueError: {} starts the gathers",
+    ),
     "clipped logits": (
         {"qk_clip": 100.0},
         ("overlap_param_gather", True),
@@ -336,10 +372,18 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, Any], str]] = {
 }
 
 
-def _of_a_mode(settings: dict[str, Any], mode: tuple[str, Any]) -> tuple[str, bool, list[str]]:
-    """The error where it is on; with fast, whether gathers start in the step and what is said."""
+def _of_a_mode(
+    settings: dict[str, Any], mode: tuple[str, Any]
+) -> tuple[str, bool, list[str]]:
+    """The error where it is on; with fast, whether gathers start in the step and what
+    is said.
+    """
     built = build(Case(), Topology(dp=2, overlap=True))
-    owner = built.ddp.ddp_config if hasattr(built.ddp.ddp_config, mode[0]) else built.ddp.config
+    owner = (
+        built.ddp.ddp_config
+        if hasattr(built.ddp.ddp_config, mode[0])
+        else built.ddp.config
+    )
     setattr(owner, *mode)
     error = error_of_optimizer(built, early_param_gather="on", **settings)
     with installed(MuonConfig(preset="fast", **settings)):
@@ -349,7 +393,9 @@ def _of_a_mode(settings: dict[str, Any], mode: tuple[str, Any]) -> tuple[str, bo
 
 
 def _starts_early(optimizer: Any) -> bool:
-    return any(part.early_gathers is not None for part in distributed_optimizers(optimizer))
+    return any(
+        part.early_gathers is not None for part in distributed_optimizers(optimizer)
+    )
 
 
 @pytest.mark.parametrize(("settings", "mode", "error"), REFUSED.values(), ids=REFUSED)
@@ -358,7 +404,9 @@ def test_what_gathers_otherwise_is_refused_and_with_fast_they_are_off_and_a_line
 ) -> None:
     named = "early_param_gather (--muon-early-param-gather)"
     (one, is_early, lines), (two, other, nothing) = run(_of_a_mode, 2, settings, mode)
-    assert one.startswith(error.format(named)) and two.startswith(error.format(named)), (one, two)
+    assert one.startswith(error.format(named)) and two.startswith(
+        error.format(named)
+    ), (one, two)
     assert not is_early and not other and nothing == []
     _, _, what = error.partition("{} with ")
     off = f"[megatron_muon] {named} is off with {what}"
@@ -384,4 +432,6 @@ def _made(case: Case, topology: Topology) -> bool:
     ids=["with Megatron's own early gather", "by default"],
 )
 def test_with_fast_or_by_default_they_are_off(case: Case, topology: Topology) -> None:
-    assert run(_made, topology.world_size, case, topology) == [False] * topology.world_size
+    assert (
+        run(_made, topology.world_size, case, topology) == [False] * topology.world_size
+    )

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from support.models.gpt import Case, Topology, held, stepped, train, trained, truth, whole_weight
+from support.models.gpt import (
+    Case,
+    Topology,
+    held,
+    stepped,
+    train,
+    trained,
+    truth,
+    whole_weight,
+)
 from support.ranks import run
 from support.runs.whole import differences, whole
 
@@ -28,16 +37,23 @@ def train_and_meter(case: Case, topology: Topology) -> dict[str, Any]:
 
 def spans(results: list[dict[str, Any]], name: str) -> list[tuple[int, int]]:
     """[start, stop) of a parameter on each rank that owns some of it."""
-    return [result["shards"][name][:2] for result in results if name in result["shards"]]
+    return [
+        result["shards"][name][:2] for result in results if name in result["shards"]
+    ]
 
 
-# --- shards ----------------------------------------------------------------------------------
+# --- shards ---------------------------------------------------------------------------
 
 
 def test_shard_cut_through_the_middle_of_a_row() -> None:
     topology = Topology(2, 1, 3)
     results = run(train, topology.world_size, CASE, topology)
-    row_length = {"linear_proj": 48, "linear_qkv": 96, "linear_fc1": 96, "linear_fc2": 130}
+    row_length = {
+        "linear_proj": 48,
+        "linear_qkv": 96,
+        "linear_fc1": 96,
+        "linear_fc2": 130,
+    }
     cuts = [
         (name, start)
         for result in results
@@ -50,13 +66,19 @@ def test_shard_cut_through_the_middle_of_a_row() -> None:
 
 def test_parameter_spread_over_all_ranks() -> None:
     """With little else to train, one matrix is larger than a shard."""
-    case = replace(CASE, frozen=(*MATRICES, "*bias", "*layernorm*", "embedding*", "output*"))
+    case = replace(
+        CASE, frozen=(*MATRICES, "*bias", "*layernorm*", "embedding*", "output*")
+    )
     topology = Topology(1, 1, 4)
     results = run(train_and_meter, topology.world_size, case, topology)
     held_by_name = {
-        name: len(spans(results, name)) for result in results for name in result["shards"]
+        name: len(spans(results, name))
+        for result in results
+        for name in result["shards"]
     }
-    assert set(held_by_name) == {f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in (0, 1)}
+    assert set(held_by_name) == {
+        f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in (0, 1)
+    }
     one = replace(case, frozen=(*case.frozen, "decoder.layers.0.*"))
     only = run(train_and_meter, topology.world_size, one, topology)
     assert len(spans(only, "decoder.layers.1.mlp.linear_fc2.weight")) == 4
@@ -72,14 +94,18 @@ def test_rank_with_no_muon_piece() -> None:
     results = run(train_and_meter, topology.world_size, case, topology)
     name = "decoder.layers.1.self_attention.linear_proj.weight"
     assert len(spans(results, name)) < topology.dp
-    assert [result["meters"]["matrices"] for result in results].count(0) == topology.dp - 1
+    assert [result["meters"]["matrices"] for result in results].count(
+        0
+    ) == topology.dp - 1
     assert differences(truth(case), whole(results)) == []
 
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_stage_with_no_muon_matrix(layer: int) -> None:
     """All matrices of one of two stages are frozen; its other parameters go on."""
-    frozen = tuple(f"decoder.layers.{layer}.*{m}" for m in ("fc?.weight", "qkv.weight", "j.weight"))
+    frozen = tuple(
+        f"decoder.layers.{layer}.*{m}" for m in ("fc?.weight", "qkv.weight", "j.weight")
+    )
     case = replace(CASE, frozen=frozen)
     topology = Topology(2, 2, 2)
     results = run(train_and_meter, topology.world_size, case, topology)
@@ -93,8 +119,12 @@ def test_stage_with_no_muon_matrix(layer: int) -> None:
 
 
 def test_stage_with_nothing_to_train() -> None:
-    """Megatron gives such a stage no optimizer at all; the other stage must not wait for it."""
-    case = replace(CASE, frozen=("decoder.layers.1.*", "decoder.final*", "output_layer*"))
+    """Megatron gives such a stage no optimizer at all; the other stage must not wait
+    for it.
+    """
+    case = replace(
+        CASE, frozen=("decoder.layers.1.*", "decoder.final*", "output_layer*")
+    )
     assert differences(truth(case), trained(case, Topology(1, 2, 2))) == []
 
 

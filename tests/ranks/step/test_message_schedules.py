@@ -1,4 +1,6 @@
-"""When messages travel moves no bit: late ones, early ones, and ranks that are delayed."""
+"""When messages travel moves no bit: late ones, early ones, and ranks that are
+delayed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ CASE = Case(layers=2, steps=2, muon=(("round_bytes", 20_000),))  # several round
 TP_DP = Topology(tp=2, dp=2)
 
 
-@pytest.mark.parametrize("schedule", [late, early], ids=lambda schedule: schedule.__name__)
+@pytest.mark.parametrize(
+    "schedule", [late, early], ids=lambda schedule: schedule.__name__
+)
 @pytest.mark.parametrize(
     ("case", "topology"),
     [
@@ -33,7 +37,9 @@ def test_when_messages_travel_moves_no_bit(
 
 
 @pytest.mark.parametrize(
-    "mutant", [read_before_the_wait, sent_is_used_again], ids=lambda mutant: mutant.__name__
+    "mutant",
+    [read_before_the_wait, sent_is_used_again],
+    ids=lambda mutant: mutant.__name__,
 )
 def test_a_step_that_does_not_wait_is_noticed(mutant: Callable[[], Any]) -> None:
     try:

@@ -43,12 +43,18 @@ RUNS = [
     (MOE, Topology(2, 1, 2, ep=2, etp=1, instances=2, sequence_parallel=True)),
     (Case(layers=2, steps=2, moe=True, grouped="legacy"), Topology(dp=4, ep=2)),
     (GIVEN_AWAY, Topology(dp=4, ep=4)),
-    (replace(GIVEN_AWAY, muon=(*GIVEN_AWAY.muon, ("round_bytes", 1 << 14))), Topology(dp=4, ep=4)),
+    (
+        replace(GIVEN_AWAY, muon=(*GIVEN_AWAY.muon, ("round_bytes", 1 << 14))),
+        Topology(dp=4, ep=4),
+    ),
     (Case(layers=2, steps=2, mla="duplicated"), Topology(2, 1, 2)),
     (replace(CASE, muon=(("ns_iteration", "gram"),)), Topology(2, 1, 2)),
     (replace(CASE, muon=(("split_matrices", 2),)), Topology(2, 1, 2)),
     (replace(CASE, ffn=264, muon=(("split_matrices", 5),)), Topology(2, 1, 2)),
-    (replace(CASE, muon=(("split_matrices", 4), ("ns_iteration", "gram"))), Topology(1, 1, 3)),
+    (
+        replace(CASE, muon=(("split_matrices", 4), ("ns_iteration", "gram"))),
+        Topology(1, 1, 3),
+    ),
     (
         replace(MOE, muon=(("ns_iteration", "auto"), ("ns_dtype", "fp16"))),
         Topology(2, 1, 1, ep=2, etp=1, sequence_parallel=True),
@@ -61,7 +67,9 @@ SENDS = {"isend", "irecv"}  # what an exchange over gloo is made of
 
 @contextmanager
 def counted_collectives() -> Iterator[list[tuple[str, int, int]]]:
-    """Every call of torch.distributed: (name, bytes of the input to other ranks, group size)."""
+    """Every call of torch.distributed: (name, bytes of the input to other ranks, group
+    size).
+    """
     calls: list[tuple[str, int, int]] = []
     originals = {}
 
@@ -72,7 +80,9 @@ def counted_collectives() -> Iterator[list[tuple[str, int, int]]]:
             sent = 0
             if name == "isend":
                 out, target = args
-                assert dist.get_group_rank(group, target) != rank, "what is home must not move"
+                assert dist.get_group_rank(group, target) != rank, (
+                    "what is home must not move"
+                )
                 assert out.numel(), "ranks send only where there are bytes"
                 sent = out.nbytes
             calls.append((name, sent, size))
@@ -80,8 +90,19 @@ def counted_collectives() -> Iterator[list[tuple[str, int, int]]]:
 
         return counted
 
-    starts = ("all_", "reduce", "broadcast", "barrier", "new_", "batch_", "gather", "scatter")
-    names = [n for n in dir(dist) if n.startswith(starts) and callable(getattr(dist, n))]
+    starts = (
+        "all_",
+        "reduce",
+        "broadcast",
+        "barrier",
+        "new_",
+        "batch_",
+        "gather",
+        "scatter",
+    )
+    names = [
+        n for n in dir(dist) if n.startswith(starts) and callable(getattr(dist, n))
+    ]
     names += ["send", "recv", "isend", "irecv"]
     for name in names:
         originals[name] = getattr(dist, name)
@@ -94,7 +115,9 @@ def counted_collectives() -> Iterator[list[tuple[str, int, int]]]:
 
 
 def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
-    """Two steps with everything counted; the inner step alone, so that all of it is Muon's."""
+    """Two steps with everything counted; the inner step alone, so that all of it is
+    Muon's.
+    """
     import megatron_muon
 
     built = start(case, topology)
@@ -142,10 +165,14 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
 
 
 def _state_bytes(megatron: Any) -> tuple[int, int, int, int]:
-    """(Muon elements, their bytes, AdamW elements, their bytes): main parameters and state."""
+    """(Muon elements, their bytes, AdamW elements, their bytes): main parameters and
+    state.
+    """
     totals = [0, 0, 0, 0]
     for shard in megatron.get_parameters():
-        state = [t for t in megatron.optimizer.state[shard].values() if torch.is_tensor(t)]
+        state = [
+            t for t in megatron.optimizer.state[shard].values() if torch.is_tensor(t)
+        ]
         at = 0 if megatron.muon.owns(shard) else 2
         totals[at] += shard.numel()
         totals[at + 1] += shard.nbytes + sum(tensor.nbytes for tensor in state)
@@ -153,15 +180,18 @@ def _state_bytes(megatron: Any) -> tuple[int, int, int, int]:
 
 
 def _first_step(case: Case, topology: Topology) -> tuple[list[str], bool]:
-    """Every collective of a run's first optimizer step, Megatron's own with them; and whether all
-    ranks of a group that messages travel in have met in it before."""
+    """Every collective of a run's first optimizer step, Megatron's own with them; and
+    whether all ranks of a group that messages travel in have met in it before.
+    """
     with counted_collectives() as before:
         built = start(case, topology)
     prepare_step(built, 0)
     with counted_collectives() as calls:
         built.optimizer.step()
     met = {size for name, _, size in before if name == "all_gather"}
-    return [n for n, _, _ in calls], met >= {size for name, _, size in calls if name in SENDS}
+    return [n for n, _, _ in calls], met >= {
+        size for name, _, size in calls if name in SENDS
+    }
 
 
 @pytest.mark.parametrize(
@@ -177,8 +207,12 @@ def _first_step(case: Case, topology: Topology) -> tuple[list[str], bool]:
 def test_the_first_step_makes_no_group_and_gathers_no_object(
     case: Case, topology: Topology
 ) -> None:
-    """Communicators exist before it, and all ranks call the same collectives in one order."""
-    every, met = zip(*run(_first_step, topology.world_size, case, topology), strict=True)
+    """Communicators exist before it, and all ranks call the same collectives in one
+    order.
+    """
+    every, met = zip(
+        *run(_first_step, topology.world_size, case, topology), strict=True
+    )
     assert all(met)
     for names in every:
         assert not [n for n in names if "object" in n or n in ("new_group", "barrier")]
@@ -188,16 +222,22 @@ def test_the_first_step_makes_no_group_and_gathers_no_object(
 
 
 def _rows_counted(case: Case, topology: Topology) -> dict[str, Any]:
-    """Of homes that make rows of squares, which small matrices have none of by themselves."""
+    """Of homes that make rows of squares, which small matrices have none of by
+    themselves.
+    """
     with rows_of_small_squares():
         return _step_counted(case, topology)
 
 
 _STEPS = [(_step_counted, *one) for one in RUNS]
-_STEPS += [(_rows_counted, *one) for one in RUNS if ("ns_iteration", "gram") in one[0].muon]
+_STEPS += [
+    (_rows_counted, *one) for one in RUNS if ("ns_iteration", "gram") in one[0].muon
+]
 
 
-@pytest.fixture(scope="module", params=_STEPS, ids=lambda run: f"{run[0].__name__[1:5]}-{run[2]}")
+@pytest.fixture(
+    scope="module", params=_STEPS, ids=lambda run: f"{run[0].__name__[1:5]}-{run[2]}"
+)
 def counted(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     step, case, topology = request.param
     return run(step, topology.world_size, case, topology)
@@ -224,13 +264,19 @@ def test_experts_travel_where_only_dense_matrices_do_by_themselves() -> None:
     assert max(work) <= 1.1 * sum(work) / 4
 
 
-def test_the_inner_step_calls_nothing_but_the_exchange(counted: list[dict[str, Any]]) -> None:
-    """There and back over the stage, at most once to each other rank; no object, no world."""
+def test_the_inner_step_calls_nothing_but_the_exchange(
+    counted: list[dict[str, Any]],
+) -> None:
+    """There and back over the stage, at most once to each other rank; no object, no
+    world.
+    """
     for rank in counted:
         names = [name for name, _, _ in rank["calls"]]
         assert set(names) <= SENDS
         others = max((size for _, _, size in rank["calls"]), default=1) - 1
-        shared = rank["shared"]  # two to turn it, three of numbers, two for each sum, gathers
+        shared = rank[
+            "shared"
+        ]  # two to turn it, three of numbers, two for each sum, gathers
         assert names.count("isend") <= (2 * rank["optimizers"] + shared) * others
     if len(counted) > 2:
         assert any(rank["calls"] for rank in counted)
@@ -241,7 +287,9 @@ def test_flops_are_torchs_count_and_every_matrix_is_done_once(
 ) -> None:
     for rank in counted:
         assert rank["flops"] == rank["meter"][1] == rank["plan"][1]
-        assert rank["steps"] == 3 and rank["whole_step"] == rank["meter"]  # which is of one step
+        assert (
+            rank["steps"] == 3 and rank["whole_step"] == rank["meter"]
+        )  # which is of one step
     for stage in {rank["stage"] for rank in counted}:
         ranks = [rank for rank in counted if rank["stage"] == stage]
         assert sum(rank["meter"][0] for rank in ranks) == ranks[0]["stage_matrices"]

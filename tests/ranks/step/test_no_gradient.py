@@ -1,7 +1,9 @@
-"""A matrix moves in each step in which it has a gradient, however small, and in no other.
+"""A matrix moves in each step in which it has a gradient, however small, and in no
+other.
 
-Newton-Schulz takes the scale of the momentum away, so momentum alone would move a matrix by whole
-updates for ever once its gradient is zero: a frozen layer, an expert without tokens.
+Newton-Schulz takes the scale of the momentum away, so momentum alone would move a
+matrix by whole updates for ever once its gradient is zero: a frozen layer, an expert
+without tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from support.models.gpt import Case, Topology, check, start, take_step, trained,
 from support.ranks import run
 from support.runs.whole import differences
 
-NAMES = ("decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc2.weight")
+NAMES = (
+    "decoder.layers.0.mlp.linear_fc1.weight",
+    "decoder.layers.1.mlp.linear_fc2.weight",
+)
 STOPPED = Case(steps=6, weight_decay=0.0, zero_grads=NAMES, zero_from=3)
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 
@@ -50,7 +55,9 @@ def _no_gradient_of_v() -> Iterator[None]:
     """From step 2 on; V is the last of a group's blocks of rows: its heads' Q, K, V."""
     whole_grad = gpt.whole_grad
 
-    def changed(case: Case, name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
+    def changed(
+        case: Case, name: str, shape: tuple[int, ...], step: int
+    ) -> torch.Tensor:
         grad = whole_grad(case, name, shape, step)
         if name == QKV and step >= 2:
             grad.view(2, 5, 16, -1)[:, 4] = 0.0
@@ -82,7 +89,9 @@ def _shards(built: gpt.Built) -> dict[str, torch.Tensor]:
 
 
 def _ways(case: Case, scale: float) -> dict[str, float]:
-    """Root mean square of a step, by name, with gradients this small after one that is not."""
+    """Root mean square of a step, by name, with gradients this small after one that is
+    not.
+    """
     built = start(case, Topology())
     take_step(built, 0)
     shards = _shards(built)
@@ -91,16 +100,22 @@ def _ways(case: Case, scale: float) -> dict[str, float]:
             state["exp_avg"].zero_()
     before = {name: shard.clone() for name, shard in shards.items()}
     for shard in shards.values():
-        shard.grad = scale * torch.randn(shard.shape, generator=torch.Generator().manual_seed(1))
+        shard.grad = scale * torch.randn(
+            shard.shape, generator=torch.Generator().manual_seed(1)
+        )
     for part in gpt.distributed_optimizers(built.optimizer):
         part.optimizer.step()
-    return {n: float((shard - before[n]).square().mean().sqrt()) for n, shard in shards.items()}
+    return {
+        n: float((shard - before[n]).square().mean().sqrt())
+        for n, shard in shards.items()
+    }
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-12, 1e-30])
 def test_a_gradient_of_any_size_moves_a_matrix_by_a_whole_update(scale: float) -> None:
-    """Simple's singular values lie between 0.68 and 1.13, so an update's RMS does in 0.2 lr; 5 %
-    more for rounding in bf16."""
+    """Simple's singular values lie between 0.68 and 1.13, so an update's RMS does in
+    0.2 lr; 5 % more for rounding in bf16.
+    """
     case = Case(lr=1e-3, weight_decay=0.0)
     (ways,) = run(_ways, 1, case, scale)
     for name in gpt.muon_weights(case):

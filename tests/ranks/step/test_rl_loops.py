@@ -1,4 +1,6 @@
-"""What loops of reinforcement learning do with parameters and state right after a step."""
+"""What loops of reinforcement learning do with parameters and state right after a
+step.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def _by_waiting(built: Built) -> None:
 def _exported(
     case: Case, topology: Topology, sync: Callable[[Built], None]
 ) -> list[dict[str, Any]]:
-    """What is read after each step, and what ranks hold once a forward pass has come."""
+    """What is read after each step, and what ranks hold once a forward pass has
+    come.
+    """
     with late_gathers():
         built = start(case, topology)
         found = []
@@ -90,7 +94,9 @@ def _exported(
             kept = held(built)
             found.append(kept)
             found[-1]["unlike"] = [
-                name for name, value in _weights(built).items() if not value.equal(exported[name])
+                name
+                for name, value in _weights(built).items()
+                if not value.equal(exported[name])
             ]
     return found
 
@@ -103,13 +109,17 @@ def test_weights_exported_right_after_a_step_are_that_steps(
 ) -> None:
     case = replace(case, muon=case.muon + settings)
     ranks = run(_exported, topology.world_size, case, topology, sync)
-    assert [found["unlike"] for rank in ranks for found in rank] == [[]] * case.steps * len(ranks)
+    assert [found["unlike"] for rank in ranks for found in rank] == [
+        []
+    ] * case.steps * len(ranks)
     last = whole([rank[-1] for rank in ranks])
     assert differences(truth(replace(case, muon=(ROUNDS,))), last) == []
 
 
 def _read(case: Case, topology: Topology) -> tuple[bool, int]:
-    """Whether a plain read after a step is of this or the last one; what of it is this one's."""
+    """Whether a plain read after a step is of this or the last one; what of it is this
+    one's.
+    """
     with late_gathers():
         built = start(case, topology)
         _step(built, 0)
@@ -139,7 +149,9 @@ def test_a_plain_read_is_never_staler_than_under_adamw(settings: Any) -> None:
 
 @contextmanager
 def _asleep(built: Built) -> Iterator[None]:
-    """Memory of parameters and gradients is given back; all else is elsewhere, then here again."""
+    """Memory of parameters and gradients is given back; all else is elsewhere, then
+    here again.
+    """
     buffers = [(buffer, buffer.param_data.clone()) for buffer in built.buffers()]
     sizes = [
         (buffer.param_data.storage().size(), buffer.grad_data.storage().size())
@@ -180,7 +192,9 @@ def _moved(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _megatron_moves(built: Built) -> Iterator[None]:
-    """Megatron's own functions for it, to which a tensor here looks like one of a GPU, then not."""
+    """Megatron's own functions for it, to which a tensor here looks like one of a GPU,
+    then not.
+    """
     moves = {"cpu": _moved, "cuda": _moved}
     with mock.patch.multiple(torch.Tensor, is_cuda=True, **moves):
         built.optimizer.offload_to_cpu()
@@ -189,7 +203,9 @@ def _megatron_moves(built: Built) -> Iterator[None]:
         built.optimizer.restore_from_cpu()
 
 
-def _slept(case: Case, topology: Topology, waits: bool, asleep: Any = _asleep) -> dict[str, Any]:
+def _slept(
+    case: Case, topology: Topology, waits: bool, asleep: Any = _asleep
+) -> dict[str, Any]:
     with late_gathers():
         built = start(case, topology)
         for step in range(case.steps):
@@ -217,6 +233,8 @@ def test_memory_may_be_given_back_right_after_a_step(
 
 
 @pytest.mark.parametrize(("case", "topology"), RUNS)
-def test_state_comes_back_from_megatrons_own_offload(case: Case, topology: Topology) -> None:
+def test_state_comes_back_from_megatrons_own_offload(
+    case: Case, topology: Topology
+) -> None:
     results = run(_slept, topology.world_size, case, topology, False, _megatron_moves)
     assert differences(truth(case), whole(results)) == []

@@ -1,4 +1,6 @@
-"""Rounds of the exchange: bounded, the same result as without, and really beside compute."""
+"""Rounds of the exchange: bounded, the same result as without, and really beside
+compute.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,17 @@ from support.rounds import silent_rounds
 from support.runs.whole import differences
 
 CASE = Case(layers=2, steps=2)
-SMALL = replace(CASE, muon=(("round_bytes", 20_000),))  # a fc1 has 98 kB, a projection 11 kB
+SMALL = replace(
+    CASE, muon=(("round_bytes", 20_000),)
+)  # a fc1 has 98 kB, a projection 11 kB
 ALONE = replace(CASE, muon=(("round_bytes", 1),))
 
 LOADS = st.dictionaries(st.integers(0, 3), st.integers(1, 50), min_size=1, max_size=4)
 
 
-def _keep_to(limit: int, rounds: tuple[tuple[int, ...], ...], taken: list[dict[int, int]]) -> None:
+def _keep_to(
+    limit: int, rounds: tuple[tuple[int, ...], ...], taken: list[dict[int, int]]
+) -> None:
     """No rank takes more in a round, unless one parameter does by itself."""
     for round in rounds:
         for rank in range(4):
@@ -66,19 +72,32 @@ def _keep_to(limit: int, rounds: tuple[tuple[int, ...], ...], taken: list[dict[i
 def test_every_parameter_is_in_one_round_within_the_limit(
     loads: list[tuple[dict[int, int], dict[int, int]]], limit: int | None, least: int
 ) -> None:
-    """Also with small ones first. As they come, none waits that could have been in one before."""
+    """Also with small ones first. As they come, none waits that could have been in one
+    before.
+    """
     homed, taken = [one for one, _ in loads], [two for _, two in loads]
-    for rounds in (make_rounds(homed, taken, limit), smaller_first(homed, taken, limit, least)):
-        assert sorted(index for round in rounds for index in round) == list(range(len(loads)))
+    for rounds in (
+        make_rounds(homed, taken, limit),
+        smaller_first(homed, taken, limit, least),
+    ):
+        assert sorted(index for round in rounds for index in round) == list(
+            range(len(loads))
+        )
         assert all(rounds)
         if limit is not None:
             _keep_to(limit, rounds, taken)
-    assert make_rounds(homed, taken, 12 * 200) == ((tuple(range(len(loads))),) if loads else ())
+    assert make_rounds(homed, taken, 12 * 200) == (
+        (tuple(range(len(loads))),) if loads else ()
+    )
     rounds = make_rounds(homed, taken, limit) if limit is not None else ()
     for number, round in enumerate(rounds):
         for index, before in itertools.product(round, rounds[:number]):
-            of_rank = {rank: sum(taken[i].get(rank, 0) for i in before) for rank in range(4)}
-            assert any(of_rank[r] and of_rank[r] + n > limit for r, n in taken[index].items())
+            of_rank = {
+                rank: sum(taken[i].get(rank, 0) for i in before) for rank in range(4)
+            }
+            assert any(
+                of_rank[r] and of_rank[r] + n > limit for r, n in taken[index].items()
+            )
 
 
 def test_what_one_rank_has_too_much_of_closes_no_others_round() -> None:
@@ -105,34 +124,46 @@ def test_small_ones_come_first_in_equal_shares_of_each_home() -> None:
 
 
 def test_the_time_of_rounds_is_that_of_a_pipeline() -> None:
-    """Rank 1 sends all to rank 0. At once: 6 for pieces, 8 of work, 6 for directions. In two: 2 for
-    the small one's; the large one's come at 6, when 3 of work are done at 5; 5 more, and 4 back."""
+    """Rank 1 sends all to rank 0. At once: 6 for pieces, 8 of work, 6 for directions.
+    In two: 2 for the small one's; the large one's come at 6, when 3 of work are done at
+    5; 5 more, and 4 back.
+    """
     small, large = Demand({0: 3}, {(1, 0): 2}), Demand({0: 5}, {(1, 0): 4})
     assert pipeline_time([(0, 1)], [small, large], 2) == 20
     assert pipeline_time([(0,), (1,)], [small, large], 2) == 15
     assert pipeline_time([], [], 2) == 0
-    beside = [*(small, large), Demand({1: 30}, {})]  # another home's own work is waited for by none
+    beside = [
+        *(small, large),
+        Demand({1: 30}, {}),
+    ]  # another home's own work is waited for by none
     assert pipeline_time([(0,), (1, 2)], beside, 2) == 30
 
 
 def test_a_plan_takes_the_rounds_with_less_time() -> None:
-    """Llama-3-8B over 32 ranks: small matrices come first; one round stays if it is asked for."""
+    """Llama-3-8B over 32 ranks: small matrices come first; one round stays if it is
+    asked for.
+    """
     parameters, grid = llama_8b(32)[0], RankGrid(((tuple(range(32)),),))
     cut = make_plan(parameters, grid, Numerics(MuonConfig()))
     whole = make_plan(parameters, grid, Numerics(MuonConfig(round_bytes=1 << 62)))
-    with mock.patch.object(rounds_of_stage, "pipeline_time", lambda *_: 0):  # no way is shorter
+    with mock.patch.object(
+        rounds_of_stage, "pipeline_time", lambda *_: 0
+    ):  # no way is shorter
         few = make_plan(parameters, grid, Numerics(MuonConfig()))
     assert len(whole.rounds) == 1 and few.rounds != cut.rounds
     assert cut.matrices == few.matrices == whole.matrices
     means = [
-        statistics.fmean(math.prod(parameters[at].shape) for at in round) for round in cut.rounds
+        statistics.fmean(math.prod(parameters[at].shape) for at in round)
+        for round in cut.rounds
     ]
     assert means[0] < means[-1]
 
 
 @pytest.mark.parametrize("case", [SMALL, ALONE], ids=["small", "alone"])
 @pytest.mark.parametrize(
-    "topology", [Topology(dp=3), Topology(2, 1, 2), Topology(2, 2, 2, overlap=True)], ids=str
+    "topology",
+    [Topology(dp=3), Topology(2, 1, 2), Topology(2, 2, 2, overlap=True)],
+    ids=str,
 )
 def test_rounds_change_no_bit(case: Case, topology: Topology) -> None:
     assert differences(truth(CASE), check(case, topology)) == []
@@ -172,7 +203,9 @@ def _counted(case: Case, topology: Topology) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", [SMALL, ALONE], ids=["small", "alone"])
-def test_rounds_move_the_same_bytes_and_are_silent_where_nothing_moves(case: Case) -> None:
+def test_rounds_move_the_same_bytes_and_are_silent_where_nothing_moves(
+    case: Case,
+) -> None:
     topology = Topology(dp=3)
     for rank, counted in enumerate(run(_counted, 3, case, topology)):
         plan = counted["plan"]
@@ -180,19 +213,27 @@ def test_rounds_move_the_same_bytes_and_are_silent_where_nothing_moves(case: Cas
         assert len(silent) > 2 and any(silent) and not all(silent), silent
         tables = round_tables(plan.for_rank(rank), plan.matrices)
         gathers = sum(bool(table.sent_to or table.received_from) for table in tables)
-        scatters = sum(bool(table.directions_to or table.directions_from) for table in tables)
+        scatters = sum(
+            bool(table.directions_to or table.directions_from) for table in tables
+        )
         assert counted["started"] == gathers + scatters <= 2 * silent.count(False)
         sent = sum(sent for _, sent, _ in counted["calls"])
         assert sent == counted["meter"] == plan.sent_bytes()[rank]
 
 
 def _peak(case: Case, topology: Topology) -> tuple[int, int, int]:
-    """(peak of an inner step, of the largest matrix's orthogonalization alone, parameters)."""
+    """(peak of an inner step, of the largest matrix's orthogonalization alone,
+    parameters).
+    """
     megatron = _before_a_step(case, topology)
     muon, cpu = megatron.muon, torch.device("cpu")
     step = peak_bytes(cpu, megatron.optimizer.step)
-    matrices = [torch.ones(m.rows, m.cols, dtype=torch.bfloat16) for m in muon.plan.matrices]
-    alone = max(peak_bytes(cpu, lambda m=m: orthogonalize(m, muon.config)) for m in matrices)
+    matrices = [
+        torch.ones(m.rows, m.cols, dtype=torch.bfloat16) for m in muon.plan.matrices
+    ]
+    alone = max(
+        peak_bytes(cpu, lambda m=m: orthogonalize(m, muon.config)) for m in matrices
+    )
     return step, alone, len(muon.plan.rounds)
 
 
@@ -234,9 +275,14 @@ def _peers(topology: Topology) -> tuple[int, int]:
 
 
 def test_connections_are_made_to_the_plans_peers_before_the_first_step() -> None:
-    """As on a GPU, whose library makes them in the first message else; here gloo has them."""
+    """As on a GPU, whose library makes them in the first message else; here gloo has
+    them.
+    """
     results = run(_peers, 4, Topology(dp=4, ep=2))
-    assert all(made == shared for made, shared in results) and sum(m for m, _ in results) > 0
+    assert (
+        all(made == shared for made, shared in results)
+        and sum(m for m, _ in results) > 0
+    )
 
 
 Event = tuple[str, float, float]
@@ -249,7 +295,9 @@ def _traced(case: Case, topology: Topology) -> list[Event]:
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         take_step(built, 1)
     events: list[Any] = sorted(trace.events(), key=lambda event: event.time_range.start)
-    times = ((event.name, event.time_range.start, event.time_range.end) for event in events)
+    times = (
+        (event.name, event.time_range.start, event.time_range.end) for event in events
+    )
     return [time for time in times if time[0].startswith("muon/")]
 
 
@@ -265,16 +313,21 @@ def test_neighbours_are_under_way_while_a_round_is_orthogonalized() -> None:
             starts = _named(events, f"muon/{half}/collective")
             waits = _named(events, f"muon/{half}/wait")
             assert len(work) == len(starts) == len(waits) > 4
-            for number in range(len(work)):  # the gather of round k + 1, the scatter of k - 1
+            for number in range(
+                len(work)
+            ):  # the gather of round k + 1, the scatter of k - 1
                 beside = number + 1 if half == "gather" else number - 1
                 if 0 <= beside < len(work):
                     _, begun, ended = work[number]
                     assert starts[beside][2] <= begun and ended <= waits[beside][1]
 
 
-def test_experts_first_round_is_under_way_before_the_last_dense_scatter_is_waited_for() -> None:
-    """On ranks that share something in it; the others begin it in its turn. Experts are on three
-    ranks each, whose shards cut some."""
+def test_experts_first_round_is_under_way_before_the_last_dense_scatter_is_waited_for() -> (
+    None
+):
+    """On ranks that share something in it; the others begin it in its turn. Experts are
+    on three ranks each, whose shards cut some.
+    """
     early = []
     for events in run(_traced, 6, replace(CASE, moe=True), Topology(dp=6, ep=2)):
         names = [name for name, *_ in events]
@@ -289,5 +342,7 @@ def _neighbours() -> int:
 
 
 def test_instances_plan_alike_where_nodes_cut_them_otherwise() -> None:
-    """Ranks 0 and 1 of the first instance are of one node; of the second one, 1 and 2."""
+    """Ranks 0 and 1 of the first instance are of one node; of the second one, 1 and
+    2.
+    """
     assert run(_neighbours, 6) == [1] * 6

@@ -1,4 +1,6 @@
-"""The engine runs a rule that is not Muon, with all that it offers, as one process does."""
+"""The engine runs a rule that is not Muon, with all that it offers, as one process
+does.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,12 @@ from support.runs.other_rules import centred
 
 # Travelling numbers are exact in fp32, so that only the order of sums differs.
 CASE = Case(layers=2, steps=2, bf16=False, muon=(("ns_dtype", "fp32"),))
-ROUNDS = Case(layers=2, steps=2, bf16=False, muon=(("ns_dtype", "fp32"), ("round_bytes", 1)))
-REPLICAS = Case(layers=2, steps=2, bf16=False, mla="duplicated", muon=(("ns_dtype", "fp32"),))
+ROUNDS = Case(
+    layers=2, steps=2, bf16=False, muon=(("ns_dtype", "fp32"), ("round_bytes", 1))
+)
+REPLICAS = Case(
+    layers=2, steps=2, bf16=False, mla="duplicated", muon=(("ns_dtype", "fp32"),)
+)
 # Norms are sums of at most 1e5 numbers in fp32 by slice, then over slices; two steps.
 TOLERANCE = 2e-6
 
@@ -27,11 +33,15 @@ TOLERANCE = 2e-6
     ],
     ids=["tp2-dp2", "dp3-overlap", "rounds-tp2-dp2", "replicas-tp2-dp2"],
 )
-def test_a_rule_with_sums_is_that_of_one_process(case: Case, topology: Topology) -> None:
+def test_a_rule_with_sums_is_that_of_one_process(
+    case: Case, topology: Topology
+) -> None:
     alone, shared = trained(case, Topology(), centred), trained(case, topology, centred)
     for kind in ("main", "exp_avg"):
         for name, expected in alone[kind].items():
-            torch.testing.assert_close(shared[kind][name], expected, rtol=TOLERANCE, atol=1e-7)
+            torch.testing.assert_close(
+                shared[kind][name], expected, rtol=TOLERANCE, atol=1e-7
+            )
     for name in muon_weights(case):
         # a parameter of several matrices has as many ones as matrices in its squares
         squares = float(shared["main"][name].double().square().sum())

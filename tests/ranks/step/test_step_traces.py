@@ -1,4 +1,6 @@
-"""Traces of steps, by real ranks: phases by name, what is written, and what is refused."""
+"""Traces of steps, by real ranks: phases by name, what is written, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,12 @@ TOPOLOGIES = {"dp3": Topology(dp=3), "tp2-pp2": Topology(tp=2, pp=2)}
 
 
 def _traced(topology: Topology, steps: str, folder: str) -> tuple[int, list[bool]]:
-    """Bytes of the exchange in a step by our own meter, and whether Megatron is as before."""
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as group
+    """Bytes of the exchange in a step by our own meter, and whether Megatron is as
+    before.
+    """
+    from megatron.core.distributed.param_and_grad_buffer import (
+        _ParamAndGradBucketGroup as group,
+    )
 
     built = start(CASE, topology)
     before = dict(vars(group))
@@ -77,13 +83,17 @@ def _interrupted(folder: str) -> tuple[bool, bool]:
     return is_on, "step" in vars(built.optimizer)
 
 
-def test_an_error_in_a_traced_step_ends_the_profiler_and_writes_nothing(tmp_path: Path) -> None:
+def test_an_error_in_a_traced_step_ends_the_profiler_and_writes_nothing(
+    tmp_path: Path,
+) -> None:
     assert run(_interrupted, 1, str(tmp_path)) == [(False, False)]
     assert list(tmp_path.iterdir()) == []
 
 
 def _wrapped_by_a_script(folder: str) -> tuple[int, bool]:
-    """How often the script's own wrapper was called in two steps, and whether it is still there."""
+    """How often the script's own wrapper was called in two steps, and whether it is
+    still there.
+    """
     built = start(CASE, Topology())
     calls, method = [], built.optimizer.step
 
@@ -115,7 +125,10 @@ def _refused(folder: str) -> list[str]:
         with pytest.raises(ValueError, match="FIRST:LAST") as caught:
             attempt(steps)
         said.append(str(caught.value))
-    with profile(activities=[ProfilerActivity.CPU]), pytest.raises(RuntimeError) as other:
+    with (
+        profile(activities=[ProfilerActivity.CPU]),
+        pytest.raises(RuntimeError) as other,
+    ):
         attempt("1")
     said.append(str(other.value))
     return said
@@ -140,11 +153,18 @@ def _restarted(folder: str, first: int) -> str:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.gz")}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*.gz")
+    }
 
 
-def test_a_restart_before_the_steps_leaves_the_traces_of_earlier_runs(tmp_path: Path) -> None:
-    """All ranks write into one new folder, also where some wrote in an earlier run and died."""
+def test_a_restart_before_the_steps_leaves_the_traces_of_earlier_runs(
+    tmp_path: Path,
+) -> None:
+    """All ranks write into one new folder, also where some wrote in an earlier run and
+    died.
+    """
     (tmp_path / "rank0.json.gz").touch()
     (tmp_path / "run4").mkdir()
     (tmp_path / "run4" / "rank1.json.gz").touch()
@@ -153,14 +173,19 @@ def test_a_restart_before_the_steps_leaves_the_traces_of_earlier_runs(tmp_path: 
     after = _files(tmp_path)
     new = {"run5/rank0.json.gz", "run5/rank1.json.gz"}
     assert set(after) == {*before, *new} and after.items() >= before.items()
-    assert f"an earlier run's traces stay as they are: this run's are in {tmp_path}/run5" in zero
+    assert (
+        f"an earlier run's traces stay as they are: this run's are in {tmp_path}/run5"
+        in zero
+    )
     assert one == ""
     assert set(read_run(tmp_path / "run5", "x").ranks.steps) == {2}
 
 
 def test_a_restart_within_the_steps_traces_the_rest(tmp_path: Path) -> None:
     assert run(_restarted, 2, str(tmp_path), 3) == ["", ""]
-    assert read_trace(tmp_path / "rank1.json.gz").metadata["megatron_muon"]["steps"] == [3, 3]
+    assert read_trace(tmp_path / "rank1.json.gz").metadata["megatron_muon"][
+        "steps"
+    ] == [3, 3]
 
 
 def test_a_restart_past_the_steps_says_so_and_traces_nothing(tmp_path: Path) -> None:
@@ -177,9 +202,20 @@ PHASES = ["momentum", "gather", "adamw", "newton_schulz", "scatter", "update"]
 # What communicates is started in a phase and waited for in another of its name.
 STEP = [
     *("grads/norm/collective", "muon/momentum"),
-    *("muon/gather", "muon/gather/collective", "muon/adamw", "muon/gather", "muon/gather/wait"),
+    *(
+        "muon/gather",
+        "muon/gather/collective",
+        "muon/adamw",
+        "muon/gather",
+        "muon/gather/wait",
+    ),
     *("muon/newton_schulz", "muon/scatter", "muon/scatter/collective"),
-    *("muon/scatter", "muon/scatter/wait", "muon/update", "muon/update"),  # and what it left
+    *(
+        "muon/scatter",
+        "muon/scatter/wait",
+        "muon/update",
+        "muon/update",
+    ),  # and what it left
 ]
 
 
@@ -197,7 +233,9 @@ def _timed(log_level: int) -> dict[str, float]:
 
 def test_phases_are_timed_at_log_level_2_alone() -> None:
     for seconds in run(_timed, 2, 2):
-        muon = {name: value for name, value in seconds.items() if name.startswith("muon-")}
+        muon = {
+            name: value for name, value in seconds.items() if name.startswith("muon-")
+        }
         assert list(muon) == [f"muon-{phase}" for phase in PHASES]
         assert all(value > 0 for value in muon.values())
         assert sum(muon.values()) <= seconds["optimizer-inner-step"]
@@ -211,7 +249,9 @@ def _profiled() -> list[str]:
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         take_step(built, 0)
     events: list[Any] = sorted(trace.events(), key=lambda event: event.time_range.start)
-    return [event.name for event in events if event.name.startswith(("muon/", "grads/"))]
+    return [
+        event.name for event in events if event.name.startswith(("muon/", "grads/"))
+    ]
 
 
 def test_phases_and_their_collectives_are_in_the_trace_in_order() -> None:

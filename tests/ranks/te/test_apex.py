@@ -1,4 +1,5 @@
-"""Over Apex's own FusedAdam: its Python is real, its kernel is the stub's; see ``apex_on_cpu``.
+"""Over Apex's own FusedAdam: its Python is real, its kernel is the stub's; see
+``apex_on_cpu``.
 
 The switches between AdamW and Muon over it are those of ``test_switch.py``.
 """
@@ -12,7 +13,8 @@ from support.models.gpt import Case, Topology, check, inner_optimizers, start
 from support.ranks import run
 
 pytestmark = pytest.mark.skipif(
-    te_on_cpu.TE is not None or not apex_on_cpu.installed(), reason="APEX_PATH names no Apex"
+    te_on_cpu.TE is not None or not apex_on_cpu.installed(),
+    reason="APEX_PATH names no Apex",
 )
 
 

@@ -1,7 +1,8 @@
-"""Megatron-Bridge's own Python over the plugin: its optimizer setup, and its pretrain().
+"""Megatron-Bridge's own Python over the plugin: its optimizer setup, and its
+pretrain().
 
-Where PYTHONPATH has the ``src`` of a clone. Transformer Engine's compiled module is a stub, and its
-attention Megatron's local one.
+Where PYTHONPATH has the ``src`` of a clone. Transformer Engine's compiled module is a
+stub, and its attention Megatron's local one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from support.runs.whole import differences, whole
 OPTIM = "megatron.bridge.training.optim"
 CASE = Case(steps=4)
 SETTINGS = megatron_muon.MuonConfig(**dict(CASE.muon))
-RECIPES = megatron_muon.MuonConfig(  # what Bridge's Kimi K2 recipe says to Megatron's own Muon
+# what Bridge's Kimi K2 recipe says to Megatron's own Muon
+RECIPES = megatron_muon.MuonConfig(
     nesterov=True, matched_adamw_rms=1.0, ns_coefficients="quintic", ns_dtype="bf16"
 )
 
@@ -37,17 +39,24 @@ First = Literal["plugin", "bridge"]
 
 
 def _installed() -> bool:
-    return te_on_cpu.TE is not None and importlib.util.find_spec("megatron.bridge") is not None
+    return (
+        te_on_cpu.TE is not None
+        and importlib.util.find_spec("megatron.bridge") is not None
+    )
 
 
-pytestmark = pytest.mark.skipif(not _installed(), reason="no Megatron-Bridge on the path")
+pytestmark = pytest.mark.skipif(
+    not _installed(), reason="no Megatron-Bridge on the path"
+)
 
 
 # ------------------------------------------------------------------- on every rank
 
 
 def _bridges_optim(first: First, settings: megatron_muon.MuonConfig | None) -> Any:
-    """Its module of ``setup_optimizer``, imported before or after the plugin is installed."""
+    """Its module of ``setup_optimizer``, imported before or after the plugin is
+    installed.
+    """
     sys.modules.pop(OPTIM, None)
     if first == "bridge":
         importlib.import_module(OPTIM)
@@ -73,12 +82,16 @@ def _recipes() -> Any:
     import megatron.bridge
     from megatron.bridge.training import config as bridge
 
-    recipes = types.ModuleType("megatron.bridge.recipes")  # itself imports all, diffusion too
+    recipes = types.ModuleType(
+        "megatron.bridge.recipes"
+    )  # itself imports all, diffusion too
     recipes.__path__ = [f"{megatron.bridge.__path__[0]}/recipes"]
     sys.modules.setdefault(recipes.__name__, recipes)
     from megatron.bridge.recipes.kimi.h100.kimi_k2 import _apply_kimi_k2_optimizer
 
-    cfg = types.SimpleNamespace(train=types.SimpleNamespace(train_iters=8), mixed_precision="bf16")
+    cfg = types.SimpleNamespace(
+        train=types.SimpleNamespace(train_iters=8), mixed_precision="bf16"
+    )
     cfg.ddp = bridge.DistributedDataParallelConfig()
     _apply_kimi_k2_optimizer(cfg, "muon")
     cfg.ddp.use_distributed_optimizer = True
@@ -132,7 +145,9 @@ def _trained(topology: Topology, first: First | None, recipe: bool) -> dict[str,
     start = {name: param.detach().clone() for name, param in built.params.items()}
     try:
         built.optimizer, schedule = (
-            _through_bridge(built, first, recipe) if first else _through_core(built, recipe)
+            _through_bridge(built, first, recipe)
+            if first
+            else _through_core(built, recipe)
         )
         schedule.step(1)  # as at the first, lr is 0
         for step in range(CASE.steps):
@@ -147,38 +162,51 @@ def _trained(topology: Topology, first: First | None, recipe: bool) -> dict[str,
             schedule.step(1)
     finally:
         megatron_muon.uninstall()
-    built.log["still"] = [name for name, param in built.params.items() if param.equal(start[name])]
+    built.log["still"] = [
+        name for name, param in built.params.items() if param.equal(start[name])
+    ]
     built.log["meter"] = megatron_muon.meter(built.optimizer)
     return held(built)
 
 
-@pytest.mark.parametrize("topology", [Topology(), Topology(dp=2), Topology(tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "topology", [Topology(), Topology(dp=2), Topology(tp=2)], ids=str
+)
 @pytest.mark.parametrize(
     ("first", "recipe"), [("plugin", False), ("bridge", False), ("plugin", True)]
 )
 def test_its_setup_of_the_optimizer_is_megatrons_with_the_plugin(
     first: First, recipe: bool, topology: Topology
 ) -> None:
-    """Also by its own recipe for Muon, and where Bridge had Megatron's functions by name before."""
+    """Also by its own recipe for Muon, and where Bridge had Megatron's functions by
+    name before.
+    """
     theirs = run(_trained, topology.world_size, topology, first, recipe, timeout=400)
     ours = run(_trained, topology.world_size, topology, None, recipe)
     assert differences(whole(ours), whole(theirs)) == []
     for one, other in zip(ours, theirs, strict=True):
         assert one["log"] == other["log"]
         assert other["log"]["still"] == [] and other["log"]["meter"].steps == CASE.steps
-        assert len({rate for rates in other["log"]["rates"] for rate in rates}) > CASE.steps
+        assert (
+            len({rate for rates in other["log"]["rates"] for rate in rates})
+            > CASE.steps
+        )
 
 
 # ------------------------------------------------------------------- pretrain()
 
 
 def _without_a_gpu(patches: Patches) -> None:
-    """What Bridge's pretrain() asks of CUDA beyond megatron-core, and one absent package."""
+    """What Bridge's pretrain() asks of CUDA beyond megatron-core, and one absent
+    package.
+    """
     training.device(patches)
     training.memory(patches)
     resiliency = types.ModuleType("nvidia_resiliency_ext.inprocess")
     resiliency.CallWrapper = object  # in an annotation only
-    sys.modules.setdefault("nvidia_resiliency_ext", types.ModuleType("nvidia_resiliency_ext"))
+    sys.modules.setdefault(
+        "nvidia_resiliency_ext", types.ModuleType("nvidia_resiliency_ext")
+    )
     sys.modules.setdefault("nvidia_resiliency_ext.inprocess", resiliency)
     setup = importlib.import_module("megatron.bridge.training.setup")
     original = setup.initialize_megatron
@@ -194,7 +222,12 @@ def _model() -> Any:
     from megatron.core.transformer.enums import AttnBackend
 
     return GPTModelProvider(
-        **{"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 128},
+        **{
+            "num_layers": 2,
+            "hidden_size": 64,
+            "ffn_hidden_size": 128,
+            "vocab_size": 128,
+        },
         **{"num_attention_heads": 4, "num_query_groups": 2, "seq_length": 32},
         normalization="RMSNorm",
         activation_func=torch.nn.functional.silu,
@@ -221,7 +254,9 @@ def _config(folder: Path, steps: int) -> Any:
 
     return bridge.ConfigContainer(
         model=_model(),
-        train=bridge.TrainingConfig(train_iters=steps, global_batch_size=4, micro_batch_size=1),
+        train=bridge.TrainingConfig(
+            train_iters=steps, global_batch_size=4, micro_batch_size=1
+        ),
         validation=bridge.ValidationConfig(eval_iters=0),
         optimizer=bridge.OptimizerConfig(
             optimizer="muon",
@@ -246,13 +281,17 @@ def _config(folder: Path, steps: int) -> Any:
         dataset=bridge.MockGPTDatasetConfig(
             random_seed=1234,
             seq_length=32,
-            **dict.fromkeys(("reset_attention_mask", "reset_position_ids", "eod_mask_loss"), False),
+            **dict.fromkeys(
+                ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"), False
+            ),
             dataloader_type="single",
             num_workers=0,
             path_to_cache=str(folder / "data"),
         ),
         logger=bridge.LoggerConfig(log_interval=1),
-        tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=127),
+        tokenizer=bridge.TokenizerConfig(
+            tokenizer_type="NullTokenizer", vocab_size=127
+        ),
         checkpoint=bridge.CheckpointConfig(ckpt_format="torch_dist", async_save=False),
         rng=bridge.RNGConfig(seed=1234),
         dist=bridge.DistributedInitConfig(distributed_backend="gloo"),

@@ -1,7 +1,7 @@
 """NeMo 2's own optimizer module over the plugin steps as Megatron's factory does.
 
-Where PYTHONPATH has a clone of NVIDIA-NeMo/NeMo that has ``nemo/lightning`` and the packages that
-it imports.
+Where PYTHONPATH has a clone of NVIDIA-NeMo/NeMo that has ``nemo/lightning`` and the
+packages that it imports.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import torch
 
 import megatron_muon
 from support.installed import installed
-from support.models.gpt import Case, Topology, build, held, inner_optimizers, write_grads
+from support.models.gpt import (
+    Case,
+    Topology,
+    build,
+    held,
+    inner_optimizers,
+    write_grads,
+)
 from support.ranks import run
 from support.runs.whole import differences, whole
 
@@ -24,12 +31,18 @@ SETTINGS = megatron_muon.MuonConfig(**dict(CASE.muon))
 
 
 def _reason() -> str | None:
-    if importlib.util.find_spec("nemo") is None or importlib.util.find_spec("lightning") is None:
+    if (
+        importlib.util.find_spec("nemo") is None
+        or importlib.util.find_spec("lightning") is None
+    ):
         return "no NeMo on the path"
     from megatron.core.optimizer import get_megatron_optimizer
 
     if "lr_mult" not in inspect.signature(get_megatron_optimizer).parameters:
-        return "NeMo 2 gives get_megatron_optimizer lr_mult, which core 0.15 and earlier take"
+        return (
+            "NeMo 2 gives get_megatron_optimizer lr_mult, which core 0.15 and "
+            "earlier take"
+        )
     return None
 
 
@@ -51,7 +64,10 @@ def _config() -> Any:
 
 
 def _module(steps: int, **conditions: Any) -> Any:
-    from nemo.lightning.pytorch.optim import CosineAnnealingScheduler, MegatronOptimizerModule
+    from nemo.lightning.pytorch.optim import (
+        CosineAnnealingScheduler,
+        MegatronOptimizerModule,
+    )
 
     schedule = CosineAnnealingScheduler(
         max_steps=steps, warmup_steps=2, constant_steps=0, min_lr=0.002
@@ -82,7 +98,9 @@ def _through_nemo(built: Any) -> tuple[Any, Any]:
     from nemo.lightning.megatron_parallel import MegatronParallel
 
     model = MegatronParallel(
-        [_Holder(chunk) for chunk in built.chunks], ddp_config=built.ddp.ddp_config, cpu=True
+        [_Holder(chunk) for chunk in built.chunks],
+        ddp_config=built.ddp.ddp_config,
+        cpu=True,
     )
     model.trainer = _Trainer()
     module = _module(CASE.steps + 2, scale_lr_cond=_faster, lr_mult=3.0)
@@ -94,11 +112,15 @@ def _through_nemo(built: Any) -> tuple[Any, Any]:
 def _through_core(built: Any) -> Any:
     from megatron.core.optimizer import get_megatron_optimizer
 
-    return get_megatron_optimizer(_config(), built.chunks, scale_lr_cond=_faster, lr_mult=3.0)
+    return get_megatron_optimizer(
+        _config(), built.chunks, scale_lr_cond=_faster, lr_mult=3.0
+    )
 
 
 def _stepped(topology: Topology, rates: list[Any] | None) -> dict[str, Any]:
-    """Through NeMo, whose rates are written down; or through Megatron's factory, given these."""
+    """Through NeMo, whose rates are written down; or through Megatron's factory, given
+    these.
+    """
     built = build(CASE, topology)
     with installed(SETTINGS):
         if rates is None:
@@ -108,7 +130,9 @@ def _stepped(topology: Topology, rates: list[Any] | None) -> dict[str, Any]:
             theirs = built.optimizer = _through_core(built)
     for step in range(CASE.steps):
         groups = [
-            group for inner in inner_optimizers(built.optimizer) for group in inner.param_groups
+            group
+            for inner in inner_optimizers(built.optimizer)
+            for group in inner.param_groups
         ]
         if rates is not None:
             for group, (lr, decay) in zip(groups, rates[step], strict=True):

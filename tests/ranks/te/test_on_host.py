@@ -1,4 +1,5 @@
-"""State on the host (--optimizer-cpu-offload): Muon's comes by round, AdamW's is Megatron's own.
+"""State on the host (--optimizer-cpu-offload): Muon's comes by round, AdamW's is
+Megatron's own.
 
 Muon's part is that of a run without the flag, in bits. AdamW's is torch's, on the host.
 """
@@ -38,7 +39,9 @@ from support.ranks import error_of, run
 from support.runs.watching import watched
 from support.runs.whole import Whole, whole
 
-pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
+pytestmark = pytest.mark.skipif(
+    te_on_cpu.TE is None, reason="no Transformer Engine on the path"
+)
 
 PLAIN = Case()
 HOSTED = replace(
@@ -54,7 +57,12 @@ HALVES = replace(HOSTED, narrow=(*HOSTED.narrow[:3], ("store_param_remainders", 
 if VERSION < (0, 13):  # which has no such setting
     HALVES = HOSTED
 HALF = replace(
-    HOSTED, narrow=(*HOSTED.narrow[:2], ("optimizer_offload_fraction", 0.5), *HOSTED.narrow[3:])
+    HOSTED,
+    narrow=(
+        *HOSTED.narrow[:2],
+        ("optimizer_offload_fraction", 0.5),
+        *HOSTED.narrow[3:],
+    ),
 )
 BF16 = replace(HOSTED, narrow=(*HOSTED.narrow, ("exp_avg_dtype", torch.bfloat16)))
 ONE_BY_ONE = (("round_bytes", 1),)
@@ -63,7 +71,9 @@ MOE = {"moe": True, "grouped": "te"}
 
 def _without(case: Case) -> Case:
     """The same run with the state on the device."""
-    narrow = [(name, value) for name, value in case.narrow or () if name not in _OFFLOADS]
+    narrow = [
+        (name, value) for name, value in case.narrow or () if name not in _OFFLOADS
+    ]
     return replace(case, narrow=tuple(narrow))
 
 
@@ -73,15 +83,22 @@ _OFFLOADS = {ON_HOST[0], "overlap_cpu_optimizer_d2h_h2d", "optimizer_offload_fra
 def _check_same(one: Whole, other: Whole, case: Case) -> None:
     """Muon's in bits. Torch's AdamW on a CPU rounds a tail otherwise than a vector."""
     muons = muon_weights(case)
-    kinds = ("main", "exp_avg", "params")[: 2 if VERSION < (0, 13) else 3]  # weights by halves
-    bits = [{k: {n: whole[k][n] for n in muons} for k in kinds} for whole in (one, other)]
+    kinds = ("main", "exp_avg", "params")[
+        : 2 if VERSION < (0, 13) else 3
+    ]  # weights by halves
+    bits = [
+        {k: {n: whole[k][n] for n in muons} for k in kinds} for whole in (one, other)
+    ]
     assert differences(*bits) == []
     if case == BF16:  # HybridDeviceOptimizer holds AdamW's in fp32, whatever is asked
         return
     for kind in ("main", "exp_avg", "exp_avg_sq"):
         assert one[kind].keys() == other[kind].keys()
         for name, value in one[kind].items():
-            assert torch.allclose(value, other[kind][name], rtol=2e-5, atol=1e-7), (kind, name)
+            assert torch.allclose(value, other[kind][name], rtol=2e-5, atol=1e-7), (
+                kind,
+                name,
+            )
 
 
 @pytest.mark.parametrize(
@@ -117,10 +134,12 @@ def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
     _check_same(truth(case), trained(case, topology), case)
 
 
-# --- checkpoints ------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [HALVES, HALF, replace(HOSTED, **MOE)], ids=["16", "half", "moe"])
+@pytest.mark.parametrize(
+    "case", [HALVES, HALF, replace(HOSTED, **MOE)], ids=["16", "half", "moe"]
+)
 @pytest.mark.parametrize("format", formats())
 def test_a_checkpoint_goes_on(case: Case, format: str, tmp_path: Path) -> None:
     topology = Topology(dp=2, ep=2 if case.moe else 1)
@@ -132,13 +151,19 @@ def test_a_checkpoint_goes_on(case: Case, format: str, tmp_path: Path) -> None:
     [(HOSTED, HOSTED), (PLAIN, HOSTED), (HOSTED, PLAIN), (_without(HALVES), HALVES)],
     ids=["resharded", "from-device", "to-device", "from-narrow"],
 )
-def test_another_topology_or_place(at_save: Case, at_load: Case, tmp_path: Path) -> None:
-    before, after = Topology(tp=2, dp=2, sequence_parallel=True), Topology(pp=2, dp=3, overlap=True)
+def test_another_topology_or_place(
+    at_save: Case, at_load: Case, tmp_path: Path
+) -> None:
+    before, after = (
+        Topology(tp=2, dp=2, sequence_parallel=True),
+        Topology(pp=2, dp=3, overlap=True),
+    )
     (format,) = (format for format in formats() if format in FULL)
     one = run(saved, before.world_size, at_save, before, format, str(tmp_path))
     other = run(loaded, after.world_size, at_load, after, format, str(tmp_path))
     first, then = (
-        [whole([held[when] for held in runs]) for when in range(2)] for runs in (one, other)
+        [whole([held[when] for held in runs]) for when in range(2)]
+        for runs in (one, other)
     )
     assert differences(of_optimizer(first[0]), of_optimizer(then[0])) == []
     _check_same(first[1], then[1], HOSTED)
@@ -146,7 +171,9 @@ def test_another_topology_or_place(at_save: Case, at_load: Case, tmp_path: Path)
 
 @pytest.mark.parametrize("format", formats()[:2])
 def test_switches_between_muon_and_adamw(format: str, tmp_path: Path) -> None:
-    """AdamW's checkpoint of state on the host, too, each with and without it on the other side."""
+    """AdamW's checkpoint of state on the host, too, each with and without it on the
+    other side.
+    """
     for unlike in run(switched, 2, HOSTED, format, str(tmp_path)):
         assert unlike == []
 
@@ -160,7 +187,7 @@ def test_a_switch_to_adamw_on_the_host_is_refused() -> None:
     assert "load it once without --optimizer-cpu-offload" in run(_read_by_adamw, 1)[0]
 
 
-# --- what a run may do otherwise --------------------------------------------------------------
+# --- what a run may do otherwise ------------------------------------------------------
 
 
 def _reloaded() -> list[bool]:
@@ -196,7 +223,10 @@ def _refused(change: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"narrow": (*HOSTED.narrow, ("exp_avg_dtype", torch.float16))}, "exp_avg_dtype=torch.fl"),
+        (
+            {"narrow": (*HOSTED.narrow, ("exp_avg_dtype", torch.float16))},
+            "exp_avg_dtype=torch.fl",
+        ),
         ({"islands": ("*fc1*",)}, "optimizer_cpu_offload with fp32 weights"),
     ],
     ids=["dtype", "fp32-weights"],
@@ -205,7 +235,7 @@ def test_what_cannot_be_is_refused_by_name(change: dict[str, Any], said: str) ->
     assert said in run(_refused, 1, change)[0]
 
 
-# --- between steps only: chunked_optimizer_state_offload of NVIDIA's branch dev ------------------
+# --- between steps only: chunked_optimizer_state_offload of NVIDIA's branch dev -------
 
 of_dev = pytest.mark.skipif(not chunked_on_cpu.EXISTS, reason="no release has it")
 CHUNKS = ("chunked_optimizer_state_offload", True)
@@ -215,7 +245,9 @@ BETWEEN = {
     "clip": replace(IN_FP32, clip=1.0),
     "whole": replace(PLAIN, narrow=(CHUNKS, ("store_param_remainders", False))),
     "halves": replace(PLAIN, narrow=(CHUNKS, ("exp_avg_dtype", torch.bfloat16))),
-    "fp16": replace(IN_FP32, bf16=False, fp16=True, overflow=((2, "*.linear_fc1.weight"),)),
+    "fp16": replace(
+        IN_FP32, bf16=False, fp16=True, overflow=((2, "*.linear_fc1.weight"),)
+    ),
     "experts": replace(IN_FP32, **MOE),
     "halves of experts": replace(PLAIN, narrow=(CHUNKS,), **MOE),
 }
@@ -228,10 +260,14 @@ def _stays(case: Case) -> Case:
 
 @of_dev
 @pytest.mark.parametrize("kind", BETWEEN)
-def test_state_that_leaves_between_steps_changes_no_bit(kind: str, tmp_path: Path) -> None:
+def test_state_that_leaves_between_steps_changes_no_bit(
+    kind: str, tmp_path: Path
+) -> None:
     case = BETWEEN[kind]
     experts = Topology(tp=2, dp=2, ep=2, sequence_parallel=True)
-    both = experts if case.moe else Topology(2, 2, 2, overlap=True, sequence_parallel=True)
+    both = (
+        experts if case.moe else Topology(2, 2, 2, overlap=True, sequence_parallel=True)
+    )
     for topology in (Topology(), Topology(dp=3), both):
         plain = trained(_stays(case), topology)
         assert differences(plain, trained(case, topology)) == []
@@ -263,9 +299,18 @@ def test_it_leaves_after_a_load_too(kind: str, format: str, tmp_path: Path) -> N
             {"narrow": (CHUNKS, ("optimizer_state_offload_chunk_size_mb", 1))},
             "chunks of 1 MiB of 1",
         ),
-        ({"narrow": (CHUNKS, ("optimizer_state_offload_fraction", 0.5))}, "chunks of 0 MiB of 0.5"),
-        ({"narrow": IN_FP32.narrow, "muon": (("momentum_dtype", "int8"),)}, "dtype) with chunked"),
-        ({"narrow": IN_FP32.narrow, "fp8": "delayed"}, "offload with fp8_param_gather yet"),
+        (
+            {"narrow": (CHUNKS, ("optimizer_state_offload_fraction", 0.5))},
+            "chunks of 0 MiB of 0.5",
+        ),
+        (
+            {"narrow": IN_FP32.narrow, "muon": (("momentum_dtype", "int8"),)},
+            "dtype) with chunked",
+        ),
+        (
+            {"narrow": IN_FP32.narrow, "fp8": "delayed"},
+            "offload with fp8_param_gather yet",
+        ),
     ],
     ids=["chunks", "fraction", "int8", "fp8"],
 )

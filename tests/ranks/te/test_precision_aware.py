@@ -1,7 +1,9 @@
-"""States in fewer bytes (--use-precision-aware-optimizer), over Transformer Engine's FusedAdam.
+"""States in fewer bytes (--use-precision-aware-optimizer), over Transformer Engine's
+FusedAdam.
 
-Its Python is real: which states there are, in which dtypes, how they are scaled. Main parameters in
-16 + 16 bits are exact, so with an fp32 momentum a step is that without the flag, in bits.
+Its Python is real: which states there are, in which dtypes, how they are scaled. Main
+parameters in 16 + 16 bits are exact, so with an fp32 momentum a step is that without
+the flag, in bits.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ from support.ranks import error_of, run
 from support.runs.watching import watched
 from support.runs.whole import Whole, differences, whole
 
-pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
+pytestmark = pytest.mark.skipif(
+    te_on_cpu.TE is None, reason="no Transformer Engine on the path"
+)
 
 Narrow = tuple[tuple[str, Any], ...]
 
@@ -60,7 +64,8 @@ def _moments(dtype: torch.dtype) -> Narrow:
 PLAIN = Case()
 EXACT = replace(PLAIN, narrow=())
 BF16, FP16, FP8 = (
-    replace(PLAIN, narrow=_moments(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.uint8)
+    replace(PLAIN, narrow=_moments(dtype))
+    for dtype in (torch.bfloat16, torch.float16, torch.uint8)
 )
 WHOLE: Narrow = (("store_param_remainders", False),)  # fp32 main parameters
 SHARDS: Narrow = (("fp8_recipe", "tensorwise"),)  # Megatron has fp32 shards then
@@ -73,7 +78,9 @@ SP = {"sequence_parallel": True}
 @pytest.fixture(autouse=True)
 def _needs_the_option(request: pytest.FixtureRequest) -> None:
     given = repr(getattr(getattr(request.node, "callspec", None), "params", ""))
-    if VERSION < (0, 13) and ("store_param_remainders" in given or "fp8_recipe" in given):
+    if VERSION < (0, 13) and (
+        "store_param_remainders" in given or "fp8_recipe" in given
+    ):
         pytest.skip("this core always keeps remainders")
 
 
@@ -88,11 +95,21 @@ def _of_optimizer(held: Whole) -> Whole:
         {"narrow": WHOLE},
         {"narrow": SHARDS},
         {"islands": ("*fc1*",)},
-        {"fp32_grads": False},  # clipped, they would be rounded to bf16 again, as AdamW's are
+        {
+            "fp32_grads": False
+        },  # clipped, they would be rounded to bf16 again, as AdamW's are
         MOE,
         {**IN_FP16, "clip": 1.0},
     ],
-    ids=["remainders", "masters", "shards", "fp32-weights", "bf16-grads", "experts", "fp16"],
+    ids=[
+        "remainders",
+        "masters",
+        "shards",
+        "fp32-weights",
+        "bf16-grads",
+        "experts",
+        "fp16",
+    ],
 )
 def test_with_fp32_values_a_step_is_that_without_the_flag(change: Any) -> None:
     case = replace(EXACT, **change)
@@ -104,10 +121,14 @@ def test_with_fp32_values_a_step_is_that_without_the_flag(change: Any) -> None:
 
 @contextmanager
 def _of_one_dtype() -> Iterator[None]:
-    """Within it gradients are refused in two dtypes, and in fp16, as fused kernels do."""
+    """Within it gradients are refused in two dtypes, and in fp16, as fused kernels
+    do.
+    """
     plain = Foreach.advance_momentum
 
-    def strict(self: Foreach, momenta: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
+    def strict(
+        self: Foreach, momenta: Any, grads: Any, *args: Any, **kwargs: Any
+    ) -> None:
         assert {grad.dtype for grad in grads} in ({torch.float32}, {torch.bfloat16})
         plain(self, momenta, grads, *args, **kwargs)
 
@@ -115,14 +136,18 @@ def _of_one_dtype() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("change", [{"islands": ("*fc1*",)}, IN_FP16], ids=["islands", "fp16"])
+@pytest.mark.parametrize(
+    "change", [{"islands": ("*fc1*",)}, IN_FP16], ids=["islands", "fp16"]
+)
 def test_a_rounds_gradients_are_of_one_dtype_that_kernels_take(change: Any) -> None:
     case = replace(EXACT, fp32_grads=False, **change)
     assert differences(truth(case), trained(case, Topology(), _of_one_dtype)) == []
 
 
 def _weight(main: torch.Tensor, case: Case, name: str) -> torch.Tensor:
-    """What FusedAdam rounds a main parameter to: by remainders away from zero in a tie."""
+    """What FusedAdam rounds a main parameter to: by remainders away from zero in a
+    tie.
+    """
     if "fc1" in name and case.islands:
         return main
     if case.fp16 or case.narrow in (WHOLE, SHARDS):
@@ -135,11 +160,23 @@ def _weight(main: torch.Tensor, case: Case, name: str) -> torch.Tensor:
     ("case", "topology"),
     [
         pytest.param(BF16, Topology(2, 2, 2, overlap=True, **SP), id="dense"),
-        pytest.param(replace(BF16, fp32_grads=False, narrow=WHOLE), Topology(dp=3), id="dp3"),
-        pytest.param(replace(BF16, **MOE), Topology(tp=2, dp=2, ep=2, **SP), id="experts"),
-        pytest.param(replace(BF16, narrow=(*BF16.narrow, *SHARDS)), Topology(2, 1, 2), id="shards"),
+        pytest.param(
+            replace(BF16, fp32_grads=False, narrow=WHOLE), Topology(dp=3), id="dp3"
+        ),
+        pytest.param(
+            replace(BF16, **MOE), Topology(tp=2, dp=2, ep=2, **SP), id="experts"
+        ),
+        pytest.param(
+            replace(BF16, narrow=(*BF16.narrow, *SHARDS)),
+            Topology(2, 1, 2),
+            id="shards",
+        ),
         pytest.param(replace(BF16, layers=4), Topology(pp=2, dp=2, chunks=2), id="vpp"),
-        pytest.param(replace(BF16, **IN_FP16), Topology(tp=2, dp=2, overlap=True, **SP), id="fp16"),
+        pytest.param(
+            replace(BF16, **IN_FP16),
+            Topology(tp=2, dp=2, overlap=True, **SP),
+            id="fp16",
+        ),
     ],
 )
 def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
@@ -162,7 +199,9 @@ def test_neither_early_gathers_nor_logging_change_a_bit(tmp_path: Path) -> None:
 def test_momentum_is_rounded_to_nearest_and_newton_schulz_gets_it_unrounded(
     case: Case, off: float, floor: float
 ) -> None:
-    """Half a unit in the last place, and of the smallest of a shard's largest in fp16 and fp8."""
+    """Half a unit in the last place, and of the smallest of a shard's largest in fp16
+    and fp8.
+    """
     one, plain = truth(replace(case, steps=1)), truth(replace(PLAIN, steps=1))
     for name in muon_weights(case):
         assert torch.equal(one["main"][name], plain["main"][name]), name
@@ -175,18 +214,24 @@ def test_a_momentum_of_zeros_stays_zero_in_fp8() -> None:
     without = truth(replace(FP8, zero_grads=("*.linear_fc1.weight",)))
     for name, momentum in without["exp_avg"].items():
         assert bool(momentum.any()) is not name.endswith("linear_fc1.weight"), name
-        assert momentum.isfinite().all() and without["main"][name].isfinite().all(), name
+        assert momentum.isfinite().all() and without["main"][name].isfinite().all(), (
+            name
+        )
 
 
 def _bytes(case: Case) -> dict[str, float]:
-    """Bytes an element of the state of Muon's and of AdamW's bf16 weights, beside the weights."""
+    """Bytes an element of the state of Muon's and of AdamW's bf16 weights, beside the
+    weights.
+    """
     built = start(case, Topology(dp=2))
     take_step(built, 0)
     found = {"muon": [0, 0], "adamw": [0, 0]}
     for part in distributed_optimizers(built.optimizer):
         for shard, state in part.optimizer.state.items():
             kind = found["muon" if part.muon.owns(shard) else "adamw"]
-            kind[0] += sum(getattr(each, "_data", each).nbytes for each in state.values())
+            kind[0] += sum(
+                getattr(each, "_data", each).nbytes for each in state.values()
+            )
             kind[0] += shard.nbytes * (shard.dtype == torch.float32)
             kind[1] += shard.numel()
     return {kind: nbytes / elements for kind, (nbytes, elements) in found.items()}
@@ -209,7 +254,7 @@ def test_bytes_an_element(case: Case, muon: float, adamw: float) -> None:
         assert found == {"muon": muon, "adamw": adamw}
 
 
-# --- checkpoints ------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -219,14 +264,18 @@ def test_bytes_an_element(case: Case, muon: float, adamw: float) -> None:
 )
 @pytest.mark.parametrize("format", formats())
 def test_a_checkpoint_goes_on(case: Case, format: str, tmp_path: Path) -> None:
-    check_resumed(case, Topology(dp=2, ep=2 if case.moe else 1), format, tmp_path, dirty=case.moe)
+    check_resumed(
+        case, Topology(dp=2, ep=2 if case.moe else 1), format, tmp_path, dirty=case.moe
+    )
 
 
 def test_in_fp8_what_is_muons_goes_on(tmp_path: Path) -> None:
     """FusedAdam finds AdamW's scales again but for the last bit."""
     muons = muon_weights(FP8)
     for result in run(resumed, 2, FP8, Topology(dp=2), formats()[0], str(tmp_path)):
-        assert [each for each in result["differences"] if each.split()[-1] in muons] == []
+        assert [
+            each for each in result["differences"] if each.split()[-1] in muons
+        ] == []
 
 
 @pytest.mark.parametrize(
@@ -238,7 +287,9 @@ def test_in_fp8_what_is_muons_goes_on(tmp_path: Path) -> None:
         pytest.param(BF16, replace(BF16, narrow=(*BF16.narrow, *WHOLE)), id="to-fp32"),  # type: ignore[misc]
     ],
 )
-def test_another_topology_or_dtype(at_save: Case, at_load: Case, tmp_path: Path) -> None:
+def test_another_topology_or_dtype(
+    at_save: Case, at_load: Case, tmp_path: Path
+) -> None:
     before, after = Topology(tp=2, dp=2, **SP), Topology(pp=2, dp=3, overlap=True)
     (format,) = (format for format in formats() if format in FULL)
     one = run(saved, before.world_size, at_save, before, format, str(tmp_path))
@@ -246,11 +297,15 @@ def test_another_topology_or_dtype(at_save: Case, at_load: Case, tmp_path: Path)
     for when in range(2):
         pair = [whole([held[when] for held in runs]) for runs in (one, other)]
         assert differences(*map(_of_optimizer, pair)) == []
-    assert differences(_of_optimizer(pair[0]), _of_optimizer(whole([held[0] for held in other])))
+    assert differences(
+        _of_optimizer(pair[0]), _of_optimizer(whole([held[0] for held in other]))
+    )
 
 
 def _switched(muon: Case, format: str, folder: str) -> list[str]:
-    """AdamW's checkpoint into Muon's run, and Muon's into AdamW's; what is not taken over."""
+    """AdamW's checkpoint into Muon's run, and Muon's into AdamW's; what is not taken
+    over.
+    """
     unlike = []
     adam = replace(muon, optimizer="adam")
     for narrow in (muon.narrow, None):
@@ -280,7 +335,9 @@ def _switched(muon: Case, format: str, folder: str) -> list[str]:
                 load(built, place, format)
             for name, (*_, arrays) in held(built)["shards"].items():
                 kinds = (
-                    {"main"} if name in muon_weights(muon) else {"main", "exp_avg", "exp_avg_sq"}
+                    {"main"}
+                    if name in muon_weights(muon)
+                    else {"main", "exp_avg", "exp_avg_sq"}
                 )
                 unlike += [
                     f"{kind} of {name} from {case.optimizer}"
@@ -293,17 +350,23 @@ def _switched(muon: Case, format: str, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("narrow", [BF16.narrow, WHOLE], ids=["remainders", "masters"])
 @pytest.mark.parametrize("format", formats()[:2])
-def test_switches_between_muon_and_adamw(format: str, narrow: Narrow, tmp_path: Path) -> None:
+def test_switches_between_muon_and_adamw(
+    format: str, narrow: Narrow, tmp_path: Path
+) -> None:
     """Each with and without the flag on the other side."""
-    for unlike in run(_switched, 2, replace(PLAIN, narrow=narrow), format, str(tmp_path)):
+    for unlike in run(
+        _switched, 2, replace(PLAIN, narrow=narrow), format, str(tmp_path)
+    ):
         assert unlike == []
 
 
-# --- what a run may do otherwise --------------------------------------------------------------
+# --- what a run may do otherwise ------------------------------------------------------
 
 
 def _reloaded(narrow: Narrow) -> list[bool]:
-    """Weights of a model that is loaded without its optimizer, before and after a step."""
+    """Weights of a model that is loaded without its optimizer, before and after a
+    step.
+    """
     same = []
     for steps in (0, 1):
         built = start(replace(PLAIN, narrow=narrow), Topology(dp=2))
@@ -322,7 +385,9 @@ def _reloaded(narrow: Narrow) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("narrow", [(), WHOLE, HALF], ids=["remainders", "masters", "fp16"])
+@pytest.mark.parametrize(
+    "narrow", [(), WHOLE, HALF], ids=["remainders", "masters", "fp16"]
+)
 def test_main_parameters_follow_a_loaded_model(narrow: Narrow) -> None:
     for same in run(_reloaded, 2, narrow):
         assert same
@@ -335,12 +400,16 @@ def _with_nan() -> str:
     write_grads(built, 0)
     built.params["decoder.final_layernorm.weight"].main_grad.fill_(float("nan"))
     said = error_of(built.optimizer.step)
-    return error_of(built.optimizer.step) if said == "no error" else said  # of a late norm
+    return (
+        error_of(built.optimizer.step) if said == "no error" else said
+    )  # of a late norm
 
 
 def test_gradients_that_are_not_finite_are_named() -> None:
     for said in run(_with_nan, 2):
-        assert "final_layernorm" in said or "previous step's gradient norm was nan" in said
+        assert (
+            "final_layernorm" in said or "previous step's gradient norm was nan" in said
+        )
 
 
 def _refused(change: dict[str, Any]) -> str:
@@ -356,7 +425,10 @@ def _refused(change: dict[str, Any]) -> str:
             {"narrow": (), "fp8": "delayed"},
             "does not support use_precision_aware_optimizer with fp8_param_gather yet",
         ),
-        ({"narrow": (), "muon": (("momentum_dtype", "int8"),)}, "dtype by exp_avg_dtype"),
+        (
+            {"narrow": (), "muon": (("momentum_dtype", "int8"),)},
+            "dtype by exp_avg_dtype",
+        ),
     ],
     ids=["dtype", "fp8-weights", "int8-too"],
 )

@@ -1,7 +1,8 @@
-"""The CPU runtime's FusedAdam is Transformer Engine's, bit for bit, in what its Python decides.
+"""The CPU runtime's FusedAdam is Transformer Engine's, bit for bit, in what its Python
+decides.
 
-Which states there are, what a group's step is, what is saved and what is refused is their real
-Python; the formula is the stub's, written after their kernel.
+Which states there are, what a group's step is, what is saved and what is refused is
+their real Python; the formula is the stub's, written after their kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 from megatron_muon.cpu.fused_adam import FusedAdam as Ours
 from support import te_on_cpu
 
-pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
+pytestmark = pytest.mark.skipif(
+    te_on_cpu.TE is None, reason="no Transformer Engine on the path"
+)
 
 NUMBERS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
 STEPS_OF_EMPTY_GROUPS = te_on_cpu.TE is not None and te_on_cpu.TE >= (2, 19)
@@ -30,7 +33,9 @@ def _theirs() -> Any:
 def _stepped(adam: Any, dtype: torch.dtype, decoupled: bool) -> tuple[Params, Any]:
     """Five steps of three parameters; one has no gradient in the first of them."""
     g = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(1000, generator=g).to(dtype)) for _ in range(3)]
+    params = [
+        torch.nn.Parameter(torch.randn(1000, generator=g).to(dtype)) for _ in range(3)
+    ]
     groups = [
         {"params": params[:2], "weight_decay": 0.1},
         {"params": params[2:], "weight_decay": 0.0},
@@ -60,7 +65,10 @@ def test_steps_and_state_are_the_same_bits(dtype: torch.dtype, decoupled: bool) 
 
 
 def test_what_is_saved_is_the_same() -> None:
-    saved = [_stepped(adam, torch.float32, True)[1].state_dict() for adam in (_theirs(), Ours)]
+    saved = [
+        _stepped(adam, torch.float32, True)[1].state_dict()
+        for adam in (_theirs(), Ours)
+    ]
     theirs, ours = (each["param_groups"] for each in saved)
     if not STEPS_OF_EMPTY_GROUPS:
         assert "step" not in theirs[2] and ours[2].pop("step") == 5

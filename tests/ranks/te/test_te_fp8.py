@@ -1,9 +1,10 @@
 """Weights in fp8 (--fp8-param-gather): the step is that of one process, in bits.
 
-The weights are Transformer Engine's Float8Tensor and Float8BlockwiseQTensor; quantizing is the
-stub's. fp8 products are not in the stub, so nothing is computed with them: gradients are written,
-as everywhere here. Tensorwise and blockwise a TP rank scales its slice by itself, so that weights,
-other than main parameters and momentum, have the bits of one process only without TP.
+The weights are Transformer Engine's Float8Tensor and Float8BlockwiseQTensor; quantizing
+is the stub's. fp8 products are not in the stub, so nothing is computed with them:
+gradients are written, as everywhere here. Tensorwise and blockwise a TP rank scales its
+slice by itself, so that weights, other than main parameters and momentum, have the bits
+of one process only without TP.
 """
 
 from __future__ import annotations
@@ -40,16 +41,21 @@ from support.models.gpt import (
 from support.ranks import run
 from support.runs.whole import differences, whole
 
-pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
+pytestmark = pytest.mark.skipif(
+    te_on_cpu.TE is None, reason="no Transformer Engine on the path"
+)
 
 FP8 = Case(fp8="delayed")
 MOE = replace(FP8, moe=True, grouped="te")
 SP = {"sequence_parallel": True}
 # Several blocks of 128 rows in fc1, of which the edges of shards cut some.
 OTHERS = [replace(FP8, fp8=recipe, ffn=288) for recipe in ("tensorwise", "blockwise")]
-# A bucket's weights are gathered in bf16 through the memory of its gradients; slices of 32.
+# A bucket's weights are gathered in bf16 through the memory of its gradients; slices of
+# 32.
 MX = replace(FP8, fp8="mxfp8", ffn=256)
-by_other_recipes = pytest.mark.parametrize("case", OTHERS, ids=["tensorwise", "blockwise"])
+by_other_recipes = pytest.mark.parametrize(
+    "case", OTHERS, ids=["tensorwise", "blockwise"]
+)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +64,9 @@ by_other_recipes = pytest.mark.parametrize("case", OTHERS, ids=["tensorwise", "b
         pytest.param(FP8, Topology(2, 2, 2, overlap=True, **SP), id="dense"),
         pytest.param(replace(FP8, gated=True), Topology(dp=3), id="gated-dp3"),
         pytest.param(replace(FP8, layers=4), Topology(pp=2, dp=2, chunks=2), id="vpp"),
-        pytest.param(replace(MOE, gated=True), Topology(tp=2, dp=2, ep=2, **SP), id="grouped"),
+        pytest.param(
+            replace(MOE, gated=True), Topology(tp=2, dp=2, ep=2, **SP), id="grouped"
+        ),
         pytest.param(replace(FP8, mla="duplicated"), Topology(2, 1, 2, **SP), id="mla"),
     ],
 )
@@ -67,7 +75,9 @@ def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
 
 
 @by_other_recipes
-def test_by_other_recipes_data_parallel_ranks_have_the_weights_of_one(case: Case) -> None:
+def test_by_other_recipes_data_parallel_ranks_have_the_weights_of_one(
+    case: Case,
+) -> None:
     check(case, Topology(dp=3, overlap=True))
 
 
@@ -75,7 +85,12 @@ def test_by_other_recipes_data_parallel_ranks_have_the_weights_of_one(case: Case
 def test_by_other_recipes_a_topology_has_the_state_of_one_process(case: Case) -> None:
     for each in (case, replace(case, moe=True, grouped="te")):
         topology = Topology(2, 1 if each.moe else 2, 2, ep=2 if each.moe else 1, **SP)
-        assert differences(of_optimizer(truth(each)), of_optimizer(trained(each, topology))) == []
+        assert (
+            differences(
+                of_optimizer(truth(each)), of_optimizer(trained(each, topology))
+            )
+            == []
+        )
 
 
 @pytest.mark.parametrize(
@@ -85,22 +100,31 @@ def test_by_other_recipes_a_topology_has_the_state_of_one_process(case: Case) ->
         pytest.param(Topology(pp=2, dp=2, overlap=True), id="overlap"),
     ],
 )
-def test_weights_that_travel_through_the_memory_of_gradients(topology: Topology) -> None:
+def test_weights_that_travel_through_the_memory_of_gradients(
+    topology: Topology,
+) -> None:
     if VERSION < (0, 19):
         (said,) = run(_refused, 1, "mxfp8")
-        assert "does not support fp8_param_gather with fp8_recipe=mxfp8 before core 0.19" in said
+        assert (
+            "does not support fp8_param_gather with fp8_recipe=mxfp8 before core 0.19"
+            in said
+        )
         return
     check(replace(MX, fp32_grads=topology.overlap), topology)
 
 
 def _waited() -> list[dict[str, Any]]:
-    """What ranks hold once they have waited for parameters, and once they have again."""
+    """What ranks hold once they have waited for parameters, and once they have
+    again.
+    """
     built = start(MX, Topology(dp=2, overlap=True))
     prepare_step(built, 0)
     built.optimizer.step()
     built.optimizer.wait_for_params()
     found = [held(built)]
-    for buffer in built.ddp.buffers:  # another one would gather, and erase, these gradients
+    for (
+        buffer
+    ) in built.ddp.buffers:  # another one would gather, and erase, these gradients
         buffer.grad_data.fill_(1.0)
     for group in built.ddp.bucket_groups:
         group.param_gather_dispatched = False  # as the backward pass does
@@ -112,8 +136,13 @@ def _waited() -> list[dict[str, Any]]:
 
 @pytest.mark.skipif(VERSION < (0, 19), reason="mxfp8 parameters need core 0.19")
 def test_no_gather_starts_within_a_step_from_the_memory_of_its_gradients() -> None:
-    (said,) = run(error_of_building, 1, MX, Topology(overlap=True), {"early_param_gather": "on"})
-    assert "with reuse_grad_buf_for_mxfp8_param_ag (--reuse-grad-buf-for-mxfp8-param-ag)" in said
+    (said,) = run(
+        error_of_building, 1, MX, Topology(overlap=True), {"early_param_gather": "on"}
+    )
+    assert (
+        "with reuse_grad_buf_for_mxfp8_param_ag (--reuse-grad-buf-for-mxfp8-param-ag)"
+        in said
+    )
 
 
 @pytest.mark.skipif(VERSION < (0, 19), reason="mxfp8 parameters need core 0.19")
@@ -127,7 +156,12 @@ def test_parameters_can_be_waited_for_where_they_travel_through_gradients() -> N
 def test_a_gather_within_the_step_waits_for_what_is_scaled() -> None:
     early = replace(FP8, muon=(("round_bytes", 1), ("early_param_gather", "on")))
     topology = Topology(2, 2, 2, overlap=True, **SP)
-    assert differences(truth(replace(early, muon=early.muon[:1])), trained(early, topology)) == []
+    assert (
+        differences(
+            truth(replace(early, muon=early.muon[:1])), trained(early, topology)
+        )
+        == []
+    )
 
 
 def _ready(case: Case, topology: Topology) -> tuple[int, int]:
@@ -141,7 +175,9 @@ def _ready(case: Case, topology: Topology) -> tuple[int, int]:
     done = set(map(id, ready))
     gathers = built.optimizer.chained_optimizers[0].early_gathers.gathers
     groups = [gather.group for gather in gathers if gather.after is not None]
-    params = {id(p) for g in groups for b in g.buckets for p in b.params if is_float8tensor(p)}
+    params = {
+        id(p) for g in groups for b in g.buckets for p in b.params if is_float8tensor(p)
+    }
     return len(params), len(params & done)
 
 
@@ -192,20 +228,32 @@ def test_a_checkpoint_goes_on(case: Case, format: str, tmp_path: Path) -> None:
     ("case", "at_save", "at_load"),
     [
         pytest.param(
-            FP8, Topology(tp=2, dp=2, **SP), Topology(pp=2, dp=3, overlap=True), id="dense"
+            FP8,
+            Topology(tp=2, dp=2, **SP),
+            Topology(pp=2, dp=3, overlap=True),
+            id="dense",
         ),
-        pytest.param(FP8, Topology(dp=3), Topology(2, 2, **SP), id="tp", marks=pytest.mark.slow),
-        pytest.param(MOE, Topology(dp=4, ep=2), Topology(tp=2, dp=2, ep=2, **SP), id="grouped"),
+        pytest.param(
+            FP8, Topology(dp=3), Topology(2, 2, **SP), id="tp", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            MOE, Topology(dp=4, ep=2), Topology(tp=2, dp=2, ep=2, **SP), id="grouped"
+        ),
     ],
 )
-def test_another_topology(case: Case, at_save: Topology, at_load: Topology, tmp_path: Path) -> None:
-    """Main parameters and momenta go on in bits; weights have a scale that each TP rank chooses."""
+def test_another_topology(
+    case: Case, at_save: Topology, at_load: Topology, tmp_path: Path
+) -> None:
+    """Main parameters and momenta go on in bits; weights have a scale that each TP rank
+    chooses.
+    """
     (format,) = (format for format in formats() if format in FULL)
     before = run(saved, at_save.world_size, case, at_save, format, str(tmp_path))
     after = run(loaded, at_load.world_size, case, at_load, format, str(tmp_path))
     for when in range(2):
         one, other = (
-            of_optimizer(whole([held[when] for held in runs])) for runs in (before, after)
+            of_optimizer(whole([held[when] for held in runs]))
+            for runs in (before, after)
         )
         assert differences(one, other) == []
     assert differences(
@@ -214,10 +262,14 @@ def test_another_topology(case: Case, at_save: Topology, at_load: Topology, tmp_
 
 
 def _switched(case: Case, format: str, folder: str, change: float) -> str:
-    """AdamW's checkpoint into Muon; with main parameters that are not the model's, if changed."""
+    """AdamW's checkpoint into Muon; with main parameters that are not the model's, if
+    changed.
+    """
     adam = stepped(replace(case, optimizer="adam", steps=2), Topology(dp=2))
     if change:
-        for group in adam.optimizer.chained_optimizers[0].shard_fp32_from_float16_groups:
+        for group in adam.optimizer.chained_optimizers[
+            0
+        ].shard_fp32_from_float16_groups:
             for shard in group:
                 shard.mul_(change)
     save(adam, folder, format)
@@ -235,7 +287,9 @@ def _switched(case: Case, format: str, folder: str, change: float) -> str:
 @pytest.mark.parametrize("change", [0.0, 2.0], ids=["as-saved", "others"])
 @pytest.mark.parametrize("case", [FP8, *OTHERS], ids=lambda case: case.fp8)
 @pytest.mark.parametrize("format", formats()[:1])
-def test_muon_goes_on_from_adamw(case: Case, format: str, change: float, tmp_path: Path) -> None:
+def test_muon_goes_on_from_adamw(
+    case: Case, format: str, change: float, tmp_path: Path
+) -> None:
     for said in run(_switched, 2, case, format, str(tmp_path), change):
         assert ("no error" in said) is not bool(change), said
         assert "does not round to the model's weight" in said or not change
@@ -250,4 +304,7 @@ def _refused(recipe: str) -> str:
 def test_another_recipe_is_refused() -> None:
     (said,) = run(_refused, 1, "custom")
     assert "does not support fp8_param_gather with fp8_recipe=custom yet" in said
-    assert "give one of delayed, tensorwise, blockwise, mxfp8, or keep parameters in bf16" in said
+    assert (
+        "give one of delayed, tensorwise, blockwise, mxfp8, or keep parameters in bf16"
+        in said
+    )

@@ -1,8 +1,10 @@
-"""GPTs of Transformer Engine's own modules: their marks by version, and bits of one process.
+"""GPTs of Transformer Engine's own modules: their marks by version, and bits of one
+process.
 
-Megatron's gradient norm and checkpoints go by these marks, and several are wrong: weights that are
-duplicated over TP are marked as cut, an expert's second layer as cut along the other dim. The
-stand-in does so, too. The modules' Python is real; see ``te_on_cpu``.
+Megatron's gradient norm and checkpoints go by these marks, and several are wrong:
+weights that are duplicated over TP are marked as cut, an expert's second layer as cut
+along the other dim. The stand-in does so, too. The modules' Python is real; see
+``te_on_cpu``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from support.installed import VERSION
 from support.models.gpt import Case, Topology, build, check, runs_of
 from support.ranks import run
 
-pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
+pytestmark = pytest.mark.skipif(
+    te_on_cpu.TE is None, reason="no Transformer Engine on the path"
+)
 
 EXPERTS = Topology(tp=2, dp=2, ep=2, sequence_parallel=True)
 MOE = Case(moe=True, grouped="te", mla="duplicated", gated=True)
@@ -33,12 +37,17 @@ CASES = (
 KEYS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce")
 LAYER = "decoder.layers.0."
 MARKS_GROUPED = te_on_cpu.TE is not None and te_on_cpu.TE < (2, 13)
-KNOWS_DUPLICATES = VERSION >= (0, 19)  # Megatron's own marks, whatever Transformer Engine's are
+KNOWS_DUPLICATES = VERSION >= (
+    0,
+    19,
+)  # Megatron's own marks, whatever Transformer Engine's are
 CUTS_DOWN = VERSION < (0, 13)  # as column-parallel, and so marked
 
 
 def _marks(case: Case, topology: Topology, standin: bool) -> dict[str, tuple[Any, ...]]:
-    """By name: the shape, ``KEYS`` and ``sequence_parallel``, None where a mark is not there."""
+    """By name: the shape, ``KEYS`` and ``sequence_parallel``, None where a mark is not
+    there.
+    """
     with mock.patch.object(te_on_cpu, "TE", None if standin else te_on_cpu.TE):
         params = build(case, topology).params
     return {
@@ -67,7 +76,9 @@ def test_marks_are_those_that_are_relied_on(case: Case, topology: Topology) -> N
             elif "_down_proj." in leaf:
                 assert _cut(marks) == (not KNOWS_DUPLICATES, 0), name
             elif ".experts.local_experts." in leaf:
-                assert _cut(marks) == (True, int("fc2" in leaf and KNOWS_DUPLICATES)), name
+                assert _cut(marks) == (True, int("fc2" in leaf and KNOWS_DUPLICATES)), (
+                    name
+                )
             elif ".experts." in leaf:
                 marked = KNOWS_DUPLICATES or MARKS_GROUPED
                 dim = int("fc2" in leaf and KNOWS_DUPLICATES)
@@ -87,16 +98,25 @@ def test_the_standin_is_marked_as_the_real_ones(case: Case, topology: Topology) 
     real = run(_marks, topology.world_size, case, topology, False)
     standin = run(_marks, topology.world_size, case, topology, True)
     for true, made in zip(real, standin, strict=True):
-        same = [n for n in made if ".experts." in n or (case.mla and "_down_proj." in n)]
+        same = [
+            n for n in made if ".experts." in n or (case.mla and "_down_proj." in n)
+        ]
         assert same and {n: true[n] for n in same} == {n: made[n] for n in same}
 
 
 MODES = ("column", "row", None)
 STOOD_FOR = [
     *(("Linear", (32, 64), {"parallel_mode": mode, "bias": True}) for mode in MODES),
-    *(("GroupedLinear", (3, 32, 64), {"parallel_mode": mode, "bias": False}) for mode in MODES),
+    *(
+        ("GroupedLinear", (3, 32, 64), {"parallel_mode": mode, "bias": False})
+        for mode in MODES
+    ),
     ("LayerNormLinear", (32, 64), {"parallel_mode": "column", "bias": True}),
-    ("LayerNormLinear", (32, 64), {"parallel_mode": "column", "normalization": "RMSNorm"}),
+    (
+        "LayerNormLinear",
+        (32, 64),
+        {"parallel_mode": "column", "normalization": "RMSNorm"},
+    ),
     ("LayerNorm", (32,), {"sequence_parallel": True}),
     ("RMSNorm", (32,), {"sequence_parallel": True}),
 ]
@@ -112,10 +132,16 @@ def test_the_dry_run_stands_in_with_the_same_parameters(
 
     common: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
     if "Linear" in name:
-        common |= {"tp_size": 2, "sequence_parallel": options["parallel_mode"] is not None}
+        common |= {
+            "tp_size": 2,
+            "sequence_parallel": options["parallel_mode"] is not None,
+        }
     own, ours = (
         made(*sizes, **common, **options)
-        for made in (getattr(te, name), stand_ins._KNOWN[f"transformer_engine.pytorch.{name}"])
+        for made in (
+            getattr(te, name),
+            stand_ins._KNOWN[f"transformer_engine.pytorch.{name}"],
+        )
     )
     marked = name != "GroupedLinear" or MARKS_GROUPED
 

@@ -1,4 +1,5 @@
-"""Muon trains GPTs of Transformer Engine's own modules, forward and backward, in parallel.
+"""Muon trains GPTs of Transformer Engine's own modules, forward and backward, in
+parallel.
 
 Their autograd functions and FusedAdam are real, and products and norms are the stub's.
 """
@@ -15,8 +16,12 @@ from support.runs.cases import Case, Topology
 from support.runs.training import MODEL, differences, spread, trained, truth
 
 pytestmark = [
-    pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path"),
-    pytest.mark.skipif(VERSION < (0, 16), reason="older ones ask torch for a CUDA device here"),
+    pytest.mark.skipif(
+        te_on_cpu.TE is None, reason="no Transformer Engine on the path"
+    ),
+    pytest.mark.skipif(
+        VERSION < (0, 16), reason="older ones ask torch for a CUDA device here"
+    ),
 ]
 
 FP32 = replace(MODEL, optimizer="muon", steps=4)
@@ -33,7 +38,9 @@ FAR = {False: 1e-4, True: 0.5}
         pytest.param(FP32, spread(tp=2, pp=2), id="dense"),
         pytest.param(BF16, spread(tp=2, dp=2, overlap=True), id="bf16"),
         pytest.param(replace(MOE, bf16=True), spread(dp=2, ep=2), id="grouped"),
-        pytest.param(MOE, spread(tp=2, dp=2, ep=2, etp=2, dispatcher="alltoall"), id="etp"),
+        pytest.param(
+            MOE, spread(tp=2, dp=2, ep=2, etp=2, dispatcher="alltoall"), id="etp"
+        ),
         pytest.param(replace(MOE, grouped=""), spread(dp=2, ep=2), id="sequential"),
         pytest.param(replace(FP32, mla="duplicated"), spread(tp=2, dp=2), id="mla"),
         pytest.param(replace(BF16, mtp=True), spread(pp=2, dp=2), id="mtp"),
@@ -43,7 +50,9 @@ def test_training_is_that_of_one_process(m: Case, t: Topology) -> None:
     one, other = truth(m), trained(m, t)
     far = differences(one, other)
     assert max(far.values()) < FAR[m.bf16], max(far, key=lambda name: far[name])
-    assert other.losses[-1] == pytest.approx(one.losses[-1], abs=0.1 if m.bf16 else 1e-3)
+    assert other.losses[-1] == pytest.approx(
+        one.losses[-1], abs=0.1 if m.bf16 else 1e-3
+    )
 
 
 def test_biases_of_grouped_experts_have_one_processs_gradients() -> None:

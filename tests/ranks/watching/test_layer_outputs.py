@@ -1,6 +1,8 @@
-"""The layers' outputs and largest logits, in real forward passes by Megatron's own schedules.
+"""The layers' outputs and largest logits, in real forward passes by Megatron's own
+schedules.
 
-Transformer Engine, whose attention keeps logits in Megatron, needs a GPU. A hook keeps them here.
+Transformer Engine, whose attention keeps logits in Megatron, needs a GPU. A hook keeps
+them here.
 """
 
 from __future__ import annotations
@@ -25,13 +27,17 @@ pytestmark = pytest.mark.skipif(
     reason="the model is built with vp_stage; test_pretrain_watch.py has core 0.12",
 )
 DENSE = replace(MODEL, steps=2, optimizer="muon")
-LAST = ["decoder.final_layernorm", "output_layer"]  # of the last stage; TP cuts the logits
+LAST = [
+    "decoder.final_layernorm",
+    "output_layer",
+]  # of the last stage; TP cuts the logits
 RUNS = [(DENSE, spread(tp=2, dp=2)), (replace(DENSE, recompute=True), spread(pp=2))]
 
 
 def _train(model: Case, topology: Topology, path: str, interval: int) -> dict[str, Any]:
-    """What ``train`` returns, in a run that logs; each forward pass's outputs, and the largest
-    logits of this rank's heads."""
+    """What ``train`` returns, in a run that logs; each forward pass's outputs, and the
+    largest logits of this rank's heads.
+    """
     settings = (("log_interval", interval), ("log_file", path))
     outputs: dict[str, list[float]] = {}
     attentions: list[Any] = []
@@ -64,20 +70,27 @@ def _keep(seen: list[float]) -> Any:
 
 
 def _keep_logits(core: Any) -> None:
-    """Keep the largest logit of each head, under Megatron's name and until it is None."""
+    """Keep the largest logit of each head, under Megatron's name and until it is
+    None.
+    """
     core.current_max_attn_logits = None
 
     def before_softmax(module: Any, given: tuple[Any, ...]) -> None:
         largest = given[0].detach().float().amax(dim=(0, 2, 3))
         before = core.current_max_attn_logits
-        core.current_max_attn_logits = largest if before is None else before.maximum(largest)
+        core.current_max_attn_logits = (
+            largest if before is None else before.maximum(largest)
+        )
 
     core.scale_mask_softmax.register_forward_pre_hook(before_softmax)
 
 
 def _logits(path: Path) -> dict[str, float]:
     """Of the last step."""
-    return {row: numbers["max_logit"] for row, numbers in records(path)[-1]["logits"].items()}
+    return {
+        row: numbers["max_logit"]
+        for row, numbers in records(path)[-1]["logits"].items()
+    }
 
 
 def _logged(path: Path) -> list[dict[str, float]]:
@@ -102,7 +115,9 @@ def alone(
         assert [rows[row] for rows in logged] == pytest.approx(passes, rel=1e-5)
     logits = _logits(path)
     names = [f"decoder.layers.{layer}.self_attention" for layer in range(DENSE.layers)]
-    assert list(logits) == [f"{name}[group {group}]" for name in names for group in range(GROUPS)]
+    assert list(logits) == [
+        f"{name}[group {group}]" for name in names for group in range(GROUPS)
+    ]
     largest = torch.tensor(held["heads"]).view(len(logits), -1).amax(1)
     assert list(logits.values()) == pytest.approx(largest.tolist(), rel=1e-5)
     return logged, logits
@@ -121,8 +136,10 @@ def test_outputs_and_logits_are_those_of_one_process(
 
 
 def _train_with_overflow(path: str, at: int, numbered: bool) -> dict[str, Any]:
-    """``_train`` of 6 steps, of which number ``at`` is skipped: a gradient is not finite. Numbered
-    steps have the numbers of a loop, which counts the skipped one, too."""
+    """``_train`` of 6 steps, of which number ``at`` is skipped: a gradient is not
+    finite. Numbered steps have the numbers of a loop, which counts the skipped one,
+    too.
+    """
     from megatron_muon.mcore.watching.host import NO_HOST, Host, set_host
 
     begun: list[str] = []
@@ -148,8 +165,8 @@ def _train_with_overflow(path: str, at: int, numbered: bool) -> dict[str, Any]:
         set_host(NO_HOST)
 
 
-# The step that is skipped, whether steps have a loop's numbers, and the steps that log: their
-# numbers, and when they were.
+# The step that is skipped, whether steps have a loop's numbers, and the steps that log:
+# their numbers, and when they were.
 SKIPPED = [(5, True, [2, 4, 6], [2, 4, 6]), (4, False, [2, 4], [2, 5])]
 
 
@@ -161,6 +178,10 @@ def test_a_skipped_steps_outputs_are_forgotten(
     (held,) = run(_train_with_overflow, 1, str(path), at, numbered)
     assert [step for step, ok in enumerate(held["ok"], 1) if not ok] == [at]
     assert [line["step"] for line in records(path)[1:]] == numbers
-    squares = torch.tensor(held["outputs"]["decoder.layers.0"]).view(6, -1).mean(1).sqrt()
+    squares = (
+        torch.tensor(held["outputs"]["decoder.layers.0"]).view(6, -1).mean(1).sqrt()
+    )
     logged = [rows["decoder.layers.0"] for rows in _logged(path)]
-    assert logged == pytest.approx([float(squares[step - 1]) for step in times], rel=1e-3)
+    assert logged == pytest.approx(
+        [float(squares[step - 1]) for step in times], rel=1e-3
+    )

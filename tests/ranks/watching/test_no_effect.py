@@ -1,4 +1,6 @@
-"""A run that logs is bit for bit the run that does not; ``test_numbers`` holds it, too."""
+"""A run that logs is bit for bit the run that does not; ``test_numbers`` holds it,
+too.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ BF16 = Case()
 FP16 = replace(BF16, bf16=False, fp16=True, overflow=((1, "*.linear_fc1.weight"),))
 RUNS = [
     (FP16, Topology(dp=2)),
-    (replace(BF16, layers=4), Topology(pp=2, chunks=2, overlap=True, step_overlap=True)),
+    (
+        replace(BF16, layers=4),
+        Topology(pp=2, chunks=2, overlap=True, step_overlap=True),
+    ),
     (replace(BF16, frozen=("embedding.*", "*.layers.0.*")), Topology(pp=2)),
 ]
 
@@ -41,7 +46,11 @@ def _hooks(case: Case) -> list[Any]:
     for step in range(case.steps):
         take_step(built, step)
         counts.append(_forward_hooks(built.chunks))
-    return [counts, built.optimizer.watch is None, bool((before == torch.get_rng_state()).all())]
+    return [
+        counts,
+        built.optimizer.watch is None,
+        bool((before == torch.get_rng_state()).all()),
+    ]
 
 
 def _forward_hooks(chunks: list[Any]) -> int:
@@ -84,5 +93,10 @@ def test_a_file_that_cannot_be_written_stops_all_ranks_before_the_first_step(
     tmp_path: Path,
 ) -> None:
     other, writer = run(_refused, 2, str(tmp_path))  # a folder
-    assert writer.startswith("OSError: log_file (--muon-log-file)") and str(tmp_path) in writer
-    assert other.startswith("RuntimeError: rank 1 stopped") and "--muon-log-file" in other
+    assert (
+        writer.startswith("OSError: log_file (--muon-log-file)")
+        and str(tmp_path) in writer
+    )
+    assert (
+        other.startswith("RuntimeError: rank 1 stopped") and "--muon-log-file" in other
+    )

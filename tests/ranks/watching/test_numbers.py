@@ -16,7 +16,15 @@ import pytest
 import torch
 
 from support.expected.oracle import newton_schulz, qkv_rows
-from support.models.gpt import Case, Topology, muon_weights, printed_by, train, trained, truth
+from support.models.gpt import (
+    Case,
+    Topology,
+    muon_weights,
+    printed_by,
+    train,
+    trained,
+    truth,
+)
 from support.ranks import run
 from support.runs.cases import whole_grad
 from support.runs.watching import records, watched
@@ -54,9 +62,15 @@ def test_numbers_of_matrices(case: Case, topology: Topology, tmp_path: Path) -> 
             assert numbers.keys() == expected[row].keys()
             for name, value in expected[row].items():
                 allowed = rough if name in DIRECTIONS else 1e-2 * case.bf16 + 1e-5
-                assert numbers[name] == pytest.approx(value, rel=allowed), (step, row, name)
+                assert numbers[name] == pytest.approx(value, rel=allowed), (
+                    step,
+                    row,
+                    name,
+                )
     promised = {row: about["promised_rms"] for row, about in start["rows"].items()}
-    assert len(steps) == case.steps and promised == pytest.approx(_promised(case), rel=1e-5)
+    assert len(steps) == case.steps and promised == pytest.approx(
+        _promised(case), rel=1e-5
+    )
 
 
 def printed(case: Case, topology: Topology) -> str:
@@ -65,10 +79,16 @@ def printed(case: Case, topology: Topology) -> str:
 
 
 def test_the_rank_that_writes_warns_of_an_expert_without_tokens(tmp_path: Path) -> None:
-    case = watched(replace(MOE, zero_grads=("*.local_experts.3.*",)), tmp_path / "lines.jsonl")
+    case = watched(
+        replace(MOE, zero_grads=("*.local_experts.3.*",)), tmp_path / "lines.jsonl"
+    )
     *others, last = run(printed, 2, case, Topology(dp=2))
-    warned = [line for line in last.splitlines() if "matrices without a gradient" in line]
-    assert len(warned) == 1 and warned[0].startswith("[megatron_muon] step 1: warning: ")
+    warned = [
+        line for line in last.splitlines() if "matrices without a gradient" in line
+    ]
+    assert len(warned) == 1 and warned[0].startswith(
+        "[megatron_muon] step 1: warning: "
+    )
     assert not any("warning: " in text for text in others)
 
 
@@ -109,13 +129,18 @@ def _matrices(case: Case, name: str, weight: Tensor) -> list[tuple[str, list[int
         ]
     if is_split and row.endswith("linear_fc1"):
         half = len(weight) // 2
-        return [(f"{row}[gate]", list(range(half))), (f"{row}[up]", list(range(half, 2 * half)))]
+        return [
+            (f"{row}[gate]", list(range(half))),
+            (f"{row}[up]", list(range(half, 2 * half))),
+        ]
     for expert in range(4):
         row = row.replace(f".local_experts.{expert}.", ".")
     return [(row, list(range(len(weight))))]
 
 
-def _of_matrix(case: Case, weight: Tensor, gradient: Tensor, momentum: Tensor) -> dict[str, float]:
+def _of_matrix(
+    case: Case, weight: Tensor, gradient: Tensor, momentum: Tensor
+) -> dict[str, float]:
     given = gradient + 0.95 * momentum
     moved = bool(gradient.any())
     direction = newton_schulz(given) if moved else torch.zeros_like(given)
@@ -156,13 +181,19 @@ def _promised(case: Case) -> dict[str, float]:
         if name in muon_weights(case):
             for row, at in _matrices(case, name, weight):
                 shapes[row] = (len(at), weight.shape[1])
-    return {row: _scale(case, *shape) / math.sqrt(max(shape)) for row, shape in shapes.items()}
+    return {
+        row: _scale(case, *shape) / math.sqrt(max(shape))
+        for row, shape in shapes.items()
+    }
 
 
 def test_adamws_parameters_are_written(tmp_path: Path) -> None:
     _, first, *_ = logged(FP32, Topology(2, 1, 2), tmp_path / "lines.jsonl")
     before = truth(replace(FP32, steps=0))["main"]
-    names = {name.removesuffix(".weight"): name for name in before.keys() - muon_weights(FP32)}
+    names = {
+        name.removesuffix(".weight"): name
+        for name in before.keys() - muon_weights(FP32)
+    }
     assert first["adamw"].keys() == names.keys()
     for row, numbers in first["adamw"].items():
         weight = before[names[row]].double()

@@ -1,4 +1,6 @@
-"""Checkpoints of real runs, digests of them, what ``megatron-muon checkpoint inspect`` says."""
+"""Checkpoints of real runs, digests of them, what ``megatron-muon checkpoint inspect``
+says.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def saved(folder: Path, format: str) -> None:
 
 
 def as_megatron_lm(folder: Path) -> None:
-    """The first rank's file of the format torch, by the name that Megatron-LM gives it."""
+    """The first rank's file of the format torch, by the name that Megatron-LM gives
+    it.
+    """
     for file in folder.glob("0_0_0_model_optim.pt"):
         (folder / "mp_rank_00").mkdir()
         file.rename(folder / "mp_rank_00" / "model_optim_rng.pt")

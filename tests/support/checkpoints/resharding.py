@@ -1,4 +1,6 @@
-"""Save a run at one topology and go on with it at another; the functions run on ranks."""
+"""Save a run at one topology and go on with it at another; the functions run on
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ def _take(built: Built, steps: range) -> None:
 
 
 def _held(built: Built) -> Held:
-    """What ``gpt.held`` says, with the AdamW steps and the loss scales of all groups."""
+    """What ``gpt.held`` says, with the AdamW steps and the loss scales of all
+    groups.
+    """
     parts = distributed_optimizers(built.optimizer)
     groups = [group for part in parts for group in part.optimizer.param_groups]
     scalers = [part.grad_scaler.state_dict() for part in parts if built.case.fp16]
     # fused Adams leave the step of a group without parameters here behind
-    steps = sorted({int(group["step"]) for group in groups if group["params"] and "step" in group})
+    steps = sorted(
+        {int(group["step"]) for group in groups if group["params"] and "step" in group}
+    )
     return {**held(built), "steps": steps, "scalers": scalers}
 
 
@@ -36,7 +42,8 @@ def saved(
     parallel: bool = False,
     asynchronous: bool = False,
 ) -> tuple[Held, Held]:
-    """What this rank holds after half of the case's steps, when it saves, and after all.
+    """What this rank holds after half of the case's steps, when it saves, and after
+    all.
 
     With ``asynchronous`` the other half is taken while the files are written.
     """
@@ -45,7 +52,13 @@ def saved(
     _take(built, range(half))
     before = _held(built)
     if asynchronous:
-        save(built, folder, format, parallel, lambda: _take(built, range(half, case.steps)))
+        save(
+            built,
+            folder,
+            format,
+            parallel,
+            lambda: _take(built, range(half, case.steps)),
+        )
     else:
         save(built, folder, format, parallel)
         _take(built, range(half, case.steps))
@@ -60,8 +73,10 @@ def loaded(
     parallel: bool = False,
     dirty: bool = False,
 ) -> tuple[Held, Held]:
-    """What this rank holds after loading into a new run, and after the other half of the steps.
-    With ``dirty`` it has taken a step before the load, so that its state is made and wrong."""
+    """What this rank holds after loading into a new run, and after the other half of
+    the steps. With ``dirty`` it has taken a step before the load, so that its state is
+    made and wrong.
+    """
     built = start(case, topology)
     if dirty:
         take_step(built, case.steps + 1)
@@ -74,8 +89,9 @@ def loaded(
 
 
 def refused(case: Case, topology: Topology, format: str, folder: str) -> str:
-    """What loading into a new run raises with the plugin installed; in the format ``torch`` only
-    what the optimizer itself reads is."""
+    """What loading into a new run raises with the plugin installed; in the format
+    ``torch`` only what the optimizer itself reads is.
+    """
     built = start(case, topology)
     take_step(built, 0)
     read = load_parameter_state if format == "torch" else load

@@ -16,7 +16,9 @@ from support.ranks import run
 def check(
     case: Case, topology: Topology, format: str, folder: Path, **options: Any
 ) -> list[dict[str, Any]]:
-    """Resuming equals going on, on every rank, and the steps after it did change something."""
+    """Resuming equals going on, on every rank, and the steps after it did change
+    something.
+    """
     lacking = lacks(case, topology)
     if lacking:
         pytest.skip(lacking)
@@ -26,5 +28,7 @@ def check(
     results = run(resumed, size, *args, timeout=limit)
     for rank, result in enumerate(results):
         assert result["differences"] == [], f"rank {rank}"
-        assert result["moved"] or not result["held"]["shards"], f"rank {rank}"  # none: all frozen
+        assert result["moved"] or not result["held"]["shards"], (
+            f"rank {rank}"
+        )  # none: all frozen
     return results

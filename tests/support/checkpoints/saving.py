@@ -1,8 +1,9 @@
-"""Save and load a tiny GPT with its optimizer as Megatron-LM does, in each of Megatron's formats.
+"""Save and load a tiny GPT with its optimizer as Megatron-LM does, in each of
+Megatron's formats.
 
-The functions run on ranks. A format is ``torch`` (Megatron-LM's old one: a file of each model
-parallel rank, written by its first DP rank, with the optimizer's tensors in a second one) or the
-name of a sharding type of torch_dist.
+The functions run on ranks. A format is ``torch`` (Megatron-LM's old one: a file of each
+model parallel rank, written by its first DP rank, with the optimizer's tensors in a
+second one) or the name of a sharding type of torch_dist.
 """
 
 from __future__ import annotations
@@ -33,26 +34,41 @@ OPTIONS: dict[str, Any] = {}  # of Megatron's save and load
 
 
 def formats() -> list[str]:
-    """Those that Megatron-LM of the installed core writes, its default of torch_dist first."""
+    """Those that Megatron-LM of the installed core writes, its default of torch_dist
+    first.
+    """
     if VERSION >= (0, 15):
-        return ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch"]
+        return [
+            "dp_reshardable",
+            "fully_reshardable",
+            "dp_zero_gather_scatter",
+            "torch",
+        ]
     return ["dp_zero_gather_scatter", "fully_sharded_model_space", "torch"]
 
 
 def _as_in_its_day() -> None:
-    """Give an old Megatron two functions of numpy 1 and torch 2.6, without which it cannot save."""
+    """Give an old Megatron two functions of numpy 1 and torch 2.6, without which it
+    cannot save.
+    """
     if VERSION < (0, 15) and not hasattr(numpy, "product"):
         numpy.product = numpy.prod
     if VERSION < (0, 13):
-        from megatron.core.dist_checkpointing.strategies import filesystem_async as writer
+        from megatron.core.dist_checkpointing.strategies import (
+            filesystem_async as writer,
+        )
         from torch.distributed.checkpoint import filesystem
 
         torch_save = filesystem.SerializationFormat.TORCH_SAVE
-        writer._write_item = partial(filesystem._write_item, serialization_format=torch_save)
+        writer._write_item = partial(
+            filesystem._write_item, serialization_format=torch_save
+        )
 
 
 def _number_saves_from_zero() -> None:
-    """Megatron numbers a process's saves and compares; workers have been in other worlds before."""
+    """Megatron numbers a process's saves and compares; workers have been in other
+    worlds before.
+    """
     if VERSION < (0, 15):
         from megatron.core.dist_checkpointing.strategies import base
 
@@ -68,7 +84,8 @@ def save(
 ) -> None:
     """Write the model and its optimizer.
 
-    As --ckpt-fully-parallel-save does; ``meanwhile`` processes of their own write (--async-save).
+    As --ckpt-fully-parallel-save does; ``meanwhile`` processes of their own write
+    (--async-save).
     """
     if format == "torch":
         assert not parallel and meanwhile is None, "that is torch_dist's"
@@ -89,7 +106,9 @@ def save(
 
     calls = AsyncCallsQueue()
     calls.schedule_async_request(
-        dist_checkpointing.save(state, folder, strategy, async_sharded_save=True, **OPTIONS)
+        dist_checkpointing.save(
+            state, folder, strategy, async_sharded_save=True, **OPTIONS
+        )
     )
     meanwhile()
     calls.maybe_finalize_async_calls(blocking=True)
@@ -105,7 +124,9 @@ def write(state: dict[str, Any], folder: str, strategy: Any = None) -> None:
 
 
 def _in_parallel(action: str, folder: str) -> Any:
-    """Megatron's own strategy inside the one that shares the work out, as Megatron-LM does it."""
+    """Megatron's own strategy inside the one that shares the work out, as Megatron-LM
+    does it.
+    """
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import fully_parallel
@@ -120,7 +141,9 @@ def _in_parallel(action: str, folder: str) -> Any:
 
 
 def load(built: Built, folder: str, format: str, parallel: bool = False) -> None:
-    """Read them into a model and an optimizer, with --ckpt-fully-parallel-load if ``parallel``."""
+    """Read them into a model and an optimizer, with --ckpt-fully-parallel-load if
+    ``parallel``.
+    """
     if format == "torch":
         assert not parallel, "that is torch_dist's"
         _load_torch(built, folder)
@@ -136,22 +159,37 @@ def load(built: Built, folder: str, format: str, parallel: bool = False) -> None
             built.optimizer.load_state_dict(loaded["optimizer"])
 
 
-VERLS, AREALS = "verl's", "AReaL's"  # formats: what Megatron takes where nothing is said
+VERLS, AREALS = (
+    "verl's",
+    "AReaL's",
+)  # formats: what Megatron takes where nothing is said
 
 
 def sharded(built: Built, format: str, is_loading: bool) -> dict[str, Any]:
-    """The sharded state dict of all that is saved, as ``generate_state_dict`` makes it."""
+    """The sharded state dict of all that is saved, as ``generate_state_dict`` makes
+    it.
+    """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     state = sharded_models(built)
-    if format in (VERLS, AREALS):  # their generate_state_dict; AReaL does not say that it loads
+    if format in (
+        VERLS,
+        AREALS,
+    ):  # their generate_state_dict; AReaL does not say that it loads
         said = {"is_loading": is_loading} if format == VERLS else {}
         return {**state, "optimizer": built.optimizer.sharded_state_dict(state, **said)}
-    metadata = {"distrib_optim_sharding_type": format, "chained_optim_avoid_prefix": True}
+    metadata = {
+        "distrib_optim_sharding_type": format,
+        "chained_optim_avoid_prefix": True,
+    }
     takes = inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
-    option = {"metadata": metadata} if "metadata" in takes else {"sharding_type": format}
+    option = (
+        {"metadata": metadata} if "metadata" in takes else {"sharding_type": format}
+    )
     if _trains(built):
-        state["optimizer"] = built.optimizer.sharded_state_dict(state, is_loading, **option)
+        state["optimizer"] = built.optimizer.sharded_state_dict(
+            state, is_loading, **option
+        )
     return state
 
 
@@ -159,7 +197,9 @@ def sharded_models(built: Built) -> dict[str, Any]:
     """The part of ``sharded`` that is the model's."""
     state = {}
     for number, (name, model) in enumerate(_models(built).items()):
-        if VERSION < (0, 13) and len(built.chunks) > 1:  # the number of a layer depends on it
+        if (
+            VERSION < (0, 13) and len(built.chunks) > 1
+        ):  # the number of a layer depends on it
             from megatron.core import parallel_state as ps
 
             ps.set_virtual_pipeline_model_parallel_rank(number)
@@ -168,7 +208,9 @@ def sharded_models(built: Built) -> dict[str, Any]:
 
 
 def _trains(built: Built) -> bool:
-    """Megatron-LM passes over ranks where nothing does, but in ``load_parameter_state``."""
+    """Megatron-LM passes over ranks where nothing does, but in
+    ``load_parameter_state``.
+    """
     return not built.optimizer.is_stub_optimizer
 
 
@@ -227,7 +269,9 @@ def load_parameter_state(built: Built, folder: str, format: str) -> None:
 
 @torch.no_grad()
 def spoil(built: Built) -> None:
-    """Change all that a load must bring back; what a new run starts with is not what was saved."""
+    """Change all that a load must bring back; what a new run starts with is not what
+    was saved.
+    """
     for param in built.params.values():
         param.mul_(-0.5)
     for part in distributed_optimizers(built.optimizer):
@@ -239,10 +283,11 @@ def spoil(built: Built) -> None:
 def resumed(
     case: Case, topology: Topology, format: str, folder: str, dirty: bool = False
 ) -> dict[str, Any]:
-    """Take half of the case's steps, save, go on; load into a new run and go on there, too.
+    """Take half of the case's steps, save, go on; load into a new run and go on there,
+    too.
 
-    With ``dirty`` the new run has taken a step before the load, so that its state is made and
-    wrong. ``moved``: whether the steps after the load changed anything.
+    With ``dirty`` the new run has taken a step before the load, so that its state is
+    made and wrong. ``moved``: whether the steps after the load changed anything.
     """
     half = case.steps // 2
     built = start(case, topology)
@@ -273,7 +318,9 @@ def resumed(
     return {"differences": unlike, "moved": moved, "held": after}
 
 
-def save_new(case: Case, topology: Topology, format: str, folder: str) -> dict[str, Any]:
+def save_new(
+    case: Case, topology: Topology, format: str, folder: str
+) -> dict[str, Any]:
     """Save a run that has taken the case's steps; what it holds."""
     built = stepped(case, topology)
     save(built, folder, format)
@@ -292,7 +339,9 @@ def error_of_save(case: Case, topology: Topology, format: str, folder: str) -> s
     return error_of(lambda: save(built, folder, format))
 
 
-def unequal(one: dict[str, Any], two: dict[str, Any], where: str, log: bool = True) -> list[str]:
+def unequal(
+    one: dict[str, Any], two: dict[str, Any], where: str, log: bool = True
+) -> list[str]:
     """Names of what differs between two ``held`` of one rank."""
     unlike = [f"{where}log"] * (log and one["log"] != two["log"])
     for name, array in one["params"].items():
@@ -302,7 +351,10 @@ def unequal(one: dict[str, Any], two: dict[str, Any], where: str, log: bool = Tr
     for name, (*span, arrays) in one["shards"].items():
         *other_span, others = two["shards"][name]
         assert span == other_span
-        assert not where.startswith("after") or arrays.keys() == others.keys(), (name, others)
+        assert not where.startswith("after") or arrays.keys() == others.keys(), (
+            name,
+            others,
+        )
         for kind in arrays.keys() & others.keys():
             if not numpy.array_equal(arrays[kind], others[kind]):
                 unlike.append(f"{where}{kind} of {name}")

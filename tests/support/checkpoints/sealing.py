@@ -1,4 +1,6 @@
-"""Save and load with the digest, and spoil what was saved. The functions run on ranks."""
+"""Save and load with the digest, and spoil what was saved. The functions run on
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def saved(case: Case, topology: Topology, format: str, folder: str) -> dict[str,
 
 
 def loaded(case: Case, topology: Topology, format: str, folder: str) -> dict[str, Any]:
-    """What this rank holds after loading into a new run, and what that raises, as text."""
+    """What this rank holds after loading into a new run, and what that raises, as
+    text.
+    """
     built = start(case, topology)
     saving.spoil(built)
     error = _error_of_load(built, folder, format)
@@ -77,7 +81,7 @@ def _error_of_load(built: Built, folder: str, format: str) -> str | None:
     return None
 
 
-# --- what is done to files -------------------------------------------------------------------
+# --- what is done to files ------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Muon with AdamW for the rest, in float64 on whole matrices, written from the papers.
 
-Muon: "Muon is Scalable for LLM Training" (arXiv 2502.16982, Algorithm 1, eq. 4), Newton-Schulz as
-in Keller Jordan's post. AdamW: arXiv 1711.05101 with Transformer Engine's grouping of the terms.
-Shares no code with the package, so that the two can disagree.
+Muon: "Muon is Scalable for LLM Training" (arXiv 2502.16982, Algorithm 1, eq. 4),
+Newton-Schulz as
+in Keller Jordan's post. AdamW: arXiv 1711.05101 with Transformer Engine's grouping of
+the terms. Shares no code with the package, so that the two can disagree.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ Tensor = torch.Tensor
 
 
 def exact(value: Tensor) -> Tensor:
-    """The rounding of exact arithmetic: none. Tests put others in its place to bound errors."""
+    """The rounding of exact arithmetic: none. Tests put others in its place to bound
+    errors.
+    """
     return value
 
 
@@ -46,9 +49,12 @@ def newton_schulz(
     return x.T if tall else x
 
 
-def qkv_rows(heads: int, groups: int, head_size: int, gated: bool = False) -> list[list[int]]:
-    """Rows of Q, of K and of V in Megatron's fused weight: per query group its q, k and v rows, and
-    of a gated attention those of the gate after q's."""
+def qkv_rows(
+    heads: int, groups: int, head_size: int, gated: bool = False
+) -> list[list[int]]:
+    """Rows of Q, of K and of V in Megatron's fused weight: per query group its q, k and
+    v rows, and of a gated attention those of the gate after q's.
+    """
     q_rows = heads // groups * head_size
     sizes = (q_rows, *((q_rows,) if gated else ()), head_size, head_size)
     rows: list[list[int]] = [[] for _ in sizes]
@@ -61,7 +67,9 @@ def qkv_rows(heads: int, groups: int, head_size: int, gated: bool = False) -> li
 
 
 def is_muon(name: str, w: Tensor) -> bool:
-    """Every 2-D weight that is neither an embedding nor the output layer, and legacy experts."""
+    """Every 2-D weight that is neither an embedding nor the output layer, and legacy
+    experts.
+    """
     if w.ndim == 3:  # [experts, in, out]
         return ".experts." in name
     return w.ndim == 2 and "embedding" not in name and "output_layer" not in name
@@ -71,9 +79,10 @@ def is_muon(name: str, w: Tensor) -> bool:
 class Oracle:
     """One step after the other on a dict of whole (TP 1) weights, all float64.
 
-    ``weights`` is updated in place; ``momentum`` holds M (AdamW: m) after the steps taken. ``lr``
-    and ``weight_decay`` are called with a name and its weight. Tests replace the fields from
-    ``nesterov`` on, to show that a mutant is noticed or to model rounding.
+    ``weights`` is updated in place; ``momentum`` holds M (AdamW: m) after the steps
+    taken. ``lr`` and ``weight_decay`` are called with a name and its weight. Tests
+    replace the fields from ``nesterov`` on, to show that a mutant is noticed or to
+    model rounding.
     """
 
     weights: dict[str, Tensor]
@@ -92,7 +101,9 @@ class Oracle:
     clip: float = 0.0
     nesterov: bool = True
     blocks: Callable[[str, Tensor], list[list[int]]] | None = None
-    scale_size: Callable[[str, int, int], int] = lambda name, rows, cols: max(rows, cols)
+    scale_size: Callable[[str, int, int], int] = lambda name, rows, cols: max(
+        rows, cols
+    )
     is_muon: Callable[[str, Tensor], bool] = is_muon
     orthogonalize: Callable[[Tensor, int], Tensor] = newton_schulz
     rounded: Callable[[Tensor], Tensor] = exact
@@ -101,7 +112,9 @@ class Oracle:
     norms: list[float] = field(default_factory=list)
 
     def step(self, grads: Mapping[str, Tensor], norm: float | None = None) -> None:
-        """Take one step with whole gradients, named as the weights; clip by ``norm`` if given."""
+        """Take one step with whole gradients, named as the weights; clip by ``norm`` if
+        given.
+        """
         squares = torch.stack([g.double().square().sum() for g in grads.values()])
         self.norms.append(float(squares.sum().sqrt()))
         clip = self.clip / ((norm or self.norms[-1]) + 1e-6) if self.clip > 0 else 1.0
@@ -122,13 +135,17 @@ class Oracle:
             w[rows] = r(w[rows] - r(scale * direction))
 
     def matrices(self, name: str, w: Tensor) -> list[list[int]] | range:
-        """The rows of each matrix of a weight; of legacy experts, the number of each."""
+        """The rows of each matrix of a weight; of legacy experts, the number of
+        each.
+        """
         if w.ndim == 3:
             return range(w.shape[0])
         if self.blocks is not None:
             return self.blocks(name, w)
         if self.split_qkv and name.endswith("linear_qkv.weight"):
-            return qkv_rows(self.heads, self.groups, self.head_size, self.gated_attention)
+            return qkv_rows(
+                self.heads, self.groups, self.head_size, self.gated_attention
+            )
         return [list(range(w.shape[0]))]
 
     def _adamw(self, name: str, w: Tensor, g: Tensor) -> None:

@@ -1,24 +1,28 @@
-"""Cases of the plugin and of the float64 oracle, and how far rounding may move them apart.
+"""Cases of the plugin and of the float64 oracle, and how far rounding may move them
+apart.
 
-Where the tolerance comes from. Rounding to nearest moves a value by at most the unit roundoff u of
-its dtype, relative: 2⁻²⁴ in fp32, 2⁻⁸ in bf16 (8 significant bits). So the oracle is run again in
-float64 with every single rounding that an implementation makes replaced by a move of exactly ±u in
-a random direction: u of ``ns_dtype`` inside Newton-Schulz, of fp32 everywhere else. What comes out
-is as far from the exact oracle as an implementation gets whose every rounding is the worst one, and
-the amplification of the iteration (up to 3.4445⁵ = 485 for small singular values) is in it without
-being estimated. Round-to-nearest errors have an rms of 0.29 ulp, which is 0.29 to 0.58 u: so the
-plugin has a margin of about 2, and no factor is put on top. Two more errors of fp32 are modelled:
+Where the tolerance comes from. Rounding to nearest moves a value by at most the unit
+roundoff u of its dtype, relative: 2⁻²⁴ in fp32, 2⁻⁸ in bf16 (8 significant bits). So
+the oracle is run again in float64 with every single rounding that an implementation
+makes replaced by a move of exactly ±u in a random direction: u of ``ns_dtype`` inside
+Newton-Schulz, of fp32 everywhere else. What comes out is as far from the exact oracle
+as an implementation gets whose every rounding is the worst one, and the amplification
+of the iteration (up to 3.4445⁵ = 485 for small singular values) is in it without being
+estimated. Round-to-nearest errors have an rms of 0.29 ulp, which is 0.29 to 0.58 u: so
+the plugin has a margin of about 2, and no factor is put on top. Two more errors of fp32
+are modelled:
 
-- a product of k terms is accumulated in fp32. Every partial sum is at most ‖row‖‖column‖ (Cauchy-
-  Schwarz) and of random sign, rms ‖row‖‖column‖/sqrt(2 k), so the k roundings add up to at most
-  u ‖row‖‖column‖/sqrt 2 rms; the model moves by ±u ‖row‖‖column‖.
-- Megatron sums the squares of the global norm in fp32. The norm is compared by itself; the oracle
-  then clips by Megatron's.
+- a product of k terms is accumulated in fp32. Every partial sum is at most
+  ‖row‖‖column‖ (Cauchy- Schwarz) and of random sign, rms ‖row‖‖column‖/sqrt(2 k), so
+  the k roundings add up to at most u ‖row‖‖column‖/sqrt 2 rms; the model moves by ±u
+  ‖row‖‖column‖.
+- Megatron sums the squares of the global norm in fp32. The norm is compared by itself;
+  the oracle then clips by Megatron's.
 
-Parameter by parameter, the Frobenius norm of the deviation may reach the largest of three such
-runs. Its largest element may reach twice theirs, because the largest of a sample is itself random:
-of n = 96 to 50 000 Gaussians it lies between 2 and 4.7 σ, and the plugin's σ is at most 0.58 of the
-runs'.
+Parameter by parameter, the Frobenius norm of the deviation may reach the largest of
+three such runs. Its largest element may reach twice theirs, because the largest of a
+sample is itself random: of n = 96 to 50 000 Gaussians it lies between 2 and 4.7 σ, and
+the plugin's σ is at most 0.58 of the runs'.
 """
 
 from __future__ import annotations
@@ -64,19 +68,29 @@ BF16 = with_ns(BASE, "bf16")
 CASES = {
     "fp32": FP32,
     "bf16": BF16,
-    "groups": replace(FP32, faster=("*.linear_fc2.weight", "embedding.*", "*.linear_qkv.*")),
+    "groups": replace(
+        FP32, faster=("*.linear_fc2.weight", "embedding.*", "*.linear_qkv.*")
+    ),
     "one-qkv": replace(FP32, muon=(*FP32.muon, ("split_qkv", False))),
     "shared": replace(FP32, muon=(*FP32.muon, ("split_matrices", 2))),
     "shared-bf16": replace(BF16, muon=(*BF16.muon, ("split_matrices", 4)), steps=FEW),
     "no-nesterov": replace(FP32, muon=(*FP32.muon, ("nesterov", False))),
     "other-constants": replace(
-        FP32, muon=(*FP32.muon, ("momentum", 0.8), ("matched_adamw_rms", 0.3), ("ns_steps", 4))
+        FP32,
+        muon=(
+            *FP32.muon,
+            ("momentum", 0.8),
+            ("matched_adamw_rms", 0.3),
+            ("ns_steps", 4),
+        ),
     ),
     "unit-rms-norm": replace(
-        FP32, muon=(*FP32.muon, ("scale_mode", "unit_rms_norm"), ("matched_adamw_rms", 4.0))
+        FP32,
+        muon=(*FP32.muon, ("scale_mode", "unit_rms_norm"), ("matched_adamw_rms", 4.0)),
     ),
     "shape-scaling": replace(
-        FP32, muon=(*FP32.muon, ("scale_mode", "shape_scaling"), ("matched_adamw_rms", 4.0))
+        FP32,
+        muon=(*FP32.muon, ("scale_mode", "shape_scaling"), ("matched_adamw_rms", 4.0)),
     ),
     "full-period": replace(
         FP32, gated=True, muon=(*FP32.muon, ("full_period", 2), ("block_lr_mult", 0.5))
@@ -88,7 +102,10 @@ CASES = {
         FP32,
         gated=True,
         steps=FEW,
-        muon=(*FP32.muon, ("splits", (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up")))),
+        muon=(
+            *FP32.muon,
+            ("splits", (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up"))),
+        ),
     ),
     "moe": replace(FP32, moe=True, steps=FEW),
     "moe-bf16": replace(BF16, moe=True, steps=FEW),
@@ -123,7 +140,7 @@ SCALE_SIZES: dict[str, Callable[[str, int, int], float]] = {
 }
 
 
-# --- the oracle on a case --------------------------------------------------------------------
+# --- the oracle on a case -------------------------------------------------------------
 
 
 @cache
@@ -171,7 +188,9 @@ def oracle_for(case: Case, **changes: Any) -> Oracle:
 
 
 def _take_turns(case: Case, oracle: Oracle, period: int, factor: float) -> None:
-    """Between full steps, each of two TP ranks has matrices of its own, and another rate."""
+    """Between full steps, each of two TP ranks has matrices of its own, and another
+    rate.
+    """
     whole, size = replace(oracle), oracle.scale_size
 
     def is_full() -> bool:
@@ -181,14 +200,20 @@ def _take_turns(case: Case, oracle: Oracle, period: int, factor: float) -> None:
         matrices = list(whole.matrices(name, w))
         if is_full():
             return matrices
-        return [p for rows in matrices for p in of_two_tp_ranks(case, name, rows, tuple(w.shape))]
+        return [
+            p
+            for rows in matrices
+            for p in of_two_tp_ranks(case, name, rows, tuple(w.shape))
+        ]
 
     oracle.blocks = blocks
     oracle.scale_size = lambda *of: size(*of) * (1 if is_full() else factor**2)
 
 
 def heads_and_gate_up(case: Case, name: str, w: Tensor) -> list[list[int]]:
-    """Each head of q, k and v as a matrix, and gate and up; the order does not matter."""
+    """Each head of q, k and v as a matrix, and gate and up; the order does not
+    matter.
+    """
     rows = list(range(w.shape[0]))
     size = w.shape[0]
     if name.endswith("linear_qkv.weight"):
@@ -199,7 +224,9 @@ def heads_and_gate_up(case: Case, name: str, w: Tensor) -> list[list[int]]:
 
 
 def computed(case: Case, oracle: Oracle, norms: Norms = None) -> Result:
-    """Take the case's steps with an oracle, clipping by the given norms or by its own."""
+    """Take the case's steps with an oracle, clipping by the given norms or by its
+    own.
+    """
     for step in range(case.steps):
         grads = {n: whole_grad(case, n, s, step) for n, s in shapes(case).items()}
         if not case.fp32_grads:

@@ -1,7 +1,8 @@
-"""Muon on blocks of rows that are kept as separate parameters, on one process without Megatron.
+"""Muon on blocks of rows that are kept as separate parameters, on one process without
+Megatron.
 
-Which rows make a block is written from the modules' forward passes, without the package; the
-arithmetic is the package's own, so that results are equal bit for bit.
+Which rows make a block is written from the modules' forward passes, without the
+package; the arithmetic is the package's own, so that results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ def blocks_of(case: Case, name: str, rows: int, kind: str) -> Blocks:
         return _cut([HEAD_SIZE + ROPE_HEAD] * case.heads)
     if leaf == "linear_kv_up_proj":
         each = _cut([HEAD_SIZE] * 2 * case.heads)
-        return each if kind == "heads" else [list(chain(*each[part::2])) for part in (0, 1)]
+        return (
+            each
+            if kind == "heads"
+            else [list(chain(*each[part::2])) for part in (0, 1)]
+        )
     if leaf == "linear_kv_down_proj":
         return _cut([KV_RANK, ROPE_HEAD])
     if leaf == "in_proj":
@@ -55,7 +60,10 @@ def blocks_of(case: Case, name: str, rows: int, kind: str) -> Blocks:
 
 def _cut(sizes: Sequence[int]) -> Blocks:
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+    return [
+        list(range(start, start + size))
+        for start, size in zip(starts, sizes, strict=True)
+    ]
 
 
 def _of_ones_own(rows: int, word: str, *numbers: str) -> Blocks:
@@ -69,7 +77,9 @@ def _of_ones_own(rows: int, word: str, *numbers: str) -> Blocks:
 
 
 def _of_attention(case: Case, heads: bool) -> Blocks:
-    """Per query group its q heads, their gates if any, its k, its v (SelfAttention's views)."""
+    """Per query group its q heads, their gates if any, its k, its v (SelfAttention's
+    views).
+    """
     per_group = case.heads // case.groups
     parts = ["q"] * per_group + ["gate"] * per_group * case.output_gate + ["k", "v"]
     every = _cut([case.head_size] * len(parts) * case.groups)
@@ -77,36 +87,62 @@ def _of_attention(case: Case, heads: bool) -> Blocks:
         return every
     named = list(zip(parts * case.groups, every, strict=True))
     kinds = dict.fromkeys(parts)
-    return [list(chain(*(rows for part, rows in named if part == own))) for own in kinds]
+    return [
+        list(chain(*(rows for part, rows in named if part == own))) for own in kinds
+    ]
 
 
 @torch.no_grad()
-def trained_apart(case: Case, name: str, shape: tuple[int, ...], kind: str) -> dict[str, Tensor]:
-    """A weight and its momentum after the case's steps, if each block is a parameter of its own."""
+def trained_apart(
+    case: Case, name: str, shape: tuple[int, ...], kind: str
+) -> dict[str, Tensor]:
+    """A weight and its momentum after the case's steps, if each block is a parameter of
+    its own.
+    """
     config = megatron_muon.MuonConfig(**dict(case.muon))
     weight = whole_weight(case, name, shape)
     momentum = torch.zeros(shape)
     for place in _places(case, name, shape, kind):
         own, moved = weight[place].contiguous(), momentum[place].contiguous()
         for step, grad in enumerate(_grads(case, name, shape)):
-            _step(own, moved, grad[place], lr_at(case, step, name), case.weight_decay, config)
+            _step(
+                own,
+                moved,
+                grad[place],
+                lr_at(case, step, name),
+                case.weight_decay,
+                config,
+            )
         weight[place], momentum[place] = own, moved
     return {"main": weight, "exp_avg": momentum}
 
 
 @torch.no_grad()
-def trained_in_turns(case: Case, name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """``trained_apart`` of whole matrices in full steps, else of what each of two TP ranks has."""
+def trained_in_turns(
+    case: Case, name: str, shape: tuple[int, ...]
+) -> dict[str, Tensor]:
+    """``trained_apart`` of whole matrices in full steps, else of what each of two TP
+    ranks has.
+    """
     config = megatron_muon.MuonConfig(**dict(case.muon))
     weight, momentum = whole_weight(case, name, shape), torch.zeros(shape)
     wholes = blocks_of(case, name, shape[0], "qkv" if "qkv" in name else "whole")
-    halves = [half for rows in wholes for half in of_two_tp_ranks(case, name, rows, shape)]
+    halves = [
+        half for rows in wholes for half in of_two_tp_ranks(case, name, rows, shape)
+    ]
     for step, grad in enumerate(_grads(case, name, shape)):
         factor = config.block_lr_mult if step % config.full_period else 1.0
         taken = replace(config, matched_adamw_rms=config.matched_adamw_rms * factor)
         for place in halves if step % config.full_period else wholes:
             own, moved = weight[place].contiguous(), momentum[place].contiguous()
-            _step(own, moved, grad[place], lr_at(case, step, name), case.weight_decay, taken)
+            _step(
+                own,
+                moved,
+                grad[place],
+                lr_at(case, step, name),
+                case.weight_decay,
+                taken,
+            )
             weight[place], momentum[place] = own, moved
     return {"main": weight, "exp_avg": momentum}
 
@@ -114,12 +150,17 @@ def trained_in_turns(case: Case, name: str, shape: tuple[int, ...]) -> dict[str,
 def of_two_tp_ranks(
     case: Case, name: str, rows: Sequence[int], shape: tuple[int, ...]
 ) -> list[Any]:
-    """An index of what each of two TP ranks has of a dense layer's matrix with these rows."""
+    """An index of what each of two TP ranks has of a dense layer's matrix with these
+    rows.
+    """
     leaf, (count, cols) = name.rsplit(".", 2)[-2], shape
     if leaf in ("linear_proj", "linear_fc2"):
         return [(slice(None), slice(cols // 2)), (slice(None), slice(cols // 2, None))]
     section = count // 2 if case.gated and leaf == "linear_fc1" else count
-    each = [[row for row in rows if row % section // (section // 2) == rank] for rank in (0, 1)]
+    each = [
+        [row for row in rows if row % section // (section // 2) == rank]
+        for rank in (0, 1)
+    ]
     return [own for own in each if own]
 
 
@@ -127,14 +168,18 @@ def _places(case: Case, name: str, shape: tuple[int, ...], kind: str) -> Iterato
     """An index of each block."""
     if kind.startswith("cols:"):
         width = int(kind.split(",")[-1])
-        yield from ((slice(None), slice(at, at + width)) for at in range(0, shape[1], width))
+        yield from (
+            (slice(None), slice(at, at + width)) for at in range(0, shape[1], width)
+        )
         return
     if len(shape) == 2:
         yield from blocks_of(case, name, shape[0], kind)
         return
     half = shape[2] // 2  # legacy experts: [experts, in, out]
     for expert in range(shape[0]):
-        yield from ((expert, slice(None), cols) for cols in (slice(half), slice(half, None)))
+        yield from (
+            (expert, slice(None), cols) for cols in (slice(half), slice(half, None))
+        )
 
 
 def _grads(case: Case, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:

@@ -1,4 +1,6 @@
-"""How far results of other roundings may be from the oracle's: trials with shaken roundings."""
+"""How far results of other roundings may be from the oracle's: trials with shaken
+roundings.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,21 @@ TRIALS = 3
 
 
 def shaken(unit: float, generator: torch.Generator, value: Tensor) -> Tensor:
-    """Move every element by ± ``unit``, relative; a symmetric matrix stays symmetric, as products
-    X Xᵀ do when they are rounded."""
+    """Move every element by ± ``unit``, relative; a symmetric matrix stays symmetric,
+    as products X Xᵀ do when they are rounded.
+    """
     square = value.ndim == 2 and value.shape[0] == value.shape[1]
     sign = _signs(generator, value, square and torch.equal(value, value.T))
     return sign.mul_(unit).add_(1).mul_(value)
 
 
 def _signs(generator: torch.Generator, like: Tensor, symmetric: bool) -> Tensor:
-    """1 and -1 by chance. In place, as it is called 280,000 times in ``test_oracle``."""
-    sign = like.new_empty(like.shape, dtype=torch.float64).random_(0, 2, generator=generator)
+    """1 and -1 by chance. In place, as it is called 280,000 times in
+    ``test_oracle``.
+    """
+    sign = like.new_empty(like.shape, dtype=torch.float64).random_(
+        0, 2, generator=generator
+    )
     sign = sign.mul_(2).sub_(1)
     return sign.triu().add_(sign.triu(1).T) if symmetric else sign
 
@@ -39,7 +46,9 @@ def shaken_product(generator: torch.Generator, x: Tensor, y: Tensor) -> Tensor:
 
 
 def all_shaken(ns_dtype: str, seed: int) -> dict[str, Any]:
-    """Fields of an oracle that shake each of its roundings, by ``ns_dtype`` in Newton-Schulz."""
+    """Fields of an oracle that shake each of its roundings, by ``ns_dtype`` in
+    Newton-Schulz.
+    """
     generator = torch.Generator().manual_seed(seed)
     inside = {"rounded": partial(shaken, UNIT[ns_dtype], generator)}
     inside["product"] = partial(shaken_product, generator)

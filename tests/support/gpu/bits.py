@@ -1,8 +1,9 @@
-"""The device's results against a CPU's: equal bits where each operation rounds once, else a bound.
+"""The device's results against a CPU's: equal bits where each operation rounds once,
+else a bound.
 
-Momentum, update and casts round once per operation and sum nothing, so any device makes the same
-bits. A product sums in an order of its own: its error against the iteration in float64 is bounded,
-and reported beside a CPU's.
+Momentum, update and casts round once per operation and sum nothing, so any device makes
+the same bits. A product sums in an order of its own: its error against the iteration in
+float64 is bounded, and reported beside a CPU's.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _EXACT = Products(torch.float64, squares=torch.float64, held=torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """One way of doing a step's elementwise work; ``differ`` names results of other bits."""
+    """One way of doing a step's elementwise work; ``differ`` names results of other
+    bits.
+    """
 
     way: str
     differ: tuple[str, ...]
@@ -43,7 +46,9 @@ class Elementwise:
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Errors of Newton-Schulz against float64: on the device, and a CPU's beside a GPU's."""
+    """Errors of Newton-Schulz against float64: on the device, and a CPU's beside a
+    GPU's.
+    """
 
     name: str
     here: float
@@ -72,7 +77,9 @@ def run(kind: str) -> Bits:
 
 
 def elementwise(device: torch.device) -> Iterator[Elementwise]:
-    """Momentum, norm, update and casts in every way of doing them, against torch's on the CPU."""
+    """Momentum, norm, update and casts in every way of doing them, against torch's on
+    the CPU.
+    """
     config = MuonConfig()
     ways: dict[str, Callable[[], _Elementwise]] = {"foreach": Foreach}
     numerics = Numerics(config)
@@ -82,7 +89,9 @@ def elementwise(device: torch.device) -> Iterator[Elementwise]:
     for name, make in ways.items():
         made = [tensor.cpu() for tensor in trial(make(), device, numerics)]
         same = [torch.equal(a, b) for a, b in zip(made, expected, strict=True)]
-        bad = [result for result, is_same in zip(_TRIAL, same, strict=True) if not is_same]
+        bad = [
+            result for result, is_same in zip(_TRIAL, same, strict=True) if not is_same
+        ]
         yield Elementwise(name, tuple(bad))
 
 
@@ -100,8 +109,9 @@ def errors(device: torch.device, config: MuonConfig) -> Iterator[Error]:
         yield Error(f"{name_of(config)}, {rows}x{cols}", here, there, bound)
 
 
-# Twice a CPU's relative errors in bf16, fifty times in fp32; a wrong iteration's are near 1. A CPU
-# may hold bf16's products in fp32, so its own error is no bound: a figure compares the two.
+# Twice a CPU's relative errors in bf16, fifty times in fp32; a wrong iteration's are
+# near 1. A CPU may hold bf16's products in fp32, so its own error is no bound: a figure
+# compares the two.
 _BOUNDS = {"bf16": 0.05, "fp16": 0.01, "fp32": _FP32}
 
 
@@ -112,19 +122,25 @@ def _error(matrix: Tensor, config: MuonConfig) -> float:
 
 
 def errors_of_hard_inputs(job: tuple[str, tuple[int, int]]) -> dict[str, float]:
-    """The largest error of each iteration and dtype over ``matrices.inputs``, on a rank."""
+    """The largest error of each iteration and dtype over ``matrices.inputs``, on a
+    rank.
+    """
     kind, shape = job
     matrices = [matrix.float().to(kind) for _, matrix in inputs(*shape)]
     largest: dict[str, float] = {}
     for config in configs():
         every = [_error(matrix, config) for matrix in matrices]
-        largest[name_of(config)] = max(every) if all(map(math.isfinite, every)) else math.nan
+        largest[name_of(config)] = (
+            max(every) if all(map(math.isfinite, every)) else math.nan
+        )
     return largest
 
 
 def twice(device: torch.device, config: MuonConfig) -> str:
     """The same matrix twice gives the same bits; a matrix of zeros gives zeros."""
-    matrix = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)).to(device)
+    matrix = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)).to(
+        device
+    )
     one, two = (orthogonalize(matrix, config) for _ in range(2))
     zero = orthogonalize(torch.zeros_like(matrix), config)
     if not torch.equal(one, two):

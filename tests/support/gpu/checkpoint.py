@@ -1,4 +1,6 @@
-"""Ranks that save, load and switch. Gradients are written, so that bits can be compared."""
+"""Ranks that save, load and switch. Gradients are written, so that bits can be
+compared.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,16 @@ CLAIMS = (
     "Muon goes on from AdamW's checkpoint",
 )
 _BEFORE, _AFTER = 2, 2  # steps before and after the first save
-_METADATA = {"distrib_optim_sharding_type": WHOLE_WEIGHTS, "chained_optim_avoid_prefix": True}
+_METADATA = {
+    "distrib_optim_sharding_type": WHOLE_WEIGHTS,
+    "chained_optim_avoid_prefix": True,
+}
 
 
 def save_and_be_killed(argument: dict[str, Any]) -> None:
-    """Take steps, save, take another, and have rank 0 killed as its save writes metadata."""
+    """Take steps, save, take another, and have rank 0 killed as its save writes
+    metadata.
+    """
     built = _built(argument, "muon-contiguous")
     _steps(built, 0, _BEFORE)
     megatron_muon.install()  # which checks every save
@@ -73,7 +80,10 @@ def load_and_switch(argument: dict[str, Any]) -> dict[str, str]:
     loaded = _checksums(again)
     _steps(again, _BEFORE, _AFTER)
     faults = (
-        _ok("is not complete" in refused or "not a" in refused, refused or "it was loaded"),
+        _ok(
+            "is not complete" in refused or "not a" in refused,
+            refused or "it was loaded",
+        ),
         _same(saved, loaded),
         _same(_checksums(whole), _checksums(again)),
         _from_muon(argument, first),
@@ -106,7 +116,7 @@ def _from_adamw(argument: dict[str, Any], folder: Path) -> str:
     return _error_of(lambda: _steps(muon, _BEFORE, 1)) or "ok"
 
 
-# --- a rank's model ------------------------------------------------------------------------------
+# --- a rank's model -------------------------------------------------------------------
 
 
 def _built(argument: dict[str, Any], row: str) -> Built:
@@ -118,7 +128,9 @@ def _built(argument: dict[str, Any], row: str) -> Built:
 
 
 def _count_steps(built: Built) -> None:
-    """Without Transformer Engine and Apex, Megatron loads no AdamW that has not taken a step."""
+    """Without Transformer Engine and Apex, Megatron loads no AdamW that has not taken a
+    step.
+    """
     for part in optimizers_of(built.optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
             part.init_state_fn(part.optimizer)
@@ -135,7 +147,9 @@ def _with_weights(built: Built) -> Built:
 
 
 def _steps(built: Built, start: int, count: int) -> None:
-    """Steps of gradients that are known by number; every DP rank has them whole and reduced."""
+    """Steps of gradients that are known by number; every DP rank has them whole and
+    reduced.
+    """
     for step in range(start, start + count):
         for chunk in built.chunks:
             chunk.zero_grad_buffer()
@@ -154,9 +168,13 @@ def _tp_rank(param: Any) -> int:
 
 
 def _checksums(built: Built, *kinds: str) -> dict[str, int]:
-    """CRC-32 of every parameter, main parameter and tensor of optimizer state, by name."""
+    """CRC-32 of every parameter, main parameter and tensor of optimizer state, by
+    name.
+    """
     return {
-        name: zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+        name: zlib.crc32(
+            tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data
+        )
         for name, tensor in _tensors(built)
         if not kinds or name.split()[0] in kinds
     }
@@ -176,7 +194,7 @@ def _tensors(built: Built) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f"{kind} {names[param]}", tensor
 
 
-# --- its checkpoints -----------------------------------------------------------------------------
+# --- its checkpoints ------------------------------------------------------------------
 
 
 def _save(built: Built, folder: Path) -> None:
@@ -188,7 +206,9 @@ def _save(built: Built, folder: Path) -> None:
     dist_checkpointing.save(_sharded(built, is_loading=False), str(folder))
 
 
-def _load(built: Built, folder: Path, reading: AbstractContextManager[None] | None = None) -> None:
+def _load(
+    built: Built, folder: Path, reading: AbstractContextManager[None] | None = None
+) -> None:
     from megatron.core import dist_checkpointing
 
     with reading or nullcontext():
@@ -200,7 +220,10 @@ def _load(built: Built, folder: Path, reading: AbstractContextManager[None] | No
 def _sharded(built: Built, *, is_loading: bool) -> dict[str, Any]:
     state = {"model": _gpt(built).sharded_state_dict()}
     form: dict[str, Any] = {"metadata": _METADATA}
-    if "metadata" not in inspect.signature(DistributedOptimizer.sharded_state_dict).parameters:
+    if (
+        "metadata"
+        not in inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
+    ):
         form = {"sharding_type": WHOLE_WEIGHTS}  # before core 0.14
     state["optimizer"] = built.optimizer.sharded_state_dict(state, is_loading, **form)
     return state
@@ -211,7 +234,7 @@ def _gpt(built: Built) -> Any:
     return chunk.module.module  # in DDP, in Float16Module
 
 
-# --- verdicts ------------------------------------------------------------------------------------
+# --- verdicts -------------------------------------------------------------------------
 
 
 def _error_of(action: Callable[[], None]) -> str:

@@ -1,4 +1,6 @@
-"""Bytes, memory, launches and time of a step, and its constants: predicted and measured."""
+"""Bytes, memory, launches and time of a step, and its constants: predicted and
+measured.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,20 @@ _ROUNDS = {"cpu": 1, "cuda": 7}
 _SECONDS = 200.0
 _EXCHANGE = ("muon-gather", "muon-scatter")
 _ADAMW = (
-    "The prediction has Transformer Engine's AdamW; torch's, without it, launches and moves more."
+    "The prediction has Transformer Engine's AdamW; torch's, without it, "
+    "launches and moves more."
 )
-# Phases of the time model, the stopwatch's parts that are their time, and the constant that the
-# phase depends on most.
+# Phases of the time model, the stopwatch's parts that are their time, and the constant
+# that the phase depends on most.
 _PHASES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], ...] = (
     ("AdamW's part", (pricing.ADAMW,), ("muon-adamw",), ""),
     ("momentum", (pricing.MOMENTUM,), ("muon-momentum",), "memory_efficiency"),
-    ("Newton-Schulz", (pricing.NEWTON_SCHULZ,), ("muon-newton_schulz",), "gemm_efficiency"),
+    (
+        "Newton-Schulz",
+        (pricing.NEWTON_SCHULZ,),
+        ("muon-newton_schulz",),
+        "gemm_efficiency",
+    ),
     ("update", (pricing.UPDATE,), ("muon-update",), "memory_efficiency"),
     ("exchange and staging", (pricing.STAGING, WAITING), _EXCHANGE, "node_efficiency"),
 )
@@ -63,14 +71,21 @@ def sent(expected: PredictedStep, ranks: Sequence[Measured]) -> list[Figure]:
     for rank, (planned, of_rank) in enumerate(zip(expected.sent, ranks, strict=True)):
         counts = of_rank.counted.sent_bytes
         outside = counts.get("gather", 0) + counts.get("scatter", 0)
-        for who, measured in (("by our meter", of_rank.metered_bytes), ("from outside", outside)):
+        for who, measured in (
+            ("by our meter", of_rank.metered_bytes),
+            ("from outside", outside),
+        ):
             name = f"bytes that rank {rank} sends, {who}"
-            figures.append(Figure(name, "B", planned, measured, *EXACT, corrects="The plan."))
+            figures.append(
+                Figure(name, "B", planned, measured, *EXACT, corrects="The plan.")
+            )
     return figures
 
 
 def peak(expected: PredictedStep, ranks: Sequence[Measured]) -> list[Figure]:
-    """Most bytes in a step above those at its start; ``torch.cuda``'s against the virtual GPU's."""
+    """Most bytes in a step above those at its start; ``torch.cuda``'s against the
+    virtual GPU's.
+    """
     return [
         Figure(
             f"peak memory of rank {report.rank} above its state",
@@ -79,14 +94,18 @@ def peak(expected: PredictedStep, ranks: Sequence[Measured]) -> list[Figure]:
             measured.peak_bytes,
             least=0.9,
             most=1.1,
-            corrects="`virtual_gpu/memory.py`; cuBLAS' workspaces and fragmentation are not in it.",
+            corrects=(
+                "`virtual_gpu/memory.py`; cuBLAS' workspaces and "
+                "fragmentation are not in it."
+            ),
         )
         for report, measured in zip(expected.reports, ranks, strict=True)
     ]
 
 
 def launches(expected: PredictedStep, ranks: Sequence[Measured]) -> list[Figure]:
-    """Kernels and copies by torch's profiler against the virtual GPU's; memsets do not count.
+    """Kernels and copies by torch's profiler against the virtual GPU's; memsets do not
+    count.
 
     None where the profiler saw no kernel.
     """
@@ -109,7 +128,8 @@ def launches(expected: PredictedStep, ranks: Sequence[Measured]) -> list[Figure]
 def constants(settings: Settings, hardware: Hardware) -> list[Figure]:
     """Constants of the time model, each by a measurement of its own.
 
-    Without a GPU they are a virtual one's. Ranks over gloo take the place of the link between GPUs.
+    Without a GPU they are a virtual one's. Ranks over gloo take the place of the link
+    between GPUs.
     """
     if settings.gpus:
         (figures,) = on_ranks(Settings("cuda", 1), _speeds, hardware, _SECONDS)
@@ -136,7 +156,8 @@ def times(
     hardware: Hardware,
     measured_constants: Sequence[Figure],
 ) -> list[Figure]:
-    """The time model's phases against the stopwatch's, with the constants that were measured.
+    """The time model's phases against the stopwatch's, with the constants that were
+    measured.
 
     A phase is priced with these, too, so that what is left over is the phase's own.
     """
@@ -150,13 +171,18 @@ def times(
         measured = max(_median(rank, parts) for rank in ranks)
         total += measured
         why = "See the constants measured one by one.", "" if constant else _ADAMW
-        figures += _figures(name, partial(_of_phases, price, phases), measured, both, why, constant)
+        figures += _figures(
+            name, partial(_of_phases, price, phases), measured, both, why, constant
+        )
     sums = "The sum of the phases, each on the rank where it takes longest."
     figures += _figures(
         "step without what AdamW has alike",
         lambda one: 1e3 * price(one).seconds, total, both, (sums, sums),
     )  # fmt: skip
-    more = "The measured time also has Megatron's own work: norm, AdamW, gather of parameters."
+    more = (
+        "The measured time also has Megatron's own work: norm, AdamW, gather of "
+        "parameters."
+    )
     _, of_host = _figures(
         "the host launches a step", lambda one: 1e3 * price(one).host,
         max(rank.host_ms for rank in ranks), both, ("", more),
@@ -179,14 +205,23 @@ def _figures(
 ) -> list[Figure]:
     """A time as the preset predicts it, and as the measured constants do.
 
-    Only the second names a constant: with the first, the measured constants explain a difference.
+    Only the second names a constant: with the first, the measured constants explain a
+    difference.
     """
     stated, own = hardware
     with_own = f"{name}, with measured constants"
     value = solved(own, constant, ms, measured) if constant else None
     return [
         Figure(name, "ms", ms(stated), measured, corrects=why[0]),
-        Figure(with_own, "ms", ms(own), measured, constant=constant, value=value, corrects=why[1]),
+        Figure(
+            with_own,
+            "ms",
+            ms(own),
+            measured,
+            constant=constant,
+            value=value,
+            corrects=why[1],
+        ),
     ]
 
 
@@ -205,7 +240,11 @@ def as_predicted_on(
         counted=Counted({"gather": expected.sent[rank], "scatter": 0}),
         metered_bytes=expected.sent[rank],
         peak_bytes=expected.reports[rank].peak_bytes,
-        launched={"kernels": expected.reports[rank].launches - 3, "copies": 3, "memsets": 9},
+        launched={
+            "kernels": expected.reports[rank].launches - 3,
+            "copies": 3,
+            "memsets": 9,
+        },
         host_ms=1e3 * step.host,
     )
     return dataclasses.replace(made, **changes)
@@ -213,8 +252,14 @@ def as_predicted_on(
 
 def with_measured(hardware: Hardware, measured_constants: Sequence[Figure]) -> Hardware:
     """The hardware with the constants that were measured."""
-    values = {figure.constant: figure.value for figure in measured_constants if figure.constant}
-    known = {name: value for name, value in values.items() if value is not None and value > 0}
+    values = {
+        figure.constant: figure.value
+        for figure in measured_constants
+        if figure.constant
+    }
+    known = {
+        name: value for name, value in values.items() if value is not None and value > 0
+    }
     return hardware.with_values(known, "measured by tests/gpu")
 
 
@@ -226,9 +271,12 @@ def _median(rank: Measured, parts: Sequence[str]) -> float:
 
 _SIDE = 8192  # of the product's matrices
 _ELEMENTS = 1 << 28  # of a copy in fp32: 1 GiB, which no cache holds
-_SMALL = 800  # kernels of one element; with the products below, fewer than a queue of 1024 holds
+# kernels of one element; with the products below, fewer than a queue of 1024 holds
+_SMALL = 800
 _REPEATS = 5
-_COVER = 40  # products that run while small kernels are put in line: about 60 ms on an H100
+_COVER = (
+    40  # products that run while small kernels are put in line: about 60 ms on an H100
+)
 
 
 def speeds(hardware: Hardware, device: torch.device) -> Iterator[Figure]:
@@ -239,7 +287,9 @@ def speeds(hardware: Hardware, device: torch.device) -> Iterator[Figure]:
 
 def product(hardware: Hardware, device: torch.device) -> Figure:
     """A large product in bf16: ``gemm_efficiency``."""
-    left, right = (torch.randn(_SIDE, _SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    left, right = (
+        torch.randn(_SIDE, _SIDE, device=device, dtype=torch.bfloat16) for _ in range(2)
+    )
     seconds = _seconds(lambda: torch.mm(left, right))
     reached = 2 * _SIDE**3 / seconds / TERA
     return share(
@@ -270,11 +320,15 @@ def launch(hardware: Hardware, device: torch.device) -> Figure:
         _small(one)
         times.append((time.perf_counter() - start) / _SMALL)
         torch.cuda.synchronize()
-    return plain("a launch, on the host", sorted(times)[_REPEATS // 2], hardware, "launch_us")
+    return plain(
+        "a launch, on the host", sorted(times)[_REPEATS // 2], hardware, "launch_us"
+    )
 
 
 def kernel(hardware: Hardware, device: torch.device) -> Figure:
-    """The GPU's time per small kernel, all of them in line before the first runs: ``kernel_us``."""
+    """The GPU's time per small kernel, all of them in line before the first runs:
+    ``kernel_us``.
+    """
     one = torch.zeros(1, device=device)
     left = torch.randn(_SIDE, _SIDE, device=device, dtype=torch.bfloat16)
     times = []
@@ -294,15 +348,29 @@ def link(hardware: Hardware, gbytes: float) -> Figure:
 
 
 def share(
-    name: str, unit: str, reached: float, peak: float, efficiency: float, constants: tuple[str, str]
+    name: str,
+    unit: str,
+    reached: float,
+    peak: float,
+    efficiency: float,
+    constants: tuple[str, str],
 ) -> Figure:
-    """A rate against a peak and a share of it; above the peak, the peak is what is wrong."""
+    """A rate against a peak and a share of it; above the peak, the peak is what is
+    wrong.
+    """
     of_peak = reached / peak
     constant, value = (
-        (constants[0], of_peak) if of_peak <= 1 else (constants[1], reached / efficiency)
+        (constants[0], of_peak)
+        if of_peak <= 1
+        else (constants[1], reached / efficiency)
     )
     return Figure(
-        name, unit, peak * efficiency, reached, constant=constant, value=float(f"{value:.4g}")
+        name,
+        unit,
+        peak * efficiency,
+        reached,
+        constant=constant,
+        value=float(f"{value:.4g}"),
     )
 
 
@@ -319,7 +387,9 @@ def _small(one: torch.Tensor) -> None:
 
 
 def _seconds(action: Callable[[], Any]) -> float:
-    """The median time of an action on the GPU, after one that compiles it and warms caches."""
+    """The median time of an action on the GPU, after one that compiles it and warms
+    caches.
+    """
     action()
     return sorted(_between(action) for _ in range(_REPEATS))[_REPEATS // 2]
 

@@ -19,7 +19,9 @@ _PACKAGES = (
 
 
 def described(settings: Settings) -> dict[str, str]:
-    """The environment in words, for the report; no name of a machine, a user or a path."""
+    """The environment in words, for the report; no name of a machine, a user or a
+    path.
+    """
     versions = {name: version for name in _PACKAGES if (version := _version(name))}
     return {
         "megatron_muon": __version__,
@@ -40,7 +42,9 @@ def device_name(settings: Settings) -> str:
     """The GPUs by name and number; the kind of CPU without one."""
     if settings.device == "cpu":
         return f"CPU {platform.machine()}"
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    names = [
+        torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
+    ]
     kinds = dict.fromkeys(names)
     return ", ".join(f"{names.count(name)} x {name}" for name in kinds)
 
@@ -53,7 +57,9 @@ def _version(package: str) -> str:
 
 
 def _core() -> str:
-    """The version of megatron.core, which may be a checkout's that pip has not installed."""
+    """The version of megatron.core, which may be a checkout's that pip has not
+    installed.
+    """
     from megatron_muon.mcore.seams.rows import megatron_version
 
     with warnings.catch_warnings():
@@ -62,7 +68,11 @@ def _core() -> str:
 
 
 def _nccl() -> str:
-    return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
+    return (
+        ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.cuda.is_available()
+        else "none"
+    )
 
 
 def _driver() -> str:

@@ -24,7 +24,9 @@ _LARGE = "--hidden 2048 --layers 4 --heads 16 --vocab 32000 --seq 1024"
 
 
 def arguments(settings: Settings, *, tiny: bool = False) -> list[str]:
-    """Flags of ``bench step`` for the model and its ranks; on GPUs a larger one if not ``tiny``."""
+    """Flags of ``bench step`` for the model and its ranks; on GPUs a larger one if not
+    ``tiny``.
+    """
     tp = 2 if settings.ranks % 2 == 0 else 1  # TP has every matrix exchanged
     sizes = _TINY if tiny or settings.device == "cpu" else _LARGE
     return [*sizes.split(), "--tp", str(tp), "--dp", str(settings.ranks // tp)]
@@ -42,20 +44,28 @@ def row_of(name: str) -> Row:
 
 
 def on_ranks(settings: Settings, run: Any, argument: Any, seconds: float) -> list[Any]:
-    """What ``run(argument)`` returns on each rank; RankError where one raised, died or was late."""
+    """What ``run(argument)`` returns on each rank; RankError where one raised, died or
+    was late.
+    """
     threads = threads_for(settings.ranks, None)
-    task = Task(run, argument, settings.ranks, settings.gpus, threads, seconds, builds=True)
+    task = Task(
+        run, argument, settings.ranks, settings.gpus, threads, seconds, builds=True
+    )
     return run_ranks(task)
 
 
 def built_on_rank(settings: Settings, row: str = "muon-contiguous") -> Built:
-    """The tiny model with a row's optimizer, on a rank; Megatron's groups are made if need be."""
+    """The tiny model with a row's optimizer, on a rank; Megatron's groups are made if
+    need be.
+    """
     from megatron.core import parallel_state
 
     flags = flags_of(settings, tiny=True)
     if not parallel_state.model_parallel_is_initialized():
         world.initialize_groups(ranks_of(flags))
-    return build(row_of(row), flags, StepTimers(torch.device(torch.cuda.current_device())))
+    return build(
+        row_of(row), flags, StepTimers(torch.device(torch.cuda.current_device()))
+    )
 
 
 def named_params(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
@@ -67,6 +77,8 @@ def named_params(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
 
 @torch.no_grad()
 def fill(tensor: Tensor, key: str, scale: float) -> None:
-    """Fill a tensor with normal noise that follows from ``key`` alone, made on the CPU."""
+    """Fill a tensor with normal noise that follows from ``key`` alone, made on the
+    CPU.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     tensor.copy_(scale * torch.randn(tensor.shape, generator=generator))

@@ -16,7 +16,9 @@ from support.virtual_gpu.dry_run import optimizer_of, planned_on, ranks_of
 from support.virtual_gpu.megatron import OptimizerSettings, record_training
 from support.virtual_gpu.rank_report import RankReport, report_of
 
-_SPAN = 1000.0  # a constant is looked for from a thousandth to a thousand times its value
+_SPAN = (
+    1000.0  # a constant is looked for from a thousandth to a thousand times its value
+)
 _HALVINGS = 40
 
 
@@ -25,7 +27,9 @@ class PredictedStep:
     """The predictions of a step."""
 
     sent: list[int]  # bytes that each rank sends in the exchange, by the plan
-    reports: list[RankReport]  # what each rank does, on the virtual GPU; empty for a CPU
+    reports: list[
+        RankReport
+    ]  # what each rank does, on the virtual GPU; empty for a CPU
     price: Callable[[Hardware], StepTime]  # the step's times on some hardware
 
 
@@ -34,7 +38,10 @@ def predicted(flags: Namespace, config: MuonConfig, device: Device) -> Predicted
     ranks = ranks_of(flags)
     (parts,) = planned_on([device], flags, config, ranks, 0)
     optimizers = [optimizer_of(part) for part in parts]
-    sent = [sum(each) for each in zip(*(one.plan.sent_bytes() for one in optimizers), strict=True)]
+    sent = [
+        sum(each)
+        for each in zip(*(one.plan.sent_bytes() for one in optimizers), strict=True)
+    ]
     steps = range(ranks.world if device == "cuda" else 0)
     return PredictedStep(
         sent,
@@ -51,9 +58,14 @@ def report(flags: Namespace, config: MuonConfig, rank: int) -> RankReport:
 
 
 def solved(
-    hardware: Hardware, constant: str, time: Callable[[Hardware], float], measured: float
+    hardware: Hardware,
+    constant: str,
+    time: Callable[[Hardware], float],
+    measured: float,
 ) -> float | None:
-    """The value of a constant with which the model's ``time`` is as measured, if there is any."""
+    """The value of a constant with which the model's ``time`` is as measured, if there
+    is any.
+    """
     at = float(getattr(hardware, constant))
     low, high = at / _SPAN, min(at * _SPAN, most_of(constant))
 

@@ -1,7 +1,9 @@
-"""Torch's CUDA sanitizer over steps of Megatron's optimizer, and the virtual GPU's own check.
+"""Torch's CUDA sanitizer over steps of Megatron's optimizer, and the virtual GPU's own
+check.
 
-The sanitizer sees operations of torch. It does not see races of NCCL: the schemas of send and
-receive have no alias information, so it knows no access of theirs. The virtual GPU sees them.
+The sanitizer sees operations of torch. It does not see races of NCCL: the schemas of
+send and receive have no alias information, so it knows no access of theirs. The virtual
+GPU sees them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _ELEMENTS = 1 << 24
 
 
 def under_sanitizer(settings: Settings) -> tuple[str, str]:
-    """On a rank: the sanitizer's errors of two steps, and of a planted race; empty for none."""
+    """On a rank: the sanitizer's errors of two steps, and of a planted race; empty for
+    none.
+    """
     from torch.cuda import _sanitizer
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -20,7 +20,9 @@ class Settings:
 
     device: DeviceName  # ``cuda``, or ``cpu`` for ranks over gloo
     ranks: int  # number of ranks, each with a GPU on ``cuda``
-    hardware: str = "h100"  # hardware of the predicted times: a preset's name, or a file
+    hardware: str = (
+        "h100"  # hardware of the predicted times: a preset's name, or a file
+    )
     changes: tuple[str, ...] = ()  # ``NAME=VALUE`` for other constants of it
 
     @property
@@ -42,19 +44,26 @@ def settings_of(
     gpus = torch.cuda.device_count()
     device = device or ("cuda" if gpus else "cpu")
     if device == "cuda" and not gpus:
-        raise ValueError("--device cuda: torch sees no GPU here; leave it out to run on the CPU")
+        raise ValueError(
+            "--device cuda: torch sees no GPU here; leave it out to run on the CPU"
+        )
     ranks = ranks or (gpus if device == "cuda" else CPU_RANKS)
     if device == "cuda" and ranks > gpus and os.environ.get(SHARED) != "1":
         raise ValueError(
-            f"--ranks {ranks}: each needs a GPU, and torch sees {gpus}; with {SHARED}=1 they share"
+            f"--ranks {ranks}: each needs a GPU, and torch sees {gpus}; with "
+            f"{SHARED}=1 they share"
         )
     if ranks > 1 and ranks % 2:
-        raise ValueError(f"--ranks {ranks}: give 1 or an even number, which TP and DP divide")
+        raise ValueError(
+            f"--ranks {ranks}: give 1 or an even number, which TP and DP divide"
+        )
     hardware_of(hardware, changes)
     return Settings(device, ranks, hardware, tuple(changes))
 
 
 def ended(settings: Settings, *words: str) -> subprocess.CompletedProcess[str]:
-    """``megatron-muon WORDS`` in a process of its own; without GPUs where the settings say so."""
+    """``megatron-muon WORDS`` in a process of its own; without GPUs where the settings
+    say so.
+    """
     hidden = {} if settings.gpus else {"CUDA_VISIBLE_DEVICES": ""}
     return python("-m", "megatron_muon", *words, timeout=None, **hidden)

@@ -32,7 +32,9 @@ def faults(ranks: list[list[float]]) -> str:
 
 
 def train(job: tuple[Settings, str]) -> list[float]:
-    """The mean loss over all ranks of each step of a row's optimizer; torch's world is up."""
+    """The mean loss over all ranks of each step of a row's optimizer; torch's world is
+    up.
+    """
     settings, row = job
     flags, built = flags_of(settings, tiny=True), built_on_rank(settings, row)
     device = torch.device(torch.cuda.current_device())
@@ -48,7 +50,9 @@ def train(job: tuple[Settings, str]) -> list[float]:
         chunk.finish_grad_sync()
         successful, _, _ = built.optimizer.step()
         if not successful:
-            raise RuntimeError(f"Megatron skipped step {step}: gradients are not finite")
+            raise RuntimeError(
+                f"Megatron skipped step {step}: gradients are not finite"
+            )
         world = dist.group.WORLD
         assert world is not None
         every = collectives.all_gather_flat("muon/accept", loss.detach().view(1), world)

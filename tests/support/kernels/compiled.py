@@ -1,4 +1,6 @@
-"""What triton makes of a kernel, without a GPU: its PTX, and its result in the interpreter."""
+"""What triton makes of a kernel, without a GPU: its PTX, and its result in the
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def interpreted(module: str) -> int:
 
 @cache
 def instructions(capability: int) -> dict[str, Counter[str]]:
-    """Instructions in PTX of each launch that a run can have, by its kernel and dtypes."""
+    """Instructions in PTX of each launch that a run can have, by its kernel and
+    dtypes.
+    """
     pytest.importorskip("triton", reason="the kernels are triton's")
     text = printed("-m", "support.kernels.compiling", "--instructions", str(capability))
     return {name: Counter(found) for name, found in json.loads(text).items()}

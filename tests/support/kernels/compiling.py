@@ -1,7 +1,9 @@
-"""``python -m support.kernels.compiling 80 90``: compiles all launches with the triton on the path.
+"""``python -m support.kernels.compiling 80 90``: compiles all launches with the triton
+on the path.
 
-The launches are the package's own, compiled for each of these capabilities. No GPU is needed: a
-stand-in for triton's driver names one, and ``warmup`` compiles in place of the launch.
+The launches are the package's own, compiled for each of these capabilities. No GPU is
+needed: a stand-in for triton's driver names one, and ``warmup`` compiles in place of
+the launch.
 """
 
 from __future__ import annotations
@@ -38,13 +40,18 @@ def without_gpu(capability: int) -> None:
 
 
 def compiled(capability: int) -> list[tuple[str, Any]]:
-    """Each launch's kernel with its dtypes, and what triton makes of it for a capability."""
+    """Each launch's kernel with its dtypes, and what triton makes of it for a
+    capability.
+    """
     made: list[tuple[str, Any]] = []
     without_gpu(capability)
     for words, launch in launches():
         JITFunction.__getitem__ = lambda self, grid, words=words: (
             lambda *args, **options: made.append(
-                (f"{self.fn.__name__} {words}", self.warmup(*args, grid=grid, **options))
+                (
+                    f"{self.fn.__name__} {words}",
+                    self.warmup(*args, grid=grid, **options),
+                )
             )
         )
         launch()
@@ -52,13 +59,25 @@ def compiled(capability: int) -> list[tuple[str, Any]]:
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Each kernel in all dtypes that a run can have, of rows that start at 16 bytes or not."""
-    rows, blocks = torch.zeros((6, 3), dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
-    for grad, into, nesterov in itertools.product((FP32, BF16), (FP32, BF16), (True, False)):
+    """Each kernel in all dtypes that a run can have, of rows that start at 16 bytes or
+    not.
+    """
+    rows, blocks = (
+        torch.zeros((6, 3), dtype=torch.int64),
+        torch.zeros(4, dtype=torch.int32),
+    )
+    for grad, into, nesterov in itertools.product(
+        (FP32, BF16), (FP32, BF16), (True, False)
+    ):
         yield (
             f"{SHORT[grad]} to {SHORT[into]}{' Nesterov' * nesterov}",
-            lambda dtypes={"grad": grad, "into": into}, nesterov=nesterov: fused.launch_momentum(
-                *(rows, blocks, torch.zeros(3)), **dtypes, momentum=0.95, nesterov=nesterov
+            lambda dtypes={"grad": grad, "into": into}, nesterov=nesterov: (
+                fused.launch_momentum(
+                    *(rows, blocks, torch.zeros(3)),
+                    **dtypes,
+                    momentum=0.95,
+                    nesterov=nesterov,
+                )
             ),
         )
     for direction in (FP32, BF16, FP16):
@@ -72,7 +91,9 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     for (source, into), width in itertools.product(
         ((BF16, FP16), (BF16, BF16), (FP32, FP32)), (2048, 2044)
     ):
-        x, y = (torch.zeros((2, 64, 1, 1, width), dtype=dtype) for dtype in (source, into))
+        x, y = (
+            torch.zeros((2, 64, 1, 1, width), dtype=dtype) for dtype in (source, into)
+        )
         eights = " in eights" * (width % 8 == 0)
         yield f"{SHORT[source]}{eights}", lambda x=x: norms.launch_norms(x, moves, 1.0)
         yield (
@@ -83,8 +104,9 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def main() -> None:
-    """Print a line for each capability: the number of launches, and their kernels; or with
-    ``--instructions`` first, those of each launch in PTX."""
+    """Print a line for each capability: the number of launches, and their kernels; or
+    with ``--instructions`` first, those of each launch in PTX.
+    """
     if sys.argv[1] == "--instructions":
         form = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]+)\s", re.M)
         every = compiled(int(sys.argv[2]))
@@ -94,7 +116,10 @@ def main() -> None:
         made = compiled(capability)
         assert all(each.asm["cubin"] for _, each in made)
         names = " ".join(sorted({name.split()[0] for name, _ in made}))
-        print(f"triton {triton.__version__} sm_{capability}: {len(made)} launches of {names}")
+        print(
+            f"triton {triton.__version__} sm_{capability}: {len(made)} launches of "
+            f"{names}"
+        )
 
 
 if __name__ == "__main__":

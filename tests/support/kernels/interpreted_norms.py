@@ -1,4 +1,5 @@
-"""``TRITON_INTERPRET=1 python -m support.kernels.interpreted_norms``: matrices over their norms.
+"""``TRITON_INTERPRET=1 python -m support.kernels.interpreted_norms``: matrices over
+their norms.
 
 They are compared with exact numbers, in every layout in which they come and go; see
 ``interpreted`` for what the interpreter is.
@@ -24,7 +25,11 @@ SHAPES = (
     *((1, 1, 1, 1, 1), (3, 5, 1, 1, 7), (2, 9, 1, 1, 1024), (1, 17, 1, 1, 2051)),
     *((2, 300, 1, 2, 33), (1, 70, 2, 4, 130), (2, 8200, 1, 1, 3)),
 )
-KINDS = (torch.bfloat16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.float32,) * 2
+KINDS = (
+    (torch.bfloat16, torch.float16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32,) * 2,
+)
 EXPONENTS = (-130, -126, -70, 0, 90, 125)
 
 
@@ -33,8 +38,12 @@ def staged(x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
 
 
-def case(shape: tuple[int, ...], exponent: int, kinds: tuple[torch.dtype, torch.dtype]) -> None:
-    """Entries are whole multiples of the scale's smallest, so that none is rounded by it."""
+def case(
+    shape: tuple[int, ...], exponent: int, kinds: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Entries are whole multiples of the scale's smallest, so that none is rounded by
+    it.
+    """
     generator = torch.Generator().manual_seed(sum(shape))
     numbers = torch.randint(-15, 16, shape, generator=generator).double()
     numbers[0, 0] = 1.0  # no matrix is zero
@@ -51,7 +60,9 @@ def case(shape: tuple[int, ...], exponent: int, kinds: tuple[torch.dtype, torch.
     if shape[0] > 1:
         exact[-1] = exact[1] = 0.0
     # rounded once; the norm's own error is that of a sum by halves in fp32
-    bound = torch.finfo(kinds[1]).eps * exact.abs() / 2 + 2.0**-20 * exact.abs() + 2.0**-25
+    bound = (
+        torch.finfo(kinds[1]).eps * exact.abs() / 2 + 2.0**-20 * exact.abs() + 2.0**-25
+    )
     far = (into.double() - exact).abs() > bound
     said = (shape, exponent, kinds, into[far][:4].tolist(), exact[far][:4].tolist())
     assert not far.any(), said
@@ -62,7 +73,11 @@ def case(shape: tuple[int, ...], exponent: int, kinds: tuple[torch.dtype, torch.
     bad = source.clone(memory_format=torch.preserve_format)
     bad[0, 0, 0, 0, 0] = torch.inf if exponent else torch.nan
     norms = enter_by_kernels(torch.empty_like(into), bad, None, scale)
-    assert norms.isnan().tolist() == [True] + [False] * (shape[0] - 1), (shape, exponent, kinds)
+    assert norms.isnan().tolist() == [True] + [False] * (shape[0] - 1), (
+        shape,
+        exponent,
+        kinds,
+    )
     if kinds[0].itemsize == kinds[1].itemsize and shape[2:4] == (1, 1):  # in place
         enter_by_kernels(source.view(kinds[1]), source, moves, scale)
         assert source.view(kinds[1]).equal(into)
@@ -79,7 +94,9 @@ def main() -> None:
         assert torch.equal(*trials), ns_dtype
     cases = [
         (shape, exponent, KINDS[number % 3])
-        for number, (shape, exponent) in enumerate(itertools.product(SHAPES[:3], EXPONENTS))
+        for number, (shape, exponent) in enumerate(
+            itertools.product(SHAPES[:3], EXPONENTS)
+        )
     ]
     cases += itertools.product(SHAPES[3:], (0,), KINDS)
     for each in cases:

@@ -1,8 +1,9 @@
 """Steps of Megatron-LM's own scripts, written down, beside the float64 oracle's.
 
-The weights at the start, the gradients and the rates of each step are what Megatron had; the
-oracle takes the same steps. The tolerance is found as ``expected/oracle_cases.py`` says: by an
-oracle in which every rounding is the worst one.
+The weights at the start, the gradients and the rates of each step are what Megatron
+had; the oracle takes the same steps. The tolerance is found as
+``expected/oracle_cases.py`` says: by an oracle in which every rounding is the worst
+one.
 """
 
 from __future__ import annotations
@@ -23,9 +24,15 @@ DECAY = 0.1
 
 
 def recorded(
-    file: Path, *options: str, script: str = "pretrain_gpt.py", model: str = MODEL, **more: str
+    file: Path,
+    *options: str,
+    script: str = "pretrain_gpt.py",
+    model: str = MODEL,
+    **more: str,
 ) -> dict[str, Any]:
-    """A run in fp32 on one process, so that the model's parameters are the main ones."""
+    """A run in fp32 on one process, so that the model's parameters are the main
+    ones.
+    """
     pretrain(
         1,
         MUON,
@@ -37,7 +44,9 @@ def recorded(
     )
     run: dict[str, Any] = torch.load(file)
     assert len(run["steps"]) == STEPS
-    for step in run["steps"]:  # one schedule, and what the oracle takes for its weight decay
+    for step in run[
+        "steps"
+    ]:  # one schedule, and what the oracle takes for its weight decay
         assert len({group["lr"] for group in step["groups"]}) == 1
         assert {group["weight_decay"] for group in step["groups"]} == {0.0, DECAY}
     return run
@@ -71,17 +80,22 @@ def outside(
 ) -> set[str]:
     """Names of the weights that are further from the target than rounding explains.
 
-    Over all elements roundings average out; the largest one of few trials may be exceeded. A scalar
-    is its largest.
+    Over all elements roundings average out; the largest one of few trials may be
+    exceeded. A scalar is its largest.
 
     ``changes`` say how the run's own oracle differs from ``oracle_of``.
     """
     exact = stepped(run, oracle_of(run, **changes))
-    shaken = (oracle_of(run, **all_shaken(ns_dtype, seed), **changes) for seed in range(TRIALS))
+    shaken = (
+        oracle_of(run, **all_shaken(ns_dtype, seed), **changes)
+        for seed in range(TRIALS)
+    )
     trials = [stepped(run, oracle) for oracle in shaken]
     wrong = set()
     for name, want in exact.items():
-        norms, largest = zip(*(sizes(trial[name] - want) for trial in trials), strict=True)
+        norms, largest = zip(
+            *(sizes(trial[name] - want) for trial in trials), strict=True
+        )
         norm, most = sizes(run["final"][name].double() - target[name])
         is_as_near = norm <= max(norms) or want.numel() == 1
         if not (is_as_near and most <= 2 * max(largest)):

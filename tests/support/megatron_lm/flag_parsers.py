@@ -1,4 +1,6 @@
-"""Bare parsers that declare what each Megatron-LM declares, and what Muon's flags mean on them."""
+"""Bare parsers that declare what each Megatron-LM declares, and what Muon's flags mean
+on them.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ from megatron_muon.settings.config import ROWS
 from megatron_muon.settings.from_flags import muon_config
 from support.settings import OTHERS
 
-# megatron/training/arguments.py at core_v0.12.0 (as until 0.15.3), 0.16.1, 0.17.1, 0.19.0 (as
-# 0.18.2), and after it; what is new in each.
+# megatron/training/arguments.py at core_v0.12.0 (as until 0.15.3), 0.16.1, 0.17.1,
+# 0.19.0 (as 0.18.2), and after it; what is new in each.
 _SCALE_MODES = ["spectral", "unit_rms_norm", "shape_scaling"]
 _TP_MODES = ["blockwise", "duplicated", "distributed"]
 _V16: dict[str, dict[str, Any]] = {
     "--muon-momentum": {"type": float, "default": 0.9},
-    "--muon-no-split-qkv": {"action": "store_false", "default": True, "dest": "muon_split_qkv"},
+    "--muon-no-split-qkv": {
+        "action": "store_false",
+        "default": True,
+        "dest": "muon_split_qkv",
+    },
     "--muon-use-nesterov": {"action": "store_true"},
     "--muon-scale-mode": {"type": str, "default": "spectral", "choices": _SCALE_MODES},
     "--muon-fp32-matmul-prec": {
@@ -35,10 +41,18 @@ _V16: dict[str, dict[str, Any]] = {
 _V17 = {
     **_V16,
     "--muon-coefficient-type": {"type": str, "default": "quintic"},
-    "--muon-scalar-optimizer": {"type": str, "default": "adam", "choices": ["adam", "lion"]},
+    "--muon-scalar-optimizer": {
+        "type": str,
+        "default": "adam",
+        "choices": ["adam", "lion"],
+    },
 }
 _V19 = {
-    **{option: keywords for option, keywords in _V17.items() if option != "--muon-use-nesterov"},
+    **{
+        option: keywords
+        for option, keywords in _V17.items()
+        if option != "--muon-use-nesterov"
+    },
     "--muon-nesterov": {"action": "store_true"},
 }
 _LATER = {
@@ -75,7 +89,12 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "simple": (["--muon-coefficient-type", "simple"], {}),
     "quintic": (["--muon-coefficient-type", "quintic"], {"ns_coefficients": "quintic"}),
     "polar-express": (
-        ["--muon-ns-coefficients", "polar_express", "--muon-coefficient-type", "polar_express"],
+        [
+            "--muon-ns-coefficients",
+            "polar_express",
+            "--muon-coefficient-type",
+            "polar_express",
+        ],
         {"ns_coefficients": "polar_express"},
     ),
     "numbers": (
@@ -92,7 +111,10 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "fp16": (["--muon-ns-dtype", "fp16"], {"ns_dtype": "fp16"}),
     "medium": (["--muon-fp32-matmul-prec", "medium"], {"ns_dtype": "bf16"}),
     "no-split-qkv": (["--muon-no-split-qkv"], {"split_qkv": False}),
-    "duplicated": (["--muon-tp-mode", "duplicated", "--tensor-model-parallel-size", "2"], {}),
+    "duplicated": (
+        ["--muon-tp-mode", "duplicated", "--tensor-model-parallel-size", "2"],
+        {},
+    ),
     "blockwise, TP 1": (["--muon-tp-mode", "blockwise"], {}),
     "distributed, TP 1": (["--muon-tp-mode", "distributed"], {}),
     "scalar-adam": (["--muon-scalar-optimizer", "adam"], {}),
@@ -105,7 +127,10 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         ["--muon-lr-mult", "embedding.*=0.5", "--muon-lr-mult", "a=b=2e-1"],
         {"lr_mults": (("embedding.*", 0.5), ("a=b", 0.2))},
     ),
-    "wd-mult": (["--muon-wd-mult", "*.router.*=0"], {"wd_mults": (("*.router.*", 0.0),)}),
+    "wd-mult": (
+        ["--muon-wd-mult", "*.router.*=0"],
+        {"wd_mults": (("*.router.*", 0.0),)},
+    ),
     "clip-alpha": (
         ["--muon-qk-clip-alpha", "0.3", "--muon-qk-clip", "30"],
         {"qk_clip": 30.0, "qk_clip_alpha": 0.3},
@@ -114,9 +139,18 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         ["--muon-block-lr-mult", "0.5", "--muon-full-period", "5"],
         {"block_lr_mult": 0.5, "full_period": 5},
     ),
-    "include": (["--muon-include", "a.*", "--muon-include", "b"], {"muon_include": ("a.*", "b")}),
-    "exclude": (["--muon-exclude", "*.router.weight"], {"muon_exclude": ("*.router.weight",)}),
-    "split-matrices auto": (["--muon-split-matrices", "auto"], {"split_matrices": "auto"}),
+    "include": (
+        ["--muon-include", "a.*", "--muon-include", "b"],
+        {"muon_include": ("a.*", "b")},
+    ),
+    "exclude": (
+        ["--muon-exclude", "*.router.weight"],
+        {"muon_exclude": ("*.router.weight",)},
+    ),
+    "split-matrices auto": (
+        ["--muon-split-matrices", "auto"],
+        {"split_matrices": "auto"},
+    ),
     "split-matrices off": (["--muon-split-matrices", "off"], {"split_matrices": "off"}),
     "layout": (["--muon-dp-layout", "bucketed"], {}),
     "rounds": (["--muon-round-mib", "64"], {"round_bytes": 64 << 20}),
@@ -136,12 +170,23 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "cpu": (["--muon-cpu"], {}),
     "trace-steps": (["--muon-trace-steps", "5:7"], {}),
     "trace-dir": (["--muon-trace-dir", "traces"], {}),
-    "twice the same": (["--muon-ns-steps", "7", "--muon-num-ns-steps", "7"], {"ns_steps": 7}),
+    "twice the same": (
+        ["--muon-ns-steps", "7", "--muon-num-ns-steps", "7"],
+        {"ns_steps": 7},
+    ),
 }
 MEANINGS |= {
     name: ([ROWS[name].flags[0].option, str(OTHERS[name])], {name: OTHERS[name]})
     for name in (
-        *("momentum", "preset", "ns_dtype", "ns_batch", "elementwise", "clip_scope", "qk_clip"),
+        *(
+            "momentum",
+            "preset",
+            "ns_dtype",
+            "ns_batch",
+            "elementwise",
+            "clip_scope",
+            "qk_clip",
+        ),
         *("homes", "split_matrices", "rank_tflops", "link_gbytes", "node_ranks"),
         *("early_param_gather", "nonfinite_limit"),
     )

@@ -1,7 +1,9 @@
-"""``pretrain_gpt.py`` from weights that no layout changes; it writes down its first gradients.
+"""``pretrain_gpt.py`` from weights that no layout changes; it writes down its first
+gradients.
 
-Run by the launcher, with the checkout on PYTHONPATH and a folder in RECORD. Each rank of the first
-data-parallel one writes its part of every gradient and the dimension that tensor parallelism cuts.
+Run by the launcher, with the checkout on PYTHONPATH and a folder in RECORD. Each rank
+of the first data-parallel one writes its part of every gradient and the dimension that
+tensor parallelism cuts.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def parameters() -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def cut_dim(param: torch.nn.Parameter) -> int | None:
-    return param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
+    return (
+        param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
+    )
 
 
 def get_model(*args: Any, **kwargs: Any) -> Any:

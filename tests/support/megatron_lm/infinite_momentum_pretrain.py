@@ -1,4 +1,5 @@
-"""``pretrain_gpt.py`` in which a momentum is infinite from step 2 on, on the ranks that have it.
+"""``pretrain_gpt.py`` in which a momentum is infinite from step 2 on, on the ranks that
+have it.
 
 Run by the launcher, with the checkout on PYTHONPATH.
 """

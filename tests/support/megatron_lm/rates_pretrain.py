@@ -1,4 +1,5 @@
-"""``pretrain_gpt.py`` that prints the rates and weight decays of the first step's parameters.
+"""``pretrain_gpt.py`` that prints the rates and weight decays of the first step's
+parameters.
 
 Run by the launcher, with the checkout on PYTHONPATH.
 """
@@ -18,7 +19,11 @@ original = optimizers.ChainedOptimizer.step
 def step(self: Any) -> Any:
     groups = [group for group in self.param_groups if group["params"]]
     used = {(float(group["lr"]), float(group["weight_decay"])) for group in groups}
-    print("first step:", "; ".join(f"{lr:.6g} and {decay:.6g}" for lr, decay in used), flush=True)
+    print(
+        "first step:",
+        "; ".join(f"{lr:.6g} and {decay:.6g}" for lr, decay in used),
+        flush=True,
+    )
     optimizers.ChainedOptimizer.step = original
     return original(self)
 

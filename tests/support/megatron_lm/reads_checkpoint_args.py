@@ -1,8 +1,9 @@
-"""Reads a checkpoint's arguments as Megatron's own tools do, without megatron_muon's flags.
+"""Reads a checkpoint's arguments as Megatron's own tools do, without megatron_muon's
+flags.
 
 ``reads_checkpoint_args.py plain FILE`` unpickles with the plugin out of reach;
-``reads_checkpoint_args.py saver FILE`` hands them to the checks of tools/checkpoint's saver.
-The checkout is on PYTHONPATH.
+``reads_checkpoint_args.py saver FILE`` hands them to the checks of tools/checkpoint's
+saver. The checkout is on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ def plain(file: str) -> None:
     import torch
 
     saved = vars(torch.load(file, weights_only=False)["args"])
-    ours = {name: value for name, value in saved.items() if "muon" in name or name == "optimizer"}
+    ours = {
+        name: value
+        for name, value in saved.items()
+        if "muon" in name or name == "optimizer"
+    }
     print("SAVED", json.dumps(ours))
 
 
 def saver(file: str) -> None:
-    """What ``convert.py --saver core`` does with them: overwrite its own, then validate."""
+    """What ``convert.py --saver core`` does with them: overwrite its own, then
+    validate.
+    """
     import torch
 
     import megatron_muon.cpu as cpu
@@ -47,7 +54,11 @@ def saver(file: str) -> None:
     converter = MegatronCheckpointSaverBase(tool, None)
     converter.md = Namespace(checkpoint_args=args)
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    line = [word for name in sizes for word in (f"--{name.replace('_', '-')}", getattr(args, name))]
+    line = [
+        word
+        for name in sizes
+        for word in (f"--{name.replace('_', '-')}", getattr(args, name))
+    ]
     line += [
         "--max-position-embeddings",
         32,
@@ -57,7 +68,13 @@ def saver(file: str) -> None:
         "--save",
         "nowhere",
     ]
-    line += ["--save-interval", 1, "--tokenizer-type", "NullTokenizer", "--no-save-optim"]
+    line += [
+        "--save-interval",
+        1,
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--no-save-optim",
+    ]
     converter.build_sys_argv = lambda: ["script.py", *map(str, line)]
     converter.parse_megatron_args()
     print("VALIDATED", converter.margs.optimizer)

@@ -18,29 +18,35 @@ from support import PYTHON311, ROOT
 CHECKOUT = Path(os.environ.get("MEGATRON_LM_PATH", "/MEGATRON_LM_PATH-is-not-set"))
 HERE = Path(__file__).parent
 needs_checkout: Any = pytest.mark.skipif(
-    "MEGATRON_LM_PATH" not in os.environ, reason="MEGATRON_LM_PATH names no Megatron-LM checkout"
+    "MEGATRON_LM_PATH" not in os.environ,
+    reason="MEGATRON_LM_PATH names no Megatron-LM checkout",
 )
 # The mock data of 0.12 to 0.15 has tokens up to 8190, whatever the vocabulary is.
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --seq-length 32 "
-    "--max-position-embeddings 32 --position-embedding-type rope --transformer-impl local "
-    "--attention-dropout 0 --hidden-dropout 0 --attention-backend unfused --no-rope-fusion "
+    "--max-position-embeddings 32 --position-embedding-type rope --transformer-impl "
+    "local "
+    "--attention-dropout 0 --hidden-dropout 0 --attention-backend unfused "
+    "--no-rope-fusion "
     "--no-gradient-accumulation-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion "
     "--no-masked-softmax-fusion --no-persist-layer-norm"
 )
 MOCK = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 8191 --make-vocab-size-divisible-by 16"
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 8191 "
+    "--make-vocab-size-divisible-by 16"
 )
 RUN = (
-    "--micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-2 --min-lr 1e-3 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-2 --min-lr "
+    "1e-3 "
     "--lr-decay-iters 6 --weight-decay 0.1 --clip-grad 1.0 --split 90,5,5 "
     "--log-interval 1 --eval-iters 1 --eval-interval 100 --distributed-backend gloo"
 )
 # A script with the CPU runtime and without the plugin.
 CPU_ALONE = (
     "import sys, runpy; import megatron_muon.cpu as cpu; cpu.enable(); "
-    "import megatron_muon.cpu.training as training; training.enable(); sys.argv = sys.argv[1:]; "
+    "import megatron_muon.cpu.training as training; training.enable(); sys.argv = "
+    "sys.argv[1:]; "
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 # Where a script finds Megatron without the launcher; last what a fork imports.
@@ -48,14 +54,17 @@ MORE = [*filter(None, [os.environ.get("PYTHONPATH")])]
 PATHS = {"PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, ROOT, PYTHON311, *MORE)))}
 MUON = "--optimizer muon --use-distributed-optimizer"
 EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --disable-bias-linear "
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
+    "--disable-bias-linear "
     "--expert-model-parallel-size 2"
 )
 
 
 def version() -> tuple[int, ...]:
     """Of the checkout's core."""
-    return tuple(int(part) for part in version_of(CHECKOUT / "megatron" / "core").split("."))
+    return tuple(
+        int(part) for part in version_of(CHECKOUT / "megatron" / "core").split(".")
+    )
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -75,7 +84,9 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def done(command: list[str], fails: bool = False, **more: str) -> str:
-    """What a command prints; the test fails where it fails (or does not, if it should)."""
+    """What a command prints; the test fails where it fails (or does not, if it
+    should).
+    """
     result = subprocess.run(
         command, env=environment(**more), capture_output=True, text=True, timeout=800
     )
@@ -98,12 +109,18 @@ def pretrain(
     **more: str,
 ) -> str:
     """``pretrain_gpt.py``, or another script, through torchrun and the launcher."""
-    command = pretrain_command(processes, *options, data=data, script=script, model=model)
+    command = pretrain_command(
+        processes, *options, data=data, script=script, model=model
+    )
     return done(command, fails, **more)
 
 
 def pretrain_command(
-    processes: int, *options: str, data: str = MOCK, script: Path | None = None, model: str = MODEL
+    processes: int,
+    *options: str,
+    data: str = MOCK,
+    script: Path | None = None,
+    model: str = MODEL,
 ) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", "-m", "megatron_muon"]
@@ -117,15 +134,25 @@ def pretrain_command(
 def without_plugin(
     processes: int, *options: str, model: str = MODEL, fails: bool = False, **more: str
 ) -> str:
-    """``pretrain_gpt.py`` with the CPU runtime, but without the launcher and the plugin."""
+    """``pretrain_gpt.py`` with the CPU runtime, but without the launcher and the
+    plugin.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", "--no-python", sys.executable, "-c", CPU_ALONE]
+    command += [
+        f"--nproc-per-node={processes}",
+        "--no-python",
+        sys.executable,
+        "-c",
+        CPU_ALONE,
+    ]
     command += [str(CHECKOUT / "pretrain_gpt.py"), *words(model, MOCK, RUN, *options)]
     return done(command, fails, **{**PATHS, **more})
 
 
 def alone(*options: str, script: str = "pretrain_gpt.py", fails: bool = False) -> str:
-    """A script through the launcher in one process, for what comes before any rank is needed."""
+    """A script through the launcher in one process, for what comes before any rank is
+    needed.
+    """
     command = [sys.executable, "-m", "megatron_muon", str(CHECKOUT / script)]
     return done([*command, *words(*options)], fails)
 
@@ -141,8 +168,12 @@ def losses(text: str) -> list[float]:
 
 
 def steps(text: str) -> dict[int, str]:
-    """What Megatron prints of each iteration: loss, loss scale and norm, to the last digit."""
-    matches = re.findall(r"iteration +(\d+)/.*?(lm loss: .*?nan iterations: +\d+)", text)
+    """What Megatron prints of each iteration: loss, loss scale and norm, to the last
+    digit.
+    """
+    matches = re.findall(
+        r"iteration +(\d+)/.*?(lm loss: .*?nan iterations: +\d+)", text
+    )
     return {int(number): line for number, line in matches}
 
 

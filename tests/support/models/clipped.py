@@ -1,8 +1,8 @@
 """A run whose attention logits are clipped after each step, by given largest logits.
 
-``clipped`` runs on every rank of a topology with the plugin's clip, and ``clipped_whole`` on one
-process, with Megatron's own clip of whole weights or one that is written here from the paper. Their
-results are to be the same bits.
+``clipped`` runs on every rank of a topology with the plugin's clip, and
+``clipped_whole`` on one process, with Megatron's own clip of whole weights or one that
+is written here from the paper. Their results are to be the same bits.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ def attentions(built: Built) -> Iterator[Any]:
     from megatron.core.transformer.attention import Attention
 
     for chunk in built.chunks:
-        yield from (module for module in chunk.modules() if isinstance(module, Attention))
+        yield from (
+            module for module in chunk.modules() if isinstance(module, Attention)
+        )
 
 
 def set_logits(built: Built, step: int, dtype: torch.dtype) -> float:
-    """Give each attention what its forward passes would have found; returns the largest of all."""
+    """Give each attention what its forward passes would have found; returns the largest
+    of all.
+    """
     from megatron.core import parallel_state as ps
 
     ranks = ps.get_data_parallel_world_size(with_context_parallel=True)
@@ -49,24 +53,35 @@ def set_logits(built: Built, step: int, dtype: torch.dtype) -> float:
     for attention in attentions(built):
         whole = largest_logits(case, attention.layer_number, step).to(dtype)
         largest = max(largest, whole.max().item())
-        here = torch.arange(case.heads) % ranks == rank  # each head's largest is on one rank
+        here = (
+            torch.arange(case.heads) % ranks == rank
+        )  # each head's largest is on one rank
         mine = torch.where(here, whole, BELOW * whole).chunk(tp)[built.tp_rank]
         attention.core_attention.current_max_attn_logits = mine.clone()
     return largest
 
 
-def clipped(case: Case, topology: Topology, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def clipped(
+    case: Case, topology: Topology, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     """What this rank holds after the case's steps, each with a clip.
 
-    With Megatron's ``qk_clip`` its training loop calls ``clip_qk`` after a step; with the plugin's
-    the step itself clips.
+    With Megatron's ``qk_clip`` its training loop calls ``clip_qk`` after a step; with
+    the plugin's the step itself clips.
     """
     with installed(MuonConfig(**dict(case.muon))):
         built = start(case, topology)
         for step in range(case.steps):
             largest = set_logits(built, step, dtype)
-            take_step(built, step, partial(_loops_clip, built, largest) if case.qk_clip else _no)
-            assert all(a.core_attention.current_max_attn_logits is None for a in attentions(built))
+            take_step(
+                built,
+                step,
+                partial(_loops_clip, built, largest) if case.qk_clip else _no,
+            )
+            assert all(
+                a.core_attention.current_max_attn_logits is None
+                for a in attentions(built)
+            )
         return held(built)
 
 
@@ -122,13 +137,22 @@ def _clip_by_hand(case: Case, attention: Any) -> None:
         return
     groups, size = config.num_query_groups, config.kv_channels
     heads = config.num_attention_heads // groups
-    parts = [heads, heads if getattr(config, "attention_output_gate", False) else 0, 1, 1]
+    parts = [
+        heads,
+        heads if getattr(config, "attention_output_gate", False) else 0,
+        1,
+        1,
+    ]
     linear = attention.linear_qkv
-    clipped = [linear.weight] if case.qk_clip else [linear.weight, linear.bias]  # as Megatron does
+    clipped = (
+        [linear.weight] if case.qk_clip else [linear.weight, linear.bias]
+    )  # as Megatron does
     for weight in (copy for each in clipped for copy in _copies(each)):
         whole = weight.view(groups, sum(parts) * size, -1)  # a bias has one column
         for group in range(groups):
-            largest = core.current_max_attn_logits[group * heads : (group + 1) * heads].max()
+            largest = core.current_max_attn_logits[
+                group * heads : (group + 1) * heads
+            ].max()
             if largest <= 100:
                 continue
             queries, _, keys, _ = whole[group].split([part * size for part in parts])
@@ -139,7 +163,11 @@ def _clip_by_hand(case: Case, attention: Any) -> None:
 
 def _clip_latent(attention: Any) -> None:
     config, logits = attention.config, attention.core_attention.current_max_attn_logits
-    head, rotary, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+    head, rotary, value = (
+        config.qk_head_dim,
+        config.qk_pos_emb_head_dim,
+        config.v_head_dim,
+    )
     for number, largest in enumerate(logits):
         if largest <= 100:
             continue

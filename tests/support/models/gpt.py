@@ -1,8 +1,9 @@
-"""A tiny megatron-core GPT whose weights and gradients are known in TP 1, EP 1 coordinates.
+"""A tiny megatron-core GPT whose weights and gradients are known in TP 1, EP 1
+coordinates.
 
-``train`` runs on every rank of a topology; ``runs/whole.py`` puts together again what the ranks
-return. Gradients are written after the reduction, so no forward or backward pass is needed and
-every topology gets bit for bit the same ones.
+``train`` runs on every rank of a topology; ``runs/whole.py`` puts together again what
+the ranks return. Gradients are written after the reduction, so no forward or backward
+pass is needed and every topology gets bit for bit the same ones.
 """
 
 from __future__ import annotations
@@ -61,12 +62,14 @@ from support.runs.whole import Piece, Whole, cut, differences, whole
 Tensor = torch.Tensor
 MEGATRONS = "megatron's muon"  # a case's optimizer: see megatrons_muon
 
-# --- on every rank ---------------------------------------------------------------------------
+# --- on every rank --------------------------------------------------------------------
 
 
 @dataclass
 class Built:
-    """The model chunks of one rank, each in its DDP, with their parameters by TP 1 name."""
+    """The model chunks of one rank, each in its DDP, with their parameters by TP 1
+    name.
+    """
 
     case: Case
     topology: Topology
@@ -100,12 +103,16 @@ class Built:
         return [*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups]
 
     def buffers(self) -> Iterator[Any]:
-        """Megatron's grad buffers, the experts' too; each is sharded over a group of its own."""
+        """Megatron's grad buffers, the experts' too; each is sharded over a group of
+        its own.
+        """
         for chunk in self.chunks:
             yield from chunk.buffers
             yield from chunk.expert_parallel_buffers
 
-    def local(self, name: str, whole_tensor: Callable[..., Tensor], *args: Any) -> Tensor:
+    def local(
+        self, name: str, whole_tensor: Callable[..., Tensor], *args: Any
+    ) -> Tensor:
         """This rank's part of ``whole_tensor(case, name, whole shape, *args)``."""
         piece, param = self.pieces[name], self.params[name]
         if name.startswith(UNUSED):
@@ -115,7 +122,9 @@ class Built:
 
 
 def build(case: Case, topology: Topology) -> Built:
-    """Make the model and its DDP buffers on this rank, from slices of the whole weights."""
+    """Make the model and its DDP buffers on this rank, from slices of the whole
+    weights.
+    """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     initialize_parallel_state(topology)
@@ -133,19 +142,28 @@ def build(case: Case, topology: Topology) -> Built:
             built.pieces[name] = piece_of(name, param, case, built.place, topology)
             with torch.no_grad():
                 param.copy_(built.local(name, whole_weight))
-            if hasattr(param, "get_high_precision_init_val"):  # of fp8: main parameters' start
+            if hasattr(
+                param, "get_high_precision_init_val"
+            ):  # of fp8: main parameters' start
                 param._high_precision_init_val = built.local(name, whole_weight)
             param.requires_grad_(not matches(name, case.frozen))
-    built.chunks = [_in_ddp(model, index, case, topology) for index, model in enumerate(models)]
+    built.chunks = [
+        _in_ddp(model, index, case, topology) for index, model in enumerate(models)
+    ]
     return built
 
 
 def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
     """The model wrapped as Megatron-LM's get_model does."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
     from megatron.core.transformer.module import Float16Module
 
-    wrapped = Float16Module(model.config, model) if case.dtype != torch.float32 else model
+    wrapped = (
+        Float16Module(model.config, model) if case.dtype != torch.float32 else model
+    )
     for name, param in model.named_parameters():
         param.data = param.data.float() if matches(name, case.islands) else param.data
     ddp_config = DistributedDataParallelConfig(
@@ -159,7 +177,10 @@ def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
         num_distributed_optimizer_instances=topology.instances,
     )
     return DistributedDataParallel(
-        model.config, ddp_config, wrapped, disable_bucketing=index > 0 or topology.step_overlap
+        model.config,
+        ddp_config,
+        wrapped,
+        disable_bucketing=index > 0 or topology.step_overlap,
     )
 
 
@@ -187,8 +208,9 @@ def set_schedule(built: Built, step: int) -> None:
 
 @torch.no_grad()
 def write_grads(built: Built, step: int) -> None:
-    """Write this step's reduced gradients, times the loss scale, a power of two; what other DP
-    ranks own is spoilt, as it is in a run."""
+    """Write this step's reduced gradients, times the loss scale, a power of two; what
+    other DP ranks own is spoilt, as it is in a run.
+    """
     scale = float(built.optimizer.get_loss_scale()) if built.case.fp16 else 1.0
     for chunk in built.chunks:
         chunk.zero_grad_buffer()
@@ -205,13 +227,19 @@ def write_grads(built: Built, step: int) -> None:
 
 def prepare_step(built: Built, step: int) -> None:
     """All that comes before ``optimizer.step()``."""
-    getattr(built.optimizer, "offload_optimizer_state_for_forward", lambda: None)()  # dev's
+    getattr(
+        built.optimizer, "offload_optimizer_state_for_forward", lambda: None
+    )()  # dev's
     set_schedule(built, step)
     write_grads(built, step)
 
 
-def take_step(built: Built, step: int, after: Callable[[], object] = lambda: None) -> None:
-    """Take a step, then call ``after``, before an overlapped gather of the parameters ends."""
+def take_step(
+    built: Built, step: int, after: Callable[[], object] = lambda: None
+) -> None:
+    """Take a step, then call ``after``, before an overlapped gather of the parameters
+    ends.
+    """
     prepare_step(built, step)
     if built.case.fp16:
         scale = float(built.optimizer.get_loss_scale())
@@ -229,7 +257,9 @@ def take_step(built: Built, step: int, after: Callable[[], object] = lambda: Non
 
 
 def _gather_through_gradients(built: Built) -> None:
-    """As Megatron-LM's loop and its forward pass do with ``reuse_grad_buf_for_mxfp8_param_ag``."""
+    """As Megatron-LM's loop and its forward pass do with
+    ``reuse_grad_buf_for_mxfp8_param_ag``.
+    """
     for chunk in built.chunks:
         chunk.zero_grad_buffer()
     for part in distributed_optimizers(built.optimizer):
@@ -241,7 +271,9 @@ def _gather_through_gradients(built: Built) -> None:
 
 
 def start(case: Case, topology: Topology, *, plugin: bool = False) -> Built:
-    """Model and optimizer, with the plugin installed for Muon, and with ``plugin`` for AdamW."""
+    """Model and optimizer, with the plugin installed for Muon, and with ``plugin`` for
+    AdamW.
+    """
     plugin = plugin or case.optimizer == "muon"
     with installed(MuonConfig(**dict(case.muon))) if plugin else nullcontext():
         built = build(case, topology)
@@ -278,7 +310,9 @@ def printed_by(call: Callable[[], Any]) -> tuple[Any, str]:
 def train(
     case: Case, topology: Topology, mutation: Callable[[], Any] = nullcontext
 ) -> dict[str, Any]:
-    """Take the case's steps on this rank, inside ``mutation()``, and return what it holds then."""
+    """Take the case's steps on this rank, inside ``mutation()``, and return what it
+    holds then.
+    """
     with mutation():
         return held(stepped(case, topology))
 
@@ -307,12 +341,21 @@ def held(built: Built) -> dict[str, Any]:
             assert shard.numel() == at.end - at.start
             state = _state(dist, shard, built.case)
             main = main_of(shard, state.pop("master_param", None))
-            kept = {"main": main, **{k: v for k, v in state.items() if v.numel() == at.size}}
-            arrays = {kind: t.detach().float().numpy().copy() for kind, t in kept.items()}
-            assert names[id(param)] not in result["shards"], "two optimizers own a parameter"
+            kept = {
+                "main": main,
+                **{k: v for k, v in state.items() if v.numel() == at.size},
+            }
+            arrays = {
+                kind: t.detach().float().numpy().copy() for kind, t in kept.items()
+            }
+            assert names[id(param)] not in result["shards"], (
+                "two optimizers own a parameter"
+            )
             result["shards"][names[id(param)]] = (at.start, at.end, arrays)
     for kind in ("params", "owners", "shards"):
-        result[kind] = {n: v for n, v in result[kind].items() if not n.startswith(UNUSED)}
+        result[kind] = {
+            n: v for n, v in result[kind].items() if not n.startswith(UNUSED)
+        }
     return result
 
 
@@ -331,7 +374,9 @@ def _state(dist: Any, shard: Tensor, case: Case) -> dict[str, Tensor]:
 
 
 def main_of(shard: Tensor, master: Tensor | None) -> Tensor:
-    """An fp32 main parameter; FusedAdam's may be the lower 16 bits of what a bf16 weight rounds."""
+    """An fp32 main parameter; FusedAdam's may be the lower 16 bits of what a bf16
+    weight rounds.
+    """
     if master is None or shard.dtype == torch.float32:
         return shard
     if master.dtype != torch.int16:
@@ -347,7 +392,9 @@ def plain(param: Tensor) -> Tensor:
 
 
 def _owned(dist: Any) -> Iterable[tuple[Any, Tensor]]:
-    """(model parameter, its shard) of a DistributedOptimizer, paired by position as it does."""
+    """(model parameter, its shard) of a DistributedOptimizer, paired by position as it
+    does.
+    """
     mains = dist.shard_fp32_from_float16_groups
     in_adam = any(main is None for group in mains for main in group)  # with ``narrow``
     for models, shards in (
@@ -358,16 +405,20 @@ def _owned(dist: Any) -> Iterable[tuple[Any, Tensor]]:
             yield from zip(model_group, shard_group, strict=True)
 
 
-# --- from the test's process -----------------------------------------------------------------
+# --- from the test's process ----------------------------------------------------------
 
 
-def trained(case: Case, topology: Topology, mutation: Callable[[], Any] = nullcontext) -> Whole:
+def trained(
+    case: Case, topology: Topology, mutation: Callable[[], Any] = nullcontext
+) -> Whole:
     """Run ``train`` on real ranks and put the results together."""
     lacking = lacks(case, topology)
     if lacking:
         pytest.skip(lacking)
     limit = max(120.0, 15.0 * topology.world_size)
-    return whole(run(train, topology.world_size, case, topology, mutation, timeout=limit))
+    return whole(
+        run(train, topology.world_size, case, topology, mutation, timeout=limit)
+    )
 
 
 @cache
@@ -386,10 +437,13 @@ def check(case: Case, topology: Topology) -> Whole:
 
 
 def runs_of(table: dict[str, tuple[Case, list[Topology], list[Topology]]]) -> list[Any]:
-    """Parameters ``(case, topology)``: of each name a case, its topologies, and those that are
-    slow."""
+    """Parameters ``(case, topology)``: of each name a case, its topologies, and those
+    that are slow.
+    """
     return [
-        pytest.param(case, topology, id=f"{name}-{topology}", marks=[pytest.mark.slow] * is_slow)
+        pytest.param(
+            case, topology, id=f"{name}-{topology}", marks=[pytest.mark.slow] * is_slow
+        )
         for name, (case, fast, slow) in table.items()
         for is_slow, topologies in enumerate((fast, slow))
         for topology in topologies

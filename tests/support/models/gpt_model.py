@@ -1,7 +1,8 @@
-"""Build the model chunks of a rank, and say which part of which whole parameter each one holds.
+"""Build the model chunks of a rank, and say which part of which whole parameter each
+one holds.
 
-The parts are known from the model's plan, not from the marks on the parameters: those of
-Transformer Engine are wrong, and telling so is the optimizer's work.
+The parts are known from the model's plan, not from the marks on the parameters: those
+of Transformer Engine are wrong, and telling so is the optimizer's work.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ from support.runs.whole import Cut, Piece
 
 LAYERS_PREFIX = "decoder.layers."
 DOWN_PROJECTIONS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
-# With tied embeddings Megatron gives a last stage that has MTP's copy of the embedding an output
-# layer of its own, which nothing uses: one process has none, and no gradient ever comes.
+# With tied embeddings Megatron gives a last stage that has MTP's copy of the embedding
+# an output layer of its own, which nothing uses: one process has none, and no gradient
+# ever comes.
 UNUSED = "unused."
 MLA_OPTIONS = {
     "num_query_groups": None,
@@ -79,7 +81,7 @@ def this_place() -> Place:
     )
 
 
-# --- construction ----------------------------------------------------------------------------
+# --- construction ---------------------------------------------------------------------
 
 
 def initialize_parallel_state(topology: Topology) -> None:
@@ -89,7 +91,9 @@ def initialize_parallel_state(topology: Topology) -> None:
     ps.initialize_model_parallel(
         topology.tp,
         topology.pp,
-        virtual_pipeline_model_parallel_size=topology.chunks if topology.chunks > 1 else None,
+        virtual_pipeline_model_parallel_size=topology.chunks
+        if topology.chunks > 1
+        else None,
         context_parallel_size=topology.cp,
         expert_model_parallel_size=topology.ep,
         num_distributed_optimizer_instances=topology.instances,
@@ -98,7 +102,9 @@ def initialize_parallel_state(topology: Topology) -> None:
 
 
 def having(made: Any, **options: Any) -> dict[str, Any]:
-    """The options that ``made``, a function or a dataclass, has in the installed version."""
+    """The options that ``made``, a function or a dataclass, has in the installed
+    version.
+    """
     known = inspect.signature(made).parameters
     return {k: v for k, v in options.items() if k in known}
 
@@ -114,10 +120,14 @@ def transformer_config(case: Case, topology: Topology) -> Any:
         "attention_output_gate": case.output_gate,
         "ffn_hidden_size": case.ffn,
         "gated_linear_unit": case.gated,
-        "activation_func": torch.nn.functional.silu if case.gated else torch.nn.functional.gelu,
+        "activation_func": torch.nn.functional.silu
+        if case.gated
+        else torch.nn.functional.gelu,
         "tensor_model_parallel_size": topology.tp,
         "pipeline_model_parallel_size": topology.pp,
-        "virtual_pipeline_model_parallel_size": topology.chunks if topology.chunks > 1 else None,
+        "virtual_pipeline_model_parallel_size": topology.chunks
+        if topology.chunks > 1
+        else None,
         "num_layers_in_first_pipeline_stage": topology.first_layers,
         "context_parallel_size": topology.cp,
         "sequence_parallel": topology.sequence_parallel,
@@ -125,7 +135,8 @@ def transformer_config(case: Case, topology: Topology) -> Any:
         "params_dtype": case.dtype,
         "bf16": case.dtype == torch.bfloat16,
         "fp16": case.dtype == torch.float16,
-        "add_bias_linear": case.expert_biases or not case.moe,  # shared experts have none
+        "add_bias_linear": case.expert_biases
+        or not case.moe,  # shared experts have none
         "normalization": "RMSNorm" if case.rms_norm or case.mla else "LayerNorm",
         "hidden_dropout": case.dropout,
         "attention_dropout": case.dropout,
@@ -149,12 +160,19 @@ def transformer_config(case: Case, topology: Topology) -> Any:
         options |= {**MAMBA, "is_hybrid_model": True, "add_bias_linear": False}
     if case.mixer == "delta":
         options |= {**DELTA, "experimental_attention_variant": "gated_delta_net"}
-        options |= {"linear_attention_freq": [1] * case.layers, "add_bias_linear": False}
+        options |= {
+            "linear_attention_freq": [1] * case.layers,
+            "add_bias_linear": False,
+        }
     if case.fp8:
         options |= {"fp8": "e4m3", "fp8_recipe": case.fp8, "fp8_param": True}
     if case.qk_clip:
         threshold, alpha = case.qk_clip
-        options |= {"qk_clip": True, "qk_clip_threshold": threshold, "qk_clip_alpha": alpha}
+        options |= {
+            "qk_clip": True,
+            "qk_clip_threshold": threshold,
+            "qk_clip_alpha": alpha,
+        }
     if not case.mla:
         return TransformerConfig(**having(TransformerConfig, **options))
     return MLATransformerConfig(**having(MLATransformerConfig, **options | MLA_OPTIONS))
@@ -163,7 +181,8 @@ def transformer_config(case: Case, topology: Topology) -> Any:
 def _moe_options(case: Case, topology: Topology) -> dict[str, Any]:
     return {
         "num_moe_experts": EXPERTS,
-        "moe_layer_freq": [0] * case.dense_layers + [1] * (case.layers - case.dense_layers),
+        "moe_layer_freq": [0] * case.dense_layers
+        + [1] * (case.layers - case.dense_layers),
         "moe_router_topk": 2,
         "moe_ffn_hidden_size": MOE_FFN,
         "moe_shared_expert_intermediate_size": SHARED_FFN if case.shared else None,
@@ -177,8 +196,10 @@ def _moe_options(case: Case, topology: Topology) -> dict[str, Any]:
 
 
 def layer_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
-    """Megatron's modules. Where Transformer Engine's Python is at hand they are its own, else the
-    local ones, with stand-ins for Transformer Engine's where the case has them."""
+    """Megatron's modules. Where Transformer Engine's Python is at hand they are its
+    own, else the local ones, with stand-ins for Transformer Engine's where the case has
+    them.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
@@ -215,7 +236,9 @@ def layer_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
 
 
 def takes_te(case: Case) -> bool:
-    """Whether the case's layers are Transformer Engine's own: they have all but two kinds."""
+    """Whether the case's layers are Transformer Engine's own: they have all but two
+    kinds.
+    """
     return (
         te_on_cpu.TE is not None
         and not case.mixer
@@ -230,7 +253,9 @@ def _te_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     if case.dense_layers:
-        return specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, **chunk)
+        return specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, **chunk
+        )
     layer = specs.get_gpt_layer_with_transformer_engine_spec(
         num_experts=EXPERTS if case.moe else None,
         moe_grouped_gemm=case.grouped == "te",
@@ -252,7 +277,9 @@ def _take_te_experts(moe: Any) -> None:
         "linear_fc2": te_standin.TERowParallelGroupedLinear,
     }
     if VERSION >= (0, 17):  # a ModuleSpec there, a partial in later ones
-        layer = moe.submodules if hasattr(moe, "submodules") else moe.keywords["submodules"]
+        layer = (
+            moe.submodules if hasattr(moe, "submodules") else moe.keywords["submodules"]
+        )
         submodules = experts.GroupedMLPSubmodules(**linears)
         layer.experts = partial(experts.TEGroupedMLP, submodules=submodules)
         return
@@ -264,29 +291,39 @@ def _take_te_experts(moe: Any) -> None:
 
 @contextmanager
 def _as_if_te_were_installed() -> Iterator[None]:
-    """MLASelfAttention asks what is a TELinear, and makes down projections of it 'duplicated';
-    without Transformer Engine that name is a mock, and core 0.12 does not ask."""
+    """MLASelfAttention asks what is a TELinear, and makes down projections of it
+    'duplicated'; without Transformer Engine that name is a mock, and core 0.12 does not
+    ask.
+    """
     from megatron.core.transformer import multi_latent_attention
 
     from support.models import te_standin
 
-    with mock.patch.object(multi_latent_attention, "TELinear", te_standin.TELinear, create=True):
+    with mock.patch.object(
+        multi_latent_attention, "TELinear", te_standin.TELinear, create=True
+    ):
         yield
 
 
 def gpt(case: Case, config: Any, vp_stage: int | None) -> Any:
-    """A model chunk: of this pipeline stage, or the given one of several chunks on it."""
+    """A model chunk: of this pipeline stage, or the given one of several chunks on
+    it.
+    """
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     if vp_stage is not None:
-        ps.set_virtual_pipeline_model_parallel_rank(vp_stage)  # core 0.12 knows no other way
+        ps.set_virtual_pipeline_model_parallel_rank(
+            vp_stage
+        )  # core 0.12 knows no other way
     chunk = {} if VERSION < (0, 13) else {"vp_stage": vp_stage}
     spec = layer_spec(case, config, chunk)
     mtp = None
     if case.mtp:
-        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=takes_te(case), **chunk)
+        mtp = get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=takes_te(case), **chunk
+        )
     options = {
         "vocab_size": case.vocab,
         "max_sequence_length": SEQUENCE,
@@ -296,7 +333,9 @@ def gpt(case: Case, config: Any, vp_stage: int | None) -> Any:
         "position_embedding_type": "rope",
     }
     if case.mixer == "mamba":
-        name = "hybrid_override_pattern" if VERSION < (0, 17) else "hybrid_layer_pattern"
+        name = (
+            "hybrid_override_pattern" if VERSION < (0, 17) else "hybrid_layer_pattern"
+        )
         return build_mamba({name: "M" * case.layers}, config, **options)
     standin = case.mla and te_on_cpu.TE is None
     with ExitStack() as stack:
@@ -305,16 +344,22 @@ def gpt(case: Case, config: Any, vp_stage: int | None) -> Any:
         if case.mixer == "delta":
             stack.enter_context(without_fla())
         return GPTModel(
-            config=config, transformer_layer_spec=spec, mtp_block_spec=mtp, **options, **chunk
+            config=config,
+            transformer_layer_spec=spec,
+            mtp_block_spec=mtp,
+            **options,
+            **chunk,
         )
 
 
-# --- names and parts -------------------------------------------------------------------------
+# --- names and parts ------------------------------------------------------------------
 
 
 def global_names(model: Any, place: Place, topology: Topology) -> dict[str, str]:
-    """Local name to the name in one process: layers count over all stages and chunks, experts over
-    all expert-parallel ranks, and a tied copy has the name of its original."""
+    """Local name to the name in one process: layers count over all stages and chunks,
+    experts over all expert-parallel ranks, and a tied copy has the name of its
+    original.
+    """
     first_layer = model.decoder.layers[0].layer_number - 1
     first_expert = place.ep_rank * (EXPERTS // topology.ep)
     names = {}
@@ -323,14 +368,18 @@ def global_names(model: Any, place: Place, topology: Topology) -> dict[str, str]
         if local.startswith(LAYERS_PREFIX):
             number, rest = local.removeprefix(LAYERS_PREFIX).split(".", 1)
             name = f"{LAYERS_PREFIX}{int(number) + first_layer}.{rest}"
-        elif local == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        elif (
+            local == "output_layer.weight" and model.share_embeddings_and_output_weights
+        ):
             name = UNUSED + local if hasattr(model, "embedding") else TIED
         names[local] = _global_expert(name, first_expert)
     return names
 
 
 def _global_expert(name: str, first_expert: int) -> str:
-    """``…local_experts.{i}.…`` and ``…experts.linear_fc1.weight{i}`` with the number over all."""
+    """``…local_experts.{i}.…`` and ``…experts.linear_fc1.weight{i}`` with the number
+    over all.
+    """
     before, mark, after = name.partition(".experts.local_experts.")
     if mark:
         number, rest = after.split(".", 1)
@@ -354,7 +403,9 @@ def piece_of(
     if name.endswith("in_proj.weight"):
         sections = IN_PROJ[case.mixer]
     if ".conv1d" in name:  # of x, B, C, and of query, key, value
-        sections = IN_PROJ["mamba"][1:4] if case.mixer == "mamba" else IN_PROJ["delta"][:3]
+        sections = (
+            IN_PROJ["mamba"][1:4] if case.mixer == "mamba" else IN_PROJ["delta"][:3]
+        )
     cut = Cut(dim, place.tp_rank, topology.tp, sections)
     if ".mlp.experts." in name:
         cut = replace(cut, index=place.etp_rank, count=topology.expert_tp)
@@ -367,7 +418,10 @@ def _split_dim(name: str, param: torch.nn.Parameter, case: Case) -> int | None:
         if ".linear_fc1." in name:
             return 0
         return 1 if param.dim() == 2 else None
-    cut_by_te = takes_te(case) and VERSION < (0, 13)  # Megatron has them column-parallel there
+    cut_by_te = takes_te(case) and VERSION < (
+        0,
+        13,
+    )  # Megatron has them column-parallel there
     if case.mla == "duplicated" and name.endswith(DOWN_PROJECTIONS) and not cut_by_te:
         return None
     if name.endswith((".softmax_offset", ".mixer.norm.weight")):
@@ -377,14 +431,20 @@ def _split_dim(name: str, param: torch.nn.Parameter, case: Case) -> int | None:
     return int(getattr(param, "partition_dim", 0))  # Mamba mixers do not mark the dim
 
 
-def _batch_of_transposed(name: str, case: Case, place: Place, topology: Topology) -> Piece:
-    """Megatron's legacy GroupedMLP: memory is [experts, in, out], whatever the parameter's shape
-    says (megatron/core/transformer/moe/experts.py, GroupedMLP.forward)."""
+def _batch_of_transposed(
+    name: str, case: Case, place: Place, topology: Topology
+) -> Piece:
+    """Megatron's legacy GroupedMLP: memory is [experts, in, out], whatever the
+    parameter's shape says (megatron/core/transformer/moe/experts.py,
+    GroupedMLP.forward).
+    """
     experts, ffn = EXPERTS // topology.ep, MOE_FFN // topology.expert_tp
     over_experts = Cut(0, place.ep_rank, topology.ep)
     if name.endswith("weight1"):
         shape = (experts, HIDDEN, ffn * (2 if case.gated else 1))
-        over_ffn = Cut(2, place.etp_rank, topology.expert_tp, (1, 1) if case.gated else (1,))
+        over_ffn = Cut(
+            2, place.etp_rank, topology.expert_tp, (1, 1) if case.gated else (1,)
+        )
     else:
         shape = (experts, ffn, HIDDEN)
         over_ffn = Cut(1, place.etp_rank, topology.expert_tp)

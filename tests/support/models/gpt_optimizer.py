@@ -56,7 +56,11 @@ def _precision_aware(case: Any) -> dict[str, Any]:
     if "chunked_optimizer_state_offload" in dict(case.narrow):
         chunked_on_cpu.install()
     grads = torch.float32 if case.fp32_grads else torch.bfloat16
-    return {"use_precision_aware_optimizer": True, "main_grads_dtype": grads, **dict(case.narrow)}
+    return {
+        "use_precision_aware_optimizer": True,
+        "main_grads_dtype": grads,
+        **dict(case.narrow),
+    }
 
 
 def make_optimizer(built: Built) -> Any:
@@ -73,14 +77,18 @@ def make_optimizer(built: Built) -> Any:
 
 
 def _overrides(config: Any, fast: set[int]) -> dict[str, Any]:
-    """Three times the rate and half the decay for some, as core 0.16 and later are told."""
+    """Three times the rate and half the decay for some, as core 0.16 and later are
+    told.
+    """
     from megatron.core.optimizer import get_standard_config_overrides
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
     overrides = get_standard_config_overrides(config)
     if fast:
         faster = ParamPredicate(name="faster", fn=lambda p: id(p) in fast)
-        decayed = ParamPredicate(name="decayed", fn=lambda p: id(p) in fast and p.dim() > 1)
+        decayed = ParamPredicate(
+            name="decayed", fn=lambda p: id(p) in fast and p.dim() > 1
+        )
         overrides[ParamKey(predicate=faster)] = {"max_lr": 3 * config.lr}
         overrides[ParamKey(predicate=decayed)] = {"wd_mult": 0.5}
     return {"config_overrides": overrides}

@@ -1,4 +1,6 @@
-"""GPT layers with hyper-connections, for ``--spec support.models.hyper_connections layer``."""
+"""GPT layers with hyper-connections, for ``--spec support.models.hyper_connections
+layer``.
+"""
 
 from megatron.core.models.gpt import gpt_layer_specs
 

@@ -1,7 +1,9 @@
-"""Layers of hybrid models from Megatron's local modules, to train on a CPU without their kernels.
+"""Layers of hybrid models from Megatron's local modules, to train on a CPU without
+their kernels.
 
-Megatron specifies them with Transformer Engine's modules only. mamba_ssm, flash-linear-attention
-and einops have stand-ins: modules can be made, and tests give them forward passes of their own.
+Megatron specifies them with Transformer Engine's modules only. mamba_ssm,
+flash-linear-attention and einops have stand-ins: modules can be made, and tests give
+them forward passes of their own.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ from megatron_muon.runtime.patches import replaced
 
 _SSM = "megatron.core.ssm."
 MIXER = f"{_SSM}mamba_mixer"
-_DELTA = "megatron.core.ssm.gated_delta_net"  # one module in 0.16 to 0.18, several later
-# Modules that Megatron's own need at import, by the package that the error names: the first in 0.15
-# and 0.16, the others before 0.13.
+_DELTA = (
+    "megatron.core.ssm.gated_delta_net"  # one module in 0.16 to 0.18, several later
+)
+# Modules that Megatron's own need at import, by the package that the error names: the
+# first in 0.15 and 0.16, the others before 0.13.
 _NEEDED = {
     "triton": ("triton", "triton.language"),
     "transformer_engine": ("megatron.core.extensions.transformer_engine",),
@@ -54,9 +58,13 @@ def without_kernels() -> Iterator[None]:
     """Mamba mixers and gated delta nets can be made within it."""
     mixer = imported(MIXER)
     with ExitStack() as stack:
-        for name in [name for name in sys.modules if name.startswith(_SSM)]:  # all that it imports
+        for name in [
+            name for name in sys.modules if name.startswith(_SSM)
+        ]:  # all that it imports
             stack.enter_context(replaced(sys.modules[name], HAVE_EINOPS=True))
-        stack.enter_context(replaced(mixer, ExtendedRMSNorm=_GatedNorm, HAVE_MAMBA_SSM=True))
+        stack.enter_context(
+            replaced(mixer, ExtendedRMSNorm=_GatedNorm, HAVE_MAMBA_SSM=True)
+        )
         stack.enter_context(without_fla())
         yield
 
@@ -66,7 +74,9 @@ def without_fla() -> Iterator[None]:
     """Gated delta nets can be made within it, in the versions that have them."""
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module(_DELTA)
-    modules = [module for name, module in sys.modules.items() if name.startswith(_DELTA)]
+    modules = [
+        module for name, module in sys.modules.items() if name.startswith(_DELTA)
+    ]
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(replaced(module, **_FLA))
@@ -74,9 +84,11 @@ def without_fla() -> Iterator[None]:
 
 
 def imported(name: str) -> Any:
-    """A module of Megatron's, with stand-ins for what its import needs and this machine lacks.
+    """A module of Megatron's, with stand-ins for what its import needs and this machine
+    lacks.
 
-    Only for that: what Megatron can do without it finds missing, and says so afterwards as before.
+    Only for that: what Megatron can do without it finds missing, and says so afterwards
+    as before.
     """
     with ExitStack() as stack:
         for _ in _NEEDED:
@@ -113,7 +125,9 @@ def _standing_in(error: ImportError) -> Iterator[None]:
 class _GatedNorm(torch.nn.Module):
     """mamba_ssm's gated RMSNorm, as far as a model is built of it: its weight."""
 
-    def __init__(self, hidden: int, device: Any = None, dtype: Any = None, **options: Any) -> None:
+    def __init__(
+        self, hidden: int, device: Any = None, dtype: Any = None, **options: Any
+    ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden, device=device, dtype=dtype))
 
@@ -122,11 +136,15 @@ class _GatedNorm(torch.nn.Module):
     ) -> Any:
         """Cut over TP, as Megatron's ExtendedRMSNorm says."""
         state = self.state_dict(keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"weight": 0}, sharded_offsets
+        )
 
 
 class _AnyModule(torch.nn.Module):
-    """A class made of anything, also of a function that it decorates, with options or without."""
+    """A class made of anything, also of a function that it decorates, with options or
+    without.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__()
@@ -151,13 +169,19 @@ class _Anything(types.ModuleType):
 def build_mamba(pattern: dict[str, str], config: Any, **options: Any) -> Any:
     """A model of Mamba layers alone, or this rank's part of it."""
     try:
-        model = importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
-        stack = importlib.import_module("megatron.core.models.hybrid.hybrid_block").HybridStack
+        model = importlib.import_module(
+            "megatron.core.models.hybrid.hybrid_model"
+        ).HybridModel
+        stack = importlib.import_module(
+            "megatron.core.models.hybrid.hybrid_block"
+        ).HybridStack
     except ModuleNotFoundError:  # named after Mamba before 0.18
         model = imported("megatron.core.models.mamba.mamba_model").MambaModel
         stack = imported("megatron.core.ssm.mamba_block").MambaStack
     known = inspect.signature(model).parameters
-    spec_name = "hybrid_stack_spec" if "hybrid_stack_spec" in known else "mamba_stack_spec"
+    spec_name = (
+        "hybrid_stack_spec" if "hybrid_stack_spec" in known else "mamba_stack_spec"
+    )
     module = sys.modules[stack.__module__]
     submodules: Any = getattr(module, f"{stack.__name__}Submodules")
     with without_kernels():
@@ -190,7 +214,9 @@ def gated_delta_spec(config: Any) -> Any:
     """A gated delta net of local modules, in place of attention."""
     name = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
     specs = importlib.import_module(name)
-    local: type[Any] = importlib.import_module("megatron.core.models.backends").LocalSpecProvider
+    local: type[Any] = importlib.import_module(
+        "megatron.core.models.backends"
+    ).LocalSpecProvider
     methods = {"column_parallel_layer_norm_linear": lambda self: ColumnParallelLinear}
     backend = type("Local", (local,), methods)()
     return specs.get_gated_delta_net_module_spec(config=config, backend=backend)

@@ -1,8 +1,9 @@
-"""Megatron's own Muon over the tiny GPT, and checkpoints in its layout. The functions run on ranks.
+"""Megatron's own Muon over the tiny GPT, and checkpoints in its layout. The functions
+run on ranks.
 
 It needs emerging_optimizers, which is on no package registry: a checkout of
-NVIDIA-NeMo/Emerging-Optimizers first on PYTHONPATH, of v0.1.0 for cores 0.16 and 0.17, of v0.2.0
-for later ones.
+NVIDIA-NeMo/Emerging-Optimizers first on PYTHONPATH, of v0.1.0 for cores 0.16 and 0.17,
+of v0.2.0 for later ones.
 """
 
 from __future__ import annotations
@@ -46,17 +47,22 @@ def as_sum(mean: Tensor, mu: float = MU) -> Tensor:
     return mean * (1 / (1 - mu))
 
 
-# --- the real one ------------------------------------------------------------------------------
+# --- the real one ---------------------------------------------------------------------
 
 
 def trained(
-    case: Case, topology: Topology, layer_wise: bool, folder: str, precision: str = "medium"
+    case: Case,
+    topology: Topology,
+    layer_wise: bool,
+    folder: str,
+    precision: str = "medium",
 ) -> dict[str, Any]:
-    """Take the case's steps, save, take one more; what this rank holds before and after that.
+    """Take the case's steps, save, take one more; what this rank holds before and after
+    that.
 
     Args:
-        layer_wise: whole weights are shared out over the DP ranks (``dist_muon``); else every rank
-            has all of them.
+        layer_wise: whole weights are shared out over the DP ranks (``dist_muon``); else
+            every rank has all of them.
         precision: of its Newton-Schulz; ``medium`` is bf16, ``highest`` fp32.
     """
     built = build(replace(case, optimizer=MEGATRONS), topology)
@@ -119,13 +125,16 @@ def _take_step(built: Built, step: int) -> None:
 
 
 def held(built: Built, layer_wise: bool) -> dict[str, Any]:
-    """As ``gpt.held``: whole parameters and what this rank has of their state, all of some."""
+    """As ``gpt.held``: whole parameters and what this rank has of their state, all of
+    some.
+    """
     from megatron.core import parallel_state as ps
 
     names = {id(param): name for name, param in built.params.items()}
     groups = {
         True: ps.get_data_parallel_group(with_context_parallel=True),
-        False: ps.get_expert_data_parallel_group(),  # what Megatron marks as not all-reduced
+        # what Megatron marks as not all-reduced
+        False: ps.get_expert_data_parallel_group(),
     }
     all_of_a_group = {
         dense: tuple(torch.distributed.get_process_group_ranks(group))
@@ -134,16 +143,26 @@ def held(built: Built, layer_wise: bool) -> dict[str, Any]:
     alone = (torch.distributed.get_rank(),)
     shards = {}
     for param, main, state in _owned(built.optimizer):
-        tensors = {"main": main, **{k: v for k, v in state.items() if v.numel() == main.numel()}}
+        tensors = {
+            "main": main,
+            **{k: v for k, v in state.items() if v.numel() == main.numel()},
+        }
         if "momentum_buffer" in tensors:
             tensors["exp_avg"] = as_sum(tensors.pop("momentum_buffer"))
-        arrays = {kind: t.detach().float().flatten().numpy().copy() for kind, t in tensors.items()}
+        arrays = {
+            kind: t.detach().float().flatten().numpy().copy()
+            for kind, t in tensors.items()
+        }
         shards[names[id(param)]] = (0, main.numel(), arrays)
     return {
         "pieces": built.pieces,
-        "params": {n: p.detach().float().numpy().copy() for n, p in built.params.items()},
+        "params": {
+            n: p.detach().float().numpy().copy() for n, p in built.params.items()
+        },
         "owners": {
-            name: all_of_a_group[getattr(param, "allreduce", True)] if layer_wise else alone
+            name: all_of_a_group[getattr(param, "allreduce", True)]
+            if layer_wise
+            else alone
             for name, param in built.params.items()
         },
         "shards": shards,
@@ -155,7 +174,9 @@ def _owned(optimizer: Any) -> Iterator[tuple[Any, Tensor, dict[str, Tensor]]]:
     for part in optimizer.chained_optimizers:
         state = part.optimizer.state
         if hasattr(part, "float16_groups"):
-            groups = zip(part.float16_groups, part.fp32_from_float16_groups, strict=True)
+            groups = zip(
+                part.float16_groups, part.fp32_from_float16_groups, strict=True
+            )
             for params, mains in groups:
                 for param, main in zip(params, mains, strict=True):
                     yield param, main, state[main]
@@ -164,12 +185,13 @@ def _owned(optimizer: Any) -> Iterator[tuple[Any, Tensor, dict[str, Tensor]]]:
                 yield param, param, state[param]
 
 
-# --- its layout, by this package's Muon ----------------------------------------------------------
+# --- its layout, by this package's Muon -----------------------------------------------
 
 
 def imitated(case: Case, topology: Topology, folder: str) -> dict[str, Any]:
-    """Train with the plugin, save what it has in the layout of Megatron's own Muon, and return what
-    this rank held, the momentum as it is once it was a mean."""
+    """Train with the plugin, save what it has in the layout of Megatron's own Muon, and
+    return what this rank held, the momentum as it is once it was a mean.
+    """
     from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
 
     built = stepped(case, topology)
@@ -180,14 +202,19 @@ def imitated(case: Case, topology: Topology, folder: str) -> dict[str, Any]:
         {key: value for key, value in group.items() if key != "params"}
         for group in parts[0]["optimizer"]["param_groups"]
     ]
-    theirs = [{k: v for k, v in group.items() if k not in ("betas", "eps")} for group in groups]
+    theirs = [
+        {k: v for k, v in group.items() if k not in ("betas", "eps")}
+        for group in groups
+    ]
     for group in theirs:
         group["momentum_beta"] = MU
         group.pop("step", None)
     state["optimizer"] = {
         0: {
             "optimizer": {"param_groups": theirs},
-            "tensors": {n: _renamed(part["param_state"]) for n, part in enumerate(parts)},
+            "tensors": {
+                n: _renamed(part["param_state"]) for n, part in enumerate(parts)
+            },
         },
         1: {"optimizer": {"param_groups": groups}},
     }
@@ -195,7 +222,9 @@ def imitated(case: Case, topology: Topology, folder: str) -> dict[str, Any]:
     result = held_here(built)
     for _, _, arrays in result["shards"].values():
         if "exp_avg_sq" not in arrays:
-            arrays["exp_avg"] = as_sum(_as_mean(torch.from_numpy(arrays["exp_avg"]))).numpy()
+            arrays["exp_avg"] = as_sum(
+                _as_mean(torch.from_numpy(arrays["exp_avg"]))
+            ).numpy()
     return result
 
 

@@ -1,8 +1,9 @@
-"""Models of all kinds on the meta device, with stand-ins for kernels: what of a weight TP cuts.
+"""Models of all kinds on the meta device, with stand-ins for kernels: what of a weight
+TP cuts.
 
-``python -m support.models.meta_models NAME ...`` prints, by model and weight, whether its shape at
-TP 2 is another than at TP 1, and whether the plugin counts its gradient on the second TP rank. A
-process of its own: stand-ins come before Megatron.
+``python -m support.models.meta_models NAME ...`` prints, by model and weight, whether
+its shape at TP 2 is another than at TP 1, and whether the plugin counts its gradient on
+the second TP rank. A process of its own: stand-ins come before Megatron.
 """
 
 from __future__ import annotations
@@ -19,14 +20,29 @@ from typing import Any
 from megatron_muon.lab.dry_run import stand_ins
 
 SIZES = {
-    **{"num_layers": 2, "hidden_size": 128, "num_attention_heads": 8, "ffn_hidden_size": 256},
+    **{
+        "num_layers": 2,
+        "hidden_size": 128,
+        "num_attention_heads": 8,
+        "ffn_hidden_size": 256,
+    },
     **{"kv_channels": 16, "gradient_accumulation_fusion": False},
 }
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
 SHARED = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True}
 LATENT = {
-    **{"multi_latent_attention": True, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_head_dim": 16},
-    **{"qk_pos_emb_head_dim": 16, "v_head_dim": 16, "rope_type": "rope", "qk_layernorm": True},
+    **{
+        "multi_latent_attention": True,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_head_dim": 16,
+    },
+    **{
+        "qk_pos_emb_head_dim": 16,
+        "v_head_dim": 16,
+        "rope_type": "rope",
+        "qk_layernorm": True,
+    },
 }
 INDEXER = {
     **{"experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 4},
@@ -34,8 +50,16 @@ INDEXER = {
 }
 DELTA = {
     **{"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2},
-    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 4},
-    **{"linear_num_value_heads": 8, "linear_conv_kernel_dim": 4, "attention_output_gate": True},
+    **{
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 4,
+    },
+    **{
+        "linear_num_value_heads": 8,
+        "linear_conv_kernel_dim": 4,
+        "attention_output_gate": True,
+    },
 }
 MAMBA = {
     **{"mamba_head_dim": 16, "mamba_num_groups": 4, "mamba_state_dim": 16},
@@ -52,8 +76,17 @@ def _config(tp: int, **options: Any) -> Any:
     import torch
 
     made = _core("transformer")
-    made = made.MLATransformerConfig if "q_lora_rank" in options else made.TransformerConfig
-    sizes = {**SIZES, **options, "tensor_model_parallel_size": tp, "params_dtype": torch.bfloat16}
+    made = (
+        made.MLATransformerConfig
+        if "q_lora_rank" in options
+        else made.TransformerConfig
+    )
+    sizes = {
+        **SIZES,
+        **options,
+        "tensor_model_parallel_size": tp,
+        "params_dtype": torch.bfloat16,
+    }
     sizes["sequence_parallel"] = options.get("sequence_parallel", False) and tp > 1
     known = inspect.signature(made).parameters
     return made(**{name: value for name, value in sizes.items() if name in known})
@@ -63,10 +96,16 @@ def _spec(config: Any, local: bool) -> Any:
     specs = _core("models.gpt.gpt_layer_specs")
     if getattr(config, "experimental_attention_variant", None):
         variants = _core("models.gpt.experimental_attention_variant_module_specs")
-        return variants.get_transformer_block_with_experimental_attention_variant_spec(config)
+        return variants.get_transformer_block_with_experimental_attention_variant_spec(
+            config
+        )
     if config.num_moe_experts:
-        return specs.get_gpt_decoder_block_spec(config, use_transformer_engine=not local)
-    made = getattr(specs, f"get_gpt_layer_{'local' if local else 'with_transformer_engine'}_spec")
+        return specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=not local
+        )
+    made = getattr(
+        specs, f"get_gpt_layer_{'local' if local else 'with_transformer_engine'}_spec"
+    )
     latent = config.multi_latent_attention
     spec = made(qk_layernorm=config.qk_layernorm, multi_latent_attention=latent)
     if getattr(config, "enable_mhc_connections", False):
@@ -100,7 +139,10 @@ def _hybrid(pattern: str, stack: str = "", **options: Any) -> Callable[[int], An
     def build(tp: int) -> Any:
         try:
             specs = _core("models.hybrid.hybrid_layer_specs")
-            model, spec = _core("models.hybrid.hybrid_model").HybridModel, "hybrid_stack_spec"
+            model, spec = (
+                _core("models.hybrid.hybrid_model").HybridModel,
+                "hybrid_stack_spec",
+            )
         except ModuleNotFoundError:  # named after Mamba before 0.18
             from support.models.local_hybrid import imported  # where there is no triton
 
@@ -137,7 +179,9 @@ def _bert(tp: int) -> Any:
 
 
 def _vision(tp: int) -> Any:
-    spec = _core("models.vision.vit_layer_specs").get_vit_layer_with_transformer_engine_spec()
+    spec = _core(
+        "models.vision.vit_layer_specs"
+    ).get_vit_layer_with_transformer_engine_spec()
     model = _core("models.vision.radio").RADIOViTModel
     return model(_config(tp), spec, img_h=32, img_w=32, max_img_h=32, max_img_w=32)
 
@@ -156,10 +200,14 @@ MODELS: dict[str, Callable[[int], Any]] = {
     "MTP": _gpt(mtp=2),
     "hyper-connections": _gpt(local=True, enable_mhc_connections=True),
     "delta nets": _gpt(**DELTA, **NO_BIAS),
-    "delta nets 2": _gpt(**{**DELTA, **NO_BIAS, "experimental_attention_variant": "gdn2"}),
+    "delta nets 2": _gpt(
+        **{**DELTA, **NO_BIAS, "experimental_attention_variant": "gdn2"}
+    ),
     "Mamba": _hybrid("M*-M"),
     "Mamba with experts": _hybrid("M*EM", **MOE, moe_grouped_gemm=True),
-    "delta products": _hybrid("M*-M", "gated_delta_product_stack_spec", mamba_num_heads=16),
+    "delta products": _hybrid(
+        "M*-M", "gated_delta_product_stack_spec", mamba_num_heads=16
+    ),
     "T5": _t5,
     "BERT": _bert,
     "RADIO": _vision,
@@ -183,7 +231,9 @@ def _counted(weight: Any, tp: int) -> bool:
     last = SimpleNamespace(size=lambda: tp, rank=lambda: tp - 1)
     stage: Any = SimpleNamespace(tp=last, expert_tp=last)
     here = counts_here(weight, stage)
-    return bool(getattr(weight.param, "tensor_model_parallel", False) if here is None else here)
+    return bool(
+        getattr(weight.param, "tensor_model_parallel", False) if here is None else here
+    )
 
 
 def _compared(model: Callable[[int], Any], tp: int) -> dict[str, Any]:

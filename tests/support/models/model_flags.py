@@ -1,4 +1,6 @@
-"""Megatron's flags for whole models: what ``megatron-muon routes`` is given, what runs save."""
+"""Megatron's flags for whole models: what ``megatron-muon routes`` is given, what runs
+save.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from support.runs.cases import (
 
 TINY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 100 --bf16 "
-    "--position-embedding-type rope --transformer-impl local --use-distributed-optimizer"
+    "--position-embedding-type rope --transformer-impl local "
+    "--use-distributed-optimizer"
 ).split()
 LLAMA_3_8B = PRESETS["llama3-8b"].split()
 DEEPSEEK_V3 = (
@@ -40,8 +43,18 @@ def flags_of(case: Case, topology: Topology) -> list[str]:
     words += ["--vocab-size", VOCAB, "--make-vocab-size-divisible-by", 1]
     words += ["--position-embedding-type", "rope"]
     words += ["--transformer-impl", "local", "--use-distributed-optimizer", "--bf16"]
-    words += ["--tensor-model-parallel-size", topology.tp, "--context-parallel-size", topology.cp]
-    words += ["--pipeline-model-parallel-size", topology.pp, "--world-size", topology.world_size]
+    words += [
+        "--tensor-model-parallel-size",
+        topology.tp,
+        "--context-parallel-size",
+        topology.cp,
+    ]
+    words += [
+        "--pipeline-model-parallel-size",
+        topology.pp,
+        "--world-size",
+        topology.world_size,
+    ]
     words += ["--num-distributed-optimizer-instances", topology.instances]
     words += ["--sequence-parallel"] * topology.sequence_parallel
     words += ["--swiglu"] * case.gated
@@ -49,15 +62,36 @@ def flags_of(case: Case, topology: Topology) -> list[str]:
     if topology.chunks > 1:
         words += ["--num-virtual-stages-per-pipeline-rank", topology.chunks]
     if topology.overlap:
-        words += ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", 5000]
+        words += [
+            "--overlap-grad-reduce",
+            "--overlap-param-gather",
+            "--ddp-bucket-size",
+            5000,
+        ]
     if case.moe:
         words += ["--num-experts", EXPERTS, "--moe-ffn-hidden-size", MOE_FFN]
-        words += ["--moe-shared-expert-intermediate-size", SHARED_FFN, "--disable-bias-linear"]
+        words += [
+            "--moe-shared-expert-intermediate-size",
+            SHARED_FFN,
+            "--disable-bias-linear",
+        ]
         words += ["--expert-model-parallel-size", topology.ep]
         words += ["--expert-tensor-parallel-size", topology.expert_tp]
     if case.mla:
-        words += ["--multi-latent-attention", "--q-lora-rank", Q_RANK, "--kv-lora-rank", KV_RANK]
-        words += ["--qk-head-dim", HEAD_SIZE, "--v-head-dim", HEAD_SIZE, "--qk-layernorm"]
+        words += [
+            "--multi-latent-attention",
+            "--q-lora-rank",
+            Q_RANK,
+            "--kv-lora-rank",
+            KV_RANK,
+        ]
+        words += [
+            "--qk-head-dim",
+            HEAD_SIZE,
+            "--v-head-dim",
+            HEAD_SIZE,
+            "--qk-layernorm",
+        ]
         words += ["--qk-pos-emb-head-dim", ROPE_HEAD, "--normalization", "RMSNorm"]
     else:
         words += ["--group-query-attention", "--num-query-groups", case.groups]

@@ -1,13 +1,16 @@
-"""Stand-ins for Transformer Engine's linears as megatron-core 0.16.1 wraps them, without a GPU.
+"""Stand-ins for Transformer Engine's linears as megatron-core 0.16.1 wraps them,
+without a GPU.
 
-For tests where its Python is not at hand. They are as Transformer Engine up to 2.12 with cores 0.13
-to 0.18, which ``test_te_modules`` holds them to: later ones mark grouped weights otherwise. Not
-here: fused norms, sequential experts, and MLA of core 0.12, whose down projections are cut.
+For tests where its Python is not at hand. They are as Transformer Engine up to 2.12
+with cores 0.13 to 0.18, which ``test_te_modules`` holds them to: later ones mark
+grouped weights otherwise. Not
+here: fused norms, sequential experts, and MLA of core 0.12, whose down projections are
+cut.
 
-The linears are the dry run's. The marks are the point: Transformer Engine marks every weight as
-cut, along dim 1 if it was told that the weight is row-parallel and 0 otherwise; and Megatron tells
-it nothing about weights that are duplicated over TP, and nothing about experts under expert or
-expert-tensor parallelism.
+The linears are the dry run's. The marks are the point: Transformer Engine marks every
+weight as cut, along dim 1 if it was told that the weight is row-parallel and 0
+otherwise; and Megatron tells it nothing about weights that are duplicated over TP, and
+nothing about experts under expert or expert-tensor parallelism.
 """
 
 from __future__ import annotations
@@ -20,10 +23,14 @@ from megatron_muon.lab.dry_run.stand_ins import _GroupedLinear, _Linear
 
 
 class TELinear(_Linear):
-    """Megatron's TELinear with ``parallel_mode='duplicated'``: each TP rank has all of the weight,
-    and Transformer Engine, which is told ``parallel_mode=None``, marks it as cut along dim 0."""
+    """Megatron's TELinear with ``parallel_mode='duplicated'``: each TP rank has all of
+    the weight, and Transformer Engine, which is told ``parallel_mode=None``, marks it
+    as cut along dim 0.
+    """
 
-    def __init__(self, *sizes: int, parallel_mode: str, config: Any, **options: Any) -> None:
+    def __init__(
+        self, *sizes: int, parallel_mode: str, config: Any, **options: Any
+    ) -> None:
         assert parallel_mode == "duplicated" and not options["bias"]
         super().__init__(*sizes, bias=False, params_dtype=config.params_dtype)
         self.config = config
@@ -32,10 +39,17 @@ class TELinear(_Linear):
 
 
 class TEGroupedLinear(_GroupedLinear):
-    """Megatron's TEGroupedLinear: a weight per local expert, cut over expert TP by Megatron."""
+    """Megatron's TEGroupedLinear: a weight per local expert, cut over expert TP by
+    Megatron.
+    """
 
     def __init__(
-        self, num_gemms: int, *sizes: int, parallel_mode: str, config: Any, **options: Any
+        self,
+        num_gemms: int,
+        *sizes: int,
+        parallel_mode: str,
+        config: Any,
+        **options: Any,
     ) -> None:
         assert options["is_expert"] and not options["bias"]
         # later versions hand on a collection, of Megatron's global groups in the tests
@@ -47,7 +61,9 @@ class TEGroupedLinear(_GroupedLinear):
         elif explicit:
             sizes = (sizes[0] // tp_size, sizes[1])
         of_te, dtype = None if explicit else parallel_mode, config.params_dtype
-        super().__init__(num_gemms, *sizes, parallel_mode=of_te, bias=False, params_dtype=dtype)
+        super().__init__(
+            num_gemms, *sizes, parallel_mode=of_te, bias=False, params_dtype=dtype
+        )
         self.config = config
         self.expert_parallel, self.explicit_expert_comm = expert_parallel, explicit
         for weight in self.parameters():

@@ -1,4 +1,6 @@
-"""Megatron with other Adams than Transformer Engine's: torch's own, and one as Apex's goes on."""
+"""Megatron with other Adams than Transformer Engine's: torch's own, and one as Apex's
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from support import apex_on_cpu
 
 @contextmanager
 def torchs_own_adam() -> Iterator[None]:
-    """Within it Megatron builds its optimizers around torch's AdamW, and saves them so."""
+    """Within it Megatron builds its optimizers around torch's AdamW, and saves them
+    so.
+    """
     from megatron.core import optimizer as mcore_optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -37,7 +41,9 @@ def torchs_own_adam() -> Iterator[None]:
 
 
 class ApexsLoop(FusedAdam):
-    """Goes through its groups beside its list of master weights, as Apex's FusedAdam does."""
+    """Goes through its groups beside its list of master weights, as Apex's FusedAdam
+    does.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,8 +63,9 @@ class ApexsLoop(FusedAdam):
 
 @contextmanager
 def apexs_loop() -> Iterator[None]:
-    """Within it Megatron builds its optimizers around an Adam that goes on as Apex's does, which
-    is Apex's own where that is installed."""
+    """Within it Megatron builds its optimizers around an Adam that goes on as Apex's
+    does, which is Apex's own where that is installed.
+    """
     from megatron.core import optimizer as mcore_optimizer
     from megatron.core.optimizer import distrib_optimizer
 

@@ -1,4 +1,5 @@
-"""Point-to-point sends that read their tensor late: when it is waited for, or after a while.
+"""Point-to-point sends that read their tensor late: when it is waited for, or after a
+while.
 
 Memory that the tensor has given back by then is NaN first, as it may hold anything.
 """
@@ -29,7 +30,9 @@ class _Send:
     work: Any = None
 
     def read(self) -> None:
-        """Start this send, and before it those asked for earlier: the peer knows their order."""
+        """Start this send, and before it those asked for earlier: the peer knows their
+        order.
+        """
         with _lock:
             while self.work is None:
                 first = _unread.pop(0)

@@ -1,4 +1,6 @@
-"""Other orders of events than gloo's usual one, as context managers for ``gpt.train``."""
+"""Other orders of events than gloo's usual one, as context managers for
+``gpt.train``.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ MOST_MS = 20  # that a rank is delayed by, before each of its exchanges
 
 @contextmanager
 def late() -> Iterator[None]:
-    """Within it a message is sent and received at its wait, no earlier, after a random delay.
+    """Within it a message is sent and received at its wait, no earlier, after a random
+    delay.
 
     Until then the receiver's buffer holds NaN, and what is sent may still change.
     """
     delays = random.Random(dist.get_rank())
     start = collectives._start_messages
 
-    def start_late(sent: torch.Tensor, received: torch.Tensor, route: Any) -> Sequence[Any]:
+    def start_late(
+        sent: torch.Tensor, received: torch.Tensor, route: Any
+    ) -> Sequence[Any]:
         received.fill_(torch.nan)
 
         def messages() -> None:
@@ -44,11 +49,15 @@ def late() -> Iterator[None]:
 
 @contextmanager
 def early() -> Iterator[None]:
-    """Within it a message has come when its start returns, and what was sent holds NaN then."""
+    """Within it a message has come when its start returns, and what was sent holds NaN
+    then.
+    """
     delays = random.Random(dist.get_rank())
     start = collectives._start_messages
 
-    def start_early(sent: torch.Tensor, received: torch.Tensor, route: Any) -> Sequence[Any]:
+    def start_early(
+        sent: torch.Tensor, received: torch.Tensor, route: Any
+    ) -> Sequence[Any]:
         time.sleep(delays.uniform(0, MOST_MS) / 1000)
         for work in start(sent, received, route):
             work.wait()
@@ -61,16 +70,22 @@ def early() -> Iterator[None]:
 
 @contextmanager
 def late_gathers() -> Iterator[None]:
-    """Within it Megatron's parameters are gathered at the wait, no earlier, after a random delay.
+    """Within it Megatron's parameters are gathered at the wait, no earlier, after a
+    random delay.
 
     Until then what others send is NaN here, and all of it must keep its memory.
     """
     delays = random.Random(dist.get_rank())
     start = collectives.start_broadcasts
 
-    def start_late(name: str, tensors: Sequence[Sequence[torch.Tensor]], group: Any) -> Any:
+    def start_late(
+        name: str, tensors: Sequence[Sequence[torch.Tensor]], group: Any
+    ) -> Any:
         for part in (
-            part for parts in tensors for i, part in enumerate(parts) if i != group.rank()
+            part
+            for parts in tensors
+            for i, part in enumerate(parts)
+            if i != group.rank()
         ):
             part.fill_(torch.nan)
 

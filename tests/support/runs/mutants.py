@@ -1,4 +1,5 @@
-"""Wrong plans and wrong models, as context managers that ``gpt.train`` enters on every rank.
+"""Wrong plans and wrong models, as context managers that ``gpt.train`` enters on every
+rank.
 
 Each leaves the run legal: nothing raises, only the result may tell.
 """
@@ -37,8 +38,9 @@ def _is_of_experts(parameters: Any) -> bool:
 
 
 def wrong_piece() -> AbstractContextManager[None]:
-    """Two pieces of one parameter, equally long, on one rank, go to each other's place: the plan
-    still covers every element once, and its own check accepts it."""
+    """Two pieces of one parameter, equally long, on one rank, go to each other's place:
+    the plan still covers every element once, and its own check accepts it.
+    """
 
     def change(plan: Any, parameters: Any, grid: Any) -> Any:
         segments = list(plan.slices)
@@ -71,15 +73,19 @@ def swapped_tp_order() -> Iterator[None]:
 
 
 def swapped_ep_ranks() -> AbstractContextManager[None]:
-    """The first rank that has a part of EP rank 0's experts and the first one of EP rank 1's send
-    them to each other's matrices, while the ranks with the other parts do not."""
+    """The first rank that has a part of EP rank 0's experts and the first one of EP
+    rank 1's send them to each other's matrices, while the ranks with the other parts do
+    not.
+    """
 
     def change(plan: Any, parameters: Any, grid: Any) -> Any:
         if not _is_of_experts(parameters):
             return plan
         (first, *others), *_ = grid.of_ep(0)
         second = grid.of_ep(1)[0][0]
-        assert others or grid.tp_size > 1, "one rank has all of an expert: renaming changes nothing"
+        assert others or grid.tp_size > 1, (
+            "one rank has all of an expert: renaming changes nothing"
+        )
         count = len(plan.parameters) // grid.ep_size
         place = {
             (s.rank, s.parameter % count, s.elements.start, s.start): index
@@ -97,7 +103,9 @@ def swapped_ep_ranks() -> AbstractContextManager[None]:
 
 @contextmanager
 def believed_marks() -> Iterator[None]:
-    """Duplicated linears do not tell that they are: the marks on their weights are believed."""
+    """Duplicated linears do not tell that they are: the marks on their weights are
+    believed.
+    """
     from support.models import te_standin
 
     original = te_standin.TELinear.__init__

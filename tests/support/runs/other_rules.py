@@ -11,14 +11,21 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_muon.runtime.rule import PhaseNames, RoundRule, Rule, Shard, cut_into_slices
+from megatron_muon.runtime.rule import (
+    PhaseNames,
+    RoundRule,
+    Rule,
+    Shard,
+    cut_into_slices,
+)
 from megatron_muon.runtime.states import MAIN_KEY
 
 KEY = "exp_avg"
 
 
 class Centred(Rule):
-    """Gradients over their matrix's norm, less each row's mean; weights keep their matrix's norm.
+    """Gradients over their matrix's norm, less each row's mean; weights keep their
+    matrix's norm.
 
     Its state adds gradients up. ``shared`` matrices are not made for it.
     """
@@ -79,13 +86,18 @@ class CentredRound(RoundRule):
 
     def finish(self, shards: Sequence[Shard], sums: Tensor) -> None:
         params = [each.main_param for each in shards]
-        for weight, square in zip(cut_into_slices(params, self._table), sums, strict=True):
+        for weight, square in zip(
+            cut_into_slices(params, self._table), sums, strict=True
+        ):
             weight.div_(square.sqrt())
         for each, param in zip(shards, params, strict=True):
             each.put(MAIN_KEY, param)
 
     def _squares(self, wholes: Sequence[Tensor]) -> Tensor:
-        squares = [piece.double().square().sum() for piece in cut_into_slices(wholes, self._table)]
+        squares = [
+            piece.double().square().sum()
+            for piece in cut_into_slices(wholes, self._table)
+        ]
         return torch.stack(squares).float() if squares else torch.zeros(0)
 
     def _by_shard(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, Any]]:

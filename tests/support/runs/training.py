@@ -1,7 +1,8 @@
-"""Train the tiny GPTs with Megatron's own forward, backward and schedules on gloo ranks.
+"""Train the tiny GPTs with Megatron's own forward, backward and schedules on gloo
+ranks.
 
-``trained(case, topology)`` is from the test's process, ``truth(case)`` the same on one rank. Both
-put the gradients of the first step together.
+``trained(case, topology)`` is from the test's process, ``truth(case)`` the same on one
+rank. Both put the gradients of the first step together.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Tensor = torch.Tensor
 U = 2.0**-24  # fp32 unit roundoff
 SEQUENCES = 2  # in a micro-batch
 MICROBATCHES = 4  # over all data-parallel ranks
-# Like Llama's. The rate is one with which the loss of each step is below the one before.
+# Like Llama's. The rate is one with which the loss of each step is below the one
+# before.
 MODEL = Case(
     bf16=False,
     gated=True,
@@ -47,7 +49,9 @@ MODEL = Case(
 def spread(
     tp: int = 1, pp: int = 1, dp: int = 1, *, etp: int = 1, vpp: int = 1, **sizes: Any
 ) -> Topology:
-    """A topology in which TP ranks split the sequence too, and experts by themselves."""
+    """A topology in which TP ranks split the sequence too, and experts by
+    themselves.
+    """
     sizes.setdefault("dispatcher", "allgather")
     sizes.setdefault("bucket_size", 20_000)
     return Topology(tp, pp, dp, etp=etp, chunks=vpp, sequence_parallel=tp > 1, **sizes)
@@ -56,17 +60,26 @@ def spread(
 def said(value: Any) -> str:
     """The id of a case or a topology in the name of a test."""
     if isinstance(value, Case):
-        has = {name: getattr(value, name) for name in ("moe", "grouped", "shared", "mla", "mtp")}
+        has = {
+            name: getattr(value, name)
+            for name in ("moe", "grouped", "shared", "mla", "mtp")
+        }
         has |= {"shared": value.moe and value.shared, "recompute": value.recompute}
         return "-".join(name for name, is_so in has.items() if is_so) or "dense"
-    sizes = {"tp": value.tp, "pp": value.pp, "cp": value.cp, "dp": value.dp, "ep": value.ep}
+    sizes = {
+        "tp": value.tp,
+        "pp": value.pp,
+        "cp": value.cp,
+        "dp": value.dp,
+        "ep": value.ep,
+    }
     sizes |= {"etp": value.expert_tp, "vpp": value.chunks, "instances": value.instances}
     words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
     words += ["overlap"] * value.overlap + ["with-step"] * value.step_overlap
     return "-".join(words + ["alltoall"] * (value.dispatcher == "alltoall"))
 
 
-# --- on every rank ---------------------------------------------------------------------------
+# --- on every rank --------------------------------------------------------------------
 
 
 def _connect(built: Built) -> None:
@@ -78,7 +91,9 @@ def _connect(built: Built) -> None:
     config.grad_scale_func = built.optimizer.scale_loss
     if built.topology.overlap:
         several = len(chunks) > 1
-        config.no_sync_func = [c.no_sync for c in chunks] if several else chunks[0].no_sync
+        config.no_sync_func = (
+            [c.no_sync for c in chunks] if several else chunks[0].no_sync
+        )
         config.grad_sync_func = [c.start_grad_sync for c in chunks]
         config.param_sync_func = [c.start_param_sync for c in chunks]
         if not several:
@@ -92,13 +107,19 @@ def _forward(batches: Any, model: Any) -> Any:
 
     tokens = next(batches)
     positions = torch.arange(SEQUENCE).expand(len(tokens), SEQUENCE)
-    # MTP divides by each rank's own number of tokens, and of its rolled sequence the last is not
-    # one: leave out one of the other context-parallel rank's as well
-    counted = (torch.arange(SEQUENCE) != SEQUENCE // 2 - 2).float().expand(len(tokens), SEQUENCE)
+    # MTP divides by each rank's own number of tokens, and of its rolled sequence the
+    # last is not one: leave out one of the other context-parallel rank's as well
+    counted = (
+        (torch.arange(SEQUENCE) != SEQUENCE // 2 - 2)
+        .float()
+        .expand(len(tokens), SEQUENCE)
+    )
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions}
     batch["counted"] = counted
     given = {"is_hybrid_cp": False, "cp_group": ps.get_context_parallel_group()}
-    known = inspect.signature(get_batch_on_this_cp_rank).parameters  # from core 0.19 on these, too
+    known = inspect.signature(
+        get_batch_on_this_cp_rank
+    ).parameters  # from core 0.19 on these, too
     batch = get_batch_on_this_cp_rank(
         {k: v.contiguous() for k, v in batch.items()},
         **{name: value for name, value in given.items() if name in known},
@@ -110,7 +131,9 @@ def _forward(batches: Any, model: Any) -> Any:
         return total, count, {"loss": (total / count).detach().clone()}
 
     labels, mask = batch["labels"], batch["counted"]
-    return model(batch["tokens"], batch["positions"], None, labels=labels, loss_mask=mask), loss
+    return model(
+        batch["tokens"], batch["positions"], None, labels=labels, loss_mask=mask
+    ), loss
 
 
 def _batches(case: Case) -> Any:
@@ -124,7 +147,9 @@ def _batches(case: Case) -> Any:
 
 @torch.no_grad()
 def _gradients(built: Built) -> dict[str, Any]:
-    """``held``, with the reduced gradients of the shards that this rank owns in place of state."""
+    """``held``, with the reduced gradients of the shards that this rank owns in place
+    of state.
+    """
     names = {id(param): name for name, param in built.params.items()}
     shards = {}
     for buffer in built.buffers():
@@ -144,7 +169,9 @@ def _gradients(built: Built) -> dict[str, Any]:
 def train(
     case: Case, topology: Topology, mutation: Callable[[], Any] = nullcontext
 ) -> dict[str, Any]:
-    """Losses (none before the last stage), norms, scales, and the first step's gradients."""
+    """Losses (none before the last stage), norms, scales, and the first step's
+    gradients.
+    """
     with mutation():
         return _trained_here(case, topology)
 
@@ -176,16 +203,20 @@ def _trained_here(case: Case, topology: Topology) -> dict[str, Any]:
         ok, norm, _ = optimizer.step()
         log["ok"].append(ok)
         log["norms"].append(norm)
-        log["losses"].append(torch.stack([o["loss"] for o in out]).mean().item() if out else None)
+        log["losses"].append(
+            torch.stack([o["loss"] for o in out]).mean().item() if out else None
+        )
     return log
 
 
-# --- from the test's process -----------------------------------------------------------------
+# --- from the test's process ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A run put together: mean losses, norms, and the first gradients in one-process form."""
+    """A run put together: mean losses, norms, and the first gradients in one-process
+    form.
+    """
 
     losses: list[float]
     norms: list[float]
@@ -193,14 +224,20 @@ class Trained:
     log: dict[str, Any]
 
 
-def trained(case: Case, topology: Topology, mutation: Callable[[], Any] = nullcontext) -> Trained:
-    """Run it on real ranks, and check that the ranks agree and the loss falls with each update."""
+def trained(
+    case: Case, topology: Topology, mutation: Callable[[], Any] = nullcontext
+) -> Trained:
+    """Run it on real ranks, and check that the ranks agree and the loss falls with each
+    update.
+    """
     lacking = lacks(case, topology)
     if lacking:
         pytest.skip(lacking)
     ranks = run(train, topology.world_size, case, topology, mutation)
     for rank in ranks:
-        assert rank["norms"] == ranks[0]["norms"] and rank["scales"] == ranks[0]["scales"]
+        assert (
+            rank["norms"] == ranks[0]["norms"] and rank["scales"] == ranks[0]["scales"]
+        )
     last = [rank["losses"] for rank in ranks if rank["losses"][0] is not None]
     assert len(last) == topology.world_size // topology.pp
     losses = [sum(at) / len(at) for at in zip(*last, strict=True)]
@@ -208,7 +245,9 @@ def trained(case: Case, topology: Topology, mutation: Callable[[], Any] = nullco
     if ranks[0]["ok"][0]:  # else they are infinite, which the loss scale is for
         gradients = whole([rank["held"] for rank in ranks])["grad"]
         assert all(grad.isfinite().all() for grad in gradients.values())
-    for (before, after), ok in zip(itertools.pairwise(losses), ranks[0]["ok"], strict=False):
+    for (before, after), ok in zip(
+        itertools.pairwise(losses), ranks[0]["ok"], strict=False
+    ):
         assert after < before if ok else after == before, losses
     return Trained(losses, ranks[0]["norms"], gradients, ranks[0])
 

@@ -1,8 +1,9 @@
-"""The optimizers' kernels of Transformer Engine and Apex, in torch: fp32 arithmetic, in place.
+"""The optimizers' kernels of Transformer Engine and Apex, in torch: fp32 arithmetic, in
+place.
 
-After the formulas of ``common/multi_tensor/adam.cu``, in the order in which it rounds. ``lists``
-are lists of tensors of equal length: gradients, parameters, first and second moments, then what
-the variant adds. ``chunk`` and ``noop`` are for the kernel.
+After the formulas of ``common/multi_tensor/adam.cu``, in the order in which it rounds.
+``lists`` are lists of tensors of equal length: gradients, parameters, first and second
+moments, then what the variant adds. ``chunk`` and ``noop`` are for the kernel.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def multi_tensor_adam(chunk: int, noop: Tensor, lists: Any, *numbers: Any) -> No
         _step(grad, param, first, second, master[0] if master else None, *numbers)
 
 
-def multi_tensor_adam_param_remainder(chunk: int, noop: Tensor, lists: Any, *numbers: Any) -> None:
+def multi_tensor_adam_param_remainder(
+    chunk: int, noop: Tensor, lists: Any, *numbers: Any
+) -> None:
     """bf16 weights; a fifth list has the lower 16 bits of their fp32 masters, as int16.
 
     The kernel's own words: a negative remainder says that the weight was rounded up.

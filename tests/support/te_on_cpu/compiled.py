@@ -1,6 +1,8 @@
-"""What stands in the place of ``transformer_engine_torch``, Transformer Engine's compiled module.
+"""What stands in the place of ``transformer_engine_torch``, Transformer Engine's
+compiled module.
 
-A name that nothing here computes can be imported, compared and handed on; to call it is an error.
+A name that nothing here computes can be imported, compared and handed on; to call it is
+an error.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ DType = enum.IntEnum(
 )
 FP8FwdTensors = enum.IntEnum(
     "FP8FwdTensors",
-    [f"GEMM{number}_{what}" for number in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")],
+    [
+        f"GEMM{number}_{what}"
+        for number in (1, 2, 3)
+        for what in ("INPUT", "WEIGHT", "OUTPUT")
+    ],
     start=0,
 )
 FP8BwdTensors = enum.IntEnum(
@@ -78,7 +84,9 @@ class _NotComputed:
         return self.__dict__[name]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"transformer_engine_torch.{self._name} is not in the stub")
+        raise NotImplementedError(
+            f"transformer_engine_torch.{self._name} is not in the stub"
+        )
 
     def __int__(self) -> int:
         return zlib.crc32(self._name.encode())
@@ -122,7 +130,12 @@ def layernorm_fwd(
 
 
 def rmsnorm_bwd(
-    dz: Tensor, x: Tensor, rsigma: Tensor, weight: Tensor, sm_margin: int, zero_centered: bool
+    dz: Tensor,
+    x: Tensor,
+    rsigma: Tensor,
+    weight: Tensor,
+    sm_margin: int,
+    zero_centered: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the input and of gamma."""
     normed = x.float() * rsigma[..., None]
@@ -144,4 +157,8 @@ def layernorm_bwd(
     dx = dy - dy.mean(-1, keepdim=True) - normed * (dy * normed).mean(-1, keepdim=True)
     rows = tuple(range(x.dim() - 1))
     dgamma, dbeta = (wide * normed).sum(rows), wide.sum(rows)
-    return (dx * rsigma[..., None]).to(x.dtype), dgamma.to(weight.dtype), dbeta.to(weight.dtype)
+    return (
+        (dx * rsigma[..., None]).to(x.dtype),
+        dgamma.to(weight.dtype),
+        dbeta.to(weight.dtype),
+    )

@@ -1,7 +1,7 @@
 """fp8 tensors, as far as parameters in fp8 need them: no products.
 
-They have one scale each, one for each block of 128 × 128 elements, or (MXFP8) one for each 32
-elements of a row and, for products with the transposed matrix, of a column.
+They have one scale each, one for each block of 128 × 128 elements, or (MXFP8) one for
+each 32 elements of a row and, for products with the transposed matrix, of a column.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _MX = 32
 
 
 def quantize(source: Tensor, quantizer: Any, out: Any = None, noop: Any = None) -> Any:
-    """``source`` as the quantizer's kind of tensor: by its scale, or by the scale that fits now."""
+    """``source`` as the quantizer's kind of tensor: by its scale, or by the scale that
+    fits now.
+    """
     dtype = torch.float8_e5m2 if int(quantizer.dtype) == _E5M2 else torch.float8_e4m3fn
     most = torch.finfo(dtype).max
     if type(quantizer).__name__ == "Float8BlockQuantizer":
@@ -27,9 +29,13 @@ def quantize(source: Tensor, quantizer: Any, out: Any = None, noop: Any = None) 
     if type(quantizer).__name__ == "MXFP8Quantizer":
         return _quantize_mx(source, quantizer, out, dtype)
     scale = _scale(source, quantizer, most)
-    data = (source.detach().float() * scale).clamp(-most, most).to(dtype).view(torch.uint8)
+    data = (
+        (source.detach().float() * scale).clamp(-most, most).to(dtype).view(torch.uint8)
+    )
     if out is None:
-        out = quantizer.create_tensor_from_data(data, source.dtype, internal=quantizer.internal)
+        out = quantizer.create_tensor_from_data(
+            data, source.dtype, internal=quantizer.internal
+        )
     else:
         out._data.copy_(data.view_as(out._data))
     if out._scale_inv is None:
@@ -62,22 +68,33 @@ def _quantize_blocks(source: Tensor, quantizer: Any, out: Any, most: float) -> A
     scale = torch.empty_like(amax)
     lists = [[amax], [scale], [out._rowwise_scale_inv]]
     pow_2, epsilon = quantizer.force_pow_2_scales, quantizer.amax_epsilon
-    multi_tensor_compute_scale_and_scale_inv(0, torch.zeros(1), lists, most, pow_2, epsilon)
+    multi_tensor_compute_scale_and_scale_inv(
+        0, torch.zeros(1), lists, most, pow_2, epsilon
+    )
     data, kind = out._rowwise_data.view(-1), quantizer.dtype
     fp8_block_scaling_partial_cast(source, data, scale, rows, cols, 0, _BLOCK, kind)
     return out
 
 
 def _empty(quantizer: Any, like: Tensor) -> Any:
-    """A tensor with blocks; of square ones Python makes the columns' data from the rows'."""
+    """A tensor with blocks; of square ones Python makes the columns' data from the
+    rows'.
+    """
     (rows, cols), options = like.shape, dict[str, Any]()
-    bytes_, turned, turned_scales = torch.empty(like.shape, dtype=torch.uint8), None, None
+    bytes_, turned, turned_scales = (
+        torch.empty(like.shape, dtype=torch.uint8),
+        None,
+        None,
+    )
     if type(quantizer).__name__ == "MXFP8Quantizer":
         from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor as kind
 
         options["with_gemm_swizzled_scales"] = False
         scales = _padded(rows, 128, cols // _MX, 4)
-        turned, turned_scales = torch.empty_like(bytes_), _padded(rows // _MX, 4, cols, 128)
+        turned, turned_scales = (
+            torch.empty_like(bytes_),
+            _padded(rows // _MX, 4, cols, 128),
+        )
     else:
         from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
             Float8BlockwiseQTensor as kind,
@@ -99,7 +116,9 @@ def _empty(quantizer: Any, like: Tensor) -> Any:
 
 
 def _padded(rows: int, to: int, cols: int, cols_to: int) -> Tensor:
-    return torch.empty(-(-rows // to) * to, -(-cols // cols_to) * cols_to, dtype=torch.uint8)
+    return torch.empty(
+        -(-rows // to) * to, -(-cols // cols_to) * cols_to, dtype=torch.uint8
+    )
 
 
 def _quantize_mx(source: Tensor, quantizer: Any, out: Any, dtype: torch.dtype) -> Any:
@@ -131,10 +150,14 @@ def _blocks(elements: int, cols: int, start: int, scales: Tensor) -> Tensor:
 def fp8_block_scaling_compute_partial_amax(
     source: Tensor, amax: Tensor, rows: int, cols: int, start: int, block: int
 ) -> None:
-    """The largest magnitude that a part of a weight has in each block; 0 where it has nothing."""
+    """The largest magnitude that a part of a weight has in each block; 0 where it has
+    nothing.
+    """
     flat = source.detach().abs().float().view(-1)
     index = _blocks(flat.numel(), cols, start, amax)
-    amax.copy_(torch.zeros(amax.numel()).scatter_reduce_(0, index, flat, "amax").view_as(amax))
+    amax.copy_(
+        torch.zeros(amax.numel()).scatter_reduce_(0, index, flat, "amax").view_as(amax)
+    )
 
 
 def fp8_block_scaling_partial_cast(
@@ -159,8 +182,13 @@ def dequantize(source: Any, dtype: Any) -> Tensor:
     kind = torch.float8_e5m2 if int(source._fp8_dtype) == _E5M2 else torch.float8_e4m3fn
     if hasattr(source, "_rowwise_data"):  # MXFP8; the blockwise class has Python for it
         groups = source._rowwise_data.view(kind).float().unflatten(1, (-1, _MX))
-        powers = source._rowwise_scale_inv[: groups.shape[0], : groups.shape[1]].float() - 127
-        return (groups * torch.exp2(powers)[..., None]).flatten(1).to(DTYPES[int(dtype)])
+        powers = (
+            source._rowwise_scale_inv[: groups.shape[0], : groups.shape[1]].float()
+            - 127
+        )
+        return (
+            (groups * torch.exp2(powers)[..., None]).flatten(1).to(DTYPES[int(dtype)])
+        )
     return (source._data.view(kind).float() * source._scale_inv).to(DTYPES[int(dtype)])
 
 

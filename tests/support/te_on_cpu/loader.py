@@ -1,4 +1,6 @@
-"""Imports ``transformer_engine`` over the stub of its compiled module, whoever asks for it."""
+"""Imports ``transformer_engine`` over the stub of its compiled module, whoever asks for
+it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def install() -> None:
 
 
 def replace_attention() -> None:
-    """Give models Megatron's DotProductAttention where they would have Transformer Engine's."""
+    """Give models Megatron's DotProductAttention where they would have Transformer
+    Engine's.
+    """
     sys.meta_path.insert(0, _Finder(MEGATRONS, _AttentionLoader))
 
 
@@ -85,15 +89,21 @@ class _Loader(Loader):
 class _AttentionLoader(_Loader):
     def exec_module(self, module: Any) -> None:
         self.own.exec_module(module)
-        attention = importlib.import_module("megatron.core.transformer.dot_product_attention")
+        attention = importlib.import_module(
+            "megatron.core.transformer.dot_product_attention"
+        )
         module.TEDotProductAttention = attention.DotProductAttention
 
 
 def _put_stub(package: Path) -> None:
-    """Give the stub every name that the package's Python takes from the compiled module."""
+    """Give the stub every name that the package's Python takes from the compiled
+    module.
+    """
     from support.te_on_cpu import compiled
 
-    source = "".join(path.read_text() for path in sorted(package.glob("pytorch/**/*.py")))
+    source = "".join(
+        path.read_text() for path in sorted(package.glob("pytorch/**/*.py"))
+    )
     compiled.__all__ = sorted(set(_NAMES.findall(source)))  # for `import *`
     backends = sorted(set(_BACKENDS.findall(source)))
     compiled.NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", backends)
@@ -135,7 +145,9 @@ def _as_on_cuda() -> Any:
 
 @contextmanager
 def _entered_so(manager: Any) -> Iterator[Any]:
-    """Up to 2.10 ``prepare_forward`` is a context manager, which asks when it is entered."""
+    """Up to 2.10 ``prepare_forward`` is a context manager, which asks when it is
+    entered.
+    """
     with _as_on_cuda():
         value = manager.__enter__()
     try:

@@ -1,4 +1,6 @@
-"""Matrix products of Transformer Engine's linears, in fp32, rounded once; none in fp8."""
+"""Matrix products of Transformer Engine's linears, in fp32, rounded once; none in
+fp8.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,16 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
-DTYPES = {4: torch.float32, 5: torch.float16, 6: torch.bfloat16}  # by the numbers of ``DType``
+DTYPES = {
+    4: torch.float32,
+    5: torch.float16,
+    6: torch.bfloat16,
+}  # by the numbers of ``DType``
 
 
-def written(out: Tensor | None, value: Tensor, dtype: Any, accumulate: bool = False) -> Tensor:
+def written(
+    out: Tensor | None, value: Tensor, dtype: Any, accumulate: bool = False
+) -> Tensor:
     """``value`` in ``out`` if there is one, else rounded to ``dtype``."""
     if out is None:
         return value.to(dtype)
@@ -19,7 +27,9 @@ def written(out: Tensor | None, value: Tensor, dtype: Any, accumulate: bool = Fa
 
 
 def _product(a: Tensor, transa: bool, b: Tensor, transb: bool) -> Tensor:
-    """cuBLAS's operands are column-major: in rows it is B · A, each transposed as asked."""
+    """cuBLAS's operands are column-major: in rows it is B · A, each transposed as
+    asked.
+    """
     a, b = (x.reshape(-1, x.shape[-1]).float() for x in (a, b))
     return (b.t() if transb else b) @ (a.t() if transa else a)
 
@@ -35,7 +45,9 @@ def generic_gemm(
     alpha: float = 1.0,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None, None, None]:
-    """A linear's forward, input gradient or weight gradient; the bias's gradient comes with it."""
+    """A linear's forward, input gradient or weight gradient; the bias's gradient comes
+    with it.
+    """
     quantizer, out_dtype, bias, _, gelu, _, grad, _, _, accumulate, _ = given
     if quantizer is not None or gelu or comm_overlap is not None:
         raise NotImplementedError("generic_gemm with fp8, gelu or user buffers")
@@ -50,7 +62,9 @@ def generic_gemm(
     return written(out, value, dtype, accumulate), bias_grad, None, None
 
 
-def te_general_grouped_gemm(a: Any, transa: bool, b: Any, transb: bool, out: Any, *x: Any) -> Any:
+def te_general_grouped_gemm(
+    a: Any, transa: bool, b: Any, transb: bool, out: Any, *x: Any
+) -> Any:
     """One product an expert; the outputs are there."""
     _, m_splits, bias, _, single_output, _, grad, _, _, accumulate, *_ = x
     outs = out[0].split_with_sizes(list(m_splits)) if single_output else out

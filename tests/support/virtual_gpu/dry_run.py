@@ -1,4 +1,6 @@
-"""All that tests of a GPU take of the package's dry run, which builds models without memory."""
+"""All that tests of a GPU take of the package's dry run, which builds models without
+memory.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,21 @@ from megatron_muon.settings.config import MuonConfig
 
 
 def planned_on(
-    devices: Sequence[Device], flags: Namespace, config: MuonConfig, ranks: Ranks, number: int
+    devices: Sequence[Device],
+    flags: Namespace,
+    config: MuonConfig,
+    ranks: Ranks,
+    number: int,
 ) -> list[list[Planned]]:
-    """DistributedOptimizers of a pipeline stage in the order of their steps, for each device."""
+    """DistributedOptimizers of a pipeline stage in the order of their steps, for each
+    device.
+    """
     with as_rank(world.first_ranks(ranks)[number], flags, ranks):
         chunks = built(flags, config, ranks)
-        return [planned_optimizers(flags, config, ranks, chunks, device) for device in devices]
+        return [
+            planned_optimizers(flags, config, ranks, chunks, device)
+            for device in devices
+        ]
 
 
 def stage_makeup(

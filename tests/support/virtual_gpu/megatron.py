@@ -1,9 +1,10 @@
 """Megatron's whole training step with Muon inside, of one rank, on a virtual GPU.
 
-Real: Megatron's model, its DDP with buffers and overlaps, DistributedOptimizer, ChainedOptimizer,
-clipping, and the package. Not real: forward and backward, which here only read parameters and write
-gradients, and Transformer Engine's fused kernels (``fused``). Nor is what other ranks say while the
-optimizer is built.
+Real: Megatron's model, its DDP with buffers and overlaps, DistributedOptimizer,
+ChainedOptimizer,
+clipping, and the package. Not real: forward and backward, which here only read
+parameters and write gradients, and Transformer Engine's fused kernels (``fused``). Nor
+is what other ranks say while the optimizer is built.
 """
 
 from __future__ import annotations
@@ -55,24 +56,37 @@ class RecordedTraining:
 
 
 def record_training(
-    flags: Namespace, ranks: Ranks, rank: int, config: MuonConfig, training: OptimizerSettings
+    flags: Namespace,
+    ranks: Ranks,
+    rank: int,
+    config: MuonConfig,
+    training: OptimizerSettings,
 ) -> RecordedTraining:
     """A rank's training steps of the model; counts are of the last one.
 
-    Muon is installed before the chunks are built, since it can lay out their buckets, and only for
-    that time. The counted step begins where ``optimizer.step()`` does; what comes before is in the
-    races.
+    Muon is installed before the chunks are built, since it can lay out their buckets,
+    and only for that time. The counted step begins where ``optimizer.step()`` does;
+    what comes before is in the races.
     """
-    with virtual_gpu() as gpu, world.as_rank(rank, ranks), _megatron(gpu), installed(config):
+    with (
+        virtual_gpu() as gpu,
+        world.as_rank(rank, ranks),
+        _megatron(gpu),
+        installed(config),
+    ):
         chunks, optimizer = _built(flags, ranks, config, training)
         for step in range(training.steps):
             _train(gpu, flags, chunks, optimizer, first=step == 0)
-        return RecordedTraining(closed(rank, gpu, _held(chunks, optimizer)), _plans(optimizer))
+        return RecordedTraining(
+            closed(rank, gpu, _held(chunks, optimizer)), _plans(optimizer)
+        )
 
 
 @contextmanager
 def _megatron(gpu: Gpu) -> Iterator[None]:
-    """Megatron's modules, fused kernels and random states, as on a machine with a GPU."""
+    """Megatron's modules, fused kernels and random states, as on a machine with a
+    GPU.
+    """
     from megatron.core.tensor_parallel import random
 
     fork = contextlib.nullcontext
@@ -130,8 +144,8 @@ def _optimizer_config(flags: Namespace, training: OptimizerSettings) -> Any:
 def _others_agree(ranks: Any, config: MuonConfig) -> Iterator[None]:
     """While Muon is built, the other ranks say what they would say.
 
-    The host reads 0 from every tensor: no rank has an error, and all agree. Only where ranks must
-    say different things is the answer made here.
+    The host reads 0 from every tensor: no rank has an error, and all agree. Only where
+    ranks must say different things is the answer made here.
     """
 
     def grid(coordinates: Any, *args: Any) -> Any:
@@ -156,7 +170,9 @@ def _ranks_of_instance(ranks: Any, stage: Any, instance: int) -> list[int]:
     sizes = {"tp": ranks.tp, "ep": 1, "dp": dp, "pp": ranks.pp, "cp": ranks.cp}
     groups = parallel_state.RankGenerator(**sizes, order=ranks.order).get_ranks("dp-cp")
     each = len(groups[0]) // ranks.instances
-    inside = {rank for group in groups for rank in sorted(group)[instance * each :][:each]}
+    inside = {
+        rank for group in groups for rank in sorted(group)[instance * each :][:each]
+    }
     return [rank for rank in dist.get_process_group_ranks(stage) if rank in inside]
 
 

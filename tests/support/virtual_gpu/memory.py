@@ -17,10 +17,10 @@ from support.virtual_gpu.trace import (
     WorkWait,
 )
 
-# wait: at ``Work.wait``, where torch or the caller keeps it until then, and where torch calls
-# ``recordStream`` and the GPU keeps up with the host. host ahead: where torch calls it, which it
-# does for point-to-point messages, once the host waits for the GPU. The last: the same, as if all
-# messages were in memory of torch's allocator.
+# wait: at ``Work.wait``, where torch or the caller keeps it until then, and where torch
+# calls ``recordStream`` and the GPU keeps up with the host. host ahead: where torch
+# calls it, which it does for point-to-point messages, once the host waits for the GPU.
+# The last: the same, as if all messages were in memory of torch's allocator.
 Way = Literal["wait", "host ahead", "host ahead, torch's memory"]
 
 
@@ -102,7 +102,9 @@ class _Replay:
             self.by_phase[phase] = over
         if over > self.most:
             self.most = over
-            self.at_peak = [a for block, a in self.live.items() if block not in self.state]
+            self.at_peak = [
+                a for block, a in self.live.items() if block not in self.state
+            ]
 
     def _release(self, block: int) -> None:
         if not self._kept[block] and block not in self._recorded and block in self.live:

@@ -1,6 +1,8 @@
-"""The messages of the exchange: what a rank sends and takes beside what the plan says of its peers.
+"""The messages of the exchange: what a rank sends and takes beside what the plan says
+of its peers.
 
-The plan's side is counted from its segments, without the code that makes a rank's part of it.
+The plan's side is counted from its segments, without the code that makes a rank's part
+of it.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ def _between_homes(plan: ExchangePlan, number: int | None) -> Iterator[SharedMes
 
 
 def _by_round(plan: ExchangePlan) -> tuple[list[_Round], list[_Round]]:
-    """Pieces to homes, each with an element for whether it moves, up to a multiple of 8; and
-    directions back."""
+    """Pieces to homes, each with an element for whether it moves, up to a multiple of
+    8; and directions back.
+    """
     gathers: list[_Round] = [defaultdict(int) for _ in plan.rounds]
     scatters: list[_Round] = [defaultdict(int) for _ in plan.rounds]
     round_of = plan.round_of()
@@ -77,9 +80,11 @@ _Round = defaultdict[tuple[int, int], int]
 def _in_turn(
     gathers: Sequence[_Round], scatters: Sequence[_Round]
 ) -> Iterator[tuple[int | None, _Round, _Round]]:
-    """``(round that is orthogonalized or None, messages before it, after it)``, in turn.
+    """``(round that is orthogonalized or None, messages before it, after it)``, in
+    turn.
 
-    A round is gathered before the one before it is orthogonalized and its directions go back.
+    A round is gathered before the one before it is orthogonalized and its directions go
+    back.
     """
     nothing: _Round = defaultdict(int)
     yield from ((None, gather, nothing) for gather in gathers[:1])
@@ -87,7 +92,9 @@ def _in_turn(
         yield at, (gathers[at + 1] if at + 1 < len(gathers) else nothing), scatter
 
 
-def compare_with_plan(rank: int, calls: Iterable[RecordedCollective], planned: Sizes) -> list[str]:
+def compare_with_plan(
+    rank: int, calls: Iterable[RecordedCollective], planned: Sizes
+) -> list[str]:
     """Faults of one rank's messages in a step, in words."""
     sent: dict[int, list[RecordedMessage]] = defaultdict(list)
     taken: dict[int, list[RecordedMessage]] = defaultdict(list)
@@ -114,7 +121,8 @@ def unaligned(calls: Iterable[RecordedCollective]) -> list[str]:
     It copies 16 bytes a load where both ends start at 16 bytes (``planning.slices``).
     """
     return [
-        f"{call.phase}: {message.nbytes:,} B {towards} rank {message.peer} start {message.start:,} "
+        f"{call.phase}: {message.nbytes:,} B {towards} rank {message.peer} start "
+        f"{message.start:,} "
         "B into their buffer, which is no multiple of 16"
         for call in calls
         for towards, messages in (("to", call.sends), ("from", call.receives))
@@ -134,12 +142,17 @@ def _said(
         ("sends", receiver, "takes") if sender == rank else ("takes", sender, "sends")
     )
     at = next(
-        (i for i, (one, two) in enumerate(zip(seen, wanted, strict=False)) if one != two),
+        (
+            i
+            for i, (one, two) in enumerate(zip(seen, wanted, strict=False))
+            if one != two
+        ),
         min(len(seen), len(wanted)),
     )
     towards = "to" if sender == rank else "from"
     return (
-        f"rank {rank} of the stage {does} {_size(seen, at)} {towards} rank {other} as message "
+        f"rank {rank} of the stage {does} {_size(seen, at)} {towards} rank {other} as "
+        "message "
         f"{at}, where by the plan rank {other} {others} {_size(wanted, at)} "
         f"({len(seen)} messages, {len(wanted)} planned)"
     )

@@ -14,8 +14,12 @@ from support.virtual_gpu.device.nccl import Handle, Launcher, Operation
 Launch = Callable[..., Handle | None]
 
 
-def with_launch(patch: pytest.MonkeyPatch, change: Callable[..., Handle | None]) -> None:
-    """``change`` gets the launcher, its own ``launch`` and the operations of each launch."""
+def with_launch(
+    patch: pytest.MonkeyPatch, change: Callable[..., Handle | None]
+) -> None:
+    """``change`` gets the launcher, its own ``launch`` and the operations of each
+    launch.
+    """
     original: Launch = Launcher.launch
 
     def launch(self: Launcher, parts: list[Operation], *args: Any) -> Handle | None:
@@ -27,7 +31,9 @@ def with_launch(patch: pytest.MonkeyPatch, change: Callable[..., Handle | None])
 def early_free(patch: pytest.MonkeyPatch) -> None:
     """What is received goes to memory that is given back at once."""
 
-    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
+    def change(
+        nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any
+    ) -> Handle | None:
         elsewhere = [
             dataclasses.replace(part, writes=[torch.empty_like(x) for x in part.writes])
             for part in parts
@@ -40,7 +46,9 @@ def early_free(patch: pytest.MonkeyPatch) -> None:
 def early_read(patch: pytest.MonkeyPatch) -> None:
     """What is received is read before the wait."""
 
-    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
+    def change(
+        nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any
+    ) -> Handle | None:
         work = launch(nccl, parts, *args)
         for part in parts:
             for received in part.writes:

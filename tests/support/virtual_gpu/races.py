@@ -1,13 +1,15 @@
-"""Happens-before over a trace: accesses that nothing orders, and memory freed while in use.
+"""Happens-before over a trace: accesses that nothing orders, and memory freed while in
+use.
 
-Each stream has a vector clock. Work on a stream is ordered; an event, a ``Work`` and a host
-synchronisation carry a clock from one stream to another. Two accesses to the same bytes, one of
-them a write, race unless one's clock knows of the other. Ranges are from a tensor's first to its
-last byte, so what lies in the gaps between a view's rows counts as touched.
+Each stream has a vector clock. Work on a stream is ordered; an event, a ``Work`` and a
+host synchronisation carry a clock from one stream to another. Two accesses to the same
+bytes, one of them a write, race unless one's clock knows of the other. Ranges are from
+a tensor's first to its last byte, so what lies in the gaps between a view's rows counts
+as touched.
 
-The caching allocator hands a freed block to the next kernel of the stream that it was allocated
-on. Whether NCCL's use keeps it depends on the torch release, so a trace is judged under each of
-``MEMORY``.
+The caching allocator hands a freed block to the next kernel of the stream that it was
+allocated on. Whether NCCL's use keeps it depends on the torch release, so a trace is
+judged under each of ``MEMORY``.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ from support.virtual_gpu.trace import (
     WorkWait,
 )
 
-# stash: torch 2.8 on keeps what a collective uses until Work.wait, and runs a synchronous one on
-# the current stream. record_stream: before, the allocator waits for NCCL's stream. caller: nothing
-# but the caller's references keep memory, as with TORCH_NCCL_AVOID_RECORD_STREAMS in some releases.
+# stash: torch 2.8 on keeps what a collective uses until Work.wait, and runs a
+# synchronous one on the current stream. record_stream: before, the allocator waits for
+# NCCL's stream. caller: nothing but the caller's references keep memory, as with
+# TORCH_NCCL_AVOID_RECORD_STREAMS in some releases.
 Memory = Literal["stash", "record_stream", "caller"]
 MEMORY: tuple[Memory, ...] = get_args(Memory)
 
@@ -45,8 +48,8 @@ Operation = Kernel | RecordedCollective
 class Race:
     """Two uses of a block that nothing orders."""
 
-    # ``unordered``, two operations; ``freed``, the allocator may give the block away while
-    # ``other`` uses it
+    # ``unordered``, two operations; ``freed``, the allocator may give the block away
+    # while ``other`` uses it
     kind: Literal["unordered", "freed"]
     memory: Memory  # under which handling of collectives' memory
     block: int  # its number
@@ -59,8 +62,13 @@ class Race:
         block = f"block {self.block} ({self.allocated})"
         if self.kind == "freed":
             where = self.phase or "no phase"
-            return f"[{self.memory}] {block} is freed in {where} while {self.other} may use it"
-        return f"[{self.memory}] {self.operation} and {self.other} use {block}, unordered"
+            return (
+                f"[{self.memory}] {block} is freed in {where} while {self.other} "
+                "may use it"
+            )
+        return (
+            f"[{self.memory}] {self.operation} and {self.other} use {block}, unordered"
+        )
 
 
 @dataclass(slots=True)
@@ -100,7 +108,9 @@ class _Replay:
         self._freed: dict[int, str] = {}  # by the program, not yet by the allocator
         self._recorded: dict[int, set[str]] = defaultdict(set)
         self._born: dict[int, Allocation] = {}
-        self._accesses: dict[int, dict[str, list[_Access]]] = defaultdict(lambda: defaultdict(list))
+        self._accesses: dict[int, dict[str, list[_Access]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         self._races: dict[object, Race] = {}
 
     def run(self) -> list[Race]:
@@ -216,7 +226,9 @@ class _Replay:
         phase = self._freed[block] if operation is None else operation.phase
         said = "" if operation is None else _said(operation)
         key = (kind, block, said, _said(other))
-        self._races.setdefault(key, Race(kind, self._memory, block, at, said, _said(other), phase))
+        self._races.setdefault(
+            key, Race(kind, self._memory, block, at, said, _said(other), phase)
+        )
 
 
 def _said(operation: Operation) -> str:
@@ -245,7 +257,8 @@ def _on_several_streams(trace: Trace) -> set[int]:
 
 
 def collectives_and_clocks(trace: Trace) -> list[tuple[RecordedCollective, Clock]]:
-    """Each collective, and how many on each of NCCL's streams must be done before it starts.
+    """Each collective, and how many on each of NCCL's streams must be done before it
+    starts.
 
     Streams of the program are in the clocks too; only collectives run on NCCL's.
     """

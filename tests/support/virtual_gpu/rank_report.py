@@ -29,9 +29,13 @@ class RankReport:
     # calls in ``optimizer.step()`` in which the host waits for the GPU.
     host_waits: tuple[str, ...]
     state: dict[str, int]  # bytes by kind when the step begins
-    peak: dict[str, int]  # bytes above the state by kind, at the moment when they are most
+    peak: dict[
+        str, int
+    ]  # bytes above the state by kind, at the moment when they are most
     connections: int  # ranks that the exchange connects to while the optimizer is built
-    late_connections: int  # ranks that a step exchanges with and that were not connected then
+    late_connections: (
+        int  # ranks that a step exchanges with and that were not connected then
+    )
     races: tuple[str, ...]  # faults of its own streams and memory, in words
     early_frees: tuple[str, ...]
     unaligned: tuple[str, ...]  # messages that start at no multiple of 16 bytes
@@ -49,7 +53,9 @@ class RankReport:
 def report_of(recording: Recording) -> RankReport:
     """The figures of a recording of two or more iterations."""
     exchange = exchange_calls(recording)
-    peers = {message.peer for call in exchange for message in (*call.sends, *call.receives)}
+    peers = {
+        message.peer for call in exchange for message in (*call.sends, *call.receives)
+    }
     connected = {
         message.peer
         for call in recording.before
@@ -123,4 +129,6 @@ def _kind(allocation: Allocation) -> str:
     place = allocation.place
     if place.is_megatrons:
         return "Megatron's own"
-    return next((kind for start, kind in _KINDS if place.file.startswith(start)), _ELSEWHERE)
+    return next(
+        (kind for start, kind in _KINDS if place.file.startswith(start)), _ELSEWHERE
+    )

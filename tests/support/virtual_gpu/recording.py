@@ -22,7 +22,9 @@ from support.virtual_gpu.trace import (
 
 @dataclass(frozen=True)
 class Recording:
-    """A rank's trace of one or more steps. Counts are of the last step, races of all."""
+    """A rank's trace of one or more steps. Counts are of the last step, races of
+    all.
+    """
 
     rank: int  # of the world that was recorded
     trace: Trace  # everything
@@ -44,7 +46,10 @@ class Recording:
         """Events before the first training iteration: those of the construction."""
         events = self.trace.events
         kinds = (StepStart, IterationStart)
-        first = next((i for i, event in enumerate(events) if isinstance(event, kinds)), len(events))
+        first = next(
+            (i for i, event in enumerate(events) if isinstance(event, kinds)),
+            len(events),
+        )
         return events[:first]
 
     def _from_last(self, kind: type) -> list[Event]:
@@ -59,8 +64,12 @@ class Recording:
 
     @property
     def operations(self) -> int:
-        """Operations and collectives of the last step; some operations launch several kernels."""
-        return len(self.collectives) + sum(isinstance(event, Kernel) for event in self.step)
+        """Operations and collectives of the last step; some operations launch several
+        kernels.
+        """
+        return len(self.collectives) + sum(
+            isinstance(event, Kernel) for event in self.step
+        )
 
     @cached_property
     def launches_by_phase(self) -> Counter[str]:

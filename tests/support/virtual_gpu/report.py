@@ -1,10 +1,12 @@
-"""What a step of real models costs: ``cd tests && python -m support.virtual_gpu.report [WORD ...]``
+"""What a step of real models costs: ``cd tests && python -m support.virtual_gpu.report
+[WORD ...]``
 
-For each model of ``plans.MODELS`` (with WORDs those whose names have one of them) the Muon part of
-a step is recorded on the rank with most Newton-Schulz work: launches and bytes over state of the
-second step; the first makes the fused kernels' tables, too. With ``--deterministic`` as first word
-it is a step in torch's deterministic mode. The vote and Megatron's own part of ``optimizer.step()``
-are not in it (``megatron`` records those).
+For each model of ``plans.MODELS`` (with WORDs those whose names have one of them) the
+Muon part of a step is recorded on the rank with most Newton-Schulz work: launches and
+bytes over state of the second step; the first makes the fused kernels' tables, too.
+With ``--deterministic`` as first word it is a step in torch's deterministic mode. The
+vote and Megatron's own part of ``optimizer.step()`` are not in it (``megatron`` records
+those).
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ HEAD = "| | launches | peak over state, busiest rank, MiB |\n|---|--:|--:|"
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """The busiest rank of a stage; dense weights and experts are stepped one after the other."""
+    """The busiest rank of a stage; dense weights and experts are stepped one after the
+    other.
+    """
 
     model: str
     matrices: int  # that the rank orthogonalizes
@@ -58,7 +62,10 @@ class ReportRow:
 def row_of(model: Model, **settings: object) -> ReportRow:
     """The busiest rank of a model."""
     config, plans = plans_of(model, **settings)
-    work = [sum(flops) for flops in zip(*(plan.ns_flops() for _, plan in plans), strict=True)]
+    work = [
+        sum(flops)
+        for flops in zip(*(plan.ns_flops() for _, plan in plans), strict=True)
+    ]
     rank = work.index(max(work))
     matrices = sum(len(plan.for_rank(rank).homes) for _, plan in plans)
     recordings = tuple(record_step(plan, rank, config, steps=2) for _, plan in plans)

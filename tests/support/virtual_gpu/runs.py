@@ -16,7 +16,9 @@ class Run:
 
     tp: int = 1  # sizes of the groups; the world is their product
     dp: int = 2
-    ep: int = 1  # over how many ranks experts are spread, and how many there are; 0: dense
+    ep: int = (
+        1  # over how many ranks experts are spread, and how many there are; 0: dense
+    )
     experts: int = 0
     instances: int = 1  # of the distributed optimizer
     overlap: bool = True  # gradients' reduction and parameters' gather beside compute
@@ -33,16 +35,23 @@ class Run:
     def words(self) -> list[str]:
         """Megatron-LM's flags."""
         words = (
-            f"--num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads 4 "
-            "--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm "
-            "--disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 256 "
+            f"--num-layers {self.layers} --hidden-size {self.hidden} "
+            "--num-attention-heads 4 "
+            "--group-query-attention --num-query-groups 2 --swiglu --normalization "
+            "RMSNorm "
+            "--disable-bias-linear --untie-embeddings-and-output-weights --vocab-size "
+            "256 "
             "--position-embedding-type rope --max-position-embeddings 64 --bf16 "
             f"--tensor-model-parallel-size {self.tp} --world-size {self.world} "
-            f"--num-distributed-optimizer-instances {self.instances} --use-distributed-optimizer"
+            f"--num-distributed-optimizer-instances {self.instances} "
+            "--use-distributed-optimizer"
         )
         if self.experts:
             words += f" --num-experts {self.experts} --moe-ffn-hidden-size 48"
-            words += f" --expert-model-parallel-size {self.ep} --expert-tensor-parallel-size 1"
+            words += (
+                f" --expert-model-parallel-size {self.ep} "
+                "--expert-tensor-parallel-size 1"
+            )
         if self.overlap:
             words += " --overlap-grad-reduce --overlap-param-gather"
             words += f" --ddp-num-buckets {self.buckets}"
@@ -58,5 +67,7 @@ def record_megatron(
 
     flags = flags_of(run.words())
     training = OptimizerSettings(run.optimizer, run.clip, steps)
-    trained = record_training(flags, ranks_of(flags), rank, config or MuonConfig(), training)
+    trained = record_training(
+        flags, ranks_of(flags), rank, config or MuonConfig(), training
+    )
     return trained.recording

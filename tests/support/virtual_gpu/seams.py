@@ -1,4 +1,6 @@
-"""What the virtual GPU uses of Megatron's code and of torch's internals: rows as the package's."""
+"""What the virtual GPU uses of Megatron's code and of torch's internals: rows as the
+package's.
+"""
 
 from megatron_muon.mcore.seams.row import Seam
 
@@ -7,11 +9,24 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 _FORK = "the tracker, whose fork is replaced: no random number is drawn"
 SEAMS = (
     Seam(_RANDOM, "get_cuda_rng_tracker", "called", _FORK),
-    Seam(_CLIP, "multi_tensor_applier", "replaced", "calls a kernel on lists of tensors"),
+    Seam(
+        _CLIP, "multi_tensor_applier", "replaced", "calls a kernel on lists of tensors"
+    ),
     Seam(_CLIP, "l2_norm_impl", "replaced", "Transformer Engine's norm of gradients"),
     Seam(_CLIP, "multi_tensor_scale_impl", "replaced", "its scaling of gradients"),
-    Seam(_CLIP, "multi_tensor_scale_tensor_impl", "replaced", "by a GPU's factor", since=(0, 18)),
-    Seam("torch._C", "_disabled_torch_function_impl", "read", "a tensor's functions are torch's"),
+    Seam(
+        _CLIP,
+        "multi_tensor_scale_tensor_impl",
+        "replaced",
+        "by a GPU's factor",
+        since=(0, 18),
+    ),
+    Seam(
+        "torch._C",
+        "_disabled_torch_function_impl",
+        "read",
+        "a tensor's functions are torch's",
+    ),
     Seam(
         "torch.distributed.distributed_c10d",
         "_world.pg_group_ranks",

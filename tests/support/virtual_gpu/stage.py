@@ -10,7 +10,9 @@ from support.virtual_gpu.races import Clock, collectives_and_clocks
 from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.trace import RecordedCollective, RecordedMessage
 
-Node = tuple[int, int]  # a rank of the world, and the number of a collective among its own
+Node = tuple[
+    int, int
+]  # a rank of the world, and the number of a collective among its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,9 @@ Calls = Mapping[int, Sequence[tuple[RecordedCollective, Clock]]]
 
 @dataclass(slots=True)
 class _Calls:
-    """Every rank's collectives, with what must be done before each, and who takes part."""
+    """Every rank's collectives, with what must be done before each, and who takes
+    part.
+    """
 
     of_rank: Calls
     partners: dict[Node, set[Node]] = field(default_factory=lambda: defaultdict(set))
@@ -37,7 +41,8 @@ class _Calls:
 
 
 def check_stage(recordings: Mapping[int, Recording]) -> list[str]:
-    """All faults between ranks, in words; none where the step can run on all of them together.
+    """All faults between ranks, in words; none where the step can run on all of them
+    together.
 
     Every rank of every group that communicates must be there.
     """
@@ -45,7 +50,9 @@ def check_stage(recordings: Mapping[int, Recording]) -> list[str]:
     missing = unrecorded(calls)
     if missing:
         rank, others = min(missing.items())
-        raise ValueError(f"rank {rank} communicates with {sorted(others)}: not recorded")
+        raise ValueError(
+            f"rank {rank} communicates with {sorted(others)}: not recorded"
+        )
     faults = check_calls(calls)
     return faults.order + faults.messages or faults.stuck
 
@@ -61,13 +68,15 @@ def unrecorded(calls: Calls) -> dict[int, set[int]]:
 
 
 def check_calls(calls: Calls) -> Faults:
-    """Compare ranks with each other; ranks that are not given are taken to do what they must.
+    """Compare ranks with each other; ranks that are not given are taken to do what they
+    must.
 
-    1. Over a group every rank calls the same collectives in one order, with the same dtype, size,
-       reduction and root.
-    2. The sends from i to j are the receives of j from i in number, order, dtype and bytes.
-    3. All of them end, where each waits for what its stream has before it and for its partners;
-       looked at where the first two hold.
+    1. Over a group every rank calls the same collectives in one order, with the same
+       dtype, size, reduction and root.
+    2. The sends from i to j are the receives of j from i in number, order, dtype and
+    bytes.
+    3. All of them end, where each waits for what its stream has before it and for its
+       partners; looked at where the first two hold.
     """
     compared = _Calls(calls)
     _match_collectives(compared)
@@ -90,7 +99,9 @@ def _match_collectives(calls: _Calls) -> None:
         counts = {rank: len(by_rank.get(rank, [])) for rank in ranks}
         if len(set(counts.values())) > 1:
             calls.faults.order.append(f"group {name}: collectives by rank {counts}")
-        for position, nodes in enumerate(zip(*(by_rank.get(r, []) for r in ranks), strict=False)):
+        for position, nodes in enumerate(
+            zip(*(by_rank.get(r, []) for r in ranks), strict=False)
+        ):
             _compare(calls, f"group {name}, collective {position}", nodes)
 
 
@@ -100,23 +111,32 @@ def _compare(calls: _Calls, where: str, nodes: Sequence[Node]) -> None:
         calls.partners[node] |= set(nodes)
         if call.agreed != every[0].agreed:
             calls.faults.order.append(
-                f"{where}: rank {node[0]} calls {_said(call)}, rank {nodes[0][0]} {_said(every[0])}"
+                f"{where}: rank {node[0]} calls {_said(call)}, rank {nodes[0][0]} "
+                f"{_said(every[0])}"
             )
             return
 
 
 def _match_messages(calls: _Calls) -> None:
     """Sends and receives, on each ordered pair of ranks and stream in order."""
-    sends: dict[tuple[str, int, int], list[tuple[Node, RecordedMessage]]] = defaultdict(list)
-    receives: dict[tuple[str, int, int], list[tuple[Node, RecordedMessage]]] = defaultdict(list)
+    sends: dict[tuple[str, int, int], list[tuple[Node, RecordedMessage]]] = defaultdict(
+        list
+    )
+    receives: dict[tuple[str, int, int], list[tuple[Node, RecordedMessage]]] = (
+        defaultdict(list)
+    )
     for rank, own in calls.of_rank.items():
         for number, (call, _) in enumerate(own):
             if call.point_to_point:
                 calls.partners[rank, number].add((rank, number))
                 for m in call.sends:
-                    sends[call.own_stream, call.rank, m.peer].append(((rank, number), m))
+                    sends[call.own_stream, call.rank, m.peer].append(
+                        ((rank, number), m)
+                    )
                 for m in call.receives:
-                    receives[call.own_stream, m.peer, call.rank].append(((rank, number), m))
+                    receives[call.own_stream, m.peer, call.rank].append(
+                        ((rank, number), m)
+                    )
     for channel in sorted(set(sends) | set(receives)):
         sent, taken = sends[channel], receives[channel]
         stream, i, j = channel
@@ -184,4 +204,7 @@ def _sizes(messages: Sequence[RecordedMessage]) -> str:
 
 
 def _said(call: RecordedCollective) -> str:
-    return f"{call.name} {call.agreed} over {call.group.name} in {call.phase} ({call.place})"
+    return (
+        f"{call.name} {call.agreed} over {call.group.name} in {call.phase} "
+        f"({call.place})"
+    )

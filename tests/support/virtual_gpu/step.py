@@ -38,9 +38,9 @@ from support.virtual_gpu.trace import StepStart, Trace
 def virtual_gpu(scalar: float = 0.0) -> Iterator[Gpu]:
     """A GPU, switched on, with ``torch.cuda`` and ``torch.distributed`` over it.
 
-    The host reads ``scalar`` from every tensor. It has triton, installed here or not: a fused
-    kernel is one operation, which is recorded and not run. ``MuonConfig.elementwise`` says whether
-    a step has them. It has no quack-kernels.
+    The host reads ``scalar`` from every tensor. It has triton, installed here or not: a
+    fused kernel is one operation, which is recorded and not run.
+    ``MuonConfig.elementwise`` says whether a step has them. It has no quack-kernels.
     """
     gpu = Gpu(scalar)
     with ExitStack() as stack:
@@ -75,7 +75,8 @@ def record_step(
     adamw: int = 0,
     hosted: Mapping[str, Any] | None = None,
 ) -> Recording:
-    """The work of ``rank`` in steps of Muon, each with ``adamw`` launches that touch no memory.
+    """The work of ``rank`` in steps of Muon, each with ``adamw`` launches that touch no
+    memory.
 
     With ``hosted``, settings of Megatron's OptimizerConfig, the state is on the host.
     """
@@ -108,9 +109,13 @@ def muon_of(
     }
     for shard in shards.values():
         shard.grad = torch.ones_like(shard)
-    state = {shard: {MOMENTUM_KEY: torch.zeros_like(shard)} for shard in shards.values()}
+    state = {
+        shard: {MOMENTUM_KEY: torch.zeros_like(shard)} for shard in shards.values()
+    }
     groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.1}]
-    exchange = Exchange(own, plan.matrices, group, TORCH_DTYPE[numerics.travels], device, meter)
+    exchange = Exchange(
+        own, plan.matrices, group, TORCH_DTYPE[numerics.travels], device, meter
+    )
     tools = meter, phases(), fused.elementwise_on(device, numerics)
     muon = DistributedMuon(numerics, plan, own, exchange, shards, *tools)
     if numerics.config.momentum_dtype == "fp32":
@@ -127,7 +132,10 @@ def _on_host(muon: DistributedMuon, hosted: Mapping[str, Any]) -> Any:
     from megatron_muon.mcore.wiring.on_host.states import OfHybrid
 
     for shard in muon.main_params.values():
-        shard.decoupled_grad, shard.grad = torch.ones_like(shard, dtype=torch.float32), None
+        shard.decoupled_grad, shard.grad = (
+            torch.ones_like(shard, dtype=torch.float32),
+            None,
+        )
     states = OfHybrid(SimpleNamespace(state={}, _init_sub_optimizers=lambda: None))
     states.hold(muon, SimpleNamespace(bf16=True, **hosted))
     return states

@@ -42,10 +42,16 @@ class Place:
     @property
     def is_megatrons(self) -> bool:
         """The line is Megatron's."""
-        return self.code is not None and _OURS[1] in self.code.co_filename.replace("\\", "/")
+        return self.code is not None and _OURS[1] in self.code.co_filename.replace(
+            "\\", "/"
+        )
 
     def __str__(self) -> str:
-        return "elsewhere" if self.code is None else f"{self.file}:{self.line} {self.caller}"
+        return (
+            "elsewhere"
+            if self.code is None
+            else f"{self.file}:{self.line} {self.caller}"
+        )
 
 
 @dataclass(slots=True)
@@ -81,15 +87,21 @@ class RecordedMessage:
 
 @dataclass(slots=True)
 class RecordedCollective:
-    """One launch of NCCL: a collective, a point-to-point operation, or a group of several."""
+    """One launch of NCCL: a collective, a point-to-point operation, or a group of
+    several.
+    """
 
     # what it is made of, ``all_reduce``, ``send``, …; several in a coalesced group
     kinds: tuple[str, ...]
     group: Group  # over which
     rank: int  # this rank's number in the group
     stream: str  # that was current when it was called
-    own_stream: str  # NCCL's stream for it: one a group, and one a pair for single sends
-    asynchronous: bool  # the caller gets a ``Work``; if not, the current stream waits at once
+    own_stream: (
+        str  # NCCL's stream for it: one a group, and one a pair for single sends
+    )
+    asynchronous: (
+        bool  # the caller gets a ``Work``; if not, the current stream waits at once
+    )
     reads: list[Range]  # bytes of blocks
     writes: list[Range]
     # what all ranks of the group must say alike; empty for point-to-point operations
@@ -140,7 +152,9 @@ class StreamWait:
 class HostSync:
     """The host waits for the GPU."""
 
-    name: str  # of the call: ``item``, ``tolist``, ``bool``, ``cpu``, ``synchronize``, …
+    name: (
+        str  # of the call: ``item``, ``tolist``, ``bool``, ``cpu``, ``synchronize``, …
+    )
     stream: str | None  # that it waits for; None for all of them
     event: int | None  # that it waits for, in place of a stream
     phase: str  # as of a kernel
@@ -160,7 +174,9 @@ class Allocation:
 
 @dataclass(slots=True)
 class Free:
-    """The last tensor on a block is gone: the allocator may reuse it on the block's stream."""
+    """The last tensor on a block is gone: the allocator may reuse it on the block's
+    stream.
+    """
 
     block: int
     phase: str
@@ -199,7 +215,8 @@ Event = (
 )
 
 _OURS = (f"{Path(megatron_muon.__file__).parent.as_posix()}/", "/megatron/core/")
-# Marks inside a phase: the package's around a call of torch.distributed, torch's of an optimizer.
+# Marks inside a phase: the package's around a call of torch.distributed, torch's of an
+# optimizer.
 _NAMELESS = re.compile(r"^Optimizer\.|/(collective|wait)$")
 _NOWHERE = Place(None, 0)
 

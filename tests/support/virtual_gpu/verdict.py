@@ -1,7 +1,8 @@
-"""Chosen ranks of a run take steps on the virtual GPU; what they do is checked, alone and together.
+"""Chosen ranks of a run take steps on the virtual GPU; what they do is checked, alone
+and together.
 
-Each claim has faults, in words. A rank's messages are held against the plan of its whole stage, so
-a message that fits no peer is found without the peer.
+Each claim has faults, in words. A rank's messages are held against the plan of its
+whole stage, so a message that fits no peer is found without the peer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from dataclasses import dataclass, field
 from megatron_muon.lab.routes.model_flags import Settled, megatron_is_quiet, said
 from megatron_muon.planning.plan import ExchangePlan
 from support.virtual_gpu.dry_run import planned_on, stage_makeup, world
-from support.virtual_gpu.megatron import OptimizerSettings, RecordedTraining, record_training
+from support.virtual_gpu.megatron import (
+    OptimizerSettings,
+    RecordedTraining,
+    record_training,
+)
 from support.virtual_gpu.messages import Sizes, compare_with_plan, planned_messages
 from support.virtual_gpu.races import collectives_and_clocks
 from support.virtual_gpu.rank_report import RankReport, exchange_calls, report_of
@@ -40,7 +45,9 @@ class Verdict:
     # of the ranks that ended their steps
     reports: dict[int, RankReport] = field(default_factory=dict)
     # by claim
-    faults: dict[str, list[str]] = field(default_factory=lambda: {claim: [] for claim in CLAIMS})
+    faults: dict[str, list[str]] = field(
+        default_factory=lambda: {claim: [] for claim in CLAIMS}
+    )
     # ranks whose collectives were compared, and the size, of each process group
     compared: list[tuple[int, int]] = field(default_factory=list)
 
@@ -60,10 +67,14 @@ def verdict_of(flags: Namespace, run: Settled) -> Verdict:
             planned = planned_messages(kind.plans, run.config)
             for rank in kind.chosen:
                 try:
-                    trained = record_training(flags, run.ranks, rank, run.config, training)
+                    trained = record_training(
+                        flags, run.ranks, rank, run.config, training
+                    )
                 except NotImplementedError:
                     raise  # the virtual GPU's own limits are no fault of the run
-                except Exception as error:  # whatever it is, the rank does not end its steps
+                except (
+                    Exception
+                ) as error:  # whatever it is, the rank does not end its steps
                     text = f"rank {rank}: {type(error).__name__}: {said(error)}"
                     verdict.faults[CLAIMS[0]].append(text)
                     continue
@@ -73,15 +84,23 @@ def verdict_of(flags: Namespace, run: Settled) -> Verdict:
     between = check_calls(calls)
     verdict.faults["no unmatched send"] += between.messages
     verdict.faults["no rank out of order"] += between.order
-    if not between.order and not between.messages:  # else ranks wait where they do not fit
+    if (
+        not between.order and not between.messages
+    ):  # else ranks wait where they do not fit
         verdict.faults["no rank waits for ever"] += between.stuck
     groups = {call.group.ranks for own in calls.values() for call, _ in own}
-    verdict.compared = [(sum(rank in calls for rank in ranks), len(ranks)) for ranks in groups]
+    verdict.compared = [
+        (sum(rank in calls for rank in ranks), len(ranks)) for ranks in groups
+    ]
     return verdict
 
 
 def _alone(
-    verdict: Verdict, kind: StageKind, planned: Sizes, rank: int, trained: RecordedTraining
+    verdict: Verdict,
+    kind: StageKind,
+    planned: Sizes,
+    rank: int,
+    trained: RecordedTraining,
 ) -> None:
     """Faults of a rank by itself."""
     report = verdict.reports[rank] = report_of(trained.recording)
@@ -99,7 +118,9 @@ def _alone(
             for fault in compare_with_plan(calls[0].rank, calls, planned)
         ]
     elif rank in _travelling(kind, planned):
-        faults["no unmatched send"].append(f"rank {rank} exchanges nothing, by the plan it does")
+        faults["no unmatched send"].append(
+            f"rank {rank} exchanges nothing, by the plan it does"
+        )
 
 
 def _travelling(kind: StageKind, planned: Sizes) -> Iterator[int]:
@@ -118,16 +139,22 @@ class StageKind:
     """Pipeline stages that are alike; the first of them stands for all."""
 
     stages: tuple[int, ...]  # their numbers
-    members: tuple[int, ...]  # world ranks of the first of them, in all optimizer instances
+    members: tuple[
+        int, ...
+    ]  # world ranks of the first of them, in all optimizer instances
     chosen: tuple[int, ...]  # those that are looked at
-    plans: tuple[ExchangePlan, ...]  # of its optimizers, in the order in which they step
+    plans: tuple[
+        ExchangePlan, ...
+    ]  # of its optimizers, in the order in which they step
 
 
 def stage_kinds(flags: Namespace, run: Settled) -> list[StageKind]:
     """Plan one stage of each kind, and choose its ranks."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number in range(run.ranks.pp):
-        alike.setdefault(stage_makeup(flags, run.config, run.ranks, number), []).append(number)
+        alike.setdefault(stage_makeup(flags, run.config, run.ranks, number), []).append(
+            number
+        )
     return [_kind(flags, run, tuple(numbers)) for numbers in alike.values()]
 
 
@@ -146,8 +173,8 @@ def _sample(
 ) -> list[int]:
     """The ranks that differ most, then the last ones.
 
-    The first one's last data-parallel peer is among them, so that two members of a group that
-    reduces gradients are compared.
+    The first one's last data-parallel peer is among them, so that two members of a
+    group that reduces gradients are compared.
     """
     wanted = [of_instance[0]]
     if plans:

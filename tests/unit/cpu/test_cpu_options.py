@@ -1,4 +1,6 @@
-"""Options that only a GPU can run: what stands in for them on a CPU, and one error for the rest."""
+"""Options that only a GPU can run: what stands in for them on a CPU, and one error for
+the rest.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,15 @@ def of_a_gpu() -> Namespace:
 def test_what_runs_on_a_cpu_stays_and_what_a_version_lacks_is_not_made() -> None:
     args = Namespace(distributed_backend="gloo", attention_backend=Attention.auto)
     assert replace(args) == []
-    assert vars(args) == {"distributed_backend": "gloo", "attention_backend": Attention.auto}
+    assert vars(args) == {
+        "distributed_backend": "gloo",
+        "attention_backend": Attention.auto,
+    }
 
 
-def test_megatrons_variable_is_set_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatrons_variable_is_set_where_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     (line,) = replace(Namespace())
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in line

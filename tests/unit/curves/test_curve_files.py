@@ -44,7 +44,10 @@ def written(tmp_path: Path, text: str, name: str = "run.log") -> Path:
 
 def points(path: Path, **tags: str) -> dict[str, list[tuple[float, float]]]:
     read = read_curves(path, tags)
-    return {kind: list(zip(own.steps, own.losses, strict=True)) for kind, own in read.items()}
+    return {
+        kind: list(zip(own.steps, own.losses, strict=True))
+        for kind, own in read.items()
+    }
 
 
 def test_a_log_of_megatrons(tmp_path: Path) -> None:
@@ -57,13 +60,26 @@ def test_a_log_of_megatrons(tmp_path: Path) -> None:
 
 def test_json_lines_and_the_quickstarts_json(tmp_path: Path) -> None:
     """A loss's name tells its kind: a perplexity is none."""
-    rows = [{"iteration": step, "train_loss": 3.0 - step, "lr": 0.1, "b": True} for step in (1, 2)]
-    rows[1] |= {"loss/val": 4.0, "out-of-distribution loss": 5.0, "lm loss validation ppl": 6.0}
+    rows = [
+        {"iteration": step, "train_loss": 3.0 - step, "lr": 0.1, "b": True}
+        for step in (1, 2)
+    ]
+    rows[1] |= {
+        "loss/val": 4.0,
+        "out-of-distribution loss": 5.0,
+        "lm loss validation ppl": 6.0,
+    }
     lines = "\n".join(map(json.dumps, rows))
     assert points(written(tmp_path, lines, "a.jsonl")) == {
         "train": [(1, 2.0), (2, 1.0)], "validation": [(2, 4.0)], "other": [(2, 5.0)]
     }  # fmt: skip
-    whole = {"curve": {"train": [[1, 3.0]], "validation": [[0, 5.5], [1, 3.1]], "other": [[1, 4]]}}
+    whole = {
+        "curve": {
+            "train": [[1, 3.0]],
+            "validation": [[0, 5.5], [1, 3.1]],
+            "other": [[1, 4]],
+        }
+    }
     assert points(written(tmp_path, json.dumps(whole, indent=1), "b.json")) == {
         "train": [(1, 3.0)], "validation": [(0, 5.5), (1, 3.1)], "other": [(1, 4.0)]
     }  # fmt: skip
@@ -102,7 +118,10 @@ def test_tensorboards_files_and_a_resumed_run(tmp_path: Path) -> None:
     [
         ("", "no loss is in it"),
         (LOG[: LOG.index("some")].replace("1.083210E+01", "1.2.3"), "no loss is in it"),
-        ('{"iteration": 1, "lm loss": 2.0}\n{"iteration": 2,\n', "it cannot be read: Expecting"),
+        (
+            '{"iteration": 1, "lm loss": 2.0}\n{"iteration": 2,\n',
+            "it cannot be read: Expecting",
+        ),
         ('{"iteration": 1, "lm loss": 2.0}\n[]\n', "line 2 is no object"),
         ('{"curve": {"train": [[1]]}}', r"curve 'train' has a point '\[1\]'"),
         ('{"a": ' + "[" * 100_000, "it cannot be read"),
@@ -119,13 +138,17 @@ def test_what_holds_no_loss_is_one_error_that_names_the_file(
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_pipe_or_a_device_is_not_waited_for_and_a_tag_must_be_there(tmp_path: Path) -> None:
+def test_a_pipe_or_a_device_is_not_waited_for_and_a_tag_must_be_there(
+    tmp_path: Path,
+) -> None:
     os.mkfifo(tmp_path / "pipe")
     os.mkfifo(tmp_path / "events.out.tfevents.1")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero"), tmp_path / "none"):
         with pytest.raises(CurveError, match="it cannot be read"):
             points(path)
-    with pytest.raises(CurveError, match="it has no 'loss', but 'lm loss', 'lm loss validation'"):
+    with pytest.raises(
+        CurveError, match="it has no 'loss', but 'lm loss', 'lm loss validation'"
+    ):
         points(written(tmp_path, LOG), train="loss")
 
 
@@ -140,7 +163,9 @@ LOSSES = st.lists(st.floats(-10, 10, allow_nan=False), min_size=1, max_size=30)
 
 
 def power_law(scale: float, steps: int = 1000) -> Curve:
-    """1 + (t / scale)^-0.5: with half the scale every loss is reached in half the steps."""
+    """1 + (t / scale)^-0.5: with half the scale every loss is reached in half the
+    steps.
+    """
     return along([1 + (step / scale) ** -0.5 for step in range(1, steps + 1)])
 
 
@@ -162,16 +187,22 @@ def test_pairs_that_never_reach_a_loss_count_as_the_lowest() -> None:
     assert Lead(4.0, 1.0, (1.0, 2.0), (3.0, 1.0), pairs=3).ratio == 1.0
 
 
-LATE_RISE = [3 - step / 30 for step in range(60)] + [1 + step / 40 for step in range(40)]
+LATE_RISE = [3 - step / 30 for step in range(60)] + [
+    1 + step / 40 for step in range(40)
+]
 WINDOWS = st.sampled_from([0.0, 0.02, 0.3, 0.5])
 
 
 @given(LOSSES, st.integers(0, 1), WINDOWS)
 @example(LATE_RISE, 1, 0.02)
 @example([3.0, 2.5, 2.0, 2.0, 2.0, 2.0], 1, 0.0)  # level from its third step on
-@example(power_law(2.0, 200).losses.tolist(), 1, 0.5)  # the last block's centre is step 150.5
+@example(
+    power_law(2.0, 200).losses.tolist(), 1, 0.5
+)  # the last block's centre is step 150.5
 @example([3.0, 2.0], 0, 0.0)  # a validation loss before training
-def test_a_run_has_no_lead_over_itself(losses: list[float], start: int, window: float) -> None:
+def test_a_run_has_no_lead_over_itself(
+    losses: list[float], start: int, window: float
+) -> None:
     run = curve(enumerate(losses, start))
     assume(run is not None and run.steps[-1] > 0)
     for level in leads([run], [run], window):
@@ -203,7 +234,8 @@ def test_an_envelope_is_the_nearest_curve_that_never_rises(losses: list[float]) 
     count = len(losses)
     for at, loss in enumerate(fitted):
         nearest = min(
-            max(mean(first, last) for last in range(at, count)) for first in range(at + 1)
+            max(mean(first, last) for last in range(at, count))
+            for first in range(at + 1)
         )
         assert loss == pytest.approx(nearest, abs=1e-9)
 
@@ -211,5 +243,8 @@ def test_an_envelope_is_the_nearest_curve_that_never_rises(losses: list[float]) 
 def test_a_resumed_runs_later_losses_win_and_what_is_not_finite_is_counted() -> None:
     joined = curve([(1, 3.0), (2, 2.0), (3, float("nan")), (2, 2.5), (3, 1.0)])
     assert joined is not None and joined.dropped == 1
-    assert (joined.steps.tolist(), joined.losses.tolist()) == ([1, 2, 3], [3.0, 2.5, 1.0])
+    assert (joined.steps.tolist(), joined.losses.tolist()) == (
+        [1, 2, 3],
+        [3.0, 2.5, 1.0],
+    )
     assert curve([(1, float("inf"))]) is None

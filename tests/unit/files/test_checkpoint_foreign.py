@@ -1,4 +1,6 @@
-"""Checkpoints of others: what a run reads of one before Megatron does, and who wrote it."""
+"""Checkpoints of others: what a run reads of one before Megatron does, and who wrote
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron_muon.mcore.checkpoint.interop.foreign import Source, as_ours, is_megatrons, states_of
+from megatron_muon.mcore.checkpoint.interop.foreign import (
+    Source,
+    as_ours,
+    is_megatrons,
+    states_of,
+)
 from megatron_muon.mcore.checkpoint.interop.saved import Saved
 from megatron_muon.settings.config import MuonConfig
 
@@ -27,7 +34,12 @@ KEYS = [
     f"chained_1.optimizer.state.exp_avg.{EMBEDDING}",
     f"chained_1.optimizer.state.exp_avg_sq.{EMBEDDING}",
 ]
-COMMON = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "wd_mult": 1.0}
+COMMON = {
+    "lr_mult": 1.0,
+    "is_expert_parallel": False,
+    "is_decoupled_lr": False,
+    "wd_mult": 1.0,
+}
 ADAMW = {**COMMON, "betas": (0.8, 0.9), "eps": 1e-7, "step": 3}
 STATES = {
     0: {"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9}]}},
@@ -39,13 +51,19 @@ CONCEPT = {"optimizer": {"param_groups": [ADAMW, {**COMMON, "use_muon": True}]}}
 def test_each_writer_is_known() -> None:
     assert is_megatrons(KEYS, states_of(STATES), [])
     ours = {"optimizer": {"param_groups": [ADAMW]}, "megatron_muon": {}}
-    assert not is_megatrons([f"optimizer.state.muon_momentum.{FC1}"], [ours], ["common.pt"])
+    assert not is_megatrons(
+        [f"optimizer.state.muon_momentum.{FC1}"], [ours], ["common.pt"]
+    )
     assert not is_megatrons([f"optimizer.state.exp_avg.{FC1}"], [], [])
-    sgd = [{"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9, "dampening": 0}]}}]
+    sgd = [
+        {"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9, "dampening": 0}]}}
+    ]
     assert not is_megatrons(KEYS[:4], sgd, []) and not is_megatrons([], sgd, [])
 
 
-FP32 = {number: state["optimizer"] for number, state in STATES.items()}  # torch's own state dicts
+FP32 = {
+    number: state["optimizer"] for number, state in STATES.items()
+}  # torch's own state dicts
 
 
 @pytest.mark.parametrize(
@@ -58,7 +76,9 @@ FP32 = {number: state["optimizer"] for number, state in STATES.items()}  # torch
     ],
 )
 def test_state_without_names_is_refused(saved: Any, file: str) -> None:
-    with pytest.raises(ValueError, match=r"which weights were Muon's.*--ckpt-format torch_dist"):
+    with pytest.raises(
+        ValueError, match=r"which weights were Muon's.*--ckpt-format torch_dist"
+    ):
         is_megatrons([], states_of(saved), [file])
 
 
@@ -67,11 +87,17 @@ def test_chains_may_be_nested() -> None:
 
 
 def test_adamws_in_buckets_is_named() -> None:
-    """As core 0.18 and later have it by default; without a main parameter the weight is none."""
-    buckets = "chained_1.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg"
+    """As core 0.18 and later have it by default; without a main parameter the weight is
+    none.
+    """
+    buckets = (
+        "chained_1.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg"
+    )
     source = Source([*KEYS[:4], buckets], states_of(STATES))
     for what in ("param", "exp_avg"):
-        with pytest.raises(ValueError, match=r"flat buckets.*--dist-ckpt-optim-fully-reshardable"):
+        with pytest.raises(
+            ValueError, match=r"flat buckets.*--dist-ckpt-optim-fully-reshardable"
+        ):
             source.of(f"optimizer.state.{what}.{EMBEDDING}")
 
 
@@ -83,7 +109,9 @@ def test_a_distributed_optimizers_main_parameter_has_another_name() -> None:
 
 def test_state_of_another_optimizers_is_refused() -> None:
     keys = [*KEYS, f"optimizer.state.moment2_buffer.{FC1}"]
-    with pytest.raises(ValueError, match=f"has moment2_buffer of {FC1}, which neither Muon here"):
+    with pytest.raises(
+        ValueError, match=f"has moment2_buffer of {FC1}, which neither Muon here"
+    ):
         Source(keys, states_of(STATES))
 
 
@@ -101,7 +129,9 @@ def test_an_fp32_models_state_dict_is_torchs_own() -> None:
 
 
 def test_torchs_adamw_has_its_step_elsewhere() -> None:
-    states = [{"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9}], "state": {}}}]
+    states = [
+        {"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9}], "state": {}}}
+    ]
     states[0]["optimizer"]["state"] = {"common_step": 12}  # type: ignore[assignment]
     (group,) = as_ours(states, MuonConfig())["optimizer"]["param_groups"]
     assert group["step"] == 12

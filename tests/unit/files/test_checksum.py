@@ -27,12 +27,16 @@ def archives(*tensors: torch.Tensor) -> bytes:
     return file.getvalue()
 
 
-NUMBERS = [torch.arange(count, dtype=torch.float32).sin() for count in (5000, 7, 2000, 1 << 21)]
+NUMBERS = [
+    torch.arange(count, dtype=torch.float32).sin() for count in (5000, 7, 2000, 1 << 21)
+]
 SHARD = archives(*NUMBERS)
 
 
 def test_the_checksum_is_the_same_everywhere(tmp_path: Path) -> None:
-    """By its definition: the numbers of large tensors, found by their bytes, go in as CRC-32."""
+    """By its definition: the numbers of large tensors, found by their bytes, go in as
+    CRC-32.
+    """
     plain, whole = SHARD, hashlib.blake2b(digest_size=16)
     for tensor in NUMBERS:
         raw = tensor.numpy().tobytes()
@@ -51,7 +55,11 @@ def test_after_a_save_large_records_are_not_read_again(tmp_path: Path) -> None:
     at = SHARD.index(NUMBERS[3].numpy().tobytes())
     changed = SHARD[: at + 999] + b"?" + SHARD[at + 1000 :]
     (tmp_path / "file").write_bytes(changed)
-    assert checksum(tmp_path / "file", written=True) == right != checksum(tmp_path / "file")
+    assert (
+        checksum(tmp_path / "file", written=True)
+        == right
+        != checksum(tmp_path / "file")
+    )
 
 
 CONTENTS = {"plain": random.Random(1).randbytes(9000), "shard": archives(*NUMBERS[:3])}
@@ -76,7 +84,10 @@ def test_the_checksum_sees_parts_that_changed_places(unit: int, tmp_path: Path) 
     whole = bytearray(SHARD)
     at = SHARD.index(NUMBERS[3].numpy().tobytes())
     to = at + 3 * unit
-    whole[at : at + unit], whole[to : to + unit] = SHARD[to : to + unit], SHARD[at : at + unit]
+    whole[at : at + unit], whole[to : to + unit] = (
+        SHARD[to : to + unit],
+        SHARD[at : at + unit],
+    )
     assert hashed(tmp_path, bytes(whole)) != hashed(tmp_path, SHARD)
     two = [archives(tensor) for tensor in (NUMBERS[0], NUMBERS[0].neg())]
     assert hashed(tmp_path, two[0] + two[1]) != hashed(tmp_path, two[1] + two[0])

@@ -1,4 +1,6 @@
-"""The file of a digest: complete or not, damaged, of another kind, or of another model."""
+"""The file of a digest: complete or not, damaged, of another kind, or of another
+model.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,28 @@ def test_begin_and_finish(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000003"
     folder.mkdir()
     for left in ("0123456789abcdef.1.part.json", "0123456789abcdef.contested"):
-        (folder / f"megatron_muon.{left}").touch()  # by a save of an earlier version, killed
+        (
+            folder / f"megatron_muon.{left}"
+        ).touch()  # by a save of an earlier version, killed
     (folder / "theirs").touch()
     digest.begin(folder, CONTENT["wrote"], digest.new_save())
-    assert sorted(path.name for path in folder.iterdir()) == [digest.FILE_NAME, "theirs"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        digest.FILE_NAME,
+        "theirs",
+    ]
     read_back = digest.read(folder)
     assert read_back is not None and read_back["complete"] is False
-    with pytest.raises(DigestError, match=r"is not complete: .* no other checkpoint that is known"):
+    with pytest.raises(
+        DigestError, match=r"is not complete: .* no other checkpoint that is known"
+    ):
         digest.complete(folder)
     digest.finish(folder, CONTENT)
     read_back = digest.complete(folder)
-    assert read_back is not None and read_back["complete"] is True and read_back["format"] == 2
+    assert (
+        read_back is not None
+        and read_back["complete"] is True
+        and read_back["format"] == 2
+    )
     assert digest.last_complete(tmp_path) == 3
 
 
@@ -37,7 +50,9 @@ def test_the_mark_replaces_a_link_and_leaves_what_it_points_to(tmp_path: Path) -
     folder.mkdir()
     (folder / digest.FILE_NAME).symlink_to(other)
     digest.begin(folder, {})
-    assert other.read_text() == "theirs" and not (folder / digest.FILE_NAME).is_symlink()
+    assert (
+        other.read_text() == "theirs" and not (folder / digest.FILE_NAME).is_symlink()
+    )
 
 
 def test_the_way_out_names_the_last_complete_one(tmp_path: Path) -> None:
@@ -65,19 +80,42 @@ def test_every_changed_character_of_it_is_seen(tmp_path: Path) -> None:
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / digest.FILE_NAME).write_text(sealed({"format": 3, "complete": True}))
-    with pytest.raises(DigestError, match=r"is of format 3, this megatron_muon reads 2: use the"):
+    with pytest.raises(
+        DigestError, match=r"is of format 3, this megatron_muon reads 2: use the"
+    ):
         digest.read(tmp_path)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        *({"files": files} for files in ([1], {"x": 5}, {"x": {"size": 1}}, {"x": {"hash": "a"}})),
-        *({"files": {name: {"size": 1, "hash": "a"}}} for name in ("/etc/passwd", "../x", "")),
-        *({"files": {"x": {"size": size, "hash": "a"}}} for size in (-1, True, 10**400, "1")),
-        *({"parameters": {"w": {"shape": [1], **odd}}} for odd in ({"optimizer": 5}, {})),
-        *({"parameters": {"w": {"shape": of, "optimizer": "muon"}}} for of in ("1", ["1"], 1)),
-        *({"wrote": [1]}, {"settings": [1]}, {"save": 5}, {"save": {}}, {"complete": "yes"}),
+        *(
+            {"files": files}
+            for files in ([1], {"x": 5}, {"x": {"size": 1}}, {"x": {"hash": "a"}})
+        ),
+        *(
+            {"files": {name: {"size": 1, "hash": "a"}}}
+            for name in ("/etc/passwd", "../x", "")
+        ),
+        *(
+            {"files": {"x": {"size": size, "hash": "a"}}}
+            for size in (-1, True, 10**400, "1")
+        ),
+        *(
+            {"parameters": {"w": {"shape": [1], **odd}}}
+            for odd in ({"optimizer": 5}, {})
+        ),
+        *(
+            {"parameters": {"w": {"shape": of, "optimizer": "muon"}}}
+            for of in ("1", ["1"], 1)
+        ),
+        *(
+            {"wrote": [1]},
+            {"settings": [1]},
+            {"save": 5},
+            {"save": {}},
+            {"complete": "yes"},
+        ),
     ],
     ids=str,
 )
@@ -95,33 +133,48 @@ def test_values_of_another_type_are_damage_whatever_the_hash(
 
 
 def _digest(shapes: dict[str, list[int]]) -> dict[str, Any]:
-    table = {name: {"shape": shape, "optimizer": "muon"} for name, shape in shapes.items()}
+    table = {
+        name: {"shape": shape, "optimizer": "muon"} for name, shape in shapes.items()
+    }
     return {"parameters": table}
 
 
-def _require(saved: dict[str, list[int]], own: dict[str, list[int]], exact: bool = True) -> None:
+def _require(
+    saved: dict[str, list[int]], own: dict[str, list[int]], exact: bool = True
+) -> None:
     table = _digest(own)["parameters"]
     same_model.require_same_model(_digest(saved), table, "folder", exact)
 
 
 def test_one_weight_of_experts_is_compared_by_its_shape() -> None:
-    name, other = "layers.0.mlp.experts.weight1", "layers.0.mlp.experts.linear_fc1.weight"
-    with pytest.raises(DigestError, match=r"has the shape \(64, 4096\) there and \(128, 2048\)"):
+    name, other = (
+        "layers.0.mlp.experts.weight1",
+        "layers.0.mlp.experts.linear_fc1.weight",
+    )
+    with pytest.raises(
+        DigestError, match=r"has the shape \(64, 4096\) there and \(128, 2048\)"
+    ):
         _require({name: [64, 4096]}, {name: [128, 2048]})
     _require({name: [64, 4096]}, {f"{other}0": [128, 1024], f"{other}1": [128, 1024]})
     with pytest.raises(DigestError, match="number of elements 262144 there"):
-        _require({name: [64, 4096]}, {f"{other}0": [128, 1000], f"{other}2": [128, 1024]})
+        _require(
+            {name: [64, 4096]}, {f"{other}0": [128, 1000], f"{other}2": [128, 1024]}
+        )
 
 
 def test_weights_alone_load_into_a_part_of_the_model() -> None:
     saved = {"one.weight": [4, 4], "two.weight": [4, 4]}
-    with pytest.raises(DigestError, match=r"it has two\.weight, which this model lacks"):
+    with pytest.raises(
+        DigestError, match=r"it has two\.weight, which this model lacks"
+    ):
         _require(saved, {"one.weight": [4, 4]})
     _require(saved, {"one.weight": [4, 4]}, exact=False)
 
 
 def test_a_digest_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """It has the same format: with more about the model, and before that without the save."""
+    """It has the same format: with more about the model, and before that without the
+    save.
+    """
     more = {"model": {"rotary_base": 10000}, "vocabulary": 128}
     digest.finish(tmp_path, {"parameters": {}, "files": {}, **more})
     earlier = digest.read(tmp_path)

@@ -1,4 +1,6 @@
-"""What a failed load says: the way out where it is about optimizer state, else Megatron's words."""
+"""What a failed load says: the way out where it is about optimizer state, else
+Megatron's words.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,18 @@ WHOLE = "chained_0.optimizer.state.muon_momentum.a.weight"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (f"{STATE} from model not in state dict: ['b']", f"has no {STATE}, .*fully-reshardable"),
-        (f"Missing key in checkpoint state_dict: {WHOLE}.", f"has no {WHOLE}.*, .*EP must stay"),
-        (f"a.weight from model not in state dict: ['{STATE}']", "^a.weight from model not in"),
+        (
+            f"{STATE} from model not in state dict: ['b']",
+            f"has no {STATE}, .*fully-reshardable",
+        ),
+        (
+            f"Missing key in checkpoint state_dict: {WHOLE}.",
+            f"has no {WHOLE}.*, .*EP must stay",
+        ),
+        (
+            f"a.weight from model not in state dict: ['{STATE}']",
+            "^a.weight from model not in",
+        ),
         ("Input/output error", "^Input/output error$"),
     ],
 )

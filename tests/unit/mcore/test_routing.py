@@ -1,4 +1,6 @@
-"""Which parameters are Muon's, by mark, module, name and pattern, and which matrices they hold."""
+"""Which parameters are Muon's, by mark, module, name and pattern, and which matrices
+they hold.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def _module(class_name: str, **attributes: Any) -> torch.nn.Module:
 
 
 class _Chunk(torch.nn.Module):
-    """Parameters by names of Megatron's, in modules of a type, with the model's sizes."""
+    """Parameters by names of Megatron's, in modules of a type, with the model's
+    sizes.
+    """
 
     def __init__(
         self,
@@ -65,7 +69,9 @@ class _Chunk(torch.nn.Module):
         self.config = SimpleNamespace(**{"gated_linear_unit": False, **sizes})
 
 
-def _routed(chunk: torch.nn.Module, tp_size: int = 1, **settings: Any) -> list[Parameter]:
+def _routed(
+    chunk: torch.nn.Module, tp_size: int = 1, **settings: Any
+) -> list[Parameter]:
     """All of a chunk's parameters in one bucket, as muon_parameters sees them."""
     places, position = {}, 0
     for param in chunk.parameters():
@@ -79,22 +85,31 @@ def _routed(chunk: torch.nn.Module, tp_size: int = 1, **settings: Any) -> list[P
     return [p for _, p in muon_parameters(routes, [buffer])]
 
 
-def _one(name: str, weight: torch.nn.Parameter, class_name: str = "ColumnParallelLinear") -> Weight:
+def _one(
+    name: str, weight: torch.nn.Parameter, class_name: str = "ColumnParallelLinear"
+) -> Weight:
     (only,) = weights([_Chunk({name: weight}, class_name)])
     return only
 
 
 def _is_unknown(weight: Weight, tp_size: int, config: MuonConfig) -> bool:
-    return Route(weight, tp_size, 0, None, why_adamw(weight, tp_size, config)).is_unknown
+    return Route(
+        weight, tp_size, 0, None, why_adamw(weight, tp_size, config)
+    ).is_unknown
 
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 EMBEDDINGS = (
-    # Megatron does not mark a pipeline stage's copy of a tied embedding: the name decides
+    # Megatron does not mark a pipeline stage's copy of a tied embedding: the name
+    # decides
     *("embedding.word_embeddings.weight", "embedding.position_embeddings.weight"),
     "output_layer.weight",
     # heads and patch embeddings of other models that Megatron does not mark
-    *("model.lm_head.weight", "model.binary_head.weight", "vision_model.embedder.weight"),
+    *(
+        "model.lm_head.weight",
+        "model.binary_head.weight",
+        "vision_model.embedder.weight",
+    ),
 )
 
 
@@ -124,7 +139,10 @@ def test_two_dims_that_are_no_embedding_and_no_output_are_muons() -> None:
 def test_the_whole_matrix_says_whether_it_is_a_vector(
     shape: tuple[int, int], partition_dim: int, at_tp_2: bool
 ) -> None:
-    marks = {"tensor_model_parallel": partition_dim >= 0, "partition_dim": partition_dim}
+    marks = {
+        "tensor_model_parallel": partition_dim >= 0,
+        "partition_dim": partition_dim,
+    }
     weight = _one("decoder.layers.0.mlp.linear.weight", _weight(*shape, **marks))
     assert why_adamw(weight, 1, MuonConfig()) == "a vector"
     assert (why_adamw(weight, 2, MuonConfig()) is None) == at_tp_2
@@ -135,7 +153,9 @@ def test_an_experts_matrix_is_whole_over_expert_tp_ranks() -> None:
     assert why_adamw(fc2, 2, MuonConfig()) is None
     other = _one(f"{EXPERTS}local_experts.0.gate.weight", _weight(1, 4), "Whatever")
     assert not _is_unknown(other, 1, MuonConfig())  # a vector
-    assert _is_unknown(other, 2, MuonConfig())  # how TP splits it is not known: it is named
+    assert _is_unknown(
+        other, 2, MuonConfig()
+    )  # how TP splits it is not known: it is named
 
 
 @pytest.mark.parametrize("local", [1, 4])
@@ -144,23 +164,30 @@ def test_legacy_experts_are_vectors_by_one_experts_matrix(local: int) -> None:
     sizes = {**MOE, "num_moe_experts": 4, "expert_model_parallel_size": 4 // local}
     shapes = {"weight1": (5, local), "weight2": (local, 5)}
     for name, shape in shapes.items():
-        chunk = _Chunk({f"{EXPERTS[:-1]}.{name}": _weight(*shape)}, "GroupedMLP", **sizes)
+        chunk = _Chunk(
+            {f"{EXPERTS[:-1]}.{name}": _weight(*shape)}, "GroupedMLP", **sizes
+        )
         (weight,) = weights([chunk])
         assert why_adamw(weight, 1, MuonConfig()) == "a vector"
         assert why_adamw(weight, 2, MuonConfig()) is None
 
 
 def test_an_embedding_module_is_adamws_whatever_its_name() -> None:
-    chunk = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4, bias=False))
+    chunk = torch.nn.Sequential(
+        torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4, bias=False)
+    )
     chunk.config = SimpleNamespace(gated_linear_unit=False, **SIZES)
     assert [parameter.name for parameter in _routed(chunk)] == ["1.weight"]
 
 
 @pytest.mark.parametrize(
-    "class_name", ["TELinear", "TopKRouter", "RowParallelLinear", "TELayerNormColumnParallelLinear"]
+    "class_name",
+    ["TELinear", "TopKRouter", "RowParallelLinear", "TELayerNormColumnParallelLinear"],
 )
 def test_a_subclass_of_a_known_module_is_known(class_name: str) -> None:
-    """Transformer Engine's classes go by name, since they cannot be imported everywhere."""
+    """Transformer Engine's classes go by name, since they cannot be imported
+    everywhere.
+    """
     base = "Router" if class_name == "TopKRouter" else class_name
     subclass = type("Mine", (type(_module(base)),), {})()
     subclass.register_parameter("weight", _weight(4, 4))
@@ -179,28 +206,53 @@ def test_a_matrix_of_an_unknown_module_is_adamws_and_reported() -> None:
     assert not _is_unknown(unknown, 1, MuonConfig(muon_include=("*.mixer.*",)))
     assert not _is_unknown(unknown, 1, MuonConfig(muon_exclude=("*.mixer.*",)))
     assert not _is_unknown(_one("a.b.bias", _weight(4), "Whatever"), 1, MuonConfig())
-    assert not _is_unknown(_one("embedding.w", _weight(4, 4), "Whatever"), 1, MuonConfig())
+    assert not _is_unknown(
+        _one("embedding.w", _weight(4, 4), "Whatever"), 1, MuonConfig()
+    )
 
 
 def test_matrices_of_a_forks_classes_are_named_whatever_their_share() -> None:
     """Two-dimensional or a batch of experts; a subclass of a known class is Muon's."""
-    fork = {f"{EXPERTS}weight": _weight(4, 8, 8), "decoder.layers.7.mlp.fork.weight": _weight(4, 4)}
-    others = {"decoder.layers.0.mixer.conv1d_weight": _weight(8, 1, 4), "class_token": _weight(2)}
-    chunk = _Chunk({**fork, **{f"decoder.{name}": weight for name, weight in others.items()}}, "Of")
-    marked = _Chunk({f"decoder.layers.{n}.mixer.weight": _weight(4, 4) for n in range(2)})
+    fork = {
+        f"{EXPERTS}weight": _weight(4, 8, 8),
+        "decoder.layers.7.mlp.fork.weight": _weight(4, 4),
+    }
+    others = {
+        "decoder.layers.0.mixer.conv1d_weight": _weight(8, 1, 4),
+        "class_token": _weight(2),
+    }
+    chunk = _Chunk(
+        {**fork, **{f"decoder.{name}": weight for name, weight in others.items()}}, "Of"
+    )
+    marked = _Chunk(
+        {f"decoder.layers.{n}.mixer.weight": _weight(4, 4) for n in range(2)}
+    )
     for param in marked.parameters():
         param.use_muon = False  # type: ignore[attr-defined]
     conv = torch.nn.Conv1d(4, 4, 4)
     conv.config = SimpleNamespace(gated_linear_unit=False)
-    unknown, by_mark = unknown_lines(routes_of([chunk, marked, conv], Sizes(2), MuonConfig()))
-    names = "decoder.layers.*.mlp.experts.weight (Of, 3-D), decoder.layers.*.mlp.fork.weight (Of)"
+    unknown, by_mark = unknown_lines(
+        routes_of([chunk, marked, conv], Sizes(2), MuonConfig())
+    )
+    names = (
+        "decoder.layers.*.mlp.experts.weight (Of, 3-D), "
+        "decoder.layers.*.mlp.fork.weight (Of)"
+    )
     assert f"the type of their module: {names}. Of 2-D ones muon_include" in unknown
-    assert "use_muon=False: decoder.layers.*.mixer.weight (ColumnParallelLinear). Of" in by_mark
+    assert (
+        "use_muon=False: decoder.layers.*.mixer.weight (ColumnParallelLinear). Of"
+        in by_mark
+    )
 
 
 def test_patterns_overrule_the_table() -> None:
     for name, kind, settings, is_muons in (
-        ("decoder.layers.0.mixer.weight", "Whatever", {"muon_include": ("*mixer*",)}, True),
+        (
+            "decoder.layers.0.mixer.weight",
+            "Whatever",
+            {"muon_include": ("*mixer*",)},
+            True,
+        ),
         (FC1, "Linear", {"muon_exclude": ("*.linear_fc?.*",)}, False),
         ("output_layer.weight", "Linear", {"muon_include": ("output_layer.*",)}, True),
     ):
@@ -212,19 +264,27 @@ def test_patterns_overrule_the_table() -> None:
 def test_impossible_patterns_are_errors() -> None:
     fc2 = _one("mlp.linear_fc2.weight", _weight(4, 4))
     both = MuonConfig(muon_include=("*fc2*",), muon_exclude=("mlp.*",))
-    with pytest.raises(ValueError, match=r"-include\) '\*fc2\*' and .*-muon-exclude\) 'mlp"):
+    with pytest.raises(
+        ValueError, match=r"-include\) '\*fc2\*' and .*-muon-exclude\) 'mlp"
+    ):
         why_adamw(fc2, 1, both)
     empty = _one(FC1, _weight(0, 4))
     with pytest.raises(ValueError, match=r"shape \(0, 4\), but Muon updates matrices"):
         why_adamw(empty, 1, MuonConfig(muon_include=("*fc1*",)))
     bias = _one("mlp.linear_fc2.bias", _weight(4))
-    with pytest.raises(ValueError, match=r"mlp.linear_fc2.bias of shape \(4,\), but Muon updates"):
+    with pytest.raises(
+        ValueError, match=r"mlp.linear_fc2.bias of shape \(4,\), but Muon updates"
+    ):
         why_adamw(bias, 1, MuonConfig(muon_include=("mlp.*",)))
 
 
 def test_an_adapter_is_an_error_until_a_pattern_decides() -> None:
-    lora = _one("decoder.layers.0.mlp.linear_fc1.lora_a.weight", _weight(4, 16), "Linear")
-    with pytest.raises(NotImplementedError, match=r"Choose with muon_include .* muon_ex"):
+    lora = _one(
+        "decoder.layers.0.mlp.linear_fc1.lora_a.weight", _weight(4, 16), "Linear"
+    )
+    with pytest.raises(
+        NotImplementedError, match=r"Choose with muon_include .* muon_ex"
+    ):
         why_adamw(lora, 1, MuonConfig())
     assert why_adamw(lora, 1, MuonConfig(muon_include=("*.lora_?.*",))) is None
     assert why_adamw(lora, 1, MuonConfig(muon_exclude=("*.lora_?.*",))) is not None
@@ -235,7 +295,9 @@ def test_an_adapter_is_an_error_until_a_pattern_decides() -> None:
 @pytest.mark.parametrize(("local_rows", "tp_size"), [(28, 2), (11, 4)])
 def test_a_qkv_of_another_shape_is_refused(local_rows: int, tp_size: int) -> None:
     weight = _weight(local_rows, 24, tensor_model_parallel=True, partition_dim=0)
-    with pytest.raises(NotImplementedError, match=r"set split_qkv=False .*-no-split-qkv"):
+    with pytest.raises(
+        NotImplementedError, match=r"set split_qkv=False .*-no-split-qkv"
+    ):
         _routed(_Chunk({QKV: weight}, **SIZES), tp_size)
 
 
@@ -245,7 +307,11 @@ def test_a_qkv_of_another_shape_is_refused(local_rows: int, tp_size: int) -> Non
         (None, 1, True),
         ("duplicated", 1, True),
         ("column", 2, False),
-        (None, 2, False),  # Megatron's shared experts that overlap are split all the same
+        (
+            None,
+            2,
+            False,
+        ),  # Megatron's shared experts that overlap are split all the same
     ],
 )
 def test_a_replicated_linear_is_known_by_its_module_not_by_its_marks(
@@ -263,20 +329,28 @@ def test_a_replicated_linear_is_known_by_its_module_not_by_its_marks(
 def test_a_fused_weight_that_tp_does_not_split_by_rows_is_refused(name: str) -> None:
     chunk = _Chunk({name: _weight(40, 24)}, **SIZES)
     chunk.config.gated_linear_unit = True
-    with pytest.raises(NotImplementedError, match="partition_dim is None: put it in muon_exclude"):
+    with pytest.raises(
+        NotImplementedError, match="partition_dim is None: put it in muon_exclude"
+    ):
         _routed(chunk, 2)
     assert len(_routed(chunk, 1)) == 1
 
 
-def test_how_expert_tp_splits_a_weight_is_unknown_but_of_megatrons_own_linears() -> None:
+def test_how_expert_tp_splits_a_weight_is_unknown_but_of_megatrons_own_linears() -> (
+    None
+):
     name = "decoder.layers.0.mlp.experts.local_experts.0.linear_in.weight"
     marked = {"tensor_model_parallel": True, "partition_dim": 0}
     (alone,) = _routed(_Chunk({name: _weight(4, 5, **marked)}, "TELinear", **MOE))
     assert (alone.matrices[0].rows, alone.partition_dim) == (4, None)
     (own,) = _routed(_Chunk({name: _weight(4, 5, **marked)}, **MOE), expert_tp_size=2)
     assert (own.matrices[0].rows, own.partition_dim) == (8, 0)
-    with pytest.raises(NotImplementedError, match=r"linear_in\.weight: how expert TP splits it is"):
-        _routed(_Chunk({name: _weight(4, 5, **marked)}, "TELinear", **MOE), expert_tp_size=2)
+    with pytest.raises(
+        NotImplementedError, match=r"linear_in\.weight: how expert TP splits it is"
+    ):
+        _routed(
+            _Chunk({name: _weight(4, 5, **marked)}, "TELinear", **MOE), expert_tp_size=2
+        )
 
 
 def test_copies_of_a_tied_embedding_share_a_pattern() -> None:
@@ -287,7 +361,9 @@ def test_copies_of_a_tied_embedding_share_a_pattern() -> None:
     )
     for pattern in ("embedding.*", "output_layer.weight"):
         config = MuonConfig(muon_include=(pattern,))
-        assert why_adamw(first, 1, config) is None and why_adamw(last, 1, config) is None
+        assert (
+            why_adamw(first, 1, config) is None and why_adamw(last, 1, config) is None
+        )
     alone = _one("output_layer.weight", _weight(4, 4))
     assert why_adamw(alone, 1, MuonConfig(muon_include=("embedding.*",))) is not None
 

@@ -32,7 +32,9 @@ def test_any_range_is_scaled_as_in_the_whole(
 
 
 def test_a_head_of_negative_or_unusable_logits_is_left_as_it_is() -> None:
-    """Megatron's expression makes NaN of the weights of the first and zeros of the second's."""
+    """Megatron's expression makes NaN of the weights of the first and zeros of the
+    second's.
+    """
     inf, nan = math.inf, math.nan
     found = eta_of(torch.tensor([-5.0, inf, nan, -inf, 400.0]), 5, 100.0)
     assert found.tolist() == [1, 1, 1, 1, 0.25]

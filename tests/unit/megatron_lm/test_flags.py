@@ -35,7 +35,7 @@ from support.megatron_lm.flag_parsers import (
 # Upstream's defaults, but for the coefficients.
 MEANT = ("--muon-defaults", "upstream", "--muon-coefficient-type", "simple")
 
-# --- what the parser has ---------------------------------------------------------------------
+# --- what the parser has --------------------------------------------------------------
 
 
 @EVERY
@@ -89,11 +89,15 @@ def test_flags_of_moonshots_fork_are_all_answered_at_once(
 def test_the_answer_to_a_forks_flag_is_that_of_the_recipes_table() -> None:
     page = (ROOT / "examples" / "moe_1b" / "README.md").read_text()
     rows = re.findall(r"^\| (`--.*) \| (.*) \|$", page, re.MULTILINE)
-    table = {name: today for flags, today in rows for name in re.findall(r"`(--[\w-]+)", flags)}
+    table = {
+        name: today
+        for flags, today in rows
+        for name in re.findall(r"`(--[\w-]+)", flags)
+    }
     assert {name: table[name].replace("`", "") for name in FORK} == FORK
 
 
-# --- meanings --------------------------------------------------------------------------------
+# --- meanings -------------------------------------------------------------------------
 
 
 @EVERY
@@ -104,16 +108,34 @@ def test_a_flag_keeps_its_meaning(version: str, which: str) -> None:
 
 
 REFUSED = {
-    "high": (["--muon-fp32-matmul-prec", "high"], "--muon-fp32-matmul-prec high .*ns-dtype"),
-    "septic": (["--muon-coefficient-type", "septic"], "one of simple, quintic.*got 'septic'"),
-    "custom": (["--muon-coefficient-type", "custom"], "custom: give the numbers, --muon-ns-coeff"),
-    "two numbers": (["--muon-ns-coefficients", "1,2"], "a name or a,b,c;a,b,c;..., got '1,2'"),
+    "high": (
+        ["--muon-fp32-matmul-prec", "high"],
+        "--muon-fp32-matmul-prec high .*ns-dtype",
+    ),
+    "septic": (
+        ["--muon-coefficient-type", "septic"],
+        "one of simple, quintic.*got 'septic'",
+    ),
+    "custom": (
+        ["--muon-coefficient-type", "custom"],
+        "custom: give the numbers, --muon-ns-coeff",
+    ),
+    "two numbers": (
+        ["--muon-ns-coefficients", "1,2"],
+        "a name or a,b,c;a,b,c;..., got '1,2'",
+    ),
     "two sets": (
         ["--muon-ns-coefficients", "aol", "--muon-coefficient-type", "simple"],
         "aol and --muon-coefficient-type simple contradict each other",
     ),
-    "gram, untested": (["--muon-ns-iteration", "gram", "--muon-ns-steps", "7"], r"ns_steps .* 7, "),
-    "lion": (["--muon-scalar-optimizer", "lion"], "--muon-scalar-optimizer lion .*leave it out"),
+    "gram, untested": (
+        ["--muon-ns-iteration", "gram", "--muon-ns-steps", "7"],
+        r"ns_steps .* 7, ",
+    ),
+    "lion": (
+        ["--muon-scalar-optimizer", "lion"],
+        "--muon-scalar-optimizer lion .*leave it out",
+    ),
     "syrk": (["--muon-use-syrk"], "--muon-use-syrk has no meaning .*leave it out"),
     "blockwise": (
         ["--muon-tp-mode", "blockwise", "--tensor-model-parallel-size", "2"],
@@ -152,29 +174,37 @@ REFUSED = {
 
 @EVERY
 @pytest.mark.parametrize("which", REFUSED)
-def test_a_flag_without_a_meaning_or_against_another_is_refused(version: str, which: str) -> None:
+def test_a_flag_without_a_meaning_or_against_another_is_refused(
+    version: str, which: str
+) -> None:
     given, message = REFUSED[which]
     with pytest.raises(ValueError, match=message):
         config_of(version, *given)
 
 
 def test_every_flag_has_a_meaning_or_an_error() -> None:
-    tried = {word for given, _ in [*MEANINGS.values(), *REFUSED.values()] for word in given}
+    tried = {
+        word for given, _ in [*MEANINGS.values(), *REFUSED.values()] for word in given
+    }
     assert {flag.option for flag in FLAGS} <= tried
 
 
-def test_a_flag_of_megatrons_own_muon_that_is_not_known_is_refused_and_keeps_its_default() -> None:
+def test_a_flag_of_megatrons_own_muon_that_is_not_known_is_refused_and_keeps_its_default() -> (
+    None
+):
     parser = parser_of("0.19", **{"--muon-new": {"type": int, "default": 3}})
     add_flags(parser)
     args = parser.parse_args([])
     assert muon_config(args) == MuonConfig()
     put_in_force(args, MuonConfig())
     assert args.muon_new == 3
-    with pytest.raises(ValueError, match=r"--muon-new 4 .*does not know.*--muon-backend upstream"):
+    with pytest.raises(
+        ValueError, match=r"--muon-new 4 .*does not know.*--muon-backend upstream"
+    ):
         muon_config(parser.parse_args(["--muon-new", "4"]))
 
 
-# --- defaults --------------------------------------------------------------------------------
+# --- defaults -------------------------------------------------------------------------
 
 
 @EVERY
@@ -187,9 +217,13 @@ def test_in_deterministic_mode_no_matrix_is_shared_unless_asked(version: str) ->
 
 @WITH_MUON
 def test_upstreams_defaults_where_they_have_a_meaning(version: str) -> None:
-    upstreams = MuonConfig(matched_adamw_rms=1.0, momentum=0.9, nesterov=False, ns_dtype="bf16")
+    upstreams = MuonConfig(
+        matched_adamw_rms=1.0, momentum=0.9, nesterov=False, ns_dtype="bf16"
+    )
     assert config_of(version, *MEANT) == upstreams
-    given = config_of(version, *MEANT, "--muon-momentum", "0.8", "--muon-matched-adamw-rms", "0.2")
+    given = config_of(
+        version, *MEANT, "--muon-momentum", "0.8", "--muon-matched-adamw-rms", "0.2"
+    )
     assert given == MuonConfig(momentum=0.8, nesterov=False, ns_dtype="bf16")
     assert config_of(version, *MEANT[:2]).ns_coefficients == "quintic"
 
@@ -206,11 +240,13 @@ def test_upstreams_default_of_the_tp_mode(version: str) -> None:
 
 
 def test_upstreams_defaults_need_a_megatron_that_has_them() -> None:
-    with pytest.raises(ValueError, match="--muon-defaults upstream: this Megatron has no Muon"):
+    with pytest.raises(
+        ValueError, match="--muon-defaults upstream: this Megatron has no Muon"
+    ):
         config_of("0.12", "--muon-defaults", "upstream")
 
 
-# --- what is printed at start ----------------------------------------------------------------
+# --- what is printed at start ---------------------------------------------------------
 
 UNLIKE = "unlike the defaults of Megatron's own Muon: "
 
@@ -219,7 +255,8 @@ UNLIKE = "unlike the defaults of Megatron's own Muon: "
 def test_every_value_that_differs_from_megatrons_own_is_told(version: str) -> None:
     assert differences(parsed(version, "--muon-preset", "fast")) == [
         f"{UNLIKE}--muon-extra-scale-factor 0.2 (1.0), --muon-momentum 0.95 (0.9), "
-        "nesterov (--no-muon-nesterov) True (False), --muon-coefficient-type simple (quintic), "
+        "nesterov (--no-muon-nesterov) True (False), --muon-coefficient-type simple "
+        "(quintic), "
         "--muon-ns-dtype fp16 on a GPU (bf16)"
     ]
 
@@ -228,21 +265,35 @@ def test_a_megatron_without_a_muon_of_its_own_has_no_defaults_to_differ_from() -
     assert differences(parsed("0.12")) == []
 
 
-# --- Megatron's own Muon ---------------------------------------------------------------------
+# --- Megatron's own Muon --------------------------------------------------------------
 
 
 @WITH_MUON
 @pytest.mark.parametrize("given", [(), ("--muon-momentum", "0.8", "--muon-nesterov")])
-def test_dist_muon_is_muon_with_megatrons_own_defaults(version: str, given: tuple[str]) -> None:
-    """As from Python: Moonlight's scale would make the updates of its lines five times smaller."""
+def test_dist_muon_is_muon_with_megatrons_own_defaults(
+    version: str, given: tuple[str]
+) -> None:
+    """As from Python: Moonlight's scale would make the updates of its lines five times
+    smaller.
+    """
     args = parsed(version, "--optimizer", "dist_muon", *given)
     (line,) = rename_dist_muon(args)
-    assert "dist_muon is megatron_muon's Muon here; its name is --optimizer muon --muon-def" in line
+    assert (
+        "dist_muon is megatron_muon's Muon here; its name is --optimizer muon "
+        "--muon-def" in line
+    )
     assert args.optimizer == "muon"
-    assert muon_config(args) == config_of(version, "--muon-defaults", "upstream", *given)
+    assert muon_config(args) == config_of(
+        version, "--muon-defaults", "upstream", *given
+    )
     assert rename_dist_muon(args) == []
-    own = parsed(version, "--optimizer", "dist_muon", "--muon-defaults", "moonlight", *given)
-    assert rename_dist_muon(own)[0].count("--optimizer muon --muon-defaults moonlight") == 1
+    own = parsed(
+        version, "--optimizer", "dist_muon", "--muon-defaults", "moonlight", *given
+    )
+    assert (
+        rename_dist_muon(own)[0].count("--optimizer muon --muon-defaults moonlight")
+        == 1
+    )
     assert muon_config(own) == config_of(version, *given)
 
 
@@ -253,7 +304,9 @@ def test_before_megatron_had_a_muon_dist_muon_is_muon_alone() -> None:
 
 
 @WITH_MUON
-def test_dist_muon_over_tp_ranks_orthogonalizes_whole_matrices_and_warns(version: str) -> None:
+def test_dist_muon_over_tp_ranks_orthogonalizes_whole_matrices_and_warns(
+    version: str,
+) -> None:
     given = ("--optimizer", "dist_muon", "--tensor-model-parallel-size", "2")
     args = parsed(version, *given)
     by_default = args.megatron_muon_defaults["muon_tp_mode"]
@@ -273,14 +326,19 @@ def test_the_plugin_runs_muon_unless_it_is_told_otherwise(version: str) -> None:
 
 
 def test_megatrons_own_muon_needs_a_megatron_that_has_one() -> None:
-    with pytest.raises(ValueError, match="--muon-backend upstream: this Megatron has no Muon"):
+    with pytest.raises(
+        ValueError, match="--muon-backend upstream: this Megatron has no Muon"
+    ):
         muon_backend(parsed("0.12", "--muon-backend", "upstream"))
 
 
 @WITH_MUON
 def test_megatrons_own_muon_takes_its_own_flags_and_no_other(version: str) -> None:
     upstream = ("--muon-backend", "upstream")
-    assert muon_backend(parsed(version, *upstream, "--muon-tp-mode", "blockwise")) == "upstream"
+    assert (
+        muon_backend(parsed(version, *upstream, "--muon-tp-mode", "blockwise"))
+        == "upstream"
+    )
     with pytest.raises(ValueError, match="has no --muon-homes in this version"):
         muon_backend(parsed(version, *upstream, "--muon-homes", "local"))
     with pytest.raises(ValueError, match="has no --no-muon-nesterov"):

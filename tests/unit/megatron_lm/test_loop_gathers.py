@@ -1,4 +1,6 @@
-"""Which training loop is Megatron-LM's own, in which ``auto`` starts gathers within the step."""
+"""Which training loop is Megatron-LM's own, in which ``auto`` starts gathers within the
+step.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,19 @@ def _named_as_megatrons(step: Any) -> Any:
 
 
 def _run(
-    monkeypatch: pytest.MonkeyPatch, wrap: Any, *, reinforced: bool = False, is_on: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    wrap: Any,
+    *,
+    reinforced: bool = False,
+    is_on: bool = False,
 ) -> list[bool]:
-    """Whether gathers start within the step, in the loop, around which a wrapper is, and later."""
-    package, loop = ModuleType("megatron.training"), ModuleType("megatron.training.training")
+    """Whether gathers start within the step, in the loop, around which a wrapper is,
+    and later.
+    """
+    package, loop = (
+        ModuleType("megatron.training"),
+        ModuleType("megatron.training.training"),
+    )
     exec(LOOP, vars(loop))
     vars(package)["get_args"] = lambda: SimpleNamespace(perform_rl_step=reinforced)
     monkeypatch.setitem(sys.modules, package.__name__, package)
@@ -53,12 +64,16 @@ def _run(
     vars(loop)["train_step"] = wrap(vars(loop)["train_step"])
     early = EarlyGathers([], 0, is_on=is_on)
     parts = [SimpleNamespace(early_gathers=early)]
-    within: list[bool] = train(own, None, [], optimizer=SimpleNamespace(chained_optimizers=parts))
+    within: list[bool] = train(
+        own, None, [], optimizer=SimpleNamespace(chained_optimizers=parts)
+    )
     return [*within, early.is_on]
 
 
 @pytest.mark.parametrize("wrap", [_plain, _traced])
-def test_in_megatron_lms_own_loop_they_do(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_megatron_lms_own_loop_they_do(
+    wrap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert _run(monkeypatch, wrap) == [True, False]
 
 

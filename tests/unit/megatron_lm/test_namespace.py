@@ -1,4 +1,6 @@
-"""What the arguments say after the flags are read, for the parsers of ``flag_parsers``."""
+"""What the arguments say after the flags are read, for the parsers of
+``flag_parsers``.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,31 @@ from megatron_muon.megatron_lm.install import _check, asks_for_muon
 from megatron_muon.settings.flag_values import MUONS
 from megatron_muon.settings.from_flags import muon_config
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY
-from support.megatron_lm.flag_parsers import EVERY, MEANINGS, WITH_MUON, parsed, parser_of
+from support.megatron_lm.flag_parsers import (
+    EVERY,
+    MEANINGS,
+    WITH_MUON,
+    parsed,
+    parser_of,
+)
 
 
 def test_all_refused_flags_are_in_one_error() -> None:
     args = argparse.Namespace(
-        optimizer="muon", use_distributed_optimizer=False, optimizer_cpu_offload=1, use_mup=1
+        optimizer="muon",
+        use_distributed_optimizer=False,
+        optimizer_cpu_offload=1,
+        use_mup=1,
     )
-    each = "(?s)--use-distributed-opt.*--use-mup yet: leave it off.*--optimizer-cpu-offload without"
+    each = (
+        "(?s)--use-distributed-opt.*--use-mup yet: leave it "
+        "off.*--optimizer-cpu-offload without"
+    )
     with pytest.raises(ValueError, match=each):
         _check(args)
 
 
-# --- a run that is not this package's Muon ---------------------------------------------------
+# --- a run that is not this package's Muon --------------------------------------------
 
 
 @EVERY
@@ -57,7 +71,9 @@ def test_a_flag_of_the_plugins_needs_muon(version: str, flag: object) -> None:
     action = parser._option_string_actions[option]
     value = [] if action.nargs == 0 else [str((action.choices or ["1"])[0])]  # type: ignore[index]
     args = parser.parse_args(["--optimizer", "sgd", option, *value])
-    with pytest.raises(ValueError, match=f"{option} is for .*this run has --optimizer sgd"):
+    with pytest.raises(
+        ValueError, match=f"{option} is for .*this run has --optimizer sgd"
+    ):
         leave_to_megatron(args)
 
 
@@ -102,7 +118,7 @@ def test_megatrons_own_muon_keeps_its_flags(version: str, name: str) -> None:
     assert muon_backend(args) == "upstream" and not asks_for_muon(args)
 
 
-# --- a run that is ---------------------------------------------------------------------------
+# --- a run that is --------------------------------------------------------------------
 
 
 @EVERY
@@ -118,25 +134,40 @@ def test_what_is_in_force_is_written(version: str, which: str) -> None:
     unset = {flag.dest for flag in FLAGS if getattr(args, flag.dest) is None}
     spectral = config.scale_mode == "spectral"
     expected = set() if spectral else {"muon_matched_adamw_rms"}
-    expected |= {"muon_early_param_gather"} if config.early_param_gather is None else set()
+    expected |= (
+        {"muon_early_param_gather"} if config.early_param_gather is None else set()
+    )
     expected |= {"muon_ns_iteration"} if config.ns_iteration is None else set()
     expected |= {"muon_link_gbytes"} if config.link_gbytes is None else set()
     expected |= {"muon_split_matrices"} if config.split_matrices is None else set()
-    expected |= {"muon_log_interval", "muon_log_file"} if config.log_interval is None else set()
-    expected |= {"muon_qk_clip", "muon_qk_clip_alpha"} if config.qk_clip is None else set()
+    expected |= (
+        {"muon_log_interval", "muon_log_file"} if config.log_interval is None else set()
+    )
+    expected |= (
+        {"muon_qk_clip", "muon_qk_clip_alpha"} if config.qk_clip is None else set()
+    )
     assert unset == expected
     assert args.muon_extra_scale_factor == config.matched_adamw_rms
-    assert (args.muon_nesterov, args.no_muon_nesterov) == (config.nesterov, not config.nesterov)
+    assert (args.muon_nesterov, args.no_muon_nesterov) == (
+        config.nesterov,
+        not config.nesterov,
+    )
     json.dumps(vars(args))  # plain values
-    if config.ns_dtype in (None, "bf16"):  # in fp32 a flag of Megatron's has torch's word for it
+    if config.ns_dtype in (
+        None,
+        "bf16",
+    ):  # in fp32 a flag of Megatron's has torch's word for it
         assert muon_config(args) == config
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.backends.mkldnn, "matmul"), reason="torch before 2.9 has the old option only"
+    not hasattr(torch.backends.mkldnn, "matmul"),
+    reason="torch before 2.9 has the old option only",
 )
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_what_is_in_force_is_written_whichever_of_torchs_options_was_set(dtype: str) -> None:
+def test_what_is_in_force_is_written_whichever_of_torchs_options_was_set(
+    dtype: str,
+) -> None:
     """torch's old option cannot be read where a new one contradicts it."""
     args = parsed("0.16", "--optimizer", "muon", "--muon-ns-dtype", dtype)
     option = torch.backends.cuda.matmul
@@ -151,15 +182,23 @@ def test_what_is_in_force_is_written_whichever_of_torchs_options_was_set(dtype: 
     assert (args.muon_ns_dtype, args.muon_fp32_matmul_prec) == (dtype, "highest")
 
 
-# --- a command line --------------------------------------------------------------------------
+# --- a command line -------------------------------------------------------------------
 
 
 def test_options_of_muons_are_found_on_a_line() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--muon-new", type=int)
     add_flags(parser)
-    line = "--lr 1 --optimizer muon --muon-new 3 --muon-momentum=0.9 --weight-decay-all-params"
-    options = ["--optimizer muon", "--muon-new", "--muon-momentum=0.9", "--weight-decay-all-params"]
+    line = (
+        "--lr 1 --optimizer muon --muon-new 3 --muon-momentum=0.9 "
+        "--weight-decay-all-params"
+    )
+    options = [
+        "--optimizer muon",
+        "--muon-new",
+        "--muon-momentum=0.9",
+        "--weight-decay-all-params",
+    ]
     assert given_on(parser, line.split()) == options
     assert given_on(parser, ["--optimizer", "adam", "muon"]) == []
     for line in (["--optimizer", "dist_muon"], ["--optimizer=dist_muon"]):

@@ -10,13 +10,16 @@ import torch
 from megatron_muon.orthogonalize.matmul import sums_in_fp32
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(torch.backends.mkldnn, "matmul"), reason="torch before 2.9 has the old option only"
+    not hasattr(torch.backends.mkldnn, "matmul"),
+    reason="torch before 2.9 has the old option only",
 )
 CUDA, CPU = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
 
 def _options() -> dict[str, object]:
-    """torch's options of fp32 products; ``raises`` where old and new ones say different things."""
+    """torch's options of fp32 products; ``raises`` where old and new ones say different
+    things.
+    """
     read: dict[str, Callable[[], object]] = {
         "old": torch.get_float32_matmul_precision,
         "cuda": lambda: CUDA.fp32_precision,
@@ -67,7 +70,9 @@ def _as_at_first() -> Iterator[None]:
     "setter",
     [
         lambda: None,
-        lambda: torch.set_float32_matmul_precision("high"),  # as the environment's override does
+        lambda: torch.set_float32_matmul_precision(
+            "high"
+        ),  # as the environment's override does
         _allow_tf32,
         _new_option,
         _options_that_disagree,
@@ -79,7 +84,9 @@ def _as_at_first() -> Iterator[None]:
 def test_every_option_says_fp32_within_it_and_what_it_said_after_it(
     setter: Callable[[], None], device: str
 ) -> None:
-    """Some products of CUDA ask ``allow_tf32``, which raises where old and new options differ."""
+    """Some products of CUDA ask ``allow_tf32``, which raises where old and new options
+    differ.
+    """
     setter()
     before = _options()
     with sums_in_fp32(torch.device(device)):
@@ -90,7 +97,8 @@ def test_every_option_says_fp32_within_it_and_what_it_said_after_it(
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.backends.cuda.matmul, "allow_fp16_accumulation"), reason="torch before 2.7"
+    not hasattr(torch.backends.cuda.matmul, "allow_fp16_accumulation"),
+    reason="torch before 2.7",
 )
 def test_products_in_fp16_are_not_accumulated_in_fp16() -> None:
     """Sums of a square of norm 128 would lose eleven of fp32's bits."""

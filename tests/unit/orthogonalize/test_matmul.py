@@ -43,10 +43,13 @@ def test_panels_are_the_whole_product(rows: int) -> None:
 
 @pytest.mark.parametrize(("rows", "inner"), [(8, 8), (32, 160), (300, 70), (400, 400)])
 def test_a_product_in_bf16_rounds_once(rows: int, inner: int) -> None:
-    """Also where the CPU makes it in bf16, with its linear term in the same pass. Sums in fp32 are
-    2⁻²⁴ × √inner off, against 2⁻⁹ of the rounding: one element in a thousand goes to its neighbour.
+    """Also where the CPU makes it in bf16, with its linear term in the same pass. Sums
+    in fp32 are 2⁻²⁴ × √inner off, against 2⁻⁹ of the rounding: one element in a
+    thousand goes to its neighbour.
     """
-    products = products_on(CPU_DEVICE, numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16")))
+    products = products_on(
+        CPU_DEVICE, numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16"))
+    )
     left = products.enter(drawn(rows, inner))
     linear = products.enter(drawn(rows, rows) + drawn(rows, rows).mT)
     for make in (products.product, products.symmetric):
@@ -56,17 +59,21 @@ def test_a_product_in_bf16_rounds_once(rows: int, inner: int) -> None:
 
 
 @pytest.mark.parametrize("iteration", ["standard", "gram"])
-@pytest.mark.parametrize(("rows", "cols"), [(512, 2048), (2048, 512), (4096, 4096), (520, 1000)])
+@pytest.mark.parametrize(
+    ("rows", "cols"), [(512, 2048), (2048, 512), (4096, 4096), (520, 1000)]
+)
 def test_a_kernels_symmetric_products_are_9_of_16(
     rows: int, cols: int, iteration: NsIteration
 ) -> None:
-    """Whole numbers, near the share that the time model has; of what the kernel does not take, and
-    in fp32, all."""
+    """Whole numbers, near the share that the time model has; of what the kernel does
+    not take, and in fp32, all.
+    """
     short, long = min(rows, cols), max(rows, cols)
     for dtype in DTYPES:
         config = config_of("simple", 5, dtype, iteration)
         plain, kernel = (
-            ns_flops(rows, cols, Numerics(config, d)) for d in ("cuda", "cuda_symmetric")
+            ns_flops(rows, cols, Numerics(config, d))
+            for d in ("cuda", "cuda_symmetric")
         )  # type: ignore[arg-type]
         parts = len(Numerics(config, "cuda").segments) if iteration == "gram" else 5
         symmetric = plain - parts * 2 * short * short * long
@@ -81,7 +88,9 @@ def test_a_kernels_symmetric_products_are_9_of_16(
 
 
 def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> None:
-    """Of more than one of its tiles and aligned; the kernel's part is played by torch's matmul."""
+    """Of more than one of its tiles and aligned; the kernel's part is played by torch's
+    matmul.
+    """
     shapes: list[tuple[int, ...]] = []
 
     def kernel(
@@ -107,13 +116,19 @@ def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> 
         (257, 304, set()),
         (256, 304, set()),
     ):
-        x = normalize(torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)))
+        x = normalize(
+            torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
+        )
         for run in (
             lambda x, products: standard_iteration(x, Numerics(config).steps, products),
-            lambda x, products: gram_iteration(x, Numerics(config, "cuda").segments, products),
+            lambda x, products: gram_iteration(
+                x, Numerics(config, "cuda").segments, products
+            ),
         ):
             shapes.clear()
-            bound = 2 * 486 * 304 * 2.0**-24  # see test_newton_schulz.test_fp32_equals_float64
+            bound = (
+                2 * 486 * 304 * 2.0**-24
+            )  # see test_newton_schulz.test_fp32_equals_float64
             assert (run(x, own) - run(x, plain)).norm() <= bound
             assert set(shapes) == used
 
@@ -125,10 +140,13 @@ def test_a_librarys_kernel_that_fails_is_an_error_before_a_step(
         raise AttributeError("no such instruction")
 
     own = replace(
-        products_on(CPU_DEVICE, numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16"))), kernel=fails
+        products_on(CPU_DEVICE, numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16"))),
+        kernel=fails,
     )
     monkeypatch.setattr(products_module, "products_on", lambda *_: own)
-    with pytest.raises(KernelError, match=r"AttributeError: no such instruction.*uninstall it"):
+    with pytest.raises(
+        KernelError, match=r"AttributeError: no such instruction.*uninstall it"
+    ):
         try_products(CPU_DEVICE, numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16")))
 
 
@@ -139,13 +157,17 @@ def test_the_kind_of_a_gpu_is_known_by_the_kernel_that_it_takes(
     gpu, capability = torch.device("cuda", 0), [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
     for installed in (None, lambda *_: torch.zeros(1)):
-        monkeypatch.setattr(products_module, "_quack", lambda installed=installed: installed)
+        monkeypatch.setattr(
+            products_module, "_quack", lambda installed=installed: installed
+        )
         for capability[0] in ((8, 0), (9, 0), (10, 0)):
             products_module._quack_on.cache_clear()
             has = installed is not None and capability[0] >= (9, 0)
             assert plan_device(gpu) == ("cuda_symmetric" if has else "cuda")
             for dtype in DTYPES:
-                kernel = products_on(gpu, numerics_on(gpu, MuonConfig(ns_dtype=dtype))).kernel
+                kernel = products_on(
+                    gpu, numerics_on(gpu, MuonConfig(ns_dtype=dtype))
+                ).kernel
                 assert (kernel is installed and has) == (has and dtype != "fp32")
     products_module._quack_on.cache_clear()
     assert plan_device(torch.device("meta")) == "cuda"
@@ -173,8 +195,12 @@ def test_a_library_that_cannot_be_imported_is_an_error_and_one_that_is_not_there
 
 
 @pytest.mark.parametrize("iteration", ["standard", "gram"])
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])  # both are multiplied in fp32 on a CPU
-def test_the_process_cannot_make_fp32_less(dtype: NsDtype, iteration: NsIteration) -> None:
+@pytest.mark.parametrize(
+    "dtype", ["fp32", "fp16"]
+)  # both are multiplied in fp32 on a CPU
+def test_the_process_cannot_make_fp32_less(
+    dtype: NsDtype, iteration: NsIteration
+) -> None:
     """As container images do for GPUs; on CPUs with bf16 it is "medium" that would."""
     matrix = torch.randn(256, 512)
     config = config_of("simple", 5, dtype, iteration)

@@ -20,7 +20,9 @@ def _matrix(rows: int, cols: int) -> torch.Tensor:
 
 
 def _float64(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Through the singular values: p(σ) = aσ + bσ³ + cσ⁵, five times, σ normalised first."""
+    """Through the singular values: p(σ) = aσ + bσ³ + cσ⁵, five times, σ normalised
+    first.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     s = s / s.square().sum().sqrt()
@@ -31,21 +33,31 @@ def _float64(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp32_equals_float64(shape: tuple[int, int]) -> None:
-    """p amplifies a relative error of a small σ by at most a per step: 3.45⁵ = 486, the rounding
-    of a sum of n terms is at most about n·2⁻²⁴ relative to the norm (here at most 1, n <= 130)."""
+    """p amplifies a relative error of a small σ by at most a per step: 3.45⁵ = 486, the
+    rounding of a sum of n terms is at most about n·2⁻²⁴ relative to the norm (here at
+    most 1, n <= 130).
+    """
     bound = 486 * max(shape) * 2.0**-24
-    error = (orthogonalize(_matrix(*shape), FP32).double() - _float64(_matrix(*shape))).norm()
+    error = (
+        orthogonalize(_matrix(*shape), FP32).double() - _float64(_matrix(*shape))
+    ).norm()
     assert error <= bound
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bf16_singular_values_are_in_the_band(shape: tuple[int, int]) -> None:
-    """The coefficients keep σ in [0.68, 1.13] from 0.02 of the norm on (the Muon post); bf16
-    rounds each entry by 2⁻⁹ relative, which moves a singular value by at most that of the norm."""
+    """The coefficients keep σ in [0.68, 1.13] from 0.02 of the norm on (the Muon post);
+    bf16 rounds each entry by 2⁻⁹ relative, which moves a singular value by at most that
+    of the norm.
+    """
     matrix = _matrix(*shape)
     s = torch.linalg.svdvals(matrix.double())
-    found = torch.linalg.svdvals(orthogonalize(matrix, BF16).double())[s / s.norm() > 0.02]
-    slack = 5 * 2.0**-9 * min(shape) ** 0.5  # five steps, each rounds a matrix of norm √rank
+    found = torch.linalg.svdvals(orthogonalize(matrix, BF16).double())[
+        s / s.norm() > 0.02
+    ]
+    slack = (
+        5 * 2.0**-9 * min(shape) ** 0.5
+    )  # five steps, each rounds a matrix of norm √rank
     assert found.min() > 0.68 - slack and found.max() < 1.13 + slack
 
 
@@ -54,14 +66,18 @@ def test_bf16_singular_values_are_in_the_band(shape: tuple[int, int]) -> None:
 def test_fp16_keeps_entries_far_below_the_norm(
     shape: tuple[int, int], iteration: NsIteration
 ) -> None:
-    """One entry is the norm, the others are 1e-8 of it: below half of fp16's smallest number, 3e-8,
-    unless the norm is scaled. Scaled by 128 they have 21 steps of 2⁻²⁴ each, half of one is 2.4 %.
+    """One entry is the norm, the others are 1e-8 of it: below half of fp16's smallest
+    number, 3e-8, unless the norm is scaled. Scaled by 128 they have 21 steps of 2⁻²⁴
+    each, half of one is 2.4 %.
     """
     matrix = 1e-8 * _matrix(*shape).sign()
     matrix[0] = matrix[:, 0] = 0
     matrix[0, 0] = 1.0
     config = MuonConfig(ns_dtype="fp16", ns_iteration=iteration)
-    found, exact = orthogonalize(matrix, config).double()[1:, 1:], _float64(matrix)[1:, 1:]
+    found, exact = (
+        orthogonalize(matrix, config).double()[1:, 1:],
+        _float64(matrix)[1:, 1:],
+    )
     assert (found - exact).norm() <= 0.03 * exact.norm()
 
 

@@ -1,4 +1,5 @@
-"""X = U/‖U‖ by triton's kernels: in its interpreter, and by the instructions that it makes of them.
+"""X = U/‖U‖ by triton's kernels: in its interpreter, and by the instructions that it
+makes of them.
 
 No GPU runs here. Both need triton; without it the tests say that they are skipped.
 """
@@ -22,7 +23,8 @@ from support.kernels.compiled import CAPABILITIES, instructions, interpreted
 from support.processes import environment
 
 CPU_DEVICE = torch.device("cpu")
-# Triton 3.5's. What they flush is below 2^-126 of the norm: the power of two is divided out before.
+# Triton 3.5's. What they flush is below 2^-126 of the norm: the power of two is divided
+# out before.
 FLUSHING = {"div.rn.ftz.f32", "sqrt.rn.ftz.f32"}
 
 
@@ -36,7 +38,9 @@ def test_kernels_are_cudas_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_interpreter_divides_matrices_by_their_norms() -> None:
-    """Of scales whose squares are none of fp32, in all layouts, in place, zero, or not moving."""
+    """Of scales whose squares are none of fp32, in all layouts, in place, zero, or not
+    moving.
+    """
     assert interpreted("support.kernels.interpreted_norms") >= 30
 
 
@@ -59,7 +63,9 @@ def test_each_operation_rounds_and_the_norm_once(capability: int) -> None:
     counts = instructions(capability)
     for name, count in counts.items():
         if name.startswith(("squares_kernel", "divide_kernel", "norm_kernel")):
-            assert not any(re.match(r"fma|mad\.(rn|f32)", x) or "approx" in x for x in count), name
+            assert not any(
+                re.match(r"fma|mad\.(rn|f32)", x) or "approx" in x for x in count
+            ), name
             assert {x for x in count if "ftz" in x} <= FLUSHING, name
         if name.startswith("norm_kernel"):
             assert count["sqrt.rn.f32"] + count["sqrt.rn.ftz.f32"] == 1, name
@@ -79,16 +85,24 @@ def _first_step(*words: str, **variables: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_step_compiles_nothing_that_was_not_compiled_when_the_optimizer_was_built() -> None:
+def test_a_step_compiles_nothing_that_was_not_compiled_when_the_optimizer_was_built() -> (
+    None
+):
     """In every layout, offset and batch."""
     said, _ = _first_step().communicate(timeout=280)
     assert said.count(" variants are tried") == 10, said
 
 
 @pytest.mark.slow  # 16 s of eight processes
-def test_ranks_that_compile_at_once_survive_a_cache_that_refuses_files(tmp_path: Path) -> None:
-    """Eight processes and one folder, whose file system says EBUSY or ESTALE now and then."""
-    ranks = [_first_step("busy", str(n), TRITON_CACHE_DIR=str(tmp_path)) for n in range(8)]
+def test_ranks_that_compile_at_once_survive_a_cache_that_refuses_files(
+    tmp_path: Path,
+) -> None:
+    """Eight processes and one folder, whose file system says EBUSY or ESTALE now and
+    then.
+    """
+    ranks = [
+        _first_step("busy", str(n), TRITON_CACHE_DIR=str(tmp_path)) for n in range(8)
+    ]
     texts = [rank.communicate(timeout=280)[0] for rank in ranks]
     found = [re.fullmatch(r"(\d+) refused, 7 variants\n", said) for said in texts]
     assert all(found), texts

@@ -1,4 +1,6 @@
-"""Newton-Schulz in strips: the whole matrix's but for rounding, and no less accurate."""
+"""Newton-Schulz in strips: the whole matrix's but for rounding, and no less
+accurate.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Here:
         return total.to(squares[0].dtype)
 
 
-def _in_strips(matrix: Tensor, count: int, config: MuonConfig, moves: object = True) -> Tensor:
+def _in_strips(
+    matrix: Tensor, count: int, config: MuonConfig, moves: object = True
+) -> Tensor:
     made = matrix.to(TORCH_DTYPE[Numerics(config).travels]).clone()
     long = 0 if made.size(0) > made.size(1) else 1
     edges = [at * made.size(long) // count for at in range(count + 1)]
@@ -78,8 +82,10 @@ def _exact(rows: int, cols: int, seed: int, dtype: torch.dtype) -> Tensor:
 def test_strips_are_as_accurate_as_the_whole_matrix(
     shape: tuple[int, int], iteration: NsIteration, dtype: NsDtype
 ) -> None:
-    """Against float64. Squares round once more, before they are added: errors of single inputs go
-    either way, so means over inputs are compared, and a tenth is left to chance."""
+    """Against float64. Squares round once more, before they are added: errors of single
+    inputs go either way, so means over inputs are compared, and a tenth is left to
+    chance.
+    """
     config = MuonConfig(ns_iteration=iteration, ns_dtype=dtype)
     assert makes_rows(*shape, 2, Numerics(config, "cpu")) == (
         iteration == "gram" and min(shape) > 256
@@ -99,7 +105,8 @@ def test_strips_are_as_accurate_as_the_whole_matrix(
 def test_the_scale_of_a_matrix_does_not_matter(scale: float) -> None:
     """The largest entry is that of all strips: a strip may have no entry near it.
 
-    Squares of 1e-20 are 0 in fp32. No entry may become subnormal, where a power of two rounds.
+    Squares of 1e-20 are 0 in fp32. No entry may become subnormal, where a power of two
+    rounds.
     """
     config, matrix = MuonConfig(ns_dtype="fp32"), _matrix(528, 96)
     matrix[:264] *= 1e-3
@@ -111,5 +118,7 @@ def test_a_matrix_without_a_gradient_gets_no_direction() -> None:
     config, matrix = MuonConfig(), _matrix(528, 96)
     assert not _in_strips(matrix, 2, config, moves=False).any()
     assert not _in_strips(torch.zeros(528, 96), 2, config).any()
-    moved = _in_strips(matrix, 2, config, moves=[False, True])  # a gradient in one strip
+    moved = _in_strips(
+        matrix, 2, config, moves=[False, True]
+    )  # a gradient in one strip
     assert moved.equal(_in_strips(matrix, 2, config))

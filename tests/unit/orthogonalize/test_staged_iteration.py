@@ -1,7 +1,9 @@
-"""Newton-Schulz in place, as a step runs it; a GPU's way of it over a CPU's products, too.
+"""Newton-Schulz in place, as a step runs it; a GPU's way of it over a CPU's products,
+too.
 
-A GPU multiplies tall matrices as they are, and normalises them in their own dtype by a power of two
-first; a CPU turns them over and normalises an fp32 copy. Both are the same iteration.
+A GPU multiplies tall matrices as they are, and normalises them in their own dtype by a
+power of two first; a CPU turns them over and normalises an fp32 copy. Both are the same
+iteration.
 """
 
 from __future__ import annotations
@@ -13,14 +15,23 @@ import torch
 from torch import Tensor
 
 from megatron_muon.orthogonalize import newton_schulz, normalization
-from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, Products, numerics_on, scale_of
-from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_staged
+from megatron_muon.orthogonalize.matmul import (
+    TORCH_DTYPE,
+    Products,
+    numerics_on,
+    scale_of,
+)
+from megatron_muon.orthogonalize.newton_schulz import (
+    orthogonalize,
+    orthogonalize_staged,
+)
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.config import MuonConfig
 
 SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7), (7, 1), (130, 520)]
 FP32 = MuonConfig(ns_dtype="fp32")
-# fp32's unit roundoff, 2^-24, through five steps: see test_newton_schulz.test_fp32_equals_float64.
+# fp32's unit roundoff, 2^-24, through five steps: see
+# test_newton_schulz.test_fp32_equals_float64.
 BOUND = 486 * 2.0**-24
 
 
@@ -39,7 +50,10 @@ def _matrix(rows: int, cols: int, seed: int = 0) -> Tensor:
 
 
 def _in_place(
-    matrices: list[Tensor], config: MuonConfig, numerics: Numerics | None = None, **layout: int
+    matrices: list[Tensor],
+    config: MuonConfig,
+    numerics: Numerics | None = None,
+    **layout: int,
 ) -> list[Tensor]:
     """What becomes of them where they lie."""
     rows, cols = matrices[0].shape
@@ -57,15 +71,22 @@ def _staged(matrix: Tensor, column_parts: int = 1, column_blocks: int = 1) -> Te
     """Each part has, row by row, its piece of every block of columns."""
     blocks = matrix.chunk(column_blocks, dim=1)
     pieces = [block.chunk(column_parts, dim=1) for block in blocks]
-    parts = [torch.cat([own[part] for own in pieces], dim=1) for part in range(column_parts)]
+    parts = [
+        torch.cat([own[part] for own in pieces], dim=1) for part in range(column_parts)
+    ]
     return torch.cat([part.reshape(-1) for part in parts])
 
 
 def _in_rows(
     staged: Tensor, rows: int, cols: int, column_parts: int = 1, column_blocks: int = 1
 ) -> Tensor:
-    parts = [part.view(rows, -1).chunk(column_blocks, dim=1) for part in staged.chunk(column_parts)]
-    return torch.cat([own[block] for block in range(column_blocks) for own in parts], dim=1)
+    parts = [
+        part.view(rows, -1).chunk(column_blocks, dim=1)
+        for part in staged.chunk(column_parts)
+    ]
+    return torch.cat(
+        [own[block] for block in range(column_blocks) for own in parts], dim=1
+    )
 
 
 @pytest.mark.parametrize("steps", [4, 5])
@@ -90,7 +111,9 @@ def test_in_place_is_bitwise_the_direction(
 def test_a_gpus_fp16_shares_memory_with_bf16(
     shape: tuple[int, int], iteration: Any, steps: int, as_a_gpu: None
 ) -> None:
-    """Matrices arrive in bf16, iterates of fp16 take their place, and directions in bf16 theirs."""
+    """Matrices arrive in bf16, iterates of fp16 take their place, and directions in
+    bf16 theirs.
+    """
     products = Products(*[torch.float16] * 3, scale=scale_of("fp16"), folded=True)
     config = MuonConfig(ns_dtype="fp16", ns_steps=steps)
     if iteration == "gram":
@@ -102,12 +125,15 @@ def test_a_gpus_fp16_shares_memory_with_bf16(
         patch.setattr(newton_schulz, "numerics_on", lambda *_: on_gpu)
         for layout in ({}, {"column_parts": shape[1]}):
             made = _in_place(matrices, config, on_gpu, **layout)
-            # entered in place or from a copy, a batch or one by one: the same numbers but for sums,
-            # of which each is 2⁻¹¹ off at most and bf16 rounds the result by 2⁻⁹
+            # entered in place or from a copy, a batch or one by one: the same numbers
+            # but for sums, of which each is 2⁻¹¹ off at most and bf16 rounds the result
+            # by 2⁻⁹
             for one, matrix in zip(made, matrices, strict=True):
                 alone = orthogonalize(matrix, config)
                 assert (one - alone).norm() <= 2.0**-7 * alone.norm()
-    exact = orthogonalize(matrices[0], MuonConfig(ns_dtype="fp32", ns_steps=config.ns_steps))
+    exact = orthogonalize(
+        matrices[0], MuonConfig(ns_dtype="fp32", ns_steps=config.ns_steps)
+    )
     assert (made[0] - exact).norm() <= 2.0**-6 * exact.norm()
 
 
@@ -125,14 +151,22 @@ def test_a_gpus_way_is_a_cpus(
         _takes_a_cpus_way(patch, True)
         wanted = [orthogonalize(matrix, config) for matrix in matrices]
     for layout in ({}, {"column_parts": shape[1]}):
-        for made, direction in zip(_in_place(matrices, config, **layout), wanted, strict=True):
+        for made, direction in zip(
+            _in_place(matrices, config, **layout), wanted, strict=True
+        ):
             assert (made - direction).norm() <= 2 * BOUND * max(shape)
 
 
-@pytest.mark.parametrize(("name", "steps"), [("simple", 5), ("aol", 5), ("polar_express", 8)])
+@pytest.mark.parametrize(
+    ("name", "steps"), [("simple", 5), ("aol", 5), ("polar_express", 8)]
+)
 @pytest.mark.parametrize("shape", [(520, 130), (7, 1), (500, 130)])
 def test_a_tall_matrix_has_its_squares_in_the_next_iterates_memory(
-    shape: tuple[int, int], name: Any, steps: int, as_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int],
+    name: Any,
+    steps: int,
+    as_a_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From four squares' room on, and with the same result."""
     settings: dict[str, Any] = {"ns_coefficients": name, "ns_steps": steps}
@@ -159,8 +193,10 @@ def test_a_tall_matrix_has_its_squares_in_the_next_iterates_memory(
 def test_a_gpus_way_does_not_depend_on_the_scale(
     exponent: int, config: MuonConfig, as_a_gpu: None
 ) -> None:
-    """Squares of such entries are 0 or Inf in fp32; those that become subnormal round, so that the
-    smallest scale is of entries that are no multiple of much less than its largest."""
+    """Squares of such entries are 0 or Inf in fp32; those that become subnormal round,
+    so that the smallest scale is of entries that are no multiple of much less than its
+    largest.
+    """
     matrix = _matrix(12, 20).bfloat16().float().clamp(-1.9, 1.9)
     if exponent < -126:
         matrix = (matrix * 4).round() / 4
@@ -178,6 +214,8 @@ def test_what_is_zero_or_does_not_move_is_zero(
     matrices = torch.stack([_matrix(6, 10), torch.zeros(6, 10), _matrix(6, 10, seed=1)])
     staged = matrices.to(TORCH_DTYPE[Numerics(config).travels]).view(-1)
     moves = torch.tensor([True, True, False])
-    orthogonalize_staged(staged, moves, numerics_on(staged.device, config), rows=6, cols=10)
+    orthogonalize_staged(
+        staged, moves, numerics_on(staged.device, config), rows=6, cols=10
+    )
     first, zero, still = staged.view(3, 6, 10)
     assert first.norm() > 1 and not zero.any() and not still.any()

@@ -17,7 +17,14 @@ from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.agreed import description
 from megatron_muon.planning.describe import node_lines
 from megatron_muon.planning.grid import neighbours_of
-from megatron_muon.planning.homes import HOME_LIMIT, HOME_SLACK, Price, Work, choose_homes, prices
+from megatron_muon.planning.homes import (
+    HOME_LIMIT,
+    HOME_SLACK,
+    Price,
+    Work,
+    choose_homes,
+    prices,
+)
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig
@@ -31,11 +38,17 @@ def stages(draw: st.DrawFn) -> tuple[list[Work], int]:
     """Matrices with random work, each held by some of a few ranks."""
     size = draw(st.integers(1, 3))
     held = st.dictionaries(st.integers(0, size - 1), st.integers(1, 30), min_size=1)
-    found = [(draw(st.integers(1, 30)), draw(held)) for _ in range(draw(st.integers(1, 7)))]
-    return [Work(flops, sum(by_rank.values()), by_rank) for flops, by_rank in found], size
+    found = [
+        (draw(st.integers(1, 30)), draw(held)) for _ in range(draw(st.integers(1, 7)))
+    ]
+    return [
+        Work(flops, sum(by_rank.values()), by_rank) for flops, by_rank in found
+    ], size
 
 
-def _busiest(matrices: list[Work], homes: tuple[int, ...] | list[int], size: int) -> int:
+def _busiest(
+    matrices: list[Work], homes: tuple[int, ...] | list[int], size: int
+) -> int:
     work = [0] * size
     for matrix, home in zip(matrices, homes, strict=True):
         work[home] += matrix.flops
@@ -48,7 +61,9 @@ def test_whatever_the_speeds_the_busiest_rank_is_near_the_best(
 ) -> None:
     """Within 4/3 of the best of all homes, or 1.10 × max(mean, largest)."""
     matrices, size = stage
-    price = prices(Numerics(MuonConfig(rank_tflops=rank_tflops, link_gbytes=link_gbytes)))
+    price = prices(
+        Numerics(MuonConfig(rank_tflops=rank_tflops, link_gbytes=link_gbytes))
+    )
     found = _busiest(matrices, choose_homes(matrices, size, "balanced", price), size)
     every = itertools.product(range(size), repeat=len(matrices))
     best = min(_busiest(matrices, homes, size) for homes in every)
@@ -66,14 +81,20 @@ def _over_ideal(plan: ExchangePlan) -> Fraction:
     return max(flops) / max(Fraction(sum(flops), plan.size), max(plan.flops))
 
 
-# Of 64 ranks in fp16, 32 have a matrix of 5.77 Tflop, 32 one of 3.85, and there are 64 of 2.06. So
-# the busiest has 7.83, where the ideal is 6.94; a rank with 3.85 and two of 2.06 would have 7.97.
+# Of 64 ranks in fp16, 32 have a matrix of 5.77 Tflop, 32 one of 3.85, and there are 64
+# of 2.06. So the busiest has 7.83, where the ideal is 6.94; a rank with 3.85 and two of
+# 2.06 would have 7.97.
 _OF_64 = Fraction(113, 100)
 
 
 @pytest.mark.parametrize(
     ("dp_size", "dtype", "most"),
-    [(8, None, HOME_LIMIT), (64, None, _OF_64), (64, "bf16", HOME_LIMIT), (512, None, HOME_LIMIT)],
+    [
+        (8, None, HOME_LIMIT),
+        (64, None, _OF_64),
+        (64, "bf16", HOME_LIMIT),
+        (512, None, HOME_LIMIT),
+    ],
 )
 def test_llama_8bs_busiest_rank_is_within_the_limit_and_sends_no_more_for_it(
     dp_size: int, dtype: NsDtype | None, most: Fraction
@@ -83,20 +104,27 @@ def test_llama_8bs_busiest_rank_is_within_the_limit_and_sends_no_more_for_it(
         for speeds in ({}, {"link_gbytes": 1e9})
     )
     assert _over_ideal(plan) <= most
-    filled = 8 * plan.itemsize * len(plan.gathered_elements())  # at most, up to 16 bytes
+    filled = (
+        8 * plan.itemsize * len(plan.gathered_elements())
+    )  # at most, up to 16 bytes
     assert sum(plan.sent_bytes()) <= sum(by_work.sent_bytes()) + filled
 
 
 def test_a_slow_link_keeps_holders_and_a_fast_one_balances() -> None:
-    slow, fast = (_llama(8, ns_dtype="bf16", link_gbytes=gbytes) for gbytes in (4.0, 4000.0))
+    slow, fast = (
+        _llama(8, ns_dtype="bf16", link_gbytes=gbytes) for gbytes in (4.0, 4000.0)
+    )
     assert sum(slow.sent_bytes()) <= 0.85 * sum(fast.sent_bytes())
     assert _over_ideal(fast) <= HOME_SLACK < _over_ideal(slow) <= HOME_LIMIT
 
 
 @pytest.mark.parametrize(("neighbours", "home"), [(2, 5), (4, 7)])
-def test_a_matrix_goes_to_the_idlest_rank_of_its_holders_node(neighbours: int, home: int) -> None:
-    """Rank 4 is full. Rank 5 takes it where two share a node, where four do rank 7, which has less
-    work; rank 0, with least of all, is of another node."""
+def test_a_matrix_goes_to_the_idlest_rank_of_its_holders_node(
+    neighbours: int, home: int
+) -> None:
+    """Rank 4 is full. Rank 5 takes it where two share a node, where four do rank 7,
+    which has less work; rank 0, with least of all, is of another node.
+    """
     flops = 40, 100, 100, 100, 100, 60, 90, 50
     works = [Work(each, 20, {rank: 20}) for rank, each in enumerate(flops)]
     matrices = [*works, Work(20, 20, {4: 20})]
@@ -105,8 +133,11 @@ def test_a_matrix_goes_to_the_idlest_rank_of_its_holders_node(neighbours: int, h
 
 
 @pytest.mark.parametrize(("full", "home"), [(100, 0), (106, 1)])
-def test_past_the_slack_bytes_decide_among_ranks_within_the_limit(full: int, home: int) -> None:
-    """Ranks 0 and 1 hold 11 and 9 of the last matrix, rank 2 nothing, and it has the least work.
+def test_past_the_slack_bytes_decide_among_ranks_within_the_limit(
+    full: int, home: int
+) -> None:
+    """Ranks 0 and 1 hold 11 and 9 of the last matrix, rank 2 nothing, and it has the
+    least work.
 
     With 100 the limit, 110, leaves room on rank 0, with 106, 112, it does not.
     """
@@ -117,15 +148,20 @@ def test_past_the_slack_bytes_decide_among_ranks_within_the_limit(full: int, hom
 
 
 def test_a_plan_is_said_to_follow_from_the_device_where_it_does() -> None:
-    """Standard's work is another with a library's symmetric products only; with the preset fast
-    CPUs, which all take standard, agree with each other and with no GPU."""
+    """Standard's work is another with a library's symmetric products only; with the
+    preset fast CPUs, which all take standard, agree with each other and with no GPU.
+    """
     for iteration, kinds in (("standard", 2), ("gram", 4), ("auto", 4), (None, 3)):
         config = MuonConfig(preset="fast", ns_iteration=iteration)  # type: ignore[arg-type]
         every = [Numerics(config, device) for device in get_args(Device)]
         assert len({tuple(description([], one)) for one in every}) == kinds, iteration
-        flops = {ns_flops(4096, 14336, one) + ns_flops(1024, 1024, one) for one in every}
+        flops = {
+            ns_flops(4096, 14336, one) + ns_flops(1024, 1024, one) for one in every
+        }
         assert len(flops) <= kinds, iteration
-    in_fp32 = MuonConfig(ns_iteration="standard", ns_dtype="fp32")  # which no library makes
+    in_fp32 = MuonConfig(
+        ns_iteration="standard", ns_dtype="fp32"
+    )  # which no library makes
     every = [Numerics(in_fp32, device) for device in get_args(Device)]
     assert len({tuple(description([], one)) for one in every}) == 1
 
@@ -147,16 +183,24 @@ def test_teams_of_neighbours_are_of_one_node(nodes: list[int], neighbours: int) 
 
 
 def test_a_run_is_told_of_shares_that_may_leave_a_node() -> None:
-    """By its launcher, or by the order of its ranks; a node of all neighbours says nothing."""
+    """By its launcher, or by the order of its ranks; a node of all neighbours says
+    nothing.
+    """
     config = MuonConfig(split_matrices=4)
     plan = small_plan(config, tp=2, dp=4)
     assert node_lines([plan], config, ranks_here=8) == []
-    assert node_lines([plan], config, ranks_here=4) == []  # which have all homes of a matrix
+    assert (
+        node_lines([plan], config, ranks_here=4) == []
+    )  # which have all homes of a matrix
     (machine,) = node_lines([plan], config, ranks_here=2)
     assert "a machine has 2 ranks" in machine and "set it to 2" in machine
     apart = replace(plan, grid=replace(plan.grid, neighbours=2))
-    assert node_lines([apart], config, ranks_here=8) == []  # whole squares travel but once a sum
-    rows = replace(apart, shared=tuple(replace(one, gathers=(2, 2)) for one in apart.shared))
+    assert (
+        node_lines([apart], config, ranks_here=8) == []
+    )  # whole squares travel but once a sum
+    rows = replace(
+        apart, shared=tuple(replace(one, gathers=(2, 2)) for one in apart.shared)
+    )
     (order,) = node_lines([rows], config, ranks_here=8)
     assert "only 2 of a stage's ranks" in order and "set it to 2" in order
     whole = small_plan(MuonConfig(), tp=2, dp=4)

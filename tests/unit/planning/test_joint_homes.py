@@ -17,7 +17,14 @@ from megatron_muon.lab.pricing.work import Optimizer
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.agreed import description
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.homes import HOME_LIMIT, Loads, Price, Work, choose_homes, prices
+from megatron_muon.planning.homes import (
+    HOME_LIMIT,
+    Loads,
+    Price,
+    Work,
+    choose_homes,
+    prices,
+)
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.rounds.cut import LEAST_LIMIT, LEAST_SCRATCH
@@ -31,7 +38,9 @@ CONFIG = MuonConfig()
 
 @pytest.fixture(scope="module")
 def deepseek() -> tuple[MuonConfig, list[ExchangePlan], list[ExchangePlan]]:
-    """The settings, the plans of 64 ranks of DeepSeek-V3, and those that each makes by itself."""
+    """The settings, the plans of 64 ranks of DeepSeek-V3, and those that each makes by
+    itself.
+    """
     config, named = plans_of(STAGE)
     plans = [plan for _, plan in named]
     assert not plans[0].shared  # since experts fill the ranks
@@ -41,7 +50,10 @@ def deepseek() -> tuple[MuonConfig, list[ExchangePlan], list[ExchangePlan]]:
 
 
 def _busiest_over_mean(plans: list[ExchangePlan]) -> float:
-    flops = [sum(of_rank) for of_rank in zip(*(plan.ns_flops() for plan in plans), strict=True)]
+    flops = [
+        sum(of_rank)
+        for of_rank in zip(*(plan.ns_flops() for plan in plans), strict=True)
+    ]
     return max(flops) * len(flops) / sum(flops)
 
 
@@ -58,7 +70,9 @@ def test_deepseek_v3s_step_is_shorter_and_keeps_to_the_memory_of_its_rounds(
 ) -> None:
     config, plans, alone = deepseek
     together, apart = (
-        price_step([Optimizer(plan, (0,) * plan.size) for plan in each], config, H100).seconds
+        price_step(
+            [Optimizer(plan, (0,) * plan.size) for plan in each], config, H100
+        ).seconds
         for each in (plans, alone)
     )
     assert together <= 0.95 * apart
@@ -90,10 +104,14 @@ def test_what_a_rank_cannot_keep_stays_among_its_neighbours(
 def stages(draw: st.DrawFn) -> tuple[list[Work], list[Work], int]:
     """Dense matrices, experts' matrices, and the number of ranks."""
     size = draw(st.integers(1, 20))
-    held = st.dictionaries(st.integers(0, size - 1), st.integers(1, 30), min_size=1, max_size=3)
+    held = st.dictionaries(
+        st.integers(0, size - 1), st.integers(1, 30), min_size=1, max_size=3
+    )
 
     def some(most: int) -> list[Work]:
-        drawn = draw(st.lists(st.tuples(st.integers(1, most), held), min_size=1, max_size=30))
+        drawn = draw(
+            st.lists(st.tuples(st.integers(1, most), held), min_size=1, max_size=30)
+        )
         return [Work(flops, sum(by_rank.values()), by_rank) for flops, by_rank in drawn]
 
     return some(1000), some(30), size
@@ -135,7 +153,7 @@ def test_local_homes_hold_most_whatever_else_their_rank_does(
         assert work.held[home] == max(work.held.values())
 
 
-# --- two small optimizers ---------------------------------------------------------------------
+# --- two small optimizers -------------------------------------------------------------
 
 RANKS = 4
 
@@ -164,7 +182,9 @@ def _experts(*earlier: ExchangePlan, config: MuonConfig = CONFIG) -> ExchangePla
 
 def test_experts_leave_the_rank_that_has_the_dense_matrix() -> None:
     dense, alone = _dense(), _experts()
-    assert [matrix.home for matrix in alone.matrices] == [at // 4 for at in range(4 * RANKS)]
+    assert [matrix.home for matrix in alone.matrices] == [
+        at // 4 for at in range(4 * RANKS)
+    ]
     together = _experts(dense)
     kept = [at for at, matrix in enumerate(together.matrices) if matrix.home == at // 4]
     left = set(range(4 * RANKS)) - set(kept)
@@ -178,13 +198,17 @@ def test_no_round_takes_more_than_it_may_where_an_expert_travels() -> None:
     dense = _dense()
     for round_bytes in (1, 4096, 12_288, 1 << 20):
         plan = _experts(dense, config=replace(CONFIG, round_bytes=round_bytes))
-        assert sorted(at for round in plan.rounds for at in round) == list(range(4 * RANKS))
+        assert sorted(at for round in plan.rounds for at in round) == list(
+            range(4 * RANKS)
+        )
         for round, silent in zip(plan.rounds, silent_rounds(plan), strict=True):
             staged = [0] * RANKS
             for matrix in (plan.matrices[at] for at in round):
                 staged[matrix.home] += matrix.numel * plan.itemsize
             most = round_bytes * Fraction(4 if silent else 2, 3)
-            one = 32 * 64 * plan.itemsize  # a parameter that takes more is alone on its rank
+            one = (
+                32 * 64 * plan.itemsize
+            )  # a parameter that takes more is alone on its rank
             assert max(staged) <= max(most, one)
 
 
@@ -193,7 +217,8 @@ def test_ranks_whose_dense_homes_differ_do_not_agree_about_the_experts_plan() ->
     first = dense.matrices[0]
     moved = replace(dense, matrices=(replace(first, home=(first.home + 1) % RANKS),))
     lines = [
-        description([], Numerics(CONFIG, "cuda"), earlier) for earlier in ([], [dense], [moved])
+        description([], Numerics(CONFIG, "cuda"), earlier)
+        for earlier in ([], [dense], [moved])
     ]
     assert len({tuple(one) for one in lines}) == 3
     assert "homes of optimizer 0" in lines[1][-1]

@@ -1,4 +1,6 @@
-"""The plan over random shapes, cuts and topologies: plain integers, no process group."""
+"""The plan over random shapes, cuts and topologies: plain integers, no process
+group.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import Price, Work, choose_homes
-from megatron_muon.planning.layout import Parameter, Span, batched_matrices, whole_matrix
+from megatron_muon.planning.layout import (
+    Parameter,
+    Span,
+    batched_matrices,
+    whole_matrix,
+)
 from megatron_muon.planning.plan import make_plan
 from megatron_muon.planning.rounds.table import round_tables
 from megatron_muon.planning.sections import Rows, repeated, sectioned
@@ -23,14 +30,25 @@ from support.rounds import silent_rounds
 from support.virtual_gpu.plans import small_plan
 
 KINDS = (
-    *("rows", "columns", "replicated", "gated", "qkv", "one group", "batch", "transposed batch"),
+    *(
+        "rows",
+        "columns",
+        "replicated",
+        "gated",
+        "qkv",
+        "one group",
+        "batch",
+        "transposed batch",
+    ),
 )
 
 
 def _parameter(kind: str, name: str, size: int, tp_size: int, start: int) -> Parameter:
     """A parameter of some kind at ``start`` in a buffer; its bucket is set later."""
     rows, cols = 1 + size % 7, 1 + size // 7
-    partition_dim = {"columns": 1, "replicated": None, "transposed batch": 1}.get(kind, 0)
+    partition_dim = {"columns": 1, "replicated": None, "transposed batch": 1}.get(
+        kind, 0
+    )
     if kind == "gated":
         rows *= 2
         sections = (Rows("", rows * tp_size // 2),), (Rows("", rows * tp_size // 2),)
@@ -47,7 +65,9 @@ def _parameter(kind: str, name: str, size: int, tp_size: int, start: int) -> Par
     elif "batch" in kind:
         rows, cols, halves = 3 * rows, 2 * cols, 2 if partition_dim == 1 else 1
         names = ("a", "b", "c")
-        matrices, blocks = batched_matrices(names, (rows, cols), partition_dim, tp_size, halves)
+        matrices, blocks = batched_matrices(
+            names, (rows, cols), partition_dim, tp_size, halves
+        )
     else:
         matrices, blocks = whole_matrix(name, (rows, cols), partition_dim, tp_size)
     span = Span(start, start + rows * cols)
@@ -56,7 +76,8 @@ def _parameter(kind: str, name: str, size: int, tp_size: int, start: int) -> Par
 
 @st.composite
 def stages(draw: st.DrawFn) -> tuple[list[Parameter], RankGrid]:
-    """Random parameters with gaps between them, in random buckets, over a shuffled grid.
+    """Random parameters with gaps between them, in random buckets, over a shuffled
+    grid.
 
     With several EP ranks each has parameters of its own in the same places.
     """
@@ -71,7 +92,9 @@ def stages(draw: st.DrawFn) -> tuple[list[Parameter], RankGrid]:
         bucket.append(parameter)
         position = parameter.span.stop
         if draw(st.booleans()) or index == len(kinds) - 1:
-            start = bucket[0].bucket.start if not parameters else parameters[-1].bucket.stop
+            start = (
+                bucket[0].bucket.start if not parameters else parameters[-1].bucket.stop
+            )
             stop = position + -(position - start) % dp_size
             parameters += [replace(p, bucket=Span(start, stop)) for p in bucket]
             bucket, position = [], stop
@@ -120,13 +143,21 @@ def test_what_one_rank_sends_another_expects(
     plan = make_plan(*stage, Numerics(config))
     sent = [0] * plan.size
     every = [plan.for_rank(rank).rounds for rank in range(plan.size)]
-    for routes, silent in zip(zip(*every, strict=True), silent_rounds(plan), strict=True):
+    for routes, silent in zip(
+        zip(*every, strict=True), silent_rounds(plan), strict=True
+    ):
         before = sum(sent)
         for a in range(plan.size):
             for b in range(plan.size):
-                assert routes[a].gather_to.get(b, []) == routes[b].gather_from.get(a, [])
-                assert routes[a].scatter_to.get(b, []) == routes[b].scatter_from.get(a, [])
-                with_flags = sum(s.elements.size + 1 for s in routes[a].gather_to.get(b, []))
+                assert routes[a].gather_to.get(b, []) == routes[b].gather_from.get(
+                    a, []
+                )
+                assert routes[a].scatter_to.get(b, []) == routes[b].scatter_from.get(
+                    a, []
+                )
+                with_flags = sum(
+                    s.elements.size + 1 for s in routes[a].gather_to.get(b, [])
+                )
                 sent[a] += -(-with_flags // 8) * 8
                 sent[a] += sum(s.elements.size for s in routes[a].scatter_to.get(b, []))
             assert a not in routes[a].gather_to and a not in routes[a].scatter_to
@@ -152,8 +183,12 @@ print(fingerprint(description(parameters, numerics)).hex(), fingerprint([repr(pl
 
 
 def test_every_process_makes_the_same_plan() -> None:
-    """Nothing that differs between processes, such as the order of a set, decides anything."""
-    plans = {printed("-c", _PRINT_PLAN, PYTHONHASHSEED=seed) for seed in ("1", "2", "3")}
+    """Nothing that differs between processes, such as the order of a set, decides
+    anything.
+    """
+    plans = {
+        printed("-c", _PRINT_PLAN, PYTHONHASHSEED=seed) for seed in ("1", "2", "3")
+    }
     assert len(plans) == 1 and plans != {""}
 
 
@@ -188,13 +223,18 @@ def test_a_bucket_that_does_not_divide_is_refused() -> None:
     parameter = _parameter("rows", "w", 10, 1, 0)
     size = parameter.span.size
     with pytest.raises(ValueError, match=rf"bucket of {size} elements around w"):
-        make_plan([parameter], RankGrid((((*range(size + 1),),),)), Numerics(MuonConfig()))
+        make_plan(
+            [parameter], RankGrid((((*range(size + 1),),),)), Numerics(MuonConfig())
+        )
 
 
 @pytest.mark.parametrize(
     ("dp_size", "homes", "most_bytes", "most_load"),
     [
-        *((8, "balanced", 0.01, 1.10), (64, "balanced", 0.01, 1.13)),  # test_homes says why 1.13
+        *(
+            (8, "balanced", 0.01, 1.10),
+            (64, "balanced", 0.01, 1.13),
+        ),  # test_homes says why 1.13
         *((512, "balanced", 0.01, 1.10), (8, "local", 0.005, 1.25)),
         *((64, "local", 0.005, 1.60), (512, "local", 0.01, 1.0)),
     ],
@@ -202,20 +242,29 @@ def test_a_bucket_that_does_not_divide_is_refused() -> None:
 def test_llama_8b_moves_few_bytes(
     dp_size: int, homes: str, most_bytes: float, most_load: float
 ) -> None:
-    """Mean bytes over AdamW's reduce-scatter (fp32) and all-gather (bf16); design section 3."""
+    """Mean bytes over AdamW's reduce-scatter (fp32) and all-gather (bf16); design
+    section 3.
+    """
     plan, share = llama_plan(dp_size, MuonConfig(homes=homes))
     assert share <= most_bytes
     flops = plan.ns_flops()
-    assert max(flops) <= most_load * max(sum(flops) / dp_size, *plan.flops)  # the largest strip's
+    assert max(flops) <= most_load * max(
+        sum(flops) / dp_size, *plan.flops
+    )  # the largest strip's
     assert len(plan.boundary_parameters()) <= dp_size - 1
 
 
 def test_a_tables_size_does_not_follow_the_stages() -> None:
-    """At 64 DP ranks a rank's lists are as long as what it has and whom it shares it with."""
+    """At 64 DP ranks a rank's lists are as long as what it has and whom it shares it
+    with.
+    """
     plan = small_plan(MuonConfig(), tp=1, dp=64)
     for rank in range(plan.size):
         for table in round_tables(plan.for_rank(rank), plan.matrices):
-            shared = {r for r, _ in (*table.sent_to, *table.directions_to, *table.received_from)}
+            shared = {
+                r
+                for r, _ in (*table.sent_to, *table.directions_to, *table.received_from)
+            }
             own = len(table.matrices) + len(table.staged_sizes)
             assert len(table.sent_to) + len(table.received_from) <= own
             assert len(shared) <= own
@@ -223,8 +272,12 @@ def test_a_tables_size_does_not_follow_the_stages() -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 6, 8, 12, 24])
 @pytest.mark.parametrize("parts", [(4, 1, 1), (2, 2, 1, 1), (8, 2, 2), (1, 1)], ids=str)
-def test_tp_cuts_the_rows_of_one_rank_wherever_it_may(tp_size: int, parts: tuple[int, ...]) -> None:
-    """Block by block, the rows of all TP ranks after one another are those of one rank."""
+def test_tp_cuts_the_rows_of_one_rank_wherever_it_may(
+    tp_size: int, parts: tuple[int, ...]
+) -> None:
+    """Block by block, the rows of all TP ranks after one another are those of one
+    rank.
+    """
     named = tuple((str(index), count) for index, count in enumerate(parts))
 
     def rows(tp_size: int) -> list[tuple[int, int]]:
@@ -232,24 +285,44 @@ def test_tp_cuts_the_rows_of_one_rank_wherever_it_may(tp_size: int, parts: tuple
         _, blocks = sectioned("w", (24 // tp_size, 1), 0, tp_size, sections)
         found = []
         for local in blocks:
-            assert [b.rows.start for b in local] == [0, *(b.rows.stop for b in local[:-1])]
+            assert [b.rows.start for b in local] == [
+                0,
+                *(b.rows.stop for b in local[:-1]),
+            ]
             assert local[-1].rows.stop == 24 // tp_size
-            found += [(b.matrix, b.matrix_row + i) for b in local for i in range(b.rows.size)]
+            found += [
+                (b.matrix, b.matrix_row + i) for b in local for i in range(b.rows.size)
+            ]
         return found
 
     groups = 24 // sum(parts)
-    whole = [(p, g * n + i) for g in range(groups) for p, n in enumerate(parts) for i in range(n)]
+    whole = [
+        (p, g * n + i)
+        for g in range(groups)
+        for p, n in enumerate(parts)
+        for i in range(n)
+    ]
     assert rows(tp_size) == rows(1) == whole
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
-@pytest.mark.parametrize("names", [("z", "x", "dt"), ("", "", "")], ids=["apart", "one"])
+@pytest.mark.parametrize(
+    "names", [("z", "x", "dt"), ("", "", "")], ids=["apart", "one"]
+)
 def test_tp_cuts_each_section_for_itself(tp_size: int, names: tuple[str, ...]) -> None:
-    """A rank holds its range of every section; a matrix has its rows in the order of one rank."""
+    """A rank holds its range of every section; a matrix has its rows in the order of
+    one rank.
+    """
     counts = (12, 6, 6)
-    sections = tuple((Rows(name, count),) for name, count in zip(names, counts, strict=True))
+    sections = tuple(
+        (Rows(name, count),) for name, count in zip(names, counts, strict=True)
+    )
     matrices, blocks = sectioned("w", (24 // tp_size, 1), 0, tp_size, sections)
-    whole = [(name, row) for name, count in zip(names, counts, strict=True) for row in range(count)]
+    whole = [
+        (name, row)
+        for name, count in zip(names, counts, strict=True)
+        for row in range(count)
+    ]
     if not names[0]:
         whole = [("", row) for row in range(24)]
     starts = [sum(counts[:index]) for index in range(3)]
@@ -260,12 +333,20 @@ def test_tp_cuts_each_section_for_itself(tp_size: int, names: tuple[str, ...]) -
             for start, count in zip(starts, counts, strict=True)
             for row in range(count // tp_size)
         ]
-        found = [(parts[b.matrix], b.matrix_row + i) for b in local for i in range(b.rows.size)]
+        found = [
+            (parts[b.matrix], b.matrix_row + i)
+            for b in local
+            for i in range(b.rows.size)
+        ]
         assert found == held
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="w: 7 rows on each of 2 TP ranks are not the 16 of q, k"):
+    with pytest.raises(
+        ValueError, match="w: 7 rows on each of 2 TP ranks are not the 16 of q, k"
+    ):
         sectioned("w", (7, 1), 0, 2, repeated(4, (("q", 2), ("k", 2))))
-    with pytest.raises(ValueError, match="w: 2 TP ranks cannot hold equal parts of the 3 rows of"):
+    with pytest.raises(
+        ValueError, match="w: 2 TP ranks cannot hold equal parts of the 3 rows of"
+    ):
         sectioned("w", (4, 1), 0, 2, ((Rows("gate", 3),), (Rows("up", 5),)))

@@ -1,6 +1,8 @@
-"""What a rank's tables say it sends is what its peers' tables say they receive, element by element.
+"""What a rank's tables say it sends is what its peers' tables say they receive, element
+by element.
 
-The exchange of a whole stage is replayed over these tables with one number for each element.
+The exchange of a whole stage is replayed over these tables with one number for each
+element.
 """
 
 from __future__ import annotations
@@ -30,11 +32,15 @@ def _cut(flat: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
 
 
 def _messages(flat: list[T], counts: Sequence[tuple[int, int]]) -> dict[int, list[T]]:
-    return dict(zip((r for r, _ in counts), _cut(flat, [n for _, n in counts]), strict=True))
+    return dict(
+        zip((r for r, _ in counts), _cut(flat, [n for _, n in counts]), strict=True)
+    )
 
 
 class _Rank:
-    """One rank of a round; an element is known by its matrix and its place in the staging."""
+    """One rank of a round; an element is known by its matrix and its place in the
+    staging.
+    """
 
     def __init__(self, plan: ExchangePlan, rank: int, table: RoundTable) -> None:
         self.rank, self.table = rank, table
@@ -52,7 +58,10 @@ class _Rank:
                 start += size
             assert start == pieces[index].stop
         moving = [self.runs[run] for run in table.leaving]
-        self.kept, leaving = moving[: len(table.kept_sizes)], moving[len(table.kept_sizes) :]
+        self.kept, leaving = (
+            moving[: len(table.kept_sizes)],
+            moving[len(table.kept_sizes) :],
+        )
         parts: list[list[tuple[object, int]]] = [[] for _ in table.sent_sizes]
         for at, part in zip(table.sent_slices, leaving, strict=True):
             parts[at] = [*part]
@@ -63,11 +72,15 @@ class _Rank:
             filled = table.sent_sizes[at] - runs
             parts[at] = [*[("flag", rank)] * runs, *[("filled", rank)] * filled]
         sent = [element for part in parts for element in part]
-        assert [at for at, (name, _) in enumerate(sent) if name == "flag"] == [*table.sent_flags]
+        assert [at for at, (name, _) in enumerate(sent) if name == "flag"] == [
+            *table.sent_flags
+        ]
         self.sent = _messages(sent, table.sent_to)
 
     def staged(self, others: Sequence[_Rank]) -> list[tuple[int, int]]:
-        received = [e for r, _ in self.table.received_from for e in others[r].sent[self.rank]]
+        received = [
+            e for r, _ in self.table.received_from for e in others[r].sent[self.rank]
+        ]
         assert [n for _, n in self.table.received_from] == [
             len(others[r].sent[self.rank]) for r, _ in self.table.received_from
         ]
@@ -85,17 +98,23 @@ def test_every_element_gets_to_its_place_and_its_direction_back(
     tp: int, dp: int, limit: int
 ) -> None:
     plan = small_plan(MuonConfig(round_bytes=limit), tp, dp, hidden=48, ffn=96)
-    tables = [round_tables(plan.for_rank(rank), plan.matrices) for rank in range(plan.size)]
+    tables = [
+        round_tables(plan.for_rank(rank), plan.matrices) for rank in range(plan.size)
+    ]
     homes = 0
     for number in range(len(plan.rounds)):
         ranks = [_Rank(plan, rank, table[number]) for rank, table in enumerate(tables)]
         staged = [rank.staged(ranks) for rank in ranks]
         for rank, elements in zip(ranks, staged, strict=True):
             table = rank.table
-            wanted = [(i, at) for i in table.homes for at in range(plan.matrices[i].numel)]
+            wanted = [
+                (i, at) for i in table.homes for at in range(plan.matrices[i].numel)
+            ]
             assert elements == wanted
             starts = [(group.start, group.matrices[0]) for group in table.alike]
-            assert [elements[start] for start, _ in starts] == [(i, 0) for _, i in starts]
+            assert [elements[start] for start, _ in starts] == [
+                (i, 0) for _, i in starts
+            ]
             homes += len(table.homes)
         pairs = list(zip(ranks, staged, strict=True))
         sent = [_sent_back(rank.table, elements) for rank, elements in pairs]
@@ -113,12 +132,16 @@ def _sent_back(
 
 
 def _check_directions(
-    rank: _Rank, staged: list[tuple[int, int]], sent: Sequence[dict[int, list[tuple[int, int]]]]
+    rank: _Rank,
+    staged: list[tuple[int, int]],
+    sent: Sequence[dict[int, list[tuple[int, int]]]],
 ) -> None:
     table = rank.table
     parts = _cut(staged, table.staged_sizes)
     kept = [parts[at] for at in table.kept_staged]
-    received = [element for r, _ in table.directions_from for element in sent[r][rank.rank]]
+    received = [
+        element for r, _ in table.directions_from for element in sent[r][rank.rank]
+    ]
     sources = [*kept, *_cut(received, table.direction_sizes)]
     assert [sources[at] for at in table.direction_of] == rank.runs
 
@@ -128,13 +151,19 @@ CASES: dict[str, tuple[list[int], list[int | None], list[int | None]]] = {
     "one after each round": ([ADAMW, 0, 1], [ADAMW, 0, 1], [ADAMW, 0, 1]),
     "several after a round": ([0, 0, 0, 1], [0, 0, 0, 1], [0, 1, None, None]),
     "not before one that is needed first": ([1, 0, ADAMW], [1, 1, 1], [1, None, None]),
-    "a round that updates none": ([ADAMW, ADAMW, 2], [ADAMW, ADAMW, None], [ADAMW, 0, None]),
+    "a round that updates none": (
+        [ADAMW, ADAMW, 2],
+        [ADAMW, ADAMW, None],
+        [ADAMW, 0, None],
+    ),
     "the last round": ([2, 2], [2, None], [2, None]),
     "no bucket": ([], [], []),
 }
 
 
-@pytest.mark.parametrize(("updated", "at_once", "one_by_one"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("updated", "at_once", "one_by_one"), CASES.values(), ids=CASES
+)
 def test_gathers_start_in_the_order_of_the_forward_pass(
     updated: list[int], at_once: list[int | None], one_by_one: list[int | None]
 ) -> None:

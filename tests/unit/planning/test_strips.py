@@ -1,4 +1,6 @@
-"""Strips of matrices that several homes share: where they are cut, whose they become, and why."""
+"""Strips of matrices that several homes share: where they are cut, whose they become,
+and why.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.sharing.stage_time import stage_time
 from megatron_muon.planning.sharing.strip_time import NODE_LINK, strip_time
 from megatron_muon.planning.slices import Matrix
-from megatron_muon.planning.strips import can_share, choose_counts, in_strips, strip_homes
+from megatron_muon.planning.strips import (
+    can_share,
+    choose_counts,
+    in_strips,
+    strip_homes,
+)
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers
@@ -34,7 +41,9 @@ from megatron_muon.settings.config import MuonConfig, named
 GRAM = MuonConfig(split_matrices=2, ns_iteration="gram")
 
 
-def _parameter(name: str, rows: int, cols: int, dim: int | None, tp: int, start: int) -> Parameter:
+def _parameter(
+    name: str, rows: int, cols: int, dim: int | None, tp: int, start: int
+) -> Parameter:
     """One whole matrix of these local rows and columns."""
     matrices, blocks = whole_matrix(name, (rows, cols), dim, tp)
     span = Span(start, start + rows * cols)
@@ -59,9 +68,12 @@ def _plan(
 
 
 @given(st.data())
-def test_a_matrix_goes_to_the_free_team_that_holds_most_of_it(data: st.DataObject) -> None:
-    """Teams of 2 and of 3 beside each other, by the rule written out: least work of the busiest
-    rank, then most elements, then the first."""
+def test_a_matrix_goes_to_the_free_team_that_holds_most_of_it(
+    data: st.DataObject,
+) -> None:
+    """Teams of 2 and of 3 beside each other, by the rule written out: least work of the
+    busiest rank, then most elements, then the first.
+    """
     size = data.draw(st.integers(1, 9))
     counts = data.draw(st.lists(st.sampled_from([2, 3]), min_size=1, max_size=6))
     before = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
@@ -75,9 +87,13 @@ def test_a_matrix_goes_to_the_free_team_that_holds_most_of_it(data: st.DataObjec
         count = strips[first].count
         ranks, members = min(size, count), range(first, first + count)
 
-        def order(team: int, ranks: int = ranks, members: range = members) -> tuple[int, int, int]:
+        def order(
+            team: int, ranks: int = ranks, members: range = members
+        ) -> tuple[int, int, int]:
             own = range(team * ranks, (team + 1) * ranks)
-            elements = sum(works[at].held.get(rank, 0) for at in members for rank in own)
+            elements = sum(
+                works[at].held.get(rank, 0) for at in members for rank in own
+            )
             return max(loads[own.start : own.stop]), -elements, team
 
         team = min(range(max(1, size // count)), key=order)
@@ -89,7 +105,9 @@ def test_a_matrix_goes_to_the_free_team_that_holds_most_of_it(data: st.DataObjec
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, 40), st.integers(1, 40), st.sampled_from([0, 1, None])),
+        st.tuples(
+            st.integers(1, 40), st.integers(1, 40), st.sampled_from([0, 1, None])
+        ),
         min_size=1,
         max_size=5,
     ),
@@ -100,7 +118,9 @@ def test_a_matrix_goes_to_the_free_team_that_holds_most_of_it(data: st.DataObjec
 def test_strips_cover_their_matrix_and_homes_are_neighbours(
     shapes: list[tuple[int, int, int | None]], tp: int, dp: int, count: int
 ) -> None:
-    """``make_plan`` checks that every element comes once, and that every piece gets directions."""
+    """``make_plan`` checks that every element comes once, and that every piece gets
+    directions.
+    """
     config = replace(GRAM, split_matrices=count)
     plan = _plan(shapes, tp, dp, config)
     whole = _plan(shapes, tp, dp, replace(config, split_matrices="off"))
@@ -111,7 +131,9 @@ def test_strips_cover_their_matrix_and_homes_are_neighbours(
         assert len(set(homes)) == min(len(homes), plan.size)
         assert max(homes) - min(homes) < len(homes) and homes == sorted(homes)
         assert len(homes) == count  # whatever TP is
-    replicated = sum(plan.ns_flops()) - sum(whole.ns_flops())  # squares, by each further home
+    replicated = sum(plan.ns_flops()) - sum(
+        whole.ns_flops()
+    )  # squares, by each further home
     homes_beyond = sum(len(set(one.homes)) - 1 for one in plan.shared)
     assert (replicated > 0) == (homes_beyond > 0) and replicated >= 0
 
@@ -165,7 +187,21 @@ NUMERIC = {
     for name, hint in get_type_hints(MuonConfig).items()
     if re.search(r"\b(int|float)\b", str(hint))
 }
-ENDS: list[Any] = [0, 1, 2, -1, 0.0, 0.5, 5e-324, 1e-320, 1e-9, 1e9, 1.7e308, -1.7e308, 2**63]
+ENDS: list[Any] = [
+    0,
+    1,
+    2,
+    -1,
+    0.0,
+    0.5,
+    5e-324,
+    1e-320,
+    1e-9,
+    1e9,
+    1.7e308,
+    -1.7e308,
+    2**63,
+]
 ENDS += [10**400, -(10**400), math.inf, math.nan]
 BESIDE: dict[str, dict[str, Any]] = {
     "log_interval": {"log_file": "x"},
@@ -179,7 +215,11 @@ def test_any_number_of_a_setting_is_planned_or_refused_by_name(name: str) -> Non
     if "tuple[str" in NUMERIC[name]:
         values = [(("*", end),) for end in ENDS]
     elif name == "ns_coefficients":
-        values = [(2.0, *both) for end in ENDS for both in ((-1.5, end), (end, 0.5), (end, end))]
+        values = [
+            (2.0, *both)
+            for end in ENDS
+            for both in ((-1.5, end), (end, 0.5), (end, end))
+        ]
     planned = 0
     for value in values:
         try:
@@ -197,24 +237,31 @@ def test_experts_stay_whole() -> None:
     name = "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight"
     parameter = _parameter(name, 40, 16, None, 1, 0)
     assert in_strips(parameter, lambda _: 4) == parameter
-    shared = replace(parameter, name="decoder.layers.0.mlp.shared_experts.linear_fc1.weight")
+    shared = replace(
+        parameter, name="decoder.layers.0.mlp.shared_experts.linear_fc1.weight"
+    )
     assert len(in_strips(shared, lambda _: 4).matrices) == 4
 
 
 def test_shapes_are_cut_as_long_as_that_gains() -> None:
-    """Time is the largest of two shapes' shares: the longer one gains until it is the shorter, and
-    then both gain together."""
+    """Time is the largest of two shapes' shares: the longer one gains until it is the
+    shorter, and then both gain together.
+    """
 
     def time_of(counts: dict[tuple[int, int], int]) -> int:
         return max(8000 // counts.get((80, 10), 1), 2000 // counts.get((20, 10), 1))
 
     def of_long(gain: int, size: int = 64) -> dict[tuple[int, int], int]:
-        return choose_counts([(80, 10)], size, lambda n: 1000 - gain * sum(n.values()), _any)
+        return choose_counts(
+            [(80, 10)], size, lambda n: 1000 - gain * sum(n.values()), _any
+        )
 
     shapes = [(20, 10), (80, 10), (10, 10)]
     assert choose_counts(shapes, 64, time_of, _any) == {(80, 10): 8, (20, 10): 2}
     assert choose_counts([(80, 10), (10, 10)], 64, time_of, _any) == {(80, 10): 4}
-    assert choose_counts([(20, 10), (80, 10)], 2, time_of, _any) == {(80, 10): 2}  # all ranks
+    assert choose_counts([(20, 10), (80, 10)], 2, time_of, _any) == {
+        (80, 10): 2
+    }  # all ranks
     assert of_long(20) == {(80, 10): 8}
     assert of_long(5) == {}
 
@@ -242,18 +289,23 @@ def test_what_several_homes_can_share(
 ) -> None:
     config = MuonConfig(preset="fast")
     can = [
-        count for count in (2, 4, 8, 16) if can_share(rows, cols, count, Numerics(config, device))
+        count
+        for count in (2, 4, 8, 16)
+        if can_share(rows, cols, count, Numerics(config, device))
     ]
     assert can == counts
     standard = replace(config, ns_iteration="standard")
     is_long = max(rows, cols) >= 2 * min(rows, cols)
     assert all(
-        can_share(rows, cols, count, Numerics(standard, device)) == is_long for count in (2, 8)
+        can_share(rows, cols, count, Numerics(standard, device)) == is_long
+        for count in (2, 8)
     )
 
 
 def test_auto_shares_nothing_where_experts_fill_the_ranks() -> None:
-    """They have homes by what ranks have to do by then, so no rank waits for the dense ones'."""
+    """They have homes by what ranks have to do by then, so no rank waits for the dense
+    ones'.
+    """
     config = MuonConfig(split_matrices="auto", rank_tflops=1e-6)
     whole = _plan([(400, 16, None)] * 2, 1, 4, replace(config, split_matrices="off"))
     stage = whole.parameters, whole.grid, Numerics(config)
@@ -275,7 +327,9 @@ def test_pieces_travel_there_and_back(holder: int, link: int) -> None:
 
 
 def test_a_rank_waits_for_its_peers() -> None:
-    """Rank 8 has no work but a piece of the matrix of rank 0, whose link takes another's, too."""
+    """Rank 8 has no work but a piece of the matrix of rank 0, whose link takes
+    another's, too.
+    """
     works = [Work(1000, 100, {8: 50, 9: 50}), Work(10, 1, {1: 1})]
     assert stage_time(works, [0, 1], PRICE, IDLE) == 8 * 1000 + 2 * 100 * 100
     small = [Work(1000, 100, {8: 1, 9: 99}), Work(600, 1, {8: 1})]
@@ -287,19 +341,26 @@ def test_a_rank_waits_for_its_peers() -> None:
 @pytest.mark.parametrize(
     ("later", "flops"),
     [
-        (3200, 1600 + 2 * 200 + 200),  # 200 of each rank: none stays where the matrix is
+        (
+            3200,
+            1600 + 2 * 200 + 200,
+        ),  # 200 of each rank: none stays where the matrix is
         # 2,000 of each: that rank keeps 1.05 × the mean, 2,205 in all
         (32_000, 1600 + 2 * 1395 + 2000),
         (320_000, 20_100 + 20_000),  # more at all others than travels
     ],
 )
-def test_later_work_fills_ranks_that_have_less_and_leaves_others(later: int, flops: int) -> None:
+def test_later_work_fills_ranks_that_have_less_and_leaves_others(
+    later: int, flops: int
+) -> None:
     work = Work(1600, 1, {0: 1})
     assert stage_time([work], [0], PRICE, IDLE, later) == 8 * flops
 
 
 def test_homes_on_several_nodes_take_longer() -> None:
-    """Their squares travel over slower links; what they wait for messages is the same."""
+    """Their squares travel over slower links; what they wait for messages is the
+    same.
+    """
     strip, own = Strip(3000, 1500, 0, 4), 3000 * 1500 // 4
     near, far = (
         strip_time(strip, own, 64, Numerics(MuonConfig(), "cuda"), neighbours)
@@ -342,7 +403,9 @@ def _step_of_home(
     return step
 
 
-def _received_at_once(name: str, sent: torch.Tensor, route: Any) -> collectives.Pending | None:
+def _received_at_once(
+    name: str, sent: torch.Tensor, route: Any
+) -> collectives.Pending | None:
     if not route.messages:
         return None
     received = sent.new_zeros(route.received)

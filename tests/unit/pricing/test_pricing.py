@@ -28,8 +28,17 @@ from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.plans import small_plan
 
 CONFIG = MuonConfig(preset="fast")
-NONE = ("kernel_us", "launch_us", "phase_us", "message_us", "peer_us", "peer_host_us", "split_us")
-# 1e9 bytes/s of memory and of each link; products take no longer than their bytes; nothing else.
+NONE = (
+    "kernel_us",
+    "launch_us",
+    "phase_us",
+    "message_us",
+    "peer_us",
+    "peer_host_us",
+    "split_us",
+)
+# 1e9 bytes/s of memory and of each link; products take no longer than their bytes;
+# nothing else.
 PLAIN = H100.with_values(
     dict.fromkeys(NONE, 0.0)
     | dict.fromkeys(("memory_gbytes", "node_gbytes", "network_gbytes"), 1.0)
@@ -64,17 +73,23 @@ FOREACH = dataclasses.replace(CONFIG, elementwise="foreach")
 def test_one_matrix_on_one_rank_takes_what_its_kernels_take(
     config: MuonConfig, momentum: int, update: int, passes: int, launches: int
 ) -> None:
-    """Foreach: momentum 5, a norm, 4 flags; update 4; norms 12. Fused: a kernel each, small ones.
+    """Foreach: momentum 5, a norm, 4 flags; update 4; norms 12. Fused: a kernel each,
+    small ones.
 
-    Fused norms read an element once and divide it once; torch's find the largest entry, divide by a
-    power of two, and then do the same. Nothing travels, so nothing is copied.
+    Fused norms read an element once and divide it once; torch's find the largest entry,
+    divide by a power of two, and then do the same. Nothing travels, so nothing is
+    copied.
     """
     rows, cols = 4, 8
     plan = one_matrix(rows, cols, dp=1)
     elements = rows * cols
     enter = passes * 2
-    # products: XXᵀ, bA + cAA, BX; the second copies its linear term: 2 bytes read, 2 written
-    operands = [(rows, cols, cols, rows, rows, rows), (rows, rows, rows, rows, rows, rows)]
+    # products: XXᵀ, bA + cAA, BX; the second copies its linear term: 2 bytes read, 2
+    # written
+    operands = [
+        (rows, cols, cols, rows, rows, rows),
+        (rows, rows, rows, rows, rows, rows),
+    ]
     operands.append((rows, rows, rows, cols, rows, cols))
     moved = [2 * (a * b + c * d + e * f) for a, b, c, d, e, f in operands]
     copies = 4 * rows * rows
@@ -91,11 +106,16 @@ def test_two_halves_of_a_matrix_wait_for_their_bytes_and_for_the_home() -> None:
     plan = one_matrix(4, 8, dp=2)
     (home,) = {matrix.home for matrix in plan.matrices}
     half = 16
-    there, back = 2 * (half + 8) / 1e9, 2 * half / 1e9  # with the flag and what fills up
+    there, back = (
+        2 * (half + 8) / 1e9,
+        2 * half / 1e9,
+    )  # with the flag and what fills up
     one, two = priced(one_matrix(4, 8, dp=1), PLAIN), priced(plan, PLAIN)
     momentum, update = half * 14 / 1e9, half * 10 / 1e9
     received = staged = 2 * half * 4 / 1e9  # its own half is copied, too
-    at_home = momentum + there + received + one.newton_schulz_busiest + staged + back + update
+    at_home = (
+        momentum + there + received + one.newton_schulz_busiest + staged + back + update
+    )
     assert two.by_rank[home] == pytest.approx(at_home, rel=1e-9)
     assert two.by_rank[1 - home] == pytest.approx(at_home, rel=1e-9)
     waited = at_home - momentum - update  # of the other rank: all that is not its own
@@ -103,7 +123,9 @@ def test_two_halves_of_a_matrix_wait_for_their_bytes_and_for_the_home() -> None:
 
 
 def test_ranks_that_share_nothing_wait_for_nobody() -> None:
-    """Two ranks with a whole matrix each, one 16 times the other: the small one ends early."""
+    """Two ranks with a whole matrix each, one 16 times the other: the small one ends
+    early.
+    """
     shapes = [(8, 16), (2, 16)]
     parameters = []
     for number, (rows, cols) in enumerate(shapes):
@@ -111,7 +133,9 @@ def test_ranks_that_share_nothing_wait_for_nobody() -> None:
         bucket = Span(0, 2 * 128)
         span = Span(number * 128, number * 128 + rows * cols)
         parameters.append(
-            Parameter(str(number), (rows, cols), None, bucket, span, 0, matrices, blocks)
+            Parameter(
+                str(number), (rows, cols), None, bucket, span, 0, matrices, blocks
+            )
         )
     plan = make_plan(parameters, RankGrid((((0, 1),),)), Numerics(CONFIG))
     assert [matrix.home for matrix in plan.matrices] == [0, 1]
@@ -124,7 +148,13 @@ def test_ranks_that_share_nothing_wait_for_nobody() -> None:
     assert priced(plan, cheap) == step
 
 
-FASTER = ("dense_tflops", "memory_gbytes", "node_gbytes", "pair_gbytes", "network_gbytes")
+FASTER = (
+    "dense_tflops",
+    "memory_gbytes",
+    "node_gbytes",
+    "pair_gbytes",
+    "network_gbytes",
+)
 SLOWER = (
     *("kernel_us", "launch_us", "phase_us", "message_us", "peer_us", "peer_host_us"),
     "symmetric_ratio",
@@ -151,17 +181,27 @@ def test_more_speed_is_never_slower_and_more_latency_never_faster(
         price_step(optimizers, CONFIG, hardware).seconds
         for hardware in (H100.with_values({"gpus_per_node": 2}, "the test"), changed)
     )
-    assert (after <= before * (1 + 1e-12)) if name in FASTER else (after >= before * (1 - 1e-12))
+    assert (
+        (after <= before * (1 + 1e-12))
+        if name in FASTER
+        else (after >= before * (1 - 1e-12))
+    )
 
 
 def test_a_product_is_never_faster_than_its_flops_and_its_bytes() -> None:
-    for rows, cols, inner, batch in ((4096, 4096, 14336, 1), (768, 2048, 768, 64), (8, 8, 8, 1)):
+    for rows, cols, inner, batch in (
+        (4096, 4096, 14336, 1),
+        (768, 2048, 768, 64),
+        (8, 8, 8, 1),
+    ):
         seconds = product(H100, rows, cols, inner, batch).seconds
         flops = 2 * batch * rows * cols * inner
         moved = 2 * batch * (rows * inner + inner * cols + rows * cols)
         assert seconds >= flops / H100.product_rate("bf16")
         assert seconds >= moved / H100.memory
-    whole = product(H100, 128 * 12, 256 * 11, 4096).seconds - 2.0e-6  # 132 tiles, one wave
+    whole = (
+        product(H100, 128 * 12, 256 * 11, 4096).seconds - 2.0e-6
+    )  # 132 tiles, one wave
     assert whole == pytest.approx(2 * 1536 * 2816 * 4096 / (989.4e12 * 0.76))
     in_fp16 = product(H100, 128 * 12, 256 * 11, 4096, dtype="fp16").seconds - 2.0e-6
     assert in_fp16 == pytest.approx(whole / 0.95)
@@ -201,13 +241,17 @@ QUICK = PLAIN.with_values(
 
 @pytest.mark.parametrize("device", ["cuda", "cuda_symmetric"])
 def test_upstream_s_modes_divide_the_work_of_a_matrix_over_tp(device: Any) -> None:
-    """Duplicated does all of it on every rank, blockwise and distributed a slice's, layer_sharded
-    that of its own matrices. Only blockwise sends nothing."""
+    """Duplicated does all of it on every rank, blockwise and distributed a slice's,
+    layer_sharded that of its own matrices. Only blockwise sends nothing.
+    """
     plan = [Optimizer(small_plan(CONFIG, 4, 1), (0,) * 4)]
     alone = price_layer_wise(
         [Optimizer(small_plan(CONFIG, 1, 1), (0,))], CONFIG, QUICK, "duplicated", device
     )[0]
-    most = {mode: price_layer_wise(plan, CONFIG, QUICK, mode, device) for mode in get_args(TpMode)}
+    most = {
+        mode: price_layer_wise(plan, CONFIG, QUICK, mode, device)
+        for mode in get_args(TpMode)
+    }
     assert most["duplicated"][0].flops == alone.flops
     assert most["duplicated"][0].seconds == pytest.approx(alone.seconds, rel=0.05)
     assert {mode for mode, (each, _) in most.items() if each.sent == 0} == {"blockwise"}
@@ -217,18 +261,25 @@ def test_upstream_s_modes_divide_the_work_of_a_matrix_over_tp(device: Any) -> No
     slices = [
         (x.rows // (4 if dim == 0 else 1), x.cols // (4 if dim == 1 else 1))
         for x, dim in (
-            (shape, p.partition_dim) for p in plan[0].plan.parameters for shape in p.matrices
+            (shape, p.partition_dim)
+            for p in plan[0].plan.parameters
+            for shape in p.matrices
         )
     ]
     flops = sum(
-        ns_flops(*each, Numerics(MuonConfig(ns_iteration="standard"), device)) for each in slices
+        ns_flops(*each, Numerics(MuonConfig(ns_iteration="standard"), device))
+        for each in slices
     )
     assert most["blockwise"][0].flops == flops
 
 
-def test_the_papers_ranks_each_gather_and_orthogonalize_what_they_have_a_slice_of() -> None:
+def test_the_papers_ranks_each_gather_and_orthogonalize_what_they_have_a_slice_of() -> (
+    None
+):
     plan = one_matrix(1024, 2048, dp=4)
-    ranks = price_paper([Optimizer(plan, (0,) * 4)], Numerics(CONFIG), PLAIN, (0, 0, 1, 1))
+    ranks = price_paper(
+        [Optimizer(plan, (0,) * 4)], Numerics(CONFIG), PLAIN, (0, 0, 1, 1)
+    )
     quarter = 1024 * 2048 * 2 // 4
     assert [(rank.inside, rank.between) for rank in ranks] == [
         ([quarter] * 2, [2 * quarter] * 2)
@@ -237,8 +288,13 @@ def test_the_papers_ranks_each_gather_and_orthogonalize_what_they_have_a_slice_o
     assert ranks[0].exposed(PLAIN) == pytest.approx(3 * quarter / 1e9)
     plan = one_matrix(1024, 2048, dp=2, padding=quarter)
     uneven = price_paper([Optimizer(plan, (0,) * 2)], Numerics(CONFIG), PLAIN, (0, 1))
-    assert [rank.between for rank in uneven] == [[3 * quarter, quarter], [quarter, 3 * quarter]]
-    assert [rank.exposed(PLAIN) for rank in uneven] == [pytest.approx(3 * quarter / 1e9)] * 2
+    assert [rank.between for rank in uneven] == [
+        [3 * quarter, quarter],
+        [quarter, 3 * quarter],
+    ]
+    assert [rank.exposed(PLAIN) for rank in uneven] == [
+        pytest.approx(3 * quarter / 1e9)
+    ] * 2
 
 
 # ---------------------------------------------------------------- hardware
@@ -251,7 +307,10 @@ def test_every_constant_of_a_preset_has_a_unit_and_a_source() -> None:
         lines = preset.lines()
         assert len(lines) == len(CONSTANTS)
     lines = H100.lines()
-    assert "memory_gbytes 3350 10^9 bytes/s (NVIDIA's H100 data sheet, SXM: 3.35 TB/s)" in lines
+    assert (
+        "memory_gbytes 3350 10^9 bytes/s (NVIDIA's H100 data sheet, SXM: 3.35 TB/s)"
+        in lines
+    )
 
 
 def test_hardware_is_read_from_json() -> None:
@@ -269,16 +328,28 @@ def test_hardware_is_read_from_json() -> None:
             ValueError,
             r"memory_gbytes must be from 1e-09 to .*, got 0$",
         ),
-        ('{"values": {"memory_gbytes": "fast"}}', TypeError, "memory_gbytes must be a number"),
+        (
+            '{"values": {"memory_gbytes": "fast"}}',
+            TypeError,
+            "memory_gbytes must be a number",
+        ),
         (
             '{"values": {"memory_efficiency": 1.5}}',
             ValueError,
             "memory_efficiency must be from 1e-09 to 1 .share., got 1.5",
         ),
         ('{"values": {"launch_us": -1.0}}', ValueError, "launch_us must be from 0 to "),
-        ('{"values": {"processors": 1.5}}', TypeError, "processors must be a whole number"),
+        (
+            '{"values": {"processors": 1.5}}',
+            TypeError,
+            "processors must be a whole number",
+        ),
         ('{"values": {"launch_us": NaN}}', ValueError, "NaN is no number"),
-        ('{"values": {"launch_us": 1' + "0" * 400 + "}}", ValueError, "000 is not finite"),
+        (
+            '{"values": {"launch_us": 1' + "0" * 400 + "}}",
+            ValueError,
+            "000 is not finite",
+        ),
         ('{"values": []}', TypeError, "'values' must be a JSON dict"),
         ('{"sources": {"launch_us": 1}}', TypeError, "must be a text, got 1"),
         ("{", ValueError, "is not JSON: Expecting"),
@@ -312,20 +383,30 @@ def test_homes_on_several_nodes_are_priced_by_the_stages_own_nodes() -> None:
     """A node of eight GPUs may have only two ranks of a stage."""
     config = dataclasses.replace(CONFIG, split_matrices=4)
     plan = one_matrix(1024, 256, 8, config)
-    near, far = (priced(plan, H100, nodes=[rank // n for rank in range(8)]) for n in (8, 2))
+    near, far = (
+        priced(plan, H100, nodes=[rank // n for rank in range(8)]) for n in (8, 2)
+    )
     assert plan.shared and near.newton_schulz_busiest < far.newton_schulz_busiest
 
 
 def test_state_on_the_host_is_priced_by_its_bytes() -> None:
     """Half of bf16 momenta and 16-bit main parameters, of a matrix on two ranks."""
-    optimizer = Optimizer(one_matrix(4, 500, 2), (0, 100), held=StateBytes(2, 2, 2, 2, on_host=0.5))
+    optimizer = Optimizer(
+        one_matrix(4, 500, 2), (0, 100), held=StateBytes(2, 2, 2, 2, on_host=0.5)
+    )
     slow = PLAIN.with_values(
         {"host_gbytes": 1e-6, "host_memory_gbytes": 1e-6}, "the test"
     )  # 1 kB/s
     ranks = on_host([optimizer], slow)
-    assert ranks == [HostTime(1.0, 2.0, 0.0), HostTime(1.0, 2.0, pytest.approx(0.3 + 4.0))]
+    assert ranks == [
+        HostTime(1.0, 2.0, 0.0),
+        HostTime(1.0, 2.0, pytest.approx(0.3 + 4.0)),
+    ]
     assert [rank.step(on_device=0.5) for rank in ranks] == [2.0, pytest.approx(4.3)]
     assert ranks[0].step(on_device=1.5) == 2.5
     (alone, _) = on_host([optimizer], slow, with_muon=False)
     assert alone == HostTime(0.0, 0.0, pytest.approx(3.0 + 40.0))
-    assert on_host([dataclasses.replace(optimizer, held=StateBytes())], slow) == [HostTime()] * 2
+    assert (
+        on_host([dataclasses.replace(optimizer, held=StateBytes())], slow)
+        == [HostTime()] * 2
+    )

@@ -1,4 +1,6 @@
-"""The engine knows no Muon: by its names, and by running without any module of Muon's."""
+"""The engine knows no Muon: by its names, and by running without any module of
+Muon's.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from support.processes import printed
 
 RUNTIME = ROOT / "megatron_muon" / "runtime"
 MUONS = re.compile("muon|momentum|newton|schulz|orthogonal|nesterov", re.IGNORECASE)
-# The package's own name in imports, and in the sentence that a trace's reader looks for.
+# The package's own name in imports, and in the sentence that a trace's reader looks
+# for.
 OWN = {"megatron_muon"}
 ALONE = """
 import sys
@@ -61,8 +64,14 @@ def _names(path: Path) -> set[str]:
     """The names in a file's code; not those in strings, comments and imports."""
     with tokenize.open(path) as source:
         tokens = list(tokenize.generate_tokens(source.readline))
-    imports = {t.start[0] for t in tokens if t.string == "import" and t.type == tokenize.NAME}
-    return {t.string for t in tokens if t.type == tokenize.NAME and t.start[0] not in imports}
+    imports = {
+        t.start[0] for t in tokens if t.string == "import" and t.type == tokenize.NAME
+    }
+    return {
+        t.string
+        for t in tokens
+        if t.type == tokenize.NAME and t.start[0] not in imports
+    }
 
 
 def test_no_name_in_the_engine_is_muons() -> None:

@@ -1,7 +1,8 @@
-"""The fused kernels make the bits of torch's operations on lists: in triton's interpreter, and by
-the instructions that triton makes of them. No GPU runs here.
+"""The fused kernels make the bits of torch's operations on lists: in triton's
+interpreter, and by the instructions that triton makes of them. No GPU runs here.
 
-Both need triton (``requirements-pretrain.txt``); without it the tests say that they are skipped.
+Both need triton (``requirements-pretrain.txt``); without it the tests say that they are
+skipped.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ import megatron_muon.rules.fused as fused
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize import triton_operations
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.rules.fused import Fused, elementwise_on, said_of_elementwise, try_elementwise
+from megatron_muon.rules.fused import (
+    Fused,
+    elementwise_on,
+    said_of_elementwise,
+    try_elementwise,
+)
 from megatron_muon.rules.muon import Foreach
 from support.kernels.compiled import CAPABILITIES, instructions, interpreted
 
 CUDA, CPU_DEVICE = torch.device("cuda", 0), torch.device("cpu")
 
 
-# --- which one a run has --------------------------------------------------------------------------
+# --- which one a run has --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -45,7 +51,9 @@ def test_kernels_are_cudas_where_triton_is_and_the_log_says_so(
 ) -> None:
     monkeypatch.setattr(triton_operations, "has_triton", lambda: triton)
     config = MuonConfig(elementwise=setting)
-    assert elementwise_on(device, Numerics(config)) is (Fused if fused_kernels else Foreach)
+    assert elementwise_on(device, Numerics(config)) is (
+        Fused if fused_kernels else Foreach
+    )
     said = said_of_elementwise(device, Numerics(config))
     assert ("fused" in said) == fused_kernels
     assert ("triton is not installed" in said) == (setting == "auto" and not triton)
@@ -65,27 +73,43 @@ def test_kernels_that_do_not_run_are_an_error_with_a_way_out(
     try_elementwise(CUDA, Numerics(MuonConfig(elementwise="foreach")))
 
 
-def test_kernels_that_round_otherwise_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_round_otherwise_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def trial(kind: object, *rest: object) -> list[torch.Tensor]:
         return [torch.tensor([1.0 if isinstance(kind, Fused) else 1.0 + 2**-23])]
 
     monkeypatch.setattr(triton_operations, "has_triton", lambda: True)
     monkeypatch.setattr(fused, "trial", trial)
-    with pytest.raises(RuntimeError, match=r"round otherwise.*--muon-elementwise\) foreach"):
+    with pytest.raises(
+        RuntimeError, match=r"round otherwise.*--muon-elementwise\) foreach"
+    ):
         try_elementwise(CUDA, Numerics(MuonConfig()))
 
 
-def test_a_fused_multiply_add_would_fail_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial's numbers tell: in double precision, rounded once, other bits come out."""
+def test_a_fused_multiply_add_would_fail_the_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trial's numbers tell: in double precision, rounded once, other bits come
+    out.
+    """
 
     class Contracted(Foreach):
-        def advance_momentum(self, buffers: Any, grads: Any, *rest: Any, **more: Any) -> None:
+        def advance_momentum(
+            self, buffers: Any, grads: Any, *rest: Any, **more: Any
+        ) -> None:
             for m, g in zip(buffers, grads, strict=True):
-                m.copy_((m.double() * torch.tensor(more["momentum"]).double() + g.double()).float())
+                m.copy_(
+                    (
+                        m.double() * torch.tensor(more["momentum"]).double()
+                        + g.double()
+                    ).float()
+                )
 
     monkeypatch.setattr(triton_operations, "has_triton", lambda: True)
     made, expected = (
-        fused.trial(kind, CPU_DEVICE, Numerics(MuonConfig())) for kind in (Contracted(), Foreach())
+        fused.trial(kind, CPU_DEVICE, Numerics(MuonConfig()))
+        for kind in (Contracted(), Foreach())
     )
     assert not torch.equal(made[0], expected[0])
 
@@ -99,38 +123,60 @@ def test_a_fused_multiply_add_would_fail_the_trial(monkeypatch: pytest.MonkeyPat
     ],
     ids=["dtype", "strides", "size"],
 )
-def test_tensors_that_the_kernels_do_not_take_are_an_error(broken: Any, said: str) -> None:
+def test_tensors_that_the_kernels_do_not_take_are_an_error(
+    broken: Any, said: str
+) -> None:
     with pytest.raises(ValueError, match=f"{said}.*--muon-elementwise"):
         Fused().advance_momentum(
-            [torch.zeros(5)], [broken(5)], [None], torch.zeros(0), (), momentum=0.9, nesterov=True
+            [torch.zeros(5)],
+            [broken(5)],
+            [None],
+            torch.zeros(0),
+            (),
+            momentum=0.9,
+            nesterov=True,
         )
 
 
-# --- in triton's interpreter ----------------------------------------------------------------------
+# --- in triton's interpreter ----------------------------------------------------------
 
 
 def test_the_interpreter_makes_foreachs_bits() -> None:
-    """In a process of its own, since triton reads the variable when a kernel is defined."""
+    """In a process of its own, since triton reads the variable when a kernel is
+    defined.
+    """
     assert interpreted("support.kernels.interpreted") >= 10
 
 
-# --- the instructions -----------------------------------------------------------------------------
+# --- the instructions -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_each_product_and_sum_is_rounded_by_itself(capability: int) -> None:
-    """ptxas never contracts ``mul.rn`` and ``add.rn`` (PTX ISA); none flushes subnormals."""
+    """ptxas never contracts ``mul.rn`` and ``add.rn`` (PTX ISA); none flushes
+    subnormals.
+    """
     seen = set()
     for name, count in instructions(capability).items():
-        plus = {"momentum_kernel": "add.rn", "update_kernel": "sub.rn"}.get(name.split()[0])
+        plus = {"momentum_kernel": "add.rn", "update_kernel": "sub.rn"}.get(
+            name.split()[0]
+        )
         if plus is None:
             continue
         seen.add(plus)
-        floats = {x for x in count if re.search(r"\.(f32|f32x2)$", x) and not x.startswith("cvt")}
-        allowed = {f"{op}.{kind}" for op in ("mul.rn", plus) for kind in ("f32", "f32x2")}
+        floats = {
+            x
+            for x in count
+            if re.search(r"\.(f32|f32x2)$", x) and not x.startswith("cvt")
+        }
+        allowed = {
+            f"{op}.{kind}" for op in ("mul.rn", plus) for kind in ("f32", "f32x2")
+        }
         moved = {x for x in floats if x.startswith(("setp.", "mov.", "selp."))}
         assert floats - moved <= allowed, name
-        assert not any(x.startswith(("fma", "mad.rn", "mad.f32")) or "ftz" in x for x in count)
+        assert not any(
+            x.startswith(("fma", "mad.rn", "mad.f32")) or "ftz" in x for x in count
+        )
         for op in ("mul.rn", plus):
             assert any(x.startswith(op) for x in floats), name
     assert len(seen) == 2
@@ -152,4 +198,7 @@ def test_the_kernels_blocks_are_those_of_the_tables() -> None:
 
     assert fused_kernels.BLOCK == fused._BLOCK
     assert fused_kernels.LAUNCH["enable_fp_fusion"] is False
-    assert SimpleNamespace(**fused_kernels.LAUNCH).num_warps * 32 * 16 == fused_kernels.BLOCK
+    assert (
+        SimpleNamespace(**fused_kernels.LAUNCH).num_warps * 32 * 16
+        == fused_kernels.BLOCK
+    )

@@ -1,4 +1,6 @@
-"""A direction that is not finite leaves its matrix where it was, and its home knows of it."""
+"""A direction that is not finite leaves its matrix where it was, and its home knows of
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,16 @@ BAD = (torch.nan, torch.inf, -torch.inf)
 def test_a_marked_run_stays_and_others_do_not_notice(
     dtype: torch.dtype, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a long run is updated in several parts, and beside a matrix without decay."""
+    """Also where a long run is updated in several parts, and beside a matrix without
+    decay.
+    """
     monkeypatch.setattr(muon, "_IN_CACHE", 10)
     generator = torch.Generator().manual_seed(0)
     sizes, factors, decays = [3, 25, 7, 1], [0.1, 0.2, 0.3, 0.4], [0.0, 0.1, 0.1, 0.0]
     before = list(torch.randn(sum(sizes), generator=generator).split(sizes))
-    directions = list(torch.randn(sum(sizes), generator=generator).to(dtype).split(sizes))
+    directions = list(
+        torch.randn(sum(sizes), generator=generator).to(dtype).split(sizes)
+    )
 
     def updated(marked: tuple[int, ...]) -> list[torch.Tensor]:
         params, given = [x.clone() for x in before], [x.clone() for x in directions]
@@ -46,15 +52,21 @@ def test_a_marked_run_stays_and_others_do_not_notice(
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("iteration", ["standard", "gram"])
-@pytest.mark.parametrize(("rows", "cols", "blocks"), [(6, 10, 1), (10, 6, 1), (8, 8, 1), (6, 8, 2)])
+@pytest.mark.parametrize(
+    ("rows", "cols", "blocks"), [(6, 10, 1), (10, 6, 1), (8, 8, 1), (6, 8, 2)]
+)
 def test_a_home_knows_of_any_entry_that_is_not_finite(
     rows: int, cols: int, blocks: int, iteration: Any, dtype: Any, bad: float
 ) -> None:
-    """By two numbers; of a matrix in column blocks, that are taken apart, any block counts."""
+    """By two numbers; of a matrix in column blocks, that are taken apart, any block
+    counts.
+    """
     config = MuonConfig(ns_dtype=dtype, ns_iteration=iteration)
     shape = {"rows": rows, "cols": cols, "column_blocks": blocks, "apart": blocks > 1}
     kind = torch.float32 if dtype == "fp32" else torch.bfloat16
-    plain = torch.randn(2 * rows * cols, generator=torch.Generator().manual_seed(0)).to(kind)
+    plain = torch.randn(2 * rows * cols, generator=torch.Generator().manual_seed(0)).to(
+        kind
+    )
     for place in (0, rows * cols // 2 + 1, rows * cols - 1):
         staged, found = plain.clone(), Soundness()
         staged[rows * cols + place] = bad
@@ -68,8 +80,12 @@ def test_a_home_knows_of_any_entry_that_is_not_finite(
         assert staged[: rows * cols].isfinite().all()
 
 
-def test_halves_are_exact_and_the_first_is_nearest_and_in_a_tie_away_from_zero() -> None:
-    upper = torch.arange(-(2**15), 2**15, 7, dtype=torch.int32)[:, None] << 16  # every exponent
+def test_halves_are_exact_and_the_first_is_nearest_and_in_a_tie_away_from_zero() -> (
+    None
+):
+    upper = (
+        torch.arange(-(2**15), 2**15, 7, dtype=torch.int32)[:, None] << 16
+    )  # every exponent
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     bits = (upper | lower)[upper.view(torch.float32).isfinite()[:, 0]].view(-1)
     values = bits.view(torch.float32)

@@ -33,8 +33,13 @@ def _written(tmp_path: Path, text: str | bytes, name: str = "t.json") -> Path:
 
 
 def test_an_object_a_list_and_gzip_are_the_same_events(tmp_path: Path) -> None:
-    before, after = {"schemaVersion": 1, "é": ["ü", 12]}, {"baseTimeNanoseconds": 1234567}
-    whole = json.dumps({**before, "traceEvents": EVENTS, **after}, ensure_ascii=False, indent=1)
+    before, after = (
+        {"schemaVersion": 1, "é": ["ü", 12]},
+        {"baseTimeNanoseconds": 1234567},
+    )
+    whole = json.dumps(
+        {**before, "traceEvents": EVENTS, **after}, ensure_ascii=False, indent=1
+    )
     for text in (f"\n {whole} \n", gzip.compress(whole.encode())):
         read = read_trace(_written(tmp_path, text))
         assert (read.events, read.metadata) == (EVENTS, before | after)
@@ -55,10 +60,14 @@ DAMAGED: dict[str, tuple[str | bytes, str]] = {
 
 
 @pytest.mark.parametrize("which", DAMAGED)
-def test_what_is_wrong_is_one_error_that_names_the_file(which: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_one_error_that_names_the_file(
+    which: str, tmp_path: Path
+) -> None:
     text, said = DAMAGED[which]
     path = _written(tmp_path, text)
-    with pytest.raises(TraceError, match=f"^{re.escape(str(path))}: .*{re.escape(said)}") as caught:
+    with pytest.raises(
+        TraceError, match=f"^{re.escape(str(path))}: .*{re.escape(said)}"
+    ) as caught:
         RankTrace(path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
@@ -81,11 +90,15 @@ def test_a_pipe_a_folder_or_a_file_beyond_all_bounds_is_an_error(
 def test_events_are_counted_before_they_take_memory(
     empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Empty ones take 24 times the memory of their text, which a small file can hold."""
+    """Empty ones take 24 times the memory of their text, which a small file can
+    hold.
+    """
     monkeypatch.setattr(events, "MOST_PARTS", 1000)
     monkeypatch.setattr(events, "parsed", lambda text: pytest.fail("it was parsed"))
     text = f"[{','.join([empty] * 1000)}]".encode()
-    with pytest.raises(TraceError, match="more than 1,000 events and lists: trace fewer steps"):
+    with pytest.raises(
+        TraceError, match="more than 1,000 events and lists: trace fewer steps"
+    ):
         read_trace(_written(tmp_path, gzip.compress(text)))
 
 
@@ -102,9 +115,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("which", WRONG)
-def test_a_wrong_value_is_an_error_with_the_file_and_the_event(which: str, tmp_path: Path) -> None:
+def test_a_wrong_value_is_an_error_with_the_file_and_the_event(
+    which: str, tmp_path: Path
+) -> None:
     change, said = WRONG[which]
-    path = write(tmp_path / "t.json", [STEP, {"ph": "M"}, event("aten::mm", 0, 1) | change])
+    path = write(
+        tmp_path / "t.json", [STEP, {"ph": "M"}, event("aten::mm", 0, 1) | change]
+    )
     with pytest.raises(TraceError, match=f"^{re.escape(str(path))}: .*event 2: {said}"):
         RankTrace(path)
 
@@ -117,7 +134,9 @@ def test_ranks_are_known_by_the_trace_else_by_the_files_name(tmp_path: Path) -> 
     write(tmp_path / "rank3.json", [STEP], distributedInfo={"rank": 2})
     assert list(read_run(tmp_path, "x").ranks.index) == [2, 10]
     write(tmp_path / "muon_rank10.json", [STEP])
-    with pytest.raises(TraceError, match=r"muon_rank10.json: adamw_rank10.json is of rank 10, too"):
+    with pytest.raises(
+        TraceError, match=r"muon_rank10.json: adamw_rank10.json is of rank 10, too"
+    ):
         read_run(tmp_path, "x")
 
 
@@ -125,14 +144,18 @@ def test_a_trace_of_no_rank_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no event in it has a duration"):
         RankTrace(write(tmp_path / "t.json", [{"ph": "M", "name": "process_name"}]))
     (tmp_path / "none").mkdir()
-    with pytest.raises(TraceError, match=r"no file in it that ends in .json or .json.gz"):
+    with pytest.raises(
+        TraceError, match=r"no file in it that ends in .json or .json.gz"
+    ):
         files_of(tmp_path / "none")
 
 
 STEPS = [mark("ProfilerStep#3", 1000, 2000), mark("ProfilerStep#4", 3000, 5000)]
 
 
-def _times(tmp_path: Path, *events: Event, **metadata: Any) -> tuple[pd.Series, pd.DataFrame]:
+def _times(
+    tmp_path: Path, *events: Event, **metadata: Any
+) -> tuple[pd.Series, pd.DataFrame]:
     """The row of the rank, and its collectives by name."""
     run = read_run(write(tmp_path / "t.json.gz", events, **metadata), "t")
     return run.ranks.iloc[0], run.means()
@@ -188,8 +211,12 @@ def test_a_step_is_compute_exposed_and_idle(which: str, tmp_path: Path) -> None:
     events, split = SPLIT[which]
     rank, _ = _times(tmp_path, *events)
     names = ("compute", "communication", "overlapped", "exposed", "idle")
-    assert [rank[f"{name}_ms"] for name in names] == pytest.approx([us / 1e3 for us in split])
-    assert rank.step_ms == pytest.approx(rank.compute_ms + rank.exposed_ms + rank.idle_ms)
+    assert [rank[f"{name}_ms"] for name in names] == pytest.approx(
+        [us / 1e3 for us in split]
+    )
+    assert rank.step_ms == pytest.approx(
+        rank.compute_ms + rank.exposed_ms + rank.idle_ms
+    )
     assert rank.device == ("gpu" if "GPU" in which else "cpu")
     assert rank.steps == {"the m": 2, "no ma": 0}.get(which[:5], 1)
 
@@ -209,9 +236,18 @@ def test_a_kind_is_exposed_where_nothing_is_computed(tmp_path: Path) -> None:
 
 
 LIST, TWO = ["TensorList"], ["float", "float"]
-GLOO = [  # operator, shapes and types of its arguments, gloo's event, elements: operation, bytes
+# operator, shapes and types of its arguments, gloo's event, elements: operation, bytes
+GLOO = [
     ("allreduce_", [[[250]]], LIST, "all_reduce", 250, "all_reduce", 1000),
-    ("_reduce_scatter_base_", [[50], [100]], TWO, "all_reduce", 100, "reduce_scatter", 400),
+    (
+        "_reduce_scatter_base_",
+        [[50], [100]],
+        TWO,
+        "all_reduce",
+        100,
+        "reduce_scatter",
+        400,
+    ),
     (
         *("reduce_scatter_tensor_coalesced_", [[[50]], [[100]]], LIST * 2),
         *("all_reduce", 100, "reduce_scatter", 400),
@@ -221,7 +257,9 @@ GLOO = [  # operator, shapes and types of its arguments, gloo's event, elements:
 ]
 
 
-@pytest.mark.parametrize(("operator", "dims", "types", "name", "elements", "said", "size"), GLOO)
+@pytest.mark.parametrize(
+    ("operator", "dims", "types", "name", "elements", "said", "size"), GLOO
+)
 def test_gloos_event_is_of_the_operator_that_started_it(
     *,
     operator: str,
@@ -236,7 +274,12 @@ def test_gloos_event_is_of_the_operator_that_started_it(
     _, kinds = _times(
         tmp_path,
         *(STEP, mark("muon/gather", 90, 120), mark("muon/gather/collective", 95, 115)),
-        event(f"c10d::{operator}", 100, 110, args={"Input Dims": dims, "Input type": types}),
+        event(
+            f"c10d::{operator}",
+            100,
+            110,
+            args={"Input Dims": dims, "Input type": types},
+        ),
         gloo(name, 105, 305, elements),
     )
     kind = kinds.loc[f"{said} fp32 muon/gather"]
@@ -258,7 +301,9 @@ def test_nccls_arguments_give_bytes_and_bandwidth(
     which: tuple[str, int, int, str], tmp_path: Path
 ) -> None:
     name, size, sent = NCCL[which]
-    _, kinds = _times(tmp_path, STEP, kernel("ncclDevKernel_Generic(x)", 0, 50, **nccl(*which)))
+    _, kinds = _times(
+        tmp_path, STEP, kernel("ncclDevKernel_Generic(x)", 0, 50, **nccl(*which))
+    )
     assert kinds.bytes[name] == size
     assert kinds["GB/s"][name] == pytest.approx(size / 50e-6 / 1e9)
     assert kinds["bus GB/s"][name] == pytest.approx(sent / 50e-6 / 1e9)
@@ -267,12 +312,24 @@ def test_nccls_arguments_give_bytes_and_bandwidth(
 def test_an_nccl_kernel_is_in_the_phase_that_launched_it(tmp_path: Path) -> None:
     ours = nccl("_allgather_base", 10, 2, "Float") | {"External id": 5}
     foreign = nccl("_allgather_base", 6, 2, "Float")
-    foreign |= {"External id": 6, "Process Group Description": "TENSOR_MODEL_PARALLEL_GROUP"}
+    foreign |= {
+        "External id": 6,
+        "Process Group Description": "TENSOR_MODEL_PARALLEL_GROUP",
+    }
     _, kinds = _times(
         tmp_path,
-        *(STEP, mark("params/gather", 10, 40), event("record_param_comms", 20, 30, args=ours)),
-        event("c10d::_allgather_base_", 15, 35, args={"External id": 5}),  # it has no sizes
-        *(kernel(RING, 500, 600, **{"External id": 5}), kernel(RING, 700, 800, **foreign)),
+        *(
+            STEP,
+            mark("params/gather", 10, 40),
+            event("record_param_comms", 20, 30, args=ours),
+        ),
+        event(
+            "c10d::_allgather_base_", 15, 35, args={"External id": 5}
+        ),  # it has no sizes
+        *(
+            kernel(RING, 500, 600, **{"External id": 5}),
+            kernel(RING, 700, 800, **foreign),
+        ),
     )
     assert kinds.bytes.to_dict() == {
         "all_gather fp32 params/gather": 40,
@@ -283,5 +340,6 @@ def test_an_nccl_kernel_is_in_the_phase_that_launched_it(tmp_path: Path) -> None
 def test_kernels_after_the_hosts_last_step_are_in_it(tmp_path: Path) -> None:
     events = (mark("ProfilerStep#1", 0, 100), kernel("gemm", 50, 400))
     assert _times(tmp_path, *events)[0].step_ms == 0.4
-    # our own traces wait for the GPU within a step, and meet other ranks after the last one
+    # our own traces wait for the GPU within a step, and meet other ranks after the last
+    # one
     assert _times(tmp_path, *events, megatron_muon={"stage": 0})[0].step_ms == 0.1

@@ -30,7 +30,7 @@ def new(numel: int = N) -> torch.Tensor:
     return torch.empty(numel, device="cuda")
 
 
-# --- allocator -----------------------------------------------------------------------------------
+# --- allocator ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -45,18 +45,28 @@ def test_memory_used_on_another_stream_is_kept_by_record_stream(recorded: bool) 
 
     alone(
         program
-    )  # what a first recording imports keeps the frames of its import, and their tensors
+        # what a first recording imports keeps the frames of its import, and their
+        # tensors
+    )
     assert kinds(alone(program)) == (set() if recorded else {"freed"})
 
 
 @pytest.mark.parametrize("is_foreign", [False, True])
-def test_torch_keeps_a_message_in_its_own_memory_until_the_gpu_is_done(is_foreign: bool) -> None:
+def test_torch_keeps_a_message_in_its_own_memory_until_the_gpu_is_done(
+    is_foreign: bool,
+) -> None:
     def program(gpu: Any, group: Any) -> None:
         sent, received = new(), new()
-        views = [torch.utils.dlpack.from_dlpack(x) if is_foreign else x for x in (sent, received)]
+        views = [
+            torch.utils.dlpack.from_dlpack(x) if is_foreign else x
+            for x in (sent, received)
+        ]
         kinds = (dist.isend, dist.irecv)
         works = dist.batch_isend_irecv(
-            [dist.P2POp(kind, x[:8], 1, group) for kind, x in zip(kinds, views, strict=True)]
+            [
+                dist.P2POp(kind, x[:8], 1, group)
+                for kind, x in zip(kinds, views, strict=True)
+            ]
         )
         works[0].wait()
         del sent, received, views
@@ -67,7 +77,7 @@ def test_torch_keeps_a_message_in_its_own_memory_until_the_gpu_is_done(is_foreig
     assert blocks == [2, 2 if is_foreign else 3, 3]
 
 
-# --- host ----------------------------------------------------------------------------------------
+# --- host -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -92,22 +102,38 @@ def test_torch_keeps_a_message_in_its_own_memory_until_the_gpu_is_done(is_foreig
         ("", lambda x: x.copy_(torch.empty(N).pin_memory(), non_blocking=True)),
         ("", lambda x: torch.empty(N).pin_memory().copy_(x, non_blocking=True)),
         ("", lambda x: torch.full((3,), 2.0, device="cuda")),
-        ("", lambda x: x.mul_(torch.tensor(2.0))),  # a number of the host's goes to the kernel
+        (
+            "",
+            lambda x: x.mul_(torch.tensor(2.0)),
+        ),  # a number of the host's goes to the kernel
         ("", lambda x: x.to("cuda").float()),
         ("", lambda x: torch.cuda.Event().record()),
     ],
 )
-def test_a_host_synchronisation_has_its_name(name: str, call: Callable[[Any], Any]) -> None:
-    assert [s.name for s in alone(lambda gpu, group: call(new())).host_syncs] == [name] * bool(name)
+def test_a_host_synchronisation_has_its_name(
+    name: str, call: Callable[[Any], Any]
+) -> None:
+    assert [s.name for s in alone(lambda gpu, group: call(new())).host_syncs] == [
+        name
+    ] * bool(name)
 
 
-# --- launches ------------------------------------------------------------------------------------
+# --- launches -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("count", "call"),
     [
-        (0, lambda x, m: (x[1:3], x.view(2, -1), m.mT, x.split(100), torch.empty_like(x))),
+        (
+            0,
+            lambda x, m: (
+                x[1:3],
+                x.view(2, -1),
+                m.mT,
+                x.split(100),
+                torch.empty_like(x),
+            ),
+        ),
         (1, lambda x, m: x.mul_(2)),
         (1, lambda x, m: m @ m),
         (2, lambda x, m: torch.addmm(m, m, m)),  # the term is copied first
@@ -119,11 +145,16 @@ def test_a_host_synchronisation_has_its_name(name: str, call: Callable[[Any], An
         (2, lambda x, m: torch._foreach_mul_([x] * 111, 2.0)),
         (2, lambda x, m: torch._foreach_add_([x] * 65, [x] * 65)),
         (1, lambda x, m: torch._foreach_copy_([x] * 9, [x.bfloat16()] * 9) and None),
-        (2, lambda x, m: torch._foreach_copy_([m, m], [m.mT, m.mT])),  # other strides: one each
+        (
+            2,
+            lambda x, m: torch._foreach_copy_([m, m], [m.mT, m.mT]),
+        ),  # other strides: one each
         (3, lambda x, m: torch._foreach_norm([x] * 10)),
     ],
 )
-def test_an_operation_launches_what_cuda_would(count: int, call: Callable[[Any, Any], Any]) -> None:
+def test_an_operation_launches_what_cuda_would(
+    count: int, call: Callable[[Any, Any], Any]
+) -> None:
     def program(gpu: Any, group: Any) -> None:
         x, m = new(), torch.empty(16, 16, device="cuda")
         call(x, m)
@@ -133,11 +164,14 @@ def test_an_operation_launches_what_cuda_would(count: int, call: Callable[[Any, 
     assert recording.launches - casts == count
 
 
-# --- point to point ------------------------------------------------------------------------------
+# --- point to point -------------------------------------------------------------------
 
 
 def world(*programs: Program) -> dict[int, Recording]:
-    return {rank: record(rank, len(programs), program) for rank, program in enumerate(programs)}
+    return {
+        rank: record(rank, len(programs), program)
+        for rank, program in enumerate(programs)
+    }
 
 
 def batch(*operations: tuple[str, int, int]) -> Program:
@@ -146,7 +180,9 @@ def batch(*operations: tuple[str, int, int]) -> Program:
     def program(gpu: Any, group: Any) -> None:
         tensors = [new(numel) for _, _, numel in operations]
         p2p = [
-            dist.P2POp(dist.isend if kind == "send" else dist.irecv, tensor, peer, group)
+            dist.P2POp(
+                dist.isend if kind == "send" else dist.irecv, tensor, peer, group
+            )
             for (kind, peer, _), tensor in zip(operations, tensors, strict=True)
         ]
         works = dist.batch_isend_irecv(p2p)
@@ -159,7 +195,10 @@ def batch(*operations: tuple[str, int, int]) -> Program:
 
 @pytest.mark.parametrize(
     ("other", "said"),
-    [(batch(("recv", 0, 6)), "0 sends 1 20 B"), (lambda gpu, group: None, "1 takes nothing")],
+    [
+        (batch(("recv", 0, 6)), "0 sends 1 20 B"),
+        (lambda gpu, group: None, "1 takes nothing"),
+    ],
     ids=["size", "missing"],
 )
 def test_messages_that_do_not_fit_are_found(other: Program, said: str) -> None:
@@ -168,7 +207,9 @@ def test_messages_that_do_not_fit_are_found(other: Program, said: str) -> None:
 
 
 def test_batches_in_a_circle_are_a_deadlock() -> None:
-    """Each rank sends first and receives after: in one batch it is fine, in two nobody moves."""
+    """Each rank sends first and receives after: in one batch it is fine, in two nobody
+    moves.
+    """
 
     def apart(rank: int) -> Program:
         two = [batch((kind, 1 - rank, 5)) for kind in ("send", "recv")]

@@ -1,4 +1,6 @@
-"""Each rule of a run's warnings fires on its own sign, and none on a run that is well."""
+"""Each rule of a run's warnings fires on its own sign, and none on a run that is
+well.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,22 @@ def muon(**numbers: float | None) -> dict[str, Any]:
 
 
 SIGNS: dict[str, tuple[Callable[[], list[str]], str]] = {
-    "small": (lambda: warned(lambda step: muon(update_rms=0.05)), f"promised size.* {ROW} 0.25"),
-    "large": (lambda: warned(lambda step: muon(update_rms=0.3)), f"promised size.* {ROW} 1.50"),
-    "nan": (lambda: warned(lambda step: muon(cosine=None)), f"not finite .*cosine of {ROW}"),
-    "idle": (lambda: warned(lambda step: muon(moved=0.75)), f"without a gradient .*{ROW} 25%"),
+    "small": (
+        lambda: warned(lambda step: muon(update_rms=0.05)),
+        f"promised size.* {ROW} 0.25",
+    ),
+    "large": (
+        lambda: warned(lambda step: muon(update_rms=0.3)),
+        f"promised size.* {ROW} 1.50",
+    ),
+    "nan": (
+        lambda: warned(lambda step: muon(cosine=None)),
+        f"not finite .*cosine of {ROW}",
+    ),
+    "idle": (
+        lambda: warned(lambda step: muon(moved=0.75)),
+        f"without a gradient .*{ROW} 25%",
+    ),
     "growth": (
         lambda: warned(lambda step: {"layers": {LAYER: {"output_rms": 1.3**step}}}),
         rf"outputs of layers grow: {LAYER} \d",
@@ -62,7 +76,9 @@ def test_a_sign_gives_its_warning_once(which: str) -> None:
 def test_what_the_warning_of_growing_outputs_names_has_the_papers_answer() -> None:
     """Appendix D: decay the norms' gammas."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    (section,) = re.findall(rf"^### {_GROW}\n(.*?)^### ", page, re.MULTILINE | re.DOTALL)
+    (section,) = re.findall(
+        rf"^### {_GROW}\n(.*?)^### ", page, re.MULTILINE | re.DOTALL
+    )
     assert "--weight-decay-all-params" in section
 
 

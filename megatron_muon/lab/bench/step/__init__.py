@@ -1,1 +1,3 @@
-"""``megatron-muon bench step``: optimizer steps of AdamW and kinds of Muon, in turns."""
+"""``megatron-muon bench step``: optimizer steps of AdamW and kinds of Muon, in
+turns.
+"""

@@ -12,7 +12,11 @@ import torch
 
 import megatron_muon
 from megatron_muon.lab.bench.step.rows import OPTIONS, Row, bucket_elements
-from megatron_muon.lab.bench.step.upstream import layouts, lays_out_buffers, upstream_optimizer
+from megatron_muon.lab.bench.step.upstream import (
+    layouts,
+    lays_out_buffers,
+    upstream_optimizer,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,9 @@ class Built:
 
 
 def build(row: Row, flags: Namespace, timers: Any) -> Built:
-    """Build a row on this rank; every rank calls it, after Megatron's groups are made."""
+    """Build a row on this rank; every rank calls it, after Megatron's groups are
+    made.
+    """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megatron_muon.lab.dry_run.chunks import build_chunks

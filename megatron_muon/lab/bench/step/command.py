@@ -1,4 +1,6 @@
-"""``megatron-muon bench step``: the cost of Muon's optimizer step beside other optimizers'."""
+"""``megatron-muon bench step``: the cost of Muon's optimizer step beside other
+optimizers'.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _SECONDS = 8 * 3600  # a bound on ranks that hang, also on each collective
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; wrong arguments end the process with status 2, as argparse does."""
+    """Run the command; wrong arguments end the process with status 2, as argparse
+    does.
+    """
     flags = parsed(argv, _PROGRAM)
     from megatron_muon.lab.routes.model_flags import megatron_is_quiet, stop
     from megatron_muon.mcore.seams.rows import check_rows
@@ -55,7 +59,9 @@ def _task(flags: Namespace) -> Task:
     left_out = why_no_upstream(flags) if upstream else None
     if left_out is not None:
         names = [name for name in names if name not in upstream]
-        print(f"{_PROGRAM}: {', '.join(upstream)}: left out: {left_out}", file=sys.stderr)
+        print(
+            f"{_PROGRAM}: {', '.join(upstream)}: left out: {left_out}", file=sys.stderr
+        )
     mib = flags.muon_round_mib
     speeds = {
         name: value
@@ -84,7 +90,9 @@ def _check(flags: Namespace) -> None:
     """Raise errors that ranks would only find one by one, or after all the work."""
     pp, ep = flags.pipeline_model_parallel_size, flags.expert_model_parallel_size
     if (flags.num_experts or 0) % ep:
-        raise ValueError(f"--num-experts {flags.num_experts} is not a multiple of --ep {ep}")
+        raise ValueError(
+            f"--num-experts {flags.num_experts} is not a multiple of --ep {ep}"
+        )
     if flags.num_layers % pp:
         raise ValueError(f"--layers {flags.num_layers} is not a multiple of --pp {pp}")
     if flags.traces is not None and not flags.traces.is_dir():

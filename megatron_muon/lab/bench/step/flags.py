@@ -1,4 +1,6 @@
-"""The flags of ``megatron-muon bench step``: its own, and those of Megatron-LM's of a model."""
+"""The flags of ``megatron-muon bench step``: its own, and those of Megatron-LM's of a
+model.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,11 @@ _SIZES = {
     "seq": ("seq_length", 1024),
 }
 _LIKE_LLAMA = {
-    **{"bf16": True, "untie_embeddings_and_output_weights": True, "add_bias_linear": False},
+    **{
+        "bf16": True,
+        "untie_embeddings_and_output_weights": True,
+        "add_bias_linear": False,
+    },
     **{"normalization": "RMSNorm", "position_embedding_type": "rope"},
 }
 # Flags that not all rows can have, and why.
@@ -71,7 +77,8 @@ _REFUSED = {
 
 
 def parsed(argv: Sequence[str], program: str = "megatron-muon bench step") -> Namespace:
-    """Megatron-LM's flags of the model and its ranks, and the command's own, as argparse has them.
+    """Megatron-LM's flags of the model and its ranks, and the command's own, as
+    argparse has them.
 
     Wrong ones end the process with status 2.
     """
@@ -83,7 +90,9 @@ def parsed(argv: Sequence[str], program: str = "megatron-muon bench step") -> Na
             parser.error(f"{flag} cannot be given here: {why}; leave it out")
     if None not in (flags.ddp_bucket_size, flags.ddp_num_buckets):
         parser.error("give either --ddp-bucket-size or --ddp-num-buckets, not both")
-    flags.num_attention_heads = flags.num_attention_heads or max(1, flags.hidden_size // 64)
+    flags.num_attention_heads = flags.num_attention_heads or max(
+        1, flags.hidden_size // 64
+    )
     if flags.rows is None:  # at TP 1 all modes of upstream's are one
         several = flags.tensor_model_parallel_size > 1
         left_out = {"upstream-distributed", "" if several else "upstream-blockwise"}
@@ -92,7 +101,9 @@ def parsed(argv: Sequence[str], program: str = "megatron-muon bench step") -> Na
     sizes = (flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size)
     flags.world_size = math.prod((flags.dp, flags.context_parallel_size, *sizes))
     if flags.world_size > MOST_HERE:
-        parser.error(f"TP x PP x CP x DP are {flags.world_size} ranks, at most {MOST_HERE} here")
+        parser.error(
+            f"TP x PP x CP x DP are {flags.world_size} ranks, at most {MOST_HERE} here"
+        )
     return flags
 
 
@@ -103,10 +114,14 @@ def command_parser(program: str) -> argparse.ArgumentParser:
     add_megatron_flags(parser)
     for name, (of_megatron, _) in _SIZES.items():
         kind = count(most=1 << 24)
-        parser.add_argument(f"--{name}", type=kind, dest=of_megatron, help=argparse.SUPPRESS)
+        parser.add_argument(
+            f"--{name}", type=kind, dest=of_megatron, help=argparse.SUPPRESS
+        )
     ranks = count(most=MOST_HERE)
     parser.add_argument("--dp", type=ranks, default=2, help=argparse.SUPPRESS)
-    parser.set_defaults(tensor_model_parallel_size=2, **dict(_SIZES.values()), **_LIKE_LLAMA)
+    parser.set_defaults(
+        tensor_model_parallel_size=2, **dict(_SIZES.values()), **_LIKE_LLAMA
+    )
     add = parser.add_argument
     text = "threads per rank (default: cores/ranks)"
     add("--threads", type=ranks, metavar="N", help=text)
@@ -114,9 +129,15 @@ def command_parser(program: str) -> argparse.ArgumentParser:
     add("--rounds", type=count(most=1 << 20), default=7, metavar="N", help=text)
     text = "measure only these rows"
     add("--rows", nargs="+", choices=ROWS, metavar="ROW", help=text)
-    text = "add rows of muon-contiguous: with one round (none), or one for each parameter (naive)"
+    text = (
+        "add rows of muon-contiguous: with one round (none), or one for each "
+        "parameter (naive)"
+    )
     add("--exchange", nargs="+", choices=["none", "naive"], default=[], help=text)
-    text = "add rows of muon-bucketed with --overlap-param-gather: gathers start in the forward "
+    text = (
+        "add rows of muon-bucketed with --overlap-param-gather: gathers start "
+        "in the forward "
+    )
     text += "pass (late), or in the step (early); a step ends when all are there"
     add("--gathers", nargs="+", choices=["late", "early"], default=[], help=text)
     text = "cap on a rank's buffers for one round of the exchange, in MiB"

@@ -1,9 +1,10 @@
-"""A rank's part in ``megatron-muon bench step``: in each round every row takes one step.
+"""A rank's part in ``megatron-muon bench step``: in each round every row takes one
+step.
 
-Memory holds one row at a time. Before its turn a row's storage is allocated and filled. Weights and
-gradients get noise that is the same for every row, optimizer state zeros. After its turn the
-storage is freed. So every step is a first step from the same weights. All rows of our Muon with the
-same iteration must end it with the same bits.
+Memory holds one row at a time. Before its turn a row's storage is allocated and filled.
+Weights and gradients get noise that is the same for every row, optimizer state zeros.
+After its turn the storage is freed. So every step is a first step from the same
+weights. All rows of our Muon with the same iteration must end it with the same bits.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class StepJob:
     rows: tuple[Row, ...]  # rows in the order of the table
     rounds: int  # number of rounds, with one timed step of each row
     traces: Path | None = None  # for Chrome traces of a step, in a folder for each row
-    launches: bool = False  # whether to count a GPU's kernels and copies, and the host's time
+    launches: bool = (
+        False  # whether to count a GPU's kernels and copies, and the host's time
+    )
 
 
 @dataclass
@@ -57,9 +60,15 @@ class Measured:
     """The measurements of one row on one rank."""
 
     times: list[Times] = field(default_factory=list)  # times of each round's step
-    counted: Counted = field(default_factory=Counted)  # of one step, and of its gradients
-    exchange_rounds: int = 0  # rounds of our exchange in a step, summed over its optimizers
-    ns_flops_once: int = 0  # of the stage with each matrix once; on its first rank, else 0
+    counted: Counted = field(
+        default_factory=Counted
+    )  # of one step, and of its gradients
+    exchange_rounds: int = (
+        0  # rounds of our exchange in a step, summed over its optimizers
+    )
+    ns_flops_once: int = (
+        0  # of the stage with each matrix once; on its first rank, else 0
+    )
     state_bytes: int = 0  # bytes of fp32 main parameters and optimizer state
     peak_bytes: int = 0  # peak bytes in a step, minus the bytes before it
     weights: int = 0  # checksum of the model's weights after a step
@@ -69,7 +78,9 @@ class Measured:
 
 
 def measure(job: StepJob) -> list[Measured]:
-    """Measurements of every row on this rank; torch's world is up, Megatron's groups are not."""
+    """Measurements of every row on this rank; torch's world is up, Megatron's groups
+    are not.
+    """
     device = start_megatron(job.flags)
     noise = torch.empty(NOISE, device=device)
     generator = torch.Generator(device).manual_seed(1)
@@ -92,7 +103,9 @@ def measure(job: StepJob) -> list[Measured]:
             contender.watch_launches()
         if job.traces is not None:
             contender.trace(job.traces / row.name)
-    for number in progress(range(job.rounds), "rounds", disable=None if is_first else True):
+    for number in progress(
+        range(job.rounds), "rounds", disable=None if is_first else True
+    ):
         shift = number % len(contenders)
         for contender in contenders[shift:] + contenders[:shift]:
             contender.measured.times.append(contender.step())
@@ -111,14 +124,19 @@ def start_megatron(flags: Namespace) -> torch.device:
 class _Contender:
     """A row on this rank."""
 
-    def __init__(self, row: Row, built: Built, watch: StepTimers, noise: Tensor) -> None:
+    def __init__(
+        self, row: Row, built: Built, watch: StepTimers, noise: Tensor
+    ) -> None:
         self.measured = Measured()
         self._chunks = built.chunks
         self._optimizer = built.optimizer
         self._watch = watch
         self._noise = noise
         self._parked: list[tuple[torch.UntypedStorage, int]] = []
-        for name in ("prepare_grads", "get_grad_norm"):  # Megatron has no timers of them
+        for name in (
+            "prepare_grads",
+            "get_grad_norm",
+        ):  # Megatron has no timers of them
             watch.time(built.optimizer, name, name.replace("_", "-"))
         self._awaited = list(_in_forward_order(built.chunks)) if row.overlap else []
         for group in self._awaited:
@@ -140,7 +158,9 @@ class _Contender:
 
     @torch.no_grad()
     def wake(self) -> None:
-        """Allocate and fill the row's storage as before a first step, and wait for all ranks."""
+        """Allocate and fill the row's storage as before a first step, and wait for all
+        ranks.
+        """
         for storage, size in self._parked:
             storage.resize_(size)
         self._parked = []
@@ -163,7 +183,9 @@ class _Contender:
         return times
 
     def count(self) -> None:
-        """Count a step, the row's first, and the bytes of the reduction of gradients before it."""
+        """Count a step, the row's first, and the bytes of the reduction of gradients
+        before it.
+        """
         self.wake()
         reduced = count(self._watch, self._reduce_gradients)
         counted = count(self._watch, self._step)
@@ -214,7 +236,9 @@ class _Contender:
             group.param_gather_dispatched = False  # as the backward pass says
         successful, _, _ = self._optimizer.step()
         if not successful:
-            raise RuntimeError("Megatron skipped a step: gradients or their norm are not finite")
+            raise RuntimeError(
+                "Megatron skipped a step: gradients or their norm are not finite"
+            )
         for group in self._awaited:
             group.finish_param_sync()  # as a forward pass does
 
@@ -226,7 +250,9 @@ class _Contender:
                 chunk.finish_grad_sync()
 
     def _params(self) -> Iterator[tuple[str, Any]]:
-        """Parameters by a key that is the same in all rows and on all ranks with the elements."""
+        """Parameters by a key that is the same in all rows and on all ranks with the
+        elements.
+        """
         from megatron.core import parallel_state as ps
 
         places = f"stage {ps.get_pipeline_model_parallel_rank()}"
@@ -252,7 +278,9 @@ class _Contender:
         yield from states(self._optimizer)
 
     def _fill(self, flat: Tensor, key: str, start: int) -> None:
-        """Fill ``flat`` with the noise of parameter ``key``, from its element ``start`` on."""
+        """Fill ``flat`` with the noise of parameter ``key``, from its element ``start``
+        on.
+        """
         at = (zlib.crc32(key.encode()) + start) % NOISE
         done = 0
         while done < flat.numel():
@@ -276,20 +304,32 @@ def _in_forward_order(chunks: Sequence[Any]) -> Iterator[Any]:
     """
     for chunk in chunks:
         kinds = chunk.bucket_groups, chunk.expert_parallel_bucket_groups
-        places = [(at / len(kind), group) for kind in kinds for at, group in enumerate(kind[::-1])]
+        places = [
+            (at / len(kind), group)
+            for kind in kinds
+            for at, group in enumerate(kind[::-1])
+        ]
         yield from (group for _, group in sorted(places, key=lambda place: place[0]))
 
 
 def main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
-    """(parameter, its fp32 main shard, the parameter's element at which the shard begins)."""
+    """(parameter, its fp32 main shard, the parameter's element at which the shard
+    begins).
+    """
     from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 
     for part in optimizers_of(optimizer):
         if hasattr(part, "shard_fp32_from_float16_groups"):
             for param, shard in owned_shards(part):
-                yield param, shard, part._get_model_param_range_map(param)["param"].start
+                yield (
+                    param,
+                    shard,
+                    part._get_model_param_range_map(param)["param"].start,
+                )
             continue
-        for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+        for models, mains in zip(
+            part.float16_groups, part.fp32_from_float16_groups, strict=True
+        ):
             for param, main in zip(models, mains, strict=True):
                 yield param, main, 0
 
@@ -316,7 +356,9 @@ def optimizers_of(optimizer: Any) -> Iterator[Any]:
 
 
 def _flops_once(optimizer: Any) -> int:
-    """Flops of the stage's matrices on its first rank; 0 on others, and for rows without a plan."""
+    """Flops of the stage's matrices on its first rank; 0 on others, and for rows
+    without a plan.
+    """
     return sum(
         sum(part.muon.plan.ns_flops())
         for part in optimizers_of(optimizer)

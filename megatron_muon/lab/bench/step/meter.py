@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 PARAM_GATHER = "params-all-gather"
-# The kind of bytes that a part of the step sends. Bytes outside these parts are "norm": a few bytes
-# for the gradient norm and the votes of all ranks.
+# The kind of bytes that a part of the step sends. Bytes outside these parts are "norm":
+# a few bytes for the gradient norm and the votes of all ranks.
 KINDS = {
     "muon-gather": "gather",
     "muon-scatter": "scatter",
@@ -38,7 +38,8 @@ class Times:
     """Milliseconds of one step on one rank.
 
     ``parts_ms`` is by part, without the parts inside it; ``rest`` is outside all parts.
-    ``ns_cpu_ms`` is processor time of this thread in Newton-Schulz; meaningless on a GPU.
+    ``ns_cpu_ms`` is processor time of this thread in Newton-Schulz; meaningless on a
+    GPU.
     """
 
     ms: float
@@ -47,10 +48,12 @@ class Times:
 
 
 class StepTimers:
-    """Stands in for Megatron's ``Timers``: optimizers call ``watch(name).start()`` and ``.stop()``.
+    """Stands in for Megatron's ``Timers``: optimizers call ``watch(name).start()`` and
+    ``.stop()``.
 
-    On a GPU begins and ends are CUDA events of the current stream, which are read after the step.
-    Nothing waits for them, and a part's time is the time of its kernels on that stream.
+    On a GPU begins and ends are CUDA events of the current stream, which are read after
+    the step. Nothing waits for them, and a part's time is the time of its kernels on
+    that stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -127,7 +130,9 @@ class StepTimers:
         return event
 
     def _ms(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end)) if self._cuda else 1e3 * float(end - begin)
+        return (
+            float(begin.elapsed_time(end)) if self._cuda else 1e3 * float(end - begin)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +149,18 @@ class _Timer:
 
 @dataclass
 class Counted:
-    """Of one step on one rank: bytes sent to other ranks, by kind, and flops of products."""
+    """Of one step on one rank: bytes sent to other ranks, by kind, and flops of
+    products.
+    """
 
     sent_bytes: dict[str, int] = field(default_factory=dict)
     flops: int = 0
 
 
 def count(watch: StepTimers, step: Callable[[], None]) -> Counted:
-    """Run a step and count its bytes and flops; this takes several times as long as the step."""
+    """Run a step and count its bytes and flops; this takes several times as long as the
+    step.
+    """
     wire = _Wire(watch)
     with FlopCounterMode(display=False) as flops, wire:
         step()
@@ -162,8 +171,8 @@ def count(watch: StepTimers, step: Callable[[], None]) -> Counted:
 class _Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes that each collective sends from this rank to others.
 
-    An all-to-all counts by its sizes, other collectives as by bandwidth-optimal algorithms,
-    whatever the backend does.
+    An all-to-all counts by its sizes, other collectives as by bandwidth-optimal
+    algorithms, whatever the backend does.
     """
 
     def __init__(self, watch: StepTimers) -> None:
@@ -171,7 +180,9 @@ class _Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sent: dict[str, int] = defaultdict(int)
         self._watch = watch
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::")
             sent = _sent(name, args)
@@ -191,7 +202,11 @@ def _sent(name: str, args: Any) -> int:
         return int((given.numel() - own) * given.element_size())
     if name in ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"):
         return (size - 1) * _bytes(args[1])
-    if name in ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"):
+    if name in (
+        "_reduce_scatter_base_",
+        "reduce_scatter_",
+        "reduce_scatter_tensor_coalesced_",
+    ):
         return _bytes(args[1]) * (size - 1) // size
     if name in ("allreduce_", "allreduce_coalesced_"):
         return 2 * _bytes(args[0]) * (size - 1) // size
@@ -212,7 +227,8 @@ def _bytes(tensors: Any) -> int:
 def peak_bytes(device: torch.device, step: Callable[[], None]) -> int:
     """Peak bytes that a step has allocated at once, on top of the bytes before it.
 
-    On the CPU the peak follows from every allocation and release of torch's allocator, in order.
+    On the CPU the peak follows from every allocation and release of torch's allocator,
+    in order.
     """
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -238,7 +254,9 @@ _COPIES = {"memcpy": "copies", "memset": "memsets"}
 
 
 def launched(profiler: Any) -> dict[str, int]:
-    """Kernels, copies and memsets of a GPU, by the ``profiler`` of torch's ``profile``."""
+    """Kernels, copies and memsets of a GPU, by the ``profiler`` of torch's
+    ``profile``.
+    """
     counts = {"kernels": 0, "copies": 0, "memsets": 0}
     for event in profiler.kineto_results.events():
         if event.device_type() != DeviceType.CUDA or event.is_user_annotation():

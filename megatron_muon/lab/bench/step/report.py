@@ -26,15 +26,23 @@ _DIMENSIONS = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
 
 
 def report(
-    argv: Sequence[str], flags: Namespace, task: Task, ranks: Sequence[Sequence[Measured]]
+    argv: Sequence[str],
+    flags: Namespace,
+    task: Task,
+    ranks: Sequence[Sequence[Measured]],
 ) -> int:
-    """Print the tables and write the files; a CommandError if weights differ that must not."""
+    """Print the tables and write the files; a CommandError if weights differ that must
+    not.
+    """
     rows: tuple[Row, ...] = task.argument.rows
     lines = [
         table.Line(row.name, of_ranks)
         for row, of_ranks in zip(rows, zip(*ranks, strict=True), strict=True)
     ]
-    sizes = {name: getattr(flags, f"{of}_model_parallel_size") for name, of in _DIMENSIONS.items()}
+    sizes = {
+        name: getattr(flags, f"{of}_model_parallel_size")
+        for name, of in _DIMENSIONS.items()
+    }
     topology = sizes | {"dp": flags.dp, "cp": flags.context_parallel_size}
     _print_tables(flags, topology, task, lines)
     verdicts = _weights(rows, lines)
@@ -45,7 +53,8 @@ def report(
     if all(verdicts.values()):
         return 0
     raise CommandError(
-        "rows of Muon with the same iteration ended a step with different weights, so the figures "
+        "rows of Muon with the same iteration ended a step with different weights, so "
+        "the figures "
         "above are not of the same work"
     )
 
@@ -57,26 +66,33 @@ def _print_tables(
     sizes = [f"{name.upper()} {size}" for name, size in topology.items() if size > 1]
     show(
         "",
-        f"{' x '.join(sizes) or 'one rank'} ({task.world} ranks over {backend}, {task.threads} "
-        f"thread(s) each), hidden {flags.hidden_size}, {flags.num_layers} layers, {flags.rounds} "
+        f"{' x '.join(sizes) or 'one rank'} ({task.world} ranks over {backend}, "
+        f"{task.threads} "
+        f"thread(s) each), hidden {flags.hidden_size}, {flags.num_layers} layers, "
+        f"{flags.rounds} "
         f"rounds{'; at least 7 are needed to compare' if flags.rounds < 7 else ''}",
     )
     print(table.as_text(lines))
     if not task.gpus:
         times = {line.name: line.ns_cpu_ms_per_gflop() for line in lines}
-        speeds = ", ".join(f"{name} {ms:.2f}" for name, ms in times.items() if ms is not None)
+        speeds = ", ".join(
+            f"{name} {ms:.2f}" for name, ms in times.items() if ms is not None
+        )
         if speeds:
             show("", f"Newton-Schulz, processor ms per Gflop: {speeds}")
     if any(line.name in UPSTREAM for line in lines):
         show(
-            'upstream: coefficients "simple" as in the other rows; its own default, "quintic", '
+            'upstream: coefficients "simple" as in the other rows; its own default, '
+            '"quintic", '
             "needs as many products",
-            f"{UPSTREAM[0]}: other mathematics, since each TP rank orthogonalizes its slice by "
+            f"{UPSTREAM[0]}: other mathematics, since each TP rank orthogonalizes its "
+            "slice by "
             "itself; its default up to core 0.19",
         )
         if not task.gpus and not lays_out_buffers():
             show(
-                "upstream: concurrent broadcasts replace its gather of parameters, since gloo "
+                "upstream: concurrent broadcasts replace its gather of parameters, "
+                "since gloo "
                 "cannot gather unequal parts; other rows' gathers are broadcasts, too"
             )
     if flags.parts:
@@ -84,10 +100,11 @@ def _print_tables(
 
 
 def _weights(rows: Sequence[Row], lines: Sequence[table.Line]) -> dict[str, bool]:
-    """Whether rows with the same Newton-Schulz iteration end a step with the same weights.
+    """Whether rows with the same Newton-Schulz iteration end a step with the same
+    weights.
 
-    By a line to print for each set of two or more rows. Rows on ``auto`` are compared with each
-    other only. Upstream's row is not compared: it rounds differently.
+    By a line to print for each set of two or more rows. Rows on ``auto`` are compared
+    with each other only. Upstream's row is not compared: it rounds differently.
     """
     sets: dict[str, list[table.Line]] = {}
     for row, line in zip(rows, lines, strict=True):
@@ -107,7 +124,8 @@ def _run_of(argv: Sequence[str], flags: Namespace, task: Task) -> dict[str, Any]
     """The measurement's arguments, model, machine and versions, for the JSON.
 
     A bucket of the rows with several buckets is closed at ``bucket_elements``; with
-    ``--ddp-num-buckets`` their number is in ``buckets`` instead. ``model`` has Megatron's settings.
+    ``--ddp-num-buckets`` their number is in ``buckets`` instead. ``model`` has
+    Megatron's settings.
     """
     with megatron_is_quiet():
         model = transformer_config(flags, ranks_of(flags))
@@ -120,7 +138,9 @@ def _run_of(argv: Sequence[str], flags: Namespace, task: Task) -> dict[str, Any]
     if any(row.kind == "upstream" for row in task.argument.rows):
         upstream = importlib.import_module("emerging_optimizers")
         versions["emerging_optimizers"] = upstream.__version__
-    buckets: dict[str, int] = {"bucket_elements": flags.ddp_bucket_size or bucket_elements(flags)}
+    buckets: dict[str, int] = {
+        "bucket_elements": flags.ddp_bucket_size or bucket_elements(flags)
+    }
     if flags.ddp_num_buckets is not None:
         buckets = {"buckets": flags.ddp_num_buckets}
     return {

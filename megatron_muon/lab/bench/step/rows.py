@@ -1,9 +1,11 @@
-"""The optimizers that ``megatron-muon bench step`` compares, each with its own copy of the model.
+"""The optimizers that ``megatron-muon bench step`` compares, each with its own copy of
+the model.
 
-All have the same weights, gradients, weight decay, Nesterov setting and number of Newton-Schulz
-steps. A step ends with the updated parameters on every rank: it includes Megatron's all-gather, as
-a run without ``--overlap-param-gather`` does. With the overlap it ends when a forward pass that
-computes nothing has waited for each bucket in turn.
+All have the same weights, gradients, weight decay, Nesterov setting and number of
+Newton-Schulz steps. A step ends with the updated parameters on every rank: it includes
+Megatron's all-gather, as a run without ``--overlap-param-gather`` does. With the
+overlap it ends when a forward pass that computes nothing has waited for each bucket in
+turn.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ Gathers = Literal["late", "early"]
 UPSTREAM = ("upstream-blockwise", "upstream-duplicated", "upstream-distributed")
 # Megatron's buckets of 40 M elements hold about a fifth of a layer of Llama-3-8B.
 BUCKETS_PER_LAYER = 5
-# Of each row's OptimizerConfig. The norm is computed, but no gradient is clipped: rows sum the norm
-# in different orders, so its last bits differ, and clipped rows could not be compared bit by bit.
+# Of each row's OptimizerConfig. The norm is computed, but no gradient is clipped: rows
+# sum the norm in different orders, so its last bits differ, and clipped rows could not
+# be compared bit by bit.
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "bf16": True, "clip_grad": 1e9}
 
 
@@ -34,9 +37,14 @@ class Row:
 
     name: str  # name in the table and in JSON
     kind: Kind  # kind of optimizer
-    config: MuonConfig  # settings of our Muon; other optimizers take those that they have, too
-    buckets: bool = False  # Megatron's stock ones (--overlap-grad-reduce); else one a buffer
-    overlap: bool = False  # whether the step only starts gathers (--overlap-param-gather)
+    # settings of our Muon; other optimizers take those that they have, too
+    config: MuonConfig
+    buckets: bool = (
+        False  # Megatron's stock ones (--overlap-grad-reduce); else one a buffer
+    )
+    overlap: bool = (
+        False  # whether the step only starts gathers (--overlap-param-gather)
+    )
 
 
 def rows(
@@ -45,16 +53,19 @@ def rows(
     exchanges: Sequence[str] = (),
     gathers: Sequence[Gathers] = (),
 ) -> list[Row]:
-    """The rows to measure: the standard iteration's, then those on ``auto``, in ``fast``'s dtype.
+    """The rows to measure: the standard iteration's, then those on ``auto``, in
+    ``fast``'s dtype.
 
-    ``exchanges`` are further rows of muon-contiguous: ``none`` puts all matrices into one round,
-    ``naive`` gives every parameter a round of its own. ``gathers`` are further rows of
-    muon-bucketed with ``--overlap-param-gather``: ``late`` starts gathers in the forward pass,
-    ``early`` within the step (``early_param_gather``).
+    ``exchanges`` are further rows of muon-contiguous: ``none`` puts all matrices into
+    one round, ``naive`` gives every parameter a round of its own. ``gathers`` are
+    further rows of muon-bucketed with ``--overlap-param-gather``: ``late`` starts
+    gathers in the forward pass, ``early`` within the step (``early_param_gather``).
     """
     from megatron_muon.mcore.wiring.buffers.bucket_layout import takes_layouts
 
-    whole = config.split_matrices or "off"  # all rows have the same matrices at one home
+    whole = (
+        config.split_matrices or "off"
+    )  # all rows have the same matrices at one home
     equal = dataclasses.replace(config, ns_iteration="standard", split_matrices=whole)
     aligned = dataclasses.replace(equal, align_shards=takes_layouts())
     contiguous = Row("muon-contiguous", "muon", aligned)
@@ -73,9 +84,13 @@ def rows(
         other = dataclasses.replace(aligned, round_bytes=round_bytes)
         variants.append(Row(f"muon-contiguous-{exchange}", "muon", other))
     for gather in dict.fromkeys(gathers):
-        config = dataclasses.replace(equal, early_param_gather="on" if gather == "early" else "off")
+        config = dataclasses.replace(
+            equal, early_param_gather="on" if gather == "early" else "off"
+        )
         name = f"{bucketed.name}-{gather}"
-        variants.append(dataclasses.replace(bucketed, name=name, config=config, overlap=True))
+        variants.append(
+            dataclasses.replace(bucketed, name=name, config=config, overlap=True)
+        )
     asked = [row for row in made if row.name in names]
     standard = [row for row in asked if row.config.ns_iteration == "standard"]
     return [*standard, *variants, *asked[len(standard) :]]
@@ -89,7 +104,8 @@ def _on_auto(row: Row) -> Row:
 def bucket_elements(flags: Namespace) -> int:
     """Number of elements at which a stock bucket is closed, if no flag says otherwise.
 
-    With Megatron's 40 M elements a small model would have one bucket, unlike a large one.
+    With Megatron's 40 M elements a small model would have one bucket, unlike a large
+    one.
     """
     hidden = int(flags.hidden_size)
     ffn = int(flags.ffn_hidden_size or 4 * hidden)

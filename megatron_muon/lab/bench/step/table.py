@@ -1,4 +1,6 @@
-"""The figures of ``megatron-muon bench step`` over all ranks: as a table, as JSON, by part."""
+"""The figures of ``megatron-muon bench step`` over all ranks: as a table, as JSON, by
+part.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_muon.lab.bench.step.measure import Measured
-from megatron_muon.lab.bench.step.meter import EXCHANGE, NEWTON_SCHULZ, PARAM_GATHER, Times
+from megatron_muon.lab.bench.step.meter import (
+    EXCHANGE,
+    NEWTON_SCHULZ,
+    PARAM_GATHER,
+    Times,
+)
 from megatron_muon.lab.bench.step.rows import UPSTREAM
 from megatron_muon.lab.tables import aligned
 
@@ -17,24 +24,41 @@ _AGAINST = ("adamw", "muon-contiguous", *UPSTREAM)
 _AUTO = "-auto"  # suffix of our rows whose iteration is chosen by shape
 _EXCHANGED = ("gather", "scatter", "tp_gather")
 _HEADER = (
-    *("row", "step ms", "(min to max)", "exchange ms", "NS ms", "exchange MB", "all MB"),
+    *(
+        "row",
+        "step ms",
+        "(min to max)",
+        "exchange ms",
+        "NS ms",
+        "exchange MB",
+        "all MB",
+    ),
     *("NS Gflop", "(all ranks)", "state MB", "peak MB"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row over all ranks, by its name; a round lasts until the slowest rank is done."""
+    """A row over all ranks, by its name; a round lasts until the slowest rank is
+    done.
+    """
 
     name: str
     ranks: tuple[Measured, ...]
 
     def steps_ms(self, without: str = "") -> list[float]:
-        """Milliseconds of each round on the slowest rank, without its time in a part."""
-        return [max(t.ms - t.parts_ms.get(without, 0.0) for t in times) for times in self._rounds()]
+        """Milliseconds of each round on the slowest rank, without its time in a
+        part.
+        """
+        return [
+            max(t.ms - t.parts_ms.get(without, 0.0) for t in times)
+            for times in self._rounds()
+        ]
 
     def parts_ms(self, *names: str) -> float:
-        """Milliseconds of these parts on the rank where they take longest, median over rounds."""
+        """Milliseconds of these parts on the rank where they take longest, median over
+        rounds.
+        """
         return statistics.median(
             max(sum(t.parts_ms.get(name, 0.0) for name in names) for t in times)
             for times in self._rounds()
@@ -54,13 +78,18 @@ class Line:
     def sent_bytes(self) -> dict[str, list[int]]:
         """Bytes that each rank sends, by kind."""
         every = [rank.counted.sent_bytes for rank in self.ranks]
-        return {kind: [sent.get(kind, 0) for sent in every] for kind in sorted(set().union(*every))}
+        return {
+            kind: [sent.get(kind, 0) for sent in every]
+            for kind in sorted(set().union(*every))
+        }
 
     def ns_flops(self) -> list[int]:
         return [rank.counted.flops for rank in self.ranks]
 
     def ns_cpu_ms_per_gflop(self) -> float | None:
-        """Processor ms of Newton-Schulz per Gflop, over all ranks and rounds; None without any."""
+        """Processor ms of Newton-Schulz per Gflop, over all ranks and rounds; None
+        without any.
+        """
         flops = sum(self.ns_flops()) * len(self.ranks[0].times)
         spent = sum(t.ns_cpu_ms for rank in self.ranks for t in rank.times)
         return spent / flops * 1e9 if flops else None
@@ -69,13 +98,16 @@ class Line:
         return list(zip(*(rank.times for rank in self.ranks), strict=True))
 
 
-def as_json(lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]) -> dict[str, Any]:
+def as_json(
+    lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]
+) -> dict[str, Any]:
     """All figures for JSON: times in ms; lists of bytes and flops are by rank.
 
-    ``rounds_ms`` has the slowest rank's step by round, ``rounds_ungathered_ms`` without the
-    all-gather of parameters; other times are medians over rounds, on the rank with the longest.
-    ``sent_bytes`` by kind: ``gather`` and ``scatter`` are our exchange, ``tp_gather`` is that of
-    Megatron's own Muon, ``norm`` the gradient norm and votes; ``grad_reduce`` is before the step.
+    ``rounds_ms`` has the slowest rank's step by round, ``rounds_ungathered_ms`` without
+    the all-gather of parameters; other times are medians over rounds, on the rank with
+    the longest. ``sent_bytes`` by kind: ``gather`` and ``scatter`` are our exchange,
+    ``tp_gather`` is that of Megatron's own Muon, ``norm`` the gradient norm and votes;
+    ``grad_reduce`` is before the step.
     ``ns_flops_once``: flops of all stages if each matrix is orthogonalized once.
     ``peak_bytes``: the peak in a step, minus the bytes before it.
     ``exchange_rounds``: of a step on the rank with most, dense and experts' together.
@@ -116,9 +148,13 @@ def as_text(lines: Sequence[Line]) -> str:
     """
     text = [*aligned([_HEADER, *(_cells(line) for line in lines)]), ""]
     equal = [line for line in lines if not line.name.endswith(_AUTO)]
-    text += _block("step time to others', the same Newton-Schulz iteration in all rows:", equal)
+    text += _block(
+        "step time to others', the same Newton-Schulz iteration in all rows:", equal
+    )
     if len(equal) < len(lines):
-        faster = [line for line in lines if line.name.endswith(_AUTO) or line.name in _OTHERS]
+        faster = [
+            line for line in lines if line.name.endswith(_AUTO) or line.name in _OTHERS
+        ]
         ratios = _block("step time to others', ours on auto:", faster)
         text += ["", *ratios] if ratios else []
     return "\n".join(text)
@@ -151,7 +187,9 @@ def _mb(count: int) -> str:
 
 
 def _block(title: str, lines: Sequence[Line]) -> list[str]:
-    """Ratios under a title; ratios to upstream's row also without the gather of parameters."""
+    """Ratios under a title; ratios to upstream's row also without the gather of
+    parameters.
+    """
     names = {line.name for line in lines}
     against = [name + _AUTO if name + _AUTO in names else name for name in _AGAINST]
     ratios = _ratios_to(lines, against, Line.steps_ms)
@@ -164,16 +202,22 @@ def _block(title: str, lines: Sequence[Line]) -> list[str]:
 
 
 def _ratios_to(
-    lines: Sequence[Line], against: Sequence[str], steps_of: Callable[[Line], list[float]]
+    lines: Sequence[Line],
+    against: Sequence[str],
+    steps_of: Callable[[Line], list[float]],
 ) -> list[str]:
     """A table: median and range of the rounds' ratios to each of ``against``."""
     by_name = {line.name: steps_of(line) for line in lines}
     against = [other for other in against if other in by_name]
     rows = []
     for name, steps in by_name.items():
-        cells = ["" if other == name else _ratio(steps, by_name[other]) for other in against]
+        cells = [
+            "" if other == name else _ratio(steps, by_name[other]) for other in against
+        ]
         rows += [[name, *cells]] if any(cells) else []
-    return aligned([["row", *(f"to {other}" for other in against)], *rows]) if rows else []
+    return (
+        aligned([["row", *(f"to {other}" for other in against)], *rows]) if rows else []
+    )
 
 
 def _ratio(steps: Sequence[float], others: Sequence[float]) -> str:

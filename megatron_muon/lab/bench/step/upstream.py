@@ -1,14 +1,15 @@
 """Megatron's own Muon over whole parameters as a row of the benchmark.
 
-Its ``LayerWiseDistributedOptimizer`` is built as Megatron-LM does by default: in core 0.16 and 0.17
-with ``--optimizer dist_muon``, later with ``--optimizer muon --use-distributed-optimizer``. The
-latter lays out and pads buffers so that shards cut no matrix, and leaves other parameters to a
-DistributedOptimizer. Functions of the step are wrapped so that the stopwatch times its parts. It
-runs the coefficients of the other rows, by a wrapper since its flag for them came with 0.17.
+Its ``LayerWiseDistributedOptimizer`` is built as Megatron-LM does by default: in core
+0.16 and 0.17 with ``--optimizer dist_muon``, later with ``--optimizer muon
+--use-distributed-optimizer``. The latter lays out and pads buffers so that shards cut
+no matrix, and leaves other parameters to a DistributedOptimizer. Functions of the step
+are wrapped so that the stopwatch times its parts. It runs the coefficients of the other
+rows, by a wrapper since its flag for them came with 0.17.
 
-In 0.16 and 0.17 a step ends with an all-gather of unequal parts, which gloo lacks. There the parts
-are broadcast concurrently, as NCCL does it, and as ``megatron_muon.cpu`` gathers the equal parts of
-Megatron's DistributedOptimizer.
+In 0.16 and 0.17 a step ends with an all-gather of unequal parts, which gloo lacks.
+There the parts are broadcast concurrently, as NCCL does it, and as
+``megatron_muon.cpu`` gathers the equal parts of Megatron's DistributedOptimizer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from megatron_muon.runtime import collectives
 from megatron_muon.runtime.patches import replaced
 
 _TP_GATHER = "muon-tp_gather"
-# Versions of Emerging-Optimizers in Megatron's pyproject.toml, by the minor version of core.
+# Versions of Emerging-Optimizers in Megatron's pyproject.toml, by the minor version of
+# core.
 _PACKAGES = {16: "0.1", 17: "0.1", 18: "0.2", 19: "0.2", 20: "0.3"}
 
 
@@ -42,10 +44,14 @@ def why_no_upstream(flags: Namespace) -> str | None:
     wanted = _PACKAGES.get(version[1])
     if wanted is None:
         known = f"0.{min(_PACKAGES)} to 0.{max(_PACKAGES)}"
-        return f"megatron-core {name} has no Muon of its own that is known here: {known} have one"
+        return (
+            f"megatron-core {name} has no Muon of its own that is known here: "
+            f"{known} have one"
+        )
     if flags.num_distributed_optimizer_instances > 1:
         return (
-            "it has no several optimizer instances: leave --num-distributed-optimizer-instances "
+            "it has no several optimizer instances: leave "
+            "--num-distributed-optimizer-instances "
             "out to measure it"
         )
     needed = (
@@ -64,7 +70,8 @@ def why_no_upstream(flags: Namespace) -> str | None:
         return f"emerging_optimizers cannot be imported ({error}): {needed}"
     if not _muon_module().HAVE_EMERGING_OPTIMIZERS:
         return (
-            f"megatron-core {name} does not find the emerging_optimizers that is importable, since "
+            f"megatron-core {name} does not find the emerging_optimizers that is "
+            "importable, since "
             "it asks for what pip has installed: pip install --no-deps that checkout"
         )
     try:
@@ -81,12 +88,15 @@ def _muon_module() -> Any:
 
 
 def lays_out_buffers() -> bool:
-    """Whether Megatron's own Muon shards by a layout of grad buffers: from core 0.18 on."""
+    """Whether Megatron's own Muon shards by a layout of grad buffers: from core 0.18
+    on.
+    """
     return megatron_version()[1] >= (0, 18)
 
 
 def layouts(chunks: Sequence[Any], ddp_config: Any) -> list[dict[str, Any]]:
-    """The layout of each chunk's buffers, as arguments for Megatron's DDP; marks parameters.
+    """The layout of each chunk's buffers, as arguments for Megatron's DDP; marks
+    parameters.
 
     Chunks are not wrapped in DDP yet; its config has one bucket per buffer.
     """
@@ -94,9 +104,10 @@ def layouts(chunks: Sequence[Any], ddp_config: Any) -> list[dict[str, Any]]:
 
     layer_wise = importlib.import_module("megatron.core.optimizer.layer_wise_optimizer")
     layer_wise.tag_params_for_buffer_routing(chunks)
+    kind = layer_wise.LayerWiseDistributedOptimizer
     return [
         {
-            "full_param_layout": layer_wise.LayerWiseDistributedOptimizer.compute_full_param_layout(
+            "full_param_layout": kind.compute_full_param_layout(
                 [param for param in chunk.parameters() if param.requires_grad],
                 ddp_config.bucket_size,
                 ps.get_data_parallel_world_size(with_context_parallel=True),
@@ -109,7 +120,9 @@ def layouts(chunks: Sequence[Any], ddp_config: Any) -> list[dict[str, Any]]:
 
 
 def upstream_optimizer(row: Row, chunks: Sequence[Any], timers: Any) -> Any:
-    """Megatron's ``LayerWiseDistributedOptimizer``; every rank of the world calls it."""
+    """Megatron's ``LayerWiseDistributedOptimizer``; every rank of the world calls
+    it.
+    """
     core = importlib.import_module("megatron.core.optimizer")
     since_18 = lays_out_buffers()
     own = {"muon_nesterov" if since_18 else "muon_use_nesterov": row.config.nesterov}
@@ -155,16 +168,22 @@ _GATHERS = ("allgather_params", "start_param_sync_for_bucket_group_subset")
 
 @contextmanager
 def _parts(row: Row, timers: Any) -> Iterator[None]:
-    """Within it functions of the step are timed, and unequal parts are broadcast over gloo.
+    """Within it functions of the step are timed, and unequal parts are broadcast over
+    gloo.
 
-    ``newton_schulz_tp`` gathers over TP, then calls ``newton_schulz``: the time of the first
-    without the second is that of the gather. ``distributed`` adds squares within the second.
+    ``newton_schulz_tp`` gathers over TP, then calls ``newton_schulz``: the time of the
+    first without the second is that of the gather. ``distributed`` adds squares within
+    the second.
     """
-    utils = importlib.import_module("emerging_optimizers.orthogonalized_optimizers.muon_utils")
+    utils = importlib.import_module(
+        "emerging_optimizers.orthogonalized_optimizers.muon_utils"
+    )
     muon = _muon_module()
     own = muon.newton_schulz_tp
 
-    def over_tp(*args: Any, **kwargs: Any) -> Any:  # both packages name their sets alike
+    def over_tp(
+        *args: Any, **kwargs: Any
+    ) -> Any:  # both packages name their sets alike
         return own(*args, **kwargs | {"coefficient_type": row.config.ns_coefficients})
 
     iteration = timers.timed(utils.newton_schulz, NEWTON_SCHULZ)
@@ -184,7 +203,9 @@ def _parts(row: Row, timers: Any) -> Iterator[None]:
 
 
 def _uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    def gather(parts: Sequence[torch.Tensor], mine: torch.Tensor, group: Any = None) -> Any:
+    def gather(
+        parts: Sequence[torch.Tensor], mine: torch.Tensor, group: Any = None
+    ) -> Any:
         same = len({part.numel() for part in parts}) == 1
         if same or dist.get_backend(group) != "gloo":
             return all_gather(parts, mine, group=group)

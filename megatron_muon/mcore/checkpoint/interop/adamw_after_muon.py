@@ -1,10 +1,11 @@
 """From Muon to AdamW: reading a Muon checkpoint into AdamW's DistributedOptimizer.
 
-Muon's former parameters are called young: their Adam moments start at zero, and so does the count
-of steps that corrects the moments' bias. AdamW's own parameters go on as they were. A fused Adam
-counts steps per parameter group. So each group with both kinds is split in two, and merged again
-wherever Megatron saves or loads. The checkpoints are AdamW's, which any Megatron reads. A record
-beside the optimizer's state tells this package how many steps the young parameters are behind.
+Muon's former parameters are called young: their Adam moments start at zero, and so does
+the count of steps that corrects the moments' bias. AdamW's own parameters go on as they
+were. A fused Adam counts steps per parameter group. So each group with both kinds is
+split in two, and merged again wherever Megatron saves or loads. The checkpoints are
+AdamW's, which any Megatron reads. A record beside the optimizer's state tells this
+package how many steps the young parameters are behind.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ YOUNG = "megatron_muon_young"  # the record's key, beside "optimizer" in the sta
 
 
 class _Former:
-    """Stands in for the DistributedMuon that wrote the checkpoint, as MuonCheckpoint uses it."""
+    """Stands in for the DistributedMuon that wrote the checkpoint, as MuonCheckpoint
+    uses it.
+    """
 
     def __init__(self, config: MuonConfig, part: Any) -> None:
         self.config = config
@@ -58,21 +61,27 @@ class _Former:
 
 
 class MuonReader(MuonCheckpoint):
-    """An AdamW DistributedOptimizer that reads a Muon checkpoint, except for the momentum."""
+    """An AdamW DistributedOptimizer that reads a Muon checkpoint, except for the
+    momentum.
+    """
 
     def _keys_on_disk(self, shard: Tensor) -> dict[str, str]:
         return {} if self._muon.owns(shard) else super()._keys_on_disk(shard)
 
 
 class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
-    """An AdamW DistributedOptimizer in which the young parameters have taken fewer steps."""
+    """An AdamW DistributedOptimizer in which the young parameters have taken fewer
+    steps.
+    """
 
     former: MuonConfig  # the settings of the Muon that updated them before
     behind: int = 0  # how many steps fewer they have taken
     _is_whole: bool = False
 
     def state_dict(self) -> StateDict:
-        """Megatron's state dict, plus the record that tells young parameters from the others."""
+        """Megatron's state dict, plus the record that tells young parameters from the
+        others.
+        """
         with self._whole():
             state: StateDict = super().state_dict()
         young = {"behind": self.behind, "former": dataclasses.asdict(self.former)}
@@ -91,9 +100,15 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
             return super().sharded_state_dict(*args, **kwargs)
 
     def sharded_param_state_fully_reshardable(
-        self, model_sharded_state_dict: Any, is_loading: bool = False, *rest: Any, **kwargs: Any
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        *rest: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Megatron's state of whole weights, with a warning where Megatron shifts it."""
+        """Megatron's state of whole weights, with a warning where Megatron shifts
+        it.
+        """
         if not is_loading:
             self._warn_if_shifted()
         return super().sharded_param_state_fully_reshardable(
@@ -108,8 +123,10 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
         if first_of_stage and any(is_shifted(buffer) for buffer in self.buffers):
             say(
                 "[megatron_muon] warning: fully_reshardable of megatron-core "
-                f"{megatron_version()[0]} saves AdamW's state shifted where several buckets are "
-                "padded, as here. A run that loads this save goes on with wrong weights. Give "
+                f"{megatron_version()[0]} saves AdamW's state shifted where several "
+                "buckets are "
+                "padded, as here. A run that loads this save goes on with wrong "
+                "weights. Give "
                 "--ddp-num-buckets 1, or leave --dist-ckpt-optim-fully-reshardable out"
             )
 
@@ -125,7 +142,9 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Merge the groups into those that Megatron has made, all at one step, for a ``with``."""
+        """Merge the groups into those that Megatron has made, all at one step, for a
+        ``with``.
+        """
         with ExitStack() as split:
             if not self._is_whole:
                 self._make_whole()
@@ -159,9 +178,13 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
         self._order = [list(group["params"]) for group in self.optimizer.param_groups]
         for number, group in enumerate(list(self.optimizer.param_groups)):
             theirs = [shard for shard in group["params"] if id(shard) in young]
-            if not theirs or group.get("step") is None:  # core 0.14 gives None to new groups
+            if (
+                not theirs or group.get("step") is None
+            ):  # core 0.14 gives None to new groups
                 continue
-            group["params"] = [shard for shard in group["params"] if id(shard) not in young]
+            group["params"] = [
+                shard for shard in group["params"] if id(shard) not in young
+            ]
             step = group["step"] - self.behind
             self.optimizer.param_groups.append(
                 {**group, "params": theirs, "step": step, YOUNG_OF: number}
@@ -170,9 +193,13 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
         self._shift_steps(-self.behind)
 
     def _shift_steps(self, by: int) -> None:
-        """Shift the young shards' steps in torch's own AdamW, which counts them per parameter."""
+        """Shift the young shards' steps in torch's own AdamW, which counts them per
+        parameter.
+        """
         for shard in _young_shards(self, self.former):
-            state = self.optimizer.state.get(shard, {})  # adds no entry: Megatron tests for some
+            state = self.optimizer.state.get(
+                shard, {}
+            )  # adds no entry: Megatron tests for some
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"] + by
 
@@ -181,7 +208,9 @@ class ChainAfterMuon(ChainedOptimizer):  # type: ignore[misc]
     """A chain of AdamWAfterMuon optimizers, dense and experts'."""
 
     def _synchronize_steps(self) -> None:
-        """Call Megatron's method with merged groups, since it wants one step for all of them."""
+        """Call Megatron's method with merged groups, since it wants one step for all of
+        them.
+        """
         with ExitStack() as whole:
             for part in self.chained_optimizers:
                 if not part.is_stub_optimizer:
@@ -190,7 +219,9 @@ class ChainAfterMuon(ChainedOptimizer):  # type: ignore[misc]
 
 
 class HalfRead(ChainedOptimizer):  # type: ignore[misc]
-    """AdamW's chain after an error within ``reading_muon`` that has loaded a part of it."""
+    """AdamW's chain after an error within ``reading_muon`` that has loaded a part of
+    it.
+    """
 
     before: type = ChainedOptimizer  # its class
 
@@ -214,15 +245,19 @@ class HalfRead(ChainedOptimizer):  # type: ignore[misc]
 
 @contextmanager
 def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """See ``megatron_muon.reading_muon``; ``settings`` are those of Muon in the checkpoint.
+    """See ``megatron_muon.reading_muon``; ``settings`` are those of Muon in the
+    checkpoint.
 
-    Where nothing is loaded, or the block raises, the optimizer is AdamW's as it was before. If the
-    block has loaded something by then, that one neither steps nor is saved until a next load.
+    Where nothing is loaded, or the block raises, the optimizer is AdamW's as it was
+    before. If the block has loaded something by then, that one neither steps nor is
+    saved until a next load.
     """
     if isinstance(optimizer, HalfRead):
         turn_into(optimizer, optimizer.before)
     chain = type(optimizer)
-    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    parts = [
+        part for part in optimizer.chained_optimizers if not part.is_stub_optimizer
+    ]
     turned = Patches()
     try:
         config = _turn_into_reader(turned, optimizer, parts, settings)
@@ -249,10 +284,14 @@ def _has_loaded(parts: Sequence[Any]) -> bool:
 def _turn_into_reader(
     turned: Patches, optimizer: Any, parts: Sequence[Any], settings: Mapping[str, Any]
 ) -> MuonConfig:
-    """Turn the chain and its parts, as ``turned`` undoes it. Every rank of the world calls it."""
+    """Turn the chain and its parts, as ``turned`` undoes it. Every rank of the world
+    calls it.
+    """
     chain, every = type(optimizer), optimizer.chained_optimizers
     device = device_of(every[0].model_chunks)
-    config = together(lambda: _turn_parts_into_readers(turned, parts, settings), None, device)
+    config = together(
+        lambda: _turn_parts_into_readers(turned, parts, settings), None, device
+    )
     instance = int(every[0].distributed_optimizer_instance_id)
     stage = process_groups.stage_of(every[0].model_chunks, instance, None, device)
     turned.add(optimizer, "voters", process_groups.voters(every, stage))
@@ -262,7 +301,9 @@ def _turn_into_reader(
     return config
 
 
-def _turn_into_adamw(optimizer: Any, chain: type, parts: Sequence[Any], config: MuonConfig) -> None:
+def _turn_into_adamw(
+    optimizer: Any, chain: type, parts: Sequence[Any], config: MuonConfig
+) -> None:
     """Turn them into AdamW's, once they have loaded Muon's checkpoint."""
     turn_into(optimizer, type("AfterMuon", (ChainAfterMuon, chain), {}))
     for part in parts:
@@ -283,7 +324,8 @@ def _turn_parts_into_readers(
     for part in parts:
         if part.config.optimizer_cpu_offload:
             raise NotImplementedError(
-                "a Muon checkpoint cannot be loaded into AdamW with optimizer_cpu_offload: load it "
+                "a Muon checkpoint cannot be loaded into AdamW with "
+                "optimizer_cpu_offload: load it "
                 "once without --optimizer-cpu-offload, save, and go on with the flag"
             )
         _turn(turned, part, MuonReader)
@@ -304,7 +346,9 @@ def _turn(turned: Patches, built: Any, subclass: type) -> None:
 
 
 def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:
-    """Prepare AdamW's chain to load a checkpoint that has ``YOUNG``, with its ``former``."""
+    """Prepare AdamW's chain to load a checkpoint that has ``YOUNG``, with its
+    ``former``.
+    """
     turn_into(optimizer, ChainAfterMuon)
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
@@ -314,7 +358,8 @@ def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:
 
 
 def _as_many_masters(adam: Any) -> None:
-    """Give Apex's Adam an entry per group in its list of master weights, without any weight.
+    """Give Apex's Adam an entry per group in its list of master weights, without any
+    weight.
 
     Apex zips the groups with that list, so a group without an entry takes no step
     (https://github.com/NVIDIA/apex/blob/6424da3b4faa/apex/optimizers/fused_adam.py#L171).
@@ -334,7 +379,9 @@ def _step(part: Any) -> int:
 
 
 def _young_shards(part: Any, config: MuonConfig) -> list[Tensor]:
-    """This rank's shards of the parameters that Muon with these settings would update."""
+    """This rank's shards of the parameters that Muon with these settings would
+    update.
+    """
     muons = _young(part, config)
     return [shard for param, shard in owned_shards(part) if param in muons]
 

@@ -2,17 +2,18 @@
 
 Functions of keys and of state dicts: no communication, no Megatron.
 
-In torch_dist it has state of whole weights, ``optimizer.state.momentum_buffer.WEIGHT``. Momentum is
-a mean, M ← μM + (1-μ)G, and 1/(1-μ) makes it the sum M ← μM + G. In the format ``torch`` state has
-numbers, in files layer_wise_optimizer_N.pt, which do not say which rank had which weight. The proof
-of concept has zeros in place of a second moment, and ``use_muon`` in its groups.
+In torch_dist it has state of whole weights, ``optimizer.state.momentum_buffer.WEIGHT``.
+Momentum is a mean, M ← μM + (1-μ)G, and 1/(1-μ) makes it the sum M ← μM + G. In the
+format ``torch`` state has numbers, in files layer_wise_optimizer_N.pt, which do not say
+which rank had which weight. The proof of concept has zeros in place of a second moment,
+and ``use_muon`` in its groups.
 
-From core 0.18 on Megatron's own Muon may leave AdamW's part to a DistributedOptimizer. Its state is
-in whole weights only in the format fully_reshardable.
+From core 0.18 on Megatron's own Muon may leave AdamW's part to a DistributedOptimizer.
+Its state is in whole weights only in the format fully_reshardable.
 
 Sources: NVIDIA/Megatron-LM#1428; core_v0.16.1 to main, ``layer_wise_optimizer.py`` and
-``Float16OptimizerWithFloat16Params.sharded_state_dict``; NVIDIA-NeMo/Emerging-Optimizers v0.1.0 to
-v0.4.0, ``OrthogonalizedOptimizer.step``.
+``Float16OptimizerWithFloat16Params.sharded_state_dict``;
+NVIDIA-NeMo/Emerging-Optimizers v0.1.0 to v0.4.0, ``OrthogonalizedOptimizer.step``.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from megatron_muon.settings.config import MuonConfig, named
 StateDict = dict[Any, Any]
 
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)$")
-# Our key in fully_reshardable and fully_sharded_model_space → their keys for the same tensor. A
-# DistributedOptimizer calls the main parameter "param".
+# Our key in fully_reshardable and fully_sharded_model_space → their keys for the same
+# tensor. A DistributedOptimizer calls the main parameter "param".
 _MAIN = ("fp32_param", "param")
 _THEIRS = {
     MOMENTUM: ("momentum_buffer",),
@@ -53,19 +54,26 @@ class Source:
     Attributes:
         mu: the coefficient of its momentum, which is a mean.
         states: its optimizers' state dicts.
-        is_fp32: its main parameters are the model's weights and have no keys of their own.
+        is_fp32: its main parameters are the model's weights and have no keys of their
+        own.
     """
 
-    def __init__(self, keys: Collection[str], states: Sequence[Mapping[str, Any]]) -> None:
-        """Index the keys of a checkpoint's tensors; ValueError for state of another optimizer."""
+    def __init__(
+        self, keys: Collection[str], states: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Index the keys of a checkpoint's tensors; ValueError for state of another
+        optimizer.
+        """
         self._at: dict[tuple[str, str], str] = {}
         self._in_buckets = any(_IN_BUCKETS.match(key) for key in keys)
         for at in filter(None, map(_STATE.match, keys)):
             kind, weight = at.groups()
             if kind not in _KNOWN:
                 raise ValueError(
-                    f"the checkpoint, of Megatron's own Muon, has {kind} of {weight}, which "
-                    "neither Muon here nor AdamW has: load the model alone (--no-load-optim)"
+                    f"the checkpoint, of Megatron's own Muon, has {kind} of {weight}, "
+                    "which "
+                    "neither Muon here nor AdamW has: load the model alone "
+                    "(--no-load-optim)"
                 )
             self._at[kind, weight] = at[0]
         self.is_fp32 = not any(kind in _MAIN for kind, _ in self._at)
@@ -73,7 +81,9 @@ class Source:
         self.mu = _mu(states)
 
     def of(self, key: str) -> str:
-        """The key there for one of ours, of whole weights; a ValueError if it is not there."""
+        """The key there for one of ours, of whole weights; a ValueError if it is not
+        there.
+        """
         at = _STATE.match(key)
         assert at is not None, key
         what, weight = at.groups()
@@ -83,17 +93,21 @@ class Source:
             return keys[0]
         there = ", ".join(sorted(kind for kind, name in self._at if name == weight))
         way_out = (
-            "Each parameter must belong to the same optimizer as in that checkpoint: set "
+            "Each parameter must belong to the same optimizer as in that checkpoint: "
+            "set "
             f"{named('muon_include')} and {named('muon_exclude')} accordingly"
         )
         if self._in_buckets and not there:
             way_out = (
-                "AdamW's state is in flat buckets (dp_reshardable), which cannot be told apart by "
+                "AdamW's state is in flat buckets (dp_reshardable), which cannot be "
+                "told apart by "
                 "weights: save it there with --dist-ckpt-optim-fully-reshardable"
             )
         raise ValueError(
-            f"the checkpoint, of Megatron's own Muon, has no {theirs[0]} of {weight}, only: "
-            f"{there or 'nothing'}. {way_out}, or load the model alone (--no-load-optim)"
+            f"the checkpoint, of Megatron's own Muon, has no {theirs[0]} of {weight}, "
+            "only: "
+            f"{there or 'nothing'}. {way_out}, or load the model alone "
+            "(--no-load-optim)"
         )
 
 
@@ -105,7 +119,8 @@ def is_megatrons(
     ``keys`` are those of its tensors in torch_dist; else none.
 
     Raises:
-        ValueError: another Muon's optimizer state, which cannot be told apart by weights.
+        ValueError: another Muon's optimizer state, which cannot be told apart by
+        weights.
     """
     groups = list(groups_of(states))
     is_sgd = any(_SGD in group for group in groups)
@@ -116,28 +131,45 @@ def is_megatrons(
         or (has_mu and not keys)
     ):
         raise ValueError(
-            "The checkpoint's optimizer state does not say which weights were Muon's: it was saved "
-            "by Megatron's own Muon in the format torch, or by the proof of concept of Distributed "
-            "Muon (Megatron-LM#1428). Save it with --ckpt-format torch_dist, or load the model "
+            "The checkpoint's optimizer state does not say which weights were Muon's: "
+            "it was saved "
+            "by Megatron's own Muon in the format torch, or by the proof of concept of "
+            "Distributed "
+            "Muon (Megatron-LM#1428). Save it with --ckpt-format torch_dist, or load "
+            "the model "
             "alone (--no-load-optim)"
         )
-    return not is_sgd and any(at[1] == "momentum_buffer" for at in map(_STATE.match, keys) if at)
+    return not is_sgd and any(
+        at[1] == "momentum_buffer" for at in map(_STATE.match, keys) if at
+    )
 
 
 def states_of(saved: Any) -> list[StateDict]:
-    """The state dicts of an optimizer, or of a chain, which is a list or has numbers for keys."""
-    if isinstance(saved, dict) and not (saved and all(isinstance(key, int) for key in saved)):
+    """The state dicts of an optimizer, or of a chain, which is a list or has numbers
+    for keys.
+    """
+    if isinstance(saved, dict) and not (
+        saved and all(isinstance(key, int) for key in saved)
+    ):
         return [saved]
-    parts = [saved[key] for key in sorted(saved)] if isinstance(saved, dict) else saved or []
+    parts = (
+        [saved[key] for key in sorted(saved)]
+        if isinstance(saved, dict)
+        else saved or []
+    )
     return [state for part in parts for state in states_of(part)]
 
 
 def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDict:
     """A state dict for ``MuonCheckpoint.load_state_dict``, without the tensors."""
     steps = [group["step"] for group in groups_of(states) if "step" in group]
-    inner = (_inner(state).get("state") for state in states)  # where torch's AdamW has its step
+    inner = (
+        _inner(state).get("state") for state in states
+    )  # where torch's AdamW has its step
     steps += [
-        each["common_step"] for each in inner if isinstance(each, Mapping) and "common_step" in each
+        each["common_step"]
+        for each in inner
+        if isinstance(each, Mapping) and "common_step" in each
     ]
     adamw = _adamw(states)
     groups = []
@@ -146,33 +178,50 @@ def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDic
         groups.append({**adamw, **kept, "step": max(steps, default=0)})
     ours: StateDict = {
         "optimizer": {"param_groups": groups},
-        RECORD: {"format": 1, "settings": {**dataclasses.asdict(config), "momentum": _mu(states)}},
+        RECORD: {
+            "format": 1,
+            "settings": {**dataclasses.asdict(config), "momentum": _mu(states)},
+        },
     }
     scalers = [state["grad_scaler"] for state in states if state.get("grad_scaler")]
     return {**ours, **({"grad_scaler": scalers[0]} if scalers else {})}
 
 
 def renamed(state: Any, source: Source) -> Any:
-    """A copy of ``param_state`` of a sharded state dict to be loaded, with keys of the source.
+    """A copy of ``param_state`` of a sharded state dict to be loaded, with keys of the
+    source.
 
-    It is in a format that has whole weights. Main parameters that are the model's weights are left
-    out, so no key is loaded twice.
+    It is in a format that has whole weights. Main parameters that are the model's
+    weights are left out, so no key is loaded twice.
     """
     if isinstance(state, dict):
         left_out = _MAIN if source.is_fp32 else ()
-        return {name: renamed(v, source) for name, v in state.items() if name not in left_out}
-    return dataclasses.replace(state, key=source.of(state.key)) if hasattr(state, "key") else state
+        return {
+            name: renamed(v, source)
+            for name, v in state.items()
+            if name not in left_out
+        }
+    return (
+        dataclasses.replace(state, key=source.of(state.key))
+        if hasattr(state, "key")
+        else state
+    )
 
 
 def converted(
     loaded: Mapping[Any, Any], source: Source, config: MuonConfig, sharding_type: str
 ) -> StateDict:
-    """A state dict for ``load_state_dict``, from the result of a load with ``renamed`` keys.
+    """A state dict for ``load_state_dict``, from the result of a load with ``renamed``
+    keys.
 
-    ``loaded`` is the optimizer's part of that result: our ``param_state``, here or for each
-    optimizer of a chain, beside their state dicts. Momentum is made a sum in place.
+    ``loaded`` is the optimizer's part of that result: our ``param_state``, here or for
+    each optimizer of a chain, beside their state dicts. Momentum is made a sum in
+    place.
     """
-    ours = {**as_ours(source.states, config), "param_state_sharding_type": sharding_type}
+    ours = {
+        **as_ours(source.states, config),
+        "param_state_sharding_type": sharding_type,
+    }
     if "param_state" in loaded:
         return _with_sums(ours, loaded, source)
     return {
@@ -202,7 +251,9 @@ def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
-    """AdamW's hyperparameters, which every group needs but their Muon groups may lack."""
+    """AdamW's hyperparameters, which every group needs but their Muon groups may
+    lack.
+    """
     hyperparameters: StateDict = {"bias_correction": True}
     for group in groups_of(states):
         keys = ("bias_correction", "betas", "eps")
@@ -211,11 +262,15 @@ def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
 
 
 def _mu(states: Sequence[Mapping[str, Any]]) -> float:
-    momenta = {float(group[key]) for group in groups_of(states) for key in _MU if key in group}
+    momenta = {
+        float(group[key]) for group in groups_of(states) for key in _MU if key in group
+    }
     if len(momenta) != 1:
         raise ValueError(
-            "Cannot convert the momentum of Megatron's own Muon: all of its parameter groups "
-            f"must have one momentum coefficient, but they have {sorted(momenta) or 'none'}"
+            "Cannot convert the momentum of Megatron's own Muon: all of its parameter "
+            "groups "
+            "must have one momentum coefficient, but they have "
+            f"{sorted(momenta) or 'none'}"
         )
     (mu,) = momenta
     return mu

@@ -1,7 +1,8 @@
 """Who wrote a checkpoint, and what it says of its optimizer; no communication.
 
-Pickles are read as data: a class or a function that a file names is not called, but for the few
-that Megatron's and torch's own files need. (Megatron reads the same files next, and trusts them.)
+Pickles are read as data: a class or a function that a file names is not called, but for
+the few that Megatron's and torch's own files need. (Megatron reads the same files next,
+and trusts them.)
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from megatron_muon.mcore.checkpoint.buffers import RECORD
 from megatron_muon.mcore.checkpoint.interop import foreign
 
 METADATA = ".metadata"  # of torch_dist
-# Everything that is not sharded: a file of its own, from core 0.19 an object among the tensors.
+# Everything that is not sharded: a file of its own, from core 0.19 an object among the
+# tensors.
 _COMMON_FILE, _COMMON_KEY = "common.pt", re.compile(r"common_state/shard_")
 _OPTIMIZERS = re.compile(r"(chained_\d+\.)*optimizer\.")
 
@@ -34,11 +36,15 @@ class Saved:
 
     folder: Path  # the folder of one iteration
     metadata: Metadata  # torch's of torch_dist; empty in other formats
-    states: list[dict[Any, Any]]  # of a chain of optimizers, without what differs between ranks
+    states: list[
+        dict[Any, Any]
+    ]  # of a chain of optimizers, without what differs between ranks
 
     @classmethod
     def of(cls, folder: str | Path) -> Saved:
-        """Read a folder: FileNotFoundError without a checkpoint, ValueError if it is damaged."""
+        """Read a folder: FileNotFoundError without a checkpoint, ValueError if it is
+        damaged.
+        """
         folder = Path(folder)
         if not (folder / METADATA).exists():
             files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
@@ -50,7 +56,9 @@ class Saved:
             key = next(filter(_COMMON_KEY.match, saved.keys), None)
         if key is None or (folder / _COMMON_FILE).exists():
             return replace(saved, states=_states_in(folder / _COMMON_FILE))
-        return replace(saved, states=foreign.states_of(saved.object(key).get("optimizer")))
+        return replace(
+            saved, states=foreign.states_of(saved.object(key).get("optimizer"))
+        )
 
     @property
     def keys(self) -> list[str]:
@@ -59,7 +67,9 @@ class Saved:
 
     @property
     def writer(self) -> Literal["muon", "adamw", "none"]:
-        """The optimizer whose state it has: this package's Muon, AdamW or another, or none."""
+        """The optimizer whose state it has: this package's Muon, AdamW or another, or
+        none.
+        """
         if self.has():
             return "muon"
         return "adamw" if self.states or self._of_optimizers() else "none"
@@ -68,9 +78,13 @@ class Saved:
     def is_megatrons(self) -> bool:
         """Whether Megatron's own Muon has written it: see ``foreign``."""
         states, keys = self.states, self._of_optimizers()
-        if any(".optimizer/" in key for key in keys):  # each model-parallel rank's groups
+        if any(
+            ".optimizer/" in key for key in keys
+        ):  # each model-parallel rank's groups
             states = [*states, {"optimizer": self.record("optimizer")}]
-        return foreign.is_megatrons(keys, states, [path.name for path in self.folder.rglob("*.pt")])
+        return foreign.is_megatrons(
+            keys, states, [path.name for path in self.folder.rglob("*.pt")]
+        )
 
     def has(self, key: str = RECORD) -> bool:
         """Whether there is a ``record`` under this key."""
@@ -88,17 +102,26 @@ class Saved:
         return dict(self.object(names[0]))
 
     def require_plain_groups(self) -> None:
-        """Refuse, by a ValueError, groups with objects of a class that is not made here."""
+        """Refuse, by a ValueError, groups with objects of a class that is not made
+        here.
+        """
         for group in foreign.groups_of(self.states):
             for key, value in group.items():
                 if isinstance(value, _Unknown):
                     what = type(value).__name__
-                    raise ValueError(f"{self.folder}: a group's {key} is of a class, {what}")
+                    raise ValueError(
+                        f"{self.folder}: a group's {key} is of a class, {what}"
+                    )
 
     def object(self, key: str) -> Any:
-        """The value of Megatron's ShardedObject; ValueError where its file is damaged."""
+        """The value of Megatron's ShardedObject; ValueError where its file is
+        damaged.
+        """
         place = self.metadata.storage_data[MetadataIndex(key)]
-        with _naming(self.folder / place.relative_path) as path, path.open("rb") as file:
+        with (
+            _naming(self.folder / place.relative_path) as path,
+            path.open("rb") as file,
+        ):
             file.seek(place.offset)
             value = _loaded(io.BytesIO(file.read(place.length)))
             if isinstance(value, io.BytesIO):
@@ -123,7 +146,9 @@ def _naming(file: Path) -> Iterator[Path]:
     except OSError:
         raise
     except Exception as error:  # there is no list of what a damaged file raises
-        raise ValueError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{file} cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _loaded(file: Any, **options: Any) -> Any:
@@ -138,7 +163,9 @@ def _loaded(file: Any, **options: Any) -> Any:
 
 
 class _Unknown:
-    """An object of a class, or a result of a function, that is not known; it holds nothing."""
+    """An object of a class, or a result of a function, that is not known; it holds
+    nothing.
+    """
 
     def __new__(cls, *_: Any, **__: Any) -> _Unknown:
         return object.__new__(cls)
@@ -152,11 +179,17 @@ class _Unknown:
 class _Data(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         module = "builtins" if module == "__builtin__" else module  # in protocol 2
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_dtype = module == "torch" and isinstance(
+            getattr(torch, name, None), torch.dtype
+        )
         if is_dtype or name in _KNOWN.get(module, ()):
             found = super().find_class(module, name)
             # a file may set attributes of what it is given
-            return (lambda *args: found(*args)) if isinstance(found, FunctionType) else found
+            return (
+                (lambda *args: found(*args))
+                if isinstance(found, FunctionType)
+                else found
+            )
         return type(name, (_Unknown,), {})
 
 
@@ -173,7 +206,13 @@ _KNOWN = {
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *(
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+        ),
         *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
     ),
 }

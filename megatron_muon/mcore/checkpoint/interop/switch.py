@@ -22,10 +22,12 @@ from megatron_muon.runtime.states import MAIN_KEY, write_halves
 def reading_adamw(optimizer: Any, momentum: FromAdamW) -> Iterator[None]:
     """See ``megatron_muon.reading_adamw``.
 
-    It takes over main parameters, steps, groups, and both moments of AdamW's remaining parameters.
-    Muon's momentum is Σ μ^k g where Adam's first moment is (1-β1) Σ β1^k g.
+    It takes over main parameters, steps, groups, and both moments of AdamW's remaining
+    parameters. Muon's momentum is Σ μ^k g where Adam's first moment is (1-β1) Σ β1^k g.
     """
-    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    parts = [
+        part for part in optimizer.chained_optimizers if not part.is_stub_optimizer
+    ]
     with _converting(optimizer, parts, "AdamW"):
         for part in parts:
             part.from_adamw = momentum
@@ -44,7 +46,9 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
     """
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
     source = together(lambda: _source(Saved.of(folder), optimizer), None, device)
-    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    parts = [
+        part for part in optimizer.chained_optimizers if not part.is_stub_optimizer
+    ]
     with _converting(optimizer, parts, "Megatron's own Muon"):
         optimizer.source = source
         for part in parts:
@@ -76,13 +80,17 @@ def _converting(optimizer: Any, parts: Sequence[Any], whose: str) -> Iterator[No
 
 def _source(saved: Saved, optimizer: Any) -> foreign.Source:
     if not saved.is_megatrons:
-        raise ValueError(f"{saved.folder} is no checkpoint of Megatron's own Muon in torch_dist")
+        raise ValueError(
+            f"{saved.folder} is no checkpoint of Megatron's own Muon in torch_dist"
+        )
     saved.require_plain_groups()
     source = foreign.Source(saved.keys, saved.states)
     if source.is_fp32 and (optimizer.config.bf16 or optimizer.config.fp16):
         raise ValueError(
-            f"{saved.folder} is of an fp32 model, whose weights are its main parameters; this run "
-            "would read them rounded: load it in fp32 and save it, or load the model alone "
+            f"{saved.folder} is of an fp32 model, whose weights are its main "
+            "parameters; this run "
+            "would read them rounded: load it in fp32 and save it, or load the model "
+            "alone "
             "(--no-load-optim)"
         )
     return source
@@ -97,10 +105,14 @@ def _check_main_params(parts: Sequence[Any], whose: str) -> None:
             if _rounds_to(main, param.detach(), slice(here.start, here.end)):
                 continue
             raise ValueError(
-                f"the main parameter of {part._name_of[param]} that {whose}'s checkpoint has does "
-                "not round to the model's weight: load the model's weights before the optimizer. "
-                "(fully_reshardable of Megatron 0.15 to 0.19 saves shifted optimizer state where "
-                "there are several padded buckets; such a checkpoint has lost it: load the model "
+                f"the main parameter of {part._name_of[param]} that {whose}'s "
+                "checkpoint has does "
+                "not round to the model's weight: load the model's weights before the "
+                "optimizer. "
+                "(fully_reshardable of Megatron 0.15 to 0.19 saves shifted optimizer "
+                "state where "
+                "there are several padded buckets; such a checkpoint has lost it: load "
+                "the model "
                 "alone, in Megatron-LM by --no-load-optim)"
             )
 
@@ -108,20 +120,27 @@ def _check_main_params(parts: Sequence[Any], whose: str) -> None:
 def _rounds_to(shard: torch.Tensor, model: torch.Tensor, here: slice) -> bool:
     """Whether an fp32 shard rounds to that part of the model's weight.
 
-    A weight in fp8 was rounded by a scale that may have changed since. e4m3 has three bits after
-    the leading one, and steps of 2^-9 at the lower end. Each of two roundings may be half a step
-    off.
+    A weight in fp8 was rounded by a scale that may have changed since. e4m3 has three
+    bits after the leading one, and steps of 2^-9 at the lower end. Each of two
+    roundings may be half a step off.
     """
     if not is_float8tensor(model):
         weight = model.view(-1)[here]
         rounds = shard.to(weight.dtype) == weight
-        if weight.dtype == torch.bfloat16:  # FusedAdam with remainders rounds ties away from zero
-            away, remainder = torch.empty_like(weight), torch.empty_like(weight, dtype=torch.int16)
+        if (
+            weight.dtype == torch.bfloat16
+        ):  # FusedAdam with remainders rounds ties away from zero
+            away, remainder = (
+                torch.empty_like(weight),
+                torch.empty_like(weight, dtype=torch.int16),
+            )
             write_halves(shard.clone(), away, remainder)
             rounds |= away == weight
         return bool(rounds.all())
     values = model.dequantize().float()
     weight = values.view(-1)[here]
-    scale = getattr(model, "_scale_inv", None)  # blocks have scales that fit them, within 2 times
+    scale = getattr(
+        model, "_scale_inv", None
+    )  # blocks have scales that fit them, within 2 times
     step = 2.0**-9 * (2 / 448 * values.abs().max() if scale is None else scale.max())
     return bool(((shard - weight).abs() <= 2.0**-3 * shard.abs() + step).all())

@@ -1,4 +1,6 @@
-"""Muon of the steps between full ones (``full_period``), beside that of the full steps."""
+"""Muon of the steps between full ones (``full_period``), beside that of the full
+steps.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,17 @@ def add_block_steps(
     """
     if not muons:
         return
-    numerics, period = block_numerics(muons[0][1].numerics), muons[0][1].config.full_period
+    numerics, period = (
+        block_numerics(muons[0][1].numerics),
+        muons[0][1].config.full_period,
+    )
     plans = block_plans(parameters, [muon.plan.grid for _, muon in muons], numerics)
     travels = TORCH_DTYPE[numerics.travels]
     for (part, muon), plan in zip(muons, plans, strict=True):
         own, meter = plan.for_rank(muon.own.rank), muon.meter
-        exchange = Exchange(own, plan.matrices, stage.group, travels, stage.device, meter)
+        exchange = Exchange(
+            own, plan.matrices, stage.group, travels, stage.device, meter
+        )
         block = DistributedMuon(
             numerics,
             plan,

@@ -1,9 +1,10 @@
-"""Megatron's reduction of gradients and all-gather of parameters, which name themselves if lost.
+"""Megatron's reduction of gradients and all-gather of parameters, which name themselves
+if lost.
 
-A rank that waits there for one that is gone gets gloo's error, which has the peer's address and no
-phase. A model that Muon trains has its bucket groups turned into a subclass that adds the phase.
-Its methods add a ``try`` and nothing else. NCCL raises nothing there: its watchdog ends the
-process from another thread.
+A rank that waits there for one that is gone gets gloo's error, which has the peer's
+address and no phase. A model that Muon trains has its bucket groups turned into a
+subclass that adds the phase. Its methods add a ``try`` and nothing else. NCCL raises
+nothing there: its watchdog ends the process from another thread.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ _ALL_GATHER = ("params/gather", "Megatron's all-gather of parameters")
 class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
     """A bucket group whose errors name the phase.
 
-    Without overlap, or in an all-gather by force, the methods that start one wait for it too.
+    Without overlap, or in an all-gather by force, the methods that start one wait for
+    it too.
 
     Attributes:
-        is_early: its all-gather of parameters was started by the step (``early_gathers``), and no
-            forward pass has waited for it yet.
+        is_early: its all-gather of parameters was started by the step
+            (``early_gathers``), and no forward pass has waited for it yet.
     """
 
     is_early = False
@@ -52,9 +54,10 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
     def start_param_sync(self, force_sync: bool = False, **kwargs: Any) -> None:
         """Megatron's; raises PhaseError where a peer is lost.
 
-        Nothing is started where a schedule asks for what the step has started, which Megatron would
-        refuse (``param_sync_func``). By force all is gathered anew: parameters may have changed
-        since the step sent them, and Megatron would only wait for what is under way.
+        Nothing is started where a schedule asks for what the step has started, which
+        Megatron would refuse (``param_sync_func``). By force all is gathered anew:
+        parameters may have changed since the step sent them, and Megatron would only
+        wait for what is under way.
         """
         under_way = self.param_gather_handle if self.is_early else None
         if under_way is not None and not force_sync:
@@ -69,9 +72,11 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             self._raise(error, *_ALL_GATHER)
 
     def wait_for_params(self) -> None:
-        """Wait for the parameters under way, if any; raises PhaseError where a peer is lost.
+        """Wait for the parameters under way, if any; raises PhaseError where a peer is
+        lost.
 
-        As a forward pass does, which also has fp8 parameters ready for use, on every core.
+        As a forward pass does, which also has fp8 parameters ready for use, on every
+        core.
         """
         self.is_early = False
         if self.param_gather_handle is not None:
@@ -80,7 +85,8 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
         """Megatron's; raises PhaseError where a peer is lost.
 
-        The next all-gather is not started where the step has, which Megatron would warn of.
+        The next all-gather is not started where the step has, which Megatron would warn
+        of.
         """
         self.is_early = False
         following = self.next_param_gather_bucket_group
@@ -91,8 +97,13 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             self._raise(error, *_ALL_GATHER)
 
     def _raise(self, error: RuntimeError, name: str, what: str) -> NoReturn:
-        """Megatron's check of gradients raises in ``start_grad_sync``, too: no collective's."""
-        if any(frame.name == "check_grads" for frame in traceback.extract_tb(error.__traceback__)):
+        """Megatron's check of gradients raises in ``start_grad_sync``, too: no
+        collective's.
+        """
+        if any(
+            frame.name == "check_grads"
+            for frame in traceback.extract_tb(error.__traceback__)
+        ):
             raise error
         raise_named(name, self.intra_distributed_optimizer_instance_group, error, what)
 
@@ -105,7 +116,9 @@ def name_phases(model_chunks: Iterable[Any]) -> None:
 
 
 def finish_gathers(model_chunks: Iterable[Any]) -> None:
-    """Have all parameters of a model be as after the last step, as its forward pass does."""
+    """Have all parameters of a model be as after the last step, as its forward pass
+    does.
+    """
     for chunk in model_chunks:
         if chunk.ddp_config.overlap_param_gather:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):

@@ -1,11 +1,12 @@
-"""Giving Megatron a layout of its grad buffers in which shards cut few weights: from core 0.18 on.
+"""Giving Megatron a layout of its grad buffers in which shards cut few weights: from
+core 0.18 on.
 
-Buckets keep their parameters and their sizes; only the order inside a bucket is another one, where
-``order.orders`` finds that less is sent. It depends on the DP size, so checkpoints of it
-must be by parameter, as all of Muon's are.
+Buckets keep their parameters and their sizes; only the order inside a bucket is another
+one, where ``order.orders`` finds that less is sent. It depends on the DP size, so
+checkpoints of it must be by parameter, as all of Muon's are.
 
-A layout is given to DistributedDataParallel, or made by it, and there the names of weights are
-known. Megatron-LM makes layouts before that, which nothing else reads.
+A layout is given to DistributedDataParallel, or made by it, and there the names of
+weights are known. Megatron-LM makes layouts before that, which nothing else reads.
 """
 
 from __future__ import annotations
@@ -35,13 +36,19 @@ SINCE = (0, 18)
 _LAYOUT = "_compute_per_buffer_param_layout"
 _patches = Patches()
 _config: MuonConfig | None = None  # None while Megatron's own order is in place
-_ordered: WeakSet[Any] = WeakSet()  # DistributedDataParallel that were made while this is in
-_wrapped: _Model | None = None  # the model that DistributedDataParallel is making a layout of
+_ordered: WeakSet[Any] = (
+    WeakSet()
+)  # DistributedDataParallel that were made while this is in
+_wrapped: _Model | None = (
+    None  # the model that DistributedDataParallel is making a layout of
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Model:
-    """Muon's parameters of a model chunk, without places, and the ranks that have them."""
+    """Muon's parameters of a model chunk, without places, and the ranks that have
+    them.
+    """
 
     muons: Mapping[Any, Parameter]
     dense: Holders
@@ -59,12 +66,16 @@ def put_in(config: MuonConfig) -> None:
     global _config
     if not takes_layouts():
         raise NotImplementedError(
-            f"{named('align_shards')} needs megatron-core 0.18 or later, which takes a layout of "
+            f"{named('align_shards')} needs megatron-core 0.18 or later, which takes a "
+            "layout of "
             f"its buffers; here is {megatron_version()[0]}: leave it out"
         )
     before, _config = _config, config
     if before is None:
-        layout, init = getattr(DistributedOptimizer, _LAYOUT), DistributedDataParallel.__init__
+        layout, init = (
+            getattr(DistributedOptimizer, _LAYOUT),
+            DistributedDataParallel.__init__,
+        )
         layout, init = around(layout, _laid_out, _is_in), around(init, _init, _is_in)
         _patches.set(DistributedOptimizer, _LAYOUT, staticmethod(layout))
         _patches.set(DistributedDataParallel, "__init__", init)
@@ -83,7 +94,9 @@ def _is_in() -> bool:
 
 @contextmanager
 def as_in_run(config: MuonConfig) -> Iterator[None]:
-    """Within it layouts are those of a run with these settings; nothing is installed before."""
+    """Within it layouts are those of a run with these settings; nothing is installed
+    before.
+    """
     if config.align_shards:
         put_in(config)
     try:
@@ -93,24 +106,34 @@ def as_in_run(config: MuonConfig) -> Iterator[None]:
 
 
 def require_ordered(model_chunks: Sequence[Any]) -> None:
-    """Refuse, by a ValueError, chunks that were wrapped before ``align_shards`` was set."""
+    """Refuse, by a ValueError, chunks that were wrapped before ``align_shards`` was
+    set.
+    """
     if not all(chunk in _ordered for chunk in model_chunks):
         raise ValueError(
-            f"{named('align_shards')} orders parameters where DistributedDataParallel lays out "
-            "their buffers, and here it did before megatron_muon.install(): install first, or "
+            f"{named('align_shards')} orders parameters where DistributedDataParallel "
+            "lays out "
+            "their buffers, and here it did before megatron_muon.install(): install "
+            "first, or "
             "leave it out"
         )
 
 
 def _init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces DistributedDataParallel's: orders the layout that it makes, or is given."""
+    """Replaces DistributedDataParallel's: orders the layout that it makes, or is
+    given.
+    """
     global _wrapped
     call = inspect.signature(original).bind(self, *args, **kwargs)
     model = _model(call.arguments["module"], call.arguments.get("pg_collection"))
     given = call.arguments.get("full_param_layout")
     if given is not None and model is not None:
-        layouts = {key: _in_order(layout, model) for key, layout in given.layouts.items()}
-        call.arguments["full_param_layout"] = dataclasses.replace(given, layouts=layouts)
+        layouts = {
+            key: _in_order(layout, model) for key, layout in given.layouts.items()
+        }
+        call.arguments["full_param_layout"] = dataclasses.replace(
+            given, layouts=layouts
+        )
     _wrapped = model
     try:
         original(*call.args, **call.kwargs)
@@ -126,13 +149,19 @@ def _laid_out(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _model(module: Any, pg_collection: Any) -> _Model | None:
-    """None where a weight cannot be routed: the optimizer says so, on all ranks together."""
+    """None where a weight cannot be routed: the optimizer says so, on all ranks
+    together.
+    """
     assert _config is not None
-    (tp_size, expert_tp_size), (dp_size, expert_dp_size) = sharing(module, pg_collection)
+    (tp_size, expert_tp_size), (dp_size, expert_dp_size) = sharing(
+        module, pg_collection
+    )
     sizes = Sizes(tp_size, expert_tp_size)
     try:
         routes = routes_of([module], sizes, _config)
-        muons = {route.weight.param: route.muon for route in routes if route.muon is not None}
+        muons = {
+            route.weight.param: route.muon for route in routes if route.muon is not None
+        }
         numerics = numerics_on(device_of([module]), _config)
     except (ValueError, NotImplementedError, KernelError):
         return None
@@ -149,7 +178,9 @@ def _in_order(layout: Any, model: _Model) -> Any:
     for params, (start, stop) in zip(in_bucket, layout.bucket_indices, strict=True):
         sizes = tuple(param.data.nelement() for param in params)
         buckets.append(Bucket(stop - start, sizes, tuple(map(model.muons.get, params))))
-    experts = any(not getattr(param, "allreduce", True) for param in layout.param_index_map)
+    experts = any(
+        not getattr(param, "allreduce", True) for param in layout.param_index_map
+    )
     chosen = orders(buckets, model.experts if experts else model.dense, model.numerics)
     places = dict(layout.param_index_map)
     unpadded = list(layout.per_bucket_numel_unpadded)
@@ -161,7 +192,9 @@ def _in_order(layout: Any, model: _Model) -> Any:
                 stop = start + bucket.sizes[index]
                 places[in_bucket[number][index]] = (first + start, first + stop, number)
             unpadded[number] = begun[-1] + bucket.sizes[order[-1]]
-    in_place = sorted(places.items(), key=lambda item: item[1][0])  # as Megatron has them
+    in_place = sorted(
+        places.items(), key=lambda item: item[1][0]
+    )  # as Megatron has them
     return dataclasses.replace(
         layout, param_index_map=dict(in_place), per_bucket_numel_unpadded=unpadded
     )  # param_indices, which only fp8 needs, are as Megatron numbers its parameters

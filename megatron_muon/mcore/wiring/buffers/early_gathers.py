@@ -1,15 +1,17 @@
 """The all-gathers of parameters, started within the step that updates them.
 
-With ``overlap_param_gather`` Megatron gathers a bucket group while the layers before it are at
-work. It starts the first one in the forward pass, which then waits for all of it. Here each starts
-as soon as the last round with one of its parameters is applied: it travels while other rounds or
-experts are orthogonalized. After the last round at most one starts (``gathers.starts``), and on a
-GPU with one hardware queue after any round; Megatron starts the others. Bits are the same.
+With ``overlap_param_gather`` Megatron gathers a bucket group while the layers before it
+are at work. It starts the first one in the forward pass, which then waits for all of
+it. Here each starts as soon as the last round with one of its parameters is applied: it
+travels while other rounds or experts are orthogonalized. After the last round at most
+one starts (``gathers.starts``), and on a GPU with one hardware queue after any round;
+Megatron starts the others. Bits are the same.
 
-Other ranks read a rank's part of these parameters from then on. So nothing may change them between
-a step and the next forward pass, as QK-Clip does. Megatron-LM's training loop does not, and forces
-a gather before it reads them; other loops may do both, and free their memory. So ``auto`` waits for
-that loop, and with ``on`` a step in another one ends when all that have started have arrived.
+Other ranks read a rank's part of these parameters from then on. So nothing may change
+them between a step and the next forward pass, as QK-Clip does. Megatron-LM's training
+loop does not, and forces a gather before it reads them; other loops may do both, and
+free their memory. So ``auto`` waits for that loop, and with ``on`` a step in another
+one ends when all that have started have arrived.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from megatron_muon.mcore.wiring.process_groups import has_experts
 from megatron_muon.planning.rounds.pipeline import ADAMW, starts
 from megatron_muon.runtime.patches import replaced
 
-# Megatron's lists of a DistributedOptimizer: model parameters, and what is copied into them.
+# Megatron's lists of a DistributedOptimizer: model parameters, and what is copied into
+# them.
 _COPIED = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),
     ("model_fp32_groups", "shard_fp32_groups"),
@@ -40,8 +43,11 @@ class EarlyGather:
 
     group: Any  # one whose errors name the phase (``bucket_groups``)
     params: frozenset[int]  # ids of its parameters
-    after: int | None  # the round, or ``ADAMW``, after which it starts; None: in the forward pass
-    # (this rank's part of a parameter as it is gathered, the flat fp32 shard), where there is one
+    after: (
+        int | None
+    )  # the round, or ``ADAMW``, after which it starts; None: in the forward pass
+    # (this rank's part of a parameter as it is gathered, the flat fp32 shard), where
+    # there is one
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
     def copy(self) -> None:
@@ -64,11 +70,13 @@ class EarlyGathers:
     Args:
         gathers: one of each bucket group, in the order of the forward pass.
         last: the last round of a step.
-        is_on: whether they start within the step. Where they do not, Megatron's gathers are as
-            they are without this.
+        is_on: whether they start within the step. Where they do not, Megatron's gathers
+            are as they are without this.
     """
 
-    def __init__(self, gathers: Sequence[EarlyGather], last: int, *, is_on: bool) -> None:
+    def __init__(
+        self, gathers: Sequence[EarlyGather], last: int, *, is_on: bool
+    ) -> None:
         self.gathers, self.last, self.is_on = gathers, last, is_on
         self._in_loop = False  # Megatron-LM's own
         self._in_step = False
@@ -77,7 +85,8 @@ class EarlyGathers:
     def applied(self, round: int) -> None:
         """Start those for which this was the round. No rank is before that round then.
 
-        After the last round, or AdamW's part where there is none, Megatron's copies come first.
+        After the last round, or AdamW's part where there is none, Megatron's copies
+        come first.
         """
         if round >= self.last or not self._in_step:
             return
@@ -87,7 +96,9 @@ class EarlyGathers:
 
     @contextmanager
     def turned_on(self) -> Iterator[None]:
-        """Within it they start in the step, and may outlast it. None is under way afterwards."""
+        """Within it they start in the step, and may outlast it. None is under way
+        afterwards.
+        """
         before, self.is_on, self._in_loop = self.is_on, True, True
         try:
             yield
@@ -114,14 +125,17 @@ class EarlyGathers:
     def without_copied(self, dist_opt: Any) -> Iterator[None]:
         """Hide from Megatron's copy of a step the parameters that travel already.
 
-        After another copy, as of main parameters that were changed, all are gathered again.
+        After another copy, as of main parameters that were changed, all are gathered
+        again.
         """
         if not self._in_step:
             self.forget()
         if not (self._in_step and self._started):
             yield
             return
-        away = frozenset().union(*(each.params for each in self.gathers[: self._started]))
+        away = frozenset().union(
+            *(each.params for each in self.gathers[: self._started])
+        )
         left = {}
         for models, shards in _COPIED:
             pairs = [
@@ -130,7 +144,9 @@ class EarlyGathers:
                     for model, shard in zip(*both, strict=True)
                     if id(model) not in away
                 ]
-                for both in zip(getattr(dist_opt, models), getattr(dist_opt, shards), strict=True)
+                for both in zip(
+                    getattr(dist_opt, models), getattr(dist_opt, shards), strict=True
+                )
             ]
             left[models] = [[model for model, _ in group] for group in pairs]
             left[shards] = [[shard for _, shard in group] for group in pairs]
@@ -138,7 +154,9 @@ class EarlyGathers:
             yield
 
     def end_step(self) -> None:
-        """After the last optimizer's step: in a loop that may move parameters none goes on."""
+        """After the last optimizer's step: in a loop that may move parameters none goes
+        on.
+        """
         if self.is_on and not self._in_loop:
             self.finish()
 
@@ -148,7 +166,9 @@ class EarlyGathers:
             gather.group.wait_for_params()
 
     def forget(self) -> None:
-        """Let the next forward pass gather again: parameters have changed outside of a step."""
+        """Let the next forward pass gather again: parameters have changed outside of a
+        step.
+        """
         may_travel = self.is_on or self._started > 0  # also after a loop that raised
         for gather in self.gathers if may_travel else ():
             gather.group.wait_for_params()
@@ -178,7 +198,8 @@ def early_gathers(
 ) -> EarlyGathers | None:
     """The gathers of an optimizer's bucket groups; None where it has no parameters.
 
-    ``rounds`` are those of Muon's parameters; for other arguments see ``starts``, ``EarlyGathers``.
+    ``rounds`` are those of Muon's parameters; for other arguments see ``starts``,
+    ``EarlyGathers``.
     """
     places = {
         param: (buffer.buckets[index], start, stop)
@@ -187,9 +208,17 @@ def early_gathers(
     }
     shards = dict(owned_shards(dist_opt))
     groups = list(_in_forward_order(dist_opt))
-    params = [[param for param in places if places[param][0] in group.buckets] for group in groups]
-    updated = [max((rounds.get(param, ADAMW) for param in each), default=ADAMW) for each in params]
-    if dist_opt.model_chunks[0].ddp_config.fp8_param_gather:  # it is scaled over all ranks
+    params = [
+        [param for param in places if places[param][0] in group.buckets]
+        for group in groups
+    ]
+    updated = [
+        max((rounds.get(param, ADAMW) for param in each), default=ADAMW)
+        for each in params
+    ]
+    if dist_opt.model_chunks[
+        0
+    ].ddp_config.fp8_param_gather:  # it is scaled over all ranks
         updated = [last for _ in updated]
     gathers = []
     after = starts(updated, last, one_by_one=one_by_one, is_followed=is_followed)
@@ -208,10 +237,14 @@ def _in_forward_order(dist_opt: Any) -> Iterator[Any]:
 
 
 def _own_part(group: Any, bucket: Any, start: int, stop: int) -> torch.Tensor:
-    """What this rank has of the elements ``start`` to ``stop`` of a buffer, in their bucket."""
+    """What this rank has of the elements ``start`` to ``stop`` of a buffer, in their
+    bucket.
+    """
     ranks = group.intra_distributed_optimizer_instance_group
     size = bucket.param_data.numel() // dist.get_world_size(ranks)
     low = size * dist.get_rank(ranks)
     start, stop = start - bucket.offset, stop - bucket.offset
-    part: torch.Tensor = bucket.param_data.view(-1)[max(start, low) : min(stop, low + size)]
+    part: torch.Tensor = bucket.param_data.view(-1)[
+        max(start, low) : min(stop, low + size)
+    ]
     return part

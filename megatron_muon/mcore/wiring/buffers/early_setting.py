@@ -20,18 +20,22 @@ def settled(
     """The settings with ``early_param_gather`` ``off`` where ``auto`` cannot be.
 
     Returns:
-        The settings, and what forbids ``on``: None if nothing does, or if there is no gather in the
-        forward pass.
+        The settings, and what forbids ``on``: None if nothing does, or if there is no
+        gather in the forward pass.
 
     Raises:
-        ValueError: it is on, and Megatron gathers after the step, or starts a gather by itself.
-        NotImplementedError: it is on, and parameters change between the step and the gather.
+        ValueError: it is on, and Megatron gathers after the step, or starts a gather by
+        itself.
+        NotImplementedError: it is on, and parameters change between the step and the
+        gather.
     """
     overlaps = model_chunks[0].ddp_config.overlap_param_gather
     found = _hindrances(config, optimizer_config, get_model_config(model_chunks[0]))
     what, error = next(found, (None, None))
     if config.early_param_gather != "on":
-        wanted = config.early_param_gather or ("auto" if config.preset == "fast" else "off")
+        wanted = config.early_param_gather or (
+            "auto" if config.preset == "fast" else "off"
+        )
         can_be = overlaps and error is None
         config = replace(config, early_param_gather=wanted if can_be else "off")
         return config, what if overlaps and wanted == "auto" else None
@@ -49,11 +53,15 @@ def _hindrances(
     config: MuonConfig, optimizer_config: Any, model: Any
 ) -> Iterator[tuple[str, Exception]]:
     """What forbids it, and the error where it is asked for nevertheless."""
-    graph = f"{getattr(model, 'cuda_graph_impl', '')} {getattr(model, 'cuda_graph_scope', '')}"
+    graph = (
+        f"{getattr(model, 'cuda_graph_impl', '')} "
+        f"{getattr(model, 'cuda_graph_scope', '')}"
+    )
     for found, what, why, error in (
         (
             optimizer_config.overlap_param_gather_with_optimizer_step,
-            "overlap_param_gather_with_optimizer_step (--overlap-param-gather-with-optimizer-step)",
+            "overlap_param_gather_with_optimizer_step "
+            "(--overlap-param-gather-with-optimizer-step)",
             "both start the first gather",
             ValueError,
         ),
@@ -77,7 +85,8 @@ def _hindrances(
         ),
         (
             "full_iteration" in re.findall(r"\w+", graph),  # it may be a list of scopes
-            "a CUDA graph of the full iteration (--cuda-graph-impl, --cuda-graph-scope)",
+            "a CUDA graph of the full iteration (--cuda-graph-impl, "
+            "--cuda-graph-scope)",
             "the graph would wait for a gather outside of it",
             NotImplementedError,
         ),
@@ -94,10 +103,14 @@ def _hindrances(
 
 
 def gathers_one_by_one(device: torch.device) -> bool:
-    """Whether two gathers that are launched in a row would hold up what is launched after them.
+    """Whether two gathers that are launched in a row would hold up what is launched
+    after them.
 
-    A GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands with TP or
-    CP before Blackwell) starts kernels in the order in which they are launched, and the second
-    gather waits for the first one. A gather that takes longer than a round holds up the next.
+    A GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands
+    with TP or CP before Blackwell) starts kernels in the order in which they are
+    launched, and the second gather waits for the first one. A gather that takes longer
+    than a round holds up the next.
     """
-    return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    return (
+        device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    )

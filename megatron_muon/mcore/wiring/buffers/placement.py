@@ -1,4 +1,6 @@
-"""Muon's parameters of one DistributedOptimizer: their places in its buffers and their matrices."""
+"""Muon's parameters of one DistributedOptimizer: their places in its buffers and their
+matrices.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ Located = list[tuple[torch.nn.Parameter, Parameter]]
 
 
 def muon_parameters(routes: Iterable[Route], buffers: Sequence[Any]) -> Located:
-    """Every Muon parameter in the buffers, as on EP rank 0: the same list on all ranks of a stage.
+    """Every Muon parameter in the buffers, as on EP rank 0: the same list on all ranks
+    of a stage.
 
     ``buffers`` are the grad buffers of one DistributedOptimizer.
     """
@@ -40,7 +43,8 @@ def muon_parameters(routes: Iterable[Route], buffers: Sequence[Any]) -> Located:
 def on_every_ep_rank(
     parameters: Sequence[Parameter], ep_size: int, local_experts: int
 ) -> list[Parameter]:
-    """All of a stage's parameters: those of each EP rank in turn, experts numbered over all.
+    """All of a stage's parameters: those of each EP rank in turn, experts numbered over
+    all.
 
     ``parameters`` are EP rank 0's. What is not an expert's has an ``ep_size`` of 1.
     """
@@ -51,7 +55,8 @@ def on_every_ep_rank(
             parameter,
             name=expert_name(parameter.name, ep_rank, local_experts),
             matrices=tuple(
-                _numbered(matrix, ep_rank, local_experts) for matrix in parameter.matrices
+                _numbered(matrix, ep_rank, local_experts)
+                for matrix in parameter.matrices
             ),
             ep_rank=ep_rank,
         )
@@ -62,7 +67,9 @@ def on_every_ep_rank(
 
 def local_experts(model_chunks: Sequence[Any], ep_size: int) -> int:
     """Experts of a layer on one EP rank; 0 in a dense model."""
-    return (getattr(get_model_config(model_chunks[0]), "num_moe_experts", None) or 0) // ep_size
+    return (
+        getattr(get_model_config(model_chunks[0]), "num_moe_experts", None) or 0
+    ) // ep_size
 
 
 def _numbered(matrix: MatrixShape, ep_rank: int, local_experts: int) -> MatrixShape:

@@ -11,16 +11,21 @@ from megatron_muon.mcore.wiring.states import adam_holds_main
 
 
 def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """``(parameter, the optimizer's flat shard)`` for each of which this rank holds a slice.
+    """``(parameter, the optimizer's flat shard)`` for each of which this rank holds a
+    slice.
 
-    The shard is an fp32 copy for a bf16 parameter, or a view of it where FusedAdam has the main
-    parameters (``states``), and a view of an fp32 one. Both are paired in the order of Megatron's
+    The shard is an fp32 copy for a bf16 parameter, or a view of it where FusedAdam has
+    the main parameters (``states``), and a view of an fp32 one. Both are paired in the
+    order of Megatron's
     groups: ``model_param_group_index_map`` misnumbers groups that mix both dtypes.
     """
     copies = dist_opt.shard_fp32_from_float16_groups
     views = dist_opt.shard_float16_groups
     for models, shards in (
-        (dist_opt.model_float16_groups, views if adam_holds_main(dist_opt.config) else copies),
+        (
+            dist_opt.model_float16_groups,
+            views if adam_holds_main(dist_opt.config) else copies,
+        ),
         (dist_opt.model_fp32_groups, dist_opt.shard_fp32_groups),
     ):
         for model_group, shard_group in zip(models, shards, strict=True):
@@ -28,7 +33,9 @@ def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tens
 
 
 def device_of(model_chunks: Iterable[torch.nn.Module]) -> torch.device:
-    """The device of the rank's tensors; for a stage without parameters, the current GPU."""
+    """The device of the rank's tensors; for a stage without parameters, the current
+    GPU.
+    """
     for chunk in model_chunks:
         for param in chunk.parameters():
             return torch.device(param.device)

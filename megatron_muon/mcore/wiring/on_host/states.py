@@ -1,4 +1,6 @@
-"""State in host memory: Muon's comes to the device by round, AdamW's is updated where it is."""
+"""State in host memory: Muon's comes to the device by round, AdamW's is updated where
+it is.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ from typing import Any
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from megatron_muon.mcore.wiring.states import MASTER_KEY, SECOND_KEY, TORCH_ADAMS, OfWeights
+from megatron_muon.mcore.wiring.states import (
+    MASTER_KEY,
+    SECOND_KEY,
+    TORCH_ADAMS,
+    OfWeights,
+)
 from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.exchange.host import HostMemory, Name
 from megatron_muon.runtime.states import MAIN_KEY, of_halves, write_halves
@@ -19,9 +26,11 @@ Tensor = torch.Tensor
 
 
 class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
-    """Megatron's optimizer in host memory, for AdamW's shards; Muon's are in its groups alone.
+    """Megatron's optimizer in host memory, for AdamW's shards; Muon's are in its groups
+    alone.
 
-    It waits on the host for gradients. So its step is on a stream that is not behind Muon's part.
+    It waits on the host for gradients. So its step is on a stream that is not behind
+    Muon's part.
     """
 
     muon: DistributedMuon
@@ -41,7 +50,9 @@ class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
             self.param_groups = groups
 
     def _init_sub_optimizers(self) -> None:
-        """Megatron's; the part on the device waits for gradients that another stream makes."""
+        """Megatron's; the part on the device waits for gradients that another stream
+        makes.
+        """
         super()._init_sub_optimizers()
         if self.gpu_optimizer is not None:
             self.gpu_optimizer.register_step_pre_hook(
@@ -58,9 +69,13 @@ class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
             torch.cuda.current_stream().wait_stream(stream)
 
     def dummy_step(self) -> None:
-        """Give shards state as before the first step. Megatron's own takes a random one."""
+        """Give shards state as before the first step. Megatron's own takes a random
+        one.
+        """
         for adam in self.sub_optimizers:
-            for main in (main for group in adam.param_groups for main in group["params"]):
+            for main in (
+                main for group in adam.param_groups for main in group["params"]
+            ):
                 if not adam.state[main]:
                     keys = (MOMENTUM_KEY, SECOND_KEY)
                     adam.state[main] = {key: torch.zeros_like(main) for key in keys}
@@ -68,19 +83,24 @@ class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
                         adam.state[main]["step"] = torch.zeros((), device=main.device)
         self._sync_sub_optimizers_state_to_hdo()
         for group in self.param_groups if not self.state else ():
-            for shard in group["params"]:  # for Megatron none would mean that no load has made any
+            for shard in group[
+                "params"
+            ]:  # for Megatron none would mean that no load has made any
                 self.state[shard] = {"step": torch.tensor(float(group.get("step", 0)))}
 
     def _update_fp32_params_by_new_state(self) -> None:
-        self.state = {shard: each for shard, each in self.state.items() if MASTER_KEY in each}
+        self.state = {
+            shard: each for shard, each in self.state.items() if MASTER_KEY in each
+        }
         super()._update_fp32_params_by_new_state()
 
 
 class OfHybrid(OfWeights):
-    """State in host memory: AdamW's is HybridDeviceOptimizer's, Muon's comes here by round.
+    """State in host memory: AdamW's is HybridDeviceOptimizer's, Muon's comes here by
+    round.
 
-    Shards are slices of the model's bf16 or fp16 weights. Muon's main parameters are whole, or the
-    16 bits that a bf16 weight lacks; its momentum is fp32 or bf16.
+    Shards are slices of the model's bf16 or fp16 weights. Muon's main parameters are
+    whole, or the 16 bits that a bf16 weight lacks; its momentum is fp32 or bf16.
     """
 
     adamw_is_last = True
@@ -92,9 +112,14 @@ class OfHybrid(OfWeights):
         self._places: dict[tuple[int, str], tuple[Name, int, int]] = {}
 
     def hold(self, muon: DistributedMuon, config: Any) -> None:
-        """Make Muon's state: of some rounds, evenly, on the host, at least the fraction asked."""
+        """Make Muon's state: of some rounds, evenly, on the host, at least the fraction
+        asked.
+        """
         stream: Any = torch.cuda.Stream
-        self._optimizer.muon, self._optimizer.beside = muon, stream(muon.exchange.device)
+        self._optimizer.muon, self._optimizer.beside = (
+            muon,
+            stream(muon.exchange.device),
+        )
         self._memory = HostMemory(muon.exchange.device, MOMENTUM_KEY)
         halves = config.bf16 and getattr(config, "store_param_remainders", False)
         hosted = seen = 0
@@ -111,7 +136,9 @@ class OfHybrid(OfWeights):
         for shard in muon.main_params.values():
             self.reset_main(shard)
 
-    def _add(self, name: Name, shards: list[Tensor], dtype: torch.dtype, on_host: bool) -> None:
+    def _add(
+        self, name: Name, shards: list[Tensor], dtype: torch.dtype, on_host: bool
+    ) -> None:
         places = [0, *accumulate(shard.numel() for shard in shards)]
         for shard, (start, stop) in zip(shards, pairwise(places), strict=True):
             self._places[id(shard), name[1]] = name, start, stop
@@ -139,7 +166,11 @@ class OfHybrid(OfWeights):
     def get(self, shard: Tensor, key: str) -> Tensor:
         """See ``States``; on the device."""
         held = self._held(shard, key).to(shard.device)
-        return of_halves(shard.detach(), held) if held.dtype == torch.int16 else held.float()
+        return (
+            of_halves(shard.detach(), held)
+            if held.dtype == torch.int16
+            else held.float()
+        )
 
     def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
         """See ``States``."""
@@ -149,8 +180,12 @@ class OfHybrid(OfWeights):
             write_halves(wide, shard.detach(), low)
             held.copy_(low)
             return
-        if key == MAIN_KEY and MASTER_KEY in self._optimizer.state.get(shard, ()):  # AdamW's
-            self._optimizer.state[shard][MASTER_KEY] = held  # a load may have made another one
+        if key == MAIN_KEY and MASTER_KEY in self._optimizer.state.get(
+            shard, ()
+        ):  # AdamW's
+            self._optimizer.state[shard][MASTER_KEY] = (
+                held  # a load may have made another one
+            )
         for target in (held, shard.detach()) if key == MAIN_KEY else (held,):
             if target.data_ptr() != wide.data_ptr():
                 target.copy_(wide)

@@ -17,7 +17,14 @@ from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
 from support.checkpoints import saving
 from support.checkpoints.saving import formats, save_new
-from support.checkpoints.sealing import KINDS, Corruption, corrupt, errors_of_loads, loaded, saved
+from support.checkpoints.sealing import (
+    KINDS,
+    Corruption,
+    corrupt,
+    errors_of_loads,
+    loaded,
+    saved,
+)
 from support.installed import installed
 from support.models.gpt import Case, Topology, printed_by, start, take_step
 from support.ranks import RankError, run
@@ -46,7 +53,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def test_what_was_saved_is_loaded(format: str, checkpoint: Any, tmp_path: Path) -> None:
     kept = digest.read(checkpoint(format))
     assert kept is not None and kept["complete"]
-    assert {entry["optimizer"] for entry in kept["parameters"].values()} == {"muon", "adamw"}
+    assert {entry["optimizer"] for entry in kept["parameters"].values()} == {
+        "muon",
+        "adamw",
+    }
     qkv = kept["parameters"]["decoder.layers.1.self_attention.linear_qkv.weight"]
     assert qkv == {"shape": [160, 96], "optimizer": "muon"}
     files = {
@@ -64,8 +74,12 @@ def test_what_was_saved_is_loaded(format: str, checkpoint: Any, tmp_path: Path) 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("block", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_random_corruptions(format: str, block: int, checkpoint: Any, tmp_path: Path) -> None:
-    """3 of each format, behind the marker 67 more: all refused, on every rank, by name."""
+def test_random_corruptions(
+    format: str, block: int, checkpoint: Any, tmp_path: Path
+) -> None:
+    """3 of each format, behind the marker 67 more: all refused, on every rank, by
+    name.
+    """
     seeds = range(3) if block == 0 else range(3, 70)
     done: list[Corruption] = []
     folders = []
@@ -92,7 +106,9 @@ def test_an_incomplete_one_is_refused(checkpoint: Any, tmp_path: Path) -> None:
     shutil.copytree(checkpoint(FORMATS[0]), tmp_path / "iter_0000005")
     digest.begin(folder, {})
     for errors in run(errors_of_loads, 2, CASE, DP, FORMATS[0], [str(folder)]):
-        assert re.search(r"iter_0000007 is not complete: .* --ckpt-step 5 loads it", errors[0])
+        assert re.search(
+            r"iter_0000007 is not complete: .* --ckpt-step 5 loads it", errors[0]
+        )
 
 
 OTHER_MODELS = {
@@ -122,7 +138,11 @@ def test_another_routing_is_refused_with_the_settings_of_the_save(
     run(saved, 2, few, DP, format, str(tmp_path))
     weight = r"decoder.layers.0.mlp.linear_fc1.weight was "
     ways = (
-        (few, checkpoint(format), "Muon's and is AdamW's in this run; 1 more .* had neither. To"),
+        (
+            few,
+            checkpoint(format),
+            "Muon's and is AdamW's in this run; 1 more .* had neither. To",
+        ),
         (
             CASE,
             tmp_path,
@@ -133,11 +153,16 @@ def test_another_routing_is_refused_with_the_settings_of_the_save(
         for errors in run(errors_of_loads, 2, case, DP, format, [str(folder)]):
             text = errors[0] or ""
             assert re.search(f"another routing: {weight}{said}", text), text
-            assert "muon_exclude (--muon-exclude) as at the save" in text and "TP, PP" not in text
+            assert (
+                "muon_exclude (--muon-exclude) as at the save" in text
+                and "TP, PP" not in text
+            )
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_without_a_digest_another_routing_is_among_the_causes(format: str, tmp_path: Path) -> None:
+def test_without_a_digest_another_routing_is_among_the_causes(
+    format: str, tmp_path: Path
+) -> None:
     off = replace(CASE, muon=(("checkpoint_digest", False),))
     few = replace(off, muon=(*off.muon, ("muon_exclude", ("*.linear_fc1.weight",))))
     run(saved, 2, off, DP, format, str(tmp_path))
@@ -145,7 +170,9 @@ def test_without_a_digest_another_routing_is_among_the_causes(format: str, tmp_p
         assert "muon_exclude (--muon-exclude)" in (errors[0] or ""), errors
 
 
-def _loads_without(case: Case, topology: Topology, format: str, folder: str) -> tuple[Any, str]:
+def _loads_without(
+    case: Case, topology: Topology, format: str, folder: str
+) -> tuple[Any, str]:
     result, printed = printed_by(lambda: loaded(case, topology, format, folder))
     return result["error"], printed
 
@@ -166,9 +193,15 @@ def test_switched_off_there_is_none(checkpoint: Any, tmp_path: Path) -> None:
     assert digest.read(tmp_path) is None
     shutil.copytree(checkpoint(FORMATS[0]), tmp_path / "damaged")
     content = json.loads((tmp_path / "damaged" / digest.FILE_NAME).read_text())
-    (tmp_path / "damaged" / digest.FILE_NAME).write_text(json.dumps(content | {"format": 7}))
-    (error, text), _ = run(_loads_without, 2, off, DP, FORMATS[0], str(tmp_path / "damaged"))
-    assert error is None and "without a digest" not in text  # neither checked nor missed
+    (tmp_path / "damaged" / digest.FILE_NAME).write_text(
+        json.dumps(content | {"format": 7})
+    )
+    (error, text), _ = run(
+        _loads_without, 2, off, DP, FORMATS[0], str(tmp_path / "damaged")
+    )
+    assert (
+        error is None and "without a digest" not in text
+    )  # neither checked nor missed
 
 
 def test_a_save_into_it_marks_it_incomplete_first(tmp_path: Path) -> None:
@@ -182,11 +215,15 @@ def test_a_save_into_it_marks_it_incomplete_first(tmp_path: Path) -> None:
 def _stops_in_a_save(case: Case, topology: Topology, format: str, folder: str) -> None:
     from megatron.core.dist_checkpointing import serialization
 
-    with mock.patch.object(serialization, "save_preprocess", side_effect=OSError("here it stops")):
+    with mock.patch.object(
+        serialization, "save_preprocess", side_effect=OSError("here it stops")
+    ):
         saved(case, topology, format, folder)
 
 
-def _meets_another_save(case: Case, topology: Topology, format: str, folder: str) -> str:
+def _meets_another_save(
+    case: Case, topology: Topology, format: str, folder: str
+) -> str:
     """Another save marks the folder after this one has written, before it is sealed."""
     import torch.distributed as dist
 
@@ -201,24 +238,33 @@ def _meets_another_save(case: Case, topology: Topology, format: str, folder: str
         store.wait(["marked"])
         return part(self, *args)
 
-    with mock.patch.object(Saving, "_part", meets), pytest.raises(RuntimeError) as caught:
+    with (
+        mock.patch.object(Saving, "_part", meets),
+        pytest.raises(RuntimeError) as caught,
+    ):
         saved(case, topology, format, folder)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("format", [FORMATS[0], "torch"])
-def test_what_two_saves_wrote_is_not_sealed_by_either(format: str, tmp_path: Path) -> None:
+def test_what_two_saves_wrote_is_not_sealed_by_either(
+    format: str, tmp_path: Path
+) -> None:
     for error in run(_meets_another_save, 2, CASE, DP, format, str(tmp_path)):
         assert re.search(
             "may contain files of two saves, so it is not complete: .* elsewhere", error
         )
     left = digest.read(tmp_path)
     assert left is not None and not left["complete"]
-    assert left["save"]["host"] != "elsewhere"  # so that the other refuses to seal it, too
+    assert (
+        left["save"]["host"] != "elsewhere"
+    )  # so that the other refuses to seal it, too
 
 
 def _addresses_of_an_adamw_run(folder: str) -> bool:
-    """A run of AdamW's in a process that has the plugin: no digest, and nothing asked of others."""
+    """A run of AdamW's in a process that has the plugin: no digest, and nothing asked
+    of others.
+    """
     built = start(replace(CASE, optimizer="adam"), DP)
     take_step(built, 0)  # core 0.12 saves no state that is not there yet
     with installed():

@@ -1,4 +1,6 @@
-"""Digests that are damaged, or made to do harm: a DigestError each, whatever lies beside them."""
+"""Digests that are damaged, or made to do harm: a DigestError each, whatever lies
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ def refused(file: Path, message: str) -> None:
     assert digest.last_complete(file.parent.parent, 2) == 4
 
 
-NESTED = "[" * 200_000 + "]" * 200_000, '{"files": ' + "[" * 200_000 + "]" * 200_000 + "}"
+NESTED = (
+    "[" * 200_000 + "]" * 200_000,
+    '{"files": ' + "[" * 200_000 + "]" * 200_000 + "}",
+)
 
 
 def test_no_file(beside: Path) -> None:
@@ -83,10 +88,12 @@ def test_a_load_of_it_ends_on_all_ranks(real: Path, beside: Path) -> None:
         beside.write_text(content)
         messages += run(errors_of_loads, 2, CASE, DP, FORMAT, [str(folder)])
     for (error,) in messages:
-        assert re.search(rf"megatron_muon.json is damaged: .*{re.escape(WAY_OUT)}", error or "")
+        assert re.search(
+            rf"megatron_muon.json is damaged: .*{re.escape(WAY_OUT)}", error or ""
+        )
 
 
-# --- another run has saved over it --------------------------------------------------------------
+# --- another run has saved over it ----------------------------------------------------
 
 
 def _overwritten_by_adamw(folder: str) -> None:

@@ -1,6 +1,8 @@
-"""A killed save harms no older iteration, and the one that it wrote is never taken for whole.
+"""A killed save harms no older iteration, and the one that it wrote is never taken for
+whole.
 
-A rank, and what writes for it, is killed where it opens a file of the save; the others wait for it.
+A rank, and what writes for it, is killed where it opens a file of the save; the others
+wait for it.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def _dies_at(phase: str, nth: int) -> None:
             if seen[0] > nth:
                 os.killpg(0, signal.SIGKILL)
 
-    sys.addaudithook(lambda event, args: at(args[0], args[2]) if event == "open" else None)
+    sys.addaudithook(
+        lambda event, args: at(args[0], args[2]) if event == "open" else None
+    )
     own = torch.save
 
     def halved(what: Any, file: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +81,9 @@ def _loads(format: str, folders: list[str]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """By format: the folder of a run after one step, and what each rank gets by loading it."""
+    """By format: the folder of a run after one step, and what each rank gets by loading
+    it.
+    """
     made: dict[str, Any] = {}
 
     def of(format: str) -> Any:
@@ -110,7 +116,9 @@ def test_a_killed_save_is_whole_or_refused(
     kill: Any, format: str, background: bool, over: bool, saves: Any, tmp_path: Path
 ) -> None:
     if background and not (0, 14) <= VERSION < (0, 19):
-        pytest.skip("its asynchronous writer needs an older torch, or nvidia-resiliency-ext")
+        pytest.skip(
+            "its asynchronous writer needs an older torch, or nvidia-resiliency-ext"
+        )
     once, expected = saves(format)
     older, newer = (tmp_path / f"iter_000000{number}" for number in (1, 2))
     shutil.copytree(once, older)
@@ -121,9 +129,13 @@ def test_a_killed_save_is_whole_or_refused(
         run(_save, 2, 2, format, str(newer), background, kill)
     loads = run(_loads, 2, format, [str(older), str(newer)])
     for (one,), (first, second) in zip(expected, loads, strict=True):
-        assert first["error"] is None and not unequal(one["held"], first["held"], "", log=False)
+        assert first["error"] is None and not unequal(
+            one["held"], first["held"], "", log=False
+        )
         if second["error"] is None:  # nothing had begun
             assert over and kill[:2] == ("digest", 0)
             assert not unequal(one["held"], second["held"], "", log=False)
         elif kill[:2] != ("digest", 0):
-            assert re.search("is not complete: .* --ckpt-step 1 loads it", second["error"])
+            assert re.search(
+                "is not complete: .* --ckpt-step 1 loads it", second["error"]
+            )

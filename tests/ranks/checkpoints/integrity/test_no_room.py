@@ -1,4 +1,6 @@
-"""A disk that is full and a folder that may only be read: an error everywhere, and nothing lost."""
+"""A disk that is full and a folder that may only be read: an error everywhere, and
+nothing lost.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ FULL = ("File too large", "unexpected pos")
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Within it a write past ``ROOM`` bytes of a file fails, as one to a full disk does. A write
-    that fails for want of blocks says ENOSPC; this one says EFBIG."""
+    """Within it a write past ``ROOM`` bytes of a file fails, as one to a full disk
+    does. A write that fails for want of blocks says ENOSPC; this one says EFBIG.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, before[1]))
     try:
@@ -68,8 +71,9 @@ def folder() -> Iterator[Path]:
 def _saved_twice(
     format: str, first: str, second: str, failing: int, fault: Callable[[], Any]
 ) -> str:
-    """A save that succeeds, and the error of one in which rank ``failing`` has the fault; -1: all
-    ranks have it."""
+    """A save that succeeds, and the error of one in which rank ``failing`` has the
+    fault; -1: all ranks have it.
+    """
     built = start(CASE, TP2)
     take_step(built, 0)
     save(built, first, format)
@@ -84,9 +88,12 @@ def _first_loads(format: str, folder: str) -> dict[str, Any]:
 
 # fully_reshardable gathers the state on rank 0, so that rank 1 writes little
 @pytest.mark.parametrize(
-    ("format", "failing"), [(FORMATS[0], 0), (FORMATS[0], 1), (FORMATS[1], 0), ("torch", 1)]
+    ("format", "failing"),
+    [(FORMATS[0], 0), (FORMATS[0], 1), (FORMATS[1], 0), ("torch", 1)],
 )
-def test_a_disk_that_is_full_on_one_rank(format: str, failing: int, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_on_one_rank(
+    format: str, failing: int, tmp_path: Path
+) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
@@ -95,7 +102,10 @@ def test_a_disk_that_is_full_on_one_rank(format: str, failing: int, tmp_path: Pa
     assert any(said in error for said in FULL for error in errors), errors
     said = digest.read(second)
     assert said is None or not said["complete"]
-    assert [one["error"] for one in run(_first_loads, 2, format, str(first))] == [None, None]
+    assert [one["error"] for one in run(_first_loads, 2, format, str(first))] == [
+        None,
+        None,
+    ]
     refused = [one["error"] for one in run(_first_loads, 2, format, str(second))]
     assert all(refused), refused
 
@@ -109,4 +119,7 @@ def test_a_folder_that_may_only_be_read(format: str, folder: Path) -> None:
     errors = run(_saved_twice, 2, format, str(first), str(second), -1, without_rights)
     assert all("Permission denied" in error for error in errors), errors
     assert list(second.iterdir()) == []
-    assert [one["error"] for one in run(_first_loads, 2, format, str(first))] == [None, None]
+    assert [one["error"] for one in run(_first_loads, 2, format, str(first))] == [
+        None,
+        None,
+    ]

@@ -40,7 +40,11 @@ def _damaged_checkpoint() -> None:
 
     from torch.distributed.checkpoint import FileSystemReader, load
 
-    load({"key": torch.zeros(1)}, storage_reader=FileSystemReader(tempfile.mkdtemp()), no_dist=True)
+    load(
+        {"key": torch.zeros(1)},
+        storage_reader=FileSystemReader(tempfile.mkdtemp()),
+        no_dist=True,
+    )
 
 
 FAULTS = {
@@ -62,7 +66,10 @@ def test_any_type_of_error(kind: str, failing: int) -> None:
     errors = run(_one_fails, 2, kind, failing, timeout=30.0)
     assert errors[failing].startswith(f"{kind}:")
     other = errors[1 - failing]
-    assert other.startswith(f"RuntimeError: rank {failing} stopped this run: ") and other[45:]
+    assert (
+        other.startswith(f"RuntimeError: rank {failing} stopped this run: ")
+        and other[45:]
+    )
 
 
 def _nobody_else_votes() -> str:
@@ -99,7 +106,7 @@ def test_what_rank_0_does_for_all(kind: str) -> None:
     assert one.startswith("RuntimeError: rank 0 stopped this run: ")
 
 
-# --- saving ----------------------------------------------------------------------------------
+# --- saving ---------------------------------------------------------------------------
 
 
 def _error_of_save(format: str, folder: str) -> str:
@@ -115,7 +122,7 @@ def test_the_digest_cannot_be_written(format: str, tmp_path: Path) -> None:
     assert "rank 0 stopped this run" in one
 
 
-# --- loading ---------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------
 
 
 def _of_another_model_on_rank_1(folder: str) -> str:
@@ -125,8 +132,14 @@ def _of_another_model_on_rank_1(folder: str) -> str:
 
     built = start(CASE, TP2)
     own = check.parameters_in_digest
-    more = {"more.weight": {"shape": [2, 2], "optimizer": "muon"}} if dist.get_rank() else {}
-    with mock.patch.object(check, "parameters_in_digest", lambda *a: {**own(*a), **more}):
+    more = (
+        {"more.weight": {"shape": [2, 2], "optimizer": "muon"}}
+        if dist.get_rank()
+        else {}
+    )
+    with mock.patch.object(
+        check, "parameters_in_digest", lambda *a: {**own(*a), **more}
+    ):
         return error_of(lambda: sealing.load(built, folder, FORMAT))
 
 
@@ -137,7 +150,7 @@ def test_a_check_that_fails_on_one_rank(tmp_path: Path) -> None:
     assert "rank 1 stopped this run" in zero
 
 
-# --- building --------------------------------------------------------------------------------
+# --- building -------------------------------------------------------------------------
 
 
 def _refused_on_one_rank(case: Case) -> str:

@@ -1,7 +1,8 @@
 """Two jobs save into one folder: whoever was told "saved" can be loaded.
 
 Each job stops once, at one of four points of its save, until the other has stopped or
-ended: 16 pairs of points. First job 0 runs to its point, then job 1 to its own; then job
+ended: 16 pairs of points. First job 0 runs to its point, then job 1 to its own; then
+job
 0 runs to its end, and job 1 after it.
 """
 
@@ -36,7 +37,9 @@ FORMAT = formats()[0]
 JOBS = (Case(steps=1), Case(steps=2))
 UNMARKED, MARKED, WRITTEN, LOOKED, ENDED = range(5)  # where a job stops
 PAIRS = [
-    *itertools.product((UNMARKED, MARKED, WRITTEN, LOOKED), (MARKED, WRITTEN, LOOKED, ENDED)),
+    *itertools.product(
+        (UNMARKED, MARKED, WRITTEN, LOOKED), (MARKED, WRITTEN, LOOKED, ENDED)
+    ),
 ]
 # Without locks: the job that began first has not looked again when the other one ends.
 UNSEEN = {(UNMARKED, MARKED), (UNMARKED, WRITTEN), (MARKED, ENDED), (WRITTEN, ENDED)}
@@ -67,7 +70,9 @@ class Job:
     def after_its_save(self) -> None:
         """Once both jobs have ended, on all of their ranks."""
         self._say("ended")
-        wanted = [self.flags / f"{job}.{rank}.ended" for job in (0, 1) for rank in (0, 1)]
+        wanted = [
+            self.flags / f"{job}.{rank}.ended" for job in (0, 1) for rank in (0, 1)
+        ]
         _wait(lambda: all(path.exists() for path in wanted))
 
     def _say(self, what: str) -> None:
@@ -145,7 +150,9 @@ def _part_from_the_other_job(number: int, folder: str) -> None:
     rank = dist.get_rank() % 2
     dist.destroy_process_group()
     rendezvous = Path(folder, f"rendezvous_{number}")
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2
+    )
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
 
 
@@ -160,7 +167,8 @@ def _without_locks(folder: str) -> dict[str, Any]:
 def _whose(pair: tuple[int, int], results: list[dict[str, Any]]) -> set[int]:
     """The jobs whose state every rank has loaded; empty where the load is refused.
 
-    A load is refused on all ranks or on none, and what is loaded is one job's, never a mix.
+    A load is refused on all ranks or on none, and what is loaded is one job's, never a
+    mix.
     """
     loads = [result["pairs"][pair] for result in results]
     refused = {load["load"] != "no error" for load in loads}
@@ -180,7 +188,9 @@ def _whose(pair: tuple[int, int], results: list[dict[str, Any]]) -> set[int]:
 
 
 def _told(pair: tuple[int, int], results: list[dict[str, Any]]) -> set[int]:
-    """The jobs that were told "saved"; the others have an error on both of their ranks."""
+    """The jobs that were told "saved"; the others have an error on both of their
+    ranks.
+    """
     told = set()
     for job in (0, 1):
         ranks = results[2 * job : 2 * job + 2]
@@ -190,7 +200,9 @@ def _told(pair: tuple[int, int], results: list[dict[str, Any]]) -> set[int]:
         if ended == {True}:
             told.add(job)
         else:
-            assert re.search("another job saves into|files of two|another save has", errors[0])
+            assert re.search(
+                "another job saves into|files of two|another save has", errors[0]
+            )
             assert "Let only one job save there" in errors[1]
     return told
 

@@ -1,9 +1,9 @@
 """The plugin on any topology equals the plugin on one process, bit for bit.
 
-Steps with new gradients each, written after the reduction and the same everywhere; the clip is
-off, because a global norm sums in an order that depends on the topology. Parameters, main
-parameters and all optimizer state are compared with ``torch.equal``. Experts: see
-``test_topologies_moe``.
+Steps with new gradients each, written after the reduction and the same everywhere; the
+clip is off, because a global norm sums in an order that depends on the topology.
+Parameters, main parameters and all optimizer state are compared with ``torch.equal``.
+Experts: see ``test_topologies_moe``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ from dataclasses import replace
 
 import pytest
 
-from support.models.gpt import Case, Topology, build, check, runs_of, train, trained, truth
+from support.models.gpt import (
+    Case,
+    Topology,
+    build,
+    check,
+    runs_of,
+    train,
+    trained,
+    truth,
+)
 from support.models.gpt_model import DOWN_PROJECTIONS
 from support.ranks import run
 from support.runs.cases import TIED, muon_weights
@@ -33,8 +42,8 @@ STEP_OVERLAP = replace(IN_CHUNKS, overlap=True, step_overlap=True)
 COLUMN, DUPLICATED = Case(mla="column"), Case(mla="duplicated")
 DEEPSEEKS = replace(DUPLICATED, moe=True, grouped="te", gated=True)
 MTP = Case(mtp=True)
-# Where TP leaves a rank a vector of a matrix, or cuts inside a query group: whose a weight is, how
-# it splits and its scale follow from whole matrices alone.
+# Where TP leaves a rank a vector of a matrix, or cuts inside a query group: whose a
+# weight is, how it splits and its scale follow from whole matrices alone.
 NARROW = Case(ffn=2)  # fc1 is (2, 96): (1, 96) on each of two TP ranks
 ONE_ROW = Case(heads=96, groups=1)  # K and V are (1, 96)
 ONE_GROUP = Case(groups=1)  # q q q q | q q k v
@@ -63,7 +72,8 @@ LARGE = [T(2, 1, 4), T(2, 2, 2)]
 TP2, TP2_DP2, PP2_DP2 = T(2, 1, 1), T(2, 1, 2), T(1, 2, 2)
 CP = [T(cp=2), T(tp=2, cp=2)]
 IN_SEQUENCE = T(2, 1, 2, overlap=True, sequence_parallel=True)
-# By name: the case, its topologies, and those that are slow: each has a sibling that is not.
+# By name: the case, its topologies, and those that are slow: each has a sibling that is
+# not.
 RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
     "bf16": (
         BF16,
@@ -75,13 +85,21 @@ RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
         [TP2, TP2_DP2],
         [*DP, PP2_DP2, *LARGE, *overlapping(*DP, TP2, TP2_DP2, PP2_DP2, *LARGE)],
     ),
-    "sp": (BF16, [T(2, 2, 2, sequence_parallel=True)], [T(2, 1, 2, sequence_parallel=True)]),
+    "sp": (
+        BF16,
+        [T(2, 2, 2, sequence_parallel=True)],
+        [T(2, 1, 2, sequence_parallel=True)],
+    ),
     "cp": (BF16, [CP[0], *overlapping(*CP)], [CP[1]]),
     "cp-fp32": (FP32, [], [*CP, *overlapping(*CP)]),
     "layers": (Case(bf16=False, layers=4), [T(2, 2, 2)], []),
     "tied": (Case(tied=True), [TP2_DP2, PP2_DP2], [T(2, 2, 2)]),
     "gated": (GATED, [TP2_DP2], [TP2]),
-    "groups": (GROUPS, overlapping(T(2, 2, 2)), [T(2, 2, 2), DP[1], *overlapping(DP[1])]),
+    "groups": (
+        GROUPS,
+        overlapping(T(2, 2, 2)),
+        [T(2, 2, 2), DP[1], *overlapping(DP[1])],
+    ),
     "chunks": (
         DEEP,
         [CHUNKS, replace(STEP_OVERLAP, tp=2)],
@@ -109,7 +127,11 @@ RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
     "narrow-gated": (replace(NARROW, gated=True), [TP2_DP2], []),
     "one-row": (ONE_ROW, [TP2], []),
     "one-group": (ONE_GROUP, overlapping(T(2, 2, 2)), [TP2_DP2]),
-    "two-groups": (replace(ONE_GROUP, heads=8, groups=2), [T(4, 1, 1)], []),  # q q q | q k v | …
+    "two-groups": (
+        replace(ONE_GROUP, heads=8, groups=2),
+        [T(4, 1, 1)],
+        [],
+    ),  # q q q | q k v | …
     "half-of-k": (HALF_OF_K, [], [T(4, 1, 1)]),
     "half-of-k-fp32": (replace(HALF_OF_K, bf16=False, muon=NS_FP32), [T(4, 1, 2)], []),
     "gated-group": (GATED_GROUP, [TP2_DP2], []),
@@ -120,8 +142,16 @@ RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
     "adam-chunks": (replace(ADAM, layers=4), [STEP_OVERLAP], []),
     "adam-mtp": (replace(ADAM, mtp=True, tied=True), [T(tp=2, pp=2)], []),
     "adam-fp16": (replace(ADAM, bf16=False, fp16=True), [], [TP2_DP2]),
-    "adam-mla": (replace(ADAM_MOE, grouped="te", mla="duplicated"), [], [T(tp=2, dp=2, ep=2)]),
-    "adam-experts": (ADAM_MOE, overlapping(T(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)), []),
+    "adam-mla": (
+        replace(ADAM_MOE, grouped="te", mla="duplicated"),
+        [],
+        [T(tp=2, dp=2, ep=2)],
+    ),
+    "adam-experts": (
+        ADAM_MOE,
+        overlapping(T(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)),
+        [],
+    ),
 }
 
 
@@ -134,10 +164,16 @@ def test_one_process_repeats_itself() -> None:
     assert differences(truth(BF16), trained(BF16, T(overlap=True))) == []
 
 
-# --- what this rests on ----------------------------------------------------------------------
+# --- what this rests on ---------------------------------------------------------------
 
 MOES = {f"moe-{kind}": Case(moe=True, grouped=kind) for kind in ("", "legacy", "te")}
-MOVING = {"bf16": BF16, **MOES, "mla-column": COLUMN, "mla": DUPLICATED, "one-row": ONE_ROW}
+MOVING = {
+    "bf16": BF16,
+    **MOES,
+    "mla-column": COLUMN,
+    "mla": DUPLICATED,
+    "one-row": ONE_ROW,
+}
 MOVING |= {"mtp": MTP, "mtp-tied": replace(MTP, tied=True)}
 
 
@@ -161,7 +197,10 @@ def test_overlap_really_has_several_buckets() -> None:
 
 def test_step_overlap_really_has_two_dense_optimizers() -> None:
     case = Case(layers=4, steps=0)
-    for topology, number in ((STEP_OVERLAP, 2), (replace(STEP_OVERLAP, step_overlap=False), 1)):
+    for topology, number in (
+        (STEP_OVERLAP, 2),
+        (replace(STEP_OVERLAP, step_overlap=False), 1),
+    ):
         assert [r["optimizers"] for r in run(train, 4, case, topology)] == [number] * 4
 
 
@@ -219,7 +258,7 @@ def _names(case: Case, topology: Topology) -> set[str]:
     return set(build(case, topology).params)
 
 
-# --- mutants of the plan: each must be noticed -----------------------------------------------
+# --- mutants of the plan: each must be noticed ----------------------------------------
 
 
 @pytest.mark.parametrize("case", [BF16, FP32], ids=["bf16", "fp32"])
@@ -234,12 +273,15 @@ def test_mutant_with_a_wrong_piece_is_noticed(case: Case) -> None:
     ids=["bf16", "fp32"],
 )
 def test_mutant_with_swapped_tp_order_is_noticed(case: Case, noticed: set[str]) -> None:
-    """Newton-Schulz commutes with permutations of rows and columns, so only rounding tells: this
-    is what canonical order is for, and only a bitwise comparison sees it. In bf16 that needs a sum
-    that is rounded differently when its halves change places, which the long side of fc1 and fc2
-    (260 = two blocks of the fp32 product) does not."""
+    """Newton-Schulz commutes with permutations of rows and columns, so only rounding
+    tells: this is what canonical order is for, and only a bitwise comparison sees it.
+    In bf16 that needs a sum that is rounded differently when its halves change places,
+    which the long side of fc1 and fc2 (260 = two blocks of the fp32 product) does not.
+    """
     unlike = differences(truth(case), trained(case, TP2_DP2, swapped_tp_order))
-    assert {name.split(".")[-2] for name in unlike if name.startswith("main ")} >= noticed
+    assert {
+        name.split(".")[-2] for name in unlike if name.startswith("main ")
+    } >= noticed
 
 
 def test_mutant_that_believes_the_marks_is_noticed() -> None:

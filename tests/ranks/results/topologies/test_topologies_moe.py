@@ -1,5 +1,7 @@
-"""As test_topologies, for mixtures of experts: the experts have TP and DP groups of their own and a
-second DistributedOptimizer. Router and shared experts are in the dense one."""
+"""As test_topologies, for mixtures of experts: the experts have TP and DP groups of
+their own and a second DistributedOptimizer. Router and shared experts are in the dense
+one.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ STAGES = [
 ]
 FOUR = Topology(pp=2, dp=4, ep=2)
 INSTANCES = Topology(dp=4, ep=2, instances=2)
-# By name: the case, its topologies, and those that are slow: each has a sibling that is not.
+# By name: the case, its topologies, and those that are slow: each has a sibling that is
+# not.
 RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
     "sequential": (
         MOE,
@@ -42,7 +45,8 @@ RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
             *(EP2_EDP3, Topology(cp=2, ep=2), Topology(dp=2, pp=2, ep=2), EP2_ETP2),
             *(replace(EP2_EDP2, overlap=True), Topology(dp=4, ep=4)),
             *(replace(FOUR, overlap=True), replace(INSTANCES, overlap=True)),
-            # without EP they are in the dense optimizer, with a TP group that has the size of TP
+            # without EP they are in the dense optimizer, with a TP group that has the
+            # size of TP
             Topology(tp=2, dp=2, sequence_parallel=True),
         ],
         [EP2, EP2_TP2, EP2_EDP2, FOUR, INSTANCES],
@@ -69,15 +73,21 @@ def test_any_topology_equals_one_process(case: Case, topology: Topology) -> None
 
 
 @pytest.mark.parametrize("round_bytes", [None, 1 << 14])
-def test_experts_that_leave_their_rank_for_a_dense_matrix(round_bytes: int | None) -> None:
+def test_experts_that_leave_their_rank_for_a_dense_matrix(
+    round_bytes: int | None,
+) -> None:
     """``test_meters`` shows that they do."""
     few_dense = ("*.linear_proj.weight", "*.router.weight", "*.shared_experts.*")
-    muon = (("split_qkv", False), ("muon_exclude", few_dense), ("round_bytes", round_bytes))
+    muon = (
+        ("split_qkv", False),
+        ("muon_exclude", few_dense),
+        ("round_bytes", round_bytes),
+    )
     case = replace(MOE, muon=muon)
     assert not differences(trained(case, Topology(dp=4, ep=4)), truth(case))
 
 
-# --- what the tests above rest on ------------------------------------------------------------
+# --- what the tests above rest on -----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,9 +108,13 @@ def test_experts_really_have_their_own_optimizer_and_owners(
     results = run(train, topology.world_size, replace(MOE, steps=0), topology)
     assert [result["optimizers"] for result in results] == [2] * topology.world_size
     expert = ".local_experts."
-    assert {o for r in results for name, o in r["owners"].items() if expert in name} == owners
+    assert {
+        o for r in results for name, o in r["owners"].items() if expert in name
+    } == owners
     for result in results:
-        local = {name.split(expert)[1][0] for name in result["params"] if expert in name}
+        local = {
+            name.split(expert)[1][0] for name in result["params"] if expert in name
+        }
         assert len(local) == EXPERTS // topology.ep
 
 
@@ -116,12 +130,14 @@ def test_matrices_of_experts_are_really_cut_over_expert_dp_ranks(case: Case) -> 
     )
 
 
-# --- mutants of the experts' plan: each must be noticed --------------------------------------
+# --- mutants of the experts' plan: each must be noticed -------------------------------
 
 
 @pytest.mark.parametrize("topology", [EP2_ETP2, EP2_EDP3], ids=str)
 @pytest.mark.parametrize("case", [MOE, LEGACY], ids=["sequential", "legacy"])
-def test_mutant_with_swapped_ep_ranks_is_noticed(case: Case, topology: Topology) -> None:
+def test_mutant_with_swapped_ep_ranks_is_noticed(
+    case: Case, topology: Topology
+) -> None:
     unlike = differences(truth(case), trained(case, topology, swapped_ep_ranks))
     weights = {name.split(" ")[1] for name in unlike}
     experts = {name for name in muon_weights(case) if ".mlp.experts." in name}

@@ -1,7 +1,9 @@
-"""Python imports this where its folder is on PYTHONPATH: for scripts, whose start is not ours.
+"""Python imports this where its folder is on PYTHONPATH: for scripts, whose start is
+not ours.
 
-Attention's kernels are not in the stub, so Megatron's own attention is in the place of Transformer
-Engine's. State-space layers take plain torch for the kernels of mamba_ssm and fla.
+Attention's kernels are not in the stub, so Megatron's own attention is in the place of
+Transformer Engine's. State-space layers take plain torch for the kernels of mamba_ssm
+and fla.
 """
 
 import typing_override  # noqa: F401

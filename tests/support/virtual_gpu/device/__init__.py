@@ -1,1 +1,3 @@
-"""The machine: tensors, streams, torch.cuda and torch.distributed, which write a trace."""
+"""The machine: tensors, streams, torch.cuda and torch.distributed, which write a
+trace.
+"""

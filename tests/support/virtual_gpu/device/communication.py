@@ -1,8 +1,9 @@
-"""The functions of ``torch.distributed`` over a virtual GPU: nothing arrives, all is recorded.
+"""The functions of ``torch.distributed`` over a virtual GPU: nothing arrives, all is
+recorded.
 
-The host waits in ``barrier`` and ``all_gather_object`` only. Groups come from torch's "fake"
-backend. A function of torch.distributed that is not here raises. Source: ``distributed_c10d.py``
-of torch 2.4 to 2.13.
+The host waits in ``barrier`` and ``all_gather_object`` only. Groups come from torch's
+"fake" backend. A function of torch.distributed that is not here raises. Source:
+``distributed_c10d.py`` of torch 2.4 to 2.13.
 """
 
 from __future__ import annotations
@@ -22,8 +23,18 @@ from support.virtual_gpu.trace import RecordedMessage
 _REFUSED = (
     *("all_to_all", "all_to_all_single", "broadcast", "gather", "scatter", "reduce"),
     *("reduce_scatter", "gather_object"),
-    *("broadcast_object_list", "scatter_object_list", "all_gather_coalesced", "monitored_barrier"),
-    *("all_reduce_coalesced", "send_object_list", "recv_object_list", "batch_send_recv"),
+    *(
+        "broadcast_object_list",
+        "scatter_object_list",
+        "all_gather_coalesced",
+        "monitored_barrier",
+    ),
+    *(
+        "all_reduce_coalesced",
+        "send_object_list",
+        "recv_object_list",
+        "batch_send_recv",
+    ),
 )
 
 
@@ -33,22 +44,36 @@ class VirtualNccl(Launcher):
     # --- collectives -----------------------------------------------------------------------------
 
     def all_reduce(
-        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        self,
+        tensor: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
     ) -> Handle | None:
         agreed = ("all_reduce", tensor.dtype, tensor.numel(), str(op))
         return self.run(_part(agreed, [tensor], [tensor]), group, async_op)
 
     def all_gather_into_tensor(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any = None,
+        async_op: bool = False,
     ) -> Handle | None:
         size = dist.get_world_size(group)
         if output_tensor.numel() != size * input_tensor.numel():
-            raise ValueError(f"{output_tensor.numel()} is not {size} x {input_tensor.numel()}")
+            raise ValueError(
+                f"{output_tensor.numel()} is not {size} x {input_tensor.numel()}"
+            )
         agreed = ("all_gather", input_tensor.dtype, input_tensor.numel())
         return self.run(_part(agreed, [input_tensor], [output_tensor]), group, async_op)
 
     def all_gather(
-        self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+        self,
+        tensor_list: list[Tensor],
+        tensor: Tensor,
+        group: Any = None,
+        async_op: bool = False,
     ) -> Handle | None:
         agreed = ("all_gather", tensor.dtype, tensor.numel())
         return self.run(_part(agreed, [tensor], tensor_list), group, async_op)
@@ -67,15 +92,21 @@ class VirtualNccl(Launcher):
         agreed = ("reduce_scatter", input.dtype, input.numel(), str(op))
         return self.run(_part(agreed, [input], [output]), group, async_op)
 
-    def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> None:
+    def barrier(
+        self, group: Any = None, async_op: bool = False, device_ids: Any = None
+    ) -> None:
         """An all-reduce that the host waits for."""
         if async_op:
             raise NotImplementedError("a barrier that nobody waits for")
         self.run(_part(("barrier",), [], []), group, False)
         self.gpu.synchronize("barrier", self.gpu.stream)
 
-    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
-        """Every rank says what this one says; the host reads the sizes and the bytes."""
+    def all_gather_object(
+        self, object_list: list[Any], obj: Any, group: Any = None
+    ) -> None:
+        """Every rank says what this one says; the host reads the sizes and the
+        bytes.
+        """
         object_list[:] = [obj] * len(object_list)
         for what in ("sizes", "bytes"):
             self.run(_part(("all_gather", "object", what), [], []), group, False)
@@ -123,7 +154,9 @@ class VirtualNccl(Launcher):
         """One launch on the group's stream."""
         groups = {self.group(op.group).name for op in p2p_op_list}
         if len(groups) != 1:
-            raise ValueError(f"a batch of operations is over one group, got {sorted(groups)}")
+            raise ValueError(
+                f"a batch of operations is over one group, got {sorted(groups)}"
+            )
         with self.coalescing(p2p_op_list[0].group, async_ops=True) as manager:
             for op in p2p_op_list:
                 op.op(op.tensor, op.peer, op.group, op.tag)
@@ -133,7 +166,9 @@ class VirtualNccl(Launcher):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace torch.distributed's functions by these, also where a module imported one."""
+        """Replace torch.distributed's functions by these, also where a module imported
+        one.
+        """
         changes: dict[int, Any] = {}
         for name in _FUNCTIONS:
             original = getattr(distributed_c10d, name, None)
@@ -153,7 +188,12 @@ class VirtualNccl(Launcher):
 
 _FUNCTIONS = (
     *("_coalescing_manager", "all_reduce", "all_gather_into_tensor"),
-    *("_all_gather_base", "_reduce_scatter_base", "all_gather", "reduce_scatter_tensor"),
+    *(
+        "_all_gather_base",
+        "_reduce_scatter_base",
+        "all_gather",
+        "reduce_scatter_tensor",
+    ),
     *("barrier", "all_gather_object", "isend", "irecv", "send", "recv"),
     *("batch_isend_irecv", "all_gather_single", "reduce_scatter_single"),
 )
@@ -166,7 +206,9 @@ VirtualNccl._coalescing_manager = VirtualNccl.coalescing
 
 
 def _rebind(changes: dict[int, Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Put the new functions wherever a loaded module of torch or Megatron has an old one."""
+    """Put the new functions wherever a loaded module of torch or Megatron has an old
+    one.
+    """
     for module_name, module in list(sys.modules.items()):
         if not module_name.startswith(("torch.distributed", "megatron")):
             continue
@@ -185,7 +227,9 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
     return refused
 
 
-def _part(agreed: tuple[object, ...], reads: Sequence[Any], writes: Sequence[Any]) -> Operation:
+def _part(
+    agreed: tuple[object, ...], reads: Sequence[Any], writes: Sequence[Any]
+) -> Operation:
     return Operation(str(agreed[0]), list(reads), list(writes), agreed)
 
 

@@ -1,7 +1,8 @@
 """Crossings between the host and the GPU, and where the host waits for them.
 
-As torch does it: a copy waits unless it is ``non_blocking``, and CUDA waits for one of pageable
-memory all the same. An element that the host reads is a copy that it waits for.
+As torch does it: a copy waits unless it is ``non_blocking``, and CUDA waits for one of
+pageable memory all the same. An element that the host reads is a copy that it waits
+for.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def _read_scalar(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any
     gpu.synchronize("item", gpu.stream)
     if tensor.dtype == torch.bool:
         return True, bool(gpu.scalar)
-    return True, float(gpu.scalar) if tensor.dtype.is_floating_point else int(gpu.scalar)
+    return True, float(gpu.scalar) if tensor.dtype.is_floating_point else int(
+        gpu.scalar
+    )
 
 
 def _equal(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -75,8 +78,12 @@ def _copy(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     return True, target.zero_()
 
 
-def _copied_from_host(gpu: Gpu, target: VirtualTensor, source: Tensor, free: bool) -> None:
-    """Torch waits for a copy unless it is non-blocking, and CUDA for one of pageable memory."""
+def _copied_from_host(
+    gpu: Gpu, target: VirtualTensor, source: Tensor, free: bool
+) -> None:
+    """Torch waits for a copy unless it is non-blocking, and CUDA for one of pageable
+    memory.
+    """
     gpu.launch("copy from host", [], [target])
     if target.numel() and not (free and is_pinned(source)):
         gpu.synchronize("copy from host", gpu.stream)
@@ -94,7 +101,8 @@ def is_pinned(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "_virtually_pinned", False))
 
 
-# Each takes the GPU, the operation and its arguments, and says whether it has done it all.
+# Each takes the GPU, the operation and its arguments, and says whether it has done it
+# all.
 CROSSINGS: dict[str, Callable[[Any, Any, Any, Any], tuple[bool, Any]]] = {
     "_local_scalar_dense": _read_scalar,
     "equal": _equal,

@@ -118,8 +118,12 @@ def on_gpu(gpu: Gpu) -> Iterator[None]:
         "set_rng_state": lambda state, device=None: None,
         "manual_seed": lambda seed: None,
     }
-    marks = dict.fromkeys(("range_push", "range_pop", "mark"), lambda *args, **kwargs: None)
-    factories = {name: _through_host(getattr(torch, name)) for name in ("tensor", "as_tensor")}
+    marks = dict.fromkeys(
+        ("range_push", "range_pop", "mark"), lambda *args, **kwargs: None
+    )
+    factories = {
+        name: _through_host(getattr(torch, name)) for name in ("tensor", "as_tensor")
+    }
     with (
         replaced(torch.cuda, **changes),
         replaced(torch.cuda.nvtx, **marks),
@@ -159,7 +163,9 @@ def _to_cuda(tensor: Tensor, device: Any = None, non_blocking: bool = False) -> 
 
 
 def _to_over(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.to``, where ``cuda`` means the one GPU: torch would ask its device guard."""
+    """``Tensor.to``, where ``cuda`` means the one GPU: torch would ask its device
+    guard.
+    """
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         named = {key: _named(value) for key, value in kwargs.items()}
@@ -171,4 +177,8 @@ def _to_over(original: Callable[..., Any]) -> Callable[..., Any]:
 def _named(value: Any) -> Any:
     if isinstance(value, str):
         return CUDA if value == "cuda" else value
-    return CUDA if isinstance(value, torch.device) and value == torch.device("cuda") else value
+    return (
+        CUDA
+        if isinstance(value, torch.device) and value == torch.device("cuda")
+        else value
+    )

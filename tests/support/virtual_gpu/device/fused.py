@@ -1,6 +1,8 @@
-"""Transformer Engine's fused kernels as a virtual GPU has them: recorded, by its launch rules.
+"""Transformer Engine's fused kernels as a virtual GPU has them: recorded, by its launch
+rules.
 
-Source: ``common/multi_tensor/multi_tensor_apply.cuh`` of Transformer Engine, whose chunks and
+Source: ``common/multi_tensor/multi_tensor_apply.cuh`` of Transformer Engine, whose
+chunks and
 limits are those of torch's ``MultiTensorApply.cuh``.
 """
 
@@ -23,8 +25,9 @@ from support.virtual_gpu.device.tensors import CUDA
 
 @contextmanager
 def fused_kernels(gpu: Gpu) -> Iterator[None]:
-    """Within it Megatron finds Transformer Engine's FusedAdam, norm and scaling, and nothing else
-    of it."""
+    """Within it Megatron finds Transformer Engine's FusedAdam, norm and scaling, and
+    nothing else of it.
+    """
     optimizer = importlib.import_module("megatron.core.optimizer")
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
@@ -42,7 +45,11 @@ def fused_kernels(gpu: Gpu) -> Iterator[None]:
         "multi_tensor_scale_tensor_impl": _scale_on(gpu),  # since core 0.18
     }
     with ExitStack() as stack:
-        for module, changes in ((optimizer, flags), (distributed, flags), (clip_grads, kernels)):
+        for module, changes in (
+            (optimizer, flags),
+            (distributed, flags),
+            (clip_grads, kernels),
+        ):
             stack.enter_context(replaced(module, **changes))
         yield
 
@@ -60,21 +67,30 @@ def _adam_on(gpu: Gpu) -> type[FusedAdam]:
                 for param in every:
                     if not self.state[param]:
                         self.initialize_state(param, False)
-                written = [t for p in every for t in (p.detach(), *self.state[p].values())]
+                written = [
+                    t for p in every for t in (p.detach(), *self.state[p].values())
+                ]
                 count = multi_tensor_launches([p.numel() for p in every], 4)
                 gpu.launch(
-                    "multi_tensor_adam", [*(p.grad for p in every), *written], written, count
+                    "multi_tensor_adam",
+                    [*(p.grad for p in every), *written],
+                    written,
+                    count,
                 )
 
     return VirtualFusedAdam
 
 
-def _apply(operation: Callable[..., Any], overflow: Tensor, lists: Any, *args: Any) -> Any:
+def _apply(
+    operation: Callable[..., Any], overflow: Tensor, lists: Any, *args: Any
+) -> Any:
     return operation(lists, *args)
 
 
 def _l2_norm_on(gpu: Gpu) -> Callable[..., Any]:
-    def l2_norm(lists: Sequence[Sequence[Any]], per_tensor: bool) -> tuple[Tensor, None]:
+    def l2_norm(
+        lists: Sequence[Sequence[Any]], per_tensor: bool
+    ) -> tuple[Tensor, None]:
         (tensors,) = lists
         norm: Any = torch.empty(1, device=CUDA)
         partial = multi_tensor_launches([t.numel() for t in tensors], 1)

@@ -1,4 +1,6 @@
-"""The GPU: a dispatch mode that runs each operation on the meta device and records it."""
+"""The GPU: a dispatch mode that runs each operation on the meta device and records
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.virtual_gpu.device.crossing import CROSSINGS, without_pinning
-from support.virtual_gpu.device.launches import EMPTY, FREE, fills_empty, launches, leaves_term
+from support.virtual_gpu.device.launches import (
+    EMPTY,
+    FREE,
+    fills_empty,
+    launches,
+    leaves_term,
+)
 from support.virtual_gpu.device.tensors import META, DeviceBlock, VirtualTensor, ranges
 from support.virtual_gpu.trace import MAIN, Allocation, HostSync, Kernel, Trace, place
 
@@ -31,7 +39,14 @@ class _Kind:
     fresh: bool  # it writes nothing and makes no view: results follow from shapes
 
 
-_OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "uniform_"}
+_OVERWRITING = {
+    "copy_",
+    "_foreach_copy_",
+    "fill_",
+    "zero_",
+    "_foreach_zero_",
+    "uniform_",
+}
 _OVERWRITING |= {"normal_", "random_", "bernoulli_"}
 
 
@@ -63,7 +78,9 @@ class Gpu(TorchDispatchMode):
         super().__init__()
         self.trace = Trace()  # everything that happens
         self.stream = MAIN  # the current stream's name
-        self.scalar = scalar  # what ``item`` and its like give, converted to the tensor's dtype
+        self.scalar = (
+            scalar  # what ``item`` and its like give, converted to the tensor's dtype
+        )
         self._blocks = 0
         self._call: str | None = None
 
@@ -87,7 +104,9 @@ class Gpu(TorchDispatchMode):
         finally:
             self._call = kept
 
-    def synchronize(self, name: str, stream: str | None = None, event: int | None = None) -> None:
+    def synchronize(
+        self, name: str, stream: str | None = None, event: int | None = None
+    ) -> None:
         """The host waits: for a stream, an event or, with neither, for everything."""
         self.trace.events.append(
             HostSync(self._call or name, stream, event, self.trace.phase, place())
@@ -105,12 +124,22 @@ class Gpu(TorchDispatchMode):
             trace = self.trace
             trace.events.append(
                 Kernel(
-                    name, self.stream, count, ranges(reads), ranges(writes), trace.phase, place()
+                    name,
+                    self.stream,
+                    count,
+                    ranges(reads),
+                    ranges(writes),
+                    trace.phase,
+                    place(),
                 )
             )
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return self.run(func, args, kwargs or {})
 
@@ -126,11 +155,15 @@ class Gpu(TorchDispatchMode):
                 return result
         inputs: list[VirtualTensor] = []
         inner = [_inner(x, inputs) for x in args]
-        named = {key: _inner(x, inputs) for key, x in kwargs.items()} if kwargs else kwargs
+        named = (
+            {key: _inner(x, inputs) for key, x in kwargs.items()} if kwargs else kwargs
+        )
         if not inputs and named.get("device") is not META:
             return func(*args, **without_pinning(kwargs))
         if kind.name in _REFUSED:
-            raise NotImplementedError(f"a virtual GPU has no {func}: sizes follow from elements")
+            raise NotImplementedError(
+                f"a virtual GPU has no {func}: sizes follow from elements"
+            )
         return self._wrapped(kind, func, args, kwargs, inputs, inner, named)
 
     def _wrapped(
@@ -146,7 +179,8 @@ class Gpu(TorchDispatchMode):
         if kind.view:
             base, foreign = inputs[0].block, inputs[0].is_foreign
             return _map_tensors(
-                func(*inner, **named), lambda t: VirtualTensor(t, base, is_foreign=foreign)
+                func(*inner, **named),
+                lambda t: VirtualTensor(t, base, is_foreign=foreign),
             )
         if kind.fresh:
             made = self._fresh(func, inner, named)
@@ -177,7 +211,9 @@ class Gpu(TorchDispatchMode):
         return out
 
     def _fresh(self, func: Any, inner: list[Any], named: dict[str, Any]) -> Any:
-        """New tensors on the meta device. Torch makes some shapes in slow Python: kept by key."""
+        """New tensors on the meta device. Torch makes some shapes in slow Python: kept
+        by key.
+        """
         key = (func, *map(_key, inner), *((k, _key(v)) for k, v in named.items()))
         try:
             known = _results.get(key)
@@ -185,7 +221,9 @@ class Gpu(TorchDispatchMode):
             return func(*inner, **named)
         if known is None:
             out = func(*inner, **named)
-            _results[key] = _map_tensors(out, lambda t: _Shape(t.size(), t.stride(), t.dtype))
+            _results[key] = _map_tensors(
+                out, lambda t: _Shape(t.size(), t.stride(), t.dtype)
+            )
             return out
         return _remade(known)
 
@@ -194,7 +232,9 @@ class Gpu(TorchDispatchMode):
         block = DeviceBlock(self._blocks, self)
         nbytes = -(-inner.untyped_storage().nbytes() // _ROUNDING) * _ROUNDING
         trace = self.trace
-        trace.events.append(Allocation(block.number, nbytes, self.stream, trace.phase, place()))
+        trace.events.append(
+            Allocation(block.number, nbytes, self.stream, trace.phase, place())
+        )
         return VirtualTensor(inner, block)
 
 
@@ -207,7 +247,9 @@ class _Shape:
 
 def _remade(known: Any) -> Any:
     if isinstance(known, _Shape):
-        return torch.empty_strided(known.size, known.stride, dtype=known.dtype, device=META)
+        return torch.empty_strided(
+            known.size, known.stride, dtype=known.dtype, device=META
+        )
     return type(known)(map(_remade, known))
 
 

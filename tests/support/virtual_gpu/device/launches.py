@@ -1,9 +1,9 @@
 """How many kernels CUDA launches for an eager operation of aten.
 
 Sources: aten/src/ATen/native/cuda of torch 2.8 and later: ``MultiTensorApply.cuh``,
-``ForeachUtils.h``, ``Shape.cu`` (cat), ``Blas.cpp`` (addmm). Views and ``empty`` launch nothing.
-Memsets are not kernels: cuBLAS' and reductions' small ones are not counted. An operation that is
-not named here launches one.
+``ForeachUtils.h``, ``Shape.cu`` (cat), ``Blas.cpp`` (addmm). Views and ``empty`` launch
+nothing. Memsets are not kernels: cuBLAS' and reductions' small ones are not counted. An
+operation that is not named here launches one.
 """
 
 from __future__ import annotations
@@ -13,11 +13,23 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-# Operations that touch no memory of the GPU, beyond views; in its deterministic mode torch fills
-# what it has not written.
-EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
+# Operations that touch no memory of the GPU, beyond views; in its deterministic mode
+# torch fills what it has not written.
+EMPTY = frozenset(
+    {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+)
 FREE = frozenset(
-    {*EMPTY, *("_unsafe_view", "is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel")}
+    {
+        *EMPTY,
+        *(
+            "_unsafe_view",
+            "is_pinned",
+            "is_same_size",
+            "sym_size",
+            "sym_stride",
+            "sym_numel",
+        ),
+    }
 )
 # C = beta·D + alpha·A@B into a new C: D is copied into it, then the product is added.
 _HAS_TERM = {"addmm", "baddbmm", "addbmm", "addmv"}
@@ -34,7 +46,9 @@ def fills_empty() -> bool:
 
 
 def leaves_term(name: str, named: Mapping[str, object]) -> bool:
-    """Whether an operation with a linear term neither reads nor copies it, since beta is 0."""
+    """Whether an operation with a linear term neither reads nor copies it, since beta
+    is 0.
+    """
     return name in _HAS_TERM and named.get("beta") == 0
 
 
@@ -87,7 +101,9 @@ def _foreach(name: str, args: Sequence[object], out: object) -> int:
 
 
 def _fast(name: str, lists: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether ATen's multi-tensor kernels take the lists; else each tensor gets a kernel."""
+    """Whether ATen's multi-tensor kernels take the lists; else each tensor gets a
+    kernel.
+    """
     first = lists[0]
     for others in lists:
         if any(t.dtype != others[0].dtype for t in others):
@@ -104,7 +120,11 @@ def _fast(name: str, lists: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def _is_tensors(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Tensor)
+    return (
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and isinstance(value[0], Tensor)
+    )
 
 
 def _numel(out: object) -> int:

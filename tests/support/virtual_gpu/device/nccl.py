@@ -1,7 +1,9 @@
-"""NCCL as a rank alone sees it: launches on a group's stream, the work they give, and groups.
+"""NCCL as a rank alone sees it: launches on a group's stream, the work they give, and
+groups.
 
-Each group has one stream, and each pair of ranks another for single sends and receives. A launch
-waits for the stream that is current, and ``Work.wait()`` makes the then current one wait for it.
+Each group has one stream, and each pair of ranks another for single sends and receives.
+A launch waits for the stream that is current, and ``Work.wait()`` makes the then
+current one wait for it.
 Source: ``ProcessGroupNCCL.cpp`` of torch 2.4 to 2.13.
 """
 
@@ -19,7 +21,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from support.virtual_gpu.device.gpu import Gpu
 from support.virtual_gpu.device.tensors import VirtualTensor, ranges
-from support.virtual_gpu.trace import Group, RecordedCollective, RecordedMessage, WorkWait, place
+from support.virtual_gpu.trace import (
+    Group,
+    RecordedCollective,
+    RecordedMessage,
+    WorkWait,
+    place,
+)
 
 _numbers = itertools.count(1)
 
@@ -55,7 +63,9 @@ class Handle:
 
 @dataclass(slots=True)
 class Coalescing:
-    """The handle that ``_coalescing_manager`` gives: the work of all that is called within it."""
+    """The handle that ``_coalescing_manager`` gives: the work of all that is called
+    within it.
+    """
 
     works: list[Handle] = field(default_factory=list)
 
@@ -84,7 +94,11 @@ class Launcher:
         return self.launch([part], group, async_op, pair)
 
     def launch(
-        self, parts: Sequence[Operation], group: Any, async_op: bool, pair: int | None = None
+        self,
+        parts: Sequence[Operation],
+        group: Any,
+        async_op: bool,
+        pair: int | None = None,
     ) -> Handle | None:
         """Record one launch; a single send or receive has a stream of its ``pair``."""
         about, rank = self.group(group), dist.get_rank(group)
@@ -92,7 +106,9 @@ class Launcher:
         writes = [tensor for part in parts for tensor in part.writes]
         for tensor in (*reads, *writes):
             if not isinstance(tensor, VirtualTensor):
-                raise RuntimeError(f"NCCL takes tensors on cuda, got one on {tensor.device}")
+                raise RuntimeError(
+                    f"NCCL takes tensors on cuda, got one on {tensor.device}"
+                )
             if not tensor.is_contiguous():
                 raise ValueError("NCCL takes contiguous tensors")
         own = f"nccl {about.name}"
@@ -153,7 +169,8 @@ class Launcher:
 
 
 def _named(group: Any) -> Group:
-    """A group by its ranks and its number among those of the same ranks: alike on all of them.
+    """A group by its ranks and its number among those of the same ranks: alike on all
+    of them.
 
     Torch's own names are numbers, which differ where a rank passes over others' groups.
     """
@@ -174,7 +191,9 @@ def _named(group: Any) -> Group:
 
 @contextmanager
 def alone_as(rank: int, size: int) -> Iterator[Any]:
-    """Be ``rank`` of a world of ``size`` without its other ranks; yields the world's group."""
+    """Be ``rank`` of a world of ``size`` without its other ranks; yields the world's
+    group.
+    """
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)

@@ -1,7 +1,8 @@
 """Tensors on a ``cuda`` device that has no memory.
 
-A ``VirtualTensor`` says ``cuda`` to everyone who asks and computes nothing. Each operation runs on
-tensors of torch's meta device, which have shapes and strides and no elements.
+A ``VirtualTensor`` says ``cuda`` to everyone who asks and computes nothing. Each
+operation runs on tensors of torch's meta device, which have shapes and strides and no
+elements.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class VirtualTensor(Tensor):
 
     inner: Tensor
     block: DeviceBlock  # its memory, shared with its views
-    is_foreign: bool  # its storage is not of torch's allocator, so that it records no stream
+    is_foreign: (
+        bool  # its storage is not of torch's allocator, so that it records no stream
+    )
     device_of: ClassVar[Gpu | None] = None  # the GPU that is switched on
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -57,7 +60,10 @@ class VirtualTensor(Tensor):
         return cls.device_of.run(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"VirtualTensor({tuple(self.shape)}, {self.dtype}, block {self.block.number})"
+        return (
+            f"VirtualTensor({tuple(self.shape)}, {self.dtype}, block "
+            f"{self.block.number})"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualTensor:
         return self.detach().clone().requires_grad_(self.requires_grad)
@@ -73,7 +79,9 @@ class VirtualTensor(Tensor):
 
     def data_ptr(self) -> int:
         """An address that is the block's own."""
-        return (self.block.number << 42) + _offset(self.inner) * self.inner.element_size()
+        return (self.block.number << 42) + _offset(
+            self.inner
+        ) * self.inner.element_size()
 
     def tolist(self) -> Any:
         with self.block.gpu.called("tolist"):
@@ -101,7 +109,9 @@ for _name in ("bool", "float", "int", "index"):
 
 @dataclass(slots=True, eq=False)
 class DeviceBlock:
-    """Memory that the caching allocator gave out; it returns with the last tensor on it."""
+    """Memory that the caching allocator gave out; it returns with the last tensor on
+    it.
+    """
 
     number: int
     gpu: Gpu
@@ -116,7 +126,9 @@ def _offset(tensor: Tensor) -> int:
 
 
 def ranges(tensors: Sequence[VirtualTensor]) -> list[Range]:
-    """The bytes from a tensor's first to its last element, gaps between its rows included."""
+    """The bytes from a tensor's first to its last element, gaps between its rows
+    included.
+    """
     covered = []
     for tensor in tensors:
         inner = tensor.inner
@@ -124,7 +136,9 @@ def ranges(tensors: Sequence[VirtualTensor]) -> list[Range]:
             continue
         count = inner.numel()
         if not inner.is_contiguous():
-            count = 1 + sum((n - 1) * s for n, s in zip(inner.size(), inner.stride(), strict=True))
+            count = 1 + sum(
+                (n - 1) * s for n, s in zip(inner.size(), inner.stride(), strict=True)
+            )
         start, size = _offset(inner), inner.element_size()
         covered.append((tensor.block.number, start * size, (start + count) * size))
     return covered
