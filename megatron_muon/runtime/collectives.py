@@ -15,6 +15,8 @@ While the optimizers are built: votes and numbers over the world; numbers over t
 stage, which also creates its communicator; ``split_world`` once where there are several
 optimizer instances, and once where nothing trains on some ranks.
 
+A rule that asks for sums has one ``add_up`` over the stage per round and point.
+
 Saving and loading vote. ``all_gather_texts`` spreads the text of an error, compares
 parameter names where patterns route them, and puts a checkpoint's digest together.
 

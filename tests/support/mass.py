@@ -84,14 +84,17 @@ PACKINGS = ("starred", "chained", "packed", "two_for", "dense")
 # A packing has the goal 0 where none is given; None: no goal.
 GOALS: dict[str, dict[str, dict[str, int | None]]] = {
     "plugin without lab": {
+        "meanwhile": {"statements": 10_000, "tokens": 130_000},
         "redesign": {"statements": 9_100, "tokens": 119_000, "two_for": 30, "dense": 8},
         "for good": {"statements": 9_700, "tokens": 127_000, "two_for": 30, "dense": 8},
     },
     "lab": {
+        "meanwhile": {"statements": 4_800, "tokens": 62_500},
         "redesign": {"statements": 4_700, "tokens": 61_000, "two_for": 15, "dense": 8},
         "for good": {"statements": 4_900, "tokens": 63_000, "two_for": 15, "dense": 8},
     },
     "tests": {
+        "meanwhile": {"statements": 18_200, "tokens": 282_000, "packed": 20},
         "redesign": {
             "statements": 18_200,
             "tokens": 282_000,
@@ -108,8 +111,10 @@ GOALS: dict[str, dict[str, dict[str, int | None]]] = {
         },
     },
 }
-# The redesign is under way, so its goals are printed and not compared with yet.
-COMPARED = "for good"
+# The redesign is under way, so its goals are printed and not compared with yet. Until
+# then nothing grows beyond the sizes of its start, which are within the slack of
+# "meanwhile".
+COMPARED = "meanwhile"
 # The code has packings from before the goals. They are printed beside their goals and
 # fail once they are gone and this is True.
 PACKINGS_FAIL = False
