@@ -23,8 +23,15 @@ from support import ROOT
 
 VERSION = megatron_muon.__version__
 MADE = (  # by tests and builds, in a working tree
-    *("__pycache__", "*.egg-info", ".*_cache", ".venv*", ".git", ".hypothesis"),
-    *("build", "dist", "out"),
+    "__pycache__",
+    "*.egg-info",
+    ".*_cache",
+    ".venv*",
+    ".git",
+    ".hypothesis",
+    "build",
+    "dist",
+    "out",
 )
 
 
@@ -211,7 +218,9 @@ def test_every_entry_says_how_to_get_a_megatron_core() -> None:
     )
     assert lines[:7] == [f"{says} on PYTHONPATH"] * 7
     assert lines[7:11] == [
-        *(f"megatron-muon routes: error: {says} on PYTHONPATH", "1"),
-        *(f"megatron-muon bench step: error: {says} on PYTHONPATH", "1"),
+        f"megatron-muon routes: error: {says} on PYTHONPATH",
+        "1",
+        f"megatron-muon bench step: error: {says} on PYTHONPATH",
+        "1",
     ]
     assert lines[-2:] == ["megatron-muon patch is gone: " + GONE["patch"], "2"]

@@ -22,8 +22,10 @@ OWN = b"\nfrom .own import more\n"
 @pytest.mark.parametrize(
     ("plain", "tool"),
     [
-        *[(PLAIN, GIT), (PLAIN.replace(b"\n", b"\r\n"), GIT)],
-        *[(PLAIN, ["patch", "-p1"]), (PLAIN + OWN, ["patch", "-p1"])],
+        (PLAIN, GIT),
+        (PLAIN.replace(b"\n", b"\r\n"), GIT),
+        (PLAIN, ["patch", "-p1"]),
+        (PLAIN + OWN, ["patch", "-p1"]),
     ],
     ids=["git", "git, CRLF", "patch", "patch, own lines"],
 )

@@ -18,9 +18,12 @@ from support.models.meta_models import MODELS
 from support.processes import python
 
 SINCE = {
-    **{"sinks": (0, 15), "Mamba with experts": (0, 15), "indexer": (0, 18)},
+    "sinks": (0, 15),
+    "Mamba with experts": (0, 15),
+    "indexer": (0, 18),
     **dict.fromkeys(("output gate", "one group", "experts", "latent experts"), (0, 16)),
-    **{"delta nets": (0, 16), "delta nets 2": (0, 20)},
+    "delta nets": (0, 16),
+    "delta nets 2": (0, 20),
     **dict.fromkeys(("hyper-connections", "delta products"), (0, 20)),
 }
 

@@ -29,9 +29,17 @@ from support.virtual_gpu.seams import SEAMS as VIRTUAL_GPU
 
 PACKAGE = ROOT / "megatron_muon"
 ROWS: tuple[rows.Row, ...] = (
-    *(*rows.CORE, *training.ROWS, *model.HYBRID, *model.REFUSALS),
-    *(*dry_run.ROWS, *dry_run.SCRIPT, *bench.ROWS, *bench.UPSTREAM, *bench.PACKAGE),
-    *(*cpu_seams.ROWS, *cpu_seams.TRAINING),
+    *rows.CORE,
+    *training.ROWS,
+    *model.HYBRID,
+    *model.REFUSALS,
+    *dry_run.ROWS,
+    *dry_run.SCRIPT,
+    *bench.ROWS,
+    *bench.UPSTREAM,
+    *bench.PACKAGE,
+    *cpu_seams.ROWS,
+    *cpu_seams.TRAINING,
 )
 SEAMS = [row for row in ROWS if isinstance(row, Seam)]
 SYMBOLS = {str(row) for row in SEAMS}

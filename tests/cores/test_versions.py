@@ -55,7 +55,8 @@ FP16_MOE = Case(
 
 
 T = Topology
-LARGE, EXPERTS = T(2, 2, 2, overlap=True), T(tp=2, dp=2, ep=2, sequence_parallel=True)
+LARGE = T(2, 2, 2, overlap=True)
+EXPERTS = T(tp=2, dp=2, ep=2, sequence_parallel=True)
 IN_CHUNKS = T(pp=2, dp=2, chunks=2, overlap=True)
 RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
     "bf16": (
@@ -202,7 +203,8 @@ def test_checkpoints_load_in_another_order(
     """At another DP size the aligned order is another one, too. And two further
     steps.
     """
-    here, there = Topology(dp=3, overlap=True), Topology(dp=dp, overlap=True)
+    here = Topology(dp=3, overlap=True)
+    there = Topology(dp=dp, overlap=True)
     wrote = run(saved, 3, ALIGNED, here, format, str(tmp_path))
     read = run(loaded, dp, other, there, format, str(tmp_path))
     for one, two in zip(zip(*wrote, strict=True), zip(*read, strict=True), strict=True):

@@ -23,7 +23,9 @@ REPORTS = {
     "Kimi K2, 256 GB300": (
         "--model kimi-k2 --pp 4 --decoder-last-pipeline-num-layers 13 --ep 64 "
         "--world-size 256",
-        *(1051, 1029, 51),
+        1051,
+        1029,
+        51,
     ),
 }
 

@@ -54,12 +54,13 @@ SHAPES = {
 OF_340M = "--hidden 1536 --layers 12 --heads 12 --vocab 50256 --seq 1024 --tp 1 --dp 1"
 FP32, FP8 = torch.float32, torch.uint8
 FUSED = {  # the first moment's, which is Muon's momentum's, and AdamW's second moment's
-    **{
-        "bf16": (torch.bfloat16, torch.bfloat16),
-        "fp16": (torch.float16, torch.float16),
-    },
-    **{"fp8": (FP8, FP8), "fp8-first": (FP8, FP32), "fp8-second": (FP32, FP8)},
-    **{"precision-aware": (FP32, FP32), "host": (FP32, FP32)},
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float16),
+    "fp8": (FP8, FP8),
+    "fp8-first": (FP8, FP32),
+    "fp8-second": (FP32, FP8),
+    "precision-aware": (FP32, FP32),
+    "host": (FP32, FP32),
 }
 OURS = {"fp32": "fp32", "int8": "int8", "stochastic": "bf16"}
 SEEDS = (1234, 2345, 3456)
@@ -94,7 +95,8 @@ def _draw(chunk: Any, seed: int) -> None:
     for name, param in chunk.named_parameters():
         if param.dim() > 1:
             numbers = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
-            shape, tp = list(param.shape), torch.distributed.get_world_size()
+            shape = list(param.shape)
+            tp = torch.distributed.get_world_size()
             cut = param.partition_dim if tp > 1 and param.tensor_model_parallel else 0
             shape[cut] *= tp if tp > 1 and param.tensor_model_parallel else 1
             whole = 0.02 * torch.randn(shape, generator=numbers)
@@ -126,10 +128,8 @@ def _factor(step: int, steps: int) -> float:
 
 
 def _built(dtype: str, sizes: str, period: int = 1) -> building.Built:
-    row, timers = (
-        row_of("muon-contiguous"),
-        StepTimers(torch.device(torch.cuda.current_device())),
-    )
+    row = row_of("muon-contiguous")
+    timers = StepTimers(torch.device(torch.cuda.current_device()))
     held = OURS.get(dtype, "fp32")
     row = replace(
         row, config=replace(row.config, momentum_dtype=held, full_period=period)

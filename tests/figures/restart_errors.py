@@ -40,7 +40,8 @@ def over_bounds(tried: Iterable[Trial], restarts: Sequence[int]) -> tuple[float,
     error = top = 0.0
     for trial in tried:
         errors, tops = trial.measured(restarts)
-        error, top = max(error, float(errors.max())), max(top, float(tops.max()))
+        error = max(error, float(errors.max()))
+        top = max(top, float(tops.max()))
         if max(error, top) > 1:
             break
     return error, top

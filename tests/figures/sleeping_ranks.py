@@ -123,7 +123,8 @@ def _steps(case: Case, repeats: int) -> list[float]:
         for numbers in (soundness.norms, soundness.lines):
             numbers.append(torch.zeros(len(moves)))
 
-    numerics, cpu = Numerics(case.config, "cpu"), torch.device("cpu")
+    numerics = Numerics(case.config, "cpu")
+    cpu = torch.device("cpu")
     muon, groups, states = muon_of(plan, rank, numerics, dist.group.WORLD, cpu)
     times = []
     with mock.patch.object(muon_rule, "orthogonalize_staged", orthogonalize_staged):

@@ -59,7 +59,8 @@ def constants(settings: Settings, hardware: Hardware) -> list[Figure]:
 def test_bytes_are_those_of_the_plan(
     settings: Settings, measured: list[Measured], on_gpu: PredictedStep, report: Report
 ) -> None:
-    config, device = row_of("muon-contiguous").config, cost.device_of(settings)
+    config = row_of("muon-contiguous").config
+    device = cost.device_of(settings)
     plan = on_gpu if device == "cuda" else predicted(flags_of(settings), config, device)
     figures = cost.sent(plan, measured)
     report(*figures, text="on every rank")

@@ -71,7 +71,8 @@ def test_the_report_has_the_tables_over_topologies_as_they_are_printed(
 
 def test_the_figures_are_those_of_the_scripts_settings(script: Any) -> None:
     convergence = script("convergence")
-    tuning, questions = recorded("tuning.json"), recorded("convergence.json")
+    tuning = recorded("tuning.json")
+    questions = recorded("convergence.json")
     tried = {name: {key: list(values) for key, values in grid.items()}
              for name, grid in convergence.TUNED.items()}  # fmt: skip
     assert tuning["tried"] == tried
@@ -101,7 +102,8 @@ def test_the_figures_are_those_of_the_scripts_settings(script: Any) -> None:
 def test_adamw_is_tuned_at_least_as_hard_and_no_rate_is_at_the_edge_of_its_grid(
     script: Any,
 ) -> None:
-    grids, tuning = script("convergence").TUNED, recorded("tuning.json")
+    grids = script("convergence").TUNED
+    tuning = recorded("tuning.json")
     values = {name: sum(map(len, grid.values())) for name, grid in grids.items()}
     assert values["adam"] >= values["muon"]
     assert "--lr" not in tuning["adam"]["at_edge"] + tuning["muon"]["at_edge"]
@@ -129,7 +131,8 @@ def test_the_page_has_the_table_of_rates_as_it_was_printed(script: Any) -> None:
 
 
 def test_the_page_on_qk_clip_has_the_table_as_it_was_printed(script: Any) -> None:
-    clip, report = script("clip"), recorded("clip.json", QUICKSTART)
+    clip = script("clip")
+    report = recorded("clip.json", QUICKSTART)
     assert clip.table(report) in (ROOT / "docs" / "qk_clip.md").read_text()
     free, clipped, usual = report["runs"].values()
     assert [run["flags"] for run in (free, clipped, usual)] == [
@@ -140,7 +143,8 @@ def test_the_page_on_qk_clip_has_the_table_as_it_was_printed(script: Any) -> Non
 
 
 def test_the_page_has_the_table_of_splits_as_it_was_printed(script: Any) -> None:
-    splits, report = script("splits"), recorded("splits.json", QUICKSTART)
+    splits = script("splits")
+    report = recorded("splits.json", QUICKSTART)
     assert splits.table(report) in PAGE
     assert report["rates"] == list(splits.RATES) and report["steps"] == splits.STEPS
     for model, rows in splits.MODELS.items():
@@ -154,7 +158,8 @@ def test_the_page_has_the_table_of_splits_as_it_was_printed(script: Any) -> None
 
 
 def test_the_page_has_the_table_of_clips_as_it_was_printed(script: Any) -> None:
-    clips, report = script("clip_scope"), recorded("clip_scope.json", QUICKSTART)
+    clips = script("clip_scope")
+    report = recorded("clip_scope.json", QUICKSTART)
     assert clips.table(report) in PAGE
     assert (report["lr"], report["steps"]) == (clips.RATE, clips.STEPS)
     rows = [(row["clip"], row["scope"]) for row in report["rows"]]

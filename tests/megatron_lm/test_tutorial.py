@@ -53,7 +53,8 @@ def test_the_notebook_prints_what_it_has_printed() -> None:
         kernel_name="python3",
         resources={"metadata": {"path": str(FOLDER)}},
     ).execute(env=environment())
-    before, now = printed(committed), printed(notebook.cells)
+    before = printed(committed)
+    now = printed(notebook.cells)
     assert [words(text) for text in now] == [words(text) for text in before]
     for old, new in zip(before, now, strict=True):
         pairs = zip(_NUMBER.findall(old), _NUMBER.findall(new), strict=True)

@@ -50,7 +50,8 @@ def arguments(words: str) -> Namespace:
 
 @pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
 def test_parameters_lie_where_megatron_puts_them(words: str) -> None:
-    args, config = arguments(words), MuonConfig(split_matrices="off")
+    args = arguments(words)
+    config = MuonConfig(split_matrices="off")
     chosen = choose(buffers(args, REFERENCE_DP_SIZE))
     assert chosen is not None
     made = buffers(args, 1, norms=True)

@@ -102,7 +102,8 @@ SPEED = {"link_gbytes": 1.0, "rank_tflops": 0.1}  # of CPUs, on which all is wor
 
 def planned(optimizers: Sequence[Optimizer], config: MuonConfig) -> list[Optimizer]:
     """The optimizers of a stage, whose matrices are whole, planned anew."""
-    numerics, made = Numerics(config, "cuda"), list[ExchangePlan]()
+    numerics = Numerics(config, "cuda")
+    made: list[ExchangePlan] = []
     work = [flops_of(one.plan.parameters, numerics) for one in optimizers]
     for at, one in enumerate(optimizers):
         grid = replace(one.plan.grid, neighbours=min(8, config.node_ranks))
@@ -198,7 +199,8 @@ def test_where_matrices_divide_evenly_a_fast_link_divides_them(words: str) -> No
 @st.composite
 def stages(draw: st.DrawFn) -> Stage:
     """Matrices with random work, each held by some of a few ranks, with any link."""
-    size, count = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    size = draw(st.integers(1, 5))
+    count = draw(st.integers(1, 9))
     held = st.dictionaries(st.integers(0, size - 1), st.integers(1, 30), min_size=1)
     drawn = [(draw(st.integers(1, 30)), draw(held)) for _ in range(count)]
     works = [Work(flops * 10**6, sum(by.values()), by) for flops, by in drawn]

@@ -203,13 +203,12 @@ def test_the_first_and_the_second_step_count_alike_but_for_tables() -> None:
     """
     config = MuonConfig(round_bytes=SIZES["some"], elementwise="foreach")
     plan = small_plan(config)
-    one, two = record_step(plan, 0, config), recorded("some", "foreach")[0]
+    one = record_step(plan, 0, config)
+    two = recorded("some", "foreach")[0]
     assert (one.launches, one.peak.over_state) == (two.launches, two.peak.over_state)
     assert len(one.collectives) == len(two.collectives)
-    fused, config = (
-        recorded("some", "default")[0],
-        MuonConfig(round_bytes=SIZES["some"]),
-    )
+    fused = recorded("some", "default")[0]
+    config = MuonConfig(round_bytes=SIZES["some"])
     with_runs = sum(
         bool(table.matrices) for table in round_tables(plan.for_rank(0), plan.matrices)
     )
@@ -247,7 +246,8 @@ def test_what_tells_whether_directions_are_finite_is_launched_by_round(
     A step ends with three that count, and a copy that the host does not wait for.
     """
     config = MuonConfig(round_bytes=SIZES[size])
-    plan, before = small_plan(config), recorded(size, "default")[0]
+    plan = small_plan(config)
+    before = recorded(size, "default")[0]
     homes = sum(bool(t.homes) for t in round_tables(plan.for_rank(0), plan.matrices))
     monkeypatch.setattr(RoundExchange, "mark", lambda *_: None)
     monkeypatch.setattr(Nonfinite, "add", lambda *_: None)

@@ -50,7 +50,8 @@ def test_nothing_races_in_two_steps(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dense, overlap", "experts, overlap"])
 def test_nothing_races_whether_gathers_start_within_the_step_or_not(name: str) -> None:
-    early, late = recorded(RUNS[name]), recorded(RUNS[name], LATE)
+    early = recorded(RUNS[name])
+    late = recorded(RUNS[name], LATE)
     assert check_stage(late) == []
     for rank, recording in early.items():
         assert recording.races == [] and late[rank].races == []
@@ -114,5 +115,9 @@ def test_all_optimizers_are_stepped() -> None:
     assert recording.launches_by_phase["muon/newton_schulz"] > 0
     assert {c.group.ranks for c in dense.collectives} == {(0, 1, 2, 3)}
     assert {c.name for c in dense.collectives} <= {
-        *("send", "recv", "send+recv", "recv+send", "all_reduce")
+        "send",
+        "recv",
+        "send+recv",
+        "recv+send",
+        "all_reduce",
     }

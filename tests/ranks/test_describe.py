@@ -197,7 +197,8 @@ def test_the_busiest_rank_is_that_of_all_of_the_stages_optimizers() -> None:
         )
         return make_plan([held], RankGrid((((0, 1),),)), Numerics(MuonConfig()))
 
-    dense, experts = plan_of(0), plan_of(100)
+    dense = plan_of(0)
+    experts = plan_of(100)
     alone = start_line(experts, stage=0, experts=True, buckets=[1])
     assert alone.endswith(
         "flop a step on the stage, 2.00 × the mean on the busiest rank"

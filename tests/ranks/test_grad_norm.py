@@ -121,7 +121,8 @@ CLIPPED = replace(FREE, clip=0.01, muon=(("clip_scope", "adamw"),))
 )
 def test_muons_gradients_are_not_clipped_and_adamws_are(topology: Topology) -> None:
     clipped, free = (run(train, 4, case, topology) for case in (CLIPPED, FREE))
-    kept, plain = whole(clipped), whole(free)
+    kept = whole(clipped)
+    plain = whole(free)
     muons = muon_weights(FREE)
     for kind in ("main", "exp_avg"):
         for name in muons:

@@ -12,11 +12,9 @@ LARGE = [Case(tp, 64 // tp, round_kib=512, layers=32, seconds=2.0) for tp in (8,
 @pytest.mark.parametrize(
     "case",
     [
-        *(
-            Case(tp=2, dp=4),
-            Case(tp=4, dp=2, round_kib=512),
-            Case(tp=4, dp=2, round_kib=128),
-        ),
+        Case(tp=2, dp=4),
+        Case(tp=4, dp=2, round_kib=512),
+        Case(tp=4, dp=2, round_kib=128),
         *(pytest.param(case, marks=pytest.mark.slow) for case in LARGE),
     ],
     ids=str,

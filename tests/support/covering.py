@@ -133,7 +133,8 @@ def _topology(pick: random.Random, moe: bool) -> Topology:
 def _candidates(pick: random.Random) -> Iterator[Change]:
     """Legal changes without end."""
     while True:
-        case, format = pick.choice(tuple(CASES)), pick.choice(formats())
+        case = pick.choice(tuple(CASES))
+        format = pick.choice(formats())
         saved = _topology(pick, CASES[case].moe)
         loaded = _topology(pick, CASES[case].moe)
         if format not in FULL:

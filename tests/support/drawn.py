@@ -41,65 +41,56 @@ from megatron_muon.settings.config import MuonConfig
 from support.matrices import polynomials
 
 SHAPES = (
-    *(
-        (1, 1),
-        (1, 2),
-        (1, 9),
-        (1, 64),
-        (2, 2),
-        (2, 3),
-        (2, 5),
-        (2, 16),
-        (2, 64),
-        (3, 3),
-        (3, 4),
-    ),
-    *(
-        (3, 8),
-        (3, 32),
-        (4, 4),
-        (4, 7),
-        (4, 16),
-        (5, 5),
-        (5, 6),
-        (6, 24),
-        (7, 7),
-        (8, 8),
-        (8, 12),
-    ),
-    *(
-        (8, 64),
-        (12, 12),
-        (12, 48),
-        (16, 16),
-        (16, 20),
-        (16, 64),
-        (16, 128),
-        (24, 24),
-        (24, 36),
-    ),
-    *(
-        (32, 32),
-        (32, 64),
-        (32, 160),
-        (48, 48),
-        (48, 96),
-        (64, 64),
-        (64, 256),
-        (96, 96),
-        (40, 120),
-    ),
+    (1, 1),
+    (1, 2),
+    (1, 9),
+    (1, 64),
+    (2, 2),
+    (2, 3),
+    (2, 5),
+    (2, 16),
+    (2, 64),
+    (3, 3),
+    (3, 4),
+    (3, 8),
+    (3, 32),
+    (4, 4),
+    (4, 7),
+    (4, 16),
+    (5, 5),
+    (5, 6),
+    (6, 24),
+    (7, 7),
+    (8, 8),
+    (8, 12),
+    (8, 64),
+    (12, 12),
+    (12, 48),
+    (16, 16),
+    (16, 20),
+    (16, 64),
+    (16, 128),
+    (24, 24),
+    (24, 36),
+    (32, 32),
+    (32, 64),
+    (32, 160),
+    (48, 48),
+    (48, 96),
+    (64, 64),
+    (64, 256),
+    (96, 96),
+    (40, 120),
 )
 KINDS = (
-    *(
-        "Gaussian",
-        "columns scaled",
-        "rows scaled",
-        "both scaled",
-        "half scaled",
-        "rows repeated",
-    ),
-    *("near rank 1", "singular values"),
+    "Gaussian",
+    "columns scaled",
+    "rows scaled",
+    "both scaled",
+    "half scaled",
+    "rows repeated",
+    "near rank 1",
+    "singular values",
 )
 WORST: tuple[int, ...] = (7570, 1572, 811, 4614, 684)
 NUDGE: dict[NsDtype, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
@@ -125,8 +116,11 @@ def drawn(number: int) -> Tensor:
     def uniform(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
-    (short, long), kind = shape_of(number), kind_of(number)
-    x, least, chance = normal(short, long), 10 ** (-8 * uniform(1)), float(uniform(1))
+    short, long = shape_of(number)
+    kind = kind_of(number)
+    x = normal(short, long)
+    least = 10 ** (-8 * uniform(1))
+    chance = float(uniform(1))
     if kind in ("columns scaled", "both scaled"):
         x *= least ** uniform(long)
     if kind in ("rows scaled", "both scaled"):
@@ -193,11 +187,9 @@ def roundings(field: str) -> Iterator[tuple[NsDtype, Products]]:
             yield dtype, Products(TORCH_DTYPE[dtype], fp32, fp32, scale_of(dtype))
         return
     dtype: NsDtype = field  # type: ignore[assignment]
-    kind, scale, folded = (
-        TORCH_DTYPE[dtype],
-        scale_of(dtype),
-        Numerics(MuonConfig(ns_dtype=dtype)).folded,
-    )
+    kind = TORCH_DTYPE[dtype]
+    scale = scale_of(dtype)
+    folded = Numerics(MuonConfig(ns_dtype=dtype)).folded
     for products in (Products, Strips, *((Halves,) if dtype != "fp32" else ())):
         yield dtype, products(kind, kind, fp32, scale, folded)
     if folded:
@@ -256,7 +248,8 @@ def trials(
         for each, x, u, s, v in _shapes(tuple(numbers), dtype == "fp32"):
             values = polynomials(s, triples)
             exact = (u * values[:, None]) @ v
-            error, top = torch.full((len(each),), least), values.abs().amax(-1)
+            error = torch.full((len(each),), least)
+            top = values.abs().amax(-1)
             for products, factor in itertools.product(
                 devices, (1 - nudge, 1.0, 1 + nudge)
             ):

@@ -259,7 +259,8 @@ class _Reader:
                 name = _text(node.args[0])
                 return name if name is not None and _is_foreign(name) else None
             if function == "getattr" and len(node.args) > 1:
-                of, name = self._resolved(node.args[0], bound), _text(node.args[1])
+                of = self._resolved(node.args[0], bound)
+                name = _text(node.args[1])
                 return f"{of}.{name}" if of is not None and name is not None else None
         return None
 

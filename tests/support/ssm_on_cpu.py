@@ -94,7 +94,8 @@ def mamba_split_conv1d_scan_combined(
         options.pop(x) for x in ("headdim", "ngroups", "norm_before_gate")
     )
     _require_none(options)
-    heads, inner = len(A), len(A) * headdim
+    heads = len(A)
+    inner = len(A) * headdim
     states = (zxbcdt.shape[-1] - 2 * inner - heads) // 2
     z, xbc, dt = zxbcdt.split([inner, inner + 2 * states, heads], dim=-1)
     xbc, _ = causal_conv1d(xbc, conv1d_weight, conv1d_bias, activation)

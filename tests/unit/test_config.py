@@ -107,10 +107,8 @@ def test_a_checkpoint_has_what_the_device_chose(
     saved = param_groups.record(Numerics(MuonConfig(), device))
     assert saved["settings"][name] == taken
     asked = MuonConfig(**{name: earlier})  # type: ignore[arg-type]
-    before, without = (
-        param_groups.record(Numerics(asked, device)),
-        param_groups.record(Numerics(MuonConfig(), device)),
-    )
+    before = param_groups.record(Numerics(asked, device))
+    without = param_groups.record(Numerics(MuonConfig(), device))
     del without["settings"][name]
     told = f"is {taken!r} now; the checkpoint was saved with {earlier!r}"
     for record, lines in (
@@ -311,7 +309,8 @@ def test_a_resume_of_deepseekv4_cut_short_is_an_error_with_the_flags_that_keep_i
     )
 
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    saved, whole = _record_of_0_2(steps), MuonConfig(ns_coefficients="deepseekv4")
+    saved = _record_of_0_2(steps)
+    whole = MuonConfig(ns_coefficients="deepseekv4")
     with pytest.raises(ValueError, match="These flags keep its bits: ") as refused:
         check_record(saved, Numerics(whole, "cpu"))
     flags = shlex.split(str(refused.value).split("keep its bits: ")[1].split(". ")[0])

@@ -213,31 +213,28 @@ def test_no_folder_has_more_than_a_dozen_files() -> None:
 
 
 COLLECTIVES = {
-    *(
-        "all_reduce",
-        "all_gather",
-        "all_gather_object",
-        "all_gather_into_tensor",
-        "broadcast",
-    ),
-    *(
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-    ),
-    *(
-        "send",
-        "recv",
-        "isend",
-        "irecv",
-        "batch_isend_irecv",
-        "gather",
-        "scatter",
-        "new_group",
-    ),
-    *("broadcast_object_list", "gather_object", "scatter_object_list", "reduce"),
+    "all_reduce",
+    "all_gather",
+    "all_gather_object",
+    "all_gather_into_tensor",
+    "broadcast",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+    "gather",
+    "scatter",
+    "new_group",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "reduce",
 }
 
 

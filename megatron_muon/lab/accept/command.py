@@ -145,7 +145,8 @@ def _pytest(
 def _report(
     environment: dict[str, str], checks: list[Check], folder: Path, given: Namespace
 ) -> int:
-    report, everything = as_markdown(environment, checks), as_json(environment, checks)
+    report = as_markdown(environment, checks)
+    everything = as_json(environment, checks)
     write_text(folder / REPORT, report)
     write_text(folder / NAME, json.dumps(everything, indent=1) + "\n")
     write_json(given.json, everything)

@@ -127,10 +127,8 @@ def read(
     found: dict[str, list[Outcome]] = {name: [] for name in names}
     ran = set()
     for case in root.iter("testcase"):
-        name, function = (
-            (case.get("classname") or "").split(".")[-1],
-            case.get("name", ""),
-        )
+        name = (case.get("classname") or "").split(".")[-1]
+        function = case.get("name", "")
         ran.add((name, function))
         found.setdefault(name.removeprefix("test_gpu_"), []).append(_test(case))
     for test in of_suite.get(COLLECTED, []):

@@ -125,14 +125,14 @@ def _report(
         rows += [{"shape": name, **row} for row in own]
         print("\n".join(["", name, *aligned([_HEADS, *map(_cells, own)])]), flush=True)
     return {
-        **{"ns_coefficients": config.ns_coefficients, "ns_steps": config.ns_steps},
-        **{
-            "ns_dtype": dtype,
-            "device": str(device),
-            "threads": threads,
-            "batch": given.batch,
-        },
-        **{"ceiling": ceiling.name, "rows": rows},
+        "ns_coefficients": config.ns_coefficients,
+        "ns_steps": config.ns_steps,
+        "ns_dtype": dtype,
+        "device": str(device),
+        "threads": threads,
+        "batch": given.batch,
+        "ceiling": ceiling.name,
+        "rows": rows,
     }
 
 

@@ -100,7 +100,8 @@ def _link_gbytes(job: SpeedsJob, device: torch.device) -> float | None:
     """GB/s that this rank sends, while it receives as much, in the median round."""
     group = dist.group.WORLD
     assert group is not None
-    here, size = group.rank(), group.size()
+    here = group.rank()
+    size = group.size()
     if size == 1:
         return None
     dtype = TORCH_DTYPE[numerics_on(device, job.config).travels]
@@ -168,5 +169,6 @@ def _report(task: Task, ranks: Sequence[Speeds]) -> None:
 
 
 def _spread(speeds: Sequence[float]) -> str:
-    least, most = digits(min(speeds)), digits(max(speeds))
+    least = digits(min(speeds))
+    most = digits(max(speeds))
     return f"{digits(statistics.median(speeds))} ({least} to {most})"

@@ -21,7 +21,9 @@ def compare(runs: _Runs, window: float | None) -> dict[str, Any]:
     found = {}
     for kind in KINDS:
         if all(kind in seed for seeds in runs.values() for seed in seeds):
-            part = window if window is not None else 0.02 if kind == "train" else 0.0
+            part = window
+            if part is None:
+                part = 0.02 if kind == "train" else 0.0
             curves = {
                 name: [seed[kind] for seed in seeds] for name, seeds in runs.items()
             }
@@ -46,10 +48,8 @@ def _ending(name: str, curves: Sequence[Curve], window: float) -> dict[str, Any]
     losses = [
         float(lead.envelope(lead.smooth(own, window)).losses[-1]) for own in curves
     ]
-    dropped, steps = (
-        sum(own.dropped for own in curves),
-        min(own.steps[-1] for own in curves),
-    )
+    dropped = sum(own.dropped for own in curves)
+    steps = min(own.steps[-1] for own in curves)
     return {"name": name, "steps": float(steps), "losses": losses, "dropped": dropped}
 
 

@@ -22,7 +22,8 @@ def draw(
     for (left, right), (kind, each) in zip(rows, found.items(), strict=True):
         top = []
         for number, (name, seeds) in enumerate(runs.items()):
-            color, label = _COLORS[number % len(_COLORS)], name.replace("$", r"\$")
+            color = _COLORS[number % len(_COLORS)]
+            label = name.replace("$", r"\$")
             for seed in seeds:
                 curve = envelope(smooth(seed[kind], each["window"]))
                 top.append(curve.losses[curve.steps >= 0.1 * curve.steps[-1]].max())

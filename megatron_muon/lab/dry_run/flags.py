@@ -15,24 +15,28 @@ from typing import Any
 from megatron_muon.lab.dry_run.numbers import MOST_THINGS, count, finite, up_to
 
 _SIZES = (
-    *(
-        "--hidden-size",
-        "--ffn-hidden-size",
-        "--num-attention-heads",
-        "--num-query-groups",
-    ),
-    *("--kv-channels", "--vocab-size", "--padded-vocab-size", "--seq-length"),
-    *("--max-position-embeddings", "--moe-ffn-hidden-size", "--q-lora-rank"),
-    *(
-        "--num-virtual-stages-per-pipeline-rank",
-        "--ddp-bucket-size",
-        "--ddp-num-buckets",
-    ),
+    "--hidden-size",
+    "--ffn-hidden-size",
+    "--num-attention-heads",
+    "--num-query-groups",
+    "--kv-channels",
+    "--vocab-size",
+    "--padded-vocab-size",
+    "--seq-length",
+    "--max-position-embeddings",
+    "--moe-ffn-hidden-size",
+    "--q-lora-rank",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--ddp-bucket-size",
+    "--ddp-num-buckets",
     "--global-batch-size",
 )
 _FROM_ZERO = (
-    *("--num-layers", "--num-experts", "--moe-shared-expert-intermediate-size"),
-    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+    "--num-layers",
+    "--num-experts",
+    "--moe-shared-expert-intermediate-size",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
 )
 _SIZES_OF = {
     "--make-vocab-size-divisible-by": 128,
@@ -43,18 +47,25 @@ _SIZES_OF = {
     "--v-head-dim": 128,
 }
 _SWITCHES = (
-    *(
-        "--group-query-attention",
-        "--swiglu",
-        "--untie-embeddings-and-output-weights",
-        "--bf16",
-    ),
-    *("--fp16", "--qk-layernorm", "--multi-latent-attention", "--sequence-parallel"),
-    *("--add-qkv-bias", "--use-distributed-optimizer", "--overlap-grad-reduce"),
-    *("--overlap-param-gather", "--overlap-param-gather-with-optimizer-step"),
-    *("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"),
-    *("--ddp-pad-buckets-for-high-nccl-busbw", "--use-precision-aware-optimizer"),
-    *("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"),
+    "--group-query-attention",
+    "--swiglu",
+    "--untie-embeddings-and-output-weights",
+    "--bf16",
+    "--fp16",
+    "--qk-layernorm",
+    "--multi-latent-attention",
+    "--sequence-parallel",
+    "--add-qkv-bias",
+    "--use-distributed-optimizer",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--overlap-param-gather-with-optimizer-step",
+    "--accumulate-allreduce-grads-in-fp32",
+    "--grad-reduce-in-bf16",
+    "--ddp-pad-buckets-for-high-nccl-busbw",
+    "--use-precision-aware-optimizer",
+    "--optimizer-cpu-offload",
+    "--overlap-cpu-optimizer-d2h-h2d",
 )
 _OF_RANKS = {
     "--tensor-model-parallel-size": "--tp",
@@ -128,6 +139,7 @@ def _evaluated(node: ast.expr) -> Any:
     if isinstance(node, ast.List):
         return [_evaluated(each) for each in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        left, right = _evaluated(node.left), _evaluated(node.right)
+        left = _evaluated(node.left)
+        right = _evaluated(node.right)
         return left + right if isinstance(node.op, ast.Add) else left * right
     raise TypeError(f"{ast.dump(node)} is not of a layer pattern")

@@ -78,9 +78,11 @@ def transformer_config(flags: Namespace, ranks: Ranks) -> Any:
     )
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     fields |= set(_MLA) if flags.multi_latent_attention else set()
-    dtype = (
-        torch.float16 if flags.fp16 else torch.bfloat16 if flags.bf16 else torch.float32
-    )
+    dtype = torch.float32
+    if flags.fp16:
+        dtype = torch.float16
+    elif flags.bf16:
+        dtype = torch.bfloat16
     options = {name: getattr(flags, name) for name in fields if hasattr(flags, name)}
     options |= sizes | {
         "num_moe_experts": flags.num_experts or None,

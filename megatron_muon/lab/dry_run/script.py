@@ -41,9 +41,14 @@ _INITIALIZE = "megatron.training.initialize"
 # Of a run that is not planned: what it writes, how it begins, and the memory of its
 # parameters.
 _LEFT_OUT = {
-    **{"tensorboard_dir": None, "wandb_project": "", "enable_one_logger": False},
-    **{"async_save": False, "skip_train": False, "lazy_mpu_init": False},
-    **{"use_cpu_initialization": False, "init_model_with_meta_device": False},
+    "tensorboard_dir": None,
+    "wandb_project": "",
+    "enable_one_logger": False,
+    "async_save": False,
+    "skip_train": False,
+    "lazy_mpu_init": False,
+    "use_cpu_initialization": False,
+    "init_model_with_meta_device": False,
 }
 _LEFT = "left out, since it needs a GPU and changes no parameter"
 _IN_FEW_BITS = ("fp8_param_gather", "fp4_param")
@@ -207,7 +212,8 @@ def _leave_out(args: Namespace) -> list[str]:
                 "not planned "
                 "yet; leave it out: the routing is the same"
             )
-        value, instead = getattr(args, row.dest), row.instead.split()
+        value = getattr(args, row.dest)
+        instead = row.instead.split()
         off = False if isinstance(value, bool) else None
         setattr(args, row.dest, instead[1] if instead[0] == row.option else off)
     kept = args.transformer_impl

@@ -120,7 +120,8 @@ def our_row(
     """Our Muon's in the layout that the stage's plans are of."""
     plans = [one.plan for one in optimizers]
     step = price_step(optimizers, config, hardware, device=device, nodes=nodes)
-    sent, there = traffic_of(plans, nodes), on_host(optimizers, hardware)
+    sent = traffic_of(plans, nodes)
+    there = on_host(optimizers, hardware)
     row = PlannedStep(
         name=name,
         seconds=max(

@@ -94,7 +94,8 @@ def table(
     header += ["slower than AdamW", "busiest / mean", "sent MB", "peak MiB"]
     rows = [[*header, *(f"{TITLES[name]}, ms" for name in names)]]
     for variant, plan in made:
-        row, after = plan.slowest.row(plan.layout), plan.seconds(plan.layout)
+        row = plan.slowest.row(plan.layout)
+        after = plan.seconds(plan.layout)
         cells = [variant.name, f"{plan.ranks.world:,}", f"{row.between.mean / MB:,.1f}"]
         if before:
             cells[1:] = [ms(after), f"{(before - after) / before:+.1%}"]

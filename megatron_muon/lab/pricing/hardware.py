@@ -167,7 +167,8 @@ def _check(name: str, value: Any) -> None:
     ):
         wanted = "a whole number" if is_whole else "a number"
         raise TypeError(f"{name} must be {wanted} ({unit}), got {value!r}")
-    least, most = least_of(name), most_of(name)
+    least = least_of(name)
+    most = most_of(name)
     if not least <= value <= most:
         raise ValueError(
             f"{name} must be from {least:g} to {most:g} ({unit}), got {value:g}"

@@ -75,7 +75,8 @@ def of_momentum(elements: int, numerics: Numerics) -> int:
 def of_packing(plan: ExchangePlan, numerics: Numerics) -> list[list[int]]:
     """Bytes for the largest shard's momentum while it is packed: ``[round][rank]``."""
     packs = numerics.config.momentum_dtype != "fp32"
-    round_of, sizes = plan.round_of(), Counter[tuple[int, int]]()
+    round_of = plan.round_of()
+    sizes = Counter[tuple[int, int]]()
     for one in plan.slices if packs else ():
         sizes[one.parameter, one.rank] += one.elements.size
     found = [[0] * plan.size for _ in plan.rounds]
@@ -160,7 +161,8 @@ def _turning(own: Sequence[Matrix], itemsize: int) -> tuple[int, int, int]:
     """
     strip = own[0].strip
     assert strip is not None
-    rows, cols = sum(matrix.rows for matrix in own), sum(matrix.long for matrix in own)
+    rows = sum(matrix.rows for matrix in own)
+    cols = sum(matrix.long for matrix in own)
     come, turned = itemsize * rows * strip.cols, itemsize * strip.rows * cols
     stays = itemsize * rows * cols
     flat = come if own[0].column_parts > 1 else 0  # their columns in order

@@ -288,10 +288,8 @@ class _Steps:
 def _result_of(streams: Streams, rounds: tuple[int, ...]) -> StepTime:
     """The times of a step that has run on some streams, with its numbers of rounds."""
     ends, idle = streams.ends, [0.0] * len(streams.host)
-    work, waited = (
-        streams.spent.get(NEWTON_SCHULZ, idle),
-        streams.spent.get(WAITING, idle),
-    )
+    work = streams.spent.get(NEWTON_SCHULZ, idle)
+    waited = streams.spent.get(WAITING, idle)
     hidden = (max(0.0, t - w) for t, w in zip(streams.travelling, waited, strict=True))
     return StepTime(
         seconds=max(ends),

@@ -102,7 +102,9 @@ def price_layer_wise(
         ns_dtype=config.ns_dtype or "bf16",
         elementwise="foreach",  # its norms are torch's, too
     )
-    numerics, busiest, mean = Numerics(settings, device), LayerWise(), LayerWise()
+    numerics = Numerics(settings, device)
+    busiest = LayerWise()
+    mean = LayerWise()
     for optimizer in optimizers:
         owners = _owners(optimizer.plan, numerics, hardware, mode)
         last = max(owners, key=lambda owner: owner.seconds, default=LayerWise())
@@ -196,7 +198,8 @@ def _matrix(
         cost += gather
         return LayerWise(cost.seconds, gather.seconds, cost.launches, flops, sent, 1)
     square, cut = (cols, rows) if dim == 0 else (rows, cols)
-    local, steps = max(1, cut // tp_size), len(numerics.steps)
+    local = max(1, cut // tp_size)
+    steps = len(numerics.steps)
     sent = 2 * (tp_size - 1) * square * square * _BF16 // tp_size
     reduce = _collective(hardware, sent).times(steps)
     cost = sliced_steps(hardware, square, local, numerics) + reduce

@@ -75,7 +75,8 @@ class CommandLine:
         self.script = Path(argv[found[0]]).resolve() if found else None
         end = found[0] if found else len(argv)
         self._parser = parser
-        self._options, self._words = list(argv[:end]), list(argv[end + 1 :])
+        self._options = list(argv[:end])
+        self._words = list(argv[end + 1 :])
         _add_model(parser)
         if self.script is None:
             _add_model_flags(parser)
@@ -109,7 +110,8 @@ class CommandLine:
         """
         from megatron_muon.lab.dry_run.model import ranks_of
 
-        options, of_run = self.options(words), [*self._words, *self._split(words)[1]]
+        options = self.options(words)
+        of_run = [*self._words, *self._split(words)[1]]
         if self.script is None:
             options.world_size = _world_size(options, options)
             return _settled(options)
@@ -231,7 +233,8 @@ def _settled(flags: Namespace) -> Settled:
     from megatron_muon.megatron_lm.bucketing import choose_buckets
     from megatron_muon.megatron_lm.layouts import own_layout
 
-    config, notes = muon_settings(flags), list[str]()
+    config = muon_settings(flags)
+    notes: list[str] = []
     ranks = ranks_of(flags)
     with megatron_is_quiet():
         args = validated(flags, ranks)

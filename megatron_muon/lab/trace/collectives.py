@@ -18,21 +18,31 @@ from megatron_muon.lab.trace.spans import Interval
 
 COMMS = "record_param_comms"  # torch's event about a collective of any backend
 _OPERATIONS = (  # the longer ones first
-    *(
-        "reduce_scatter",
-        "all_reduce",
-        "all_gather",
-        "all_to_all",
-        "broadcast",
-        "send_recv",
-    ),
-    *("barrier", "scatter", "gather", "reduce", "recv", "send"),
+    "reduce_scatter",
+    "all_reduce",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "send_recv",
+    "barrier",
+    "scatter",
+    "gather",
+    "reduce",
+    "recv",
+    "send",
 )
 _DTYPES = {  # as traces spell them, by short name
-    **{"fp64": "double float64", "fp32": "float float32", "bf16": "bfloat16"},
-    **{"fp16": "half float16", "fp8": "float8_e4m3fn float8_e5m2", "bool": "bool"},
-    **{"int64": "long longint int64", "int32": "int int32", "int16": "short int16"},
-    **{"int8": "char signedchar int8", "uint8": "byte unsignedchar uint8"},
+    "fp64": "double float64",
+    "fp32": "float float32",
+    "bf16": "bfloat16",
+    "fp16": "half float16",
+    "fp8": "float8_e4m3fn float8_e5m2",
+    "bool": "bool",
+    "int64": "long longint int64",
+    "int32": "int int32",
+    "int16": "short int16",
+    "int8": "char signedchar int8",
+    "uint8": "byte unsignedchar uint8",
 }
 _MOST = 1 << 62  # elements
 
@@ -105,10 +115,9 @@ def call(name: str, at: Interval, args: dict[str, Any], thread: str) -> Call:
     """
     # NCCL's kernels may be called Generic, or do several operations
     known = _operation(str(args.get("Collective name", ""))) or _operation(name)
-    known = known or (
-        "nccl" if is_nccl(name) else "" if name == COMMS else printable(name[:40])
-    )
-    dims, types = args.get("Input Dims"), args.get("Input type")
+    known = known or _without_operation(name)
+    dims = args.get("Input Dims")
+    types = args.get("Input type")
     shapes = [_elements(shape) for shape in dims] if isinstance(dims, list) else []
     elements = max(shapes, default=None)
     if "In msg nelems" in args:
@@ -117,10 +126,12 @@ def call(name: str, at: Interval, args: dict[str, Any], thread: str) -> Call:
         )
         types = [args.get("dtype")]
     dtypes = map(_dtype, types) if isinstance(types, list) else ()
-    ranks, tensors = _count(args.get("Group size", 0)), sorted(filter(None, shapes[:2]))
+    ranks = _count(args.get("Group size", 0))
+    tensors = sorted(filter(None, shapes[:2]))
     if not ranks and known in ("all_gather", "reduce_scatter") and len(tensors) == 2:
         ranks = 0 if tensors[1] % tensors[0] else tensors[1] // tensors[0]
-    external, group = args.get("External id"), args.get("Process Group Description")
+    external = args.get("External id")
+    group = args.get("Process Group Description")
     external = external if isinstance(external, int) else 0
     group = printable(group[:80]) if isinstance(group, str) else ""
     dtype = next(filter(None, dtypes), "")
@@ -139,6 +150,13 @@ def _operation(name: str) -> str | None:
     plain = name[:80].split("(")[0].lower().replace("_", "")
     known = next((each for each in _OPERATIONS if each.replace("_", "") in plain), None)
     return known or ("send_recv" if "coalesced" in plain else None)
+
+
+def _without_operation(name: str) -> str:
+    """The name of a call of an unknown operation; "" for torch's own event about it."""
+    if is_nccl(name):
+        return "nccl"
+    return "" if name == COMMS else printable(name[:40])
 
 
 def _dtype(text: object) -> str:

@@ -46,7 +46,8 @@ class RankTrace:
     def __init__(self, path: Path) -> None:
         self.file = read_trace(path)
         self._start, self._stop, self._has_device = math.inf, -math.inf, False
-        self._host, self._device = Spans(), Spans()
+        self._host = Spans()
+        self._device = Spans()
         self._kernels: list[Call] = []
         self._gloo: list[Call] = []
         self._launches: list[Call] = []
@@ -79,7 +80,8 @@ class RankTrace:
     def _add(
         self, event: dict[str, Any], optimizer: dict[tuple[bool, bool], Spans]
     ) -> None:
-        category, name = event.get("cat"), event.get("name")
+        category = event.get("cat")
+        name = event.get("name")
         if not isinstance(category, str) or not isinstance(name, str):
             # torch's own rows without a category, such as the profiler's own span
             return
@@ -89,7 +91,8 @@ class RankTrace:
         at, args = (event["ts"], event["ts"] + event["dur"]), event.get("args", {})
         if event["dur"] < 0 or not isinstance(args, dict):
             raise ValueError(f"dur is {event['dur']}, args is {str(args)[:40]!r}")
-        self._start, self._stop = min(self._start, at[0]), max(self._stop, at[1])
+        self._start = min(self._start, at[0])
+        self._stop = max(self._stop, at[1])
         thread = f"{event.get('pid')}/{event.get('tid')}"[:80]
         if category in _DEVICE:
             self._has_device = True

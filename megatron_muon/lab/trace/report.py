@@ -73,7 +73,8 @@ def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _title(run: Run) -> str:
-    least, most = int(run.ranks["steps"].min()), int(run.ranks["steps"].max())
+    least = int(run.ranks["steps"].min())
+    most = int(run.ranks["steps"].max())
     steps = (
         f"mean of {most if least == most else f'{least} to {most}'} "
         f"step{'s' * (most > 1)}"
@@ -88,7 +89,8 @@ def _title(run: Run) -> str:
 
 def _ranks(run: Run) -> str:
     rows = times(run).drop(columns="overlapped").rename(index="rank {}".format)
-    mean, most = rows.mean(skipna=False), rows.max()
+    mean = rows.mean(skipna=False)
+    most = rows.max()
     rows = pd.concat([rows, mean.to_frame("mean").T] if len(rows) > 1 else [rows])
     rows["optimizer, %"] = 100 * rows["optimizer"] / rows["step"]
     if "mean" in rows.index:

@@ -75,7 +75,8 @@ def read_run(path: Path, name: str) -> Run:
 
 def _measured(trace: RankTrace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Of a rank's step: its times, and its kinds of collectives."""
-    number, steps = len(trace.steps), Spans(trace.steps)
+    number = len(trace.steps)
+    steps = Spans(trace.steps)
     compute = trace.compute.common(steps)
     traffic = Spans((call.start, call.stop) for call in trace.calls).common(steps)
     exposed = traffic.length() - traffic.length(compute)
@@ -112,10 +113,8 @@ def _measured(trace: RankTrace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         )
     kinds = []
     for name, own in calls.items():
-        spans, sizes = (
-            Spans((c.start, c.stop) for c in own),
-            [(c.bytes, c.sent_bytes) for c in own],
-        )
+        spans = Spans((c.start, c.stop) for c in own)
+        sizes = [(c.bytes, c.sent_bytes) for c in own]
         us = spans.length(steps)
         sums = (
             len(own),

@@ -38,7 +38,8 @@ class Spans:
 
     def length(self, within: Spans | None = None) -> float:
         """Microseconds of the set, or of its intersection with another one."""
-        mine, edges = self.edges(), (within or self).edges()
+        mine = self.edges()
+        edges = (within or self).edges()
         if not len(mine) or not len(edges):
             return 0.0
         sums = np.repeat(np.cumsum(edges[1::2] - edges[::2]), 2)

@@ -49,10 +49,19 @@ def test_json_has_the_schema(printed: tuple[dict[str, Any], str, Path]) -> None:
     )
     for row in report["rows"]:
         assert list(row) == [
-            *("name", "step_ms", "exchange_ms", "newton_schulz_ms", "sent_bytes"),
-            *("ns_flops", "ns_flops_once", "state_bytes", "peak_bytes"),
-            *("rounds_ms", "newton_schulz_cpu_ms_per_gflop"),
-            *("rounds_ungathered_ms", "exchange_rounds"),
+            "name",
+            "step_ms",
+            "exchange_ms",
+            "newton_schulz_ms",
+            "sent_bytes",
+            "ns_flops",
+            "ns_flops_once",
+            "state_bytes",
+            "peak_bytes",
+            "rounds_ms",
+            "newton_schulz_cpu_ms_per_gflop",
+            "rounds_ungathered_ms",
+            "exchange_rounds",
         ]
         step = row["step_ms"]
         assert step.keys() == {"median", "min", "max"}

@@ -129,12 +129,11 @@ def test_a_period_is_priced_as_its_mean_step() -> None:
 @pytest.mark.parametrize(
     "flag",
     [
-        *(
-            "--muon-include nothing*",
-            "--muon-exclude nothing*",
-            "--muon-split nothing*=whole",
-        ),
-        *("--muon-lr-mult nothing*=2", "--muon-wd-mult nothing*=2"),
+        "--muon-include nothing*",
+        "--muon-exclude nothing*",
+        "--muon-split nothing*=whole",
+        "--muon-lr-mult nothing*=2",
+        "--muon-wd-mult nothing*=2",
         "--muon-split *.final_layernorm.*=whole",  # which is not Muon's
     ],
 )

@@ -41,11 +41,9 @@ def test_a_report_of_a_real_pair_tells_our_exchange_from_megatrons_reduction(
             == sent
         )
     assert {kind["name"] for kind in adamw["collectives"]} == {
-        *(
-            "reduce_scatter fp32 grads/reduce",
-            "broadcast bf16 params/gather",
-            "all_reduce fp32",
-        )
+        "reduce_scatter fp32 grads/reduce",
+        "broadcast bf16 params/gather",
+        "all_reduce fp32",
     }
     for run in (adamw, muon):
         assert [rank["rank"] for rank in run["ranks"]] == [0, 1]

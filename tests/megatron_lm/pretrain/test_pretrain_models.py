@@ -147,18 +147,19 @@ LAYOUTS = {
     **dict.fromkeys(
         ("mamba-latent-experts", "delta-gated-experts"), (TP2, PP2, CP2, EP2)
     ),
-    **{"mla-mtp": (TP2, CP2, EP2, MTP_ALONE), "sparse-mla": (TP2, PP2)},
-    **{"hyper-connections": (TP2, CP2, DP2)},
+    "mla-mtp": (TP2, CP2, EP2, MTP_ALONE),
+    "sparse-mla": (TP2, PP2),
+    "hyper-connections": (TP2, CP2, DP2),
 }
 
 SWITCHED = [
-    *(("mamba-latent-experts", TP2), ("delta-gated-experts", EP2), ("mla-mtp", TP2)),
-    *(
-        ("sinks", PP2),
-        ("sparse-mla", TP2),
-        ("hyper-connections", TP2),
-        ("delta-product", TP2),
-    ),
+    ("mamba-latent-experts", TP2),
+    ("delta-gated-experts", EP2),
+    ("mla-mtp", TP2),
+    ("sinks", PP2),
+    ("sparse-mla", TP2),
+    ("hyper-connections", TP2),
+    ("delta-product", TP2),
 ]
 
 
@@ -193,7 +194,11 @@ def _path(*more: Path) -> str:
 def trained(name: str, layout: str, *flags: str) -> str:
     """What training a model prints."""
     script, options = _command(MODELS[name], layout)
-    processes = 3 if layout == MTP_ALONE else 2 if layout else 1
+    processes = 1
+    if layout == MTP_ALONE:
+        processes = 3
+    elif layout:
+        processes = 2
     given = processes, RUN, options, layout, *flags
     return pretrain(*given, script=script, model=_model(options), PYTHONPATH=_path())
 

@@ -61,7 +61,8 @@ def test_tp_pp_dp(format: str, tmp_path: Path) -> None:
 
 FACTORS = (("embedding.*", 0.5), ("*.linear_fc2.*", 3.0))
 MULTIPLIED = replace(BF16, muon=(("lr_mults", FACTORS), ("wd_mults", FACTORS)))
-DP2, EP2 = Topology(dp=2), Topology(dp=2, ep=2)
+DP2 = Topology(dp=2)
+EP2 = Topology(dp=2, ep=2)
 KINDS = {
     "fp32": (
         FP32,

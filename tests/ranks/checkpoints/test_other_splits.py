@@ -67,10 +67,8 @@ def test_a_hybrids_checkpoint_goes_on_at_another_tp_size(
     if mixer == "delta" and VERSION < (0, 16):
         pytest.skip("gated delta nets are since core 0.16")
     format = next(each for each in formats() if each.startswith("fully"))
-    folder, case = (
-        str(tmp_path / "checkpoint"),
-        Case(steps=2, mixer=mixer, groups=6, vocab=144),
-    )
+    folder = str(tmp_path / "checkpoint")
+    case = Case(steps=2, mixer=mixer, groups=6, vocab=144)
     saved = whole(run(sealing.saved, 2, case, Topology(tp=2), format, folder))
     alone = run(_loaded, 1, case, Topology(), folder, format)
     stages = run(_loaded, 2, case, Topology(pp=2), folder, format)

@@ -166,7 +166,8 @@ def test_query_groups_that_tp_has_cut(at_load: Topology, saves: Saves) -> None:
 
 
 PARALLEL, ASYNCHRONOUS = (True, False), (False, True)
-FROM, TO = Topology(dp=3, overlap=True), Topology(dp=2, overlap=True)
+FROM = Topology(dp=3, overlap=True)
+TO = Topology(dp=2, overlap=True)
 
 
 @pytest.mark.parametrize(

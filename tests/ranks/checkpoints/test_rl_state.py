@@ -13,7 +13,8 @@ from support.checkpoints.saving import AREALS, VERLS, load_parameter_state, save
 from support.models.gpt import Case, Topology, start, take_step
 from support.ranks import error_of, run
 
-DENSE, EXPERTS = Case(), Case(moe=True)
+DENSE = Case()
+EXPERTS = Case(moe=True)
 
 
 @pytest.mark.parametrize("dirty", [False, True], ids=["", "over-a-run"])

@@ -84,7 +84,8 @@ def _check(
     order: a few units of 2^-24 of the largest term.
     """
     assert differences(_parts(before, "before"), _parts(after, "before")) == []
-    theirs, ours = _parts(before, "after"), _parts(after, "after")
+    theirs = _parts(before, "after")
+    ours = _parts(after, "after")
     muons = muon_weights(case)
     assert ours["exp_avg"].keys() - ours["exp_avg_sq"].keys() == muons
     for kind in ("main", "exp_avg", "exp_avg_sq"):
@@ -116,7 +117,9 @@ def test_its_muon_that_is_not_shared_out_goes_on(bf16: bool, tmp_path: Path) -> 
     """Upstream's ``--optimizer muon``: every rank has all state. (In fp32 the
     layer-wise one of 0.16 cannot save; there a main parameter is the weight itself.)
     """
-    case, there, here = replace(CASE, bf16=bf16), Topology(dp=2), Topology(tp=2)
+    case = replace(CASE, bf16=bf16)
+    there = Topology(dp=2)
+    here = Topology(tp=2)
     before = run(megatrons_muon.trained, 2, case, there, False, str(tmp_path))
     after = run(_loaded, 2, case, here, TORCH_DIST[0], str(tmp_path))
     _check(before, after, case)

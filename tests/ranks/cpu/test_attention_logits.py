@@ -155,7 +155,8 @@ def test_after_a_clip_the_same_batch_has_the_threshold_as_its_largest_logit() ->
     VERSION < (0, 16), reason="this core has no log_max_attention_logit"
 )
 def test_logits_are_logged_alone_by_megatrons_flag() -> None:
-    (value,), (other,) = run(_logged, 1), run(_largest_of_stage, 1, WATCHED, Topology())
+    (value,) = run(_logged, 1)
+    (other,) = run(_largest_of_stage, 1, WATCHED, Topology())
     assert value == (other[1], True)
 
 

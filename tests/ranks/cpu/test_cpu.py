@@ -158,7 +158,9 @@ def test_all_groups_of_a_rank_have_one_gloo_device() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_products_are_fp32_products_rounded_once(dtype: torch.dtype) -> None:
     a, b, c = (torch.randn(3, 17, 17).to(dtype) for _ in range(3))
-    A, B, C = a.float(), b.float(), c.float()
+    A = a.float()
+    B = b.float()
+    C = c.float()
     assert torch.equal(a[0] @ b[0].t(), (A[0] @ B[0].t()).to(dtype))
     assert torch.equal(a @ b, (A @ B).to(dtype))
     got = torch.addmm(c[0], a[0], b[0], beta=0.5, alpha=2.0)
@@ -178,7 +180,8 @@ def test_half_products_are_fp32_products_rounded_once(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_flops_are_counted_once(dtype: torch.dtype) -> None:
-    a, b = torch.randn(2, 8, 16).to(dtype), torch.randn(2, 16, 4).to(dtype)
+    a = torch.randn(2, 8, 16).to(dtype)
+    b = torch.randn(2, 16, 4).to(dtype)
     with FlopCounterMode(display=False) as counter:
         _ = a[0] @ b[0]
         _ = a @ b
@@ -191,10 +194,8 @@ def test_flops_are_counted_once(dtype: torch.dtype) -> None:
 
 
 def test_step_is_an_int_in_each_group() -> None:
-    a, b = (
-        torch.nn.Parameter(torch.ones(3)),
-        torch.nn.Parameter(torch.ones(2, 2).bfloat16()),
-    )
+    a = torch.nn.Parameter(torch.ones(3))
+    b = torch.nn.Parameter(torch.ones(2, 2).bfloat16())
     optimizer = FusedAdam([{"params": [a, b]}, {"params": []}], lr=0.1)
     a.grad = torch.ones(3)
     for _ in range(2):
@@ -272,10 +273,8 @@ def _refused(what: str) -> None:
     config = transformer_config(MODEL, spread(cp=2))
     config.window_size = (4, 0) if what == "window_size" else None
     core = DotProductAttention(config, 1, AttnMaskType.causal, "self")
-    q, k = (
-        torch.ones(8, 1, HEADS, 16),
-        torch.ones(4 if what == "keys" else 8, 1, GROUPS, 16),
-    )
+    q = torch.ones(8, 1, HEADS, 16)
+    k = torch.ones(4 if what == "keys" else 8, 1, GROUPS, 16)
     core(q, k, k, torch.ones(1, 1, 8, 8).bool() if what == "attention_mask" else None)
 
 

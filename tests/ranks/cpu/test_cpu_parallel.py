@@ -28,8 +28,10 @@ pytestmark = pytest.mark.skipif(
 REDUCTION = 105 * U
 DENSE = MODEL
 DEEP = replace(MODEL, layers=4)
-MOE, SHARED = replace(MODEL, moe=True, shared=False), replace(MODEL, moe=True)
-MTP, MLA = replace(MODEL, mtp=True), replace(MODEL, mla="column")
+MOE = replace(MODEL, moe=True, shared=False)
+SHARED = replace(MODEL, moe=True)
+MTP = replace(MODEL, mtp=True)
+MLA = replace(MODEL, mla="column")
 
 
 # ---------------------------------------------------------------- each parallelism
@@ -42,10 +44,14 @@ EXPERTS = [
 ]
 CONTEXT = [
     *((DENSE, t) for t in (spread(cp=2), spread(cp=4), spread(tp=2, cp=2, pp=2))),
-    *((MOE, spread(cp=2, ep=2)), (MLA, spread(cp=2)), (MTP, spread(cp=2))),
+    (MOE, spread(cp=2, ep=2)),
+    (MLA, spread(cp=2)),
+    (MTP, spread(cp=2)),
 ]
 OTHERS = [
-    *((MTP, spread(tp=2, dp=2)), (MTP, spread(pp=2)), (MLA, spread(pp=2, dp=2))),
+    (MTP, spread(tp=2, dp=2)),
+    (MTP, spread(pp=2)),
+    (MLA, spread(pp=2, dp=2)),
     (replace(MODEL, recompute=True), spread(tp=2, dp=2)),
 ]
 ALLTOALL = [(m, replace(t, dispatcher="alltoall")) for m, t in EXPERTS]
@@ -56,7 +62,8 @@ def test_losses_norms_and_gradients_are_those_of_one_process(
     m: Case, t: Topology
 ) -> None:
     """But for rounding."""
-    expected, parallel = truth(m), trained(m, t)
+    expected = truth(m)
+    parallel = trained(m, t)
     assert parallel.losses == pytest.approx(expected.losses, rel=REDUCTION)
     assert parallel.norms == pytest.approx(expected.norms, rel=REDUCTION)
     far = {
@@ -108,8 +115,10 @@ def test_multi_latent_attention_trains_over_tensor_parallel_ranks() -> None:
 
 
 def test_recompute_repeats_the_dropout() -> None:
-    plain, t = replace(MOE, dropout=0.1), spread(tp=2, ep=2, dispatcher="alltoall")
-    one, other = trained(plain, t), trained(replace(plain, recompute=True), t)
+    plain = replace(MOE, dropout=0.1)
+    t = spread(tp=2, ep=2, dispatcher="alltoall")
+    one = trained(plain, t)
+    other = trained(replace(plain, recompute=True), t)
     assert one.losses == other.losses and one.norms == other.norms
     assert set(differences(one, other).values()) == {0.0}
     assert one.losses != trained(replace(plain, dropout=0.0), t).losses
@@ -129,10 +138,8 @@ def test_grouped_experts_equal_sequential_ones(t: Topology) -> None:
     products in a row.
     """
     sequential = replace(MOE, bf16=True)
-    one, other = (
-        trained(sequential, t),
-        trained(replace(sequential, grouped="legacy"), t),
-    )
+    one = trained(sequential, t)
+    other = trained(replace(sequential, grouped="legacy"), t)
     other = replace(other, gradients=by_expert(other.gradients))
     assert other.losses == pytest.approx(one.losses, rel=22 * 2.0**-9)
     assert max(differences(one, other).values()) <= 22 * 2.0**-9

@@ -46,7 +46,8 @@ LOST = "lost in the middle"
 @contextmanager
 def failing_at(owner: Any, name: str, call: int) -> Iterator[None]:
     """The method raises instead of that call, from 0."""
-    original, calls = getattr(owner, name), iter(range(1000))
+    original = getattr(owner, name)
+    calls = iter(range(1000))
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == call:
@@ -212,7 +213,8 @@ def _into_adamw(case: Case, topology: Topology, folder: str, loads: bool) -> lis
     """Errors after one within ``reading_muon``; then what a second try does not do as a
     first.
     """
-    format, adam = formats()[-1], replace(case, optimizer="adam")
+    format = formats()[-1]
+    adam = replace(case, optimizer="adam")
     save_new(case, topology, format, f"{folder}/muon")
     read = _read(start(adam, topology), case, folder)
     built = start(adam, topology)
@@ -253,7 +255,8 @@ def test_an_error_within_reading_muon_is_undone_or_refused(
 
 def _heals_by_adamws_own(folder: str) -> list[str]:
     """A checkpoint of AdamW's is loaded after half of Muon's."""
-    format, adam = formats()[-1], replace(DENSE, optimizer="adam")
+    format = formats()[-1]
+    adam = replace(DENSE, optimizer="adam")
     expected = save_new(adam, Topology(), format, f"{folder}/adamw")
     save_new(DENSE, Topology(), format, f"{folder}/muon")
     built = start(adam, Topology())
@@ -290,7 +293,8 @@ def _into_muon(folder: str, spoils: bool) -> list[str]:
     """Errors after one within ``reading_adamw``, or at its end; then after a whole
     load.
     """
-    format, adam = formats()[-1], replace(DENSE, optimizer="adam")
+    format = formats()[-1]
+    adam = replace(DENSE, optimizer="adam")
     save_new(adam, Topology(), format, f"{folder}/adamw")
     built = start(DENSE, Topology())
     with (
@@ -304,10 +308,8 @@ def _into_muon(folder: str, spoils: bool) -> list[str]:
             next(iter(built.params.values())).mul_(
                 2.0
             )  # main parameters do not round to it
-    step, saves = (
-        partial(take_step, built, 0),
-        partial(save, built, f"{folder}/muon", format),
-    )
+    step = partial(take_step, built, 0)
+    saves = partial(save, built, f"{folder}/muon", format)
     errors = [error_of(step), error_of(saves)]
     with reading_adamw(built.optimizer, "momentum"):
         load(built, f"{folder}/adamw", format)

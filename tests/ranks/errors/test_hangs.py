@@ -63,7 +63,8 @@ def _stop(ended: Path) -> None:
 
     Then it raises, so that it waits for none of them.
     """
-    pid, others = os.getpid(), dist.get_world_size() - 1
+    pid = os.getpid()
+    others = dist.get_world_size() - 1
     if os.fork() == 0:  # a stopped process cannot go on by itself
         latest = time.monotonic() + TIMEOUT + 4
         while len(os.listdir(ended)) < others and time.monotonic() < latest:

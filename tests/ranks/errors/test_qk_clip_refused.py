@@ -16,49 +16,68 @@ from support.models.gpt import build, optimizer_config
 from support.ranks import error_of, run
 from support.runs.cases import Case, Topology
 
-MUON, ADAM = Case(steps=1), Case(steps=1, optimizer="adam")
+MUON = Case(steps=1)
+ADAM = Case(steps=1, optimizer="adam")
 OURS = {"qk_clip": 100.0}
 NAME = "decoder.layers.0.self_attention"
 
 # A case, a setting of one of its parts, its value, and what the error says.
 REFUSED: dict[str, tuple[Case, str, Any, str]] = {
     "no distributed optimizer": (
-        *(ADAM, "optimizer.use_distributed_optimizer", False),
+        ADAM,
+        "optimizer.use_distributed_optimizer",
+        False,
         "qk_clip (--muon-qk-clip) clips shards of the distributed optimizer",
     ),
     "mxfp8": (
-        *(ADAM, "optimizer.reuse_grad_buf_for_mxfp8_param_ag", True),
+        ADAM,
+        "optimizer.reuse_grad_buf_for_mxfp8_param_ag",
+        True,
         "they are gathered in the memory of gradients",
     ),
     "early gather": (
-        *(ADAM, "optimizer.overlap_param_gather_with_optimizer_step", True),
+        ADAM,
+        "optimizer.overlap_param_gather_with_optimizer_step",
+        True,
         "weights are gathered before they are clipped",
     ),
     "fsdp": (
-        *(ADAM, "ddp.use_megatron_fsdp", True),
+        ADAM,
+        "ddp.use_megatron_fsdp",
+        True,
         "with use_megatron_fsdp (--use-megatron-fsdp): a rank has parts of the weights "
         "themselves",
     ),
     "norms after the projection": (
-        *(ADAM, "model.qk_layernorm", True),
+        ADAM,
+        "model.qk_layernorm",
+        True,
         "qk_clip (--muon-qk-clip) with qk_layernorm (--qk-layernorm): "
         f"{NAME} normalizes queries and keys after their projection",
     ),
     "window": (MUON, "softmax.window_size", (8, 0), f"{NAME} has window_size=(8, 0)"),
     "another attention": (
-        *(MUON, "attention.core_attention", None),
+        MUON,
+        "attention.core_attention",
+        None,
         f"{NAME} computes its logits in a NoneType, which does not tell their maximum",
     ),
     "both flags": (
-        *(replace(MUON, qk_clip=(100.0, 0.5)), "model.unknown", None),
+        replace(MUON, qk_clip=(100.0, 0.5)),
+        "model.unknown",
+        None,
         "qk_clip (--muon-qk-clip) 100.0 and Megatron's --qk-clip both clip",
     ),
     "threshold": (
-        *(replace(ADAM, qk_clip=(0.0, 0.5)), "model.unknown", None),
+        replace(ADAM, qk_clip=(0.0, 0.5)),
+        "model.unknown",
+        None,
         "Megatron's --qk-clip-threshold must be above 0, got 0.0",
     ),
     "alpha": (
-        *(replace(MUON, qk_clip=(100.0, 1.0)), "model.unknown", None),
+        replace(MUON, qk_clip=(100.0, 1.0)),
+        "model.unknown",
+        None,
         "Megatron's --qk-clip-alpha must be between 0 and 1, got 1.0",
     ),
 }

@@ -44,7 +44,8 @@ FIELDS = [
     ),
     *(("model", name) for name in ("qk_clip", "log_max_attention_logit")),
 ]
-CASE, TOPOLOGY = Case(layers=1, steps=1), Topology(dp=2)
+CASE = Case(layers=1, steps=1)
+TOPOLOGY = Topology(dp=2)
 
 
 def _another(value: Any) -> Any:
@@ -79,7 +80,8 @@ def _config(optimizer: str = "muon") -> OptimizerConfig:
 
 def _errors() -> dict[tuple[str, str], str]:
     """This rank's error for each of ``FIELDS``, which is another on rank 1."""
-    chunk, odd = build(CASE, TOPOLOGY).ddp, dist.get_rank() == 1
+    chunk = build(CASE, TOPOLOGY).ddp
+    odd = dist.get_rank() == 1
     texts = {}
     with installed():
         for kind, name in FIELDS:
@@ -125,7 +127,8 @@ def _let_the_other_come_first() -> None:
 
 def _error_among_adamws(asks: str) -> str:
     """Rank 1 asks nothing of the plugin, and comes later."""
-    chunk, odd = build(CASE, TOPOLOGY).ddp, dist.get_rank() == 1
+    chunk = build(CASE, TOPOLOGY).ddp
+    odd = dist.get_rank() == 1
     if odd:
         _let_the_other_come_first()
     settings = {"qk_clip": 100.0} if asks == "setting qk_clip" and not odd else {}

@@ -28,14 +28,16 @@ from support.runs.whole import Whole, differences
 
 RANK = 8
 BASE = (
-    *(
-        "*.to_wrap.*",
-        "*norm.weight",
-        "*.router.*",
-        "*embeddings.weight",
-        "output_layer.*",
-    ),
-    *("*bias", "*_qkv.weight", "*_proj.weight", "*_fc?.weight", "*layer_norm_weight"),
+    "*.to_wrap.*",
+    "*norm.weight",
+    "*.router.*",
+    "*embeddings.weight",
+    "output_layer.*",
+    "*bias",
+    "*_qkv.weight",
+    "*_proj.weight",
+    "*_fc?.weight",
+    "*layer_norm_weight",
 )
 DENSE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 EXPERTS = ("*.experts.*.linear_fc1", "*.experts.*.linear_fc2")

@@ -117,7 +117,8 @@ def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[st
     model.config = transformer_config(CASE, topology)
     for name, held in HELD.items():
         model.add_module(name, _attention(held, topology))
-    settings, sizes = megatron_muon.MuonConfig(), Sizes(topology.tp)
+    settings = megatron_muon.MuonConfig()
+    sizes = Sizes(topology.tp)
     here = list(weights([model]))
     rows = {}
     for weight in here:

@@ -36,7 +36,9 @@ TURNS = (("full_period", 3), ("block_lr_mult", 0.5))
 CASE = Case(gated=True, muon=TURNS)  # steps 0 and 3 are full
 EXPERTS = replace(CASE, moe=True, steps=3)
 SHARED = replace(CASE, muon=(*TURNS, ("split_matrices", 2)))
-TP2, DP2, DP4 = Topology(2), Topology(2, 1, 2), Topology(2, 1, 4)
+TP2 = Topology(2)
+DP2 = Topology(2, 1, 2)
+DP4 = Topology(2, 1, 4)
 
 
 def test_one_process_that_takes_turns_has_the_same_bits() -> None:
@@ -98,7 +100,8 @@ def test_a_resume_goes_on_within_a_period(
 
 def test_other_ranks_go_on_within_a_period(tmp_path: Path) -> None:
     (format,) = (format for format in formats() if format.startswith("fully"))
-    case, after = replace(CASE, steps=4), Topology(2, 2)
+    case = replace(CASE, steps=4)
+    after = Topology(2, 2)
     one = run(resharding.saved, 4, case, DP2, format, str(tmp_path))
     two = run(resharding.loaded, 4, case, after, format, str(tmp_path))
     assert (

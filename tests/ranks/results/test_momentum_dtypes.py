@@ -111,10 +111,8 @@ def test_roundings_to_bf16_are_exact_in_the_mean_and_differ_by_step() -> None:
     )
     adam: Any = _Adam(exact)
     adam.param_groups = [{"params": [exact]}]
-    rows, cols = (
-        torch.arange(26, dtype=torch.int32) * 100,
-        torch.arange(50, dtype=torch.int32),
-    )
+    rows = torch.arange(26, dtype=torch.int32) * 100
+    cols = torch.arange(50, dtype=torch.int32)
     states = rounded.InBf16(adam, {id(exact): (rows, cols, 3)})
     states.start_state(exact, (MOMENTUM_KEY,))
     errors = []
@@ -140,9 +138,11 @@ def test_roundings_to_bf16_are_exact_in_the_mean_and_differ_by_step() -> None:
 
 
 def test_newton_schulz_gets_the_momentum_before_it_is_rounded() -> None:
-    plain, later = truth(replace(PLAIN, steps=1)), truth(PLAIN)
+    plain = truth(replace(PLAIN, steps=1))
+    later = truth(PLAIN)
     for case in (INT8, BF16):
-        one, both = truth(replace(case, steps=1)), truth(case)
+        one = truth(replace(case, steps=1))
+        both = truth(case)
         assert differences({"main": plain["main"]}, {"main": one["main"]}) == []
         for name in muon_weights(case):
             rounded, exact = one["exp_avg"][name], plain["exp_avg"][name]
@@ -222,7 +222,8 @@ def test_a_checkpoint_of_one_dtype_loads_with_the_other(
     at_save: Case, at_load: Case, tmp_path: Path
 ) -> None:
     (format,) = (format for format in formats() if format in FULL)
-    before, after = Topology(tp=2, dp=2, **SP), Topology(dp=2)
+    before = Topology(tp=2, dp=2, **SP)
+    after = Topology(dp=2)
     one = run(saved, before.world_size, at_save, before, format, str(tmp_path))
     two = run(loaded, after.world_size, at_load, after, format, str(tmp_path))
     there, here = (whole([held[0] for held in runs]) for runs in (one, two))

@@ -86,7 +86,8 @@ def _stays(after: Whole, case: Case, name: str, rows: slice = slice(None)) -> No
     """Rows of a weight are those of the step before, all else is of a run without the
     fault.
     """
-    before, plain = truth(replace(case, steps=1)), truth(case)
+    before = truth(replace(case, steps=1))
+    plain = truth(case)
     for kind in ("main", "params"):
         for other, value in after[kind].items():
             expected = plain[kind][other].clone()
@@ -134,10 +135,8 @@ def test_an_expert_of_a_batch_stays_and_the_others_move() -> None:
     case = replace(MOE, grouped="legacy")
     name = "decoder.layers.0.mlp.experts.weight2"
     after = trained(case, Topology(dp=2, ep=2), _planted(name, math.nan, (3, 5)))
-    before, plain = (
-        truth(replace(case, steps=1))["main"][name],
-        truth(case)["main"][name],
-    )
+    before = truth(replace(case, steps=1))["main"][name]
+    plain = truth(case)["main"][name]
     stayed = (after["main"][name] == before).view(4, -1).all(dim=1)
     assert stayed.tolist() == [True, False, False, False]
     others = after["main"][name].view(4, -1)[1:]

@@ -116,7 +116,8 @@ def test_the_plugins_own_flag_clips_at_the_end_of_a_step(
     """Over Transformer Engine's attention it is refused: Megatron's own flag is for
     that.
     """
-    case, topology = replace(OURS, **changes), Topology(tp=2, dp=2, overlap=True)
+    case = replace(OURS, **changes)
+    topology = Topology(tp=2, dp=2, overlap=True)
     if takes_te(case):
         with pytest.raises(
             RankError, match="computes its logits in a TEDotProductAttention"
@@ -153,7 +154,8 @@ def test_main_parameters_are_clipped_wherever_they_are(
     once.
     """
     case = replace(PLAIN, narrow=narrow, optimizer=optimizer)
-    result, names = _with_plain_main_parameters(case, topology), muon_weights(case)
+    result = _with_plain_main_parameters(case, topology)
+    names = muon_weights(case)
     if narrow is not SHARDS:
         rounded = (
             case

@@ -54,7 +54,8 @@ def test_the_loss_falls_with_each_step(m: Case, t: Topology) -> None:
 )
 def test_fp32_training_is_that_of_one_process(t: Topology) -> None:
     """But for the order of sums, as ``test_cpu_parallel`` has it with AdamW."""
-    one, other = truth(FP32), trained(FP32, t)
+    one = truth(FP32)
+    other = trained(FP32, t)
     assert max(differences(one, other).values()) < 105 * U
     assert other.losses == pytest.approx(one.losses, rel=105 * U)
 
@@ -82,7 +83,8 @@ def no_views() -> Iterator[None]:
 )
 def test_biases_of_experts_train_as_in_one_process(t: Topology) -> None:
     """Megatron by itself adds up those of different experts over TP ranks."""
-    one, other = trained(BIASES, Topology(), no_views), trained(BIASES, t)
+    one = trained(BIASES, Topology(), no_views)
+    other = trained(BIASES, t)
     far = differences(one, other)
     assert max(far.values()) < 105 * U, max(far, key=lambda name: far[name])
     assert other.losses == pytest.approx(one.losses, rel=105 * U)
@@ -128,6 +130,7 @@ def test_overlap_does_not_change_a_run(
     off.
     """
     m = replace(MOE if plain.ep > 1 else DEEP, clip=0.0)
-    one, other = trained(m, plain), trained(m, overlapped, how)
+    one = trained(m, plain)
+    other = trained(m, overlapped, how)
     assert one.losses == other.losses
     assert set(differences(one, other).values()) == {0.0}

@@ -26,7 +26,8 @@ from megatron_muon.settings.config import MuonConfig, NsIteration
 from support.models.gpt import Case, Topology, start, take_step
 from support.ranks import run
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 FOUR = MuonConfig(ns_batch=4)
 
 

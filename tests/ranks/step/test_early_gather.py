@@ -37,21 +37,17 @@ from support.runs.whole import differences, whole
 ON, OFF = ("early_param_gather", "on"), ("early_param_gather", "off")
 ROUNDS = ("round_bytes", 1)  # one for each parameter
 EARLY = (ROUNDS, ON)
-DENSE, EXPERTS, UNSET = (
-    Case(muon=EARLY),
-    Case(muon=EARLY, moe=True),
-    Case(muon=(ROUNDS,)),
-)
+DENSE = Case(muon=EARLY)
+EXPERTS = Case(muon=EARLY, moe=True)
+UNSET = Case(muon=(ROUNDS,))
 FAST = Case(muon=(ROUNDS, ("preset", "fast")))
 IN_BUCKETS = Topology(
     dp=3, overlap=True, bucket_size=30_000
 )  # the first has some matrices
 
 
-IN_STAGES, IN_EP = (
-    Topology(pp=2, dp=2, overlap=True),
-    Topology(dp=4, ep=2, overlap=True),
-)
+IN_STAGES = Topology(pp=2, dp=2, overlap=True)
+IN_EP = Topology(dp=4, ep=2, overlap=True)
 
 
 def plain(case: Case) -> Case:
@@ -188,7 +184,8 @@ def _order(case: Case, topology: Topology, patch: Any = nullcontext) -> Order:
         step_of(built)
         kinds = "".join("r" if one is None else "g" for one in seen)
         first = [one for one in seen if one is not None]
-        ahead, again = forward(), forward()
+        ahead = forward()
+        again = forward()
     warned = any("already been dispatched" in str(one.message) for one in caught)
     return Order(kinds, first, ahead, again, warned)
 

@@ -76,7 +76,8 @@ def counted_collectives() -> Iterator[list[tuple[str, int, int]]]:
     def count(name: str, original: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
             group = kwargs.get("group")
-            size, rank = dist.get_world_size(group), dist.get_rank(group)
+            size = dist.get_world_size(group)
+            rank = dist.get_rank(group)
             sent = 0
             if name == "isend":
                 out, target = args

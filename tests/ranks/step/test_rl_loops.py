@@ -28,7 +28,8 @@ from support.runs.messages import late_gathers
 from support.runs.whole import differences, whole
 
 ROUNDS = ("round_bytes", 1)  # a round for each parameter
-DENSE, EXPERTS = Case(muon=(ROUNDS,)), Case(muon=(ROUNDS,), moe=True)
+DENSE = Case(muon=(ROUNDS,))
+EXPERTS = Case(muon=(ROUNDS,), moe=True)
 IN_BUCKETS = Topology(dp=3, overlap=True, bucket_size=30_000)
 ADAMW = replace(DENSE, optimizer="adam")
 SETTINGS = [(), (("early_param_gather", "on"),), (("early_param_gather", "off"),)]

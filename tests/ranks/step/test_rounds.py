@@ -75,7 +75,8 @@ def test_every_parameter_is_in_one_round_within_the_limit(
     """Also with small ones first. As they come, none waits that could have been in one
     before.
     """
-    homed, taken = [one for one, _ in loads], [two for _, two in loads]
+    homed = [one for one, _ in loads]
+    taken = [two for _, two in loads]
     for rounds in (
         make_rounds(homed, taken, limit),
         smaller_first(homed, taken, limit, least),
@@ -128,12 +129,14 @@ def test_the_time_of_rounds_is_that_of_a_pipeline() -> None:
     In two: 2 for the small one's; the large one's come at 6, when 3 of work are done at
     5; 5 more, and 4 back.
     """
-    small, large = Demand({0: 3}, {(1, 0): 2}), Demand({0: 5}, {(1, 0): 4})
+    small = Demand({0: 3}, {(1, 0): 2})
+    large = Demand({0: 5}, {(1, 0): 4})
     assert pipeline_time([(0, 1)], [small, large], 2) == 20
     assert pipeline_time([(0,), (1,)], [small, large], 2) == 15
     assert pipeline_time([], [], 2) == 0
     beside = [
-        *(small, large),
+        small,
+        large,
         Demand({1: 30}, {}),
     ]  # another home's own work is waited for by none
     assert pipeline_time([(0,), (1, 2)], beside, 2) == 30
@@ -143,7 +146,8 @@ def test_a_plan_takes_the_rounds_with_less_time() -> None:
     """Llama-3-8B over 32 ranks: small matrices come first; one round stays if it is
     asked for.
     """
-    parameters, grid = llama_8b(32)[0], RankGrid(((tuple(range(32)),),))
+    parameters = llama_8b(32)[0]
+    grid = RankGrid(((tuple(range(32)),),))
     cut = make_plan(parameters, grid, Numerics(MuonConfig()))
     whole = make_plan(parameters, grid, Numerics(MuonConfig(round_bytes=1 << 62)))
     with mock.patch.object(

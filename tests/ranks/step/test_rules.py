@@ -36,7 +36,8 @@ TOLERANCE = 2e-6
 def test_a_rule_with_sums_is_that_of_one_process(
     case: Case, topology: Topology
 ) -> None:
-    alone, shared = trained(case, Topology(), centred), trained(case, topology, centred)
+    alone = trained(case, Topology(), centred)
+    shared = trained(case, topology, centred)
     for kind in ("main", "exp_avg"):
         for name, expected in alone[kind].items():
             torch.testing.assert_close(

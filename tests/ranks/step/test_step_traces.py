@@ -201,21 +201,20 @@ STEPPED = Case(layers=2, steps=1)
 PHASES = ["momentum", "gather", "adamw", "newton_schulz", "scatter", "update"]
 # What communicates is started in a phase and waited for in another of its name.
 STEP = [
-    *("grads/norm/collective", "muon/momentum"),
-    *(
-        "muon/gather",
-        "muon/gather/collective",
-        "muon/adamw",
-        "muon/gather",
-        "muon/gather/wait",
-    ),
-    *("muon/newton_schulz", "muon/scatter", "muon/scatter/collective"),
-    *(
-        "muon/scatter",
-        "muon/scatter/wait",
-        "muon/update",
-        "muon/update",
-    ),  # and what it left
+    "grads/norm/collective",
+    "muon/momentum",
+    "muon/gather",
+    "muon/gather/collective",
+    "muon/adamw",
+    "muon/gather",
+    "muon/gather/wait",
+    "muon/newton_schulz",
+    "muon/scatter",
+    "muon/scatter/collective",
+    "muon/scatter",
+    "muon/scatter/wait",
+    "muon/update",
+    "muon/update",  # and what it left
 ]
 
 

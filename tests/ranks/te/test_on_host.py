@@ -154,10 +154,8 @@ def test_a_checkpoint_goes_on(case: Case, format: str, tmp_path: Path) -> None:
 def test_another_topology_or_place(
     at_save: Case, at_load: Case, tmp_path: Path
 ) -> None:
-    before, after = (
-        Topology(tp=2, dp=2, sequence_parallel=True),
-        Topology(pp=2, dp=3, overlap=True),
-    )
+    before = Topology(tp=2, dp=2, sequence_parallel=True)
+    after = Topology(pp=2, dp=3, overlap=True)
     (format,) = (format for format in formats() if format in FULL)
     one = run(saved, before.world_size, at_save, before, format, str(tmp_path))
     other = run(loaded, after.world_size, at_load, after, format, str(tmp_path))

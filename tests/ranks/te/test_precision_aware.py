@@ -113,7 +113,8 @@ def _of_optimizer(held: Whole) -> Whole:
 )
 def test_with_fp32_values_a_step_is_that_without_the_flag(change: Any) -> None:
     case = replace(EXACT, **change)
-    plain, narrow = truth(replace(case, narrow=None)), truth(case)
+    plain = truth(replace(case, narrow=None))
+    narrow = truth(case)
     assert differences(_of_optimizer(plain), _of_optimizer(narrow)) == []
     for name, main in narrow["main"].items():
         assert torch.equal(narrow["params"][name], _weight(main, case, name)), name
@@ -202,7 +203,8 @@ def test_momentum_is_rounded_to_nearest_and_newton_schulz_gets_it_unrounded(
     """Half a unit in the last place, and of the smallest of a shard's largest in fp16
     and fp8.
     """
-    one, plain = truth(replace(case, steps=1)), truth(replace(PLAIN, steps=1))
+    one = truth(replace(case, steps=1))
+    plain = truth(replace(PLAIN, steps=1))
     for name in muon_weights(case):
         assert torch.equal(one["main"][name], plain["main"][name]), name
         rounded, exact = one["exp_avg"][name], plain["exp_avg"][name]
@@ -290,7 +292,8 @@ def test_in_fp8_what_is_muons_goes_on(tmp_path: Path) -> None:
 def test_another_topology_or_dtype(
     at_save: Case, at_load: Case, tmp_path: Path
 ) -> None:
-    before, after = Topology(tp=2, dp=2, **SP), Topology(pp=2, dp=3, overlap=True)
+    before = Topology(tp=2, dp=2, **SP)
+    after = Topology(pp=2, dp=3, overlap=True)
     (format,) = (format for format in formats() if format in FULL)
     one = run(saved, before.world_size, at_save, before, format, str(tmp_path))
     other = run(loaded, after.world_size, at_load, after, format, str(tmp_path))

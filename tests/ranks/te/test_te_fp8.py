@@ -169,7 +169,8 @@ def _ready(case: Case, topology: Topology) -> tuple[int, int]:
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.fp8_utils import is_float8tensor
 
-    built, ready = start(case, topology), list[Any]()
+    built = start(case, topology)
+    ready: list[Any] = []
     with mock.patch.object(buffers, "post_all_gather_processing", ready.extend):
         take_step(built, 0)
     done = set(map(id, ready))

@@ -168,7 +168,8 @@ GROUPED = replace(EXPERTED, grouped="te")
 MLA = replace(BF16, mla="duplicated")
 
 
-LARGE, EP2 = T(2, 2, 2, overlap=True, **SP), T(2, 1, 2, ep=2, **SP)
+LARGE = T(2, 2, 2, overlap=True, **SP)
+EP2 = T(2, 1, 2, ep=2, **SP)
 RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
     "dense": (BF16, [LARGE], []),
     "gated": (replace(BF16, gated=True), [T(2, 1, 2)], []),

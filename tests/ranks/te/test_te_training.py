@@ -47,7 +47,8 @@ FAR = {False: 1e-4, True: 0.5}
     ],
 )
 def test_training_is_that_of_one_process(m: Case, t: Topology) -> None:
-    one, other = truth(m), trained(m, t)
+    one = truth(m)
+    other = trained(m, t)
     far = differences(one, other)
     assert max(far.values()) < FAR[m.bf16], max(far, key=lambda name: far[name])
     assert other.losses[-1] == pytest.approx(

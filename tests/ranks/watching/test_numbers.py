@@ -108,7 +108,8 @@ def expected_numbers(case: Case, step: int) -> Numbers:
     momenta = truth(replace(case, steps=step + 1))["exp_avg"]
     rows: dict[str, list[dict[str, float]]] = defaultdict(list)
     for name in sorted(muon_weights(case)):
-        weight, momentum = before[name].double(), momenta[name].double()
+        weight = before[name].double()
+        momentum = momenta[name].double()
         gradient = whole_grad(case, name, tuple(weight.shape), step).double()
         for row, at in _matrices(case, name, weight):
             rows[row].append(_of_matrix(case, weight[at], gradient[at], momentum[at]))

@@ -154,7 +154,8 @@ class Oracle:
         m = r(r(beta1 * self.momentum.get(name, zero)) + r((1 - beta1) * g))
         v = r(r(beta2 * self.second.get(name, zero)) + r((1 - beta2) * r(g * g)))
         self.momentum[name], self.second[name] = m, v
-        m_hat, v_hat = r(m / (1 - beta1**taken)), r(v / (1 - beta2**taken))
+        m_hat = r(m / (1 - beta1**taken))
+        v_hat = r(v / (1 - beta2**taken))
         update = r(m_hat / r(r(v_hat.sqrt()) + self.eps))
         update = r(update + r(self.weight_decay(name, w) * w))
         w.copy_(r(w - r(self.lr(name) * update)))

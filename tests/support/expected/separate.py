@@ -103,7 +103,8 @@ def trained_apart(
     weight = whole_weight(case, name, shape)
     momentum = torch.zeros(shape)
     for place in _places(case, name, shape, kind):
-        own, moved = weight[place].contiguous(), momentum[place].contiguous()
+        own = weight[place].contiguous()
+        moved = momentum[place].contiguous()
         for step, grad in enumerate(_grads(case, name, shape)):
             _step(
                 own,
@@ -125,7 +126,8 @@ def trained_in_turns(
     ranks has.
     """
     config = megatron_muon.MuonConfig(**dict(case.muon))
-    weight, momentum = whole_weight(case, name, shape), torch.zeros(shape)
+    weight = whole_weight(case, name, shape)
+    momentum = torch.zeros(shape)
     wholes = blocks_of(case, name, shape[0], "qkv" if "qkv" in name else "whole")
     halves = [
         half for rows in wholes for half in of_two_tp_ranks(case, name, rows, shape)
@@ -134,7 +136,8 @@ def trained_in_turns(
         factor = config.block_lr_mult if step % config.full_period else 1.0
         taken = replace(config, matched_adamw_rms=config.matched_adamw_rms * factor)
         for place in halves if step % config.full_period else wholes:
-            own, moved = weight[place].contiguous(), momentum[place].contiguous()
+            own = weight[place].contiguous()
+            moved = momentum[place].contiguous()
             _step(
                 own,
                 moved,

@@ -60,7 +60,8 @@ def device_of(settings: Settings) -> Device:
 
 def measured_on_ranks(settings: Settings) -> list[Measured]:
     """Every rank's measurements of Muon's step."""
-    flags, row = flags_of(settings), row_of("muon-contiguous")
+    flags = flags_of(settings)
+    row = row_of("muon-contiguous")
     job = StepJob(flags, (row,), _ROUNDS[settings.device], launches=settings.gpus)
     return [each for (each,) in on_ranks(settings, measure, job, _SECONDS)]
 

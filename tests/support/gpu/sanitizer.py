@@ -64,7 +64,8 @@ def plant(device: torch.device) -> None:
 
 def on_virtual_gpu(settings: Settings) -> list[tuple[str, str]]:
     """The same of each rank, by the virtual GPU's record of streams."""
-    flags, config = flags_of(settings, tiny=True), row_of("muon-contiguous").config
+    flags = flags_of(settings, tiny=True)
+    config = row_of("muon-contiguous").config
     with virtual_gpu() as gpu, torch.no_grad():
         plant(torch.device("cuda"))
         planted = "; ".join(str(race) for race in closed(0, gpu).races)

@@ -36,7 +36,8 @@ def train(job: tuple[Settings, str]) -> list[float]:
     up.
     """
     settings, row = job
-    flags, built = flags_of(settings, tiny=True), built_on_rank(settings, row)
+    flags = flags_of(settings, tiny=True)
+    built = built_on_rank(settings, row)
     device = torch.device(torch.cuda.current_device())
     (chunk,) = built.chunks
     for group in built.optimizer.param_groups:

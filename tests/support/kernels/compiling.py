@@ -62,10 +62,8 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     """Each kernel in all dtypes that a run can have, of rows that start at 16 bytes or
     not.
     """
-    rows, blocks = (
-        torch.zeros((6, 3), dtype=torch.int64),
-        torch.zeros(4, dtype=torch.int32),
-    )
+    rows = torch.zeros((6, 3), dtype=torch.int64)
+    blocks = torch.zeros(4, dtype=torch.int32)
     for grad, into, nesterov in itertools.product(
         (FP32, BF16), (FP32, BF16), (True, False)
     ):

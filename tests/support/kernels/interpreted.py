@@ -30,19 +30,23 @@ SIZES = (1, 2, 7, 33, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5)
 # Subnormals, the least normals, the largest finite numbers, halves of bf16's last
 # place, zeros.
 EDGES = (
-    *(
-        0.0,
-        -0.0,
-        1e-45,
-        -1e-45,
-        1e-40,
-        1.1754944e-38,
-        -1.1754944e-38,
-        8.0e37,
-        -8.0e37,
-        1e-30,
-    ),
-    *(1.0, 1.00390625, 1.01171875, 1.0 + 2**-23, -1.00390625, 2.0**-133, 65504.0),
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-45,
+    1e-40,
+    1.1754944e-38,
+    -1.1754944e-38,
+    8.0e37,
+    -8.0e37,
+    1e-30,
+    1.0,
+    1.00390625,
+    1.01171875,
+    1.0 + 2**-23,
+    -1.00390625,
+    2.0**-133,
+    65504.0,
 )
 _convert_float = interpreter._convert_float
 
@@ -88,8 +92,10 @@ class Runs:
                 start += gap + size
             return parts
 
-        self.buffers, self.params = flat(torch.float32, 1e-3), flat(torch.float32, 0.02)
-        self.grads, self.directions = flat(grad, 1e-4), flat(travels, 0.1)
+        self.buffers = flat(torch.float32, 1e-3)
+        self.params = flat(torch.float32, 0.02)
+        self.grads = flat(grad, 1e-4)
+        self.directions = flat(travels, 0.1)
         self.into: list[Tensor | None] = list(flat(travels, 7.0))
         for run in range(count):
             if chance.random() < 0.2:  # its direction is not applied
@@ -150,10 +156,8 @@ def main() -> None:
             fused = Runs(random.Random(name), grad, travels)
             torch.manual_seed(seed)
             foreach = Runs(random.Random(name), grad, travels)
-            kernels, momentum = (
-                Fused(),
-                random.Random(name).choice((0.95, 0.9, 0.0, 0.123456789)),
-            )
+            kernels = Fused()
+            momentum = random.Random(name).choice((0.95, 0.9, 0.0, 0.123456789))
             for _ in range(2):  # the second has the tables of the first
                 step(kernels, fused, momentum, nesterov)
                 step(Foreach(), foreach, momentum, nesterov)

@@ -22,8 +22,13 @@ from support.kernels.interpreted import as_torch_casts
 
 # (matrices, rows, column blocks, column parts, width)
 SHAPES = (
-    *((1, 1, 1, 1, 1), (3, 5, 1, 1, 7), (2, 9, 1, 1, 1024), (1, 17, 1, 1, 2051)),
-    *((2, 300, 1, 2, 33), (1, 70, 2, 4, 130), (2, 8200, 1, 1, 3)),
+    (1, 1, 1, 1, 1),
+    (3, 5, 1, 1, 7),
+    (2, 9, 1, 1, 1024),
+    (1, 17, 1, 1, 2051),
+    (2, 300, 1, 2, 33),
+    (1, 70, 2, 4, 130),
+    (2, 8200, 1, 1, 3),
 )
 KINDS = (
     (torch.bfloat16, torch.float16),

@@ -31,7 +31,8 @@ _V16: dict[str, dict[str, Any]] = {
     "--muon-use-nesterov": {"action": "store_true"},
     "--muon-scale-mode": {"type": str, "default": "spectral", "choices": _SCALE_MODES},
     "--muon-fp32-matmul-prec": {
-        **{"type": str, "default": "medium"},
+        "type": str,
+        "default": "medium",
         "choices": ["low", "medium", "high"],
     },
     "--muon-num-ns-steps": {"type": int, "default": 5},
@@ -178,17 +179,20 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
 MEANINGS |= {
     name: ([ROWS[name].flags[0].option, str(OTHERS[name])], {name: OTHERS[name]})
     for name in (
-        *(
-            "momentum",
-            "preset",
-            "ns_dtype",
-            "ns_batch",
-            "elementwise",
-            "clip_scope",
-            "qk_clip",
-        ),
-        *("homes", "split_matrices", "rank_tflops", "link_gbytes", "node_ranks"),
-        *("early_param_gather", "nonfinite_limit"),
+        "momentum",
+        "preset",
+        "ns_dtype",
+        "ns_batch",
+        "elementwise",
+        "clip_scope",
+        "qk_clip",
+        "homes",
+        "split_matrices",
+        "rank_tflops",
+        "link_gbytes",
+        "node_ranks",
+        "early_param_gather",
+        "nonfinite_limit",
     )
 }
 

@@ -37,8 +37,11 @@ _NEEDED = {
     "triton": ("triton", "triton.language"),
     "transformer_engine": ("megatron.core.extensions.transformer_engine",),
     "mamba_ssm": (
-        *("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"),
-        *("mamba_ssm.ops.triton.layernorm_gated", "mamba_ssm.ops.triton.ssd_combined"),
+        "mamba_ssm",
+        "mamba_ssm.ops",
+        "mamba_ssm.ops.triton",
+        "mamba_ssm.ops.triton.layernorm_gated",
+        "mamba_ssm.ops.triton.ssd_combined",
     ),
 }
 
@@ -48,8 +51,10 @@ def _kernel(*args: Any, **options: Any) -> Any:
 
 
 _FLA: dict[str, Any] = {
-    **{"HAVE_FLA": True, "HAVE_FLA_GDN2": True},
-    **{"chunk_gated_delta_rule": _kernel, "chunk_gdn2": _kernel},
+    "HAVE_FLA": True,
+    "HAVE_FLA_GDN2": True,
+    "chunk_gated_delta_rule": _kernel,
+    "chunk_gdn2": _kernel,
 }
 
 
@@ -194,7 +199,8 @@ def build_mamba(pattern: dict[str, str], config: Any, **options: Any) -> Any:
 
 
 def _mamba(norm: Any) -> ModuleSpec:
-    layer, mixer = imported("megatron.core.ssm.mamba_layer"), imported(MIXER)
+    layer = imported("megatron.core.ssm.mamba_layer")
+    mixer = imported(MIXER)
     return ModuleSpec(
         module=layer.MambaLayer,
         submodules=layer.MambaLayerSubmodules(

@@ -20,50 +20,48 @@ from typing import Any
 from megatron_muon.lab.dry_run import stand_ins
 
 SIZES = {
-    **{
-        "num_layers": 2,
-        "hidden_size": 128,
-        "num_attention_heads": 8,
-        "ffn_hidden_size": 256,
-    },
-    **{"kv_channels": 16, "gradient_accumulation_fusion": False},
+    "num_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "ffn_hidden_size": 256,
+    "kv_channels": 16,
+    "gradient_accumulation_fusion": False,
 }
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
 SHARED = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True}
 LATENT = {
-    **{
-        "multi_latent_attention": True,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 64,
-        "qk_head_dim": 16,
-    },
-    **{
-        "qk_pos_emb_head_dim": 16,
-        "v_head_dim": 16,
-        "rope_type": "rope",
-        "qk_layernorm": True,
-    },
+    "multi_latent_attention": True,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 16,
+    "rope_type": "rope",
+    "qk_layernorm": True,
 }
 INDEXER = {
-    **{"experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 4},
-    **{"dsa_indexer_head_dim": 32, "dsa_indexer_topk": 8, "sequence_parallel": True},
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 4,
+    "dsa_indexer_head_dim": 32,
+    "dsa_indexer_topk": 8,
+    "sequence_parallel": True,
 }
 DELTA = {
-    **{"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2},
-    **{
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_num_key_heads": 4,
-    },
-    **{
-        "linear_num_value_heads": 8,
-        "linear_conv_kernel_dim": 4,
-        "attention_output_gate": True,
-    },
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_conv_kernel_dim": 4,
+    "attention_output_gate": True,
 }
 MAMBA = {
-    **{"mamba_head_dim": 16, "mamba_num_groups": 4, "mamba_state_dim": 16},
-    **{"is_hybrid_model": True, "add_bias_linear": False},
+    "mamba_head_dim": 16,
+    "mamba_num_groups": 4,
+    "mamba_state_dim": 16,
+    "is_hybrid_model": True,
+    "add_bias_linear": False,
 }
 NO_BIAS = {"add_bias_linear": False}
 
@@ -164,7 +162,8 @@ def _hybrid(pattern: str, stack: str = "", **options: Any) -> Callable[[int], An
 
 
 def _t5(tp: int) -> Any:
-    specs, model = _core("models.T5.t5_spec"), _core("models.T5.t5_model").T5Model
+    specs = _core("models.T5.t5_spec")
+    model = _core("models.T5.t5_model").T5Model
     config = _config(tp)
     blocks = (
         specs.get_t5_encoder_with_transformer_engine_block_spec(2),
@@ -237,7 +236,8 @@ def _counted(weight: Any, tp: int) -> bool:
 
 
 def _compared(model: Callable[[int], Any], tp: int) -> dict[str, Any]:
-    one, several = _built(model, 1), _built(model, tp)
+    one = _built(model, 1)
+    several = _built(model, tp)
     assert one.keys() == several.keys(), one.keys() ^ several.keys()
     return {
         name: (one[name].param.shape != weight.param.shape, _counted(weight, tp))

@@ -20,12 +20,11 @@ HEAD_SIZE = HIDDEN // HEADS
 # (query, key, value, z, beta, alpha), as the sizes below make them.
 MAMBA = {"mamba_state_dim": 8, "mamba_head_dim": 16, "mamba_num_groups": 6}
 DELTA = {
-    **{
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-        "linear_conv_kernel_dim": 4,
-    },
-    **{"linear_num_key_heads": 6, "linear_num_value_heads": 12},
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 6,
+    "linear_num_value_heads": 12,
 }
 IN_PROJ = {
     "mamba": (2 * HIDDEN, 2 * HIDDEN, 48, 48, 12),

@@ -158,7 +158,8 @@ def _gradients(built: Built) -> dict[str, Any]:
             bucket = buffer.buckets[bucket_id]
             size = bucket.grad_data.numel() // group.size()
             first = bucket.offset + group.rank() * size
-            low, high = max(begin, first), min(end, first + size)
+            low = max(begin, first)
+            high = min(end, first + size)
             if low < high and param.requires_grad:
                 own = param.main_grad.view(-1)[low - begin : high - begin].float()
                 arrays = {"grad": own.numpy().copy()}
@@ -182,7 +183,8 @@ def _trained_here(case: Case, topology: Topology) -> dict[str, Any]:
     built = start(case, topology)
     _connect(built)
     chunks, optimizer = built.chunks, built.optimizer
-    several, batches = len(chunks) > 1, _batches(case)
+    several = len(chunks) > 1
+    batches = _batches(case)
     log: dict[str, Any] = {"losses": [], "norms": [], "scales": [], "ok": []}
     for step in range(case.steps):
         for chunk in chunks:

@@ -84,7 +84,8 @@ def join(parts: dict[tuple[Cut, ...], Tensor]) -> Tensor:
 
 
 def _sections(tensor: Tensor, one: Cut) -> tuple[Tensor, ...]:
-    rows, total = tensor.size(one.dim), sum(one.sections)
+    rows = tensor.size(one.dim)
+    total = sum(one.sections)
     return tensor.split([size * rows // total for size in one.sections], one.dim)
 
 

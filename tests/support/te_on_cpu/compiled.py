@@ -156,7 +156,8 @@ def layernorm_bwd(
     dy = wide * (weight.float() + float(zero_centered))
     dx = dy - dy.mean(-1, keepdim=True) - normed * (dy * normed).mean(-1, keepdim=True)
     rows = tuple(range(x.dim() - 1))
-    dgamma, dbeta = (wide * normed).sum(rows), wide.sum(rows)
+    dgamma = (wide * normed).sum(rows)
+    dbeta = wide.sum(rows)
     return (
         (dx * rsigma[..., None]).to(x.dtype),
         dgamma.to(weight.dtype),

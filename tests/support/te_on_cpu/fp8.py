@@ -91,10 +91,8 @@ def _empty(quantizer: Any, like: Tensor) -> Any:
 
         options["with_gemm_swizzled_scales"] = False
         scales = _padded(rows, 128, cols // _MX, 4)
-        turned, turned_scales = (
-            torch.empty_like(bytes_),
-            _padded(rows // _MX, 4, cols, 128),
-        )
+        turned = torch.empty_like(bytes_)
+        turned_scales = _padded(rows // _MX, 4, cols, 128)
     else:
         from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
             Float8BlockwiseQTensor as kind,
@@ -123,7 +121,8 @@ def _padded(rows: int, to: int, cols: int, cols_to: int) -> Tensor:
 
 def _quantize_mx(source: Tensor, quantizer: Any, out: Any, dtype: torch.dtype) -> Any:
     out = _empty(quantizer, source) if out is None else out
-    values, most = source.detach().float(), torch.finfo(dtype).max
+    values = source.detach().float()
+    most = torch.finfo(dtype).max
     for data, scale_inv, turned in (
         (out._rowwise_data, out._rowwise_scale_inv, False),
         (out._columnwise_data, out._columnwise_scale_inv, True),
@@ -172,7 +171,8 @@ def fp8_block_scaling_partial_cast(
 ) -> None:
     """A part of a weight in fp8, by the scales of its blocks."""
     dtype = torch.float8_e5m2 if int(kind) == _E5M2 else torch.float8_e4m3fn
-    flat, most = source.detach().float().view(-1), torch.finfo(dtype).max
+    flat = source.detach().float().view(-1)
+    most = torch.finfo(dtype).max
     scaled = flat * scale.view(-1)[_blocks(flat.numel(), cols, start, scale)]
     out.copy_(scaled.clamp(-most, most).to(dtype).view(torch.uint8).view_as(out))
 

@@ -102,7 +102,8 @@ def muon_of(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[DistributedMuon, Any, Any]:
     """The Muon of a rank, its parameter groups and their state."""
-    own, meter = plan.for_rank(rank), Meter()
+    own = plan.for_rank(rank)
+    meter = Meter()
     shards = {
         index: torch.zeros(span.size, device=device, dtype=dtype)
         for index, span in own.shards.items()

@@ -163,7 +163,8 @@ def _kind(flags: Namespace, run: Settled, numbers: tuple[int, ...]) -> StageKind
     (planned,) = planned_on(["cuda"], flags, run.config, run.ranks, numbers[0])
     plans = tuple(one.plan for one in planned)
     with world.as_rank(first, run.ranks):
-        members, of_instance = world.whole_stage(), world.stage_ranks(run.ranks)
+        members = world.whole_stage()
+        of_instance = world.stage_ranks(run.ranks)
     chosen = members if len(members) <= FEW else _sample(members, of_instance, plans)
     return StageKind(numbers, tuple(members), tuple(chosen), plans)
 

@@ -109,13 +109,11 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
             {"parameters": {"w": {"shape": of, "optimizer": "muon"}}}
             for of in ("1", ["1"], 1)
         ),
-        *(
-            {"wrote": [1]},
-            {"settings": [1]},
-            {"save": 5},
-            {"save": {}},
-            {"complete": "yes"},
-        ),
+        {"wrote": [1]},
+        {"settings": [1]},
+        {"save": 5},
+        {"save": {}},
+        {"complete": "yes"},
     ],
     ids=str,
 )

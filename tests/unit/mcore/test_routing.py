@@ -102,14 +102,13 @@ FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 EMBEDDINGS = (
     # Megatron does not mark a pipeline stage's copy of a tied embedding: the name
     # decides
-    *("embedding.word_embeddings.weight", "embedding.position_embeddings.weight"),
+    "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight",
     "output_layer.weight",
     # heads and patch embeddings of other models that Megatron does not mark
-    *(
-        "model.lm_head.weight",
-        "model.binary_head.weight",
-        "vision_model.embedder.weight",
-    ),
+    "model.lm_head.weight",
+    "model.binary_head.weight",
+    "vision_model.embedder.weight",
 )
 
 

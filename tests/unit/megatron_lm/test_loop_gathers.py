@@ -52,10 +52,8 @@ def _run(
     """Whether gathers start within the step, in the loop, around which a wrapper is,
     and later.
     """
-    package, loop = (
-        ModuleType("megatron.training"),
-        ModuleType("megatron.training.training"),
-    )
+    package = ModuleType("megatron.training")
+    loop = ModuleType("megatron.training.training")
     exec(LOOP, vars(loop))
     vars(package)["get_args"] = lambda: SimpleNamespace(perform_rl_step=reinforced)
     monkeypatch.setitem(sys.modules, package.__name__, package)

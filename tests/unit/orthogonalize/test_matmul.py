@@ -33,7 +33,8 @@ CPU_DEVICE = torch.device("cpu")
 
 @pytest.mark.parametrize("rows", [383, 384, 401])
 def test_panels_are_the_whole_product(rows: int) -> None:
-    left, linear = drawn(rows, 30).double(), drawn(rows, rows).double()
+    left = drawn(rows, 30).double()
+    linear = drawn(rows, rows).double()
     linear = linear + linear.mT
     made = PANELS.symmetric(left, left.mT, linear, beta=0.3, alpha=-2.0)
     for start, stop in panels(rows):  # mirrored, not made again
@@ -68,7 +69,8 @@ def test_a_kernels_symmetric_products_are_9_of_16(
     """Whole numbers, near the share that the time model has; of what the kernel does
     not take, and in fp32, all.
     """
-    short, long = min(rows, cols), max(rows, cols)
+    short = min(rows, cols)
+    long = max(rows, cols)
     for dtype in DTYPES:
         config = config_of("simple", 5, dtype, iteration)
         plain, kernel = (

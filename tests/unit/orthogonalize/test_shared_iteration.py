@@ -93,7 +93,8 @@ def test_strips_are_as_accurate_as_the_whole_matrix(
     apart: dict[int, float] = {}
     for seed in range(6):
         matrix = _matrix(*shape, seed=seed).to(TORCH_DTYPE[Numerics(config).travels])
-        exact, whole = _exact(*shape, seed, matrix.dtype), orthogonalize(matrix, config)
+        exact = _exact(*shape, seed, matrix.dtype)
+        whole = orthogonalize(matrix, config)
         for count in (1, 2, 4, 8):
             found = _in_strips(matrix, count, config) if count > 1 else whole
             error = (found.double() - exact).norm() / exact.norm()
@@ -108,14 +109,16 @@ def test_the_scale_of_a_matrix_does_not_matter(scale: float) -> None:
     Squares of 1e-20 are 0 in fp32. No entry may become subnormal, where a power of two
     rounds.
     """
-    config, matrix = MuonConfig(ns_dtype="fp32"), _matrix(528, 96)
+    config = MuonConfig(ns_dtype="fp32")
+    matrix = _matrix(528, 96)
     matrix[:264] *= 1e-3
     power = 2.0 ** round(torch.tensor(scale).log2().item())
     assert _in_strips(matrix * power, 4, config).equal(_in_strips(matrix, 4, config))
 
 
 def test_a_matrix_without_a_gradient_gets_no_direction() -> None:
-    config, matrix = MuonConfig(), _matrix(528, 96)
+    config = MuonConfig()
+    matrix = _matrix(528, 96)
     assert not _in_strips(matrix, 2, config, moves=False).any()
     assert not _in_strips(torch.zeros(528, 96), 2, config).any()
     moved = _in_strips(

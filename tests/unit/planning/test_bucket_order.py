@@ -56,7 +56,8 @@ def test_an_order_is_kept_only_where_it_sends_less(
         buckets.append(
             Bucket(-(-whole // (128 * dp_size)) * 128 * dp_size, sizes, muons)
         )
-    config, holders = MuonConfig(homes=homes), Holders(dp_size, tp_size)
+    config = MuonConfig(homes=homes)
+    holders = Holders(dp_size, tp_size)
     found = orders(buckets, holders, Numerics(config))
     own = [bucket.own() for bucket in buckets]
     before, after = (
@@ -71,7 +72,8 @@ def test_llama_3_8b_is_ordered_in_one_bucket_only_where_homes_are_local() -> Non
     """Where none is cut, balance moves whole matrices: 1.34 % of AdamW's bytes, not
     0.62 %.
     """
-    balanced, local = MuonConfig(homes="balanced"), MuonConfig(homes="local")
+    balanced = MuonConfig(homes="balanced")
+    local = MuonConfig(homes="local")
     (bucket,) = one = list(in_buckets(whole_buffer(8), WHOLE))
     assert (
         orders(one, Holders(8), Numerics(balanced))
@@ -93,7 +95,8 @@ SIZES = st.lists(
 def test_each_parameter_is_in_it_once_and_no_more_is_cut_off(
     params: list[tuple[int, bool]], shard: int
 ) -> None:
-    sizes, is_whole = [size for size, _ in params], [whole for _, whole in params]
+    sizes = [size for size, _ in params]
+    is_whole = [whole for _, whole in params]
     order = shard_order(sizes, is_whole, shard)
     assert sorted(order) == list(range(len(sizes)))
     assert cut_off(order, sizes, is_whole, shard) <= cut_off(

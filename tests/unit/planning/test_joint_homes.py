@@ -118,7 +118,8 @@ def stages(draw: st.DrawFn) -> tuple[list[Work], list[Work], int]:
 
 
 def _after(works: list[Work], homes: list[int], before: Loads, price: Price) -> Loads:
-    flops, times = list(before.flops), list(before.times)
+    flops = list(before.flops)
+    times = list(before.times)
     for work, home in zip(works, homes, strict=True):
         flops[home] += work.flops
         times[home] += work.flops * price.flop + work.travelling(home) * price.element
@@ -130,7 +131,8 @@ def test_no_rank_gets_experts_past_the_limit_of_all_work(
     stage: tuple[list[Work], list[Work], int],
 ) -> None:
     dense, experts, size = stage
-    price, none = prices(Numerics(CONFIG)), Loads.none(size)
+    price = prices(Numerics(CONFIG))
+    none = Loads.none(size)
     before = _after(dense, choose_homes(dense, size, "balanced", price), none, price)
     homes = choose_homes(experts, size, "balanced", price, before=before)
     after = _after(experts, homes, before, price)
@@ -146,7 +148,8 @@ def test_local_homes_hold_most_whatever_else_their_rank_does(
     stage: tuple[list[Work], list[Work], int],
 ) -> None:
     dense, experts, size = stage
-    price, none = prices(Numerics(CONFIG)), Loads.none(size)
+    price = prices(Numerics(CONFIG))
+    none = Loads.none(size)
     before = _after(dense, choose_homes(dense, size, "local", price), none, price)
     homes = choose_homes(experts, size, "local", price, before=before)
     for work, home in zip(experts, homes, strict=True):
@@ -162,7 +165,8 @@ def _dense() -> ExchangePlan:
     """One matrix, all of it on rank 1."""
     shape = (64, 64)
     matrices, blocks = whole_matrix("dense", shape, None, 1)
-    whole, span = Span(0, RANKS * 4096), Span(4096, 8192)
+    whole = Span(0, RANKS * 4096)
+    span = Span(4096, 8192)
     parameter = Parameter("dense", shape, None, whole, span, 0, matrices, blocks)
     return make_plan([parameter], RankGrid(((tuple(range(RANKS)),),)), Numerics(CONFIG))
 
@@ -181,7 +185,8 @@ def _experts(*earlier: ExchangePlan, config: MuonConfig = CONFIG) -> ExchangePla
 
 
 def test_experts_leave_the_rank_that_has_the_dense_matrix() -> None:
-    dense, alone = _dense(), _experts()
+    dense = _dense()
+    alone = _experts()
     assert [matrix.home for matrix in alone.matrices] == [
         at // 4 for at in range(4 * RANKS)
     ]

@@ -30,16 +30,14 @@ from support.rounds import silent_rounds
 from support.virtual_gpu.plans import small_plan
 
 KINDS = (
-    *(
-        "rows",
-        "columns",
-        "replicated",
-        "gated",
-        "qkv",
-        "one group",
-        "batch",
-        "transposed batch",
-    ),
+    "rows",
+    "columns",
+    "replicated",
+    "gated",
+    "qkv",
+    "one group",
+    "batch",
+    "transposed batch",
 )
 
 
@@ -81,7 +79,8 @@ def stages(draw: st.DrawFn) -> tuple[list[Parameter], RankGrid]:
 
     With several EP ranks each has parameters of its own in the same places.
     """
-    ep_size, tp_size = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    ep_size = draw(st.integers(1, 2))
+    tp_size = draw(st.integers(1, 3))
     dp_size = draw(st.integers(1, 5))
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=6))
     parameters, bucket, position = [], [], 0
@@ -231,12 +230,12 @@ def test_a_bucket_that_does_not_divide_is_refused() -> None:
 @pytest.mark.parametrize(
     ("dp_size", "homes", "most_bytes", "most_load"),
     [
-        *(
-            (8, "balanced", 0.01, 1.10),
-            (64, "balanced", 0.01, 1.13),
-        ),  # test_homes says why 1.13
-        *((512, "balanced", 0.01, 1.10), (8, "local", 0.005, 1.25)),
-        *((64, "local", 0.005, 1.60), (512, "local", 0.01, 1.0)),
+        (8, "balanced", 0.01, 1.10),
+        (64, "balanced", 0.01, 1.13),  # test_homes says why 1.13
+        (512, "balanced", 0.01, 1.10),
+        (8, "local", 0.005, 1.25),
+        (64, "local", 0.005, 1.60),
+        (512, "local", 0.01, 1.0),
     ],
 )
 def test_llama_8b_moves_few_bytes(

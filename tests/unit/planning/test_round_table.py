@@ -58,10 +58,9 @@ class _Rank:
                 start += size
             assert start == pieces[index].stop
         moving = [self.runs[run] for run in table.leaving]
-        self.kept, leaving = (
-            moving[: len(table.kept_sizes)],
-            moving[len(table.kept_sizes) :],
-        )
+        kept = len(table.kept_sizes)
+        self.kept = moving[:kept]
+        leaving = moving[kept:]
         parts: list[list[tuple[object, int]]] = [[] for _ in table.sent_sizes]
         for at, part in zip(table.sent_slices, leaving, strict=True):
             parts[at] = [*part]

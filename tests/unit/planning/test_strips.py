@@ -85,7 +85,8 @@ def test_a_matrix_goes_to_the_free_team_that_holds_most_of_it(
     firsts = [at for at, strip in enumerate(strips) if strip.number == 0]
     for first in sorted(firsts, key=lambda at: (-works[at].flops, at)):
         count = strips[first].count
-        ranks, members = min(size, count), range(first, first + count)
+        ranks = min(size, count)
+        members = range(first, first + count)
 
         def order(
             team: int, ranks: int = ranks, members: range = members

@@ -53,7 +53,8 @@ def one_matrix(
 ) -> ExchangePlan:
     """A matrix in a bucket that is cut into ``dp`` equal shards."""
     matrices, blocks = whole_matrix("w", (rows, cols), None, 1)
-    whole, bucket = Span(0, rows * cols), Span(0, rows * cols + padding)
+    whole = Span(0, rows * cols)
+    bucket = Span(0, rows * cols + padding)
     parameter = Parameter("w", (rows, cols), None, bucket, whole, 0, matrices, blocks)
     return make_plan([parameter], RankGrid(((tuple(range(dp)),),)), Numerics(config))
 
@@ -110,7 +111,8 @@ def test_two_halves_of_a_matrix_wait_for_their_bytes_and_for_the_home() -> None:
         2 * (half + 8) / 1e9,
         2 * half / 1e9,
     )  # with the flag and what fills up
-    one, two = priced(one_matrix(4, 8, dp=1), PLAIN), priced(plan, PLAIN)
+    one = priced(one_matrix(4, 8, dp=1), PLAIN)
+    two = priced(plan, PLAIN)
     momentum, update = half * 14 / 1e9, half * 10 / 1e9
     received = staged = 2 * half * 4 / 1e9  # its own half is copied, too
     at_home = (
@@ -156,7 +158,12 @@ FASTER = (
     "network_gbytes",
 )
 SLOWER = (
-    *("kernel_us", "launch_us", "phase_us", "message_us", "peer_us", "peer_host_us"),
+    "kernel_us",
+    "launch_us",
+    "phase_us",
+    "message_us",
+    "peer_us",
+    "peer_host_us",
     "symmetric_ratio",
 )
 

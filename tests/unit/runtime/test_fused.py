@@ -27,7 +27,8 @@ from megatron_muon.rules.fused import (
 from megatron_muon.rules.muon import Foreach
 from support.kernels.compiled import CAPABILITIES, instructions, interpreted
 
-CUDA, CPU_DEVICE = torch.device("cuda", 0), torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+CPU_DEVICE = torch.device("cpu")
 
 
 # --- which one a run has --------------------------------------------------------------

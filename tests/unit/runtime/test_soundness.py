@@ -37,7 +37,8 @@ def test_a_marked_run_stays_and_others_do_not_notice(
     )
 
     def updated(marked: tuple[int, ...]) -> list[torch.Tensor]:
-        params, given = [x.clone() for x in before], [x.clone() for x in directions]
+        params = [x.clone() for x in before]
+        given = [x.clone() for x in directions]
         for run in marked:
             given[run][0] = bad
         Foreach().apply_updates(params, given, factors, decays)
@@ -68,13 +69,15 @@ def test_a_home_knows_of_any_entry_that_is_not_finite(
         kind
     )
     for place in (0, rows * cols // 2 + 1, rows * cols - 1):
-        staged, found = plain.clone(), Soundness()
+        staged = plain.clone()
+        found = Soundness()
         staged[rows * cols + place] = bad
         moves = torch.tensor([True, True])
         orthogonalize_staged(
             staged, moves, numerics_on(staged.device, config), **shape, soundness=found
         )
-        norms, lines = torch.cat(found.norms), torch.cat(found.lines)
+        norms = torch.cat(found.norms)
+        lines = torch.cat(found.lines)
         assert norms.isnan().tolist() == [False, True]
         assert lines.isfinite().tolist() == [True, False]
         assert staged[: rows * cols].isfinite().all()

@@ -166,9 +166,11 @@ SPLIT: dict[str, tuple[list[Event], tuple[int, ...]]] = {
     # compute, communication, overlapped, exposed, idle in microseconds of a step
     "a CPU": (
         [
-            *(STEP, event("aten::linear", 100, 300)),
+            STEP,
+            event("aten::linear", 100, 300),
             event("aten::mm", 150, 250),  # nested: counts once
-            *(event("aten::add", 500, 600), gloo("all_reduce", 250, 550)),
+            event("aten::add", 500, 600),
+            gloo("all_reduce", 250, 550),
             event("LinearBackward", 0, 900),  # a wrapper, which holds waits too
             event("autograd::engine::evaluate_function: X", 0, 900),
         ],
@@ -180,8 +182,11 @@ SPLIT: dict[str, tuple[list[Event], tuple[int, ...]]] = {
     ),
     "the mean of two steps, without what is outside": (
         [
-            *(*STEPS, event("aten::mm", 0, 1100), event("aten::mm", 1900, 3100)),
-            *(gloo("all_reduce", 2100, 2900, 10), gloo("all_reduce", 4000, 4400, 10)),
+            *STEPS,
+            event("aten::mm", 0, 1100),
+            event("aten::mm", 1900, 3100),
+            gloo("all_reduce", 2100, 2900, 10),
+            gloo("all_reduce", 4000, 4400, 10),
         ],
         (150, 200, 0, 200, 1150),
     ),
@@ -195,8 +200,10 @@ SPLIT: dict[str, tuple[list[Event], tuple[int, ...]]] = {
     ),
     "streams of a GPU": (
         [
-            *(STEP, event("aten::mm", 0, 900)),  # the host's time does not count
-            *(kernel(GEMM, 100, 300), kernel(GEMM, 200, 400, stream=13)),
+            STEP,
+            event("aten::mm", 0, 900),  # the host's time does not count
+            kernel(GEMM, 100, 300),
+            kernel(GEMM, 200, 400, stream=13),
             event("Memcpy HtoD", 400, 450, "gpu_memcpy", pid=0, tid=7),
             kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", 350, 650, stream=20),
             kernel(RING, 600, 700, stream=24),
@@ -249,8 +256,13 @@ GLOO = [
         400,
     ),
     (
-        *("reduce_scatter_tensor_coalesced_", [[[50]], [[100]]], LIST * 2),
-        *("all_reduce", 100, "reduce_scatter", 400),
+        "reduce_scatter_tensor_coalesced_",
+        [[[50]], [[100]]],
+        LIST * 2,
+        "all_reduce",
+        100,
+        "reduce_scatter",
+        400,
     ),
     ("_allgather_base_", [[100], [25]], TWO, "all_gather", 25, "all_gather", 400),
     ("recv_", [[[8, 2]]], LIST, "recv", 16, "recv", 64),

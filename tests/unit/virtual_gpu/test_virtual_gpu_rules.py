@@ -36,7 +36,8 @@ def new(numel: int = N) -> torch.Tensor:
 @pytest.mark.parametrize("recorded", [False, True])
 def test_memory_used_on_another_stream_is_kept_by_record_stream(recorded: bool) -> None:
     def program(gpu: Any, group: Any) -> None:
-        x, side = new(), torch.cuda.Stream()
+        x = new()
+        side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             x.sum()
@@ -56,7 +57,8 @@ def test_torch_keeps_a_message_in_its_own_memory_until_the_gpu_is_done(
     is_foreign: bool,
 ) -> None:
     def program(gpu: Any, group: Any) -> None:
-        sent, received = new(), new()
+        sent = new()
+        received = new()
         views = [
             torch.utils.dlpack.from_dlpack(x) if is_foreign else x
             for x in (sent, received)
@@ -156,7 +158,8 @@ def test_an_operation_launches_what_cuda_would(
     count: int, call: Callable[[Any, Any], Any]
 ) -> None:
     def program(gpu: Any, group: Any) -> None:
-        x, m = new(), torch.empty(16, 16, device="cuda")
+        x = new()
+        m = torch.empty(16, 16, device="cuda")
         call(x, m)
 
     recording = alone(program)

@@ -15,9 +15,14 @@ from megatron_muon.lab.dry_run.numbers import MOST_HERE, count, positive
 from megatron_muon.lab.outputs import add_outputs, parser_of
 
 ROWS = (
-    *("adamw", "muon-contiguous", "muon-bucketed"),
-    *("upstream-blockwise", "upstream-duplicated", "upstream-distributed"),
-    *("muon-contiguous-auto", "muon-bucketed-auto"),
+    "adamw",
+    "muon-contiguous",
+    "muon-bucketed",
+    "upstream-blockwise",
+    "upstream-duplicated",
+    "upstream-distributed",
+    "muon-contiguous-auto",
+    "muon-bucketed-auto",
 )
 _DESCRIPTION = """\
 Start ranks on this machine, with a GPU per rank over NCCL, or without GPUs over
@@ -60,12 +65,11 @@ _SIZES = {
     "seq": ("seq_length", 1024),
 }
 _LIKE_LLAMA = {
-    **{
-        "bf16": True,
-        "untie_embeddings_and_output_weights": True,
-        "add_bias_linear": False,
-    },
-    **{"normalization": "RMSNorm", "position_embedding_type": "rope"},
+    "bf16": True,
+    "untie_embeddings_and_output_weights": True,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
 }
 # Flags that not all rows can have, and why.
 _REFUSED = {

@@ -195,7 +195,8 @@ def _sent(name: str, args: Any) -> int:
         return 0
     boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
     group: Any = dist.ProcessGroup.unbox(boxed)
-    size, rank = int(group.size()), int(group.rank())
+    size = int(group.size())
+    rank = int(group.rank())
     if name == "alltoall_base_":
         _, given, _, _, sizes, *_ = args
         own = sizes[rank] if sizes else given.numel() // size

@@ -24,16 +24,17 @@ _AGAINST = ("adamw", "muon-contiguous", *UPSTREAM)
 _AUTO = "-auto"  # suffix of our rows whose iteration is chosen by shape
 _EXCHANGED = ("gather", "scatter", "tp_gather")
 _HEADER = (
-    *(
-        "row",
-        "step ms",
-        "(min to max)",
-        "exchange ms",
-        "NS ms",
-        "exchange MB",
-        "all MB",
-    ),
-    *("NS Gflop", "(all ranks)", "state MB", "peak MB"),
+    "row",
+    "step ms",
+    "(min to max)",
+    "exchange ms",
+    "NS ms",
+    "exchange MB",
+    "all MB",
+    "NS Gflop",
+    "(all ranks)",
+    "state MB",
+    "peak MB",
 )
 
 
@@ -161,7 +162,9 @@ def as_text(lines: Sequence[Line]) -> str:
 
 
 def _cells(line: Line) -> tuple[str, ...]:
-    steps, sent, flops = line.steps_ms(), line.sent_bytes(), line.ns_flops()
+    steps = line.steps_ms()
+    sent = line.sent_bytes()
+    flops = line.ns_flops()
     exchanged = [sent[kind] for kind in _EXCHANGED if kind in sent]
     return (
         line.name,

@@ -17,7 +17,9 @@ from support.checkpoints.sealing import errors_of_loads, saved
 from support.models.gpt import Case, Topology
 from support.ranks import run
 
-CASE, DP, FORMAT = Case(steps=1), Topology(dp=2), formats()[0]
+CASE = Case(steps=1)
+DP = Topology(dp=2)
+FORMAT = formats()[0]
 
 
 @pytest.fixture(scope="module")

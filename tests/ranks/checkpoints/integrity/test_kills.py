@@ -97,8 +97,11 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 KILLS = [
-    *(("shards", 0, 0), ("shards", 0, 1)),
-    *(("metadata", 0, 0), ("digest", 0, 0), ("digest", 1, 0)),
+    ("shards", 0, 0),
+    ("shards", 0, 1),
+    ("metadata", 0, 0),
+    ("digest", 0, 0),
+    ("digest", 1, 0),
 ]
 
 

@@ -23,7 +23,8 @@ from support.models.gpt import Case, Topology, start, take_step
 from support.ranks import error_of, run
 
 FORMATS = formats()
-CASE, TP2 = Case(steps=1), Topology(tp=2)
+CASE = Case(steps=1)
+TP2 = Topology(tp=2)
 ROOM = 20_000  # bytes of a file; each rank's part of the state has more
 NOBODY = 65534
 # torch's writer of archives says the second, of a write that came short

@@ -19,7 +19,8 @@ from support.checkpoints.sealing import saved
 from support.models.gpt import Case, Topology
 from support.ranks import error_of, run
 
-CASE, FORMAT = Case(steps=1), formats()[0]
+CASE = Case(steps=1)
+FORMAT = formats()[0]
 TP2 = Topology(tp=2)
 
 

@@ -29,17 +29,20 @@ from support.runs.mutants import believed_marks, swapped_tp_order, wrong_piece
 from support.runs.whole import differences
 
 T = Topology
-BF16, GATED = Case(), Case(gated=True)
+BF16 = Case()
+GATED = Case(gated=True)
 NS_FP32 = (("ns_dtype", "fp32"),)
 FP32 = Case(bf16=False, muon=NS_FP32)
 FP16 = Case(bf16=False, fp16=True, steps=5)  # the loss scale grows and falls
 OVERFLOW = replace(FP16, overflow=((1, "*.layers.1.mlp.linear_fc2.weight"),))
 GROUPS = Case(faster=("*.linear_fc2.weight", "decoder.layers.1.*", "embedding.*"))
 DEEP = Case(layers=4)
-CHUNKS, INSTANCES = T(pp=2, chunks=2), T(dp=4, instances=2)
+CHUNKS = T(pp=2, chunks=2)
+INSTANCES = T(dp=4, instances=2)
 IN_CHUNKS = replace(CHUNKS, dp=2)
 STEP_OVERLAP = replace(IN_CHUNKS, overlap=True, step_overlap=True)
-COLUMN, DUPLICATED = Case(mla="column"), Case(mla="duplicated")
+COLUMN = Case(mla="column")
+DUPLICATED = Case(mla="duplicated")
 DEEPSEEKS = replace(DUPLICATED, moe=True, grouped="te", gated=True)
 MTP = Case(mtp=True)
 # Where TP leaves a rank a vector of a matrix, or cuts inside a query group: whose a
@@ -52,14 +55,13 @@ GATED_GROUP = Case(heads=4, groups=1, output_gate=True)
 ADAM = Case(optimizer="adam", lr=1e-3)
 ADAM_MOE = replace(ADAM, moe=True, gated=True)
 SETTINGS = (
-    *(
-        ("split_qkv", False),
-        ("homes", "local"),
-        ("link_gbytes", 1e-3),
-        ("ns_dtype", "fp32"),
-        ("nesterov", False),
-    ),
-    *(("ns_iteration", "gram"), ("ns_dtype", "fp16")),
+    ("split_qkv", False),
+    ("homes", "local"),
+    ("link_gbytes", 1e-3),
+    ("ns_dtype", "fp32"),
+    ("nesterov", False),
+    ("ns_iteration", "gram"),
+    ("ns_dtype", "fp16"),
 )
 
 
@@ -69,7 +71,9 @@ def overlapping(*topologies: Topology) -> list[Topology]:
 
 DP = [T(1, 1, 2), T(1, 1, 3), T(1, 1, 4)]
 LARGE = [T(2, 1, 4), T(2, 2, 2)]
-TP2, TP2_DP2, PP2_DP2 = T(2, 1, 1), T(2, 1, 2), T(1, 2, 2)
+TP2 = T(2, 1, 1)
+TP2_DP2 = T(2, 1, 2)
+PP2_DP2 = T(1, 2, 2)
 CP = [T(cp=2), T(tp=2, cp=2)]
 IN_SEQUENCE = T(2, 1, 2, overlap=True, sequence_parallel=True)
 # By name: the case, its topologies, and those that are slow: each has a sibling that is
@@ -181,7 +185,8 @@ MOVING |= {"mtp": MTP, "mtp-tied": replace(MTP, tied=True)}
 def test_every_weight_moves(name: str) -> None:
     """Without this, comparing two runs that both do nothing would pass."""
     case = MOVING[name]
-    before, after = truth(replace(case, steps=0)), truth(case)
+    before = truth(replace(case, steps=0))
+    after = truth(case)
     assert muon_weights(case) <= before["main"].keys()
     same = [n for n, w in before["main"].items() if bool((w == after["main"][n]).any())]
     assert same == []
@@ -216,7 +221,8 @@ def test_bf16_gradients_are_others_than_fp32_ones() -> None:
 
 
 def test_overflow_changes_nothing_but_the_loss_scale() -> None:
-    one_step, two_steps = replace(FP16, steps=1), replace(OVERFLOW, steps=2)
+    one_step = replace(FP16, steps=1)
+    two_steps = replace(OVERFLOW, steps=2)
     assert differences(truth(one_step), truth(two_steps)) == []
     for result in run(train, 4, replace(OVERFLOW, steps=6), TP2_DP2):
         scales = result["log"]["loss_scales"]

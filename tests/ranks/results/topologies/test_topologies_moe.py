@@ -42,9 +42,14 @@ RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
     "sequential": (
         MOE,
         [
-            *(EP2_EDP3, Topology(cp=2, ep=2), Topology(dp=2, pp=2, ep=2), EP2_ETP2),
-            *(replace(EP2_EDP2, overlap=True), Topology(dp=4, ep=4)),
-            *(replace(FOUR, overlap=True), replace(INSTANCES, overlap=True)),
+            EP2_EDP3,
+            Topology(cp=2, ep=2),
+            Topology(dp=2, pp=2, ep=2),
+            EP2_ETP2,
+            replace(EP2_EDP2, overlap=True),
+            Topology(dp=4, ep=4),
+            replace(FOUR, overlap=True),
+            replace(INSTANCES, overlap=True),
             # without EP they are in the dense optimizer, with a TP group that has the
             # size of TP
             Topology(tp=2, dp=2, sequence_parallel=True),

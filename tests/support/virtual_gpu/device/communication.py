@@ -21,20 +21,22 @@ from support.virtual_gpu.device.nccl import Handle, Launcher, Operation
 from support.virtual_gpu.trace import RecordedMessage
 
 _REFUSED = (
-    *("all_to_all", "all_to_all_single", "broadcast", "gather", "scatter", "reduce"),
-    *("reduce_scatter", "gather_object"),
-    *(
-        "broadcast_object_list",
-        "scatter_object_list",
-        "all_gather_coalesced",
-        "monitored_barrier",
-    ),
-    *(
-        "all_reduce_coalesced",
-        "send_object_list",
-        "recv_object_list",
-        "batch_send_recv",
-    ),
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "scatter",
+    "reduce",
+    "reduce_scatter",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "all_gather_coalesced",
+    "monitored_barrier",
+    "all_reduce_coalesced",
+    "send_object_list",
+    "recv_object_list",
+    "batch_send_recv",
 )
 
 
@@ -187,15 +189,22 @@ class VirtualNccl(Launcher):
 
 
 _FUNCTIONS = (
-    *("_coalescing_manager", "all_reduce", "all_gather_into_tensor"),
-    *(
-        "_all_gather_base",
-        "_reduce_scatter_base",
-        "all_gather",
-        "reduce_scatter_tensor",
-    ),
-    *("barrier", "all_gather_object", "isend", "irecv", "send", "recv"),
-    *("batch_isend_irecv", "all_gather_single", "reduce_scatter_single"),
+    "_coalescing_manager",
+    "all_reduce",
+    "all_gather_into_tensor",
+    "_all_gather_base",
+    "_reduce_scatter_base",
+    "all_gather",
+    "reduce_scatter_tensor",
+    "barrier",
+    "all_gather_object",
+    "isend",
+    "irecv",
+    "send",
+    "recv",
+    "batch_isend_irecv",
+    "all_gather_single",
+    "reduce_scatter_single",
 )
 # older and newer names of the same
 for _name in ("_all_gather_base", "all_gather_single"):

@@ -65,7 +65,8 @@ def _to_copy(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
 
 def _copy(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     target, source, *rest = args
-    there, here = isinstance(target, VirtualTensor), isinstance(source, VirtualTensor)
+    there = isinstance(target, VirtualTensor)
+    here = isinstance(source, VirtualTensor)
     if there is here:
         return False, None
     free = bool(rest[0] if rest else kwargs.get("non_blocking"))

@@ -21,14 +21,12 @@ EMPTY = frozenset(
 FREE = frozenset(
     {
         *EMPTY,
-        *(
-            "_unsafe_view",
-            "is_pinned",
-            "is_same_size",
-            "sym_size",
-            "sym_stride",
-            "sym_numel",
-        ),
+        "_unsafe_view",
+        "is_pinned",
+        "is_same_size",
+        "sym_size",
+        "sym_stride",
+        "sym_numel",
     }
 )
 # C = beta·D + alpha·A@B into a new C: D is copied into it, then the product is added.

@@ -101,7 +101,8 @@ class Launcher:
         pair: int | None = None,
     ) -> Handle | None:
         """Record one launch; a single send or receive has a stream of its ``pair``."""
-        about, rank = self.group(group), dist.get_rank(group)
+        about = self.group(group)
+        rank = dist.get_rank(group)
         reads = [tensor for part in parts for tensor in part.reads]
         writes = [tensor for part in parts for tensor in part.writes]
         for tensor in (*reads, *writes):

@@ -139,6 +139,7 @@ def ranges(tensors: Sequence[VirtualTensor]) -> list[Range]:
             count = 1 + sum(
                 (n - 1) * s for n, s in zip(inner.size(), inner.stride(), strict=True)
             )
-        start, size = _offset(inner), inner.element_size()
+        start = _offset(inner)
+        size = inner.element_size()
         covered.append((tensor.block.number, start * size, (start + count) * size))
     return covered
