@@ -1,6 +1,7 @@
-"""Write the pages that follow from the code: ``python docs/generate.py``, or
-``--check`` them.
+"""Write what follows from the rows of settings: ``python docs/generate.py``, or
+``--check`` it.
 
+These are two pages and, in the docstring of ``MuonConfig``, the sentence of each field.
 They are in the clone, so that they can be read without building anything; a test and
 ``docs/build.sh`` hold them to the code.
 """
@@ -10,11 +11,12 @@ from __future__ import annotations
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
 
 
 from megatron_muon.settings.coefficients import (  # noqa: E402 after the path is set
@@ -166,9 +168,57 @@ def coefficients_page() -> str:
     return "".join(parts)
 
 
+# Fields that have another unit, or other values, than their flags.
+AS_FIELD = {
+    "round_bytes": {"in MiB": "in bytes"},
+    "align_shards": {"contiguous:": "True:", "bucketed:": "False:"},
+    "ns_dtype": {"auto:": "None:"},
+    "ns_batch": {"auto:": "None:"},
+}
+
+
+def sentence_of(row: Row) -> str:
+    """What a field of ``MuonConfig`` is: the first sentence of its flag's help.
+
+    Explained values, as in ``auto: by shape.``, belong to it.
+    """
+    flag = row.flags[0]
+    text = re.split(r"(?<!eq)\. (?![\w-]+:)", flag.says)[0].rstrip(".") + "."
+    for words, of_field in AS_FIELD.get(row.field, {}).items():
+        text = text.replace(words, of_field)
+    for other in ROWS.values():
+        for option in (each.option for each in other.flags):
+            text = re.sub(rf"{option}(?![\w-])", other.field, text)
+    text = text.replace(" flags.", " settings.")
+    turns_off = flag.is_switch and row.default is True
+    return f"False: {text[0].lower()}{text[1:]}" if turns_off else text
+
+
+def config_module() -> str:
+    """The module of ``MuonConfig``, with a sentence for each field in its docstring."""
+    text = (ROOT / CONFIG).read_text()
+    head, raises = "    Attributes:\n", "\n    Raises:\n        TypeError: a setting"
+    before, _, rest = text.partition(head)
+    _, _, after = rest.partition(raises)
+    lines = [
+        textwrap.fill(
+            f"{row.field}: {sentence_of(row)} Default: {row.default!r}.",
+            width=88,
+            initial_indent=" " * 8,
+            subsequent_indent=" " * 12,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for row in ROWS.values()
+    ]
+    return "".join([before, head, "\n".join(lines), "\n", raises, after])
+
+
+CONFIG = "megatron_muon/settings/config.py"
 PAGES = {
-    "flags.md": flags_page,
-    "coefficients.md": coefficients_page,
+    "docs/flags.md": flags_page,
+    "docs/coefficients.md": coefficients_page,
+    CONFIG: config_module,
 }
 
 
@@ -177,7 +227,7 @@ def stale() -> list[str]:
     return [
         name
         for name, page in PAGES.items()
-        if not (HERE / name).exists() or (HERE / name).read_text() != page()
+        if not (ROOT / name).exists() or (ROOT / name).read_text() != page()
     ]
 
 
@@ -246,10 +296,10 @@ def main(arguments: list[str]) -> int:
     """Write the pages, or with ``--check`` only compare: 1 where one is stale."""
     if arguments == ["--check"]:
         if outdated := stale():
-            print(f"docs: {', '.join(outdated)} are stale: run python docs/generate.py")
+            print(f"{', '.join(outdated)} are stale: run python docs/generate.py")
         return int(bool(outdated))
     for name, page in PAGES.items():
-        (HERE / name).write_text(page())
+        (ROOT / name).write_text(page())
     return 0
 
 

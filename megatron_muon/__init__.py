@@ -13,17 +13,33 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_muon.presence import require_core
+from megatron_muon.presence import (
+    CoreNotFoundError,
+    MuonError,
+    SeamError,
+    require_core,
+)
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.version import __version__
 
 if TYPE_CHECKING:
     from megatron_muon import cpu as cpu
+    from megatron_muon.mcore.load_check.digest import DigestError as DigestError
     from megatron_muon.mcore.wiring.step_traces import MegatronTraces
+    from megatron_muon.orthogonalize.matmul import KernelError as KernelError
+    from megatron_muon.runtime.collectives import PhaseError as PhaseError
+    from megatron_muon.runtime.consensus import PlanMismatchError as PlanMismatchError
     from megatron_muon.runtime.exchange.meter import Meter
 
 __all__ = [
+    "CoreNotFoundError",
+    "DigestError",
+    "KernelError",
     "MuonConfig",
+    "MuonError",
+    "PhaseError",
+    "PlanMismatchError",
+    "SeamError",
     "__version__",
     "cpu",
     "install",
@@ -36,9 +52,20 @@ __all__ = [
 ]
 
 
+# Modules of the public errors that importing the package does not load.
+_ERRORS = {
+    "DigestError": "megatron_muon.mcore.load_check.digest",
+    "KernelError": "megatron_muon.orthogonalize.matmul",
+    "PhaseError": "megatron_muon.runtime.collectives",
+    "PlanMismatchError": "megatron_muon.runtime.consensus",
+}
+
+
 def __getattr__(name: str) -> Any:
     if name == "cpu":  # it needs torch, which importing the package does not
         return importlib.import_module("megatron_muon.cpu")
+    if name in _ERRORS:
+        return getattr(importlib.import_module(_ERRORS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,5 +1,5 @@
 """The check for megatron.core, which pip installs only with the extra ``core``, and its
-version.
+version; the base of this package's errors.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ _NUMBER = re.compile(
 )
 
 
-class CoreNotFoundError(ModuleNotFoundError):
+class MuonError(Exception):
+    """The base of this package's errors that a caller may want to tell from others."""
+
+
+class CoreNotFoundError(MuonError, ModuleNotFoundError):
     """Python finds no megatron.core."""
 
 
-class SeamError(RuntimeError):
+class SeamError(MuonError, RuntimeError):
     """The installed Megatron is of a version that is not supported, or has another
     shape.
     """

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.console import say
-from megatron_muon.presence import require_core, version_parts
+from megatron_muon.presence import MuonError, require_core, version_parts
 from megatron_muon.version import __version__
 
 USAGE = (
@@ -33,15 +33,15 @@ _SCRIPTS = (*_CORES, "einops", "psutil", "pydantic", "regex", "six", "triton", "
 _PACKAGES = {"yaml": "pyyaml"}  # the package of a module of another name
 
 
-class MixedInstallationError(RuntimeError):
+class MixedInstallationError(MuonError, RuntimeError):
     """megatron.core and megatron.training come from different places."""
 
 
-class MissingPackageError(ModuleNotFoundError):
+class MissingPackageError(MuonError, ModuleNotFoundError):
     """Megatron-LM, or its script, imports a package that is not installed."""
 
 
-class LostGpuError(RuntimeError):
+class LostGpuError(MuonError, RuntimeError):
     """torch sees no GPU where one is expected, and nothing asks for the CPU."""
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_muon.orthogonalize.iteration import fits_kernel, panels
 from megatron_muon.orthogonalize.numerics import Device, Numerics
+from megatron_muon.presence import MuonError
 from megatron_muon.settings.coefficients import NsDtype, Triple
 from megatron_muon.settings.config import MuonConfig
 
@@ -56,7 +57,7 @@ def scale_of(ns_dtype: NsDtype) -> float:
     return _FP16_NORM if ns_dtype == "fp16" else 1.0
 
 
-class KernelError(RuntimeError):
+class KernelError(MuonError, RuntimeError):
     """A kernel library is installed and does not work; quotes its error, names the way
     out.
     """

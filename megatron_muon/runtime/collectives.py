@@ -45,6 +45,8 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils import dlpack
 
+from megatron_muon.presence import MuonError
+
 Group = dist.ProcessGroup
 
 # Errors of this rank's own device. They surface at the host's next call, whatever it
@@ -56,7 +58,7 @@ _OWN_FAULT = (
 )
 
 
-class PhaseError(RuntimeError):
+class PhaseError(MuonError, RuntimeError):
     """A collective failed: most often another rank was stopped or killed, or raised an
     error.
     """

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_muon.planning.agreed import fingerprint
 from megatron_muon.planning.grid import RankGrid
+from megatron_muon.presence import MuonError
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.settings.config import named
@@ -64,7 +65,7 @@ _LINE = 120  # characters of an error up to which two values share a line
 _ASKS = "asks"
 
 
-class PlanMismatchError(RuntimeError):
+class PlanMismatchError(MuonError, RuntimeError):
     """Ranks have different settings, or those of a stage would not make the same
     exchange plan.
     """

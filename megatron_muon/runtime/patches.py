@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
+from megatron_muon.presence import MuonError
+
 _ABSENT = object()
 
 
-class MissingTargetError(RuntimeError):
+class MissingTargetError(MuonError, RuntimeError):
     """A symbol to replace is not there: this version of torch or Megatron is not
     supported.
     """

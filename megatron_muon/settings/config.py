@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, ClassVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from megatron_muon.settings.coefficients import (
     SETS,
@@ -25,18 +27,121 @@ from megatron_muon.settings.update import NsIteration as NsIteration
 from megatron_muon.settings.update import UpdateSettings
 
 
+class _Signature:
+    """What ``inspect`` and ``help`` show: ``__init__``'s parameters with their types.
+
+    Without it they would show ``MuonConfig.__new__``, which takes any keyword.
+    """
+
+    def __get__(self, instance: object, owner: type[Any]) -> inspect.Signature:
+        _, *parameters = inspect.signature(owner.__init__).parameters.values()
+        types = _types()
+        return inspect.Signature(
+            [
+                each.replace(annotation=types.get(each.name, each.annotation))
+                for each in parameters
+            ]
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig(RunSettings, UpdateSettings):
     """Settings of the Muon part of a run; the defaults are Moonlight's (arXiv
     2502.16982).
 
-    docs/flags.md says what each is, as ``--help`` does. Here patterns are tuples,
+    docs/flags.md says more of each, as ``--help`` does. Here patterns are tuples,
     ``splits``, ``lr_mults`` and ``wd_mults`` are tuples of pairs, ``round_bytes`` is in
     bytes, and ``ns_coefficients`` may be a set's name, one triple for every step or a
     tuple of triples. Without ``ns_steps`` a set that is nothing with 5 steps,
     deepseekv4, has its own 10. A list becomes a tuple. None leaves a choice to the
     device or turns a feature off. lr and weight decay are not here: they come from
     Megatron's parameter groups, step by step.
+
+    Attributes:
+        matched_adamw_rms: Root mean square of a matrix's update, per unit of lr (arXiv
+            2502.16982, eq. 4). Default: 0.2.
+        scale_mode: Factor on a direction: sqrt(max(rows, cols)) with spectral,
+            sqrt(rows / cols) with unit_rms_norm, sqrt(max(1, rows / cols)) with
+            shape_scaling. Default: 'spectral'.
+        full_period: Steps from one full orthogonalization to the next, by Adam's number
+            of steps: a new run's first is full. Default: 1.
+        block_lr_mult: Factor on the learning rate of all of Muon's matrices, also where
+            TP cuts none, in the steps that full_period leaves between full ones.
+            Default: 1.0.
+        momentum: mu in M <- mu M + G (arXiv 2502.16982, eq. 1), at least 0 and below 1.
+            Default: 0.95.
+        momentum_dtype: Muon's momentum in memory. int8: one byte an element, in blocks
+            of 256 with an fp32 scale each (arXiv 2509.23106); where a shard's edge cuts
+            a block, bits depend on the layout. bf16: two bytes, rounded up or down at
+            random by step and element, whatever the layout. Default: 'fp32'.
+        nesterov: False: orthogonalize the momentum M. Default: True.
+        ns_steps: Newton-Schulz iterations for each matrix, 1 to 100 (arXiv 2502.16982,
+            section 2.2). Default: 5.
+        ns_coefficients: Polynomials of the Newton-Schulz iteration: a published set
+            (simple, quintic, polar_express, cans, aol, deepseekv4, cubic5) or numbers.
+            Default: 'simple'.
+        preset: Defaults of three settings. safe: ns_dtype bf16, ns_iteration standard,
+            early_param_gather off, as in published runs. fast: on a GPU fp16 and auto,
+            and gathers auto. Default: 'safe'.
+        ns_iteration: How the polynomials are computed. standard: on the matrix. gram:
+            on the short side's Gram matrix, with less work where a matrix is not square
+            and some more rounding. auto: by shape. Default: None.
+        ns_dtype: Dtype that matrices are orthogonalized in. None: bf16; fp16 on a GPU
+            with preset fast. Default: None.
+        ns_batch: Most matrices of one shape that a GPU orthogonalizes at once. None: as
+            many as 1.5 times the largest matrix's memory holds, or 512 MiB if that is
+            more. Default: None.
+        elementwise: Kernels of momentum, norm and update on a GPU. auto: fused ones
+            where triton is installed. foreach: torch's operations, if the fused ones
+            fail their check at start. Default: 'auto'.
+        clip_scope: Gradients that --clip-grad scales and whose norm decides. all: every
+            parameter's, as in Megatron. adamw: those of AdamW's parameters; Megatron
+            then logs their norm. Default: 'all'.
+        weight_decay_all_params: Decay norms' gammas and biases, too (arXiv 2502.16982,
+            appendix D, for long runs). Default: False.
+        lr_mults: Multiply the learning rate of the parameters whose names match a
+            pattern, Muon's and AdamW's. Default: ().
+        wd_mults: The same as lr_mults for the weight decay. Default: ().
+        qk_clip: Threshold of attention logits. Default: None.
+        qk_clip_alpha: The queries' share of the clip of qk_clip, above 0 and below 1.
+            Default: 0.5.
+        split_qkv: False: orthogonalize a fused QKV weight as one matrix. Default: True.
+        splits: Matrices of the weights whose names match a pattern. whole: one. qkv: of
+            fused attention, and of MLA's linear_kv_up_proj. heads: of the same, and of
+            q. gate-up: of a gated linear_fc1. parts: of MLA's down-projections, and of
+            the in_proj of a Mamba mixer or a gated delta net. rows:A,B, cols:A,A,
+            heads:N and groups:N:A,B split any weight by numbers of the whole one.
+            Default: ().
+        muon_include: Give the parameters whose names match a pattern (*, ?, []) to
+            Muon, whatever the routing says. Default: ().
+        muon_exclude: Give the parameters whose names match a pattern to AdamW, whatever
+            the routing says. Default: ().
+        homes: Choice of the rank that orthogonalizes a matrix. Default: 'auto'.
+        split_matrices: Number of ranks that orthogonalize a long or a large matrix
+            together, each a strip of it. auto: up to 8, where that shortens the busiest
+            rank's time. Default: None.
+        rank_tflops: Speed of Newton-Schulz on a rank, in TFLOP/s, for the choice of
+            homes. Default: 400.0.
+        link_gbytes: Speed of the exchange, for the choice of homes: GB/s (10^9 bytes)
+            that a rank sends, and as many that it receives; between nodes, where a
+            stage has several (inside, an H100's links are assumed). Default: None.
+        node_ranks: Ranks of a node, or of another group with fast links. Default: 8.
+        round_bytes: Cap on a rank's buffers for one round of the exchange, in bytes.
+            Default: None.
+        align_shards: How grad buffers are cut into shards with --overlap-grad-reduce.
+            True: the fewest buckets that keep the overlap, unless --ddp-num-buckets or
+            --ddp-bucket-size is given; from core 0.18 on also an order in which shards
+            cut few parameters. False: Megatron's own. Default: False.
+        early_param_gather: With --overlap-param-gather, start the all-gather of a
+            bucket of parameters within the step, as soon as they are updated; at most
+            one after the last round, and with CUDA_DEVICE_MAX_CONNECTIONS=1 after each.
+            Default: None.
+        checkpoint_digest: False: neither write nor check the digest of a checkpoint:
+            size and checksum of its files, and its parameters. Default: True.
+        nonfinite_limit: End the run once so many lines of the log in a row
+            (--log-interval) name a matrix whose direction was not finite. Default: 3.
+        log_interval: Steps from one logging step to the next. Default: None.
+        log_file: File of JSON lines that log_interval appends to. Default: None.
 
     Raises:
         TypeError: a setting is of the wrong kind, or there is none of that name.
@@ -48,23 +153,15 @@ class MuonConfig(RunSettings, UpdateSettings):
     # ``replace``.
     given: ClassVar[frozenset[str]]
 
-    def __new__(cls, **given: Any) -> MuonConfig:
-        made, defaults = (
-            super().__new__(cls),
-            {each.name: each.default for each in fields(cls)},
-        )
-        for name in given.keys() - defaults:
-            close = " or ".join(map(repr, get_close_matches(name, defaults, 2)))
-            hint = f"; did you mean {close}?" if close else ""
-            raise TypeError(f"MuonConfig has no setting {name!r}{hint}")
-        if len(given) == len(defaults):
-            given = {
-                name: value
-                for name, value in given.items()
-                if value != defaults.get(name)
-            }
-        object.__setattr__(made, "given", frozenset(given))
-        return made
+    __signature__ = _Signature()
+
+    if not TYPE_CHECKING:  # tools that read the source take the dataclass's __init__
+
+        def __new__(cls, **given: Any) -> MuonConfig:
+            made = super().__new__(cls)
+            defaults = {each.name: each.default for each in fields(cls)}
+            object.__setattr__(made, "given", _given(given, defaults))
+            return made
 
     def __post_init__(self) -> None:
         for name, setting in ROWS.items():
@@ -104,6 +201,22 @@ class MuonConfig(RunSettings, UpdateSettings):
 
 
 ROWS = rows_of(MuonConfig)
+
+
+@cache
+def _types() -> dict[str, Any]:
+    return get_type_hints(MuonConfig)
+
+
+def _given(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> frozenset[str]:
+    """The settings that were written out; a TypeError for one that there is not."""
+    for name in given.keys() - defaults.keys():
+        close = " or ".join(map(repr, get_close_matches(name, defaults, 2)))
+        hint = f"; did you mean {close}?" if close else ""
+        raise TypeError(f"MuonConfig has no setting {name!r}{hint}")
+    if len(given) < len(defaults):
+        return frozenset(given)
+    return frozenset(name for name, value in given.items() if value != defaults[name])
 
 
 def _in_tuples(value: Any) -> Any:

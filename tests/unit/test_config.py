@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import runpy
 import shlex
-from dataclasses import replace
-from typing import Any, get_args
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +20,9 @@ from megatron_muon.planning.describe import (
     not_shared_lines,
 )
 from megatron_muon.settings.coefficients import SETS, NsDtype, schedule
+from megatron_muon.settings.config import ROWS
 from megatron_muon.settings.update import Preset
+from support import ROOT
 from support.megatron_lm import flag_parsers
 
 CPUS: tuple[Device, ...] = ("cpu", "cpu_bf16")
@@ -336,6 +340,61 @@ def test_a_changed_copy_has_not_been_given_every_setting() -> None:
         "homes",
         "momentum",
     }
+
+
+def test_the_signature_has_the_name_type_and_default_of_each_field() -> None:
+    parameters = inspect.signature(MuonConfig).parameters
+    assert list(parameters) == [field.name for field in fields(MuonConfig)]
+    for name, parameter in parameters.items():
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameter.default == ROWS[name].default
+        assert not isinstance(parameter.annotation, str), "help() would not show it"
+    assert parameters["momentum"].annotation is float
+    assert (
+        parameters["scale_mode"].annotation
+        == Literal["spectral", "unit_rms_norm", "shape_scaling"]
+    )
+
+
+def test_a_subclass_has_its_own_fields_in_its_signature() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class WithName(MuonConfig):
+        name: str = ""
+
+    parameters = inspect.signature(WithName).parameters
+    assert list(parameters) == [*inspect.signature(MuonConfig).parameters, "name"]
+    assert replace(WithName(name="a"), momentum=0.9).given == {"momentum", "name"}
+
+
+def test_the_docstring_has_the_sentence_of_each_field_as_help_says_it() -> None:
+    sentence_of = runpy.run_path(str(ROOT / "docs" / "generate.py"))["sentence_of"]
+    text = " ".join(inspect.getdoc(MuonConfig).split())
+    for name, row in ROWS.items():
+        sentence = sentence_of(row)
+        assert len(sentence.split()) > 3
+        assert f" {name}: {sentence} Default: {row.default!r}." in text
+    assert "--muon" not in text, "a flag in place of its field"
+
+
+@pytest.mark.parametrize(
+    ("field", "starts"),
+    [
+        ("full_period", "Steps from one full orthogonalization to the next, by Adam's"),
+        ("nesterov", "False: orthogonalize the momentum M."),
+        ("round_bytes", "Cap on a rank's buffers for one round of the exchange, in by"),
+        ("preset", "Defaults of three settings. safe: ns_dtype bf16, ns_iteration st"),
+        ("wd_mults", "The same as lr_mults for the weight decay."),
+        (
+            "matched_adamw_rms",
+            "Root mean square of a matrix's update, per unit of lr (a",
+        ),
+    ],
+)
+def test_a_sentence_is_of_the_field_where_the_flag_means_something_else(
+    field: str, starts: str
+) -> None:
+    text = " ".join(inspect.getdoc(MuonConfig).split())
+    assert f" {field}: {starts}" in text
 
 
 def test_cubic5_is_for_five_steps() -> None:

@@ -40,6 +40,7 @@ from typing import Any
 
 from megatron_muon.console import printable
 from megatron_muon.mcore.load_check.files import open_regular, write_text
+from megatron_muon.presence import MuonError
 
 FILE_NAME = "megatron_muon.json"
 LOCK_NAME = "megatron_muon.lock"
@@ -57,7 +58,7 @@ _OWN = re.compile(
 )  # beside the digest itself
 
 
-class DigestError(ValueError):
+class DigestError(MuonError, ValueError):
     """A checkpoint is not what its digest says, or not complete."""
 
     def __init__(self, text: str) -> None:

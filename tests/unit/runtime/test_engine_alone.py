@@ -15,7 +15,7 @@ RUNTIME = ROOT / "megatron_muon" / "runtime"
 MUONS = re.compile("muon|momentum|newton|schulz|orthogonal|nesterov", re.IGNORECASE)
 # The package's own name in imports, and in the sentence that a trace's reader looks
 # for.
-OWN = {"megatron_muon"}
+OWN = {"megatron_muon", "MuonError"}
 ALONE = """
 import sys
 class Blocked:
