@@ -102,7 +102,7 @@ class _Watcher:
         self.names, self.step = names, step
         self.memory: Any = None
 
-    def before_newton_schulz(self, staged: Any) -> None:
+    def before_home(self, staged: Any) -> None:
         self.memory = staged.alike, staged.elements
         self._keep(self.step.staged)
 

@@ -18,6 +18,7 @@ _MOE = Place("megatron.core.transformer.moe.moe_utils")
 _DISPATCHER = Place("megatron.core.transformer.moe.token_dispatcher")
 _GROUPED = Place("megatron.core.transformer.moe.grouped_gemm_util", until=(0, 16))
 _DEVICE = Place("torch.utils._device")
+_PARALLEL = Place("megatron.core.model_parallel_config", "ModelParallelConfig")
 _STATE = Place("megatron.core.parallel_state")
 ROWS = (
     # --- torch
@@ -34,6 +35,8 @@ ROWS = (
     Place("megatron.core.fp8_utils").replaced(
         "_quantize_param_shard_impl", "there is no fp8 here"
     ),
+    # --- pipeline stages
+    _PARALLEL.replaced("deallocate_pipeline_outputs", "off: gloo reads what is sent"),
     # --- random numbers
     _RANDOM.replaced("_set_cuda_rng_state", "sets the CPU generator's state"),
     _RANDOM.replaced("_get_cuda_rng_state", "reads the CPU generator's state"),
