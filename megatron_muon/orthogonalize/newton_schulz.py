@@ -172,7 +172,8 @@ def _orthogonalize_into(
     read; it ``is_direct`` if it is that of ``source``, which is row-major.
     """
     products = products_on(source.device, numerics)
-    rows, cols = source.size(1), source[0, 0].numel()
+    rows = source.size(1)
+    cols = source[0, 0].numel()
     # A GPU multiplies tall matrices as they are; on a CPU the short side is first.
     is_mirrored = _is_cpu(source.device) and rows > cols
     shape = (
@@ -260,7 +261,8 @@ def standard_iteration(
     A tall X has A = XᵀX and X ← aX + XB. On a CPU no product is made in panels, since
     other implementations are compared with this one step by step.
     """
-    products, is_tall = products.plain(), x.size(-2) > x.size(-1)
+    products = products.plain()
+    is_tall = x.size(-2) > x.size(-1)
     symmetric = products.product if products.kernel is None else products.symmetric
     for step, (a, b, c) in enumerate(steps):
         leave = products.leave(is_last=step == len(steps) - 1)

@@ -73,10 +73,8 @@ def share_lines(share: Share) -> list[str]:
         ValueError: the share is zero.
     """
     require_muons(share)
-    all_of_it, activated = (
-        _ratio(share.muon, share.total),
-        _ratio(share.active_muon, share.active),
-    )
+    all_of_it = _ratio(share.muon, share.total)
+    activated = _ratio(share.active_muon, share.active)
     of_active = (
         f" and {activated:.1%} of the {_count(share.active)} that a token activates"
     )
@@ -228,8 +226,10 @@ def start_line(
         earlier: plans of the stage's optimizers before it. Homes balance the work of
             all of them together, so the busiest rank is that of the sum.
     """
-    flops, sent = plan.ns_flops(), plan.sent_bytes()
-    least, most = _amount(sum(sent) / len(sent)), _amount(max(sent))
+    flops = plan.ns_flops()
+    sent = plan.sent_bytes()
+    least = _amount(sum(sent) / len(sent))
+    most = _amount(max(sent))
     together = [
         sum(each)
         for each in zip(flops, *(one.ns_flops() for one in earlier), strict=True)
@@ -255,7 +255,8 @@ def block_line(
     """One line about the steps between full ones, of which this is the plan; see
     ``start_line``.
     """
-    sent, flops = plan.sent_bytes(), plan.ns_flops()
+    sent = plan.sent_bytes()
+    flops = plan.ns_flops()
     rate = (
         f", at {config.block_lr_mult:g} × the rate" if config.block_lr_mult != 1 else ""
     )
@@ -275,10 +276,8 @@ def homes_lines(config: MuonConfig) -> list[str]:
     """
     if config.homes != "auto":
         return []
-    link, tflops = (
-        named("link_gbytes"),
-        f"{named('rank_tflops')} {config.rank_tflops:g}",
-    )
+    link = named("link_gbytes")
+    tflops = f"{named('rank_tflops')} {config.rank_tflops:g}"
     if config.link_gbytes is not None:
         return [
             f"{PREFIX} homes by time, from {tflops} and {link} {config.link_gbytes:g}"

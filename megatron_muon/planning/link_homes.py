@@ -108,7 +108,8 @@ def step_time(stage: Stage, homes: Sequence[int], rounds: _Rounds) -> int:
                 slices[number][rank, home] += elements
     for number, home, _, _ in batches:
         at_home[number][home] += _BATCH_PS * stage.price.picosecond
-    link, done = list(stage.before.times), list(stage.before.times)
+    link = list(stage.before.times)
+    done = list(stage.before.times)
     directions: Mapping[int, int] = dict(enumerate(stage.directions))
     gathered = _exchange(stage, slices[0], link, done) if slices else {}
     for number, there in enumerate(slices):

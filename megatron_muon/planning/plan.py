@@ -111,10 +111,8 @@ class ExchangePlan:
         """Elements of each gather message, by (round, sender, home); see
         ``gather_message``.
         """
-        round_of, slices = (
-            self.round_of(),
-            defaultdict[tuple[int, int, int], list[int]](list),
-        )
+        round_of = self.round_of()
+        slices = defaultdict[tuple[int, int, int], list[int]](list)
         for one in self.slices:
             home = self.matrices[one.matrix].home
             if home != one.rank and not one.replica:
@@ -185,7 +183,8 @@ def make_plan(
     else:
         (cut,) = _in_strips(parameters, stage, numerics.config.homes)
         homes, ends = stage.homes(cut, numerics.config.homes), 0
-    parameters, works = [parameter for parameter, _ in cut], _all_works(cut)
+    parameters = [parameter for parameter, _ in cut]
+    works = _all_works(cut)
     shapes = [
         (parameter, shape) for parameter in parameters for shape in parameter.matrices
     ]
@@ -274,7 +273,8 @@ class _Stage:
 
     def time(self, cut: Sequence[_Cut], policy: HomePolicy) -> int:
         """The time of the stage's step with these strips."""
-        works, price = _all_works(cut), prices(self.numerics)
+        works = _all_works(cut)
+        price = prices(self.numerics)
         homes = self.homes(cut, policy)
         near = self.grid.neighbours, self.faster
         return stage_time(works, homes, price, self.before, self.later, *near)

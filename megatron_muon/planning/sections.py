@@ -109,10 +109,8 @@ def _held_rows(
     for section in sections:
         rows = sum(run.count for run, _, _ in section) // parts
         for run, start, matrix_row in section:
-            first, stop = (
-                max(start, part * rows),
-                min(start + run.count, (part + 1) * rows),
-            )
+            first = max(start, part * rows)
+            stop = min(start + run.count, (part + 1) * rows)
             if first >= stop:
                 continue
             at = Span(local + first - part * rows, local + stop - part * rows)

@@ -41,7 +41,8 @@ _LARGE = 4
 LEAST_SHARED_PS = 50_000_000
 # Less than this is not worth other bits: the plan's time is within some 7 % of the time
 # model's without experts, and further off with them.
-_STEP_GAIN, _LEAST_GAIN = Fraction(1, 100), Fraction(5, 100)
+_STEP_GAIN = Fraction(1, 100)
+_LEAST_GAIN = Fraction(5, 100)
 _NUMBER = 4  # bytes of a number in fp32
 _EXPERTS = ".experts."  # there are always many of them
 
@@ -113,7 +114,8 @@ def _of_block(
         parts = None if shape.strip is None else shape.strip.parts
         if parts is not None and not parts.start <= tp_rank < parts.stop:
             continue
-        low, high = max(start, rows.start), min(stop, rows.stop)
+        low = max(start, rows.start)
+        high = min(stop, rows.stop)
         if low < high:
             local = Span(low - start, high - start).shift(block.rows.start)
             yield Block(first + number, local, low - rows.start)
@@ -133,7 +135,8 @@ def strip_homes(
         strips, works: of each matrix of the stage, in order; a whole one has no strip.
         before: flops that each rank of the stage has to do already.
     """
-    size, loads = len(before), list(before)
+    size = len(before)
+    loads = list(before)
     shared = [
         index
         for index, strip in enumerate(strips)
@@ -221,7 +224,8 @@ class SharedMatrix:
         - one number more for each strip, whether its direction is finite;
         - where strips are turned, the other homes' rows of its columns.
         """
-        ranks, short = sorted(set(self.homes)), min(self.rows, self.cols)
+        ranks = sorted(set(self.homes))
+        short = min(self.rows, self.cols)
         edges = [range_of(short, at, len(ranks)) for at in range(len(ranks))]
         row = short * self.itemsize
         rows = {rank: edge.size * row for rank, edge in zip(ranks, edges, strict=True)}

@@ -49,10 +49,8 @@ class MuonConfig(RunSettings, UpdateSettings):
     given: ClassVar[frozenset[str]]
 
     def __new__(cls, **given: Any) -> MuonConfig:
-        made, defaults = (
-            super().__new__(cls),
-            {each.name: each.default for each in fields(cls)},
-        )
+        made = super().__new__(cls)
+        defaults = {each.name: each.default for each in fields(cls)}
         for name in given.keys() - defaults:
             close = " or ".join(map(repr, get_close_matches(name, defaults, 2)))
             hint = f"; did you mean {close}?" if close else ""

@@ -139,8 +139,10 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
         return place[one.matrix], one.start
 
     kept = sorted(routes.kept, key=in_staged_order)
-    to_homes, arriving = _joined(routes.gather_to), _joined(routes.gather_from)
-    back, returning = _joined(routes.scatter_to), _joined(routes.scatter_from)
+    to_homes = _joined(routes.gather_to)
+    arriving = _joined(routes.gather_from)
+    back = _joined(routes.scatter_to)
+    returning = _joined(routes.scatter_from)
     held = sorted([*kept, *returning], key=lambda one: (one.parameter, one.elements))
     number = _numbers(held)
     staged = sorted([*kept, *arriving], key=in_staged_order)
@@ -255,7 +257,8 @@ def _message(
     numbers: dict[int, int] = {}
     start = 0
     for rank in sorted(slices):
-        own, elements = _sizes(slices[rank]), _elements(slices[rank])
+        own = _sizes(slices[rank])
+        elements = _elements(slices[rank])
         numbers |= {id(one): len(sizes) + at for at, one in enumerate(slices[rank])}
         places += range(start + sum(own), start + sum(own) + len(own))
         sizes += [*own, elements - sum(own)]
