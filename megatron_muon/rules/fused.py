@@ -100,7 +100,8 @@ class Fused:
     """
 
     def __init__(self) -> None:
-        self._momentum, self._update = _Table(), _Table()
+        self._momentum = _Table()
+        self._update = _Table()
         self._factors: tuple[list[float], Tensor] | None = None
 
     def advance_momentum(
@@ -116,7 +117,8 @@ class Fused:
     ) -> None:
         """See ``update.Elementwise``."""
         moves.zero_()
-        buffers, targets = list(momentum_buffers), [x for x in into if x is not None]
+        buffers = list(momentum_buffers)
+        targets = [x for x in into if x is not None]
         places = [-1] * len(buffers)
         for place, number in enumerate(leaving):
             places[number] = place

@@ -128,10 +128,8 @@ class InBlocks(Packed[int]):
         return self._blocks(shard) + -(-shard.numel() // 4)
 
     def _unpacked(self, shard: Tensor, held: Tensor) -> Tensor:
-        wide, values = (
-            torch.empty(shard.numel(), device=shard.device),
-            self._values_of(shard),
-        )
+        wide = torch.empty(shard.numel(), device=shard.device)
+        values = self._values_of(shard)
         for start, stop, before, scales, codes in self._parts(shard, held):
             here = wide[start:stop]
             torch.index_select(values, 0, codes.int(), out=here)
@@ -160,7 +158,8 @@ class InBlocks(Packed[int]):
         """Elements from and to; those of their first block before them; scales;
         codes.
         """
-        blocks, before = self._blocks(shard), self._places[id(shard)] % BLOCK
+        blocks = self._blocks(shard)
+        before = self._places[id(shard)] % BLOCK
         start, codes = 0, held[blocks:].view(torch.uint8)
         for scales in torch.split(held[:blocks], AT_ONCE // BLOCK):
             stop = min(start + len(scales) * BLOCK - before, shard.numel())

@@ -202,7 +202,8 @@ def _start_messages(sent: Tensor, received: Tensor, route: Route) -> list[dist.W
         # again only once the GPU is done with it, long after the host has gone on. It
         # does not do so for memory that it got from elsewhere, and Pending keeps both
         # buffers until the wait.
-        sent, received = dlpack.from_dlpack(sent), dlpack.from_dlpack(received)
+        sent = dlpack.from_dlpack(sent)
+        received = dlpack.from_dlpack(received)
     operations = [
         (
             dist.isend if message.is_sent else dist.irecv,

@@ -100,7 +100,8 @@ def agree_on_settings(
         f"torch's deterministic mode: {deterministic}",
         f"asks anything of megatron-muon: {asks}",
     ]
-    text, rank = "\n".join(settings), dist.get_rank()
+    text = "\n".join(settings)
+    rank = dist.get_rank()
     first = _first_to_come(_ASKS if asks else f"{rank}\n{text}")
     if first == _ASKS:
         agree_everywhere(settings, device(), SETTINGS)
@@ -235,10 +236,8 @@ def _text(error: BaseException) -> str:
     """The error's words, never empty; with its type where the words alone say little
     (KeyError).
     """
-    words, worded = (
-        str(error),
-        isinstance(error, (ValueError, RuntimeError, TypeError, OSError)),
-    )
+    words = str(error)
+    worded = isinstance(error, (ValueError, RuntimeError, TypeError, OSError))
     return words if worded and words else f"{type(error).__name__}: {words}"
 
 

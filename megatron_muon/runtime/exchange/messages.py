@@ -191,7 +191,8 @@ class RoundExchange:
         """
         table = self.table
         sizes = table.staged_sizes if table.in_place else table.kept_sizes
-        kept, sent = self._empty(sum(sizes)), self._empty(sum(table.sent_sizes))
+        kept = self._empty(sum(sizes))
+        sent = self._empty(sum(table.sent_sizes))
         in_message = split_with_sizes(sent, table.sent_sizes)
         targets = [
             *self._kept_slices(kept),

@@ -50,7 +50,8 @@ class Sharers:
         self._homes, self._rank = [strip.home for strip in strips], rank
         self._rows = [strip.rows for strip in strips]
         self._cols = [strip.long for strip in strips]
-        self.count, self.numbers = len(strips), self._strips_at(rank)
+        self.count = len(strips)
+        self.numbers = self._strips_at(rank)
         self._ranks = sorted(set(self._homes))
         self._others = [other for other in self._ranks if other != rank]
         self._group, self._world, self._meter = group, world, meter
@@ -241,5 +242,6 @@ class Sharers:
         return split_with_sizes(pending.wait(), list(counts))
 
     def _square_rows(self, rank: int, size: int) -> slice:
-        at, number = self._ranks.index(rank), len(self._ranks)
+        at = self._ranks.index(rank)
+        number = len(self._ranks)
         return slice(at * size // number, (at + 1) * size // number)
