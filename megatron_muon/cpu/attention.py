@@ -65,7 +65,8 @@ def _mask(attention: Any, given: torch.Tensor | None, sequence: int, group: Any)
     mask.
     """
     enums = importlib.import_module("megatron.core.transformer.enums")
-    cp_size, cp_rank = group.size(), group.rank()
+    cp_size = group.size()
+    cp_rank = group.rank()
     if given is None:
         if attention.attn_mask_type != enums.AttnMaskType.causal:
             return None
@@ -176,7 +177,8 @@ def context_parallel(patches: Patches) -> None:
         if self.config.context_parallel_size > 1:
             _refuse(self, query, key)
             group = _group(self)
-            key, value = whole_sequence(key, group), whole_sequence(value, group)
+            key = whole_sequence(key, group)
+            value = whole_sequence(value, group)
             attention_mask = _mask(self, attention_mask, key.shape[0], group)
         return forward(self, query, key, value, attention_mask, *args, **kwargs)
 

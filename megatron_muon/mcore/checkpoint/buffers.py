@@ -153,10 +153,8 @@ def _check_spans(saved: Spans, here: Spans) -> None:
     """Refuse a buffer that holds other parameters than the one here, or other parts of
     them.
     """
-    unknown, missing = (
-        sorted(saved.keys() - here.keys()),
-        sorted(here.keys() - saved.keys()),
-    )
+    unknown = sorted(saved.keys() - here.keys())
+    missing = sorted(here.keys() - saved.keys())
     if unknown or missing:
         there, not_here = (f", but not {n[0]}" if n else "" for n in (missing, unknown))
         raise ValueError(

@@ -171,7 +171,8 @@ def _has_types(whole: Digest) -> bool:
     intent.
     """
     try:
-        parameters, files = whole["parameters"].values(), whole["files"].items()
+        parameters = whole["parameters"].values()
+        files = whole["files"].items()
         return (
             isinstance(whole["complete"], bool)
             and (whole["save"] is None or isinstance(whole["save"]["id"], str))

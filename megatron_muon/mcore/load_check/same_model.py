@@ -68,7 +68,8 @@ def require_same_model(
     optimizer that it has in this run.
     """
     different = f"{folder} was saved by a different model:"
-    then, now = _sizes(saved["parameters"]), _sizes(own)
+    then = _sizes(saved["parameters"])
+    now = _sizes(own)
     if missing := sorted(now.keys() - then.keys()):
         raise DigestError(
             f"{different} it has no {first_names(missing)}, which this model has "
@@ -101,7 +102,8 @@ def _require_same_routing(saved: Mapping[str, Any], own: Table, folder: str) -> 
     """Raise a DigestError where a parameter's state is another optimizer's than in this
     run.
     """
-    then, now = _owners(saved["parameters"]), _owners(own)
+    then = _owners(saved["parameters"])
+    now = _owners(own)
     changed = sorted(name for name in now if then.get(name, now[name]) != now[name])
     if not changed:
         return
@@ -160,7 +162,8 @@ def _table(trained: TrainedModel) -> Table:
 
 
 def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:
-    shape, tp_size = list(weight.param.shape), sizes.tp_of(weight)
+    shape = list(weight.param.shape)
+    tp_size = sizes.tp_of(weight)
     if weight.is_module(
         "GroupedMLP"
     ):  # all experts in one, over EP and TP in the same dim

@@ -26,20 +26,20 @@ from megatron_muon.settings.config import MuonConfig, named
 # base classes, since Transformer Engine's cannot be imported everywhere. "Linear" is
 # torch's, Megatron's and Transformer Engine's, so also TELinear and others.
 MATRIX_MODULES = (
-    *(
-        "Linear",
-        "ColumnParallelLinear",
-        "RowParallelLinear",
-        "LayerNormLinear",
-        "TELinear",
-    ),
-    *(
-        "TEColumnParallelLinear",
-        "TERowParallelLinear",
-        "TELayerNormColumnParallelLinear",
-    ),
-    *("GroupedLinear", "TEGroupedLinear", "TEColumnParallelGroupedLinear"),
-    *("TERowParallelGroupedLinear", "GroupedMLP", "Router"),
+    "Linear",
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "LayerNormLinear",
+    "TELinear",
+    "TEColumnParallelLinear",
+    "TERowParallelLinear",
+    "TELayerNormColumnParallelLinear",
+    "GroupedLinear",
+    "TEGroupedLinear",
+    "TEColumnParallelGroupedLinear",
+    "TERowParallelGroupedLinear",
+    "GroupedMLP",
+    "Router",
 )
 LR_MULTIPLIER = (
     "muon_lr_mult"  # a key of a group whose rate is multiplied; others have none

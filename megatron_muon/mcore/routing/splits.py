@@ -248,10 +248,8 @@ def _gated(weight: Weight, rows: int) -> FusedRows | None:
     model = weight.model_config
     if weight.leaf != "linear_fc1" or not model.gated_linear_unit:
         return None
-    gate, up = (
-        RowRun(rows // 2, {"gate-up": "gate"}),
-        RowRun(rows - rows // 2, {"gate-up": "up"}),
-    )
+    gate = RowRun(rows // 2, {"gate-up": "gate"})
+    up = RowRun(rows - rows // 2, {"gate-up": "up"})
     block = _interleaved_by(weight)
     if block:
         pair = (RowRun(block, {"gate-up": "gate"}), RowRun(block, {"gate-up": "up"}))
@@ -324,5 +322,9 @@ def _is_held_by(weight: Weight, *class_names: str) -> bool:
 
 # The first that knows a weight says how its rows lie: see ``fused_of``.
 _FAMILIES: tuple[Callable[[Weight, int], FusedRows | None], ...] = (
-    *(_attention, _queries, _latent, _gated, _state_space),
+    _attention,
+    _queries,
+    _latent,
+    _gated,
+    _state_space,
 )

@@ -92,7 +92,8 @@ def require_matched(matched: Collection[str], config: MuonConfig) -> None:
 
 def share_of(routes: Sequence[Route], config: MuonConfig) -> Share:
     """The share of a pipeline stage, each element once over all its ranks."""
-    counts, kept = Counter[str](), Counter[str]()
+    counts = Counter[str]()
+    kept = Counter[str]()
     for route in routes:
         weight, elements = route.weight, route.elements
         if weight.is_tied_copy:

@@ -26,9 +26,16 @@ from megatron_muon.settings.config import MuonConfig
 # the ranks' maximum.
 SUMS: Mapping[str, tuple[str, ...]] = {
     "muon": (
-        *("elements", "update_squares", "weight_squares", "momentum_squares"),
-        *("gradient_squares", "gradient_updates"),
-        *("matrices", "home_elements", "moved", "moved_elements"),
+        "elements",
+        "update_squares",
+        "weight_squares",
+        "momentum_squares",
+        "gradient_squares",
+        "gradient_updates",
+        "matrices",
+        "home_elements",
+        "moved",
+        "moved_elements",
     ),
     "adamw": ("elements", "weight_squares", "gradient_squares"),
     "layers": ("elements", "output_squares"),

@@ -71,7 +71,8 @@ class Warnings:
         """Rows that are off in two successive records."""
         before, self._off = self._off, set()
         for row, numbers in record.get("muon", {}).items():
-            promised, update = self._promised.get(row), numbers.get("update_rms")
+            promised = self._promised.get(row)
+            update = numbers.get("update_rms")
             ratio = update / promised if promised and update is not None else 1.0
             if not LOW <= ratio <= HIGH:
                 self._off.add(row)
@@ -88,10 +89,8 @@ class Warnings:
             quarter = len(values) // 4
             if record["step"] < SETTLED or len(values) < FEWEST:
                 continue
-            before, now = (
-                median(values[quarter : 2 * quarter]),
-                median(values[-quarter:]),
-            )
+            before = median(values[quarter : 2 * quarter])
+            now = median(values[-quarter:])
             if before > 0 and now > GROWTH * before:
                 yield f"{row} {now / before:.1f} times"
 

@@ -128,7 +128,8 @@ class Watch:
         message = Message(self._table, self._device)
         self._outputs.add_to(message)
         for row, shard, states in self._adamws:
-            grad, weight = states.grad(shard), states.get(shard, MAIN_KEY)
+            grad = states.grad(shard)
+            weight = states.get(shard, MAIN_KEY)
             assert grad is not None  # checked before the step
             message.add(
                 "adamw",

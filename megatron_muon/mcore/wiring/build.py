@@ -362,7 +362,8 @@ def _agreed_plans(
     for at, part in enumerate(parts):
         coordinates = stage.coordinates(part)
         mine = muon_parameters(part.routes, part.buffers)
-        earlier, later = [plan for plan, *_ in plans], sum(work[at + 1 :])
+        earlier = [plan for plan, *_ in plans]
+        later = sum(work[at + 1 :])
         here = [parameter for _, parameter in mine]
         description = agreed.description(here, numerics, earlier, later)
         grid = agree_on_grid(coordinates, description, stage.group, stage.device, near)
@@ -392,7 +393,8 @@ def _muon_of(
     """The Muon part of this rank."""
     plan, mine, is_followed = agreed_on
     config, travels = numerics.config, TORCH_DTYPE[numerics.travels]
-    own, meter = plan.for_rank(dist.get_rank(stage.group)), Meter()
+    own = plan.for_rank(dist.get_rank(stage.group))
+    meter = Meter()
     shards = dict(owned_shards(dist_opt))
     main_params = {index: shards[mine[index]] for index in own.shards}
     exchange = Exchange(own, plan.matrices, stage.group, travels, stage.device, meter)

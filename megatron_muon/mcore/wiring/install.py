@@ -198,7 +198,8 @@ def _with_upstreams(
     """The settings, with those that Megatron's own Muon takes by its config and
     overrides.
     """
-    asked, routed = fields_set(config), bool(routes(given.arguments))
+    asked = fields_set(config)
+    routed = bool(routes(given.arguments))
     if config.optimizer == "muon" and not routed and not asked:
         return settings
     from megatron_muon.mcore.wiring import (

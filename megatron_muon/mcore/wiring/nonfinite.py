@@ -91,7 +91,8 @@ class NonfiniteReport:
             str, Left
         ] = {}  # full and block steps, and TP slices of these, count as one
         for key, left in now.items():
-            weight, new = key[1].split(SLICE_OF)[0], left.since(before.get(key))
+            weight = key[1].split(SLICE_OF)[0]
+            new = left.since(before.get(key))
             news[weight] = max(new, news.get(weight, new))
         mine = [(name, *left) for name, left in news.items() if left.results]
         if not any_rank(

@@ -387,7 +387,8 @@ def _young_shards(part: Any, config: MuonConfig) -> list[Tensor]:
 
 
 def _young(part: Any, config: MuonConfig) -> set[torch.nn.Parameter]:
-    sizes, every = _sizes(), weights(part.model_chunks)
+    sizes = _sizes()
+    every = weights(part.model_chunks)
     return {w.param for w in every if why_adamw(w, sizes.tp_of(w), config) is None}
 
 

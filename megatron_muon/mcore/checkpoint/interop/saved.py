@@ -206,13 +206,13 @@ _KNOWN = {
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.metadata": (
-        *(
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "_MEM_FORMAT_ENCODING",
-        ),
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorStorageMetadata",
     ),
 }

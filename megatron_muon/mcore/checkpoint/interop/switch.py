@@ -130,10 +130,8 @@ def _rounds_to(shard: torch.Tensor, model: torch.Tensor, here: slice) -> bool:
         if (
             weight.dtype == torch.bfloat16
         ):  # FusedAdam with remainders rounds ties away from zero
-            away, remainder = (
-                torch.empty_like(weight),
-                torch.empty_like(weight, dtype=torch.int16),
-            )
+            away = torch.empty_like(weight)
+            remainder = torch.empty_like(weight, dtype=torch.int16)
             write_halves(shard.clone(), away, remainder)
             rounds |= away == weight
         return bool(rounds.all())

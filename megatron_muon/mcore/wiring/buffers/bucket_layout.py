@@ -76,7 +76,8 @@ def put_in(config: MuonConfig) -> None:
             getattr(DistributedOptimizer, _LAYOUT),
             DistributedDataParallel.__init__,
         )
-        layout, init = around(layout, _laid_out, _is_in), around(init, _init, _is_in)
+        layout = around(layout, _laid_out, _is_in)
+        init = around(init, _init, _is_in)
         _patches.set(DistributedOptimizer, _LAYOUT, staticmethod(layout))
         _patches.set(DistributedDataParallel, "__init__", init)
 
@@ -165,7 +166,8 @@ def _model(module: Any, pg_collection: Any) -> _Model | None:
         numerics = numerics_on(device_of([module]), _config)
     except (ValueError, NotImplementedError, KernelError):
         return None
-    dense, experts = Holders(dp_size, tp_size), Holders(expert_dp_size, expert_tp_size)
+    dense = Holders(dp_size, tp_size)
+    experts = Holders(expert_dp_size, expert_tp_size)
     return _Model(muons, dense, experts, numerics)
 
 
