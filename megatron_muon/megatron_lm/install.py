@@ -150,7 +150,11 @@ def _validate_args(
     is_muon = asks_for_muon(args)
     again = is_muon and namespace.is_on(args)  # a namespace may be validated twice
     is_free = value_given(args, "muon_dp_layout") is None
-    told = [] if again else _turn_on(args) if is_muon else _leave_out(args)
+    told: list[str] = []
+    if not is_muon:
+        told = _leave_out(args)
+    elif not again:
+        told = _turn_on(args)
     hidden: dict[str, Any] = {"optimizer": "adam"} if is_muon else {}
     if _is_on_cpu():
         told += _on_the_cpu(args)
@@ -199,7 +203,8 @@ def _settled(args: Any, *, is_free: bool) -> list[str]:
     from megatron_muon.mcore.wiring.install import install, settings
     from megatron_muon.megatron_lm import layouts  # where gradient reduction overlaps
 
-    config, lines = settings() or muon_config(args), list[str]()
+    config = settings() or muon_config(args)
+    lines: list[str] = []
     if is_free and args.non_persistent_ckpt_type in (
         None,
         "global",
@@ -430,14 +435,18 @@ def _initialize_megatron(
 
 # Flags that votes of the plugin depend on, and that are no settings of MuonConfig.
 _AGREED = (
-    *(
-        "muon_backend",
-        "muon_from_adamw",
-        "adamw_from_muon",
-        "no_muon_checkpoint_digest",
-    ),
-    *("muon_trace_steps", "finetune", "no_load_optim", "override_opt_param_scheduler"),
-    *("ckpt_step", "use_dist_ckpt", "non_persistent_ckpt_type", "muon_dp_layout"),
+    "muon_backend",
+    "muon_from_adamw",
+    "adamw_from_muon",
+    "no_muon_checkpoint_digest",
+    "muon_trace_steps",
+    "finetune",
+    "no_load_optim",
+    "override_opt_param_scheduler",
+    "ckpt_step",
+    "use_dist_ckpt",
+    "non_persistent_ckpt_type",
+    "muon_dp_layout",
 )
 
 

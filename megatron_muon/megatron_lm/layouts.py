@@ -65,10 +65,8 @@ def own_layout(
     if chosen is None:
         return "contiguous", []
     weights = [weight for one in buffers(args, 1, norms=True) for weight in one.weights]
-    size, own = (
-        sum(each.numel for each in weights) // chosen.number,
-        Numerics(config, device),
-    )
+    size = sum(each.numel for each in weights) // chosen.number
+    own = Numerics(config, device)
     contiguous = _ends(args, own, size, in_order=aligns_shards(args))
     own = Numerics(replace(config, align_shards=False), device)
     bucketed = _ends(args, own, None, in_order=False)
