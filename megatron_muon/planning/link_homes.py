@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 
 from megatron_muon.planning.homes import Loads, Price, Work
 from megatron_muon.planning.sharing.strip_time import MESSAGE_PS, PEER_PS
@@ -80,7 +81,7 @@ def fastest(
         rounds_of: the rounds of homes, as indices of parameters.
     """
     improved = [
-        _Search(stage, homes, of).improved() for homes in choices for of in _WEIGHTS
+        _Search(stage, homes, of).improved() for homes, of in product(choices, _WEIGHTS)
     ]
     tried = list(dict.fromkeys(map(tuple, (*choices, *improved))))
     times = [step_time(stage, homes, rounds_of(homes)) for homes in tried]
@@ -175,7 +176,9 @@ class _Search:
     def __init__(
         self, stage: Stage, homes: Sequence[int], weights: tuple[int, int]
     ) -> None:
-        self._stage, self._homes, self._weights = stage, list(homes), weights
+        self._stage = stage
+        self._homes = list(homes)
+        self._weights = weights
         self._near = stage.faster
         self._work = list(stage.before.times)
         self._links = [[0, 0, 0, 0] for _ in self._work]  # out and in, far and near

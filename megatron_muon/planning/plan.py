@@ -387,11 +387,10 @@ def _homes_by_link(
     fixed = frozenset(at for at, (_, _, m) in enumerate(every) if m.strip is not None)
     before, near = stage.before, (stage.grid.neighbours, stage.faster)
     directions = list(before.times)
-    for at_homes, one in (
-        (plan.matrices, one) for plan in earlier for one in plan.slices
-    ):
-        at_home = before.times[at_homes[one.matrix].home]
-        directions[one.rank] = max(directions[one.rank], at_home)
+    for plan in earlier:
+        for one in plan.slices:
+            at_home = before.times[plan.matrices[one.matrix].home]
+            directions[one.rank] = max(directions[one.rank], at_home)
     of = link_homes.Stage(
         works, owner, fixed, before, directions, prices(numerics), *near
     )

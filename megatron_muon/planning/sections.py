@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from megatron_muon.planning.layout import Block, Matrices, MatrixShape, Span
 
@@ -76,9 +77,8 @@ def sectioned(
 
 
 def _named(sections: Sequence[Sequence[Rows]]) -> list[str]:
-    names = dict.fromkeys(
-        run.part or "one matrix" for section in sections for run in section
-    )
+    runs = chain.from_iterable(sections)
+    names = dict.fromkeys(run.part or "one matrix" for run in runs)
     return list(names) if len(names) <= 6 else [*list(names)[:5], "..."]
 
 

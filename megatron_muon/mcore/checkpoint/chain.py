@@ -167,9 +167,8 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             parts = [
                 part for part in self.chained_optimizers if not part.is_stub_optimizer
             ]
-            _refuse_mixed(
-                {tensor for part in parts for tensor in part.tensors}, self.voters
-            )
+            tensors = itertools.chain.from_iterable(part.tensors for part in parts)
+            _refuse_mixed(set(tensors), self.voters)
         return state
 
     def _make_ready(self) -> None:

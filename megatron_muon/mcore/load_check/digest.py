@@ -178,9 +178,7 @@ def _has_types(whole: Digest) -> bool:
             and (whole["save"] is None or isinstance(whole["save"]["id"], str))
             and all(isinstance(whole[key], dict) for key in ("wrote", "settings"))
             and all(isinstance(each["shape"], list) for each in parameters)
-            and all(
-                map(_is_count, (size for each in parameters for size in each["shape"]))
-            )
+            and all(all(map(_is_count, each["shape"])) for each in parameters)
             and all(
                 each["optimizer"] in ("muon", "adamw", "frozen") for each in parameters
             )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megatron.core.transformer.attention import CrossAttention
@@ -54,7 +55,7 @@ class FusedRows:
     @property
     def rows(self) -> int:
         """Rows of the whole weight."""
-        return sum(run.count for section in self.sections for run in section)
+        return sum(run.count for run in chain.from_iterable(self.sections))
 
     def by(self, kind: str) -> Sections:
         """Its rows with the names of the matrices of a split."""

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -210,14 +211,13 @@ def _table(
             return ""
         routes, kept = muons[0][0].routes, kept_logits(model_chunks, config.qk_clip)
         adamws = {row_name(route.weight.name) for route in routes if route.muon is None}
+        matrices = chain.from_iterable(muon.plan.matrices for _, muon in muons)
         return json.dumps(
             {
-                "muon": muon_rows(
-                    [m for _, muon in muons for m in muon.plan.matrices], config
-                ),
+                "muon": muon_rows(list(matrices), config),
                 "adamw": sorted(adamws),
                 "layers": [name for name, _ in layers(model_chunks)],
-                "logits": [row for each in kept for row in each.rows],
+                "logits": list(chain.from_iterable(each.rows for each in kept)),
             }
         )
 

@@ -138,8 +138,10 @@ def make_muons(
     lines += together(lambda: _completed(parts, muons, numerics, stage), None, device)
     lines += _connected(muons, stage) + _nodes(muons, config, stage)
     if muons:
-        each = [one for _, muon in muons for one in muon.each]
-        optimizer.nonfinite = NonfiniteReport(each, config, optimizer.voters, device)
+        each = itertools.chain.from_iterable(muon.each for _, muon in muons)
+        optimizer.nonfinite = NonfiniteReport(
+            list(each), config, optimizer.voters, device
+        )
     if muons and config.log_interval is not None:
         from megatron_muon.mcore.watching.watch import Watch
 

@@ -54,7 +54,7 @@ def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
     if not any(count for (count,) in counts):
         return []
     texts = collectives.all_gather_texts("\n".join(wrong), None)
-    names = sorted({name for text in texts for name in text.split("\n") if name})
+    names = sorted({name for name in "\n".join(texts).split("\n") if name})
     line = (
         f"[megatron_muon] Megatron would count {first_names(names)} on the wrong "
         "number of TP "

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -103,7 +104,7 @@ class NonfiniteReport:
         texts = all_gather_texts(json.dumps(mine), self._group)
         # several homes may name one matrix: of its strips or slices, or of optimizer
         # instances
-        said = sorted(each for text in texts for each in json.loads(text))
+        said = sorted(chain.from_iterable(map(json.loads, texts)))
         every = {
             name: Left(*left) for name, *left in said
         }  # the most that one of them saw

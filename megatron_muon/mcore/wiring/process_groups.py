@@ -79,9 +79,13 @@ class Stage:
                 0, 1, self.tp.rank(), self.tp.size(), dp.rank(), dp.size()
             )
         assert self.expert_tp is not None and self.ep is not None
-        groups = (self.ep, self.expert_tp, dp)
         return Coordinates(
-            *(number for each in groups for number in (each.rank(), each.size()))
+            self.ep.rank(),
+            self.ep.size(),
+            self.expert_tp.rank(),
+            self.expert_tp.size(),
+            dp.rank(),
+            dp.size(),
         )
 
 

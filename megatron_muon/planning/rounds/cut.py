@@ -121,7 +121,10 @@ def smaller_first(
 
 def _limit_of(taken: Sequence[Loads], limit: int | None) -> int:
     if limit is None:
-        largest = max((count for loads in taken for count in loads.values()), default=0)
+        largest = max(
+            (max(loads.values(), default=0) for loads in taken),
+            default=0,
+        )
         return max(_LARGEST_IN_A_ROUND * largest, LEAST_LIMIT)
     if limit <= 0:
         raise ValueError(f"a round must be allowed more than {limit} bytes")

@@ -5,6 +5,7 @@ matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, product
 
 import torch
 from torch import Tensor, split_with_sizes
@@ -163,24 +164,18 @@ class Sharers:
         Each has the shape ``shape_of(*key)``, on all homes.
         """
         own = self._strips_at(self._rank)
-        made = {(a, b): crossings[a, b] for a in own for b in own}
+        made = {key: crossings[key] for key in product(own, own)}
         if not self._others:
             return made
-        leaving = [
-            [(a, b) for a in own for b in self._strips_at(rank)]
-            for rank in self._others
-        ]
-        coming = [
-            [(a, b) for a in self._strips_at(rank) for b in own]
-            for rank in self._others
-        ]
+        theirs = [self._strips_at(rank) for rank in self._others]
+        leaving = [list(product(own, strips)) for strips in theirs]
+        coming = [list(product(strips, own)) for strips in theirs]
         sizes = [[crossings[key].numel() for key in keys] for keys in leaving]
         sent = crossings[own[0], own[0]].new_empty(sum(map(sum, sizes)))
-        places = iter(
-            split_with_sizes(sent, [size for of_rank in sizes for size in of_rank])
-        )
-        for key in (key for keys in leaving for key in keys):
-            next(places).view(shape_of(*key)).copy_(crossings[key])
+        places = split_with_sizes(sent, list(chain.from_iterable(sizes)))
+        keys_sent = chain.from_iterable(leaving)
+        for key, place in zip(keys_sent, places, strict=True):
+            place.view(shape_of(*key)).copy_(crossings[key])
         self._meter.turn_bytes += sent.nbytes
         counts = [
             sum(rows * cols for rows, cols in (shape_of(*k) for k in ks))

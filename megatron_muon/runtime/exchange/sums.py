@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,7 +67,7 @@ class SliceSums:
 
         self._sources = index(sources)
         self._places = index([places[id(mine[at])] for at in sources])
-        self._padded = index([place for row in padded for place in row])
+        self._padded = index(list(chain.from_iterable(padded)))
         self._shape = len(rows), width
         self._matrix_of = index(
             [order[_whole_of(one.matrix, matrices)] for one in mine]

@@ -39,7 +39,7 @@ _THEIRS = {
     "exp_avg": ("exp_avg",),
     "exp_avg_sq": ("exp_avg_sq",),
 }
-_KNOWN = {kind for kinds in _THEIRS.values() for kind in kinds}
+_KNOWN = set[str]().union(*_THEIRS.values())
 _IN_BUCKETS = re.compile(r"(?:chained_\d+\.)*optimizer\.distributed\.")
 _MU = ("momentum", "momentum_beta")  # the latter in Emerging-Optimizers 0.1
 _SGD = "dampening"  # a key of SGD's groups, which have a momentum, too
