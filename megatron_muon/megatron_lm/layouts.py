@@ -134,5 +134,7 @@ def _located(
         tuple(tuple((d * ep + e) * tp + t for d in range(dp)) for t in range(tp))
         for e in range(ep)
     )
-    every = [replace(one, ep_rank=e) for e in range(ep) for one in placed]
+    every: list[Parameter] = []
+    for ep_rank in range(ep):
+        every += [replace(one, ep_rank=ep_rank) for one in placed]
     return every, RankGrid(grid, neighbours)

@@ -96,7 +96,9 @@ def step_time(stage: Stage, homes: Sequence[int], rounds: _Rounds) -> int:
     """The time until the last rank has its directions; see ``pipeline`` for the
     order.
     """
-    round_of = {index: number for number, round in enumerate(rounds) for index in round}
+    round_of: dict[int, int] = {}
+    for number, round in enumerate(rounds):
+        round_of |= dict.fromkeys(round, number)
     slices: list[dict[tuple[int, int], int]] = [defaultdict(int) for _ in rounds]
     at_home: list[dict[int, int]] = [defaultdict(int) for _ in rounds]
     batches: set[tuple[int, int, int, int]] = set()

@@ -76,9 +76,10 @@ class ExchangePlan:
 
     def round_of(self) -> dict[int, int]:
         """The round of each parameter."""
-        return {
-            index: number for number, round in enumerate(self.rounds) for index in round
-        }
+        numbers: dict[int, int] = {}
+        for number, round in enumerate(self.rounds):
+            numbers |= dict.fromkeys(round, number)
+        return numbers
 
     def ns_flops(self) -> list[int]:
         """Newton-Schulz floating-point operations of each rank in a step."""
@@ -185,12 +186,7 @@ def make_plan(
         homes, ends = stage.homes(cut, numerics.config.homes), 0
     parameters = [parameter for parameter, _ in cut]
     works = _all_works(cut)
-    shapes = [
-        (parameter, shape) for parameter in parameters for shape in parameter.matrices
-    ]
-    owner = [
-        index for index, parameter in enumerate(parameters) for _ in parameter.matrices
-    ]
+    shapes, owner = _shapes_of(parameters)
     matrices = tuple(
         _homed(parameter, shape, home)
         for (parameter, shape), home in zip(shapes, homes, strict=True)
@@ -208,6 +204,19 @@ def make_plan(
     )
     plan.validate()
     return plan
+
+
+def _shapes_of(
+    parameters: Sequence[Parameter],
+) -> tuple[list[tuple[Parameter, MatrixShape]], list[int]]:
+    """All matrices, each with its parameter, and the indices of these parameters."""
+    shapes: list[tuple[Parameter, MatrixShape]] = []
+    owner: list[int] = []
+    for index, parameter in enumerate(parameters):
+        for shape in parameter.matrices:
+            shapes.append((parameter, shape))
+            owner.append(index)
+    return shapes, owner
 
 
 def flops_of(parameters: Sequence[Parameter], numerics: Numerics) -> int:
@@ -348,13 +357,13 @@ def _in_strips(
     if numerics.split != "auto":
         return [cut_all({}, 1 if numerics.split == "off" else numerics.split)]
     least = LEAST_SHARED_PS * numerics.config.rank_tflops  # flops
-    shapes = {
-        (m.rows, m.cols)
-        for parameter in parameters
-        if in_strips(parameter, lambda _: 2) is not parameter
-        for m in parameter.matrices
-        if ns_flops(*m.unit, numerics) >= least
-    }
+    shapes: set[tuple[int, int]] = set()
+    for parameter in parameters:
+        if in_strips(parameter, lambda _: 2) is parameter:
+            continue
+        for m in parameter.matrices:
+            if ns_flops(*m.unit, numerics) >= least:
+                shapes.add((m.rows, m.cols))
     if not shapes:
         return [cut_all({})]
     can = partial(can_share, numerics=numerics)
@@ -382,9 +391,8 @@ def _homes_by_link(
     from megatron_muon.planning import link_homes  # only where a link is stated
 
     works, numerics = _all_works(cut), stage.numerics
-    every = [(at, p, m) for at, (p, _) in enumerate(cut) for m in p.matrices]
-    owner = [at for at, _, _ in every]
-    fixed = frozenset(at for at, (_, _, m) in enumerate(every) if m.strip is not None)
+    every, owner = _shapes_of([parameter for parameter, _ in cut])
+    shared = (at for at, (_, shape) in enumerate(every) if shape.strip is not None)
     before, near = stage.before, (stage.grid.neighbours, stage.faster)
     directions = list(before.times)
     for plan in earlier:
@@ -392,12 +400,13 @@ def _homes_by_link(
             at_home = before.times[plan.matrices[one.matrix].home]
             directions[one.rank] = max(directions[one.rank], at_home)
     of = link_homes.Stage(
-        works, owner, fixed, before, directions, prices(numerics), *near
+        works, owner, frozenset(shared), before, directions, prices(numerics), *near
     )
 
     def rounds_of(homes: Sequence[int]) -> Sequence[Sequence[int]]:
         matrices = [
-            _homed(p, m, home) for (_, p, m), home in zip(every, homes, strict=True)
+            _homed(parameter, shape, home)
+            for (parameter, shape), home in zip(every, homes, strict=True)
         ]
         return stage_rounds(owner, matrices, works, stage.grid.size, numerics)
 

@@ -66,9 +66,9 @@ def rank_plan(
 ) -> RankPlan:
     """One rank's part of the plan that has these fields; see ``plan.ExchangePlan``."""
     made = tuple(RankRound() for _ in rounds)
-    round_of = {
-        index: made[number] for number, round in enumerate(rounds) for index in round
-    }
+    round_of: dict[int, RankRound] = {}
+    for of_rank, round in zip(made, rounds, strict=True):
+        round_of |= dict.fromkeys(round, of_rank)
     numbers = iter(range(len(matrices)))
     for index, parameter in enumerate(parameters):
         own = [next(numbers) for _ in parameter.matrices]
@@ -77,12 +77,11 @@ def rank_plan(
         home = matrices[one.matrix].home
         if rank in (home, one.rank):
             _route(round_of[one.parameter], one, rank, home)
-    shards = {
-        index: shard
-        for index, parameter in enumerate(parameters)
-        for holder, shard in held_shards(parameter, grid)
-        if holder == rank
-    }
+    shards: dict[int, Span] = {}
+    for index, parameter in enumerate(parameters):
+        for holder, shard in held_shards(parameter, grid):
+            if holder == rank:
+                shards[index] = shard
     return RankPlan(rank, shards, made)
 
 

@@ -65,18 +65,15 @@ def in_strips(
     if all(len(strips) == 1 for strips in cut):
         return parameter
     first = [sum(map(len, cut[:index])) for index in range(len(cut))]
-    blocks = tuple(
-        tuple(
-            part
-            for block in of_rank
-            for part in _of_block(
-                block, cut[block.matrix], first[block.matrix], tp_rank
-            )
-        )
-        for tp_rank, of_rank in enumerate(parameter.blocks)
-    )
+    blocks = []
+    for tp_rank, of_rank in enumerate(parameter.blocks):
+        parts: list[Block] = []
+        for block in of_rank:
+            number = block.matrix
+            parts += _of_block(block, cut[number], first[number], tp_rank)
+        blocks.append(tuple(parts))
     matrices = tuple(shape for strips in cut for shape, _ in strips)
-    return replace(parameter, matrices=matrices, blocks=blocks)
+    return replace(parameter, matrices=matrices, blocks=tuple(blocks))
 
 
 _Cut = tuple[MatrixShape, Span]  # a strip, and its rows of the whole matrix

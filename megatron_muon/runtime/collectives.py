@@ -161,15 +161,13 @@ def _places(counts: Sequence[tuple[int, int]]) -> Iterator[_Place]:
 def _in_turn(
     world: Sequence[int], rank: int, sent: Iterable[_Place], received: Iterable[_Place]
 ) -> tuple[Message, ...]:
-    placed = [
-        (
-            (sign * (other - rank) % len(world), sign > 0),
-            Message(sign > 0, world[other], *place),
-        )
-        for sign, places in ((-1, received), (1, sent))
-        for other, *place in places
-        if place[0] < place[1]
-    ]
+    placed = []
+    for sign, places in ((-1, received), (1, sent)):
+        for other, start, stop in places:
+            if start < stop:
+                turn = (sign * (other - rank) % len(world), sign > 0)
+                message = Message(sign > 0, world[other], start, stop)
+                placed.append((turn, message))
     return tuple(message for _, message in sorted(placed, key=lambda each: each[0]))
 
 
@@ -289,14 +287,14 @@ def start_broadcasts(
     refuses.
     """
     with _named(name, group):
-        works: list[dist.Work | None] = [
-            dist.broadcast(
-                part, dist.get_global_rank(group, rank), group=group, async_op=True
-            )
-            for parts in tensors
-            for rank, part in enumerate(parts)
-            if part.numel()
-        ]
+        works: list[dist.Work | None] = []
+        for parts in tensors:
+            for rank, part in enumerate(parts):
+                if not part.numel():
+                    continue
+                source = dist.get_global_rank(group, rank)
+                work = dist.broadcast(part, source, group=group, async_op=True)
+                works.append(work)
     return Broadcasts(name, group, [work for work in works if work is not None])
 
 

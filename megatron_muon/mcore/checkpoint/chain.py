@@ -331,12 +331,11 @@ def _with_groups_of(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
     """The first optimizer's state with all optimizers' groups, each as dense and as
     experts'.
     """
-    groups = [
-        {**group, "is_expert_parallel": of_experts}
-        for optimizer in optimizers
-        for group in optimizer["param_groups"]
-        for of_experts in (False, True)
-    ]
+    groups = []
+    for optimizer in optimizers:
+        for group in optimizer["param_groups"]:
+            groups.append({**group, "is_expert_parallel": False})
+            groups.append({**group, "is_expert_parallel": True})
     return {**optimizers[0], "param_groups": groups}
 
 
@@ -345,12 +344,9 @@ def _refuse_mixed(tensors: set[tuple[str, bool]], group: Group | None) -> None:
     ranks.
     """
     lines = "\n".join(sorted(f"{key} {is_muon}" for key, is_muon in tensors))
-    every = {
-        line
-        for text in all_gather_texts(lines, group)
-        for line in text.split("\n")
-        if line
-    }
+    every: set[str] = set()
+    for text in all_gather_texts(lines, group):
+        every.update(line for line in text.split("\n") if line)
     keys = [line.rsplit(" ", 1)[0] for line in sorted(every)]
     for key, other in itertools.pairwise(keys):
         if key == other:

@@ -54,7 +54,10 @@ def parameters_in_digest(trained: TrainedModel | None) -> Table:
     device = device_of(trained.model_chunks() if trained else [])
     own = together(lambda: _own_part(trained), None, device)
     every = map(json.loads, all_gather_texts(json.dumps(own), None))  # one at a time
-    return {name: entry for table in every for name, entry in table.items()}
+    merged: dict[str, Any] = {}
+    for table in every:
+        merged |= table
+    return merged
 
 
 def require_same_model(
@@ -109,11 +112,11 @@ def _require_same_routing(saved: Mapping[str, Any], own: Table, folder: str) -> 
         return
     first = changed[0]
     more = f"; {len(changed) - 1} more have changed" if len(changed) > 1 else ""
-    given = [
-        f"{ROWS[field].flags[0].option} '{pattern}'"
-        for field in ("muon_include", "muon_exclude")
-        for pattern in saved["settings"].get(field) or ()
-    ]
+    given: list[str] = []
+    for field in ("muon_include", "muon_exclude"):
+        option = ROWS[field].flags[0].option
+        patterns = saved["settings"].get(field) or ()
+        given += [f"{option} '{pattern}'" for pattern in patterns]
     raise DigestError(
         f"{folder} was saved with another routing: {first} was {then[first]}'s and is "
         f"{now[first]}'s in this run{more}. Give {named('muon_include')} and "

@@ -374,9 +374,9 @@ class Saving:
                     f"{digest.saved_by(self.save)}, and "
                     f"{digest.saved_by(part['save'])}. {_ONE_JOB}"
                 )
-        files: Files = {
-            name: entry for part in parts for name, entry in part["files"].items()
-        }
+        files: Files = {}
+        for part in parts:
+            files |= part["files"]
         if not files:
             raise RuntimeError(f"This save wrote no files into {self.folder}")
         saver = digest.saver(self.folder)

@@ -54,13 +54,12 @@ def watched_attentions(
     cannot be.
     """
     by_param = {weight.param: weight for weight in weights(model_chunks)}
-    return [
-        watched
-        for chunk in model_chunks
-        for path, module in chunk.named_modules()
-        if isinstance(module, Attention) and not isinstance(module, CrossAttention)
-        for watched in _watched(path, module, by_param, config, tp_size)
-    ]
+    watched: list[WatchedAttention] = []
+    for chunk in model_chunks:
+        for path, module in chunk.named_modules():
+            if isinstance(module, Attention) and not isinstance(module, CrossAttention):
+                watched += _watched(path, module, by_param, config, tp_size)
+    return watched
 
 
 def _watched(

@@ -137,20 +137,22 @@ def shards_of(
     An fp32 weight is its own main parameter, so it has none.
     """
     clipped = {weight.param for attention in attentions for weight in attention.weights}
-    return {
-        param: (states, shard, part._get_model_param_range_map(param)["param"].start)
-        for part in dist_opts
-        if not part.is_stub_optimizer
-        for states in [
-            getattr(part, "states", None) or states_anywhere(part)
-        ]  # AdamW's
-        for models, *shards in zip(
+    found: dict[torch.nn.Parameter, Main] = {}
+    for part in dist_opts:
+        if part.is_stub_optimizer:
+            continue
+        states = getattr(part, "states", None) or states_anywhere(part)  # AdamW's
+        groups = zip(
             part.model_float16_groups,
             part.shard_fp32_from_float16_groups,
             part.shard_float16_groups,
             strict=True,
         )
-        for param, main, weight in zip(models, *shards, strict=True)
-        for shard in [weight if main is None else main]
-        if param in clipped
-    }
+        for group in groups:
+            for param, main, weight in zip(*group, strict=True):
+                if param not in clipped:
+                    continue
+                shard = weight if main is None else main
+                start = part._get_model_param_range_map(param)["param"].start
+                found[param] = (states, shard, start)
+    return found

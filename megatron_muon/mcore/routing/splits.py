@@ -173,16 +173,14 @@ def _attention(weight: Weight, rows: int) -> FusedRows | None:
     known = projections_of(weight, rows)
     if known is None:
         return None
-    runs = tuple(
-        RowRun(
-            known.head_rows, {"qkv": part, "heads": f"{part} {group * heads + head}"}
-        )
-        for group in range(known.groups)
-        for part, count in known.group_rows
-        for heads in (count // known.head_rows,)
-        for head in range(heads)
-    )
-    return FusedRows((runs,), "qkv", str(known))
+    runs: list[RowRun] = []
+    for group in range(known.groups):
+        for part, count in known.group_rows:
+            heads = count // known.head_rows
+            for head in range(group * heads, (group + 1) * heads):
+                of = {"qkv": part, "heads": f"{part} {head}"}
+                runs.append(RowRun(known.head_rows, of))
+    return FusedRows((tuple(runs),), "qkv", str(known))
 
 
 def _queries(weight: Weight, rows: int) -> FusedRows | None:
@@ -227,11 +225,11 @@ def _latent(weight: Weight, rows: int) -> FusedRows | None:
 
 
 def _keys_and_values(heads: int, key: int, value: int) -> tuple[RowRun, ...]:
-    return tuple(
-        RowRun(count, {"qkv": part, "heads": f"{part} {head}"})
-        for head in range(heads)
-        for part, count in (("k", key), ("v", value))
-    )
+    runs = []
+    for head in range(heads):
+        runs.append(RowRun(key, {"qkv": "k", "heads": f"k {head}"}))
+        runs.append(RowRun(value, {"qkv": "v", "heads": f"v {head}"}))
+    return tuple(runs)
 
 
 def _heads(part: str, heads: int, rows: int) -> tuple[RowRun, ...]:

@@ -56,7 +56,10 @@ def survey(
 
     texts = collectives.all_gather_texts(together(own, None, stage.device), None)
     stages = [json.loads(text) for text in texts if text]
-    require_matched({pattern for matched, _ in stages for pattern in matched}, config)
+    patterns: set[str] = set()
+    for matched, _ in stages:
+        patterns.update(matched)
+    require_matched(patterns, config)
     of_model = share_lines(sum((Share(**share) for _, share in stages), start=Share()))
     lines = unknown_lines(routes) if stage.speaks else []
     return [*of_model, *lines] if dist.get_rank() == 0 else lines

@@ -73,12 +73,11 @@ class Watch:
         names = {
             weight.param: row_name(weight.name) for weight in weights(model_chunks)
         }
-        self._adamws = [
-            (names[param], shard, part.states)
-            for part, muon in muons
-            for param, shard in owned_shards(part)
-            if not muon.owns(shard)
-        ]
+        self._adamws: list[tuple[str, torch.Tensor, Any]] = []
+        for part, muon in muons:
+            for param, shard in owned_shards(part):
+                if not muon.owns(shard):
+                    self._adamws.append((names[param], shard, part.states))
         self._first = muons[0][0]  # its groups are new objects after each load
         self._logits = list(kept_logits(model_chunks, config.qk_clip))
         self._threshold = clip_threshold(model_chunks, config.qk_clip)

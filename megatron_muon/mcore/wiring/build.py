@@ -196,9 +196,10 @@ def _routed(
     """
     routes = routes_of(model_chunks, stage.sizes, numerics.config)
     muons = [route.muon for route in routes if route.muon is not None]
-    try_elementwise(
-        stage.device, numerics, {width for each in muons for width in each.widths}
-    )
+    widths: set[int] = set()
+    for muon in muons:
+        widths.update(muon.widths)
+    try_elementwise(stage.device, numerics, widths)
     return routes
 
 
@@ -298,7 +299,10 @@ def _connected(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> li
     if stage.device.type == "cpu":
         return []
     start = time.perf_counter()
-    peers = sum(each.exchange.connect() for _, muon in muons for each in muon.each)
+    peers = 0
+    for _, muon in muons:
+        for each in muon.each:
+            peers += each.exchange.connect()
     torch.cuda.synchronize(stage.device)
     line = (
         f"{describe.PREFIX} pipeline stage {stage.pipeline_rank}: connected to {peers} "

@@ -267,9 +267,10 @@ def _beyond(
     tensors: list[torch.Tensor], limit: float, device: torch.device
 ) -> torch.Tensor:
     """Whether an element is NaN or its absolute value above ``limit``."""
-    ends = [
-        end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor)
-    ]
+    ends: list[torch.Tensor] = []
+    for tensor in tensors:
+        if tensor.numel():
+            ends += torch.aminmax(tensor)
     if not ends:
         return torch.tensor(False, device=device)
     return (torch.stack(ends).abs() <= limit).all().logical_not()

@@ -78,11 +78,11 @@ class NonfiniteReport:
 
     def _left(self, *, waits: bool) -> dict[tuple[int, str], Left]:
         """By the number of the optimizer, and the matrix."""
-        return {
-            (at, name): left
-            for at, muon in enumerate(self._muons)
-            for name, left in muon.nonfinite.left(waits=waits).items()
-        }
+        every: dict[tuple[int, str], Left] = {}
+        for at, muon in enumerate(self._muons):
+            for name, left in muon.nonfinite.left(waits=waits).items():
+                every[at, name] = left
+        return every
 
     def _log(self) -> None:
         """Name the matrices that were left since the last line, once for all ranks."""

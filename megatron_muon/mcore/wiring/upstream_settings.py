@@ -115,11 +115,10 @@ def routes_asked(overrides: Mapping[Any, Any], model_chunks: Sequence[Any]) -> s
     """(setting, name) of each weight here whose optimizer ``config_overrides`` name, as
     JSON.
     """
-    local = {
-        param: name
-        for chunk in model_chunks
-        for name, param in chunk.named_parameters()
-    }
+    local = {}
+    for chunk in model_chunks:
+        for name, param in chunk.named_parameters():
+            local[param] = name
     trained = [weight for weight in weights(model_chunks) if weight.param.requires_grad]
     asked = []
     for key, override in overrides.items():
@@ -143,11 +142,9 @@ def routed(config: MuonConfig, asked: str) -> MuonConfig:
     """The settings with the names that any rank's ``routes_asked`` has; all ranks call
     it.
     """
-    every = {
-        tuple(pair)
-        for text in all_gather_texts(asked, None)
-        for pair in json.loads(text)
-    }
+    every: set[tuple[str, str]] = set()
+    for text in all_gather_texts(asked, None):
+        every |= {(setting, name) for setting, name in json.loads(text)}
     patterns: dict[str, Any] = {
         setting: (
             *getattr(config, setting),

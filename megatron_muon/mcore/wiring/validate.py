@@ -250,13 +250,11 @@ def _frozen_too_late(model_chunks: Sequence[Any]) -> Iterator[Exception]:
 
     Megatron's DistributedOptimizer would look for it among the parameters that train.
     """
-    placed = {
-        param
-        for chunk in model_chunks
-        if isinstance(chunk, DistributedDataParallel)
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        for param in buffer.param_index_map
-    }
+    placed: set[torch.nn.Parameter] = set()
+    for chunk in model_chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                placed.update(buffer.param_index_map)
     for weight in weights(model_chunks):
         if not weight.param.requires_grad and weight.param in placed:
             yield ValueError(

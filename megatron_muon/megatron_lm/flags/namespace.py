@@ -133,11 +133,10 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
     ``muon_ns_iteration`` and ``muon_split_matrices`` stay None where they were not
     given: their defaults depend on the device.
     """
-    values = {
-        flag.dest: flag.kind.write(getattr(config, field))
-        for field, row in ROWS.items()
-        for flag in row.flags
-    }
+    values = {}
+    for field, row in ROWS.items():
+        for flag in row.flags:
+            values[flag.dest] = flag.kind.write(getattr(config, field))
     for row in RUN_ROWS:
         dest = row.flags[0].dest
         values[dest] = value_given(args, dest) or row.default

@@ -90,13 +90,10 @@ class Sharers:
         Args:
             places: start and stop of every strip's rows.
         """
-        rows = {
-            rank: slice(
-                places[own[0]][0], places[own[-1]][1]
-            )  # homes have neighbouring strips
-            for rank in self._ranks
-            for own in [self._strips_at(rank)]
-        }
+        rows = {}
+        for rank in self._ranks:
+            own = self._strips_at(rank)  # neighbours
+            rows[rank] = slice(places[own[0]][0], places[own[-1]][1])
         return self._whole(
             rows_here[0] if len(rows_here) == 1 else torch.cat(list(rows_here)), rows
         )
@@ -130,13 +127,10 @@ class Sharers:
             ``(rows, columns of the strip)`` of each of them, contiguous.
         """
         own = self._strips_at(self._rank)
-        crossings = {
-            (a, b): crossing
-            for a, strip in zip(own, by_rows, strict=True)
-            for b, crossing in enumerate(
-                split_with_sizes(strip.flatten(1), self._cols, dim=1)
-            )
-        }
+        crossings: dict[tuple[int, int], Tensor] = {}
+        for a, strip in zip(own, by_rows, strict=True):
+            parts = split_with_sizes(strip.flatten(1), self._cols, dim=1)
+            crossings |= {(a, b): part for b, part in enumerate(parts)}
         made = self._swapped(crossings, lambda a, b: (self._rows[a], self._cols[b]))
         return [torch.cat([made[a, b] for a in range(len(self._homes))]) for b in own]
 
@@ -145,11 +139,10 @@ class Sharers:
         takes.
         """
         own = self._strips_at(self._rank)
-        crossings = {
-            (a, b): crossing
-            for a, strip in zip(own, by_cols, strict=True)
-            for b, crossing in enumerate(split_with_sizes(strip, self._rows))
-        }
+        crossings: dict[tuple[int, int], Tensor] = {}
+        for a, strip in zip(own, by_cols, strict=True):
+            parts = split_with_sizes(strip, self._rows)
+            crossings |= {(a, b): part for b, part in enumerate(parts)}
         made = self._swapped(crossings, lambda a, b: (self._rows[b], self._cols[a]))
         for b, strip in zip(own, into, strict=True):
             rows = torch.cat([made[a, b] for a in range(len(self._homes))], dim=1)
@@ -200,11 +193,9 @@ class Sharers:
         self, squares: Sequence[Tensor], rows: Mapping[int, slice]
     ) -> dict[int, Iterator[Tensor]]:
         """This rank's rows of every other home's squares; theirs go to them."""
-        sent = [
-            square[rows[other]].flatten()
-            for other in self._others
-            for square in squares
-        ]
+        sent: list[Tensor] = []
+        for other in self._others:
+            sent += [square[rows[other]].flatten() for square in squares]
         each = squares[0][rows[self._rank]]
         to = [
             (other, len(squares) * squares[0][rows[other]].numel())

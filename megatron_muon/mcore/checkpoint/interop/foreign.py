@@ -262,9 +262,9 @@ def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
 
 
 def _mu(states: Sequence[Mapping[str, Any]]) -> float:
-    momenta = {
-        float(group[key]) for group in groups_of(states) for key in _MU if key in group
-    }
+    momenta: set[float] = set()
+    for group in groups_of(states):
+        momenta.update(float(group[key]) for key in _MU if key in group)
     if len(momenta) != 1:
         raise ValueError(
             "Cannot convert the momentum of Megatron's own Muon: all of its parameter "

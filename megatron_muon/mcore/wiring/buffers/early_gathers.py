@@ -201,11 +201,10 @@ def early_gathers(
     ``rounds`` are those of Muon's parameters; for other arguments see ``starts``,
     ``EarlyGathers``.
     """
-    places = {
-        param: (buffer.buckets[index], start, stop)
-        for buffer in dist_opt.buffers
-        for param, (start, stop, index) in buffer.param_index_map.items()
-    }
+    places = {}
+    for buffer in dist_opt.buffers:
+        for param, (start, stop, index) in buffer.param_index_map.items():
+            places[param] = (buffer.buckets[index], start, stop)
     shards = dict(owned_shards(dist_opt))
     groups = list(_in_forward_order(dist_opt))
     params = [
