@@ -80,9 +80,8 @@ def main(folder: str | None = None) -> None:
         os.makedirs(folder, exist_ok=True)
         state = {"model": gpt.sharded_state_dict()}
         state["optimizer"] = optimizer.sharded_state_dict(state["model"])
-        dist_checkpointing.save(
-            state, folder
-        )  # starts a process that imports this file
+        # starts a process that imports this file
+        dist_checkpointing.save(state, folder)
     torch.distributed.destroy_process_group()
 
 

@@ -69,11 +69,9 @@ def check_version(text: str) -> Version:
         first, last = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
         raise SeamError(
             f"megatron-core {text} is not supported: this megatron_muon was tested "
-            f"with {first}.0 "
-            f"to {last}. Take one of those, or a megatron_muon that supports {text}; "
-            "for "
-            "Megatron's own optimizers, start the script without the launcher and the "
-            "patch"
+            f"with {first}.0 to {last}. Take one of those, or a megatron_muon that "
+            f"supports {text}; for Megatron's own optimizers, start the script without "
+            "the launcher and the patch"
         )
     return version
 

@@ -101,8 +101,7 @@ def chosen(names: list[str]) -> dict[str, dict[str, int]]:
     if not fitting:
         raise ValueError(
             f"the launcher has started {world} ranks, and no topology of "
-            f"{', '.join(every)} has "
-            "as many: see --topologies"
+            f"{', '.join(every)} has as many: see --topologies"
         )
     return fitting
 
@@ -209,20 +208,17 @@ def page(found: dict[str, Any]) -> str:
         f"`compare.py {' '.join(run['arguments'])}`",
         f"{run['model']}; {run['where']}; planned for {run['planned_for']}.",
         "Times are medians over the steps after the first two, of the slowest rank. "
-        "Losses are of "
-        "a text that repeats itself: they show that both train, no more.",
+        "Losses are of a text that repeats itself: they show that both train, no more.",
         topologies.times_and_losses(found),
         "Bytes are those that all ranks send in a step. Gradients travel in fp32, "
-        "parameters "
-        "and the exchange in bf16, so the paper's algorithm sends at most 1.333 times "
-        "AdamW's "
-        "bytes. The exchange goes over TP, too, and back, so the ratio passes that "
-        "where most "
-        "matrices travel. State is that of fp32 main parameters and the optimizer.",
+        "parameters and the exchange in bf16, so the paper's algorithm sends at most "
+        "1.333 times AdamW's bytes. The exchange goes over TP, too, and back, so the "
+        "ratio passes that where most matrices travel. State is that of fp32 main "
+        "parameters and the optimizer.",
         topologies.table(found),
         "The peak is that of Megatron's `optimizer.step()` above all that was there "
-        "before it. "
-        "Single numbers, such as norms and flags, are not planned; nor are peaks.",
+        "before it. Single numbers, such as norms and flags, are not planned; nor are "
+        "peaks.",
         topologies.peaks(found),
     ]
     return "\n\n".join(parts) + "\n"
@@ -252,9 +248,8 @@ def main(argv: list[str]) -> None:
     given, of_megatron = (made := parser()).parse_known_args(argv)
     gpus = torch.cuda.device_count() > 0
     if not (megatron_muon.cpu.enabled() or (LAUNCHED and gpus)):
-        megatron_muon.cpu.enable(
-            allow_cuda=True
-        )  # with GPUs this process only starts ranks
+        # with GPUs this process only starts ranks
+        megatron_muon.cpu.enable(allow_cuda=True)
     device = plan_device(torch.device("cuda" if gpus else "cpu"))
     with megatron_is_quiet():
         try:

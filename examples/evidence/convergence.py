@@ -86,9 +86,8 @@ _SMALL = (
 )
 _FUSED = "--muon-split *.linear_qkv.weight=whole --muon-split *.linear_fc1.weight=whole"
 QUESTIONS = {
-    "as tuned": Question(
-        "--evaluate-other-text"
-    ),  # Q, K and V are three matrices, fc1 is one
+    # Q, K and V are three matrices, fc1 is one
+    "as tuned": Question("--evaluate-other-text"),
     "QKV fused, gate and up fused": Question(
         "--evaluate-other-text", _FUSED, muon=_AGAIN
     ),
@@ -104,8 +103,7 @@ QUESTIONS = {
     ),
     "batch / 4, the same tokens": Question(
         "--global-batch-size 8 --micro-batch-size 8 --train-iters 640 --eval-interval "
-        "40 "
-        "--eval-iters 16",
+        "40 --eval-iters 16",
         warm_up=4.0,
         adam=_AGAIN,
         muon=_AGAIN,
@@ -138,8 +136,7 @@ QUESTIONS = {
     ),
     "large": Question(
         "--num-layers 6 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads "
-        "6 "
-        "--train-iters 320 --eval-interval 20",
+        "6 --train-iters 320 --eval-interval 20",
         warm_up=2.0,
         adam=(0.5, 1.0),
         muon=(0.5, 1.0),

@@ -33,8 +33,7 @@ RATES = {
 STEPS = 60
 TUNING = (
     f"--text headers --evaluate-other-text --finetune --train-iters {STEPS} "
-    "--eval-interval 10 "
-    "--eval-iters 8 --lr-warmup-iters 5"
+    "--eval-interval 10 --eval-iters 8 --lr-warmup-iters 5"
 )
 
 
@@ -86,8 +85,7 @@ def table(report: dict[str, Any]) -> str:
     """In Markdown; a rate at the edge of its grid has a star."""
     lines = [
         "| pretrained with | tuned with | lr | headers, before | headers, after | "
-        "Python, before | "
-        "Python, after |",
+        "Python, before | Python, after |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for pair, found in report["pairs"].items():

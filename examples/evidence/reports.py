@@ -16,11 +16,8 @@ matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
 
 COLORS = {"adam": "#d1495b", "muon": "#0b6e4f"}
-SIZES = (
-    "small",
-    "as tuned",
-    "large",
-)  # parameters of the layers grow, and the steps with them
+# parameters of the layers grow, and the steps with them
+SIZES = ("small", "as tuned", "large")
 
 
 def curves(
@@ -181,9 +178,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
                     label=label if number == 0 else None,
                 )  # fmt: skip
                 top = max(top, losses[len(losses) // 5])
-        axes.set_ylim(
-            top=top
-        )  # the fall of the first steps would flatten all that follows
+        # the fall of the first steps would flatten all that follows
+        axes.set_ylim(top=top)
         axes.set_title(name, fontsize="medium")
         axes.grid(alpha=0.25)
     grid[0, 0].set_ylabel("validation loss, nats per byte")

@@ -41,8 +41,7 @@ TIMEOUT = 30.0  # seconds that a collective may take
 PAUSE = 0.02  # before a step one rank in ten sleeps up to so many seconds
 SHAPE = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 "
-    "--swiglu "
-    "--disable-bias-linear --untie-embeddings-and-output-weights --bf16 "
+    "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights --bf16 "
     "--use-distributed-optimizer --clip-grad 1.0 --weight-decay 0.1 --lr 1e-3"
 ).split()
 
@@ -254,12 +253,10 @@ def _column(report: dict[str, Any]) -> dict[str, str]:
 f"{growth['from_step']} "
                             f"{growth['most']:+d} MiB on the rank that grew most",
         (
-"one rank killed in a "
-"step"
+"one rank killed in a step"
 ): f"{killed['with_error']} of {report['ranks'] - 1} others end "
             f"with an error, the last {killed['latest_seconds']} s later; the limit of "
-            "a "
-            f"collective is {report['timeout']:g} s; they name "
+            f"a collective is {report['timeout']:g} s; they name "
             f"{', '.join(killed['named'])}",
     }  # fmt: skip
 

@@ -140,8 +140,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         choices=("momentum", "fresh"),
         default=None,
         help="the checkpoint is the other optimizer's: what Muon's momentum starts "
-        "as (AdamW's "
-        "moments start at zero)",
+        "as (AdamW's moments start at zero)",
     )
     group.add_argument(
         "--muon-trace-steps",
@@ -166,6 +165,5 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         group,
         "--record-update-rms",
         text="with --bf16: root mean square of the layers' updates per unit of lr, "
-        "half-way "
-        "between the lines of the log, on the rank that writes --figures",
+        "half-way between the lines of the log, on the rank that writes --figures",
     )

@@ -78,8 +78,7 @@ def table(report: dict[str, Any]) -> str:
         spread = max(losses) - min(losses)
         lines.append(
             f"| {name} | {largest} | {', '.join(map(str, above))} of {report['steps']} "
-            "| "
-            f"{statistics.fmean(losses):.3f}, spread {spread:.3f} |"
+            f"| {statistics.fmean(losses):.3f}, spread {spread:.3f} |"
         )
     return "\n".join(lines)
 

@@ -57,8 +57,7 @@ def table(report: dict[str, Any]) -> str:
         spread = max(losses) - min(losses)
         lines.append(
             f"| {row['clip']:g} | `{row['scope']}` | {statistics.fmean(losses):.4f}, "
-            "spread "
-            f"{spread:.4f} | {beside} |"
+            f"spread {spread:.4f} | {beside} |"
         )
     return "\n".join(lines)
 

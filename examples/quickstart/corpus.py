@@ -14,10 +14,8 @@ import numpy as np
 import torch
 
 SEPARATOR = b"\0"  # between files; no source file holds a NUL byte
-TEXTS = {
-    "library": ("stdlib", "*.py"),
-    "headers": ("include", "*.h"),
-}  # sysconfig's path, files
+# sysconfig's path, files
+TEXTS = {"library": ("stdlib", "*.py"), "headers": ("include", "*.h")}
 HELD_OUT_PER_256 = 26  # about a tenth of the files
 TRAIN_STREAM, HELD_OUT_STREAM = 0, 1  # keep the two sequences of random windows apart
 

@@ -32,10 +32,8 @@ LATENT_SIZES = (
         "v_head_dim",
     ),
 )
-SCALED_BY_DEPTH = (
-    "linear_proj.weight",
-    "linear_fc2.weight",
-)  # Megatron's scaled_init_method
+# Megatron's scaled_init_method
+SCALED_BY_DEPTH = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def model_config(args: Namespace) -> TransformerConfig:

@@ -91,8 +91,7 @@ def table(report: dict[str, Any]) -> str:
             mean, spread = statistics.fmean(losses), max(losses) - min(losses)
             lines.append(
                 f"| {model} | {name} | {rows[name]['lr']:g} | {mean:.4f}, spread "
-                f"{spread:.4f} | "
-                f"{beside} |"
+                f"{spread:.4f} | {beside} |"
             )
     return "\n".join(lines)
 

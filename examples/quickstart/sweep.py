@@ -278,9 +278,8 @@ def main() -> None:
     parser.add_argument(
         "--figures", type=Path, default=HERE / "figures", help="the results"
     )
-    args, extra = (
-        parser.parse_known_args()
-    )  # the rest goes to train.py, e.g. --train-iters 100
+    # the rest goes to train.py, e.g. --train-iters 100
+    args, extra = parser.parse_known_args()
     if args.transfer:
         name, report = "transfer.json", transfer(args, extra)
     elif args.seeds:

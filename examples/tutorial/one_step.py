@@ -22,8 +22,7 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 TEXT = Path(__file__).resolve().parents[2] / "LICENSE"  # the same on every machine
 SHAPE = (
     "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 "
-    "--seq-length 32 "
-    "--swiglu --disable-bias-linear --bf16 --use-distributed-optimizer "
+    "--seq-length 32 --swiglu --disable-bias-linear --bf16 --use-distributed-optimizer "
     "--micro-batch-size 2 --optimizer muon --lr 0.01 --weight-decay 0.1 --clip-grad 0.5"
 ).split()
 

@@ -74,8 +74,7 @@ def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
     if "megatron.core" in sys.modules and not late:
         raise RuntimeError(
             "megatron.core is already imported: call megatron_muon.cpu.enable() before "
-            "anything "
-            "imports Megatron (megatron_muon.install() does, too)"
+            "anything imports Megatron (megatron_muon.install() does, too)"
         )
     if not allow_cuda and torch.cuda.is_available():
         raise RuntimeError(

@@ -65,14 +65,14 @@ def _mask(attention: Any, given: torch.Tensor | None, sequence: int, group: Any)
     mask.
     """
     enums = importlib.import_module("megatron.core.transformer.enums")
-    cp_size, cp_rank = group.size(), group.rank()
+    cp_size = group.size()
+    cp_rank = group.rank()
     if given is None:
         if attention.attn_mask_type != enums.AttnMaskType.causal:
             return None
         queries = positions(sequence, cp_size, cp_rank)
-        return (torch.arange(sequence) > queries[:, None])[
-            None, None
-        ]  # a key after the query
+        # a key after the query
+        return (torch.arange(sequence) > queries[:, None])[None, None]
     rows, columns = given.shape[-2:]
     if columns == sequence and rows in (1, sequence // cp_size):
         return given  # as get_batch_on_this_cp_rank cuts it
@@ -80,27 +80,25 @@ def _mask(attention: Any, given: torch.Tensor | None, sequence: int, group: Any)
         return given[..., positions(sequence, cp_size, cp_rank), :]
     raise ValueError(
         f"attention_mask {tuple(given.shape)} for a sequence of {sequence} tokens over "
-        f"{cp_size} "
-        f"context-parallel ranks: give None, [.., {sequence // cp_size}, {sequence}] "
-        "from "
-        f"get_batch_on_this_cp_rank, or the whole [.., {sequence}, {sequence}]"
+        f"{cp_size} context-parallel ranks: give None, [.., {sequence // cp_size}, "
+        f"{sequence}] from get_batch_on_this_cp_rank, or the whole [.., {sequence}, "
+        f"{sequence}]"
     )
 
 
 def _refuse(attention: Any, query: torch.Tensor, key: torch.Tensor) -> None:
-    window = getattr(
-        attention.scale_mask_softmax, "window_size", None
-    )  # since core 0.15
+    # since core 0.15
+    window = getattr(attention.scale_mask_softmax, "window_size", None)
     if window is not None:
         raise NotImplementedError(
-            f"window_size={window} with context parallelism is "
-            "not in the CPU attention; use context_parallel_size=1"
+            f"window_size={window} with context parallelism is not in the CPU "
+            "attention; use context_parallel_size=1"
         )
     if query.shape[0] != key.shape[0]:
         raise NotImplementedError(
             f"{query.shape[0]} queries and {key.shape[0]} keys on a rank: the CPU "
-            "attention has "
-            "context parallelism for self-attention only; use context_parallel_size=1"
+            "attention has context parallelism for self-attention only; use "
+            "context_parallel_size=1"
         )
 
 
@@ -176,7 +174,8 @@ def context_parallel(patches: Patches) -> None:
         if self.config.context_parallel_size > 1:
             _refuse(self, query, key)
             group = _group(self)
-            key, value = whole_sequence(key, group), whole_sequence(value, group)
+            key = whole_sequence(key, group)
+            value = whole_sequence(value, group)
             attention_mask = _mask(self, attention_mask, key.shape[0], group)
         return forward(self, query, key, value, attention_mask, *args, **kwargs)
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 _STATES = ("exp_avg", "exp_avg_sq")
-_CHUNK = (
-    1 << 20
-)  # elements worked on at a time: bounds the temporaries to three times 4 MiB
+# elements worked on at a time: bounds the temporaries to three times 4 MiB
+_CHUNK = 1 << 20
 # torch's, where this module asks a shard for a gradient that Muon's have not
 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", module=__name__)
 

@@ -64,10 +64,8 @@ def one_device(patches: Patches) -> None:
     share processors, threads that only poll took 40 % of the time.
     """
     group: Any = dist.ProcessGroupGloo
-    begin, devices = (
-        group.__init__,
-        dict[int, Any](),
-    )  # by process: a fork does not have the thread
+    # by process: a fork does not have the thread
+    begin, devices = (group.__init__, dict[int, Any]())
 
     def begins(
         self: Any, *place: Any, timeout: timedelta | None = None, **named: Any

@@ -162,14 +162,13 @@ def refuse(args: Namespace) -> None:
     """
     sharded = getattr(args, "use_distributed_optimizer", False)
     refused = REFUSED if sharded else (*REFUSED, *_WITHOUT_SHARDS)
-    bad = [
-        f"{row.option}{shown} ({row.why}): {row.instead}"
-        for row in refused
-        if row.needs_gpu(value := getattr(args, row.dest, None))
-        for shown in [
-            "" if isinstance(value, (bool, list, tuple)) else f" {_name(value)}"
-        ]
-    ]
+    bad = []
+    for row in refused:
+        value = getattr(args, row.dest, None)
+        if row.needs_gpu(value):
+            is_one_word = not isinstance(value, (bool, list, tuple))
+            shown = f" {_name(value)}" if is_one_word else ""
+            bad.append(f"{row.option}{shown} ({row.why}): {row.instead}")
     if bad:
         raise ValueError(
             "Megatron runs on the CPU here, since there is no GPU or --muon-cpu asks "

@@ -30,9 +30,8 @@ def turn_on(of_training: bool) -> None:
     if of_training:
         training.enable()
     else:
-        training.device(
-            Patches()
-        )  # megatron-core's writers ask for it without its training loop
+        # megatron-core's writers ask for it without its training loop
+        training.device(Patches())
 
 
 def processes(patches: Patches) -> None:

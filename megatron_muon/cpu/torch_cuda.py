@@ -30,9 +30,8 @@ def is_cuda(device: object) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
-        return (
-            device.startswith("cuda") or device.isdecimal()
-        )  # '1' of flagos-ai's fork
+        # '1' of flagos-ai's fork
+        return device.startswith("cuda") or device.isdecimal()
     return isinstance(device, int) and not isinstance(device, bool)
 
 
@@ -97,9 +96,8 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            name: str = original(
-                self
-            )  # of a subclass, which asks for its parts', a GPU's already
+            # of a subclass, which asks for its parts', a GPU's already
+            name: str = original(self)
             is_cpus = self.device.type == "cpu" and not name.startswith("torch.cuda.")
             return name.replace("torch.", "torch.cuda.", 1) if is_cpus else name
         if isinstance(dtype, str):

@@ -57,13 +57,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "bench": ("", "measure a step, Newton-Schulz, or the speed of a rank and its link"),
 }
-LIBRARIES = (
-    "torch",
-    "pandas",
-    "numpy",
-    "tensorboard",
-    "matplotlib",
-)  # the latter of [lab]
+# the latter of [lab]
+LIBRARIES = ("torch", "pandas", "numpy", "tensorboard", "matplotlib")
 # Commands and flags that went, with what to use in their place.
 GONE: Mapping[str, str] = {
     "certify": (
@@ -75,8 +70,8 @@ GONE: Mapping[str, str] = {
         "W&B show numbers"
     ),
     "compare": (
-        "use examples/evidence/compare.py of a clone; it has no slowed "
-        "links and no picture"
+        "use examples/evidence/compare.py of a clone; it has no slowed links and no "
+        "picture"
     ),
     "scales": (
         "an update's root mean square is the table of docs/switching_and_tuning.md"
@@ -89,8 +84,8 @@ GONE: Mapping[str, str] = {
         "give --set gpus_per_node=N, and the run's own --muon-node-ranks N"
     ),
     "trace run": (
-        "give the training command --muon-trace-steps FIRST:LAST "
-        "--muon-trace-dir FOLDER"
+        "give the training command --muon-trace-steps FIRST:LAST --muon-trace-dir "
+        "FOLDER"
     ),
     "accept --folder": "name the folder itself: megatron-muon accept FOLDER",
     (

@@ -49,9 +49,8 @@ class RankError(CommandError):
 class Task:
     """The function that every rank runs, and its setting."""
 
-    run: Callable[
-        [Any], Any
-    ]  # of an importable module; called once torch's world is up
+    # of an importable module; called once torch's world is up
+    run: Callable[[Any], Any]
     argument: Any  # any picklable value, the same for every rank
     world: int  # number of ranks
     gpus: (
@@ -75,8 +74,8 @@ def gpus_for(world: int, asked_by: str, fewer: str) -> bool:
     if 0 < gpus < world and os.environ.get(SHARED) != "1":
         raise ValueError(
             f"{asked_by} needs {world} GPUs (one per rank), but only {gpus} are "
-            "visible: choose "
-            f"fewer ranks with {fewer}, or set CUDA_VISIBLE_DEVICES= to measure the CPU"
+            f"visible: choose fewer ranks with {fewer}, or set CUDA_VISIBLE_DEVICES= "
+            "to measure the CPU"
         )
     return gpus > 0
 
@@ -228,13 +227,11 @@ def _context(task: Task) -> Any:
             "1"  # Megatron asks every launcher for it
         )
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        os.environ.setdefault(
-            "KINETO_LOG_LEVEL", "6"
-        )  # the profiler writes a line at each start
+        # the profiler writes a line at each start
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         if not task.gpus:
-            os.environ.setdefault(
-                "GLOO_SOCKET_IFNAME", "lo"
-            )  # else gloo resolves the host's name
+            # else gloo resolves the host's name
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         context = multiprocessing.get_context("forkserver")
         first = ["torch"] if task.gpus else ["megatron_muon.cpu.on"]
         if task.builds and not task.gpus:

@@ -8,10 +8,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
-_NARROW, _INDENT = (
-    16,
-    4,
-)  # columns that a text has at least; of what stands below its name
+# columns that a text has at least; of what stands below its name
+_NARROW, _INDENT = (16, 4)
 
 
 def width() -> int:

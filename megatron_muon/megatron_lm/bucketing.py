@@ -42,15 +42,15 @@ def choose_buckets(args: Namespace) -> list[str]:
     ):
         return [
             "--muon-dp-layout contiguous: Megatron's own buckets, since the sizes of a "
-            "hybrid "
-            "model's layers are unknown here; --ddp-num-buckets sets their number"
+            "hybrid model's layers are unknown here; --ddp-num-buckets sets their "
+            "number"
         ]
     chosen = choose(buffers(args, REFERENCE_DP_SIZE))
     if chosen is None:
         return [
             "--muon-dp-layout contiguous: Megatron's own buckets, of about 40 M "
-            "elements: fewer "
-            "that keep the overlap would not send less on the first pipeline stage"
+            "elements: fewer that keep the overlap would not send less on the first "
+            "pipeline stage"
         ]
     # Megatron divides the elements of all model chunks by it, and cuts only the first
     # chunk.
@@ -209,9 +209,8 @@ def _attention(args: Namespace) -> list[_Weight]:
 
 def _feed_forward(args: Namespace, layer: int) -> tuple[list[_Weight], list[_Weight]]:
     """The dense MLP weights of a layer, and a rank's experts' weights."""
-    every = (
-        args.moe_layer_freq if args.num_experts else [0]
-    )  # a period, or a mark for each layer
+    # a period, or a mark for each layer
+    every = args.moe_layer_freq if args.num_experts else [0]
     if layer % every if isinstance(every, int) else not every[layer % len(every)]:
         return _two(args, "mlp", args.ffn_hidden_size), []
     shared = _two(

@@ -124,9 +124,8 @@ def _parse_args(
         refuse_forks_flags(parser, sys.argv[1:])
         given.extend(given_on(parser, sys.argv[1:]))
         if any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
-            _refuse_yaml(
-                None, given
-            )  # before the YAML reader of Megatron main, which fails
+            # before the YAML reader of Megatron main, which fails
+            _refuse_yaml(None, given)
         return parser
 
     args = original(provide, *rest, **kwargs)
@@ -150,7 +149,11 @@ def _validate_args(
     is_muon = asks_for_muon(args)
     again = is_muon and namespace.is_on(args)  # a namespace may be validated twice
     is_free = value_given(args, "muon_dp_layout") is None
-    told = [] if again else _turn_on(args) if is_muon else _leave_out(args)
+    told: list[str] = []
+    if not is_muon:
+        told = _leave_out(args)
+    elif not again:
+        told = _turn_on(args)
     hidden: dict[str, Any] = {"optimizer": "adam"} if is_muon else {}
     if _is_on_cpu():
         told += _on_the_cpu(args)
@@ -199,7 +202,8 @@ def _settled(args: Any, *, is_free: bool) -> list[str]:
     from megatron_muon.mcore.wiring.install import install, settings
     from megatron_muon.megatron_lm import layouts  # where gradient reduction overlaps
 
-    config, lines = settings() or muon_config(args), list[str]()
+    config = settings() or muon_config(args)
+    lines: list[str] = []
     if is_free and args.non_persistent_ckpt_type in (
         None,
         "global",
@@ -313,10 +317,9 @@ def _check(args: Any) -> None:
         faults += [
             ValueError(
                 f"--optimizer {args.optimizer} is Distributed Muon, which shards over "
-                "Megatron's "
-                "distributed optimizer: add --use-distributed-optimizer, or choose "
-                "Megatron's own "
-                "Muon, where this Megatron has one, by --muon-backend upstream"
+                "Megatron's distributed optimizer: add --use-distributed-optimizer, or "
+                "choose Megatron's own Muon, where this Megatron has one, by "
+                "--muon-backend upstream"
             )
         ]
     by_field = {**vars(args), "num_moe_experts": getattr(args, "num_experts", None)}
@@ -339,9 +342,8 @@ def _refuse_yaml(args: Any, given: list[str]) -> None:
     if given:
         raise ValueError(
             f"{', '.join(given)} with --yaml-cfg: Megatron takes every argument from "
-            "the file and "
-            "checks them elsewhere, so Muon's have no place there; give the run by "
-            "flags"
+            "the file and checks them elsewhere, so Muon's have no place there; give "
+            "the run by flags"
         )
 
 
@@ -388,9 +390,8 @@ def _get_megatron_muon_optimizer(
         kwargs["layer_wise_distributed_optimizer"] = layer_wise_distributed_optimizer
         return original(config, model_chunks, *args, **kwargs)
     hooked = importlib.import_module("megatron.core.optimizer").get_megatron_optimizer
-    dump = (
-        given.dump_param_to_param_group_map
-    )  # Megatron passes it only to AdamW's factory
+    # Megatron passes it only to AdamW's factory
+    dump = given.dump_param_to_param_group_map
     return hooked(
         config, model_chunks, *args, dump_param_to_param_group_map=dump, **kwargs
     )
@@ -405,9 +406,8 @@ def _initialize_megatron(
     result = original(*args, **kwargs)
     given = importlib.import_module("megatron.training").get_args()
     _tell(_in_buckets(given))
-    core = sys.modules.get(
-        "megatron_muon.mcore.wiring.install"
-    )  # imported where anything is asked
+    # imported where anything is asked
+    core = sys.modules.get("megatron_muon.mcore.wiring.install")
     config = None if core is None else core.settings()
     buffers = "megatron_muon.mcore.wiring.buffers.shards"
     flags = {dest: getattr(given, dest, None) or None for dest in _AGREED}
@@ -430,14 +430,18 @@ def _initialize_megatron(
 
 # Flags that votes of the plugin depend on, and that are no settings of MuonConfig.
 _AGREED = (
-    *(
-        "muon_backend",
-        "muon_from_adamw",
-        "adamw_from_muon",
-        "no_muon_checkpoint_digest",
-    ),
-    *("muon_trace_steps", "finetune", "no_load_optim", "override_opt_param_scheduler"),
-    *("ckpt_step", "use_dist_ckpt", "non_persistent_ckpt_type", "muon_dp_layout"),
+    "muon_backend",
+    "muon_from_adamw",
+    "adamw_from_muon",
+    "no_muon_checkpoint_digest",
+    "muon_trace_steps",
+    "finetune",
+    "no_load_optim",
+    "override_opt_param_scheduler",
+    "ckpt_step",
+    "use_dist_ckpt",
+    "non_persistent_ckpt_type",
+    "muon_dp_layout",
 )
 
 

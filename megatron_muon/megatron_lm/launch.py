@@ -123,8 +123,7 @@ def checkout_of(script: Path) -> Path:
             return folder.resolve()
     raise FileNotFoundError(
         f"{script} is in no Megatron-LM checkout (a folder with megatron/training), "
-        "and none is on "
-        "PYTHONPATH"
+        "and none is on PYTHONPATH"
     )
 
 
@@ -147,8 +146,8 @@ def check_installation(checkout: Path) -> None:
         way_out = "uninstall that megatron-core"
     raise MixedInstallationError(
         f"megatron.training is in {checkout} (core "
-        f"{version_of(checkout / 'megatron' / 'core')}), "
-        f"but {fault}: put the checkout first on PYTHONPATH, or {way_out}"
+        f"{version_of(checkout / 'megatron' / 'core')}), but {fault}: put the checkout "
+        f"first on PYTHONPATH, or {way_out}"
     )
 
 
@@ -167,8 +166,7 @@ def hide_gpus() -> None:
     if torch is not None and torch.cuda.is_available():
         raise RuntimeError(
             f"{ON_CPU}: torch uses a GPU of this machine already; start the process "
-            "with "
-            "CUDA_VISIBLE_DEVICES= in its environment"
+            "with CUDA_VISIBLE_DEVICES= in its environment"
         )
 
 
@@ -185,9 +183,8 @@ def without_gpu(*, late: bool = False) -> None:
     if sign is not None:
         raise LostGpuError(
             f"torch sees no GPU on rank {rank} ({platform.node()}), but {sign}. Check "
-            "nvidia-smi "
-            f"and CUDA_VISIBLE_DEVICES there, or give {ON_CPU} to run on the CPU on "
-            "every rank"
+            f"nvidia-smi and CUDA_VISIBLE_DEVICES there, or give {ON_CPU} to run on "
+            "the CPU on every rank"
         )
     cpu.enable(late=late)
     importlib.import_module("megatron_muon.cpu.training").enable()

@@ -65,10 +65,8 @@ def own_layout(
     if chosen is None:
         return "contiguous", []
     weights = [weight for one in buffers(args, 1, norms=True) for weight in one.weights]
-    size, own = (
-        sum(each.numel for each in weights) // chosen.number,
-        Numerics(config, device),
-    )
+    size = sum(each.numel for each in weights) // chosen.number
+    own = Numerics(config, device)
     contiguous = _ends(args, own, size, in_order=aligns_shards(args))
     own = Numerics(replace(config, align_shards=False), device)
     bucketed = _ends(args, own, None, in_order=False)
@@ -77,8 +75,7 @@ def own_layout(
     return "bucketed", [
         "--muon-dp-layout bucketed: by the stated speeds a step takes "
         f"{bucketed / contiguous:.0%} of the time of contiguous. Runs that go on from "
-        "its "
-        "checkpoints keep it; the flag sets it"
+        "its checkpoints keep it; the flag sets it"
     ]
 
 
@@ -136,5 +133,7 @@ def _located(
         tuple(tuple((d * ep + e) * tp + t for d in range(dp)) for t in range(tp))
         for e in range(ep)
     )
-    every = [replace(one, ep_rank=e) for e in range(ep) for one in placed]
+    every: list[Parameter] = []
+    for ep_rank in range(ep):
+        every += [replace(one, ep_rank=ep_rank) for one in placed]
     return every, RankGrid(grid, neighbours)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,8 @@ def say_loaded(
 
     def own() -> str:
         matrices = sum(len(part.muon.plan.matrices) for part in parts) if speaks else 0
-        return json.dumps(
-            [matrices, [group for part in parts for group in _groups(part)]]
-        )
+        groups = list(chain.from_iterable(map(_groups, parts)))
+        return json.dumps([matrices, groups])
 
     every = [
         json.loads(text) for text in all_gather_texts(together(own, None, device), None)

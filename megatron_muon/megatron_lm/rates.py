@@ -68,8 +68,8 @@ def told_of_adamw(optimizer: Any) -> Iterator[None]:
         if "max_lr" in getattr(distrib_optimizer, "param_group_identifier_keys", ()):
             _warn(
                 "this Megatron finds the checkpoint's parameter groups by their rates, "
-                "so its load "
-                "fails where --lr, --min-lr or the decoupled ones have changed"
+                "so its load fails where --lr, --min-lr or the decoupled ones have "
+                "changed"
             )
         raise
     after = [_read(group) for group in optimizer.param_groups]
@@ -79,10 +79,8 @@ def told_of_adamw(optimizer: Any) -> Iterator[None]:
         key = next(key for key in _READ if own.get(key) != loaded.get(key))
         _warn(
             f"Megatron's load has changed the rates of {len(changed)} of {len(before)} "
-            "parameter "
-            f"groups, first {key} from this run's {own.get(key)} to {loaded.get(key)}; "
-            "AdamW "
-            "trains with these until the run ends"
+            f"parameter groups, first {key} from this run's {own.get(key)} to "
+            f"{loaded.get(key)}; AdamW trains with these until the run ends"
         )
 
 
@@ -90,8 +88,6 @@ def _warn(fault: str) -> None:
     if dist.get_rank() == 0:
         say(
             f"[megatron_muon] warning: {_OPTION}: {fault}. Give --no-load-optim: then "
-            "moments and "
-            "schedule start anew. Or keep the checkpoint's schedule and leave out this "
-            "flag "
-            "(before core 0.19 also --decoupled-lr)"
+            "moments and schedule start anew. Or keep the checkpoint's schedule and "
+            "leave out this flag (before core 0.19 also --decoupled-lr)"
         )

@@ -84,8 +84,8 @@ def _agreed(find: Callable[[], str], device: Any) -> Any:
     if len(every) > 1:
         raise ValueError(
             "ranks see different files: a checkpoint must be on a file system that all "
-            "of them "
-            f"share (some would read it as {', others as '.join(sorted(every))})"
+            "of them share (some would read it as "
+            f"{', others as '.join(sorted(every))})"
         )
     return how
 
@@ -102,10 +102,9 @@ def _into_muon(args: Namespace, saved: Any) -> str:
     if how == "refuse":
         raise ValueError(
             f"{saved.folder} has AdamW's optimizer state: give --muon-from-adamw "
-            "momentum (Muon's "
-            "momentum starts as Adam's first moment, scaled) or --muon-from-adamw "
-            "fresh (at zero), "
-            "or load the model alone (--no-load-optim)"
+            "momentum (Muon's momentum starts as Adam's first moment, scaled) or "
+            "--muon-from-adamw fresh (at zero), or load the model alone "
+            "(--no-load-optim)"
         )
     return how
 
@@ -133,9 +132,8 @@ def _metadata_of_whole_weights() -> Iterator[None]:
 
     from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
 
-    original = getattr(
-        dist_checkpointing, "load_content_metadata", None
-    )  # core 0.13 and later
+    # core 0.13 and later
+    original = getattr(dist_checkpointing, "load_content_metadata", None)
 
     def load_content_metadata(*args: Any, **kwargs: Any) -> dict[str, Any]:
         assert original is not None

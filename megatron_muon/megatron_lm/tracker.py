@@ -67,8 +67,7 @@ def named_by(save_dir: Path) -> str | None:
         last = "" if complete is None else f" {complete}, the last complete one"
         raise ValueError(
             f"{path} has {text[:60]!r} in it, neither the number of an iteration nor "
-            "release: "
-            "write the number of the checkpoint to load into it, or give "
+            "release: write the number of the checkpoint to load into it, or give "
             f"--ckpt-step{last}"
         )
     return f"iter_{int(text):07d}"
@@ -97,7 +96,6 @@ def require_settled(load_dir: Path) -> None:
     number = digest.iteration_of(name)
     raise ValueError(
         f"a save into {load_dir / name} by an earlier megatron_muon was stopped, or "
-        "still runs. If "
-        f"it was stopped: {moves}rm -f {here}.anew && "
-        f"echo {name if number is None else number} > {tracker}"
+        f"still runs. If it was stopped: {moves}rm -f {here}.anew && echo "
+        f"{name if number is None else number} > {tracker}"
     )

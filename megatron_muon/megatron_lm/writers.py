@@ -25,10 +25,8 @@ class MegatronLM(Host):
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """To TensorBoard and W&B, where the run has them."""
         variables = importlib.import_module("megatron.training.global_vars")
-        tensorboard, wandb = (
-            variables.get_tensorboard_writer(),
-            variables.get_wandb_writer(),
-        )
+        tensorboard = variables.get_tensorboard_writer()
+        wandb = variables.get_wandb_writer()
         if tensorboard is not None:
             for name, value in scalars.items():
                 tensorboard.add_scalar(name, value, step)

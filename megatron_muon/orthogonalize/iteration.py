@@ -66,88 +66,85 @@ _AUTO: dict[Device, tuple[tuple[int, float], ...]] = {
         (1024, 0.8),
     ),
     "cuda": (
-        *(
-            (0, 0.0),
-            (384, 0.51),
-            (512, 0.54),
-            (576, 0.57),
-            (640, 0.62),
-            (704, 0.65),
-            (896, 0.75),
-        ),
-        *((1024, 0.84), (1536, 0.91), (1792, 0.98), (2560, 0.99), (6144, 1.0)),
+        (0, 0.0),
+        (384, 0.51),
+        (512, 0.54),
+        (576, 0.57),
+        (640, 0.62),
+        (704, 0.65),
+        (896, 0.75),
+        (1024, 0.84),
+        (1536, 0.91),
+        (1792, 0.98),
+        (2560, 0.99),
+        (6144, 1.0),
     ),
     "cuda_symmetric": (
-        *(
-            (0, 0.0),
-            (257, 0.61),
-            (320, 0.65),
-            (384, 0.72),
-            (512, 0.77),
-            (576, 0.83),
-            (640, 0.88),
-        ),
-        *((704, 0.9), (896, 0.95), (1024, 0.97), (1408, 1.0)),
+        (0, 0.0),
+        (257, 0.61),
+        (320, 0.65),
+        (384, 0.72),
+        (512, 0.77),
+        (576, 0.83),
+        (640, 0.88),
+        (704, 0.9),
+        (896, 0.95),
+        (1024, 0.97),
+        (1408, 1.0),
     ),
 }
 # The same where linear terms are folded (``Numerics.folded``), and where c is 0 in a
 # step, so that only the standard iteration has folded ones.
 _AUTO_FOLDED: dict[Device, tuple[tuple[int, float], ...]] = {
     "cuda": (
-        *(
-            (0, 0.0),
-            (384, 0.64),
-            (448, 0.76),
-            (704, 0.85),
-            (768, 0.92),
-            (2560, 0.97),
-            (4096, 1.0),
-        ),
+        (0, 0.0),
+        (384, 0.64),
+        (448, 0.76),
+        (704, 0.85),
+        (768, 0.92),
+        (2560, 0.97),
+        (4096, 1.0),
     ),
     "cuda_symmetric": (
-        *(
-            (0, 0.0),
-            (257, 0.42),
-            (384, 0.48),
-            (448, 0.56),
-            (512, 0.65),
-            (640, 0.72),
-            (768, 0.77),
-        ),
-        *((896, 0.84), (1280, 0.92), (2048, 1.0)),
+        (0, 0.0),
+        (257, 0.42),
+        (384, 0.48),
+        (448, 0.56),
+        (512, 0.65),
+        (640, 0.72),
+        (768, 0.77),
+        (896, 0.84),
+        (1280, 0.92),
+        (2048, 1.0),
     ),
 }
 _AUTO_HALF_FOLDED: dict[Device, tuple[tuple[int, float], ...]] = {
     "cuda": (
-        *(
-            (0, 0.0),
-            (384, 0.45),
-            (448, 0.47),
-            (512, 0.51),
-            (576, 0.54),
-            (640, 0.57),
-            (704, 0.62),
-        ),
-        *(
-            (896, 0.65),
-            (1024, 0.69),
-            (1280, 0.75),
-            (1792, 0.84),
-            (2560, 0.91),
-            (4096, 0.99),
-        ),
+        (0, 0.0),
+        (384, 0.45),
+        (448, 0.47),
+        (512, 0.51),
+        (576, 0.54),
+        (640, 0.57),
+        (704, 0.62),
+        (896, 0.65),
+        (1024, 0.69),
+        (1280, 0.75),
+        (1792, 0.84),
+        (2560, 0.91),
+        (4096, 0.99),
     ),
     "cuda_symmetric": (
-        *(
-            (0, 0.0),
-            (257, 0.52),
-            (320, 0.56),
-            (384, 0.58),
-            (448, 0.65),
-            (512, 0.72),
-            (768, 0.77),
-        ),
-        *((896, 0.83), (1792, 0.91), (3072, 1.0)),
+        (0, 0.0),
+        (257, 0.52),
+        (320, 0.56),
+        (384, 0.58),
+        (448, 0.65),
+        (512, 0.72),
+        (768, 0.77),
+        (896, 0.83),
+        (1792, 0.91),
+        (3072, 1.0),
     ),
 }
 
@@ -166,7 +163,8 @@ def takes_gram(rows: int, cols: int, numerics: Numerics) -> bool:
     """Whether a matrix of this shape gets the Gram iteration."""
     if numerics.iteration != "auto":
         return numerics.iteration == "gram"
-    short, kind = min(rows, cols), _products_of_squares(min(rows, cols), numerics)
+    short = min(rows, cols)
+    kind = _products_of_squares(min(rows, cols), numerics)
     table = _AUTO
     if numerics.folded:
         all_squared = all(c != 0 for _, _, c in numerics.steps)
@@ -269,7 +267,8 @@ def scratch_elements(rows: int, cols: int) -> int:
     The standard iteration has two squares. The Gram iteration has four; as many as fit,
     at most three, are in the memory of the next iterate.
     """
-    short, long = min(rows, cols), max(rows, cols)
+    short = min(rows, cols)
+    long = max(rows, cols)
     squares = 2 if long >= 2 * short else 3
     return rows * cols + squares * short**2
 

@@ -44,10 +44,8 @@ SymmetricKernel = Callable[
 # may be added in fp16.
 _FP16_NORM = 128.0
 _KERNEL_ROWS = 512  # of the trial product
-_KERNEL_CAPABILITY = (
-    9,
-    0,
-)  # Hopper: every release that has the kernel supports it from there on
+# Hopper: every release that has the kernel supports it from there on
+_KERNEL_CAPABILITY = (9, 0)
 
 
 def scale_of(ns_dtype: NsDtype) -> float:
@@ -67,10 +65,8 @@ class KernelError(MuonError, RuntimeError):
         """The error that quotes the library's ``error``."""
         return cls(
             "quack-kernels is installed, for the symmetric products of Newton-Schulz, "
-            "and fails: "
-            f"{type(error).__name__}: {error}. Install a release of it that fits this "
-            "GPU and "
-            "torch, or uninstall it: torch's matmul takes its place"
+            f"and fails: {type(error).__name__}: {error}. Install a release of it that "
+            "fits this GPU and torch, or uninstall it: torch's matmul takes its place"
         )
 
 
@@ -79,9 +75,8 @@ class Products:
     """Products on one device, each rounded."""
 
     dtype: torch.dtype  # the dtype of iterates, to which products are rounded
-    squares: (
-        torch.dtype
-    )  # the dtype to which the Gram iteration's square matrices are rounded
+    # the dtype to which the Gram iteration's square matrices are rounded
+    squares: torch.dtype
     held: torch.dtype  # the dtype in which matrices are held and multiplied
     scale: float = (
         1.0  # an iterate X is held as scale·X, a power of two; squares are not
@@ -224,12 +219,10 @@ def multiplies_bf16() -> bool:
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    has_avx512_bf16 = getattr(
-        torch.cpu, "_is_avx512_bf16_supported", None
-    )  # since torch 2.5
-    capabilities = getattr(
-        torch.cpu, "get_capabilities", None
-    )  # the public way, later still
+    # since torch 2.5
+    has_avx512_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    # the public way, later still
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
     if capabilities is None:
         return has_avx512_bf16 is not None and bool(has_avx512_bf16())
     return any(capabilities().get(name, False) for name in ("avx512_bf16", "amx_bf16"))

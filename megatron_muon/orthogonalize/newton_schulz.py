@@ -144,9 +144,8 @@ def at_once_on(
     None they have at most ``most`` elements of scratch memory.
     """
     if _is_cpu(device):
-        is_aligned = (
-            rows * cols % _LINE == 0
-        )  # else a later one is multiplied otherwise
+        # else a later one is multiplied otherwise
+        is_aligned = rows * cols % _LINE == 0
         return max(1, _CPU_ELEMENTS // (rows * cols)) if is_aligned else 1
     if not takes_batches(device):
         return 1
@@ -172,7 +171,8 @@ def _orthogonalize_into(
     read; it ``is_direct`` if it is that of ``source``, which is row-major.
     """
     products = products_on(source.device, numerics)
-    rows, cols = source.size(1), source[0, 0].numel()
+    rows = source.size(1)
+    cols = source[0, 0].numel()
     # A GPU multiplies tall matrices as they are; on a CPU the short side is first.
     is_mirrored = _is_cpu(source.device) and rows > cols
     shape = (
@@ -191,9 +191,8 @@ def _orthogonalize_into(
     second: Tensor | None = None
     if memory is not None and memory.element_size() == first.element_size():
         second = memory.view(products.held).view(shape)
-    starts_in_memory = (
-        is_direct and iterates % 2 == 0
-    )  # so that the last iterate is there, too
+    # so that the last iterate is there, too
+    starts_in_memory = is_direct and iterates % 2 == 0
     if starts_in_memory and second is not None:
         first, second = second, first
     into = source.view(products.held) if starts_in_memory else like_source(first)
@@ -260,7 +259,8 @@ def standard_iteration(
     A tall X has A = XᵀX and X ← aX + XB. On a CPU no product is made in panels, since
     other implementations are compared with this one step by step.
     """
-    products, is_tall = products.plain(), x.size(-2) > x.size(-1)
+    products = products.plain()
+    is_tall = x.size(-2) > x.size(-1)
     symmetric = products.product if products.kernel is None else products.symmetric
     for step, (a, b, c) in enumerate(steps):
         leave = products.leave(is_last=step == len(steps) - 1)

@@ -94,7 +94,8 @@ def enter_by_kernels(
     of it. The norm is infinite where the matrix is zero or does not move, NaN where an
     entry is not finite.
     """
-    source, into = _in_five_dims(source), _in_five_dims(into)
+    source = _in_five_dims(source)
+    into = _in_five_dims(into)
     divisors: Tensor = torch.ops.megatron_muon.divisors(source, moves, 1.0 / scale)
     torch.ops.megatron_muon.divide(source, into, divisors)
     return divisors[:, 1]

@@ -27,20 +27,29 @@ LAUNCH: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
 EXPONENT = tl.constexpr(0x7F800000)  # exponent bits of an fp32 number
 # A power of two from 2^-126 to 2^126, whose reciprocal is a normal number, has these
 # bits; those of its reciprocal are the rest of ONE.
-LEAST, MOST, ONE = (
-    tl.constexpr(1 << 23),
-    tl.constexpr(253 << 23),
-    tl.constexpr(254 << 23),
-)
+LEAST = tl.constexpr(1 << 23)
+MOST = tl.constexpr(253 << 23)
+ONE = tl.constexpr(254 << 23)
 
 
 # Triton would compile a variant wherever one of these is 1 or a multiple of 16, so at
 # new shapes in the middle of a step. ``EIGHTS`` says of all of them what matters: rows
 # start at 16 bytes.
 _ARGUMENTS = [
-    *("source", "into", "rows", "width", "parts", "per_matrix"),
-    *("matrix_stride", "row_stride", "block_stride", "part_stride"),
-    *("into_matrix_stride", "into_row_stride", "into_block_stride", "into_part_stride"),
+    "source",
+    "into",
+    "rows",
+    "width",
+    "parts",
+    "per_matrix",
+    "matrix_stride",
+    "row_stride",
+    "block_stride",
+    "part_stride",
+    "into_matrix_stride",
+    "into_row_stride",
+    "into_block_stride",
+    "into_part_stride",
 ]
 
 
@@ -61,7 +70,8 @@ def _tile(
     """
     program = tl.program_id(0)
     matrix, tile = program // per_matrix, program % per_matrix
-    across, down = tl.cdiv(width, TILE_COLS), tl.cdiv(rows, TILE_ROWS)
+    across = tl.cdiv(width, TILE_COLS)
+    down = tl.cdiv(rows, TILE_ROWS)
     outer, within = tile // (across * down), tile % (across * down)
     row = (within // across) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     col = (within % across) * TILE_COLS + tl.arange(0, TILE_COLS)

@@ -67,6 +67,9 @@ class Numerics:
         dtype = config.ns_dtype or ("fp16" if is_fast else "bf16")
         keeps = on_gpu or (self.device == "cpu_bf16" and dtype == "bf16")
         held: NsDtype = dtype if keeps else "fp32"
+        products = self.device
+        if held == "fp32":
+            products = "cuda" if on_gpu else "cpu"
         # bf16 and fp16 have the same headroom
         steps = schedule(
             config.ns_coefficients, config.ns_steps, config.ns_dtype or "bf16"
@@ -79,7 +82,7 @@ class Numerics:
             "held": held,
             "travels": "fp32" if config.ns_dtype == "fp32" else "bf16",
             "folded": on_gpu and dtype == "fp16",
-            "products": self.device if held != "fp32" else "cuda" if on_gpu else "cpu",
+            "products": products,
             "steps": steps,
             "segments": segments,
             "iteration": "standard"

@@ -24,12 +24,10 @@ from torch import Tensor
 class Soundness:
     """The numbers of matrices, in the order in which these are orthogonalized."""
 
-    norms: list[Tensor] = field(
-        default_factory=list
-    )  # each (k,); NaN: an input is not finite
-    lines: list[Tensor] = field(
-        default_factory=list
-    )  # each (k,); NaN, Inf: a direction is not
+    # each (k,); NaN: an input is not finite
+    norms: list[Tensor] = field(default_factory=list)
+    # each (k,); NaN, Inf: a direction is not
+    lines: list[Tensor] = field(default_factory=list)
 
     def of_units(self, units: Soundness) -> None:
         """Add matrices of which each has several units: a unit that is not finite

@@ -73,10 +73,8 @@ def share_lines(share: Share) -> list[str]:
         ValueError: the share is zero.
     """
     require_muons(share)
-    all_of_it, activated = (
-        _ratio(share.muon, share.total),
-        _ratio(share.active_muon, share.active),
-    )
+    all_of_it = _ratio(share.muon, share.total)
+    activated = _ratio(share.active_muon, share.active)
     of_active = (
         f" and {activated:.1%} of the {_count(share.active)} that a token activates"
     )
@@ -92,16 +90,13 @@ def share_lines(share: Share) -> list[str]:
     if min(all_of_it, activated) < 0.5:
         lines.append(
             f"{PREFIX} warning: Muon updates less than half of the parameters; "
-            f"{_kept(share)}: "
-            "expect little difference from AdamW"
+            f"{_kept(share)}: expect little difference from AdamW"
         )
     if share.unknown_fusions:
         lines.append(
             f"{PREFIX} {named('split_qkv')} has no effect on "
-            f"{', '.join(share.unknown_fusions)}: "
-            "the order of rows is known only of Megatron's SelfAttention and "
-            "CrossAttention, so "
-            "each is one matrix"
+            f"{', '.join(share.unknown_fusions)}: the order of rows is known only of "
+            "Megatron's SelfAttention and CrossAttention, so each is one matrix"
         )
     return lines
 
@@ -115,10 +110,9 @@ def require_muons(share: Share) -> None:
     if share.total and not share.muon:
         raise ValueError(
             f"Muon has none of the model's {_count(share.total)} parameters; "
-            f"{_kept(share)}: "
-            f"change {named('muon_include')} or {named('muon_exclude')} of MuonConfig "
-            "so that "
-            "Muon has some of these, or choose optimizer='adam'"
+            f"{_kept(share)}: change {named('muon_include')} or "
+            f"{named('muon_exclude')} of MuonConfig so that Muon has some of these, or "
+            "choose optimizer='adam'"
         )
 
 
@@ -164,8 +158,7 @@ def newton_schulz_line(numerics: Numerics, products: str, *, in_batches: bool) -
     elif (config.ns_batch or 1) > 1:
         batches = (
             f"; one matrix at a time, not {config.ns_batch}: a CPU and torch's "
-            "deterministic mode "
-            "take no batches"
+            "deterministic mode take no batches"
         )
     dtype = f"{numerics.dtype}{_of_preset(numerics) if config.ns_dtype is None else ''}"
     steps = f"{config.ns_steps} steps{steps_unlike_own(config)}"
@@ -205,8 +198,7 @@ def _iteration(numerics: Numerics) -> str:
     asked = "auto" if wanted else f"auto{preset}"
     return (
         f"standard (in place of {asked} since the Gram iteration has not been found "
-        "accurate with "
-        "these coefficients, steps and dtype)"
+        "accurate with these coefficients, steps and dtype)"
     )
 
 
@@ -228,8 +220,10 @@ def start_line(
         earlier: plans of the stage's optimizers before it. Homes balance the work of
             all of them together, so the busiest rank is that of the sum.
     """
-    flops, sent = plan.ns_flops(), plan.sent_bytes()
-    least, most = _amount(sum(sent) / len(sent)), _amount(max(sent))
+    flops = plan.ns_flops()
+    sent = plan.sent_bytes()
+    least = _amount(sum(sent) / len(sent))
+    most = _amount(max(sent))
     together = [
         sum(each)
         for each in zip(flops, *(one.ns_flops() for one in earlier), strict=True)
@@ -238,14 +232,11 @@ def start_line(
     return (
         f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: "
         f"{len(plan.matrices)} matrices in {len(plan.parameters)} parameters, of which "
-        "shards cut "
-        f"{len(plan.boundary_parameters())}; {sum(buckets)} bucket(s); a rank sends "
-        f"{least}B a step"
-        f"{f' (busiest {most}B)' if least != most else ''} in {len(plan.rounds)} "
-        "round(s); "
-        f"Newton-Schulz {_amount(sum(flops))}flop a step on the stage, "
-        f"{max(together) / mean if mean else 1:.2f} × the mean on the busiest rank"
-        f"{', with the matrices above' if earlier else ''}"
+        f"shards cut {len(plan.boundary_parameters())}; {sum(buckets)} bucket(s); a "
+        f"rank sends {least}B a step{f' (busiest {most}B)' if least != most else ''} "
+        f"in {len(plan.rounds)} round(s); Newton-Schulz {_amount(sum(flops))}flop a "
+        f"step on the stage, {max(together) / mean if mean else 1:.2f} × the mean on "
+        f"the busiest rank{', with the matrices above' if earlier else ''}"
     )
 
 
@@ -255,17 +246,17 @@ def block_line(
     """One line about the steps between full ones, of which this is the plan; see
     ``start_line``.
     """
-    sent, flops = plan.sent_bytes(), plan.ns_flops()
+    sent = plan.sent_bytes()
+    flops = plan.ns_flops()
     rate = (
         f", at {config.block_lr_mult:g} × the rate" if config.block_lr_mult != 1 else ""
     )
     return (
         f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: every "
         f"{config.full_period} steps one is full; the others orthogonalize each TP "
-        "slice by itself"
-        f"{rate}: {len(plan.matrices)} matrices, {_amount(sum(sent) / len(sent))}B a "
-        "rank, "
-        f"{_amount(sum(flops))}flop on the stage"
+        f"slice by itself{rate}: {len(plan.matrices)} matrices, "
+        f"{_amount(sum(sent) / len(sent))}B a rank, {_amount(sum(flops))}flop on the "
+        "stage"
     )
 
 
@@ -275,18 +266,15 @@ def homes_lines(config: MuonConfig) -> list[str]:
     """
     if config.homes != "auto":
         return []
-    link, tflops = (
-        named("link_gbytes"),
-        f"{named('rank_tflops')} {config.rank_tflops:g}",
-    )
+    link = named("link_gbytes")
+    tflops = f"{named('rank_tflops')} {config.rank_tflops:g}"
     if config.link_gbytes is not None:
         return [
             f"{PREFIX} homes by time, from {tflops} and {link} {config.link_gbytes:g}"
         ]
     return [
         f"{PREFIX} homes by work: no {link} is given, so {LINK_GBYTES:g} is assumed. "
-        "State "
-        "it where the link is slower: megatron-muon bench speeds prints the flag"
+        "State it where the link is slower: megatron-muon bench speeds prints the flag"
     ]
 
 
@@ -309,18 +297,15 @@ def node_lines(
     if ranks_here < min(homes, config.node_ranks):
         return [
             f"{PREFIX} warning: a machine has {ranks_here} ranks, and {setting}: ranks "
-            "that share "
-            f"a matrix may be on several machines; set it to {ranks_here}, unless the "
-            "links "
-            "between these machines are as fast as those inside"
+            f"that share a matrix may be on several machines; set it to {ranks_here}, "
+            "unless the links between these machines are as fast as those inside"
         ]
     neighbours = min((plan.grid.neighbours for plan in plans), default=NODE)
     if neighbours < by_rows:
         return [
             f"{PREFIX} warning: only {neighbours} of a stage's ranks in a row are of "
-            "one node, and "
-            f"{setting}: set it to {neighbours}, so that large squares do not travel "
-            "between nodes"
+            f"one node, and {setting}: set it to {neighbours}, so that large squares "
+            "do not travel between nodes"
         ]
     return []
 
@@ -365,12 +350,9 @@ def early_gathers_line(
     )
     return (
         f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: the first "
-        "gather of "
-        f"parameters starts after {begin}; of {len(gathers)} {within} start within the "
-        "step, "
-        f"{len(started) - within} at its end, {len(gathers) - len(started)} in the "
-        "forward pass"
-        f"{other_loops}"
+        f"gather of parameters starts after {begin}; of {len(gathers)} {within} start "
+        f"within the step, {len(started) - within} at its end, "
+        f"{len(gathers) - len(started)} in the forward pass{other_loops}"
     )
 
 

@@ -163,10 +163,10 @@ class _Ranks:
         self, matrices: Sequence[Work], before: Loads, price: Price, neighbours: int
     ) -> None:
         self._matrices, self._price, self._neighbours = matrices, price, neighbours
-        self._works, self._times = list(before.flops), list(before.times)
-        self._by_work = [
-            (work, rank) for rank, work in enumerate(self._works)
-        ]  # some outdated
+        self._works = list(before.flops)
+        self._times = list(before.times)
+        # some outdated
+        self._by_work = [(work, rank) for rank, work in enumerate(self._works)]
         heapq.heapify(self._by_work)
         self._slack = _of_ideal(HOME_SLACK, matrices, before)
         self._limit = _of_ideal(HOME_LIMIT, matrices, before)
@@ -221,7 +221,8 @@ def _of_ideal(factor: Fraction, matrices: Sequence[Work], before: Loads) -> int:
     """``factor`` × max(ideal, largest matrix), rounded down: the same limit for whole
     flops.
     """
-    flops, size = [matrix.flops for matrix in matrices], len(before.flops)
+    flops = [matrix.flops for matrix in matrices]
+    size = len(before.flops)
     return (
         factor
         * max(sum(flops) + sum(before.flops), size * max(flops, default=0))

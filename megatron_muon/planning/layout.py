@@ -178,8 +178,7 @@ class Parameter:
         if self.bucket.size % dp_size:
             raise ValueError(
                 f"bucket of {self.bucket.size} elements around {self.name} does not "
-                "divide into "
-                f"{dp_size} equal shards"
+                f"divide into {dp_size} equal shards"
             )
         shard_size = self.bucket.size // dp_size
         start, stop = (

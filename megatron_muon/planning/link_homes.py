@@ -19,13 +19,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 
 from megatron_muon.planning.homes import Loads, Price, Work
 from megatron_muon.planning.sharing.strip_time import MESSAGE_PS, PEER_PS
 
-_LEAST_GAIN = Fraction(
-    1, 64
-)  # the bound is about as far from the time model's order of choices
+# the bound is about as far from the time model's order of choices
+_LEAST_GAIN = Fraction(1, 64)
 # Of the matrices of one size that a home has in a round: they are a batch, and the last
 # wave of its products does not fill a GPU. Less than it is no gain.
 _BATCH_PS = 200_000_000
@@ -41,15 +41,13 @@ _Rounds = Sequence[Sequence[int]]
 class Stage:
     """What homes are chosen for."""
 
-    works: Sequence[
-        Work
-    ]  # works, owner: its matrices, and the index of each one's parameter
+    # works, owner: its matrices, and the index of each one's parameter
+    works: Sequence[Work]
     owner: Sequence[int]
     fixed: frozenset[int]  # matrices whose homes stay, strips
     before: Loads  # what ranks have to do for other optimizers before
-    directions: Sequence[
-        int
-    ]  # by rank, the time at which it has those of other optimizers before
+    # by rank, the time at which it has those of other optimizers before
+    directions: Sequence[int]
     price: Price  # the prices of work and of bytes
     neighbours: int  # see RankGrid
     faster: int  # see strip_time.faster_near
@@ -80,7 +78,7 @@ def fastest(
         rounds_of: the rounds of homes, as indices of parameters.
     """
     improved = [
-        _Search(stage, homes, of).improved() for homes in choices for of in _WEIGHTS
+        _Search(stage, homes, of).improved() for homes, of in product(choices, _WEIGHTS)
     ]
     tried = list(dict.fromkeys(map(tuple, (*choices, *improved))))
     times = [step_time(stage, homes, rounds_of(homes)) for homes in tried]
@@ -95,7 +93,9 @@ def step_time(stage: Stage, homes: Sequence[int], rounds: _Rounds) -> int:
     """The time until the last rank has its directions; see ``pipeline`` for the
     order.
     """
-    round_of = {index: number for number, round in enumerate(rounds) for index in round}
+    round_of: dict[int, int] = {}
+    for number, round in enumerate(rounds):
+        round_of |= dict.fromkeys(round, number)
     slices: list[dict[tuple[int, int], int]] = [defaultdict(int) for _ in rounds]
     at_home: list[dict[int, int]] = [defaultdict(int) for _ in rounds]
     batches: set[tuple[int, int, int, int]] = set()
@@ -108,7 +108,8 @@ def step_time(stage: Stage, homes: Sequence[int], rounds: _Rounds) -> int:
                 slices[number][rank, home] += elements
     for number, home, _, _ in batches:
         at_home[number][home] += _BATCH_PS * stage.price.picosecond
-    link, done = list(stage.before.times), list(stage.before.times)
+    link = list(stage.before.times)
+    done = list(stage.before.times)
     directions: Mapping[int, int] = dict(enumerate(stage.directions))
     gathered = _exchange(stage, slices[0], link, done) if slices else {}
     for number, there in enumerate(slices):
@@ -174,7 +175,9 @@ class _Search:
     def __init__(
         self, stage: Stage, homes: Sequence[int], weights: tuple[int, int]
     ) -> None:
-        self._stage, self._homes, self._weights = stage, list(homes), weights
+        self._stage = stage
+        self._homes = list(homes)
+        self._weights = weights
         self._near = stage.faster
         self._work = list(stage.before.times)
         self._links = [[0, 0, 0, 0] for _ in self._work]  # out and in, far and near

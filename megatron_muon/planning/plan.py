@@ -76,9 +76,10 @@ class ExchangePlan:
 
     def round_of(self) -> dict[int, int]:
         """The round of each parameter."""
-        return {
-            index: number for number, round in enumerate(self.rounds) for index in round
-        }
+        numbers: dict[int, int] = {}
+        for number, round in enumerate(self.rounds):
+            numbers |= dict.fromkeys(round, number)
+        return numbers
 
     def ns_flops(self) -> list[int]:
         """Newton-Schulz floating-point operations of each rank in a step."""
@@ -111,10 +112,8 @@ class ExchangePlan:
         """Elements of each gather message, by (round, sender, home); see
         ``gather_message``.
         """
-        round_of, slices = (
-            self.round_of(),
-            defaultdict[tuple[int, int, int], list[int]](list),
-        )
+        round_of = self.round_of()
+        slices = defaultdict[tuple[int, int, int], list[int]](list)
         for one in self.slices:
             home = self.matrices[one.matrix].home
             if home != one.rank and not one.replica:
@@ -185,13 +184,9 @@ def make_plan(
     else:
         (cut,) = _in_strips(parameters, stage, numerics.config.homes)
         homes, ends = stage.homes(cut, numerics.config.homes), 0
-    parameters, works = [parameter for parameter, _ in cut], _all_works(cut)
-    shapes = [
-        (parameter, shape) for parameter in parameters for shape in parameter.matrices
-    ]
-    owner = [
-        index for index, parameter in enumerate(parameters) for _ in parameter.matrices
-    ]
+    parameters = [parameter for parameter, _ in cut]
+    works = _all_works(cut)
+    shapes, owner = _shapes_of(parameters)
     matrices = tuple(
         _homed(parameter, shape, home)
         for (parameter, shape), home in zip(shapes, homes, strict=True)
@@ -209,6 +204,19 @@ def make_plan(
     )
     plan.validate()
     return plan
+
+
+def _shapes_of(
+    parameters: Sequence[Parameter],
+) -> tuple[list[tuple[Parameter, MatrixShape]], list[int]]:
+    """All matrices, each with its parameter, and the indices of these parameters."""
+    shapes: list[tuple[Parameter, MatrixShape]] = []
+    owner: list[int] = []
+    for index, parameter in enumerate(parameters):
+        for shape in parameter.matrices:
+            shapes.append((parameter, shape))
+            owner.append(index)
+    return shapes, owner
 
 
 def flops_of(parameters: Sequence[Parameter], numerics: Numerics) -> int:
@@ -274,7 +282,8 @@ class _Stage:
 
     def time(self, cut: Sequence[_Cut], policy: HomePolicy) -> int:
         """The time of the stage's step with these strips."""
-        works, price = _all_works(cut), prices(self.numerics)
+        works = _all_works(cut)
+        price = prices(self.numerics)
         homes = self.homes(cut, policy)
         near = self.grid.neighbours, self.faster
         return stage_time(works, homes, price, self.before, self.later, *near)
@@ -348,13 +357,13 @@ def _in_strips(
     if numerics.split != "auto":
         return [cut_all({}, 1 if numerics.split == "off" else numerics.split)]
     least = LEAST_SHARED_PS * numerics.config.rank_tflops  # flops
-    shapes = {
-        (m.rows, m.cols)
-        for parameter in parameters
-        if in_strips(parameter, lambda _: 2) is not parameter
-        for m in parameter.matrices
-        if ns_flops(*m.unit, numerics) >= least
-    }
+    shapes: set[tuple[int, int]] = set()
+    for parameter in parameters:
+        if in_strips(parameter, lambda _: 2) is parameter:
+            continue
+        for m in parameter.matrices:
+            if ns_flops(*m.unit, numerics) >= least:
+                shapes.add((m.rows, m.cols))
     if not shapes:
         return [cut_all({})]
     can = partial(can_share, numerics=numerics)
@@ -382,23 +391,22 @@ def _homes_by_link(
     from megatron_muon.planning import link_homes  # only where a link is stated
 
     works, numerics = _all_works(cut), stage.numerics
-    every = [(at, p, m) for at, (p, _) in enumerate(cut) for m in p.matrices]
-    owner = [at for at, _, _ in every]
-    fixed = frozenset(at for at, (_, _, m) in enumerate(every) if m.strip is not None)
+    every, owner = _shapes_of([parameter for parameter, _ in cut])
+    shared = (at for at, (_, shape) in enumerate(every) if shape.strip is not None)
     before, near = stage.before, (stage.grid.neighbours, stage.faster)
     directions = list(before.times)
-    for at_homes, one in (
-        (plan.matrices, one) for plan in earlier for one in plan.slices
-    ):
-        at_home = before.times[at_homes[one.matrix].home]
-        directions[one.rank] = max(directions[one.rank], at_home)
+    for plan in earlier:
+        for one in plan.slices:
+            at_home = before.times[plan.matrices[one.matrix].home]
+            directions[one.rank] = max(directions[one.rank], at_home)
     of = link_homes.Stage(
-        works, owner, fixed, before, directions, prices(numerics), *near
+        works, owner, frozenset(shared), before, directions, prices(numerics), *near
     )
 
     def rounds_of(homes: Sequence[int]) -> Sequence[Sequence[int]]:
         matrices = [
-            _homed(p, m, home) for (_, p, m), home in zip(every, homes, strict=True)
+            _homed(parameter, shape, home)
+            for (parameter, shape), home in zip(every, homes, strict=True)
         ]
         return stage_rounds(owner, matrices, works, stage.grid.size, numerics)
 

@@ -25,12 +25,10 @@ class RankRound:
     Lists are in the order of the plan's slices.
     """
 
-    homes: list[int] = field(
-        default_factory=list
-    )  # indices of the matrices that it orthogonalizes
-    gather_to: _ByRank = field(
-        default_factory=_by_rank
-    )  # by home, the slices that it sends there
+    # indices of the matrices that it orthogonalizes
+    homes: list[int] = field(default_factory=list)
+    # by home, the slices that it sends there
+    gather_to: _ByRank = field(default_factory=_by_rank)
     # by rank, the slices that it receives as their home
     gather_from: _ByRank = field(default_factory=_by_rank)
     # by rank, the slices whose directions it sends there as their home: those of
@@ -66,9 +64,9 @@ def rank_plan(
 ) -> RankPlan:
     """One rank's part of the plan that has these fields; see ``plan.ExchangePlan``."""
     made = tuple(RankRound() for _ in rounds)
-    round_of = {
-        index: made[number] for number, round in enumerate(rounds) for index in round
-    }
+    round_of: dict[int, RankRound] = {}
+    for of_rank, round in zip(made, rounds, strict=True):
+        round_of |= dict.fromkeys(round, of_rank)
     numbers = iter(range(len(matrices)))
     for index, parameter in enumerate(parameters):
         own = [next(numbers) for _ in parameter.matrices]
@@ -77,20 +75,18 @@ def rank_plan(
         home = matrices[one.matrix].home
         if rank in (home, one.rank):
             _route(round_of[one.parameter], one, rank, home)
-    shards = {
-        index: shard
-        for index, parameter in enumerate(parameters)
-        for holder, shard in held_shards(parameter, grid)
-        if holder == rank
-    }
+    shards: dict[int, Span] = {}
+    for index, parameter in enumerate(parameters):
+        for holder, shard in held_shards(parameter, grid):
+            if holder == rank:
+                shards[index] = shard
     return RankPlan(rank, shards, made)
 
 
 def _route(round: RankRound, one: Slice, rank: int, home: int) -> None:
     if home == one.rank:
-        round.kept.append(
-            one
-        )  # no replica: replicas are on other TP ranks than the home
+        # no replica: replicas are on other TP ranks than the home
+        round.kept.append(one)
         return
     mine = one.rank == rank
     other = home if mine else one.rank

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from megatron_muon.planning.layout import Block, Matrices, MatrixShape, Span
 
@@ -50,15 +51,13 @@ def sectioned(
     if sum(counts) != rows * parts:
         raise ValueError(
             f"{name}: {rows} rows on each of {parts} TP ranks are not the "
-            f"{sum(counts)} of "
-            f"{', '.join(_named(sections))}"
+            f"{sum(counts)} of {', '.join(_named(sections))}"
         )
     for section, count in zip(sections, counts, strict=True):
         if count % parts:
             raise ValueError(
                 f"{name}: {tp_size} TP ranks cannot hold equal parts of the {count} "
-                "rows of "
-                f"{', '.join(_named([section]))}"
+                f"rows of {', '.join(_named([section]))}"
             )
     width = cols * (tp_size if partition_dim == 1 else 1)
     size: dict[str, int] = {}
@@ -76,9 +75,8 @@ def sectioned(
 
 
 def _named(sections: Sequence[Sequence[Rows]]) -> list[str]:
-    names = dict.fromkeys(
-        run.part or "one matrix" for section in sections for run in section
-    )
+    runs = chain.from_iterable(sections)
+    names = dict.fromkeys(run.part or "one matrix" for run in runs)
     return list(names) if len(names) <= 6 else [*list(names)[:5], "..."]
 
 
@@ -109,10 +107,8 @@ def _held_rows(
     for section in sections:
         rows = sum(run.count for run, _, _ in section) // parts
         for run, start, matrix_row in section:
-            first, stop = (
-                max(start, part * rows),
-                min(start + run.count, (part + 1) * rows),
-            )
+            first = max(start, part * rows)
+            stop = min(start + run.count, (part + 1) * rows)
             if first >= stop:
                 continue
             at = Span(local + first - part * rows, local + stop - part * rows)

@@ -41,7 +41,8 @@ _LARGE = 4
 LEAST_SHARED_PS = 50_000_000
 # Less than this is not worth other bits: the plan's time is within some 7 % of the time
 # model's without experts, and further off with them.
-_STEP_GAIN, _LEAST_GAIN = Fraction(1, 100), Fraction(5, 100)
+_STEP_GAIN = Fraction(1, 100)
+_LEAST_GAIN = Fraction(5, 100)
 _NUMBER = 4  # bytes of a number in fp32
 _EXPERTS = ".experts."  # there are always many of them
 
@@ -64,18 +65,15 @@ def in_strips(
     if all(len(strips) == 1 for strips in cut):
         return parameter
     first = [sum(map(len, cut[:index])) for index in range(len(cut))]
-    blocks = tuple(
-        tuple(
-            part
-            for block in of_rank
-            for part in _of_block(
-                block, cut[block.matrix], first[block.matrix], tp_rank
-            )
-        )
-        for tp_rank, of_rank in enumerate(parameter.blocks)
-    )
+    blocks = []
+    for tp_rank, of_rank in enumerate(parameter.blocks):
+        parts: list[Block] = []
+        for block in of_rank:
+            number = block.matrix
+            parts += _of_block(block, cut[number], first[number], tp_rank)
+        blocks.append(tuple(parts))
     matrices = tuple(shape for strips in cut for shape, _ in strips)
-    return replace(parameter, matrices=matrices, blocks=blocks)
+    return replace(parameter, matrices=matrices, blocks=tuple(blocks))
 
 
 _Cut = tuple[MatrixShape, Span]  # a strip, and its rows of the whole matrix
@@ -113,7 +111,8 @@ def _of_block(
         parts = None if shape.strip is None else shape.strip.parts
         if parts is not None and not parts.start <= tp_rank < parts.stop:
             continue
-        low, high = max(start, rows.start), min(stop, rows.stop)
+        low = max(start, rows.start)
+        high = min(stop, rows.stop)
         if low < high:
             local = Span(low - start, high - start).shift(block.rows.start)
             yield Block(first + number, local, low - rows.start)
@@ -133,7 +132,8 @@ def strip_homes(
         strips, works: of each matrix of the stage, in order; a whole one has no strip.
         before: flops that each rank of the stage has to do already.
     """
-    size, loads = len(before), list(before)
+    size = len(before)
+    loads = list(before)
     shared = [
         index
         for index, strip in enumerate(strips)
@@ -221,7 +221,8 @@ class SharedMatrix:
         - one number more for each strip, whether its direction is finite;
         - where strips are turned, the other homes' rows of its columns.
         """
-        ranks, short = sorted(set(self.homes)), min(self.rows, self.cols)
+        ranks = sorted(set(self.homes))
+        short = min(self.rows, self.cols)
         edges = [range_of(short, at, len(ranks)) for at in range(len(ranks))]
         row = short * self.itemsize
         rows = {rank: edge.size * row for rank, edge in zip(ranks, edges, strict=True)}
@@ -265,9 +266,8 @@ class SharedMatrix:
         return {(a, b): rows[a] * cols[b] * self.turns for a, b in pairs}
 
 
-Counts = Mapping[
-    tuple[int, int], int
-]  # strips of the matrices of a shape; others are whole
+# strips of the matrices of a shape; others are whole
+Counts = Mapping[tuple[int, int], int]
 
 
 def can_share(rows: int, cols: int, count: int, numerics: Numerics) -> bool:

@@ -60,9 +60,8 @@ class InBf16(Packed[Elements]):
         groups, state = self._optimizer.param_groups, self._optimizer.state
         counts = [group.get("step") or 0 for group in groups]
         first = [shard for group in groups for shard in group["params"][:1]]
-        counts += [
-            state.get(shard, {}).get("step", 0) for shard in first
-        ]  # torch's AdamW's
+        # torch's AdamW's
+        counts += [state.get(shard, {}).get("step", 0) for shard in first]
         self._step = int(max(counts, default=0))
 
     def _size(self, shard: Tensor) -> int:
@@ -72,10 +71,12 @@ class InBf16(Packed[Elements]):
         return held.view(torch.bfloat16)[: shard.numel()].float()
 
     def _pack(self, shard: Tensor, held: Tensor, wide: Tensor) -> None:
-        bits, (rows, cols, before) = wide.view(torch.int32), self._places[id(shard)]
+        bits = wide.view(torch.int32)
+        rows, cols, before = self._places[id(shard)]
         start, seed = -before, crc32(self._step.to_bytes(8, "little")) - (1 << 31)
         for some in torch.split(rows + seed, max(1, AT_ONCE // len(cols))):
-            low, stop = max(start, 0), min(start + len(some) * len(cols), bits.numel())
+            low = max(start, 0)
+            stop = min(start + len(some) * len(cols), bits.numel())
             chances = _hashed(some[:, None] + cols).view(-1)
             # a GPU's NaN, 0x7FFFFFFF, would be carried into the sign and become zero
             wide[low:stop].masked_fill_(wide[low:stop].isnan(), float("nan"))

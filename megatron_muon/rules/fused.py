@@ -78,14 +78,13 @@ def _apply_updates(
 
 define(
     "advance_momentum(Tensor(a!)[] buffers, Tensor[] grads, Tensor(b!)[] into, "
-    "Tensor(c!) moves, "
-    "Tensor rows, Tensor slice_of_block, float momentum, bool nesterov) -> ()",
+    "Tensor(c!) moves, Tensor rows, Tensor slice_of_block, float momentum, bool "
+    "nesterov) -> ()",
     _advance_momentum,
 )
 define(
     "apply_updates(Tensor(a!)[] params, Tensor[] directions, Tensor rows, Tensor "
-    "slice_of_block, "
-    "Tensor factors) -> ()",
+    "slice_of_block, Tensor factors) -> ()",
     _apply_updates,
 )
 
@@ -100,7 +99,8 @@ class Fused:
     """
 
     def __init__(self) -> None:
-        self._momentum, self._update = _Table(), _Table()
+        self._momentum = _Table()
+        self._update = _Table()
         self._factors: tuple[list[float], Tensor] | None = None
 
     def advance_momentum(
@@ -116,7 +116,8 @@ class Fused:
     ) -> None:
         """See ``update.Elementwise``."""
         moves.zero_()
-        buffers, targets = list(momentum_buffers), [x for x in into if x is not None]
+        buffers = list(momentum_buffers)
+        targets = [x for x in into if x is not None]
         places = [-1] * len(buffers)
         for place, number in enumerate(leaving):
             places[number] = place
@@ -292,17 +293,14 @@ def try_elementwise(
         raise RuntimeError(
             "the fused kernels of momentum, norm and update do not run: "
             f"{type(error).__name__}: {error}. Install a release of triton that fits "
-            "this GPU and "
-            "torch, and a C compiler, set TRITON_CACHE_DIR to a folder on the node's "
-            "own disk, or "
-            f"{_WAY_OUT}"
+            "this GPU and torch, and a C compiler, set TRITON_CACHE_DIR to a folder on "
+            f"the node's own disk, or {_WAY_OUT}"
         ) from error
     if differ:
         raise RuntimeError(
             "the fused kernels of momentum, norm and update round otherwise than "
-            "torch's "
-            f"operations here, so that results would depend on them: {_WAY_OUT}. "
-            "Please report it"
+            "torch's operations here, so that results would depend on them: "
+            f"{_WAY_OUT}. Please report it"
         )
 
 

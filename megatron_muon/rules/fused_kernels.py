@@ -27,9 +27,8 @@ from torch import Tensor
 # Elements of a block, and its warps: 16 elements a thread.
 BLOCK, WARPS = 2048, 4
 LAUNCH: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
-EXPONENT = tl.constexpr(
-    0x7F800000
-)  # exponent bits of an fp32 number: all set in NaN and Inf
+# exponent bits of an fp32 number: all set in NaN and Inf
+EXPONENT = tl.constexpr(0x7F800000)
 OF_TORCH = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,

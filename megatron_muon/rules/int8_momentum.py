@@ -22,9 +22,8 @@ Place = TypeVar("Place")
 BLOCK = 256  # elements, counted from the first one of the parameter's TP slice
 AT_ONCE = 1 << 22  # elements, which bounds scratch memory
 DECADES = 7
-MOST_OFF = (
-    0.75 * 0.9 / 2 ** (DECADES - 1)
-)  # half of the distance from 1 to the next value
+# half of the distance from 1 to the next value
+MOST_OFF = 0.75 * 0.9 / 2 ** (DECADES - 1)
 
 
 def values_on(device: torch.device) -> Tensor:
@@ -56,9 +55,8 @@ class Packed(States, Generic[Place]):
 
     are_copies = True
     _size: Callable[[Tensor], int]  # elements of a shard's tensor
-    _unpacked: Callable[
-        [Tensor, Tensor], Tensor
-    ]  # a shard's momentum, out of its tensor
+    # a shard's momentum, out of its tensor
+    _unpacked: Callable[[Tensor, Tensor], Tensor]
     _pack: Callable[[Tensor, Tensor, Tensor], None]  # into it
 
     def __init__(self, optimizer: Any, places: Mapping[int, Place]) -> None:
@@ -128,10 +126,8 @@ class InBlocks(Packed[int]):
         return self._blocks(shard) + -(-shard.numel() // 4)
 
     def _unpacked(self, shard: Tensor, held: Tensor) -> Tensor:
-        wide, values = (
-            torch.empty(shard.numel(), device=shard.device),
-            self._values_of(shard),
-        )
+        wide = torch.empty(shard.numel(), device=shard.device)
+        values = self._values_of(shard)
         for start, stop, before, scales, codes in self._parts(shard, held):
             here = wide[start:stop]
             torch.index_select(values, 0, codes.int(), out=here)
@@ -160,7 +156,8 @@ class InBlocks(Packed[int]):
         """Elements from and to; those of their first block before them; scales;
         codes.
         """
-        blocks, before = self._blocks(shard), self._places[id(shard)] % BLOCK
+        blocks = self._blocks(shard)
+        before = self._places[id(shard)] % BLOCK
         start, codes = 0, held[blocks:].view(torch.uint8)
         for scales in torch.split(held[:blocks], AT_ONCE // BLOCK):
             stop = min(start + len(scales) * BLOCK - before, shard.numel())

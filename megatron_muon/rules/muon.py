@@ -120,9 +120,8 @@ class Muon(Rule):
         self.scales = [
             update_scale(*matrix.whole, numerics.config) for matrix in plan.matrices
         ]
-        self.scratch = scratch_limit(
-            plan.matrices
-        )  # elements of scratch memory for one batch
+        # elements of scratch memory for one batch
+        self.scratch = scratch_limit(plan.matrices)
 
     def of_round(
         self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
@@ -140,9 +139,8 @@ class MuonRound(RoundRule):
         self._muon, self._table, self._sharers = muon, table, sharers
         self._numerics, self._config = muon.numerics, muon.numerics.config
         self._elementwise = muon.elementwise()
-        self._scales = [
-            muon.scales[matrix] for matrix in table.matrices
-        ]  # of each slice
+        # of each slice
+        self._scales = [muon.scales[matrix] for matrix in table.matrices]
 
     def before_gather(
         self,
@@ -390,9 +388,8 @@ class Foreach:
             torch._foreach_mul_(updates, [factors[number] for number in numbers])
             for number, weight, update in zip(numbers, weights, updates, strict=True):
                 if may_stay[number]:
-                    update.masked_fill_(
-                        stays[number], 0.0
-                    )  # a product with 0 would keep NaN
+                    # a product with 0 would keep NaN
+                    update.masked_fill_(stays[number], 0.0)
                 if decays[number] != 0.0:
                     weight.mul_(keeps[decays[number]][number])
             torch._foreach_sub_(weights, updates)

@@ -50,10 +50,8 @@ class Turns:
             if len(known) > 1:
                 raise ValueError(
                     f"the ranks of a pipeline stage have taken {known} steps, so none "
-                    "knows "
-                    "which step is full (--muon-full-period): load one checkpoint on "
-                    "all ranks, "
-                    "or leave the flag out"
+                    "knows which step is full (--muon-full-period): load one "
+                    "checkpoint on all ranks, or leave the flag out"
                 )
             self._taken = max(known, default=0)
         if self._taken % self._period == 0:

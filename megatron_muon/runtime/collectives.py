@@ -97,9 +97,8 @@ class Route:
     """The messages of one rank in an exchange, none of them empty."""
 
     group: Group  # the process group
-    messages: tuple[
-        Message, ...
-    ]  # all messages, in the order in which they are started
+    # all messages, in the order in which they are started
+    messages: tuple[Message, ...]
     received: int  # number of elements that the rank receives in all
 
     @staticmethod
@@ -163,15 +162,13 @@ def _places(counts: Sequence[tuple[int, int]]) -> Iterator[_Place]:
 def _in_turn(
     world: Sequence[int], rank: int, sent: Iterable[_Place], received: Iterable[_Place]
 ) -> tuple[Message, ...]:
-    placed = [
-        (
-            (sign * (other - rank) % len(world), sign > 0),
-            Message(sign > 0, world[other], *place),
-        )
-        for sign, places in ((-1, received), (1, sent))
-        for other, *place in places
-        if place[0] < place[1]
-    ]
+    placed = []
+    for sign, places in ((-1, received), (1, sent)):
+        for other, start, stop in places:
+            if start < stop:
+                turn = (sign * (other - rank) % len(world), sign > 0)
+                message = Message(sign > 0, world[other], start, stop)
+                placed.append((turn, message))
     return tuple(message for _, message in sorted(placed, key=lambda each: each[0]))
 
 
@@ -204,7 +201,8 @@ def _start_messages(sent: Tensor, received: Tensor, route: Route) -> list[dist.W
         # again only once the GPU is done with it, long after the host has gone on. It
         # does not do so for memory that it got from elsewhere, and Pending keeps both
         # buffers until the wait.
-        sent, received = dlpack.from_dlpack(sent), dlpack.from_dlpack(received)
+        sent = dlpack.from_dlpack(sent)
+        received = dlpack.from_dlpack(received)
     operations = [
         (
             dist.isend if message.is_sent else dist.irecv,
@@ -290,14 +288,14 @@ def start_broadcasts(
     refuses.
     """
     with _named(name, group):
-        works: list[dist.Work | None] = [
-            dist.broadcast(
-                part, dist.get_global_rank(group, rank), group=group, async_op=True
-            )
-            for parts in tensors
-            for rank, part in enumerate(parts)
-            if part.numel()
-        ]
+        works: list[dist.Work | None] = []
+        for parts in tensors:
+            for rank, part in enumerate(parts):
+                if not part.numel():
+                    continue
+                source = dist.get_global_rank(group, rank)
+                work = dist.broadcast(part, source, group=group, async_op=True)
+                works.append(work)
     return Broadcasts(name, group, [work for work in works if work is not None])
 
 
@@ -406,7 +404,7 @@ def raise_named(
         raise error
     raise PhaseError(
         f"{name}: rank {dist.get_rank(group)} of the group of "
-        f"{dist.get_world_size(group)} did "
-        f"not get through {what}. Most often another rank was stopped or killed or "
-        f"raised an error: look for the first error among the ranks' logs ({error})"
+        f"{dist.get_world_size(group)} did not get through {what}. Most often another "
+        "rank was stopped or killed or raised an error: look for the first error among "
+        f"the ranks' logs ({error})"
     ) from error

@@ -47,10 +47,8 @@ class Subject:
 
 _ALIKE = (
     "All ranks of a stage need the same model, the same trainable parameters and the "
-    "same "
-    f"MuonConfig; unless {named('ns_iteration')} is 'standard', the same kind of "
-    "device, and on "
-    "GPUs quack-kernels on all of them or on none, too."
+    f"same MuonConfig; unless {named('ns_iteration')} is 'standard', the same kind of "
+    "device, and on GPUs quack-kernels on all of them or on none, too."
 )
 PLAN = Subject("the exchange plan", "the run", _ALIKE)
 PLAN_OF_STAGE = Subject("the exchange plan", "one pipeline stage", _ALIKE)
@@ -101,7 +99,8 @@ def agree_on_settings(
         f"torch's deterministic mode: {deterministic}",
         f"asks anything of megatron-muon: {asks}",
     ]
-    text, rank = "\n".join(settings), dist.get_rank()
+    text = "\n".join(settings)
+    rank = dist.get_rank()
     first = _first_to_come(_ASKS if asks else f"{rank}\n{text}")
     if first == _ASKS:
         agree_everywhere(settings, device(), SETTINGS)
@@ -236,10 +235,8 @@ def _text(error: BaseException) -> str:
     """The error's words, never empty; with its type where the words alone say little
     (KeyError).
     """
-    words, worded = (
-        str(error),
-        isinstance(error, (ValueError, RuntimeError, TypeError, OSError)),
-    )
+    words = str(error)
+    worded = isinstance(error, (ValueError, RuntimeError, TypeError, OSError))
     return words if worded and words else f"{type(error).__name__}: {words}"
 
 
@@ -255,10 +252,9 @@ def grid_of(every: Sequence[Coordinates], near: int) -> RankGrid:
     if sorted(ranks) != wanted or len(every) != len(wanted):
         raise PlanMismatchError(
             f"the stage's group has {len(every)} ranks at (ep, tp, dp) "
-            f"{sorted(ranks)}, but EP x TP"
-            f" x DP is {ep_size} x {tp_size} x {dp_size}: pass get_megatron_optimizer "
-            "the process "
-            "groups that the model was built with"
+            f"{sorted(ranks)}, but EP x TP x DP is {ep_size} x {tp_size} x {dp_size}: "
+            "pass get_megatron_optimizer the process groups that the model was built "
+            "with"
         )
     return RankGrid(
         tuple(

@@ -32,8 +32,8 @@ ParamGroups = Sequence[Mapping[str, Any]]
 
 HALF_STEPPED = (
     "a step of the optimizer ended in an error when it had changed momentum or "
-    "parameters, "
-    "and neither can be taken back: load the last checkpoint, or end the run"
+    "parameters, and neither can be taken back: load the last checkpoint, or end the "
+    "run"
 )
 
 

@@ -85,9 +85,8 @@ class Round:
         with self._phase(self._names.at_home):
             found = self.rule.at_home(staged)
             if staged.alike:
-                marks = cat(list(found.lines)).mul_(
-                    -0.0
-                )  # NaN where not finite; else no change
+                # NaN where not finite; else no change
+                marks = cat(list(found.lines)).mul_(-0.0)
                 self._numbers = found.norms, marks
                 self._exchange.mark(staged, marks)
 

@@ -115,9 +115,8 @@ class StepTraces:
                 _wait_for_gpu()
         except BaseException:
             self._stop()
-            self.steps = range(
-                0
-            )  # nothing is written, nor traced after it: a step would lack
+            # nothing is written, nor traced after it: a step would lack
+            self.steps = range(0)
             raise
         if number == self.steps[-1]:
             self._write(dict(facts or {}))
@@ -131,8 +130,7 @@ class StepTraces:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             raise RuntimeError(
                 "another profiler of torch is on: leave out --use-pytorch-profiler or "
-                "the "
-                "--muon-trace-steps flag"
+                "the --muon-trace-steps flag"
             )
         on_gpu = torch.cuda.is_available()
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
@@ -154,9 +152,8 @@ class StepTraces:
         self._profiler.add_metadata_json("megatron_muon", json.dumps(facts))
         profiler = self._stop()
         assert profiler is not None
-        part = self.file.with_name(
-            f".{self.file.name}"
-        )  # torch compresses what ends in .gz
+        # torch compresses what ends in .gz
+        part = self.file.with_name(f".{self.file.name}")
         profiler.export_chrome_trace(str(part))
         os.replace(part, self.file)
 

@@ -59,9 +59,8 @@ class Restarts(NamedTuple):
     bf16: tuple[int, ...] | None  # X and the square matrices are in this dtype
     fp16: tuple[int, ...] | None
     fp32: tuple[int, ...] | None
-    fp32_squares: (
-        tuple[int, ...] | None
-    )  # X in 16 bits, squares in fp32, as on most CPUs
+    # X in 16 bits, squares in fp32, as on most CPUs
+    fp32_squares: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +76,8 @@ class CoefficientSet:
     # ``steps`` bring into ``band``: the source's, or else the widest for its band
     # (tests hold both)
     interval: tuple[float, float]
-    band: tuple[
-        float, float
-    ]  # absolute values that it is brought to, in exact arithmetic
+    # absolute values that it is brought to, in exact arithmetic
+    band: tuple[float, float]
     headroom: float = 1.0  # divisor of each polynomial's argument in bf16 and fp16
     fewest: int = 1  # with fewer steps it is another set, or has none of its last
     # by the number of steps, as tests/figures/restart_errors.py finds them; others are
@@ -203,8 +201,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         triples=(SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2,
         after="repeat_last",
         source="https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro/resolve/main/"
-        "DeepSeek_V4.pdf; "
-        f"{_EMERGING}",
+        f"DeepSeek_V4.pdf; {_EMERGING}",
         steps=10,
         interval=(1e-4, 1.0),
         band=(0.99, 1.01),
@@ -248,8 +245,8 @@ def canonical(value: object) -> Coefficients:
     if isinstance(value, str):
         if value not in SETS:
             raise ValueError(
-                f"{_NAME} must be one of {', '.join(SETS)}, or numbers "
-                f"(a, b, c) or a tuple of such; got {value!r}"
+                f"{_NAME} must be one of {', '.join(SETS)}, or numbers (a, b, c) or a "
+                f"tuple of such; got {value!r}"
             )
         return value
     if not isinstance(value, tuple):
@@ -301,10 +298,8 @@ def require_whole(given: Given, steps: int) -> None:
     fewest = default_steps(given)
     raise ValueError(
         f"{_NAME} {given!r} has {fewest} steps, and ns_steps (--muon-ns-steps) is "
-        f"{steps}, with "
-        f"which it is {what}: give {fewest}, or --muon-ns-coefficients "
-        f"'{spelled(used)}', which "
-        "computes the same"
+        f"{steps}, with which it is {what}: give {fewest}, or --muon-ns-coefficients "
+        f"'{spelled(used)}', which computes the same"
     )
 
 
@@ -355,9 +350,8 @@ def require_bounded(given: Given, steps: int, dtype: NsDtype) -> None:
         largest = _largest(triple, largest * (1 + unit))
         if not largest <= most:
             raise ValueError(
-                f"{_NAME} {spelled(given)!r}: step {step} of {steps} takes "
-                f"singular values up to {largest:.3g}. Beyond {most:g} a step in "
-                f"{dtype} may "
+                f"{_NAME} {spelled(given)!r}: step {step} of {steps} takes singular "
+                f"values up to {largest:.3g}. Beyond {most:g} a step in {dtype} may "
                 "overflow: give numbers that keep them near 1, or a set: "
                 f"{', '.join(SETS)}"
             )

@@ -256,12 +256,10 @@ def _require_restarts(config: MuonConfig) -> None:
         known += [f"{other} with {', '.join(map(str, counts))}"] if counts else []
     raise ValueError(
         f"{named('ns_iteration')} 'gram': the Gram iteration has not been found "
-        "accurate with "
-        f"{named('ns_coefficients')} {name!r}, {named('ns_steps')} {steps}, "
-        f"{named('ns_dtype')} "
-        f"{config.ns_dtype or 'bf16 and fp16'!r}: take {named('ns_iteration')} 'auto' "
-        "or "
-        f"'standard', or what gram has been tested with: {'; '.join(known)} steps"
+        f"accurate with {named('ns_coefficients')} {name!r}, {named('ns_steps')} "
+        f"{steps}, {named('ns_dtype')} {config.ns_dtype or 'bf16 and fp16'!r}: take "
+        f"{named('ns_iteration')} 'auto' or 'standard', or what gram has been tested "
+        f"with: {'; '.join(known)} steps"
     )
 
 
@@ -271,16 +269,14 @@ def _require_log(config: MuonConfig) -> None:
     if interval is not None and config.split_matrices not in (None, "off"):
         raise NotImplementedError(
             f"{named('split_matrices')} {config.split_matrices!r} with "
-            f"{named('log_interval')}: "
-            "the numbers of a matrix that several ranks share are not computed yet; "
-            "leave one of "
-            "them out"
+            f"{named('log_interval')}: the numbers of a matrix that several ranks "
+            "share are not computed yet; leave one of them out"
         )
     if (interval is None) != (file is None):
         raise ValueError(
             f"{named('log_interval')} {interval!r} with {named('log_file')} {file!r}: "
-            "give both, "
-            "the steps between two lines and the file that takes them, or neither"
+            "give both, the steps between two lines and the file that takes them, or "
+            "neither"
         )
 
 
@@ -290,12 +286,12 @@ def _require_period(config: MuonConfig) -> None:
         if config.block_lr_mult != 1.0:
             raise ValueError(
                 f"{named('block_lr_mult')} {config.block_lr_mult} is for the steps "
-                "between full "
-                f"ones, and {named('full_period')} is 1: give a period, or leave it out"
+                f"between full ones, and {named('full_period')} is 1: give a period, "
+                "or leave it out"
             )
     elif config.log_interval is not None:
         raise NotImplementedError(
             f"{named('full_period')} {config.full_period} with "
-            f"{named('log_interval')}: the "
-            "numbers of TP slices are not logged yet; leave one of them out"
+            f"{named('log_interval')}: the numbers of TP slices are not logged yet; "
+            "leave one of them out"
         )

@@ -70,7 +70,9 @@ def setting_given(args: Namespace, row: Row) -> Any:
             raise ValueError(f"{flag.option}: {error}") from error
         if meaning is not None:
             meanings.append(meaning)
-            shown = ("(on)" if meaning else "(off)") if flag.is_switch else value
+            shown = value
+            if flag.is_switch:
+                shown = "(on)" if meaning else "(off)"
             told.append(f"{flag.option} {shown}")
     if any(meaning != meanings[0] for meaning in meanings[1:]):
         raise ValueError(

@@ -30,8 +30,7 @@ def muon_config(args: Namespace) -> MuonConfig:
     if wants_upstreams(args) and not upstreams_values(args):
         raise ValueError(
             "--muon-defaults upstream: this Megatron has no Muon of its own (core 0.16 "
-            "and later "
-            "have); give --muon-defaults moonlight or nothing"
+            "and later have); give --muon-defaults moonlight or nothing"
         )
     _refuse_unknown(args)
     _refuse_without_meaning(args)
@@ -58,8 +57,8 @@ def _factor(args: Namespace, settings: dict[str, Any]) -> float:
     if rms is not None:
         raise ValueError(
             f"--muon-matched-adamw-rms {rms} with --muon-scale-mode {mode}: an update "
-            "has "
-            "that root mean square with spectral only; give --muon-extra-scale-factor"
+            "has that root mean square with spectral only; give "
+            "--muon-extra-scale-factor"
         )
     given = setting_given(args, ROWS["matched_adamw_rms"])
     return (
@@ -88,8 +87,7 @@ def _dtype(args: Namespace, settings: dict[str, Any]) -> Any:
     if precision == "medium" and dtype not in (None, "bf16"):
         raise ValueError(
             f"--muon-ns-dtype {dtype} and --muon-fp32-matmul-prec medium contradict "
-            "each other: "
-            "they set the same, give one"
+            "each other: they set the same, give one"
         )
     return "bf16" if dtype is None and (precision or wants_upstreams(args)) else dtype
 
@@ -102,8 +100,8 @@ def qk_clip_alpha(args: Namespace) -> float:
     if given is not None and value_given(args, "muon_qk_clip") is None:
         raise ValueError(
             f"--muon-qk-clip-alpha {given} is for --muon-qk-clip THRESHOLD, which is "
-            "not given: "
-            "give it too (Megatron's --qk-clip has --qk-clip-alpha), or leave this out"
+            "not given: give it too (Megatron's --qk-clip has --qk-clip-alpha), or "
+            "leave this out"
         )
     return float(setting_of(args, ROWS["qk_clip_alpha"]))
 
@@ -116,8 +114,7 @@ def _log_file(args: Namespace, settings: dict[str, Any]) -> Any:
     if not folder:
         raise ValueError(
             f"--muon-log-interval {interval} needs a place for its lines: give "
-            "--muon-log-file, "
-            "--tensorboard-dir or --save"
+            "--muon-log-file, --tensorboard-dir or --save"
         )
     return os.path.join(folder, "muon_watch.jsonl")
 
@@ -131,10 +128,8 @@ def _refuse_unknown(args: Namespace) -> None:
         if dest not in known and value_given(args, dest) is not None:
             raise ValueError(
                 f"--{dest.replace('_', '-')} {value_given(args, dest)} is a flag of "
-                "this "
-                "Megatron's own Muon that megatron_muon does not know: leave it out, "
-                "or give "
-                "--muon-backend upstream"
+                "this Megatron's own Muon that megatron_muon does not know: leave it "
+                "out, or give --muon-backend upstream"
             )
 
 
@@ -142,8 +137,7 @@ def _refuse_without_meaning(args: Namespace) -> None:
     if value_given(args, "adamw_from_muon"):
         raise ValueError(
             "--adamw-from-muon is for --optimizer adam, and this run has --optimizer "
-            "muon: leave "
-            "it out"
+            "muon: leave it out"
         )
     custom = value_given(args, "muon_coefficient_type") == "custom"
     if custom and value_given(args, "muon_ns_coefficients") is None:

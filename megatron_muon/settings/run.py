@@ -48,16 +48,12 @@ class RunSettings:
         (),
         "--muon-split",
         "Matrices of the weights whose names match a pattern. whole: one. qkv: of "
-        "fused attention, "
-        "and of MLA's linear_kv_up_proj. heads: of the same, and of q. gate-up: of a "
-        "gated "
-        "linear_fc1. parts: of MLA's down-projections, and of the in_proj of a Mamba "
-        "mixer or a "
-        "gated delta net. rows:A,B, cols:A,A, heads:N and groups:N:A,B split any "
-        "weight by numbers "
-        "of the whole one. May be given several times; the last pattern that matches "
-        "counts. "
-        "See docs/routing.md.",
+        "fused attention, and of MLA's linear_kv_up_proj. heads: of the same, and of "
+        "q. gate-up: of a gated linear_fc1. parts: of MLA's down-projections, and of "
+        "the in_proj of a Mamba mixer or a gated delta net. rows:A,B, cols:A,A, "
+        "heads:N and groups:N:A,B split any weight by numbers of the whole one. May be "
+        "given several times; the last pattern that matches counts. See "
+        "docs/routing.md.",
         kinds.pairs("kind", kinds.Kind(check_split)),
         without="The default is qkv for fused attention, whole for others.",
     )
@@ -65,8 +61,8 @@ class RunSettings:
         (),
         "--muon-include",
         "Give the parameters whose names match a pattern (*, ?, []) to Muon, whatever "
-        "the routing "
-        "says. megatron-muon routes prints the names. May be given several times.",
+        "the routing says. megatron-muon routes prints the names. May be given several "
+        "times.",
         kinds.PATTERNS,
         without="The default is none.",
     )
@@ -74,8 +70,8 @@ class RunSettings:
         (),
         "--muon-exclude",
         "Give the parameters whose names match a pattern to AdamW, whatever the "
-        "routing says. "
-        "Patterns are those of --muon-include. May be given several times.",
+        "routing says. Patterns are those of --muon-include. May be given several "
+        "times.",
         kinds.PATTERNS,
         without="The default is none.",
     )
@@ -83,32 +79,27 @@ class RunSettings:
         "auto",
         "--muon-homes",
         "Choice of the rank that orthogonalizes a matrix. balanced evens out the "
-        "ranks' work. "
-        "local sends the fewest bytes, and some ranks work longer. auto is balanced; "
-        "with "
-        "--muon-link-gbytes, whatever makes the shortest step by both speeds.",
+        "ranks' work. local sends the fewest bytes, and some ranks work longer. auto "
+        "is balanced; with --muon-link-gbytes, whatever makes the shortest step by "
+        "both speeds.",
         kinds.choice(get_args(HomePolicy)),
     )
     split_matrices: SplitMatrices | None = row(
         None,
         "--muon-split-matrices",
         "Number of ranks that orthogonalize a long or a large matrix together, each a "
-        "strip of it. "
-        "auto: up to 8, where that shortens the busiest rank's time. It helps stages "
-        "whose largest "
-        "matrix has more work than a rank's share. Bits depend on the number of "
-        "strips.",
+        "strip of it. auto: up to 8, where that shortens the busiest rank's time. It "
+        "helps stages whose largest matrix has more work than a rank's share. Bits "
+        "depend on the number of strips.",
         kinds.count_or_words(("auto", "off"), "auto|off|RANKS", 2, _MOST_STRIPS),
         without="The default is auto on a GPU. It is off on a CPU, with "
-        "--deterministic-mode and "
-        "with --muon-log-interval.",
+        "--deterministic-mode and with --muon-log-interval.",
     )
     rank_tflops: float = row(
         400.0,
         "--muon-rank-tflops",
         "Speed of Newton-Schulz on a rank, in TFLOP/s, for the choice of homes. A run "
-        "never "
-        "measures it: megatron-muon bench speeds does, and prints the flag.",
+        "never measures it: megatron-muon bench speeds does, and prints the flag.",
         kinds.POSITIVE,
         without="The default is 400, an assumption for an H100.",
     )
@@ -116,12 +107,9 @@ class RunSettings:
         None,
         "--muon-link-gbytes",
         "Speed of the exchange, for the choice of homes: GB/s (10^9 bytes) that a rank "
-        "sends, and "
-        "as many that it receives; between nodes, where a stage has several (inside, "
-        "an H100's "
-        "links are assumed). A run never measures it: megatron-muon bench speeds does, "
-        "and prints "
-        "the flag.",
+        "sends, and as many that it receives; between nodes, where a stage has several "
+        "(inside, an H100's links are assumed). A run never measures it: megatron-muon "
+        "bench speeds does, and prints the flag.",
         kinds.POSITIVE.or_none(),
         without="The default is an assumption, 40 for a 400 Gbit/s port per rank.",
     )
@@ -129,16 +117,15 @@ class RunSettings:
         8,
         "--muon-node-ranks",
         "Ranks of a node, or of another group with fast links. Ranks that share a "
-        "matrix are of "
-        "one node where that is faster. A run never measures it.",
+        "matrix are of one node where that is faster. A run never measures it.",
         kinds.count("RANKS"),
     )
     round_bytes: int | None = row(
         None,
         "--muon-round-mib",
         "Cap on a rank's buffers for one round of the exchange, in MiB. A single "
-        "larger parameter "
-        "may pass it. Lower it to save memory; a step holds two rounds.",
+        "larger parameter may pass it. Lower it to save memory; a step holds two "
+        "rounds.",
         kinds.count_or_zero("MIB", unit=1 << 20),
         without=(
             "The default is 0: three times the largest parameter's buffers, at "
@@ -149,30 +136,24 @@ class RunSettings:
         False,
         "--muon-dp-layout",
         "How grad buffers are cut into shards with --overlap-grad-reduce. contiguous: "
-        "the fewest "
-        "buckets that keep the overlap, unless --ddp-num-buckets or --ddp-bucket-size "
-        "is given; "
-        "from core 0.18 on also an order in which shards cut few parameters. bucketed: "
-        "Megatron's "
-        "own. Without the overlap a buffer is one bucket.",
+        "the fewest buckets that keep the overlap, unless --ddp-num-buckets or "
+        "--ddp-bucket-size is given; from core 0.18 on also an order in which shards "
+        "cut few parameters. bucketed: Megatron's own. Without the overlap a buffer is "
+        "one bucket.",
         _LAYOUT,
         without="The default is contiguous (in Python False). With "
         "--muon-link-gbytes a run that starts without a checkpoint takes the layout "
-        "with the "
-        "shorter step; runs from a checkpoint keep its own.",
+        "with the shorter step; runs from a checkpoint keep its own.",
     )
     early_param_gather: EarlyParamGather | None = row(
         None,
         "--muon-early-param-gather",
         "With --overlap-param-gather, start the all-gather of a bucket of parameters "
-        "within the "
-        "step, as soon as they are updated; at most one after the last round, and with "
-        "CUDA_DEVICE_MAX_CONNECTIONS=1 after each. The result is the same. auto: in "
-        "Megatron-LM's own training loop, unless an option forbids it; a line at start "
-        "names it. "
-        "on: in any loop, in another one until the step ends; an error where it cannot "
-        "be. "
-        "off: the forward pass starts them.",
+        "within the step, as soon as they are updated; at most one after the last "
+        "round, and with CUDA_DEVICE_MAX_CONNECTIONS=1 after each. The result is the "
+        "same. auto: in Megatron-LM's own training loop, unless an option forbids it; "
+        "a line at start names it. on: in any loop, in another one until the step "
+        "ends; an error where it cannot be. off: the forward pass starts them.",
         kinds.choice(get_args(EarlyParamGather)).or_none(),
         without="The default is off; auto with --muon-preset fast.",
     )
@@ -180,8 +161,7 @@ class RunSettings:
         True,
         "--no-muon-checkpoint-digest",
         "Neither write nor check the digest of a checkpoint: size and checksum of its "
-        "files, and "
-        "its parameters.",
+        "files, and its parameters.",
         kinds.OFF_SWITCH,
         without="By default it is written and checked.",
     )
@@ -189,21 +169,17 @@ class RunSettings:
         3,
         "--muon-nonfinite-limit",
         "End the run once so many lines of the log in a row (--log-interval) name a "
-        "matrix whose "
-        "direction was not finite. A step leaves such a matrix where it was, without "
-        "decay.",
+        "matrix whose direction was not finite. A step leaves such a matrix where it "
+        "was, without decay.",
         kinds.count("LINES"),
     )
     log_interval: int | None = row(
         None,
         "--muon-log-interval",
         "Steps from one logging step to the next. A logging step writes each matrix's "
-        "update, "
-        "weight, momentum and direction in a few numbers to --muon-log-file, "
-        "TensorBoard and W&B. "
-        "Warnings go to the run's log. The training stays as it is, but a GPU shares "
-        "no matrices "
-        "(--muon-split-matrices off).",
+        "update, weight, momentum and direction in a few numbers to --muon-log-file, "
+        "TensorBoard and W&B. Warnings go to the run's log. The training stays as it "
+        "is, but a GPU shares no matrices (--muon-split-matrices off).",
         kinds.count("STEPS").or_none(),
         without="The default is never.",
     )
@@ -214,8 +190,7 @@ class RunSettings:
         "it.",
         kinds.path("PATH").or_none(),
         without="The default is muon_watch.jsonl in the folder of "
-        "--tensorboard-dir, else of "
-        "--save.",
+        "--tensorboard-dir, else of --save.",
     )
 
     @property

@@ -14,10 +14,8 @@ RUN_ROWS = (
         "medium",
         "--muon-fp32-matmul-prec",
         "Precision of Newton-Schulz's products, as in "
-        "torch.set_float32_matmul_precision. Only "
-        "medium is accepted. Emerging-Optimizers runs it in bf16, which is "
-        "--muon-ns-dtype bf16 "
-        "here.",
+        "torch.set_float32_matmul_precision. Only medium is accepted. "
+        "Emerging-Optimizers runs it in bf16, which is --muon-ns-dtype bf16 here.",
         kinds.choice(("low", "medium", "high")),
         source=UPSTREAM,
         only=Only(
@@ -32,8 +30,8 @@ RUN_ROWS = (
         "duplicated",
         "--muon-tp-mode",
         "How a matrix that TP splits is orthogonalized. Here its home does it once, on "
-        "the whole "
-        "matrix, with duplicated's result. Another mode is an error unless TP is 1.",
+        "the whole matrix, with duplicated's result. Another mode is an error unless "
+        "TP is 1.",
         kinds.choice(("blockwise", "duplicated", "distributed")),
         source=UPSTREAM,
         without=(
@@ -43,9 +41,8 @@ RUN_ROWS = (
         only=Only(  # as in Emerging-Optimizers
             "duplicated",
             "blockwise orthogonalizes each rank's slice by itself, so the update "
-            "depends on TP, "
-            "distributed only rounds elsewhere, and here a matrix is whole, at one "
-            "home",
+            "depends on TP, distributed only rounds elsewhere, and here a matrix is "
+            "whole, at one home",
             "give --muon-tp-mode duplicated, or run with TP 1",
         ),
     ),
@@ -53,8 +50,7 @@ RUN_ROWS = (
         "adam",
         "--muon-scalar-optimizer",
         "Optimizer of the parameters that are not Muon's. Only adam is accepted, with "
-        "decoupled "
-        f"weight decay as in {PAPER}.",
+        f"decoupled weight decay as in {PAPER}.",
         kinds.choice(("adam", "lion")),
         source=UPSTREAM,
         only=Only(
@@ -65,8 +61,7 @@ RUN_ROWS = (
         False,
         "--muon-use-syrk",
         "Triton's symmetric product in Newton-Schulz: an error here. Megatron has this "
-        "flag after "
-        "core 0.19.",
+        "flag after core 0.19.",
         kinds.SWITCH,
         source=UPSTREAM,
         without="The default is torch's products.",
@@ -77,17 +72,15 @@ RUN_ROWS = (
         "--muon-from-adamw",
         "How an AdamW checkpoint is loaded. momentum: Muon's momentum starts as "
         "exp_avg / (1 - beta1). fresh: it starts at zero. refuse: the load is an "
-        "error. It has no "
-        "effect on a Muon checkpoint, so it may stay for restarts.",
+        "error. It has no effect on a Muon checkpoint, so it may stay for restarts.",
         kinds.choice(("momentum", "fresh", "refuse")),
     ),
     free_row(
         False,
         "--adamw-from-muon",
         "Load a Muon checkpoint with --optimizer adam. Adam's moments and step count "
-        "start at zero "
-        "for Muon's parameters. Keep it for restarts; it has no effect on an AdamW "
-        "checkpoint.",
+        "start at zero for Muon's parameters. Keep it for restarts; it has no effect "
+        "on an AdamW checkpoint.",
         kinds.SWITCH,
         without="By default a Muon checkpoint is refused.",
     ),
@@ -95,19 +88,16 @@ RUN_ROWS = (
         False,
         "--muon-cpu",
         "Hide the GPUs and run on the CPU over gloo, with any optimizer. Options that "
-        "need a GPU "
-        "are replaced, and each replacement is printed.",
+        "need a GPU are replaced, and each replacement is printed.",
         kinds.SWITCH,
         without="By default a run takes the CPU only on one node without a GPU and "
-        "NVIDIA's "
-        "driver.",
+        "NVIDIA's driver.",
     ),
     free_row(
         "",
         "--muon-trace-steps",
         "Steps to trace with torch's profiler, with any optimizer: FIRST:LAST, both "
-        "included, or "
-        "one number.",
+        "included, or one number.",
         kinds.text("FIRST:LAST"),
         without="The default is none.",
     ),
@@ -115,8 +105,7 @@ RUN_ROWS = (
         "",
         "--muon-trace-dir",
         "Folder for the traces of --muon-trace-steps, with a file for each rank. "
-        "megatron-muon "
-        "trace report reads it.",
+        "megatron-muon trace report reads it.",
         kinds.text("FOLDER"),
         without="The default is traces.",
     ),
@@ -124,16 +113,15 @@ RUN_ROWS = (
         "moonlight",
         "--muon-defaults",
         f"Defaults of flags that are not given. moonlight: those of {PAPER}. upstream: "
-        "those of "
-        "this Megatron's own Muon, for a run that goes on from its checkpoint.",
+        "those of this Megatron's own Muon, for a run that goes on from its "
+        "checkpoint.",
         kinds.choice(("moonlight", "upstream")),
     ),
     free_row(
         "plugin",
         "--muon-backend",
         "Implementation of --optimizer muon. plugin: megatron_muon. upstream: "
-        "Megatron's own Muon, "
-        "to which everything is left.",
+        "Megatron's own Muon, to which everything is left.",
         kinds.choice(("plugin", "upstream")),
     ),
 )

@@ -28,9 +28,8 @@ class OwnSplit:
     # ``rows``; ``groups``: rows that repeat; ``heads``: as many equal ranges of rows
     of: str
     count: int  # number of groups or heads, else 1
-    sizes: tuple[
-        int, ...
-    ]  # of the matrices' rows or columns, in one group; of ``heads`` none
+    # of the matrices' rows or columns, in one group; of ``heads`` none
+    sizes: tuple[int, ...]
 
     @property
     def total(self) -> int:

@@ -37,9 +37,8 @@ def _check(name: str, value: object) -> None:
 _COEFFICIENTS = kinds.Kind(_check, metavar="NAME|NUMBERS", read=parse, write=spelled)
 _SET = kinds.Kind(
     _check,
-    read=lambda name: (
-        None if name == "custom" else canonical(name)
-    ),  # numbers: the other flag's
+    # numbers: the other flag's
+    read=lambda name: None if name == "custom" else canonical(name),
     write=lambda value: name if isinstance(name := canonical(value), str) else "custom",
 )
 _STEPS = f"The default is {DEFAULT_STEPS}, and with deepseekv4 the 10 that it has."
@@ -56,22 +55,20 @@ class UpdateSettings:
         0.2,
         "--muon-matched-adamw-rms",
         f"Root mean square of a matrix's update, per unit of lr ({PAPER}, eq. 4). "
-        "AdamW's updates "
-        "have 0.2 to 0.4, so AdamW's lr is one to start from, but seldom the best: see "
-        "docs/switching_and_tuning.md. Raise it to raise the matrices' rate alone.",
+        "AdamW's updates have 0.2 to 0.4, so AdamW's lr is one to start from, but "
+        "seldom the best: see docs/switching_and_tuning.md. Raise it to raise the "
+        "matrices' rate alone.",
         kinds.POSITIVE,
         source=CONCEPT,
         aliases=(
             Flag(
                 "--muon-extra-scale-factor",
                 "Factor on a direction, beside the scale mode's. With spectral it is "
-                "the same as "
-                "--muon-matched-adamw-rms.",
+                "the same as --muon-matched-adamw-rms.",
                 kinds.POSITIVE,
                 source=UPSTREAM,
                 without="The default is 0.2 with spectral (Moonlight's mode), 1.0 "
-                "with the others "
-                "(Megatron's own Muon: 1.0).",
+                "with the others (Megatron's own Muon: 1.0).",
             ),
         ),
     )
@@ -79,12 +76,9 @@ class UpdateSettings:
         "spectral",
         "--muon-scale-mode",
         "Factor on a direction: sqrt(max(rows, cols)) with spectral, sqrt(rows / cols) "
-        "with "
-        "unit_rms_norm, sqrt(max(1, rows / cols)) with shape_scaling. Rows are a "
-        "matrix's outputs. "
-        "The extra factor multiplies it. The formulas are those of "
-        "Emerging-Optimizers' "
-        "get_muon_scale_factor.",
+        "with unit_rms_norm, sqrt(max(1, rows / cols)) with shape_scaling. Rows are a "
+        "matrix's outputs. The extra factor multiplies it. The formulas are those of "
+        "Emerging-Optimizers' get_muon_scale_factor.",
         kinds.choice(get_args(ScaleMode)),
         source=UPSTREAM,
     )
@@ -92,22 +86,18 @@ class UpdateSettings:
         1,
         "--muon-full-period",
         "Steps from one full orthogonalization to the next, by Adam's number of steps: "
-        "a new run's "
-        "first is full. Between, each TP rank's slice of a matrix is orthogonalized by "
-        "itself, "
-        "with the slice's own sizes in its scale, as in the blockwise mode of "
-        "Megatron's own Muon "
-        "(MuonBP, arXiv 2510.16981). It is other mathematics, for less traffic and "
-        "work with TP.",
+        "a new run's first is full. Between, each TP rank's slice of a matrix is "
+        "orthogonalized by itself, with the slice's own sizes in its scale, as in the "
+        "blockwise mode of Megatron's own Muon (MuonBP, arXiv 2510.16981). It is other "
+        "mathematics, for less traffic and work with TP.",
         kinds.count("STEPS"),
     )
     block_lr_mult: float = row(
         1.0,
         "--muon-block-lr-mult",
         "Factor on the learning rate of all of Muon's matrices, also where TP cuts "
-        "none, in the "
-        "steps that --muon-full-period leaves between full ones. The decay keeps its "
-        "rate.",
+        "none, in the steps that --muon-full-period leaves between full ones. The "
+        "decay keeps its rate.",
         kinds.POSITIVE,
     )
     momentum: float = row(
@@ -122,14 +112,11 @@ class UpdateSettings:
         "fp32",
         "--muon-momentum-dtype",
         "Muon's momentum in memory. int8: one byte an element, in blocks of 256 with "
-        "an fp32 scale "
-        "each (arXiv 2509.23106); where a shard's edge cuts a block, bits depend on "
-        "the layout. "
-        "bf16: two bytes, rounded up or down at random by step and element, whatever "
-        "the layout. "
-        "Newton-Schulz gets it before it is rounded. Checkpoints hold fp32, and load "
-        "with each. "
-        "With --use-precision-aware-optimizer give --exp-avg-dtype.",
+        "an fp32 scale each (arXiv 2509.23106); where a shard's edge cuts a block, "
+        "bits depend on the layout. bf16: two bytes, rounded up or down at random by "
+        "step and element, whatever the layout. Newton-Schulz gets it before it is "
+        "rounded. Checkpoints hold fp32, and load with each. With "
+        "--use-precision-aware-optimizer give --exp-avg-dtype.",
         kinds.choice(get_args(MomentumDtype)),
     )
     nesterov: bool = row(
@@ -146,8 +133,7 @@ class UpdateSettings:
                 kinds.SWITCH,
                 source=UPSTREAM,
                 without="It is the default (Megatron's own Muon: M); "
-                "--no-muon-nesterov turns it "
-                "off.",
+                "--no-muon-nesterov turns it off.",
             ),
             Flag(
                 "--muon-use-nesterov",
@@ -163,8 +149,7 @@ class UpdateSettings:
         DEFAULT_STEPS,
         "--muon-ns-steps",
         f"Newton-Schulz iterations for each matrix, 1 to 100 ({PAPER}, section 2.2). "
-        "The paper "
-        "found 10 no better than 5.",
+        "The paper found 10 no better than 5.",
         kinds.count(most=MOST_STEPS),
         source=CONCEPT,
         without=_STEPS,
@@ -182,18 +167,15 @@ class UpdateSettings:
         "simple",
         "--muon-ns-coefficients",
         "Polynomials of the Newton-Schulz iteration: a published set "
-        f"({', '.join(SETS)}) or "
-        "numbers. a,b,c is for every step; a,b,c;a,b,c;... has one triple for each "
-        "step. See "
-        "docs/coefficients.md.",
+        f"({', '.join(SETS)}) or numbers. a,b,c is for every step; a,b,c;a,b,c;... has "
+        "one triple for each step. See docs/coefficients.md.",
         _COEFFICIENTS,
         without=f"The default is simple, the set of {PAPER}.",
         aliases=(
             Flag(
                 "--muon-coefficient-type",
                 "Polynomials of the Newton-Schulz iteration, by Emerging-Optimizers' "
-                "name: the "
-                "same as --muon-ns-coefficients.",
+                "name: the same as --muon-ns-coefficients.",
                 _SET,
                 source=UPSTREAM,
                 without="The default is simple (Megatron's own Muon: quintic).",
@@ -204,24 +186,19 @@ class UpdateSettings:
         "safe",
         "--muon-preset",
         "Defaults of three flags. safe: --muon-ns-dtype bf16, --muon-ns-iteration "
-        "standard, "
-        "--muon-early-param-gather off, as in published runs. fast: on a GPU fp16 and "
-        "auto, and "
-        "gathers auto. Each flag can be given alone. docs/performance.md has both "
-        "prices.",
+        "standard, --muon-early-param-gather off, as in published runs. fast: on a GPU "
+        "fp16 and auto, and gathers auto. Each flag can be given alone. "
+        "docs/performance.md has both prices.",
         kinds.choice(get_args(Preset)),
     )
     ns_iteration: NsIteration | None = row(
         None,
         "--muon-ns-iteration",
         "How the polynomials are computed. standard: on the matrix. gram: on the short "
-        "side's Gram "
-        "matrix, with less work where a matrix is not square and some more rounding. "
-        "auto: by "
-        "shape. docs/coefficients.md has the error, and the coefficients, steps and "
-        "dtypes for "
-        "which gram is known to be accurate. With others gram is an error, and auto is "
-        "standard.",
+        "side's Gram matrix, with less work where a matrix is not square and some more "
+        "rounding. auto: by shape. docs/coefficients.md has the error, and the "
+        "coefficients, steps and dtypes for which gram is known to be accurate. With "
+        "others gram is an error, and auto is standard.",
         kinds.choice(get_args(NsIteration)).or_none(),
         without="The default is standard; auto on a GPU with --muon-preset fast.",
     )
@@ -229,13 +206,9 @@ class UpdateSettings:
         None,
         "--muon-ns-dtype",
         "Dtype that matrices are orthogonalized in. auto: bf16; fp16 on a GPU with "
-        "--muon-preset "
-        "fast. Slices travel in bf16; with fp32, in fp32. A matrix is normalised "
-        "first, so no "
-        "scale overflows fp16. In fp16 entries below 2e-10 of a matrix's norm become "
-        "zero. fp32 is "
-        "never TF32. "
-        f"{PAPER} has bf16.",
+        "--muon-preset fast. Slices travel in bf16; with fp32, in fp32. A matrix is "
+        "normalised first, so no scale overflows fp16. In fp16 entries below 2e-10 of "
+        f"a matrix's norm become zero. fp32 is never TF32. {PAPER} has bf16.",
         kinds.choice_or_auto(get_args(NsDtype)),
         without="The default is auto.",
     )
@@ -243,11 +216,10 @@ class UpdateSettings:
         None,
         "--muon-ns-batch",
         "Most matrices of one shape that a GPU orthogonalizes at once. auto: as many "
-        "as 1.5 times "
-        "the largest matrix's memory holds, or 512 MiB if that is more. Unless it is "
-        "1, last bits "
-        "depend on the layout. It has no effect on a CPU or with --deterministic-mode. "
-        "megatron-muon bench newton-schulz --batch measures it.",
+        "as 1.5 times the largest matrix's memory holds, or 512 MiB if that is more. "
+        "Unless it is 1, last bits depend on the layout. It has no effect on a CPU or "
+        "with --deterministic-mode. megatron-muon bench newton-schulz --batch measures "
+        "it.",
         kinds.count_or_zero("NUMBER|auto", word="auto"),
         without="The default is auto (0).",
     )
@@ -255,29 +227,25 @@ class UpdateSettings:
         "auto",
         "--muon-elementwise",
         "Kernels of momentum, norm and update on a GPU. auto: fused ones where triton "
-        "is "
-        "installed. foreach: torch's operations, if the fused ones fail their check at "
-        "start. "
-        "Both give the same bits, but for the order in which a norm's squares are "
-        "added.",
+        "is installed. foreach: torch's operations, if the fused ones fail their check "
+        "at start. Both give the same bits, but for the order in which a norm's "
+        "squares are added.",
         kinds.choice(get_args(ElementwiseBy)),
     )
     clip_scope: ClipScope = row(
         "all",
         "--muon-clip-scope",
         "Gradients that --clip-grad scales and whose norm decides. all: every "
-        "parameter's, as in "
-        "Megatron. adamw: those of AdamW's parameters; Megatron then logs their norm. "
-        "Muon's "
-        "still must be finite.",
+        "parameter's, as in Megatron. adamw: those of AdamW's parameters; Megatron "
+        "then logs their norm. Muon's still must be finite.",
         kinds.choice(get_args(ClipScope)),
     )
     weight_decay_all_params: bool = row(
         False,
         "--weight-decay-all-params",
         f"Decay norms' gammas and biases, too ({PAPER}, appendix D, for long runs). "
-        "Give it with "
-        "--optimizer adam as well, so that a run of AdamW has the same decay.",
+        "Give it with --optimizer adam as well, so that a run of AdamW has the same "
+        "decay.",
         kinds.SWITCH,
         without="By default they are not decayed.",
     )
@@ -285,10 +253,8 @@ class UpdateSettings:
         (),
         "--muon-lr-mult",
         "Multiply the learning rate of the parameters whose names match a pattern, "
-        "Muon's and "
-        "AdamW's. They become parameter groups of Megatron's. May be given several "
-        "times; the last "
-        "pattern that matches counts.",
+        "Muon's and AdamW's. They become parameter groups of Megatron's. May be given "
+        "several times; the last pattern that matches counts.",
         _FACTORS,
         without="The default is 1 for all.",
     )
@@ -296,8 +262,7 @@ class UpdateSettings:
         (),
         "--muon-wd-mult",
         "The same as --muon-lr-mult for the weight decay. A parameter that Megatron "
-        "does not decay "
-        "stays undecayed.",
+        "does not decay stays undecayed.",
         _FACTORS,
         without="The default is 1 for all.",
     )
@@ -305,13 +270,11 @@ class UpdateSettings:
         None,
         "--muon-qk-clip",
         "Threshold of attention logits. After a step the query and key rows of a head "
-        "whose "
-        "largest logit passed it are scaled so that it would be the threshold. This is "
-        "QK-Clip of "
-        "Kimi K2 (arXiv 2507.20534), which has 100. It needs Megatron's own attention "
-        "(--transformer-impl local), on any core, and works with --optimizer adam, "
-        "too. "
-        "For Transformer Engine's use Megatron's --qk-clip, from core 0.16 on.",
+        "whose largest logit passed it are scaled so that it would be the threshold. "
+        "This is QK-Clip of Kimi K2 (arXiv 2507.20534), which has 100. It needs "
+        "Megatron's own attention (--transformer-impl local), on any core, and works "
+        "with --optimizer adam, too. For Transformer Engine's use Megatron's "
+        "--qk-clip, from core 0.16 on.",
         kinds.POSITIVE.or_none(),
         without="The default is no clip.",
     )

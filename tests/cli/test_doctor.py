@@ -19,15 +19,14 @@ CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
 # have
 NO_MEGATRON = "import sys; sys.modules['megatron'] = None"
 STRANGE = (
-    "import sys, megatron_muon.mcore.seams.rows as h, dataclasses; "
-    "at = 'megatron.core.optimizer'; row = next(row for row in h.CORE if row.module == "
-    "at); "
+    "import sys, megatron_muon.mcore.seams.rows as h, dataclasses; at = "
+    "'megatron.core.optimizer'; row = next(row for row in h.CORE if row.module == at); "
     "h.CORE = (*h.CORE, dataclasses.replace(row, name='gone', since=(0, 0), until=(9, "
     "9)))"
 )
 HIDDEN = (
-    "import importlib.util as u; f = u.find_spec; "
-    "u.find_spec = lambda n, *a: None if n == '{}' else f(n, *a)"
+    "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if "
+    "n == '{}' else f(n, *a)"
 )
 
 

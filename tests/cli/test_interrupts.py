@@ -51,9 +51,8 @@ def test_ctrl_c_ends_a_command_and_its_ranks(processes: int) -> None:
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.05)
     time.sleep(0.5)  # until the command waits for the fork server, or for the ranks
-    os.killpg(
-        process.pid, signal.SIGINT
-    )  # a terminal sends it to every process in the foreground
+    # a terminal sends it to every process in the foreground
+    os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said.decode()
     assert b"Traceback" not in said and b"KeyboardInterrupt" not in said, said.decode()

@@ -213,8 +213,8 @@ def test_every_entry_says_how_to_get_a_megatron_core() -> None:
         [sys.executable, "-c", WITHOUT_CORE], ROOT, PYTHONPATH=ROOT
     ).splitlines()
     says = (
-        "there is no megatron.core: pip install megatron-core, or put a "
-        "Megatron-LM checkout"
+        "there is no megatron.core: pip install megatron-core, or put a Megatron-LM "
+        "checkout"
     )
     assert lines[:7] == [f"{says} on PYTHONPATH"] * 7
     assert lines[7:11] == [

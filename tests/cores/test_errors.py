@@ -85,8 +85,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "no distributed optimizer": (
         {"optimizer": {"use_distributed_optimizer": False}},
         "ValueError: optimizer='muon' shards over Megatron's distributed optimizer, "
-        "but "
-        "OptimizerConfig.use_distributed_optimizer is False: set it in ",
+        "but OptimizerConfig.use_distributed_optimizer is False: set it in ",
     ),
     "ddp without distributed optimizer": (
         {"ddp": {"use_distributed_optimizer": False}},
@@ -102,9 +101,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         "ValueError: write optimizer='muon', got 'Muon'",
     ),
     "precision-aware": (
-        {
-            "late": {"use_precision_aware_optimizer": True}
-        },  # its __post_init__ wants FusedAdam
+        # its __post_init__ wants FusedAdam
+        {"late": {"use_precision_aware_optimizer": True}},
         "use_precision_aware_optimizer here: Megatron has picked megatron_muon.cpu",
     ),
     "optimizer cuda graph": (
@@ -161,8 +159,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "experts that drift": (
         {"model": {"num_moe_experts": 4, "expert_tensor_parallel_size": 2}},
         "expert_tensor_parallel_size other than tensor_model_parallel_size without "
-        "expert "
-        "parallelism yet (got 2): set expert_model_parallel_size above 1",
+        "expert parallelism yet (got 2): set expert_model_parallel_size above 1",
     ),
     "Megatron's name where it has no Muon": (
         {"late": {"optimizer": "dist_muon"}},

@@ -172,9 +172,8 @@ def _is_known_attribute(owner: str, name: str, use: Use) -> bool:
         return False
     if hasattr(torch.nn.Module, name) and issubclass(made, torch.nn.Module):
         return True
-    return (
-        not _has(made, name) and name in OURS
-    )  # what this package puts on its objects
+    # what this package puts on its objects
+    return not _has(made, name) and name in OURS
 
 
 def _has(made: type, name: str) -> bool:

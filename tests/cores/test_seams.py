@@ -43,9 +43,8 @@ ROWS = rows_of(VERSION, rows.CORE)
 OTHERS = rows._OTHERS.items()
 OF_COMMANDS = (*dry_run.ROWS, *bench.ROWS, *cpu_seams.ROWS, *VIRTUAL_GPU)
 OPTIONAL = rows_of(VERSION, (*model.REFUSALS, *OF_COMMANDS))
-IS_RELEASE = (
-    rows.described_version() == NAME
-)  # a branch or a fork may lack what is refused
+# a branch or a fork may lack what is refused
+IS_RELEASE = rows.described_version() == NAME
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +71,8 @@ def renamed(row: Seam | Attribute) -> Iterator[None]:
         held = getattr(holder, path[-1]) if path else holder
         if path and (isinstance(held, EnumMeta) or not isinstance(held, type)):
             undo.callback(setattr, holder, path[-1], held)
-            setattr(
-                holder, path[-1], SimpleNamespace()
-            )  # none of its names can be deleted
+            # none of its names can be deleted
+            setattr(holder, path[-1], SimpleNamespace())
         else:
             _rename(held, name, undo)
         yield
@@ -272,9 +270,8 @@ def test_a_copy_of_the_core_with_another_name_is_refused(
 ) -> None:
     """As a fork has it: everywhere in a file, so that the file itself is whole."""
     copy = tmp_path / "megatron"
-    shutil.copytree(
-        _COPY, copy
-    )  # with what is compiled, which holds for the other files
+    # with what is compiled, which holds for the other files
+    shutil.copytree(_COPY, copy)
     source = copy / "core" / file
     source.write_text(re.sub(rf"\b{name}\b", f"{name}_of_a_fork", source.read_text()))
     code = "import megatron_muon; megatron_muon.cpu.enable(allow_cuda=True); "

@@ -127,10 +127,8 @@ def test_with_dist_muon_every_field_counts_the_defaults_too() -> None:
             "fields": DIST
             | {NESTEROV: True, "muon_momentum": 0.9, "muon_split_qkv": False}
         },
-        {
-            "fields": DIST,
-            "own": {"homes": "local"},
-        },  # a setting that is the plugin's alone
+        # a setting that is the plugin's alone
+        {"fields": DIST, "own": {"homes": "local"}},
     )
     wanted = megatron_muon.MuonConfig(**UPSTREAM)
     assert default[0] == replace(

@@ -46,9 +46,8 @@ MOE = replace(BF16, moe=True)
 # A stage has no experts, as the first of DeepSeek's: before core 0.14 it has one
 # optimizer less.
 DENSE_STAGE = replace(MOE, dense_layers=1)
-ISLANDS = replace(
-    BF16, islands=("*.linear_fc1.weight", "*layernorm.weight")
-)  # fp32 among bf16
+# fp32 among bf16
+ISLANDS = replace(BF16, islands=("*.linear_fc1.weight", "*layernorm.weight"))
 FP16_MOE = Case(
     steps=6, bf16=False, fp16=True, moe=True, overflow=((2, "*.experts.*"),)
 )

@@ -77,9 +77,7 @@ STATES = {
 }
 HEAD = (
     "| model | ranks | AdamW | contiguous | bucketed | Megatron's blockwise / "
-    "duplicated / "
-    "distributed / layer_sharded | busiest / mean | "
-    "longer than AdamW's |"
+    "duplicated / distributed / layer_sharded | busiest / mean | longer than AdamW's |"
 )
 
 

@@ -33,14 +33,11 @@ from support.virtual_gpu.plans import (
 
 DEEPSEEK_V3 = (
     "--num-layers 64 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads "
-    "128 "
-    "--kv-channels 128 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 "
-    "--qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --swiglu "
-    "--normalization RMSNorm "
-    "--disable-bias-linear --untie-embeddings-and-output-weights --padded-vocab-size "
-    "129280 "
-    "--num-experts 256 --moe-ffn-hidden-size 2048 "
-    "--moe-shared-expert-intermediate-size 2048 "
+    "128 --kv-channels 128 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank "
+    "512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --swiglu "
+    "--normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --padded-vocab-size 129280 --num-experts "
+    "256 --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 "
     "--moe-router-topk 8 --position-embedding-type rope --seq-length 4096 "
     "--max-position-embeddings 4096 --bf16 --use-distributed-optimizer "
     "--pipeline-model-parallel-size 16 --expert-model-parallel-size 64 "
@@ -72,8 +69,8 @@ CASES = (
 
 
 HEAD = (
-    "| ms | AdamW | safe | with kernel | fast | with kernel | "
-    "upstream blockwise / duplicated / distributed / layer_sharded | with syrk |"
+    "| ms | AdamW | safe | with kernel | fast | with kernel | upstream blockwise / "
+    "duplicated / distributed / layer_sharded | with syrk |"
 )
 
 

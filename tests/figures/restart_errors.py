@@ -26,9 +26,8 @@ from megatron_muon.settings.coefficients import SETS, Restarts
 from support.drawn import SHAPES, Trial, trials
 
 COUNT = 10_000
-FEW = [
-    n for n in range(2000) if max(SHAPES[n % len(SHAPES)]) <= 16
-]  # of which most lists fail
+# of which most lists fail
+FEW = [n for n in range(2000) if max(SHAPES[n % len(SHAPES)]) <= 16]
 
 
 def over_bounds(tried: Iterable[Trial], restarts: Sequence[int]) -> tuple[float, float]:

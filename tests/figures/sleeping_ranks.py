@@ -160,8 +160,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from figures import (
-        sleeping_ranks,
-    )  # workers import the function that they run from a module
+    # workers import the function that they run from a module
+    from figures import sleeping_ranks
 
     sleeping_ranks.main()

@@ -22,8 +22,7 @@ from support.processes import python
 EVIDENCE = ROOT / "examples" / "evidence"
 SMALL = (
     "--steps 5 --hidden 64 --heads 4 --layers 2 --vocab 256 --seq 32 "
-    "--global-batch-size 8 "
-    "--lr-adamw 1e-2 --lr-muon 5e-2"
+    "--global-batch-size 8 --lr-adamw 1e-2 --lr-muon 5e-2"
 ).split()
 
 

@@ -67,8 +67,8 @@ def test_a_missing_module_of_megatrons_own_stays_its_error(tmp_path: Path) -> No
 # --- the CPU --------------------------------------------------------------------------
 
 SAYS_GPUS = (
-    "import os; raise SystemExit('GPUs: ' + "
-    "os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))"
+    "import os; raise SystemExit('GPUs: ' + os.environ.get('CUDA_VISIBLE_DEVICES', "
+    "'all'))"
 )
 
 

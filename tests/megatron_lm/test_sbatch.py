@@ -76,9 +76,8 @@ def test_a_job_has_whole_nodes_a_log_of_its_own_and_may_be_requeued(name: str) -
     )
     assert asked["job-name"] == name and asked["ntasks-per-node"] == "1"
     assert asked["exclusive"] == asked["requeue"] == ""
-    assert (
-        "%j" in asked["output"] and asked["open-mode"] == "append"
-    )  # a requeued job's log too
+    # a requeued job's log too
+    assert "%j" in asked["output"] and asked["open-mode"] == "append"
     assert int(asked["cpus-per-task"]) >= int(asked["gpus-per-node"]) == 8
 
 

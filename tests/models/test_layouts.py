@@ -82,8 +82,8 @@ def test_parameters_lie_where_megatron_puts_them(words: str) -> None:
 def test_by_both_speeds_a_run_takes_the_shorter_layout(name: str, link: int) -> None:
     """Within 5 % by the time model."""
     words = (
-        f"{RUNS[name]}--muon-preset fast --muon-rank-tflops 600 "
-        f"--muon-link-gbytes {link}"
+        f"{RUNS[name]}--muon-preset fast --muon-rank-tflops 600 --muon-link-gbytes "
+        f"{link}"
     )
     hardware = hardware_of(link, link if name.endswith("TP1 DP8") else max(link, 315))
     free, *others = (
@@ -104,9 +104,8 @@ def test_only_a_start_with_a_stated_link_takes_another_layout(tmp_path: Path) ->
     assert taken() == "bucketed"
     for config in (MuonConfig(), replace(LINK, homes="balanced")):
         assert taken(config) == "contiguous"
-    assert (
-        taken(replace(LINK, checkpoint_digest=False)) == "contiguous"
-    )  # no resume would know
+    # no resume would know
+    assert taken(replace(LINK, checkpoint_digest=False)) == "contiguous"
     for given in (
         {"overlap_grad_reduce": False},
         {"ddp_num_buckets": 8},

@@ -275,9 +275,8 @@ def _by_tiles(rows: int) -> Hardware:
 
 @cache
 def walked(device: Device, by_tiles: bool) -> list[Priced]:
-    others = (
-        walked(device, False) if by_tiles else []
-    )  # of large matrices: priced alike
+    # of large matrices: priced alike
+    others = walked(device, False) if by_tiles else []
     return [
         *_walked(device, by_tiles),
         *(it for it in others if not _differs(it.short)),

@@ -92,8 +92,7 @@ _EVEN = GPT + "--num-attention-heads 8 --swiglu --untie-embeddings-and-output-we
 EVEN = {
     "dense": "--num-layers 8 --hidden-size 640 --ffn-hidden-size 1728 --world-size 4",
     "experts": "--num-layers 4 --hidden-size 512 --num-experts 16 "
-    "--moe-ffn-hidden-size 704 "
-    "--ep 4 --world-size 4",
+    "--moe-ffn-hidden-size 704 --ep 4 --world-size 4",
     "both": "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1408 --num-experts 16 "
     "--moe-ffn-hidden-size 704 --moe-layer-freq 2 --ep 2 --world-size 4",
 }

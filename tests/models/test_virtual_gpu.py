@@ -255,6 +255,5 @@ def test_what_tells_whether_directions_are_finite_is_launched_by_round(
     assert before.launches - without.launches == 4 * homes + 4
     assert (before.host_syncs, before.peak_bytes) == ([], without.peak_bytes)
     names = before.launches_by_name
-    assert (
-        names["linalg_vector_norm"] == names["divide"]
-    )  # a batch is divided by its norms once
+    # a batch is divided by its norms once
+    assert names["linalg_vector_norm"] == names["divide"]

@@ -17,9 +17,8 @@ from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.runs import Run, record_megatron
 from support.virtual_gpu.stage import check_stage
 
-CONFIG = MuonConfig(
-    preset="fast", round_bytes=30_000
-)  # several rounds: a fc1 has 44 kB
+# several rounds: a fc1 has 44 kB
+CONFIG = MuonConfig(preset="fast", round_bytes=30_000)
 LATE = replace(CONFIG, early_param_gather="off")
 RUNS = {
     "dense, overlap": Run(tp=2, dp=2),

@@ -31,11 +31,8 @@ from support.virtual_gpu.plans import (
 from support.virtual_gpu.runs import Run
 from support.virtual_gpu.verdict import CLAIMS, Verdict, verdict_of
 
-SMALL = (
-    Run(tp=2, dp=2, hidden=256),
-    "--muon-round-mib",
-    "1",
-)  # several rounds: a fc1 has 1 MiB
+# several rounds: a fc1 has 1 MiB
+SMALL = (Run(tp=2, dp=2, hidden=256), "--muon-round-mib", "1")
 
 
 def verdict(run: Run = SMALL[0], *words: str) -> Verdict:

@@ -32,9 +32,8 @@ from support.models.gpt import Case, Topology, distributed_optimizers, start
 from support.ranks import run
 
 LOCAL = Case(layers=4, muon=(("homes", "local"),))
-WHOLE = Case(
-    layers=4, muon=(*LOCAL.muon, ("split_qkv", False))
-)  # what is cut is parameters
+# what is cut is parameters
+WHOLE = Case(layers=4, muon=(*LOCAL.muon, ("split_qkv", False)))
 BALANCED = Case(layers=4, muon=(("homes", "balanced"),))
 
 
@@ -48,9 +47,8 @@ def _built(case: Case, topology: Topology) -> tuple[int, int, int, Any]:
     buckets = sum(len(buffer.buckets) for buffer in megatron.buffers)
     (buffer,) = megatron.buffers
     names = {param: name for name, param in built.params.items()}
-    order = [
-        names[param] for param in reversed(buffer.param_index_map)
-    ]  # the first comes last
+    # the first comes last
+    order = [names[param] for param in reversed(buffer.param_index_map)]
     muons = {parameter.name: parameter for parameter in plan.parameters}
     weights = [
         LocalParameter(built.params[name].numel(), muons.get(name)) for name in order
@@ -268,9 +266,8 @@ def test_the_number_waits_for_a_vocabulary_that_only_the_tokenizer_knows() -> No
         args.megatron_muon = True
         install._validate_args(lambda *_: None, args)  # as some scripts do
         assert args.ddp_num_buckets is None
-        args.padded_vocab_size = (
-            LLAMA_3_8B.padded_vocab_size
-        )  # as set_global_variables does
+        # as set_global_variables does
+        args.padded_vocab_size = LLAMA_3_8B.padded_vocab_size
         install._initialize_megatron(lambda: None)
     chosen = choose(buffers(LLAMA_3_8B, 8))
     assert chosen is not None and args.ddp_num_buckets == chosen.number

@@ -66,9 +66,8 @@ def _is_wrong(case: Case, topology: Topology) -> bool:
     """
     te = te_on_cpu.TE
     marks_experts = te is None or te < (2, 13) or VERSION >= (0, 19)
-    marks_duplicates = (
-        VERSION < (0, 17) if te is not None else True
-    )  # and always the stand-in
+    # and always the stand-in
+    marks_duplicates = VERSION < (0, 17) if te is not None else True
     if VERSION < (0, 13) and te is not None:
         marks_duplicates = False  # they are cut there
     mla = case.mla == "duplicated" and marks_duplicates

@@ -56,8 +56,8 @@ def lacks(case: Case, topology: Topology) -> str | None:
     )
     if case.tied and whole and VERSION < (0, 13):
         return (
-            f"megatron-core {NAME} cannot build this model's "
-            "DistributedOptimizer, AdamW's too"
+            f"megatron-core {NAME} cannot build this model's DistributedOptimizer, "
+            "AdamW's too"
         )
     return None
 

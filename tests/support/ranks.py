@@ -128,10 +128,8 @@ def _reset_megatron() -> None:
         ),
         ("megatron.core.rerun_state_machine", ("destroy_rerun_state_machine",)),
         ("megatron_muon.mcore.load_check.models", ("forget",)),
-        (
-            "megatron_muon.mcore.wiring.install",
-            ("uninstall",),
-        ),  # else some ranks keep hooks
+        # else some ranks keep hooks
+        ("megatron_muon.mcore.wiring.install", ("uninstall",)),
     ):
         for call in calls:
             getattr(sys.modules.get(name), call, lambda: None)()
@@ -160,9 +158,8 @@ def _call(task: Task) -> Any:
         init_method=f"file://{task.rendezvous}",
         rank=task.rank,
         world_size=task.world_size,
-        timeout=datetime.timedelta(
-            seconds=task.timeout + 60
-        ),  # the parent's limit comes first
+        # the parent's limit comes first
+        timeout=datetime.timedelta(seconds=task.timeout + 60),
     )
     fn, args = pickle.loads(task.fn)
     return fn(*args)
@@ -195,9 +192,8 @@ def _fork_writers(pipe: connection.Connection) -> None:
     @functools.cache
     def queue() -> Any:
         manager = managers.SyncManager(ctx=multiprocessing.get_context("fork"))
-        manager.start(
-            pipe.close
-        )  # else the parent would not see that the rank has died
+        # else the parent would not see that the rank has died
+        manager.start(pipe.close)
         return manager.Queue()
 
     writer = importlib.import_module(WRITER)
@@ -333,15 +329,13 @@ def _context() -> Any:
         os.environ["OMP_NUM_THREADS"] = (
             "1"  # an OpenMP thread pool would not survive the fork
         )
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo"
-        )  # else gloo resolves the host name
+        # else gloo resolves the host name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = (
             "1"  # what Megatron asks of every launcher
         )
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            p for p in sys.path if p
-        )  # 3.11 sends none
+        # 3.11 sends none
+        os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         try:
             _server = multiprocessing.get_context("forkserver")
             # a command's ranks may have started one, with less
@@ -374,9 +368,8 @@ def _collect(
                 process = workers[rank].process
                 process.join(5)
                 why = f"the process ended with exit code {process.exitcode}"
-                reports[rank] = Report(
-                    rank, "died", why, 0.0
-                )  # before what it caused in others
+                # before what it caused in others
+                reports[rank] = Report(rank, "died", why, 0.0)
             if reports[rank].kind != "ok":
                 deadline = min(deadline, time.monotonic() + grace)
     return reports

@@ -134,9 +134,8 @@ def test_fp32_equals_the_oracle(name: str, steps: int, shape: tuple[int, int]) -
     """
     generator = torch.Generator().manual_seed(3)
     matrix = torch.randn(*shape, generator=generator)
-    triples = [
-        tuple(t) for t in schedule(name, steps, "fp32")
-    ]  # held by the tests above
+    # held by the tests above
+    triples = [tuple(t) for t in schedule(name, steps, "fp32")]
     exact = newton_schulz(matrix.double(), steps, coefficients=triples)
     config = MuonConfig(ns_coefficients=name, ns_steps=steps, ns_dtype="fp32")
     error = (orthogonalize(matrix, config).double() - exact).norm()
@@ -234,11 +233,8 @@ def test_what_is_spelled_is_parsed_again(given: object) -> None:
         ),
         # 3σ - 4σ³ is largest at 1/2, and is 1 there and at 1; rounding passes these
         ((3.0, -4.0, 1e-20), ("bf16", "fp16", None), "step 4 of 5"),
-        (
-            SETS["cans"].triples,
-            ("bf16", "fp16", None),
-            "step [13] of 5",
-        ),  # without its headroom
+        # without its headroom
+        (SETS["cans"].triples, ("bf16", "fp16", None), "step [13] of 5"),
     ],
     ids=str,
 )

@@ -65,9 +65,8 @@ def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
     saved = record(Numerics(MuonConfig(), "cpu"))
     for name in ("rank_tflops", "link_gbytes", "round_bytes", "ns_batch"):
         del saved["settings"][name]
-    check_record(
-        {"megatron_muon": saved}, Numerics(MuonConfig(), "cpu")
-    )  # nothing differs: see above
+    # nothing differs: see above
+    check_record({"megatron_muon": saved}, Numerics(MuonConfig(), "cpu"))
     rebuilt = MuonConfig(**saved["settings"])  # what is made of a record
     taken = {"ns_iteration": "standard", "ns_dtype": "bf16", "split_matrices": "off"}
     assert rebuilt == MuonConfig(**taken, homes="balanced")
@@ -254,11 +253,9 @@ def test_a_run_of_another_preset_is_told_the_flags_that_keep_its_bits(
     param_groups.check_record(saved, Numerics(MuonConfig(), "cuda"))
     told = [
         "ns_dtype (--muon-ns-dtype) is 'bf16' now; the checkpoint was saved with "
-        "'fp16': "
-        "--muon-ns-dtype fp16 keeps its bits",
+        "'fp16': --muon-ns-dtype fp16 keeps its bits",
         "ns_iteration (--muon-ns-iteration) is 'standard' now; the checkpoint was "
-        "saved with "
-        "'auto': --muon-ns-iteration auto keeps its bits",
+        "saved with 'auto': --muon-ns-iteration auto keeps its bits",
     ]
     assert capsys.readouterr().out.splitlines() == [
         f"[megatron_muon] {line}" for line in told

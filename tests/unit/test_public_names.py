@@ -61,11 +61,10 @@ def test_every_public_name_is_there() -> None:
 def test_naming_an_error_imports_no_megatron_and_most_name_no_torch() -> None:
     """``except megatron_muon.SeamError`` may stand before anything else is imported."""
     code = (
-        "import sys, megatron_muon as m; "
-        "m.MuonError, m.SeamError, m.CoreNotFoundError, m.DigestError; "
-        "print('torch' in sys.modules); "
-        "m.KernelError, m.PhaseError, m.PlanMismatchError; "
-        "print('megatron' in sys.modules)"
+        "import sys, megatron_muon as m; m.MuonError, m.SeamError, "
+        "m.CoreNotFoundError, m.DigestError; print('torch' in sys.modules); "
+        "m.KernelError, m.PhaseError, m.PlanMismatchError; print('megatron' in "
+        "sys.modules)"
     )
     assert printed("-c", code).split() == ["False", "False"]
 

@@ -80,10 +80,8 @@ def _tests() -> Path:
     if not (tests.parent / "support" / "gpu").is_dir():
         raise ValueError(
             "the tests are beside the package in a clone of the repository only, and "
-            "this package "
-            f"was installed to {package.parent} without them: clone the repository, "
-            "`pip install "
-            "-e '.[test]'` there and run this command again"
+            f"this package was installed to {package.parent} without them: clone the "
+            "repository, `pip install -e '.[test]'` there and run this command again"
         )
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:

@@ -11,18 +11,13 @@ from typing import Any
 from megatron_muon.lab.accept.results import Check, Figure
 from megatron_muon.lab.tables import digits, markdown, wrapped
 
-ROWS = {
-    "safe": "muon-contiguous",
-    "fast": "muon-contiguous-auto",
-}  # of the bench, by preset
+# of the bench, by preset
+ROWS = {"safe": "muon-contiguous", "fast": "muon-contiguous-auto"}
 STEP = "optimizer step: "  # and the row, a figure's name
 _LINES = 25  # of a failed test's account
 _FASTER = 1.02  # by which ``fast`` must be, to be taken
-_SPEAK = (
-    "bits",
-    "step",
-    "training",
-)  # the checks for a preset; without a GPU a part is not run
+# the checks for a preset; without a GPU a part is not run
+_SPEAK = ("bits", "step", "training")
 
 
 def as_json(environment: Mapping[str, str], checks: Sequence[Check]) -> dict[str, Any]:

@@ -141,9 +141,8 @@ def _report(task: Task, ranks: Sequence[Speeds]) -> None:
     where = "GPU" if job.gpu else f"CPU, {task.threads} thread(s)"
     flags = {"--muon-rank-tflops": [rank.rank_tflops for rank in ranks]}
     show(
-        f"Newton-Schulz of {rows}x{cols}, {numerics.iteration}, "
-        f"{job.config.ns_steps} steps, "
-        f"{numerics.dtype}, {task.world} rank(s) at once, each a {where}: "
+        f"Newton-Schulz of {rows}x{cols}, {numerics.iteration}, {job.config.ns_steps} "
+        f"steps, {numerics.dtype}, {task.world} rank(s) at once, each a {where}: "
         f"{_spread(flags['--muon-rank-tflops'])} TFLOP/s a rank"
     )
     links = [rank.link_gbytes for rank in ranks if rank.link_gbytes is not None]
@@ -151,8 +150,8 @@ def _report(task: Task, ranks: Sequence[Speeds]) -> None:
         flags["--muon-link-gbytes"] = links
         show(
             f"all-to-all over {'nccl' if job.gpu else 'gloo'}, {task.world} ranks of "
-            "this machine, "
-            f"{job.message_bytes >> 20} MiB from each: {_spread(links)} GB/s a rank",
+            f"this machine, {job.message_bytes >> 20} MiB from each: {_spread(links)} "
+            "GB/s a rank",
             "where a run's stages span machines, give the network's speed per rank",
         )
     else:

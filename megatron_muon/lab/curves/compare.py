@@ -9,9 +9,8 @@ from megatron_muon.lab.curves import lead
 from megatron_muon.lab.curves.files import KINDS, CurveError
 from megatron_muon.lab.curves.lead import Curve
 
-_Runs = Mapping[
-    str, Sequence[Mapping[str, Curve]]
-]  # by name a curve of each kind for each seed
+# by name a curve of each kind for each seed
+_Runs = Mapping[str, Sequence[Mapping[str, Curve]]]
 
 
 def compare(runs: _Runs, window: float | None) -> dict[str, Any]:

@@ -49,9 +49,8 @@ def draw(
                     label=label,
                 )
                 right.fill_between(steps, low, high, color=color, alpha=0.2)
-        left.set_ylim(
-            top=max(top)
-        )  # the fall of the first steps would flatten all that follows
+        # the fall of the first steps would flatten all that follows
+        left.set_ylim(top=max(top))
         smoothed = (
             f"means of {each['window']:.0%} of the points, " if each["window"] else ""
         )

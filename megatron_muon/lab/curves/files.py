@@ -72,10 +72,9 @@ def read_curves(path: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
     if not by_kind:
         raise CurveError(
             f"{path}: no loss is in it ({_listed(columns)}). Megatron's log has lines "
-            "with 'lm "
-            f"loss', CSV and JSON lines one of the columns {', '.join(STEPS)}, a "
-            "folder event "
-            "files of TensorBoard's; --tag KIND=NAME names another loss"
+            "with 'lm loss', CSV and JSON lines one of the columns "
+            f"{', '.join(STEPS)}, a folder event files of TensorBoard's; --tag "
+            "KIND=NAME names another loss"
         )
     return by_kind
 

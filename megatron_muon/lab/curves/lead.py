@@ -139,9 +139,8 @@ def _level(baseline: Curve, step: float) -> tuple[float, float]:
     there.
     """
     interpolated = float(np.interp(step, *baseline[:2]))
-    loss = max(
-        interpolated, float(baseline.losses[-1])
-    )  # rounding may go below the last one
+    # rounding may go below the last one
+    loss = max(interpolated, float(baseline.losses[-1]))
     first = step_of(baseline, loss)
     assert first is not None
     return first, loss

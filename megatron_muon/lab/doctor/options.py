@@ -30,9 +30,8 @@ def _switches() -> Iterator[tuple[str, str]]:
     """(configuration, field) of every field that is off by default."""
     for holder, config in _configs().items():
         for field in dataclasses.fields(config):
-            upstreams = field.name.startswith(
-                "muon_"
-            )  # settings of Megatron's own Muon
+            # settings of Megatron's own Muon
+            upstreams = field.name.startswith("muon_")
             if getattr(config, field.name) is False and not upstreams:
                 yield holder, field.name
 
@@ -53,9 +52,8 @@ def _is_refused(holder: str, field: str) -> bool:
     if field == "optimizer_cpu_offload":  # which Megatron-LM has with this one only
         configs[holder].use_precision_aware_optimizer = True
     chunk: Any = DistributedDataParallel.__new__(DistributedDataParallel)
-    torch.nn.Module.__init__(
-        chunk
-    )  # an empty one: the check only reads its configurations
+    # an empty one: the check only reads its configurations
+    torch.nn.Module.__init__(chunk)
     chunk.config, chunk.ddp_config = configs["model"], configs["ddp"]
     try:
         refuse_unsupported(configs["optimizer"], [chunk])

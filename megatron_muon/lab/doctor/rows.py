@@ -76,9 +76,8 @@ def examine(checkout: Path | None) -> list[Examined]:
         sys.path.insert(0, str(checkout))
     rows = list(_environment())
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # about missing packages, which have rows of their own
+        # about missing packages, which have rows of their own
+        warnings.simplefilter("ignore")
         for row in _megatron(checkout):
             rows.append(row)
             if row.fault:
@@ -163,12 +162,8 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
     own = (
         bench_seams.UPSTREAM if importlib.util.find_spec("emerging_optimizers") else ()
     )
-    optional = [
-        *model.REFUSALS,
-        *dry_run_seams.ROWS,
-        *bench_seams.ROWS,
-        *own,
-    ]  # a run needs none
+    # a run needs none
+    optional = [*model.REFUSALS, *dry_run_seams.ROWS, *bench_seams.ROWS, *own]
     yield _hooks("optional hooks", optional, needed=False)
     yield _hooks(
         "hooks without a GPU", cpu_seams.ROWS, needed=megatron_muon.cpu.enabled()
@@ -303,8 +298,7 @@ def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
         return f"an error, since Megatron's own Muon needs emerging_optimizers; {way}"
     return (
         "Megatron's own layer-wise Muon, which turns the distributed optimizer off "
-        "without a word: "
-        f"not Distributed Muon; {way}"
+        f"without a word: not Distributed Muon; {way}"
     )
 
 
@@ -352,9 +346,8 @@ def _older_python(core: Path) -> str | None:
         if sys.version_info[: len(oldest)] < oldest:
             return (
                 f"megatron-core {version_of(core)} needs Python {wanted[1]} ({file}), "
-                "and this is "
-                f"Python {platform.python_version()}: run it with that one, or take an "
-                "older core"
+                f"and this is Python {platform.python_version()}: run it with that "
+                "one, or take an older core"
             )
     return None
 
@@ -376,8 +369,7 @@ def counted_wrongly(core: Version, te: tuple[int, ...]) -> str:
         wrong.append("Transformer Engine's MLA down projections once a TP rank")
     return (
         f"Megatron's counts {', '.join(wrong)} with TP > 1, so that its clip is wrong "
-        "there; "
-        "a run of Muon counts each weight once, AdamW's is Megatron's"
+        "there; a run of Muon counts each weight once, AdamW's is Megatron's"
     )
 
 

@@ -63,8 +63,7 @@ def ranks_of(flags: Namespace) -> Ranks:
         if shards % instances:
             raise ValueError(
                 f"--num-distributed-optimizer-instances {instances} does not divide "
-                f"the {shards} "
-                f"shards of a buffer on {world} ranks with {what} = {size}"
+                f"the {shards} shards of a buffer on {world} ranks with {what} = {size}"
             )
     order = _ORDER_PP_INSIDE if flags.use_tp_pp_dp_mapping else _ORDER
     return Ranks(world, tp, pp, cp, ep, expert_tp, _chunks(flags), instances, order)
@@ -139,8 +138,7 @@ def _require(flags: Namespace, *names: str) -> None:
     if missing:
         raise ValueError(
             f"{', '.join(missing)} needed: give the run's script and its arguments, a "
-            "preset by "
-            "--model, or a GPT's sizes"
+            "preset by --model, or a GPT's sizes"
         )
 
 

@@ -209,8 +209,7 @@ def _leave_out(args: Namespace) -> list[str]:
         if row.dest in _IN_FEW_BITS:
             raise NotImplementedError(
                 f"{row.option}: such weights have grad buffers of their own, which are "
-                "not planned "
-                "yet; leave it out: the routing is the same"
+                "not planned yet; leave it out: the routing is the same"
             )
         value = getattr(args, row.dest)
         instead = row.instead.split()

@@ -23,8 +23,8 @@ ROWS = (
         "initialize_model_parallel",
         "makes the process groups of a rank, over groups that do nothing",
         "context_parallel_size expert_model_parallel_size order "
-        "create_gloo_process_groups "
-        "num_distributed_optimizer_instances expert_tensor_parallel_size",
+        "create_gloo_process_groups num_distributed_optimizer_instances "
+        "expert_tensor_parallel_size",
     ),
     _STATE.called("destroy_model_parallel", "forgets those groups"),
     _STATE.replaced("create_group", "skips groups that the rank is not in", "ranks"),

@@ -94,9 +94,8 @@ def planned_optimizers(
     device: Device = "cuda",
 ) -> list[Planned]:
     """The DistributedOptimizers of this rank's chunks, in the order of their steps."""
-    early = (
-        flags.overlap_param_gather_with_optimizer_step
-    )  # Megatron builds two optimizers then
+    # Megatron builds two optimizers then
+    early = flags.overlap_param_gather_with_optimizer_step
     parts = [
         (part, False) for part in ((chunks[:1], chunks[1:]) if early else (chunks,))
     ]

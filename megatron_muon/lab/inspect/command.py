@@ -48,9 +48,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _examined(given: argparse.Namespace) -> tuple[int, str]:
     """The exit status, and the report or an error."""
-    from megatron_muon.lab.inspect.report import (
-        examine,
-    )  # torch, which --help does not need
+    # torch, which --help does not need
+    from megatron_muon.lab.inspect.report import examine
 
     try:
         report = examine(given.path, hashes=given.hash)

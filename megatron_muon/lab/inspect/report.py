@@ -21,9 +21,8 @@ class Report:
 
     facts: dict[str, str]  # facts by name, such as iteration, in the order of printing
     parameters: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name
-    faults: list[str] = field(
-        default_factory=list
-    )  # why it is not known to be complete
+    # why it is not known to be complete
+    faults: list[str] = field(default_factory=list)
 
 
 def examine(path: Path, *, hashes: bool = False) -> Report:
@@ -53,8 +52,7 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
         if not (folder / METADATA).exists() and not any(folder.glob("mp_rank_*/*.pt")):
             raise FileNotFoundError(
                 f"{folder} has no checkpoint in it, and no {tracker.NAME}: give the "
-                "folder of one "
-                "iteration"
+                "folder of one iteration"
             )
         return Report(
             facts, faults=[f"there is no {digest.FILE_NAME} that lists its files"]

@@ -43,9 +43,8 @@ class PlannedKind:
     """Pipeline stages that are alike; the first of them stands for all."""
 
     stages: list[int]  # their numbers
-    members: tuple[
-        int, ...
-    ]  # world ranks of the first of them, in the first optimizer instance
+    # world ranks of the first of them, in the first optimizer instance
+    members: tuple[int, ...]
     share: Share  # elements of one such stage
     optimizers: list[list[Optimizer]]  # for each run, in the order of their steps
 

@@ -23,8 +23,7 @@ BACK_TESTS = 0.45, 1.16
 # The assumptions of the plan in addition to constants and the training step.
 ASSUMPTIONS = (
     "not in the optimizer step: gradient reduction, norm and clipping, all-gather of "
-    "parameters, "
-    "the copy to 16-bit weights; AdamW and Muon have them alike",
+    "parameters, the copy to 16-bit weights; AdamW and Muon have them alike",
     "all ranks begin the step at the same moment, and a rank takes the same time in "
     "every step",
     "the compute and the communication stream do not slow each other down",
@@ -33,24 +32,19 @@ ASSUMPTIONS = (
     "a product takes whole waves of tiles of cuBLAS on Hopper, 128x256 at best and "
     "64x64 at least",
     "kernels of momentum, norm and update read and write memory, whatever the L2 cache "
-    "holds: "
-    "fused ones 14, 6 and 10 bytes per element, with --muon-elementwise foreach 50, 12 "
-    "and 34 "
-    "(lab/pricing/step.py, kernels.py); AdamW's 28",
+    "holds: fused ones 14, 6 and 10 bytes per element, with --muon-elementwise foreach "
+    "50, 12 and 34 (lab/pricing/step.py, kernels.py); AdamW's 28",
     "state on the host: Muon's goes both ways at once; AdamW there has 80 bytes per "
     "element",
     "a library's kernel for symmetric products also adds the linear term; torch's "
-    "addmm copies it "
-    "first",
+    "addmm copies it first",
     "memory: without activations, the allocator's rounding, and what NCCL and cuBLAS "
     "take",
     "Megatron's own Muon: its launches' Python and its padding are not counted, and "
-    "its owners are "
-    "balanced by priced time",
+    "its owners are balanced by priced time",
     "ranges of times: measured over predicted was 0.45 to 0.47 for published steps of "
-    "Megatron's "
-    "own Muon on GB300s, 1.02 to 1.16 for ranks over gloo that wait for each other "
-    "(docs/plan.md)",
+    "Megatron's own Muon on GB300s, 1.02 to 1.16 for ranks over gloo that wait for "
+    "each other (docs/plan.md)",
 )
 
 
@@ -68,9 +62,8 @@ def answer(plan: RunPlan) -> str:
     peak = (plan.peak(plan.layout) - plan.peak("adamw")) / MIB
     return (
         f"Muon: {1e3 * more:+,.1f} ms a step, {100 * plan.slower(plan.layout):+.2f} % "
-        "of a "
-        f"training step, {abs(peak):,.0f} MiB {'less' if peak < 0 else 'more'} at the "
-        "peak"
+        f"of a training step, {abs(peak):,.0f} MiB {'less' if peak < 0 else 'more'} at "
+        "the peak"
     )
 
 
@@ -139,13 +132,11 @@ def _head(plan: RunPlan) -> Iterator[str]:
     whole = sum((kind.share for kind in plan.kinds for _ in kind.stages), start=Share())
     yield (
         f"{ranks.world:,} ranks{f' ({split})' if split else ''} of "
-        f"{plan.hardware.name}, "
-        f"{plan.hardware.gpus_per_node} a node"
+        f"{plan.hardware.name}, {plan.hardware.gpus_per_node} a node"
     )
     yield (
         f"{whole.total / 1e9:,.2f} G parameters, {whole.muon / 1e9:,.2f} G of them "
-        "Muon's; "
-        f"symmetric products: {products}"
+        f"Muon's; symmetric products: {products}"
     )
     for note in plan.notes:
         yield from wrapped(note)
@@ -155,10 +146,8 @@ def _stage(kind: StagePlan) -> Iterator[str]:
     several = f" (like it: {numbers(kind.stages[1:])})" if len(kind.stages) > 1 else ""
     yield from wrapped(
         f"pipeline stage {kind.stages[0]}{several}: {kind.ranks:,} rank(s), "
-        f"{kind.matrices:,} "
-        f"matrices; {kind.reduced / MB:,.1f} MB a rank for gradients and parameters, "
-        "with any "
-        "optimizer"
+        f"{kind.matrices:,} matrices; {kind.reduced / MB:,.1f} MB a rank for gradients "
+        "and parameters, with any optimizer"
     )
     header = ["mean / most of a rank", *(TITLES[row.name] for row in kind.rows)]
     none = {_HOST: "0", **dict.fromkeys(_RARE, "-")}  # lines that most runs lack

@@ -52,23 +52,20 @@ class PlannedStep:
     seconds: float  # time until the last rank has ended its step
     launches: int  # kernels and messages that the host of the rank with most launches
     rest: dict[str, int]  # bytes at rest by kind, of the rank that has most
-    peak: (
-        int | None
-    )  # most bytes above the rest on a rank; None where it is not modelled
+    # most bytes above the rest on a rank; None where it is not modelled
+    peak: int | None
     host: int = 0  # bytes of state on the host, of the rank that has most
     boundary: int | None = (
         None  # parameters that a shard's edge cuts; None: nothing is exchanged
     )
-    inside: Spread = (
-        Spread()
-    )  # bytes that a rank sends to ranks of its node, and to others
+    # bytes that a rank sends to ranks of its node, and to others
+    inside: Spread = Spread()
     between: Spread = Spread()
     peers: Spread = Spread()  # ranks that it exchanges messages with
     messages: Spread = Spread()  # with Megatron's own Muon, collectives over TP
     flops: Spread = Spread()  # Newton-Schulz flops
-    phases: dict[str, float] = field(
-        default_factory=dict
-    )  # seconds of the rank with most
+    # seconds of the rank with most
+    phases: dict[str, float] = field(default_factory=dict)
     exposed: Spread = Spread()  # time that the compute stream waits for messages
     hidden: float = 0.0  # time of messages in which it does not wait
     rounds: tuple[int, ...] = ()  # of each optimizer

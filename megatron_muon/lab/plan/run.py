@@ -175,9 +175,8 @@ def _stage(
     plans = [one.plan for one in own]
     if "paper" in wanted:
         rows.append(paper_row(whole, nodes, config, hardware, device))
-    has_tp = any(
-        plan.grid.tp_size > 1 for plan in plans
-    )  # without it, all modes are one
+    # without it, all modes are one
+    has_tp = any(plan.grid.tp_size > 1 for plan in plans)
     rows += [
         layer_wise_row(mode, whole, config, hardware, device)
         for mode in get_args(TpMode)

@@ -20,8 +20,8 @@ _TOKENS_SOURCE = (
 )
 _FLOPS_SOURCE = (
     "6 a parameter that a token activates and 6 x layers x heads x head size x "
-    "sequence for causal "
-    "attention: https://arxiv.org/abs/2204.02311, appendix B, halved for the mask"
+    "sequence for causal attention: https://arxiv.org/abs/2204.02311, appendix B, "
+    "halved for the mask"
 )
 
 

@@ -49,8 +49,7 @@ def swept(text: str) -> tuple[str, list[Variant]]:
     if not equals or not name or not all(values.split(",")):
         raise ValueError(
             f"--sweep {text}: give NAME=VALUE,VALUE,..., where NAME is "
-            f"{', '.join(SHORT)} or a "
-            "flag without its dashes"
+            f"{', '.join(SHORT)} or a flag without its dashes"
         )
     flag = f"--{SHORT.get(name, name)}"
     words = {LEFT_OUT: (), GIVEN: (flag,)}

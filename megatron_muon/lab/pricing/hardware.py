@@ -35,37 +35,31 @@ class Hardware:
     fp32_tflops: float = _in("10^12 flop/s")  # peak in fp32 without TF32
     gemm_efficiency: float = _in("share")  # of the peak, by a large product
     fp16_ratio: float = _in("share")  # speed of a product in fp16 over one in bf16
-    processors: int = _in(
-        "processors"
-    )  # tiles worked on at once; products take whole waves
-    split_efficiency: float = _in(
-        "share"
-    )  # further one where a product is cut along its inner dim
+    # tiles worked on at once; products take whole waves
+    processors: int = _in("processors")
+    # further one where a product is cut along its inner dim
+    split_efficiency: float = _in("share")
     split_us: float = _in("us")  # that such a cut adds
-    symmetric_ratio: float = _in(
-        "share"
-    )  # a library's symmetric product over a plain one
+    # a library's symmetric product over a plain one
+    symmetric_ratio: float = _in("share")
     memory_gbytes: float = _in("10^9 bytes/s")  # peak, reads and writes together
     memory_efficiency: float = _in("share")  # that elementwise kernels reach
     kernel_us: float = _in("us")  # the shortest kernel, with the gap before the next
-    launch_us: float = _in(
-        "us"
-    )  # of the host, from one operation's launch to the next one's
+    # of the host, from one operation's launch to the next one's
+    launch_us: float = _in("us")
     phase_us: float = _in("us")  # of the host: the Python of each phase of a round
     node_gbytes: float = _in("10^9 bytes/s")  # a GPU's link to the GPUs of its node
     node_efficiency: float = _in("share")  # that grouped sends and receives reach
     pair_gbytes: float = _in("10^9 bytes/s")  # limit between two GPUs of a node
     network_gbytes: float = _in("10^9 bytes/s")  # a GPU's link to other nodes
     network_efficiency: float = _in("share")  # that grouped sends and receives reach
-    message_us: float = _in(
-        "us"
-    )  # latency of a grouped send and receive, whatever its bytes
+    # latency of a grouped send and receive, whatever its bytes
+    message_us: float = _in("us")
     peer_us: float = _in("us")  # latency that each peer in it adds
     peer_host_us: float = _in("us")  # of the host, to enqueue a send or a receive
     host_gbytes: float = _in("10^9 bytes/s")  # a GPU's link to its host
-    host_memory_gbytes: float = _in(
-        "10^9 bytes/s"
-    )  # a GPU's share of it, reads and writes
+    # a GPU's share of it, reads and writes
+    host_memory_gbytes: float = _in("10^9 bytes/s")
     gpus_per_node: int = _in("GPUs")  # n: ranks k·n to k·n + n - 1 share a node
     sources: tuple[tuple[str, str], ...] = ()  # (constant, source of its value)
 

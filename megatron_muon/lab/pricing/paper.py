@@ -23,10 +23,8 @@ from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.numerics import Numerics
 
 _MESSAGES = 2
-_ELEMENTWISE = (
-    24,
-    5,
-)  # bytes an element, and launches, of the fused kernels (``pricing.step``)
+# bytes an element, and launches, of the fused kernels (``pricing.step``)
+_ELEMENTWISE = (24, 5)
 
 
 @dataclass(slots=True)

@@ -174,9 +174,8 @@ def _iterating(own: Sequence[Matrix], size: int, numerics: Numerics) -> int:
     """Bytes beside iterates: squares are added over the homes, then multiplied."""
     strip, short, itemsize = own[0].strip, min(own[0].whole), numerics.itemsize
     assert strip is not None
-    made = (
-        itemsize * short * max(matrix.long for matrix in own)
-    )  # one strip's next iterate
+    # one strip's next iterate
+    made = itemsize * short * max(matrix.long for matrix in own)
     square = itemsize * short * short
     if makes_rows(*own[0].whole, strip.count, numerics):
         multiplying = _making_rows(own, itemsize, numerics)

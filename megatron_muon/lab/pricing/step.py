@@ -49,10 +49,8 @@ _FUSED_UPDATE = 8, 2
 # G, and the cast into the message; then one read of G for its norm. The update is the
 # direction to fp32, times its scale, the decay, the difference. AdamW is one fused
 # kernel, which reads W, G and both moments and writes all but G.
-_MOMENTUM = {
-    True: (8 + 12 + 8 + 12 + 4, 5),
-    False: (8 + 12 + 4, 3),
-}  # bytes, operations
+# bytes, operations
+_MOMENTUM = {True: (8 + 12 + 8 + 12 + 4, 5), False: (8 + 12 + 4, 3)}
 _NORM, _FLAGS = 4, 4  # bytes; kernels that find out which matrix has a gradient
 # A momentum in fewer bytes is made wide and put back (``rules.int8_momentum``,
 # ``bf16_momentum``).
@@ -278,9 +276,8 @@ class _Steps:
             hardware, shared.whole, shared.long, shared.strips, homes, self._numerics
         )
         if shared.is_turned:
-            moved = (
-                shared.whole[0] * shared.long + elements
-            )  # its columns, and its rows back
+            # its columns, and its rows back
+            moved = shared.whole[0] * shared.long + elements
             cost += turns(hardware, moved * self._itemsize, homes)
         return cost
 

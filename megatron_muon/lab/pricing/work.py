@@ -42,9 +42,8 @@ def state_bytes(flags: Namespace) -> StateBytes:
     """By Megatron-LM's flags, before it has mapped them to dtypes."""
     if not flags.use_precision_aware_optimizer:
         return WIDE
-    keeps = (
-        flags.bf16 and flags.main_params_dtype == "fp32"
-    )  # 16 bits that a weight lacks
+    # 16 bits that a weight lacks
+    keeps = flags.bf16 and flags.main_params_dtype == "fp32"
     main = 2 if keeps else _BYTES[flags.main_params_dtype]
     on_host = flags.optimizer_offload_fraction if flags.optimizer_cpu_offload else 0.0
     first = _BYTES[flags.exp_avg_dtype]
@@ -125,13 +124,11 @@ class RoundWork:
     arrivals: list[int]
     kept: list[int]  # kept, keeps: those of its matrices that it holds itself
     keeps: list[int]
-    leaving: list[
-        int
-    ]  # leaving, departures: those of directions that it sends as a home
+    # leaving, departures: those of directions that it sends as a home
+    leaving: list[int]
     departures: list[int]
-    layouts: list[
-        Counter[Layout]
-    ]  # number of matrices of each layout that it orthogonalizes
+    # number of matrices of each layout that it orthogonalizes
+    layouts: list[Counter[Layout]]
     # gather, scatter: bytes by pair of ranks
     gather: Pairs = field(default_factory=lambda: defaultdict(int))
     scatter: Pairs = field(default_factory=lambda: defaultdict(int))

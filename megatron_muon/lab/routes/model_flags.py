@@ -53,9 +53,8 @@ class Settled:
     flags: Namespace  # Megatron's arguments, with the buckets that the run would choose
     config: MuonConfig  # Muon's settings
     ranks: Ranks  # how its ranks are divided
-    notes: list[
-        str
-    ]  # what there is to say about the choice of buckets, and about flags
+    # what there is to say about the choice of buckets, and about flags
+    notes: list[str]
 
 
 class CommandLine:
@@ -155,9 +154,8 @@ def import_megatron(program: str, script: Path | None = None) -> None:
 
                 prepare(script)
             if not megatron_muon.cpu.enabled():
-                megatron_muon.cpu.enable(
-                    allow_cuda=True
-                )  # nothing here runs on a device
+                # nothing here runs on a device
+                megatron_muon.cpu.enable(allow_cuda=True)
             importlib.import_module("megatron.core.transformer")
             check_rows(ROWS)
         except CoreNotFoundError:
@@ -204,8 +202,7 @@ def muon_settings(flags: Namespace) -> MuonConfig:
         if value == "upstream":
             raise ValueError(
                 f"{option} upstream is not supported: this is about the plugin's Muon, "
-                "with its "
-                "own defaults; leave it out, and give the values themselves"
+                "with its own defaults; leave it out, and give the values themselves"
             )
     return dataclasses.replace(muon_config(flags), align_shards=aligns_shards(flags))
 

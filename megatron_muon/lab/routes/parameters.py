@@ -74,13 +74,11 @@ class RoutedStage:
     """A pipeline stage."""
 
     stage: int  # its number
-    ranks: tuple[
-        int, ...
-    ]  # of the world, in the order of the stage; of the first instance
+    # of the world, in the order of the stage; of the first instance
+    ranks: tuple[int, ...]
     lines: tuple[str, ...]  # those that a run prints about the stage at its start
-    parameters: tuple[
-        RoutedParameter, ...
-    ]  # all of them, those of an expert on every EP rank
+    # all of them, those of an expert on every EP rank
+    parameters: tuple[RoutedParameter, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,9 +80,8 @@ class Call:
             known = [
                 each for each in (self.elements, launch.elements) if each is not None
             ]
-            self.elements = max(
-                known, default=None
-            )  # gloo's own event has a rank's part only
+            # gloo's own event has a rank's part only
+            self.elements = max(known, default=None)
             self.ranks, self.group = (
                 self.ranks or launch.ranks,
                 self.group or launch.group,

@@ -32,17 +32,13 @@ SPANS = "spans"
 
 OTHER_CUT = (
     "The optimizer's state was saved in a format that loads only with the TP, PP, "
-    "virtual pipeline "
-    "and EP sizes of the run that saved it; DP, CP, buckets and optimizer instances "
-    "may differ. "
-    "Load it with those and save it in the format that loads with any: in Megatron-LM "
-    "--dist-ckpt-optim-fully-reshardable, before 0.15 --ckpt-fully-parallel-save. "
-    "(AdamW's "
-    "dp_reshardable loads with its buckets alone, too: --ddp-num-buckets, or "
-    "--muon-dp-layout "
-    "bucketed for Megatron's own.) In Python give sharded_state_dict the metadata of "
-    "the save, and "
-    "load AdamW's checkpoint within megatron_muon.reading_adamw"
+    "virtual pipeline and EP sizes of the run that saved it; DP, CP, buckets and "
+    "optimizer instances may differ. Load it with those and save it in the format that "
+    "loads with any: in Megatron-LM --dist-ckpt-optim-fully-reshardable, before 0.15 "
+    "--ckpt-fully-parallel-save. (AdamW's dp_reshardable loads with its buckets alone, "
+    "too: --ddp-num-buckets, or --muon-dp-layout bucketed for Megatron's own.) In "
+    "Python give sharded_state_dict the metadata of the save, and load AdamW's "
+    "checkpoint within megatron_muon.reading_adamw"
 )
 
 
@@ -121,8 +117,7 @@ def from_disk(
     if not isinstance(states, dict):
         raise ValueError(
             f"the checkpoint's optimizer state has {sorted(map(str, saved))} and no "
-            f"{STATE!r} of "
-            "each parameter: it was not saved by megatron_muon's Muon"
+            f"{STATE!r} of each parameter: it was not saved by megatron_muon's Muon"
         )
     here = {place.name: (place.start, place.stop) for place in places}
     spans = saved.get(SPANS, here)
@@ -153,16 +148,13 @@ def _check_spans(saved: Spans, here: Spans) -> None:
     """Refuse a buffer that holds other parameters than the one here, or other parts of
     them.
     """
-    unknown, missing = (
-        sorted(saved.keys() - here.keys()),
-        sorted(here.keys() - saved.keys()),
-    )
+    unknown = sorted(saved.keys() - here.keys())
+    missing = sorted(here.keys() - saved.keys())
     if unknown or missing:
         there, not_here = (f", but not {n[0]}" if n else "" for n in (missing, unknown))
         raise ValueError(
             f"a grad buffer of this rank has {len(here)} parameters{not_here}, the one "
-            "on disk "
-            f"{len(saved)}{there}. {OTHER_CUT}"
+            f"on disk {len(saved)}{there}. {OTHER_CUT}"
         )
     for name, (start, stop) in here.items():
         on_disk, wanted = saved[name][1] - saved[name][0], stop - start

@@ -44,14 +44,11 @@ WHOLE_WEIGHTS = (
 _HAS_NO_RANGES = WHOLE_WEIGHTS == "fully_reshardable"
 HALF_LOADED = (
     "a load of the optimizer ended in an error when it had changed a part of its "
-    "state: load a "
-    "checkpoint as a whole, or build the optimizer anew"
+    "state: load a checkpoint as a whole, or build the optimizer anew"
 )
 _OF_STATE = {"param_state", "param_state_sharding_type"}
-_GATHERED = (
-    "fully_reshardable",
-    "dp_zero_gather_scatter",
-)  # Megatron communicates to save them
+# Megatron communicates to save them
+_GATHERED = ("fully_reshardable", "dp_zero_gather_scatter")
 
 
 class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
@@ -117,10 +114,8 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         raise ValueError(
             "optimizer.load_state_dict() was given no state of parameters, which "
             "optimizer.state_dict() does not have, so momentum would start at zero: "
-            "save and "
-            "load optimizer.sharded_state_dict(), or call save_parameter_state(FILE) "
-            "and "
-            "load_parameter_state(FILE) too"
+            "save and load optimizer.sharded_state_dict(), or call "
+            "save_parameter_state(FILE) and load_parameter_state(FILE) too"
         )
 
     def _scatter(self) -> None:
@@ -167,9 +162,8 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             parts = [
                 part for part in self.chained_optimizers if not part.is_stub_optimizer
             ]
-            _refuse_mixed(
-                {tensor for part in parts for tensor in part.tensors}, self.voters
-            )
+            tensors = itertools.chain.from_iterable(part.tensors for part in parts)
+            _refuse_mixed(set(tensors), self.voters)
         return state
 
     def _make_ready(self) -> None:
@@ -238,8 +232,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         if not os.path.exists(filename):
             raise FileNotFoundError(
                 f"The optimizer's file {filename} is missing: it was deleted, or the "
-                "checkpoint "
-                f"was saved with a different parallel layout. {OTHER_CUT}"
+                f"checkpoint was saved with a different parallel layout. {OTHER_CUT}"
             )
         if not zipfile.is_zipfile(filename):  # its table of contents is at the end
             raise ValueError(
@@ -332,12 +325,11 @@ def _with_groups_of(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
     """The first optimizer's state with all optimizers' groups, each as dense and as
     experts'.
     """
-    groups = [
-        {**group, "is_expert_parallel": of_experts}
-        for optimizer in optimizers
-        for group in optimizer["param_groups"]
-        for of_experts in (False, True)
-    ]
+    groups = []
+    for optimizer in optimizers:
+        for group in optimizer["param_groups"]:
+            groups.append({**group, "is_expert_parallel": False})
+            groups.append({**group, "is_expert_parallel": True})
     return {**optimizers[0], "param_groups": groups}
 
 
@@ -346,21 +338,16 @@ def _refuse_mixed(tensors: set[tuple[str, bool]], group: Group | None) -> None:
     ranks.
     """
     lines = "\n".join(sorted(f"{key} {is_muon}" for key, is_muon in tensors))
-    every = {
-        line
-        for text in all_gather_texts(lines, group)
-        for line in text.split("\n")
-        if line
-    }
+    every: set[str] = set()
+    for text in all_gather_texts(lines, group):
+        every.update(line for line in text.split("\n") if line)
     keys = [line.rsplit(" ", 1)[0] for line in sorted(every)]
     for key, other in itertools.pairwise(keys):
         if key == other:
             raise NotImplementedError(
                 f"the checkpoint would keep {key} of all layers in one tensor, but "
-                "Muon updates "
-                "some of them and AdamW others: save in another format (in Megatron-LM "
-                "without "
-                "--dist-ckpt-optim-fully-reshardable, before 0.15 without "
-                f"--ckpt-fully-parallel-save), or have {named('muon_include')} and "
-                f"{named('muon_exclude')} name all layers"
+                "Muon updates some of them and AdamW others: save in another format "
+                "(in Megatron-LM without --dist-ckpt-optim-fully-reshardable, before "
+                "0.15 without --ckpt-fully-parallel-save), or have "
+                f"{named('muon_include')} and {named('muon_exclude')} name all layers"
             )

@@ -168,9 +168,8 @@ class MuonCheckpoint(ShardedState):
         if self.ddp_config.num_distributed_optimizer_instances > 1:
             raise NotImplementedError(
                 "Megatron reads dp_zero_gather_scatter into the first of several "
-                "optimizer "
-                "instances only: save in another format (in Megatron-LM before 0.15 "
-                "--ckpt-fully-parallel-save, after it without "
+                "optimizer instances only: save in another format (in Megatron-LM "
+                "before 0.15 --ckpt-fully-parallel-save, after it without "
                 "--dist-ckpt-save-pre-mcore-014)"
             )
         return super().sharded_param_state_dp_zero(*args, **kwargs)
@@ -178,17 +177,15 @@ class MuonCheckpoint(ShardedState):
     def _from_disk(self, saved: StateDict | None) -> StateDict:
         if saved is None:
             raise ValueError("the checkpoint has no optimizer state for this rank")
-        given = (
-            dict(saved) if isinstance(saved, dict) else {}
-        )  # a chain with experts saves a list
+        # a chain with experts saves a list
+        given = dict(saved) if isinstance(saved, dict) else {}
         for index, dtypes, buffer in self._buffers():
             saved_buffer = given.get(index, {}).get(dtypes)
             if saved_buffer is None:
                 raise ValueError(
                     f"The checkpoint has no optimizer state for grad buffer {index} "
-                    f"({dtypes}): it "
-                    "was saved with a different model, precision or parallel layout. "
-                    f"{OTHER_CUT}"
+                    f"({dtypes}): it was saved with a different model, precision or "
+                    f"parallel layout. {OTHER_CUT}"
                 )
             if self.from_adamw is None:
                 own = from_disk(
@@ -209,8 +206,7 @@ class MuonCheckpoint(ShardedState):
         if self._muon.config.align_shards and not format.startswith("fully_"):
             raise ValueError(
                 f"AdamW's optimizer state in the format {format} is in Megatron's "
-                "bucket order, "
-                "but align_shards reorders the buckets. Start once with "
-                "--muon-dp-layout bucketed "
-                "(align_shards=False in MuonConfig); later saves load in either order"
+                "bucket order, but align_shards reorders the buckets. Start once with "
+                "--muon-dp-layout bucketed (align_shards=False in MuonConfig); later "
+                "saves load in either order"
             )

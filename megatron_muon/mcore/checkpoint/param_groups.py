@@ -60,16 +60,13 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
     if own is None:
         raise ValueError(
             "the checkpoint's optimizer state was not saved by megatron_muon's Muon "
-            "(it has no "
-            f"{RECORD!r} in it): load the model alone (in Megatron-LM --no-load-optim "
-            "or "
-            "--finetune), or choose the optimizer that saved it"
+            f"(it has no {RECORD!r} in it): load the model alone (in Megatron-LM "
+            "--no-load-optim or --finetune), or choose the optimizer that saved it"
         )
     if own.get("format") != FORMAT:
         raise ValueError(
             f"the checkpoint's optimizer state is of format {own.get('format')!r}, "
-            "this "
-            f"megatron_muon reads {FORMAT}: use the megatron_muon that saved it"
+            f"this megatron_muon reads {FORMAT}: use the megatron_muon that saved it"
         )
     # An older megatron_muon that lacked a setting did what is now its default.
     default = MuonConfig(ns_iteration="standard", ns_dtype="bf16", split_matrices="off")
@@ -81,9 +78,8 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
     unsaid |= {"homes": "auto"}
     # another Muon's checkpoint does not say which it took
     then |= {name: now[name] for name, value in unsaid.items() if then[name] == value}
-    then["ns_coefficients"] = canonical(
-        then["ns_coefficients"]
-    )  # it may be saved as numbers
+    # it may be saved as numbers
+    then["ns_coefficients"] = canonical(then["ns_coefficients"])
     _refuse_set_cut_short(then, now)
     then = _as_run(then)
     for name in sorted((then.keys() | now.keys()) - set(_OTHERS)):
@@ -98,8 +94,7 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
                 keeps = f": {ROWS[name].flags[0].option} {before} keeps its bits"
             say(
                 f"[megatron_muon] {setting} is {after!r} now; the checkpoint was saved "
-                "with "
-                f"{before!r}{keeps}"
+                f"with {before!r}{keeps}"
             )
 
 
@@ -127,8 +122,8 @@ def _refuse_set_cut_short(then: Group, now: Group) -> None:
         f"{named('ns_steps')} {steps}, which computed {spelled(used)!r}; this run has "
         f"{now['ns_steps']} steps. These flags keep its bits: --muon-ns-coefficients "
         f"'{spelled(used)}' --muon-ns-steps {steps} --muon-ns-iteration "
-        f"{then['ns_iteration']}. A "
-        f"checkpoint that is saved with them goes on with {name}, too"
+        f"{then['ns_iteration']}. A checkpoint that is saved with them goes on with "
+        f"{name}, too"
     )
 
 

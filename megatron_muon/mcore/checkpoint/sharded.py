@@ -69,12 +69,10 @@ class ShardedState(MuonState):
                 if not bucket["param_map"]:
                     raise NotImplementedError(
                         "Megatron's dp_reshardable cannot save or load bucket "
-                        f"{number} with "
-                        f"{buffer.buckets[number].numel_unpadded} elements, of which "
-                        "this DP rank "
-                        "has none: take larger buckets (in Megatron-LM "
-                        "--ddp-bucket-size) or "
-                        "another format (--dist-ckpt-optim-fully-reshardable)"
+                        f"{number} with {buffer.buckets[number].numel_unpadded} "
+                        "elements, of which this DP rank has none: take larger buckets "
+                        "(in Megatron-LM --ddp-bucket-size) or another format "
+                        "(--dist-ckpt-optim-fully-reshardable)"
                     )
 
     def _sharded(self, param: Parameter, start: int, like: Any) -> StateDict:
@@ -203,8 +201,7 @@ class ShardedState(MuonState):
         """Refused: no option of Megatron-LM leads here."""
         raise NotImplementedError(
             "optimizer='muon' does not save or load fully_sharded_bucket_space, which "
-            "Megatron "
-            "calls deprecated: use fully_sharded_model_space (in Megatron-LM "
+            "Megatron calls deprecated: use fully_sharded_model_space (in Megatron-LM "
             "--ckpt-fully-parallel-save) or dp_zero_gather_scatter"
         )
 

@@ -158,9 +158,8 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         if twice:
             raise ValueError(
                 f"{len(twice)} name(s) of this model are those of several parameters "
-                "each, first "
-                f"{twice[0]}: a checkpoint cannot tell them apart, give the modules "
-                "other names"
+                f"each, first {twice[0]}: a checkpoint cannot tell them apart, give "
+                "the modules other names"
             )
         return names
 

@@ -79,9 +79,8 @@ def local_folder(checkpoint_dir: str) -> Path:
     if "://" in checkpoint_dir:
         raise NotImplementedError(
             f"{checkpoint_dir} is in an object store, where megatron_muon makes and "
-            "checks no "
-            "digest: give --no-muon-checkpoint-digest (checkpoint_digest=False in "
-            "MuonConfig)"
+            "checks no digest: give --no-muon-checkpoint-digest "
+            "(checkpoint_digest=False in MuonConfig)"
         )
     return Path(checkpoint_dir)
 
@@ -99,15 +98,13 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
     if any(other != numbers[0] for other in numbers):
         raise DigestError(
             f"ranks see different files at {folder / digest.FILE_NAME}: a checkpoint "
-            "must be on a "
-            "file system that all of them share"
+            "must be on a file system that all of them share"
         )
     if saved is None:
         if dist.get_rank() == 0 and folder.is_dir():
             say(
                 f"[megatron_muon] {folder} was saved without a digest "
-                f"({digest.FILE_NAME}), so its "
-                "files are not checked"
+                f"({digest.FILE_NAME}), so its files are not checked"
             )
         return None
     files = saved["files"]

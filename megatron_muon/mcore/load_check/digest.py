@@ -53,9 +53,8 @@ Save = dict[str, Any]
 beside: Digest = {}  # what this process writes into its digests beside all else
 
 _ITERATION = re.compile(r"iter_([0-9]{7,})")
-_OWN = re.compile(
-    r"megatron_muon\..*(part\.json|tmp|lock|contested)"
-)  # beside the digest itself
+# beside the digest itself
+_OWN = re.compile(r"megatron_muon\..*(part\.json|tmp|lock|contested)")
 
 
 class DigestError(MuonError, ValueError):
@@ -148,8 +147,7 @@ def _content(folder: Path) -> Digest | None:
     if content.get("format") != FORMAT:
         raise DigestError(
             f"{path} is of format {content.get('format')!r}, this megatron_muon reads "
-            f"{FORMAT}: "
-            "use the megatron_muon that wrote it, or load without the check "
+            f"{FORMAT}: use the megatron_muon that wrote it, or load without the check "
             "(--no-muon-checkpoint-digest)"
         )
     whole = {**_DEFAULTS, **content, "settings": content.get("settings") or {}}
@@ -172,15 +170,14 @@ def _has_types(whole: Digest) -> bool:
     intent.
     """
     try:
-        parameters, files = whole["parameters"].values(), whole["files"].items()
+        parameters = whole["parameters"].values()
+        files = whole["files"].items()
         return (
             isinstance(whole["complete"], bool)
             and (whole["save"] is None or isinstance(whole["save"]["id"], str))
             and all(isinstance(whole[key], dict) for key in ("wrote", "settings"))
             and all(isinstance(each["shape"], list) for each in parameters)
-            and all(
-                map(_is_count, (size for each in parameters for size in each["shape"]))
-            )
+            and all(all(map(_is_count, each["shape"])) for each in parameters)
             and all(
                 each["optimizer"] in ("muon", "adamw", "frozen") for each in parameters
             )
@@ -213,8 +210,8 @@ def complete(folder: Path) -> Digest | None:
     if digest is not None and not digest["complete"]:
         raise DigestError(
             f"{folder} is not complete: the save that wrote it "
-            f"({saved_by(digest['save'])}) still "
-            f"runs or was stopped before its end. {way_out(folder)}"
+            f"({saved_by(digest['save'])}) still runs or was stopped before its end. "
+            f"{way_out(folder)}"
         )
     return digest
 
@@ -263,8 +260,7 @@ def _later(folder: Path, path: Path) -> str:
         return ""
     return (
         "; it is newer than the digest: if a run without the plugin has saved over "
-        "this folder, "
-        f"remove its {FILE_NAME}, and it is loaded unchecked"
+        f"this folder, remove its {FILE_NAME}, and it is loaded unchecked"
     )
 
 
@@ -319,6 +315,5 @@ def way_out(folder: Path) -> str:
         )
     return (
         f"{folder.parent} has no other checkpoint that is known to be complete. "
-        "Without "
-        f"{folder / FILE_NAME} this one is loaded unchecked"
+        f"Without {folder / FILE_NAME} this one is loaded unchecked"
     )

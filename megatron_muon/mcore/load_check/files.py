@@ -36,9 +36,8 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    beside = path.with_name(
-        f"{path.name}.{secrets.token_hex(4)}.tmp"
-    )  # others may write path, too
+    # others may write path, too
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with beside.open("x") as file:
             file.write(text)

@@ -54,7 +54,10 @@ def parameters_in_digest(trained: TrainedModel | None) -> Table:
     device = device_of(trained.model_chunks() if trained else [])
     own = together(lambda: _own_part(trained), None, device)
     every = map(json.loads, all_gather_texts(json.dumps(own), None))  # one at a time
-    return {name: entry for table in every for name, entry in table.items()}
+    merged: dict[str, Any] = {}
+    for table in every:
+        merged |= table
+    return merged
 
 
 def require_same_model(
@@ -68,7 +71,8 @@ def require_same_model(
     optimizer that it has in this run.
     """
     different = f"{folder} was saved by a different model:"
-    then, now = _sizes(saved["parameters"]), _sizes(own)
+    then = _sizes(saved["parameters"])
+    now = _sizes(own)
     if missing := sorted(now.keys() - then.keys()):
         raise DigestError(
             f"{different} it has no {first_names(missing)}, which this model has "
@@ -86,8 +90,7 @@ def require_same_model(
         if there != here and not _VOCABULARY.search(name):
             raise DigestError(
                 f"{different} {name} has the {what} {there} there and {here} here, "
-                "counted over "
-                "all ranks"
+                "counted over all ranks"
             )
     if exact and (unknown := sorted(then.keys() - now.keys())):
         raise DigestError(
@@ -101,26 +104,25 @@ def _require_same_routing(saved: Mapping[str, Any], own: Table, folder: str) -> 
     """Raise a DigestError where a parameter's state is another optimizer's than in this
     run.
     """
-    then, now = _owners(saved["parameters"]), _owners(own)
+    then = _owners(saved["parameters"])
+    now = _owners(own)
     changed = sorted(name for name in now if then.get(name, now[name]) != now[name])
     if not changed:
         return
     first = changed[0]
     more = f"; {len(changed) - 1} more have changed" if len(changed) > 1 else ""
-    given = [
-        f"{ROWS[field].flags[0].option} '{pattern}'"
-        for field in ("muon_include", "muon_exclude")
-        for pattern in saved["settings"].get(field) or ()
-    ]
+    given: list[str] = []
+    for field in ("muon_include", "muon_exclude"):
+        option = ROWS[field].flags[0].option
+        patterns = saved["settings"].get(field) or ()
+        given += [f"{option} '{pattern}'" for pattern in patterns]
     raise DigestError(
         f"{folder} was saved with another routing: {first} was {then[first]}'s and is "
         f"{now[first]}'s in this run{more}. Give {named('muon_include')} and "
         f"{named('muon_exclude')} as at the save, which had "
-        f"{' '.join(given) or 'neither'}. To go "
-        "on with another routing, load it with --optimizer adam --adamw-from-muon, "
-        "save, and load "
-        "that with --muon-from-adamw momentum (docs/routing.md has the commands), or "
-        "load the "
+        f"{' '.join(given) or 'neither'}. To go on with another routing, load it with "
+        "--optimizer adam --adamw-from-muon, save, and load that with "
+        "--muon-from-adamw momentum (docs/routing.md has the commands), or load the "
         "model alone (--no-load-optim)"
     )
 
@@ -160,7 +162,8 @@ def _table(trained: TrainedModel) -> Table:
 
 
 def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:
-    shape, tp_size = list(weight.param.shape), sizes.tp_of(weight)
+    shape = list(weight.param.shape)
+    tp_size = sizes.tp_of(weight)
     if weight.is_module(
         "GroupedMLP"
     ):  # all experts in one, over EP and TP in the same dim

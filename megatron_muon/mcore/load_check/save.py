@@ -61,20 +61,16 @@ _STATE = (
     (
         re.compile(r"(chained_\d+\.)?optimizer\.state\.[\w.]*\w"),
         f"{_SAME_OPTIMIZER}; AdamW's own checkpoint loads within "
-        "megatron_muon.reading_adamw. The "
-        "format must be that of the save (metadata of sharded_state_dict), and before "
-        "core 0.14 EP "
-        "must stay 1 or stay above 1",
+        "megatron_muon.reading_adamw. The format must be that of the save (metadata of "
+        "sharded_state_dict), and before core 0.14 EP must stay 1 or stay above 1",
     ),
 )
 _ONE_JOB = "Let only one job save there, or give each a folder of its own"
-_KEYS_THERE = re.compile(
-    r"not in state dict: \[[^\n]*"
-)  # Megatron lists all that there are
+# Megatron lists all that there are
+_KEYS_THERE = re.compile(r"not in state dict: \[[^\n]*")
 _MANIFEST = "integrity.json"  # Megatron's, which has the digest's hash, too
-_SHARD = re.compile(
-    r"__\d+_\d+\.distcp$"
-)  # torch_dist: the rank that wrote it, and a number
+# torch_dist: the rank that wrote it, and a number
+_SHARD = re.compile(r"__\d+_\d+\.distcp$")
 
 
 def save(
@@ -88,9 +84,8 @@ def save(
     saving = Saving.begin(owner(sharded_state_dict), str(checkpoint_dir))
     if saving is None:
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    has_manifest = kwargs.pop(
-        "verify_integrity", False
-    )  # since core 0.19; the digest comes first
+    # since core 0.19; the digest comes first
+    has_manifest = kwargs.pop("verify_integrity", False)
     seal = partial(saving.seal, has_manifest=has_manifest)
     with saving.unlocked_by_an_error(), _quiet_about_the_mark(saving.folder):
         request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
@@ -209,10 +204,9 @@ def _begin(folder: Path, wrote: Mapping[str, Any], save: Save) -> Lock | None:
     except BlockingIOError as error:
         raise RuntimeError(
             f"another job saves into {folder} "
-            f"({digest.saved_by(digest.saver(folder))}), so this "
-            f"save has written nothing there. {_ONE_JOB}. If that job's node was lost "
-            "and "
-            f"its file system still keeps the lock, remove {path}"
+            f"({digest.saved_by(digest.saver(folder))}), so this save has written "
+            f"nothing there. {_ONE_JOB}. If that job's node was lost and its file "
+            f"system still keeps the lock, remove {path}"
         ) from error
     try:
         digest.begin(folder, wrote, save)
@@ -239,9 +233,8 @@ class Saving:
     save: Save  # rank 0's digest.new_save, on all ranks
     device: torch.device
     lock: Lock | None  # on rank 0, where the file system has locks
-    content: Mapping[
-        str, Any
-    ]  # the digest without files on rank 0; empty on other ranks
+    # the digest without files on rank 0; empty on other ranks
+    content: Mapping[str, Any]
 
     @classmethod
     def begin(cls, trained: TrainedModel | None, checkpoint_dir: str) -> Saving | None:
@@ -370,13 +363,12 @@ class Saving:
                 digest.begin(self.folder, self.content["wrote"], self.save)
                 raise RuntimeError(
                     f"{self.folder} may contain files of two saves, so it is not "
-                    "complete: "
-                    f"{digest.saved_by(self.save)}, and "
+                    f"complete: {digest.saved_by(self.save)}, and "
                     f"{digest.saved_by(part['save'])}. {_ONE_JOB}"
                 )
-        files: Files = {
-            name: entry for part in parts for name, entry in part["files"].items()
-        }
+        files: Files = {}
+        for part in parts:
+            files |= part["files"]
         if not files:
             raise RuntimeError(f"This save wrote no files into {self.folder}")
         saver = digest.saver(self.folder)
@@ -385,8 +377,8 @@ class Saving:
         if saver["id"] != self.save["id"]:
             raise RuntimeError(
                 f"another save has begun in {self.folder} ({digest.saved_by(saver)}) "
-                "before this "
-                f"one was complete ({digest.saved_by(self.save)}). {_ONE_JOB}"
+                f"before this one was complete ({digest.saved_by(self.save)}). "
+                f"{_ONE_JOB}"
             )
         digest.finish(self.folder, {**self.content, "files": files})
         if has_manifest:
@@ -398,7 +390,6 @@ class Saving:
     def _mark_is_missing(self, rank: int) -> RuntimeError:
         return RuntimeError(
             f"rank {rank} does not see {self.folder / digest.FILE_NAME}: it was "
-            "removed "
-            "during the save, or the folder is not on a file system that all ranks "
-            "share"
+            "removed during the save, or the folder is not on a file system that all "
+            "ranks share"
         )

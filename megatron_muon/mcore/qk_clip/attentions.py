@@ -54,13 +54,12 @@ def watched_attentions(
     cannot be.
     """
     by_param = {weight.param: weight for weight in weights(model_chunks)}
-    return [
-        watched
-        for chunk in model_chunks
-        for path, module in chunk.named_modules()
-        if isinstance(module, Attention) and not isinstance(module, CrossAttention)
-        for watched in _watched(path, module, by_param, config, tp_size)
-    ]
+    watched: list[WatchedAttention] = []
+    for chunk in model_chunks:
+        for path, module in chunk.named_modules():
+            if isinstance(module, Attention) and not isinstance(module, CrossAttention):
+                watched += _watched(path, module, by_param, config, tp_size)
+    return watched
 
 
 def _watched(
@@ -97,8 +96,7 @@ def clip_of(model_config: Any, config: MuonConfig) -> Clip | None:
     if config.qk_clip is not None:
         raise ValueError(
             f"{named('qk_clip')} {config.qk_clip} and Megatron's --qk-clip both clip "
-            "the "
-            "attention's logits: leave out one of them"
+            "the attention's logits: leave out one of them"
         )
     threshold, alpha = model_config.qk_clip_threshold, model_config.qk_clip_alpha
     if not threshold > 0:
@@ -126,19 +124,16 @@ def _require_maxima(name: str, core: Any, config: MuonConfig) -> None:
         kind = type(core).__name__
         raise NotImplementedError(
             f"{_flag(config)}: {name} computes its logits in a {kind}, which does not "
-            "tell their "
-            "maximum. Transformer Engine's attention does with Megatron's own "
-            "--qk-clip (core 0.16 "
-            "and Transformer Engine 2.9 on), and Megatron's DotProductAttention does "
-            "with either "
-            "flag (--transformer-impl local): take one of these or leave the clip out"
+            "tell their maximum. Transformer Engine's attention does with Megatron's "
+            "own --qk-clip (core 0.16 and Transformer Engine 2.9 on), and Megatron's "
+            "DotProductAttention does with either flag (--transformer-impl local): "
+            "take one of these or leave the clip out"
         )
     window = getattr(core.scale_mask_softmax, "window_size", None)  # since core 0.15
     if window is not None:
         raise NotImplementedError(
             f"{_flag(config)}: {name} has window_size={window}, and the largest logit "
-            "inside a "
-            "window is not computed: leave out one of both"
+            "inside a window is not computed: leave out one of both"
         )
 
 
@@ -146,8 +141,7 @@ def _require_clippable(name: str, attention: Any, config: MuonConfig) -> None:
     if not isinstance(attention, (SelfAttention, MLASelfAttention)):
         raise NotImplementedError(
             f"{_flag(config)}: the rows of the heads of {name}, a "
-            f"{type(attention).__name__}, are "
-            "not known: leave the clip out"
+            f"{type(attention).__name__}, are not known: leave the clip out"
         )
     model = attention.config
     normed = model.qk_layernorm or getattr(model, "qk_l2_norm", False)
@@ -155,10 +149,9 @@ def _require_clippable(name: str, attention: Any, config: MuonConfig) -> None:
         norm = "qk_layernorm" if model.qk_layernorm else "qk_l2_norm"
         raise ValueError(
             f"{_flag(config)} with {norm} (--{norm.replace('_', '-')}): {name} "
-            "normalizes queries "
-            "and keys after their projection, so smaller weights would not make "
-            "smaller logits, "
-            "and each step would shrink them again: leave out one of both"
+            "normalizes queries and keys after their projection, so smaller weights "
+            "would not make smaller logits, and each step would shrink them again: "
+            "leave out one of both"
         )
 
 
@@ -177,9 +170,8 @@ def _clipped(
         if heads is None or heads.rows != rows:
             raise NotImplementedError(
                 f"{name}.{linear}.weight: which of its {rows} rows over {tp_size} TP "
-                "ranks are "
-                "which head's is not known: its logits cannot be clipped, leave the "
-                "clip out"
+                "ranks are which head's is not known: its logits cannot be clipped, "
+                "leave the clip out"
             )
         yield ClippedWeight(param, heads)
         bias = getattr(getattr(attention, linear), "bias", None)
@@ -213,7 +205,6 @@ def _weight_of(name: str, linear: str, module: Any) -> torch.nn.Parameter:
     if not isinstance(param, torch.nn.Parameter) or param.dim() != 2:
         raise NotImplementedError(
             f"{name}.{linear} is a {type(module).__name__} without a 2-D weight of its "
-            "own, so its "
-            "logits cannot be clipped: leave the clip out"
+            "own, so its logits cannot be clipped: leave the clip out"
         )
     return param

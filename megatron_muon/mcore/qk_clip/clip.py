@@ -34,9 +34,8 @@ Main = tuple[States, torch.Tensor, int]
 class QkClip:
     """A rank's means to clip the logits of its attentions."""
 
-    attentions: tuple[
-        WatchedAttention, ...
-    ]  # the same on every rank of a stage but for TP slices
+    # the same on every rank of a stage but for TP slices
+    attentions: tuple[WatchedAttention, ...]
     shards: dict[torch.nn.Parameter, Main]  # main parameters' slices
     group: Group  # the ranks of the pipeline stage in all optimizer instances
     tp_rank: int  # among the ranks that share a weight
@@ -117,16 +116,14 @@ class QkClip:
             main = None
             if param in self.shards:
                 states, shard, start = self.shards[param]
-                main = states.get(
-                    shard, MAIN_KEY
-                )  # first, since the weight can be a half of it
+                # first, since the weight can be a half of it
+                main = states.get(shard, MAIN_KEY)
             if not is_float8tensor(param):  # it is quantized anew
                 scale_rows(param.data.view(-1), 0, cols, local)
             if main is not None:
                 scale_rows(main, start, cols, local)
-                states.put(
-                    shard, MAIN_KEY, main
-                )  # and its weight, where that is the shard
+                # and its weight, where that is the shard
+                states.put(shard, MAIN_KEY, main)
 
 
 def shards_of(
@@ -137,20 +134,22 @@ def shards_of(
     An fp32 weight is its own main parameter, so it has none.
     """
     clipped = {weight.param for attention in attentions for weight in attention.weights}
-    return {
-        param: (states, shard, part._get_model_param_range_map(param)["param"].start)
-        for part in dist_opts
-        if not part.is_stub_optimizer
-        for states in [
-            getattr(part, "states", None) or states_anywhere(part)
-        ]  # AdamW's
-        for models, *shards in zip(
+    found: dict[torch.nn.Parameter, Main] = {}
+    for part in dist_opts:
+        if part.is_stub_optimizer:
+            continue
+        states = getattr(part, "states", None) or states_anywhere(part)  # AdamW's
+        groups = zip(
             part.model_float16_groups,
             part.shard_fp32_from_float16_groups,
             part.shard_float16_groups,
             strict=True,
         )
-        for param, main, weight in zip(models, *shards, strict=True)
-        for shard in [weight if main is None else main]
-        if param in clipped
-    }
+        for group in groups:
+            for param, main, weight in zip(*group, strict=True):
+                if param not in clipped:
+                    continue
+                shard = weight if main is None else main
+                start = part._get_model_param_range_map(param)["param"].start
+                found[param] = (states, shard, start)
+    return found

@@ -15,9 +15,8 @@ from megatron_muon.mcore.routing.param_routing import Weight, is_adapter
 
 # Names of what may hold projections side by side, in models of all kinds.
 _FUSED = re.compile(r"qkv|query_key_value|(^|_)kv(_|$)|c_attn", re.IGNORECASE)
-_LATENT = re.compile(
-    r"_(down|up)_proj$"
-)  # multi-latent attention's: see ``describe.UNSPLIT``
+# multi-latent attention's: see ``describe.UNSPLIT``
+_LATENT = re.compile(r"_(down|up)_proj$")
 
 
 class Projections(NamedTuple):
@@ -62,9 +61,8 @@ def is_unknown_fusion(weight: Weight, rows: int) -> bool:
     """By its name a 2-D weight holds several projections, but how its rows lie is not
     known.
     """
-    names = weight.name.split(".")[
-        -3:
-    ]  # what may wrap the linear, the linear, its parameter
+    # what may wrap the linear, the linear, its parameter
+    names = weight.name.split(".")[-3:]
     is_fused = any(_FUSED.search(name) and not _LATENT.search(name) for name in names)
     return is_fused and not is_adapter(weight) and projections_of(weight, rows) is None
 

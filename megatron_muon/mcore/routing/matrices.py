@@ -91,9 +91,8 @@ def _columns(
         return _parameter(weight, shape, partition_dim, matrices)
     blocks = tuple((Block(rank, Span(0, shape[0]), 0),) for rank in range(ranks))
     made = tuple(MatrixShape(name, *shape, each, apart=True) for name in names)
-    return _parameter(
-        weight, shape, 0, (made, blocks)
-    )  # none has columns on another rank
+    # none has columns on another rank
+    return _parameter(weight, shape, 0, (made, blocks))
 
 
 def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
@@ -108,12 +107,9 @@ def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Paramet
     if config.scale_mode != "spectral":
         raise NotImplementedError(
             f"{weight.name}: {named('scale_mode')} {config.scale_mode!r} depends on "
-            "outputs / "
-            "inputs, but the legacy GroupedMLP stores its experts transposed: use "
-            "'spectral', "
-            "experts of another class (Transformer Engine's, or no "
-            "--moe-grouped-gemm), or "
-            f"{named('muon_exclude')}"
+            "outputs / inputs, but the legacy GroupedMLP stores its experts "
+            "transposed: use 'spectral', experts of another class (Transformer "
+            f"Engine's, or no --moe-grouped-gemm), or {named('muon_exclude')}"
         )
     hidden = weight.model_config.hidden_size
     experts = (
@@ -154,14 +150,12 @@ def _require_rows(
     if rows != fused.rows:
         raise NotImplementedError(
             f"{weight.name}: {weight.param.size(0)} rows on each of {tp_size} TP ranks "
-            "are not "
-            f"{fused.what}: cannot split it, set split_qkv=False in MuonConfig "
+            f"are not {fused.what}: cannot split it, set split_qkv=False in MuonConfig "
             f"(--muon-no-split-qkv), or {named('splits')} {weight.name}=whole"
         )
     if tp_size > 1 and partition_dim != 0 and not fused.may_be_replicated:
         raise NotImplementedError(
             f"{weight.name}: TP splits it by rows in every model that is known here, "
-            "but its "
-            f"partition_dim is {partition_dim}: put it in {named('muon_exclude')} of "
-            "MuonConfig"
+            f"but its partition_dim is {partition_dim}: put it in "
+            f"{named('muon_exclude')} of MuonConfig"
         )

@@ -69,11 +69,11 @@ def _cut(
 
     Before core 0.16, Megatron logs the rate of the last group.
     """
-    held = sorted(
-        {(_key(group), *of[param]) for group in groups for param in group["params"]}
-    )
+    held: set[tuple[str, float, float]] = set()
+    for group in groups:
+        held |= {(_key(group), *of[param]) for param in group["params"]}
     everywhere: set[tuple[str, float, float]] = set()
-    for text in all_gather_texts(json.dumps(held), None):
+    for text in all_gather_texts(json.dumps(sorted(held)), None):
         everywhere |= {(key, lr, decay) for key, lr, decay in json.loads(text)}
     made = []
     for group in groups:

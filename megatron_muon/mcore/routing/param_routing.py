@@ -26,20 +26,20 @@ from megatron_muon.settings.config import MuonConfig, named
 # base classes, since Transformer Engine's cannot be imported everywhere. "Linear" is
 # torch's, Megatron's and Transformer Engine's, so also TELinear and others.
 MATRIX_MODULES = (
-    *(
-        "Linear",
-        "ColumnParallelLinear",
-        "RowParallelLinear",
-        "LayerNormLinear",
-        "TELinear",
-    ),
-    *(
-        "TEColumnParallelLinear",
-        "TERowParallelLinear",
-        "TELayerNormColumnParallelLinear",
-    ),
-    *("GroupedLinear", "TEGroupedLinear", "TEColumnParallelGroupedLinear"),
-    *("TERowParallelGroupedLinear", "GroupedMLP", "Router"),
+    "Linear",
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "LayerNormLinear",
+    "TELinear",
+    "TEColumnParallelLinear",
+    "TERowParallelLinear",
+    "TELayerNormColumnParallelLinear",
+    "GroupedLinear",
+    "TEGroupedLinear",
+    "TEColumnParallelGroupedLinear",
+    "TERowParallelGroupedLinear",
+    "GroupedMLP",
+    "Router",
 )
 LR_MULTIPLIER = (
     "muon_lr_mult"  # a key of a group whose rate is multiplied; others have none
@@ -198,10 +198,8 @@ def why_adamw(weight: Weight, tp_size: int, config: MuonConfig) -> str | None:
         if weight.param.dim() != 2 or not weight.param.numel():
             raise ValueError(
                 f"{named('muon_include')} {included[0]!r} matches {weight.name} of "
-                "shape "
-                f"{tuple(weight.param.shape)}, but Muon updates matrices: only 2-D "
-                "weights that "
-                "have elements"
+                f"shape {tuple(weight.param.shape)}, but Muon updates matrices: only "
+                "2-D weights that have elements"
             )
         return None
     if excluded:
@@ -257,10 +255,8 @@ def _why_adamw_by_itself(weight: Weight, tp_size: int) -> str | None:
     if is_adapter(weight):
         raise NotImplementedError(
             f"{weight.name} looks like an adapter's weight; Muon would orthogonalize "
-            "its two "
-            f"factors separately. Choose with {named('muon_include')} or "
-            f"{named('muon_exclude')}: "
-            f"{ADAPTERS!r} names all of Megatron-Bridge's"
+            f"its two factors separately. Choose with {named('muon_include')} or "
+            f"{named('muon_exclude')}: {ADAPTERS!r} names all of Megatron-Bridge's"
         )
     if weight.is_module(*MATRIX_MODULES):
         return None
@@ -325,10 +321,9 @@ def partition_dim_of(weight: Weight, tp_size: int) -> int | None:
         if not weight.is_module("ColumnParallelLinear", "RowParallelLinear"):
             raise NotImplementedError(
                 f"{weight.name}: how expert TP splits it is known of linear_fc1, "
-                "linear_fc2 and "
-                f"Megatron's own linears only: put it in {named('muon_exclude')} of "
-                "MuonConfig, or "
-                "set expert_tensor_parallel_size=1"
+                "linear_fc2 and Megatron's own linears only: put it in "
+                f"{named('muon_exclude')} of MuonConfig, or set "
+                "expert_tensor_parallel_size=1"
             )
     replicated = getattr(weight.module, "parallel_mode", "marked") in (
         None,
@@ -339,9 +334,8 @@ def partition_dim_of(weight: Weight, tp_size: int) -> int | None:
     if not getattr(weight.param, "tensor_model_parallel", False):
         return None
     partition_dim = int(getattr(weight.param, "partition_dim", -1))
-    return (
-        partition_dim if partition_dim >= 0 else None
-    )  # Megatron says -1 where we say None
+    # Megatron says -1 where we say None
+    return partition_dim if partition_dim >= 0 else None
 
 
 def is_cut(weight: Weight) -> bool:

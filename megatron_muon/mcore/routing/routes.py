@@ -31,9 +31,8 @@ class Route:
     elements: (
         int  # of the whole parameter; of an expert's, with its likes on all EP ranks
     )
-    muon: (
-        Parameter | None
-    )  # its matrices, without a place in a grad buffer; None: AdamW's
+    # its matrices, without a place in a grad buffer; None: AdamW's
+    muon: Parameter | None
     why_adamw: str | None  # the reason, where it is AdamW's
 
     @property

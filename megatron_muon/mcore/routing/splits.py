@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megatron.core.transformer.attention import CrossAttention
@@ -54,7 +55,7 @@ class FusedRows:
     @property
     def rows(self) -> int:
         """Rows of the whole weight."""
-        return sum(run.count for section in self.sections for run in section)
+        return sum(run.count for run in chain.from_iterable(self.sections))
 
     def by(self, kind: str) -> Sections:
         """Its rows with the names of the matrices of a split."""
@@ -133,8 +134,7 @@ def require_own(weight: Weight, kind: str, own: OwnSplit, size: int) -> None:
     if size % own.total if own.of == "heads" else size != own.total:
         raise ValueError(
             f"{named('splits')} ...={kind}: {weight.name} has {size} {what} over all "
-            "TP ranks, "
-            f"not {'a multiple of ' if own.of == 'heads' else ''}{own.total}"
+            f"TP ranks, not {'a multiple of ' if own.of == 'heads' else ''}{own.total}"
         )
     if own.of == "cols" and len(set(own.sizes)) > 1:
         raise ValueError(
@@ -161,8 +161,7 @@ def chosen_split(
     if kind not in kinds and not (own and own_split(kind)):
         raise ValueError(
             f"{named('splits')} {pattern}={kind} matches {weight.name}, which can only "
-            "be "
-            f"{' or '.join(kinds)}: give another kind, or a pattern that does not "
+            f"be {' or '.join(kinds)}: give another kind, or a pattern that does not "
             "match it"
         )
     return kind
@@ -172,16 +171,14 @@ def _attention(weight: Weight, rows: int) -> FusedRows | None:
     known = projections_of(weight, rows)
     if known is None:
         return None
-    runs = tuple(
-        RowRun(
-            known.head_rows, {"qkv": part, "heads": f"{part} {group * heads + head}"}
-        )
-        for group in range(known.groups)
-        for part, count in known.group_rows
-        for heads in (count // known.head_rows,)
-        for head in range(heads)
-    )
-    return FusedRows((runs,), "qkv", str(known))
+    runs: list[RowRun] = []
+    for group in range(known.groups):
+        for part, count in known.group_rows:
+            heads = count // known.head_rows
+            for head in range(group * heads, (group + 1) * heads):
+                of = {"qkv": part, "heads": f"{part} {head}"}
+                runs.append(RowRun(known.head_rows, of))
+    return FusedRows((tuple(runs),), "qkv", str(known))
 
 
 def _queries(weight: Weight, rows: int) -> FusedRows | None:
@@ -226,11 +223,11 @@ def _latent(weight: Weight, rows: int) -> FusedRows | None:
 
 
 def _keys_and_values(heads: int, key: int, value: int) -> tuple[RowRun, ...]:
-    return tuple(
-        RowRun(count, {"qkv": part, "heads": f"{part} {head}"})
-        for head in range(heads)
-        for part, count in (("k", key), ("v", value))
-    )
+    runs = []
+    for head in range(heads):
+        runs.append(RowRun(key, {"qkv": "k", "heads": f"k {head}"}))
+        runs.append(RowRun(value, {"qkv": "v", "heads": f"v {head}"}))
+    return tuple(runs)
 
 
 def _heads(part: str, heads: int, rows: int) -> tuple[RowRun, ...]:
@@ -248,10 +245,8 @@ def _gated(weight: Weight, rows: int) -> FusedRows | None:
     model = weight.model_config
     if weight.leaf != "linear_fc1" or not model.gated_linear_unit:
         return None
-    gate, up = (
-        RowRun(rows // 2, {"gate-up": "gate"}),
-        RowRun(rows - rows // 2, {"gate-up": "up"}),
-    )
+    gate = RowRun(rows // 2, {"gate-up": "gate"})
+    up = RowRun(rows - rows // 2, {"gate-up": "up"})
     block = _interleaved_by(weight)
     if block:
         pair = (RowRun(block, {"gate-up": "gate"}), RowRun(block, {"gate-up": "up"}))
@@ -302,9 +297,8 @@ def _state_space(weight: Weight, rows: int) -> FusedRows | None:
 
 
 def _of_delta_net(net: Any) -> tuple[tuple[str, int], ...]:
-    sections = getattr(
-        net, "in_proj_split_sections", None
-    )  # of a TP rank; since core 0.19
+    # of a TP rank; since core 0.19
+    sections = getattr(net, "in_proj_split_sections", None)
     if sections is not None:
         names = net.in_proj_split_names
         return tuple(
@@ -324,5 +318,9 @@ def _is_held_by(weight: Weight, *class_names: str) -> bool:
 
 # The first that knows a weight says how its rows lie: see ``fused_of``.
 _FAMILIES: tuple[Callable[[Weight, int], FusedRows | None], ...] = (
-    *(_attention, _queries, _latent, _gated, _state_space),
+    _attention,
+    _queries,
+    _latent,
+    _gated,
+    _state_space,
 )

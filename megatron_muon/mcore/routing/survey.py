@@ -56,7 +56,10 @@ def survey(
 
     texts = collectives.all_gather_texts(together(own, None, stage.device), None)
     stages = [json.loads(text) for text in texts if text]
-    require_matched({pattern for matched, _ in stages for pattern in matched}, config)
+    patterns: set[str] = set()
+    for matched, _ in stages:
+        patterns.update(matched)
+    require_matched(patterns, config)
     of_model = share_lines(sum((Share(**share) for _, share in stages), start=Share()))
     lines = unknown_lines(routes) if stage.speaks else []
     return [*of_model, *lines] if dist.get_rank() == 0 else lines
@@ -84,15 +87,15 @@ def require_matched(matched: Collection[str], config: MuonConfig) -> None:
             whose = "Muon's" if splits else "the model"
             raise ValueError(
                 f"{pattern!r} in {config.setting_of(pattern)} matches no parameter of "
-                f"{whose}; "
-                "`megatron-muon routes` prints their names, which do not start with "
-                "'module.'"
+                f"{whose}; `megatron-muon routes` prints their names, which do not "
+                "start with 'module.'"
             )
 
 
 def share_of(routes: Sequence[Route], config: MuonConfig) -> Share:
     """The share of a pipeline stage, each element once over all its ranks."""
-    counts, kept = Counter[str](), Counter[str]()
+    counts = Counter[str]()
+    kept = Counter[str]()
     for route in routes:
         weight, elements = route.weight, route.elements
         if weight.is_tied_copy:
@@ -150,8 +153,8 @@ def unknown_lines(routes: Sequence[Route]) -> list[str]:
     )
     return [
         f"[megatron_muon] AdamW keeps these matrices, since {why}: {', '.join(names)}. "
-        "Of 2-D ones "
-        f"{named('muon_include')} and {named('muon_exclude')} in MuonConfig decide."
+        f"Of 2-D ones {named('muon_include')} and {named('muon_exclude')} in "
+        "MuonConfig decide."
         for why, is_kept in kept
         if (names := _names(filter(is_kept, routes)))
     ]

@@ -28,8 +28,7 @@ from megatron_muon.presence import SeamError, Version, check_version
 Row = Seam | Attribute
 WAY_OUT = (
     "If this Megatron is a fork's, give it the symbol that the release of its version "
-    "has; else "
-    "take a megatron_muon that knows it, or choose optimizer='adam'"
+    "has; else take a megatron_muon that knows it, or choose optimizer='adam'"
 )
 _TORCH_WAY_OUT = (
     "take a megatron_muon that knows this torch, or one that it was tested with"
@@ -135,8 +134,7 @@ def check_row(row: Row, version: str) -> None:
     if missing:
         raise SeamError(
             f"{row} of megatron-core {version} has no parameter {', '.join(missing)}, "
-            "which "
-            f"megatron_muon needs: {row.relied_on}. {WAY_OUT}"
+            f"which megatron_muon needs: {row.relied_on}. {WAY_OUT}"
         )
 
 
@@ -158,16 +156,15 @@ def check_built(dist_opt: Any) -> None:
             if row.owner == owner and not hasattr(holder, row.name):
                 raise SeamError(
                     f"{type(holder).__name__} of megatron-core {megatron_version()[0]} "
-                    "has no "
-                    f"{row.name}, which megatron_muon needs: {row.relied_on}. {WAY_OUT}"
+                    f"has no {row.name}, which megatron_muon needs: {row.relied_on}. "
+                    f"{WAY_OUT}"
                 )
     for group in dist_opt.optimizer.param_groups:
         for key, relied_on in GROUP_KEYS.items():
             if key not in group and f"pre_{key}" not in group:
                 raise SeamError(
                     f"a parameter group of megatron-core {megatron_version()[0]} has "
-                    f"no {key}, "
-                    f"which megatron_muon needs: {relied_on}. {WAY_OUT}"
+                    f"no {key}, which megatron_muon needs: {relied_on}. {WAY_OUT}"
                 )
 
 

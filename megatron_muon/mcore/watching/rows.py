@@ -12,6 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,9 +27,16 @@ from megatron_muon.settings.config import MuonConfig
 # the ranks' maximum.
 SUMS: Mapping[str, tuple[str, ...]] = {
     "muon": (
-        *("elements", "update_squares", "weight_squares", "momentum_squares"),
-        *("gradient_squares", "gradient_updates"),
-        *("matrices", "home_elements", "moved", "moved_elements"),
+        "elements",
+        "update_squares",
+        "weight_squares",
+        "momentum_squares",
+        "gradient_squares",
+        "gradient_updates",
+        "matrices",
+        "home_elements",
+        "moved",
+        "moved_elements",
     ),
     "adamw": ("elements", "weight_squares", "gradient_squares"),
     "layers": ("elements", "output_squares"),
@@ -83,17 +91,19 @@ class Table:
 
     def __init__(self, stages: Sequence[Mapping[str, Any]], ranks: int) -> None:
         # Each name once: a tied embedding is on two stages.
-        self.names = {
-            k: list(dict.fromkeys(r for s in stages for r in s[k])) for k in SUMS
-        }
-        self.about = {
-            name: about for stage in stages for name, about in stage["muon"].items()
-        }
-        every = [
-            (k, row, name) for k in SUMS for row in self.names[k] for name in SUMS[k]
-        ]
-        self._places = {sum_: place for place, sum_ in enumerate(every)}
-        self.ranks, self.size = ranks, len(every)
+        self.names: dict[str, list[str]] = {}
+        for kind in SUMS:
+            rows = chain.from_iterable(stage[kind] for stage in stages)
+            self.names[kind] = list(dict.fromkeys(rows))
+        self.about: dict[str, Any] = {}
+        for stage in stages:
+            self.about |= stage["muon"]
+        self._places: dict[tuple[str, str, str], int] = {}
+        for kind, sums in SUMS.items():
+            for row in self.names[kind]:
+                for name in sums:
+                    self._places[kind, row, name] = len(self._places)
+        self.ranks, self.size = ranks, len(self._places)
 
     def place(self, kind: str, row: str, name: str) -> int:
         """The place of a sum in the message."""

@@ -11,18 +11,14 @@ from megatron_muon.console import first_names
 from megatron_muon.mcore.watching.record import Record
 from megatron_muon.mcore.watching.rows import SUMS
 
-LOW, HIGH = (
-    0.5,
-    1.25,
-)  # of a promised update; five Newton-Schulz steps give 0.75 to 0.95 of it
+# of a promised update; five Newton-Schulz steps give 0.75 to 0.95 of it
+LOW, HIGH = (0.5, 1.25)
 GROWTH = 2.0  # of a layer's output, from the second quarter of the records to the last
 SETTLED = 1000  # steps; before, outputs grow from their start in every run
 FEWEST = 8  # records in which growth can be seen
 MOST = 4096  # outputs of a layer that are kept; then every second one is dropped
-_SPIKES, _OFF = (
-    "Loss spikes",
-    "Updates are off their promised size",
-)  # headings of the page
+# headings of the page
+_SPIKES, _OFF = ("Loss spikes", "Updates are off their promised size")
 _EXPERTS, _GROW = "Gains are smaller in a mixture of experts", "Outputs grow"
 LOGIT = 100.0  # Kimi K2's threshold; a run's own clip has its own
 
@@ -71,7 +67,8 @@ class Warnings:
         """Rows that are off in two successive records."""
         before, self._off = self._off, set()
         for row, numbers in record.get("muon", {}).items():
-            promised, update = self._promised.get(row), numbers.get("update_rms")
+            promised = self._promised.get(row)
+            update = numbers.get("update_rms")
             ratio = update / promised if promised and update is not None else 1.0
             if not LOW <= ratio <= HIGH:
                 self._off.add(row)
@@ -88,10 +85,8 @@ class Warnings:
             quarter = len(values) // 4
             if record["step"] < SETTLED or len(values) < FEWEST:
                 continue
-            before, now = (
-                median(values[quarter : 2 * quarter]),
-                median(values[-quarter:]),
-            )
+            before = median(values[quarter : 2 * quarter])
+            now = median(values[-quarter:])
             if before > 0 and now > GROWTH * before:
                 yield f"{row} {now / before:.1f} times"
 

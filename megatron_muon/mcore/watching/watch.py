@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -72,12 +73,11 @@ class Watch:
         names = {
             weight.param: row_name(weight.name) for weight in weights(model_chunks)
         }
-        self._adamws = [
-            (names[param], shard, part.states)
-            for part, muon in muons
-            for param, shard in owned_shards(part)
-            if not muon.owns(shard)
-        ]
+        self._adamws: list[tuple[str, torch.Tensor, Any]] = []
+        for part, muon in muons:
+            for param, shard in owned_shards(part):
+                if not muon.owns(shard):
+                    self._adamws.append((names[param], shard, part.states))
         self._first = muons[0][0]  # its groups are new objects after each load
         self._logits = list(kept_logits(model_chunks, config.qk_clip))
         self._threshold = clip_threshold(model_chunks, config.qk_clip)
@@ -128,7 +128,8 @@ class Watch:
         message = Message(self._table, self._device)
         self._outputs.add_to(message)
         for row, shard, states in self._adamws:
-            grad, weight = states.grad(shard), states.get(shard, MAIN_KEY)
+            grad = states.grad(shard)
+            weight = states.get(shard, MAIN_KEY)
             assert grad is not None  # checked before the step
             message.add(
                 "adamw",
@@ -209,14 +210,13 @@ def _table(
             return ""
         routes, kept = muons[0][0].routes, kept_logits(model_chunks, config.qk_clip)
         adamws = {row_name(route.weight.name) for route in routes if route.muon is None}
+        matrices = chain.from_iterable(muon.plan.matrices for _, muon in muons)
         return json.dumps(
             {
-                "muon": muon_rows(
-                    [m for _, muon in muons for m in muon.plan.matrices], config
-                ),
+                "muon": muon_rows(list(matrices), config),
                 "adamw": sorted(adamws),
                 "layers": [name for name, _ in layers(model_chunks)],
-                "logits": [row for each in kept for row in each.rows],
+                "logits": list(chain.from_iterable(each.rows for each in kept)),
             }
         )
 

@@ -138,8 +138,10 @@ def make_muons(
     lines += together(lambda: _completed(parts, muons, numerics, stage), None, device)
     lines += _connected(muons, stage) + _nodes(muons, config, stage)
     if muons:
-        each = [one for _, muon in muons for one in muon.each]
-        optimizer.nonfinite = NonfiniteReport(each, config, optimizer.voters, device)
+        each = itertools.chain.from_iterable(muon.each for _, muon in muons)
+        optimizer.nonfinite = NonfiniteReport(
+            list(each), config, optimizer.voters, device
+        )
     if muons and config.log_interval is not None:
         from megatron_muon.mcore.watching.watch import Watch
 
@@ -194,9 +196,10 @@ def _routed(
     """
     routes = routes_of(model_chunks, stage.sizes, numerics.config)
     muons = [route.muon for route in routes if route.muon is not None]
-    try_elementwise(
-        stage.device, numerics, {width for each in muons for width in each.widths}
-    )
+    widths: set[int] = set()
+    for muon in muons:
+        widths.update(muon.widths)
+    try_elementwise(stage.device, numerics, widths)
     return routes
 
 
@@ -296,12 +299,14 @@ def _connected(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> li
     if stage.device.type == "cpu":
         return []
     start = time.perf_counter()
-    peers = sum(each.exchange.connect() for _, muon in muons for each in muon.each)
+    peers = 0
+    for _, muon in muons:
+        for each in muon.each:
+            peers += each.exchange.connect()
     torch.cuda.synchronize(stage.device)
     line = (
         f"{describe.PREFIX} pipeline stage {stage.pipeline_rank}: connected to {peers} "
-        "peer(s) of "
-        f"the exchange in {time.perf_counter() - start:.1f} s"
+        f"peer(s) of the exchange in {time.perf_counter() - start:.1f} s"
     )
     return [line] if stage.speaks else []
 
@@ -362,14 +367,14 @@ def _agreed_plans(
     for at, part in enumerate(parts):
         coordinates = stage.coordinates(part)
         mine = muon_parameters(part.routes, part.buffers)
-        earlier, later = [plan for plan, *_ in plans], sum(work[at + 1 :])
+        earlier = [plan for plan, *_ in plans]
+        later = sum(work[at + 1 :])
         here = [parameter for _, parameter in mine]
         description = agreed.description(here, numerics, earlier, later)
         grid = agree_on_grid(coordinates, description, stage.group, stage.device, near)
         plan = make_plan(every[at], grid, numerics, earlier, later)
-        first = coordinates.ep_rank * len(
-            mine
-        )  # index of this EP rank's first parameter
+        # index of this EP rank's first parameter
+        first = coordinates.ep_rank * len(mine)
         params = {first + number: param for number, (param, _) in enumerate(mine)}
         plans.append((plan, params, later > 0))
     return plans
@@ -392,7 +397,8 @@ def _muon_of(
     """The Muon part of this rank."""
     plan, mine, is_followed = agreed_on
     config, travels = numerics.config, TORCH_DTYPE[numerics.travels]
-    own, meter = plan.for_rank(dist.get_rank(stage.group)), Meter()
+    own = plan.for_rank(dist.get_rank(stage.group))
+    meter = Meter()
     shards = dict(owned_shards(dist_opt))
     main_params = {index: shards[mine[index]] for index in own.shards}
     exchange = Exchange(own, plan.matrices, stage.group, travels, stage.device, meter)
@@ -424,9 +430,8 @@ def states_anywhere(dist_opt: Any) -> States:
     """
     if not dist_opt.config.optimizer_cpu_offload:
         return states_of(dist_opt)
-    from megatron_muon.mcore.wiring.on_host.states import (
-        OfHybrid,
-    )  # for this option only
+    # for this option only
+    from megatron_muon.mcore.wiring.on_host.states import OfHybrid
 
     return OfHybrid(dist_opt.optimizer)
 
@@ -443,9 +448,8 @@ def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
     dist_opt.optimizer.muon, dist_opt.optimizer.states = muon, dist_opt.states
     adam: type[torch.optim.Optimizer] = type(dist_opt.optimizer)
     if dist_opt.config.optimizer_cpu_offload:
-        from megatron_muon.mcore.wiring.on_host.states import (
-            HybridOfAdamW,
-        )  # for it only
+        # for it only
+        from megatron_muon.mcore.wiring.on_host.states import HybridOfAdamW
 
         turn_into(dist_opt.optimizer, muon_over(HybridOfAdamW))
         dist_opt.states.hold(muon, dist_opt.config)

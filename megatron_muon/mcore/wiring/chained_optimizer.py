@@ -155,10 +155,8 @@ class MuonChainedOptimizer(CheckpointChain):
         if math.isinf(norm) and is_everyones and first.config.clip_grad > 0.0:
             raise FloatingPointError(
                 "every gradient is finite, but their norm is Inf, so clip_grad would "
-                "make all of "
-                "them zero; no optimizer state or parameter has been changed: resume "
-                "from an "
-                "earlier checkpoint, with a lower learning rate"
+                "make all of them zero; no optimizer state or parameter has been "
+                "changed: resume from an earlier checkpoint, with a lower learning rate"
             )
         return norm
 
@@ -237,8 +235,7 @@ class MuonChainedOptimizer(CheckpointChain):
         return FloatingPointError(
             f"gradients are missing, NaN or Inf{beyond * (lowest < _LARGEST)} in "
             f"{first_names([name for name, _ in bad], 5)}; no optimizer state or "
-            "parameter has "
-            "been changed"
+            "parameter has been changed"
         )
 
     def _owned(self) -> Iterator[tuple[Any, torch.nn.Parameter, torch.Tensor]]:
@@ -267,9 +264,10 @@ def _beyond(
     tensors: list[torch.Tensor], limit: float, device: torch.device
 ) -> torch.Tensor:
     """Whether an element is NaN or its absolute value above ``limit``."""
-    ends = [
-        end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor)
-    ]
+    ends: list[torch.Tensor] = []
+    for tensor in tensors:
+        if tensor.numel():
+            ends += torch.aminmax(tensor)
     if not ends:
         return torch.tensor(False, device=device)
     return (torch.stack(ends).abs() <= limit).all().logical_not()

@@ -54,13 +54,11 @@ def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
     if not any(count for (count,) in counts):
         return []
     texts = collectives.all_gather_texts("\n".join(wrong), None)
-    names = sorted({name for text in texts for name in text.split("\n") if name})
+    names = sorted({name for name in "\n".join(texts).split("\n") if name})
     line = (
         f"[megatron_muon] Megatron would count {first_names(names)} on the wrong "
-        "number of TP "
-        "ranks in the gradient norm. This run counts each weight once; runs with "
-        "--optimizer "
-        "adam keep Megatron's norm"
+        "number of TP ranks in the gradient norm. This run counts each weight once; "
+        "runs with --optimizer adam keep Megatron's norm"
     )
     return [line] if dist.get_rank() == 0 else []
 
@@ -91,9 +89,8 @@ def counts_here(weight: Weight, stage: Stage) -> bool | None:
         if stage.tp.size() == 1:
             return None
         if weight.param.dim() != 2:
-            return (
-                is_cut(weight) or None
-            )  # other biases and norms are marked as they are
+            # other biases and norms are marked as they are
+            return is_cut(weight) or None
         return (
             partition_dim_of(weight, stage.tp.size()) is not None
             or stage.tp.rank() == 0

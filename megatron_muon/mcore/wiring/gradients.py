@@ -31,9 +31,8 @@ class LateNorm:
         if norm.device.type == "cpu":
             self._norm = norm.detach().clone()
             return
-        self._norm = norm.detach().to(
-            "cpu", non_blocking=True
-        )  # torch takes pinned memory for it
+        # torch takes pinned memory for it
+        self._norm = norm.detach().to("cpu", non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
@@ -46,12 +45,10 @@ class LateNorm:
         if not math.isfinite(value):
             raise FloatingPointError(
                 f"The previous step's gradient norm was {value}: gradients were "
-                "missing, NaN, Inf "
-                "or above 1e19. That step has already changed parameters in memory: "
-                "resume from "
-                "the last checkpoint. With --check-for-nan-in-loss-and-grad Megatron "
-                "names the "
-                "first bucket with such gradients before a step"
+                "missing, NaN, Inf or above 1e19. That step has already changed "
+                "parameters in memory: resume from the last checkpoint. With "
+                "--check-for-nan-in-loss-and-grad Megatron names the first bucket with "
+                "such gradients before a step"
             )
 
 
@@ -151,9 +148,8 @@ def keep_biases_apart(routes: Sequence[Route], stage: Stage) -> list[str]:
     names = sorted({of_any_number(weight.name) for weight in mixed})
     return [
         f"[megatron_muon] Megatron would add up the gradients of {first_names(names)} "
-        "over TP "
-        "ranks, which hold different experts. This run does not; runs with --optimizer "
-        "adam do"
+        "over TP ranks, which hold different experts. This run does not; runs with "
+        "--optimizer adam do"
     ]
 
 
@@ -182,8 +178,7 @@ def require_usable_groups(dist_opt: Any) -> None:
                 raise ValueError(
                     f"parameter group {number} ({first_names(names)}) has {key} "
                     f"{group.get(key)!r}, which is no finite number: set one before "
-                    "the step, "
-                    f"as Megatron's scheduler does; {_UNCHANGED}"
+                    f"the step, as Megatron's scheduler does; {_UNCHANGED}"
                 )
     there = {id(shard) for group in groups for shard in group["params"]}
     muons = dist_opt.muon.main_params.values()
@@ -192,10 +187,8 @@ def require_usable_groups(dist_opt: Any) -> None:
         names = [_names(dist_opt)[each] for each in dropped]
         raise ValueError(
             f"no parameter group has {first_names(names, 5)} any more, which Muon "
-            "updates: put "
-            "them back, or freeze them by requires_grad_(False) before the model's "
-            "buffers are "
-            f"made; {_UNCHANGED}"
+            "updates: put them back, or freeze them by requires_grad_(False) before "
+            f"the model's buffers are made; {_UNCHANGED}"
         )
 
 

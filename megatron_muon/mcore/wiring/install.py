@@ -43,9 +43,8 @@ def install(config: MuonConfig | None = None) -> None:
         check_hooks()
     wanted = config or _config or MuonConfig()
     if wanted.align_shards:
-        from megatron_muon.mcore.wiring.buffers.bucket_layout import (
-            put_in,
-        )  # for this option only
+        # for this option only
+        from megatron_muon.mcore.wiring.buffers.bucket_layout import put_in
 
         put_in(wanted)
     else:
@@ -129,9 +128,8 @@ def _get_megatron_optimizer(
     agree(_config, given.arguments, asks=asks)
     if not watches:
         return _built(original, given, config, model_chunks)
-    from megatron_muon.mcore.qk_clip import (
-        attach,
-    )  # where logits are watched or clipped only
+    # where logits are watched or clipped only
+    from megatron_muon.mcore.qk_clip import attach
 
     pg_collection = given.arguments.get("pg_collection")
     attentions = together(
@@ -198,12 +196,12 @@ def _with_upstreams(
     """The settings, with those that Megatron's own Muon takes by its config and
     overrides.
     """
-    asked, routed = fields_set(config), bool(routes(given.arguments))
+    asked = fields_set(config)
+    routed = bool(routes(given.arguments))
     if config.optimizer == "muon" and not routed and not asked:
         return settings
-    from megatron_muon.mcore.wiring import (
-        upstream_settings as upstreams,
-    )  # where any is given
+    # where any is given
+    from megatron_muon.mcore.wiring import upstream_settings as upstreams
 
     def read() -> tuple[MuonConfig, list[str], str]:
         overrides = given.arguments.get("config_overrides") or {}
@@ -259,8 +257,7 @@ def _stopped(
     if _is_muon(config):
         raise SeamError(
             f"optimizer={config.optimizer!r} was asked of a get_megatron_optimizer "
-            "that was taken "
-            "before megatron_muon.install(): call "
+            "that was taken before megatron_muon.install(): call "
             "megatron.core.optimizer.get_megatron_optimizer"
         )
     return original(config, *args, **kwargs)

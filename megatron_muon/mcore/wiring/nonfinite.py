@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -58,8 +59,7 @@ class NonfiniteReport:
                 self._momenta.add(name)
                 say(
                     f"[megatron_muon] step {self._number}: the momentum of {name} is "
-                    "not finite, "
-                    "and stays so; the matrix is left where it is"
+                    "not finite, and stays so; the matrix is left where it is"
                 )
 
     def after_step(self) -> None:
@@ -77,11 +77,11 @@ class NonfiniteReport:
 
     def _left(self, *, waits: bool) -> dict[tuple[int, str], Left]:
         """By the number of the optimizer, and the matrix."""
-        return {
-            (at, name): left
-            for at, muon in enumerate(self._muons)
-            for name, left in muon.nonfinite.left(waits=waits).items()
-        }
+        every: dict[tuple[int, str], Left] = {}
+        for at, muon in enumerate(self._muons):
+            for name, left in muon.nonfinite.left(waits=waits).items():
+                every[at, name] = left
+        return every
 
     def _log(self) -> None:
         """Name the matrices that were left since the last line, once for all ranks."""
@@ -91,7 +91,8 @@ class NonfiniteReport:
             str, Left
         ] = {}  # full and block steps, and TP slices of these, count as one
         for key, left in now.items():
-            weight, new = key[1].split(SLICE_OF)[0], left.since(before.get(key))
+            weight = key[1].split(SLICE_OF)[0]
+            new = left.since(before.get(key))
             news[weight] = max(new, news.get(weight, new))
         mine = [(name, *left) for name, left in news.items() if left.results]
         if not any_rank(
@@ -102,10 +103,9 @@ class NonfiniteReport:
         texts = all_gather_texts(json.dumps(mine), self._group)
         # several homes may name one matrix: of its strips or slices, or of optimizer
         # instances
-        said = sorted(each for text in texts for each in json.loads(text))
-        every = {
-            name: Left(*left) for name, *left in said
-        }  # the most that one of them saw
+        said = sorted(chain.from_iterable(map(json.loads, texts)))
+        # the most that one of them saw
+        every = {name: Left(*left) for name, *left in said}
         self._in_a_row = {
             name: self._in_a_row.get(name, 0) + 1 for name in sorted(every)
         }
@@ -115,9 +115,8 @@ class NonfiniteReport:
             for name in self._in_a_row:
                 say(
                     f"[megatron_muon] step {self._number}: {name} was left where it "
-                    "was in at "
-                    f"least {every[name].results} steps since the last line: its "
-                    "direction was "
+                    f"was in at least {every[name].results} steps since the last line: "
+                    "its direction was "
                     "not finite" + ", nor its momentum" * bool(every[name].inputs)
                 )
         ended = [name for name, count in self._in_a_row.items() if count >= self._limit]
@@ -125,22 +124,19 @@ class NonfiniteReport:
             momenta = any(every[name].inputs for name in ended)
             raise FloatingPointError(
                 f"{first_names(ended, 5)}: the direction was not finite before each of "
-                "the last "
-                f"{self._limit} lines of the log ({named('nonfinite_limit')}), so "
-                "these "
-                "matrices were not updated. "
+                f"the last {self._limit} lines of the log "
+                f"({named('nonfinite_limit')}), so these matrices were not updated. "
                 f"{_OF_MOMENTA if momenta else _OF_DIRECTIONS}"
             )
 
 
 _OF_MOMENTA = (
     "The momentum is not finite either and will not recover: resume from an earlier "
-    "checkpoint. "
-    "With --check-for-nan-in-loss-and-grad Megatron names gradients that are not finite"
+    "checkpoint. With --check-for-nan-in-loss-and-grad Megatron names gradients that "
+    "are not finite"
 )
 _OF_DIRECTIONS = (
-    "The momentum is finite, so Newton-Schulz overflowed: set "
-    f"{named('ns_iteration')} standard and {named('ns_dtype')} bf16, or give the "
-    "weight to AdamW "
-    f"by {named('muon_exclude')}"
+    f"The momentum is finite, so Newton-Schulz overflowed: set {named('ns_iteration')} "
+    f"standard and {named('ns_dtype')} bf16, or give the weight to AdamW by "
+    f"{named('muon_exclude')}"
 )

@@ -45,12 +45,10 @@ class Stage:
 
     group: Group  # its ranks, which exchange with each other
     tp: Group  # the ranks that share a dense weight
-    expert_tp: (
-        Group | None
-    )  # the ranks that share an expert's weight; None in a dense model
-    ep: (
-        Group | None
-    )  # the ranks that a layer's experts are spread over; None in a dense model
+    # the ranks that share an expert's weight; None in a dense model
+    expert_tp: Group | None
+    # the ranks that a layer's experts are spread over; None in a dense model
+    ep: Group | None
     pipeline_rank: int  # the stage's number
     instance: int  # number of the distributed optimizer instance
     device: torch.device  # device of the tensors that the groups communicate
@@ -79,9 +77,13 @@ class Stage:
                 0, 1, self.tp.rank(), self.tp.size(), dp.rank(), dp.size()
             )
         assert self.expert_tp is not None and self.ep is not None
-        groups = (self.ep, self.expert_tp, dp)
         return Coordinates(
-            *(number for each in groups for number in (each.rank(), each.size()))
+            self.ep.rank(),
+            self.ep.size(),
+            self.expert_tp.rank(),
+            self.expert_tp.size(),
+            dp.rank(),
+            dp.size(),
         )
 
 
@@ -195,8 +197,7 @@ def _given(pg_collection: Any, name: str) -> Group:
     if group is None:
         raise ValueError(
             f"optimizer='muon' {_PURPOSES[name]}: give the pg_collection its {name} "
-            "group, or pass "
-            "none to use Megatron's global groups"
+            "group, or pass none to use Megatron's global groups"
         )
     return group
 

@@ -20,10 +20,8 @@ from megatron.core import optimizer as mcore_optimizer
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime.states import MAIN_KEY, States, of_halves, write_halves
 
-TORCH_ADAMS = (
-    torch.optim.Adam,
-    torch.optim.AdamW,
-)  # they count the steps of each parameter
+# they count the steps of each parameter
+TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 Tensor = torch.Tensor
 _MOST_IN_FP8 = 448.0  # e4m3
 MASTER_KEY, SECOND_KEY = "master_param", "exp_avg_sq"

@@ -78,20 +78,17 @@ def in_force(
     lines = [
         f"{PREFIX} settings by muon_* fields of OptimizerConfig{counting}: scale "
         f"{config.matched_adamw_rms:g} × {config.scale_mode}, momentum "
-        f"{config.momentum:g}, "
-        f"Nesterov {'on' if config.nesterov else 'off'}, "
-        f"{spelled(config.ns_coefficients)}, "
-        f"{config.ns_steps} steps, "
-        f"{config.ns_dtype or ('dtype of preset ' + config.preset)}, "
-        f"QKV {'split' if config.split_qkv else 'whole'}"
+        f"{config.momentum:g}, Nesterov {'on' if config.nesterov else 'off'}, "
+        f"{spelled(config.ns_coefficients)}, {config.ns_steps} steps, "
+        f"{config.ns_dtype or ('dtype of preset ' + config.preset)}, QKV "
+        f"{'split' if config.split_qkv else 'whole'}"
     ]
     if mode == "blockwise" and tp_size(args) > 1:
         lines.append(
             f"{PREFIX} WARNING: muon_tp_mode='blockwise' with TP {tp_size(args)} is "
-            "other "
-            "mathematics in Megatron's own Muon, which orthogonalizes each rank's "
-            "slice by itself; "
-            "here every matrix is orthogonalized whole, as by 'duplicated'"
+            "other mathematics in Megatron's own Muon, which orthogonalizes each "
+            "rank's slice by itself; here every matrix is orthogonalized whole, as by "
+            "'duplicated'"
         )
     return config, lines
 
@@ -104,10 +101,8 @@ def _refuse_twice(config: MuonConfig, given: Mapping[str, Any]) -> None:
         named = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ValueError(
             f"install(MuonConfig({', '.join(twice)})) beside OptimizerConfig.{named}: "
-            "both "
-            "configure Muon's update; leave these out of MuonConfig, or write "
-            "optimizer='muon' and "
-            "leave every muon_* field at Megatron's default"
+            "both configure Muon's update; leave these out of MuonConfig, or write "
+            "optimizer='muon' and leave every muon_* field at Megatron's default"
         )
 
 
@@ -115,11 +110,10 @@ def routes_asked(overrides: Mapping[Any, Any], model_chunks: Sequence[Any]) -> s
     """(setting, name) of each weight here whose optimizer ``config_overrides`` name, as
     JSON.
     """
-    local = {
-        param: name
-        for chunk in model_chunks
-        for name, param in chunk.named_parameters()
-    }
+    local = {}
+    for chunk in model_chunks:
+        for name, param in chunk.named_parameters():
+            local[param] = name
     trained = [weight for weight in weights(model_chunks) if weight.param.requires_grad]
     asked = []
     for key, override in overrides.items():
@@ -127,8 +121,7 @@ def routes_asked(overrides: Mapping[Any, Any], model_chunks: Sequence[Any]) -> s
         if optimizer not in (None, *_PATTERNS_OF):
             raise ValueError(
                 f"config_overrides asks for the optimizer {optimizer!r} of {key}: here "
-                "weights are "
-                "'muon' or 'adam', which is AdamW"
+                "weights are 'muon' or 'adam', which is AdamW"
             )
         matched = trained if optimizer else ()
         asked += [
@@ -143,11 +136,9 @@ def routed(config: MuonConfig, asked: str) -> MuonConfig:
     """The settings with the names that any rank's ``routes_asked`` has; all ranks call
     it.
     """
-    every = {
-        tuple(pair)
-        for text in all_gather_texts(asked, None)
-        for pair in json.loads(text)
-    }
+    every: set[tuple[str, str]] = set()
+    for text in all_gather_texts(asked, None):
+        every |= {(setting, name) for setting, name in json.loads(text)}
     patterns: dict[str, Any] = {
         setting: (
             *getattr(config, setting),

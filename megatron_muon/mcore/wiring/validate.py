@@ -55,10 +55,8 @@ REFUSED = {
     "enable_hetero": "give all ranks one parallelism",
     "use_dualpipev": "use an interleaved pipeline",
 }
-_FP32, _BF16 = (
-    {"fp32", "float32"},
-    {"bf16", "bfloat16"},
-)  # as flags and as torch's names
+# as flags and as torch's names
+_FP32, _BF16 = ({"fp32", "float32"}, {"bf16", "bfloat16"})
 _FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
@@ -91,20 +89,17 @@ def _unsupported(
             yield ValueError(
                 "optimizer='muon' shards over Megatron's distributed optimizer, but "
                 f"{type(config).__name__}.use_distributed_optimizer is False: set it "
-                "in "
-                "OptimizerConfig and DistributedDataParallelConfig before the model is "
-                "wrapped "
-                "(--use-distributed-optimizer; a framework may clear it for Megatron's "
-                "own Muon), "
-                "or choose optimizer='adam'"
+                "in OptimizerConfig and DistributedDataParallelConfig before the model "
+                "is wrapped (--use-distributed-optimizer; a framework may clear it for "
+                "Megatron's own Muon), or choose optimizer='adam'"
             )
     if not getattr(
         optimizer_config, "decoupled_weight_decay", True
     ):  # a choice since core 0.15
         yield ValueError(
             "optimizer='muon' decays weights as AdamW does: set "
-            "decoupled_weight_decay=True, or "
-            "choose optimizer='adam' for L2 regularization"
+            "decoupled_weight_decay=True, or choose optimizer='adam' for L2 "
+            "regularization"
         )
     configs = (optimizer_config, *ddp_configs, get_model_config(model_chunks[0]))
 
@@ -127,9 +122,8 @@ def _unsupported(
     ]
     offload = bool(read("optimizer_cpu_offload")) and wide[:1]
     whole = ("optimizer_cpu_offload with fp32 weights", offload, "keep them in 16 bits")
-    least = getattr(
-        optimizer_config, "grad_norm_skip_threshold", math.inf
-    )  # since core 0.19
+    # since core 0.19
+    least = getattr(optimizer_config, "grad_norm_skip_threshold", math.inf)
     skips = (
         "grad_norm_skip_threshold",
         math.isfinite(least) and least,
@@ -139,15 +133,14 @@ def _unsupported(
         if value:
             yield NotImplementedError(
                 f"optimizer='muon' does not support {option} yet (got {value!r}): "
-                f"{way_out}, or "
-                "choose optimizer='adam'"
+                f"{way_out}, or choose optimizer='adam'"
             )
     for chunk in model_chunks:
         if not isinstance(chunk, DistributedDataParallel):
             yield NotImplementedError(
                 f"optimizer='muon' does not support {type(chunk).__name__} yet: wrap "
-                "model chunks "
-                "in Megatron's DistributedDataParallel, or choose optimizer='adam'"
+                "model chunks in Megatron's DistributedDataParallel, or choose "
+                "optimizer='adam'"
             )
 
 
@@ -185,8 +178,7 @@ def _faults_of_call(
         )
         yield ValueError(
             f"{scope} with clip_grad {clip}: nothing is clipped; give a clip "
-            "(--clip-grad), or "
-            "leave the scope out"
+            "(--clip-grad), or leave the scope out"
         )
     if config.full_period > 1:
         model = get_model_config(arguments["model_chunks"][0])
@@ -195,16 +187,14 @@ def _faults_of_call(
         if optimizer_config.optimizer_cpu_offload:
             yield NotImplementedError(
                 f"{named('full_period')} with optimizer_cpu_offload: the state on the "
-                "host "
-                "comes in the rounds of full steps; leave one of them out"
+                "host comes in the rounds of full steps; leave one of them out"
             )
     if getattr(optimizer_config, "chunked_optimizer_state_offload", False):
         for name, value in (("full_period", 1), ("momentum_dtype", "fp32")):
             if getattr(config, name) != value:
                 yield NotImplementedError(
                     f"{named(name)} with chunked_optimizer_state_offload, whose loads "
-                    "pass Muon "
-                    "by: leave one of them out"
+                    "pass Muon by: leave one of them out"
                 )
     narrow = optimizer_config.use_precision_aware_optimizer
     if narrow and config.momentum_dtype != "fp32":
@@ -220,8 +210,7 @@ def _faults_of_call(
             yield NotImplementedError(
                 "optimizer='muon' does not support use_precision_aware_optimizer here: "
                 f"{error}; install a Transformer Engine whose FusedAdam has these "
-                "dtypes (1.13 or "
-                "newer, for bf16 2.3), or leave it off"
+                "dtypes (1.13 or newer, for bf16 2.3), or leave it off"
             )
     for name in (
         "grad_comm_pgs",
@@ -230,8 +219,8 @@ def _faults_of_call(
         if arguments.get(name) is not None:
             yield NotImplementedError(
                 f"optimizer='muon' does not support {name}: leave it out to use "
-                "Megatron's global "
-                "groups, or take a Megatron from 0.15 on and pass pg_collection"
+                "Megatron's global groups, or take a Megatron from 0.15 on and pass "
+                "pg_collection"
             )
 
 
@@ -240,8 +229,7 @@ def unsliced(config: MuonConfig, tp_size: int) -> Iterator[ValueError]:
     if config.full_period > 1 and tp_size == 1:
         yield ValueError(
             f"{named('full_period')} {config.full_period}: with TP 1 there are no "
-            "slices, so every "
-            "step is full; leave it out"
+            "slices, so every step is full; leave it out"
         )
 
 
@@ -250,19 +238,16 @@ def _frozen_too_late(model_chunks: Sequence[Any]) -> Iterator[Exception]:
 
     Megatron's DistributedOptimizer would look for it among the parameters that train.
     """
-    placed = {
-        param
-        for chunk in model_chunks
-        if isinstance(chunk, DistributedDataParallel)
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        for param in buffer.param_index_map
-    }
+    placed: set[torch.nn.Parameter] = set()
+    for chunk in model_chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                placed.update(buffer.param_index_map)
     for weight in weights(model_chunks):
         if not weight.param.requires_grad and weight.param in placed:
             yield ValueError(
                 f"{weight.name} was frozen after DistributedDataParallel had allocated "
-                "its "
-                "gradient: freeze parameters before wrapping the model"
+                "its gradient: freeze parameters before wrapping the model"
             )
             return
 
@@ -294,9 +279,8 @@ def _fp8_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
         fp8 and megatron_version()[1] < (0, 14),
         bf16,
     )
-    recipe = getattr(
-        read("fp8_recipe"), "value", read("fp8_recipe")
-    )  # some cores' is of an enum
+    # some cores' is of an enum
+    recipe = getattr(read("fp8_recipe"), "value", read("fp8_recipe"))
     yield (
         f"fp8_param_gather with fp8_recipe={recipe}",
         fp8 and recipe not in _FP8_RECIPES,
@@ -327,10 +311,9 @@ def _state_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
             "the state,",
             size or fraction != 1.0,
             "leave --optimizer-state-offload-chunk-size-mb and "
-            "--optimizer-state-offload-fraction "
-            "out, since a rank steps its own chunks one by one, but all ranks take "
-            "Muon's step "
-            f"together; where that needs too much memory {_BY_ROUND}",
+            "--optimizer-state-offload-fraction out, since a rank steps its own chunks "
+            "one by one, but all ranks take Muon's step together; where that needs too "
+            f"much memory {_BY_ROUND}",
         )
         yield (
             "chunked_optimizer_state_offload with fp8_param_gather",
@@ -367,8 +350,7 @@ def _upstream_faults(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str
         "overlap_param_gather_with_optimizer_step in fp16",
         early and read("fp16"),
         "use overlap_param_gather alone, since Megatron gives each half of the model a "
-        "loss scale "
-        "of its own",
+        "loss scale of its own",
     )
     yield (
         "use_precision_aware_optimizer with rl_offload_optimizer_during_inference",
@@ -383,20 +365,17 @@ def _upstream_faults(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str
         "overlap_param_gather_with_optimizer_step with experts",
         early,
         "use overlap_param_gather alone, since Megatron gathers the first chunk's "
-        "experts before "
-        "their optimizer has stepped",
+        "experts before their optimizer has stepped",
     )
     expert_tp = read("expert_tensor_parallel_size")
     yield (
         "expert_tensor_parallel_size other than tensor_model_parallel_size without "
-        "expert "
-        "parallelism",
+        "expert parallelism",
         read("expert_model_parallel_size") == 1
         and expert_tp != read("tensor_model_parallel_size")
         and expert_tp,
         "set expert_model_parallel_size above 1, since Megatron does not add up the "
-        "gradients of "
-        "such experts over TP ranks",
+        "gradients of such experts over TP ranks",
     )
 
 

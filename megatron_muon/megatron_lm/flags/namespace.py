@@ -59,10 +59,8 @@ def rename_dist_muon(args: Namespace) -> list[str]:
             args.muon_tp_mode = "duplicated"
             lines.append(
                 "WARNING: --muon-tp-mode blockwise, Megatron's default, is other "
-                "mathematics with "
-                f"TP {tp_size(args)}: each rank's slice by itself; here every matrix "
-                "is "
-                "orthogonalized whole, as by duplicated"
+                f"mathematics with TP {tp_size(args)}: each rank's slice by itself; "
+                "here every matrix is orthogonalized whole, as by duplicated"
             )
     said = f"--optimizer dist_muon is megatron_muon's Muon here; its name is {name}"
     return [f"{said} (--muon-backend upstream leaves it to Megatron's own)", *lines]
@@ -92,8 +90,8 @@ def leave_to_megatron(args: Namespace) -> None:
     if foreign:
         raise ValueError(
             f"{', '.join(foreign)} is for megatron_muon's --optimizer muon, and this "
-            "run has "
-            f"--optimizer {args.optimizer}: leave it out, or give --optimizer muon"
+            f"run has --optimizer {args.optimizer}: leave it out, or give --optimizer "
+            "muon"
         )
     restore_defaults(args)
     for dest in {flag.dest for flag in FLAGS} - kept:
@@ -133,11 +131,10 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
     ``muon_ns_iteration`` and ``muon_split_matrices`` stay None where they were not
     given: their defaults depend on the device.
     """
-    values = {
-        flag.dest: flag.kind.write(getattr(config, field))
-        for field, row in ROWS.items()
-        for flag in row.flags
-    }
+    values = {}
+    for field, row in ROWS.items():
+        for flag in row.flags:
+            values[flag.dest] = flag.kind.write(getattr(config, field))
     for row in RUN_ROWS:
         dest = row.flags[0].dest
         values[dest] = value_given(args, dest) or row.default
@@ -180,8 +177,7 @@ def differences(args: Namespace) -> list[str]:
     if value_given(args, "muon_tp_mode") is not None:
         lines.append(
             f"--muon-tp-mode {args.muon_tp_mode}: each matrix is orthogonalized once "
-            "and whole, at "
-            "its home, with the same result"
+            "and whole, at its home, with the same result"
         )
     return lines
 

@@ -63,18 +63,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 _BALANCE = "--moe-router-load-balancing-type"
 FORK = {
     "--moe-router-activation-type": "--moe-router-score-function; softmax is "
-    "refused with the "
-    "experts' bias",
+    "refused with the experts' bias",
     "--moe-routed-scaling-factor": "--moe-router-topk-scaling-factor",
     "--moe-num-first-dense-layers": "--moe-layer-freq, for 2 of 18 ([0]*2+[1]*16)",
     "--expert-balance-factor": f"{_BALANCE} none, where it is 0",
     "--device-balance-factor": f"{_BALANCE} none, where it is 0",
     "--moe-global-batch-balance": "none with the experts' bias, which follows the "
-    "whole batch; "
-    f"without it {_BALANCE} global_aux_loss (core 0.15 and later)",
+    f"whole batch; without it {_BALANCE} global_aux_loss (core 0.15 and later)",
     "--no-interleaved-qkv": "none: Megatron's fused QKV is interleaved by query "
-    "groups; Muon "
-    "splits Q, K and V all the same",
+    "groups; Muon splits Q, K and V all the same",
     "--save-async-fast-checkpoint": "--async-save",
 }
 
@@ -152,14 +149,12 @@ def muon_backend(args: Namespace) -> str:
     if not upstreams_values(args):
         raise ValueError(
             "--muon-backend upstream: this Megatron has no Muon of its own (core 0.16 "
-            "and later "
-            "have); leave it out"
+            "and later have); leave it out"
         )
     foreign = foreign_flags(args, {*own_defaults(args), "muon_backend", *OF_ANY})
     if foreign:
         raise ValueError(
             "--muon-backend upstream leaves everything to Megatron's own Muon, which "
-            "has no "
-            f"{', '.join(foreign)} in this version: leave out one or the other"
+            f"has no {', '.join(foreign)} in this version: leave out one or the other"
         )
     return "upstream"

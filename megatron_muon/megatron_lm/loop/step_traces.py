@@ -45,8 +45,7 @@ def check(args: Any) -> None:
     if getattr(args, "use_pytorch_profiler", False):
         raise ValueError(
             "--muon-trace-steps and --use-pytorch-profiler both start torch's "
-            "profiler: leave out "
-            "one of them"
+            "profiler: leave out one of them"
         )
 
 
@@ -83,6 +82,5 @@ def _say_if_open(traces: MegatronTraces, steps: str) -> None:
     if traces.is_open:
         say(
             f"[megatron_muon] --muon-trace-steps {steps}: the run ended before the "
-            "last of them, "
-            "so this rank has written no trace"
+            "last of them, so this rank has written no trace"
         )

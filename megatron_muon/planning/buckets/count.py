@@ -22,11 +22,8 @@ _BUCKET = (
 )
 # The fewest buckets are taken that cost at most this multiple of the least.
 SLACK = 1.05
-_GRAD, _PARAM, _PIECE = (
-    4,
-    2,
-    2,
-)  # bytes of an element in a reduction, an all-gather, the exchange
+# bytes of an element in a reduction, an all-gather, the exchange
+_GRAD, _PARAM, _PIECE = (4, 2, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,8 @@ from megatron_muon.planning.plan import make_plan
 ALIGNMENT = 64  # elements; Megatron starts every parameter at a multiple of it
 Orders = Sequence[Sequence[int]]  # for each bucket, indices of its parameters
 UNPLACED = Span(0, 0)  # bucket and span of a parameter that has no place yet
-_ONE_ROUND = (
-    1 << 62
-)  # bytes that hold everything: what is sent does not depend on rounds
+# bytes that hold everything: what is sent does not depend on rounds
+_ONE_ROUND = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)

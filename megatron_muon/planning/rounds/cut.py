@@ -21,9 +21,8 @@ Loads = Mapping[int, int]  # bytes by rank of the stage
 _LARGEST_IN_A_ROUND = 3
 # picoseconds that one more round takes to start: messages, kernels, Python
 ROUND_PS = 200_000_000
-LEAST_LIMIT = (
-    256 << 20
-)  # bytes; on a GPU, smaller rounds take longer to start than to run
+# bytes; on a GPU, smaller rounds take longer to start than to run
+LEAST_LIMIT = 256 << 20
 # Elements that one elementwise call may take; its fp32 scratch memory is then 80 MiB.
 # One launch of torch's operations on lists takes 320 blocks of 2^16 elements, so a
 # larger call saves no launch.
@@ -121,7 +120,10 @@ def smaller_first(
 
 def _limit_of(taken: Sequence[Loads], limit: int | None) -> int:
     if limit is None:
-        largest = max((count for loads in taken for count in loads.values()), default=0)
+        largest = max(
+            (max(loads.values(), default=0) for loads in taken),
+            default=0,
+        )
         return max(_LARGEST_IN_A_ROUND * largest, LEAST_LIMIT)
     if limit <= 0:
         raise ValueError(f"a round must be allowed more than {limit} bytes")

@@ -32,10 +32,8 @@ def pipeline_time(
     round.
     """
     every = [_together([demands[index] for index in round]) for round in rounds]
-    link, done = (
-        [0] * size,
-        [0] * size,
-    )  # times at which a rank's link and its work are free
+    # times at which a rank's link and its work are free
+    link, done = ([0] * size, [0] * size)
     arrived = _travelled(every[0].slices, link, done) if every else {}
     for number, demand in enumerate(every):
         for rank, time in arrived.items():

@@ -66,7 +66,9 @@ def stage_rounds(
         for rank, elements in work.held.items():
             if rank != matrix.home:
                 taken[index][rank] += elements * itemsize
-        quarters = 6 if index in travels else 3 if travels else 2
+        quarters = 3 if travels else 2
+        if index in travels:
+            quarters = 6
         taken[index][matrix.home] += -(-quarters * matrix.numel * itemsize // 4)
 
     def cut(

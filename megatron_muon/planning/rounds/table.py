@@ -72,17 +72,15 @@ class RoundTable:
     # sent_to, received_from: (rank of the stage, elements) by peer, flags included
     sent_to: tuple[tuple[int, int], ...]
     received_from: tuple[tuple[int, int], ...]
-    sent_flags: tuple[
-        int, ...
-    ]  # sent_flags, received_flags: the places of flags in the messages
+    # sent_flags, received_flags: the places of flags in the messages
+    sent_flags: tuple[int, ...]
     received_flags: tuple[int, ...]
     received_sizes: tuple[int, ...]  # sizes in the message that arrives, as sent_sizes
     homes: tuple[int, ...]  # the matrices whose home this rank is, in staged order
     alike: tuple[Alike, ...]  # the same matrices, grouped by layout
     staged_sizes: tuple[int, ...]  # sizes of the slices in the staged buffer
-    staged_places: tuple[
-        int, ...
-    ]  # for each of these, the place of its matrix in homes
+    # for each of these, the place of its matrix in homes
+    staged_places: tuple[int, ...]
     # for each of these, its number among the kept slices and, after them,
     # received_sizes
     staged_from: tuple[int, ...]
@@ -93,9 +91,8 @@ class RoundTable:
     # directions_to, directions_from: (rank of the stage, elements) of the ranks that
     # get directions from here, and of those that send some
     directions_to: tuple[tuple[int, int], ...]
-    scattered: tuple[
-        int, ...
-    ]  # numbers of the staged slices that are sent, in the message's order
+    # numbers of the staged slices that are sent, in the message's order
+    scattered: tuple[int, ...]
     directions_from: tuple[tuple[int, int], ...]
     direction_sizes: tuple[int, ...]  # sizes in the message that comes back
     # for each slice, its number among the kept ones and, after them, direction_sizes
@@ -139,8 +136,10 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
         return place[one.matrix], one.start
 
     kept = sorted(routes.kept, key=in_staged_order)
-    to_homes, arriving = _joined(routes.gather_to), _joined(routes.gather_from)
-    back, returning = _joined(routes.scatter_to), _joined(routes.scatter_from)
+    to_homes = _joined(routes.gather_to)
+    arriving = _joined(routes.gather_from)
+    back = _joined(routes.scatter_to)
+    returning = _joined(routes.scatter_from)
     held = sorted([*kept, *returning], key=lambda one: (one.parameter, one.elements))
     number = _numbers(held)
     staged = sorted([*kept, *arriving], key=in_staged_order)
@@ -255,7 +254,8 @@ def _message(
     numbers: dict[int, int] = {}
     start = 0
     for rank in sorted(slices):
-        own, elements = _sizes(slices[rank]), _elements(slices[rank])
+        own = _sizes(slices[rank])
+        elements = _elements(slices[rank])
         numbers |= {id(one): len(sizes) + at for at, one in enumerate(slices[rank])}
         places += range(start + sum(own), start + sum(own) + len(own))
         sizes += [*own, elements - sum(own)]

@@ -51,7 +51,8 @@ def stage_time(
         neighbours: see ``RankGrid``.
         faster: see ``strip_time.faster_near``.
     """
-    times, flops = list(before.times), list(before.flops)
+    times = list(before.times)
+    flops = list(before.flops)
     for work, home in zip(works, homes, strict=True):
         flops[home] += work.flops
         times[home] += _at_large(work.flops * price.flop)
@@ -73,7 +74,8 @@ def stage_time(
     ends = [at + link for at, link in zip(met, links, strict=True)]
     if not later:
         return max(ends)
-    mean, each = (sum(flops) + later) // len(flops), later // len(flops)
+    mean = (sum(flops) + later) // len(flops)
+    each = later // len(flops)
     room = mean * HOME_SLACK.numerator // HOME_SLACK.denominator - each
     for rank, own in enumerate(flops):
         leaves = min(each, max(0, own - room))

@@ -75,9 +75,11 @@ def strip_time(
     """
     if strip is None:
         return StripTime()
-    homes, square = min(size, strip.count), min(strip.rows, strip.cols) ** 2
+    homes = min(size, strip.count)
+    square = min(strip.rows, strip.cols) ** 2
     gathers = gathers_of_rows(strip.rows, strip.cols, strip.count, numerics)
-    sums, rows = len(gathers), sum(gathers)
+    sums = len(gathers)
+    rows = sum(gathers)
     travels = (2 * sums + rows) * square
     passes = _STRIP_BYTES * own // numerics.itemsize
     passes += _SUM_HALVES * sums * square // 2 + _ROW_PASSES * rows * square // homes

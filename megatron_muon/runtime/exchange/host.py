@@ -40,7 +40,8 @@ class HostMemory:
         self._visited: list[Name] = []  # in this step
         self._order: list[Name] = []  # of a step
         stream: Any = torch.cuda.Stream
-        self._incoming, self._outgoing = stream(device), stream(device)
+        self._incoming = stream(device)
+        self._outgoing = stream(device)
 
     def add(self, name: Name, size: int, dtype: torch.dtype, *, on_host: bool) -> None:
         """Keep a flat tensor of zeros by that name from now on."""

@@ -191,7 +191,8 @@ class RoundExchange:
         """
         table = self.table
         sizes = table.staged_sizes if table.in_place else table.kept_sizes
-        kept, sent = self._empty(sum(sizes)), self._empty(sum(table.sent_sizes))
+        kept = self._empty(sum(sizes))
+        sent = self._empty(sum(table.sent_sizes))
         in_message = split_with_sizes(sent, table.sent_sizes)
         targets = [
             *self._kept_slices(kept),
@@ -223,9 +224,8 @@ class RoundExchange:
     def finish_gather(self, gathering: Gathering) -> Staged:
         """The matrices of the round whose home this rank is."""
         table = self.table
-        received = _received(
-            gathering
-        )  # frees the sent message before the next buffer is made
+        # frees the sent message before the next buffer is made
+        received = _received(gathering)
         elements, moves = gathering.kept, gathering.moves
         if received is not None and table.received_flags:
             moves = torch.cat([moves, received.index_select(0, self._received_flags)])

@@ -5,6 +5,7 @@ matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, product
 
 import torch
 from torch import Tensor, split_with_sizes
@@ -50,7 +51,8 @@ class Sharers:
         self._homes, self._rank = [strip.home for strip in strips], rank
         self._rows = [strip.rows for strip in strips]
         self._cols = [strip.long for strip in strips]
-        self.count, self.numbers = len(strips), self._strips_at(rank)
+        self.count = len(strips)
+        self.numbers = self._strips_at(rank)
         self._ranks = sorted(set(self._homes))
         self._others = [other for other in self._ranks if other != rank]
         self._group, self._world, self._meter = group, world, meter
@@ -88,13 +90,10 @@ class Sharers:
         Args:
             places: start and stop of every strip's rows.
         """
-        rows = {
-            rank: slice(
-                places[own[0]][0], places[own[-1]][1]
-            )  # homes have neighbouring strips
-            for rank in self._ranks
-            for own in [self._strips_at(rank)]
-        }
+        rows = {}
+        for rank in self._ranks:
+            own = self._strips_at(rank)  # neighbours
+            rows[rank] = slice(places[own[0]][0], places[own[-1]][1])
         return self._whole(
             rows_here[0] if len(rows_here) == 1 else torch.cat(list(rows_here)), rows
         )
@@ -128,13 +127,10 @@ class Sharers:
             ``(rows, columns of the strip)`` of each of them, contiguous.
         """
         own = self._strips_at(self._rank)
-        crossings = {
-            (a, b): crossing
-            for a, strip in zip(own, by_rows, strict=True)
-            for b, crossing in enumerate(
-                split_with_sizes(strip.flatten(1), self._cols, dim=1)
-            )
-        }
+        crossings: dict[tuple[int, int], Tensor] = {}
+        for a, strip in zip(own, by_rows, strict=True):
+            parts = split_with_sizes(strip.flatten(1), self._cols, dim=1)
+            crossings |= {(a, b): part for b, part in enumerate(parts)}
         made = self._swapped(crossings, lambda a, b: (self._rows[a], self._cols[b]))
         return [torch.cat([made[a, b] for a in range(len(self._homes))]) for b in own]
 
@@ -143,11 +139,10 @@ class Sharers:
         takes.
         """
         own = self._strips_at(self._rank)
-        crossings = {
-            (a, b): crossing
-            for a, strip in zip(own, by_cols, strict=True)
-            for b, crossing in enumerate(split_with_sizes(strip, self._rows))
-        }
+        crossings: dict[tuple[int, int], Tensor] = {}
+        for a, strip in zip(own, by_cols, strict=True):
+            parts = split_with_sizes(strip, self._rows)
+            crossings |= {(a, b): part for b, part in enumerate(parts)}
         made = self._swapped(crossings, lambda a, b: (self._rows[b], self._cols[a]))
         for b, strip in zip(own, into, strict=True):
             rows = torch.cat([made[a, b] for a in range(len(self._homes))], dim=1)
@@ -162,24 +157,18 @@ class Sharers:
         Each has the shape ``shape_of(*key)``, on all homes.
         """
         own = self._strips_at(self._rank)
-        made = {(a, b): crossings[a, b] for a in own for b in own}
+        made = {key: crossings[key] for key in product(own, own)}
         if not self._others:
             return made
-        leaving = [
-            [(a, b) for a in own for b in self._strips_at(rank)]
-            for rank in self._others
-        ]
-        coming = [
-            [(a, b) for a in self._strips_at(rank) for b in own]
-            for rank in self._others
-        ]
+        theirs = [self._strips_at(rank) for rank in self._others]
+        leaving = [list(product(own, strips)) for strips in theirs]
+        coming = [list(product(strips, own)) for strips in theirs]
         sizes = [[crossings[key].numel() for key in keys] for keys in leaving]
         sent = crossings[own[0], own[0]].new_empty(sum(map(sum, sizes)))
-        places = iter(
-            split_with_sizes(sent, [size for of_rank in sizes for size in of_rank])
-        )
-        for key in (key for keys in leaving for key in keys):
-            next(places).view(shape_of(*key)).copy_(crossings[key])
+        places = split_with_sizes(sent, list(chain.from_iterable(sizes)))
+        keys_sent = chain.from_iterable(leaving)
+        for key, place in zip(keys_sent, places, strict=True):
+            place.view(shape_of(*key)).copy_(crossings[key])
         self._meter.turn_bytes += sent.nbytes
         counts = [
             sum(rows * cols for rows, cols in (shape_of(*k) for k in ks))
@@ -204,11 +193,9 @@ class Sharers:
         self, squares: Sequence[Tensor], rows: Mapping[int, slice]
     ) -> dict[int, Iterator[Tensor]]:
         """This rank's rows of every other home's squares; theirs go to them."""
-        sent = [
-            square[rows[other]].flatten()
-            for other in self._others
-            for square in squares
-        ]
+        sent: list[Tensor] = []
+        for other in self._others:
+            sent += [square[rows[other]].flatten() for square in squares]
         each = squares[0][rows[self._rank]]
         to = [
             (other, len(squares) * squares[0][rows[other]].numel())
@@ -241,5 +228,6 @@ class Sharers:
         return split_with_sizes(pending.wait(), list(counts))
 
     def _square_rows(self, rank: int, size: int) -> slice:
-        at, number = self._ranks.index(rank), len(self._ranks)
+        at = self._ranks.index(rank)
+        number = len(self._ranks)
         return slice(at * size // number, (at + 1) * size // number)

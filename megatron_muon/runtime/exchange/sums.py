@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,9 +56,8 @@ class SliceSums:
             rows.append(list(range(first, first + len(of_one))))
         self._count = len(places)
         width = max(map(len, rows), default=0)
-        padded = [
-            row + [self._count] * (width - len(row)) for row in rows
-        ]  # a zero's place
+        # a zero's place
+        padded = [row + [self._count] * (width - len(row)) for row in rows]
         order = {number: at for at, number in enumerate(sorted(by_matrix))}
         sources = [at for at, one in enumerate(mine) if not one.replica]
 
@@ -66,7 +66,7 @@ class SliceSums:
 
         self._sources = index(sources)
         self._places = index([places[id(mine[at])] for at in sources])
-        self._padded = index([place for row in padded for place in row])
+        self._padded = index(list(chain.from_iterable(padded)))
         self._shape = len(rows), width
         self._matrix_of = index(
             [order[_whole_of(one.matrix, matrices)] for one in mine]

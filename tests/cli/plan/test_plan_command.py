@@ -166,9 +166,8 @@ def test_the_training_step_is_what_its_assumptions_say() -> None:
         f"{TINY} --world-size 4 --global-batch-size 8 --seq-length 32 --mfu 0.5"
     )
     active = sum(kind.share.active for kind in plan.kinds)
-    flops = (
-        8 * 32 * (6 * active + 6 * 2 * 64 * 32)
-    )  # two layers, heads x head size is hidden
+    # two layers, heads x head size is hidden
+    flops = 8 * 32 * (6 * active + 6 * 2 * 64 * 32)
     seconds = plan.training.seconds(H100)
     assert seconds == pytest.approx(flops / (4 * 0.5 * H100.dense_tflops * 1e12))
     ours = plan.seconds("contiguous")

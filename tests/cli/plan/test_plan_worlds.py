@@ -18,10 +18,10 @@ from support.virtual_gpu.rank_report import report_of
 
 LAYERS = (
     "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 "
-    "--swiglu "
-    "--vocab-size 1024 --bf16 --position-embedding-type rope --transformer-impl local "
-    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-    "--untie-embeddings-and-output-weights --disable-bias-linear "
+    "--swiglu --vocab-size 1024 --bf16 --position-embedding-type rope "
+    "--transformer-impl local --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather --untie-embeddings-and-output-weights "
+    "--disable-bias-linear "
 )
 TP = "--tensor-model-parallel-size"
 BLOCKS, TABLES = 4 << 10, 16 << 10  # bytes

@@ -106,9 +106,8 @@ def test_what_is_printed_is_what_a_run_does(case: Case, topology: Topology) -> N
             }
             assert shown == result["weights"]
     lines = [line for result in results for line in result["lines"]]
-    said = sorted(
-        line for line in lines if " is active: " not in line
-    )  # once in a process
+    # once in a process
+    said = sorted(line for line in lines if " is active: " not in line)
     stages = [line for stage in routes["stages"] for line in stage["lines"]]
     assert said == sorted(routes["lines"] + stages)
 
@@ -173,9 +172,8 @@ def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(
         for matrix in row["matrices"]
     ]
     assert len(homes) == 4 * 256 * 2 and set(homes) == set(range(64))
-    assert (
-        "671 G" in routes["lines"][0] and "37.6 G" in routes["lines"][0]
-    )  # arXiv 2412.19437
+    # arXiv 2412.19437
+    assert "671 G" in routes["lines"][0] and "37.6 G" in routes["lines"][0]
 
 
 # --- patterns and settings ------------------------------------------------------------

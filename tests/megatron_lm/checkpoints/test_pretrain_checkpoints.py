@@ -78,9 +78,8 @@ def test_finetune_takes_the_model_alone(six: tuple[Path, str]) -> None:
     folder, text = six
     again = pretrain(1, f"{RUN} --load {folder} --finetune --train-iters 2")
     assert list(steps(again)) == [1, 2]
-    assert (
-        losses(again)[0] < losses(text)[0] - 0.1
-    )  # of trained weights, at the first of the data
+    # of trained weights, at the first of the data
+    assert losses(again)[0] < losses(text)[0] - 0.1
 
 
 def test_no_load_optim_starts_momentum_anew(six: tuple[Path, str]) -> None:
@@ -120,8 +119,8 @@ def test_a_local_checkpoint_goes_on(algorithm: str, tmp_path: Path) -> None:
         f"{tmp_path}/fast"
     )
     kind += (
-        f" --non-persistent-local-ckpt-algo {algorithm} "
-        "--non-persistent-save-interval 4"
+        f" --non-persistent-local-ckpt-algo {algorithm} --non-persistent-save-interval "
+        "4"
     )
     where = f"--save {tmp_path}/slow --load {tmp_path}/slow --save-interval 100"
     run = f"{RUN} --tensor-model-parallel-size 2 {kind} {where}"
@@ -131,9 +130,8 @@ def test_a_local_checkpoint_goes_on(algorithm: str, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "slow")
     again = steps(pretrain(4, run))
     assert list(again) == [5, 6]
-    assert (
-        again[5] == whole[5]
-    )  # the log has the mean of the first two iterations as its second
+    # the log has the mean of the first two iterations as its second
+    assert again[5] == whole[5]
 
 
 def test_a_pretrained_checkpoint_is_where_a_run_without_one_starts(

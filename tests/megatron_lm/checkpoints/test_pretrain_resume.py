@@ -34,8 +34,7 @@ LAYOUTS = {
     "tp2-pp2-dp2": (
         8,
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-        "--sequence-parallel "
-        "--overlap-grad-reduce --overlap-param-gather",
+        "--sequence-parallel --overlap-grad-reduce --overlap-param-gather",
     ),
 }
 

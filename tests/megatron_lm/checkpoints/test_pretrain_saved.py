@@ -62,9 +62,8 @@ def test_use_checkpoint_args_without_the_plugins_flags(checkpoint: Path) -> None
     """Megatron's own training goes on from it with AdamW, and takes the model's sizes
     from it.
     """
-    model = MODEL.replace(
-        "--num-layers 4 --hidden-size 64", ""
-    )  # Megatron fills what is not given
+    # Megatron fills what is not given
+    model = MODEL.replace("--num-layers 4 --hidden-size 64", "")
     options = (
         f"--bf16 --load {checkpoint} --use-checkpoint-args --no-load-optim "
         "--no-load-rng"

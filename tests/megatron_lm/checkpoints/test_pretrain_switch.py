@@ -118,9 +118,8 @@ def test_adamw_does_not_load_muons_and_with_the_plugin_names_the_flag(
     text = without_plugin(2, ADAM, options(saved, format), fails=True)
     assert "exp_avg" in text and not losses(text), text[-3000:]
     text = without_plugin(2, f"{ADAM} --no-load-optim", options(saved, format))
-    assert (
-        losses(text)[0] == unswitched[0]
-    )  # the weights go on, the schedule starts anew
+    # the weights go on, the schedule starts anew
+    assert losses(text)[0] == unswitched[0]
     assert re.findall(r"learning rate: (\S+)", text)[0] == "9.250000E-03"
 
 
@@ -139,9 +138,8 @@ def test_megatrons_own_muon_to_muon_and_on(tmp_path: Path) -> None:
     path = _path_with(EMERGING)
     saved, copy, third = tmp_path / "saved", tmp_path / "copy", tmp_path / "third"
     tp2 = "--tensor-model-parallel-size 2"
-    whole = (
-        "--dist-ckpt-optim-fully-reshardable" if version() >= (0, 18) else ""
-    )  # AdamW's part
+    # AdamW's part
+    whole = "--dist-ckpt-optim-fully-reshardable" if version() >= (0, 18) else ""
     own = f"--optimizer dist_muon {tp2} {whole}"
     without_plugin(2, own, options(saved, "torch_dist"), **path)
     shutil.copytree(saved, copy)

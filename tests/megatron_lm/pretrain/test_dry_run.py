@@ -34,11 +34,9 @@ pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 GPT = str(CHECKOUT / "pretrain_gpt.py")
 SIZES = (
     "--hidden-size 64 --num-attention-heads 4 --group-query-attention "
-    "--num-query-groups 2 "
-    "--seq-length 32 --max-position-embeddings 32 --position-embedding-type rope "
-    "--bf16 "
-    "--normalization RMSNorm --disable-bias-linear --swiglu "
-    "--untie-embeddings-and-output-weights "
+    "--num-query-groups 2 --seq-length 32 --max-position-embeddings 32 "
+    "--position-embedding-type rope --bf16 --normalization RMSNorm "
+    "--disable-bias-linear --swiglu --untie-embeddings-and-output-weights "
 )
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 
@@ -97,8 +95,7 @@ def test_experts_and_latent_attention_are_transformer_engines() -> None:
         "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 "
         "--qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm --num-experts 4 "
         "--moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-grouped-gemm --num-layers "
-        "2 "
-        f"--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {TP} 2 "
+        f"2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {TP} 2 "
         "--sequence-parallel"
     )
     kernels = "--tp-comm-overlap --fp8-format hybrid --moe-token-dispatcher-type flex"
@@ -155,10 +152,8 @@ def test_a_vlm_is_what_its_script_builds() -> None:
     vlm = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 1024 "
         "--decoder-seq-length 1024 --max-position-embeddings 4096 --img-h 336 --img-w "
-        "336 "
-        "--patch-dim 14 --bf16 --position-embedding-type rope --dataloader-type "
-        "external "
-        "--disable-vision-class-token --ckpt-format torch"
+        "336 --patch-dim 14 --bf16 --position-embedding-type rope --dataloader-type "
+        "external --disable-vision-class-token --ckpt-format torch"
     )
     rows = parameters(routes(str(CHECKOUT / "pretrain_vlm.py"), vlm, MOCK, RUN))
     fc2 = "decoder.layers.1.mlp.linear_fc2.weight"

@@ -170,8 +170,7 @@ def test_gradients_of_interleaved_stages_are_those_of_one_process(
 def test_muon_trains_with_other_matrices_rates_and_clip() -> None:
     flags = (
         "--muon-split *.linear_qkv.*=heads --muon-split-matrices 2 --muon-clip-scope "
-        "adamw "
-        "--muon-lr-mult *.linear_fc1.*=0.5 --muon-wd-mult embedding.*=0"
+        "adamw --muon-lr-mult *.linear_fc1.*=0.5 --muon-wd-mult embedding.*=0"
     )
     text = pretrain(2, MUON, "--bf16", flags)
     by_step = losses(text)
@@ -247,8 +246,8 @@ def tokenised(folder: Path) -> str:
     path = os.pathsep.join(map(str, (CHECKOUT, PYTHON311)))
     done([*command, *tokenizer.split(), "--workers", "1"], PYTHONPATH=path)
     return (
-        f"--data-path {folder}/corpus_text_document "
-        f"--make-vocab-size-divisible-by 16 {tokenizer}"
+        f"--data-path {folder}/corpus_text_document --make-vocab-size-divisible-by 16 "
+        f"{tokenizer}"
     )
 
 

@@ -47,14 +47,13 @@ of_dev = pytest.mark.skipif(not CHUNKED.exists(), reason="no release has it")
 SCRIPT = TESTS / "support" / "te_on_cpu" / "script"
 RUN = (
     f"{MUON} --transformer-impl transformer_engine --normalization RMSNorm "
-    "--disable-bias-linear "
-    "--no-bias-swiglu-fusion --vocab-size 255 --ckpt-format torch_dist "
-    "--dist-ckpt-optim-fully-reshardable"
+    "--disable-bias-linear --no-bias-swiglu-fusion --vocab-size 255 --ckpt-format "
+    "torch_dist --dist-ckpt-optim-fully-reshardable"
 )
 HYBRID = "--mamba-head-dim 16 --mamba-num-groups 4 --mamba-state-dim 16"
 EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
-    "--moe-grouped-gemm --swiglu"
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-grouped-gemm "
+    "--swiglu"
 )
 SHARED = "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate"
 DELTA = (
@@ -68,8 +67,7 @@ LATENT = (
 )
 SPARSE = (  # its rotation, a GPU's kernel, is left out
     "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 "
-    "--dsa-indexer-head-dim 16 "
-    "--dsa-indexer-topk 8 --dsa-indexer-loss-coeff 0.01 "
+    "--dsa-indexer-head-dim 16 --dsa-indexer-topk 8 --dsa-indexer-loss-coeff 0.01 "
     "--no-dsa-indexer-rotate-activation"
 )
 HYPER = "--spec support.models.hyper_connections layer"

@@ -33,8 +33,8 @@ RUNS = {
     ): (
         1,
         "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 "
-        "--exit-signal-handler "
-        "--tensorboard-dir {folder}/tensorboard --log-timers-to-tensorboard",
+        "--exit-signal-handler --tensorboard-dir {folder}/tensorboard "
+        "--log-timers-to-tensorboard",
     ),
     "W&B offline": (
         1,
@@ -44,16 +44,15 @@ RUNS = {
     "decoupled lr, start and end weight decay, evaluation, rerun state machine": (
         1,
         "--decoupled-lr 1e-3 --decoupled-min-lr 1e-4 "
-        "--untie-embeddings-and-output-weights "
-        "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style "
-        "linear "
-        "--eval-interval 2 --rerun-mode validate_results",
+        "--untie-embeddings-and-output-weights --start-weight-decay 0.01 "
+        "--end-weight-decay 0.1 --weight-decay-incr-style linear --eval-interval 2 "
+        "--rerun-mode validate_results",
     ),
     "deterministic mode, full recompute, no check for NaN in loss and gradient": (
         1,
         "--deterministic-mode --no-check-for-nan-in-loss-and-grad "
-        "--recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 1",
+        "--recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
     ),
     "--ddp-bucket-size with both overlaps, --ddp-average-in-collective": (
         2,
@@ -68,19 +67,15 @@ RUNS = {
         "--num-distributed-optimizer-instances 2",
     ),
     "--fp16": (1, "--fp16 --initial-loss-scale 65536"),
-    "--enable-hyper-connections": (
-        2,
-        "--enable-hyper-connections",
-    ),  # fp32 weights in a bf16 model
+    # fp32 weights in a bf16 model
+    "--enable-hyper-connections": (2, "--enable-hyper-connections"),
     "--optimizer-cpu-offload --use-precision-aware-optimizer": (
         1,
         "--optimizer-cpu-offload --use-precision-aware-optimizer",
     ),
     "--use-torch-fsdp2": (2, "--use-torch-fsdp2"),
-    "--eval-interval 0": (
-        1,
-        "--eval-interval 0",
-    ),  # Megatron divides by it, with AdamW, too
+    # Megatron divides by it, with AdamW, too
+    "--eval-interval 0": (1, "--eval-interval 0"),
     "--fp8-param-gather": (1, "--fp8-format e4m3 --fp8-param-gather"),
 }
 _ALONE = ("--use-precision-aware-optimizer", "--use-custom-fsdp", "--use-megatron-fsdp")
@@ -145,9 +140,8 @@ def test_an_option_runs(row: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", REFUSED)
 def test_an_option_is_refused(row: str, tmp_path: Path) -> None:
     processes, options = options_of(row, tmp_path)
-    more = (
-        {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if "fsdp" in row else {}
-    )  # Megatron wants that
+    # Megatron wants that
+    more = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if "fsdp" in row else {}
     text = pretrain(processes, MUON, options, fails=True, **more)
     error = (
         r"(?:^|\]: )\w+(?:Error|Exception): (.*(?:\n  --.*)*)"  # a list of options, too

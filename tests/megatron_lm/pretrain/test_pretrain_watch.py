@@ -111,8 +111,7 @@ def test_a_run_with_an_infinite_momentum_ends_after_lines_of_megatrons_log() -> 
         f"[megatron_muon] step {at}" for at in (2, 4, 6)
     ]
     assert f"[megatron_muon] step 2: the momentum of {name} is not finite" in text
-    assert (
-        text.count(f"FloatingPointError: {name}: the direction was not finite") == 2
-    )  # on both ranks
+    # on both ranks
+    assert text.count(f"FloatingPointError: {name}: the direction was not finite") == 2
     assert {2, 4} <= steps(text).keys() and 6 not in steps(text)
     assert all(map(math.isfinite, losses(text)))

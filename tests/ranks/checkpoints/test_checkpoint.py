@@ -64,10 +64,8 @@ MULTIPLIED = replace(BF16, muon=(("lr_mults", FACTORS), ("wd_mults", FACTORS)))
 DP2 = Topology(dp=2)
 EP2 = Topology(dp=2, ep=2)
 KINDS = {
-    "fp32": (
-        FP32,
-        Topology(dp=3, overlap=True),
-    ),  # main parameters are views of the model's
+    # main parameters are views of the model's
+    "fp32": (FP32, Topology(dp=3, overlap=True)),
     "fp16": (FP16, Topology(tp=2, dp=2)),
     "experts": (MOE, EP2),
     # they share a loss scale
@@ -152,10 +150,8 @@ OTHER_SHAPES = {
     "mla-mtp": (replace(BF16, mla="duplicated", mtp=True), Topology(tp=2, dp=2)),
     "legacy-experts": (replace(MOE, grouped="legacy", gated=True), LEGACY),
     "cp": (BF16, Topology(cp=2, dp=2)),
-    "frozen-stage": (
-        FROZEN_STAGE,
-        Topology(pp=2, dp=2),
-    ),  # before core 0.14 its ranks have stubs
+    # before core 0.14 its ranks have stubs
+    "frozen-stage": (FROZEN_STAGE, Topology(pp=2, dp=2)),
 }
 
 

@@ -170,9 +170,8 @@ def test_half_products_are_fp32_products_rounded_once(dtype: torch.dtype) -> Non
     )
     got = torch.baddbmm(c, a, b, beta=0.5, alpha=2.0)
     assert torch.equal(got, torch.baddbmm(C, A, B, beta=0.5, alpha=2.0).to(dtype))
-    nan = torch.full_like(
-        c, float("nan")
-    )  # Megatron hands an uninitialised buffer with beta=0
+    # Megatron hands an uninitialised buffer with beta=0
+    nan = torch.full_like(c, float("nan"))
     assert torch.equal(
         torch.baddbmm(nan, a, b, beta=0.0, alpha=0.5), ((A @ B) * 0.5).to(dtype)
     )
@@ -201,9 +200,8 @@ def test_step_is_an_int_in_each_group() -> None:
     for _ in range(2):
         optimizer.step()
     assert [group["step"] for group in optimizer.param_groups] == [2, 2]
-    assert torch.equal(
-        b.detach(), torch.ones(2, 2).bfloat16()
-    )  # no gradient: state, no move
+    # no gradient: state, no move
+    assert torch.equal(b.detach(), torch.ones(2, 2).bfloat16())
     assert set(optimizer.state[b]) == {"exp_avg", "exp_avg_sq"}
     assert optimizer.state[b]["exp_avg"].dtype is torch.float32
 

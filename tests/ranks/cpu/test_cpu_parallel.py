@@ -84,9 +84,8 @@ def freeing_what_is_still_sent() -> Iterator[None]:
     def asking_to_free(model: Any) -> Any:
         config = config_of(model)
         config.deallocate_pipeline_outputs = True
-        config.overlap_p2p_comm_warmup_flush = (
-            config.overlap_p2p_comm
-        )  # waits for no send at all
+        # waits for no send at all
+        config.overlap_p2p_comm_warmup_flush = config.overlap_p2p_comm
         return config
 
     with late_sends(), mock.patch.object(schedules, "get_model_config", asking_to_free):

@@ -305,9 +305,8 @@ def _into_muon(folder: str, spoils: bool) -> list[str]:
         if not spoils:
             raise ZeroDivisionError
         with torch.no_grad():
-            next(iter(built.params.values())).mul_(
-                2.0
-            )  # main parameters do not round to it
+            # main parameters do not round to it
+            next(iter(built.params.values())).mul_(2.0)
     step = partial(take_step, built, 0)
     saves = partial(save, built, f"{folder}/muon", format)
     errors = [error_of(step), error_of(saves)]

@@ -118,11 +118,8 @@ def _step_with_a_failing_rank(
         ("muon/gather", "stop", Topology(tp=2, dp=2)),
         ("muon/scatter", "raise", Topology(tp=2, dp=2)),
         ("muon/scatter", "stop", Topology(tp=2, dp=2)),
-        (
-            "muon/gather",
-            "stop",
-            Topology(tp=2, dp=2, instances=2),
-        ),  # a group of our own
+        # a group of our own
+        ("muon/gather", "stop", Topology(tp=2, dp=2, instances=2)),
         ("muon/turn", "raise", Topology(dp=4)),
         ("muon/share", "stop", Topology(tp=2, dp=2)),
     ],

@@ -52,8 +52,8 @@ REFUSED: dict[str, tuple[Case, str, Any, str]] = {
         ADAM,
         "model.qk_layernorm",
         True,
-        "qk_clip (--muon-qk-clip) with qk_layernorm (--qk-layernorm): "
-        f"{NAME} normalizes queries and keys after their projection",
+        f"qk_clip (--muon-qk-clip) with qk_layernorm (--qk-layernorm): {NAME} "
+        "normalizes queries and keys after their projection",
     ),
     "window": (MUON, "softmax.window_size", (8, 0), f"{NAME} has window_size=(8, 0)"),
     "another attention": (

@@ -163,9 +163,8 @@ def test_adamw_waits_for_no_rank_and_muon_for_no_adamw() -> None:
     assert run(_error_of_comparing, 2, "adam", "nobody", timeout=30.0)[0] == "no error"
     assert run(_error_of_comparing, 2, "adam", "adam", timeout=30.0) == ["no error"] * 2
     adam, muon = run(_error_of_comparing, 2, "adam", "muon", timeout=30.0)
-    assert (
-        adam == "no error"
-    )  # it is in Megatron's hands by then, and ends when the other does
+    # it is in Megatron's hands by then, and ends when the other does
+    assert adam == "no error"
     assert (
         "first at optimizer: rank 1 of the run has muon where rank 0 has adam" in muon
     )

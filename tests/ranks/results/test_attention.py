@@ -211,8 +211,7 @@ def test_a_fused_weight_whose_rows_are_not_known_is_named_in_one_line_of_the_run
     assert [line for line in said if "qkv" in line] == [
         "[megatron_muon] split_qkv (--muon-no-split-qkv) has no effect on "
         "decoder.layers.*.attention.qkv.weight (in Holder): the order of rows is known "
-        "only of "
-        "Megatron's SelfAttention and CrossAttention, so each is one matrix"
+        "only of Megatron's SelfAttention and CrossAttention, so each is one matrix"
     ]
     said = [
         line

@@ -117,9 +117,8 @@ def test_roundings_to_bf16_are_exact_in_the_mean_and_differ_by_step() -> None:
     states.start_state(exact, (MOMENTUM_KEY,))
     errors = []
     for step in range(steps):
-        adam.param_groups[0]["step"] = (
-            step or None
-        )  # core 0.14 has none before a first step
+        # core 0.14 has none before a first step
+        adam.param_groups[0]["step"] = step or None
         states.begin()
         with mock.patch.object(rounded, "AT_ONCE", 1 + 200 * step):
             states.put(exact, "exp_avg", exact.clone())
@@ -149,9 +148,8 @@ def test_newton_schulz_gets_the_momentum_before_it_is_rounded() -> None:
             assert not torch.equal(rounded, exact), name
             off = MOST_OFF * exact.abs().max() if case == INT8 else ULP * exact.abs()
             assert ((rounded - exact).abs() <= off).all(), name
-        assert differences(
-            {"main": later["main"]}, {"main": both["main"]}
-        )  # by the second step
+        # by the second step
+        assert differences({"main": later["main"]}, {"main": both["main"]})
 
 
 MOE = {"moe": True}

@@ -193,10 +193,8 @@ def _both(moe: bool, topology: Topology) -> tuple[Any, Any]:
     ("moe", "topology"),
     [
         (False, Topology(tp=2, dp=2, overlap=True)),
-        (
-            False,
-            Topology(pp=2, dp=2),
-        ),  # layer 1, and so some groups, are on one stage only
+        # layer 1, and so some groups, are on one stage only
+        (False, Topology(pp=2, dp=2)),
         (True, Topology(dp=2, ep=2)),
     ],
     ids=["tp2-dp2", "pp2-dp2", "experts"],
@@ -210,12 +208,10 @@ def test_rates_and_decays_are_those_of_megatrons_groups(
     results = run(_both, topology.world_size, moe, topology)
     for (megatrons, _), (ours, _) in results:
         assert megatrons == ours
-    all_rates = [
-        sorted(rates) for _, (_, rates) in results
-    ]  # up to 0.14 ranks differ in order
-    assert all(
-        rates == all_rates[0] for rates in all_rates
-    )  # the same groups on every rank
+    # up to 0.14 ranks differ in order
+    all_rates = [sorted(rates) for _, (_, rates) in results]
+    # the same groups on every rank
+    assert all(rates == all_rates[0] for rates in all_rates)
     assert {rate[:2] for rate in all_rates[0]} >= {(3 * case.lr, 0.5), (case.lr, 1.0)}
 
 

@@ -20,9 +20,8 @@ from support.models.gpt import Case, Topology, check, differences, start, traine
 from support.ranks import run
 from support.small_squares import rows_of_small_squares
 
-BASE = Case(
-    steps=2, ffn=264, vocab=144
-)  # fc1 is 264 x 96 and tall, fc2 96 x 264 and wide
+# fc1 is 264 x 96 and tall, fc2 96 x 264 and wide
+BASE = Case(steps=2, ffn=264, vocab=144)
 
 
 def _shared(case: Case, ranks: int, **muon: Any) -> Case:
@@ -49,20 +48,14 @@ def _matrices(case: Case, topology: Topology) -> list[tuple[str, int, int, int]]
         (_shared(BASE, 2), Topology(1, 2, 2)),
         (_shared(BASE, 2), Topology(2, 1, 1)),  # fc2's column parts are its strips
         (_shared(BASE, 4), Topology(2, 1, 2)),  # fc2 is turned, from column parts
-        (
-            _shared(BASE, 5),
-            Topology(2, 1, 3),
-        ),  # uneven rows and columns, one rank without a strip
-        (
-            _shared(TP4, 2, ns_dtype="fp32"),
-            Topology(4, 1, 1),
-        ),  # a strip of two column parts
+        # uneven rows and columns, one rank without a strip
+        (_shared(BASE, 5), Topology(2, 1, 3)),
+        # a strip of two column parts
+        (_shared(TP4, 2, ns_dtype="fp32"), Topology(4, 1, 1)),
         (_shared(BASE, 4), Topology(1, 1, 4)),
         (_shared(BASE, 4), Topology(1, 1, 2)),  # two strips on each rank
-        (
-            _shared(BASE, 5),
-            Topology(1, 1, 3),
-        ),  # strips of 52 and 53 rows, two ranks with two
+        # strips of 52 and 53 rows, two ranks with two
+        (_shared(BASE, 5), Topology(1, 1, 3)),
         (_shared(GATED, 4), Topology(1, 1, 6)),  # two ranks without a strip
         (_shared(BASE, 2, ns_iteration="gram"), Topology(1, 1, 2)),
         (_shared(BASE, 3, ns_dtype="fp32"), Topology(1, 1, 3)),

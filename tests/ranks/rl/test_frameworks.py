@@ -106,9 +106,8 @@ def _made_by_verl(case: Case, topology: Topology) -> Built:
     settings |= {"weight_decay": case.weight_decay, "override_optimizer_config": betas}
     with installed(megatron_muon.MuonConfig(**dict(case.muon))):
         built = build(case, topology)
-        sys.modules.pop(
-            "verl.utils.megatron.optimizer", None
-        )  # its engine imports it here
+        # its engine imports it here
+        sys.modules.pop("verl.utils.megatron.optimizer", None)
         theirs = _module("verl", "verl.utils.megatron.optimizer")
         config = theirs.init_megatron_optim_config(OmegaConf.create(settings))
         built.optimizer = theirs.get_megatron_optimizer(built.chunks, config)

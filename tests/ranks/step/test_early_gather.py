@@ -41,9 +41,8 @@ DENSE = Case(muon=EARLY)
 EXPERTS = Case(muon=EARLY, moe=True)
 UNSET = Case(muon=(ROUNDS,))
 FAST = Case(muon=(ROUNDS, ("preset", "fast")))
-IN_BUCKETS = Topology(
-    dp=3, overlap=True, bucket_size=30_000
-)  # the first has some matrices
+# the first has some matrices
+IN_BUCKETS = Topology(dp=3, overlap=True, bucket_size=30_000)
 
 
 IN_STAGES = Topology(pp=2, dp=2, overlap=True)
@@ -214,18 +213,10 @@ def test_gathers_start_within_the_step(which: str) -> None:
 @pytest.mark.parametrize(
     ("case", "bucket_size", "kinds", "started"),
     [
-        (
-            replace(EXPERTS, muon=(ON,)),
-            1_000_000,
-            "rgrg",
-            [0, 1],
-        ),  # while the experts step
-        (
-            EXPERTS,
-            60_000,
-            "rrrgrrgrrrrg",
-            [1, 0, 2],
-        ),  # five dense rounds, then the experts'
+        # while the experts step
+        (replace(EXPERTS, muon=(ON,)), 1_000_000, "rgrg", [0, 1]),
+        # five dense rounds, then the experts'
+        (EXPERTS, 60_000, "rrrgrrgrrrrg", [1, 0, 2]),
     ],
     ids=["one round each", "one more before experts step"],
 )

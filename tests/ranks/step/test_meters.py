@@ -275,9 +275,8 @@ def test_the_inner_step_calls_nothing_but_the_exchange(
         names = [name for name, _, _ in rank["calls"]]
         assert set(names) <= SENDS
         others = max((size for _, _, size in rank["calls"]), default=1) - 1
-        shared = rank[
-            "shared"
-        ]  # two to turn it, three of numbers, two for each sum, gathers
+        # two to turn it, three of numbers, two for each sum, gathers
+        shared = rank["shared"]
         assert names.count("isend") <= (2 * rank["optimizers"] + shared) * others
     if len(counted) > 2:
         assert any(rank["calls"] for rank in counted)
@@ -288,9 +287,8 @@ def test_flops_are_torchs_count_and_every_matrix_is_done_once(
 ) -> None:
     for rank in counted:
         assert rank["flops"] == rank["meter"][1] == rank["plan"][1]
-        assert (
-            rank["steps"] == 3 and rank["whole_step"] == rank["meter"]
-        )  # which is of one step
+        # which is of one step
+        assert rank["steps"] == 3 and rank["whole_step"] == rank["meter"]
     for stage in {rank["stage"] for rank in counted}:
         ranks = [rank for rank in counted if rank["stage"] == stage]
         assert sum(rank["meter"][0] for rank in ranks) == ranks[0]["stage_matrices"]

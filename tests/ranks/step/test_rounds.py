@@ -45,9 +45,8 @@ from support.rounds import silent_rounds
 from support.runs.whole import differences
 
 CASE = Case(layers=2, steps=2)
-SMALL = replace(
-    CASE, muon=(("round_bytes", 20_000),)
-)  # a fc1 has 98 kB, a projection 11 kB
+# a fc1 has 98 kB, a projection 11 kB
+SMALL = replace(CASE, muon=(("round_bytes", 20_000),))
 ALONE = replace(CASE, muon=(("round_bytes", 1),))
 
 LOADS = st.dictionaries(st.integers(0, 3), st.integers(1, 50), min_size=1, max_size=4)
@@ -134,11 +133,8 @@ def test_the_time_of_rounds_is_that_of_a_pipeline() -> None:
     assert pipeline_time([(0, 1)], [small, large], 2) == 20
     assert pipeline_time([(0,), (1,)], [small, large], 2) == 15
     assert pipeline_time([], [], 2) == 0
-    beside = [
-        small,
-        large,
-        Demand({1: 30}, {}),
-    ]  # another home's own work is waited for by none
+    # another home's own work is waited for by none
+    beside = [small, large, Demand({1: 30}, {})]
     assert pipeline_time([(0,), (1, 2)], beside, 2) == 30
 
 

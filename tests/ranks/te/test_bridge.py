@@ -82,9 +82,8 @@ def _recipes() -> Any:
     import megatron.bridge
     from megatron.bridge.training import config as bridge
 
-    recipes = types.ModuleType(
-        "megatron.bridge.recipes"
-    )  # itself imports all, diffusion too
+    # itself imports all, diffusion too
+    recipes = types.ModuleType("megatron.bridge.recipes")
     recipes.__path__ = [f"{megatron.bridge.__path__[0]}/recipes"]
     sys.modules.setdefault(recipes.__name__, recipes)
     from megatron.bridge.recipes.kimi.h100.kimi_k2 import _apply_kimi_k2_optimizer

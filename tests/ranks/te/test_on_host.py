@@ -83,9 +83,8 @@ _OFFLOADS = {ON_HOST[0], "overlap_cpu_optimizer_d2h_h2d", "optimizer_offload_fra
 def _check_same(one: Whole, other: Whole, case: Case) -> None:
     """Muon's in bits. Torch's AdamW on a CPU rounds a tail otherwise than a vector."""
     muons = muon_weights(case)
-    kinds = ("main", "exp_avg", "params")[
-        : 2 if VERSION < (0, 13) else 3
-    ]  # weights by halves
+    # weights by halves
+    kinds = ("main", "exp_avg", "params")[: 2 if VERSION < (0, 13) else 3]
     bits = [
         {k: {n: whole[k][n] for n in muons} for k in kinds} for whole in (one, other)
     ]

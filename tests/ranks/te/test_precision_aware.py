@@ -95,9 +95,8 @@ def _of_optimizer(held: Whole) -> Whole:
         {"narrow": WHOLE},
         {"narrow": SHARDS},
         {"islands": ("*fc1*",)},
-        {
-            "fp32_grads": False
-        },  # clipped, they would be rounded to bf16 again, as AdamW's are
+        # clipped, they would be rounded to bf16 again, as AdamW's are
+        {"fp32_grads": False},
         MOE,
         {**IN_FP16, "clip": 1.0},
     ],
@@ -403,9 +402,8 @@ def _with_nan() -> str:
     write_grads(built, 0)
     built.params["decoder.final_layernorm.weight"].main_grad.fill_(float("nan"))
     said = error_of(built.optimizer.step)
-    return (
-        error_of(built.optimizer.step) if said == "no error" else said
-    )  # of a late norm
+    # of a late norm
+    return error_of(built.optimizer.step) if said == "no error" else said
 
 
 def test_gradients_that_are_not_finite_are_named() -> None:

@@ -257,9 +257,8 @@ def test_another_topology(
             for runs in (before, after)
         )
         assert differences(one, other) == []
-    assert differences(
-        one, of_optimizer(whole([held[0] for held in after]))
-    )  # the steps did something
+    # the steps did something
+    assert differences(one, of_optimizer(whole([held[0] for held in after])))
 
 
 def _switched(case: Case, format: str, folder: str, change: float) -> str:

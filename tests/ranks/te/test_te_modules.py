@@ -37,10 +37,8 @@ CASES = (
 KEYS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce")
 LAYER = "decoder.layers.0."
 MARKS_GROUPED = te_on_cpu.TE is not None and te_on_cpu.TE < (2, 13)
-KNOWS_DUPLICATES = VERSION >= (
-    0,
-    19,
-)  # Megatron's own marks, whatever Transformer Engine's are
+# Megatron's own marks, whatever Transformer Engine's are
+KNOWS_DUPLICATES = VERSION >= (0, 19)
 CUTS_DOWN = VERSION < (0, 13)  # as column-parallel, and so marked
 
 

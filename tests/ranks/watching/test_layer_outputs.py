@@ -27,10 +27,8 @@ pytestmark = pytest.mark.skipif(
     reason="the model is built with vp_stage; test_pretrain_watch.py has core 0.12",
 )
 DENSE = replace(MODEL, steps=2, optimizer="muon")
-LAST = [
-    "decoder.final_layernorm",
-    "output_layer",
-]  # of the last stage; TP cuts the logits
+# of the last stage; TP cuts the logits
+LAST = ["decoder.final_layernorm", "output_layer"]
 RUNS = [(DENSE, spread(tp=2, dp=2)), (replace(DENSE, recompute=True), spread(pp=2))]
 
 

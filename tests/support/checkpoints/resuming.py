@@ -28,7 +28,6 @@ def check(
     results = run(resumed, size, *args, timeout=limit)
     for rank, result in enumerate(results):
         assert result["differences"] == [], f"rank {rank}"
-        assert result["moved"] or not result["held"]["shards"], (
-            f"rank {rank}"
-        )  # none: all frozen
+        # none: all frozen
+        assert result["moved"] or not result["held"]["shards"], f"rank {rank}"
     return results

@@ -159,10 +159,8 @@ def load(built: Built, folder: str, format: str, parallel: bool = False) -> None
             built.optimizer.load_state_dict(loaded["optimizer"])
 
 
-VERLS, AREALS = (
-    "verl's",
-    "AReaL's",
-)  # formats: what Megatron takes where nothing is said
+# formats: what Megatron takes where nothing is said
+VERLS, AREALS = ("verl's", "AReaL's")
 
 
 def sharded(built: Built, format: str, is_loading: bool) -> dict[str, Any]:

@@ -96,8 +96,8 @@ def peak(expected: PredictedStep, ranks: Sequence[Measured]) -> list[Figure]:
             least=0.9,
             most=1.1,
             corrects=(
-                "`virtual_gpu/memory.py`; cuBLAS' workspaces and "
-                "fragmentation are not in it."
+                "`virtual_gpu/memory.py`; cuBLAS' workspaces and fragmentation are not "
+                "in it."
             ),
         )
         for report, measured in zip(expected.reports, ranks, strict=True)

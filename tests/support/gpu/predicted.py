@@ -27,9 +27,8 @@ class PredictedStep:
     """The predictions of a step."""
 
     sent: list[int]  # bytes that each rank sends in the exchange, by the plan
-    reports: list[
-        RankReport
-    ]  # what each rank does, on the virtual GPU; empty for a CPU
+    # what each rank does, on the virtual GPU; empty for a CPU
+    reports: list[RankReport]
     price: Callable[[Hardware], StepTime]  # the step's times on some hardware
 
 

@@ -141,9 +141,8 @@ def bits(x: Tensor) -> Tensor:
 
 def main() -> None:
     interpreter._convert_float = as_torch_casts
-    of_torch = (
-        fused_kernels.OF_TORCH
-    )  # the compiler makes them constants, the interpreter does not
+    # the compiler makes them constants, the interpreter does not
+    of_torch = fused_kernels.OF_TORCH
     fused_kernels.OF_TORCH = {
         key: tl.constexpr(value) for key, value in of_torch.items()
     }

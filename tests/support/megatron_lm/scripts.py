@@ -24,11 +24,9 @@ needs_checkout: Any = pytest.mark.skipif(
 # The mock data of 0.12 to 0.15 has tokens up to 8190, whatever the vocabulary is.
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention "
-    "--num-query-groups 2 --seq-length 32 "
-    "--max-position-embeddings 32 --position-embedding-type rope --transformer-impl "
-    "local "
-    "--attention-dropout 0 --hidden-dropout 0 --attention-backend unfused "
-    "--no-rope-fusion "
+    "--num-query-groups 2 --seq-length 32 --max-position-embeddings 32 "
+    "--position-embedding-type rope --transformer-impl local --attention-dropout 0 "
+    "--hidden-dropout 0 --attention-backend unfused --no-rope-fusion "
     "--no-gradient-accumulation-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion "
     "--no-masked-softmax-fusion --no-persist-layer-norm"
 )
@@ -38,16 +36,14 @@ MOCK = (
 )
 RUN = (
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-2 --min-lr "
-    "1e-3 "
-    "--lr-decay-iters 6 --weight-decay 0.1 --clip-grad 1.0 --split 90,5,5 "
+    "1e-3 --lr-decay-iters 6 --weight-decay 0.1 --clip-grad 1.0 --split 90,5,5 "
     "--log-interval 1 --eval-iters 1 --eval-interval 100 --distributed-backend gloo"
 )
 # A script with the CPU runtime and without the plugin.
 CPU_ALONE = (
-    "import sys, runpy; import megatron_muon.cpu as cpu; cpu.enable(); "
-    "import megatron_muon.cpu.training as training; training.enable(); sys.argv = "
-    "sys.argv[1:]; "
-    "runpy.run_path(sys.argv[0], run_name='__main__')"
+    "import sys, runpy; import megatron_muon.cpu as cpu; cpu.enable(); import "
+    "megatron_muon.cpu.training as training; training.enable(); sys.argv = "
+    "sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 # Where a script finds Megatron without the launcher; last what a fork imports.
 MORE = [*filter(None, [os.environ.get("PYTHONPATH")])]
@@ -55,8 +51,7 @@ PATHS = {"PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, ROOT, PYTHON311, *MOR
 MUON = "--optimizer muon --use-distributed-optimizer"
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
-    "--disable-bias-linear "
-    "--expert-model-parallel-size 2"
+    "--disable-bias-linear --expert-model-parallel-size 2"
 )
 
 

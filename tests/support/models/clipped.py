@@ -53,9 +53,8 @@ def set_logits(built: Built, step: int, dtype: torch.dtype) -> float:
     for attention in attentions(built):
         whole = largest_logits(case, attention.layer_number, step).to(dtype)
         largest = max(largest, whole.max().item())
-        here = (
-            torch.arange(case.heads) % ranks == rank
-        )  # each head's largest is on one rank
+        # each head's largest is on one rank
+        here = torch.arange(case.heads) % ranks == rank
         mine = torch.where(here, whole, BELOW * whole).chunk(tp)[built.tp_rank]
         attention.core_attention.current_max_attn_logits = mine.clone()
     return largest
@@ -144,9 +143,8 @@ def _clip_by_hand(case: Case, attention: Any) -> None:
         1,
     ]
     linear = attention.linear_qkv
-    clipped = (
-        [linear.weight] if case.qk_clip else [linear.weight, linear.bias]
-    )  # as Megatron does
+    # as Megatron does
+    clipped = [linear.weight] if case.qk_clip else [linear.weight, linear.bias]
     for weight in (copy for each in clipped for copy in _copies(each)):
         whole = weight.view(groups, sum(parts) * size, -1)  # a bias has one column
         for group in range(groups):

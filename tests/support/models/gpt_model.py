@@ -314,9 +314,8 @@ def gpt(case: Case, config: Any, vp_stage: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     if vp_stage is not None:
-        ps.set_virtual_pipeline_model_parallel_rank(
-            vp_stage
-        )  # core 0.12 knows no other way
+        # core 0.12 knows no other way
+        ps.set_virtual_pipeline_model_parallel_rank(vp_stage)
     chunk = {} if VERSION < (0, 13) else {"vp_stage": vp_stage}
     spec = layer_spec(case, config, chunk)
     mtp = None
@@ -418,10 +417,8 @@ def _split_dim(name: str, param: torch.nn.Parameter, case: Case) -> int | None:
         if ".linear_fc1." in name:
             return 0
         return 1 if param.dim() == 2 else None
-    cut_by_te = takes_te(case) and VERSION < (
-        0,
-        13,
-    )  # Megatron has them column-parallel there
+    # Megatron has them column-parallel there
+    cut_by_te = takes_te(case) and VERSION < (0, 13)
     if case.mla == "duplicated" and name.endswith(DOWN_PROJECTIONS) and not cut_by_te:
         return None
     if name.endswith((".softmax_offset", ".mixer.norm.weight")):

@@ -257,9 +257,8 @@ def whole_weight(case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
         inner = (shape[2], shape[1])
         return torch.stack([whole_weight(case, one, inner).T for one in experts])
     noise = 0.05 * _normal(shape, case.seed, name)
-    one = (
-        1.0 if name.endswith(("norm.weight", "norm_weight")) else 0.0
-    )  # fused into a linear, too
+    # fused into a linear, too
+    one = 1.0 if name.endswith(("norm.weight", "norm_weight")) else 0.0
     return (one + noise).to(case.dtype).float()
 
 

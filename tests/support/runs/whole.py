@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
-Whole = dict[
-    str, dict[str, Tensor]
-]  # kind ("params", "main", "exp_avg", …) → TP 1 name → tensor
+# kind ("params", "main", "exp_avg", …) → TP 1 name → tensor
+Whole = dict[str, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)

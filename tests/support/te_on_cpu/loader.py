@@ -76,9 +76,8 @@ class _Loader(Loader):
         assert module.__file__ is not None
         _put_stub(Path(module.__file__).parent)
         os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
-        os.environ.setdefault(
-            "NVTE_PROJECT_BUILDING", "1"
-        )  # its common/ then loads no CUDA library
+        # its common/ then loads no CUDA library
+        os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")
         common: Any = importlib.import_module(f"{PACKAGE}.common")
         common.load_framework_extension = lambda framework: None
         self.own.exec_module(module)

@@ -9,11 +9,8 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
-DTYPES = {
-    4: torch.float32,
-    5: torch.float16,
-    6: torch.bfloat16,
-}  # by the numbers of ``DType``
+# by the numbers of ``DType``
+DTYPES = {4: torch.float32, 5: torch.float16, 6: torch.bfloat16}
 
 
 def written(

@@ -122,8 +122,7 @@ def unaligned(calls: Iterable[RecordedCollective]) -> list[str]:
     """
     return [
         f"{call.phase}: {message.nbytes:,} B {towards} rank {message.peer} start "
-        f"{message.start:,} "
-        "B into their buffer, which is no multiple of 16"
+        f"{message.start:,} B into their buffer, which is no multiple of 16"
         for call in calls
         for towards, messages in (("to", call.sends), ("from", call.receives))
         for message in messages
@@ -152,8 +151,7 @@ def _said(
     towards = "to" if sender == rank else "from"
     return (
         f"rank {rank} of the stage {does} {_size(seen, at)} {towards} rank {other} as "
-        "message "
-        f"{at}, where by the plan rank {other} {others} {_size(wanted, at)} "
+        f"message {at}, where by the plan rank {other} {others} {_size(wanted, at)} "
         f"({len(seen)} messages, {len(wanted)} planned)"
     )
 

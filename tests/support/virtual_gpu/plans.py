@@ -28,8 +28,7 @@ LLAMA_8B, LLAMA_70B, LLAMA_405B, QWEN3_30B = (
 )
 GPT = (
     "--bf16 --use-distributed-optimizer --seq-length 1024 --max-position-embeddings "
-    "1024 "
-    "--padded-vocab-size 50304 "
+    "1024 --padded-vocab-size 50304 "
 )
 GPT_340M = GPT + "--num-layers 12 --hidden-size 1536 --num-attention-heads 12 "
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather "

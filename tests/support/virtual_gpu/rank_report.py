@@ -29,9 +29,8 @@ class RankReport:
     # calls in ``optimizer.step()`` in which the host waits for the GPU.
     host_waits: tuple[str, ...]
     state: dict[str, int]  # bytes by kind when the step begins
-    peak: dict[
-        str, int
-    ]  # bytes above the state by kind, at the moment when they are most
+    # bytes above the state by kind, at the moment when they are most
+    peak: dict[str, int]
     connections: int  # ranks that the exchange connects to while the optimizer is built
     late_connections: (
         int  # ranks that a step exchanges with and that were not connected then

@@ -10,9 +10,8 @@ from support.virtual_gpu.races import Clock, collectives_and_clocks
 from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.trace import RecordedCollective, RecordedMessage
 
-Node = tuple[
-    int, int
-]  # a rank of the world, and the number of a collective among its own
+# a rank of the world, and the number of a collective among its own
+Node = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)

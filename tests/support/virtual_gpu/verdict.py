@@ -139,13 +139,11 @@ class StageKind:
     """Pipeline stages that are alike; the first of them stands for all."""
 
     stages: tuple[int, ...]  # their numbers
-    members: tuple[
-        int, ...
-    ]  # world ranks of the first of them, in all optimizer instances
+    # world ranks of the first of them, in all optimizer instances
+    members: tuple[int, ...]
     chosen: tuple[int, ...]  # those that are looked at
-    plans: tuple[
-        ExchangePlan, ...
-    ]  # of its optimizers, in the order in which they step
+    # of its optimizers, in the order in which they step
+    plans: tuple[ExchangePlan, ...]
 
 
 def stage_kinds(flags: Namespace, run: Settled) -> list[StageKind]:

@@ -196,9 +196,8 @@ WINDOWS = st.sampled_from([0.0, 0.02, 0.3, 0.5])
 @given(LOSSES, st.integers(0, 1), WINDOWS)
 @example(LATE_RISE, 1, 0.02)
 @example([3.0, 2.5, 2.0, 2.0, 2.0, 2.0], 1, 0.0)  # level from its third step on
-@example(
-    power_law(2.0, 200).losses.tolist(), 1, 0.5
-)  # the last block's centre is step 150.5
+# the last block's centre is step 150.5
+@example(power_law(2.0, 200).losses.tolist(), 1, 0.5)
 @example([3.0, 2.0], 0, 0.0)  # a validation loss before training
 def test_a_run_has_no_lead_over_itself(
     losses: list[float], start: int, window: float

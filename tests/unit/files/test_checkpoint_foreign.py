@@ -61,9 +61,8 @@ def test_each_writer_is_known() -> None:
     assert not is_megatrons(KEYS[:4], sgd, []) and not is_megatrons([], sgd, [])
 
 
-FP32 = {
-    number: state["optimizer"] for number, state in STATES.items()
-}  # torch's own state dicts
+# torch's own state dicts
+FP32 = {number: state["optimizer"] for number, state in STATES.items()}
 
 
 @pytest.mark.parametrize(

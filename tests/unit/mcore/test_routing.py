@@ -152,9 +152,8 @@ def test_an_experts_matrix_is_whole_over_expert_tp_ranks() -> None:
     assert why_adamw(fc2, 2, MuonConfig()) is None
     other = _one(f"{EXPERTS}local_experts.0.gate.weight", _weight(1, 4), "Whatever")
     assert not _is_unknown(other, 1, MuonConfig())  # a vector
-    assert _is_unknown(
-        other, 2, MuonConfig()
-    )  # how TP splits it is not known: it is named
+    # how TP splits it is not known: it is named
+    assert _is_unknown(other, 2, MuonConfig())
 
 
 @pytest.mark.parametrize("local", [1, 4])
@@ -306,11 +305,8 @@ def test_a_qkv_of_another_shape_is_refused(local_rows: int, tp_size: int) -> Non
         (None, 1, True),
         ("duplicated", 1, True),
         ("column", 2, False),
-        (
-            None,
-            2,
-            False,
-        ),  # Megatron's shared experts that overlap are split all the same
+        # Megatron's shared experts that overlap are split all the same
+        (None, 2, False),
     ],
 )
 def test_a_replicated_linear_is_known_by_its_module_not_by_its_marks(

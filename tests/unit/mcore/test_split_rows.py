@@ -110,10 +110,8 @@ def test_a_split_of_ones_own_needs_sizes(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "held"),
     [
-        (
-            "rows:4,8",
-            [("part 0", 0, 2, 2), ("part 1", 2, 6, 4)],
-        ),  # each is cut by itself
+        # each is cut by itself
+        ("rows:4,8", [("part 0", 0, 2, 2), ("part 1", 2, 6, 4)]),
         (
             "groups:3:1,3",
             [("part 1", 0, 2, 4), ("part 0", 2, 3, 2), ("part 1", 3, 6, 6)],

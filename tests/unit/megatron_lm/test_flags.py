@@ -256,8 +256,7 @@ def test_every_value_that_differs_from_megatrons_own_is_told(version: str) -> No
     assert differences(parsed(version, "--muon-preset", "fast")) == [
         f"{UNLIKE}--muon-extra-scale-factor 0.2 (1.0), --muon-momentum 0.95 (0.9), "
         "nesterov (--no-muon-nesterov) True (False), --muon-coefficient-type simple "
-        "(quintic), "
-        "--muon-ns-dtype fp16 on a GPU (bf16)"
+        "(quintic), --muon-ns-dtype fp16 on a GPU (bf16)"
     ]
 
 

@@ -70,9 +70,8 @@ def _as_at_first() -> Iterator[None]:
     "setter",
     [
         lambda: None,
-        lambda: torch.set_float32_matmul_precision(
-            "high"
-        ),  # as the environment's override does
+        # as the environment's override does
+        lambda: torch.set_float32_matmul_precision("high"),
         _allow_tf32,
         _new_option,
         _options_that_disagree,

@@ -128,9 +128,8 @@ def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> 
             ),
         ):
             shapes.clear()
-            bound = (
-                2 * 486 * 304 * 2.0**-24
-            )  # see test_newton_schulz.test_fp32_equals_float64
+            # see test_newton_schulz.test_fp32_equals_float64
+            bound = 2 * 486 * 304 * 2.0**-24
             assert (run(x, own) - run(x, plain)).norm() <= bound
             assert set(shapes) == used
 
@@ -197,9 +196,8 @@ def test_a_library_that_cannot_be_imported_is_an_error_and_one_that_is_not_there
 
 
 @pytest.mark.parametrize("iteration", ["standard", "gram"])
-@pytest.mark.parametrize(
-    "dtype", ["fp32", "fp16"]
-)  # both are multiplied in fp32 on a CPU
+# both are multiplied in fp32 on a CPU
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_the_process_cannot_make_fp32_less(
     dtype: NsDtype, iteration: NsIteration
 ) -> None:

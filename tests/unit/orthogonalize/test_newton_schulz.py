@@ -55,9 +55,8 @@ def test_bf16_singular_values_are_in_the_band(shape: tuple[int, int]) -> None:
     found = torch.linalg.svdvals(orthogonalize(matrix, BF16).double())[
         s / s.norm() > 0.02
     ]
-    slack = (
-        5 * 2.0**-9 * min(shape) ** 0.5
-    )  # five steps, each rounds a matrix of norm √rank
+    # five steps, each rounds a matrix of norm √rank
+    slack = 5 * 2.0**-9 * min(shape) ** 0.5
     assert found.min() > 0.68 - slack and found.max() < 1.13 + slack
 
 

@@ -121,7 +121,6 @@ def test_a_matrix_without_a_gradient_gets_no_direction() -> None:
     matrix = _matrix(528, 96)
     assert not _in_strips(matrix, 2, config, moves=False).any()
     assert not _in_strips(torch.zeros(528, 96), 2, config).any()
-    moved = _in_strips(
-        matrix, 2, config, moves=[False, True]
-    )  # a gradient in one strip
+    # a gradient in one strip
+    moved = _in_strips(matrix, 2, config, moves=[False, True])
     assert moved.equal(_in_strips(matrix, 2, config))

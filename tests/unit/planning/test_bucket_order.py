@@ -125,13 +125,11 @@ def test_what_is_cut_off_is_counted_element_by_element(
 
 
 def test_where_edges_can_fall_on_edges_they_do() -> None:
-    sizes = [
-        64 * units for units in (14, 28, 6, 4) * 4
-    ]  # Llama-3-8B's layers, in Megatron's order
+    # Llama-3-8B's layers, in Megatron's order
+    sizes = [64 * units for units in (14, 28, 6, 4) * 4]
     order = shard_order(sizes, [True] * 16, 64 * 26)
-    assert (
-        cut_off(order, sizes, [True] * 16, 64 * 26) == 4 * 64 * 2
-    )  # a fc1 is more than a shard
+    # a fc1 is more than a shard
+    assert cut_off(order, sizes, [True] * 16, 64 * 26) == 4 * 64 * 2
     halves = shard_order(sizes, [True] * 16, 64 * 52)
     assert cut_off(halves, sizes, [True] * 16, 64 * 52) == 0
 

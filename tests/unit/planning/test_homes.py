@@ -104,9 +104,8 @@ def test_llama_8bs_busiest_rank_is_within_the_limit_and_sends_no_more_for_it(
         for speeds in ({}, {"link_gbytes": 1e9})
     )
     assert _over_ideal(plan) <= most
-    filled = (
-        8 * plan.itemsize * len(plan.gathered_elements())
-    )  # at most, up to 16 bytes
+    # at most, up to 16 bytes
+    filled = 8 * plan.itemsize * len(plan.gathered_elements())
     assert sum(plan.sent_bytes()) <= sum(by_work.sent_bytes()) + filled
 
 
@@ -159,9 +158,8 @@ def test_a_plan_is_said_to_follow_from_the_device_where_it_does() -> None:
             ns_flops(4096, 14336, one) + ns_flops(1024, 1024, one) for one in every
         }
         assert len(flops) <= kinds, iteration
-    in_fp32 = MuonConfig(
-        ns_iteration="standard", ns_dtype="fp32"
-    )  # which no library makes
+    # which no library makes
+    in_fp32 = MuonConfig(ns_iteration="standard", ns_dtype="fp32")
     every = [Numerics(in_fp32, device) for device in get_args(Device)]
     assert len({tuple(description([], one)) for one in every}) == 1
 
@@ -189,15 +187,13 @@ def test_a_run_is_told_of_shares_that_may_leave_a_node() -> None:
     config = MuonConfig(split_matrices=4)
     plan = small_plan(config, tp=2, dp=4)
     assert node_lines([plan], config, ranks_here=8) == []
-    assert (
-        node_lines([plan], config, ranks_here=4) == []
-    )  # which have all homes of a matrix
+    # which have all homes of a matrix
+    assert node_lines([plan], config, ranks_here=4) == []
     (machine,) = node_lines([plan], config, ranks_here=2)
     assert "a machine has 2 ranks" in machine and "set it to 2" in machine
     apart = replace(plan, grid=replace(plan.grid, neighbours=2))
-    assert (
-        node_lines([apart], config, ranks_here=8) == []
-    )  # whole squares travel but once a sum
+    # whole squares travel but once a sum
+    assert node_lines([apart], config, ranks_here=8) == []
     rows = replace(
         apart, shared=tuple(replace(one, gathers=(2, 2)) for one in apart.shared)
     )

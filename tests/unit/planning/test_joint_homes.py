@@ -211,9 +211,8 @@ def test_no_round_takes_more_than_it_may_where_an_expert_travels() -> None:
             for matrix in (plan.matrices[at] for at in round):
                 staged[matrix.home] += matrix.numel * plan.itemsize
             most = round_bytes * Fraction(4 if silent else 2, 3)
-            one = (
-                32 * 64 * plan.itemsize
-            )  # a parameter that takes more is alone on its rank
+            # a parameter that takes more is alone on its rank
+            one = 32 * 64 * plan.itemsize
             assert max(staged) <= max(most, one)
 
 

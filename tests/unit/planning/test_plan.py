@@ -247,9 +247,8 @@ def test_llama_8b_moves_few_bytes(
     plan, share = llama_plan(dp_size, MuonConfig(homes=homes))
     assert share <= most_bytes
     flops = plan.ns_flops()
-    assert max(flops) <= most_load * max(
-        sum(flops) / dp_size, *plan.flops
-    )  # the largest strip's
+    # the largest strip's
+    assert max(flops) <= most_load * max(sum(flops) / dp_size, *plan.flops)
     assert len(plan.boundary_parameters()) <= dp_size - 1
 
 

@@ -132,9 +132,8 @@ def test_strips_cover_their_matrix_and_homes_are_neighbours(
         assert len(set(homes)) == min(len(homes), plan.size)
         assert max(homes) - min(homes) < len(homes) and homes == sorted(homes)
         assert len(homes) == count  # whatever TP is
-    replicated = sum(plan.ns_flops()) - sum(
-        whole.ns_flops()
-    )  # squares, by each further home
+    # squares, by each further home
+    replicated = sum(plan.ns_flops()) - sum(whole.ns_flops())
     homes_beyond = sum(len(set(one.homes)) - 1 for one in plan.shared)
     assert (replicated > 0) == (homes_beyond > 0) and replicated >= 0
 
@@ -260,9 +259,8 @@ def test_shapes_are_cut_as_long_as_that_gains() -> None:
     shapes = [(20, 10), (80, 10), (10, 10)]
     assert choose_counts(shapes, 64, time_of, _any) == {(80, 10): 8, (20, 10): 2}
     assert choose_counts([(80, 10), (10, 10)], 64, time_of, _any) == {(80, 10): 4}
-    assert choose_counts([(20, 10), (80, 10)], 2, time_of, _any) == {
-        (80, 10): 2
-    }  # all ranks
+    # all ranks
+    assert choose_counts([(20, 10), (80, 10)], 2, time_of, _any) == {(80, 10): 2}
     assert of_long(20) == {(80, 10): 8}
     assert of_long(5) == {}
 
@@ -342,10 +340,8 @@ def test_a_rank_waits_for_its_peers() -> None:
 @pytest.mark.parametrize(
     ("later", "flops"),
     [
-        (
-            3200,
-            1600 + 2 * 200 + 200,
-        ),  # 200 of each rank: none stays where the matrix is
+        # 200 of each rank: none stays where the matrix is
+        (3200, 1600 + 2 * 200 + 200),
         # 2,000 of each: that rank keeps 1.05 × the mean, 2,205 in all
         (32_000, 1600 + 2 * 1395 + 2000),
         (320_000, 20_100 + 20_000),  # more at all others than travels

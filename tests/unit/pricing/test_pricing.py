@@ -107,10 +107,8 @@ def test_two_halves_of_a_matrix_wait_for_their_bytes_and_for_the_home() -> None:
     plan = one_matrix(4, 8, dp=2)
     (home,) = {matrix.home for matrix in plan.matrices}
     half = 16
-    there, back = (
-        2 * (half + 8) / 1e9,
-        2 * half / 1e9,
-    )  # with the flag and what fills up
+    # with the flag and what fills up
+    there, back = (2 * (half + 8) / 1e9, 2 * half / 1e9)
     one = priced(one_matrix(4, 8, dp=1), PLAIN)
     two = priced(plan, PLAIN)
     momentum, update = half * 14 / 1e9, half * 10 / 1e9
@@ -206,9 +204,8 @@ def test_a_product_is_never_faster_than_its_flops_and_its_bytes() -> None:
         moved = 2 * batch * (rows * inner + inner * cols + rows * cols)
         assert seconds >= flops / H100.product_rate("bf16")
         assert seconds >= moved / H100.memory
-    whole = (
-        product(H100, 128 * 12, 256 * 11, 4096).seconds - 2.0e-6
-    )  # 132 tiles, one wave
+    # 132 tiles, one wave
+    whole = product(H100, 128 * 12, 256 * 11, 4096).seconds - 2.0e-6
     assert whole == pytest.approx(2 * 1536 * 2816 * 4096 / (989.4e12 * 0.76))
     in_fp16 = product(H100, 128 * 12, 256 * 11, 4096, dtype="fp16").seconds - 2.0e-6
     assert in_fp16 == pytest.approx(whole / 0.95)
@@ -401,9 +398,10 @@ def test_state_on_the_host_is_priced_by_its_bytes() -> None:
     optimizer = Optimizer(
         one_matrix(4, 500, 2), (0, 100), held=StateBytes(2, 2, 2, 2, on_host=0.5)
     )
+    # 1 kB/s
     slow = PLAIN.with_values(
         {"host_gbytes": 1e-6, "host_memory_gbytes": 1e-6}, "the test"
-    )  # 1 kB/s
+    )
     ranks = on_host([optimizer], slow)
     assert ranks == [
         HostTime(1.0, 2.0, 0.0),

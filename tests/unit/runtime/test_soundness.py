@@ -86,9 +86,8 @@ def test_a_home_knows_of_any_entry_that_is_not_finite(
 def test_halves_are_exact_and_the_first_is_nearest_and_in_a_tie_away_from_zero() -> (
     None
 ):
-    upper = (
-        torch.arange(-(2**15), 2**15, 7, dtype=torch.int32)[:, None] << 16
-    )  # every exponent
+    # every exponent
+    upper = torch.arange(-(2**15), 2**15, 7, dtype=torch.int32)[:, None] << 16
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     bits = (upper | lower)[upper.view(torch.float32).isfinite()[:, 0]].view(-1)
     values = bits.view(torch.float32)

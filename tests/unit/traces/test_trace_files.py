@@ -335,9 +335,8 @@ def test_an_nccl_kernel_is_in_the_phase_that_launched_it(tmp_path: Path) -> None
             mark("params/gather", 10, 40),
             event("record_param_comms", 20, 30, args=ours),
         ),
-        event(
-            "c10d::_allgather_base_", 15, 35, args={"External id": 5}
-        ),  # it has no sizes
+        # it has no sizes
+        event("c10d::_allgather_base_", 15, 35, args={"External id": 5}),
         *(
             kernel(RING, 500, 600, **{"External id": 5}),
             kernel(RING, 700, 800, **foreign),

@@ -104,10 +104,8 @@ def test_torch_keeps_a_message_in_its_own_memory_until_the_gpu_is_done(
         ("", lambda x: x.copy_(torch.empty(N).pin_memory(), non_blocking=True)),
         ("", lambda x: torch.empty(N).pin_memory().copy_(x, non_blocking=True)),
         ("", lambda x: torch.full((3,), 2.0, device="cuda")),
-        (
-            "",
-            lambda x: x.mul_(torch.tensor(2.0)),
-        ),  # a number of the host's goes to the kernel
+        # a number of the host's goes to the kernel
+        ("", lambda x: x.mul_(torch.tensor(2.0))),
         ("", lambda x: x.to("cuda").float()),
         ("", lambda x: torch.cuda.Event().record()),
     ],
@@ -147,10 +145,8 @@ def test_a_host_synchronisation_has_its_name(
         (2, lambda x, m: torch._foreach_mul_([x] * 111, 2.0)),
         (2, lambda x, m: torch._foreach_add_([x] * 65, [x] * 65)),
         (1, lambda x, m: torch._foreach_copy_([x] * 9, [x.bfloat16()] * 9) and None),
-        (
-            2,
-            lambda x, m: torch._foreach_copy_([m, m], [m.mT, m.mT]),
-        ),  # other strides: one each
+        # other strides: one each
+        (2, lambda x, m: torch._foreach_copy_([m, m], [m.mT, m.mT])),
         (3, lambda x, m: torch._foreach_norm([x] * 10)),
     ],
 )

@@ -60,9 +60,8 @@ class Measured:
     """The measurements of one row on one rank."""
 
     times: list[Times] = field(default_factory=list)  # times of each round's step
-    counted: Counted = field(
-        default_factory=Counted
-    )  # of one step, and of its gradients
+    # of one step, and of its gradients
+    counted: Counted = field(default_factory=Counted)
     exchange_rounds: int = (
         0  # rounds of our exchange in a step, summed over its optimizers
     )

@@ -54,8 +54,7 @@ def report(
         return 0
     raise CommandError(
         "rows of Muon with the same iteration ended a step with different weights, so "
-        "the figures "
-        "above are not of the same work"
+        "the figures above are not of the same work"
     )
 
 
@@ -67,9 +66,8 @@ def _print_tables(
     show(
         "",
         f"{' x '.join(sizes) or 'one rank'} ({task.world} ranks over {backend}, "
-        f"{task.threads} "
-        f"thread(s) each), hidden {flags.hidden_size}, {flags.num_layers} layers, "
-        f"{flags.rounds} "
+        f"{task.threads} thread(s) each), hidden {flags.hidden_size}, "
+        f"{flags.num_layers} layers, {flags.rounds} "
         f"rounds{'; at least 7 are needed to compare' if flags.rounds < 7 else ''}",
     )
     print(table.as_text(lines))
@@ -86,14 +84,13 @@ def _print_tables(
             '"quintic", '
             "needs as many products",
             f"{UPSTREAM[0]}: other mathematics, since each TP rank orthogonalizes its "
-            "slice by "
-            "itself; its default up to core 0.19",
+            "slice by itself; its default up to core 0.19",
         )
         if not task.gpus and not lays_out_buffers():
             show(
                 "upstream: concurrent broadcasts replace its gather of parameters, "
-                "since gloo "
-                "cannot gather unequal parts; other rows' gathers are broadcasts, too"
+                "since gloo cannot gather unequal parts; other rows' gathers are "
+                "broadcasts, too"
             )
     if flags.parts:
         print(f"\n{table.parts_text(lines)}")

@@ -63,9 +63,8 @@ def rows(
     """
     from megatron_muon.mcore.wiring.buffers.bucket_layout import takes_layouts
 
-    whole = (
-        config.split_matrices or "off"
-    )  # all rows have the same matrices at one home
+    # all rows have the same matrices at one home
+    whole = config.split_matrices or "off"
     equal = dataclasses.replace(config, ns_iteration="standard", split_matrices=whole)
     aligned = dataclasses.replace(equal, align_shards=takes_layouts())
     contiguous = Row("muon-contiguous", "muon", aligned)

@@ -51,8 +51,7 @@ def why_no_upstream(flags: Namespace) -> str | None:
     if flags.num_distributed_optimizer_instances > 1:
         return (
             "it has no several optimizer instances: leave "
-            "--num-distributed-optimizer-instances "
-            "out to measure it"
+            "--num-distributed-optimizer-instances out to measure it"
         )
     needed = (
         f"Megatron's own Muon of core {name} needs absl-py and v{wanted}.0 of "
@@ -71,8 +70,8 @@ def why_no_upstream(flags: Namespace) -> str | None:
     if not _muon_module().HAVE_EMERGING_OPTIMIZERS:
         return (
             f"megatron-core {name} does not find the emerging_optimizers that is "
-            "importable, since "
-            "it asks for what pip has installed: pip install --no-deps that checkout"
+            "importable, since it asks for what pip has installed: pip install "
+            "--no-deps that checkout"
         )
     try:
         check_rows(UPSTREAM)

@@ -124,10 +124,9 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
             say(
                 "[megatron_muon] warning: fully_reshardable of megatron-core "
                 f"{megatron_version()[0]} saves AdamW's state shifted where several "
-                "buckets are "
-                "padded, as here. A run that loads this save goes on with wrong "
-                "weights. Give "
-                "--ddp-num-buckets 1, or leave --dist-ckpt-optim-fully-reshardable out"
+                "buckets are padded, as here. A run that loads this save goes on with "
+                "wrong weights. Give --ddp-num-buckets 1, or leave "
+                "--dist-ckpt-optim-fully-reshardable out"
             )
 
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,9 +196,8 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
         parameter.
         """
         for shard in _young_shards(self, self.former):
-            state = self.optimizer.state.get(
-                shard, {}
-            )  # adds no entry: Megatron tests for some
+            # adds no entry: Megatron tests for some
+            state = self.optimizer.state.get(shard, {})
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"] + by
 
@@ -325,8 +323,8 @@ def _turn_parts_into_readers(
         if part.config.optimizer_cpu_offload:
             raise NotImplementedError(
                 "a Muon checkpoint cannot be loaded into AdamW with "
-                "optimizer_cpu_offload: load it "
-                "once without --optimizer-cpu-offload, save, and go on with the flag"
+                "optimizer_cpu_offload: load it once without --optimizer-cpu-offload, "
+                "save, and go on with the flag"
             )
         _turn(turned, part, MuonReader)
         turned.add(part, "_muons", _young(part, config))
@@ -387,7 +385,8 @@ def _young_shards(part: Any, config: MuonConfig) -> list[Tensor]:
 
 
 def _young(part: Any, config: MuonConfig) -> set[torch.nn.Parameter]:
-    sizes, every = _sizes(), weights(part.model_chunks)
+    sizes = _sizes()
+    every = weights(part.model_chunks)
     return {w.param for w in every if why_adamw(w, sizes.tp_of(w), config) is None}
 
 

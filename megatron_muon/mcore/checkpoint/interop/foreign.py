@@ -39,7 +39,7 @@ _THEIRS = {
     "exp_avg": ("exp_avg",),
     "exp_avg_sq": ("exp_avg_sq",),
 }
-_KNOWN = {kind for kinds in _THEIRS.values() for kind in kinds}
+_KNOWN = set[str]().union(*_THEIRS.values())
 _IN_BUCKETS = re.compile(r"(?:chained_\d+\.)*optimizer\.distributed\.")
 _MU = ("momentum", "momentum_beta")  # the latter in Emerging-Optimizers 0.1
 _SGD = "dampening"  # a key of SGD's groups, which have a momentum, too
@@ -71,8 +71,7 @@ class Source:
             if kind not in _KNOWN:
                 raise ValueError(
                     f"the checkpoint, of Megatron's own Muon, has {kind} of {weight}, "
-                    "which "
-                    "neither Muon here nor AdamW has: load the model alone "
+                    "which neither Muon here nor AdamW has: load the model alone "
                     "(--no-load-optim)"
                 )
             self._at[kind, weight] = at[0]
@@ -94,19 +93,17 @@ class Source:
         there = ", ".join(sorted(kind for kind, name in self._at if name == weight))
         way_out = (
             "Each parameter must belong to the same optimizer as in that checkpoint: "
-            "set "
-            f"{named('muon_include')} and {named('muon_exclude')} accordingly"
+            f"set {named('muon_include')} and {named('muon_exclude')} accordingly"
         )
         if self._in_buckets and not there:
             way_out = (
                 "AdamW's state is in flat buckets (dp_reshardable), which cannot be "
-                "told apart by "
-                "weights: save it there with --dist-ckpt-optim-fully-reshardable"
+                "told apart by weights: save it there with "
+                "--dist-ckpt-optim-fully-reshardable"
             )
         raise ValueError(
             f"the checkpoint, of Megatron's own Muon, has no {theirs[0]} of {weight}, "
-            "only: "
-            f"{there or 'nothing'}. {way_out}, or load the model alone "
+            f"only: {there or 'nothing'}. {way_out}, or load the model alone "
             "(--no-load-optim)"
         )
 
@@ -132,12 +129,9 @@ def is_megatrons(
     ):
         raise ValueError(
             "The checkpoint's optimizer state does not say which weights were Muon's: "
-            "it was saved "
-            "by Megatron's own Muon in the format torch, or by the proof of concept of "
-            "Distributed "
-            "Muon (Megatron-LM#1428). Save it with --ckpt-format torch_dist, or load "
-            "the model "
-            "alone (--no-load-optim)"
+            "it was saved by Megatron's own Muon in the format torch, or by the proof "
+            "of concept of Distributed Muon (Megatron-LM#1428). Save it with "
+            "--ckpt-format torch_dist, or load the model alone (--no-load-optim)"
         )
     return not is_sgd and any(
         at[1] == "momentum_buffer" for at in map(_STATE.match, keys) if at
@@ -163,9 +157,8 @@ def states_of(saved: Any) -> list[StateDict]:
 def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDict:
     """A state dict for ``MuonCheckpoint.load_state_dict``, without the tensors."""
     steps = [group["step"] for group in groups_of(states) if "step" in group]
-    inner = (
-        _inner(state).get("state") for state in states
-    )  # where torch's AdamW has its step
+    # where torch's AdamW has its step
+    inner = (_inner(state).get("state") for state in states)
     steps += [
         each["common_step"]
         for each in inner
@@ -262,14 +255,13 @@ def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
 
 
 def _mu(states: Sequence[Mapping[str, Any]]) -> float:
-    momenta = {
-        float(group[key]) for group in groups_of(states) for key in _MU if key in group
-    }
+    momenta: set[float] = set()
+    for group in groups_of(states):
+        momenta.update(float(group[key]) for key in _MU if key in group)
     if len(momenta) != 1:
         raise ValueError(
             "Cannot convert the momentum of Megatron's own Muon: all of its parameter "
-            "groups "
-            "must have one momentum coefficient, but they have "
+            "groups must have one momentum coefficient, but they have "
             f"{sorted(momenta) or 'none'}"
         )
     (mu,) = momenta

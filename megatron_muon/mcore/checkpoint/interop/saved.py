@@ -36,9 +36,8 @@ class Saved:
 
     folder: Path  # the folder of one iteration
     metadata: Metadata  # torch's of torch_dist; empty in other formats
-    states: list[
-        dict[Any, Any]
-    ]  # of a chain of optimizers, without what differs between ranks
+    # of a chain of optimizers, without what differs between ranks
+    states: list[dict[Any, Any]]
 
     @classmethod
     def of(cls, folder: str | Path) -> Saved:
@@ -206,13 +205,13 @@ _KNOWN = {
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.metadata": (
-        *(
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "_MEM_FORMAT_ENCODING",
-        ),
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorStorageMetadata",
     ),
 }

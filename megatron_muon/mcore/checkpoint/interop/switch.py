@@ -88,10 +88,8 @@ def _source(saved: Saved, optimizer: Any) -> foreign.Source:
     if source.is_fp32 and (optimizer.config.bf16 or optimizer.config.fp16):
         raise ValueError(
             f"{saved.folder} is of an fp32 model, whose weights are its main "
-            "parameters; this run "
-            "would read them rounded: load it in fp32 and save it, or load the model "
-            "alone "
-            "(--no-load-optim)"
+            "parameters; this run would read them rounded: load it in fp32 and save "
+            "it, or load the model alone (--no-load-optim)"
         )
     return source
 
@@ -106,14 +104,11 @@ def _check_main_params(parts: Sequence[Any], whose: str) -> None:
                 continue
             raise ValueError(
                 f"the main parameter of {part._name_of[param]} that {whose}'s "
-                "checkpoint has does "
-                "not round to the model's weight: load the model's weights before the "
-                "optimizer. "
-                "(fully_reshardable of Megatron 0.15 to 0.19 saves shifted optimizer "
-                "state where "
-                "there are several padded buckets; such a checkpoint has lost it: load "
-                "the model "
-                "alone, in Megatron-LM by --no-load-optim)"
+                "checkpoint has does not round to the model's weight: load the model's "
+                "weights before the optimizer. (fully_reshardable of Megatron 0.15 to "
+                "0.19 saves shifted optimizer state where there are several padded "
+                "buckets; such a checkpoint has lost it: load the model alone, in "
+                "Megatron-LM by --no-load-optim)"
             )
 
 
@@ -130,17 +125,14 @@ def _rounds_to(shard: torch.Tensor, model: torch.Tensor, here: slice) -> bool:
         if (
             weight.dtype == torch.bfloat16
         ):  # FusedAdam with remainders rounds ties away from zero
-            away, remainder = (
-                torch.empty_like(weight),
-                torch.empty_like(weight, dtype=torch.int16),
-            )
+            away = torch.empty_like(weight)
+            remainder = torch.empty_like(weight, dtype=torch.int16)
             write_halves(shard.clone(), away, remainder)
             rounds |= away == weight
         return bool(rounds.all())
     values = model.dequantize().float()
     weight = values.view(-1)[here]
-    scale = getattr(
-        model, "_scale_inv", None
-    )  # blocks have scales that fit them, within 2 times
+    # blocks have scales that fit them, within 2 times
+    scale = getattr(model, "_scale_inv", None)
     step = 2.0**-9 * (2 / 448 * values.abs().max() if scale is None else scale.max())
     return bool(((shard - weight).abs() <= 2.0**-3 * shard.abs() + step).all())

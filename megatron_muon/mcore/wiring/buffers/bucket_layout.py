@@ -36,9 +36,8 @@ SINCE = (0, 18)
 _LAYOUT = "_compute_per_buffer_param_layout"
 _patches = Patches()
 _config: MuonConfig | None = None  # None while Megatron's own order is in place
-_ordered: WeakSet[Any] = (
-    WeakSet()
-)  # DistributedDataParallel that were made while this is in
+# DistributedDataParallel that were made while this is in
+_ordered: WeakSet[Any] = WeakSet()
 _wrapped: _Model | None = (
     None  # the model that DistributedDataParallel is making a layout of
 )
@@ -67,8 +66,7 @@ def put_in(config: MuonConfig) -> None:
     if not takes_layouts():
         raise NotImplementedError(
             f"{named('align_shards')} needs megatron-core 0.18 or later, which takes a "
-            "layout of "
-            f"its buffers; here is {megatron_version()[0]}: leave it out"
+            f"layout of its buffers; here is {megatron_version()[0]}: leave it out"
         )
     before, _config = _config, config
     if before is None:
@@ -76,7 +74,8 @@ def put_in(config: MuonConfig) -> None:
             getattr(DistributedOptimizer, _LAYOUT),
             DistributedDataParallel.__init__,
         )
-        layout, init = around(layout, _laid_out, _is_in), around(init, _init, _is_in)
+        layout = around(layout, _laid_out, _is_in)
+        init = around(init, _init, _is_in)
         _patches.set(DistributedOptimizer, _LAYOUT, staticmethod(layout))
         _patches.set(DistributedDataParallel, "__init__", init)
 
@@ -112,10 +111,8 @@ def require_ordered(model_chunks: Sequence[Any]) -> None:
     if not all(chunk in _ordered for chunk in model_chunks):
         raise ValueError(
             f"{named('align_shards')} orders parameters where DistributedDataParallel "
-            "lays out "
-            "their buffers, and here it did before megatron_muon.install(): install "
-            "first, or "
-            "leave it out"
+            "lays out their buffers, and here it did before megatron_muon.install(): "
+            "install first, or leave it out"
         )
 
 
@@ -165,7 +162,8 @@ def _model(module: Any, pg_collection: Any) -> _Model | None:
         numerics = numerics_on(device_of([module]), _config)
     except (ValueError, NotImplementedError, KernelError):
         return None
-    dense, experts = Holders(dp_size, tp_size), Holders(expert_dp_size, expert_tp_size)
+    dense = Holders(dp_size, tp_size)
+    experts = Holders(expert_dp_size, expert_tp_size)
     return _Model(muons, dense, experts, numerics)
 
 
@@ -192,9 +190,9 @@ def _in_order(layout: Any, model: _Model) -> Any:
                 stop = start + bucket.sizes[index]
                 places[in_bucket[number][index]] = (first + start, first + stop, number)
             unpadded[number] = begun[-1] + bucket.sizes[order[-1]]
-    in_place = sorted(
-        places.items(), key=lambda item: item[1][0]
-    )  # as Megatron has them
+    # as Megatron has them
+    in_place = sorted(places.items(), key=lambda item: item[1][0])
+    # param_indices, which only fp8 needs, are as Megatron numbers its parameters
     return dataclasses.replace(
         layout, param_index_map=dict(in_place), per_bucket_numel_unpadded=unpadded
-    )  # param_indices, which only fp8 needs, are as Megatron numbers its parameters
+    )

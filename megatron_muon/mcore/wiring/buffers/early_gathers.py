@@ -43,9 +43,8 @@ class EarlyGather:
 
     group: Any  # one whose errors name the phase (``bucket_groups``)
     params: frozenset[int]  # ids of its parameters
-    after: (
-        int | None
-    )  # the round, or ``ADAMW``, after which it starts; None: in the forward pass
+    # the round, or ``ADAMW``, after which it starts; None: in the forward pass
+    after: int | None
     # (this rank's part of a parameter as it is gathered, the flat fp32 shard), where
     # there is one
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -201,11 +200,10 @@ def early_gathers(
     ``rounds`` are those of Muon's parameters; for other arguments see ``starts``,
     ``EarlyGathers``.
     """
-    places = {
-        param: (buffer.buckets[index], start, stop)
-        for buffer in dist_opt.buffers
-        for param, (start, stop, index) in buffer.param_index_map.items()
-    }
+    places = {}
+    for buffer in dist_opt.buffers:
+        for param, (start, stop, index) in buffer.param_index_map.items():
+            places[param] = (buffer.buckets[index], start, stop)
     shards = dict(owned_shards(dist_opt))
     groups = list(_in_forward_order(dist_opt))
     params = [

@@ -24,13 +24,12 @@ def muon_parameters(routes: Iterable[Route], buffers: Sequence[Any]) -> Located:
 
     ``buffers`` are the grad buffers of one DistributedOptimizer.
     """
-    places = {
-        param: (index, Span(start, stop), Span(first, first + bucket.grad_data.numel()))
-        for index, buffer in enumerate(buffers)
-        for param, (start, stop, bucket_id) in buffer.param_index_map.items()
-        for bucket in (buffer.buckets[bucket_id],)
-        for first in (bucket.offset,)
-    }
+    places = {}
+    for index, buffer in enumerate(buffers):
+        for param, (start, stop, bucket_id) in buffer.param_index_map.items():
+            held = buffer.buckets[bucket_id]
+            bucket = Span(held.offset, held.offset + held.grad_data.numel())
+            places[param] = (index, Span(start, stop), bucket)
     located = []
     for route in routes:
         if route.muon is not None and route.weight.param in places:
@@ -50,19 +49,18 @@ def on_every_ep_rank(
     """
     if ep_size == 1:
         return list(parameters)
-    return [
-        replace(
-            parameter,
-            name=expert_name(parameter.name, ep_rank, local_experts),
-            matrices=tuple(
+    every = []
+    for ep_rank in range(ep_size):
+        for parameter in parameters:
+            name = expert_name(parameter.name, ep_rank, local_experts)
+            matrices = tuple(
                 _numbered(matrix, ep_rank, local_experts)
                 for matrix in parameter.matrices
-            ),
-            ep_rank=ep_rank,
-        )
-        for ep_rank in range(ep_size)
-        for parameter in parameters
-    ]
+            )
+            every.append(
+                replace(parameter, name=name, matrices=matrices, ep_rank=ep_rank)
+            )
+    return every
 
 
 def local_experts(model_chunks: Sequence[Any], ep_size: int) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -73,9 +73,8 @@ class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
         one.
         """
         for adam in self.sub_optimizers:
-            for main in (
-                main for group in adam.param_groups for main in group["params"]
-            ):
+            groups = adam.param_groups
+            for main in chain.from_iterable(group["params"] for group in groups):
                 if not adam.state[main]:
                     keys = (MOMENTUM_KEY, SECOND_KEY)
                     adam.state[main] = {key: torch.zeros_like(main) for key in keys}

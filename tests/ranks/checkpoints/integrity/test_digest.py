@@ -199,9 +199,8 @@ def test_switched_off_there_is_none(checkpoint: Any, tmp_path: Path) -> None:
     (error, text), _ = run(
         _loads_without, 2, off, DP, FORMATS[0], str(tmp_path / "damaged")
     )
-    assert (
-        error is None and "without a digest" not in text
-    )  # neither checked nor missed
+    # neither checked nor missed
+    assert error is None and "without a digest" not in text
 
 
 def test_a_save_into_it_marks_it_incomplete_first(tmp_path: Path) -> None:
@@ -256,9 +255,8 @@ def test_what_two_saves_wrote_is_not_sealed_by_either(
         )
     left = digest.read(tmp_path)
     assert left is not None and not left["complete"]
-    assert (
-        left["save"]["host"] != "elsewhere"
-    )  # so that the other refuses to seal it, too
+    # so that the other refuses to seal it, too
+    assert left["save"]["host"] != "elsewhere"
 
 
 def _addresses_of_an_adamw_run(folder: str) -> bool:

@@ -131,11 +131,8 @@ RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
     "narrow-gated": (replace(NARROW, gated=True), [TP2_DP2], []),
     "one-row": (ONE_ROW, [TP2], []),
     "one-group": (ONE_GROUP, overlapping(T(2, 2, 2)), [TP2_DP2]),
-    "two-groups": (
-        replace(ONE_GROUP, heads=8, groups=2),
-        [T(4, 1, 1)],
-        [],
-    ),  # q q q | q k v | …
+    # q q q | q k v | …
+    "two-groups": (replace(ONE_GROUP, heads=8, groups=2), [T(4, 1, 1)], []),
     "half-of-k": (HALF_OF_K, [], [T(4, 1, 1)]),
     "half-of-k-fp32": (replace(HALF_OF_K, bf16=False, muon=NS_FP32), [T(4, 1, 2)], []),
     "gated-group": (GATED_GROUP, [TP2_DP2], []),

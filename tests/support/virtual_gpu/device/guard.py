@@ -68,6 +68,5 @@ def _guards() -> Any:
                 ) from error
     raise RuntimeError(
         f"torch {torch.__version__}: no {' and no '.join(_LIBRARIES)} in {folder}; the "
-        "virtual GPU "
-        "runs on Linux and macOS"
+        "virtual GPU runs on Linux and macOS"
     )
