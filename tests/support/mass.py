@@ -84,7 +84,7 @@ PACKINGS = ("starred", "chained", "packed", "two_for", "dense")
 # A packing has the goal 0 where none is given; None: no goal.
 GOALS: dict[str, dict[str, dict[str, int | None]]] = {
     "plugin without lab": {
-        "meanwhile": {"statements": 10_000, "tokens": 130_000},
+        "meanwhile": {"statements": 10_200, "tokens": 130_000},
         "redesign": {"statements": 9_100, "tokens": 119_000, "two_for": 30, "dense": 8},
         "for good": {"statements": 9_700, "tokens": 127_000, "two_for": 30, "dense": 8},
     },
@@ -115,9 +115,8 @@ GOALS: dict[str, dict[str, dict[str, int | None]]] = {
 # then nothing grows beyond the sizes of its start, which are within the slack of
 # "meanwhile".
 COMPARED = "meanwhile"
-# The code has packings from before the goals. They are printed beside their goals and
-# fail once they are gone and this is True.
-PACKINGS_FAIL = False
+# Packings that the code has no more of. The others are printed beside their goals.
+GONE = ("starred", "chained", "packed")
 WORDS_A_TOKEN = 0.25  # of docstrings in the plugin without lab, at least
 DOCUMENT_WORDS = 21_000
 PAGES = 18
@@ -346,9 +345,7 @@ def _row(name: str, cells: Iterable[str]) -> str:
 
 
 def _of_code(sizes: dict[str, Size]) -> Iterator[Measure]:
-    columns = ["statements", "tokens"]
-    if PACKINGS_FAIL:
-        columns.extend(PACKINGS)
+    columns = ("statements", "tokens", *GONE)
     for whole in GOALS:
         for column in columns:
             most = goal(whole, COMPARED, column)

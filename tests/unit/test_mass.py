@@ -82,11 +82,11 @@ def test_only_what_is_beyond_the_slack_fails() -> None:
     assert Measure("chained", 1, 0).fails
 
 
-def test_packings_fail_once_their_constant_is_switched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sizes = dict.fromkeys(mass.GOALS, Size(statements=10, tokens=90, packed=30))
+def test_a_packing_that_is_gone_fails_when_it_comes_back() -> None:
+    sizes = dict.fromkeys(mass.GOALS, Size(statements=10, tokens=90))
     assert not any(measure.fails for measure in mass._of_code(sizes))
-    monkeypatch.setattr(mass, "PACKINGS_FAIL", True)
-    failing = {measure.name for measure in mass._of_code(sizes) if measure.fails}
-    assert failing == {f"{whole}, packed" for whole in mass.GOALS}
+    for packing in ("starred", "chained", "packed"):
+        of_many = Size(statements=10, tokens=90, **{packing: 30})
+        sizes = dict.fromkeys(mass.GOALS, of_many)
+        failing = {measure.name for measure in mass._of_code(sizes) if measure.fails}
+        assert failing == {f"{whole}, {packing}" for whole in mass.GOALS}
