@@ -87,7 +87,7 @@ def install(config: MuonConfig | None = None) -> None:
             symbol.
         TypeError: ``config`` is no MuonConfig.
         NotImplementedError: ``align_shards`` with a Megatron that takes no layout
-        (before 0.18).
+            (before 0.18).
     """
     require_core()
     if "megatron_muon.mcore.wiring.install" not in sys.modules:

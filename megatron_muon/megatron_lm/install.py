@@ -63,7 +63,7 @@ def install_training() -> None:
 
     Raises:
         SeamError: names a function that megatron.training lacks or has with another
-        signature.
+            signature.
     """
     text, version = megatron_version()
     for seam in rows_of(version, ROWS):  # the parser first: a later one may fail

@@ -29,7 +29,7 @@ def of_this_run(optimizer: Any, scheduler: Any, *, override: bool) -> Iterator[N
 
     Args:
         optimizer: a chain of Muon's, or of AdamW's that may load Muon's checkpoint; or
-        None.
+            None.
         scheduler: Megatron's OptimizerParamScheduler of ``optimizer``; or None.
         override: whether the run has ``--override-opt_param-scheduler``.
     """

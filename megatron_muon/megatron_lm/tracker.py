@@ -81,7 +81,7 @@ def require_settled(load_dir: Path) -> None:
 
     Raises:
         ValueError: has the commands that put it back, or aside where the new one is
-        whole.
+            whole.
     """
     marks = (_SET_ASIDE.fullmatch(path.name) for path in load_dir.glob("*"))
     name = min((mark[1] for mark in marks if mark), default=None)

@@ -46,7 +46,7 @@ def enter(
     Args:
         x: ``(k, m, n)`` in ``products.held``.
         into: ``x`` in the shape of ``source``; ``source`` itself, where both share
-        memory.
+            memory.
         source: ``(k, rows, ...)``, at most three dims of columns; may be overwritten.
     """
     if _is_cpu(source.device):

@@ -28,9 +28,9 @@ class Numerics:
             ``fast`` takes fp16 on a GPU, where both have one speed and fp16 rounds
             eight times as finely, so that the Gram iteration restarts less often.
         held: the dtype in which matrices are held and multiplied, the Gram iteration's
-        squares too.
+            squares too.
         travels: the dtype of what travels to homes: bf16, whose exponents are fp32's,
-        or fp32.
+            or fp32.
         folded: whether the standard iteration makes aX + BX as (a + B)X, and Gram's
             squares likewise. CUDA's matmul copies a linear term into its result: a pass
             over X in each step, and B is smaller. It rounds a + B, so that where the

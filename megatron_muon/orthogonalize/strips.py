@@ -90,7 +90,7 @@ def orthogonalize_strips(
         moves: ``(len(strips),)`` bool: whether a strip has a gradient. Without any, the
             direction is zero.
         soundness: takes the matrix's numbers for each of these strips, the same at all
-        homes.
+            homes.
     """
     products = products_on(strips[0].device, numerics)
     is_tall = whole[0] >= whole[1]  # strips of a square one are ranges of rows, too

@@ -149,7 +149,7 @@ def newton_schulz_line(numerics: Numerics, products: str, *, in_batches: bool) -
         numerics: of the run.
         products: the library that makes the symmetric products.
         in_batches: whether matrices of one shape are orthogonalized together
-        (``ns_batch``).
+            (``ns_batch``).
     """
     batches, config = "", numerics.config
     if in_batches and config.ns_batch != 1:

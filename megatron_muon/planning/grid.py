@@ -18,7 +18,7 @@ class RankGrid:
             the stage's group numbers them. Expert parameters have a grid of their own,
             from the expert groups; the grid of all others has one EP rank.
         neighbours: n, where ranks k·n to k·n + n - 1 are of one node
-        (``neighbours_of``).
+            (``neighbours_of``).
 
     Raises:
         ValueError: EP or TP ranks differ in their number of ranks.

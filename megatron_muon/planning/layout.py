@@ -222,7 +222,7 @@ def batched_matrices(
         names: the matrices' names.
         shape: local (rows of all matrices, cols).
         partition_dim: the dim of each matrix that TP splits; None where TP ranks hold
-        replicas.
+            replicas.
         tp_size: number of TP ranks.
         column_blocks, apart: see ``MatrixShape``.
     """

@@ -74,7 +74,7 @@ def fastest(
     Args:
         stage: see above.
         choices: homes to begin with; each, and then what is improved, has to gain on
-        the best.
+            the best.
         rounds_of: the rounds of homes, as indices of parameters.
     """
     improved = [

@@ -164,17 +164,17 @@ def make_plan(
 
     Args:
         parameters: the stage's Muon parameters, in an order that is the same on all
-        ranks.
+            ranks.
         grid: the stage's ranks.
         numerics: of the run; with it ``homes``, the two speeds and ``round_bytes``.
         earlier: plans of the stage's optimizers that step before; homes balance all of
-        them.
+            them.
         later: ``flops_of`` those after it. Where they fill the ranks, it gains nothing
-        to share.
+            to share.
 
     Raises:
         ValueError: the shards do not cover a parameter exactly once, or the plans have
-        other ranks.
+            other ranks.
     """
     stage = _Stage(grid, numerics, _loads(earlier, grid, numerics), later)
     if numerics.config.homes_by_link:

@@ -43,7 +43,7 @@ def sectioned(
 
     Raises:
         ValueError: the sections have another number of rows, or TP cannot split one
-        equally.
+            equally.
     """
     rows, cols = shape
     parts = tp_size if partition_dim == 0 else 1

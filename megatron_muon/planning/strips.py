@@ -298,7 +298,7 @@ def choose_counts(
         size: number of ranks in the stage.
         time_of: time of the stage.
         can: whether matrices of ``(rows, cols)`` can have a number of strips
-        (``can_share``).
+            (``can_share``).
     """
     most = min(NODE, size).bit_length()
     possible = {

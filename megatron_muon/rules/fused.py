@@ -182,7 +182,7 @@ class _Table:
         Args:
             lists: parallel lists of tensors; the first has no None.
             places: numbers for a row between the first blocks and the addresses; None
-            for no row.
+                for no row.
             allowed: for each list, the dtypes that it may have.
 
         Raises:

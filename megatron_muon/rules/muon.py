@@ -302,7 +302,7 @@ class Elementwise(Protocol):
                 with ``nesterov`` off. None for a replica, whose elements another rank
                 sends.
             moves: ``(len(leaving),)``: takes 1 for a slice whose gradient is not all
-            zero, else 0.
+                zero, else 0.
             leaving: numbers of the slices that ``moves`` is about, in its order.
             momentum: μ.
             nesterov: see ``into``.

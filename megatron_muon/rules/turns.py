@@ -36,7 +36,7 @@ class Turns:
 
         Args:
             groups: Megatron's parameter groups; without parameters here they may lack
-            the number.
+                the number.
 
         Raises:
             ValueError: on every rank: the ranks have loaded different steps.

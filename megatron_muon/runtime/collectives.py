@@ -119,7 +119,7 @@ class Route:
             world: ``world_ranks(group)``.
             rank: this rank's number in the group.
             sent_to, received_from: ``(rank of the group, elements)`` by peer, in buffer
-            order.
+                order.
         """
         total = sum(count for _, count in received_from)
         return Route(
@@ -140,7 +140,7 @@ class Route:
 
         Args:
             places: start and stop of each rank's in the received buffer; this rank's
-            own stays.
+                own stays.
         """
         start, stop = places[rank]
         sent = [(other, 0, stop - start) for other in places if other != rank]
@@ -237,7 +237,7 @@ def start_all_to_all(
     Args:
         sent: ``(sum(sent_sizes),)``.
         sent_sizes, received_sizes: elements for and from each rank of the group; 0 is
-        fine.
+            fine.
     """
     here = group.rank()
     world = world_ranks(group)
@@ -398,7 +398,7 @@ def raise_named(
 
     Raises:
         PhaseError: names the phase, this rank and ``what`` failed, and quotes
-        ``error``.
+            ``error``.
     """
     if isinstance(error, (PhaseError, *_OWN_FAULT)):
         raise error

@@ -85,7 +85,7 @@ def agree_on_settings(
 
     Raises:
         PlanMismatchError: names the first setting that differs, with the values and
-        ranks.
+            ranks.
     """
     if (
         not dist.is_initialized()
@@ -141,7 +141,7 @@ def agree_on_grid(
 
     Raises:
         PlanMismatchError: on every rank of the stage; names the first line that
-        differs.
+            differs.
     """
     mine = [*dataclasses.astuple(coordinates), *_words(description)]
     every = collectives.all_gather_numbers(mine, group, device)

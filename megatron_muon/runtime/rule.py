@@ -181,7 +181,7 @@ class Rule(ABC):
         Args:
             table: this rank's part of the round.
             sharers: by ``Alike.matrices``, the homes of each matrix that this rank
-            shares.
+                shares.
         """
 
 

@@ -44,7 +44,7 @@ def read_curves(path: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
 
     Raises:
         CurveError: the file cannot be read, is too large, or has no loss, or several of
-        one kind.
+            one kind.
     """
     columns: Columns = {}
     try:

@@ -120,7 +120,7 @@ def arguments_of(
 
     Raises:
         ValueError, AssertionError, NotImplementedError: Megatron or the plugin refuses
-        the flags.
+            the flags.
     """
     words, notes = _with_muon(words)
     configs: list[MuonConfig] = []

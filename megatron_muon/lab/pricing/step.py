@@ -164,7 +164,7 @@ class _Steps:
 
         Args:
             begun: another optimizer begins it, so that AdamW's part comes after the
-            first round.
+                first round.
         """
         streams = self._streams
         gathering = self._start_gather(0)

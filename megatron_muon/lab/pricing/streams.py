@@ -33,15 +33,15 @@ class Streams:
         hardware: the hardware of every rank.
         size: number of ranks.
         nodes: the node of each rank; None: as ``nodes_of`` numbers a stage that is all
-        of a run.
+            of a run.
         host_works: the host makes every operation itself, as on a CPU, in place of
-        launching it.
+            launching it.
 
     Attributes:
         host, compute, communication: time at which each ends the work that it has been
-        given.
+            given.
         spent: seconds of the compute stream by phase and rank; ``WAITING`` is a phase,
-        too.
+            too.
         travelling: seconds that the communication stream sends and receives, by rank.
         launches: number of launches by rank.
     """

@@ -89,12 +89,12 @@ def price_layer_wise(
 
     Args:
         optimizers: the stage's optimizers. Their matrices and TP splits are read, not
-        their homes.
+            their homes.
         config: steps, coefficients and dtype are read.
         hardware: the hardware of every rank.
         mode: the work of TP ranks that share a matrix.
         device: kind of the hardware; ``cuda_symmetric`` is upstream's own symmetric
-        kernel.
+            kernel.
     """
     settings = replace(
         config,

@@ -48,7 +48,7 @@ def checksum(path: str | os.PathLike[str], *, written: bool = False) -> str:
 
     Args:
         written: whether to trust its CRC-32s: torch has just written it, nothing has
-        changed it.
+            changed it.
 
     Raises:
         OSError: it cannot be read, or is no regular file.

@@ -311,7 +311,7 @@ def partition_dim_of(weight: Weight, tp_size: int) -> int | None:
 
     Raises:
         NotImplementedError: a 2-D weight of an expert that expert TP splits in an
-        unknown way.
+            unknown way.
     """
     if weight.is_expert and weight.param.dim() == 2:
         if weight.leaf in _EXPERT_PARTITION_DIM:

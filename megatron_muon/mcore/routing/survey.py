@@ -43,7 +43,7 @@ def survey(
 
     Raises:
         ValueError: a pattern matches no parameter of any stage, or Muon has none of the
-        model.
+            model.
     """
 
     def own() -> str:  # it may fail on some stages only

@@ -95,11 +95,11 @@ def make_muons(
     Raises:
         SeamError: an optimizer lacks an attribute that the plugin needs.
         PlanMismatchError: ranks disagree about the settings, or ranks of a stage about
-        the plan.
+            the plan.
         ValueError, NotImplementedError: a parameter cannot be routed, or a group is
-        missing.
+            missing.
         RuntimeError: an installed kernel library does not work, or only another rank
-        has an error.
+            has an error.
     """
     parts = optimizer.chained_optimizers
     device = device_of(model_chunks)

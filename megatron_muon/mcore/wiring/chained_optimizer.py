@@ -43,7 +43,7 @@ class MuonChainedOptimizer(CheckpointChain):
 
         Raises:
             ValueError, RuntimeError: with a loss scaler, as ``get_grad_norm`` does
-            without.
+                without.
         """
         error = self._refusal()
         first = self.chained_optimizers[0]

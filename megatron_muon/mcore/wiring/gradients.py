@@ -168,7 +168,7 @@ def require_usable_groups(dist_opt: Any) -> None:
 
     Raises:
         ValueError: a rate or decay is no finite number, or no group has a parameter of
-        Muon's.
+            Muon's.
     """
     groups = dist_opt.optimizer.param_groups
     for number, group in enumerate(groups):

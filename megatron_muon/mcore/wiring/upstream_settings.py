@@ -46,7 +46,7 @@ def in_force(
 
     Raises:
         ValueError: a field has no meaning here, or ``install()`` got one of Muon's
-        settings, too.
+            settings, too.
     """
     is_dist, model = optimizer_config.optimizer == "dist_muon", get_model_config(model)
     if not given and not is_dist:

@@ -60,7 +60,7 @@ def make_rounds(
 
     Args:
         homed: for each parameter, bytes of its matrices by the rank that orthogonalizes
-        them.
+            them.
         taken: for each parameter, bytes of all its buffers by rank.
         limit: cap on the bytes taken on any rank. A parameter that takes more on a rank
             shares its round with no other there. None: three times the largest

@@ -45,7 +45,7 @@ def stage_rounds(
     Args:
         owner: index of each matrix's parameter, in order; every parameter has a matrix.
         matrices, works: of the stage, in the same order, with the homes that were
-        chosen.
+            chosen.
         size: number of ranks in the stage.
         numerics: ``round_bytes``, ``rank_tflops`` and ``link_gbytes`` are read.
 

@@ -155,7 +155,7 @@ class RoundExchange:
         table: this rank's part of the round.
         gather, scatter: the messages to homes, and those of directions.
         like: a tensor of the dtype in which elements travel, on the device of the
-        matrices.
+            matrices.
         meter: counts the bytes sent.
         sharers: by ``Alike.matrices``, the homes of each matrix that this rank shares.
     """

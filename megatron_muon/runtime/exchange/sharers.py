@@ -36,7 +36,7 @@ class Sharers:
     Args:
         strips: all of the matrix's strips, in order.
         rank, group, world: rank of the stage, its group,
-        ``collectives.world_ranks(group)``.
+            ``collectives.world_ranks(group)``.
         meter: counts the bytes sent.
     """
 

@@ -55,7 +55,7 @@ class Source:
         mu: the coefficient of its momentum, which is a mean.
         states: its optimizers' state dicts.
         is_fp32: its main parameters are the model's weights and have no keys of their
-        own.
+            own.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ def is_megatrons(
 
     Raises:
         ValueError: another Muon's optimizer state, which cannot be told apart by
-        weights.
+            weights.
     """
     groups = list(groups_of(states))
     is_sgd = any(_SGD in group for group in groups)

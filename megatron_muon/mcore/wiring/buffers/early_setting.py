@@ -25,9 +25,9 @@ def settled(
 
     Raises:
         ValueError: it is on, and Megatron gathers after the step, or starts a gather by
-        itself.
+            itself.
         NotImplementedError: it is on, and parameters change between the step and the
-        gather.
+            gather.
     """
     overlaps = model_chunks[0].ddp_config.overlap_param_gather
     found = _hindrances(config, optimizer_config, get_model_config(model_chunks[0]))
