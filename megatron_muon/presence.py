@@ -42,9 +42,8 @@ def require_core() -> None:
     none.
     """
     there = sys.modules.get(_NAME) is not None
-    with contextlib.suppress(
-        ModuleNotFoundError
-    ):  # there is no package megatron either
+    # there is no package megatron either
+    with contextlib.suppress(ModuleNotFoundError):
         there = there or importlib.util.find_spec(_NAME) is not None
     if not there:
         raise CoreNotFoundError(f"there is no {_NAME}: {WAY_OUT}", name=_NAME)

@@ -25,9 +25,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     _add_optimizer(parser)
     _add_output(parser)
     args = parser.parse_args(argv)
-    if (
-        args.lr_warmup_iters >= args.train_iters
-    ):  # Megatron's scheduler asserts it without a word
+    # Megatron's scheduler asserts it without a word
+    if args.lr_warmup_iters >= args.train_iters:
         parser.error(
             f"--lr-warmup-iters {args.lr_warmup_iters} must be below --train-iters "
             f"{args.train_iters}"

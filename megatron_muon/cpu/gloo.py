@@ -46,9 +46,8 @@ def _gathered(original: Callable[..., Any] | None) -> Callable[..., Any]:
         tensors = []
         for output, mine in zip(outputs, inputs, strict=True):
             parts = torch.split(output.view(-1), mine.numel())
-            if (
-                parts[group.rank()].data_ptr() != mine.data_ptr()
-            ):  # Megatron's is in its place
+            # Megatron's is in its place
+            if parts[group.rank()].data_ptr() != mine.data_ptr():
                 parts[group.rank()].copy_(mine.reshape(-1))
             tensors.append(parts)
         return collectives.start_broadcasts("params/gather", tensors, group)

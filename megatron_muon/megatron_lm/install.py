@@ -204,10 +204,8 @@ def _settled(args: Any, *, is_free: bool) -> list[str]:
 
     config = settings() or muon_config(args)
     lines: list[str] = []
-    if is_free and args.non_persistent_ckpt_type in (
-        None,
-        "global",
-    ):  # others say no layout
+    # others say no layout
+    if is_free and args.non_persistent_ckpt_type in (None, "global"):
         folder = checkpointing.newest(args, getattr(args, "load", None))
         device: Device = "cpu" if _is_on_cpu() else "cuda"
         args.muon_dp_layout, lines = layouts.own_layout(args, config, device, folder)

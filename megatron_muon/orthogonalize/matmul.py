@@ -266,9 +266,8 @@ def sums_in_fp32(device: torch.device) -> Iterator[None]:
     """
     cuda = torch.backends.cuda.matmul
     with ExitStack() as undo:
-        if device.type == "cuda" and getattr(
-            cuda, "allow_fp16_accumulation", False
-        ):  # torch 2.7
+        # torch 2.7
+        if device.type == "cuda" and getattr(cuda, "allow_fp16_accumulation", False):
             undo.callback(setattr, cuda, "allow_fp16_accumulation", True)
             cuda.allow_fp16_accumulation = False
         undo.enter_context(fp32_products("highest"))

@@ -155,9 +155,8 @@ class MuonRound(RoundRule):
         momenta = [each.state(MOMENTUM_KEY) for each in shards]
         grads = [each.grad for each in shards]
         dtypes = {grad.dtype for grad in grads}
-        if (
-            len(dtypes) > 1 or torch.float16 in dtypes
-        ):  # kernels take one dtype, fp32 or bf16
+        # kernels take one dtype, fp32 or bf16
+        if len(dtypes) > 1 or torch.float16 in dtypes:
             grads = [grad.float() for grad in grads]
         self._elementwise.advance_momentum(
             cut_into_slices(momenta, self._table),
@@ -250,9 +249,8 @@ class MuonRound(RoundRule):
         held = sharing.turned(strips) if is_turned else strips
         whole = alike.like.whole
         orthogonalize_strips(held, whole, moves, self._numerics, sharing, found)
-        if (
-            is_turned
-        ):  # both still have the dtype of what travels; their memory has directions
+        # both still have the dtype of what travels; their memory has directions
+        if is_turned:
             sharing.turn_back(held, strips)
 
 

@@ -335,9 +335,8 @@ def all_gather_numbers(
 def all_gather_texts(text: str, group: Group | None) -> list[str]:
     """Every rank's ``text``, in the order of the group; None for the world."""
     packed: list[Any] = [None] * dist.get_world_size(group)
-    with _named(
-        "muon/error", group
-    ):  # packed: a GPU takes the longest text's bytes for every rank
+    # packed: a GPU takes the longest text's bytes for every rank
+    with _named("muon/error", group):
         dist.all_gather_object(packed, zlib.compress(text.encode()), group=group)
     return [zlib.decompress(each).decode() for each in packed]
 
@@ -358,9 +357,8 @@ def split_world(color: Sequence[int], like: Group, device: torch.device) -> Grou
     for rank, other in enumerate(all_gather_numbers(color, None, device)):
         members.setdefault(tuple(other), []).append(rank)
     mine: Group | None = None
-    for key, ranks in sorted(
-        members.items()
-    ):  # every rank makes all groups, in one order
+    # every rank makes all groups, in one order
+    for key, ranks in sorted(members.items()):
         group = dist.new_group(ranks, timeout=timeout)
         mine = group if key == tuple(color) else mine
     assert mine is not None

@@ -410,9 +410,8 @@ def _triple(value: object) -> Triple:
     for number in value:
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"{_NAME} must be a number, got {number!r}")
-        if (
-            not abs(number) <= sys.float_info.max
-        ):  # an int may be larger; NaN is not smaller
+        # an int may be larger; NaN is not smaller
+        if not abs(number) <= sys.float_info.max:
             raise ValueError(f"{_NAME} must be finite, got {number}")
     a, b, c = value
     return float(a), float(b), float(c)

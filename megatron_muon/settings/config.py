@@ -190,11 +190,8 @@ class MuonConfig(RunSettings, UpdateSettings):
 
     def setting_of(self, pattern: str) -> str:
         """The setting that has one of ``patterns``, named with its flag."""
-        for name in (
-            "splits",
-            "lr_mults",
-            "wd_mults",
-        ):  # splits first: they match Muon's alone
+        # splits first: they match Muon's alone
+        for name in ("splits", "lr_mults", "wd_mults"):
             if any(pattern == other for other, _ in getattr(self, name)):
                 return named(name)
         return named("muon_include" if pattern in self.muon_include else "muon_exclude")

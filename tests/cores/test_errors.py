@@ -270,9 +270,8 @@ def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
             "disagree about the exchange plan" in text or "cannot split it" in text
         ), text
     for text in last_stage[:-1]:
-        if (
-            "cannot split it" in text
-        ):  # of the rank that cannot, before a plan is compared
+        # of the rank that cannot, before a plan is compared
+        if "cannot split it" in text:
             assert text.startswith(
                 f"RuntimeError: rank {len(texts) - 1} stopped this run: {named}"
             )

@@ -73,9 +73,8 @@ def _started(
         arguments["config_overrides"] = {**standard, **named}
     with installed(None if own is None else megatron_muon.MuonConfig(**own)):
         make = core.get_megatron_optimizer
-        if (
-            by == "bridge"
-        ):  # what Megatron-Bridge and ms-swift call for any name with muon in it
+        # what Megatron-Bridge and ms-swift call for any name with muon in it
+        if by == "bridge":
             from megatron.core.optimizer.muon import get_megatron_muon_optimizer as make
 
             arguments["layer_wise_distributed_optimizer"] = "dist" in config.optimizer

@@ -65,9 +65,8 @@ def read_curves(path: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
         if kind in tags and name not in columns:
             raise CurveError(f"{path}: it has no {name!r}, but {_listed(columns)}")
         loss = None if name is None else curve(columns[name])
-        if (
-            loss is not None and loss.steps[-1] > 0
-        ):  # a loss before training alone is no curve
+        # a loss before training alone is no curve
+        if loss is not None and loss.steps[-1] > 0:
             by_kind[kind] = loss
     if not by_kind:
         raise CurveError(

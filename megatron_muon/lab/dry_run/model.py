@@ -160,9 +160,8 @@ def _sizes(flags: Namespace) -> dict[str, int | None]:
 
 def _chunks(flags: Namespace) -> int | None:
     """Model chunks of a rank, None for one."""
-    if hasattr(
-        flags, "virtual_pipeline_model_parallel_size"
-    ):  # Megatron-LM has validated them
+    # Megatron-LM has validated them
+    if hasattr(flags, "virtual_pipeline_model_parallel_size"):
         return flags.virtual_pipeline_model_parallel_size or None
     count = flags.num_virtual_stages_per_pipeline_rank
     return None if count == 1 else count

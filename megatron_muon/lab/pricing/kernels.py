@@ -294,9 +294,8 @@ class _Products:
         cost = self._symmetric(long, linear=False)
         if squares:
             cost += self._symmetric(short, linear=True)
-        if (
-            self.numerics.folded
-        ):  # the linear term's factor is added to the square's diagonal
+        # the linear term's factor is added to the square's diagonal
+        if self.numerics.folded:
             return cost + stream(self.hardware, 0) + self._product(short, long, short)
         return cost + self._copy(short * long) + self._product(short, long, short)
 

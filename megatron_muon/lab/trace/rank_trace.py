@@ -70,9 +70,8 @@ class RankTrace:
         self.steps = [(m.start, m.stop) for m in self._marks if m.name.startswith(STEP)]
         self.has_marks = bool(self.steps)
         self.steps = sorted(self.steps) or [(self._start, self._stop)]
-        if (
-            self._has_device and own is None
-        ):  # kernels run after the host has left the step
+        # kernels run after the host has left the step
+        if self._has_device and own is None:
             self.steps[-1] = (self.steps[-1][0], max(self._stop, self.steps[-1][0]))
         _place(self._launches, self._marks)
         self.calls = self._learned()
@@ -173,9 +172,8 @@ def _assigned(events: Sequence[Call], launches: Sequence[Call]) -> list[Call | N
     """
     waiting: dict[str, deque[Call]] = defaultdict(deque)
     for launch in sorted(launches, key=lambda launch: launch.start):
-        if (
-            launch.is_operator
-        ):  # gloo has no reduce-scatter of its own: an all-reduce does the work
+        # gloo has no reduce-scatter of its own: an all-reduce does the work
+        if launch.is_operator:
             kind = launch.operation
             waiting["all_reduce" if kind == "reduce_scatter" else kind].append(launch)
     started: dict[int, Call] = {}

@@ -101,9 +101,8 @@ def _measured(trace: RankTrace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     ends = [(call.start, call.stop) for call in trace.calls]
     places = np.searchsorted(steps.edges(), np.array(ends).reshape(-1, 2), "right")
     for call, (start, stop) in zip(trace.calls, places.tolist(), strict=True):
-        if (
-            start % 2 or stop > start
-        ):  # it begins within a step, or an edge of one is within it
+        # it begins within a step, or an edge of one is within it
+        if start % 2 or stop > start:
             calls[
                 " ".join(filter(None, (call.operation, call.dtype, call.place)))
             ].append(call)

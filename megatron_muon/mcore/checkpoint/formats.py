@@ -67,14 +67,12 @@ class MuonCheckpoint(ShardedState):
         """
         self._fill_state()
         state: StateDict = super().state_dict()
-        for group in state["optimizer"][
-            "param_groups"
-        ]:  # no load takes the hybrid one's classes
+        # no load takes the hybrid one's classes
+        for group in state["optimizer"]["param_groups"]:
             for key in [key for key, value in group.items() if isinstance(value, type)]:
                 del group[key]
-        if (
-            self.from_adamw is None
-        ):  # AdamW's checkpoint, which Megatron is to read, has no record
+        # AdamW's checkpoint, which Megatron is to read, has no record
+        if self.from_adamw is None:
             state[RECORD] = record(self._muon.numerics)
         return state
 
@@ -128,9 +126,8 @@ class MuonCheckpoint(ShardedState):
             return self._kept_for_cutting(gathered)
         for index, dtypes, _ in self._buffers() if gathered else ():
             assert gathered is not None
-            if gathered[index][
-                dtypes
-            ]:  # empty where an old Megatron returns it on other ranks
+            # empty where an old Megatron returns it on other ranks
+            if gathered[index][dtypes]:
                 gathered[index][dtypes] = to_disk(
                     gathered[index][dtypes], self._places(index)
                 )

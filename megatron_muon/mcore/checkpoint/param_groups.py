@@ -172,15 +172,13 @@ def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
             if key in group and key not in SCHEDULE
         }
         values = {**group, **best, **kept}  # others' groups may lack what ours have
-        if not _same(
-            group, best, LR_MULTIPLIER
-        ):  # this run has another factor: its own rates
+        # this run has another factor: its own rates
+        if not _same(group, best, LR_MULTIPLIER):
             values.pop(LR_MULTIPLIER, None)
             rates = ("lr_mult", "max_lr", "min_lr", LR_MULTIPLIER)
             values |= {key: group[key] for key in rates if key in group}
-        if (
-            steps
-        ):  # fused Adams do not count steps of a group without parameters on this rank
+        # fused Adams do not count steps of a group without parameters on this rank
+        if steps:
             values["step"] = max(steps)
         values.pop("params", None)
         groups.append(values)

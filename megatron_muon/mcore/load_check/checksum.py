@@ -151,9 +151,8 @@ class _Until(io.FileIO):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END:
             offset, whence = self._stop + offset, io.SEEK_SET
-        if (
-            whence == io.SEEK_SET and offset < 0
-        ):  # the file is too short, or its directory damaged
+        # the file is too short, or its directory damaged
+        if whence == io.SEEK_SET and offset < 0:
             raise ValueError(f"a place before the file's start: {offset}")
         return super().seek(offset, whence)
 

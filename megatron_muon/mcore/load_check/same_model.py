@@ -164,9 +164,8 @@ def _table(trained: TrainedModel) -> Table:
 def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:
     shape = list(weight.param.shape)
     tp_size = sizes.tp_of(weight)
-    if weight.is_module(
-        "GroupedMLP"
-    ):  # all experts in one, over EP and TP in the same dim
+    # all experts in one, over EP and TP in the same dim
+    if weight.is_module("GroupedMLP"):
         shape[1 if weight.name.endswith("weight1") else 0] *= tp_size * sizes.ep
         return shape
     try:

@@ -250,9 +250,8 @@ class Saving:
             return None
         device = device_of(trained.model_chunks() if trained else [])
         first = dist.get_rank() == 0
-        if (
-            wanted == Wanted.NO_DIGEST
-        ):  # an earlier save's digest does not fit what is written now
+        # an earlier save's digest does not fit what is written now
+        if wanted == Wanted.NO_DIGEST:
             stale = Path(checkpoint_dir) / digest.FILE_NAME
             together(
                 lambda: stale.unlink(missing_ok=True) if first else None, None, device

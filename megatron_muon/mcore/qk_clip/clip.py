@@ -65,9 +65,8 @@ class QkClip:
             clip = attention.clip
             if clip is None or only_watch:
                 continue
-            if any(
-                value > clip.threshold for value in values
-            ):  # a NaN beside it says nothing
+            # a NaN beside it says nothing
+            if any(value > clip.threshold for value in values):
                 self._scale(attention, logits.to(_DTYPES[int(dtype_number)]))
                 was_clipped = True
         for follow in self.following if was_clipped else ():

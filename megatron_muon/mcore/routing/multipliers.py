@@ -100,10 +100,8 @@ def _multiplied(group: Group, lr: float, decay: float) -> Group:
     if megatron_version()[1] < (0, 16):
         group["lr_mult"] *= lr
         return group
-    for rate in (
-        "max_lr",
-        "min_lr",
-    ):  # of the schedule, which does not read lr_mult any more
+    # of the schedule, which does not read lr_mult any more
+    for rate in ("max_lr", "min_lr"):
         if group.get(rate) is not None:
             group[rate] *= lr
     group["default_config"] = False  # not the rate that Megatron logs

@@ -277,9 +277,8 @@ def _is_vector(weight: Weight, tp_size: int) -> bool:
         return False
     try:
         return min(whole_shape(weight, tp_size)) == 1
-    except (
-        NotImplementedError
-    ):  # an expert's weight; if it is Muon's, ``matrices_of`` says so
+    # an expert's weight; if it is Muon's, ``matrices_of`` says so
+    except NotImplementedError:
         return False
 
 

@@ -54,9 +54,8 @@ class LayerOutputs:
             hidden = output[0] if isinstance(output, tuple) else output
             if not module.training or not isinstance(hidden, Tensor):
                 return
-            if (
-                hidden.is_cuda and torch.cuda.is_current_stream_capturing()
-            ):  # no tensor of ours may
+            # no tensor of ours may
+            if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
                 return
             with torch.no_grad():
                 norm = torch.linalg.vector_norm(hidden.detach(), dtype=torch.float32)

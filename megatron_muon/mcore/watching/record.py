@@ -25,9 +25,8 @@ class Lines:
         with self._path.open("a+b") as file:
             if file.tell() > 0:
                 file.seek(-1, 2)
-                if (
-                    file.read() != b"\n"
-                ):  # the run before was killed in the middle of a line
+                # the run before was killed in the middle of a line
+                if file.read() != b"\n":
                     file.write(b"\n")
 
     def append(self, record: Mapping[str, Any]) -> None:

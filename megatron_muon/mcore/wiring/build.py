@@ -455,8 +455,7 @@ def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
         dist_opt.states.hold(muon, dist_opt.config)
         return
     turn_into(dist_opt.optimizer, muon_over(adam))
-    if (
-        not dist_opt.states.are_copies
-    ):  # those of weights, which are loaded later, start at a step
+    # those of weights, which are loaded later, start at a step
+    if not dist_opt.states.are_copies:
         for shard in muon.main_params.values():
             dist_opt.states.start_state(shard, muon.state_keys)

@@ -70,9 +70,8 @@ class MuonChainedOptimizer(CheckpointChain):
         if self.lacks_state:
             self.refuse_step()
         error = self._refusal()
-        if (
-            error is not None
-        ):  # in a loop that asks for no norm, or leaves it on the GPU
+        # in a loop that asks for no norm, or leaves it on the GPU
+        if error is not None:
             raise error
         self.is_new = False
         if self.nonfinite is not None:

@@ -163,9 +163,8 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
             self._muon_now().step(self.param_groups, self.states, step_adamw)
             if self.muon.turns is not None:
                 self.muon.turns.end_step()
-            if issubclass(
-                adam, TORCH_ADAMS
-            ):  # Megatron wants one step number for all parameters
+            # Megatron wants one step number for all parameters
+            if issubclass(adam, TORCH_ADAMS):
                 for shard in self.muon.main_params.values():
                     state = self.state[shard]
                     state["step"] = (

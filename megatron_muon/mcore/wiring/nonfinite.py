@@ -109,9 +109,8 @@ class NonfiniteReport:
         self._in_a_row = {
             name: self._in_a_row.get(name, 0) + 1 for name in sorted(every)
         }
-        if (
-            dist.get_rank(self._group) == dist.get_world_size(self._group) - 1
-        ):  # as Megatron's log
+        # as Megatron's log
+        if dist.get_rank(self._group) == dist.get_world_size(self._group) - 1:
             for name in self._in_a_row:
                 say(
                     f"[megatron_muon] step {self._number}: {name} was left where it "

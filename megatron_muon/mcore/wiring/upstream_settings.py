@@ -62,9 +62,8 @@ def in_force(
     args.muon_defaults = "upstream" if is_dist else None
     args.tensor_model_parallel_size = model.tensor_model_parallel_size
     args.expert_tensor_parallel_size = model.expert_tensor_parallel_size
-    if (
-        given.get("muon_fp32_matmul_prec") == "highest"
-    ):  # torch's word for products in fp32
+    # torch's word for products in fp32
+    if given.get("muon_fp32_matmul_prec") == "highest":
         args.muon_fp32_matmul_prec, args.muon_ns_dtype = None, "fp32"
     try:
         _TP_MODE.require(mode)

@@ -93,9 +93,8 @@ def _unsupported(
                 "is wrapped (--use-distributed-optimizer; a framework may clear it for "
                 "Megatron's own Muon), or choose optimizer='adam'"
             )
-    if not getattr(
-        optimizer_config, "decoupled_weight_decay", True
-    ):  # a choice since core 0.15
+    # a choice since core 0.15
+    if not getattr(optimizer_config, "decoupled_weight_decay", True):
         yield ValueError(
             "optimizer='muon' decays weights as AdamW does: set "
             "decoupled_weight_decay=True, or choose optimizer='adam' for L2 "
@@ -212,10 +211,8 @@ def _faults_of_call(
                 f"{error}; install a Transformer Engine whose FusedAdam has these "
                 "dtypes (1.13 or newer, for bf16 2.3), or leave it off"
             )
-    for name in (
-        "grad_comm_pgs",
-        "model_comm_pgs",
-    ):  # of core 0.14: without a group of a stage
+    # of core 0.14: without a group of a stage
+    for name in ("grad_comm_pgs", "model_comm_pgs"):
         if arguments.get(name) is not None:
             yield NotImplementedError(
                 f"optimizer='muon' does not support {name}: leave it out to use "

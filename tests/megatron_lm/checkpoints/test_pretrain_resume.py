@@ -217,9 +217,8 @@ def test_an_earlier_checkpoint_loads_with_the_state_that_it_was_saved_with(
     again = f"--load {tmp_path} --ckpt-step 2 --muon-from-adamw momentum"
     after = steps(pretrain(1, run, "--optimizer muon", again))
     assert list(after) == [3, 4, 5, 6]
-    if (
-        saved_by == "muon"
-    ):  # the second line has the mean of the first two after a start
+    # the second line has the mean of the first two after a start
+    if saved_by == "muon":
         assert [after[n] for n in (3, 5, 6)] == [steps(text)[n] for n in (3, 5, 6)]
         return
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")

@@ -167,10 +167,8 @@ def test_a_vlm_is_what_its_script_builds() -> None:
 def test_presets_are_what_the_script_builds(tmp_path: Path) -> None:
     """Names and shapes of every parameter, at their real sizes, on TP 2 or EP 2."""
     names = ["llama3-8b", "qwen3-30b-a3b", "deepseek-v3"]
-    if version() < (
-        0,
-        20,
-    ):  # Megatron itself refuses a local one there, for its norm of queries
+    # Megatron itself refuses a local one there, for its norm of queries
+    if version() < (0, 20):
         names.append("moonlight-16b-a3b")
     run = words(
         "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --transformer-impl local"

@@ -141,9 +141,8 @@ def parsed(optimizer: str, code: str, *folders: Path) -> str:
     """What is printed where arguments are parsed; Muon's are refused as they are
     validated.
     """
-    if (
-        optimizer != "adam"
-    ):  # to adam without a GPU it may have something of its own to say
+    # to adam without a GPU it may have something of its own to say
+    if optimizer != "adam":
         code += "validate_args(args)\n"
     command = [
         sys.executable,
@@ -317,9 +316,8 @@ def test_what_a_cpu_cannot_run_is_one_error() -> None:
 
 @pytest.mark.parametrize("flag", ["--qk-clip", "--muon-qk-clip 100"])
 def test_a_clip_without_shards_is_refused_before_anything_is_built(flag: str) -> None:
-    if flag == "--qk-clip" and f"[{flag}]" not in alone(
-        "--help"
-    ):  # a help text names it, too
+    # a help text names it, too
+    if flag == "--qk-clip" and f"[{flag}]" not in alone("--help"):
         pytest.skip("this Megatron has no --qk-clip")
     adam = "--optimizer adam --muon-cpu"
     text = alone(MODEL, MOCK, RUN, "--bf16", adam, flag, fails=True)

@@ -130,9 +130,8 @@ def test_an_option_runs(row: str, tmp_path: Path) -> None:
     assert len(by_step) >= 6 and by_step[5] < by_step[0], text[-3000:]
     assert "[megatron_muon] pipeline stage 0" in text
     events = [file.read_bytes() for file in tmp_path.rglob("events.out.tfevents.*")]
-    for sign in SIGNS.get(
-        row, ()
-    ):  # up to 0.14 timers that are written there are not printed
+    # up to 0.14 timers that are written there are not printed
+    for sign in SIGNS.get(row, ()):
         assert sign in text or any(sign.encode() in event for event in events), sign
     assert events or "tensorboard" not in options
 

@@ -136,9 +136,8 @@ def test_other_ranks_end_within_the_timeout_in_an_error_that_names_the_phase(
         if rank == 1 and how == "raise":
             assert text.startswith("ZeroDivisionError: rank 1 has had enough")
             assert f"in phase {PHASES[phase][0]} of the optimizer's step" in text
-        elif (
-            rank != 1 and rank // 2 < topology.dp // topology.instances
-        ):  # not another instance
+        # not another instance
+        elif rank != 1 and rank // 2 < topology.dp // topology.instances:
             # in the phase, or next where it has nothing to share with rank 1 in that
             phases = (phase, "muon/scatter", "params/gather")
             assert text.startswith(

@@ -146,9 +146,8 @@ def test_a_plan_takes_the_rounds_with_less_time() -> None:
     grid = RankGrid(((tuple(range(32)),),))
     cut = make_plan(parameters, grid, Numerics(MuonConfig()))
     whole = make_plan(parameters, grid, Numerics(MuonConfig(round_bytes=1 << 62)))
-    with mock.patch.object(
-        rounds_of_stage, "pipeline_time", lambda *_: 0
-    ):  # no way is shorter
+    # no way is shorter
+    with mock.patch.object(rounds_of_stage, "pipeline_time", lambda *_: 0):
         few = make_plan(parameters, grid, Numerics(MuonConfig()))
     assert len(whole.rounds) == 1 and few.rounds != cut.rounds
     assert cut.matrices == few.matrices == whole.matrices
@@ -313,9 +312,8 @@ def test_neighbours_are_under_way_while_a_round_is_orthogonalized() -> None:
             starts = _named(events, f"muon/{half}/collective")
             waits = _named(events, f"muon/{half}/wait")
             assert len(work) == len(starts) == len(waits) > 4
-            for number in range(
-                len(work)
-            ):  # the gather of round k + 1, the scatter of k - 1
+            # the gather of round k + 1, the scatter of k - 1
+            for number in range(len(work)):
                 beside = number + 1 if half == "gather" else number - 1
                 if 0 <= beside < len(work):
                     _, begun, ended = work[number]

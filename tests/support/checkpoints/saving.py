@@ -170,10 +170,8 @@ def sharded(built: Built, format: str, is_loading: bool) -> dict[str, Any]:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     state = sharded_models(built)
-    if format in (
-        VERLS,
-        AREALS,
-    ):  # their generate_state_dict; AReaL does not say that it loads
+    # their generate_state_dict; AReaL does not say that it loads
+    if format in (VERLS, AREALS):
         said = {"is_loading": is_loading} if format == VERLS else {}
         return {**state, "optimizer": built.optimizer.sharded_state_dict(state, **said)}
     metadata = {
@@ -195,9 +193,8 @@ def sharded_models(built: Built) -> dict[str, Any]:
     """The part of ``sharded`` that is the model's."""
     state = {}
     for number, (name, model) in enumerate(_models(built).items()):
-        if (
-            VERSION < (0, 13) and len(built.chunks) > 1
-        ):  # the number of a layer depends on it
+        # the number of a layer depends on it
+        if VERSION < (0, 13) and len(built.chunks) > 1:
             from megatron.core import parallel_state as ps
 
             ps.set_virtual_pipeline_model_parallel_rank(number)

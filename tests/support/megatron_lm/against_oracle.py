@@ -44,9 +44,8 @@ def recorded(
     )
     run: dict[str, Any] = torch.load(file)
     assert len(run["steps"]) == STEPS
-    for step in run[
-        "steps"
-    ]:  # one schedule, and what the oracle takes for its weight decay
+    # one schedule, and what the oracle takes for its weight decay
+    for step in run["steps"]:
         assert len({group["lr"] for group in step["groups"]}) == 1
         assert {group["weight_decay"] for group in step["groups"]} == {0.0, DECAY}
     return run

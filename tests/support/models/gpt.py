@@ -142,9 +142,8 @@ def build(case: Case, topology: Topology) -> Built:
             built.pieces[name] = piece_of(name, param, case, built.place, topology)
             with torch.no_grad():
                 param.copy_(built.local(name, whole_weight))
-            if hasattr(
-                param, "get_high_precision_init_val"
-            ):  # of fp8: main parameters' start
+            # of fp8: main parameters' start
+            if hasattr(param, "get_high_precision_init_val"):
                 param._high_precision_init_val = built.local(name, whole_weight)
             param.requires_grad_(not matches(name, case.frozen))
     built.chunks = [

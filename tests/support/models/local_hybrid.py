@@ -63,9 +63,8 @@ def without_kernels() -> Iterator[None]:
     """Mamba mixers and gated delta nets can be made within it."""
     mixer = imported(MIXER)
     with ExitStack() as stack:
-        for name in [
-            name for name in sys.modules if name.startswith(_SSM)
-        ]:  # all that it imports
+        # all that it imports
+        for name in [name for name in sys.modules if name.startswith(_SSM)]:
             stack.enter_context(replaced(sys.modules[name], HAVE_EINOPS=True))
         stack.enter_context(
             replaced(mixer, ExtendedRMSNorm=_GatedNorm, HAVE_MAMBA_SSM=True)

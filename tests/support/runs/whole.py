@@ -127,9 +127,8 @@ def _one_piece(name: str, replicas: dict[int, dict[str, Any]]) -> dict[str, Tens
         )
     shape = next(iter(replicas.values()))["pieces"][name].shape
     copies = []
-    for owners in {
-        r["owners"].get(name, ()): None for r in replicas.values()
-    }:  # () if frozen
+    # () if frozen
+    for owners in {r["owners"].get(name, ()): None for r in replicas.values()}:
         assert set(owners) <= set(replicas), (
             f"{name}: {owners} own it, {set(replicas)} hold it"
         )

@@ -84,9 +84,8 @@ def verdict_of(flags: Namespace, run: Settled) -> Verdict:
     between = check_calls(calls)
     verdict.faults["no unmatched send"] += between.messages
     verdict.faults["no rank out of order"] += between.order
-    if (
-        not between.order and not between.messages
-    ):  # else ranks wait where they do not fit
+    # else ranks wait where they do not fit
+    if not between.order and not between.messages:
         verdict.faults["no rank waits for ever"] += between.stuck
     groups = {call.group.ranks for own in calls.values() for call, _ in own}
     verdict.compared = [

@@ -153,10 +153,8 @@ def test_what_is_in_force_is_written(version: str, which: str) -> None:
         not config.nesterov,
     )
     json.dumps(vars(args))  # plain values
-    if config.ns_dtype in (
-        None,
-        "bf16",
-    ):  # in fp32 a flag of Megatron's has torch's word for it
+    # in fp32 a flag of Megatron's has torch's word for it
+    if config.ns_dtype in (None, "bf16"):
         assert muon_config(args) == config
 
 

@@ -132,10 +132,8 @@ class _Contender:
         self._watch = watch
         self._noise = noise
         self._parked: list[tuple[torch.UntypedStorage, int]] = []
-        for name in (
-            "prepare_grads",
-            "get_grad_norm",
-        ):  # Megatron has no timers of them
+        # Megatron has no timers of them
+        for name in ("prepare_grads", "get_grad_norm"):
             watch.time(built.optimizer, name, name.replace("_", "-"))
         self._awaited = list(_in_forward_order(built.chunks)) if row.overlap else []
         for group in self._awaited:

@@ -177,9 +177,8 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
         self._order = [list(group["params"]) for group in self.optimizer.param_groups]
         for number, group in enumerate(list(self.optimizer.param_groups)):
             theirs = [shard for shard in group["params"] if id(shard) in young]
-            if (
-                not theirs or group.get("step") is None
-            ):  # core 0.14 gives None to new groups
+            # core 0.14 gives None to new groups
+            if not theirs or group.get("step") is None:
                 continue
             group["params"] = [
                 shard for shard in group["params"] if id(shard) not in young

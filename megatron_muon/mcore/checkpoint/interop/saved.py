@@ -77,9 +77,8 @@ class Saved:
     def is_megatrons(self) -> bool:
         """Whether Megatron's own Muon has written it: see ``foreign``."""
         states, keys = self.states, self._of_optimizers()
-        if any(
-            ".optimizer/" in key for key in keys
-        ):  # each model-parallel rank's groups
+        # each model-parallel rank's groups
+        if any(".optimizer/" in key for key in keys):
             states = [*states, {"optimizer": self.record("optimizer")}]
         return foreign.is_megatrons(
             keys, states, [path.name for path in self.folder.rglob("*.pt")]

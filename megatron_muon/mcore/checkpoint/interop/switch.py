@@ -122,9 +122,8 @@ def _rounds_to(shard: torch.Tensor, model: torch.Tensor, here: slice) -> bool:
     if not is_float8tensor(model):
         weight = model.view(-1)[here]
         rounds = shard.to(weight.dtype) == weight
-        if (
-            weight.dtype == torch.bfloat16
-        ):  # FusedAdam with remainders rounds ties away from zero
+        # FusedAdam with remainders rounds ties away from zero
+        if weight.dtype == torch.bfloat16:
             away = torch.empty_like(weight)
             remainder = torch.empty_like(weight, dtype=torch.int16)
             write_halves(shard.clone(), away, remainder)

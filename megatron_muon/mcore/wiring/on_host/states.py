@@ -82,9 +82,8 @@ class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
                         adam.state[main]["step"] = torch.zeros((), device=main.device)
         self._sync_sub_optimizers_state_to_hdo()
         for group in self.param_groups if not self.state else ():
-            for shard in group[
-                "params"
-            ]:  # for Megatron none would mean that no load has made any
+            # for Megatron none would mean that no load has made any
+            for shard in group["params"]:
                 self.state[shard] = {"step": torch.tensor(float(group.get("step", 0)))}
 
     def _update_fp32_params_by_new_state(self) -> None:
@@ -179,9 +178,8 @@ class OfHybrid(OfWeights):
             write_halves(wide, shard.detach(), low)
             held.copy_(low)
             return
-        if key == MAIN_KEY and MASTER_KEY in self._optimizer.state.get(
-            shard, ()
-        ):  # AdamW's
+        # AdamW's
+        if key == MAIN_KEY and MASTER_KEY in self._optimizer.state.get(shard, ()):
             self._optimizer.state[shard][MASTER_KEY] = (
                 held  # a load may have made another one
             )
