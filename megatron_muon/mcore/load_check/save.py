@@ -311,13 +311,13 @@ class Saving:
                 json.loads(text) for text in all_gather_texts(json.dumps(part), None)
             ]
             first = dist.get_rank() == 0
-            together(
-                lambda: self._finish(parts, has_manifest) if first else None,
-                None,
-                self.device,
-            )
+            together(lambda: self._finish(parts) if first else None, None, self.device)
         finally:
             self._unlock()
+        if has_manifest:  # of what stays: the lock's file is gone
+            together(
+                lambda: self._write_manifest() if first else None, None, self.device
+            )
 
     def _part(self, names: Sequence[str] | None) -> dict[str, Any]:
         """This rank's part: the save whose mark it sees, and the files that it wrote.
@@ -353,7 +353,7 @@ class Saving:
         files = (path for path in every if not digest.own_file(path.name))
         return names + [str(path.relative_to(self.folder)) for path in files]
 
-    def _finish(self, parts: Sequence[Mapping[str, Any]], has_manifest: bool) -> None:
+    def _finish(self, parts: Sequence[Mapping[str, Any]]) -> None:
         for rank, part in enumerate(parts):
             if part["save"] is None:
                 raise self._mark_is_missing(rank)
@@ -380,11 +380,11 @@ class Saving:
                 f"{_ONE_JOB}"
             )
         digest.finish(self.folder, {**self.content, "files": files})
-        if has_manifest:
-            module = importlib.import_module(
-                "megatron.core.dist_checkpointing.validation"
-            )
-            module.save_integrity_manifest(str(self.folder))
+
+    def _write_manifest(self) -> None:
+        """Megatron's own hashes of all files, the digest's among them."""
+        module = importlib.import_module("megatron.core.dist_checkpointing.validation")
+        module.save_integrity_manifest(str(self.folder))
 
     def _mark_is_missing(self, rank: int) -> RuntimeError:
         return RuntimeError(
