@@ -10,7 +10,6 @@ measured steps.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from megatron_muon.orthogonalize.soundness import Soundness
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.rules import muon as muon_rule
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.kinds import MOST
 from support.ranks import run
 from support.virtual_gpu.plans import small_plan
 from support.virtual_gpu.step import muon_of
@@ -95,7 +95,7 @@ def sleeping(case: Case, plan: ExchangePlan) -> Hardware:
         "peer_host_us",
     )
     free = ("memory_gbytes", "node_gbytes", "pair_gbytes", "network_gbytes")
-    values: dict[str, Any] = dict.fromkeys(none, 0.0) | dict.fromkeys(free, math.inf)
+    values: dict[str, Any] = dict.fromkeys(none, 0.0) | dict.fromkeys(free, MOST)
     flops_per_second = 1 / _second_per_flop(case, plan)
     values |= {"dense_tflops": flops_per_second / TERA, "gemm_efficiency": 1.0}
     return replace(H100.with_values(values, "the sleeps"), name="sleeping ranks")

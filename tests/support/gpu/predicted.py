@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_muon.lab.bench.step.rows import OPTIONS
-from megatron_muon.lab.pricing.hardware import Hardware, most_of
+from megatron_muon.lab.pricing.hardware import Hardware, least_of, most_of
 from megatron_muon.lab.pricing.step import StepTime, price_step
 from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.settings.config import MuonConfig
@@ -66,7 +66,8 @@ def solved(
     is any.
     """
     at = float(getattr(hardware, constant))
-    low, high = at / _SPAN, min(at * _SPAN, most_of(constant))
+    low = max(at / _SPAN, least_of(constant))
+    high = min(at * _SPAN, most_of(constant))
 
     def of(value: float) -> float:
         return time(hardware.with_values({constant: value}, "searched"))
