@@ -23,7 +23,7 @@ import warnings
 
 import torch
 
-from megatron_muon.cpu import torch_cuda
+from megatron_muon.cpu import spawned, torch_cuda
 from megatron_muon.cpu.fused_adam import FusedAdam
 from megatron_muon.cpu.table import BEFORE_MEGATRON, REPLACEMENTS, Replacement
 from megatron_muon.presence import require_core
@@ -81,6 +81,7 @@ def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
             "this machine has a GPU; pass enable(allow_cuda=True) to run Megatron on "
             "the CPU anyway"
         )
+    spawned.turn_off()
     patches = Patches(by="megatron_muon.cpu")
     try:
         if late:

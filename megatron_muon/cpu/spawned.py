@@ -1,41 +1,51 @@
-"""The CPU runtime in processes that a run starts anew, which have nothing of what it
-replaced.
+"""Torch's part of the CPU runtime in processes that a run spawns, which have nothing of
+what it replaced.
 """
 
 import functools
 import importlib
-import sys
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from megatron_muon.cpu import training
 from megatron_muon.runtime.patches import Patches
 
+_patches: Patches | None = None  # of this process, if it was spawned
 
-class _Runtime:
-    """Turns the runtime on where it is unpickled: a process by spawn or forkserver is
+
+class _Torch:
+    """Turns torch's part on where it is unpickled: a process by spawn or forkserver is
     pickled.
     """
 
-    def __reduce__(self) -> tuple[Any, tuple[bool]]:
-        return turn_on, (training.enabled(),)
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return turn_on, ()
 
 
-def turn_on(of_training: bool) -> None:
-    """As it is in the process that starts this one; also where this one has imported
-    Megatron.
+def turn_on() -> None:
+    """Replace what a CPU cannot run in torch, and have one device.
+
+    Megatron is not imported for it, which takes seconds: a process that holds a queue,
+    as Megatron's writers start, needs none of it.
     """
-    late = "megatron.core" in sys.modules
-    importlib.import_module("megatron_muon.cpu").enable(allow_cuda=True, late=late)
-    if of_training:
-        training.enable()
-    else:
-        # megatron-core's writers ask for it without its training loop
-        training.device(Patches())
+    global _patches
+    _patches = Patches(by="megatron_muon.cpu")
+    table = importlib.import_module("megatron_muon.cpu.table")
+    for replace in (*table.BEFORE_MEGATRON, training.device, training.memory):
+        replace(_patches)
+
+
+def turn_off() -> None:
+    """Give way to the whole runtime."""
+    global _patches
+    if _patches is not None:
+        _patches.undo()
+        _patches = None
 
 
 def processes(patches: Patches) -> None:
-    """A process that is spawned starts with the CPU runtime; a fork has it.
+    """A process that is spawned starts with torch's part of the CPU runtime; a fork has
+    all of it.
 
     Megatron's persistent writer of checkpoints divides by the number of GPUs
     (async_utils.py:488), and the run waits for it forever where it fails.
@@ -44,7 +54,7 @@ def processes(patches: Patches) -> None:
 
     @functools.wraps(start)
     def starts(self: Any) -> None:
-        self.megatron_muon_cpu = _Runtime()
+        self.megatron_muon_cpu = _Torch()
         start(self)
 
     patches.set(BaseProcess, "start", starts)

@@ -23,6 +23,7 @@ from support.processes import printed
 from support.ranks import RankError, run
 from support.runs.cases import GROUPS, HEAD_SIZE, HEADS
 from support.runs.cases import SEQUENCE as LENGTH
+from support.runs.spawned_child import seen
 from support.runs.training import MODEL, SEQUENCES, spread
 
 needs_products = pytest.mark.skipif(
@@ -132,11 +133,11 @@ def test_disable_puts_everything_back_and_other_types_are_bitwise_unchanged() ->
     assert printed("-W", "ignore", "-c", native + ROUND_TRIP) == "as before\n"
 
 
-def test_a_spawned_process_has_the_runtime_and_one_device() -> None:
-    """By which Megatron's persistent writer of checkpoints divides."""
+def test_a_spawned_process_has_one_device_and_no_megatron() -> None:
+    """Megatron's persistent writer of checkpoints divides by the number of devices."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        assert pool.submit(cpu.enabled).result(timeout=100)
-        assert pool.submit(torch.cuda.device_count).result(timeout=100) == 1
+        asked = pool.submit(seen)
+        assert asked.result(timeout=100) == (1, "cpu", False)
 
 
 def _polling() -> int:
