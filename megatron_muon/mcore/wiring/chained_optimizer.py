@@ -72,6 +72,7 @@ class MuonChainedOptimizer(CheckpointChain):
         error = self._refusal()
         # in a loop that asks for no norm, or leaves it on the GPU
         if error is not None:
+            self._late_norm = None  # of a step that is not taken
             raise error
         self.is_new = False
         if self.nonfinite is not None:
