@@ -69,6 +69,8 @@ def test_a_persistent_worker_saves_on_a_cpu(
     if "--use-persistent-ckpt-worker" not in known_flags():
         pytest.skip("this Megatron has no persistent worker")
     worker = "--save-interval 3 --async-save --use-persistent-ckpt-worker"
+    if "--async-strategy" in known_flags():
+        worker += " --async-strategy mcore"  # the other one is of another package
     text = pretrain(1, f"{RUN} --save {tmp_path} {worker}")
     assert complete(tmp_path) == [3, 6]
     assert steps(text) == steps(six[1])
