@@ -9,11 +9,9 @@ step.
 Each rank is a process with megatron-core's DDP and DistributedOptimizer over gloo, and
 a small GPT. Its gradients are noise that differs by rank and step, so that the time
 goes into reduction, step and all-gather. Ranks sleep before a step at random. Every so
-many steps all weights are
-hashed: data-parallel replicas must have the same bits. Then one rank kills itself in
-the middle of
-a step, and each other rank must end with an error within the time limit of a
-collective.
+many steps all weights are hashed: data-parallel replicas must have the same bits. Then
+one rank kills itself in the middle of a step, and each other rank must end with an
+error within the time limit of a collective.
 """  # noqa: E501
 
 from __future__ import annotations

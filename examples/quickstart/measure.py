@@ -100,9 +100,8 @@ def collect(
     """The cost figures of the whole run, the same on every rank (a collective call).
 
     ``step_ms``: median over steps on the slowest rank. ``optimizer_ms``: median time
-    inside
-    ``optimizer.step()`` on the rank that waits least there for ranks still in their
-    backward pass.
+    inside ``optimizer.step()`` on the rank that waits least there for ranks still in
+    their backward pass.
     """
     mine = {
         "step_ms": 1e3

@@ -5,10 +5,9 @@ optimizer.
     python resume.py --draw    # the picture alone, from figures/resume.json
 
 Left: one Muon run that is saved and resumed three times, each time at another topology,
-beside one
-that never stops. Right: half-way from AdamW to Muon and back, beside no switch. All
-have the quickstart's model, data and learning rates (gpt.args), and a schedule over
-``--steps`` steps.
+beside one that never stops. Right: half-way from AdamW to Muon and back, beside no
+switch. All have the quickstart's model, data and learning rates (gpt.args), and a
+schedule over ``--steps`` steps.
 """
 
 from __future__ import annotations

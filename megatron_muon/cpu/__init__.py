@@ -11,10 +11,9 @@ parallelism), pipeline (also virtual), context and expert parallelism, expert te
 parallelism, several optimizer instances, and every overlap; mixtures of experts with
 SequentialMLP and the legacy GroupedMLP (bf16, as it asks), shared experts, the
 allgather and alltoall dispatchers; multi-latent attention, multi-token prediction, full
-recompute; fp32, bf16, and fp16 with the dynamic loss scale. Not
-covered: Transformer Engine's own layers, sliding windows or cross-attention with
-context
-parallelism, packed sequences, fused kernels, CUDA graphs, fp8.
+recompute; fp32, bf16, and fp16 with the dynamic loss scale. Not covered: Transformer
+Engine's own layers, sliding windows or cross-attention with context parallelism, packed
+sequences, fused kernels, CUDA graphs, fp8.
 """
 
 import importlib

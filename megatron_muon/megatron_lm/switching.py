@@ -34,8 +34,7 @@ def from_other(
     wrote it.
 
     Every rank of the world calls it, with ``muon`` in a run of Muon's. It gives how the
-    state is
-    read: a key of ``_SAID``, ``own``, ``after muon``, or "" where none is.
+    state is read: a key of ``_SAID``, ``own``, ``after muon``, or "" where none is.
 
     Raises:
         ValueError: the checkpoint is AdamW's and no flag says how to load it, or ranks

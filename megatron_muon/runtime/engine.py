@@ -8,7 +8,7 @@ homes, rounds and messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -245,18 +245,14 @@ class Engine:
         with self._visiting(number, (MAIN_KEY, *self.rule.states_after)):
             self.rounds[number].finish(shards)
 
-    def _visiting(
-        self, number: int, keys: Sequence[str]
-    ) -> AbstractContextManager[object]:
-        """A context within which these states of a round's shards are on the device."""
+    @contextmanager
+    def _visiting(self, number: int, keys: Sequence[str]) -> Iterator[None]:
+        """Within it these states of a round's shards are on the device."""
         assert self._states is not None
-        visits = [self._states.visiting(number, key) for key in keys]
-        if len(visits) == 1:
-            return visits[0]
-        stack = ExitStack()
-        for visit in visits:
-            stack.enter_context(visit)
-        return stack
+        with ExitStack() as stack:
+            for key in keys:
+                stack.enter_context(self._states.visiting(number, key))
+            yield
 
     def _shards(
         self, groups: ParamGroups, states: States

@@ -1,10 +1,9 @@
 """Save, load, a kill during a save, and switches, by Megatron-core's own checkpoints.
 
 Two sets of ranks. The first takes steps, saves, and is killed in its second save. The
-second starts
-anew: the first save is whole, the second is refused. A run goes on from the first with
-the bits of
-a run that was never stopped. AdamW and Muon go on from each other.
+second starts anew: the first save is whole, the second is refused. A run goes on from
+the first with the bits of a run that was never stopped. AdamW and Muon go on from each
+other.
 """
 
 from __future__ import annotations

@@ -78,9 +78,8 @@ def test_no_other_number_of_strips_has_a_shorter_predicted_step(
     kernel's.
 
     The standard iteration repeats squares on each home, which auto counts for no more
-    than it
-    saves: of 70B at DP16 it takes two strips of fewer matrices than would be best, by
-    11 %.
+    than it saves: of 70B at DP16 it takes two strips of fewer matrices than would be
+    best, by 11 %.
     """
     most = 1.01 if preset == "fast" else 1.11
     others = (seconds(name, asked, device, preset) for asked in ("off", "2", "4", "8"))

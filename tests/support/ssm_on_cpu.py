@@ -163,8 +163,7 @@ def chunk_gdn2(
     sqrt(n).
 
     q, k, g, b: (batch, tokens, heads, n); v, w: (batch, tokens, heads, value size). g,
-    b and w
-    may have one number a head.
+    b and w may have one number a head.
     """
     _require_none(options)
     query, key, value, decay, erased, written = (

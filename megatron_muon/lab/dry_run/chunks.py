@@ -1,8 +1,7 @@
 """A GPT's chunks of Megatron's local modules in their DDP, as Megatron-LM builds them.
 
 Sources: ``get_model`` (megatron/training/training.py) and gpt_builders.py, which is
-part of
-pretrain_gpt.py before 0.15.
+part of pretrain_gpt.py before 0.15.
 """
 
 from __future__ import annotations

@@ -67,8 +67,7 @@ def require_same_model(
     ``own``.
 
     ``exact``: the checkpoint may not have parameters that the model lacks, and each
-    must be of the
-    optimizer that it has in this run.
+    must be of the optimizer that it has in this run.
     """
     different = f"{folder} was saved by a different model:"
     then = _sizes(saved["parameters"])

@@ -115,10 +115,8 @@ class MuonChainedOptimizer(CheckpointChain):
         largest that momentum can take. (``norm_grads`` puts all of them in; with
         ``clip_scope`` "adamw" Muon's need only be finite.) A rank that refuses the step
         makes it NaN. So a finite norm needs no further reduction. No optimizer has
-        stepped
-        yet: an error leaves everything as it was. With a loss scaler Megatron has
-        already skipped
-        such a step, on every rank.
+        stepped yet: an error leaves everything as it was. With a loss scaler Megatron
+        has already skipped such a step, on every rank.
 
         From core 0.19 on, with Transformer Engine, Megatron leaves the norm on the GPU
         and the host does not wait for it. Then the next step raises, or a save before

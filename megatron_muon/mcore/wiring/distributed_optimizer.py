@@ -2,10 +2,8 @@
 has built.
 
 Megatron builds its optimizer around Adam as it always does. Then each object's class
-becomes a
-subclass: the inner Adam's has Muon's ``step``, the DistributedOptimizer's saves and
-loads Muon's
-state (``checkpoint``), and their chain's checks gradients first
+becomes a subclass: the inner Adam's has Muon's ``step``, the DistributedOptimizer's
+saves and loads Muon's state (``checkpoint``), and their chain's checks gradients first
 (``chained_optimizer``). No constructor of Megatron is copied, and the fused Adam that
 it picked stays in use.
 """

@@ -21,12 +21,10 @@ class SliceSums:
     """Adds a number of each slice over the slices of its matrix, in one round.
 
     Every rank fills in the numbers of its own slices, and one sum over the stage puts
-    all of them
-    together: each place has one number and zeros, so its order changes no bit. Then
-    each rank adds
-    the slices of a matrix, in the order of its elements. So the sums depend on how a
-    matrix is cut, and on nothing else. Replicas of a slice count once; strips of a
-    matrix count as that matrix.
+    all of them together: each place has one number and zeros, so its order changes no
+    bit. Then each rank adds the slices of a matrix, in the order of its elements. So
+    the sums depend on how a matrix is cut, and on nothing else. Replicas of a slice
+    count once; strips of a matrix count as that matrix.
 
     Args:
         plan: of the stage.
@@ -49,8 +47,8 @@ class SliceSums:
             by_matrix.setdefault(_whole_of(one.matrix, matrices), []).append(one)
         places: dict[int, int] = {}
         rows: list[list[int]] = []
-        for number in sorted(by_matrix):
-            of_one = sorted(by_matrix[number], key=lambda one: (one.matrix, one.start))
+        for whole in sorted(by_matrix):
+            of_one = sorted(by_matrix[whole], key=lambda one: (one.matrix, one.start))
             first = len(places)
             places |= {id(one): first + at for at, one in enumerate(of_one)}
             rows.append(list(range(first, first + len(of_one))))
@@ -58,7 +56,7 @@ class SliceSums:
         width = max(map(len, rows), default=0)
         # a zero's place
         padded = [row + [self._count] * (width - len(row)) for row in rows]
-        order = {number: at for at, number in enumerate(sorted(by_matrix))}
+        order = {whole: at for at, whole in enumerate(sorted(by_matrix))}
         sources = [at for at, one in enumerate(mine) if not one.replica]
 
         def index(numbers: Sequence[int]) -> Tensor:

@@ -80,8 +80,7 @@ def _check(
 
     Momentum and AdamW's weights are compared after one more step of both Muons, too.
     Muon's own weights cannot be: its coefficients are others there. fp32 sums of two or
-    three terms in another
-    order: a few units of 2^-24 of the largest term.
+    three terms in another order: a few units of 2^-24 of the largest term.
     """
     assert differences(_parts(before, "before"), _parts(after, "before")) == []
     theirs = _parts(before, "after")

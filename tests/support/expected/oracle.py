@@ -1,9 +1,9 @@
 """Muon with AdamW for the rest, in float64 on whole matrices, written from the papers.
 
 Muon: "Muon is Scalable for LLM Training" (arXiv 2502.16982, Algorithm 1, eq. 4),
-Newton-Schulz as
-in Keller Jordan's post. AdamW: arXiv 1711.05101 with Transformer Engine's grouping of
-the terms. Shares no code with the package, so that the two can disagree.
+Newton-Schulz as in Keller Jordan's post. AdamW: arXiv 1711.05101 with Transformer
+Engine's grouping of the terms. Shares no code with the package, so that the two can
+disagree.
 """
 
 from __future__ import annotations

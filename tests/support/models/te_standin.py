@@ -3,9 +3,8 @@ without a GPU.
 
 For tests where its Python is not at hand. They are as Transformer Engine up to 2.12
 with cores 0.13 to 0.18, which ``test_te_modules`` holds them to: later ones mark
-grouped weights otherwise. Not
-here: fused norms, sequential experts, and MLA of core 0.12, whose down projections are
-cut.
+grouped weights otherwise. Not here: fused norms, sequential experts, and MLA of core
+0.12, whose down projections are cut.
 
 The linears are the dry run's. The marks are the point: Transformer Engine marks every
 weight as cut, along dim 1 if it was told that the weight is row-parallel and 0

@@ -8,8 +8,8 @@ marks, names, states, quantized tensors, autograd functions and FusedAdam are th
 ones. No kernel is: those are ours, in torch.
 
 ``tests/run.sh`` puts a version on PYTHONPATH (``TE=2.12.0 bash tests/run.sh ...``), and
-that is the
-switch: where ``transformer_engine`` is there and a GPU is not, the tests run over it.
+that is the switch: where ``transformer_engine`` is there and a GPU is not, the tests
+run over it.
 
 Not in the stub: attention's kernels (Megatron's DotProductAttention takes its place in
 a forward pass), fp8 products, MXFP8, blockwise scaling and NVFP4, user buffers. Their

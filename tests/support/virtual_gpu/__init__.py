@@ -7,14 +7,13 @@ Each gives a ``Recording`` with ``launches``, ``host_syncs``, ``peak_bytes``,
 for ranks of a whole run, and ``report`` prints what a step of real models costs.
 
 How: tensors say that they are on ``cuda``. Both the package and Megatron name that
-device, so every
-branch that a run on GPUs takes is taken here. The tensors compute on torch's meta
-device: a rank of 512 costs milliseconds. ``device.guard`` keeps torch's C++ from asking
-a driver, so a machine's real GPU is never touched. A PrivateUse1 device in pure Python
-would need no guard, but has another name. Each ``device="cuda"``, ``Tensor.type()`` and
-``is_cuda`` of Megatron would be replaced, and that code would go untested. Torch's
-FakeTensor needs the guard as well, does not follow ``.data`` and takes five to ten
-times as long.
+device, so every branch that a run on GPUs takes is taken here. The tensors compute on
+torch's meta device: a rank of 512 costs milliseconds. ``device.guard`` keeps torch's
+C++ from asking a driver, so a machine's real GPU is never touched. A PrivateUse1 device
+in pure Python would need no guard, but has another name. Each ``device="cuda"``,
+``Tensor.type()`` and ``is_cuda`` of Megatron would be replaced, and that code would go
+untested. Torch's FakeTensor needs the guard as well, does not follow ``.data`` and
+takes five to ten times as long.
 
 Seams: torch's dispatch (``device.gpu``), ``torch.cuda`` (``device.cuda``),
 ``torch.distributed``

@@ -16,8 +16,8 @@ def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tens
 
     The shard is an fp32 copy for a bf16 parameter, or a view of it where FusedAdam has
     the main parameters (``states``), and a view of an fp32 one. Both are paired in the
-    order of Megatron's
-    groups: ``model_param_group_index_map`` misnumbers groups that mix both dtypes.
+    order of Megatron's groups: ``model_param_group_index_map`` misnumbers groups that
+    mix both dtypes.
     """
     copies = dist_opt.shard_fp32_from_float16_groups
     views = dist_opt.shard_float16_groups

@@ -2,8 +2,7 @@
 
 Each job stops once, at one of four points of its save, until the other has stopped or
 ended: 16 pairs of points. First job 0 runs to its point, then job 1 to its own; then
-job
-0 runs to its end, and job 1 after it.
+job 0 runs to its end, and job 1 after it.
 """
 
 from __future__ import annotations

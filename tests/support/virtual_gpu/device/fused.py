@@ -2,8 +2,7 @@
 rules.
 
 Source: ``common/multi_tensor/multi_tensor_apply.cuh`` of Transformer Engine, whose
-chunks and
-limits are those of torch's ``MultiTensorApply.cuh``.
+chunks and limits are those of torch's ``MultiTensorApply.cuh``.
 """
 
 from __future__ import annotations
