@@ -156,7 +156,7 @@ def _built(tp: int) -> RankStep:
 
 
 def _step(args: Any, model: Any, optimizer: Any, data: Any, run_step: Any) -> RankStep:
-    from megatron_muon.mcore.wiring.buffers.shards import owned_shards
+    from megatron_muon.mcore.host.shards import owned_shards
 
     (part,) = optimizer.chained_optimizers
     step = _planned(part)

@@ -258,7 +258,7 @@ def _checkpointing() -> Any:
 
 def _by_rank_0(find: Callable[[], str]) -> str:
     """Rank 0's result of ``find`` on all ranks, since ranks may see different files."""
-    from megatron_muon.mcore.wiring.buffers.shards import device_of
+    from megatron_muon.mcore.host.shards import device_of
     from megatron_muon.runtime.collectives import all_gather_texts
     from megatron_muon.runtime.consensus import together
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_muon.console import say
+from megatron_muon.mcore.host.loop import NO_HOST, set_host
 from megatron_muon.mcore.seams.rows import (
     check_hooks,
     check_row,
@@ -21,7 +22,6 @@ from megatron_muon.mcore.seams.rows import (
     rows_of,
 )
 from megatron_muon.mcore.seams.training import ROWS, check_arguments
-from megatron_muon.mcore.watching.host import NO_HOST, set_host
 from megatron_muon.megatron_lm import checkpointing
 from megatron_muon.megatron_lm.bucketing import (
     aligns_shards,
@@ -407,7 +407,7 @@ def _initialize_megatron(
     # imported where anything is asked
     core = sys.modules.get("megatron_muon.mcore.wiring.install")
     config = None if core is None else core.settings()
-    buffers = "megatron_muon.mcore.wiring.buffers.shards"
+    buffers = "megatron_muon.mcore.host.shards"
     flags = {dest: getattr(given, dest, None) or None for dest in _AGREED}
     flags |= {dest: bool(getattr(given, dest, None)) for dest in ("load", "save")}
     agree_on_settings(

@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_muon.console import say
+from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.load_check.models import TrainedModel
 from megatron_muon.mcore.routing.param_routing import of_any_number
-from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.runtime.consensus import together
 

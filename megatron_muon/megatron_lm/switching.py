@@ -45,8 +45,8 @@ def from_other(
         return
     from megatron_muon.mcore.checkpoint.interop import adamw_after_muon, switch
     from megatron_muon.mcore.checkpoint.interop.saved import Saved
+    from megatron_muon.mcore.host.shards import device_of
     from megatron_muon.mcore.load_check.check import check_files
-    from megatron_muon.mcore.wiring.buffers.shards import device_of
 
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
     saved = together(lambda: Saved.of(folder), None, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 
-from megatron_muon.mcore.watching.host import Host
+from megatron_muon.mcore.host.loop import Host
 
 
 class MegatronLM(Host):

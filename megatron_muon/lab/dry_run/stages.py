@@ -16,6 +16,7 @@ from megatron_muon.lab.dry_run import world
 from megatron_muon.lab.dry_run.chunks import build_chunks
 from megatron_muon.lab.dry_run.model import Ranks, transformer_config
 from megatron_muon.lab.dry_run.script import ScriptArguments
+from megatron_muon.mcore.host.process_groups import Sizes
 from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.wiring.buffers import bucket_layout
 from megatron_muon.mcore.wiring.buffers.early_setting import settled
@@ -24,7 +25,6 @@ from megatron_muon.mcore.wiring.buffers.placement import (
     muon_parameters,
     on_every_ep_rank,
 )
-from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.mcore.wiring.validate import (
     REFUSED,
     raise_all,

@@ -17,7 +17,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
-from megatron_muon.mcore.wiring.buffers.shards import device_of
+from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.runtime.collectives import (
     Group,
     all_gather_numbers,

@@ -21,9 +21,9 @@ from megatron_muon.mcore.checkpoint.buffers import (
     check_tensor,
     gathered_spans,
 )
+from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.mcore.routing.param_routing import expert_name, weights
 from megatron_muon.mcore.routing.routes import Route, muons_of
-from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.states import MAIN_KEY, States, of_halves

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.console import first_names, say
+from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Digest, DigestError
@@ -22,7 +23,6 @@ from megatron_muon.mcore.load_check.same_model import (
     parameters_in_digest,
     require_same_model,
 )
-from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_numbers
 from megatron_muon.runtime.consensus import together
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_muon.mcore.wiring.buffers.shards import device_of
-from megatron_muon.mcore.wiring.process_groups import Stage
+from megatron_muon.mcore.host.process_groups import Stage
+from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_numbers
 from megatron_muon.settings.config import MuonConfig
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_muon.console import first_names
+from megatron_muon.mcore.host.process_groups import Sizes
+from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.load_check.digest import DigestError
 from megatron_muon.mcore.load_check.models import TrainedModel
 from megatron_muon.mcore.routing.param_routing import (
@@ -27,8 +29,6 @@ from megatron_muon.mcore.routing.param_routing import (
     why_adamw,
 )
 from megatron_muon.mcore.wiring.buffers.placement import local_experts
-from megatron_muon.mcore.wiring.buffers.shards import device_of
-from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.runtime.collectives import all_gather_texts, world_rank, world_ranks
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.config import ROWS, named

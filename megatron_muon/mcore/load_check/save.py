@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
+from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.check import (
     THREADS,
@@ -41,7 +42,6 @@ from megatron_muon.mcore.load_check.models import (
     wanted_by_all,
 )
 from megatron_muon.mcore.load_check.same_model import parameters_in_digest
-from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.config import named

@@ -10,13 +10,13 @@ from typing import Any
 
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from megatron_muon.mcore.host.process_groups import group_of
+from megatron_muon.mcore.host.shards import device_of
+from megatron_muon.mcore.host.states import adam_holds_main
 from megatron_muon.mcore.qk_clip import is_asked, uses_fsdp
 from megatron_muon.mcore.qk_clip.attentions import WatchedAttention, watched_attentions
 from megatron_muon.mcore.qk_clip.clip import QkClip, shards_of
 from megatron_muon.mcore.qk_clip.local import collect_maxima
-from megatron_muon.mcore.wiring.buffers.shards import device_of
-from megatron_muon.mcore.wiring.process_groups import group_of
-from megatron_muon.mcore.wiring.states import adam_holds_main
 from megatron_muon.runtime.patches import turn_into
 from megatron_muon.settings.config import MuonConfig, named
 

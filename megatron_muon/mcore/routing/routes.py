@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_muon.mcore.host.process_groups import Sizes
 from megatron_muon.mcore.routing.matrices import matrices_of
 from megatron_muon.mcore.routing.param_routing import (
     NOT_IN_TABLE,
@@ -17,7 +18,6 @@ from megatron_muon.mcore.routing.param_routing import (
     weights,
     why_adamw,
 )
-from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.settings.config import MuonConfig
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_muon.mcore.host.process_groups import Sizes, Stage
 from megatron_muon.mcore.routing.attention import is_unknown_fusion
 from megatron_muon.mcore.routing.param_routing import (
     EMBEDDING_OR_OUTPUT,
@@ -21,7 +22,6 @@ from megatron_muon.mcore.routing.param_routing import (
     whole_shape,
 )
 from megatron_muon.mcore.routing.routes import Route
-from megatron_muon.mcore.wiring.process_groups import Sizes, Stage
 from megatron_muon.planning.describe import UNSPLIT, Share, share_lines
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import together

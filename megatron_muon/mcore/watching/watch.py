@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.console import say
+from megatron_muon.mcore.host.loop import host
+from megatron_muon.mcore.host.process_groups import Stage
+from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.mcore.routing.param_routing import layers, weights
 from megatron_muon.mcore.watching.forward import (
     LayerOutputs,
     clip_threshold,
     kept_logits,
 )
-from megatron_muon.mcore.watching.host import host
 from megatron_muon.mcore.watching.observer import MatrixObserver
 from megatron_muon.mcore.watching.record import (
     Lines,
@@ -31,8 +33,6 @@ from megatron_muon.mcore.watching.record import (
 )
 from megatron_muon.mcore.watching.rows import Message, Table, dot, muon_rows, row_name
 from megatron_muon.mcore.watching.warnings import Warnings
-from megatron_muon.mcore.wiring.buffers.shards import owned_shards
-from megatron_muon.mcore.wiring.process_groups import Stage
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group

@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.console import say
+from megatron_muon.mcore.host import process_groups
+from megatron_muon.mcore.host.process_groups import Stage
+from megatron_muon.mcore.host.shards import device_of, owned_shards
+from megatron_muon.mcore.host.states import init_state_of, states_of
 from megatron_muon.mcore.load_check.models import remember
 from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.routing.survey import survey
 from megatron_muon.mcore.seams.rows import check_built, described_version
-from megatron_muon.mcore.wiring import process_groups
 from megatron_muon.mcore.wiring.buffers.bucket_groups import name_phases
 from megatron_muon.mcore.wiring.buffers.early_setting import gathers_one_by_one, settled
 from megatron_muon.mcore.wiring.buffers.placement import (
@@ -27,7 +30,6 @@ from megatron_muon.mcore.wiring.buffers.placement import (
     muon_parameters,
     on_every_ep_rank,
 )
-from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.mcore.wiring.chained_optimizer import MuonChainedOptimizer
 from megatron_muon.mcore.wiring.counted_once import count_once
 from megatron_muon.mcore.wiring.distributed_optimizer import (
@@ -37,8 +39,6 @@ from megatron_muon.mcore.wiring.distributed_optimizer import (
 )
 from megatron_muon.mcore.wiring.gradients import keep_biases_apart, share_loss_scale
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
-from megatron_muon.mcore.wiring.process_groups import Stage
-from megatron_muon.mcore.wiring.states import init_state_of, states_of
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
     numerics_on,
@@ -431,7 +431,7 @@ def states_anywhere(dist_opt: Any) -> States:
     if not dist_opt.config.optimizer_cpu_offload:
         return states_of(dist_opt)
     # for this option only
-    from megatron_muon.mcore.wiring.on_host.states import OfHybrid
+    from megatron_muon.mcore.host.offloaded_states import OfHybrid
 
     return OfHybrid(dist_opt.optimizer)
 
@@ -449,7 +449,7 @@ def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
     adam: type[torch.optim.Optimizer] = type(dist_opt.optimizer)
     if dist_opt.config.optimizer_cpu_offload:
         # for it only
-        from megatron_muon.mcore.wiring.on_host.states import HybridOfAdamW
+        from megatron_muon.mcore.host.offloaded_states import HybridOfAdamW
 
         turn_into(dist_opt.optimizer, muon_over(HybridOfAdamW))
         dist_opt.states.hold(muon, dist_opt.config)

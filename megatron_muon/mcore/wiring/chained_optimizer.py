@@ -13,9 +13,9 @@ import torch
 
 from megatron_muon.console import first_names
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
+from megatron_muon.mcore.host.shards import device_of, owned_shards
 from megatron_muon.mcore.routing.param_routing import expert_name
 from megatron_muon.mcore.wiring.buffers.bucket_groups import finish_gathers
-from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.mcore.wiring.gradients import LateNorm, require_usable_groups
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
 from megatron_muon.runtime.collectives import any_rank, in_megatrons

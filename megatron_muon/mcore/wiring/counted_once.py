@@ -22,14 +22,14 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 
 from megatron_muon.console import first_names
+from megatron_muon.mcore.host.process_groups import Stage
+from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.mcore.routing.param_routing import (
     Weight,
     is_cut,
     of_any_number,
     partition_dim_of,
 )
-from megatron_muon.mcore.wiring.buffers.shards import owned_shards
-from megatron_muon.mcore.wiring.process_groups import Stage
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import together
 

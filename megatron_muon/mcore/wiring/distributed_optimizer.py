@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
-from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
+from megatron_muon.mcore.host.shards import device_of, owned_shards
+from megatron_muon.mcore.host.states import TORCH_ADAMS, OfWeights
 from megatron_muon.mcore.wiring.gradients import norm_grads
-from megatron_muon.mcore.wiring.states import TORCH_ADAMS, OfWeights
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime.collectives import raise_named
 from megatron_muon.runtime.states import States

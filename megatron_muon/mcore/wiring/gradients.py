@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from megatron_muon.console import first_names
+from megatron_muon.mcore.host.process_groups import Stage
+from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.mcore.routing.param_routing import Weight, expert_name, of_any_number
 from megatron_muon.mcore.routing.routes import Route
-from megatron_muon.mcore.wiring.buffers.shards import owned_shards
-from megatron_muon.mcore.wiring.process_groups import Stage
 from megatron_muon.runtime.patches import turn_into
 
 _ADDED_UP = "sequence_parallel"  # Megatron's mark on parameters

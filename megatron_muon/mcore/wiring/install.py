@@ -15,8 +15,8 @@ from megatron.core import optimizer as mcore_optimizer
 
 from megatron_muon.console import say
 from megatron_muon.mcore import qk_clip
+from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.seams.rows import check_hooks, wrapped_in_core
-from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.mcore.wiring.build import make_muons
 from megatron_muon.mcore.wiring.distributed_optimizer import MuonDistributedOptimizer
 from megatron_muon.mcore.wiring.validate import agree, fields_set, refuse, routes

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.console import first_names, say
-from megatron_muon.mcore.watching.host import host
+from megatron_muon.mcore.host.loop import host
 from megatron_muon.planning.layout import SLICE_OF
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime.collectives import Group, all_gather_texts, any_rank

@@ -15,9 +15,9 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from torch.profiler import record_function
 
 from megatron_muon.console import say
+from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.seams.optimizer import SYNCS
 from megatron_muon.mcore.seams.rows import check_rows
-from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_numbers
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.step_traces import OPTIMIZER, StepTraces

@@ -19,10 +19,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 
+from megatron_muon.mcore.host.shards import device_of
+from megatron_muon.mcore.host.states import try_states
 from megatron_muon.mcore.routing.param_routing import weights
 from megatron_muon.mcore.seams.rows import megatron_version
-from megatron_muon.mcore.wiring.buffers.shards import device_of
-from megatron_muon.mcore.wiring.states import try_states
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.settings.config import MuonConfig, named

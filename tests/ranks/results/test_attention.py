@@ -105,11 +105,11 @@ def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[st
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    from megatron_muon.mcore.host.process_groups import Sizes
     from megatron_muon.mcore.routing.matrices import matrices_of
     from megatron_muon.mcore.routing.param_routing import weights
     from megatron_muon.mcore.routing.routes import routes_of
     from megatron_muon.mcore.routing.survey import share_of
-    from megatron_muon.mcore.wiring.process_groups import Sizes
 
     initialize_parallel_state(topology)
     model_parallel_cuda_manual_seed(1)

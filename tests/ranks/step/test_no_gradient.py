@@ -79,7 +79,7 @@ def test_a_part_without_gradient_stands_still_beside_parts_that_move() -> None:
 
 def _shards(built: gpt.Built) -> dict[str, torch.Tensor]:
     """Main parameters by name."""
-    from megatron_muon.mcore.wiring.buffers.shards import owned_shards
+    from megatron_muon.mcore.host.shards import owned_shards
 
     names = {id(param): name for name, param in built.params.items()}
     return {

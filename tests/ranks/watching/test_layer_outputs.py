@@ -138,7 +138,7 @@ def _train_with_overflow(path: str, at: int, numbered: bool) -> dict[str, Any]:
     finite. Numbered steps have the numbers of a loop, which counts the skipped one,
     too.
     """
-    from megatron_muon.mcore.watching.host import NO_HOST, Host, set_host
+    from megatron_muon.mcore.host.loop import NO_HOST, Host, set_host
 
     begun: list[str] = []
     real = pipeline_parallel.get_forward_backward_func

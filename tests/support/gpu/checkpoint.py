@@ -22,7 +22,7 @@ import megatron_muon
 from megatron_muon.lab.bench.step.build import Built
 from megatron_muon.lab.bench.step.measure import optimizers_of
 from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
-from megatron_muon.mcore.wiring.buffers.shards import owned_shards
+from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.runtime import collectives
 from support.gpu.model import built_on_rank, fill, named_params
 

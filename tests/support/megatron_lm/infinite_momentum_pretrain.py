@@ -14,7 +14,7 @@ from typing import Any
 import megatron.training
 import torch
 
-from megatron_muon.mcore.wiring.buffers.shards import owned_shards
+from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.mcore.wiring.chained_optimizer import MuonChainedOptimizer
 
 original = MuonChainedOptimizer.step_with_ready_grads

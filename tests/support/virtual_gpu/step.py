@@ -130,7 +130,7 @@ def muon_of(
 
 def _on_host(muon: DistributedMuon, hosted: Mapping[str, Any]) -> Any:
     """The state of Muon's shards, where no shard is AdamW's."""
-    from megatron_muon.mcore.wiring.on_host.states import OfHybrid
+    from megatron_muon.mcore.host.offloaded_states import OfHybrid
 
     for shard in muon.main_params.values():
         shard.decoupled_grad, shard.grad = (

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_muon.mcore.host.process_groups import Sizes
 from megatron_muon.mcore.routing.param_routing import (
     EMBEDDING_OR_OUTPUT,
     MARKED,
@@ -20,7 +21,6 @@ from megatron_muon.mcore.routing.param_routing import (
 from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.routing.survey import unknown_lines
 from megatron_muon.mcore.wiring.buffers.placement import muon_parameters
-from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.settings.config import MuonConfig
 

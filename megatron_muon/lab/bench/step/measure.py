@@ -313,7 +313,7 @@ def main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
     """(parameter, its fp32 main shard, the parameter's element at which the shard
     begins).
     """
-    from megatron_muon.mcore.wiring.buffers.shards import owned_shards
+    from megatron_muon.mcore.host.shards import owned_shards
 
     for part in optimizers_of(optimizer):
         if hasattr(part, "shard_fp32_from_float16_groups"):

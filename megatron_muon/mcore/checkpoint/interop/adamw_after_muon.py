@@ -28,13 +28,13 @@ from megatron_muon.mcore.checkpoint.chain import HALF_LOADED, CheckpointChain
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.checkpoint.param_groups import YOUNG_OF, config_of
 from megatron_muon.mcore.checkpoint.sharded import StateDict
+from megatron_muon.mcore.host import process_groups
+from megatron_muon.mcore.host.process_groups import Sizes
+from megatron_muon.mcore.host.shards import device_of, owned_shards
+from megatron_muon.mcore.host.states import init_state_of, states_of
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.mcore.seams.rows import megatron_version
-from megatron_muon.mcore.wiring import process_groups
 from megatron_muon.mcore.wiring.buffers.placement import local_experts
-from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
-from megatron_muon.mcore.wiring.process_groups import Sizes
-from megatron_muon.mcore.wiring.states import init_state_of, states_of
 from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import Patches, turn_into

@@ -13,7 +13,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron_muon.mcore.checkpoint.interop import foreign
 from megatron_muon.mcore.checkpoint.interop.saved import Saved
 from megatron_muon.mcore.checkpoint.state import FromAdamW
-from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
+from megatron_muon.mcore.host.shards import device_of, owned_shards
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.states import MAIN_KEY, write_halves
 

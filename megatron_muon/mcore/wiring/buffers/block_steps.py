@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_muon.mcore.wiring.process_groups import Stage
+from megatron_muon.mcore.host.process_groups import Stage
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.planning.block_steps import block_numerics, block_plans
 from megatron_muon.planning.layout import Parameter

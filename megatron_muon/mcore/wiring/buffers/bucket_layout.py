@@ -21,10 +21,10 @@ from weakref import WeakSet
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_muon.mcore.host.process_groups import Sizes, sharing
+from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.routing.routes import routes_of
 from megatron_muon.mcore.seams.rows import megatron_version
-from megatron_muon.mcore.wiring.buffers.shards import device_of
-from megatron_muon.mcore.wiring.process_groups import Sizes, sharing
 from megatron_muon.orthogonalize.matmul import KernelError, numerics_on
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.order import Bucket, Holders, orders, starts

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.mcore.wiring.buffers.shards import owned_shards
-from megatron_muon.mcore.wiring.process_groups import has_experts
+from megatron_muon.mcore.host.process_groups import has_experts
+from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.planning.rounds.pipeline import ADAMW, starts
 from megatron_muon.runtime.patches import replaced
 

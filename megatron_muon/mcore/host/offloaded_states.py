@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from megatron_muon.mcore.wiring.states import (
+from megatron_muon.mcore.host.states import (
     MASTER_KEY,
     SECOND_KEY,
     TORCH_ADAMS,

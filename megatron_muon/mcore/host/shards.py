@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.mcore.wiring.states import adam_holds_main
+from megatron_muon.mcore.host.states import adam_holds_main
 
 
 def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:

@@ -1,1 +1,0 @@
-"""State in host memory: optimizer_cpu_offload."""
