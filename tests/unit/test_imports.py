@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from support import ROOT
 from support.processes import printed
 
@@ -39,8 +41,23 @@ LAB_TIERS = (
     ("accept",),
     ("commands",),
 )
-LAB_TIER_OF = {room: tier for tier, rooms in enumerate(LAB_TIERS) for room in rooms}
-TIER_OF = {room: tier for tier, rooms in enumerate(TIERS) for room in rooms}
+# Rooms of ``mcore`` by the same rule.
+MCORE_TIERS = (
+    ("host", "seams"),
+    ("routing",),
+    ("checkpoint", "qk_clip"),
+    ("load_check", "watching"),
+    ("wiring",),
+)
+
+
+def numbered(tiers: tuple[tuple[str, ...], ...]) -> dict[str, int]:
+    """Each room with the number of its tier."""
+    return {room: tier for tier, rooms in enumerate(tiers) for room in rooms}
+
+
+TIER_OF = numbered(TIERS)
+INNER_TIERS = {"lab": numbered(LAB_TIERS), "mcore": numbered(MCORE_TIERS)}
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Integers only: what decides about matrices and messages, and the time model.
 WITHOUT_TORCH = {"version", "presence", "console", "settings", "planning"}
@@ -102,22 +119,22 @@ def test_imports_point_down() -> None:
                 assert TIER_OF[room(module)] < TIER_OF[own], named
 
 
-def test_rooms_of_the_lab_import_down_only() -> None:
+@pytest.mark.parametrize("outer", INNER_TIERS)
+def test_rooms_within_import_down_only(outer: str) -> None:
+    tier_of = INNER_TIERS[outer]
     for path in FILES:
-        tool = lab_room(dotted(path))
-        for module in own_imports(path) if tool else ():
-            other = lab_room(module)
-            if other and other != tool:
-                assert LAB_TIER_OF[other] < LAB_TIER_OF[tool], (
-                    f"{path} imports {module}"
-                )
+        inner = inner_room(dotted(path), outer)
+        for module in own_imports(path) if inner else ():
+            other = inner_room(module, outer)
+            if other and other != inner:
+                assert tier_of[other] < tier_of[inner], f"{path} imports {module}"
 
 
-def lab_room(module: str) -> str:
-    """``plan`` for ``lab.plan.command``; "" outside of the lab and for the lab
-    itself.
+def inner_room(module: str, outer: str) -> str:
+    """``plan`` for ``lab.plan.command`` within ``lab``; "" for ``lab`` itself and
+    outside of it.
     """
-    return module.split(".")[1] if module.startswith("lab.") else ""
+    return module.split(".")[1] if module.startswith(f"{outer}.") else ""
 
 
 def named_modules(path: Path) -> set[str]:

@@ -16,12 +16,11 @@ from megatron_muon.lab.dry_run import world
 from megatron_muon.lab.dry_run.chunks import build_chunks
 from megatron_muon.lab.dry_run.model import Ranks, transformer_config
 from megatron_muon.lab.dry_run.script import ScriptArguments
-from megatron_muon.mcore.host.process_groups import Sizes
+from megatron_muon.mcore.host.process_groups import Sizes, local_experts
 from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.wiring.buffers import bucket_layout
 from megatron_muon.mcore.wiring.buffers.early_setting import settled
 from megatron_muon.mcore.wiring.buffers.placement import (
-    local_experts,
     muon_parameters,
     on_every_ep_rank,
 )

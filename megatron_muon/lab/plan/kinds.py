@@ -65,7 +65,7 @@ def makeup_of(
             re.sub(r"\blayers\.\d+", "layers", weight.name),
             tuple(weight.param.shape),
             str(weight.param.dtype),
-            why_adamw(weight, sizes.tp_of(weight), config),
+            why_adamw(weight, weight.tp_size(sizes), config),
             bool(getattr(weight.param, "shared_embedding", False)),
         )
         for at, chunk in enumerate(chunks)

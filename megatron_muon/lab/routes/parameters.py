@@ -18,7 +18,7 @@ from megatron_muon.lab.dry_run.stages import (
     planned_optimizers,
     sizes_of,
 )
-from megatron_muon.mcore.host.process_groups import Sizes
+from megatron_muon.mcore.host.process_groups import Sizes, local_experts
 from megatron_muon.mcore.routing.matrices import matrices_of
 from megatron_muon.mcore.routing.multipliers import multipliers_of
 from megatron_muon.mcore.routing.param_routing import (
@@ -35,7 +35,6 @@ from megatron_muon.mcore.routing.survey import (
     share_of,
     unknown_lines,
 )
-from megatron_muon.mcore.wiring.buffers.placement import local_experts
 from megatron_muon.planning.describe import Share, homes_lines, share_lines, start_line
 from megatron_muon.rules.muon import update_scale
 from megatron_muon.settings.config import MuonConfig
@@ -148,7 +147,7 @@ def _stage(
             expert_name(weight.name, ep, local_experts(chunks, ep_size))
             for ep in range(ep_size)
         ]
-        tp_size = sizes.tp_of(weight)
+        tp_size = weight.tp_size(sizes)
         reason = why_adamw(weight, tp_size, config)
         parameters += [
             RoutedParameter(

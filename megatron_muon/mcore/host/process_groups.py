@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron_muon.mcore.routing.param_routing import Weight
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import Coordinates
@@ -33,10 +32,6 @@ class Sizes:
     tp: int  # number of ranks that share a dense weight
     expert_tp: int = 1  # number of ranks that share an expert's weight
     ep: int = 1  # number of ranks that a layer's experts are spread over
-
-    def tp_of(self, weight: Weight) -> int:
-        """How many TP ranks share the weight."""
-        return self.expert_tp if weight.is_expert else self.tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +155,13 @@ def require_groups(model_chunks: Sequence[Any], pg_collection: Any) -> None:
 def is_moe(model_chunks: Sequence[Any]) -> bool:
     """Whether the model has routed experts."""
     return bool(getattr(get_model_config(model_chunks[0]), "num_moe_experts", None))
+
+
+def local_experts(model_chunks: Sequence[Any], ep_size: int) -> int:
+    """Experts of a layer on one EP rank; 0 in a dense model."""
+    return (
+        getattr(get_model_config(model_chunks[0]), "num_moe_experts", None) or 0
+    ) // ep_size
 
 
 def sharing(

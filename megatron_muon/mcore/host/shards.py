@@ -1,4 +1,6 @@
-"""The flat shards of a DistributedOptimizer that this rank holds, and their device."""
+"""The flat shards of a DistributedOptimizer that this rank holds: their state and
+device.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_muon.mcore.host.states import adam_holds_main
+from megatron_muon.mcore.host.states import OfFusedAdam, OfWeights, adam_holds_main
+from megatron_muon.runtime.states import States
 
 
 def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -30,6 +33,20 @@ def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tens
     ):
         for model_group, shard_group in zip(models, shards, strict=True):
             yield from zip(model_group, shard_group, strict=True)
+
+
+def states_of(dist_opt: Any) -> States:
+    """How a DistributedOptimizer that is no stub holds main parameters and moments."""
+    config = dist_opt.config
+    if config.optimizer_cpu_offload:
+        # for this option only
+        from megatron_muon.mcore.host.offloaded_states import OfHybrid
+
+        return OfHybrid(dist_opt.optimizer)
+    if not config.use_precision_aware_optimizer:
+        return States(dist_opt.optimizer)
+    kind = OfWeights if adam_holds_main(config) else OfFusedAdam
+    return kind(dist_opt.optimizer)
 
 
 def device_of(model_chunks: Iterable[torch.nn.Module]) -> torch.device:

@@ -54,14 +54,6 @@ def try_states(config: Any, device: torch.device) -> None:
     )
 
 
-def states_of(dist_opt: Any) -> States:
-    """Those of a DistributedOptimizer that is no stub."""
-    if not dist_opt.config.use_precision_aware_optimizer:
-        return States(dist_opt.optimizer)
-    kind = OfWeights if adam_holds_main(dist_opt.config) else OfFusedAdam
-    return kind(dist_opt.optimizer)
-
-
 class OfFusedAdam(States):
     """Moments in other dtypes, by FusedAdam's scales; main parameters are fp32
     shards.

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_muon.console import first_names
-from megatron_muon.mcore.host.process_groups import Sizes
+from megatron_muon.mcore.host.process_groups import Sizes, local_experts
 from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.load_check.digest import DigestError
 from megatron_muon.mcore.load_check.models import TrainedModel
@@ -28,7 +28,6 @@ from megatron_muon.mcore.routing.param_routing import (
     weights,
     why_adamw,
 )
-from megatron_muon.mcore.wiring.buffers.placement import local_experts
 from megatron_muon.runtime.collectives import all_gather_texts, world_rank, world_ranks
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.config import ROWS, named
@@ -150,7 +149,7 @@ def _table(trained: TrainedModel) -> Table:
             continue  # only some stages have it
         whose = (
             "muon"
-            if why_adamw(weight, stage.sizes.tp_of(weight), config) is None
+            if why_adamw(weight, weight.tp_size(stage.sizes), config) is None
             else "adamw"
         )
         table[expert_name(weight.name, ep_rank, experts)] = {
@@ -162,7 +161,7 @@ def _table(trained: TrainedModel) -> Table:
 
 def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:
     shape = list(weight.param.shape)
-    tp_size = sizes.tp_of(weight)
+    tp_size = weight.tp_size(sizes)
     # all experts in one, over EP and TP in the same dim
     if weight.is_module("GroupedMLP"):
         shape[1 if weight.name.endswith("weight1") else 0] *= tp_size * sizes.ep

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from megatron.core.fp8_utils import is_float8tensor
 
+from megatron_muon.mcore.host.shards import states_of
 from megatron_muon.mcore.qk_clip.attentions import WatchedAttention
 from megatron_muon.mcore.qk_clip.factors import eta_of, row_factors
 from megatron_muon.mcore.qk_clip.local import MAXIMA
 from megatron_muon.mcore.qk_clip.row_scaling import scale_rows
-from megatron_muon.mcore.wiring.build import states_anywhere
 from megatron_muon.runtime.collectives import Group, max_over
 from megatron_muon.runtime.states import MAIN_KEY, States
 
@@ -137,7 +137,7 @@ def shards_of(
     for part in dist_opts:
         if part.is_stub_optimizer:
             continue
-        states = getattr(part, "states", None) or states_anywhere(part)  # AdamW's
+        states = getattr(part, "states", None) or states_of(part)  # AdamW's
         groups = zip(
             part.model_float16_groups,
             part.shard_fp32_from_float16_groups,

@@ -20,6 +20,7 @@ import torch
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.utils import get_model_config
 
+from megatron_muon.mcore.host.process_groups import Sizes
 from megatron_muon.settings.config import MuonConfig, named
 
 # Modules whose 2-D weight multiplies activations, by the names of their classes and
@@ -99,6 +100,10 @@ class Weight:
     def is_tied_copy(self) -> bool:
         """A last pipeline stage's copy of an embedding that the first stage has."""
         return bool(getattr(self.param, "shared", False))
+
+    def tp_size(self, sizes: Sizes) -> int:
+        """Number of TP ranks that share it."""
+        return sizes.expert_tp if self.is_expert else sizes.tp
 
     def is_module(self, *class_names: str) -> bool:
         """True if the module is of one of these classes or a subclass."""

@@ -54,7 +54,7 @@ def routes_of(
 
 
 def _route(weight: Weight, sizes: Sizes, config: MuonConfig) -> Route:
-    tp_size = sizes.tp_of(weight)
+    tp_size = weight.tp_size(sizes)
     why = why_adamw(weight, tp_size, config)
     muon = matrices_of(weight, tp_size, config) if why is None else None
     if muon is not None:

@@ -74,7 +74,8 @@ def matched_patterns(
         pattern
         for pattern in config.patterns
         if any(
-            is_matched(weight, pattern, sizes.tp_of(weight), config) for weight in every
+            is_matched(weight, pattern, weight.tp_size(sizes), config)
+            for weight in every
         )
     }
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from megatron_muon.console import say
 from megatron_muon.mcore.host import process_groups
-from megatron_muon.mcore.host.process_groups import Stage
-from megatron_muon.mcore.host.shards import device_of, owned_shards
-from megatron_muon.mcore.host.states import init_state_of, states_of
+from megatron_muon.mcore.host.process_groups import Stage, local_experts
+from megatron_muon.mcore.host.shards import device_of, owned_shards, states_of
+from megatron_muon.mcore.host.states import init_state_of
 from megatron_muon.mcore.load_check.models import remember
 from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.routing.survey import survey
@@ -26,7 +26,6 @@ from megatron_muon.mcore.seams.rows import check_built, described_version
 from megatron_muon.mcore.wiring.buffers.bucket_groups import name_phases
 from megatron_muon.mcore.wiring.buffers.early_setting import gathers_one_by_one, settled
 from megatron_muon.mcore.wiring.buffers.placement import (
-    local_experts,
     muon_parameters,
     on_every_ep_rank,
 )
@@ -69,7 +68,6 @@ from megatron_muon.runtime.consensus import (
 from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.patches import turn_into
-from megatron_muon.runtime.states import States
 from megatron_muon.runtime.tracing import phases
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.version import __version__
@@ -114,7 +112,7 @@ def make_muons(
     config = numerics.config
     for part in parts:
         part.muon = None
-        part.states = None if part.is_stub_optimizer else states_anywhere(part)
+        part.states = None if part.is_stub_optimizer else states_of(part)
         turn_into(part, MuonDistributedOptimizer)
     agree_everywhere(description, device)
     instance = int(parts[0].distributed_optimizer_instance_id)
@@ -422,18 +420,6 @@ def _muon_of(
         if dist_opt.early_gathers is not None:
             muon.applied = dist_opt.early_gathers.applied
     return muon
-
-
-def states_anywhere(dist_opt: Any) -> States:
-    """Those of a DistributedOptimizer that is no stub, also of one whose state is on
-    the host.
-    """
-    if not dist_opt.config.optimizer_cpu_offload:
-        return states_of(dist_opt)
-    # for this option only
-    from megatron_muon.mcore.host.offloaded_states import OfHybrid
-
-    return OfHybrid(dist_opt.optimizer)
 
 
 def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:

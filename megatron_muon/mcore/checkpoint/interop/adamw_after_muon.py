@@ -29,12 +29,11 @@ from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.checkpoint.param_groups import YOUNG_OF, config_of
 from megatron_muon.mcore.checkpoint.sharded import StateDict
 from megatron_muon.mcore.host import process_groups
-from megatron_muon.mcore.host.process_groups import Sizes
-from megatron_muon.mcore.host.shards import device_of, owned_shards
-from megatron_muon.mcore.host.states import init_state_of, states_of
+from megatron_muon.mcore.host.process_groups import Sizes, local_experts
+from megatron_muon.mcore.host.shards import device_of, owned_shards, states_of
+from megatron_muon.mcore.host.states import init_state_of
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.mcore.seams.rows import megatron_version
-from megatron_muon.mcore.wiring.buffers.placement import local_experts
 from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import Patches, turn_into
@@ -386,7 +385,11 @@ def _young_shards(part: Any, config: MuonConfig) -> list[Tensor]:
 def _young(part: Any, config: MuonConfig) -> set[torch.nn.Parameter]:
     sizes = _sizes()
     every = weights(part.model_chunks)
-    return {w.param for w in every if why_adamw(w, sizes.tp_of(w), config) is None}
+    return {
+        weight.param
+        for weight in every
+        if why_adamw(weight, weight.tp_size(sizes), config) is None
+    }
 
 
 def _sizes() -> Sizes:

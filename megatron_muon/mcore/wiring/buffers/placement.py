@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.utils import get_model_config
 
 from megatron_muon.mcore.routing.param_routing import expert_name
 from megatron_muon.mcore.routing.routes import Route
@@ -61,13 +60,6 @@ def on_every_ep_rank(
                 replace(parameter, name=name, matrices=matrices, ep_rank=ep_rank)
             )
     return every
-
-
-def local_experts(model_chunks: Sequence[Any], ep_size: int) -> int:
-    """Experts of a layer on one EP rank; 0 in a dense model."""
-    return (
-        getattr(get_model_config(model_chunks[0]), "num_moe_experts", None) or 0
-    ) // ep_size
 
 
 def _numbered(matrix: MatrixShape, ep_rank: int, local_experts: int) -> MatrixShape:
