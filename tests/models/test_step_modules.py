@@ -15,7 +15,7 @@ from support.virtual_gpu.runs import Run, record_megatron
 
 MOST_MODULES = 36
 PACKAGE = ROOT / "megatron_muon"
-PAGE = ROOT / "docs" / "how_it_works.md"
+PAGE = ROOT / "docs" / "internals.md"
 HEADING = "## The modules of a step"
 # Steps of both iterations and presets, of whole and shared matrices, of experts, with
 # kernels and with lists.
