@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
 from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.rounds.pipeline import ADAMW
+from megatron_muon.planning.schedule import ADAMW
 from megatron_muon.settings.coefficients import spelled, steps_made_for
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.run import NODE
@@ -333,7 +333,7 @@ def early_gathers_line(
     (``early_param_gather``).
 
     Args:
-        gathers: the round after which each bucket's starts, see ``gathers.starts``.
+        gathers: the round after which each bucket's starts, see ``schedule.starts``.
         rounds: the number of rounds in a step.
         stage: pipeline rank.
         experts: whether the parameters are the experts' optimizer's.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.planning.rank_plan import RankPlan
-from megatron_muon.planning.rounds.pipeline import ADAMW
+from megatron_muon.planning.schedule import ADAMW
 from megatron_muon.runtime.exchange.messages import Exchange, Staged
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sums import SliceSums

@@ -9,7 +9,7 @@ fused AdamW takes none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_muon.lab.pricing import scratch
@@ -23,6 +23,7 @@ from megatron_muon.lab.pricing.work import (
 )
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.schedule import Action, Event, step_events
 from megatron_muon.settings.config import MuonConfig
 
 MOMENTUM, MOMENTS, MAIN = "Muon's momentum", "AdamW's moments", "main parameters"
@@ -80,10 +81,12 @@ def peaks(
     sized = [_sized(plan, numerics, held) for plan in plans]
     each = (held.first + held.main) * (held.on_host > 0)
     here = [each * sum(sorted(works)[-2:]) for works in zip(*_held(plans), strict=True)]
-    return [
-        _peak([[sizes[rank] for sizes in rounds] for rounds in sized]) + here[rank]
-        for rank in range(plans[0].size if plans else 0)
-    ]
+    events = list(step_events([len(plan.rounds) for plan in plans]))
+    found = []
+    for rank in range(plans[0].size if plans else 0):
+        of_rank = [[sizes[rank] for sizes in rounds] for rounds in sized]
+        found.append(_peak(of_rank, events) + here[rank])
+    return found
 
 
 def _held(plans: Sequence[ExchangePlan]) -> list[list[int]]:
@@ -183,37 +186,15 @@ class _Live:
         self.free(nbytes)
 
 
-def _peak(optimizers: Sequence[Sequence[_Sizes]]) -> int:
-    """The order is that of ``DistributedMuon.step``, where experts begin before the
-    end.
-    """
+def _peak(optimizers: Sequence[Sequence[_Sizes]], events: Sequence[Event]) -> int:
+    """The most bytes of a rank in use after any event of its step."""
     live = _Live()
-    last: _Sizes | None = None  # a round of which directions are still on their way
-    for rounds in optimizers:
-        _begin(rounds, live)
-        if not rounds and last is not None:
-            _finish(last, live)
-            last = None
-        for number, sizes in enumerate(rounds):
-            if not sizes.travels:
-                _start(sizes, live)
-            _assemble(sizes, live)
-            _begin(rounds[number + 1 : number + 2], live)
-            live.pass_through(sizes.scratch)
-            if last is not None:
-                _finish(last, live)
-            _leave(sizes, live)
-            if not sizes.travels:
-                _finish(sizes, live)
-            last = sizes if sizes.travels else None
-    if last is not None:
-        _finish(last, live)
+    for event in events:
+        if event.action != "adamw":
+            sizes = optimizers[event.optimizer][event.round]
+            if event.is_for(sizes.travels):
+                _BUFFERS[event.action](sizes, live)
     return live.most
-
-
-def _begin(rounds: Sequence[_Sizes], live: _Live) -> None:
-    if rounds and rounds[0].travels:
-        _start(rounds[0], live)
 
 
 def _start(sizes: _Sizes, live: _Live) -> None:
@@ -231,7 +212,7 @@ def _assemble(sizes: _Sizes, live: _Live) -> None:
         live.free(sizes.kept + sizes.received)
 
 
-def _leave(sizes: _Sizes, live: _Live) -> None:
+def _scatter(sizes: _Sizes, live: _Live) -> None:
     if sizes.in_place:
         live.take(sizes.out)
     elif sizes.out:
@@ -240,7 +221,21 @@ def _leave(sizes: _Sizes, live: _Live) -> None:
     live.take(sizes.back)
 
 
-def _finish(sizes: _Sizes, live: _Live) -> None:
+def _update(sizes: _Sizes, live: _Live) -> None:
     live.free(sizes.out)
     live.pass_through(sizes.update)
     live.free((sizes.staged if sizes.in_place else sizes.kept) + sizes.back)
+
+
+def _orthogonalize(sizes: _Sizes, live: _Live) -> None:
+    live.pass_through(sizes.scratch)
+
+
+# What each event takes and frees.
+_BUFFERS: Mapping[Action, Callable[[_Sizes, _Live], None]] = {
+    "start": _start,
+    "assemble": _assemble,
+    "orthogonalize": _orthogonalize,
+    "scatter": _scatter,
+    "update": _update,
+}

@@ -1,11 +1,7 @@
 """The optimizer's step on stated hardware: every rank and every round of the plans that
 it runs.
 
-The order is that of ``DistributedMuon.step``. The momentum and the gather of round k +
-1 start before round k is orthogonalized; the scatter of round k - 1 is finished after
-it. AdamW's part runs while the first round travels. A stage with experts runs the step
-of its dense parameters, then that of its experts, whose first round is orthogonalized
-while the last dense directions travel.
+The order is ``planning.schedule``'s: the dense parameters' step, then the experts'.
 
 Only the optimizers' steps count. The reduction of gradients, their norm and clipping,
 and the all-gather of updated parameters are the same for AdamW and Muon, and do not
@@ -14,7 +10,7 @@ count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,6 +29,7 @@ from megatron_muon.lab.pricing.work import Optimizer, RoundWork, Shared, rounds_
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.grid import neighbours_of
 from megatron_muon.planning.rounds.cut import scratch_limit
+from megatron_muon.planning.schedule import Event, step_events
 from megatron_muon.settings.config import MuonConfig
 
 MOMENTUM, ADAMW, STAGING = "momentum", "adamw", "staging"
@@ -107,17 +104,11 @@ def price_step(
     size = optimizers[0].plan.size
     numerics = Numerics(config, device)
     streams = Streams(hardware, size, nodes, host_works=not numerics.on_gpu)
-    pending: Iterator[None] = iter(())
-    for number, optimizer in enumerate(optimizers):
-        steps = _Steps(optimizer, numerics, streams).run(begun=number > 0)
-        next(steps)  # the first round's directions are made
-        next(pending, None)  # the optimizer before ends its last round
-        next(steps)  # only the last round's directions are still on their way
-        pending = steps
-    next(pending, None)
-    return _result_of(
-        streams, tuple(len(optimizer.plan.rounds) for optimizer in optimizers)
-    )
+    steps = [_Steps(optimizer, numerics, streams) for optimizer in optimizers]
+    counts = [len(optimizer.plan.rounds) for optimizer in optimizers]
+    for event in step_events(counts):
+        steps[event.optimizer].run(event)
+    return _result_of(streams, tuple(counts))
 
 
 def price_adamw(optimizers: Sequence[Optimizer], hardware: Hardware) -> float:
@@ -140,9 +131,7 @@ def _adamw_of(
 
 
 class _Steps:
-    """One optimizer's step on all ranks. ``run`` yields twice, where another one's work
-    may run.
-    """
+    """One optimizer's step: the cost of each of its events on all ranks."""
 
     def __init__(
         self, optimizer: Optimizer, numerics: Numerics, streams: Streams
@@ -155,61 +144,41 @@ class _Steps:
             self._hardware, gpus_per_node=neighbours_of(streams.nodes)
         )
         self._rounds = rounds_of(optimizer.plan)
+        self._arrivals: list[Mapping[int, float]] = [{} for _ in self._rounds]
         self._scratch = scratch_limit(optimizer.plan.matrices)
         self._fused = numerics.on_gpu and self._config.elementwise == "auto"
         self._itemsize = optimizer.plan.itemsize
 
-    def run(self, *, begun: bool) -> Iterator[None]:
-        """All of it, in the order of a rank's step.
+    def run(self, event: Event) -> None:
+        """Do what an event says on all ranks that it is for."""
+        if event.action == "adamw":
+            one = self._optimizer
+            self._streams.run(ADAMW, partial(_adamw_of, self._hardware, one, one.rest))
+        else:
+            self._run(event, self._rounds[event.round])
 
-        Args:
-            begun: another optimizer begins it, so that AdamW's part comes after the
-                first round.
-        """
-        streams = self._streams
-        gathering = self._start_gather(0)
-        if not begun:
-            self._step_adamw()
-        if not self._rounds:
-            yield
-            if begun:
-                self._step_adamw()
-        scattering: dict[int, float] = {}
-        for number, work in enumerate(self._rounds):
-            streams.wait(gathering)
-            streams.run(
-                STAGING, partial(self._copied, work, work.arriving, work.arrivals)
-            )
-            gathering = self._start_gather(number + 1)
-            streams.run(NEWTON_SCHULZ, partial(self._orthogonalized, work))
-            if number:
-                self._finish_round(self._rounds[number - 1], scattering)
-            else:
-                yield
-                if begun:
-                    self._step_adamw()
-            streams.run(
-                STAGING, partial(self._copied, work, work.leaving, work.departures)
-            )
-            scattering = streams.exchange(work.scatter)
-        yield
-        if self._rounds:
-            self._finish_round(self._rounds[-1], scattering)
-
-    def _step_adamw(self) -> None:
-        one = self._optimizer
-        self._streams.run(ADAMW, partial(_adamw_of, self._hardware, one, one.rest))
-
-    def _start_gather(self, number: int) -> dict[int, float]:
-        if number >= len(self._rounds):
-            return {}
-        work = self._rounds[number]
-        self._streams.run(MOMENTUM, partial(self._momentum, work))
-        return self._streams.exchange(work.gather)
-
-    def _finish_round(self, work: RoundWork, scattering: dict[int, float]) -> None:
-        self._streams.wait(scattering)
-        self._streams.run(UPDATE, partial(self._updated, work))
+    def _run(self, event: Event, work: RoundWork) -> None:
+        streams, number = self._streams, event.round
+        ranks = work.ranks(event.travels)
+        match event.action:
+            case "start":
+                streams.run(MOMENTUM, partial(self._momentum, work), ranks)
+                if event.travels:
+                    self._arrivals[number] = streams.exchange(work.gather)
+            case "assemble":
+                streams.wait(self._arrivals[number])
+                copied = partial(self._copied, work, work.arriving, work.arrivals)
+                streams.run(STAGING, copied, ranks)
+            case "orthogonalize":
+                streams.run(NEWTON_SCHULZ, partial(self._orthogonalized, work), ranks)
+            case "scatter":
+                copied = partial(self._copied, work, work.leaving, work.departures)
+                streams.run(STAGING, copied, ranks)
+                self._arrivals[number] = streams.exchange(work.scatter)
+            case "update":
+                if event.travels:
+                    streams.wait(self._arrivals[number])
+                streams.run(UPDATE, partial(self._updated, work), ranks)
 
     def _momentum(self, work: RoundWork, rank: int) -> Cost:
         elements, pieces = work.held[rank], work.pieces[rank]

@@ -10,7 +10,7 @@ bytes wait for each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron_muon.lab.pricing.hardware import GIGA, MICRO, Hardware
 from megatron_muon.lab.pricing.kernels import Cost
@@ -69,9 +69,14 @@ class Streams:
         """The time at which each rank has ended its step."""
         return [max(clocks) for clocks in zip(self.host, self.compute, strict=True)]
 
-    def run(self, phase: str, cost_of: Callable[[int], Cost]) -> None:
-        """Run a phase on every rank that has work in it."""
-        for rank in range(len(self.host)):
+    def run(
+        self,
+        phase: str,
+        cost_of: Callable[[int], Cost],
+        ranks: Iterable[int] | None = None,
+    ) -> None:
+        """Run a phase on all ranks, or some, that have work in it."""
+        for rank in range(len(self.host)) if ranks is None else ranks:
             cost = cost_of(rank)
             if cost.launches:
                 self._run(phase, rank, cost)

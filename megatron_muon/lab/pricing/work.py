@@ -141,6 +141,14 @@ class RoundWork:
             own[0], own[1], own[2], own[3], own[4], own[5], own[6], own[7], layouts
         )
 
+    def ranks(self, travels: bool | None = None) -> list[int]:
+        """All ranks; or those that have a message in the round, or those without."""
+        every = range(len(self.held))
+        if travels is None:
+            return list(every)
+        ends = {rank for pair in (*self.gather, *self.scatter) for rank in pair}
+        return [rank for rank in every if (rank in ends) == travels]
+
     def staged(self, rank: int) -> int:
         """Elements of the matrices whose home the rank is."""
         return self.kept[rank] + self.arriving[rank]

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGather, EarlyGathers
 from megatron_muon.megatron_lm.loop.early_gathers import train
-from megatron_muon.planning.rounds.pipeline import ADAMW
+from megatron_muon.planning.schedule import ADAMW
 from megatron_muon.runtime.patches import around
 
 LOOP = """

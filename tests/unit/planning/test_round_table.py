@@ -14,8 +14,8 @@ from typing import TypeVar
 import pytest
 
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.rounds.pipeline import ADAMW, starts
 from megatron_muon.planning.rounds.table import RoundTable, round_tables
+from megatron_muon.planning.schedule import ADAMW, starts
 from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.plans import small_plan
 

@@ -4,7 +4,7 @@ With ``overlap_param_gather`` Megatron gathers a bucket group while the layers b
 are at work. It starts the first one in the forward pass, which then waits for all of
 it. Here each starts as soon as the last round with one of its parameters is applied: it
 travels while other rounds or experts are orthogonalized. After the last round at most
-one starts (``gathers.starts``), and on a GPU with one hardware queue after any round;
+one starts (``schedule.starts``), and on a GPU with one hardware queue after any round;
 Megatron starts the others. Bits are the same.
 
 Other ranks read a rank's part of these parameters from then on. So nothing may change
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megatron_muon.mcore.host.process_groups import has_experts
 from megatron_muon.mcore.host.shards import owned_shards
-from megatron_muon.planning.rounds.pipeline import ADAMW, starts
+from megatron_muon.planning.schedule import ADAMW, starts
 from megatron_muon.runtime.patches import replaced
 
 # Megatron's lists of a DistributedOptimizer: model parameters, and what is copied into
