@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -62,7 +63,7 @@ def test_the_engine_steps_in_the_order_of_the_schedule(
     done: list[Done] = []
     states = States(SimpleNamespace(state={}))
     engines = [_engine(at, travels, done) for at, travels in enumerate(steps)]
-    for engine, following in zip(engines, engines[1:], strict=False):
+    for engine, following in itertools.pairwise(engines):
         engine.start_next = partial(following.begin, [], states)
     for at, engine in enumerate(engines):
         engine.step([], states, partial(done.append, ("adamw", at, ADAMW)))
