@@ -23,18 +23,11 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid, held_shards
 from megatron_muon.planning.homes import Loads, Work, choose_homes, prices
 from megatron_muon.planning.layout import MatrixShape, Parameter, Span
-from megatron_muon.planning.rank_plan import RankPlan, rank_plan
+from megatron_muon.planning.rounds.rank_plan import RankPlan, rank_plan
 from megatron_muon.planning.rounds.stage import stage_rounds
 from megatron_muon.planning.sharing.stage_time import stage_time
 from megatron_muon.planning.sharing.strip_time import StripTime, faster_near, strip_time
-from megatron_muon.planning.slices import (
-    Matrix,
-    Slice,
-    all_slices,
-    gather_message,
-    held_elements,
-)
-from megatron_muon.planning.strips import (
+from megatron_muon.planning.sharing.strips import (
     LEAST_SHARED_PS,
     Counts,
     SharedMatrix,
@@ -42,6 +35,13 @@ from megatron_muon.planning.strips import (
     choose_counts,
     in_strips,
     strip_homes,
+)
+from megatron_muon.planning.slices import (
+    Matrix,
+    Slice,
+    all_slices,
+    gather_message,
+    held_elements,
 )
 from megatron_muon.settings.config import HomePolicy
 

@@ -33,8 +33,8 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.soundness import Soundness
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.rank_plan import RankPlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
+from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import Alike, RoundTable
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.exchange.messages import Exchange, Staged

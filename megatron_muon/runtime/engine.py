@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_muon.planning.rank_plan import RankPlan
+from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.schedule import ADAMW
 from megatron_muon.runtime.exchange.messages import Exchange, Staged
 from megatron_muon.runtime.exchange.meter import Meter

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_muon.planning.rank_plan import RankPlan, RankRound
+from megatron_muon.planning.rounds.rank_plan import RankPlan, RankRound
 from megatron_muon.planning.slices import Matrix, Slice, gather_message
 
 

@@ -1,1 +1,1 @@
-"""How many homes share a matrix: the price of a strip, and the time of a stage."""
+"""Matrices that several homes share: where they are cut, and what a strip costs."""

@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, split_with_sizes
 
-from megatron_muon.planning.rank_plan import RankPlan
+from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import Alike, RoundTable, round_tables
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives

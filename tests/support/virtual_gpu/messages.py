@@ -16,7 +16,7 @@ import torch
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.strips import SharedMessages
+from megatron_muon.planning.sharing.strips import SharedMessages
 from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.trace import RecordedCollective, RecordedMessage
 

@@ -26,13 +26,13 @@ from megatron_muon.planning.layout import Parameter, Span, Strip, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.sharing.stage_time import stage_time
 from megatron_muon.planning.sharing.strip_time import NODE_LINK, strip_time
-from megatron_muon.planning.slices import Matrix
-from megatron_muon.planning.strips import (
+from megatron_muon.planning.sharing.strips import (
     can_share,
     choose_counts,
     in_strips,
     strip_homes,
 )
+from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers

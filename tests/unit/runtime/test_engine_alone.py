@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Span
-from megatron_muon.planning.rank_plan import RankPlan, RankRound
+from megatron_muon.planning.rounds.rank_plan import RankPlan, RankRound
 from megatron_muon.planning.slices import Matrix, Slice
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.exchange.messages import Exchange
