@@ -7,7 +7,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from megatron_muon.lab.dry_run.model import ranks_of
+from megatron_muon.lab.dry_run.model import Run, ranks_of
 from megatron_muon.lab.plan.kinds import planned_kinds
 from megatron_muon.lab.pricing.memory import MAIN, MOMENTS, MOMENTUM, at_rest
 from megatron_muon.settings.config import MuonConfig
@@ -27,9 +27,8 @@ def planned(
     ranks = ranks_of(flags)
     sent: list[int] = []
     states: dict[str, list[int]] = {"adamw": [], "muon": []}
-    for kind in planned_kinds(
-        [(flags, muon), (flags, adamw)], ranks, device, range(ranks.pp)
-    ):
+    runs = [Run(flags, muon, ranks), Run(flags, adamw, ranks)]
+    for kind in planned_kinds(runs, device, range(ranks.pp)):
         own, adamws = kind.optimizers
         each = zip(*(one.plan.sent_bytes() for one in own), strict=True)
         sent += [sum(of_rank) for of_rank in each] * len(kind.stages)

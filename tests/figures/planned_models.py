@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import get_args
 
 import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
-from megatron_muon.lab.plan.command import DEVICES, command_line
+from megatron_muon.lab.plan.command import command_line
+from megatron_muon.lab.plan.request import Request
 from megatron_muon.lab.plan.rows import Name
 from megatron_muon.lab.plan.run import RunPlan, plan_run
-from megatron_muon.lab.pricing.presets import hardware_of
 from megatron_muon.lab.pricing.upstream import TpMode
 from support.virtual_gpu.plans import OVERLAP
 
@@ -135,12 +135,7 @@ def planned(argv: list[str]) -> RunPlan:
     """The plan of a command line."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        line = command_line(argv)
-        return plan_run(
-            line,
-            hardware_of(line.given.hardware, line.given.set),
-            DEVICES[line.given.products],
-        )
+        return plan_run(Request.of(command_line(argv)))
 
 
 def _cells(plan: RunPlan) -> Iterator[str]:

@@ -7,8 +7,8 @@ import sys
 import warnings
 
 import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
+from megatron_muon.lab.dry_run.optimizers import optimizer_of
 from megatron_muon.lab.plan.command import command_line
-from megatron_muon.lab.plan.kinds import optimizer_of
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import StepTime, price_step
@@ -28,7 +28,7 @@ def stage_of(words: str, device: Device = "cuda") -> tuple[MuonConfig, list[Opti
         line = command_line(words.split())
         run, stage = line.settled(), line.given.stage or 0
         with megatron_is_quiet():
-            (parts,) = planned_on([device], run.flags, run.config, run.ranks, stage)
+            (parts,) = planned_on([device], run, stage)
     return run.config, [optimizer_of(part) for part in parts]
 
 

@@ -23,7 +23,7 @@ from support.virtual_gpu.plans import (
     LLAMA_8B,
     OVERLAP,
     QWEN3_30B,
-    settled_flags,
+    flags_of,
 )
 
 LINK = MuonConfig(preset="fast", link_gbytes=12.0, rank_tflops=600.0)
@@ -42,7 +42,7 @@ def arguments(words: str) -> Namespace:
     """Megatron-LM's, validated, of a run that leaves layout and buckets free."""
     from megatron_muon.lab.dry_run.model import ranks_of, validated
 
-    flags = settled_flags(words.split())[0]
+    flags = flags_of(words.split())
     return Namespace(
         **vars(validated(flags, ranks_of(flags))) | {"ddp_num_buckets": None}
     )

@@ -26,7 +26,7 @@ from support.virtual_gpu.plans import (
     PP,
     QWEN3_30B,
     TP,
-    settled_flags,
+    run_of,
 )
 from support.virtual_gpu.runs import Run
 from support.virtual_gpu.verdict import CLAIMS, Verdict, verdict_of
@@ -36,7 +36,7 @@ SMALL = (Run(tp=2, dp=2, hidden=256), "--muon-round-mib", "1")
 
 
 def verdict(run: Run = SMALL[0], *words: str) -> Verdict:
-    return verdict_of(*settled_flags([*run.words(), *(words or SMALL[1:])]))
+    return verdict_of(run_of([*run.words(), *(words or SMALL[1:])]))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_all_claims_hold_for_published_models(words: str, stages: list[int]) -> 
     """Four ranks of each kind of pipeline stage; the exchange connects before the first
     step.
     """
-    found = verdict_of(*settled_flags(words.split()))
+    found = verdict_of(run_of(words.split()))
     assert found.failed == {}
     assert [len(kind.stages) for kind in found.kinds] == stages
     assert len(found.reports) == 4 * len(stages)

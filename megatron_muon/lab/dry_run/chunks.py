@@ -1,11 +1,13 @@
 """A GPT's chunks of Megatron's local modules in their DDP, as Megatron-LM builds them.
 
-Sources: ``get_model`` (megatron/training/training.py) and gpt_builders.py, which is
-part of pretrain_gpt.py before 0.15.
+Sources: ``core_transformer_config_from_args`` (megatron/training/arguments.py),
+``get_model`` (megatron/training/training.py) and gpt_builders.py, which is part of
+pretrain_gpt.py before 0.15.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -21,9 +23,18 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tensor_parallel import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron_muon.lab.dry_run.model import padded_vocab
+from megatron_muon.lab.dry_run.model import Ranks, model_sizes, padded_vocab
+
+_MLA = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+)
 
 
 def build_chunks(
@@ -66,6 +77,44 @@ def build_chunks(
         )
         for index, (model, options) in enumerate(zip(models, further, strict=True))
     ]
+
+
+def transformer_config(flags: Namespace, ranks: Ranks) -> Any:
+    """Megatron's TransformerConfig, or MLATransformerConfig, and its own errors."""
+    sizes = model_sizes(flags)
+    config_class = (
+        MLATransformerConfig if flags.multi_latent_attention else TransformerConfig
+    )
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    fields |= set(_MLA) if flags.multi_latent_attention else set()
+    dtype = torch.float32
+    if flags.fp16:
+        dtype = torch.float16
+    elif flags.bf16:
+        dtype = torch.bfloat16
+    options = {name: getattr(flags, name) for name in fields if hasattr(flags, name)}
+    options |= sizes | {
+        "num_moe_experts": flags.num_experts or None,
+        "moe_shared_expert_intermediate_size": flags.moe_shared_expert_intermediate_size
+        or None,
+        "num_query_groups": flags.num_query_groups
+        if flags.group_query_attention
+        else None,
+        "sequence_parallel": flags.sequence_parallel and ranks.tp > 1,
+        "expert_tensor_parallel_size": ranks.expert_tp,
+        "virtual_pipeline_model_parallel_size": ranks.chunks,
+        "num_layers_in_first_pipeline_stage": flags.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": flags.decoder_last_pipeline_num_layers,
+        "gated_linear_unit": flags.swiglu,
+        "activation_func": torch.nn.functional.silu
+        if flags.swiglu
+        else torch.nn.functional.gelu,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        # no dispatcher has parameters; this one fits all
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    return config_class(**options)
 
 
 def _model(flags: Namespace, config: Any, vp_stage: int | None) -> Any:

@@ -1,29 +1,19 @@
-"""From flags to the settings of Megatron's GPT and of the ranks, as Megatron-LM derives
-them.
+"""A run: its flags, and the division of its ranks and the sizes of its GPT, as
+Megatron-LM derives them.
 
-Sources: ``validate_args`` and ``core_transformer_config_from_args`` of
-megatron/training/arguments.py, and ``_vocab_size_with_padding`` of
-megatron/training/tokenizer/tokenizer.py.
+Sources: ``validate_args`` of megatron/training/arguments.py, and
+``_vocab_size_with_padding`` of megatron/training/tokenizer/tokenizer.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
-import torch
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron_muon.settings.config import MuonConfig
 
-_MLA = (
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-)
 _ORDER, _ORDER_PP_INSIDE = "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"
 
 
@@ -40,6 +30,50 @@ class Ranks:
     chunks: int | None
     instances: int
     order: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run, as its command line asks for it.
+
+    Only ``dry_run`` reads the flags, to build the model; ``plan`` and ``routes`` take
+    what they need from the other fields and the properties.
+    """
+
+    flags: Namespace  # Megatron's arguments, with the buckets that the run would choose
+    config: MuonConfig  # Muon's settings
+    ranks: Ranks  # how its ranks are divided
+    notes: tuple[str, ...] = ()  # lines to print about the buckets and other flags
+
+    @property
+    def layout(self) -> Literal["contiguous", "bucketed"]:
+        """The layout of its grad buffers."""
+        return "bucketed" if self.flags.muon_dp_layout == "bucketed" else "contiguous"
+
+    @property
+    def buckets(self) -> int | None:
+        """The number of buckets that flags or the plugin choose; None: Megatron's."""
+        number: int | None = self.flags.ddp_num_buckets
+        return number
+
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens of a sequence; None where no flag says it."""
+        length: int = self.flags.seq_length or self.flags.max_position_embeddings or 0
+        return length or None
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Sequences of a step; None where no flag says it."""
+        size: int | None = self.flags.global_batch_size
+        return size
+
+    @property
+    def attention_width(self) -> int:
+        """Layers x heads x head size: what attention's flops are proportional to."""
+        heads = self.flags.num_attention_heads
+        size = self.flags.kv_channels or self.flags.hidden_size // heads
+        return int(self.flags.num_layers * heads * size)
 
 
 def ranks_of(flags: Namespace) -> Ranks:
@@ -69,47 +103,9 @@ def ranks_of(flags: Namespace) -> Ranks:
     return Ranks(world, tp, pp, cp, ep, expert_tp, _chunks(flags), instances, order)
 
 
-def transformer_config(flags: Namespace, ranks: Ranks) -> Any:
-    """Megatron's TransformerConfig, or MLATransformerConfig, and its own errors."""
-    sizes = _sizes(flags)
-    config_class = (
-        MLATransformerConfig if flags.multi_latent_attention else TransformerConfig
-    )
-    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-    fields |= set(_MLA) if flags.multi_latent_attention else set()
-    dtype = torch.float32
-    if flags.fp16:
-        dtype = torch.float16
-    elif flags.bf16:
-        dtype = torch.bfloat16
-    options = {name: getattr(flags, name) for name in fields if hasattr(flags, name)}
-    options |= sizes | {
-        "num_moe_experts": flags.num_experts or None,
-        "moe_shared_expert_intermediate_size": flags.moe_shared_expert_intermediate_size
-        or None,
-        "num_query_groups": flags.num_query_groups
-        if flags.group_query_attention
-        else None,
-        "sequence_parallel": flags.sequence_parallel and ranks.tp > 1,
-        "expert_tensor_parallel_size": ranks.expert_tp,
-        "virtual_pipeline_model_parallel_size": ranks.chunks,
-        "num_layers_in_first_pipeline_stage": flags.decoder_first_pipeline_num_layers,
-        "num_layers_in_last_pipeline_stage": flags.decoder_last_pipeline_num_layers,
-        "gated_linear_unit": flags.swiglu,
-        "activation_func": torch.nn.functional.silu
-        if flags.swiglu
-        else torch.nn.functional.gelu,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        # no dispatcher has parameters; this one fits all
-        "moe_token_dispatcher_type": "alltoall",
-    }
-    return config_class(**options)
-
-
 def validated(flags: Namespace, ranks: Ranks) -> Namespace:
     """The flags once Megatron-LM has validated them and Muon is on, or a ValueError."""
-    sizes = _sizes(flags) | {
+    sizes = model_sizes(flags) | {
         "padded_vocab_size": padded_vocab(flags),
         "world_size": ranks.world,
         "expert_tensor_parallel_size": ranks.expert_tp,
@@ -142,7 +138,7 @@ def _require(flags: Namespace, *names: str) -> None:
         )
 
 
-def _sizes(flags: Namespace) -> dict[str, int | None]:
+def model_sizes(flags: Namespace) -> dict[str, int | None]:
     """Sizes that Megatron-LM derives where they are not given."""
     _require(flags, "num_layers", "hidden_size", "num_attention_heads")
     hidden, heads = flags.hidden_size, flags.num_attention_heads

@@ -1,61 +1,78 @@
-"""The optimizers of a pipeline stage with their exchange plans, by the code that the
-run runs.
-"""
+"""A pipeline stage of a run, built and planned by the code that the run executes."""
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_muon.lab.dry_run import world
-from megatron_muon.lab.dry_run.chunks import build_chunks
-from megatron_muon.lab.dry_run.model import Ranks, transformer_config
+from megatron_muon.lab.dry_run.chunks import build_chunks, transformer_config
+from megatron_muon.lab.dry_run.model import Run
+from megatron_muon.lab.dry_run.optimizers import Planned, planned_optimizers
 from megatron_muon.lab.dry_run.script import ScriptArguments
-from megatron_muon.mcore.host.process_groups import Sizes, local_experts
+from megatron_muon.mcore.host.process_groups import Sizes
 from megatron_muon.mcore.routing.routes import Route, routes_of
+from megatron_muon.mcore.routing.survey import matched_patterns, share_of
 from megatron_muon.mcore.wiring.buffers import bucket_layout
 from megatron_muon.mcore.wiring.buffers.early_setting import settled
-from megatron_muon.mcore.wiring.buffers.placement import (
-    muon_parameters,
-    on_every_ep_rank,
-)
 from megatron_muon.mcore.wiring.validate import (
     REFUSED,
     raise_all,
     refuse_unsupported,
     unsliced,
 )
-from megatron_muon.orthogonalize.numerics import Device, Numerics
-from megatron_muon.planning.block_steps import block_numerics, block_plans
-from megatron_muon.planning.layout import Parameter
-from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
-from megatron_muon.settings.config import MuonConfig
+from megatron_muon.orthogonalize.numerics import Device
+from megatron_muon.planning.describe import Share
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """A DistributedOptimizer of a stage."""
+class Stage:
+    """A pipeline stage of a run on its first rank; it is used within ``in_stage``."""
 
-    plan: ExchangePlan  # of its Muon parameters
-    experts: bool  # it has those of experts
-    buffers: list[Any]  # Megatron's grad buffers of it on this rank
-    muon: set[Any]  # parameters in them that are Muon's
-    block: ExchangePlan | None = None  # of its block steps, with ``full_period``
+    run: Run
+    chunks: list[Any]  # Megatron's, in their DDP; their parameters have no memory
+    sizes: Sizes  # numbers of ranks that hold slices of a weight
+    routes: list[Route]  # of all parameters that train
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """World ranks of the stage, of the first optimizer instance."""
+        return tuple(world.stage_ranks(self.run.ranks))
+
+    @property
+    def matched(self) -> set[str]:
+        """The patterns of the settings that match a parameter of this stage."""
+        return matched_patterns(self.chunks, self.sizes, self.run.config)
+
+    @property
+    def share(self) -> Share:
+        """Elements of the stage, by optimizer."""
+        return share_of(self.routes, self.run.config)
+
+    def optimizers(self, device: Device = "cuda") -> list[Planned]:
+        """Its DistributedOptimizers, in the order of their steps."""
+        return planned_optimizers(self.run, self.chunks, self.routes, device)
 
 
-def as_rank(rank: int, flags: Namespace, ranks: Ranks) -> AbstractContextManager[None]:
-    """Within it this process is a rank of the run, see ``world.as_rank``."""
-    options = flags.embeddings if isinstance(flags, ScriptArguments) else {}
-    return world.as_rank(rank, ranks, **options)
+def in_stage(number: int, run: Run) -> AbstractContextManager[None]:
+    """Within it this process is the first rank of a pipeline stage, see
+    ``world.as_rank``.
+    """
+    options = run.flags.embeddings if isinstance(run.flags, ScriptArguments) else {}
+    return world.as_rank(world.first_ranks(run.ranks)[number], run.ranks, **options)
 
 
-def built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
-    """This rank's model chunks in their DDP, without memory for parameters."""
+def built(run: Run) -> Stage:
+    """The stage that this process is in, without memory for parameters.
+
+    Raises:
+        ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the
+            plugin refuses it, as in the run.
+    """
+    flags, config, ranks = run.flags, run.config, run.ranks
     with world.without_memory(), bucket_layout.as_in_run(config):
         if isinstance(flags, ScriptArguments):
             chunks = flags.chunks()
@@ -73,71 +90,5 @@ def built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
     refuse_unsupported(of_optimizer, chunks)
     settled(config, of_optimizer, chunks)
     raise_all(unsliced(config, max(ranks.tp, ranks.expert_tp)))
-    return chunks
-
-
-def sizes_of(flags: Namespace, ranks: Ranks) -> Sizes:
-    """The number of ranks that hold slices of a dense and of an expert's weight."""
-    return (
-        Sizes(ranks.tp, ranks.expert_tp, ranks.ep)
-        if flags.num_experts
-        else Sizes(ranks.tp)
-    )
-
-
-def planned_optimizers(
-    flags: Namespace,
-    config: MuonConfig,
-    ranks: Ranks,
-    chunks: Sequence[Any],
-    device: Device = "cuda",
-) -> list[Planned]:
-    """The DistributedOptimizers of this rank's chunks, in the order of their steps."""
-    # Megatron builds two optimizers then
-    early = flags.overlap_param_gather_with_optimizer_step
-    parts = [
-        (part, False) for part in ((chunks[:1], chunks[1:]) if early else (chunks,))
-    ]
-    parts.append((chunks, True))
-    routes = routes_of(chunks, Sizes(ranks.tp, ranks.expert_tp, ranks.ep), config)
-    located = [
-        _located(routes, ranks, part, experts=experts) for part, experts in parts
-    ]
-    numerics = Numerics(config, device)
-    works = [flops_of(parameters, numerics) for _, _, parameters in located]
-    planned: list[Planned] = []
-    for at, (buffers, muon, parameters) in enumerate(located):
-        if not buffers:
-            continue
-        experts = parts[at][1]
-        grid = world.grid(ranks, config.node_ranks, experts=experts)
-        earlier = [one.plan for one in planned]
-        plan = make_plan(parameters, grid, numerics, earlier, sum(works[at + 1 :]))
-        planned.append(Planned(plan, experts, buffers, muon))
-    if config.full_period == 1:
-        return planned
-    every = [parameters for buffers, _, parameters in located if buffers]
-    blocks = block_plans(
-        every, [one.plan.grid for one in planned], block_numerics(numerics)
-    )
-    return [
-        replace(one, block=block) for one, block in zip(planned, blocks, strict=True)
-    ]
-
-
-def _located(
-    routes: Sequence[Route], ranks: Ranks, chunks: Sequence[Any], *, experts: bool
-) -> tuple[list[Any], set[Any], list[Parameter]]:
-    """Buffers of a DistributedOptimizer, Muon's parameters in them, and those on all EP
-    ranks.
-    """
-    kind = "expert_parallel_buffers" if experts else "buffers"
-    buffers = [buffer for chunk in chunks for buffer in getattr(chunk, kind)]
-    if not buffers:
-        return [], set(), []
-    here = muon_parameters(routes, buffers)
-    ep_size = ranks.ep if experts else 1
-    parameters = on_every_ep_rank(
-        [p for _, p in here], ep_size, local_experts(chunks, ep_size)
-    )
-    return buffers, {param for param, _ in here}, parameters
+    sizes = Sizes(ranks.tp, ranks.expert_tp, ranks.ep)
+    return Stage(run, chunks, sizes, routes_of(chunks, sizes, config))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from megatron_muon.lab.plan.rows import TITLES, PlannedStep, Spread
 from megatron_muon.lab.plan.run import RunPlan, StagePlan
@@ -77,7 +76,7 @@ def assumption_lines(plan: RunPlan) -> list[str]:
     return lines
 
 
-def as_json_ready(plan: RunPlan) -> dict[str, Any]:
+def as_json_ready(plan: RunPlan) -> dict[str, object]:
     """All figures; bytes, flops and seconds."""
     sources = dict(plan.hardware.sources)
     constants = {

@@ -4,9 +4,9 @@ simulated.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 
+from megatron_muon.lab.dry_run.model import Run
 from megatron_muon.lab.pricing.hardware import TERA, Hardware
 
 # Assumptions with their sources; each can be set.
@@ -14,7 +14,8 @@ MFU = 0.40
 _MFU_SOURCE = (
     "38 to 43 % on 8,192 and 16,384 H100s, https://arxiv.org/abs/2407.21783, table 4"
 )
-_TOKENS, _SEQUENCE = 1 << 22, 4096
+_TOKENS = 1 << 22
+_SEQUENCE = 4096
 _TOKENS_SOURCE = (
     "Llama 3 405B's first batch, https://arxiv.org/abs/2407.21783, section 3.4.1"
 )
@@ -41,26 +42,23 @@ class Training:
 
 
 def training_of(
-    flags: Namespace, mfu: float | None, ranks: int, active: int
+    run: Run, mfu: float | None, active: int
 ) -> tuple[Training, tuple[str, ...]]:
     """Forward and backward, and what is assumed about them.
 
     ``active`` is the number of parameters that a token goes through.
     """
-    sequence = flags.seq_length or flags.max_position_embeddings or _SEQUENCE
-    size = flags.kv_channels or flags.hidden_size // flags.num_attention_heads
-    attention = flags.num_layers * flags.num_attention_heads * size * sequence
-    tokens, source = _TOKENS, f"({_TOKENS_SOURCE}); --global-batch-size"
-    if flags.global_batch_size is not None:
-        tokens = flags.global_batch_size * sequence
+    sequence = run.sequence_length or _SEQUENCE
+    tokens = _TOKENS
+    source = f"({_TOKENS_SOURCE}); --global-batch-size"
+    if run.global_batch_size is not None:
+        tokens = run.global_batch_size * sequence
         source = f"(--global-batch-size x sequences of {sequence:,})"
+    flops = 6.0 * active + 6.0 * run.attention_width * sequence
     of_mfu = _MFU_SOURCE if mfu is None else "--mfu"
-    made = Training(
-        tokens, 6.0 * active + 6.0 * attention, MFU if mfu is None else mfu, ranks
-    )
-    return made, (
+    training = Training(tokens, flops, MFU if mfu is None else mfu, run.ranks.world)
+    return training, (
         f"tokens per step {tokens:,} {source}",
-        f"mfu of forward and backward {made.mfu:g} ({of_mfu}); --mfu",
-        f"flops per token {made.flops_per_token:.4g}, {active:,} active parameters "
-        f"({_FLOPS_SOURCE})",
+        f"mfu of forward and backward {training.mfu:g} ({of_mfu}); --mfu",
+        f"flops per token {flops:.4g}, {active:,} active parameters ({_FLOPS_SOURCE})",
     )

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_muon.lab.plan.report import MB, MIB, ms
+from megatron_muon.lab.plan.request import Request
 from megatron_muon.lab.plan.rows import OURS, TITLES, Name
-from megatron_muon.lab.plan.run import RunPlan
+from megatron_muon.lab.plan.run import RunPlan, plan_run
 from megatron_muon.lab.pricing.hardware import GIGA
 from megatron_muon.lab.progress import progress
 from megatron_muon.lab.routes.model_flags import REFUSALS, said
@@ -17,7 +18,8 @@ from megatron_muon.lab.tables import aligned, listed
 from megatron_muon.orthogonalize.numerics import Numerics
 
 Outcome = RunPlan | str  # a plan, or why Megatron or the plugin refuses the flags
-LEFT_OUT, GIVEN = "none", "given"
+# Values of a sweep: without the flag, and the flag without a value.
+WITHOUT_FLAG, WITHOUT_VALUE = "none", "given"
 # Short names of a sweep's flags; any other name is a flag without its dashes.
 SHORT = {
     "dp": "dp",
@@ -34,10 +36,9 @@ class Variant:
     """A run with further flags."""
 
     name: str  # the value, or the flags
-    words: tuple[str, ...]  # the flags, which go behind those of the run
-    effect: str = (
-        ""  # what else they change; empty where weights stay the same but for rounding
-    )
+    flags: tuple[str, ...]  # which go behind those of the run
+    # what else they change; empty where only the weights' rounding does
+    effect: str = ""
 
 
 def swept(text: str) -> tuple[str, list[Variant]]:
@@ -52,66 +53,92 @@ def swept(text: str) -> tuple[str, list[Variant]]:
             f"{', '.join(SHORT)} or a flag without its dashes"
         )
     flag = f"--{SHORT.get(name, name)}"
-    words = {LEFT_OUT: (), GIVEN: (flag,)}
+    flags = {WITHOUT_FLAG: (), WITHOUT_VALUE: (flag,)}
     return name, [
-        Variant(value, words.get(value, (flag, value))) for value in values.split(",")
+        Variant(value, flags.get(value, (flag, value))) for value in values.split(",")
     ]
 
 
 def planned(
-    variants: Iterable[Variant], plan: Callable[[Sequence[str]], RunPlan]
+    variants: Iterable[Variant], plan: Callable[[tuple[str, ...]], RunPlan]
 ) -> list[tuple[Variant, Outcome]]:
-    """Every variant with its plan, by a function that plans the run with further
+    """Each variant with its plan, by a function that plans the run with further
     flags.
     """
-    made: list[tuple[Variant, Outcome]] = []
+    outcomes: list[tuple[Variant, Outcome]] = []
     for variant in progress(list(variants), "plans"):
         try:
-            made.append((variant, plan(variant.words)))
+            outcomes.append((variant, plan(variant.flags)))
         except (*REFUSALS, TypeError) as error:
-            made.append((variant, said(error)))
-    return made
+            outcomes.append((variant, said(error)))
+    return outcomes
 
 
-def accepted(made: Iterable[tuple[Variant, Outcome]]) -> list[tuple[Variant, RunPlan]]:
-    """Those that are not refused."""
-    return [(variant, plan) for variant, plan in made if not isinstance(plan, str)]
+def accepted(
+    outcomes: Iterable[tuple[Variant, Outcome]],
+) -> list[tuple[Variant, RunPlan]]:
+    """The variants that are not refused."""
+    return [(one, plan) for one, plan in outcomes if not isinstance(plan, str)]
+
+
+def explained(
+    request: Request, plan: RunPlan
+) -> tuple[list[str], list[dict[str, object]]]:
+    """The run's changes of ``changes``, the fastest first: a table, and its figures."""
+    # other stages take no longer
+    stage = ("--stage", str(plan.slowest.stages[0])) if plan.ranks.pp > 1 else ()
+    outcomes = planned(
+        changes(plan), lambda flags: plan_run(request.also(*stage, *flags), wanted=())
+    )
+    plans = sorted(accepted(outcomes), key=lambda each: each[1].step)
+    without = (Variant("none", ()), plan)
+    lines = table("change, the fastest first", [without, *plans], plan.step)
+    figures: list[dict[str, object]] = [
+        {
+            "change": variant.name,
+            "also_changes": variant.effect,
+            "seconds": changed.step,
+            "gain": (plan.step - changed.step) / plan.step,
+        }
+        for variant, changed in plans
+    ]
+    return lines, figures
 
 
 def table(
-    title: str, made: Sequence[tuple[Variant, RunPlan]], before: float | None = None
+    title: str, plans: Sequence[tuple[Variant, RunPlan]], before: float | None = None
 ) -> list[str]:
-    """A row for each variant: the run's own layout, and the step of every algorithm.
+    """A row for each variant: its own layout, and the step of every algorithm.
 
-    Or, in place of the latter, what each gains of the seconds of a step ``before``.
+    Or, in place of the latter, the gain over a step of ``before`` seconds.
     """
-    every: list[Name] = list(
-        dict.fromkeys(name for _, plan in made for name in plan.names)
-    )
-    names = [] if before else every
-    header = [title, *(["step, ms", "gain"] if before else ["ranks", "between nodes"])]
+    names: dict[Name, None] = {}
+    if before is None:
+        for _, plan in plans:
+            names |= dict.fromkeys(plan.names)
+    header = ["ranks", "between nodes"] if before is None else ["step, ms", "gain"]
     header += ["slower than AdamW", "busiest / mean", "sent MB", "peak MiB"]
-    rows = [[*header, *(f"{TITLES[name]}, ms" for name in names)]]
-    for variant, plan in made:
+    rows = [[title, *header, *(f"{TITLES[name]}, ms" for name in names)]]
+    for variant, plan in plans:
         row = plan.slowest.row(plan.layout)
-        after = plan.seconds(plan.layout)
-        cells = [variant.name, f"{plan.ranks.world:,}", f"{row.between.mean / MB:,.1f}"]
-        if before:
-            cells[1:] = [ms(after), f"{(before - after) / before:+.1%}"]
-        cells += [f"{plan.slower(plan.layout):+.2%}", f"{row.uneven:.2f}"]
-        cells += [f"{(row.inside.mean + row.between.mean) / MB:,.1f}"]
-        cells += [f"{(row.peak or 0) / MIB:,.0f}"]
+        if before is None:
+            cells = [f"{plan.ranks.world:,}", f"{row.between.mean / MB:,.1f}"]
+        else:
+            cells = [ms(plan.step), f"{(before - plan.step) / before:+.1%}"]
         cells += [
-            ms(plan.seconds(name)) if name in plan.names else "-" for name in names
+            f"{plan.slower(plan.layout):+.2%}",
+            f"{row.uneven:.2f}",
+            f"{(row.inside.mean + row.between.mean) / MB:,.1f}",
+            f"{(row.peak or 0) / MIB:,.0f}",
         ]
-        rows.append(cells)
-    effects = [(variant.name, variant.effect) for variant, _ in made if variant.effect]
-    effects = [("change", "changes also"), *effects] if effects else []
-    return [
-        *aligned(rows),
-        *([""] if effects else []),
-        *(listed(effects) if effects else []),
-    ]
+        for name in names:
+            cells.append(ms(plan.seconds(name)) if name in plan.names else "-")
+        rows.append([variant.name, *cells])
+    lines = aligned(rows)
+    effects = [(variant.name, variant.effect) for variant, _ in plans if variant.effect]
+    if effects:
+        lines += ["", *listed([("change", "changes also"), *effects])]
+    return lines
 
 
 def changes(plan: RunPlan) -> Iterator[Variant]:

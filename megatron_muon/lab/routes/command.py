@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         require_outputs(given)
         run = line.settled()
         with megatron_is_quiet():
-            routed = routes(run.flags, run.config)
+            routed = routes(run)
         package = importlib.import_module("megatron.core")
         core = {"version": megatron_version()[0]}
         core["folder"] = str(Path(package.__path__[0]).resolve())

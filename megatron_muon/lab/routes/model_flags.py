@@ -13,13 +13,13 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import megatron_muon
 from megatron_muon.console import printable
 from megatron_muon.lab.dry_run.flags import add_megatron_flags, add_rank_flags
+from megatron_muon.lab.dry_run.model import Run, ranks_of, validated
 from megatron_muon.lab.dry_run.numbers import MOST_RANKS, count
 from megatron_muon.lab.dry_run.presets import PRESETS
 from megatron_muon.lab.dry_run.seams import ROWS
@@ -28,9 +28,6 @@ from megatron_muon.megatron_lm.launch import MixedInstallationError
 from megatron_muon.presence import CoreNotFoundError, SeamError
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.from_flags import muon_config
-
-if TYPE_CHECKING:
-    from megatron_muon.lab.dry_run.model import Ranks
 
 # Megatron or the plugin refuses the flags: the user's error, to be said as argparse
 # does.
@@ -44,17 +41,6 @@ itself. Without a checkout --model has presets:
 {textwrap.fill(", ".join(PRESETS), 78)}.
 Megatron-LM's flags of a GPT, of its ranks (--tp, --pp, --cp, --ep, --etp) and
 of its buckets change them, and Muon's flags can be given as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """A run that a command line asks for."""
-
-    flags: Namespace  # Megatron's arguments, with the buckets that the run would choose
-    config: MuonConfig  # Muon's settings
-    ranks: Ranks  # how its ranks are divided
-    # what there is to say about the choice of buckets, and about flags
-    notes: list[str]
 
 
 class CommandLine:
@@ -100,15 +86,13 @@ class CommandLine:
             parsed = self._parser.parse_args([*PRESETS[parsed.model].split(), *given])
         return parsed
 
-    def settled(self, words: Sequence[str] = ()) -> Settled:
+    def settled(self, words: Sequence[str] = ()) -> Run:
         """The run, with further options of the command or of the run.
 
         Raises:
             ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or
                 the plugin refuses it.
         """
-        from megatron_muon.lab.dry_run.model import ranks_of
-
         options = self.options(words)
         of_run = [*self._words, *self._split(words)[1]]
         if self.script is None:
@@ -126,7 +110,7 @@ class CommandLine:
         with megatron_is_quiet():
             world_size = sizes.world_size or ranks_of(sizes).world
             args, config, notes = arguments_of(self.script, of_run, world_size)
-        return Settled(args, config, ranks_of(args), notes)
+        return Run(args, config, ranks_of(args), tuple(notes))
 
     def _split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Words of the command's own options, and those that go behind the script's."""
@@ -222,11 +206,10 @@ def said(error: BaseException) -> str:
     )
 
 
-def _settled(flags: Namespace) -> Settled:
+def _settled(flags: Namespace) -> Run:
     """Check the flags of a GPT and choose what a run would choose: layers and
     buckets.
     """
-    from megatron_muon.lab.dry_run.model import ranks_of, validated
     from megatron_muon.megatron_lm.bucketing import choose_buckets
     from megatron_muon.megatron_lm.layouts import own_layout
 
@@ -242,7 +225,7 @@ def _settled(flags: Namespace) -> Settled:
             config = dataclasses.replace(config, align_shards=False)
         notes += choose_buckets(args)
     flags.ddp_num_buckets = args.ddp_num_buckets
-    return Settled(flags, config, ranks, notes)
+    return Run(flags, config, ranks, tuple(notes))
 
 
 def _world_size(options: Namespace, sizes: Namespace) -> int | None:

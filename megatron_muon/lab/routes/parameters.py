@@ -4,21 +4,13 @@ run runs.
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megatron_muon.lab.dry_run import world
-from megatron_muon.lab.dry_run.model import Ranks, ranks_of
-from megatron_muon.lab.dry_run.stages import (
-    Planned,
-    as_rank,
-    built,
-    planned_optimizers,
-    sizes_of,
-)
-from megatron_muon.mcore.host.process_groups import Sizes, local_experts
+from megatron_muon.lab.dry_run.model import Ranks, Run
+from megatron_muon.lab.dry_run.optimizers import Planned
+from megatron_muon.lab.dry_run.stages import Stage, built, in_stage
+from megatron_muon.mcore.host.process_groups import local_experts
 from megatron_muon.mcore.routing.matrices import matrices_of
 from megatron_muon.mcore.routing.multipliers import multipliers_of
 from megatron_muon.mcore.routing.param_routing import (
@@ -28,14 +20,9 @@ from megatron_muon.mcore.routing.param_routing import (
     weights,
     why_adamw,
 )
-from megatron_muon.mcore.routing.routes import routes_of
-from megatron_muon.mcore.routing.survey import (
-    matched_patterns,
-    require_matched,
-    share_of,
-    unknown_lines,
-)
+from megatron_muon.mcore.routing.survey import require_matched, unknown_lines
 from megatron_muon.planning.describe import Share, homes_lines, share_lines, start_line
+from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.rules.muon import update_scale
 from megatron_muon.settings.config import MuonConfig
 
@@ -91,7 +78,7 @@ class Routes:
     stages: tuple[RoutedStage, ...]
 
 
-def routes(flags: Namespace, config: MuonConfig) -> Routes:
+def routes(run: Run) -> Routes:
     """Build one rank of each pipeline stage, without memory for parameters, and ask the
     plugin.
 
@@ -99,71 +86,76 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
         ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the
             plugin finds something wrong, as they would in the run.
     """
-    ranks = ranks_of(flags)
-    sizes = sizes_of(flags, ranks)
+    ranks = run.ranks
     matched: set[str] = set()
     stages: list[RoutedStage] = []
     share = Share()
-    for number, rank in enumerate(world.first_ranks(ranks)):
-        with as_rank(rank, flags, ranks):
-            chunks = built(flags, config, ranks)
-            planned = planned_optimizers(flags, config, ranks, chunks)
-            stages.append(_stage(number, planned, chunks, config, sizes, ranks))
-            matched |= matched_patterns(chunks, sizes, config)
-            share += share_of(routes_of(chunks, sizes, config), config)
-    require_matched(matched, config)
-    several = ranks.world > ranks.pp * ranks.instances  # ranks of a stage
-    lines = [*share_lines(share), *(homes_lines(config) if several else ())]
+    for number in range(ranks.pp):
+        with in_stage(number, run):
+            stage = built(run)
+            stages.append(_stage(number, stage))
+            matched |= stage.matched
+            share += stage.share
+    require_matched(matched, run.config)
+    lines = share_lines(share)
+    if ranks.world > ranks.pp * ranks.instances:  # a stage has several ranks
+        lines += homes_lines(run.config)
     return Routes(ranks, tuple(lines), tuple(stages))
 
 
-def _stage(
-    number: int,
-    optimizers: Sequence[Planned],
-    chunks: Sequence[Any],
-    config: MuonConfig,
-    sizes: Sizes,
-    ranks: Ranks,
-) -> RoutedStage:
+def _stage(number: int, stage: Stage) -> RoutedStage:
     matrices: dict[tuple[str, int], tuple[Routed, ...]] = {}  # by parameter and EP rank
-    on_ep_ranks: set[Any] = set()
-    lines = list(unknown_lines(routes_of(chunks, sizes, config)))
-    for at, planned in enumerate(optimizers):
-        matrices |= _matrices(planned, config)
+    of_experts: set[Any] = set()
+    lines = list(unknown_lines(stage.routes))
+    earlier: list[ExchangePlan] = []
+    for planned in stage.optimizers():
+        matrices |= _matrices(planned, stage.run.config)
         if planned.experts:
-            on_ep_ranks.update(*(buffer.param_index_map for buffer in planned.buffers))
+            of_experts.update(*(buffer.param_index_map for buffer in planned.buffers))
         buckets = [len(buffer.buckets) for buffer in planned.buffers]
-        earlier = [one.plan for one in optimizers[:at]]
-        plan, experts = planned.plan, planned.experts
-        lines += [
+        lines.append(
             start_line(
-                plan, stage=number, experts=experts, buckets=buckets, earlier=earlier
+                planned.plan,
+                stage=number,
+                experts=planned.experts,
+                buckets=buckets,
+                earlier=earlier,
             )
-        ]
+        )
+        earlier = [*earlier, planned.plan]
     parameters: list[RoutedParameter] = []
-    for weight in weights(chunks):
-        ep_size = sizes.ep if weight.param in on_ep_ranks else 1
-        names = [
-            expert_name(weight.name, ep, local_experts(chunks, ep_size))
-            for ep in range(ep_size)
-        ]
-        tp_size = weight.tp_size(sizes)
-        reason = why_adamw(weight, tp_size, config)
-        parameters += [
-            RoutedParameter(
-                name,
-                tuple(weight.param.shape),
-                _split(weight, tp_size, config, reason),
-                ep_rank if weight.param in on_ep_ranks else None,
-                "muon" if reason is None else "adamw",
-                reason,
-                *multipliers_of(weight, config),
-                matrices[name, ep_rank] if reason is None else (),
+    for weight in weights(stage.chunks):
+        ep_size = stage.sizes.ep if weight.param in of_experts else 1
+        row = _adamws(weight, stage)
+        for ep_rank in range(ep_size):
+            name = expert_name(
+                weight.name, ep_rank, local_experts(stage.chunks, ep_size)
             )
-            for ep_rank, name in enumerate(names)
-        ]
-    members = tuple(world.stage_ranks(ranks))
-    return RoutedStage(number, members, tuple(lines), tuple(parameters))
+            row = replace(row, name=name)
+            if weight.param in of_experts:
+                row = replace(row, ep_rank=ep_rank)
+            if row.reason is None:
+                row = replace(row, optimizer="muon", matrices=matrices[name, ep_rank])
+            parameters.append(row)
+    return RoutedStage(number, stage.members, tuple(lines), tuple(parameters))
+
+
+def _adamws(weight: Weight, stage: Stage) -> RoutedParameter:
+    """A weight's row, as long as no matrices of it are known."""
+    config = stage.run.config
+    tp_size = weight.tp_size(stage.sizes)
+    reason = why_adamw(weight, tp_size, config)
+    lr_mult, wd_mult = multipliers_of(weight, config)
+    return RoutedParameter(
+        name=weight.name,
+        shape=tuple(weight.param.shape),
+        tp=_split(weight, tp_size, config, reason),
+        ep_rank=None,
+        optimizer="adamw",
+        reason=reason,
+        lr_mult=lr_mult,
+        wd_mult=wd_mult,
+    )
 
 
 def _matrices(

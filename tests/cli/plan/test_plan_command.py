@@ -17,10 +17,11 @@ import pytest
 
 from megatron_muon.lab.commands import main
 from megatron_muon.lab.plan.command import command_line
+from megatron_muon.lab.plan.request import Request
 from megatron_muon.lab.plan.rows import NAMES, TITLES
 from megatron_muon.lab.plan.run import RunPlan, plan_run
 from megatron_muon.lab.pricing.presets import H100
-from megatron_muon.lab.routes.model_flags import CommandLine, megatron_is_quiet
+from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from support.benching import environment
 from support.models.model_flags import LLAMA_3_8B
 from support.models.model_flags import TINY as TINY_WORDS
@@ -30,12 +31,12 @@ TP = "--tensor-model-parallel-size"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 
 
-def given(words: str) -> CommandLine:
-    return command_line(words.split())
+def asked(words: str) -> Request:
+    return Request.of(command_line(words.split()))
 
 
 def planned(words: str, **options: Any) -> RunPlan:
-    return plan_run(given(words), H100, "cuda", **options)
+    return plan_run(asked(words), **options)
 
 
 def test_every_algorithm_and_every_assumption_is_printed(
@@ -202,15 +203,12 @@ def test_stages_that_lie_otherwise_in_their_nodes_are_no_kind() -> None:
     from support.virtual_gpu.dry_run import stage_makeup
 
     stages = "--num-layers 4 --pipeline-model-parallel-size 4"
-    run = given(f"{TINY} {stages} --world-size 48 --muon-node-ranks 8").settled()
+    run = asked(f"{TINY} {stages} --world-size 48 --muon-node-ranks 8").run
     with megatron_is_quiet():
-        one, two = (
-            stage_makeup(run.flags, run.config, run.ranks, number) for number in (1, 2)
-        )
-        wide = dataclasses.replace(run.config, node_ranks=48)
-        three, four = (
-            stage_makeup(run.flags, wide, run.ranks, number) for number in (1, 2)
-        )
+        one, two = (stage_makeup(run, number) for number in (1, 2))
+        config = dataclasses.replace(run.config, node_ranks=48)
+        wide = dataclasses.replace(run, config=config)
+        three, four = (stage_makeup(wide, number) for number in (1, 2))
     assert three == four
     assert one != two
 

@@ -49,7 +49,7 @@ def test_bytes_messages_and_memory_are_those_of_the_rank(world: World) -> None:
     import_megatron("a test")
     run = command_line((LAYERS + world.words).split()).settled()
     with megatron_is_quiet():
-        kind = planned_kinds([(run.flags, run.config)], run.ranks, "cuda", range(1))[0]
+        kind = planned_kinds([run], "cuda", range(1))[0]
     (optimizers,) = kind.optimizers
     plans = [one.plan for one in optimizers]
     sent = traffic_of(plans, [0] * plans[0].size)

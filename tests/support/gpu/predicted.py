@@ -12,7 +12,7 @@ from megatron_muon.lab.pricing.hardware import Hardware, least_of, most_of
 from megatron_muon.lab.pricing.step import StepTime, price_step
 from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.settings.config import MuonConfig
-from support.virtual_gpu.dry_run import optimizer_of, planned_on, ranks_of
+from support.virtual_gpu.dry_run import Run, optimizer_of, planned_on, ranks_of
 from support.virtual_gpu.megatron import OptimizerSettings, record_training
 from support.virtual_gpu.rank_report import RankReport, report_of
 
@@ -35,7 +35,7 @@ class PredictedStep:
 def predicted(flags: Namespace, config: MuonConfig, device: Device) -> PredictedStep:
     """Predict the step of every rank of a model in one pipeline stage."""
     ranks = ranks_of(flags)
-    (parts,) = planned_on([device], flags, config, ranks, 0)
+    (parts,) = planned_on([device], Run(flags, config, ranks), 0)
     optimizers = [optimizer_of(part) for part in parts]
     sent = [
         sum(each)

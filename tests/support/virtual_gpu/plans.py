@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import megatron_muon.cpu
+from megatron_muon.lab.dry_run.model import Run
 from megatron_muon.lab.dry_run.presets import PRESETS
-from megatron_muon.lab.routes.model_flags import Settled
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
@@ -113,17 +113,16 @@ def _layer(
 
 def flags_of(words: Sequence[str]) -> Namespace:
     """Megatron-LM's flags, with the buckets that Muon chooses where none are given."""
-    return settled_flags(words)[0]
+    return run_of(words).flags
 
 
-def settled_flags(words: Sequence[str]) -> tuple[Namespace, Settled]:
-    """``flags_of``, and the run that they ask for."""
+def run_of(words: Sequence[str]) -> Run:
+    """The run that Megatron-LM's flags ask for."""
     with _quiet():
         from megatron_muon.lab.routes.command import _parser
         from megatron_muon.lab.routes.model_flags import CommandLine
 
-        run = CommandLine(_parser(), list(words)).settled()
-        return run.flags, run
+        return CommandLine(_parser(), list(words)).settled()
 
 
 def plans_of(
@@ -135,13 +134,14 @@ def plans_of(
     if not megatron_muon.cpu.enabled():
         megatron_muon.cpu.enable(allow_cuda=True)
     from megatron_muon.lab.routes.model_flags import muon_settings
-    from support.virtual_gpu.dry_run import built, planned_optimizers, ranks_of, world
+    from support.virtual_gpu.dry_run import planned_on
 
-    flags = flags_of(model.words.split())
-    config = dataclasses.replace(muon_settings(flags), **settings)
-    ranks = ranks_of(flags)
-    with _quiet(), world.as_rank(world.first_ranks(ranks)[model.stage], ranks):
-        planned = planned_optimizers(flags, config, ranks, built(flags, config, ranks))
+    run = run_of(model.words.split())
+    config = dataclasses.replace(muon_settings(run.flags), **settings)
+    with _quiet():
+        (planned,) = planned_on(
+            ["cuda"], dataclasses.replace(run, config=config), model.stage
+        )
     return config, [
         ("experts" if one.experts else "dense", one.plan) for one in planned
     ]

@@ -8,13 +8,12 @@ whole stage, so a message that fits no peer is found without the peer.
 from __future__ import annotations
 
 import gc
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron_muon.lab.routes.model_flags import Settled, megatron_is_quiet, said
+from megatron_muon.lab.routes.model_flags import megatron_is_quiet, said
 from megatron_muon.planning.plan import ExchangePlan
-from support.virtual_gpu.dry_run import planned_on, stage_makeup, world
+from support.virtual_gpu.dry_run import Run, planned_on, stage_makeup, world
 from support.virtual_gpu.megatron import (
     OptimizerSettings,
     RecordedTraining,
@@ -57,18 +56,18 @@ class Verdict:
         return {claim: faults for claim, faults in self.faults.items() if faults}
 
 
-def verdict_of(flags: Namespace, run: Settled) -> Verdict:
+def verdict_of(run: Run) -> Verdict:
     """Have every chosen rank of every kind of stage take its steps."""
     training = OptimizerSettings()
     calls = {}
     with megatron_is_quiet():
-        verdict = Verdict(stage_kinds(flags, run))
+        verdict = Verdict(stage_kinds(run))
         for kind in verdict.kinds:
             planned = planned_messages(kind.plans, run.config)
             for rank in kind.chosen:
                 try:
                     trained = record_training(
-                        flags, run.ranks, rank, run.config, training
+                        run.flags, run.ranks, rank, run.config, training
                     )
                 except NotImplementedError:
                     raise  # the virtual GPU's own limits are no fault of the run
@@ -145,19 +144,17 @@ class StageKind:
     plans: tuple[ExchangePlan, ...]
 
 
-def stage_kinds(flags: Namespace, run: Settled) -> list[StageKind]:
+def stage_kinds(run: Run) -> list[StageKind]:
     """Plan one stage of each kind, and choose its ranks."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number in range(run.ranks.pp):
-        alike.setdefault(stage_makeup(flags, run.config, run.ranks, number), []).append(
-            number
-        )
-    return [_kind(flags, run, tuple(numbers)) for numbers in alike.values()]
+        alike.setdefault(stage_makeup(run, number), []).append(number)
+    return [_kind(run, tuple(numbers)) for numbers in alike.values()]
 
 
-def _kind(flags: Namespace, run: Settled, numbers: tuple[int, ...]) -> StageKind:
+def _kind(run: Run, numbers: tuple[int, ...]) -> StageKind:
     first = world.first_ranks(run.ranks)[numbers[0]]
-    (planned,) = planned_on(["cuda"], flags, run.config, run.ranks, numbers[0])
+    (planned,) = planned_on(["cuda"], run, numbers[0])
     plans = tuple(one.plan for one in planned)
     with world.as_rank(first, run.ranks):
         members = world.whole_stage()

@@ -33,8 +33,8 @@ def build(row: Row, flags: Namespace, timers: Any) -> Built:
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_muon.lab.dry_run.chunks import build_chunks
-    from megatron_muon.lab.dry_run.model import ranks_of, transformer_config
+    from megatron_muon.lab.dry_run.chunks import build_chunks, transformer_config
+    from megatron_muon.lab.dry_run.model import ranks_of
 
     own = Namespace(**vars(flags))
     own.overlap_grad_reduce, own.overlap_param_gather = row.buckets, row.overlap

@@ -48,7 +48,8 @@ def _task(flags: Namespace) -> Task:
     from megatron_muon.lab.bench.step.measure import StepJob, measure
     from megatron_muon.lab.bench.step.rows import UPSTREAM, rows
     from megatron_muon.lab.bench.step.upstream import why_no_upstream
-    from megatron_muon.lab.dry_run.model import ranks_of, transformer_config
+    from megatron_muon.lab.dry_run.chunks import transformer_config
+    from megatron_muon.lab.dry_run.model import ranks_of
 
     _check(flags)
     ranks = ranks_of(flags)

@@ -14,7 +14,8 @@ from megatron_muon.lab.bench.step import table
 from megatron_muon.lab.bench.step.measure import Measured, checksums_agree
 from megatron_muon.lab.bench.step.rows import UPSTREAM, Row, bucket_elements
 from megatron_muon.lab.bench.step.upstream import lays_out_buffers
-from megatron_muon.lab.dry_run.model import padded_vocab, ranks_of, transformer_config
+from megatron_muon.lab.dry_run.chunks import transformer_config
+from megatron_muon.lab.dry_run.model import padded_vocab, ranks_of
 from megatron_muon.lab.outputs import CommandError, write_json
 from megatron_muon.lab.ranks import Task
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
