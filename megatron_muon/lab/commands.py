@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.metadata
+import platform
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from megatron_muon.console import printable
 from megatron_muon.lab.interrupts import run_command
 from megatron_muon.lab.outputs import CommandError
-from megatron_muon.presence import CoreNotFoundError, SeamError
+from megatron_muon.presence import CoreNotFoundError, SeamError, core_version
 from megatron_muon.version import __version__
 
 # By name: a module of the lab with ``main(arguments) -> exit status``, and what it
@@ -114,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     if arguments == ["--version"]:
-        print(f"megatron-muon {__version__}")
+        print(_versions())
         return 0
     for name, instead in GONE.items():
         if _is_asked_for(name.split(), arguments):
@@ -123,6 +125,23 @@ def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["bench"]:
         return _named("megatron-muon bench", BENCHES, arguments[1:])
     return _named("megatron-muon", COMMANDS, arguments)
+
+
+def _versions() -> str:
+    """One line for a report of a fault; neither torch nor Megatron is imported."""
+    try:
+        core = core_version() or "of unknown version"
+    except ModuleNotFoundError:
+        core = "none"
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "none"
+    python = platform.python_version()
+    return (
+        f"megatron-muon {__version__}, megatron-core {core}, torch {torch}, "
+        f"Python {python}"
+    )
 
 
 def _is_asked_for(words: Sequence[str], arguments: Sequence[str]) -> bool:

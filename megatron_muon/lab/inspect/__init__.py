@@ -1,3 +1,3 @@
-"""``megatron-muon checkpoint inspect``: what is in a checkpoint, read as data, without
+"""``megatron-muon checkpoint``: what is in a checkpoint, read as data, without
 a GPU.
 """

@@ -1,4 +1,4 @@
-"""``megatron-muon checkpoint inspect``: a checkpoint's contents, and whether they are
+"""``megatron-muon checkpoint``: a checkpoint's contents, and whether they are
 complete.
 """
 
@@ -36,13 +36,16 @@ exit status:
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status, as ``--help`` lists them."""
     parser = _parser()
-    given = parser.parse_args(argv)
+    words = list(argv)
+    if "inspect" in words:  # the verb may be given, since earlier versions need it
+        words.remove("inspect")
+    given = parser.parse_args(words)
     status, text = _examined(given)
     if status < 2:
         print(text)
     else:
         line = _printable(" ".join(text.split()))
-        print(f"{parser.prog} inspect: error: {line}", file=sys.stderr)
+        print(f"{parser.prog}: error: {line}", file=sys.stderr)
     return status
 
 
@@ -98,7 +101,6 @@ def _one_line(text: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("megatron-muon checkpoint", _DESCRIPTION, epilog=_STATUS)
-    parser.add_argument("action", choices=["inspect"], help="the only action")
     parser.add_argument(
         "path",
         metavar="PATH",

@@ -1,6 +1,4 @@
-"""The report of ``megatron-muon checkpoint inspect``: the digest, held against the
-files.
-"""
+"""The report of ``megatron-muon checkpoint``: the digest, held against the files."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from megatron_muon.lab.plan.training import Training, training_of
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.streams import nodes_of
 from megatron_muon.lab.pricing.upstream import TpMode
+from megatron_muon.lab.progress import progress
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.describe import Share
@@ -119,7 +120,10 @@ def plan_run(request: Request, wanted: Collection[Name] = NAMES) -> RunPlan:
     numbers = _stages(request)
     with megatron_is_quiet():
         kinds = planned_kinds(runs, request.device, numbers)
-        staged = tuple(_stage(kind, list(layouts), request, wanted) for kind in kinds)
+        staged = tuple(
+            _stage(kind, list(layouts), request, wanted)
+            for kind in progress(kinds, "kinds of stage to price")
+        )
     active = sum(kind.share.active * len(kind.stages) for kind in kinds)
     active = active * run.ranks.pp // len(numbers)  # as if all stages were like these
     training, assumptions = training_of(run, request.mfu, active)

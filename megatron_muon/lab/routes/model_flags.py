@@ -23,6 +23,7 @@ from megatron_muon.lab.dry_run.model import Run, ranks_of, validated
 from megatron_muon.lab.dry_run.numbers import MOST_RANKS, count
 from megatron_muon.lab.dry_run.presets import PRESETS
 from megatron_muon.lab.dry_run.seams import ROWS
+from megatron_muon.lab.progress import announce
 from megatron_muon.megatron_lm.flags.parser import add_flags
 from megatron_muon.megatron_lm.launch import MixedInstallationError
 from megatron_muon.presence import CoreNotFoundError, SeamError
@@ -129,6 +130,7 @@ def import_megatron(program: str, script: Path | None = None) -> None:
     """Import Megatron, that of the checkout of a script, or end the process with an
     error.
     """
+    announce(f"{program}: importing torch and Megatron")
     from megatron_muon.mcore.seams.rows import check_rows
 
     with megatron_is_quiet():

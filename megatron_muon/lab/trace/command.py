@@ -1,6 +1,4 @@
-"""``megatron-muon trace report``: where the time of a step goes, from traces of any
-run.
-"""
+"""``megatron-muon trace``: where the time of a step goes, from traces of any run."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from megatron_muon.lab.outputs import (
 )
 
 _DESCRIPTION = """\
-report prints where the time of a training step goes on each rank: compute,
+Print where the time of a training step goes on each rank: compute,
 communication by collective with bytes and bandwidth, the part of it that
 compute overlaps and the exposed rest, idle time, the optimizer's share. Several
 runs stand side by side, with ratios to the first. https://ui.perfetto.dev shows
@@ -41,10 +39,14 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; wrong arguments end the process with 2."""
     parser = parser_of("megatron-muon trace", _DESCRIPTION)
     add = parser.add_argument
-    add("verb", choices=("report",), help="the only verb")
     add("runs", nargs="+", type=Path, metavar="TRACE", help="a file, or a folder")
     add_outputs(parser, plot="each rank's bar")
     given = parser.parse_args(argv)
+    paths: list[Path] = given.runs
+    if paths[0] == Path("report"):  # a verb, which earlier versions need
+        paths = paths[1:]
+    if not paths:
+        parser.error("the following arguments are required: TRACE")
     try:
         require_outputs(given)
     except ValueError as error:
@@ -53,8 +55,9 @@ def main(argv: Sequence[str]) -> int:
     from megatron_muon.lab.trace.report import as_json, as_text
     from megatron_muon.lab.trace.runs import names_of, read_run
 
-    names = names_of(given.runs)
-    runs = [read_run(path, name) for path, name in zip(given.runs, names, strict=True)]
+    runs = [
+        read_run(path, name) for path, name in zip(paths, names_of(paths), strict=True)
+    ]
     write_json(given.json, as_json(runs))
     if given.plot is not None:
         from megatron_muon.lab.trace.figure import draw

@@ -1,4 +1,4 @@
-"""The picture of ``megatron-muon trace report``."""
+"""The picture of ``megatron-muon trace``."""
 
 from __future__ import annotations
 

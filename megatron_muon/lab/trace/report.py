@@ -1,4 +1,4 @@
-"""The tables of ``megatron-muon trace report``, as text and as JSON."""
+"""The tables of ``megatron-muon trace``, as text and as JSON."""
 
 from __future__ import annotations
 

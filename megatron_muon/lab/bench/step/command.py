@@ -13,6 +13,7 @@ from megatron_muon.lab.bench import seams
 from megatron_muon.lab.bench.step.flags import parsed
 from megatron_muon.lab.dry_run import seams as dry_run_seams
 from megatron_muon.lab.outputs import require_outputs
+from megatron_muon.lab.progress import announce
 from megatron_muon.lab.ranks import Task, gpus_for, run_ranks, threads_for
 from megatron_muon.settings.config import MuonConfig
 
@@ -25,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
     does.
     """
     flags = parsed(argv, _PROGRAM)
+    announce(f"{_PROGRAM}: importing torch and Megatron")
     from megatron_muon.lab.routes.model_flags import megatron_is_quiet, stop
     from megatron_muon.mcore.seams.rows import check_rows
     from megatron_muon.presence import SeamError
@@ -40,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
             stop(text or f"Megatron refuses this model: {error!r}", _PROGRAM)
     from megatron_muon.lab.bench.step.report import report
 
+    announce(f"{_PROGRAM}: starting {task.world} rank(s)")
     return report(argv, flags, task, run_ranks(task))
 
 

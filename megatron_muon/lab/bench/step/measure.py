@@ -10,7 +10,6 @@ weights. All rows of our Muon with the same iteration must end it with the same 
 from __future__ import annotations
 
 import ctypes
-import sys
 import time
 import zlib
 from argparse import Namespace
@@ -36,7 +35,7 @@ from megatron_muon.lab.bench.step.meter import (
     peak_bytes,
 )
 from megatron_muon.lab.bench.step.rows import Row
-from megatron_muon.lab.progress import progress
+from megatron_muon.lab.progress import announce, progress
 from megatron_muon.runtime import collectives
 
 NOISE = 4_194_301  # elements; a prime, so that no two rows of a weight are the same
@@ -85,15 +84,17 @@ def measure(job: StepJob) -> list[Measured]:
     generator = torch.Generator(device).manual_seed(1)
     noise.normal_(0.0, 0.02, generator=generator)
     watch = StepTimers(device)
+    is_first = dist.get_rank() == 0
     contenders = []
     for row in job.rows:
+        if is_first:  # a large model takes minutes
+            announce(f"building {row.name}")
         contender = _Contender(row, build(row, job.flags, watch), watch, noise)
         contender.park()
         contenders.append(contender)
-    is_first = dist.get_rank() == 0
     for row, contender in zip(job.rows, contenders, strict=True):
-        if is_first:  # a large model takes minutes
-            print(f"counting {row.name}", file=sys.stderr, flush=True)
+        if is_first:
+            announce(f"counting {row.name}")
         contender.count()
         contender.weigh()
         if row.kind == "muon":
