@@ -80,7 +80,7 @@ def test_survivors_of_a_killed_rank_name_the_phase_in_which_they_wait(
     wait: Callable[[Built], None], case: Case, topology: Topology, named: str
 ) -> None:
     with pytest.raises(RankError) as caught:
-        run(_after_a_kill, 3, wait, case, topology, timeout=90.0, grace=10.0)
+        run(_after_a_kill, 3, wait, case, topology, timeout=90.0, grace=30.0)
     text = str(caught.value)
     assert "rank 1 of 3 died" in text and "exit code -9" in text
     for rank in (0, 2):

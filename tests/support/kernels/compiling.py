@@ -23,9 +23,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from megatron_muon.orthogonalize import normalization_kernels as norms
+from megatron_muon.orthogonalize import symmetric_kernels as symmetric
 from megatron_muon.rules import fused_kernels as fused
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+SHARED_MEMORY = 163 << 10  # an A100's, the least of the capabilities
 SHORT = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
 
 
@@ -99,6 +101,24 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
             lambda x=x, y=y: norms.launch_divide(x, y, torch.zeros((2, 2))),
         )
     yield "without moves", lambda: norms.launch_norms(x, None, 1.0)
+    for dtype, short in itertools.product((BF16, FP16), (256, 252)):
+        square = torch.zeros((2, short, short), dtype=dtype)
+        wide = torch.zeros((2, short, 2 * short), dtype=dtype)
+        eights = " in eights" * (short % 8 == 0)
+        tall = torch.zeros((2, 2 * short, short), dtype=dtype)
+        for kind, left, right, linear in (
+            ("XXᵀ", wide, wide.mT, None),
+            ("XᵀX", tall.mT, tall, None),
+            ("bS + cSS", square, square, square),
+        ):
+            yield (
+                f"{SHORT[dtype]} {kind}{eights}",
+                lambda operands=(left, right, linear, square): (
+                    symmetric.launch_symmetric(
+                        *operands, beta=0.5, alpha=2.0, shared_memory=SHARED_MEMORY
+                    )
+                ),
+            )
 
 
 def main() -> None:
