@@ -56,17 +56,25 @@ def scale_of(ns_dtype: NsDtype) -> float:
 
 
 class KernelError(MuonError, RuntimeError):
-    """A kernel library is installed and does not work; quotes its error, names the way
+    """A kernel of symmetric products does not work; quotes its error, names the way
     out.
     """
 
     @classmethod
-    def of(cls, error: Exception) -> KernelError:
+    def of(cls, error: Exception, library: str = "quack-kernels") -> KernelError:
         """The error that quotes the library's ``error``."""
+        said = f"{type(error).__name__}: {error}"
+        if library == "triton":
+            return cls(
+                "the kernel of --muon-symmetric-products triton fails: "
+                f"{said}. Without the flag, or with torch, torch's matmul takes its "
+                "place"
+            )
         return cls(
             "quack-kernels is installed, for the symmetric products of Newton-Schulz, "
-            f"and fails: {type(error).__name__}: {error}. Install a release of it that "
-            "fits this GPU and torch, or uninstall it: torch's matmul takes its place"
+            f"and fails: {said}. Install a release of it that fits this GPU and torch, "
+            "or uninstall it, or give --muon-symmetric-products torch: torch's matmul "
+            "takes its place"
         )
 
 
@@ -228,18 +236,19 @@ def multiplies_bf16() -> bool:
     return any(capabilities().get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
-def plan_device(device: torch.device) -> Device:
+def plan_device(device: torch.device, config: MuonConfig) -> Device:
     """The kind of a device, for plans; all but CPUs count as CUDA's. Errors:
-    ``_quack``'s.
+    ``symmetric_kernel``'s.
     """
     if device.type != "cpu":
-        return "cuda" if _quack_on(device) is None else "cuda_symmetric"
+        has_kernel = symmetric_kernel(device, config) is not None
+        return "cuda_symmetric" if has_kernel else "cuda"
     return "cpu_bf16" if multiplies_bf16() else "cpu"
 
 
 def numerics_on(device: torch.device, config: MuonConfig) -> Numerics:
     """What settings mean on a device; see ``plan_device``."""
-    return Numerics(config, plan_device(device))
+    return Numerics(config, plan_device(device, config))
 
 
 def products_on(device: torch.device, numerics: Numerics) -> Products:
@@ -252,7 +261,11 @@ def products_on(device: torch.device, numerics: Numerics) -> Products:
         scale=scale_of(numerics.dtype),
         folded=numerics.folded,
         blocked=not numerics.on_gpu,
-        kernel=_quack_on(device) if numerics.products == "cuda_symmetric" else None,
+        kernel=(
+            symmetric_kernel(device, numerics.config)
+            if numerics.products == "cuda_symmetric"
+            else None
+        ),
     )
 
 
@@ -326,29 +339,67 @@ def _options_by_device() -> dict[str, Any]:
 
 
 def try_products(device: torch.device, numerics: Numerics) -> None:
-    """Make products with the library's kernel, if any; a KernelError if it does not
-    work.
+    """Make products with the kernel, if any, beside torch's; a KernelError if it does
+    not work.
+
+    The operands are -1, 0 and 1, so that no sum is above 256, which bf16 has.
     """
     products = products_on(device, numerics)
     if products.kernel is None:
         return
+    library = _library(numerics.config)
     try:
-        x = torch.zeros(_KERNEL_ROWS, _KERNEL_ROWS, dtype=products.held, device=device)
-        products.symmetric(x, x.mT)
-        products.symmetric(x, x, x)
-        torch.cuda.synchronize(device)
+        numbers = torch.arange(_KERNEL_ROWS, device=device)
+        kinds = torch.outer(numbers, numbers).remainder(5)
+        x = (kinds == 1).to(products.held) - (kinds == 4).to(products.held)
+        plain = replace(products, kernel=None)
+        differ = [
+            bool((products.symmetric(*operands) != plain.symmetric(*operands)).any())
+            for operands in ((x, x.mT), (x, x, x))
+        ]
     except Exception as error:  # of any type: the library has a compiler of its own
-        raise KernelError.of(error) from error
+        raise KernelError.of(error, library) from error
+    if any(differ):
+        wrong = ArithmeticError("a product of -1, 0 and 1 is wrong")
+        raise KernelError.of(wrong, library)
 
 
 def said_of_products(numerics: Numerics) -> str:
     """The log's words for the library that makes the symmetric products."""
     if numerics.products == "cuda_symmetric":
-        return "quack-kernels"
+        return _library(numerics.config)
     if numerics.on_gpu or numerics.iteration == "standard":
         return "torch, plain matmul"
     of_gram = " in the Gram iteration" if numerics.iteration == "auto" else ""
     return f"torch, in panels up to the diagonal{of_gram}"
+
+
+def symmetric_kernel(
+    device: torch.device, config: MuonConfig
+) -> SymmetricKernel | None:
+    """The kernel of symmetric products that a device has with these settings.
+
+    Raises:
+        KernelError: it cannot be imported.
+    """
+    if device.type != "cuda" or config.symmetric_products == "torch":
+        return None
+    if config.symmetric_products == "triton":
+        return _triton()
+    return _quack_on(device)
+
+
+def _library(config: MuonConfig) -> str:
+    return "triton" if config.symmetric_products == "triton" else "quack-kernels"
+
+
+@cache
+def _triton() -> SymmetricKernel:
+    try:
+        from megatron_muon.orthogonalize.symmetric_kernels import symmetric_product
+    except Exception as error:  # as in try_products
+        raise KernelError.of(error, "triton") from error
+    return symmetric_product
 
 
 @cache

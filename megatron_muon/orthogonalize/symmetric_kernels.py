@@ -1,9 +1,9 @@
 """The triton source of a product that is known to be symmetric, at half its work.
 
-Of ``beta·linear + alpha·left@right`` only tiles up to the diagonal are computed. Each is
-stored twice: where it is, and transposed on the other side of the diagonal. On the
-diagonal a tile's lower half is stored twice, so no element is written twice, and the
-result is symmetric to the bit.
+Of ``beta·linear + alpha·left@right`` only tiles up to the diagonal are computed. Each
+is stored twice: where it is, and transposed on the other side of the diagonal. Of a
+tile on the diagonal only the lower half is stored, twice. So no element is written
+twice, and the result is symmetric to the bit.
 
 Sums are in fp32, along the inner dimension in one order, and rounded once. A matrix's
 bits follow from its own operands: a batch gives the same as each matrix alone.
@@ -11,12 +11,15 @@ bits follow from its own operands: a batch gives the same as each matrix alone.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_muon.orthogonalize.triton_operations import define, launching_beside
 
 # Rows and columns of a tile, inner elements that are multiplied at a time, and rows of
 # tiles whose programs start together, so that their operands are still in the L2 cache.
@@ -231,3 +234,52 @@ def _lines(x: Tensor) -> tuple[int, bool]:
     if x.stride(1) != 1:
         raise ValueError(f"neither rows nor columns are contiguous: {x.stride()}")
     return x.stride(2), False
+
+
+def symmetric_product(
+    left: Tensor,
+    right: Tensor,
+    linear: Tensor | None,
+    beta: float,
+    alpha: float,
+    out: Tensor | None,
+) -> Tensor:
+    """A ``matmul.SymmetricKernel``; see ``launch_symmetric``."""
+    if out is None:
+        out = left.new_empty((*left.shape[:-1], left.size(-2)))
+    torch.ops.megatron_muon.symmetric(left, right, linear, beta, alpha, out)
+    return out
+
+
+def _symmetric(
+    left: Tensor,
+    right: Tensor,
+    linear: Tensor | None,
+    beta: float,
+    alpha: float,
+    out: Tensor,
+) -> None:
+    with launching_beside(out):
+        launch_symmetric(
+            *(left, right, linear, out),
+            beta=beta,
+            alpha=alpha,
+            shared_memory=_shared_memory(out.device),
+        )
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block can have; an A100's on a CPU."""
+    if device.type == "cpu":
+        return 163 << 10
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    most: int = properties["max_shared_mem"]
+    return most
+
+
+define(
+    "symmetric(Tensor left, Tensor right, Tensor? linear, float beta, float alpha, "
+    "Tensor(a!) out) -> ()",
+    _symmetric,
+)

@@ -94,6 +94,11 @@ class MuonConfig(RunSettings, UpdateSettings):
         elementwise: Kernels of momentum, norm and update on a GPU. auto: fused ones
             where triton is installed. foreach: torch's operations, if the fused ones
             fail their check at start. Default: 'auto'.
+        symmetric_products: Who makes the products of Newton-Schulz whose result is
+            symmetric, on a GPU in bf16 or fp16. auto: quack-kernels where it is
+            installed (Hopper and newer), else torch. triton: a kernel of this package,
+            which computes half of them, on every GPU that triton supports;
+            docs/performance.md has its speed. torch: whole products. Default: 'auto'.
         clip_scope: Gradients that --clip-grad scales and whose norm decides. all: every
             parameter's, as in Megatron. adamw: those of AdamW's parameters; Megatron
             then logs their norm. Default: 'all'.

@@ -22,6 +22,7 @@ ClipScope = Literal["all", "adamw"]
 ElementwiseBy = Literal["auto", "foreach"]
 MomentumDtype = Literal["fp32", "bf16", "int8"]
 Preset = Literal["safe", "fast"]
+SymmetricProducts = Literal["auto", "triton", "torch"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
 PAPER = "arXiv 2502.16982"
@@ -231,6 +232,16 @@ class UpdateSettings:
         "at start. Both give the same bits, but for the order in which a norm's "
         "squares are added.",
         kinds.choice(get_args(ElementwiseBy)),
+    )
+    symmetric_products: SymmetricProducts = row(
+        "auto",
+        "--muon-symmetric-products",
+        "Who makes the products of Newton-Schulz whose result is symmetric, on a GPU "
+        "in bf16 or fp16. auto: quack-kernels where it is installed (Hopper and "
+        "newer), else torch. triton: a kernel of this package, which computes half of "
+        "them, on every GPU that triton supports; docs/performance.md has its speed. "
+        "torch: whole products. A kernel is tried at the start of a run.",
+        kinds.choice(get_args(SymmetricProducts)),
     )
     clip_scope: ClipScope = row(
         "all",

@@ -23,6 +23,7 @@ OTHERS: dict[str, Any] = {
     "ns_batch": 2,
     "elementwise": "foreach",
     "momentum_dtype": "int8",
+    "symmetric_products": "triton",
     "clip_scope": "adamw",
     "weight_decay_all_params": True,
     "lr_mults": (("output_layer.weight", 2.0),),
@@ -105,6 +106,9 @@ BAD: dict[str, tuple[tuple[Any, str], ...]] = {
     "ns_batch": _COUNT,
     "momentum_dtype": (("fp8", "must be one of fp32, bf16, int8, got 'fp8'"),),
     "elementwise": (("slow", "must be one of auto, foreach, got 'slow'"),),
+    "symmetric_products": (
+        ("cutlass", "must be one of auto, triton, torch, got 'cutlass'"),
+    ),
     "clip_scope": (("muon", "must be one of all, adamw, got 'muon'"),),
     "weight_decay_all_params": _SWITCH,
     "lr_mults": _MULTIPLIERS,

@@ -103,7 +103,7 @@ def make_muons(
     device = device_of(model_chunks)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     said = describe.not_shared_lines(
-        config, plan_device(device), is_deterministic=is_deterministic
+        config, plan_device(device, config), is_deterministic=is_deterministic
     )
     config = layout_free(config, is_deterministic=is_deterministic)
     numerics, late, description = together(

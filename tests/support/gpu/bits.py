@@ -101,7 +101,7 @@ _TRIAL = ("momentum", "weights", "messages", "flags", "matrices over their norms
 
 def errors(device: torch.device, config: MuonConfig) -> Iterator[Error]:
     """Errors against float64, by shape."""
-    bound = _BOUNDS[Numerics(config, plan_device(device)).dtype]
+    bound = _BOUNDS[Numerics(config, plan_device(device, config)).dtype]
     for rows, cols in _SHAPES:
         matrix = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows))
         here = _error(matrix.to(device), config)

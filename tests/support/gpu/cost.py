@@ -24,6 +24,7 @@ from megatron_muon.lab.pricing.step import StepTime
 from megatron_muon.lab.pricing.streams import WAITING
 from megatron_muon.orthogonalize.matmul import plan_device
 from megatron_muon.orthogonalize.numerics import Device
+from megatron_muon.settings.config import MuonConfig
 from support.gpu.model import flags_of, on_ranks, row_of
 from support.gpu.predicted import PredictedStep, solved
 from support.gpu.settings import Settings
@@ -55,7 +56,7 @@ _PHASES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], ...] = (
 
 def device_of(settings: Settings) -> Device:
     """The kind of device that plans are for."""
-    return plan_device(torch.device(settings.device))
+    return plan_device(torch.device(settings.device), MuonConfig())
 
 
 def measured_on_ranks(settings: Settings) -> list[Measured]:

@@ -27,6 +27,7 @@ from megatron_muon.settings.coefficients import (
     NsDtype,
     schedule,
 )
+from megatron_muon.settings.config import MuonConfig
 from support.drawn import WORST, trials
 from support.expected.oracle import newton_schulz
 from support.matrices import PANELS, config_of, drawn, exactly, inputs, normalize
@@ -35,7 +36,7 @@ PAIRS = [(name, steps) for name, found in SETS.items() for steps in found.restar
 DTYPES = get_args(NsDtype)
 FLOAT64 = Products(torch.float64, squares=torch.float64, held=torch.float64)
 CPU_DEVICE = torch.device("cpu")
-CPU = plan_device(CPU_DEVICE)
+CPU = plan_device(CPU_DEVICE, MuonConfig())
 
 
 @pytest.mark.parametrize("products", [FLOAT64, PANELS], ids=["plain", "panels"])

@@ -164,14 +164,66 @@ def test_the_kind_of_a_gpu_is_known_by_the_kernel_that_it_takes(
         for capability[0] in ((8, 0), (9, 0), (10, 0)):
             products_module._quack_on.cache_clear()
             has = installed is not None and capability[0] >= (9, 0)
-            assert plan_device(gpu) == ("cuda_symmetric" if has else "cuda")
+            assert plan_device(gpu, MuonConfig()) == (
+                "cuda_symmetric" if has else "cuda"
+            )
             for dtype in DTYPES:
                 kernel = products_on(
                     gpu, numerics_on(gpu, MuonConfig(ns_dtype=dtype))
                 ).kernel
                 assert (kernel is installed and has) == (has and dtype != "fp32")
     products_module._quack_on.cache_clear()
-    assert plan_device(torch.device("meta")) == "cuda"
+    assert plan_device(torch.device("meta"), MuonConfig()) == "cuda"
+
+
+def test_the_flag_says_whose_kernel_a_gpu_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = torch.device("cuda", 0)
+    libraries = {"_quack_on": lambda _: fake_kernel, "_triton": lambda: exact_kernel}
+    for name, found in libraries.items():
+        monkeypatch.setattr(products_module, name, found)
+    wanted = {"auto": fake_kernel, "triton": exact_kernel, "torch": None}
+    for by, kernel in wanted.items():
+        numerics = numerics_on(gpu, MuonConfig(symmetric_products=by))
+        assert products_on(gpu, numerics).kernel is kernel
+        assert (numerics.device == "cuda") == (by == "torch")
+    own = MuonConfig(symmetric_products="triton", ns_dtype="bf16")
+    assert plan_device(CPU_DEVICE, own) == plan_device(CPU_DEVICE, MuonConfig())
+
+
+def exact_kernel(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    linear: torch.Tensor | None,
+    beta: float,
+    alpha: float,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    made = alpha * (left @ right)
+    return made if linear is None else made + beta * linear
+
+
+def fake_kernel(*operands: Any) -> torch.Tensor:
+    return exact_kernel(*operands) + 1
+
+
+@pytest.mark.parametrize("by", ["auto", "triton"])
+def test_a_kernel_with_other_products_than_torch_is_refused_at_the_start(
+    by: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = MuonConfig(ns_dtype="bf16", symmetric_products=by)
+    numerics = Numerics(config, "cpu_bf16")  # holds bf16, where sums of the trial are
+    for kernel in (exact_kernel, fake_kernel):
+        own = replace(products_on(CPU_DEVICE, numerics), kernel=kernel)
+        monkeypatch.setattr(products_module, "products_on", lambda *_, own=own: own)
+        if kernel is exact_kernel:
+            try_products(CPU_DEVICE, numerics)
+            monkeypatch.undo()
+            continue
+        with pytest.raises(KernelError, match=r"of -1, 0 and 1 is wrong") as caught:
+            try_products(CPU_DEVICE, numerics)
+        assert "--muon-symmetric-products" in str(caught.value)
 
 
 def test_a_library_that_cannot_be_imported_is_an_error_and_one_that_is_not_there_none(
@@ -187,12 +239,12 @@ def test_a_library_that_cannot_be_imported_is_an_error_and_one_that_is_not_there
     products_module._quack_on.cache_clear()
     try:
         with pytest.raises(KernelError, match=r"OSError: no libcuda.*uninstall it"):
-            plan_device(torch.device("cuda", 0))
+            plan_device(torch.device("cuda", 0), MuonConfig())
     finally:
         monkeypatch.undo()
         products_module._quack.cache_clear()
         products_module._quack_on.cache_clear()
-    assert plan_device(torch.device("cuda", 0)) == "cuda"
+    assert plan_device(torch.device("cuda", 0), MuonConfig()) == "cuda"
 
 
 @pytest.mark.parametrize("iteration", ["standard", "gram"])
