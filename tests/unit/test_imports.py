@@ -208,7 +208,11 @@ def test_each_room_imports_only_what_it_is_for() -> None:
             if name.startswith("torch.distributed"):
                 assert tier >= TIER_OF["runtime"], f"{path} imports {name}"
             if root == "triton":
-                kernels = ("rules.fused_kernels", "orthogonalize.normalization_kernels")
+                kernels = (
+                    "rules.fused_kernels",
+                    "orthogonalize.normalization_kernels",
+                    "orthogonalize.symmetric_kernels",
+                )
                 assert module in kernels, f"{path} imports {name}"
             if root == "matplotlib":
                 assert module == "lab.outputs", f"{path} imports {name}"
