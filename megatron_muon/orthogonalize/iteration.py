@@ -46,107 +46,22 @@ _BY_ROWS: dict[Device, tuple[tuple[range, int], ...]] = {
 # a whole number, so that homes balance time and not the flops of plain products. Rows
 # begin at multiples of 16 bytes.
 _KERNEL_TILE, _KERNEL_ALIGNMENT = 256, 8
-_KERNEL_FLOPS = 9, 16
+_KERNEL_SHARE = 9, 16
 
-# The auto iteration's table: (short side from here on, limit). Gram is taken where its
-# flops are at most this fraction of standard's. CPU limits are measured by
-# `megatron-muon bench newton-schulz` on one thread, cpu_bf16 with AVX512_BF16. CUDA
-# limits are not measured. With them an H100's time model has no shape more than 2 %
-# slower, alone or in a batch (test_pricing_counts). The time of one small matrix
-# depends on its number of kernels only, so the table misses what gram would gain with
-# batches of small ones.
-_AUTO: dict[Device, tuple[tuple[int, float], ...]] = {
-    "cpu": ((0, 0.0), (64, 0.8), (256, 0.85), (384, 0.75)),
-    "cpu_bf16": (
-        (0, 0.0),
-        (128, 0.7),
-        (256, 0.8),
-        (384, 0.6),
-        (512, 0.67),
-        (1024, 0.8),
-    ),
-    "cuda": (
-        (0, 0.0),
-        (384, 0.51),
-        (512, 0.54),
-        (576, 0.57),
-        (640, 0.62),
-        (704, 0.65),
-        (896, 0.75),
-        (1024, 0.84),
-        (1536, 0.91),
-        (1792, 0.98),
-        (2560, 0.99),
-        (6144, 1.0),
-    ),
-    "cuda_symmetric": (
-        (0, 0.0),
-        (257, 0.61),
-        (320, 0.65),
-        (384, 0.72),
-        (512, 0.77),
-        (576, 0.83),
-        (640, 0.88),
-        (704, 0.9),
-        (896, 0.95),
-        (1024, 0.97),
-        (1408, 1.0),
-    ),
+# The auto iteration compares flops, and a number of flops for each kernel: as many as
+# products of full size do in the time that a small kernel takes longer than its flops.
+# The Gram iteration has more kernels, and more of them are small. CUDA's numbers are
+# those of an H100's time model (test_auto_iteration), a CPU's are measured by
+# `megatron-muon bench newton-schulz` on one thread, cpu_bf16's with AMX and with
+# AVX512_BF16. On a CPU products of squares are slower than those with the long side,
+# too: Gram is taken where it costs at most 4 of 5 parts of the standard iteration.
+_FLOPS_OF_KERNEL: dict[Device, int] = {
+    "cpu": 100_000,
+    "cpu_bf16": 50_000_000,
+    "cuda": 800_000_000,
+    "cuda_symmetric": 450_000_000,
 }
-# The same where linear terms are folded (``Numerics.folded``), and where c is 0 in a
-# step, so that only the standard iteration has folded ones.
-_AUTO_FOLDED: dict[Device, tuple[tuple[int, float], ...]] = {
-    "cuda": (
-        (0, 0.0),
-        (384, 0.64),
-        (448, 0.76),
-        (704, 0.85),
-        (768, 0.92),
-        (2560, 0.97),
-        (4096, 1.0),
-    ),
-    "cuda_symmetric": (
-        (0, 0.0),
-        (257, 0.42),
-        (384, 0.48),
-        (448, 0.56),
-        (512, 0.65),
-        (640, 0.72),
-        (768, 0.77),
-        (896, 0.84),
-        (1280, 0.92),
-        (2048, 1.0),
-    ),
-}
-_AUTO_HALF_FOLDED: dict[Device, tuple[tuple[int, float], ...]] = {
-    "cuda": (
-        (0, 0.0),
-        (384, 0.45),
-        (448, 0.47),
-        (512, 0.51),
-        (576, 0.54),
-        (640, 0.57),
-        (704, 0.62),
-        (896, 0.65),
-        (1024, 0.69),
-        (1280, 0.75),
-        (1792, 0.84),
-        (2560, 0.91),
-        (4096, 0.99),
-    ),
-    "cuda_symmetric": (
-        (0, 0.0),
-        (257, 0.52),
-        (320, 0.56),
-        (384, 0.58),
-        (448, 0.65),
-        (512, 0.72),
-        (768, 0.77),
-        (896, 0.83),
-        (1792, 0.91),
-        (3072, 1.0),
-    ),
-}
+_CPU_SHARE = 4, 5
 
 
 def fits_kernel(size: int, inner: int) -> bool:
@@ -164,15 +79,16 @@ def takes_gram(rows: int, cols: int, numerics: Numerics) -> bool:
     if numerics.iteration != "auto":
         return numerics.iteration == "gram"
     short = min(rows, cols)
-    kind = _products_of_squares(min(rows, cols), numerics)
-    table = _AUTO
-    if numerics.folded:
-        all_squared = all(c != 0 for _, _, c in numerics.steps)
-        table = _AUTO_FOLDED if all_squared else _AUTO_HALF_FOLDED
-    limit = max(entry for entry in table[kind] if entry[0] <= short)[1]
+    long = max(rows, cols)
+    kind = _products_of_squares(short, numerics)
     square = symmetric_flops(short, short, kind)
-    gram = _gram_flops(short, max(rows, cols), numerics.segments, kind, square)
-    return gram <= limit * _standard_flops(short, max(rows, cols), numerics, kind)
+    gram = _gram_flops(short, long, numerics.segments, kind, square)
+    standard = _standard_flops(short, long, numerics, kind)
+    of_kernel = _FLOPS_OF_KERNEL[kind]
+    gram += of_kernel * _gram_kernels(numerics, kind)
+    standard += of_kernel * _standard_kernels(numerics, kind)
+    share, of = (1, 1) if numerics.on_gpu else _CPU_SHARE
+    return of * gram <= share * standard
 
 
 def ns_flops(rows: int, cols: int, numerics: Numerics) -> int:
@@ -297,7 +213,7 @@ def symmetric_flops(size: int, inner: int, device: Device) -> int:
     """
     if is_cuda(device):
         whole = 2 * size * size * inner
-        share, of = _KERNEL_FLOPS
+        share, of = _KERNEL_SHARE
         by_kernel = device == "cuda_symmetric" and fits_kernel(size, inner)
         return whole * share // of if by_kernel else whole
     return sum(2 * (stop - start) * stop * inner for start, stop in panels(size))
@@ -333,3 +249,37 @@ def _gram_flops(
         sum(c != 0 for _, _, c in part) + 3 * (len(part) - 1) for part in parts
     )
     return len(parts) * whole + squares * square
+
+
+def _standard_kernels(numerics: Numerics, device: Device) -> int:
+    """Kernels of the standard iteration: in each step XXᵀ, bA + cA² (none where c is
+    0), and aX + BX, whose linear term is a copy or, folded, a sum on B's diagonal.
+    """
+    squares = sum(c != 0 for _, _, c in numerics.steps)
+    return 3 * len(numerics.steps) + squares * _kernels_with_linear_term(device)
+
+
+def _gram_kernels(numerics: Numerics, device: Device) -> int:
+    """Kernels of the Gram iteration: XXᵀ and QX in each segment, and its squares.
+
+    Only P = bR + cR² has a linear term where linear terms are folded; then H = a + P is
+    a sum on its diagonal.
+    """
+    with_linear_term = _kernels_with_linear_term(device)
+    count = 0
+    for part in numerics.segments:
+        powers = sum(c != 0 for _, _, c in part)
+        others = 3 * (len(part) - 1)
+        count += 2
+        if numerics.folded and powers == len(part):
+            count += powers * (with_linear_term + 1) + others
+        else:  # and the first Q is a product with a number, and a sum on its diagonal
+            count += (powers + others) * with_linear_term + 2
+    return count
+
+
+def _kernels_with_linear_term(device: Device) -> int:
+    """Kernels of a product of squares with a linear term, which all but a library's
+    kernel copy first.
+    """
+    return 1 if device == "cuda_symmetric" else 2
