@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_muon.orthogonalize import triton_operations
 from megatron_muon.orthogonalize.iteration import fits_kernel, panels
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.presence import MuonError
@@ -393,12 +394,11 @@ def _library(config: MuonConfig) -> str:
     return "triton" if config.symmetric_products == "triton" else "quack-kernels"
 
 
-@cache
 def _triton() -> SymmetricKernel:
-    try:
-        from megatron_muon.orthogonalize.symmetric_kernels import symmetric_product
-    except Exception as error:  # as in try_products
-        raise KernelError.of(error, "triton") from error
+    if not triton_operations.has_triton():
+        raise KernelError.of(ImportError("triton is not installed"), "triton")
+    from megatron_muon.orthogonalize.symmetric import symmetric_product
+
     return symmetric_product
 
 

@@ -14,12 +14,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from megatron_muon.orthogonalize.triton_operations import define, launching_beside
 
 # Rows and columns of a tile, inner elements that are multiplied at a time, and rows of
 # tiles whose programs start together, so that their operands are still in the L2 cache.
@@ -171,7 +168,7 @@ def launch_symmetric(
     *,
     beta: float,
     alpha: float,
-    shared_memory: int,
+    shared_memory: int = 0,
 ) -> None:
     """``out = beta·linear + alpha·left@right``, of matrices or of batches of them.
 
@@ -181,8 +178,9 @@ def launch_symmetric(
         linear: ``(m, m)`` or ``(k, m, m)`` and symmetric, with contiguous rows; or
             None.
         out: like ``linear``; shares no memory with the others.
-        shared_memory: bytes of it that a block can have on this device.
+        shared_memory: bytes of it that a block can have; 0: what this device has.
     """
+    shared_memory = shared_memory or _shared_memory(out.get_device())
     left, right, out = _batch(left), _batch(right), _batch(out)
     added = out if linear is None else _batch(linear)
     count, size, inner = left.shape
@@ -236,50 +234,8 @@ def _lines(x: Tensor) -> tuple[int, bool]:
     return x.stride(2), False
 
 
-def symmetric_product(
-    left: Tensor,
-    right: Tensor,
-    linear: Tensor | None,
-    beta: float,
-    alpha: float,
-    out: Tensor | None,
-) -> Tensor:
-    """A ``matmul.SymmetricKernel``; see ``launch_symmetric``."""
-    if out is None:
-        out = left.new_empty((*left.shape[:-1], left.size(-2)))
-    torch.ops.megatron_muon.symmetric(left, right, linear, beta, alpha, out)
-    return out
-
-
-def _symmetric(
-    left: Tensor,
-    right: Tensor,
-    linear: Tensor | None,
-    beta: float,
-    alpha: float,
-    out: Tensor,
-) -> None:
-    with launching_beside(out):
-        launch_symmetric(
-            *(left, right, linear, out),
-            beta=beta,
-            alpha=alpha,
-            shared_memory=_shared_memory(out.device),
-        )
-
-
 @cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a block can have; an A100's on a CPU."""
-    if device.type == "cpu":
-        return 163 << 10
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+def _shared_memory(device: int) -> int:
+    properties = triton.runtime.driver.active.utils.get_device_properties(device)
     most: int = properties["max_shared_mem"]
     return most
-
-
-define(
-    "symmetric(Tensor left, Tensor right, Tensor? linear, float beta, float alpha, "
-    "Tensor(a!) out) -> ()",
-    _symmetric,
-)

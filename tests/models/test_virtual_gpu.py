@@ -15,19 +15,25 @@ import torch
 
 import megatron_muon.rules.muon
 from megatron_muon import MuonConfig
+from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.table import round_tables
 from megatron_muon.runtime.exchange.messages import RoundExchange
 from megatron_muon.runtime.nonfinite import Nonfinite
+from megatron_muon.settings.update import NsIteration, SymmetricProducts
 from support.small_squares import rows_of_small_squares
+from support.virtual_gpu.device.gpu import Gpu
 from support.virtual_gpu.device.nccl import Handle, Launcher, Operation
+from support.virtual_gpu.device.tensors import CUDA
 from support.virtual_gpu.messages import compare_with_plan, planned_messages
 from support.virtual_gpu.mutants import Launch, with_launch
 from support.virtual_gpu.plans import small_plan
 from support.virtual_gpu.races import MEMORY, Memory, races
 from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.stage import check_stage
-from support.virtual_gpu.step import record_step
+from support.virtual_gpu.step import record, record_step
+from support.virtual_gpu.trace import StepStart
 
 SIZES = {"one round": 1 << 30, "some": 60_000, "a round each": 1}  # a fc1 has 160 kB
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -234,6 +240,40 @@ def test_a_round_has_one_launch_for_its_momentum_and_one_for_its_update(
         assert names["advance_momentum"] == names["apply_updates"] == with_runs > 0
         assert not any(name.startswith("_foreach_mul") for name in names)
         assert "_foreach_norm" not in names
+
+
+def _orthogonalized(by: SymmetricProducts, iteration: NsIteration) -> Recording:
+    """Three matrices of 512 × 1024 in a batch, on a GPU."""
+    config = MuonConfig(symmetric_products=by, ns_iteration=iteration)
+    numerics = Numerics(config, "cuda" if by == "torch" else "cuda_symmetric")
+
+    def program(gpu: Gpu, group: Any) -> None:
+        staged = torch.zeros(3 << 19, dtype=torch.bfloat16, device=CUDA)
+        moves = torch.ones(3, dtype=torch.bool, device=CUDA)
+        gpu.trace.events.append(StepStart())
+        orthogonalize_staged(staged, moves, numerics, rows=512, cols=1024)
+
+    return record(0, 1, program)
+
+
+def _products(recording: Recording) -> int:
+    names = recording.launches_by_name
+    copies = names["baddbmm"] // 2  # of the linear term, a launch before
+    return names["bmm"] + names["baddbmm"] - copies
+
+
+@pytest.mark.parametrize(("iteration", "squares"), [("standard", 10), ("gram", 12)])
+def test_a_kernel_of_symmetric_products_takes_the_place_of_torchs_and_no_more_memory(
+    iteration: NsIteration, squares: int
+) -> None:
+    torchs = _orthogonalized("torch", iteration)
+    tritons = _orthogonalized("triton", iteration)
+    assert tritons.launches_by_name["symmetric"] == squares
+    assert _products(tritons) == _products(torchs) - squares
+    assert tritons.launches <= torchs.launches
+    assert tritons.peak_bytes <= torchs.peak_bytes
+    assert tritons.host_syncs == torchs.host_syncs == []
+    assert all(races(tritons.trace, memory) == [] for memory in MEMORY)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -265,7 +265,7 @@ def helper_suffix() -> Examined:
         found = f"{program} has {suffix or 'none'}"
     fault = (
         "Megatron's scripts compile the dataset helper at their start by the "
-        f"python3-config on PATH. It needs have this Python's suffix {own}, but {found}. "
+        f"python3-config on PATH. It needs this Python's suffix {own}, but {found}. "
         f"{_way_to_python_config()}"
     )
     return Examined("python3-config", program or "none", fault)
