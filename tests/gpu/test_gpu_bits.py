@@ -53,6 +53,8 @@ def test_its_error_to_float64_is_bounded(
     name: str, found: bits.Bits, report: Callable[..., None]
 ) -> None:
     errors = [error for error in found.errors if error.name.startswith(f"{name}, ")]
+    if not errors:
+        pytest.skip("triton's products need a GPU, and triton")
     report(
         *(
             Figure(

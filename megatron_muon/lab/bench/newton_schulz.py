@@ -36,6 +36,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
     orthogonalize,
     orthogonalize_at_once,
 )
+from megatron_muon.orthogonalize.triton_operations import has_triton
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 
@@ -158,13 +159,12 @@ def _runs(
     input.
     """
     runs: dict[str, tuple[Run, int | None]] = {}
-    for iteration in get_args(NsIteration):
-        config = MuonConfig(ns_iteration=iteration, ns_dtype=settings.ns_dtype)
+    for name, config in _configs(device, settings):
         numerics = numerics_on(device, config)
         flops = batch * ns_flops(*shape, numerics)
-        runs[iteration] = _one_by_one(partial(orthogonalize, config=config)), flops
+        runs[name] = _one_by_one(partial(orthogonalize, config=config)), flops
         if batch > 1:
-            runs[f"{iteration}, at once"] = (
+            runs[f"{name}, at once"] = (
                 partial(orthogonalize_at_once, config=config),
                 flops,
             )
@@ -174,6 +174,20 @@ def _runs(
             runs[f"{name}, at once"] = peer, None
     matrices = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
     return runs, matrices.to(device, TORCH_DTYPE[numerics.travels])
+
+
+def _configs(
+    device: torch.device, settings: MuonConfig
+) -> Iterator[tuple[str, MuonConfig]]:
+    """The settings to time, by name: each iteration, and with triton's products on a
+    GPU.
+    """
+    for iteration in get_args(NsIteration):
+        config = MuonConfig(ns_iteration=iteration, ns_dtype=settings.ns_dtype)
+        yield iteration, config
+        if device.type == "cuda" and has_triton():
+            by_triton = replace(config, symmetric_products="triton")
+            yield f"{iteration}, symmetric by triton", by_triton
 
 
 def _one_by_one(run: Run) -> Run:

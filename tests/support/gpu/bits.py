@@ -8,6 +8,7 @@ float64 is bounded, and reported beside a CPU's.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from megatron_muon.orthogonalize import triton_operations
 from megatron_muon.orthogonalize.gram import gram_iteration
 from megatron_muon.orthogonalize.iteration import takes_gram
 from megatron_muon.orthogonalize.matmul import Products, numerics_on, plan_device
@@ -71,8 +73,12 @@ def run(kind: str) -> Bits:
     device = torch.device(kind, 0) if kind == "cuda" else _CPU
     return Bits(
         tuple(elementwise(device)) if kind == "cuda" else (),
-        tuple(error for config in configs() for error in errors(device, config)),
-        tuple(fault for config in configs() if (fault := twice(device, config))),
+        tuple(
+            error for config in configs_on(device) for error in errors(device, config)
+        ),
+        tuple(
+            fault for config in configs_on(device) if (fault := twice(device, config))
+        ),
     )
 
 
@@ -126,9 +132,10 @@ def errors_of_hard_inputs(job: tuple[str, tuple[int, int]]) -> dict[str, float]:
     rank.
     """
     kind, shape = job
+    device = torch.device(kind)
     matrices = [matrix.float().to(kind) for _, matrix in inputs(*shape)]
     largest: dict[str, float] = {}
-    for config in configs():
+    for config in configs_on(device):
         every = [_error(matrix, config) for matrix in matrices]
         largest[name_of(config)] = (
             max(every) if all(map(math.isfinite, every)) else math.nan
@@ -150,16 +157,31 @@ def twice(device: torch.device, config: MuonConfig) -> str:
     return ""
 
 
+def configs_on(device: torch.device) -> list[MuonConfig]:
+    """The settings of ``configs`` that a device has."""
+    has_triton = device.type == "cuda" and triton_operations.has_triton()
+    return [
+        config
+        for config in configs()
+        if has_triton or config.symmetric_products != "triton"
+    ]
+
+
 def configs() -> Iterator[MuonConfig]:
-    """Both iterations in every dtype."""
+    """Both iterations in every dtype, and by each maker of symmetric products."""
     for dtype in get_args(NsDtype):
         for iteration in ("standard", "gram"):
-            yield MuonConfig(ns_dtype=dtype, ns_iteration=iteration)
+            config = MuonConfig(ns_dtype=dtype, ns_iteration=iteration)
+            yield config
+            if dtype != "fp32":
+                yield dataclasses.replace(config, symmetric_products="triton")
 
 
 def name_of(config: MuonConfig) -> str:
     """In words."""
-    return f"Newton-Schulz, {config.ns_dtype}, {config.ns_iteration}"
+    by = config.symmetric_products
+    products = "" if by == "auto" else f", symmetric by {by}"
+    return f"Newton-Schulz, {config.ns_dtype}, {config.ns_iteration}{products}"
 
 
 def in_float64(matrix: Tensor, config: MuonConfig) -> Tensor:
