@@ -1,20 +1,73 @@
-"""A plan in words: the lines that a run prints at its start."""
+"""The lines of a run's start, from its plans and choices.
+
+``mcore.wiring.start`` prints them in one block once the optimizer is built;
+``megatron-muon routes`` prints some of them without a run.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
 from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.schedule import ADAMW
 from megatron_muon.settings.coefficients import spelled, steps_made_for
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.run import NODE
+from megatron_muon.version import __version__
 
 PREFIX = "[megatron_muon]"
+MOST_KINDS = 4  # lines about pipeline stages in a run
+
+# Sentences about weights, whose names are put into the braces.
+_DECIDE = f"{named('muon_include')} and {named('muon_exclude')} in MuonConfig decide"
+NOT_SPLIT = "{} are one matrix each, not split"
+UNKNOWN_ROWS = (
+    f"{named('split_qkv')} has no effect on {{}}: the order of rows is known only of "
+    "Megatron's SelfAttention and CrossAttention, so each is one matrix"
+)
+UNKNOWN_MODULE = (
+    "AdamW keeps these matrices, since Muon's table does not know the type of their "
+    f"module: {{}}. Of 2-D ones {_DECIDE}."
+)
+MARKED_ADAMW = (
+    "AdamW keeps these matrices, since Megatron marks them use_muon=False: {}. Of 2-D "
+    f"ones {_DECIDE}."
+)
+MISCOUNTED = (
+    "Megatron would count {} on the wrong number of TP ranks in the gradient norm. "
+    "This run counts each weight once; runs with --optimizer adam keep Megatron's norm"
+)
+ADDED_UP = (
+    "Megatron would add up the gradients of {} over TP ranks, which hold different "
+    "experts. This run does not; runs with --optimizer adam do"
+)
+# Names by the sentence about them.
+Names = Mapping[str, Sequence[str]]
+
+
+def union_of(many: Iterable[Names]) -> dict[str, list[str]]:
+    """All names of some ranks or stages, each once."""
+    union: dict[str, list[str]] = {}
+    for one in many:
+        for sentence, names in one.items():
+            known = union.get(sentence, [])
+            union[sentence] = list(dict.fromkeys([*known, *names]))
+    return union
+
+
+def lines_of(names: Names) -> list[str]:
+    """A line for each sentence that has names."""
+    return [
+        f"{PREFIX} {sentence.format(', '.join(those))}"
+        for sentence, those in names.items()
+        if those
+    ]
+
+
+# --- the model ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +84,7 @@ class Share:
     active_muon: int = 0
     # elements of AdamW's 2-D weights, by what they are
     kept: Mapping[str, int] = field(default_factory=dict)
-    unsplit: Sequence[str] = ()  # the keys of UNSPLIT that it has
-    # names of fused projections that are not split, since their order of rows is not
-    # known
-    unknown_fusions: Sequence[str] = ()
+    names: Names = field(default_factory=dict)
 
     def __add__(self, other: Share) -> Share:
         return Share(
@@ -43,31 +93,13 @@ class Share:
             self.active + other.active,
             self.active_muon + other.active_muon,
             dict(Counter(self.kept) + Counter(other.kept)),
-            [leaf for leaf in UNSPLIT if leaf in self.unsplit or leaf in other.unsplit],
-            list(dict.fromkeys([*self.unknown_fusions, *other.unknown_fusions])),
+            union_of((self.names, other.names)),
         )
 
 
-def active_line(version: str, core: str) -> str:
-    """This package's Muon runs, and not Megatron's own; both packages' versions."""
-    return (
-        f"{PREFIX} megatron-muon {version} is active: Distributed Muon over the "
-        f"DistributedOptimizer of megatron-core {core}"
-    )
-
-
-# Fused projections that are one matrix each, by the name of their module.
-UNSPLIT = {
-    "linear_kv_down_proj": "multi-latent attention's projections",
-    # with queries, from 0.19 on
-    "linear_qkv_down_proj": "multi-latent attention's projections",
-    "in_proj": "the in_proj of state-space layers",
-}
-
-
 def share_lines(share: Share) -> list[str]:
-    """Lines about a model: Muon's share, less than half of it, and fusions that are not
-    split.
+    """Lines about a model: Muon's share, less than half of it, and what the names of
+    its weights are told for.
 
     Raises:
         ValueError: the share is zero.
@@ -75,30 +107,21 @@ def share_lines(share: Share) -> list[str]:
     require_muons(share)
     all_of_it = _ratio(share.muon, share.total)
     activated = _ratio(share.active_muon, share.active)
-    of_active = (
-        f" and {activated:.1%} of the {_count(share.active)} that a token activates"
-    )
-    lines = [
+    line = (
         f"{PREFIX} Muon has {all_of_it:.1%} of the model's {_count(share.total)} "
         "parameters"
-        f"{of_active if share.active < share.total else ''}, AdamW the rest"
-        + "".join(
-            f"; {UNSPLIT[leaf]} are one matrix each, not split"
-            for leaf in share.unsplit
+    )
+    if share.active < share.total:
+        line += (
+            f" and {activated:.1%} of the {_count(share.active)} that a token activates"
         )
-    ]
+    lines = [f"{line}, AdamW the rest"]
     if min(all_of_it, activated) < 0.5:
         lines.append(
             f"{PREFIX} warning: Muon updates less than half of the parameters; "
             f"{_kept(share)}: expect little difference from AdamW"
         )
-    if share.unknown_fusions:
-        lines.append(
-            f"{PREFIX} {named('split_qkv')} has no effect on "
-            f"{', '.join(share.unknown_fusions)}: the order of rows is known only of "
-            "Megatron's SelfAttention and CrossAttention, so each is one matrix"
-        )
-    return lines
+    return lines + lines_of(share.names)
 
 
 def require_muons(share: Share) -> None:
@@ -119,39 +142,47 @@ def require_muons(share: Share) -> None:
 def _kept(share: Share) -> str:
     """What AdamW's 2-D weights are, by their part of the model, the largest first."""
     largest = Counter(share.kept).most_common()
+    if not largest:
+        return "none is 2-D"
     parts = [f"{what}, {_ratio(size, share.total):.1%}" for what, size in largest[:5]]
-    more = f"; and {len(largest) - 5} more kinds" if len(largest) > 5 else ""
+    if len(largest) > 5:
+        parts.append(f"and {len(largest) - 5} more kinds")
+    return f"AdamW has the 2-D weights of {'; '.join(parts)}"
+
+
+# --- the computation ------------------------------------------------------------------
+
+
+def active_line(core: str, torch: str, preset: str) -> str:
+    """This package's Muon runs, and not Megatron's own; what a report of a fault
+    names.
+
+    Args:
+        core: the version of megatron-core.
+        torch: the version of torch.
+        preset: of the run.
+    """
     return (
-        f"AdamW has the 2-D weights of {'; '.join(parts)}{more}"
-        if parts
-        else "none is 2-D"
+        f"{PREFIX} megatron-muon {__version__} is active: Distributed Muon over the "
+        f"DistributedOptimizer of megatron-core {core}; torch {torch}, preset "
+        f"{preset}, rule muon"
     )
 
 
-def not_shared_lines(
-    config: MuonConfig, device: Device, *, is_deterministic: bool
-) -> list[str]:
-    """A line where a GPU does not take its default for ``split_matrices``, with the
-    reason.
-    """
-    if config.split_matrices is not None or not is_cuda(device):
-        return []
-    if not is_deterministic and config.log_interval is None:
-        return []
-    why = "torch's deterministic mode" if is_deterministic else named("log_interval")
-    return [f"{PREFIX} {named('split_matrices')} is off, not auto, with {why}"]
-
-
-def newton_schulz_line(numerics: Numerics, products: str, *, in_batches: bool) -> str:
-    """The iteration.
+def computing_line(
+    numerics: Numerics, products: str, elementwise: str, *, in_batches: bool
+) -> str:
+    """How a step is computed.
 
     Args:
         numerics: of the run.
         products: the library that makes the symmetric products.
+        elementwise: the kernels of momentum, norm and update.
         in_batches: whether matrices of one shape are orthogonalized together
             (``ns_batch``).
     """
-    batches, config = "", numerics.config
+    config = numerics.config
+    batches = ""
     if in_batches and config.ns_batch != 1:
         most = "all" if config.ns_batch is None else f"up to {config.ns_batch}"
         batches = f"; {most} matrices of one shape at once"
@@ -160,21 +191,16 @@ def newton_schulz_line(numerics: Numerics, products: str, *, in_batches: bool) -
             f"; one matrix at a time, not {config.ns_batch}: a CPU and torch's "
             "deterministic mode take no batches"
         )
+    steps = f"{config.ns_steps} steps"
+    made_for = steps_made_for(config.ns_coefficients)
+    if made_for not in (None, config.ns_steps):
+        steps += f" (made for {made_for})"
     dtype = f"{numerics.dtype}{_of_preset(numerics) if config.ns_dtype is None else ''}"
-    steps = f"{config.ns_steps} steps{steps_unlike_own(config)}"
     return (
         f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {steps}, "
         f"{dtype}, {_iteration(numerics)}; symmetric products: {products}"
-        f"{batches}"
+        f"{batches}; momentum, norm and update: {elementwise}"
     )
-
-
-def steps_unlike_own(config: MuonConfig) -> str:
-    """Words for a number of steps that the coefficients are not made for; else
-    empty.
-    """
-    made_for = steps_made_for(config.ns_coefficients)
-    return "" if made_for in (None, config.ns_steps) else f" (made for {made_for})"
 
 
 def _of_preset(numerics: Numerics) -> str:
@@ -185,96 +211,144 @@ def _iteration(numerics: Numerics) -> str:
     """The iteration's name, and why it is not the one that was asked for, or the
     preset's.
     """
-    name, wanted, preset = (
-        numerics.iteration,
-        numerics.config.ns_iteration,
-        _of_preset(numerics),
-    )
-    is_safe = numerics.config.preset == "safe" or not preset
-    if wanted == name or (wanted is None and not preset):
-        return name
-    if name == "auto" or (wanted is None and is_safe):
-        return f"{name}{preset}"
-    asked = "auto" if wanted else f"auto{preset}"
+    taken = numerics.iteration
+    wanted = numerics.config.ns_iteration
+    preset = "" if wanted else _of_preset(numerics)
+    wants_auto = wanted or (preset and numerics.config.preset == "fast")
+    if taken in ("auto", wanted) or not wants_auto:
+        return f"{taken}{preset}"
     return (
-        f"standard (in place of {asked} since the Gram iteration has not been found "
-        "accurate with these coefficients, steps and dtype)"
+        f"standard (in place of auto{preset} since the Gram iteration has not been "
+        "found accurate with these coefficients, steps and dtype)"
     )
 
 
-def start_line(
+def not_shared_lines(
+    config: MuonConfig, device: Device, *, is_deterministic: bool
+) -> list[str]:
+    """A line where a GPU does not take its default for ``split_matrices``, with the
+    reason.
+    """
+    why = named("log_interval") if config.log_interval is not None else ""
+    if is_deterministic:
+        why = "torch's deterministic mode"
+    if not why or config.split_matrices is not None or not is_cuda(device):
+        return []
+    return [f"{PREFIX} {named('split_matrices')} is off, not auto, with {why}"]
+
+
+def late_gather_line(why: str) -> str:
+    """Early gathers are wanted and off, with what forbids them."""
+    return f"{PREFIX} {named('early_param_gather')} is off with {why}"
+
+
+# --- the exchange ---------------------------------------------------------------------
+
+
+def stage_lines(texts: Mapping[int, str]) -> list[str]:
+    """Lines about pipeline stages: one for those with the same text, at most
+    ``MOST_KINDS``.
+
+    Args:
+        texts: of each stage, by its number: ``optimizer_text`` and what may follow it.
+    """
+    alike: dict[str, list[str]] = {}
+    for stage in sorted(texts):
+        alike.setdefault(texts[stage], []).append(str(stage))
+    lines = [
+        f"{PREFIX} pipeline stage {', '.join(stages)}: {text}"
+        for text, stages in alike.items()
+    ]
+    if len(lines) > MOST_KINDS:
+        lines[MOST_KINDS - 1 :] = [
+            f"{PREFIX} other pipeline stages: `megatron-muon routes` prints them"
+        ]
+    return lines
+
+
+def optimizer_text(
     plan: ExchangePlan,
     *,
-    stage: int,
     experts: bool,
     buckets: Sequence[int],
     earlier: Sequence[ExchangePlan] = (),
 ) -> str:
-    """One line about the Muon part of one DistributedOptimizer of a pipeline stage.
+    """Sentences about the Muon part of one DistributedOptimizer of a pipeline stage.
 
     Args:
         plan: the plan of that optimizer.
-        stage: pipeline rank.
         experts: whether it is the experts' optimizer.
         buckets: number of buckets in each grad buffer of a rank.
         earlier: plans of the stage's optimizers before it. Homes balance the work of
             all of them together, so the busiest rank is that of the sum.
     """
     flops = plan.ns_flops()
-    sent = plan.sent_bytes()
-    least = _amount(sum(sent) / len(sent))
-    most = _amount(max(sent))
     together = [
         sum(each)
         for each in zip(flops, *(one.ns_flops() for one in earlier), strict=True)
     ]
     mean = sum(together) / len(together)
-    return (
-        f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: "
-        f"{len(plan.matrices)} matrices in {len(plan.parameters)} parameters, of which "
-        f"shards cut {len(plan.boundary_parameters())}; {sum(buckets)} bucket(s); a "
-        f"rank sends {least}B a step{f' (busiest {most}B)' if least != most else ''} "
-        f"in {len(plan.rounds)} round(s); Newton-Schulz {_amount(sum(flops))}flop a "
-        f"step on the stage, {max(together) / mean if mean else 1:.2f} × the mean on "
-        f"the busiest rank{', with the matrices above' if earlier else ''}"
-    )
-
-
-def block_line(
-    plan: ExchangePlan, config: MuonConfig, *, stage: int, experts: bool
-) -> str:
-    """One line about the steps between full ones, of which this is the plan; see
-    ``start_line``.
-    """
     sent = plan.sent_bytes()
-    flops = plan.ns_flops()
-    rate = (
-        f", at {config.block_lr_mult:g} × the rate" if config.block_lr_mult != 1 else ""
-    )
+    several = f" (of {len(plan.shared)} several)" if plan.shared else ""
     return (
-        f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: every "
-        f"{config.full_period} steps one is full; the others orthogonalize each TP "
-        f"slice by itself{rate}: {len(plan.matrices)} matrices, "
-        f"{_amount(sum(sent) / len(sent))}B a rank, {_amount(sum(flops))}flop on the "
-        "stage"
+        f"{'Experts: ' if experts else ''}{len(plan.matrices)} matrices in "
+        f"{len(plan.parameters)} weights, of which shards cut "
+        f"{len(plan.boundary_parameters())}, in {sum(buckets)} bucket(s). One rank"
+        f"{several} gathers each matrix, orthogonalizes it and sends it back: "
+        f"{_amount(sum(sent) / len(sent))}B a rank and step (busiest "
+        f"{_amount(max(sent))}B) in {len(plan.rounds)} round(s). Newton-Schulz: "
+        f"{_amount(sum(flops))}flop a step on the stage, "
+        f"{max(together) / mean if mean else 1:.2f} × the mean on the busiest rank"
+        f"{', with the matrices above' if earlier else ''}"
     )
 
 
-def homes_lines(config: MuonConfig) -> list[str]:
-    """A line on the two speeds that homes are chosen by, where ``homes`` leaves it to
-    the plan.
+def block_steps_text(plan: ExchangePlan, config: MuonConfig) -> str:
+    """A sentence about the steps between full ones, of which this is the plan."""
+    sent = plan.sent_bytes()
+    return (
+        f"Every {config.full_period} steps one is full; the others orthogonalize each "
+        f"TP slice by itself: {len(plan.matrices)} matrices, "
+        f"{_amount(sum(sent) / len(sent))}B a rank, {_amount(sum(plan.ns_flops()))}flop"
+    )
+
+
+def early_gathers_text(
+    gathers: Sequence[int | None], rounds: int, *, in_any_loop: bool
+) -> str:
+    """A sentence about the parameters that are gathered within the step
+    (``early_param_gather``).
+
+    Args:
+        gathers: the round after which each bucket's starts, see ``schedule.starts``.
+        rounds: the number of rounds in a step.
+        in_any_loop: False: in Megatron-LM's own training loop only.
     """
+    started = [after for after in gathers if after is not None]
+    within = sum(after < rounds - 1 for after in started)
+    where = "" if in_any_loop else ", in Megatron-LM's own training loop"
+    return (
+        f"Parameters of {within} of {len(gathers)} bucket(s) are gathered within the "
+        f"step, of {len(started) - within} from its end on{where}"
+    )
+
+
+def link_lines(config: MuonConfig) -> list[str]:
+    """A line on the two speeds that homes are chosen by, where ``homes`` leaves it to
+    the plan; of interest where a stage has several nodes.
+    """
+    link = named("link_gbytes")
     if config.homes != "auto":
         return []
-    link = named("link_gbytes")
-    tflops = f"{named('rank_tflops')} {config.rank_tflops:g}"
-    if config.link_gbytes is not None:
+    if config.link_gbytes is None:
         return [
-            f"{PREFIX} homes by time, from {tflops} and {link} {config.link_gbytes:g}"
+            f"{PREFIX} homes by work: no {link} is given, so {LINK_GBYTES:g} is "
+            "assumed. State it where the link is slower: megatron-muon bench speeds "
+            "prints the flag"
         ]
     return [
-        f"{PREFIX} homes by work: no {link} is given, so {LINK_GBYTES:g} is assumed. "
-        "State it where the link is slower: megatron-muon bench speeds prints the flag"
+        f"{PREFIX} homes by time, from {named('rank_tflops')} {config.rank_tflops:g} "
+        f"and {link} {config.link_gbytes:g}"
     ]
 
 
@@ -308,52 +382,6 @@ def node_lines(
             "do not travel between nodes"
         ]
     return []
-
-
-def late_gather_lines(why: str | None) -> list[str]:
-    """A line where ``early_param_gather`` is not on by default, with what forbids
-    it.
-    """
-    return (
-        []
-        if why is None
-        else [f"{PREFIX} {named('early_param_gather')} is off with {why}"]
-    )
-
-
-def early_gathers_line(
-    gathers: Sequence[int | None],
-    rounds: int,
-    *,
-    stage: int,
-    experts: bool,
-    in_any_loop: bool,
-) -> str:
-    """One line about the parameters that are gathered within the step
-    (``early_param_gather``).
-
-    Args:
-        gathers: the round after which each bucket's starts, see ``schedule.starts``.
-        rounds: the number of rounds in a step.
-        stage: pipeline rank.
-        experts: whether the parameters are the experts' optimizer's.
-        in_any_loop: False: in Megatron-LM's own training loop only.
-    """
-    first = gathers[0]
-    begin = "the optimizer's step"
-    if first is not None and first < rounds - 1:
-        begin = "AdamW's part" if first == ADAMW else f"round {first + 1} of {rounds}"
-    started = [after for after in gathers if after is not None]
-    within = sum(after < rounds - 1 for after in started)
-    other_loops = (
-        "" if in_any_loop else "; outside Megatron-LM's training loop all start there"
-    )
-    return (
-        f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: the first "
-        f"gather of parameters starts after {begin}; of {len(gathers)} {within} start "
-        f"within the step, {len(started) - within} at its end, "
-        f"{len(gathers) - len(started)} in the forward pass{other_loops}"
-    )
 
 
 def _ratio(part: int, whole: int) -> float:

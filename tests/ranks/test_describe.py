@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.describe import start_line
+from megatron_muon.planning.describe import MOST_KINDS, optimizer_text, stage_lines
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
@@ -18,6 +18,7 @@ from megatron_muon.settings.config import MuonConfig
 from support.models import gpt
 from support.models.gpt import Case, Topology, muon_weights, printed_by, start, truth
 from support.ranks import error_of, run
+from support.started import of_stages
 
 
 def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
         "buckets": sum(len(buffer.buckets) for buffer in built.ddp.buffers),
         "boundary": len(cut),
         "parameters": len(shards_of),
-        "first of its stage": built.tp_rank == built.dp_rank == 0,
+        "stage": built.pp_rank,
     }
 
 
@@ -49,20 +50,28 @@ def test_each_stage_says_its_buckets_and_boundary_parameters_once(
 ) -> None:
     topology = Topology(tp=2, pp=2, dp=2, overlap=overlap)
     case = Case(layers=2, muon=(("preset", "fast"),))
-    for rank in run(_start_line, topology.world_size, case, topology):
-        of_stage = [x for x in rank["printed"].splitlines() if "pipeline stage" in x]
-        lines = [
-            x for x in of_stage if "the first gather of parameters starts" not in x
-        ]
-        assert len(lines) == int(rank["first of its stage"])
-        assert len(of_stage) == (1 + overlap) * len(lines)
-        for line in lines:
-            cut = (
-                f"{rank['parameters']} parameters, of which shards cut "
-                f"{rank['boundary']}; "
-            )
-            assert f"{cut}{rank['buckets']} bucket(s); " in line
-    assert rank["boundary"] <= rank["buckets"] * (topology.dp - 1)
+    ranks = run(_start_line, topology.world_size, case, topology)
+    texts = of_stages(ranks[0]["printed"])
+    assert list(texts) == [0, 1]
+    for rank in ranks:
+        text = texts[rank["stage"]]
+        cut = f"{rank['parameters']} weights, of which shards cut {rank['boundary']}, "
+        assert f"{cut}in {rank['buckets']} bucket(s). " in text
+        assert ("are gathered within the step" in text) == overlap
+        assert rank["boundary"] <= rank["buckets"] * (topology.dp - 1)
+    assert all(rank["printed"] == "" for rank in ranks[1:])
+
+
+def test_stages_that_are_alike_have_one_line_and_the_start_has_few() -> None:
+    texts = {0: "first", **dict.fromkeys((1, 2, 4, 5), "inner"), 3: "odd"}
+    assert stage_lines(texts) == [
+        "[megatron_muon] pipeline stage 0: first",
+        "[megatron_muon] pipeline stage 1, 2, 4, 5: inner",
+        "[megatron_muon] pipeline stage 3: odd",
+    ]
+    assert of_stages("\n".join(stage_lines(texts))) == texts
+    lines = stage_lines({stage: str(stage) for stage in range(16)})
+    assert len(lines) == MOST_KINDS and "other pipeline stages" in lines[-1]
 
 
 def _printed(case: Case, topology: Topology) -> str:
@@ -116,7 +125,7 @@ def test_the_share_of_all_and_of_activated_parameters_is_the_models(
     assert (
         f"and {active_muon / active:.1%} of the {active / 1000:.3g} k" in line
     ) == case.moe
-    assert ("projections are one matrix each, not split" in line) == bool(case.mla)
+    assert ("projections are one matrix each, not split" in first) == bool(case.mla)
     assert not any("Muon has" in other for other in others)
     assert "warning" not in first
 
@@ -174,6 +183,8 @@ def test_a_run_knows_its_nodes(
     case = Case(muon=(("node_ranks", node_ranks), ("split_matrices", 4)))
     found = run(_nodes_of, 4, case, Topology(dp=4), here)
     assert [one for one, _ in found] == [neighbours] * 4
+    # the link's speed matters between machines
+    assert ("so 40 is assumed" in found[0][1]) == (here == "2")
     warnings = [text for _, text in found if "warning: a machine" in text]
     assert len(warnings) == bool(warned) and all(warned in text for text in warnings)
 
@@ -199,9 +210,9 @@ def test_the_busiest_rank_is_that_of_all_of_the_stages_optimizers() -> None:
 
     dense = plan_of(0)
     experts = plan_of(100)
-    alone = start_line(experts, stage=0, experts=True, buckets=[1])
+    alone = optimizer_text(experts, experts=True, buckets=[1])
     assert alone.endswith(
         "flop a step on the stage, 2.00 × the mean on the busiest rank"
     )
-    both = start_line(experts, stage=0, experts=True, buckets=[1], earlier=[dense])
+    both = optimizer_text(experts, experts=True, buckets=[1], earlier=[dense])
     assert both.endswith("1.00 × the mean on the busiest rank, with the matrices above")

@@ -15,8 +15,8 @@ from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize.iteration import takes_gram
 from megatron_muon.orthogonalize.numerics import Device, Numerics, layout_free
 from megatron_muon.planning.describe import (
-    homes_lines,
-    newton_schulz_line,
+    computing_line,
+    link_lines,
     not_shared_lines,
 )
 from megatron_muon.settings.coefficients import SETS, NsDtype, schedule
@@ -74,13 +74,13 @@ def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
 
 def test_the_start_names_the_link_that_is_assumed_or_stated() -> None:
     (assumed,), (stated,) = (
-        homes_lines(MuonConfig(link_gbytes=link)) for link in (None, 7.0)
+        link_lines(MuonConfig(link_gbytes=link)) for link in (None, 7.0)
     )
     assert "no link_gbytes (--muon-link-gbytes) is given, so 40 is assumed" in assumed
     assert stated.endswith(
         "(--muon-rank-tflops) 400 and link_gbytes (--muon-link-gbytes) 7"
     )
-    assert homes_lines(MuonConfig(homes="local", link_gbytes=7.0)) == []
+    assert link_lines(MuonConfig(homes="local", link_gbytes=7.0)) == []
 
 
 @pytest.mark.parametrize("device", get_args(Device))
@@ -184,8 +184,8 @@ def test_without_tested_restarts_gram_is_refused_and_auto_is_standard(
             config = MuonConfig(preset="fast", ns_iteration=iteration, **settings)
             assert Numerics(config, device).iteration == "standard"
             assert not takes_gram(4096, 16384, Numerics(config, device))
-            line = newton_schulz_line(
-                Numerics(config, device), "torch", in_batches=True
+            line = computing_line(
+                Numerics(config, device), "torch", "foreach", in_batches=True
             )
             assert ("since the Gram iteration has not been found accurate" in line) == (
                 iteration == "auto" or device in CUDAS
@@ -235,7 +235,7 @@ def test_a_preset_is_what_a_gpu_takes_where_a_setting_is_left(device: Device) ->
         assert (alone.dtype, alone.iteration) == ("fp32", whole.iteration)
         alone = Numerics(replace(whole.config, ns_iteration="gram"), device)
         assert (alone.dtype, alone.iteration) == (whole.dtype, "gram")
-        line = newton_schulz_line(whole, "", in_batches=True)
+        line = computing_line(whole, "", "", in_batches=True)
         assert f"(--muon-preset {whole.config.preset})" in line
 
 
@@ -284,8 +284,8 @@ def test_a_run_of_another_preset_is_told_the_flags_that_keep_its_bits(
 def test_the_start_names_a_number_of_steps_unlike_the_sets_own(
     given: dict[str, Any], said: str
 ) -> None:
-    line = newton_schulz_line(
-        Numerics(MuonConfig(**given), "cpu"), "torch", in_batches=False
+    line = computing_line(
+        Numerics(MuonConfig(**given), "cpu"), "torch", "foreach", in_batches=False
     )
     assert said in line
 

@@ -20,8 +20,14 @@ from megatron_muon.mcore.routing.param_routing import (
     weights,
     why_adamw,
 )
-from megatron_muon.mcore.routing.survey import require_matched, unknown_lines
-from megatron_muon.planning.describe import Share, homes_lines, share_lines, start_line
+from megatron_muon.mcore.routing.survey import require_matched
+from megatron_muon.planning.describe import (
+    Share,
+    link_lines,
+    optimizer_text,
+    share_lines,
+    stage_lines,
+)
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.rules.muon import update_scale
 from megatron_muon.settings.config import MuonConfig
@@ -98,31 +104,29 @@ def routes(run: Run) -> Routes:
             share += stage.share
     require_matched(matched, run.config)
     lines = share_lines(share)
-    if ranks.world > ranks.pp * ranks.instances:  # a stage has several ranks
-        lines += homes_lines(run.config)
+    nodes = {rank // run.config.node_ranks for rank in stages[0].ranks}
+    if len(nodes) > 1:
+        lines += link_lines(run.config)
     return Routes(ranks, tuple(lines), tuple(stages))
 
 
 def _stage(number: int, stage: Stage) -> RoutedStage:
     matrices: dict[tuple[str, int], tuple[Routed, ...]] = {}  # by parameter and EP rank
     of_experts: set[Any] = set()
-    lines = list(unknown_lines(stage.routes))
+    sentences: list[str] = []
     earlier: list[ExchangePlan] = []
     for planned in stage.optimizers():
         matrices |= _matrices(planned, stage.run.config)
         if planned.experts:
             of_experts.update(*(buffer.param_index_map for buffer in planned.buffers))
         buckets = [len(buffer.buckets) for buffer in planned.buffers]
-        lines.append(
-            start_line(
-                planned.plan,
-                stage=number,
-                experts=planned.experts,
-                buckets=buckets,
-                earlier=earlier,
+        sentences.append(
+            optimizer_text(
+                planned.plan, experts=planned.experts, buckets=buckets, earlier=earlier
             )
         )
         earlier = [*earlier, planned.plan]
+    lines = stage_lines({number: ". ".join(sentences)}) if sentences else []
     parameters: list[RoutedParameter] = []
     for weight in weights(stage.chunks):
         ep_size = stage.sizes.ep if weight.param in of_experts else 1

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron_muon.mcore.host.process_groups import Sizes, Stage
+from megatron_muon.mcore.host.process_groups import Sizes
 from megatron_muon.mcore.routing.attention import is_unknown_fusion
 from megatron_muon.mcore.routing.param_routing import (
     EMBEDDING_OR_OUTPUT,
@@ -22,47 +18,23 @@ from megatron_muon.mcore.routing.param_routing import (
     whole_shape,
 )
 from megatron_muon.mcore.routing.routes import Route
-from megatron_muon.planning.describe import UNSPLIT, Share, share_lines
-from megatron_muon.runtime import collectives
-from megatron_muon.runtime.consensus import together
-from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.planning.describe import (
+    MARKED_ADAMW,
+    NOT_SPLIT,
+    UNKNOWN_MODULE,
+    UNKNOWN_ROWS,
+    Share,
+    union_of,
+)
+from megatron_muon.settings.config import MuonConfig
 
-
-def survey(
-    model_chunks: Sequence[Any],
-    routes: Sequence[Route],
-    config: MuonConfig,
-    stage: Stage,
-) -> list[str]:
-    """Check the patterns and count the elements of the whole model. Every rank of the
-    world calls.
-
-    Returns:
-        Lines for this rank to print. On rank 0 they are about the model, on the first
-        rank of a stage about the stage's weights of unknown modules.
-
-    Raises:
-        ValueError: a pattern matches no parameter of any stage, or Muon has none of the
-            model.
-    """
-
-    def own() -> str:  # it may fail on some stages only
-        matched = sorted(matched_patterns(model_chunks, stage.sizes, config))
-        return (
-            json.dumps([matched, asdict(share_of(routes, config))])
-            if stage.speaks
-            else ""
-        )
-
-    texts = collectives.all_gather_texts(together(own, None, stage.device), None)
-    stages = [json.loads(text) for text in texts if text]
-    patterns: set[str] = set()
-    for matched, _ in stages:
-        patterns.update(matched)
-    require_matched(patterns, config)
-    of_model = share_lines(sum((Share(**share) for _, share in stages), start=Share()))
-    lines = unknown_lines(routes) if stage.speaks else []
-    return [*of_model, *lines] if dist.get_rank() == 0 else lines
+# Fused projections that may be one matrix each, by the name of their module.
+UNSPLIT = {
+    "linear_kv_down_proj": "multi-latent attention's projections",
+    # with queries, from 0.19 on
+    "linear_qkv_down_proj": "multi-latent attention's projections",
+    "in_proj": "the in_proj of state-space layers",
+}
 
 
 def matched_patterns(
@@ -110,13 +82,7 @@ def share_of(routes: Sequence[Route], config: MuonConfig) -> Share:
             counts.update(muon=elements, active_muon=active)
         elif weight.param.dim() == 2:
             kept[_kind(route)] += elements
-    muons = [route for route in routes if route.muon is not None]
-    whole = {
-        each.weight.leaf for each in muons if each.muon and len(each.muon.matrices) == 1
-    }
-    unsplit = [leaf for leaf in UNSPLIT if leaf in whole]
-    fusions = _fusions(muons, config)
-    return Share(**counts, kept=dict(kept), unsplit=unsplit, unknown_fusions=fusions)
+    return Share(**counts, kept=dict(kept), names=names_of(routes, config))
 
 
 def _kind(route: Route) -> str:
@@ -127,48 +93,34 @@ def _kind(route: Route) -> str:
     return f"{type(route.weight.module).__name__} ({why})"
 
 
-def _fusions(muons: Sequence[Route], config: MuonConfig) -> list[str]:
-    """Fused projections that should be split, but whose order of rows is not known.
+def names_of(routes: Sequence[Route], config: MuonConfig) -> dict[str, list[str]]:
+    """What is put into the sentences of ``describe`` about these weights.
 
-    One for all layers, with ``*`` for the layer's number; with the attention's class.
+    It is one name for all layers or experts, with ``*`` for the number, and a class.
     """
-    names: dict[str, None] = {}
-    for route in muons if config.split_qkv else ():
-        weight = route.weight
-        if is_unknown_fusion(weight, whole_shape(weight, route.tp_size)[0]):
+    names: dict[str, list[str]] = {}
+    for route in routes:
+        for sentence, name in _sentences_about(route, config):
+            names.setdefault(sentence, []).append(name)
+    return union_of([names])
+
+
+def _sentences_about(route: Route, config: MuonConfig) -> Iterator[tuple[str, str]]:
+    weight = route.weight
+    name = of_any_number(weight.name)
+    if route.muon is not None:
+        if weight.leaf in UNSPLIT and len(route.muon.matrices) == 1:
+            yield NOT_SPLIT, UNSPLIT[weight.leaf]
+        if config.split_qkv and is_unknown_fusion(
+            weight, whole_shape(weight, route.tp_size)[0]
+        ):
             holder = weight.holders[0] if weight.holders else weight.module
-            names[f"{of_any_number(weight.name)} (in {type(holder).__name__})"] = None
-    return list(names)
-
-
-def unknown_lines(routes: Sequence[Route]) -> list[str]:
-    """Lines that name matrices which AdamW keeps for no reason of their own, if any
-    are.
-    """
-    kept = (
-        (
-            "Muon's table does not know the type of their module",
-            lambda route: route.is_unknown,
-        ),
-        ("Megatron marks them use_muon=False", lambda route: route.why_adamw == MARKED),
-    )
-    return [
-        f"[megatron_muon] AdamW keeps these matrices, since {why}: {', '.join(names)}. "
-        f"Of 2-D ones {named('muon_include')} and {named('muon_exclude')} in "
-        "MuonConfig decide."
-        for why, is_kept in kept
-        if (names := _names(filter(is_kept, routes)))
-    ]
-
-
-def _names(routes: Iterable[Route]) -> list[str]:
-    """One for all layers or experts, with ``*`` for the number, and the module's
-    class.
-    """
-    names: dict[str, None] = {}
-    for weight in (route.weight for route in routes):
-        batch = f", {weight.param.dim()}-D" if weight.param.dim() != 2 else ""
-        names[
-            f"{of_any_number(weight.name)} ({type(weight.module).__name__}{batch})"
-        ] = None
-    return list(names)
+            yield UNKNOWN_ROWS, f"{name} (in {type(holder).__name__})"
+        return
+    of = type(weight.module).__name__
+    if weight.param.dim() != 2:
+        of += f", {weight.param.dim()}-D"
+    if route.is_unknown:
+        yield UNKNOWN_MODULE, f"{name} ({of})"
+    elif route.why_adamw == MARKED:
+        yield MARKED_ADAMW, f"{name} ({of})"

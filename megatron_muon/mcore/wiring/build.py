@@ -5,7 +5,6 @@ Muon's.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -21,8 +20,7 @@ from megatron_muon.mcore.host.shards import device_of, owned_shards, states_of
 from megatron_muon.mcore.host.states import init_state_of
 from megatron_muon.mcore.load_check.models import remember
 from megatron_muon.mcore.routing.routes import Route, routes_of
-from megatron_muon.mcore.routing.survey import survey
-from megatron_muon.mcore.seams.rows import check_built, described_version
+from megatron_muon.mcore.seams.rows import check_built
 from megatron_muon.mcore.wiring.buffers.bucket_groups import name_phases
 from megatron_muon.mcore.wiring.buffers.early_setting import gathers_one_by_one, settled
 from megatron_muon.mcore.wiring.buffers.placement import (
@@ -38,14 +36,13 @@ from megatron_muon.mcore.wiring.distributed_optimizer import (
 )
 from megatron_muon.mcore.wiring.gradients import keep_biases_apart, share_loss_scale
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
+from megatron_muon.mcore.wiring.start import say_start
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
     numerics_on,
     plan_device,
-    said_of_products,
     try_products,
 )
-from megatron_muon.orthogonalize.newton_schulz import takes_batches
 from megatron_muon.orthogonalize.numerics import Numerics, layout_free
 from megatron_muon.planning import agreed, describe
 from megatron_muon.planning.grid import neighbours_of
@@ -53,7 +50,6 @@ from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
 from megatron_muon.rules.fused import (
     elementwise_on,
-    said_of_elementwise,
     try_elementwise,
 )
 from megatron_muon.rules.muon import DistributedMuon
@@ -70,9 +66,6 @@ from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.patches import turn_into
 from megatron_muon.runtime.tracing import phases
 from megatron_muon.settings.config import MuonConfig
-from megatron_muon.version import __version__
-
-_has_said_active = False
 
 
 def make_muons(
@@ -102,7 +95,7 @@ def make_muons(
     parts = optimizer.chained_optimizers
     device = device_of(model_chunks)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    said = describe.not_shared_lines(
+    changes = describe.not_shared_lines(
         config, plan_device(device, config), is_deterministic=is_deterministic
     )
     config = layout_free(config, is_deterministic=is_deterministic)
@@ -121,20 +114,21 @@ def make_muons(
     for part in parts:
         part.routes = routes
     muons = _made_together(parts, numerics, stage)
-    said += describe.late_gather_lines(late)
-    once = stage.speaks and stage.pipeline_rank == 0
-    lines = [
-        *_active(),
-        *(said if once else []),
-        *survey(model_chunks, routes, config, stage),
-    ]
-    lines += count_once(parts, stage) + keep_biases_apart(routes, stage)
+    if late is not None:
+        changes.append(describe.late_gather_line(late))
+    names = {
+        describe.MISCOUNTED: count_once(parts, stage),
+        describe.ADDED_UP: keep_biases_apart(routes, stage),
+    }
+    say_start(
+        muons, model_chunks, routes, numerics, stage, changes=changes, names=names
+    )
     turn_into(optimizer, MuonChainedOptimizer)
     name_phases(model_chunks)
     optimizer.voters = process_groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
-    lines += together(lambda: _completed(parts, muons, numerics, stage), None, device)
-    lines += _connected(muons, stage) + _nodes(muons, config, stage)
+    together(lambda: _completed(parts, muons, stage), None, device)
+    _connect(muons, stage)
     if muons:
         each = itertools.chain.from_iterable(muon.each for _, muon in muons)
         optimizer.nonfinite = NonfiniteReport(
@@ -145,17 +139,6 @@ def make_muons(
 
         optimizer.watch = Watch(muons, model_chunks, config, stage, optimizer.voters)
     remember(model_chunks, config, stage)
-    for line in lines:
-        say(line)
-
-
-def _active() -> list[str]:
-    """The line that says the plugin is active: once in a process, on rank 0."""
-    global _has_said_active
-    if _has_said_active or dist.get_rank() != 0:
-        return []
-    _has_said_active = True
-    return [describe.active_line(__version__, described_version())]
 
 
 def _checked(
@@ -202,33 +185,9 @@ def _routed(
 
 
 def _completed(
-    parts: Sequence[Any],
-    muons: Sequence[tuple[Any, DistributedMuon]],
-    numerics: Numerics,
-    stage: Stage,
-) -> list[str]:
-    """Put each Muon inside its part; returns lines for this rank to print. No
-    communication.
-    """
-    lines = []
-    config, in_batches = numerics.config, takes_batches(stage.device)
-    wanted = config.ns_iteration or numerics.iteration
-    plain = wanted == "standard" and (config.ns_batch or 1) == 1
-    plain = plain and not describe.steps_unlike_own(config)
-    if stage.speaks and not (plain and stage.device.type == "cpu"):
-        products = said_of_products(numerics)
-        lines.append(
-            describe.newton_schulz_line(numerics, products, in_batches=in_batches)
-        )
-    if stage.speaks and stage.device.type != "cpu":
-        by = said_of_elementwise(stage.device, numerics)
-        lines.append(f"{describe.PREFIX} momentum, norm and update: {by}")
-    if (
-        stage.speaks
-        and stage.pipeline_rank == 0
-        and dist.get_world_size(stage.group) > 1
-    ):
-        lines += describe.homes_lines(config)
+    parts: Sequence[Any], muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage
+) -> None:
+    """Put each Muon inside its part. No communication."""
     share_loss_scale(parts)
     for (_, before), (part, _) in itertools.pairwise(muons):
         if getattr(part.config, "chunked_optimizer_state_offload", False):
@@ -236,77 +195,31 @@ def _completed(
         before.start_next = start_of(
             part, orthogonalizes=process_groups.has_experts(part)
         )
-    for at, (part, muon) in enumerate(muons):
+    for part, muon in muons:
         _put_inside(part, muon)
         part.stage_group, experts = stage.group, process_groups.has_experts(part)
         if experts:
             part.ep_rank = stage.coordinates(part).ep_rank
         part.local_experts = local_experts(part.model_chunks, stage.sizes.ep)
-        if stage.speaks:
-            lines.append(
-                describe.start_line(
-                    muon.plan,
-                    stage=stage.pipeline_rank,
-                    experts=experts,
-                    buckets=[len(buffer.buckets) for buffer in part.buffers],
-                    earlier=[before.plan for _, before in muons[:at]],
-                )
-            )
-            lines += _early(part, stage)
-            lines += [
-                describe.block_line(
-                    one.plan, config, stage=stage.pipeline_rank, experts=experts
-                )
-                for one in muon.each[1:]
-            ]
-    return lines
 
 
-def _early(part: Any, stage: Stage) -> list[str]:
-    """The line that says after which rounds parameters are gathered."""
-    if part.early_gathers is None:
-        return []
-    return [
-        describe.early_gathers_line(
-            [gather.after for gather in part.early_gathers.gathers],
-            len(part.muon.plan.rounds),
-            stage=stage.pipeline_rank,
-            experts=process_groups.has_experts(part),
-            in_any_loop=part.early_gathers.is_on,
-        )
-    ]
-
-
-def _nodes(
-    muons: Sequence[tuple[Any, DistributedMuon]], config: MuonConfig, stage: Stage
-) -> list[str]:
-    """The warning where ranks that share a matrix may be of several nodes."""
-    if not stage.speaks:
-        return []
-    here = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it
-    ranks_here = int(here) if here.isdecimal() else config.node_ranks
-    if ranks_here >= dist.get_world_size():  # there is one machine
-        ranks_here = config.node_ranks
-    return describe.node_lines([muon.plan for _, muon in muons], config, ranks_here)
-
-
-def _connected(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> list[str]:
-    """Make a GPU's connections to the plan's peers (gloo has its own); returns a line
-    to print.
+def _connect(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> None:
+    """Make a GPU's connections to the plan's peers (gloo has its own); rank 0 prints a
+    line.
     """
     if stage.device.type == "cpu":
-        return []
-    start = time.perf_counter()
+        return
+    begin = time.perf_counter()
     peers = 0
     for _, muon in muons:
         for each in muon.each:
             peers += each.exchange.connect()
     torch.cuda.synchronize(stage.device)
-    line = (
-        f"{describe.PREFIX} pipeline stage {stage.pipeline_rank}: connected to {peers} "
-        f"peer(s) of the exchange in {time.perf_counter() - start:.1f} s"
-    )
-    return [line] if stage.speaks else []
+    if dist.get_rank() == 0:
+        say(
+            f"{describe.PREFIX} connected to {peers} peer(s) of the exchange in "
+            f"{time.perf_counter() - begin:.1f} s"
+        )
 
 
 def _made_together(

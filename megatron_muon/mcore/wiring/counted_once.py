@@ -18,10 +18,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 
-from megatron_muon.console import first_names
 from megatron_muon.mcore.host.process_groups import Stage
 from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.mcore.routing.param_routing import (
@@ -30,7 +28,6 @@ from megatron_muon.mcore.routing.param_routing import (
     of_any_number,
     partition_dim_of,
 )
-from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import together
 
 _MARK = "tensor_model_parallel"
@@ -40,27 +37,19 @@ def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
     """Correct the marks of main parameters. Every rank of the world calls this.
 
     Returns:
-        A line for rank 0 to print, where a mark was wrong on any rank.
+        Names of the weights whose mark was wrong on this rank.
 
     Raises:
         RuntimeError: on ranks that have no error themselves when another has.
     """
-    wrong = together(
-        lambda: sorted({name for part in parts for name in _corrected(part, stage)}),
-        None,
-        stage.device,
-    )
-    counts = collectives.all_gather_numbers([len(wrong)], None, stage.device)
-    if not any(count for (count,) in counts):
-        return []
-    texts = collectives.all_gather_texts("\n".join(wrong), None)
-    names = sorted({name for name in "\n".join(texts).split("\n") if name})
-    line = (
-        f"[megatron_muon] Megatron would count {first_names(names)} on the wrong "
-        "number of TP ranks in the gradient norm. This run counts each weight once; "
-        "runs with --optimizer adam keep Megatron's norm"
-    )
-    return [line] if dist.get_rank() == 0 else []
+
+    def corrected() -> list[str]:
+        names: list[str] = []
+        for part in parts:
+            names += _corrected(part, stage)
+        return names
+
+    return together(corrected, None, stage.device)
 
 
 def _corrected(part: Any, stage: Stage) -> Iterator[str]:

@@ -127,8 +127,8 @@ def share_loss_scale(dist_opts: Sequence[Any]) -> None:
 
 
 def keep_biases_apart(routes: Sequence[Route], stage: Stage) -> list[str]:
-    """Unmark biases of experts that Megatron would add up over TP ranks. No
-    communication.
+    """Unmark biases of experts that Megatron would add up over TP ranks; returns their
+    names. No communication.
 
     With sequence parallelism each TP rank has a part of the gradient of a bias behind a
     row-parallel layer, so Megatron marks the bias and adds the parts up. It marks
@@ -136,21 +136,11 @@ def keep_biases_apart(routes: Sequence[Route], stage: Stage) -> list[str]:
     with expert parallelism TP ranks hold different experts. Nothing else reads the mark
     of a parameter. Transformer Engine's grouped experts, gpt-oss's among them, are not
     marked.
-
-    Returns:
-        A line for the stage's first rank to print, where a bias was marked.
     """
     mixed = [route.weight for route in routes if _is_mixed(route.weight, stage)]
     for weight in mixed:
         setattr(weight.param, _ADDED_UP, False)
-    if not mixed or not stage.speaks:
-        return []
-    names = sorted({of_any_number(weight.name) for weight in mixed})
-    return [
-        f"[megatron_muon] Megatron would add up the gradients of {first_names(names)} "
-        "over TP ranks, which hold different experts. This run does not; runs with "
-        "--optimizer adam do"
-    ]
+    return [of_any_number(weight.name) for weight in mixed]
 
 
 def _is_mixed(weight: Weight, stage: Stage) -> bool:

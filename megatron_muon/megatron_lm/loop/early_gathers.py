@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from megatron_muon.console import say
-from megatron_muon.planning.describe import late_gather_lines
+from megatron_muon.planning.describe import late_gather_line
 from megatron_muon.runtime import patches
 
 
@@ -31,8 +31,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     what = _why_not(original) if gathers else None
     waits = not all(each.is_on for each in gathers)  # with ``auto``
     if what is not None and waits and int(os.environ.get("RANK", "0")) == 0:
-        for line in late_gather_lines(what):
-            say(line)
+        say(late_gather_line(what))
     with ExitStack() as stack:
         for each in gathers if what is None else ():
             stack.enter_context(each.turned_on())

@@ -117,7 +117,7 @@ def test_muon_trains_with_parameters_gathered_within_the_step(
         > gathers_in_a_step(tmp_path / "late")
         == 0
     )
-    said = "the first gather of parameters starts after"
+    said = "are gathered within the step"
     assert said in early and said not in late and losses(early) == losses(late)
     assert argument(early, "muon_early_param_gather") == "None"
     assert argument(early, "align_param_gather") == str(processes == 4)

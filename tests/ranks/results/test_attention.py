@@ -109,7 +109,8 @@ def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[st
     from megatron_muon.mcore.routing.matrices import matrices_of
     from megatron_muon.mcore.routing.param_routing import weights
     from megatron_muon.mcore.routing.routes import routes_of
-    from megatron_muon.mcore.routing.survey import share_of
+    from megatron_muon.mcore.routing.survey import names_of
+    from megatron_muon.planning.describe import UNKNOWN_ROWS
 
     initialize_parallel_state(topology)
     model_parallel_cuda_manual_seed(1)
@@ -126,8 +127,8 @@ def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[st
         if fused and weight.param.dim() == 2:
             matrices = matrices_of(weight, topology.tp, settings).matrices
             rows[weight.name.split(".")[0]] = [matrix.rows for matrix in matrices]
-    share = share_of(routes_of([model], sizes, settings), settings)
-    return rows, list(share.unknown_fusions)
+    names = names_of(routes_of([model], sizes, settings), settings)
+    return rows, names.get(UNKNOWN_ROWS, [])
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -19,8 +19,9 @@ from megatron_muon.mcore.routing.param_routing import (
     why_adamw,
 )
 from megatron_muon.mcore.routing.routes import Route, routes_of
-from megatron_muon.mcore.routing.survey import unknown_lines
+from megatron_muon.mcore.routing.survey import names_of
 from megatron_muon.mcore.wiring.buffers.placement import muon_parameters
+from megatron_muon.planning.describe import Share, share_lines
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.settings.config import MuonConfig
 
@@ -229,9 +230,9 @@ def test_matrices_of_a_forks_classes_are_named_whatever_their_share() -> None:
         param.use_muon = False  # type: ignore[attr-defined]
     conv = torch.nn.Conv1d(4, 4, 4)
     conv.config = SimpleNamespace(gated_linear_unit=False)
-    unknown, by_mark = unknown_lines(
-        routes_of([chunk, marked, conv], Sizes(2), MuonConfig())
-    )
+    routes = routes_of([chunk, marked, conv], Sizes(2), MuonConfig())
+    of_model = Share(2, 1, 2, 1, names=names_of(routes, MuonConfig()))
+    _, unknown, by_mark = share_lines(of_model + of_model)
     names = (
         "decoder.layers.*.mlp.experts.weight (Of, 3-D), "
         "decoder.layers.*.mlp.fork.weight (Of)"
