@@ -30,7 +30,7 @@ from megatron_muon.megatron_lm.launch import (
     without_gpu,
 )
 from megatron_muon.presence import SeamError, require_core
-from megatron_muon.settings.flag_values import MUONS
+from megatron_muon.settings.flags import MUONS
 
 _fault: SeamError | None = None  # the reason why Muon cannot run with this Megatron
 

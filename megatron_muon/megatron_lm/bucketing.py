@@ -15,7 +15,7 @@ from megatron_muon.planning.buckets.count import Buffer, LocalParameter, choose
 from megatron_muon.planning.buckets.order import UNPLACED
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.sections import Rows, Sections, repeated, sectioned
-from megatron_muon.settings.flag_values import value_given
+from megatron_muon.settings.flags import written
 
 # The number of buckets must not depend on the number of ranks. A run may start from an
 # AdamW checkpoint in dp_reshardable, which loads at another DP size, but not into other
@@ -76,8 +76,8 @@ def aligns_shards(args: Namespace) -> bool:
     """
     from megatron_muon.mcore.wiring.buffers.bucket_layout import takes_layouts
 
-    contiguous = (value_given(args, "muon_dp_layout") or "contiguous") == "contiguous"
-    from_adamw = value_given(args, "muon_from_adamw") not in (None, "refuse")
+    contiguous = (written(args, "muon_dp_layout") or "contiguous") == "contiguous"
+    from_adamw = written(args, "muon_from_adamw") not in (None, "refuse")
     return contiguous and not from_adamw and takes_layouts()
 
 

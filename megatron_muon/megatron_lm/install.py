@@ -43,8 +43,13 @@ from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.runtime.patches import Patches, around
 from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.flag_values import KEPT, MUONS, value_given
-from megatron_muon.settings.from_flags import muon_config, qk_clip_alpha
+from megatron_muon.settings.flags import (
+    KEPT,
+    MUONS,
+    muon_config,
+    qk_clip_alpha,
+    written,
+)
 
 _patches = Patches()
 _is_on = False  # whether the wrappers are in effect
@@ -148,12 +153,12 @@ def _validate_args(
     step_traces.check(args)
     is_muon = asks_for_muon(args)
     again = is_muon and namespace.is_on(args)  # a namespace may be validated twice
-    is_free = value_given(args, "muon_dp_layout") is None
+    is_free = written(args, "muon_dp_layout") is None
     told: list[str] = []
     if not is_muon:
         told = _leave_out(args)
     elif not again:
-        told = _turn_on(args)
+        _turn_on(args)
     hidden: dict[str, Any] = {"optimizer": "adam"} if is_muon else {}
     if _is_on_cpu():
         told += _on_the_cpu(args)
@@ -286,24 +291,22 @@ _LOGITS = {
 }
 
 
-def _turn_on(args: Any) -> list[str]:
-    """Check a run with Muon, install Muon, and write its settings into ``args``; lines
-    to print.
-    """
-    check_hooks()  # before the import below, which already imports names of Megatron's
+def _turn_on(args: Any) -> None:
+    """Check a run with Muon, install Muon, and write its settings into ``args``."""
+    check_hooks()  # before the imports below, which import names of Megatron's
     from megatron_muon.mcore.wiring.install import install
+    from megatron_muon.mcore.wiring.start import say_at_start
 
     _check(args)
-    told = namespace.rename_dist_muon(args)
+    lines = namespace.rename_dist_muon(args)
     config = muon_config(args)
     if aligns_shards(args):
         config = dataclasses.replace(config, align_shards=True)
-    told += namespace.differences(args)
+    say_at_start([*lines, *namespace.differences(args)])
     install(config)
     set_host(MegatronLM())
-    namespace.put_in_force(args, config)
+    namespace.write_all(args, config)
     args.megatron_muon = True
-    return told
 
 
 def _check(args: Any) -> None:

@@ -303,6 +303,7 @@ def require_whole(given: Given, steps: int) -> None:
     )
 
 
+@lru_cache(1024)
 def schedule(given: Given, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
     """(a, b, c) of each step, in bf16 and fp16 with the set's headroom.
 
@@ -311,29 +312,23 @@ def schedule(given: Given, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
     Raises:
         ValueError: the set is for another number of steps only.
     """
-    return _schedule(canonical(given), steps, dtype)
-
-
-@lru_cache(1024)
-def _schedule(
-    coefficients: Coefficients, steps: int, dtype: NsDtype
-) -> tuple[Triple, ...]:
-    chosen = SETS[coefficients] if isinstance(coefficients, str) else None
-    triples: tuple[Triple, ...] = chosen.triples if chosen else coefficients  # type: ignore[assignment]
-    after, room = (chosen.after, chosen.headroom) if chosen else ("cycle", 1.0)
-    room = 1.0 if dtype == "fp32" else room
-    if after == "refuse" and steps != len(triples):
+    coefficients = canonical(given)
+    if not isinstance(coefficients, str):
+        return tuple(coefficients[step % len(coefficients)] for step in range(steps))
+    chosen = SETS[coefficients]
+    number = len(chosen.triples)
+    if chosen.after == "refuse" and steps != number:
         raise ValueError(
-            f"{_NAME} {coefficients!r} are for {len(triples)} steps, and ns_steps "
-            f"(--muon-ns-steps) is {steps}: take {len(triples)}, or give the numbers "
+            f"{_NAME} {coefficients!r} are for {number} steps, and ns_steps "
+            f"(--muon-ns-steps) is {steps}: take {number}, or give the numbers "
             "themselves"
         )
-    last = len(triples) - 1
-    places = [
-        min(s, last) if after == "repeat_last" else s % (last + 1) for s in range(steps)
-    ]
-    made = [triples[place] for place in places]
-    return tuple((a / room, b / room**3, c / room**5) for a, b, c in made)
+    triples = []
+    for step in range(steps):
+        at = min(step, number - 1) if chosen.after == "repeat_last" else step % number
+        triples.append(chosen.triples[at])
+    room = 1.0 if dtype == "fp32" else chosen.headroom
+    return tuple((a / room, b / room**3, c / room**5) for a, b, c in triples)
 
 
 def require_bounded(given: Given, steps: int, dtype: NsDtype) -> None:
@@ -370,11 +365,9 @@ def _largest(triple: Triple, stop: float) -> float:
 def restarts_of(given: Given, steps: int) -> Restarts | None:
     """The Gram iteration's restarts; None where none are known."""
     coefficients = canonical(given)
-    return (
-        SETS[coefficients].restarts.get(steps)
-        if isinstance(coefficients, str)
-        else None
-    )
+    if not isinstance(coefficients, str):
+        return None
+    return SETS[coefficients].restarts.get(steps)
 
 
 def parse(text: str) -> Coefficients:

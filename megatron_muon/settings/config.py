@@ -255,7 +255,8 @@ def _require_restarts(config: MuonConfig) -> None:
             for s, lists in coefficients.restarts.items()
             if None not in _needed(lists, config)
         ]
-        known += [f"{other} with {', '.join(map(str, counts))}"] if counts else []
+        if counts:
+            known.append(f"{other} with {', '.join(map(str, counts))}")
     raise ValueError(
         f"{named('ns_iteration')} 'gram': the Gram iteration has not been found "
         f"accurate with {named('ns_coefficients')} {name!r}, {named('ns_steps')} "
@@ -272,7 +273,7 @@ def _require_log(config: MuonConfig) -> None:
         raise NotImplementedError(
             f"{named('split_matrices')} {config.split_matrices!r} with "
             f"{named('log_interval')}: the numbers of a matrix that several ranks "
-            "share are not computed yet; leave one of them out"
+            "share are not computed yet; use only one of the two"
         )
     if (interval is None) != (file is None):
         raise ValueError(
@@ -295,5 +296,5 @@ def _require_period(config: MuonConfig) -> None:
         raise NotImplementedError(
             f"{named('full_period')} {config.full_period} with "
             f"{named('log_interval')}: the numbers of TP slices are not logged yet; "
-            "leave one of them out"
+            "use only one of the two"
         )

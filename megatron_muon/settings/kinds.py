@@ -26,16 +26,13 @@ class Kind:
 
     check: Check  # raises for a value that the setting cannot have
     type: Callable[[str], Any] = str  # makes the flag's value of a text
-    choices: tuple[
-        str, ...
-    ] = ()  # the values that the flag takes; empty: any of its type
+    # the values that the flag takes; empty: any of its type
+    choices: tuple[str, ...] = ()
     metavar: str | None = None  # what --help calls the value
-    action: Literal["store", "store_true", "store_false", "append"] = (
-        "store"  # argparse's
-    )
-    read: Callable[[Any], Any] = (
-        _same  # the setting that a value of the flag means; None: none
-    )
+    # argparse's
+    action: Literal["store", "store_true", "store_false", "append"] = "store"
+    # the setting that a value of the flag means; None: none
+    read: Callable[[Any], Any] = _same
     write: Callable[[Any], Any] = _same  # the value of the flag that means a setting
 
     def or_none(self) -> Kind:
@@ -46,25 +43,37 @@ class Kind:
 
     def keywords(self) -> dict[str, Any]:
         """Those of ``add_argument``."""
-        given: dict[str, Any] = {"action": self.action}
-        if not self.action.startswith("store_"):
-            given |= {
-                "type": self.type,
-                "choices": self.choices or None,
-                "metavar": self.metavar,
-            }
-        return given
+        if self.action.startswith("store_"):
+            return {"action": self.action}
+        return {
+            "action": self.action,
+            "type": self.type,
+            "choices": self.choices or None,
+            "metavar": self.metavar,
+        }
 
 
-def _switch(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+def _of_type(what: str, *types: type) -> Check:
+    """A check for one of some types; bool, which Python counts as int, is none of
+    int.
+    """
+
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, types) or (type(value) is bool and bool not in types):
+            raise TypeError(f"{name} must be {what}, got {value!r}")
+
+    return check
+
+
+_switch = _of_type("True or False", bool)
+_text = _of_type("a text", str)
+_number = _of_type("a number", int, float)
+_int = _of_type("an int", int)
 
 
 def _within(interval: str, holds: Callable[[float], bool]) -> Check:
     def check(name: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name} must be a number, got {value!r}")
+        _number(name, value)
         if not holds(value):
             raise ValueError(f"{name} must be {interval}, got {value}")
 
@@ -73,8 +82,7 @@ def _within(interval: str, holds: Callable[[float], bool]) -> Check:
 
 def _count(least: int, most: int | None) -> Check:
     def check(name: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
+        _int(name, value)
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
         if most is not None and value > most:
@@ -99,11 +107,6 @@ def _either(values: tuple[Any, ...], otherwise: Check) -> Check:
             otherwise(name, value)
 
     return check
-
-
-def _text(name: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a text, got {value!r}")
 
 
 def _path(name: str, value: Any) -> None:

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatron_muon.settings.kinds import Kind
 
-OURS, UPSTREAM, CONCEPT = "megatron_muon", "Megatron's own Muon", "the proof of concept"
+# Whose flag it is; it keeps the meaning that it has there.
+Dialect = Literal["megatron_muon", "Megatron's own Muon", "the proof of concept"]
+OURS: Dialect = "megatron_muon"
+UPSTREAM: Dialect = "Megatron's own Muon"
+CONCEPT: Dialect = "the proof of concept"
 _KEY = "megatron_muon"
 
 
@@ -24,12 +28,9 @@ class Flag:
     option: str  # the flag with its dashes
     says: str  # sentences: what it does, its unit, when to change it
     kind: Kind  # what its value means
-    source: str = (
-        OURS  # where the flag comes from; it keeps the meaning that it has there
-    )
-    without: str = (
-        ""  # a sentence about what holds without the flag; empty: the row's default
-    )
+    source: Dialect = OURS
+    # a sentence about what holds without the flag; empty: the row's default
+    without: str = ""
     name: str = ""  # the argument's name, if not made of the option
 
     @property
@@ -87,7 +88,7 @@ def free_row(
     *,
     aliases: tuple[Flag, ...] = (),
     only: Only | None = None,
-    **of_flag: str,
+    **of_flag: Any,
 ) -> Row:
     """A row without a field; further keywords are those of its flag."""
     flags = tuple(

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags import namespace, parser
-from megatron_muon.settings import flag_values, from_flags
+from megatron_muon.settings import flags
 from megatron_muon.settings.config import ROWS
 from megatron_muon.settings.kinds import count
 from megatron_muon.settings.rows import row, rows_of
@@ -70,16 +70,16 @@ def test_a_row_is_the_flags_default_and_what_its_flags_write(
     version: str, field: str
 ) -> None:
     default, other = ROWS[field].default, OTHERS[field]
-    assert getattr(from_flags.muon_config(parsed(version)), field) == default
+    assert getattr(flags.muon_config(parsed(version)), field) == default
     if field == "align_shards":  # the core decides, too
         return
     config = MuonConfig(**{field: other, **WITH.get(field, {})})
-    in_force = namespace.in_force(parsed(version), config)
+    values = namespace.all_written(parsed(version), config)
     for flag in ROWS[field].flags:
-        assert flag.kind.read(in_force[flag.dest]) == other, flag.option
-    args = Namespace(**{**vars(parsed(version)), **in_force})
+        assert flag.kind.read(values[flag.dest]) == other, flag.option
+    args = Namespace(**{**vars(parsed(version)), **values})
     if field != "ns_dtype":  # in fp32 a flag of Megatron's says torch's own switch
-        assert from_flags.muon_config(args) == config
+        assert flags.muon_config(args) == config
 
 
 def test_one_more_row_is_one_more_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,19 +93,19 @@ def test_one_more_row_is_one_more_setting(monkeypatch: pytest.MonkeyPatch) -> No
 
     added = rows_of(More)["warmth"]
     monkeypatch.setitem(ROWS, "warmth", added)
-    monkeypatch.setattr(from_flags, "MuonConfig", More)
-    for module in (namespace, parser, from_flags, flag_values):
+    monkeypatch.setattr(flags, "MuonConfig", More)
+    for module in (namespace, parser, flags):
         monkeypatch.setattr(module, "FLAGS", (*FLAGS, *added.flags), raising=False)
     assert added.flags[0].help == "Warmth. A flag of megatron_muon. The default is 3."
     args = parsed("0.16", "--muon-warmth", "7")
-    config: Any = from_flags.muon_config(args)
-    assert config == More(warmth=7) and from_flags.muon_config(parsed("0.16")) == More()
-    namespace.put_in_force(args, config)
+    config: Any = flags.muon_config(args)
+    assert config == More(warmth=7) and flags.muon_config(parsed("0.16")) == More()
+    namespace.write_all(args, config)
     assert args.muon_warmth == 7
     with pytest.raises(
         ValueError, match=re.escape("warmth (--muon-warmth) must be at most 9")
     ):
-        from_flags.muon_config(parsed("0.16", "--muon-warmth", "10"))
+        flags.muon_config(parsed("0.16", "--muon-warmth", "10"))
     args = parsed("0.16", "--optimizer", "adam", "--muon-warmth", "7")
     with pytest.raises(
         ValueError, match=r"--muon-warmth is for .*this run has --optimizer adam"

@@ -34,7 +34,7 @@ from megatron_muon.lab.pricing.work import state_bytes
 from megatron_muon.megatron_lm.launch import check_installation, checkout_of
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.flag_values import MUONS
+from megatron_muon.settings.flags import MUONS
 
 _TRAINING = "megatron.training.training"
 _INITIALIZE = "megatron.training.initialize"

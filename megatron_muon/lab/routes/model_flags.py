@@ -28,7 +28,7 @@ from megatron_muon.megatron_lm.flags.parser import add_flags
 from megatron_muon.megatron_lm.launch import MixedInstallationError
 from megatron_muon.presence import CoreNotFoundError, SeamError
 from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.from_flags import muon_config
+from megatron_muon.settings.flags import muon_config
 
 # Megatron or the plugin refuses the flags: the user's error, to be said as argparse
 # does.

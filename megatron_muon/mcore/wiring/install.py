@@ -10,13 +10,12 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import optimizer as mcore_optimizer
 
-from megatron_muon.console import say
 from megatron_muon.mcore import qk_clip
 from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.seams.rows import check_hooks, wrapped_in_core
+from megatron_muon.mcore.wiring import start
 from megatron_muon.mcore.wiring.build import make_muons
 from megatron_muon.mcore.wiring.distributed_optimizer import MuonDistributedOptimizer
 from megatron_muon.mcore.wiring.validate import agree, fields_set, refuse, routes
@@ -25,7 +24,7 @@ from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.patches import Patches, around, replaced
 from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.flag_values import MUONS
+from megatron_muon.settings.flags import MUONS
 
 # A reference to a wrapper that ``undo()`` does not find outlives uninstall(); the
 # wrapper then only passes the call on.
@@ -78,6 +77,7 @@ def uninstall() -> None:
     global _config
     _take_layout_out()
     _patches.undo()
+    start.forget()
     _config = None
 
 
@@ -206,11 +206,10 @@ def _with_upstreams(
     def read() -> tuple[MuonConfig, list[str], str]:
         overrides = given.arguments.get("config_overrides") or {}
         names = upstreams.routes_asked(overrides, model_chunks)
-        return *upstreams.in_force(settings, config, asked, model_chunks[0]), names
+        return *upstreams.with_fields(settings, config, asked, model_chunks[0]), names
 
     settings, lines, names = together(read, None, device_of(model_chunks))
-    for line in lines if dist.get_rank() == 0 else ():
-        say(line)
+    start.say_at_start(lines)
     if routed:
         _drop_overrides(given, lambda name, value: name == "optimizer")
     return upstreams.routed(settings, names) if routed else settings

@@ -17,12 +17,10 @@ from typing import Any
 from megatron.core.utils import get_model_config
 
 from megatron_muon.mcore.routing.param_routing import weights
-from megatron_muon.planning.describe import PREFIX
 from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.settings.coefficients import spelled
 from megatron_muon.settings.config import ROWS, MuonConfig
-from megatron_muon.settings.flag_values import KEPT, tp_size
-from megatron_muon.settings.from_flags import muon_config
+from megatron_muon.settings.flags import KEPT, muon_config, tp_size
 from megatron_muon.settings.rows import UPSTREAM
 from megatron_muon.settings.run_flags import RUN_ROWS
 
@@ -36,7 +34,7 @@ _TP_MODE = next(row for row in RUN_ROWS if row.named == "--muon-tp-mode")
 _PATTERNS_OF = {"adam": "muon_exclude", "muon": "muon_include"}
 
 
-def in_force(
+def with_fields(
     config: MuonConfig, optimizer_config: Any, given: Mapping[str, Any], model: Any
 ) -> tuple[MuonConfig, list[str]]:
     """The settings of ``install()`` with those of the fields that count, and lines to
@@ -75,7 +73,7 @@ def in_force(
     config = replace(config, **{name: getattr(theirs, name) for name in _SHARED})
     counting = ", all of them (dist_muon)" if is_dist else f": {', '.join(given)}"
     lines = [
-        f"{PREFIX} settings by muon_* fields of OptimizerConfig{counting}: scale "
+        f"settings by muon_* fields of OptimizerConfig{counting}: scale "
         f"{config.matched_adamw_rms:g} × {config.scale_mode}, momentum "
         f"{config.momentum:g}, Nesterov {'on' if config.nesterov else 'off'}, "
         f"{spelled(config.ns_coefficients)}, {config.ns_steps} steps, "
@@ -84,7 +82,7 @@ def in_force(
     ]
     if mode == "blockwise" and tp_size(args) > 1:
         lines.append(
-            f"{PREFIX} WARNING: muon_tp_mode='blockwise' with TP {tp_size(args)} is "
+            f"WARNING: muon_tp_mode='blockwise' with TP {tp_size(args)} is "
             "other mathematics in Megatron's own Muon, which orthogonalizes each "
             "rank's slice by itself; here every matrix is orthogonalized whole, as by "
             "'duplicated'"

@@ -8,18 +8,17 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_muon.settings.config import ROWS, MuonConfig
-from megatron_muon.settings.flag_values import (
+from megatron_muon.settings.flags import (
     KEPT,
     MUONS,
     foreign_flags,
-    own_defaults,
+    megatron_defaults,
+    muon_config,
     tp_size,
-    upstreams_setting,
-    upstreams_values,
-    value_given,
+    upstream_defaults,
+    upstream_value,
+    written,
 )
-from megatron_muon.settings.from_flags import muon_config
-from megatron_muon.settings.rows import UPSTREAM
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY, RUN_ROWS
 
 # Flags that a run with AdamW may have.
@@ -45,25 +44,25 @@ def rename_dist_muon(args: Namespace) -> list[str]:
     """
     if args.optimizer != "dist_muon":
         return []
-    args.optimizer, lines = "muon", []
-    name, own = "--optimizer muon", upstreams_values(args)
-    if own:
-        args.muon_defaults = value_given(args, "muon_defaults") or "upstream"
+    args.optimizer = "muon"
+    name = "--optimizer muon"
+    defaults = upstream_defaults(args)
+    if defaults:
+        args.muon_defaults = written(args, "muon_defaults") or "upstream"
         name += f" --muon-defaults {args.muon_defaults}"
-        mode = own["muon_tp_mode"]
-        if (
-            mode == "blockwise"
-            and tp_size(args) > 1
-            and value_given(args, "muon_tp_mode") is None
-        ):
-            args.muon_tp_mode = "duplicated"
-            lines.append(
-                "WARNING: --muon-tp-mode blockwise, Megatron's default, is other "
-                f"mathematics with TP {tp_size(args)}: each rank's slice by itself; "
-                "here every matrix is orthogonalized whole, as by duplicated"
-            )
-    said = f"--optimizer dist_muon is megatron_muon's Muon here; its name is {name}"
-    return [f"{said} (--muon-backend upstream leaves it to Megatron's own)", *lines]
+    lines = [
+        f"--optimizer dist_muon is megatron_muon's Muon here; its name is {name} "
+        "(--muon-backend upstream leaves it to Megatron's own)"
+    ]
+    is_blockwise = defaults.get("muon_tp_mode") == "blockwise" and tp_size(args) > 1
+    if is_blockwise and written(args, "muon_tp_mode") is None:
+        args.muon_tp_mode = "duplicated"
+        lines.append(
+            "WARNING: --muon-tp-mode blockwise, Megatron's default, is other "
+            f"mathematics with TP {tp_size(args)}: each rank's slice by itself; "
+            "here every matrix is orthogonalized whole, as by duplicated"
+        )
+    return lines
 
 
 def leave_to_megatron(args: Namespace) -> None:
@@ -76,16 +75,15 @@ def leave_to_megatron(args: Namespace) -> None:
     Raises:
         ValueError: a flag is given that only the plugin has and that would be ignored.
     """
-    own: dict[str, Any] | None = getattr(args, KEPT, None)
-    if own is None:
+    if not hasattr(args, KEPT):
         return
-    upstream = args.optimizer in MUONS  # with --muon-backend upstream, which is kept
-    kept = {*own, "muon_backend"} if upstream else {*own}
-    kept |= {dest for dest in OF_ANY if getattr(args, dest, None)}
-    if args.optimizer == "adam":
-        kept |= {dest for dest in _OF_ADAM if getattr(args, dest, None)}
-        if getattr(args, "adamw_from_muon", None):
-            kept.add("no_muon_checkpoint_digest")
+    kept = set(megatron_defaults(args))
+    if args.optimizer in MUONS:  # with --muon-backend upstream
+        kept.add("muon_backend")
+    others = OF_ANY + (_OF_ADAM if args.optimizer == "adam" else ())
+    kept |= {dest for dest in others if written(args, dest)}
+    if "adamw_from_muon" in kept:
+        kept.add("no_muon_checkpoint_digest")
     foreign = foreign_flags(args, kept)
     if foreign:
         raise ValueError(
@@ -106,25 +104,24 @@ def restore_defaults(args: Namespace) -> None:
     Call it after ``muon_config`` and ``differences``, which must know the flags that
     were given.
     """
-    for dest, default in own_defaults(args).items():
-        if value_given(args, dest) is None:
+    for dest, default in megatron_defaults(args).items():
+        if written(args, dest) is None:
             setattr(args, dest, default)
 
 
-def put_in_force(args: Namespace, config: MuonConfig) -> None:
+def write_all(args: Namespace, config: MuonConfig) -> None:
     """Write the settings of a run into its arguments, each with Megatron's own type.
 
     Values are plain, so that a checkpoint's arguments can be read without the plugin.
     Flags of Megatron that the plugin does not know get Megatron's defaults.
     """
     restore_defaults(args)
-    for dest, value in in_force(args, config).items():
-        setattr(args, dest, value)
+    vars(args).update(all_written(args, config))
     if hasattr(args, KEPT):
         delattr(args, KEPT)
 
 
-def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
+def all_written(args: Namespace, config: MuonConfig) -> dict[str, Any]:
     """The value of every flag of ``FLAGS``, by dest, such that they give ``config``
     again.
 
@@ -137,8 +134,8 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
             values[flag.dest] = flag.kind.write(getattr(config, field))
     for row in RUN_ROWS:
         dest = row.flags[0].dest
-        values[dest] = value_given(args, dest) or row.default
-    values["muon_dp_layout"] = value_given(args, "muon_dp_layout") or "contiguous"
+        values[dest] = written(args, dest) or row.default
+    values["muon_dp_layout"] = written(args, "muon_dp_layout") or "contiguous"
     values["muon_tp_mode"] = "duplicated"
     if config.scale_mode != "spectral":
         values["muon_matched_adamw_rms"] = None
@@ -164,17 +161,13 @@ def differences(args: Namespace) -> list[str]:
     config = muon_config(args)
     unlike = [
         f"{setting} {ours} ({theirs})"
-        for setting, ours, theirs in (
-            _compared(config, args) if upstreams_values(args) else ()
-        )
+        for setting, ours, theirs in _compared(config, args)
         if ours != theirs
     ]
-    lines = (
-        [f"unlike the defaults of Megatron's own Muon: {', '.join(unlike)}"]
-        if unlike
-        else []
-    )
-    if value_given(args, "muon_tp_mode") is not None:
+    lines = []
+    if unlike:
+        lines.append(f"unlike the defaults of Megatron's own Muon: {', '.join(unlike)}")
+    if written(args, "muon_tp_mode") is not None:
         lines.append(
             f"--muon-tp-mode {args.muon_tp_mode}: each matrix is orthogonalized once "
             "and whole, at its home, with the same result"
@@ -186,22 +179,24 @@ def _compared(config: MuonConfig, args: Namespace) -> list[tuple[str, object, ob
     """(name, value here, default of Megatron's own Muon) of each setting that both
     have.
     """
-    own, compared = upstreams_values(args), []
+    defaults = upstream_defaults(args)
+    if not defaults:
+        return []
+    compared: list[tuple[str, object, object]] = []
     for field, row in ROWS.items():
-        theirs = upstreams_setting(args, row)
+        theirs = upstream_value(args, row)
         if theirs is not None:
-            (flag, *_) = [
-                f for f in row.flags if f.source == UPSTREAM and f.dest in own
-            ]
-            name, write = row.named if flag.is_switch else flag.option, flag.kind.write
-            compared.append((name, write(getattr(config, field)), write(theirs)))
+            flag = theirs.flag
+            name = row.named if flag.is_switch else flag.option
+            ours = getattr(config, field)
+            compared.append((name, flag.kind.write(ours), defaults[flag.dest]))
     dtype = config.ns_dtype or ("fp16 on a GPU" if config.preset == "fast" else "bf16")
-    precision = own["muon_fp32_matmul_prec"]
+    precision = defaults["muon_fp32_matmul_prec"]
     # With TP 1 all modes are the same, so there is no difference to report.
-    mode = "duplicated" if tp_size(args) > 1 else own["muon_tp_mode"]
+    mode = "duplicated" if tp_size(args) > 1 else defaults["muon_tp_mode"]
     return [
         *compared,
         ("--muon-ns-dtype", dtype, "bf16" if precision == "medium" else precision),
-        ("--muon-tp-mode", mode, own["muon_tp_mode"]),
+        ("--muon-tp-mode", mode, defaults["muon_tp_mode"]),
         ("--weight-decay-all-params", config.weight_decay_all_params, False),
     ]

@@ -16,13 +16,13 @@ import itertools
 from argparse import Namespace
 from collections.abc import Sequence
 
-from megatron_muon.settings.flag_values import (
+from megatron_muon.settings.flags import (
     KEPT,
     MUONS,
     foreign_flags,
-    own_defaults,
-    upstreams_values,
-    value_given,
+    megatron_defaults,
+    upstream_defaults,
+    written,
 )
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY
 
@@ -142,16 +142,16 @@ def muon_backend(args: Namespace) -> str:
         ValueError: upstream is asked for, and this Megatron has no Muon of its own, or
             lacks another flag that is given.
     """
-    if value_given(args, "muon_backend") != "upstream":
+    if written(args, "muon_backend") != "upstream":
         return "plugin"
     if not hasattr(args, KEPT):
         return "upstream"  # ``leave_to_megatron`` has already handled these arguments
-    if not upstreams_values(args):
+    if not upstream_defaults(args):
         raise ValueError(
             "--muon-backend upstream: this Megatron has no Muon of its own (core 0.16 "
             "and later have); leave it out"
         )
-    foreign = foreign_flags(args, {*own_defaults(args), "muon_backend", *OF_ANY})
+    foreign = foreign_flags(args, {*megatron_defaults(args), "muon_backend", *OF_ANY})
     if foreign:
         raise ValueError(
             "--muon-backend upstream leaves everything to Megatron's own Muon, which "

@@ -14,7 +14,7 @@ import pytest
 from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags.parser import add_flags
 from megatron_muon.settings.config import ROWS
-from megatron_muon.settings.from_flags import muon_config
+from megatron_muon.settings.flags import muon_config
 from support.settings import OTHERS
 
 # megatron/training/arguments.py at core_v0.12.0 (as until 0.15.3), 0.16.1, 0.17.1,

@@ -9,9 +9,9 @@ import pytest
 from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags.namespace import (
     differences,
-    put_in_force,
     rename_dist_muon,
     restore_defaults,
+    write_all,
 )
 from megatron_muon.megatron_lm.flags.parser import (
     FORK,
@@ -19,8 +19,7 @@ from megatron_muon.megatron_lm.flags.parser import (
     muon_backend,
     refuse_forks_flags,
 )
-from megatron_muon.settings.flag_values import MUONS
-from megatron_muon.settings.from_flags import muon_config
+from megatron_muon.settings.flags import MUONS, muon_config
 from megatron_muon.settings.run_flags import FLAGS
 from support import ROOT
 from support.megatron_lm.flag_parsers import (
@@ -196,7 +195,7 @@ def test_a_flag_of_megatrons_own_muon_that_is_not_known_is_refused_and_keeps_its
     add_flags(parser)
     args = parser.parse_args([])
     assert muon_config(args) == MuonConfig()
-    put_in_force(args, MuonConfig())
+    write_all(args, MuonConfig())
     assert args.muon_new == 3
     with pytest.raises(
         ValueError, match=r"--muon-new 4 .*does not know.*--muon-backend upstream"

@@ -10,11 +10,10 @@ import json
 import pytest
 import torch
 
-from megatron_muon.megatron_lm.flags.namespace import leave_to_megatron, put_in_force
+from megatron_muon.megatron_lm.flags.namespace import leave_to_megatron, write_all
 from megatron_muon.megatron_lm.flags.parser import add_flags, given_on, muon_backend
 from megatron_muon.megatron_lm.install import _check, asks_for_muon
-from megatron_muon.settings.flag_values import MUONS
-from megatron_muon.settings.from_flags import muon_config
+from megatron_muon.settings.flags import MUONS, muon_config
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY
 from support.megatron_lm.flag_parsers import (
     EVERY,
@@ -126,7 +125,7 @@ def test_megatrons_own_muon_keeps_its_flags(version: str, name: str) -> None:
 def test_what_is_in_force_is_written(version: str, which: str) -> None:
     args = parsed(version, *MEANINGS[which][0])
     config = muon_config(args)
-    put_in_force(args, config)
+    write_all(args, config)
     before = vars(parser_of(version).parse_args([]))
     for dest, default in before.items():
         if "muon" in dest:
@@ -174,7 +173,7 @@ def test_what_is_in_force_is_written_whichever_of_torchs_options_was_set(
     try:
         with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
             torch.get_float32_matmul_precision()
-        put_in_force(args, muon_config(args))
+        write_all(args, muon_config(args))
     finally:
         option.fp32_precision = before
     assert (args.muon_ns_dtype, args.muon_fp32_matmul_prec) == (dtype, "highest")
