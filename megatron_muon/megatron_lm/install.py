@@ -4,13 +4,11 @@ factory.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from megatron_muon.console import say
@@ -41,7 +39,7 @@ from megatron_muon.megatron_lm.writers import MegatronLM
 from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
-from megatron_muon.runtime.patches import Patches, around
+from megatron_muon.runtime.patches import Patches, around, replaced
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.flags import (
     KEPT,
@@ -120,22 +118,22 @@ def _parse_args(
     **kwargs: Any,
 ) -> Any:
     """Megatron's parsing, with Muon's flags added to the script's own."""
-    given: list[str] = []
+    options: list[str] = []
 
     def provide(parser: Any) -> Any:
         parser = parser if extra_args_provider is None else extra_args_provider(parser)
         add_flags(parser)
         mend_help(parser)
         refuse_forks_flags(parser, sys.argv[1:])
-        given.extend(given_on(parser, sys.argv[1:]))
+        options.extend(given_on(parser, sys.argv[1:]))
         if any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
             # before the YAML reader of Megatron main, which fails
-            _refuse_yaml(None, given)
+            _refuse_yaml(None, options)
         return parser
 
     args = original(provide, *rest, **kwargs)
     if getattr(args, "yaml_cfg", None) is not None:
-        _refuse_yaml(args, given)
+        _refuse_yaml(args, options)
     return args
 
 
@@ -154,24 +152,24 @@ def _validate_args(
     is_muon = asks_for_muon(args)
     again = is_muon and namespace.is_on(args)  # a namespace may be validated twice
     is_free = written(args, "muon_dp_layout") is None
-    told: list[str] = []
+    lines: list[str] = []
     if not is_muon:
-        told = _leave_out(args)
+        lines = _leave_out(args)
     elif not again:
         _turn_on(args)
     hidden: dict[str, Any] = {"optimizer": "adam"} if is_muon else {}
     if _is_on_cpu():
-        told += _on_the_cpu(args)
+        lines += _on_the_cpu(args)
         # Megatron's checks of options on logits want Transformer Engine.
         hidden |= {name: False for name in _LOGITS if getattr(args, name, False)}
-    with _hidden(args, hidden):
+    with replaced(args, **hidden):
         result = original(args, defaults or {}, **kwargs)
     if is_muon:
         check_arguments(args)
         _without_vocabulary[:] = _without_vocabulary if again else [is_free]
         if vocabulary_of(args):
-            told += _in_buckets(args)
-    _tell(told)
+            lines += _in_buckets(args)
+    _tell(lines)
     return result
 
 
@@ -192,8 +190,8 @@ def _on_the_cpu(args: Any) -> list[str]:
     """Replace options that need a GPU; return a line for each."""
     options = importlib.import_module("megatron_muon.cpu.options")
     options.refuse(args)
-    told: list[str] = options.replace(args)
-    return told
+    lines: list[str] = options.replace(args)
+    return lines
 
 
 def _settled(args: Any, *, is_free: bool) -> list[str]:
@@ -224,17 +222,6 @@ def _is_on_cpu() -> bool:
     return bool(importlib.import_module("megatron_muon.cpu").enabled())
 
 
-@contextmanager
-def _hidden(args: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Within it the arguments have these values in place of their own."""
-    own = {name: getattr(args, name) for name in values}
-    vars(args).update(values)
-    try:
-        yield
-    finally:
-        vars(args).update(own)
-
-
 def _leave_out(args: Any) -> list[str]:
     """Leave a run without Muon to Megatron, except for what AdamW may have of the
     plugin's.
@@ -243,42 +230,39 @@ def _leave_out(args: Any) -> list[str]:
     fails on shards.
     """
     again = not hasattr(args, KEPT)
-    if args.optimizer == "adam":
-        alpha = qk_clip_alpha(args)
-    namespace.leave_to_megatron(args)
     if args.optimizer != "adam":
+        namespace.leave_to_megatron(args)
         return []
-    told = []
-    decayed = bool(getattr(args, "weight_decay_all_params", False))
+    alpha = qk_clip_alpha(args)
+    namespace.leave_to_megatron(args)
+    lines = []
+    decayed = bool(written(args, "weight_decay_all_params"))
     if decayed:
-        told += [
+        lines.append(
             "--weight-decay-all-params: AdamW decays norms' gammas and biases, too"
-        ]
-    threshold = getattr(args, "muon_qk_clip", None)
+        )
+    threshold = written(args, "muon_qk_clip")
     if threshold is not None:
         if not args.use_distributed_optimizer:
             raise ValueError(
                 "--muon-qk-clip clips the distributed optimizer's shards: add "
                 "--use-distributed-optimizer, or leave it out"
             )
-        told += [
+        lines.append(
             f"--muon-qk-clip {threshold:g}: attention logits are clipped after AdamW's "
             "steps"
-        ]
-    if args.use_distributed_optimizer:
-        told += [
-            text
-            for name, text in _LOGITS.items()
-            # on a GPU Megatron logs logits by itself
-            if getattr(args, name, False) and (name == "qk_clip" or _is_on_cpu())
-        ]
-    if told:
+        )
+    for name, text in _LOGITS.items() if args.use_distributed_optimizer else ():
+        # on a GPU Megatron logs logits by itself
+        if written(args, name) and (name == "qk_clip" or _is_on_cpu()):
+            lines.append(text)
+    if lines:
         importlib.import_module("megatron_muon.mcore.wiring.install").install(
             MuonConfig(
                 weight_decay_all_params=decayed, qk_clip=threshold, qk_clip_alpha=alpha
             )
         )
-    return [] if again else told
+    return [] if again else lines
 
 
 # Megatron's options about attention logits, and what the plugin says of them without
@@ -315,34 +299,34 @@ def _check(args: Any) -> None:
 
     faults: list[Exception] = []
     if not args.use_distributed_optimizer:
-        faults += [
+        faults.append(
             ValueError(
                 f"--optimizer {args.optimizer} is Distributed Muon, which shards over "
                 "Megatron's distributed optimizer: add --use-distributed-optimizer, or "
                 "choose Megatron's own Muon, where this Megatron has one, by "
                 "--muon-backend upstream"
             )
-        ]
+        )
     by_field = {**vars(args), "num_moe_experts": getattr(args, "num_experts", None)}
     for option, value, way_out in refused_modes(by_field.get):
         if value:
             name, space, where = option.partition(" ")
             text = f"--{name.replace('_', '-')}{space}{where} yet: {way_out}"
-            faults += [
+            faults.append(
                 NotImplementedError(
                     f"--optimizer {args.optimizer} does not support {text}, or choose "
                     "--optimizer adam"
                 )
-            ]
+            )
     raise_all(faults)
 
 
-def _refuse_yaml(args: Any, given: list[str]) -> None:
+def _refuse_yaml(args: Any, options: list[str]) -> None:
     if getattr(args, "optimizer", None) in MUONS:
-        given = [f"optimizer: {args.optimizer}", *given]
-    if given:
+        options = [f"optimizer: {args.optimizer}", *options]
+    if options:
         raise ValueError(
-            f"{', '.join(given)} with --yaml-cfg: Megatron takes every argument from "
+            f"{', '.join(options)} with --yaml-cfg: Megatron takes every argument from "
             "the file and checks them elsewhere, so Muon's have no place there; give "
             "the run by flags"
         )
@@ -354,10 +338,9 @@ def _print_args(
     """Megatron's printing of the arguments, with the optimizer's name as it was
     given.
     """
-    if namespace.is_on(args):
-        args = copy.copy(args)
-        args.optimizer = "muon"
-    return original(title, args, **kwargs)
+    shown = {"optimizer": "muon"} if namespace.is_on(args) else {}
+    with replaced(args, **shown):
+        return original(title, args, **kwargs)
 
 
 def _get_megatron_optimizer_config(
@@ -386,43 +369,39 @@ def _get_megatron_muon_optimizer(
     """Build Distributed Muon by the hooked factory: 0.16 and 0.17 call this one for any
     Muon.
     """
-    given = importlib.import_module("megatron.training").get_args()
-    if not namespace.is_on(given):
+    arguments = importlib.import_module("megatron.training").get_args()
+    if not namespace.is_on(arguments):
         kwargs["layer_wise_distributed_optimizer"] = layer_wise_distributed_optimizer
         return original(config, model_chunks, *args, **kwargs)
     hooked = importlib.import_module("megatron.core.optimizer").get_megatron_optimizer
     # Megatron passes it only to AdamW's factory
-    dump = given.dump_param_to_param_group_map
+    dump = arguments.dump_param_to_param_group_map
     return hooked(
         config, model_chunks, *args, dump_param_to_param_group_map=dump, **kwargs
     )
 
 
 def _initialize_megatron(
-    original: Callable[..., Any], *args: Any, **kwargs: Any
+    original: Callable[..., Any], *rest: Any, **kwargs: Any
 ) -> Any:
     """Megatron's, with the tokenizer; then all ranks compare what they ask of the
     plugin.
     """
-    result = original(*args, **kwargs)
-    given = importlib.import_module("megatron.training").get_args()
-    _tell(_in_buckets(given))
+    result = original(*rest, **kwargs)
+    args = importlib.import_module("megatron.training").get_args()
+    _tell(_in_buckets(args))
     # imported where anything is asked
     core = sys.modules.get("megatron_muon.mcore.wiring.install")
     config = None if core is None else core.settings()
     buffers = "megatron_muon.mcore.host.shards"
-    flags = {dest: getattr(given, dest, None) or None for dest in _AGREED}
-    flags |= {dest: bool(getattr(given, dest, None)) for dest in ("load", "save")}
+    flags = {dest: written(args, dest) or None for dest in _AGREED}
+    flags |= {dest: bool(written(args, dest)) for dest in ("load", "save")}
+    core_version, _ = megatron_version()
+    lines = agreed.of_run(config or MuonConfig(), args.optimizer, core_version)
+    for dest, value in flags.items():
+        lines.append(f"--{dest.replace('_', '-')}: {value!r}")
     agree_on_settings(
-        [
-            *agreed.of_run(
-                config or MuonConfig(), given.optimizer, megatron_version()[0]
-            ),
-            *(
-                f"--{dest.replace('_', '-')}: {value!r}"
-                for dest, value in flags.items()
-            ),
-        ],
+        lines,
         asks=bool(config or flags["adamw_from_muon"] or flags["muon_trace_steps"]),
         device=lambda: importlib.import_module(buffers).device_of([]),
     )

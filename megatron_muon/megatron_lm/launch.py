@@ -201,17 +201,16 @@ def sign_of_gpu() -> str | None:
             f"this torch is built for CUDA {torch.version.cuda} and NVIDIA's "
             "driver is installed"
         )
-    world, local = (
-        os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    )
+    world = os.environ.get("WORLD_SIZE", "")
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if world.isdecimal() and local.isdecimal() and int(world) > int(local):
         return (
             f"the run has several nodes (WORLD_SIZE={world}, LOCAL_WORLD_SIZE={local})"
         )
-    nodes = (
-        "1" if local or world in ("", "1") else os.environ.get("SLURM_NNODES") or "1"
-    )
-    return f"the run has {nodes} nodes (SLURM_NNODES)" if nodes != "1" else None
+    nodes = os.environ.get("SLURM_NNODES") or "1"
+    if nodes != "1" and not local and world not in ("", "1"):
+        return f"the run has {nodes} nodes (SLURM_NNODES)"
+    return None
 
 
 def _has_driver() -> bool:
