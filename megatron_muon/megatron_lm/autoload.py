@@ -79,13 +79,13 @@ def _refuse(args: Any) -> None:
         raise _fault
 
 
-def _refuse_around(original: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:
-    """Parsing, of a YAML file too, returns the arguments; validation is given them."""
-    for args in given:
-        _refuse(args)
-    args = original(*given, **kwargs)
-    _refuse(args)
-    return args
+def _refuse_around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Parsing, of a YAML file too, returns the arguments; validation takes them."""
+    for argument in args:
+        _refuse(argument)
+    result = original(*args, **kwargs)
+    _refuse(result)
+    return result
 
 
 def _validate_args(
@@ -119,16 +119,16 @@ def _initialize_megatron(
     """
     signature = inspect.signature(original)
     call = signature.bind(*args, **kwargs)
-    given = call.arguments
+    asked = call.arguments
     parses = "parsed_args" in signature.parameters
-    if not parses or given.get("allow_no_cuda") or torch.cuda.is_available():
+    if not parses or asked.get("allow_no_cuda") or torch.cuda.is_available():
         return original(*args, **kwargs)
-    if given.get("parsed_args") is None:
+    if asked.get("parsed_args") is None:
         parse_args = importlib.import_module("megatron.training.initialize").parse_args
-        given["parsed_args"] = parse_args(
-            given.get("extra_args_provider"), given.get("ignore_unknown_args", False)
+        asked["parsed_args"] = parse_args(
+            asked.get("extra_args_provider"), asked.get("ignore_unknown_args", False)
         )
-    given["allow_no_cuda"] = _runs_on_cpu(given["parsed_args"])
+    asked["allow_no_cuda"] = _runs_on_cpu(asked["parsed_args"])
     return original(*call.args, **call.kwargs)
 
 

@@ -227,20 +227,17 @@ def _refuse_without_meaning(args: Namespace) -> None:
             "'a,b,c;...'"
         )
     for row in RUN_ROWS:
-        only = row.only
-        if only is None:
-            continue
         asked = value_of(args, row)
         option = asked.flag.option
-        if asked.value == only.value or (
-            option == "--muon-tp-mode" and tp_size(args) == 1
-        ):
+        is_free = option == "--muon-tp-mode" and tp_size(args) == 1
+        if row.only is None or asked.value == row.default or is_free:
             continue
         text = option if asked.flag.is_switch else f"{option} {asked.value}"
         if not asked.is_given:
             text += " (Megatron's own default, by --muon-defaults upstream)"
         raise ValueError(
-            f"{text} has no meaning in megatron_muon: {only.why}; {only.way_out}"
+            f"{text} has no meaning in megatron_muon: {row.only.why}; "
+            f"{row.only.way_out}"
         )
 
 

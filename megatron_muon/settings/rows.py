@@ -51,9 +51,8 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """The only value of a flag of Megatron's own Muon that has a meaning here."""
+    """Why a flag of Megatron's own Muon has no value but its default's here."""
 
-    value: Any
     why: str
     way_out: str
 
@@ -65,7 +64,7 @@ class Row:
     field: str  # its field of MuonConfig; empty for what is no setting of the optimizer
     default: Any  # the value without a flag
     flags: tuple[Flag, ...]  # those that set it. Messages name the first.
-    only: Only | None = None  # where other values have no meaning here
+    only: Only | None = None  # where values unlike the default have no meaning here
 
     @property
     def named(self) -> str:

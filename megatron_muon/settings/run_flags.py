@@ -21,7 +21,6 @@ RUN_ROWS = (
         only=Only(
             # With it Emerging-Optimizers' newton_schulz casts matrices to bf16. high is
             # TF32, whose restarts are not known.
-            "medium",
             "matrices are multiplied in bf16 (medium), fp16 or fp32 without TF32",
             "give --muon-ns-dtype bf16, fp16 or fp32 in its place",
         ),
@@ -39,7 +38,6 @@ RUN_ROWS = (
             "core 0.19)."
         ),
         only=Only(  # as in Emerging-Optimizers
-            "duplicated",
             "blockwise orthogonalizes each rank's slice by itself, so the update "
             "depends on TP, distributed only rounds elsewhere, and here a matrix is "
             "whole, at one home",
@@ -54,7 +52,7 @@ RUN_ROWS = (
         kinds.choice(("adam", "lion")),
         source=UPSTREAM,
         only=Only(
-            "adam", "what is not Muon's is updated by Megatron's Adam", "leave it out"
+            "Megatron's Adam updates the parameters that Muon does not", "leave it out"
         ),
     ),
     free_row(
@@ -65,7 +63,7 @@ RUN_ROWS = (
         kinds.SWITCH,
         source=UPSTREAM,
         without="The default is torch's products.",
-        only=Only(False, "Newton-Schulz's products are torch's here", "leave it out"),
+        only=Only("Newton-Schulz's products are torch's here", "leave it out"),
     ),
     free_row(
         "refuse",

@@ -18,7 +18,7 @@ from megatron_muon.settings.config import MuonConfig
 from support.models import gpt
 from support.models.gpt import Case, Topology, muon_weights, printed_by, start, truth
 from support.ranks import error_of, run
-from support.started import of_stages
+from support.started import lines_at_start, of_stages
 
 
 def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
@@ -120,6 +120,7 @@ def test_the_share_of_all_and_of_activated_parameters_is_the_models(
 ) -> None:
     total, muon, active, active_muon = _shares(case)
     first, *others = run(_printed, topology.world_size, case, topology)
+    assert len(lines_at_start(first)) <= 8  # 12 with Megatron-LM and on several nodes
     (line,) = [x for x in first.splitlines() if "Muon has" in x]
     assert f"Muon has {muon / total:.1%} of the model's {total / 1000:.3g} k" in line
     assert (

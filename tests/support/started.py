@@ -7,6 +7,17 @@ import re
 _STAGES = re.compile(r"^\[megatron_muon\] pipeline stage ([\d, ]+): (.*)$")
 
 
+def lines_at_start(printed: str) -> list[str]:
+    """The plugin's lines without warnings and without choices that it has changed."""
+    return [
+        line
+        for line in printed.splitlines()
+        if line.startswith("[megatron_muon] ")
+        and not line.startswith("[megatron_muon] warning: ")
+        and not line.startswith("[megatron_muon] on the CPU: ")
+    ]
+
+
 def of_stages(printed: str) -> dict[int, str]:
     """What is said of each pipeline stage, by its number."""
     found: dict[int, str] = {}

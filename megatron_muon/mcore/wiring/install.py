@@ -238,8 +238,8 @@ def _get_megatron_muon_optimizer(
     ):
         raise ValueError(
             "layer_wise_distributed_optimizer=True asks for Megatron's own Muon, but "
-            "megatron_muon.install() has made optimizer='muon' the plugin's: leave out "
-            "one of both"
+            "megatron_muon.install() has made optimizer='muon' the plugin's: use only "
+            "one of the two"
         )
     return _get_megatron_optimizer(_originals["get_megatron_optimizer"], **given)
 

@@ -155,6 +155,6 @@ def muon_backend(args: Namespace) -> str:
     if foreign:
         raise ValueError(
             "--muon-backend upstream leaves everything to Megatron's own Muon, which "
-            f"has no {', '.join(foreign)} in this version: leave out one or the other"
+            f"has no {', '.join(foreign)} in this version: use only one of the two"
         )
     return "upstream"

@@ -45,7 +45,7 @@ def check(args: Any) -> None:
     if getattr(args, "use_pytorch_profiler", False):
         raise ValueError(
             "--muon-trace-steps and --use-pytorch-profiler both start torch's "
-            "profiler: leave out one of them"
+            "profiler: use only one of the two"
         )
 
 

@@ -18,6 +18,7 @@ from support.megatron_lm.scripts import (
     steps,
     version,
 )
+from support.started import lines_at_start
 
 pytestmark = [
     needs_checkout,
@@ -58,6 +59,8 @@ def test_an_asynchronous_save_is_sealed_and_goes_on(
     # Megatron's log has the mean of the first two iterations after a start as its
     # second
     assert {n: steps(again)[n] for n in (4, 6)} == {n: steps(text)[n] for n in (4, 6)}
+    loads = set(lines_at_start(again)) - set(lines_at_start(text))
+    assert 1 <= len(loads) <= 3 and any("digest checked" in line for line in loads)
 
 
 def test_a_persistent_worker_saves_on_a_cpu(

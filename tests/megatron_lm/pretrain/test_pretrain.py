@@ -40,6 +40,7 @@ from support.megatron_lm.scripts import (
     version,
     without_plugin,
 )
+from support.started import lines_at_start
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
@@ -62,6 +63,7 @@ def test_muon_trains(processes: int, layout: str) -> None:
     assert len(by_step) >= 6 and by_step[5] < by_step[2] < by_step[0]
     assert "[megatron_muon] pipeline stage 0" in text
     assert "[megatron_muon] no GPU is here" in text
+    assert len(lines_at_start(text)) <= 12
     assert argument(text, "optimizer") == "muon"
     assert argument(text, "use_distributed_optimizer") == "True"
     assert argument(text, "muon_momentum") == "0.95"

@@ -108,6 +108,10 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         {"ns_coefficients": ((2.0, -1.5, 0.5),)},
     ),
     "iteration": (["--muon-ns-iteration", "auto"], {"ns_iteration": "auto"}),
+    "symmetric-products": (
+        ["--muon-symmetric-products", "torch"],
+        {"symmetric_products": "torch"},
+    ),
     "momentum-dtype": (["--muon-momentum-dtype", "int8"], {"momentum_dtype": "int8"}),
     "fp16": (["--muon-ns-dtype", "fp16"], {"ns_dtype": "fp16"}),
     "medium": (["--muon-fp32-matmul-prec", "medium"], {"ns_dtype": "bf16"}),
