@@ -198,7 +198,7 @@ def computing_line(
     dtype = f"{numerics.dtype}{_of_preset(numerics) if config.ns_dtype is None else ''}"
     return (
         f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {steps}, "
-        f"{dtype}, {_iteration(numerics)}; symmetric products: {products}"
+        f"{dtype}, iteration {_iteration(numerics)}; symmetric products: {products}"
         f"{batches}; momentum, norm and update: {elementwise}"
     )
 
@@ -292,14 +292,13 @@ def optimizer_text(
     several = f" (of {len(plan.shared)} several)" if plan.shared else ""
     return (
         f"{'Experts: ' if experts else ''}{len(plan.matrices)} matrices in "
-        f"{len(plan.parameters)} weights, of which shards cut "
-        f"{len(plan.boundary_parameters())}, in {sum(buckets)} bucket(s). One rank"
-        f"{several} gathers each matrix, orthogonalizes it and sends it back: "
-        f"{_amount(sum(sent) / len(sent))}B a rank and step (busiest "
-        f"{_amount(max(sent))}B) in {len(plan.rounds)} round(s). Newton-Schulz: "
-        f"{_amount(sum(flops))}flop a step on the stage, "
-        f"{max(together) / mean if mean else 1:.2f} × the mean on the busiest rank"
-        f"{', with the matrices above' if earlier else ''}"
+        f"{len(plan.parameters)} weights, {len(plan.boundary_parameters())} of them "
+        f"cut by the shards of {sum(buckets)} gradient bucket(s). One rank{several} "
+        "gathers each matrix, orthogonalizes it and sends it back: a rank sends "
+        f"{_amount(sum(sent) / len(sent))}B a step (the busiest {_amount(max(sent))}B) "
+        f"in {len(plan.rounds)} round(s). Newton-Schulz: {_amount(sum(flops))}flop a "
+        f"step on the stage, {max(together) / mean if mean else 1:.2f} × the mean on "
+        f"the busiest rank{', with the matrices above' if earlier else ''}"
     )
 
 
@@ -337,18 +336,18 @@ def link_lines(config: MuonConfig) -> list[str]:
     """A line on the two speeds that homes are chosen by, where ``homes`` leaves it to
     the plan; of interest where a stage has several nodes.
     """
-    link = named("link_gbytes")
     if config.homes != "auto":
         return []
+    link = named("link_gbytes")
     if config.link_gbytes is None:
         return [
-            f"{PREFIX} homes by work: no {link} is given, so {LINK_GBYTES:g} is "
-            "assumed. State it where the link is slower: megatron-muon bench speeds "
-            "prints the flag"
+            f"{PREFIX} each matrix's rank is chosen by work: no {link} is given, so "
+            f"{LINK_GBYTES:g} is assumed. State it where the link is slower: "
+            "megatron-muon bench speeds prints the flag"
         ]
     return [
-        f"{PREFIX} homes by time, from {named('rank_tflops')} {config.rank_tflops:g} "
-        f"and {link} {config.link_gbytes:g}"
+        f"{PREFIX} each matrix's rank is chosen by time, from {named('rank_tflops')} "
+        f"{config.rank_tflops:g} and {link} {config.link_gbytes:g}"
     ]
 
 

@@ -55,8 +55,8 @@ def test_each_stage_says_its_buckets_and_boundary_parameters_once(
     assert list(texts) == [0, 1]
     for rank in ranks:
         text = texts[rank["stage"]]
-        cut = f"{rank['parameters']} weights, of which shards cut {rank['boundary']}, "
-        assert f"{cut}in {rank['buckets']} bucket(s). " in text
+        cut = f"{rank['parameters']} weights, {rank['boundary']} of them cut by the "
+        assert f"{cut}shards of {rank['buckets']} gradient bucket(s). " in text
         assert ("are gathered within the step" in text) == overlap
         assert rank["boundary"] <= rank["buckets"] * (topology.dp - 1)
     assert all(rank["printed"] == "" for rank in ranks[1:])

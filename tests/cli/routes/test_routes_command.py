@@ -121,10 +121,10 @@ def test_the_number_of_buckets_is_a_runs() -> None:
     """Of the model, as run through bucketing in test_bucket_count."""
     flags = [*LLAMA_3_8B, "--overlap-grad-reduce", "--world-size", "8"]
     routes = routes_json(flags)
-    assert " in 8 bucket(s). " in routes["stages"][0]["lines"][0]
+    assert " of 8 gradient bucket(s). " in routes["stages"][0]["lines"][0]
     assert any("about 8 buckets in place of 98" in note for note in routes["notes"])
     stock = routes_json([*flags, "--muon-dp-layout", "bucketed"])
-    assert " in 98 bucket(s). " in stock["stages"][0]["lines"][0]
+    assert " of 98 gradient bucket(s). " in stock["stages"][0]["lines"][0]
 
 
 # --- as a program ---------------------------------------------------------------------
