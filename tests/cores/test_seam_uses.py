@@ -20,7 +20,7 @@ from megatron_muon.lab.bench import seams as bench
 from megatron_muon.lab.doctor import cpu_seams
 from megatron_muon.lab.dry_run import seams as dry_run
 from megatron_muon.mcore.seams import model, rows, training
-from megatron_muon.mcore.seams.row import Attribute, Seam
+from megatron_muon.mcore.seams.row import Attribute, Row, Seam
 from megatron_muon.mcore.seams.training import ARGUMENTS
 from megatron_muon.settings.run_flags import FLAGS
 from support import ROOT
@@ -28,7 +28,7 @@ from support.megatron_uses import Use, own_names, uses_in, uses_in_text
 from support.virtual_gpu.seams import SEAMS as VIRTUAL_GPU
 
 PACKAGE = ROOT / "megatron_muon"
-ROWS: tuple[rows.Row, ...] = (
+ROWS: tuple[Row, ...] = (
     *rows.CORE,
     *training.ROWS,
     *model.HYBRID,

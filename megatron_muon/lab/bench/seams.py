@@ -2,7 +2,7 @@
 ``doctor``.
 """
 
-from megatron_muon.mcore.seams.row import Place
+from megatron_muon.mcore.seams.row import Place, Row
 
 _STATE = Place("megatron.core.parallel_state")
 _DDP = Place("megatron.core.distributed", "DistributedDataParallel")
@@ -10,7 +10,7 @@ _DDP_CONFIG = Place("megatron.core.distributed", "DistributedDataParallelConfig"
 _BUFFERS = Place("megatron.core.distributed.param_and_grad_buffer")
 _BUFFER = Place(_BUFFERS.module, "_ParamAndGradBuffer")
 _SANITIZER = Place("torch.cuda._sanitizer")
-ROWS = (
+ROWS: tuple[Row, ...] = (
     _STATE.called(
         "get_tensor_model_parallel_rank", "which part of a weight this rank has"
     ),
@@ -27,14 +27,16 @@ ROWS = (
         "enable_cuda_sanitizer", "raises an error where streams race, from then on"
     ),
     _SANITIZER.read("CUDASanitizerErrors", "that error"),
-    _BUFFER.has(
-        "grad_data", "all gradients of a buffer, whose memory is freed between rows"
+    *_BUFFER.has(
+        grad_data="all gradients of a buffer, whose memory is freed between rows",
+        param_data="all parameters of a buffer, likewise",
     ),
-    _BUFFER.has("param_data", "all parameters of a buffer, likewise"),
-    _BUFFERS.has("main_grad", "a parameter's gradient in its buffer"),
-    _DDP_CONFIG.has("bucket_size", "elements of a bucket"),
-    _DDP_CONFIG.has(
-        "overlap_grad_reduce", "whether gradients are reduced as they come"
+    *_BUFFERS.has(
+        main_grad="a parameter's gradient in its buffer",
+    ),
+    *_DDP_CONFIG.has(
+        bucket_size="elements of a bucket",
+        overlap_grad_reduce="whether gradients are reduced as they come",
     ),
 )
 
@@ -49,7 +51,7 @@ _SHARDED = Place(
     "megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params", (0, 16)
 )
 _TIMED = "its iteration, timed"
-UPSTREAM = (
+UPSTREAM: tuple[Row, ...] = (
     Place("megatron.core.optimizer", since=(0, 17)).read(
         "HAVE_EMERGING_OPTIMIZERS", "whether it can run, for doctor"
     ),
@@ -65,15 +67,25 @@ UPSTREAM = (
     ),
     _WHOLE.called("compute_full_param_layout", "its layout of the grad buffers"),
     _LAYER_WISE.called("tag_params_for_buffer_routing", "marks that decide the layout"),
-    _SHARDED.has("float16_groups", "parameters that have fp32 main parameters"),
-    _SHARDED.has("fp32_from_float16_groups", "their fp32 main parameters"),
-    _CONFIG.has("muon_momentum", "its momentum"),
-    _CONFIG.has("muon_num_ns_steps", "its steps"),
-    _CONFIG.has("muon_extra_scale_factor", "its scale"),
-    _CONFIG.has("muon_tp_mode", "how it handles TP"),
-    _CONFIG.has("muon_use_nesterov", "its kind of momentum", until=(0, 17)),
-    _CONFIG.has("muon_nesterov", "its kind of momentum", (0, 18)),
-    _CONFIG.has("use_layer_wise_distributed_optimizer", "switches it on", (0, 18)),
+    *_SHARDED.has(
+        float16_groups="parameters that have fp32 main parameters",
+        fp32_from_float16_groups="their fp32 main parameters",
+    ),
+    *_CONFIG.has(
+        muon_momentum="its momentum",
+        muon_num_ns_steps="its steps",
+        muon_extra_scale_factor="its scale",
+        muon_tp_mode="how it handles TP",
+    ),
+    *_CONFIG.has(
+        until=(0, 17),
+        muon_use_nesterov="its kind of momentum",
+    ),
+    *_CONFIG.has(
+        since=(0, 18),
+        muon_nesterov="its kind of momentum",
+        use_layer_wise_distributed_optimizer="switches it on",
+    ),
 )
 # Of that package itself.
 _MUON_UTILS = Place("emerging_optimizers.orthogonalized_optimizers.muon_utils")

@@ -26,9 +26,9 @@ from megatron_muon.lab.bench import seams as bench_seams
 from megatron_muon.lab.doctor import cpu_seams
 from megatron_muon.lab.dry_run import seams as dry_run_seams
 from megatron_muon.mcore.seams import model
+from megatron_muon.mcore.seams.row import Row
 from megatron_muon.mcore.seams.rows import (
     CORE,
-    Row,
     check_row,
     described_version,
     megatron_version,

@@ -1,10 +1,8 @@
 """Megatron's models and process groups as far as the plugin uses them."""
 
-from megatron_muon.mcore.seams.row import Place
+from megatron_muon.mcore.seams.row import Place, Row
 
 _TRANSFORMER = Place("megatron.core.transformer")
-_OPTIMIZER = Place("megatron.core.optimizer")
-_DISTRIBUTED = Place("megatron.core.distributed")
 _ATTENTION = Place("megatron.core.transformer.attention")
 _LATENT = Place("megatron.core.transformer.multi_latent_attention", "MLASelfAttention")
 _CORE = Place("megatron.core.transformer.dot_product_attention", "DotProductAttention")
@@ -15,8 +13,8 @@ _CLIP = Place("megatron.core.optimizer.qk_clip", since=(0, 16))
 # Classes of which attributes are read.
 _MODEL = Place(_TRANSFORMER.module, "TransformerConfig")
 _MLA_MODEL = Place(_TRANSFORMER.module, "MLATransformerConfig")
-_OPTIM = Place(_OPTIMIZER.module, "OptimizerConfig")
-_DDP = Place(_DISTRIBUTED.module, "DistributedDataParallelConfig")
+_OPTIM = Place("megatron.core.optimizer", "OptimizerConfig")
+_DDP = Place("megatron.core.distributed", "DistributedDataParallelConfig")
 _ANY = Place(_ATTENTION.module, "Attention")
 _SELF = Place(_ATTENTION.module, "SelfAttention")
 _CROSS = Place(_ATTENTION.module, "CrossAttention")
@@ -30,29 +28,24 @@ _LATER_DELTA = Place(
 _QKV = "which rows of linear_qkv are q, k and v"
 _ROWS = "which rows of latent attention are a head's or a latent's"
 _PARTS = "which rows of in_proj are which part's"
-_TP, _EP = (
-    "the ranks that share a dense weight",
-    "the ranks that share a layer's experts",
-)
+_TP = "the ranks that share a dense weight"
+_EP = "the ranks that share a layer's experts"
 _BLOCKS = "blocks of gate and up rows"
 _REFUSED = "refused if on, since Muon does not support it yet"
-_OFF = "refused if off"
 _SCALING = "refused if on with another recipe than delayed scaling"
-_EARLY = "refused with fp16 or experts, where Megatron trains wrongly"
 _STATE = Place("megatron.core.parallel_state")
 # A caller may give any object with these attributes; Megatron's own class has these
 # names.
 _GROUPS = Place(
     "megatron.core.process_groups_config", "ProcessGroupCollection", since=(0, 15)
 )
-_STAGE, _EXPERT_TP = "the ranks of a stage", "the ranks that share an expert's weights"
+_STAGE = "the ranks of a stage"
+_EXPERT_TP = "the ranks that share an expert's weights"
 _SHARDS = "how many shards a grad buffer has, inside one optimizer instance"
 _CP = "with_context_parallel"
-_DENSE_PART, _EXPERT_PART = (
-    f"{_CP} partial_data_parallel",
-    "partial_expert_data_parallel",
-)
-ROWS = (
+_DENSE_PART = f"{_CP} partial_data_parallel"
+_EXPERT_PART = "partial_expert_data_parallel"
+ROWS: tuple[Row, ...] = (
     # --- classes and functions
     Place("megatron.core").read("__version__", "which rows hold here"),
     Place("megatron.core.utils").called(
@@ -62,8 +55,6 @@ ROWS = (
         "is_float8tensor", "a weight in fp8", "tensor"
     ),
     _TRANSFORMER.read("TransformerConfig", "the settings of a model"),
-    _OPTIMIZER.read("OptimizerConfig", "the settings of an optimizer"),
-    _DISTRIBUTED.read("DistributedDataParallelConfig", "the settings of the wrapper"),
     Place("megatron.core.tensor_parallel").read(
         "VocabParallelEmbedding", "embeddings: AdamW's"
     ),
@@ -90,69 +81,58 @@ ROWS = (
         "clip_qk", "called after each step; clips shards", "model log_max_only"
     ),
     # --- settings
-    _MODEL.has("num_moe_experts", "whether there are experts, and how many"),
-    _MODEL.has("expert_model_parallel_size", _EP),
-    _MODEL.has("expert_tensor_parallel_size", _EXPERT_TP),
-    _MODEL.has("tensor_model_parallel_size", _TP),
-    _MODEL.has("hidden_size", "rows of the legacy grouped experts' weight"),
-    _MODEL.has("gated_linear_unit", "whether linear_fc1 has two halves"),
-    _MODEL.has("num_attention_heads", _QKV),
-    _MODEL.has("num_query_groups", _QKV),
-    _MODEL.has("kv_channels", _QKV),
-    _MODEL.has("attention_output_gate", _QKV, (0, 16)),
-    _MLA_MODEL.has("qk_head_dim", _ROWS),
-    _MLA_MODEL.has("qk_pos_emb_head_dim", _ROWS),
-    _MLA_MODEL.has("v_head_dim", _ROWS),
-    _MLA_MODEL.has("kv_lora_rank", _ROWS),
-    _MLA_MODEL.has("q_lora_rank", _ROWS),
-    _MODEL.has("moe_mlp_glu_interleave_size", _BLOCKS, (0, 18)),
-    _MODEL.has("moe_shared_expert_glu_interleave_size", _BLOCKS, (0, 19)),
-    _MODEL.has("fp8_param", _SCALING),
-    _MODEL.has("fp8_recipe", "how fp8 parameters are scaled"),
-    _OPTIM.has(
-        "reuse_grad_buf_for_mxfp8_param_ag", "how mxfp8 parameters travel", (0, 14)
+    *_MODEL.has(
+        num_moe_experts="whether there are experts, and how many",
+        expert_model_parallel_size=_EP,
+        expert_tensor_parallel_size=_EXPERT_TP,
+        tensor_model_parallel_size=_TP,
+        hidden_size="rows of the legacy grouped experts' weight",
+        gated_linear_unit="whether linear_fc1 has two halves",
+        num_attention_heads=_QKV,
+        num_query_groups=_QKV,
+        kv_channels=_QKV,
+        fp8_param=_SCALING,
+        fp8_recipe="how fp8 parameters are scaled",
+        qk_layernorm="whether queries and keys are normalized after their projection",
     ),
-    _MODEL.has("qk_clip", "whether attention logits are clipped", (0, 16)),
-    _MODEL.has("qk_clip_threshold", "from which logit on", (0, 16)),
-    _MODEL.has("qk_clip_alpha", "the queries' share of a clip", (0, 16)),
-    _MODEL.has(
-        "log_max_attention_logit", "whether attention logits are watched", (0, 16)
+    *_MODEL.has(
+        since=(0, 16),
+        attention_output_gate=_QKV,
+        qk_clip="whether attention logits are clipped",
+        qk_clip_threshold="from which logit on",
+        qk_clip_alpha="the queries' share of a clip",
+        log_max_attention_logit="whether attention logits are watched",
     ),
-    _MODEL.has(
-        "qk_layernorm", "whether queries and keys are normalized after their projection"
+    *_MLA_MODEL.has(
+        qk_head_dim=_ROWS,
+        qk_pos_emb_head_dim=_ROWS,
+        v_head_dim=_ROWS,
+        kv_lora_rank=_ROWS,
+        q_lora_rank=_ROWS,
     ),
-    _OPTIM.has("optimizer", "whether it is muon; adam while Megatron builds"),
-    _OPTIM.has("use_distributed_optimizer", _OFF),
-    _OPTIM.has("decoupled_weight_decay", _OFF, (0, 15)),
-    _OPTIM.has("overlap_param_gather_with_optimizer_step", _EARLY),
-    _OPTIM.has("fp16", "whether there is a loss scaler"),
-    _OPTIM.has(
-        "bf16", "whether a checkpoint's main parameters are the weights themselves"
-    ),
-    _OPTIM.has("clip_grad", "whether gradients are clipped before momentum adds them"),
-    _OPTIM.has("timers", "Megatron's timers, which the step's phases are recorded in"),
-    _DDP.has("use_distributed_optimizer", _OFF),
-    _DDP.has(
-        "num_distributed_optimizer_instances", "number of parts of a stage's ranks"
-    ),
-    _DDP.has("fp8_param_gather", _SCALING),
-    _DDP.has(
-        "overlap_param_gather",
-        "early_param_gather (--muon-early-param-gather) is for it",
-    ),
+    *_MODEL.has(since=(0, 18), moe_mlp_glu_interleave_size=_BLOCKS),
+    *_MODEL.has(since=(0, 19), moe_shared_expert_glu_interleave_size=_BLOCKS),
     # --- modules
-    _SELF.has("linear_qkv", "the fused projection of q, k and v"),
-    _SELF.has("config", "the settings that an attention was built from"),
-    _CROSS.has("linear_kv", "the fused projection of k and v"),
-    _CROSS.has("linear_q", "the projection of q, which heads split"),
-    _ANY.has("core_attention", "the module that computes logits"),
-    _LATENT.has("linear_q_proj", "its weight has the heads' rows one by one"),
-    _LATENT.has("linear_q_up_proj", "its weight has the heads' rows one by one"),
-    _LATENT.has("linear_kv_up_proj", "its weight has the heads' rows one by one"),
-    _CORE.has("scale_mask_softmax", "gets all logits"),
-    _SOFTMAX.has("attn_mask_type", "whether a mask that is not given is causal"),
-    _SOFTMAX.has("scale", "a factor of the logits that the softmax itself applies"),
-    _LAYER.has("layer_number", "a layer's number over all pipeline stages, from 1 on"),
+    *_SELF.has(
+        linear_qkv="the fused projection of q, k and v",
+        config="the settings that an attention was built from",
+    ),
+    *_CROSS.has(
+        linear_kv="the fused projection of k and v",
+        linear_q="the projection of q, which heads split",
+    ),
+    *_ANY.has(core_attention="the module that computes logits"),
+    *_LATENT.has(
+        linear_q_proj="its weight has the heads' rows one by one",
+        linear_q_up_proj="its weight has the heads' rows one by one",
+        linear_kv_up_proj="its weight has the heads' rows one by one",
+    ),
+    *_CORE.has(scale_mask_softmax="gets all logits"),
+    *_SOFTMAX.has(
+        attn_mask_type="whether a mask that is not given is causal",
+        scale="a factor of the logits that the softmax itself applies",
+    ),
+    *_LAYER.has(layer_number="a layer's number over all pipeline stages, from 1 on"),
     # --- process groups
     _STATE.called("get_tensor_and_data_parallel_group", _STAGE, _CP),
     _STATE.called("get_tensor_model_parallel_group", _TP),
@@ -169,47 +149,52 @@ ROWS = (
     _STATE.called(
         "get_expert_data_parallel_world_size", _SHARDS, _EXPERT_PART, since=(0, 18)
     ),
-    _GROUPS.has("tp", _TP),
-    _GROUPS.has("expt_tp", _EXPERT_TP),
-    _GROUPS.has("ep", _EP),
-    _GROUPS.has("pp", "the pipeline stages"),
-    _GROUPS.has("tp_dp_cp", _STAGE),
-    _GROUPS.has("dp_cp", "the ranks that shard a buffer of dense weights"),
-    _GROUPS.has("intra_dp_cp", "the same ranks, within one optimizer instance"),
-    _GROUPS.has("expt_dp", "the ranks that shard a buffer of experts' weights"),
-    _GROUPS.has("intra_expt_dp", "the same ranks, within one optimizer instance"),
+    *_GROUPS.has(
+        tp=_TP,
+        expt_tp=_EXPERT_TP,
+        ep=_EP,
+        pp="the pipeline stages",
+        tp_dp_cp=_STAGE,
+        dp_cp="the ranks that shard a buffer of dense weights",
+        intra_dp_cp="the same ranks, within one optimizer instance",
+        expt_dp="the ranks that shard a buffer of experts' weights",
+        intra_expt_dp="the same ranks, within one optimizer instance",
+    ),
     # --- marks on parameters
-    _LAYERS.has("tensor_model_parallel", "whether TP splits it"),
-    _LAYERS.has("partition_dim", "the dim that TP splits"),
-    _LAYERS.has("sequence_parallel", "its gradient is added up over TP ranks"),
-    _LAYERS.has(
-        "allreduce", "False on experts' weights, which have buffers of their own"
+    *_LAYERS.has(
+        tensor_model_parallel="whether TP splits it",
+        partition_dim="the dim that TP splits",
+        sequence_parallel="its gradient is added up over TP ranks",
+        allreduce="False on experts' weights, which have buffers of their own",
     ),
-    _LANGUAGE.has(
-        "is_embedding_or_output_parameter", "an embedding or output: AdamW's"
+    *_LANGUAGE.has(
+        is_embedding_or_output_parameter="an embedding or output: AdamW's",
+        shared_embedding="a tied embedding, whose copies need one optimizer",
+        shared="the last stage's copy of a tied embedding",
     ),
-    _LANGUAGE.has(
-        "shared_embedding", "a tied embedding, whose copies need one optimizer"
-    ),
-    _LANGUAGE.has("shared", "the last stage's copy of a tied embedding"),
 )
 # Read only to refuse what Muon does not support: a Megatron that lacks one has nothing
 # to refuse.
 REFUSALS = (
-    _MODEL.has("fp4_param", _REFUSED, (0, 15)),
-    _MODEL.has("moe_single_grouped_weight", _REFUSED, (0, 18)),
-    _MODEL.has("moe_single_grouped_bias", _REFUSED, (0, 18)),
-    _OPTIM.has("optimizer_cuda_graph", _REFUSED, (0, 17)),
-    _OPTIM.has("grad_norm_skip_threshold", _REFUSED, (0, 19)),
-    _DDP.has("use_megatron_fsdp", _REFUSED, (0, 14)),
-    _DDP.has("use_custom_fsdp", _REFUSED),
-    _LAYERS.has("is_gtp_weight_remat", _REFUSED, (0, 19)),
+    *_MODEL.has(since=(0, 15), fp4_param=_REFUSED),
+    *_MODEL.has(
+        since=(0, 18),
+        moe_single_grouped_weight=_REFUSED,
+        moe_single_grouped_bias=_REFUSED,
+    ),
+    *_OPTIM.has(since=(0, 17), optimizer_cuda_graph=_REFUSED),
+    *_OPTIM.has(since=(0, 19), grad_norm_skip_threshold=_REFUSED),
+    *_DDP.has(since=(0, 14), use_megatron_fsdp=_REFUSED),
+    *_DDP.has(use_custom_fsdp=_REFUSED),
+    *_LAYERS.has(since=(0, 19), is_gtp_weight_remat=_REFUSED),
 )
 # Modules whose import needs packages of kernels, so that no run's start checks them.
 HYBRID = (
-    *(_MIXER.has(name, _PARTS) for name in ("d_inner", "ngroups", "d_state", "nheads")),
-    *(_DELTA.has(name, _PARTS) for name in ("qk_dim", "v_dim", "num_value_heads")),
-    _LATER_DELTA.has("in_proj_split_sections", _PARTS),
-    _LATER_DELTA.has("in_proj_split_names", _PARTS),
-    _LATER_DELTA.has("tp_size", _PARTS),
+    *_MIXER.has(d_inner=_PARTS, ngroups=_PARTS, d_state=_PARTS, nheads=_PARTS),
+    *_DELTA.has(qk_dim=_PARTS, v_dim=_PARTS, num_value_heads=_PARTS),
+    *_LATER_DELTA.has(
+        in_proj_split_sections=_PARTS,
+        in_proj_split_names=_PARTS,
+        tp_size=_PARTS,
+    ),
 )

@@ -2,7 +2,7 @@
 shard.
 """
 
-from megatron_muon.mcore.seams.row import Place
+from megatron_muon.mcore.seams.row import Place, Row
 
 _CORE = Place("megatron.core.optimizer")
 _DISTRIB = Place("megatron.core.optimizer.distrib_optimizer")
@@ -20,15 +20,16 @@ _BUCKET = Place(_BUFFERS.module, "_ParamAndGradBucket")
 _GROUP = Place(_BUFFERS.module, "_ParamAndGradBucketGroup")
 _DISTRIBUTED = Place("megatron.core.distributed")
 _DDP = Place(_DISTRIBUTED.module, "DistributedDataParallel")
+_DDP_CONFIG = Place(_DISTRIBUTED.module, "DistributedDataParallelConfig")
 # The first version that takes a layout of its grad buffers is 0.18.
 _LAYOUTS = Place(
     "megatron.core.optimizer.param_layout", "FullParamLayout", since=(0, 18)
 )
 _LAYOUT = Place(_LAYOUTS.module, "PerBufferParamLayout", since=(0, 18))
-_NORM, _SKIPS = (
-    "the gradients that the norm counts",
-    "reduces the flag that skips a step",
-)
+_OFF = "refused if off"
+_EARLY = "refused with fp16 or experts, where Megatron trains wrongly"
+_NORM = "the gradients that the norm counts"
+_SKIPS = "reduces the flag that skips a step"
 _BUILDS = "builds a chain around Adam, which becomes Muon's"
 _BELOW = "what a builder calls that was taken before install()"
 _BUILDER = "config model_chunks no_weight_decay_cond"
@@ -44,14 +45,10 @@ _MAPPING = Place("megatron.core.dist_checkpointing.mapping")
 _SERIALIZATION = Place("megatron.core.dist_checkpointing.serialization")
 _VALIDATION = Place("megatron.core.dist_checkpointing.validation", since=(0, 19))
 _ASYNC = Place("megatron.core.dist_checkpointing.strategies.async_utils")
-_SHARDED, _FILE = (
-    "model_sharded_state_dict is_loading",
-    "sharded_state_dict checkpoint_dir",
-)
-_LOADED, _TENSOR = (
-    "state_dict update_legacy_format",
-    "key data dtype global_shape global_offset",
-)
+_SHARDED = "model_sharded_state_dict is_loading"
+_FILE = "sharded_state_dict checkpoint_dir"
+_LOADED = "state_dict update_legacy_format"
+_TENSOR = "key data dtype global_shape global_offset"
 # Overridden to name the phase in the error where a peer is lost; replaced in a step
 # that is traced.
 SYNCS = (
@@ -66,7 +63,7 @@ SYNCS = (
         "finish_param_sync", "waits for the all-gather of parameters", "self"
     ),
 )
-ROWS = (
+ROWS: tuple[Row, ...] = (
     # --- communication
     _BUFFERS.subclassed(
         "_ParamAndGradBucketGroup", "what is reduced and gathered together"
@@ -103,19 +100,7 @@ ROWS = (
     _CONFIG.wrapped(
         "__post_init__", "wants AdamW for use_precision_aware_optimizer", "self"
     ),
-    _CONFIG.has(
-        "use_precision_aware_optimizer", "whether the inner Adam is to hold such states"
-    ),
-    _CONFIG.has(
-        "use_precision_aware_optimizer_no_fp8_or_ds_fp8", "and main parameters", (0, 14)
-    ),
     # --- states on the host
-    _CONFIG.has(
-        "optimizer_cpu_offload", "whether the inner optimizer is the hybrid one"
-    ),
-    _CONFIG.has("optimizer_offload_fraction", "the part of state that is on the host"),
-    _CONFIG.has("exp_avg_dtype", "that of the momentum"),
-    _CONFIG.has("bf16", "whether weights lack 16 bits of an fp32 number"),
     _CPU.subclassed("HybridDeviceOptimizer", "AdamW on the host, in parts"),
     _HYBRID.overridden(
         "_get_sub_optimizer_param_groups", "its shards", "self offload_fraction"
@@ -127,7 +112,6 @@ ROWS = (
     _HYBRID.overridden(
         "_update_fp32_params_by_new_state", "called at the end of a load", "self"
     ),
-    _HYBRID.has("state", "that of the parts, by shard"),
     _HYBRID.overridden("_init_sub_optimizers", "makes the parts anew", "self"),
     _HYBRID.called(
         "_sync_sub_optimizers_state_to_hdo", "takes the state of the parts", "self"
@@ -135,18 +119,16 @@ ROWS = (
     _HYBRID.read(
         "sub_optimizers", "the parts, each torch's AdamW or the Adam of a GPU"
     ),
-    _HYBRID.has("param_to_inner_param", "the main parameter of each shard"),
-    _HYBRID.has("gpu_optimizer", "the part on the device, if any"),
-    _HYBRID.has("_d2h_stream", "the stream that copies gradients to the host"),
-    _HYBRID.has("_h2d_stream", "the stream that copies shards to the weights"),
-    _DIST.has(
-        "shard_float16_groups",
-        "slices of the weights, whose main parameters it then has",
+    *_HYBRID.has(
+        state="that of the parts, by shard",
+        param_to_inner_param="the main parameter of each shard",
+        gpu_optimizer="the part on the device, if any",
+        _d2h_stream="the stream that copies gradients to the host",
+        _h2d_stream="the stream that copies shards to the weights",
     ),
     # --- the norm of gradients and the step
     # The norm is a float or, where Megatron does not wait for it, a tensor; the same
-    # on all ranks
-    # of the grad_stats_parallel_group.
+    # on all ranks of the grad_stats_parallel_group.
     _DIST.overridden(
         "_copy_main_params_to_param_buffer", "mxfp8 parameters", "self", (0, 14)
     ),
@@ -295,76 +277,96 @@ ROWS = (
     ),
     _VALIDATION.called("save_integrity_manifest", "hashes all files", "checkpoint_dir"),
     _SERIALIZATION.read("logger", "silenced where the digest's mark is the only file"),
+    # --- settings
+    _CORE.read("OptimizerConfig", "the settings of an optimizer"),
+    *_CONFIG.has(
+        optimizer="whether it is muon; adam while Megatron builds",
+        use_distributed_optimizer=_OFF,
+        overlap_param_gather_with_optimizer_step=_EARLY,
+        fp16="whether there is a loss scaler",
+        bf16="whether weights lack 16 bits of an fp32 number",
+        clip_grad="whether gradients are clipped before momentum adds them",
+        timers="Megatron's timers, which the step's phases are recorded in",
+        use_precision_aware_optimizer="whether the inner Adam is to hold such states",
+        optimizer_cpu_offload="whether the inner optimizer is the hybrid one",
+        optimizer_offload_fraction="the part of state that is on the host",
+        exp_avg_dtype="that of the momentum",
+    ),
+    *_CONFIG.has(
+        since=(0, 14),
+        reuse_grad_buf_for_mxfp8_param_ag="how mxfp8 parameters travel",
+        use_precision_aware_optimizer_no_fp8_or_ds_fp8=(
+            "whether the inner Adam is to hold main parameters"
+        ),
+    ),
+    *_CONFIG.has(since=(0, 15), decoupled_weight_decay=_OFF),
+    _DISTRIBUTED.read("DistributedDataParallelConfig", "the settings of the wrapper"),
+    *_DDP_CONFIG.has(
+        use_distributed_optimizer=_OFF,
+        num_distributed_optimizer_instances="number of parts of a stage's ranks",
+        fp8_param_gather="refused if on with another recipe than delayed scaling",
+        overlap_param_gather="early_param_gather (--muon-early-param-gather) is for it",
+    ),
     # --- attributes
-    _DIST.has(
-        "model_chunks", "the DDP-wrapped modules, for names and marks of parameters"
+    *_DIST.has(
+        model_chunks="the DDP-wrapped modules, for names and marks of parameters",
+        is_stub_optimizer="True on a rank that has no groups and never steps",
+        config="its timers, and the run's settings",
+        grad_scaler="None, or the loss scaler, which all optimizers share",
+        distributed_optimizer_instance_id="which of several instances it is in",
+        optimizer="the inner Adam: param_groups of flat shards, and its state",
+        init_state_fn="fills the inner optimizer's state before a load",
+        data_parallel_group="the ranks that each bucket is cut over",
+        data_parallel_group_idx="the model-parallel rank, in dp_reshardable's keys",
+        ddp_config="num_distributed_optimizer_instances",
+        buffers="each with param_index_map (start, stop, bucket) and buckets",
+        gbuf_ranges="by buffer, dtypes and bucket: the slices that this rank has",
+        per_bucket_numel_unpadded="sizes that dp_reshardable compares at a load",
+        model_param_group_index_map="the parameter group of a model parameter",
+        model_float16_groups="parameters, as in shard_fp32_from_float16_groups",
+        shard_fp32_from_float16_groups="their flat fp32 main parameters",
+        shard_float16_groups="slices of weights, if Adam has main parameters",
+        model_fp32_groups="parameters in step with shard_fp32_groups",
+        shard_fp32_groups="flat views of them",
     ),
-    _DIST.has("is_stub_optimizer", "True on a rank that has no groups and never steps"),
-    _DIST.has("config", "its timers, and the run's settings"),
-    _DIST.has("grad_scaler", "None, or the loss scaler, which all optimizers share"),
-    _DIST.has(
-        "distributed_optimizer_instance_id", "which of several instances it is in"
+    *_CHAIN.has(
+        chained_optimizers="the optimizers in it",
+        config="the run's settings",
     ),
-    _DIST.has(
-        "optimizer", "the inner Adam: param_groups of flat shards, and its state"
+    *_BUFFER.has(
+        param_index_map="(start, stop, bucket) of each parameter",
+        buckets="in the order of their elements",
+        numel_unpadded="elements of the tensors that Megatron gathers from it",
     ),
-    _DIST.has("init_state_fn", "fills the inner optimizer's state before a load"),
-    _DIST.has("data_parallel_group", "the ranks that each bucket is cut over"),
-    _DIST.has(
-        "data_parallel_group_idx", "the model-parallel rank, in dp_reshardable's keys"
+    *_BUCKET.has(
+        grad_data="all of the bucket's elements, padding too",
+        offset="where the bucket begins in its buffer",
+        numel_unpadded="elements of the bucket without padding",
+        param_data="all of the bucket's parameters, flat, as they are gathered",
     ),
-    _DIST.has("ddp_config", "num_distributed_optimizer_instances"),
-    _DIST.has("buffers", "each with param_index_map (start, stop, bucket) and buckets"),
-    _DIST.has(
-        "gbuf_ranges", "by buffer, dtypes and bucket: the slices that this rank has"
+    *_GROUP.has(
+        buckets="what it reduces and gathers together",
+        param_gather_handle="None, or the all-gather that is under way",
+        param_gather_dispatched="whether a forward pass still has to start one",
+        next_param_gather_bucket_group="the one that a forward pass starts after it",
+        intra_distributed_optimizer_instance_group=(
+            "who reduces and gathers its buckets"
+        ),
     ),
-    _DIST.has(
-        "per_bucket_numel_unpadded", "sizes that dp_reshardable compares at a load"
+    *_DDP.has(
+        bucket_groups="those of dense weights, whose errors name the phase",
+        expert_parallel_bucket_groups="those of experts' weights",
+        buffers="the grad buffers of dense weights",
+        expert_parallel_buffers="the grad buffers of experts' weights",
+        ddp_config="whether the distributed optimizer and its overlaps are on",
+        module="the model inside",
     ),
-    _DIST.has(
-        "model_param_group_index_map", "the parameter group of a model parameter"
+    *_LAYOUTS.has(layouts="the layout of each grad buffer"),
+    *_LAYOUT.has(
+        param_index_map="(start, stop, bucket) of a parameter",
+        bucket_indices="(start, stop) of each bucket",
+        per_bucket_numel_unpadded="elements without padding",
     ),
-    _DIST.has(
-        "model_float16_groups", "parameters, as in shard_fp32_from_float16_groups"
-    ),
-    _DIST.has("shard_fp32_from_float16_groups", "their flat fp32 main parameters"),
-    _DIST.has("model_fp32_groups", "parameters in step with shard_fp32_groups"),
-    _DIST.has("shard_fp32_groups", "flat views of them"),
-    _CHAIN.has("chained_optimizers", "the optimizers in it"),
-    _CHAIN.has("config", "the run's settings"),
-    _BUFFER.has("param_index_map", "(start, stop, bucket) of each parameter"),
-    _BUFFER.has("buckets", "in the order of their elements"),
-    _BUFFER.has(
-        "numel_unpadded", "elements of the tensors that Megatron gathers from it"
-    ),
-    _BUCKET.has("grad_data", "all of the bucket's elements, padding too"),
-    _BUCKET.has("offset", "where the bucket begins in its buffer"),
-    _BUCKET.has("numel_unpadded", "elements of the bucket without padding"),
-    _BUCKET.has(
-        "param_data", "all of the bucket's parameters, flat, as they are gathered"
-    ),
-    _GROUP.has("buckets", "what it reduces and gathers together"),
-    _GROUP.has("param_gather_handle", "None, or the all-gather that is under way"),
-    _GROUP.has(
-        "param_gather_dispatched", "whether a forward pass still has to start one"
-    ),
-    _GROUP.has(
-        "next_param_gather_bucket_group", "the one that a forward pass starts after it"
-    ),
-    _GROUP.has(
-        "intra_distributed_optimizer_instance_group",
-        "who reduces and gathers its buckets",
-    ),
-    _DDP.has("bucket_groups", "those of dense weights, whose errors name the phase"),
-    _DDP.has("expert_parallel_bucket_groups", "those of experts' weights"),
-    _DDP.has("buffers", "the grad buffers of dense weights"),
-    _DDP.has("expert_parallel_buffers", "the grad buffers of experts' weights"),
-    _DDP.has("ddp_config", "whether the distributed optimizer and its overlaps are on"),
-    _DDP.has("module", "the model inside"),
-    _LAYOUTS.has("layouts", "the layout of each grad buffer"),
-    _LAYOUT.has("param_index_map", "(start, stop, bucket) of a parameter"),
-    _LAYOUT.has("bucket_indices", "(start, stop) of each bucket"),
-    _LAYOUT.has("per_bucket_numel_unpadded", "elements without padding"),
 )
 
 # Keys of a parameter group, which NeMo writes with a prefix, pre_. They are keys of a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partialmethod
 from typing import Literal
@@ -49,6 +50,9 @@ class Attribute:
         return ".".join(word for word in (self.module, self.owner, self.name) if word)
 
 
+Row = Seam | Attribute
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A module of others' code, or a class in it; makes the rows of what it has.
@@ -93,11 +97,12 @@ class Place:
 
     def has(
         self,
-        name: str,
-        relied_on: str,
+        *,
         since: Version | None = None,
         until: Version | None = None,
-    ) -> Attribute:
-        """The row of an attribute of the class, or of a mark."""
+        **attributes: str,
+    ) -> Iterator[Attribute]:
+        """The rows of attributes of the class, or of marks: each with its purpose."""
         versions = since or self.since, until or self.until
-        return Attribute(self.module, self.owner, name, relied_on, *versions)
+        for name, relied_on in attributes.items():
+            yield Attribute(self.module, self.owner, name, relied_on, *versions)

@@ -22,10 +22,9 @@ from typing import Any
 
 from megatron_muon.mcore.seams import model, optimizer
 from megatron_muon.mcore.seams.optimizer import GROUP_KEYS
-from megatron_muon.mcore.seams.row import Attribute, Place, Seam
+from megatron_muon.mcore.seams.row import Attribute, Place, Row, Seam
 from megatron_muon.presence import SeamError, Version, check_version
 
-Row = Seam | Attribute
 WAY_OUT = (
     "If this Megatron is a fork's, give it the symbol that the release of its version "
     "has; else take a megatron_muon that knows it, or choose optimizer='adam'"
