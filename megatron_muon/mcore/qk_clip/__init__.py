@@ -10,7 +10,7 @@ those of Megatron's ``clip_qk`` (core 0.16).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.transformer.attention import Attention
@@ -25,15 +25,15 @@ def is_wanted(
     """Whether the plugin watches or clips the logits of this run; the same on every
     rank.
 
-    Without the distributed optimizer Megatron's own clip has whole matrices: it is left
-    alone.
+    Without the distributed optimizer Megatron's own clip has whole matrices, and the
+    plugin does nothing.
     """
-    if config.qk_clip is not None or not optimizer_config.use_distributed_optimizer:
-        return config.qk_clip is not None
-    each = [
-        getattr(one, "log_max_attention_logit", False) for one in _configs(model_chunks)
-    ]
-    return is_asked(model_chunks, config) or (any(each) and not uses_fsdp(model_chunks))
+    if config.qk_clip is not None:
+        return True
+    if not optimizer_config.use_distributed_optimizer:
+        return False
+    logs = _is_on("log_max_attention_logit", model_chunks)
+    return is_asked(model_chunks, config) or (logs and not uses_fsdp(model_chunks))
 
 
 def is_asked(model_chunks: Sequence[Any], config: MuonConfig) -> bool:
@@ -41,25 +41,25 @@ def is_asked(model_chunks: Sequence[Any], config: MuonConfig) -> bool:
 
     The same on all ranks, also those whose stage has no attention.
     """
-    asked = any(getattr(each, "qk_clip", False) for each in _configs(model_chunks))
-    return asked or config.qk_clip is not None
+    return config.qk_clip is not None or _is_on("qk_clip", model_chunks)
 
 
 def uses_fsdp(model_chunks: Sequence[Any]) -> bool:
     """Whether the model is wrapped in Megatron's FSDP, by the newer or the older
     name.
     """
+    ddp_config = getattr(model_chunks[0], "ddp_config", None)
     names = ("use_megatron_fsdp", "use_custom_fsdp")
-    return any(
-        getattr(getattr(model_chunks[0], "ddp_config", None), name, False)
-        for name in names
-    )
+    return any(getattr(ddp_config, name, False) for name in names)
 
 
-def _configs(model_chunks: Sequence[Any]) -> Iterator[Any]:
-    """Settings of the model, and of its parts that have settings of their own."""
+def _is_on(setting: str, model_chunks: Sequence[Any]) -> bool:
+    """Whether the model has it on, or an attention with settings of its own."""
     for chunk in model_chunks:
-        yield get_model_config(chunk)
+        configs = [get_model_config(chunk)]
         for module in chunk.modules():
             if isinstance(module, Attention):
-                yield module.config
+                configs.append(module.config)
+        if any(getattr(config, setting, False) for config in configs):
+            return True
+    return False

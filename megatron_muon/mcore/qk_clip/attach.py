@@ -5,7 +5,6 @@ a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -21,20 +20,6 @@ from megatron_muon.runtime.patches import turn_into
 from megatron_muon.settings.config import MuonConfig, named
 
 _CLIP = "_muon_clip"  # an attribute of a rank's first model chunk
-
-
-@dataclass(slots=True)
-class RunClip:
-    """The clip of a run, and what its steps have found."""
-
-    clip: QkClip
-    clips_in_step: (
-        bool  # the optimizer's step clips; else Megatron's training loop asks for it
-    )
-    largest: float = 0.0  # the largest logit of the last step that clipped
-
-    def after_step(self) -> None:
-        self.largest = self.clip.apply()
 
 
 def prepare(
@@ -80,11 +65,11 @@ def attach(
         tp_size=tp.size(),
         device=device_of(model_chunks),
         following=tuple(_following(parts, model_chunks)),
+        clips_in_step=config.qk_clip is not None,
     )
-    run_clip = RunClip(clip, clips_in_step=config.qk_clip is not None)
-    setattr(model_chunks[0], _CLIP, run_clip)
-    if run_clip.clips_in_step:
-        optimizer.logits = run_clip
+    setattr(model_chunks[0], _CLIP, clip)
+    if clip.clips_in_step:
+        optimizer.qk_clip = clip
         turn_into(optimizer, _clipping(type(optimizer)))
 
 
@@ -95,35 +80,39 @@ def _following(
     in_fp8 = getattr(ddp_config, "fp8_param_gather", False)
     if in_fp8:
         yield from (part._copy_main_params_to_model_params for part in parts)
-    if (
-        in_fp8 or adam_holds_main(parts[0].config)
-    ) and not ddp_config.overlap_param_gather:
+    if ddp_config.overlap_param_gather:
+        return  # the next forward pass gathers
+    if in_fp8 or adam_holds_main(parts[0].config):
         yield from (chunk.start_param_sync for chunk in model_chunks)
 
 
 def clip_qk(
     original: Callable[..., float], model: Sequence[Any], log_max_only: bool = False
 ) -> float:
-    """The largest logit. Megatron's own takes a shard of a main parameter for the whole
-    matrix.
+    """Wraps Megatron's, which takes a shard of a main parameter for the whole matrix;
+    returns the largest logit.
     """
-    run_clip: RunClip | None = getattr(model[0], _CLIP, None)
-    if run_clip is None:
+    clip: QkClip | None = getattr(model[0], _CLIP, None)
+    if clip is None:
         return original(model, log_max_only=log_max_only)
-    if run_clip.clips_in_step:
-        return run_clip.largest
-    return run_clip.clip.apply(only_watch=log_max_only)
+    if not clip.clips_in_step:
+        clip.apply(only_watch=log_max_only)
+    return clip.largest
 
 
 def _clipping(optimizer: type) -> type:
-    """A subclass of a chain of optimizers that clips at the end of its step."""
+    """A subclass of a chain of optimizers that clips at the end of its step.
+
+    A chain with Muon changes its class a second time here: AdamW's are clipped, too,
+    and neither class needs to know of the other.
+    """
 
     class Clipping(optimizer):  # type: ignore[misc]
-        logits: RunClip
+        qk_clip: QkClip
 
         def step(self) -> Any:
             result = super().step()
-            self.logits.after_step()
+            self.qk_clip.apply()
             return result
 
     Clipping.__name__ = f"Clipping{optimizer.__name__}"
@@ -148,15 +137,12 @@ def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
             "they are gathered in the memory of gradients"
         ),
     }
-    on = {
-        name: why
-        for name, why in modes.items()
-        if getattr(optimizer_config, name, False)
-    }
-    if uses_fsdp(model_chunks):
-        on["use_megatron_fsdp"] = "a rank has parts of the weights themselves"
-    for name, why in on.items():
-        raise NotImplementedError(
-            f"clipped attention logits (--qk-clip, --muon-qk-clip) with {name} "
-            f"(--{name.replace('_', '-')}): {why}: leave out one of both"
-        )
+    on = {name: getattr(optimizer_config, name, False) for name in modes}
+    modes["use_megatron_fsdp"] = "a rank has parts of the weights themselves"
+    on["use_megatron_fsdp"] = uses_fsdp(model_chunks)
+    for name, reason in modes.items():
+        if on[name]:
+            raise NotImplementedError(
+                f"clipped attention logits (--qk-clip, --muon-qk-clip) with {name} "
+                f"(--{name.replace('_', '-')}): {reason}. Use only one of the two"
+            )

@@ -57,47 +57,51 @@ def watched_attentions(
     watched: list[WatchedAttention] = []
     for chunk in model_chunks:
         for path, module in chunk.named_modules():
-            if isinstance(module, Attention) and not isinstance(module, CrossAttention):
-                watched += _watched(path, module, by_param, config, tp_size)
+            if not isinstance(module, Attention) or isinstance(module, CrossAttention):
+                continue
+            clip = clip_of(module.config, config)
+            if clip is not None or getattr(
+                module.config, "log_max_attention_logit", False
+            ):
+                watched.append(_watched(path, module, clip, by_param, config, tp_size))
     return watched
 
 
 def _watched(
     path: str,
     attention: Any,
+    clip: Clip | None,
     by_param: dict[torch.nn.Parameter, Weight],
     config: MuonConfig,
     tp_size: int,
-) -> Iterator[WatchedAttention]:
-    model = attention.config
-    clip = clip_of(model, config)
-    if clip is None and not getattr(model, "log_max_attention_logit", False):
-        return
+) -> WatchedAttention:
     name = path.removeprefix("module.").removeprefix("module.")
     core = getattr(attention, "core_attention", None)
     _require_maxima(name, core, config)
-    clipped: tuple[ClippedWeight, ...] = ()
+    clipped: list[ClippedWeight] = []
     if clip is not None:
         _require_clippable(name, attention, config)
-        clipped = tuple(_clipped(name, attention, by_param, config, tp_size))
-    yield WatchedAttention(name, core, model.num_attention_heads, clip, clipped)
+        clipped += _clipped(name, attention, by_param, config, tp_size)
+    heads = attention.config.num_attention_heads
+    return WatchedAttention(name, core, heads, clip, tuple(clipped))
 
 
 def clip_of(model_config: Any, config: MuonConfig) -> Clip | None:
-    """The clip that flags ask for, if any; a ValueError if both do, or for one out of
-    its range.
+    """The clip that Megatron's flags or the plugin's ask for, if any.
+
+    Raises:
+        ValueError: both ask for one, or a number is out of its range.
     """
-    if not getattr(model_config, "qk_clip", False):
-        return (
-            None
-            if config.qk_clip is None
-            else Clip(config.qk_clip, config.qk_clip_alpha)
-        )
+    is_megatrons = getattr(model_config, "qk_clip", False)
     if config.qk_clip is not None:
+        if not is_megatrons:
+            return Clip(config.qk_clip, config.qk_clip_alpha)
         raise ValueError(
             f"{named('qk_clip')} {config.qk_clip} and Megatron's --qk-clip both clip "
-            "the attention's logits: leave out one of them"
+            "the attention's logits. Use only one of the two"
         )
+    if not is_megatrons:
+        return None
     threshold, alpha = model_config.qk_clip_threshold, model_config.qk_clip_alpha
     if not threshold > 0:
         raise ValueError(
@@ -133,7 +137,7 @@ def _require_maxima(name: str, core: Any, config: MuonConfig) -> None:
     if window is not None:
         raise NotImplementedError(
             f"{_flag(config)}: {name} has window_size={window}, and the largest logit "
-            "inside a window is not computed: leave out one of both"
+            "inside a window is not computed. Use only one of the two"
         )
 
 
@@ -150,8 +154,8 @@ def _require_clippable(name: str, attention: Any, config: MuonConfig) -> None:
         raise ValueError(
             f"{_flag(config)} with {norm} (--{norm.replace('_', '-')}): {name} "
             "normalizes queries and keys after their projection, so smaller weights "
-            "would not make smaller logits, and each step would shrink them again: "
-            "leave out one of both"
+            "would not make smaller logits, and each step would shrink them again. "
+            "Use only one of the two"
         )
 
 
@@ -170,8 +174,8 @@ def _clipped(
         if heads is None or heads.rows != rows:
             raise NotImplementedError(
                 f"{name}.{linear}.weight: which of its {rows} rows over {tp_size} TP "
-                "ranks are which head's is not known: its logits cannot be clipped, "
-                "leave the clip out"
+                "ranks belong to which head is not known, so its logits cannot be "
+                "clipped: leave the clip out"
             )
         yield ClippedWeight(param, heads)
         bias = getattr(getattr(attention, linear), "bias", None)

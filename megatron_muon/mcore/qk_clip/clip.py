@@ -12,7 +12,7 @@ import torch
 from megatron.core.fp8_utils import is_float8tensor
 
 from megatron_muon.mcore.host.shards import states_of
-from megatron_muon.mcore.qk_clip.attentions import WatchedAttention
+from megatron_muon.mcore.qk_clip.attentions import Clip, WatchedAttention
 from megatron_muon.mcore.qk_clip.factors import eta_of, row_factors
 from megatron_muon.mcore.qk_clip.local import MAXIMA
 from megatron_muon.mcore.qk_clip.row_scaling import scale_rows
@@ -30,7 +30,7 @@ _NOTHING = float("-inf")
 Main = tuple[States, torch.Tensor, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class QkClip:
     """A rank's means to clip the logits of its attentions."""
 
@@ -44,71 +44,70 @@ class QkClip:
     # what Megatron does after a step, where a weight is rounded from its clipped main
     # parameter
     following: tuple[Callable[[], None], ...]
+    # the optimizer's step clips; else Megatron's training loop asks for it
+    clips_in_step: bool
+    largest: float = 0.0  # the stage's largest logit; 0.0 if all are below
 
     @torch.no_grad()
-    def apply(self, *, only_watch: bool = False) -> float:
-        """Clip what passed its threshold since the last call; every rank of the stage
-        calls it.
+    def apply(self, *, only_watch: bool = False) -> None:
+        """Find the largest logit since the last call, and clip what passed its
+        threshold.
 
-        With ``only_watch`` weights stay. Returns the stage's largest logit, 0.0 if all
-        are below.
+        Every rank of the stage calls it. With ``only_watch`` weights stay.
         """
+        self.largest = 0.0
         if not self.attentions:
-            return 0.0
-        reduced = self._reduced()
-        largest, was_clipped = 0.0, False
-        for attention, (dtype_number, *values), logits in self._read(reduced):
+            return
+        message = self.reduced()
+        on_host = message.tolist()
+        was_clipped = False
+        for attention, place in self.places():
             setattr(attention.core, MAXIMA, None)
+            dtype_number, *values = on_host[place]
             if dtype_number == _NOTHING:  # it ran on no rank
                 continue
-            largest = max(largest, max(values))
+            self.largest = max(self.largest, max(values))
             clip = attention.clip
             if clip is None or only_watch:
                 continue
             # a NaN beside it says nothing
             if any(value > clip.threshold for value in values):
-                self._scale(attention, logits.to(_DTYPES[int(dtype_number)]))
+                logits = message[place][1:].to(_DTYPES[int(dtype_number)])
+                self._scale(attention, clip, logits)
                 was_clipped = True
         for follow in self.following if was_clipped else ():
             follow()
-        return largest
 
-    def _reduced(self) -> torch.Tensor:
+    def reduced(self) -> torch.Tensor:
         """For each attention the number of its dtype, then its heads' largest logits,
         in fp32.
         """
-        count = sum(1 + attention.heads for attention in self.attentions)
-        numbers = torch.full((count,), _NOTHING, device=self.device)
-        start = 0
-        for attention in self.attentions:
+        size = sum(1 + attention.heads for attention in self.attentions)
+        message = torch.full((size,), _NOTHING, device=self.device)
+        for attention, place in self.places():
             maxima = getattr(attention.core, MAXIMA)
             if maxima is not None:
-                local = attention.heads // self.tp_size
-                first = start + 1 + self.tp_rank * local
-                numbers[start] = float(_DTYPES.index(maxima.dtype))
-                numbers[first : first + local] = maxima.detach().view(local)
-            start += 1 + attention.heads
-        max_over("muon/logits", numbers, self.group)
-        return numbers
+                numbers = message[place]
+                numbers[0] = float(_DTYPES.index(maxima.dtype))
+                of_tp_ranks = numbers[1:].view(self.tp_size, -1)
+                of_tp_ranks[self.tp_rank] = maxima.detach().view(-1)
+        max_over("muon/logits", message, self.group)
+        return message
 
-    def _read(
-        self, numbers: torch.Tensor
-    ) -> Iterator[tuple[WatchedAttention, list[float], torch.Tensor]]:
-        """Each attention with its numbers on the host, and its logits on the device."""
-        on_host, start = numbers.tolist(), 0
+    def places(self) -> Iterator[tuple[WatchedAttention, slice]]:
+        """Each attention with the place of its numbers in the message."""
+        stop = 0
         for attention in self.attentions:
-            stop = start + 1 + attention.heads
-            yield attention, on_host[start:stop], numbers[start + 1 : stop]
             start = stop
+            stop += 1 + attention.heads
+            yield attention, slice(start, stop)
 
-    def _scale(self, attention: WatchedAttention, largest: torch.Tensor) -> None:
-        clip = attention.clip
-        assert clip is not None
-        for weight in attention.weights:
-            heads, param = weight.heads, weight.param
-            factors = row_factors(
-                eta_of(largest, heads.groups, clip.threshold), heads, clip.alpha
-            )
+    def _scale(
+        self, attention: WatchedAttention, clip: Clip, largest: torch.Tensor
+    ) -> None:
+        for param, heads in attention.weights:
+            eta = eta_of(largest, heads.groups, clip.threshold)
+            factors = row_factors(eta, heads, clip.alpha)
             here = heads.local(self.tp_rank, self.tp_size)
             local = factors[here.start : here.stop]
             cols = param.shape[1:].numel()

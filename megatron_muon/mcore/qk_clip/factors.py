@@ -33,8 +33,8 @@ class HeadRows:
 
     def local(self, tp_rank: int, tp_size: int) -> Span:
         """The rows that a TP rank has."""
-        each = self.rows // tp_size
-        return Span(tp_rank * each, (tp_rank + 1) * each)
+        count = self.rows // tp_size
+        return Span(tp_rank * count, (tp_rank + 1) * count)
 
 
 def eta_of(largest: torch.Tensor, groups: int, threshold: float) -> torch.Tensor:
@@ -42,8 +42,7 @@ def eta_of(largest: torch.Tensor, groups: int, threshold: float) -> torch.Tensor
     else 1.
 
     Megatron's expression gives a head whose logits are all negative a negative eta, and
-    then NaN for its weights, and an infinite logit 0. Such heads are left as they are
-    here.
+    then NaN for its weights, and an infinite logit 0. Here such heads stay unchanged.
 
     ``largest`` is (heads,), in any float dtype, the result (groups,) in the same.
     """
@@ -58,23 +57,12 @@ def row_factors(eta: torch.Tensor, heads: HeadRows, alpha: float) -> torch.Tenso
     (groups,).
     """
     column = eta.view(heads.groups, 1, 1)
-    parts = [
-        _factors(column, part, count, alpha, heads.is_latent)
-        for part, count in heads.parts
-    ]
+    powers = {"q": alpha, "k": 1 - alpha, "rotary": 1.0}
+    parts = []
+    for part, rows in heads.parts:
+        if part == "q" and not heads.is_latent:
+            parts.append(torch.pow(column.repeat(1, rows, 1), alpha))
+        else:
+            power = powers.get(part, 0.0)
+            parts.append(torch.pow(column, power).expand(-1, rows, 1))
     return torch.cat(parts, dim=1).view(-1).float()
-
-
-def _factors(
-    eta: torch.Tensor, part: str, rows: int, alpha: float, is_latent: bool
-) -> torch.Tensor:
-    """(groups, rows, 1): the factors of one part."""
-    if part == "rotary":
-        return eta.expand(-1, rows, 1)
-    if part == "k":
-        return torch.pow(eta, 1 - alpha).expand(-1, rows, 1)
-    if part != "q":
-        return torch.ones_like(eta).expand(-1, rows, 1)
-    if is_latent:
-        return torch.pow(eta, alpha).expand(-1, rows, 1)
-    return torch.pow(eta.repeat(1, rows, 1), alpha)

@@ -29,17 +29,14 @@ def collect_maxima(core_attention: Any) -> None:
         return
     setattr(core_attention, MAXIMA, None)
 
-    def before_softmax(softmax: Any, given: tuple[Any, ...]) -> None:
-        if not core_attention.training:
-            return
-        scores, mask = given[:2]
-        largest = _largest(softmax, scores, mask)
-        before = getattr(core_attention, MAXIMA)
-        setattr(
-            core_attention,
-            MAXIMA,
-            largest if before is None else torch.max(before, largest),
-        )
+    def before_softmax(softmax: Any, inputs: tuple[Any, ...]) -> None:
+        if core_attention.training:
+            scores, mask = inputs[:2]
+            largest = _largest(softmax, scores, mask)
+            before = getattr(core_attention, MAXIMA)
+            if before is not None:
+                largest = torch.max(before, largest)
+            setattr(core_attention, MAXIMA, largest)
 
     core_attention.scale_mask_softmax.register_forward_pre_hook(before_softmax)
 

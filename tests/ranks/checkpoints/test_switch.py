@@ -263,13 +263,13 @@ def _clips_after_muon(folder: str) -> int:
     """How often a step of AdamW with QK-Clip clips, once it has read Muon's
     checkpoint.
     """
-    from megatron_muon.mcore.qk_clip.attach import RunClip
+    from megatron_muon.mcore.qk_clip.clip import QkClip
 
     save_new(MUON, Topology(), "torch", folder)
     built = start(replace(ADAM, muon=(("qk_clip", 100.0),)), Topology(), plugin=True)
     with reading_muon(built.optimizer, settings_of(MUON)):
         load(built, folder, "torch")
-    with mock.patch.object(RunClip, "after_step") as clip:
+    with mock.patch.object(QkClip, "apply") as clip:
         take_step(built, MUON.steps)
     return clip.call_count
 

@@ -78,7 +78,7 @@ def _expected_and_kept(case: Case) -> list[tuple[list[float], list[float]]]:
     built.ddp.eval()
     _forward(built, BATCHES)
     assert [each.tolist() for each in _maxima(built)] == kept, "evaluation counts"
-    built.optimizer.logits.after_step()
+    built.optimizer.qk_clip.apply()
     assert _maxima(built) == [None] * len(kept)
     return list(zip(expected, kept, strict=True))
 
@@ -112,9 +112,13 @@ def _largest_of_stage(case: Case, topology: Topology) -> tuple[list[float], floa
     built = _watched(case, topology)
     for batch in range(BATCHES):
         _forward(built, batch)
-    clip = built.optimizer.logits.clip
-    reduced = [logits.tolist() for _, _, logits in clip._read(clip._reduced())]
-    return [each for layer in reduced for each in layer], clip.apply()
+    clip = built.optimizer.qk_clip
+    numbers = clip.reduced().tolist()
+    logits: list[float] = []
+    for _, place in clip.places():
+        logits += numbers[place][1:]
+    clip.apply()
+    return logits, clip.largest
 
 
 @pytest.mark.parametrize("topology", [Topology(tp=2, dp=2), Topology(cp=2)], ids=str)
@@ -138,7 +142,7 @@ def _clipped_forward() -> tuple[list[float], list[float]]:
     for _ in range(2):
         _forward(built, 0)
         values.append([max(each.tolist()) for each in _maxima(built)])
-        built.optimizer.logits.after_step()
+        built.optimizer.qk_clip.apply()
     return values[0], values[1]
 
 
@@ -189,7 +193,7 @@ def _logged_after_a_step() -> tuple[float, float]:
     built = _watched(replace(WATCHED, muon=(("qk_clip", 0.05),)), Topology())
     _forward(built, 0)
     largest = max(max(each.tolist()) for each in _maxima(built))
-    built.optimizer.logits.after_step()
+    built.optimizer.qk_clip.apply()
     with installed():
         from megatron.core.optimizer import qk_clip
 
