@@ -31,7 +31,9 @@ class LayerOutputs:
         self._hooks: list[Any] = []
 
     def expect(self, is_logged: bool) -> None:
-        """Observe the next step's forward passes, or none; forget those before."""
+        """Observe the next step's forward passes if it ``is_logged``; forget earlier
+        ones.
+        """
         self._seen.clear()
         if is_logged and not self._hooks:
             self._hooks = [
@@ -50,11 +52,11 @@ class LayerOutputs:
             message.add("layers", row, output_squares=squares, elements=elements)
 
     def _hook(self, row: str) -> Any:
-        def see(module: torch.nn.Module, given: Any, output: Any) -> None:
+        def see(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             if not module.training or not isinstance(hidden, Tensor):
                 return
-            # no tensor of ours may
+            # a tensor kept here would not outlive the capture
             if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
                 return
             with torch.no_grad():
@@ -73,8 +75,8 @@ class KeptLogits:
     heads: int  # over all TP ranks
 
     def put_into(self, maxima: Tensor, tp: Group) -> None:
-        """Raise ``(len(rows),)`` fp32 to the logits of this rank's heads, if it has
-        run.
+        """Raise ``maxima``, ``(len(rows),)`` fp32, to the logits of this rank's heads;
+        no change if the attention has not run.
         """
         kept = getattr(self.core, MAXIMA, None)
         if kept is None:
@@ -88,32 +90,31 @@ class KeptLogits:
 def kept_logits(
     model_chunks: Sequence[torch.nn.Module], threshold: float | None
 ) -> Iterator[KeptLogits]:
-    """Each self-attention of this rank that keeps its largest logits.
+    """The self-attentions of this rank that keep their largest logits.
 
-    Its settings ask for that, or the plugin's own do (``MuonConfig.qk_clip``), the
-    ``threshold``.
+    Either the attention's settings ask for that, or ``MuonConfig.qk_clip`` does, which
+    is the ``threshold``.
     """
     for name, layer in layers(model_chunks):
         for path, module in layer.named_modules():
             if not isinstance(module, Attention) or isinstance(module, CrossAttention):
                 continue
-            model, asked = module.config, ("log_max_attention_logit", "qk_clip")
-            if threshold is not None or any(
-                getattr(model, setting, False) for setting in asked
-            ):
+            model = module.config
+            keeps = threshold is not None or getattr(model, "qk_clip", False)
+            if keeps or getattr(model, "log_max_attention_logit", False):
                 groups = range(model.num_query_groups)
                 rows = [f"{name}.{path}[group {group}]" for group in groups]
                 yield KeptLogits(rows, module.core_attention, model.num_attention_heads)
 
 
 def clip_threshold(
-    model_chunks: Sequence[torch.nn.Module], own: float | None
+    model_chunks: Sequence[torch.nn.Module], threshold: float | None
 ) -> float | None:
-    """The threshold of the run's clip of logits: the plugin's ``own``, else Megatron's
-    or None.
+    """The threshold of the run's clip of logits: the plugin's, else Megatron's, else
+    None.
     """
-    if own is not None:
-        return float(own)
+    if threshold is not None:
+        return float(threshold)
     for _, layer in layers(model_chunks):
         model: Any = getattr(layer, "config", None)
         if getattr(model, "qk_clip", False):

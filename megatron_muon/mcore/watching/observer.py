@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from torch import Tensor
 
@@ -19,26 +20,32 @@ class MatrixObserver:
     """
 
     def __init__(self, muon: DistributedMuon, message: Message) -> None:
-        self._matrices, self._message = muon.plan.matrices, message
+        self._matrices = muon.plan.matrices
+        self._message = message
         self._rows = [row_name(matrix.name) for matrix in self._matrices]
         self._scales = [update_scale(*m.whole, muon.config) for m in self._matrices]
 
     def before_home(self, staged: Staged) -> None:
         """Count the matrices at home here, and those with a gradient."""
-        indices = [index for alike in staged.alike for index in alike.matrices]
+        indices = chain.from_iterable(alike.matrices for alike in staged.alike)
         for index, moves in zip(indices, staged.moves, strict=True):
             numel = self._matrices[index].numel
-            counts = {"matrices": 1, "home_elements": numel}
-            self._add(index, **counts, moved=moves, moved_elements=moves * numel)
+            self._add(
+                index,
+                matrices=1,
+                home_elements=numel,
+                moved=moves,
+                moved_elements=moves * numel,
+            )
 
     def before_update(
         self, table: RoundTable, shards: Shards, directions: Sequence[Tensor]
     ) -> None:
         """Sums over the elements that are held here."""
         here = [shards[index] for index, _ in table.parameters]
-        weights = cut_into_slices([each.main_param for each in here], table)
-        momenta = cut_into_slices([each.state(MOMENTUM_KEY) for each in here], table)
-        grads = cut_into_slices([each.grad for each in here], table)
+        weights = cut_into_slices([shard.main_param for shard in here], table)
+        momenta = cut_into_slices([shard.state(MOMENTUM_KEY) for shard in here], table)
+        grads = cut_into_slices([shard.grad for shard in here], table)
         slices = zip(table.matrices, directions, weights, momenta, grads, strict=True)
         for index, direction, weight, momentum, grad in slices:
             scale = self._scales[index]

@@ -55,17 +55,17 @@ def step_record(
     ``totals`` is the message, added up over all ranks. ``maxima`` are the largest
     logits of all ranks; -inf where an attention did not run.
     """
-    made: Record = {"kind": "step", **more}
+    record: Record = {"kind": "step", **more}
     for kind, numbers_of in _NUMBERS.items():
         for row in table.names[kind]:
             elements = table.about[row]["elements"] if kind == "muon" else 0.0
             numbers = numbers_of(table.sums(totals, kind, row), elements)
             if numbers:
-                made.setdefault(kind, {})[row] = _all_short(numbers)
+                record.setdefault(kind, {})[row] = _all_short(numbers)
     for row, largest in zip(table.names["logits"], maxima, strict=True):
         if largest != -math.inf:
-            made.setdefault("logits", {})[row] = {"max_logit": _short(largest)}
-    return made
+            record.setdefault("logits", {})[row] = {"max_logit": _short(largest)}
+    return record
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
@@ -83,27 +83,21 @@ def _of_muon(sums: Mapping[str, float], row_elements: float) -> dict[str, float]
     """The numbers of a row of matrices; without the directions' where no matrix has a
     gradient.
     """
-    elements, gradient, moved = (
-        sums["elements"],
-        sums["gradient_squares"],
-        sums["moved"],
-    )
+    elements = sums["elements"]
     numbers = {
         "weight_rms": _root(sums["weight_squares"], elements),
         "momentum_norm": _root(sums["momentum_squares"] * row_elements, elements),
-        "gradient_norm": _root(gradient * row_elements, elements),
-        "moved": _ratio(moved, sums["matrices"]),
+        "gradient_norm": _root(sums["gradient_squares"] * row_elements, elements),
+        "moved": _ratio(sums["moved"], sums["matrices"]),
     }
-    if not moved:
+    if not sums["moved"]:
         return numbers
-    share = _ratio(sums["moved_elements"], sums["home_elements"])
-    products = gradient * sums["update_squares"]
+    moved_elements = elements * _ratio(sums["moved_elements"], sums["home_elements"])
+    lengths = math.sqrt(max(sums["gradient_squares"] * sums["update_squares"], 0.0))
     return {
-        "update_rms": _root(sums["update_squares"], elements * share),
+        "update_rms": _root(sums["update_squares"], moved_elements),
         **numbers,
-        "cosine": _ratio(
-            sums["gradient_updates"], math.sqrt(products) if products >= 0 else 0
-        ),
+        "cosine": _ratio(sums["gradient_updates"], lengths),
     }
 
 

@@ -70,16 +70,16 @@ def muon_rows(
     for matrix in matrices:
         members[row_name(matrix.name)].append(matrix)
     rows: dict[str, dict[str, float]] = {}
-    for name, each in sorted(members.items()):
-        elements = sum(matrix.numel for matrix in each)
+    for name, alike in sorted(members.items()):
+        elements = sum(matrix.numel for matrix in alike)
         squares = sum(
-            m.numel * update_scale(*m.whole, config) ** 2 / max(m.whole) for m in each
+            matrix.numel * update_scale(*matrix.whole, config) ** 2 / max(matrix.whole)
+            for matrix in alike
         )
-        promised = math.sqrt(squares / elements)
         rows[name] = {
             "elements": elements,
-            "matrices": len(each),
-            "promised_rms": promised,
+            "matrices": len(alike),
+            "promised_rms": math.sqrt(squares / elements),
         }
     return rows
 
@@ -98,56 +98,52 @@ class Table:
         self.about: dict[str, Any] = {}
         for stage in stages:
             self.about |= stage["muon"]
-        self._places: dict[tuple[str, str, str], int] = {}
+        self.ranks = ranks
+        # the place of each sum in the message, by its kind, row and name
+        self.places: dict[tuple[str, str, str], int] = {}
         for kind, sums in SUMS.items():
             for row in self.names[kind]:
                 for name in sums:
-                    self._places[kind, row, name] = len(self._places)
-        self.ranks, self.size = ranks, len(self._places)
-
-    def place(self, kind: str, row: str, name: str) -> int:
-        """The place of a sum in the message."""
-        return self._places[kind, row, name]
+                    self.places[kind, row, name] = len(self.places)
 
     def sums(self, totals: Sequence[float], kind: str, row: str) -> dict[str, float]:
         """The sums of a row by name."""
-        return {name: totals[self.place(kind, row, name)] for name in SUMS[kind]}
+        return {name: totals[self.places[kind, row, name]] for name in SUMS[kind]}
 
 
 class Message:
     """This rank's sums of a logging step, put together in one tensor on ``device``."""
 
     def __init__(self, table: Table, device: torch.device) -> None:
-        self._table, self._device = table, device
-        self._known = [0.0] * table.size
+        self._places = table.places
+        self._device = device
+        self._known = [0.0] * len(table.places)
         self._computed: list[tuple[int, Tensor]] = []
 
     def add(self, kind: str, row: str, **values: Tensor | float) -> None:
         """Add to sums of a row, by name; a GPU may still be computing them."""
         for name, value in values.items():
-            place = self._table.place(kind, row, name)
+            place = self._places[kind, row, name]
             if isinstance(value, Tensor):
                 self._computed.append((place, value))
             else:
                 self._known[place] += value
 
     def total(self) -> Tensor:
-        """``(table.size,)`` fp64."""
+        """``(len(table.places),)`` fp64."""
         total = torch.tensor(self._known, dtype=torch.float64).to(self._device)
         if self._computed:
-            places = torch.tensor([place for place, _ in self._computed]).to(
-                self._device
-            )
-            values = torch.stack([value.double() for _, value in self._computed])
-            total.index_add_(0, places, values)
+            places, values = zip(*self._computed, strict=True)
+            at = torch.tensor(places).to(self._device)
+            total.index_add_(0, at, torch.stack([value.double() for value in values]))
         return total
 
 
 def dot(first: Tensor, second: Tensor) -> Tensor:
     """Σ first × second in fp64, a scalar; ``(n,)`` each, of any floating dtypes."""
     total = torch.zeros((), dtype=torch.float64, device=first.device)
-    for a, b in zip(
-        *(torch.split(each, _AT_ONCE) for each in (first, second)), strict=True
-    ):
-        total += torch.dot(a.float(), b.float())
+    firsts = torch.split(first, _AT_ONCE)
+    seconds = torch.split(second, _AT_ONCE)
+    for some, others in zip(firsts, seconds, strict=True):
+        total += torch.dot(some.float(), others.float())
     return total

@@ -17,10 +17,12 @@ GROWTH = 2.0  # of a layer's output, from the second quarter of the records to t
 SETTLED = 1000  # steps; before, outputs grow from their start in every run
 FEWEST = 8  # records in which growth can be seen
 MOST = 4096  # outputs of a layer that are kept; then every second one is dropped
-# headings of the page
-_SPIKES, _OFF = ("Loss spikes", "Updates are off their promised size")
-_EXPERTS, _GROW = "Gains are smaller in a mixture of experts", "Outputs grow"
-LOGIT = 100.0  # Kimi K2's threshold; a run's own clip has its own
+# Headings of the page.
+_SPIKES = "Loss spikes"
+_OFF = "Updates are off their promised size"
+_EXPERTS = "Gains are smaller in a mixture of experts"
+_GROW = "Outputs grow"
+LOGIT = 100.0  # Kimi K2's threshold, where the run clips no logits
 
 
 class Warnings:
@@ -29,16 +31,14 @@ class Warnings:
     def __init__(self, start: Record) -> None:
         self._threshold = start["logit_threshold"] or LOGIT
         self._promised = {
-            row: each["promised_rms"] for row, each in start["rows"].items()
+            row: about["promised_rms"] for row, about in start["rows"].items()
         }
         self._off: set[str] = set()  # rows whose last update was off its promise
         self._outputs: dict[str, list[float]] = {}
-        self._told: set[str] = set()  # warnings of the record before
+        self._active: set[str] = set()  # warnings of the record before
 
     def of(self, record: Record) -> list[str]:
-        """The warnings of one more record of a step; one that stays true is given
-        once.
-        """
+        """The warnings of one more record of a step; one that stays true comes once."""
         logits = f"attention logits above {self._threshold:g}"
         rules = (
             (_SPIKES, "not finite in the last step", _not_finite(record)),
@@ -56,7 +56,8 @@ class Warnings:
             (_SPIKES, logits, self._logits(record)),
         )
         named = [(see, text, list(rows)) for see, text, rows in rules]
-        before, self._told = self._told, {text for _, text, rows in named if rows}
+        before = self._active
+        self._active = {text for _, text, rows in named if rows}
         return [
             f"{text}: {first_names(rows)}; see {see!r} in docs/troubleshooting.md"
             for see, text, rows in named

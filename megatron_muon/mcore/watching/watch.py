@@ -62,23 +62,15 @@ class Watch:
         group: Group | None,
     ) -> None:
         assert config.log_interval is not None and config.log_file is not None
-        self._group, self._device, self._interval = (
-            group,
-            stage.device,
-            config.log_interval,
-        )
-        self._tp, self._steps = stage.tp, 0
+        self._group = group
+        self._stage = stage
+        self._interval = config.log_interval
+        self._steps = 0
         self._table = _table(muons, model_chunks, config, stage, group)
-        self._muons = [muon for _, muon in muons]
-        names = {
+        self._muons = muons
+        self._rows = {
             weight.param: row_name(weight.name) for weight in weights(model_chunks)
         }
-        self._adamws: list[tuple[str, torch.Tensor, Any]] = []
-        for part, muon in muons:
-            for param, shard in owned_shards(part):
-                if not muon.owns(shard):
-                    self._adamws.append((names[param], shard, part.states))
-        self._first = muons[0][0]  # its groups are new objects after each load
         self._logits = list(kept_logits(model_chunks, config.qk_clip))
         self._threshold = clip_threshold(model_chunks, config.qk_clip)
         self._outputs = LayerOutputs(list(layers(model_chunks)))
@@ -97,11 +89,11 @@ class Watch:
         self._steps += 1
         try:
             if number % self._interval == 0:
-                message = self._begun()
+                message = self._observed()
                 try:
                     yield
                 finally:
-                    for muon in self._muons:
+                    for _, muon in self._muons:
                         muon.observe(None)
                 self._log(message, number)
             else:
@@ -112,33 +104,33 @@ class Watch:
         self._outputs.expect((number + 1) % self._interval == 0)
 
     def skip(self) -> None:
-        """A step is skipped: forget its forward passes. Only a loop's own numbers count
-        it.
+        """A step is skipped: forget its forward passes. It has a number only if the
+        loop numbers the steps.
         """
         following = self._number() + (host().step() is not None)
         self._outputs.expect(following % self._interval == 0)
 
     def _number(self) -> int:
         """The number of the step under way."""
-        given = host().step()
-        return self._steps + 1 if given is None else given
+        number = host().step()
+        return self._steps + 1 if number is None else number
 
-    def _begun(self) -> Message:
-        """The sums of a logging step, with what there is before it."""
-        message = Message(self._table, self._device)
+    def _observed(self) -> Message:
+        """The sums of a logging step; Muon's observers add to them during the step."""
+        message = Message(self._table, self._stage.device)
         self._outputs.add_to(message)
-        for row, shard, states in self._adamws:
-            grad = states.grad(shard)
-            weight = states.get(shard, MAIN_KEY)
-            assert grad is not None  # checked before the step
-            message.add(
-                "adamw",
-                row,
-                elements=shard.numel(),
-                weight_squares=dot(weight, weight),
-                gradient_squares=dot(grad, grad),
-            )
-        for muon in self._muons:
+        for part, muon in self._muons:
+            for param, shard in owned_shards(part):
+                if not muon.owns(shard):
+                    grad = part.states.grad(shard)  # checked before the step
+                    weight = part.states.get(shard, MAIN_KEY)
+                    message.add(
+                        "adamw",
+                        self._rows[param],
+                        elements=shard.numel(),
+                        weight_squares=dot(weight, weight),
+                        gradient_squares=dot(grad, grad),
+                    )
             muon.observe(MatrixObserver(muon, message))
         return message
 
@@ -155,14 +147,15 @@ class Watch:
                 say(f"[megatron_muon] step {number} is not logged: {text}")
 
     def _largest_logits(self) -> torch.Tensor:
-        """The largest over all ranks, one for each row; -inf where an attention did not
+        """The largest logit of each row over all ranks; -inf where an attention did not
         run.
         """
         places = {row: at for at, row in enumerate(self._table.names["logits"])}
-        maxima = torch.full((len(places),), -torch.inf, device=self._device)
+        maxima = torch.full((len(places),), -torch.inf, device=self._stage.device)
         for attention in self._logits:
             first = places[attention.rows[0]]
-            attention.put_into(maxima[first : first + len(attention.rows)], self._tp)
+            rows = maxima[first : first + len(attention.rows)]
+            attention.put_into(rows, self._stage.tp)
         if places:
             collectives.max_over("muon/watch", maxima, self._group)
         return maxima
@@ -170,14 +163,21 @@ class Watch:
     def _write(
         self, totals: Sequence[float], maxima: Sequence[float], number: int
     ) -> None:
-        lines, now = self._lines, round(time.time(), 3)
+        lines = self._lines
+        now = round(time.time(), 3)
         assert lines is not None
         if self._warnings is None:
-            begun = {"version": __version__, "time": now, "interval": self._interval}
-            start = start_record(self._table, **begun, logit_threshold=self._threshold)
+            start = start_record(
+                self._table,
+                version=__version__,
+                time=now,
+                interval=self._interval,
+                logit_threshold=self._threshold,
+            )
             self._warnings = Warnings(start)
             lines.append(start)
-        groups = self._first.optimizer.param_groups
+        first, _ = self._muons[0]
+        groups = first.optimizer.param_groups  # new objects after each load
         lr = {"lr": float(groups[0]["lr"])} if groups else {}
         record = step_record(self._table, totals, maxima, step=number, time=now, **lr)
         lines.append(record)
@@ -203,22 +203,26 @@ def _table(
     stage: Stage,
     group: Group | None,
 ) -> Table:
-    """The rows of all stages: the first rank of each stage tells the others."""
+    """The rows of all stages: the first rank of each stage sends them to the others."""
 
-    def own() -> str:
+    def of_stage() -> str:
         if not stage.speaks:
             return ""
-        routes, kept = muons[0][0].routes, kept_logits(model_chunks, config.qk_clip)
-        adamws = {row_name(route.weight.name) for route in routes if route.muon is None}
+        part, _ = muons[0]
+        adamws = {
+            row_name(route.weight.name) for route in part.routes if route.muon is None
+        }
         matrices = chain.from_iterable(muon.plan.matrices for _, muon in muons)
+        kept = kept_logits(model_chunks, config.qk_clip)
         return json.dumps(
             {
-                "muon": muon_rows(list(matrices), config),
+                "muon": muon_rows(matrices, config),
                 "adamw": sorted(adamws),
                 "layers": [name for name, _ in layers(model_chunks)],
-                "logits": list(chain.from_iterable(each.rows for each in kept)),
+                "logits": list(chain.from_iterable(one.rows for one in kept)),
             }
         )
 
-    texts = collectives.all_gather_texts(together(own, group, stage.device), group)
+    text = together(of_stage, group, stage.device)
+    texts = collectives.all_gather_texts(text, group)
     return Table([json.loads(text) for text in texts if text], len(texts))
