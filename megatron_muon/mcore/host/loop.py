@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class Host:
-    """What a training loop tells; this one tells nothing."""
+    """A training loop, as far as it is known; of this one nothing is."""
 
     def step(self) -> int | None:
         """The number of the step under way, from 1 and the same on all ranks; None: not

@@ -1,5 +1,5 @@
-"""State in host memory: Muon's comes to the device by round, AdamW's is updated where
-it is.
+"""State in host memory (``optimizer_cpu_offload``): Muon's comes to the device by
+round, AdamW's is updated on the host.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Tensor = torch.Tensor
 
 
 class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
-    """Megatron's optimizer in host memory, for AdamW's shards; Muon's are in its groups
-    alone.
+    """Megatron's optimizer in host memory, for AdamW's shards; Muon's shards are only
+    in its groups.
 
-    It waits on the host for gradients. So its step is on a stream that is not behind
-    Muon's part.
+    It waits on the host for gradients. So its step is on a stream that does not wait
+    for Muon's part.
     """
 
     muon: DistributedMuon
@@ -50,8 +50,8 @@ class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
             self.param_groups = groups
 
     def _init_sub_optimizers(self) -> None:
-        """Megatron's; the part on the device waits for gradients that another stream
-        makes.
+        """Make Megatron's parts; the one on the device waits for gradients of another
+        stream.
         """
         super()._init_sub_optimizers()
         if self.gpu_optimizer is not None:
@@ -60,7 +60,9 @@ class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
             )
 
     def step(self, closure: None = None) -> None:
-        """Megatron's; cores up to 0.14 do not wait for the weights that it copies."""
+        """Step as Megatron does, and wait for its copies of weights, which cores up to
+        0.14 do not.
+        """
         with torch.cuda.stream(self.beside):
             super().step(closure)
         for group in self.param_groups:  # which a part on the device takes from here
@@ -69,26 +71,25 @@ class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
             torch.cuda.current_stream().wait_stream(stream)
 
     def dummy_step(self) -> None:
-        """Give shards state as before the first step. Megatron's own takes a random
-        one.
-        """
+        """Give shards the state before a first step. Megatron's takes a random step."""
         for adam in self.sub_optimizers:
             groups = adam.param_groups
             for main in chain.from_iterable(group["params"] for group in groups):
-                if not adam.state[main]:
-                    keys = (MOMENTUM_KEY, SECOND_KEY)
-                    adam.state[main] = {key: torch.zeros_like(main) for key in keys}
+                state = adam.state[main]
+                if not state:
+                    state[MOMENTUM_KEY] = torch.zeros_like(main)
+                    state[SECOND_KEY] = torch.zeros_like(main)
                     if isinstance(adam, TORCH_ADAMS):
-                        adam.state[main]["step"] = torch.zeros((), device=main.device)
+                        state["step"] = torch.zeros((), device=main.device)
         self._sync_sub_optimizers_state_to_hdo()
         for group in self.param_groups if not self.state else ():
-            # for Megatron none would mean that no load has made any
+            # an empty state would tell Megatron that nothing was loaded
             for shard in group["params"]:
                 self.state[shard] = {"step": torch.tensor(float(group.get("step", 0)))}
 
     def _update_fp32_params_by_new_state(self) -> None:
         self.state = {
-            shard: each for shard, each in self.state.items() if MASTER_KEY in each
+            shard: state for shard, state in self.state.items() if MASTER_KEY in state
         }
         super()._update_fp32_params_by_new_state()
 
@@ -110,15 +111,13 @@ class OfHybrid(OfWeights):
         self._places: dict[tuple[int, str], tuple[Name, int, int]] = {}
 
     def hold(self, muon: DistributedMuon, config: Any) -> None:
-        """Make Muon's state: of some rounds, evenly, on the host, at least the fraction
-        asked.
+        """Make Muon's state: on the host that of some rounds, evenly, and at least the
+        fraction that the config asks for.
         """
-        stream: Any = torch.cuda.Stream
-        self._optimizer.muon, self._optimizer.beside = (
-            muon,
-            stream(muon.exchange.device),
-        )
-        self._memory = HostMemory(muon.exchange.device, MOMENTUM_KEY)
+        device = muon.exchange.device
+        self._optimizer.muon = muon
+        self._optimizer.beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._memory = HostMemory(device, MOMENTUM_KEY)
         halves = config.bf16 and getattr(config, "store_param_remainders", False)
         hosted = seen = 0
         for number, round in enumerate(muon.rounds):
@@ -164,11 +163,9 @@ class OfHybrid(OfWeights):
     def get(self, shard: Tensor, key: str) -> Tensor:
         """See ``States``; on the device."""
         held = self._held(shard, key).to(shard.device)
-        return (
-            of_halves(shard.detach(), held)
-            if held.dtype == torch.int16
-            else held.float()
-        )
+        if held.dtype == torch.int16:
+            return of_halves(shard.detach(), held)
+        return held.float()
 
     def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
         """See ``States``."""
@@ -178,12 +175,13 @@ class OfHybrid(OfWeights):
             write_halves(wide, shard.detach(), low)
             held.copy_(low)
             return
-        # AdamW's
-        if key == MAIN_KEY and MASTER_KEY in self._optimizer.state.get(shard, ()):
-            self._optimizer.state[shard][MASTER_KEY] = (
-                held  # a load may have made another one
-            )
-        for target in (held, shard.detach()) if key == MAIN_KEY else (held,):
+        targets = [held]
+        if key == MAIN_KEY:
+            targets.append(shard.detach())
+            state = self._optimizer.state.get(shard, {})
+            if MASTER_KEY in state:  # AdamW's, and a load may have made another tensor
+                state[MASTER_KEY] = held
+        for target in targets:
             if target.data_ptr() != wide.data_ptr():
                 target.copy_(wide)
 

@@ -1,6 +1,4 @@
-"""A rank's process groups that Muon's exchange needs: its stage, and its coordinates
-there.
-"""
+"""A rank's process groups: its pipeline stage, and its coordinates there."""
 
 from __future__ import annotations
 
@@ -66,20 +64,16 @@ class Stage:
         """The rank's coordinates in the groups of a DistributedOptimizer that is no
         stub.
         """
+        ep_rank = 0
+        ep_size = 1
+        tp = self.tp
+        if has_experts(dist_opt):
+            assert self.expert_tp is not None and self.ep is not None
+            ep_rank = self.ep.rank()
+            ep_size = self.ep.size()
+            tp = self.expert_tp
         dp = dist_opt.data_parallel_group
-        if not has_experts(dist_opt):
-            return Coordinates(
-                0, 1, self.tp.rank(), self.tp.size(), dp.rank(), dp.size()
-            )
-        assert self.expert_tp is not None and self.ep is not None
-        return Coordinates(
-            self.ep.rank(),
-            self.ep.size(),
-            self.expert_tp.rank(),
-            self.expert_tp.size(),
-            dp.rank(),
-            dp.size(),
-        )
+        return Coordinates(ep_rank, ep_size, tp.rank(), tp.size(), dp.rank(), dp.size())
 
 
 def has_experts(dist_opt: Any) -> bool:
@@ -89,23 +83,41 @@ def has_experts(dist_opt: Any) -> bool:
     return any(group["is_expert_parallel"] for group in dist_opt.optimizer.param_groups)
 
 
-# Megatron's global groups by their names in a pg_collection, and why Muon needs them.
-_GROUPS: dict[str, Callable[[], Group]] = {
-    "tp_dp_cp": lambda: parallel_state.get_tensor_and_data_parallel_group(
-        with_context_parallel=True
+# By a group's name in a pg_collection: why Muon needs it, and Megatron's global one.
+_GROUPS: dict[str, tuple[str, Callable[[], Group]]] = {
+    "tp_dp_cp": (
+        "exchanges over a pipeline stage",
+        lambda: parallel_state.get_tensor_and_data_parallel_group(
+            with_context_parallel=True
+        ),
     ),
-    "tp": lambda: parallel_state.get_tensor_model_parallel_group(),
-    "expt_tp": lambda: parallel_state.get_expert_tensor_parallel_group(),
-    "ep": lambda: parallel_state.get_expert_model_parallel_group(),
+    "tp": (
+        "needs to know who shares a weight",
+        lambda: parallel_state.get_tensor_model_parallel_group(),
+    ),
+    "expt_tp": (
+        "needs to know who shares an expert",
+        lambda: parallel_state.get_expert_tensor_parallel_group(),
+    ),
+    "ep": (
+        "needs to know who has which experts",
+        lambda: parallel_state.get_expert_model_parallel_group(),
+    ),
+    "dp_cp": (
+        "needs to know who shards a buffer",
+        lambda: parallel_state.get_data_parallel_group(
+            with_context_parallel=True, partial_data_parallel=True
+        ),
+    ),
+    "expt_dp": (
+        "needs to know who shards experts",
+        lambda: parallel_state.get_expert_data_parallel_group(
+            partial_expert_data_parallel=True
+        ),
+    ),
 }
-_PURPOSES = {
-    "tp_dp_cp": "exchanges over a pipeline stage",
-    "tp": "needs to know who shares a weight",
-    "expt_tp": "needs to know who shares an expert",
-    "ep": "needs to know who has which experts",
-    "dp_cp": "needs to know who shards a buffer",
-    "expt_dp": "needs to know who shards experts",
-}
+# The part of a group inside one optimizer instance, where a collection has it.
+_INSIDE = {"dp_cp": "intra_dp_cp", "expt_dp": "intra_expt_dp"}
 
 
 def group_of(name: str, pg_collection: Any) -> Group:
@@ -113,11 +125,23 @@ def group_of(name: str, pg_collection: Any) -> Group:
     global ones.
 
     ``tp_dp_cp`` are the ranks of the pipeline stage, in all optimizer instances.
+    ``dp_cp`` and ``expt_dp`` shard a buffer, inside one instance.
 
     Raises:
         ValueError: the collection lacks the group.
     """
-    return _GROUPS[name]() if pg_collection is None else _given(pg_collection, name)
+    purpose, global_group = _GROUPS[name]
+    if pg_collection is None:
+        return global_group()
+    group: Group | None = getattr(pg_collection, _INSIDE.get(name, name), None)
+    if group is None:
+        group = getattr(pg_collection, name, None)
+    if group is None:
+        raise ValueError(
+            f"optimizer='muon' {purpose}: give the pg_collection its {name} group, or "
+            "pass none to use Megatron's global groups"
+        )
+    return group
 
 
 def stage_of(
@@ -126,19 +150,20 @@ def stage_of(
     """The rank's stage; with several optimizer instances every rank of the world calls
     this.
     """
-    whole = group_of("tp_dp_cp", pg_collection)
-    several = model_chunks[0].ddp_config.num_distributed_optimizer_instances > 1
+    group = group_of("tp_dp_cp", pg_collection)
+    if model_chunks[0].ddp_config.num_distributed_optimizer_instances > 1:
+        group = _of_instance(group, instance, device)
     moe = is_moe(model_chunks)
     if pg_collection is None:
-        number = int(parallel_state.get_pipeline_model_parallel_rank())
+        pipeline_rank = int(parallel_state.get_pipeline_model_parallel_rank())
     else:
-        number = pg_collection.pp.rank() if hasattr(pg_collection, "pp") else 0
+        pipeline_rank = pg_collection.pp.rank() if hasattr(pg_collection, "pp") else 0
     return Stage(
-        group=_of_instance(whole, instance, device) if several else whole,
+        group=group,
         tp=group_of("tp", pg_collection),
         expert_tp=group_of("expt_tp", pg_collection) if moe else None,
         ep=group_of("ep", pg_collection) if moe else None,
-        pipeline_rank=number,
+        pipeline_rank=pipeline_rank,
         instance=instance,
         device=device,
     )
@@ -148,67 +173,46 @@ def require_groups(model_chunks: Sequence[Any], pg_collection: Any) -> None:
     """Raise a ValueError if the collection lacks a group of ``stage_of``'s; no
     communication.
     """
-    for name in _GROUPS if is_moe(model_chunks) else ("tp_dp_cp", "tp"):
+    of_experts = ("expt_tp", "ep") if is_moe(model_chunks) else ()
+    for name in ("tp_dp_cp", "tp", *of_experts):
         group_of(name, pg_collection)
 
 
 def is_moe(model_chunks: Sequence[Any]) -> bool:
     """Whether the model has routed experts."""
-    return bool(getattr(get_model_config(model_chunks[0]), "num_moe_experts", None))
+    return local_experts(model_chunks, 1) > 0
 
 
 def local_experts(model_chunks: Sequence[Any], ep_size: int) -> int:
     """Experts of a layer on one EP rank; 0 in a dense model."""
-    return (
-        getattr(get_model_config(model_chunks[0]), "num_moe_experts", None) or 0
-    ) // ep_size
+    experts = getattr(get_model_config(model_chunks[0]), "num_moe_experts", None)
+    return (experts or 0) // ep_size
 
 
 def sharing(
     model_chunk: Any, pg_collection: Any
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """TP sizes and numbers of shards of a grad buffer, each as (dense weights, experts'
-    weights).
+    """TP sizes, and numbers of shards of a grad buffer: ``(of dense, of expert
+    weights)``.
 
     The shards are those inside one optimizer instance; ``group_of`` has the arguments
     and errors.
     """
-    tp_size = group_of("tp", pg_collection).size()
-    if pg_collection is None:
-        both = {"with_context_parallel": True, "partial_data_parallel": True}
-        shards = int(parallel_state.get_data_parallel_world_size(**both))
-    else:
-        inside: Group | None = getattr(pg_collection, "intra_dp_cp", None)
-        shards = (inside or _given(pg_collection, "dp_cp")).size()
-    if not is_moe([model_chunk]):
-        return (tp_size, 1), (shards, 1)
-    expert_tp_size = group_of("expt_tp", pg_collection).size()
-    if pg_collection is None:
-        partial = {"partial_expert_data_parallel": True}
-        expert_shards = int(
-            parallel_state.get_expert_data_parallel_world_size(**partial)
-        )
-    else:
-        inside = getattr(pg_collection, "intra_expt_dp", None)
-        expert_shards = (inside or _given(pg_collection, "expt_dp")).size()
-    return (tp_size, expert_tp_size), (shards, expert_shards)
 
+    def size_of(name: str) -> int:
+        return group_of(name, pg_collection).size()
 
-def _given(pg_collection: Any, name: str) -> Group:
-    group: Group | None = getattr(pg_collection, name, None)
-    if group is None:
-        raise ValueError(
-            f"optimizer='muon' {_PURPOSES[name]}: give the pg_collection its {name} "
-            "group, or pass none to use Megatron's global groups"
-        )
-    return group
+    dense = (size_of("tp"), size_of("dp_cp"))
+    experts = (1, 1)
+    if is_moe([model_chunk]):
+        experts = (size_of("expt_tp"), size_of("expt_dp"))
+    return (dense[0], experts[0]), (dense[1], experts[1])
 
 
 def voters(dist_opts: Sequence[Any], stage: Stage) -> Group | None:
-    """The ranks that are like this one: something trains there, or nothing. None for
-    the world.
+    """The ranks where something trains, or those where nothing does: this rank's kind.
 
-    Every rank of the world calls this.
+    None for the world, if all are of one kind. Every rank of the world calls this.
     """
     only_stubs = all(dist_opt.is_stub_optimizer for dist_opt in dist_opts)
     flag = torch.tensor(only_stubs, device=stage.device)

@@ -5,6 +5,7 @@ device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,25 +15,20 @@ from megatron_muon.runtime.states import States
 
 
 def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """``(parameter, the optimizer's flat shard)`` for each of which this rank holds a
-    slice.
+    """``(parameter, its flat shard in the optimizer)``, where this rank holds a slice.
 
-    The shard is an fp32 copy for a bf16 parameter, or a view of it where FusedAdam has
-    the main parameters (``states``), and a view of an fp32 one. Both are paired in the
-    order of Megatron's groups: ``model_param_group_index_map`` misnumbers groups that
-    mix both dtypes.
+    The shard of an fp32 parameter is a view of it. The shard of a bf16 parameter is an
+    fp32 copy, or a view where FusedAdam holds the main parameters (``states``). Pairs
+    are in the order of Megatron's groups: ``model_param_group_index_map`` misnumbers
+    groups with both dtypes.
     """
-    copies = dist_opt.shard_fp32_from_float16_groups
-    views = dist_opt.shard_float16_groups
-    for models, shards in (
-        (
-            dist_opt.model_float16_groups,
-            views if adam_holds_main(dist_opt.config) else copies,
-        ),
-        (dist_opt.model_fp32_groups, dist_opt.shard_fp32_groups),
-    ):
-        for model_group, shard_group in zip(models, shards, strict=True):
-            yield from zip(model_group, shard_group, strict=True)
+    narrow = dist_opt.shard_fp32_from_float16_groups
+    if adam_holds_main(dist_opt.config):
+        narrow = dist_opt.shard_float16_groups
+    params = chain(dist_opt.model_float16_groups, dist_opt.model_fp32_groups)
+    shards = chain(narrow, dist_opt.shard_fp32_groups)
+    for param_group, shard_group in zip(params, shards, strict=True):
+        yield from zip(param_group, shard_group, strict=True)
 
 
 def states_of(dist_opt: Any) -> States:
@@ -53,7 +49,7 @@ def device_of(model_chunks: Iterable[torch.nn.Module]) -> torch.device:
     """The device of the rank's tensors; for a stage without parameters, the current
     GPU.
     """
-    for chunk in model_chunks:
-        for param in chunk.parameters():
-            return torch.device(param.device)
+    params = chain.from_iterable(chunk.parameters() for chunk in model_chunks)
+    for param in params:
+        return torch.device(param.device)
     return torch.device(torch.cuda.current_device())

@@ -20,7 +20,7 @@ from megatron.core import optimizer as mcore_optimizer
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime.states import MAIN_KEY, States, of_halves, write_halves
 
-# they count the steps of each parameter
+# These count the steps of each parameter.
 TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 Tensor = torch.Tensor
 _MOST_IN_FP8 = 448.0  # e4m3
@@ -28,16 +28,16 @@ MASTER_KEY, SECOND_KEY = "master_param", "exp_avg_sq"
 
 
 def adam_holds_main(config: Any) -> bool:
-    """Whether main parameters are FusedAdam's: not with fp8 by most recipes, since core
-    0.13.
+    """Whether FusedAdam holds the main parameters: not with fp8 by most recipes, since
+    core 0.13.
     """
     on = bool(config.use_precision_aware_optimizer)
     return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", on))
 
 
 def try_states(config: Any, device: torch.device) -> None:
-    """Have Megatron's Adam hold an element as the config says; a RuntimeError says why
-    not.
+    """Have Megatron's Adam hold one element in the config's dtypes; a RuntimeError says
+    why it cannot.
     """
     adam = mcore_optimizer.Adam
     if not hasattr(adam, "set_scaled_state"):
@@ -55,8 +55,8 @@ def try_states(config: Any, device: torch.device) -> None:
 
 
 class OfFusedAdam(States):
-    """Moments in other dtypes, by FusedAdam's scales; main parameters are fp32
-    shards.
+    """Moments in other dtypes, with FusedAdam's scales; shards are fp32 main
+    parameters.
     """
 
     are_copies = True
@@ -77,10 +77,8 @@ class OfFusedAdam(States):
             # FusedAdam's own way divides zeros by zero. Muon's scale is rounded, so
             # that a load of what was saved finds the same one: the largest element is
             # 448 by both.
-            state, scale = (
-                self._optimizer.state[shard],
-                _MOST_IN_FP8 / wide.abs().amax(),
-            )
+            state = self._optimizer.state[shard]
+            scale = _MOST_IN_FP8 / wide.abs().amax()
             if SECOND_KEY not in state:
                 scale = scale.bfloat16().float()
             state[key]._quantizer.scale.copy_(torch.where(scale.isfinite(), scale, 1.0))
@@ -92,23 +90,26 @@ class OfFusedAdam(States):
         if self._optimizer.state[shard]:
             return
         self.start(shard)
+        state = self._optimizer.state[shard]
         if SECOND_KEY not in keys:
-            del self._optimizer.state[shard][SECOND_KEY]
+            del state[SECOND_KEY]
         if shard.dtype == torch.float32:
-            self._optimizer.state[shard].pop(MASTER_KEY, None)
+            state.pop(MASTER_KEY, None)
 
     def start(self, shard: Tensor) -> None:
-        """Give a shard without state that of AdamW before its first step.
+        """Give a shard without state the state of AdamW before its first step.
 
         Megatron's own call lacks an argument that FusedAdam has since it keeps
         remainders.
         """
         if self._optimizer.state[shard]:
             return
-        keeps = getattr(self._optimizer, "store_param_remainders", None)
-        takes = len(inspect.signature(self._optimizer.initialize_state).parameters) > 1
-        given = (bool(keeps) and shard.dtype == torch.bfloat16,) if takes else ()
-        self._optimizer.initialize_state(shard, *given)
+        initialize = self._optimizer.initialize_state
+        if len(inspect.signature(initialize).parameters) == 1:
+            initialize(shard)
+            return
+        keeps = getattr(self._optimizer, "store_param_remainders", False)
+        initialize(shard, bool(keeps) and shard.dtype == torch.bfloat16)
 
 
 class OfWeights(OfFusedAdam):

@@ -34,8 +34,7 @@ _BLOCKS = "blocks of gate and up rows"
 _REFUSED = "refused if on, since Muon does not support it yet"
 _SCALING = "refused if on with another recipe than delayed scaling"
 _STATE = Place("megatron.core.parallel_state")
-# A caller may give any object with these attributes; Megatron's own class has these
-# names.
+# A caller may pass any object with these attributes; Megatron's class has these names.
 _GROUPS = Place(
     "megatron.core.process_groups_config", "ProcessGroupCollection", since=(0, 15)
 )
@@ -129,7 +128,7 @@ ROWS: tuple[Row, ...] = (
     ),
     *_CORE.has(scale_mask_softmax="gets all logits"),
     *_SOFTMAX.has(
-        attn_mask_type="whether a mask that is not given is causal",
+        attn_mask_type="whether the mask is causal where none is passed",
         scale="a factor of the logits that the softmax itself applies",
     ),
     *_LAYER.has(layer_number="a layer's number over all pipeline stages, from 1 on"),
@@ -145,9 +144,9 @@ ROWS: tuple[Row, ...] = (
     _STATE.called("get_expert_model_parallel_world_size", _EP),
     _STATE.called("get_tensor_model_parallel_world_size", _TP),
     _STATE.called("get_expert_tensor_parallel_world_size", _EXPERT_TP),
-    _STATE.called("get_data_parallel_world_size", _SHARDS, _DENSE_PART, since=(0, 18)),
+    _STATE.called("get_data_parallel_group", _SHARDS, _DENSE_PART, since=(0, 18)),
     _STATE.called(
-        "get_expert_data_parallel_world_size", _SHARDS, _EXPERT_PART, since=(0, 18)
+        "get_expert_data_parallel_group", _SHARDS, _EXPERT_PART, since=(0, 18)
     ),
     *_GROUPS.has(
         tp=_TP,

@@ -64,6 +64,36 @@ SYNCS = (
     ),
 )
 ROWS: tuple[Row, ...] = (
+    # --- settings
+    _CORE.read("OptimizerConfig", "the settings of an optimizer"),
+    *_CONFIG.has(
+        optimizer="whether it is muon; adam while Megatron builds",
+        use_distributed_optimizer=_OFF,
+        overlap_param_gather_with_optimizer_step=_EARLY,
+        fp16="whether there is a loss scaler",
+        bf16="whether weights lack 16 bits of an fp32 number",
+        clip_grad="whether gradients are clipped before momentum adds them",
+        timers="Megatron's timers, which the step's phases are recorded in",
+        use_precision_aware_optimizer="whether the inner Adam is to hold such states",
+        optimizer_cpu_offload="whether the inner optimizer is the hybrid one",
+        optimizer_offload_fraction="the part of state that is on the host",
+        exp_avg_dtype="the momentum's dtype",
+    ),
+    *_CONFIG.has(
+        since=(0, 14),
+        reuse_grad_buf_for_mxfp8_param_ag="how mxfp8 parameters travel",
+        use_precision_aware_optimizer_no_fp8_or_ds_fp8=(
+            "whether the inner Adam is to hold main parameters"
+        ),
+    ),
+    *_CONFIG.has(since=(0, 15), decoupled_weight_decay=_OFF),
+    _DISTRIBUTED.read("DistributedDataParallelConfig", "the settings of the wrapper"),
+    *_DDP_CONFIG.has(
+        use_distributed_optimizer=_OFF,
+        num_distributed_optimizer_instances="number of parts of a stage's ranks",
+        fp8_param_gather="refused if on with another recipe than delayed scaling",
+        overlap_param_gather="early_param_gather (--muon-early-param-gather) is for it",
+    ),
     # --- communication
     _BUFFERS.subclassed(
         "_ParamAndGradBucketGroup", "what is reduced and gathered together"
@@ -90,7 +120,7 @@ ROWS: tuple[Row, ...] = (
     _OWN_MUON.wrapped(
         "get_megatron_muon_optimizer", "builds Megatron's own Muon", _OWN_BUILDER
     ),
-    # --- the classes that built optimizers are turned into subclasses of
+    # --- classes of built optimizers, whose objects become ones of subclasses
     _CORE.subclassed("ChainedOptimizer", "the chain of dense and experts' optimizers"),
     _DISTRIB.subclassed(
         "DistributedOptimizer", "shards main parameters and state over DP ranks"
@@ -120,7 +150,7 @@ ROWS: tuple[Row, ...] = (
         "sub_optimizers", "the parts, each torch's AdamW or the Adam of a GPU"
     ),
     *_HYBRID.has(
-        state="that of the parts, by shard",
+        state="the parts' state, by shard",
         param_to_inner_param="the main parameter of each shard",
         gpu_optimizer="the part on the device, if any",
         _d2h_stream="the stream that copies gradients to the host",
@@ -277,36 +307,6 @@ ROWS: tuple[Row, ...] = (
     ),
     _VALIDATION.called("save_integrity_manifest", "hashes all files", "checkpoint_dir"),
     _SERIALIZATION.read("logger", "silenced where the digest's mark is the only file"),
-    # --- settings
-    _CORE.read("OptimizerConfig", "the settings of an optimizer"),
-    *_CONFIG.has(
-        optimizer="whether it is muon; adam while Megatron builds",
-        use_distributed_optimizer=_OFF,
-        overlap_param_gather_with_optimizer_step=_EARLY,
-        fp16="whether there is a loss scaler",
-        bf16="whether weights lack 16 bits of an fp32 number",
-        clip_grad="whether gradients are clipped before momentum adds them",
-        timers="Megatron's timers, which the step's phases are recorded in",
-        use_precision_aware_optimizer="whether the inner Adam is to hold such states",
-        optimizer_cpu_offload="whether the inner optimizer is the hybrid one",
-        optimizer_offload_fraction="the part of state that is on the host",
-        exp_avg_dtype="that of the momentum",
-    ),
-    *_CONFIG.has(
-        since=(0, 14),
-        reuse_grad_buf_for_mxfp8_param_ag="how mxfp8 parameters travel",
-        use_precision_aware_optimizer_no_fp8_or_ds_fp8=(
-            "whether the inner Adam is to hold main parameters"
-        ),
-    ),
-    *_CONFIG.has(since=(0, 15), decoupled_weight_decay=_OFF),
-    _DISTRIBUTED.read("DistributedDataParallelConfig", "the settings of the wrapper"),
-    *_DDP_CONFIG.has(
-        use_distributed_optimizer=_OFF,
-        num_distributed_optimizer_instances="number of parts of a stage's ranks",
-        fp8_param_gather="refused if on with another recipe than delayed scaling",
-        overlap_param_gather="early_param_gather (--muon-early-param-gather) is for it",
-    ),
     # --- attributes
     *_DIST.has(
         model_chunks="the DDP-wrapped modules, for names and marks of parameters",
@@ -354,8 +354,8 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     *_DDP.has(
-        bucket_groups="those of dense weights, whose errors name the phase",
-        expert_parallel_bucket_groups="those of experts' weights",
+        bucket_groups="bucket groups of dense weights, whose errors name the phase",
+        expert_parallel_bucket_groups="bucket groups of experts' weights",
         buffers="the grad buffers of dense weights",
         expert_parallel_buffers="the grad buffers of experts' weights",
         ddp_config="whether the distributed optimizer and its overlaps are on",

@@ -57,7 +57,7 @@ Row = Seam | Attribute
 class Place:
     """A module of others' code, or a class in it; makes the rows of what it has.
 
-    ``since`` and ``until`` hold for its rows, unless a row has its own. A row's
+    ``since`` and ``until`` hold for all rows that do not set them. A row's
     ``parameters`` are names with a space between them.
     """
 

@@ -64,7 +64,7 @@ def megatron_version() -> tuple[str, Version]:
     return text, check_version(text)
 
 
-# Fields of OptimizerConfig that no release has, and whose code has them.
+# Fields of OptimizerConfig that no release has, and where they come from.
 _OTHERS = {
     "chunked_optimizer_state_offload": "NVIDIA's branch dev",
     "low_memory_resume": "radixark's fork",
@@ -73,14 +73,16 @@ _OTHERS = {
 
 
 def described_version() -> str:
-    """The installed megatron-core's version; of a branch or fork, which one it is and
-    by what.
+    """The installed megatron-core's version; of a branch or fork, also which one it is
+    and the field that shows it.
     """
     fields = importlib.import_module(
         "megatron.core.optimizer"
     ).OptimizerConfig.__dataclass_fields__
     found = [
-        f"{whose} (it has {name})" for name, whose in _OTHERS.items() if name in fields
+        f"{source} (it has {name})"
+        for name, source in _OTHERS.items()
+        if name in fields
     ]
     text, _ = megatron_version()
     return (
@@ -122,8 +124,8 @@ def check_row(row: Row, version: str) -> None:
             raise _missing(row, version)
         return
     for name in row.name.split("."):
-        own = not isinstance(holder, type) or row.inherited or name in vars(holder)
-        if not own or not hasattr(holder, name):
+        may_inherit = row.inherited or not isinstance(holder, type)
+        if not hasattr(holder, name) or not (may_inherit or name in vars(holder)):
             raise _missing(row, version)
         holder = getattr(holder, name)
     if not row.parameters:
@@ -198,11 +200,13 @@ def has_attribute(owner: type | types.ModuleType, name: str) -> bool:
     A module, of a mark, has ``….NAME``, or the name as a text, which ``setattr`` takes.
     """
     if isinstance(owner, type):
-        modules, pattern = {each.__module__ for each in owner.__mro__}, _OF_CLASSES
+        pattern = _OF_CLASSES
+        modules = {base.__module__ for base in owner.__mro__}
     else:
-        modules, pattern = {owner.__name__}, _OF_MODULES
-    own = (module for module in modules if module.startswith("megatron."))
-    return any(name in _names(module, pattern) for module in own)
+        pattern = _OF_MODULES
+        modules = {owner.__name__}
+    megatrons = (module for module in modules if module.startswith("megatron."))
+    return any(name in _names(module, pattern) for module in megatrons)
 
 
 @cache
