@@ -89,8 +89,8 @@ class DistributedMuon(Engine):
         super().__init__(rule, plan, own, exchange, main_params, meter, phase)
 
     @property
-    def each(self) -> list[DistributedMuon]:
-        """This one, and that of block steps if there is one."""
+    def variants(self) -> list[DistributedMuon]:
+        """This optimizer and, if ``full_period`` > 1, its block-step variant."""
         return [self] if self.turns is None else [self, self.turns.block]
 
 

@@ -24,6 +24,31 @@ class Left(NamedTuple):
         return Left(self.results - before.results, self.inputs - before.inputs)
 
 
+class HostCopy:
+    """A tensor's copy on the host, which does not wait for the device to make it.
+
+    Attributes:
+        tensor: its values are there once the copy ``is_ready``.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        # torch takes pinned memory for it
+        self.tensor = tensor.detach().to("cpu", non_blocking=True, copy=True)
+        self._event: Any = None
+        if tensor.device.type != "cpu":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def is_ready(self) -> bool:
+        """Whether the device has made it."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Have the host wait until the device has made it."""
+        if not self.is_ready():
+            self._event.synchronize()
+
+
 class Nonfinite:
     """Counts such steps for the matrices at home here, on the device.
 
@@ -39,8 +64,7 @@ class Nonfinite:
         self._counts = torch.zeros(
             (2, len(self._names)), dtype=torch.int32, device=device
         )
-        self._copy = torch.zeros((2, len(self._names)), dtype=torch.int32)
-        self._event: Any = None
+        self._copy: HostCopy | None = None  # of the counts after the last step
 
     def add(self, rounds: Sequence[tuple[Sequence[Tensor], Tensor]]) -> None:
         """Count a step.
@@ -53,10 +77,7 @@ class Nonfinite:
         norms = [norm for some, _ in rounds for norm in some]
         marks = [some for _, some in rounds]
         self._counts.add_(torch.cat([*marks, *norms]).isnan().view(2, -1))
-        self._copy = self._counts.to("cpu", non_blocking=True, copy=True)
-        if self._counts.device.type != "cpu":  # torch takes pinned memory for the copy
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+        self._copy = HostCopy(self._counts)
 
     def left(self, *, waits: bool) -> dict[str, Left]:
         """The matrices that were left, by name.
@@ -65,11 +86,12 @@ class Nonfinite:
             waits: whether the host waits for the last step. If it does not, the result
                 is empty while the device is at work on it.
         """
-        if self._event is not None and not self._event.query():
-            if not waits:
-                return {}
-            self._event.synchronize()
-        if not self._copy.any():
+        copy = self._copy
+        if copy is None or not (waits or copy.is_ready()):
             return {}
-        counts = zip(self._names, *self._copy.tolist(), strict=True)
+        if waits:
+            copy.wait()
+        if not copy.tensor.any():
+            return {}
+        counts = zip(self._names, *copy.tensor.tolist(), strict=True)
         return {name: Left(*left) for name, *left in counts if any(left)}

@@ -130,7 +130,7 @@ def make_muons(
     together(lambda: _completed(parts, muons, stage), None, device)
     _connect(muons, stage)
     if muons:
-        each = itertools.chain.from_iterable(muon.each for _, muon in muons)
+        each = itertools.chain.from_iterable(muon.variants for _, muon in muons)
         optimizer.nonfinite = NonfiniteReport(
             list(each), config, optimizer.voters, device
         )
@@ -212,7 +212,7 @@ def _connect(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> None
     begin = time.perf_counter()
     peers = 0
     for _, muon in muons:
-        for each in muon.each:
+        for each in muon.variants:
             peers += each.exchange.connect()
     torch.cuda.synchronize(stage.device)
     if dist.get_rank() == 0:

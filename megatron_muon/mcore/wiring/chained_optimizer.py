@@ -5,7 +5,6 @@ step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,12 @@ import torch
 from megatron_muon.console import first_names
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.host.shards import device_of, owned_shards
-from megatron_muon.mcore.routing.param_routing import expert_name
 from megatron_muon.mcore.wiring.buffers.bucket_groups import finish_gathers
-from megatron_muon.mcore.wiring.gradients import LateNorm, require_usable_groups
+from megatron_muon.mcore.wiring.gradients import (
+    LateNorm,
+    require_usable_groups,
+    shard_names,
+)
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
 from megatron_muon.runtime.collectives import any_rank, in_megatrons
 from megatron_muon.runtime.consensus import attempt, raise_quoting, raise_together
@@ -31,9 +33,8 @@ class MuonChainedOptimizer(CheckpointChain):
     """A ChainedOptimizer of MuonDistributedOptimizers."""
 
     _late_norm: LateNorm | None = None
-    nonfinite: NonfiniteReport | None = (
-        None  # where this rank has an optimizer with Muon
-    )
+    # where this rank has an optimizer with Muon
+    nonfinite: NonfiniteReport | None = None
     watch: Watch | None = None  # with ``log_interval`` only
 
     @torch.no_grad()
@@ -80,7 +81,7 @@ class MuonChainedOptimizer(CheckpointChain):
         if getattr(self.config, "chunked_optimizer_state_offload", False):
             self.ensure_master_weights_for_param_sync()  # they are only on their way
         with nullcontext() if self.watch is None else self.watch.step():
-            self.half_stepped = True  # an error leaves it so
+            self.half_stepped = True  # stays so after an error
             is_successful = bool(super().step_with_ready_grads())
             self.half_stepped = False
         for part in self.chained_optimizers:
@@ -177,70 +178,63 @@ class MuonChainedOptimizer(CheckpointChain):
         return super().sharded_state_dict(*args, **kwargs)
 
     def _refusal(self) -> Exception | None:
-        """Why this rank cannot step, which its optimizers are told for a norm or a
-        vote.
+        """The reason why this rank cannot step; its optimizers take it into the norm or
+        a vote.
         """
         refusal = None
         try:
-            self._require_ready()
+            loaded = any(part.half_loaded for part in self.chained_optimizers)
+            if self.half_stepped or loaded:
+                self.require_whole()
+            for part in self._parts():
+                require_usable_groups(part)
         except (ValueError, RuntimeError) as error:
             refusal = error
         for part in self.chained_optimizers:
             part.refuses = refusal is not None
         return refusal
 
-    def _require_ready(self) -> None:
-        if self.half_stepped or any(
-            part.half_loaded for part in self.chained_optimizers
-        ):
-            self.require_whole()
-        for part in self.chained_optimizers:
-            if not part.is_stub_optimizer:
-                require_usable_groups(part)
+    def _parts(self) -> list[Any]:
+        return [part for part in self.chained_optimizers if not part.is_stub_optimizer]
 
     def _some_grad_is_unusable(self) -> torch.Tensor:
         """A bool scalar; on CUDA it is still being computed when this returns."""
         device = device_of(self.chained_optimizers[0].model_chunks)
         if any(part.refuses for part in self.chained_optimizers):
             return torch.tensor(True, device=device)
-        of_limit: dict[float, list[torch.Tensor]] = {}
-        for part, _, shard in self._owned():
-            grad = part.states.grad(shard)
-            if grad is None:
-                return torch.tensor(True, device=device)
-            of_limit.setdefault(_limit(part, shard), []).append(grad)
-        votes = [_beyond(grads, limit, device) for limit, grads in of_limit.items()]
-        return torch.stack(votes).any() if votes else torch.tensor(False, device=device)
+        grads_of: dict[float, list[torch.Tensor]] = {}
+        for part in self._parts():
+            for _, shard in owned_shards(part):
+                grad = part.states.grad(shard)
+                if grad is None:
+                    return torch.tensor(True, device=device)
+                grads_of.setdefault(_limit(part, shard), []).append(grad)
+        if not grads_of:
+            return torch.tensor(False, device=device)
+        votes = [_beyond(grads, limit, device) for limit, grads in grads_of.items()]
+        return torch.stack(votes).any()
 
     def _gradient_error(self) -> FloatingPointError | None:
-        routes = self.chained_optimizers[0].routes
-        names = {route.weight.param: route.weight.name for route in routes}
-        bad = [
-            (
-                expert_name(names[param], part.ep_rank, part.local_experts),
-                _limit(part, shard),
-            )
-            for part, param, shard in self._owned()
-            if (grad := part.states.grad(shard)) is None
-            or _beyond([grad], _limit(part, shard), shard.device)
-        ]
-        if not bad:
+        limits: dict[str, float] = {}  # of the shards whose gradient cannot be used
+        for part in self._parts():
+            names = shard_names(part)
+            for _, shard in owned_shards(part):
+                grad = part.states.grad(shard)
+                limit = _limit(part, shard)
+                if grad is None or _beyond([grad], limit, shard.device):
+                    limits[names[id(shard)]] = limit
+        if not limits:
             return None
-        lowest = min(limit for _, limit in bad)
-        beyond = (
-            f", or beyond ±{lowest:.1e}, which momentum adds up to Inf (set clip_grad)"
-        )
+        lowest = min(limits.values())
+        beyond = ""
+        if lowest < _LARGEST:
+            beyond = f", or beyond ±{lowest:.1e}, which momentum adds up to Inf"
+            beyond += " (set clip_grad)"
         return FloatingPointError(
-            f"gradients are missing, NaN or Inf{beyond * (lowest < _LARGEST)} in "
-            f"{first_names([name for name, _ in bad], 5)}; no optimizer state or "
-            "parameter has been changed"
+            f"gradients are missing, NaN or Inf{beyond} in "
+            f"{first_names(list(limits), 5)}; no optimizer state or parameter has been "
+            "changed"
         )
-
-    def _owned(self) -> Iterator[tuple[Any, torch.nn.Parameter, torch.Tensor]]:
-        for part in self.chained_optimizers:
-            if not part.is_stub_optimizer:
-                for param, shard in owned_shards(part):
-                    yield part, param, shard
 
 
 def _limit(part: Any, shard: torch.Tensor) -> float:
@@ -250,7 +244,7 @@ def _limit(part: Any, shard: torch.Tensor) -> float:
     Clipping, which comes later, makes gradients small enough, so with it they need only
     be finite.
     """
-    if part.muon is None or not part.muon.owns(shard):
+    if not part.muon.owns(shard):
         return _LARGEST
     if part.config.clip_grad > 0.0 and part.muon.config.clip_scope == "all":
         return _LARGEST

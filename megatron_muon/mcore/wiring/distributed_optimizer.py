@@ -35,41 +35,38 @@ class MuonDistributedOptimizer(MuonCheckpoint):
     """
 
     early_gathers: EarlyGathers | None = None  # with ``early_param_gather`` only
-    refuses = (
-        False  # this rank cannot step, as the norm or a loss scaler's vote says to all
-    )
-    is_staged = True  # False from a step on, until mxfp8's are where they travel from
+    # this rank cannot step, as the norm or a loss scaler's vote says to all
+    refuses = False
+    # False from a step on, until mxfp8 parameters are in the buffer that is gathered
+    is_staged = True
 
     def step_with_ready_grads(self) -> bool:
         """Megatron's step; gathers of parameters may start within it."""
         self.is_staged = self.is_stub_optimizer
-        if self.early_gathers is None:
-            return bool(super().step_with_ready_grads())
-        with self.early_gathers.step():
+        early = self.early_gathers
+        with nullcontext() if early is None else early.step():
             return bool(super().step_with_ready_grads())
 
     def _copy_main_params_to_param_buffer(self) -> None:
-        """Megatron's, of mxfp8 parameters, into the memory of gradients."""
+        """Megatron's copy of mxfp8 parameters into the memory of gradients."""
         super()._copy_main_params_to_param_buffer()
         self.is_staged = True
 
     def _copy_main_params_to_model_params(self) -> None:
-        """Megatron's, but for parameters that travel already."""
+        """Megatron's copy, except of parameters whose gather is under way."""
         early = self.early_gathers
         with nullcontext() if early is None else early.without_copied(self):
             super()._copy_main_params_to_model_params()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Muon's; the next forward pass gathers all parameters, whatever has travelled
-        before.
-        """
+        """Load Muon's state; the next forward pass gathers all parameters anew."""
         if self.early_gathers is not None:
             self.early_gathers.forget()
         super().load_state_dict(state_dict)
 
     def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:
-        """Megatron's, after a load of the model; all parameters are gathered after it,
-        too.
+        """Megatron's copy after a load of the model; all parameters are gathered anew
+        after it, too.
         """
         if self.early_gathers is not None:
             self.early_gathers.forget()
@@ -83,7 +80,7 @@ class MuonDistributedOptimizer(MuonCheckpoint):
         (``clip_scope``).
         """
         params: list[torch.nn.Parameter] = super().get_parameters()
-        muon = None if self.is_stub_optimizer else self.muon
+        muon = self.muon  # None in a stub
         if muon is None or muon.config.clip_scope == "all":
             return params
         return [param for param in params if not muon.owns(param)]
@@ -170,7 +167,7 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
                     )
 
         def load_state_dict(self, state_dict: Any) -> None:
-            for muon in self.muon.each:
+            for muon in self.muon.variants:
                 muon.forget_step()
             self.states.load(super().load_state_dict, state_dict)
             if self.muon.turns is not None:

@@ -16,6 +16,7 @@ from megatron_muon.mcore.host.process_groups import Stage
 from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.mcore.routing.param_routing import Weight, expert_name, of_any_number
 from megatron_muon.mcore.routing.routes import Route
+from megatron_muon.runtime.nonfinite import HostCopy
 from megatron_muon.runtime.patches import turn_into
 
 _ADDED_UP = "sequence_parallel"  # Megatron's mark on parameters
@@ -23,25 +24,13 @@ _READ = ("lr", "weight_decay")
 _UNCHANGED = "no optimizer state or parameter has been changed"
 
 
-class LateNorm:
-    """Megatron's norm, reduced over all ranks, copied to the host without waiting."""
-
-    def __init__(self, norm: torch.Tensor) -> None:
-        self._event: Any = None
-        if norm.device.type == "cpu":
-            self._norm = norm.detach().clone()
-            return
-        # torch takes pinned memory for it
-        self._norm = norm.detach().to("cpu", non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
+class LateNorm(HostCopy):
+    """Megatron's norm, reduced over all ranks."""
 
     def require_finite(self) -> None:
         """Raise a FloatingPointError with the way out if the norm is not finite."""
-        if self._event is not None and not self._event.query():
-            # rarely waits: a forward and a backward lie between
-            self._event.synchronize()
-        value = float(self._norm)
+        self.wait()  # rarely, since a forward and a backward lie between
+        value = float(self.tensor)
         if not math.isfinite(value):
             raise FloatingPointError(
                 f"The previous step's gradient norm was {value}: gradients were "
@@ -98,8 +87,8 @@ def share_loss_scale(dist_opts: Sequence[Any]) -> None:
     scale, which caused the overflow, never goes down (ChainedOptimizer.get_loss_scale
     and prepare_grads in core/optimizer/optimizer.py).
 
-    The scale changes once all of them have said whether they found an overflow, so that
-    all divide a step's gradients by the same number.
+    The scale changes once all optimizers have reported whether they found an overflow,
+    so that all divide a step's gradients by the same number.
     """
     scaler = dist_opts[0].grad_scaler
     if scaler is None:
@@ -110,8 +99,8 @@ def share_loss_scale(dist_opts: Sequence[Any]) -> None:
         """A scaler of Megatron's that several optimizers share."""
 
         def begin(self) -> None:
-            """A step begins; forget one whose gradients raised before all had said
-            it.
+            """A step begins; forget an earlier one that ended before the last
+            optimizer's ``update``.
             """
             overflows.clear()
 
@@ -164,19 +153,21 @@ def require_usable_groups(dist_opt: Any) -> None:
     for number, group in enumerate(groups):
         for key in _READ:
             if group["params"] and not _is_finite(group.get(key)):
-                names = [_names(dist_opt)[id(shard)] for shard in group["params"]]
+                names = shard_names(dist_opt)
+                members = [names[id(shard)] for shard in group["params"]]
                 raise ValueError(
-                    f"parameter group {number} ({first_names(names)}) has {key} "
+                    f"parameter group {number} ({first_names(members)}) has {key} "
                     f"{group.get(key)!r}, which is no finite number: set one before "
                     f"the step, as Megatron's scheduler does; {_UNCHANGED}"
                 )
     there = {id(shard) for group in groups for shard in group["params"]}
     muons = dist_opt.muon.main_params.values()
-    dropped = [id(shard) for shard in muons if id(shard) not in there]
+    dropped = [shard for shard in muons if id(shard) not in there]
     if dropped:
-        names = [_names(dist_opt)[each] for each in dropped]
+        names = shard_names(dist_opt)
+        missing = first_names([names[id(shard)] for shard in dropped], 5)
         raise ValueError(
-            f"no parameter group has {first_names(names, 5)} any more, which Muon "
+            f"no parameter group has {missing} any more, which Muon "
             "updates: put them back, or freeze them by requires_grad_(False) before "
             f"the model's buffers are made; {_UNCHANGED}"
         )
@@ -189,7 +180,7 @@ def _is_finite(value: Any) -> bool:
     return is_number and math.isfinite(value)
 
 
-def _names(dist_opt: Any) -> dict[int, str]:
+def shard_names(dist_opt: Any) -> dict[int, str]:
     """Names of parameters by the ids of their shards."""
     names = {route.weight.param: route.weight.name for route in dist_opt.routes}
     return {

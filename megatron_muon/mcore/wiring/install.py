@@ -122,31 +122,29 @@ def _get_megatron_optimizer(
     clipped where QK-Clip is asked for.
     """
     assert _config is not None
-    given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
-    watches = qk_clip.is_wanted(config, model_chunks, _config)
-    asks = watches or config.optimizer.lower() in MUONS or _decays_everything(config)
-    agree(_config, given.arguments, asks=asks)
+    settings = _config
+    call = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
+    watches = qk_clip.is_wanted(config, model_chunks, settings)
+    asks = config.optimizer.lower() in MUONS or _decays_everything(settings, config)
+    agree(settings, call.arguments, asks=watches or asks)
     if not watches:
-        return _built(original, given, config, model_chunks)
+        return _built(original, call, settings)
     # where logits are watched or clipped only
     from megatron_muon.mcore.qk_clip import attach
 
-    pg_collection = given.arguments.get("pg_collection")
+    pg_collection = call.arguments.get("pg_collection")
     attentions = together(
-        lambda: attach.prepare(config, model_chunks, _config, pg_collection),
+        lambda: attach.prepare(config, model_chunks, settings, pg_collection),
         None,
         device_of(model_chunks),
     )
-    optimizer = _built(original, given, config, model_chunks)
-    attach.attach(attentions, optimizer, model_chunks, _config, pg_collection)
+    optimizer = _built(original, call, settings)
+    attach.attach(attentions, optimizer, model_chunks, settings, pg_collection)
     return optimizer
 
 
-def _decays_everything(config: Any) -> bool:
-    assert _config is not None
-    return bool(
-        config.optimizer in ("adam", *MUONS) and _config.weight_decay_all_params
-    )
+def _decays_everything(settings: MuonConfig, config: Any) -> bool:
+    return config.optimizer in ("adam", *MUONS) and settings.weight_decay_all_params
 
 
 def _is_muon(config: Any) -> bool:
@@ -157,24 +155,21 @@ def _is_muon(config: Any) -> bool:
 
 
 def _built(
-    original: Callable[..., Any],
-    given: inspect.BoundArguments,
-    config: Any,
-    model_chunks: list[Any],
+    original: Callable[..., Any], call: inspect.BoundArguments, settings: MuonConfig
 ) -> Any:
-    assert _config is not None
-    settings, is_muon = _config, _is_muon(config)
+    config = call.arguments["config"]
+    model_chunks = call.arguments["model_chunks"]
+    is_muon = _is_muon(config)
     if config.optimizer.lower() in MUONS and not is_muon:
         raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
     if is_muon:
-        together(
-            partial(refuse, settings, given.arguments), None, device_of(model_chunks)
-        )
-        settings = _with_upstreams(settings, given, config, model_chunks)
-    if _decays_everything(config):
-        _decay_everything(given, config)
+        checks = partial(refuse, settings, call.arguments)
+        together(checks, None, device_of(model_chunks))
+        settings = _with_upstreams(settings, call)
+    if _decays_everything(settings, config):
+        _decay_everything(call)
     if not is_muon:
-        return original(*given.args, **given.kwargs)
+        return original(*call.args, **call.kwargs)
     with ExitStack() as stack:
         stack.enter_context(_asking_for_adam(config))
         if settings.lr_mults or settings.wd_mults:
@@ -182,37 +177,35 @@ def _built(
 
             ours = with_multipliers(mcore_optimizer._get_param_groups, settings)
             stack.enter_context(replaced(mcore_optimizer, _get_param_groups=ours))
-        optimizer = original(*given.args, **given.kwargs)
-    make_muons(optimizer, model_chunks, settings, given.arguments.get("pg_collection"))
+        optimizer = original(*call.args, **call.kwargs)
+    make_muons(optimizer, model_chunks, settings, call.arguments.get("pg_collection"))
     return optimizer
 
 
-def _with_upstreams(
-    settings: MuonConfig,
-    given: inspect.BoundArguments,
-    config: Any,
-    model_chunks: list[Any],
-) -> MuonConfig:
+def _with_upstreams(settings: MuonConfig, call: inspect.BoundArguments) -> MuonConfig:
     """The settings, with those that Megatron's own Muon takes by its config and
     overrides.
     """
-    asked = fields_set(config)
-    routed = bool(routes(given.arguments))
-    if config.optimizer == "muon" and not routed and not asked:
+    config = call.arguments["config"]
+    model_chunks = call.arguments["model_chunks"]
+    fields = fields_set(config)
+    has_overrides = bool(routes(call.arguments))
+    if config.optimizer == "muon" and not has_overrides and not fields:
         return settings
-    # where any is given
+    # where any of them is there
     from megatron_muon.mcore.wiring import upstream_settings as upstreams
 
     def read() -> tuple[MuonConfig, list[str], str]:
-        overrides = given.arguments.get("config_overrides") or {}
+        overrides = call.arguments.get("config_overrides") or {}
         names = upstreams.routes_asked(overrides, model_chunks)
-        return *upstreams.with_fields(settings, config, asked, model_chunks[0]), names
+        return *upstreams.with_fields(settings, config, fields, model_chunks[0]), names
 
     settings, lines, names = together(read, None, device_of(model_chunks))
     start.say_at_start(lines)
-    if routed:
-        _drop_overrides(given, lambda name, value: name == "optimizer")
-    return upstreams.routed(settings, names) if routed else settings
+    if not has_overrides:
+        return settings
+    _drop_overrides(call, lambda name, value: name == "optimizer")
+    return upstreams.routed(settings, names)
 
 
 def _get_megatron_muon_optimizer(
@@ -227,21 +220,16 @@ def _get_megatron_muon_optimizer(
     """
     if not _is_muon(config):
         return original(config, model_chunks, *args, **kwargs)
-    given = (
-        inspect.signature(original)
-        .bind(config, model_chunks, *args, **kwargs)
-        .arguments
-    )
-    if (
-        given.pop("layer_wise_distributed_optimizer", False)
-        and config.optimizer == "muon"
-    ):
+    call = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
+    is_layer_wise = call.arguments.pop("layer_wise_distributed_optimizer", False)
+    if is_layer_wise and config.optimizer == "muon":
         raise ValueError(
             "layer_wise_distributed_optimizer=True asks for Megatron's own Muon, but "
             "megatron_muon.install() has made optimizer='muon' the plugin's: use only "
             "one of the two"
         )
-    return _get_megatron_optimizer(_originals["get_megatron_optimizer"], **given)
+    original = _originals["get_megatron_optimizer"]
+    return _get_megatron_optimizer(original, **call.arguments)
 
 
 def _stopped(
@@ -315,29 +303,29 @@ def _asking_for_adam(config: Any) -> Iterator[None]:
         config.optimizer = name
 
 
-def _decay_everything(given: inspect.BoundArguments, config: Any) -> None:
+def _decay_everything(call: inspect.BoundArguments) -> None:
     """Change the arguments of ``get_megatron_optimizer`` so that every weight is
     decayed.
     """
-    if "no_weight_decay_cond" in given.signature.parameters:  # before core 0.16
-        given.arguments["no_weight_decay_cond"] = lambda name, param: False
+    if "no_weight_decay_cond" in call.signature.parameters:  # before core 0.16
+        call.arguments["no_weight_decay_cond"] = lambda name, param: False
         return
-    if given.arguments.get("config_overrides") is None:
+    if call.arguments.get("config_overrides") is None:
+        config = call.arguments["config"]
         standard = mcore_optimizer.get_standard_config_overrides(config=config)
-        given.arguments["config_overrides"] = standard
-    _drop_overrides(given, lambda *item: item == ("wd_mult", 0.0))
+        call.arguments["config_overrides"] = standard
+    _drop_overrides(call, lambda *item: item == ("wd_mult", 0.0))
 
 
 def _drop_overrides(
-    given: inspect.BoundArguments, drops: Callable[[str, Any], bool]
+    call: inspect.BoundArguments, drops: Callable[[str, Any], bool]
 ) -> None:
-    """Leave out items of overrides, and overrides that are empty then: they would make
-    a group.
+    """Drop items of overrides, and overrides that are empty then: they would make a
+    group.
     """
-    kept = {
-        key: {name: value for name, value in override.items() if not drops(name, value)}
-        for key, override in given.arguments["config_overrides"].items()
-    }
-    given.arguments["config_overrides"] = {
-        key: over for key, over in kept.items() if over
-    }
+    kept = {}
+    for key, override in call.arguments["config_overrides"].items():
+        items = {name: it for name, it in override.items() if not drops(name, it)}
+        if items:
+            kept[key] = items
+    call.arguments["config_overrides"] = kept

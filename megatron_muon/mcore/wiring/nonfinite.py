@@ -1,12 +1,11 @@
-"""Names matrices that were left where they were, and ends a run in which one stays
-there.
+"""Names matrices that were not updated since a direction was not finite, and ends a run
+in which one stays so.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ _INTERVAL = 100
 
 
 class NonfiniteReport:
-    """What a chain of optimizers says of directions that are not finite, on one rank.
+    """Reports directions of a chain of optimizers that are not finite, on one rank.
 
     They are named at the next line of the log: every ``--log-interval`` steps in
     Megatron-LM's loop, elsewhere every ``log_interval`` or 100. Ranks communicate then
@@ -40,20 +39,20 @@ class NonfiniteReport:
         group: Group | None,
         device: torch.device,
     ) -> None:
-        self._muons, self._group, self._device = list(muons), group, device
-        self._limit, self._interval = (
-            config.nonfinite_limit,
-            config.log_interval or _INTERVAL,
-        )
+        self._muons = list(muons)
+        self._group = group
+        self._device = device
+        self._limit = config.nonfinite_limit
+        self._interval = config.log_interval or _INTERVAL
         self._steps = self._number = 0
         self._lines: int | None = None  # lines of the log before the last step
-        self._momenta: set[str] = set()  # those that were named
+        self._momenta: set[str] = set()  # names of matrices whose momentum was named
         self._before: dict[tuple[int, str], Left] = {}  # counts at the last line
         self._in_a_row: dict[str, int] = {}  # lines, by matrix; the same on every rank
 
     def before_step(self) -> None:
         """Name momenta of the step before, if the device is done with it."""
-        for (_, matrix), left in self._left(waits=False).items():
+        for (_, matrix), left in self._counts(waits=False).items():
             name = matrix.split(SLICE_OF)[0]
             if left.inputs and name not in self._momenta:
                 self._momenta.add(name)
@@ -75,37 +74,36 @@ class NonfiniteReport:
         if self._lines != lines:
             self._log()
 
-    def _left(self, *, waits: bool) -> dict[tuple[int, str], Left]:
+    def _counts(self, *, waits: bool) -> dict[tuple[int, str], Left]:
         """By the number of the optimizer, and the matrix."""
-        every: dict[tuple[int, str], Left] = {}
+        counts: dict[tuple[int, str], Left] = {}
         for at, muon in enumerate(self._muons):
             for name, left in muon.nonfinite.left(waits=waits).items():
-                every[at, name] = left
-        return every
+                counts[at, name] = left
+        return counts
 
     def _log(self) -> None:
         """Name the matrices that were left since the last line, once for all ranks."""
-        now, before = self._left(waits=True), self._before
-        self._before = now
-        news: dict[
-            str, Left
-        ] = {}  # full and block steps, and TP slices of these, count as one
-        for key, left in now.items():
-            weight = key[1].split(SLICE_OF)[0]
-            new = left.since(before.get(key))
-            news[weight] = max(new, news.get(weight, new))
-        mine = [(name, *left) for name, left in news.items() if left.results]
-        if not any_rank(
-            "muon/log", torch.tensor(bool(mine), device=self._device), self._group
-        ):
+        counts = self._counts(waits=True)
+        here: dict[str, Left] = {}
+        for key, left in counts.items():
+            new = left.since(self._before.get(key))
+            if new.results:
+                # full and block steps, and TP slices of these, count as one
+                name = key[1].split(SLICE_OF)[0]
+                here[name] = max(new, here.get(name, new))
+        self._before = counts
+        vote = torch.tensor(bool(here), device=self._device)
+        if not any_rank("muon/log", vote, self._group):
             self._in_a_row = {}
             return
-        texts = all_gather_texts(json.dumps(mine), self._group)
         # several homes may name one matrix: of its strips or slices, or of optimizer
-        # instances
-        said = sorted(chain.from_iterable(map(json.loads, texts)))
-        # the most that one of them saw
-        every = {name: Left(*left) for name, *left in said}
+        # instances; the most that one of them saw counts
+        every: dict[str, Left] = {}
+        for text in all_gather_texts(json.dumps(here), self._group):
+            for name, numbers in json.loads(text).items():
+                new = Left(*numbers)
+                every[name] = max(new, every.get(name, new))
         self._in_a_row = {
             name: self._in_a_row.get(name, 0) + 1 for name in sorted(every)
         }

@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,9 +56,19 @@ REFUSED = {
     "enable_hetero": "give all ranks one parallelism",
     "use_dualpipev": "use an interleaved pipeline",
 }
-# as flags and as torch's names
-_FP32, _BF16 = ({"fp32", "float32"}, {"bf16", "bfloat16"})
 _FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+# Dtypes of states in host memory, as flags and as torch's names.
+_FP32 = {"fp32", "float32"}
+_IN_HOST_MEMORY = {
+    "main_params_dtype": _FP32,
+    "exp_avg_dtype": _FP32 | {"bf16", "bfloat16"},
+}
+_ONE = "use only one of the two"
+# Reads one of Megatron's settings by its field's name; None where there is no such.
+Read = Callable[[str], Any]
+# Modes that Muon does not support: each one's name, its value (refused if true), and a
+# way out.
+Modes = Iterator[tuple[str, Any, str]]
 
 
 def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
@@ -73,9 +84,9 @@ def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> No
 
 def raise_all(faults: Iterable[Exception]) -> None:
     """Raise faults as one error: of the first one's type, with the texts of all."""
-    each = list(faults)
-    if each:
-        raise type(each[0])("\n".join(dict.fromkeys(map(str, each))))
+    found = list(faults)
+    if found:
+        raise type(found[0])("\n".join(dict.fromkeys(map(str, found))))
 
 
 def _unsupported(
@@ -103,32 +114,11 @@ def _unsupported(
     configs = (optimizer_config, *ddp_configs, get_model_config(model_chunks[0]))
 
     def read(name: str) -> Any:
-        return next(filter(None, (getattr(each, name, None) for each in configs)), None)
+        values = (getattr(config, name, None) for config in configs)
+        return next(filter(None, values), None)
 
-    params = [pair for chunk in model_chunks for pair in chunk.named_parameters()]
-    marked = [
-        name for name, param in params if getattr(param, "is_gtp_weight_remat", False)
-    ]
-    sharded = (
-        "generalized tensor parallelism",
-        marked[:1],
-        "use tensor parallelism alone",
-    )
-    wide = [
-        name
-        for name, param in params
-        if param.dtype == torch.float32 and param.requires_grad
-    ]
-    offload = bool(read("optimizer_cpu_offload")) and wide[:1]
-    whole = ("optimizer_cpu_offload with fp32 weights", offload, "keep them in 16 bits")
-    # since core 0.19
-    least = getattr(optimizer_config, "grad_norm_skip_threshold", math.inf)
-    skips = (
-        "grad_norm_skip_threshold",
-        math.isfinite(least) and least,
-        "leave it at inf",
-    )
-    for option, value, way_out in (*refused_modes(read), sharded, whole, skips):
+    modes = chain(refused_modes(read), _modes_of_built(read, model_chunks))
+    for option, value, way_out in modes:
         if value:
             yield NotImplementedError(
                 f"optimizer='muon' does not support {option} yet (got {value!r}): "
@@ -143,13 +133,8 @@ def _unsupported(
             )
 
 
-def refused_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
-    """Modes that Muon does not support: each one's name, its value (refused if true), a
-    way out.
-
-    ``read`` gives the value of one of Megatron's settings by its field's name, None
-    without one.
-    """
+def refused_modes(read: Read) -> Modes:
+    """Modes that Muon does not support, as far as settings say."""
     for name, way_out in REFUSED.items():
         yield name, read(name), way_out
     yield from _fp8_modes(read)
@@ -157,27 +142,48 @@ def refused_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
     yield from _upstream_faults(read)
 
 
+def _modes_of_built(read: Read, model_chunks: Sequence[Any]) -> Modes:
+    """What only a built model or config shows."""
+    marked: list[str] = []
+    wide: list[str] = []
+    for chunk in model_chunks:
+        for name, param in chunk.named_parameters():
+            if getattr(param, "is_gtp_weight_remat", False):
+                marked.append(name)
+            if param.dtype == torch.float32 and param.requires_grad:
+                wide.append(name)
+    way_out = "use tensor parallelism alone"
+    yield "generalized tensor parallelism", marked[:1], way_out
+    if read("optimizer_cpu_offload"):
+        way_out = "keep them in 16 bits"
+        yield "optimizer_cpu_offload with fp32 weights", wide[:1], way_out
+    least = read("grad_norm_skip_threshold") or math.inf  # since core 0.19
+    skips = least if math.isfinite(least) else None
+    yield "grad_norm_skip_threshold", skips, "leave it at inf"
+
+
 def refuse(config: MuonConfig, arguments: Mapping[str, Any]) -> None:
     """Check a call of ``get_megatron_optimizer`` for Muon, by what one pipeline stage
     knows.
     """
-    optimizer_config, model_chunks = arguments["config"], arguments["model_chunks"]
-    of_call = _faults_of_call(config, optimizer_config, arguments)
-    frozen = _frozen_too_late(model_chunks)
-    raise_all((*_unsupported(optimizer_config, model_chunks), *of_call, *frozen))
+    model_chunks = arguments["model_chunks"]
+    raise_all(
+        chain(
+            _unsupported(arguments["config"], model_chunks),
+            _faults_of_call(config, arguments["config"], arguments),
+            _frozen_too_late(model_chunks),
+        )
+    )
 
 
 def _faults_of_call(
     config: MuonConfig, optimizer_config: Any, arguments: Mapping[str, Any]
 ) -> Iterator[Exception]:
     if config.clip_scope != "all" and not optimizer_config.clip_grad > 0.0:
-        scope, clip = (
-            f"{named('clip_scope')} {config.clip_scope!r}",
-            optimizer_config.clip_grad,
-        )
         yield ValueError(
-            f"{scope} with clip_grad {clip}: nothing is clipped; give a clip "
-            "(--clip-grad), or leave the scope out"
+            f"{named('clip_scope')} {config.clip_scope!r} with clip_grad "
+            f"{optimizer_config.clip_grad}: nothing is clipped; set clip_grad "
+            "(--clip-grad), or leave the scope at 'all'"
         )
     if config.full_period > 1:
         model = get_model_config(arguments["model_chunks"][0])
@@ -185,21 +191,21 @@ def _faults_of_call(
         yield from unsliced(config, max(size or 1 for size in sizes))
         if optimizer_config.optimizer_cpu_offload:
             yield NotImplementedError(
-                f"{named('full_period')} with optimizer_cpu_offload: the state on the "
-                "host comes in the rounds of full steps; leave one of them out"
+                f"{named('full_period')} with optimizer_cpu_offload: state comes from "
+                f"the host in the rounds of full steps; {_ONE}"
             )
     if getattr(optimizer_config, "chunked_optimizer_state_offload", False):
         for name, value in (("full_period", 1), ("momentum_dtype", "fp32")):
             if getattr(config, name) != value:
                 yield NotImplementedError(
                     f"{named(name)} with chunked_optimizer_state_offload, whose loads "
-                    "pass Muon by: leave one of them out"
+                    f"do not go through Muon: {_ONE}"
                 )
     narrow = optimizer_config.use_precision_aware_optimizer
     if narrow and config.momentum_dtype != "fp32":
         yield ValueError(
             f"{named('momentum_dtype')} {config.momentum_dtype!r} with "
-            "use_precision_aware_optimizer: give the momentum's dtype by exp_avg_dtype "
+            "use_precision_aware_optimizer: set the momentum's dtype by exp_avg_dtype "
             "there"
         )
     if narrow and not optimizer_config.optimizer_cpu_offload:
@@ -222,7 +228,7 @@ def _faults_of_call(
 
 
 def unsliced(config: MuonConfig, tp_size: int) -> Iterator[ValueError]:
-    """Refuses block steps where TP cuts nothing."""
+    """Refuse block steps where TP cuts nothing."""
     if config.full_period > 1 and tp_size == 1:
         yield ValueError(
             f"{named('full_period')} {config.full_period}: with TP 1 there are no "
@@ -251,12 +257,12 @@ def _frozen_too_late(model_chunks: Sequence[Any]) -> Iterator[Exception]:
 
 def fields_set(optimizer_config: Any) -> dict[str, Any]:
     """Fields of Megatron's own Muon that are unlike that core's defaults."""
-    return {
-        field.name: value
-        for field in dataclasses.fields(optimizer_config)
-        if field.name.startswith("muon_")
-        and (value := getattr(optimizer_config, field.name)) != field.default
-    }
+    found = {}
+    for field in dataclasses.fields(optimizer_config):
+        value = getattr(optimizer_config, field.name)
+        if field.name.startswith("muon_") and value != field.default:
+            found[field.name] = value
+    return found
 
 
 def routes(arguments: Mapping[str, Any]) -> list[str]:
@@ -265,41 +271,41 @@ def routes(arguments: Mapping[str, Any]) -> list[str]:
     return [override["optimizer"] for override in overrides if "optimizer" in override]
 
 
-def _fp8_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
-    """Refuses fp8 parameters but by recipes whose step was compared with that of one
+def _fp8_modes(read: Read) -> Modes:
+    """Refuse fp8 parameters, except by recipes whose step was compared with that of one
     process.
     """
-    fp8 = read("fp8_param_gather") or read("fp8_param")
+    if not (read("fp8_param_gather") or read("fp8_param")):
+        return
+    version = megatron_version()[1]
     bf16 = "keep parameters in bf16 (computing in fp8 is fine)"
-    yield (
-        "fp8_param_gather before core 0.14",
-        fp8 and megatron_version()[1] < (0, 14),
-        bf16,
-    )
+    yield "fp8_param_gather before core 0.14", version < (0, 14), bf16
     # some cores' is of an enum
     recipe = getattr(read("fp8_recipe"), "value", read("fp8_recipe"))
     yield (
         f"fp8_param_gather with fp8_recipe={recipe}",
-        fp8 and recipe not in _FP8_RECIPES,
+        recipe not in _FP8_RECIPES,
         f"give one of {', '.join(_FP8_RECIPES)}, or {bf16}",
     )
+    if recipe != "mxfp8":
+        return
     yield (
         "fp8_param_gather with fp8_recipe=mxfp8 before core 0.19",
-        fp8 and recipe == "mxfp8" and megatron_version()[1] < (0, 19),
+        version < (0, 19),
         f"{bf16}, since Megatron then has weights of other places, or gathers experts' "
         "too early",
     )
     yield (
         "fp8_recipe=mxfp8 with fp8_param_gather and without "
         "reuse_grad_buf_for_mxfp8_param_ag",
-        fp8 and recipe == "mxfp8" and not read("reuse_grad_buf_for_mxfp8_param_ag"),
+        not read("reuse_grad_buf_for_mxfp8_param_ag"),
         f"set it (--reuse-grad-buf-for-mxfp8-param-ag), or {bf16}",
     )
 
 
-def _state_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
-    """Refuses what FusedAdam can and Muon cannot do with states in other dtypes."""
-    on = read("use_precision_aware_optimizer")
+def _state_modes(read: Read) -> Modes:
+    """Refuse what FusedAdam can and Muon cannot do with states in other dtypes."""
+    fp8 = read("fp8_param_gather") or read("fp8_param")
     fraction = read("optimizer_state_offload_fraction")
     if read("chunked_optimizer_state_offload") and fraction:
         size = read("optimizer_state_offload_chunk_size_mb") or 0
@@ -312,16 +318,9 @@ def _state_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
             "one by one, but all ranks take Muon's step together; where that needs too "
             f"much memory {_BY_ROUND}",
         )
-        yield (
-            "chunked_optimizer_state_offload with fp8_param_gather",
-            read("fp8_param_gather") or read("fp8_param"),
-            "leave out one of both",
-        )
-    yield (
-        "use_precision_aware_optimizer with fp8_param_gather",
-        on and (read("fp8_param_gather") or read("fp8_param")),
-        "leave out one of both",
-    )
+        yield "chunked_optimizer_state_offload with fp8_param_gather", fp8, _ONE
+    on = read("use_precision_aware_optimizer")
+    yield "use_precision_aware_optimizer with fp8_param_gather", on and fp8, _ONE
     if not read("optimizer_cpu_offload"):
         return
     yield (
@@ -329,18 +328,16 @@ def _state_modes(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
         not on,
         "set it (--use-precision-aware-optimizer), as Megatron-LM's own flags want",
     )
-    for name, dtypes in (
-        ("main_params_dtype", _FP32),
-        ("exp_avg_dtype", _FP32 | _BF16),
-    ):
+    for name, dtypes in _IN_HOST_MEMORY.items():
+        dtype = read(name)
         yield (
-            f"optimizer_cpu_offload with {name}={read(name)}",
-            on and read(name) and str(read(name)).removeprefix("torch.") not in dtypes,
+            f"optimizer_cpu_offload with {name}={dtype}",
+            on and dtype and str(dtype).removeprefix("torch.") not in dtypes,
             f"give {' or '.join(sorted(dtypes & {'fp32', 'bf16'}, reverse=True))}",
         )
 
 
-def _upstream_faults(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str]]:
+def _upstream_faults(read: Read) -> Modes:
     """Combinations that train wrongly in Megatron, with AdamW too."""
     early = read("overlap_param_gather_with_optimizer_step")
     yield (
@@ -353,8 +350,7 @@ def _upstream_faults(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str
         "use_precision_aware_optimizer with rl_offload_optimizer_during_inference",
         read("use_precision_aware_optimizer")
         and read("rl_offload_optimizer_during_inference"),
-        "leave out one of both, since Megatron then parts the optimizer's shards from "
-        "the weights",
+        f"{_ONE}, since Megatron then parts the optimizer's shards from the weights",
     )
     if not read("num_moe_experts"):
         return
@@ -365,12 +361,11 @@ def _upstream_faults(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, str
         "experts before their optimizer has stepped",
     )
     expert_tp = read("expert_tensor_parallel_size")
+    is_other = expert_tp != read("tensor_model_parallel_size")
     yield (
         "expert_tensor_parallel_size other than tensor_model_parallel_size without "
         "expert parallelism",
-        read("expert_model_parallel_size") == 1
-        and expert_tp != read("tensor_model_parallel_size")
-        and expert_tp,
+        read("expert_model_parallel_size") == 1 and is_other and expert_tp,
         "set expert_model_parallel_size above 1, since Megatron does not add up the "
         "gradients of such experts over TP ranks",
     )
@@ -402,6 +397,9 @@ def agree(config: MuonConfig, arguments: Mapping[str, Any], *, asks: bool) -> No
     agree_on_settings(lines, asks=asks, device=lambda: device_of(model_chunks))
 
 
+_PLAIN = (bool, int, float, str, tuple, list, torch.dtype, enum.Enum, type(None))
+
+
 def _fields(name: str, config: Any) -> Iterator[str]:
     """The fields of a configuration; of objects that have no plain value, only the
     type.
@@ -409,8 +407,5 @@ def _fields(name: str, config: Any) -> Iterator[str]:
     for field in dataclasses.fields(config):
         if field.name not in _MAY_DIFFER:
             value = getattr(config, field.name)
-            said = repr(value) if isinstance(value, _PLAIN) else type(value).__name__
-            yield f"{name}.{field.name}: {said}"
-
-
-_PLAIN = (bool, int, float, str, tuple, list, torch.dtype, enum.Enum, type(None))
+            text = repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+            yield f"{name}.{field.name}: {text}"

@@ -78,7 +78,7 @@ def test_other_ranks_have_the_bits_of_two_tp_ranks(
 def _sent() -> tuple[str, list[int]]:
     built, printed = printed_by(lambda: start(CASE, TP2))
     (part,) = built.optimizer.chained_optimizers
-    return printed, [sum(muon.plan.sent_bytes()) for muon in part.muon.each]
+    return printed, [sum(muon.plan.sent_bytes()) for muon in part.muon.variants]
 
 
 def test_a_block_step_sends_nothing_over_tp_alone() -> None:
