@@ -40,7 +40,6 @@ class ClippedWeight(NamedTuple):
 class WatchedAttention:
     """An attention whose largest logits are reduced in each step."""
 
-    name: str
     core: Any  # the module that has the largest logits of this TP rank's heads
     heads: int  # number of heads over all TP ranks
     clip: Clip | None  # None where logits are only watched
@@ -60,9 +59,8 @@ def watched_attentions(
             if not isinstance(module, Attention) or isinstance(module, CrossAttention):
                 continue
             clip = clip_of(module.config, config)
-            if clip is not None or getattr(
-                module.config, "log_max_attention_logit", False
-            ):
+            logs = getattr(module.config, "log_max_attention_logit", False)
+            if clip is not None or logs:
                 watched.append(_watched(path, module, clip, by_param, config, tp_size))
     return watched
 
@@ -83,7 +81,7 @@ def _watched(
         _require_clippable(name, attention, config)
         clipped += _clipped(name, attention, by_param, config, tp_size)
     heads = attention.config.num_attention_heads
-    return WatchedAttention(name, core, heads, clip, tuple(clipped))
+    return WatchedAttention(core, heads, clip, tuple(clipped))
 
 
 def clip_of(model_config: Any, config: MuonConfig) -> Clip | None:

@@ -108,8 +108,7 @@ class QkClip:
         for param, heads in attention.weights:
             eta = eta_of(largest, heads.groups, clip.threshold)
             factors = row_factors(eta, heads, clip.alpha)
-            here = heads.local(self.tp_rank, self.tp_size)
-            local = factors[here.start : here.stop]
+            local = factors.view(self.tp_size, -1)[self.tp_rank]
             cols = param.shape[1:].numel()
             main = None
             if param in self.shards:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_muon.planning.layout import Span
-
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
@@ -30,11 +28,6 @@ class HeadRows:
     def rows(self) -> int:
         """Rows of the whole weight."""
         return self.groups * sum(count for _, count in self.parts)
-
-    def local(self, tp_rank: int, tp_size: int) -> Span:
-        """The rows that a TP rank has."""
-        count = self.rows // tp_size
-        return Span(tp_rank * count, (tp_rank + 1) * count)
 
 
 def eta_of(largest: torch.Tensor, groups: int, threshold: float) -> torch.Tensor:
