@@ -52,16 +52,10 @@ _TENSOR = "key data dtype global_shape global_offset"
 # Overridden to name the phase in the error where a peer is lost; replaced in a step
 # that is traced.
 SYNCS = (
-    _GROUP.overridden("start_grad_sync", "starts the reduction of gradients", "self"),
-    _GROUP.overridden(
-        "finish_grad_sync", "waits for the reduction of gradients", "self"
-    ),
-    _GROUP.overridden(
-        "start_param_sync", "starts the all-gather of parameters", "self"
-    ),
-    _GROUP.overridden(
-        "finish_param_sync", "waits for the all-gather of parameters", "self"
-    ),
+    _GROUP.overridden("start_grad_sync", "starts the reduction of gradients"),
+    _GROUP.overridden("finish_grad_sync", "waits for the reduction of gradients"),
+    _GROUP.overridden("start_param_sync", "starts the all-gather of parameters"),
+    _GROUP.overridden("finish_param_sync", "waits for the all-gather of parameters"),
 )
 ROWS: tuple[Row, ...] = (
     # --- settings
@@ -127,25 +121,19 @@ ROWS: tuple[Row, ...] = (
     ),
     _CORE.subclassed("Adam", "the Adam that Megatron picked: TE's, Apex's or torch's"),
     # --- states in fewer bytes
-    _CONFIG.wrapped(
-        "__post_init__", "wants AdamW for use_precision_aware_optimizer", "self"
-    ),
+    _CONFIG.wrapped("__post_init__", "wants AdamW for use_precision_aware_optimizer"),
     # --- states on the host
     _CPU.subclassed("HybridDeviceOptimizer", "AdamW on the host, in parts"),
     _HYBRID.overridden(
-        "_get_sub_optimizer_param_groups", "its shards", "self offload_fraction"
+        "_get_sub_optimizer_param_groups", "its shards", "offload_fraction"
     ),
+    _HYBRID.overridden("step", "updates shards, and copies them to the weights"),
+    _HYBRID.overridden("dummy_step", "makes state before a load"),
     _HYBRID.overridden(
-        "step", "updates shards, and copies them to the weights", "self"
+        "_update_fp32_params_by_new_state", "called at the end of a load"
     ),
-    _HYBRID.overridden("dummy_step", "makes state before a load", "self"),
-    _HYBRID.overridden(
-        "_update_fp32_params_by_new_state", "called at the end of a load", "self"
-    ),
-    _HYBRID.overridden("_init_sub_optimizers", "makes the parts anew", "self"),
-    _HYBRID.called(
-        "_sync_sub_optimizers_state_to_hdo", "takes the state of the parts", "self"
-    ),
+    _HYBRID.overridden("_init_sub_optimizers", "makes the parts anew"),
+    _HYBRID.called("_sync_sub_optimizers_state_to_hdo", "takes the state of the parts"),
     _HYBRID.read(
         "sub_optimizers", "the parts, each torch's AdamW or the Adam of a GPU"
     ),
@@ -160,53 +148,37 @@ ROWS: tuple[Row, ...] = (
     # The norm is a float or, where Megatron does not wait for it, a tensor; the same
     # on all ranks of the grad_stats_parallel_group.
     _DIST.overridden(
-        "_copy_main_params_to_param_buffer", "mxfp8 parameters", "self", (0, 14)
+        "_copy_main_params_to_param_buffer", "mxfp8 parameters", since=(0, 14)
     ),
     _CHAIN.called(
         "prepare_model_params_for_param_sync", "the same for a chain", since=(0, 19)
     ),
-    _CHAIN.overridden(
-        "get_grad_norm", "called on every rank before a part steps", "self"
-    ),
+    _CHAIN.overridden("get_grad_norm", "called on every rank before a part steps"),
     _DIST.overridden(
-        "get_main_grads_for_grad_norm", _NORM, "self", until=(0, 18), inherited=True
+        "get_main_grads_for_grad_norm", _NORM, until=(0, 18), inherited=True
     ),
     _DIST.overridden(
         "get_grads_for_grad_norm",
         _NORM,
-        "self grad_norm_group",
+        "grad_norm_group",
         since=(0, 19),
         inherited=True,
     ),
-    _DIST.overridden(
-        "_unscale_main_grads_and_check_for_nan", _SKIPS, "self", inherited=True
-    ),
-    _DIST.overridden(
-        "_collect_main_grad_data_for_unscaling", "what that flag is of", "self"
-    ),
-    _CHAIN.called(
-        "grads_states_parallel_group_is_shared", "if its parts share a norm", "self"
-    ),
+    _DIST.overridden("_unscale_main_grads_and_check_for_nan", _SKIPS, inherited=True),
+    _DIST.overridden("_collect_main_grad_data_for_unscaling", "what that flag is of"),
+    _CHAIN.called("grads_states_parallel_group_is_shared", "if its parts share a norm"),
     _CHAIN.overridden(
-        "prepare_grads", "called before each step; True if it is skipped", "self"
+        "prepare_grads", "called before each step; True if it is skipped"
     ),
-    _CHAIN.overridden(
-        "step_with_ready_grads", "steps its parts one after another", "self"
-    ),
+    _CHAIN.overridden("step_with_ready_grads", "steps its parts one after another"),
     _DIST.overridden(
-        "step_with_ready_grads", "steps, copies parameters, starts gathers", "self"
+        "step_with_ready_grads", "steps, copies parameters, starts gathers"
     ),
-    _DIST.overridden(
-        "_copy_main_params_to_model_params", "pair by pair into buckets", "self"
-    ),
-    _DIST.overridden(
-        "_copy_model_params_to_main_params", "after a load of the model", "self"
-    ),
+    _DIST.overridden("_copy_main_params_to_model_params", "pair by pair into buckets"),
+    _DIST.overridden("_copy_model_params_to_main_params", "after a load of the model"),
+    _DIST.called("get_grad_stats_parallel_group", "the ranks that step together"),
     _DIST.called(
-        "get_grad_stats_parallel_group", "the ranks that step together", "self"
-    ),
-    _DIST.called(
-        "get_parameters", "flat fp32 shards of the inner Adam", "self", inherited=True
+        "get_parameters", "flat fp32 shards of the inner Adam", inherited=True
     ),
     # --- the loss scale, which the plugin makes dense and experts' optimizers share
     _SCALER.overridden(
@@ -223,7 +195,7 @@ ROWS: tuple[Row, ...] = (
         "DistributedDataParallel", "the one wrapper whose buffers Muon shards over"
     ),
     _DDP.called(
-        "start_param_sync", "gathers all parameters, after a load", "self force_sync"
+        "start_param_sync", "gathers all parameters, after a load", "force_sync"
     ),
     _DDP.wrapped(
         "__init__", "makes layouts", "module pg_collection full_param_layout", (0, 18)
