@@ -67,6 +67,11 @@ UPSTREAM: tuple[Row, ...] = (
     ),
     _WHOLE.called("compute_full_param_layout", "its layout of the grad buffers"),
     _LAYER_WISE.called("tag_params_for_buffer_routing", "marks that decide the layout"),
+    _STATE.called(
+        "get_expert_data_parallel_world_size",
+        "over how many ranks its layout cuts a buffer of experts' weights",
+        since=(0, 18),
+    ),
     *_SHARDED.has(
         float16_groups="parameters that have fp32 main parameters",
         fp32_from_float16_groups="their fp32 main parameters",
