@@ -138,6 +138,6 @@ def _sentences(muons: Sequence[tuple[Any, DistributedMuon]]) -> list[str]:
                     in_any_loop=early.is_on,
                 )
             )
-        for block in muon.each[1:]:
+        for block in muon.variants[1:]:
             sentences.append(describe.block_steps_text(block.plan, muon.config))
     return sentences
