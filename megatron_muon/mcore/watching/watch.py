@@ -33,15 +33,12 @@ from megatron_muon.mcore.watching.record import (
 )
 from megatron_muon.mcore.watching.rows import Message, Table, dot, muon_rows, row_name
 from megatron_muon.mcore.watching.warnings import Warnings
-from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import attempt, together
 from megatron_muon.runtime.states import MAIN_KEY
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.version import __version__
-
-Muons = Sequence[tuple[Any, DistributedMuon]]
 
 
 class Watch:
@@ -55,7 +52,7 @@ class Watch:
 
     def __init__(
         self,
-        muons: Muons,
+        dist_opts: Sequence[Any],
         model_chunks: Sequence[Any],
         config: MuonConfig,
         stage: Stage,
@@ -66,8 +63,8 @@ class Watch:
         self._stage = stage
         self._interval = config.log_interval
         self._steps = 0
-        self._table = _table(muons, model_chunks, config, stage, group)
-        self._muons = muons
+        self._table = _table(dist_opts, model_chunks, config, stage, group)
+        self._dist_opts = dist_opts
         self._rows = {
             weight.param: row_name(weight.name) for weight in weights(model_chunks)
         }
@@ -93,8 +90,8 @@ class Watch:
                 try:
                     yield
                 finally:
-                    for _, muon in self._muons:
-                        muon.observe(None)
+                    for part in self._dist_opts:
+                        part.muon.observe(None)
                 self._log(message, number)
             else:
                 yield
@@ -119,7 +116,8 @@ class Watch:
         """The sums of a logging step; Muon's observers add to them during the step."""
         message = Message(self._table, self._stage.device)
         self._outputs.add_to(message)
-        for part, muon in self._muons:
+        for part in self._dist_opts:
+            muon = part.muon
             for param, shard in owned_shards(part):
                 if not muon.owns(shard):
                     grad = part.states.grad(shard)  # checked before the step
@@ -176,8 +174,8 @@ class Watch:
             )
             self._warnings = Warnings(start)
             lines.append(start)
-        first, _ = self._muons[0]
-        groups = first.optimizer.param_groups  # new objects after each load
+        # new objects after each load
+        groups = self._dist_opts[0].optimizer.param_groups
         lr = {"lr": float(groups[0]["lr"])} if groups else {}
         record = step_record(self._table, totals, maxima, step=number, time=now, **lr)
         lines.append(record)
@@ -197,7 +195,7 @@ def _lines(path: str) -> Lines:
 
 
 def _table(
-    muons: Muons,
+    dist_opts: Sequence[Any],
     model_chunks: Sequence[Any],
     config: MuonConfig,
     stage: Stage,
@@ -208,11 +206,9 @@ def _table(
     def of_stage() -> str:
         if not stage.speaks:
             return ""
-        part, _ = muons[0]
-        adamws = {
-            row_name(route.weight.name) for route in part.routes if route.muon is None
-        }
-        matrices = chain.from_iterable(muon.plan.matrices for _, muon in muons)
+        routes = dist_opts[0].routes
+        adamws = {row_name(route.weight.name) for route in routes if route.muon is None}
+        matrices = chain.from_iterable(part.muon.plan.matrices for part in dist_opts)
         kept = kept_logits(model_chunks, config.qk_clip)
         return json.dumps(
             {

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron_muon.mcore.seams.rows import check_built
 from megatron_muon.mcore.wiring.buffers.bucket_groups import name_phases
 from megatron_muon.mcore.wiring.buffers.early_setting import gathers_one_by_one, settled
 from megatron_muon.mcore.wiring.buffers.placement import (
+    Located,
     muon_parameters,
     on_every_ep_rank,
 )
@@ -32,7 +33,6 @@ from megatron_muon.mcore.wiring.counted_once import count_once
 from megatron_muon.mcore.wiring.distributed_optimizer import (
     MuonDistributedOptimizer,
     muon_over,
-    start_of,
 )
 from megatron_muon.mcore.wiring.gradients import keep_biases_apart, share_loss_scale
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
@@ -113,7 +113,7 @@ def make_muons(
     routes = together(lambda: _routed(model_chunks, numerics, stage), None, device)
     for part in parts:
         part.routes = routes
-    muons = _made_together(parts, numerics, stage)
+    trained = _made_together(parts, numerics, stage)
     if late is not None:
         changes.append(describe.late_gather_line(late))
     names = {
@@ -121,23 +121,23 @@ def make_muons(
         describe.ADDED_UP: keep_biases_apart(routes, stage),
     }
     say_start(
-        muons, model_chunks, routes, numerics, stage, changes=changes, names=names
+        trained, model_chunks, routes, numerics, stage, changes=changes, names=names
     )
     turn_into(optimizer, MuonChainedOptimizer)
     name_phases(model_chunks)
     optimizer.voters = process_groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
-    together(lambda: _completed(parts, muons, stage), None, device)
-    _connect(muons, stage)
-    if muons:
-        each = itertools.chain.from_iterable(muon.variants for _, muon in muons)
+    together(lambda: _completed(parts, trained, stage), None, device)
+    _connect(trained, stage)
+    if trained:
+        muons = itertools.chain.from_iterable(part.muon.variants for part in trained)
         optimizer.nonfinite = NonfiniteReport(
-            list(each), config, optimizer.voters, device
+            list(muons), config, optimizer.voters, device
         )
-    if muons and config.log_interval is not None:
+    if trained and config.log_interval is not None:
         from megatron_muon.mcore.watching.watch import Watch
 
-        optimizer.watch = Watch(muons, model_chunks, config, stage, optimizer.voters)
+        optimizer.watch = Watch(trained, model_chunks, config, stage, optimizer.voters)
     remember(model_chunks, config, stage)
 
 
@@ -184,26 +184,25 @@ def _routed(
     return routes
 
 
-def _completed(
-    parts: Sequence[Any], muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage
-) -> None:
+def _completed(parts: Sequence[Any], trained: Sequence[Any], stage: Stage) -> None:
     """Put each Muon inside its part. No communication."""
     share_loss_scale(parts)
-    for (_, before), (part, _) in itertools.pairwise(muons):
+    for part in trained:
+        part.stage_group = stage.group
+        part.ep_rank = stage.coordinates(part).ep_rank
+        part.local_experts = local_experts(part.model_chunks, stage.sizes.ep)
+        _put_inside(part)
+    for before, part in itertools.pairwise(trained):
         if getattr(part.config, "chunked_optimizer_state_offload", False):
             break  # its state is only on its way then
-        before.start_next = start_of(
-            part, orthogonalizes=process_groups.has_experts(part)
+        # The experts' orthogonalizes its first round then, too. Megatron gathers the
+        # parameters of the optimizer before a dense one as soon as that has stepped.
+        before.muon.start_next = partial(
+            part.optimizer.start_muon, orthogonalizes=process_groups.has_experts(part)
         )
-    for part, muon in muons:
-        _put_inside(part, muon)
-        part.stage_group, experts = stage.group, process_groups.has_experts(part)
-        if experts:
-            part.ep_rank = stage.coordinates(part).ep_rank
-        part.local_experts = local_experts(part.model_chunks, stage.sizes.ep)
 
 
-def _connect(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> None:
+def _connect(trained: Sequence[Any], stage: Stage) -> None:
     """Make a GPU's connections to the plan's peers (gloo has its own); rank 0 prints a
     line.
     """
@@ -211,9 +210,9 @@ def _connect(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> None
         return
     begin = time.perf_counter()
     peers = 0
-    for _, muon in muons:
-        for each in muon.variants:
-            peers += each.exchange.connect()
+    for part in trained:
+        for muon in part.muon.variants:
+            peers += muon.exchange.connect()
     torch.cuda.synchronize(stage.device)
     if dist.get_rank() == 0:
         say(
@@ -222,46 +221,58 @@ def _connect(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> None
         )
 
 
-def _made_together(
-    parts: Sequence[Any], numerics: Numerics, stage: Stage
-) -> list[tuple[Any, DistributedMuon]]:
-    """Each part that is no stub, with its Muon; an error of one rank stops the whole
-    world.
+def _made_together(parts: Sequence[Any], numerics: Numerics, stage: Stage) -> list[Any]:
+    """The parts that are no stubs, once each has its Muon; an error of one rank stops
+    the whole world.
     """
-    parts = [part for part in parts if not part.is_stub_optimizer]
-    every = together(
-        lambda: [_everywhere(part, stage) for part in parts], None, stage.device
+    trained = [part for part in parts if not part.is_stub_optimizer]
+    located = together(
+        lambda: [muon_parameters(part.routes, part.buffers) for part in trained],
+        None,
+        stage.device,
     )
-    plans, error = attempt(partial(_agreed_plans, parts, every, numerics, stage))
+    # of each optimizer, on all EP ranks
+    every: list[list[Parameter]] = []
+    for part, mine in zip(trained, located, strict=True):
+        ep_size = stage.coordinates(part).ep_size
+        experts = local_experts(part.model_chunks, ep_size)
+        here = [parameter for _, parameter in mine]
+        every.append(on_every_ep_rank(here, ep_size, experts))
+    agree = partial(_agreed_plans, trained, located, every, numerics, stage)
+    plans, error = attempt(agree)
     raise_together(error, None, stage.device)  # all ranks of a stage have its errors
     assert plans is not None
 
-    def made() -> list[tuple[Any, DistributedMuon]]:
-        both = zip(parts, plans, strict=True)
-        muons = [
-            (part, _muon_of(part, agreed_on, numerics, stage))
-            for part, agreed_on in both
-        ]
-        if numerics.config.full_period > 1:
+    def make() -> None:
+        for at, (part, plan) in enumerate(zip(trained, plans, strict=True)):
+            # number of this EP rank's first parameter
+            first = stage.coordinates(part).ep_rank * len(located[at])
+            params = {first + n: param for n, (param, _) in enumerate(located[at])}
+            shards = dict(owned_shards(part))
+            main_params = {
+                index: shards[param]
+                for index, param in params.items()
+                if param in shards
+            }
+            part.muon = _muon_of(part, plan, numerics, main_params, Meter(), stage)
+            if numerics.config.early_param_gather != "off":
+                _gather_early(part, params, stage, is_followed=any(every[at + 1 :]))
+        if numerics.config.full_period > 1 and trained:
             from megatron_muon.mcore.wiring.buffers.block_steps import add_block_steps
 
-            add_block_steps(muons, every, stage)
-        return muons
+            add_block_steps(trained, every, stage, _muon_of)
 
-    return together(made, None, stage.device)
-
-
-# The plan of a DistributedOptimizer, this rank's Muon parameters by their place in it,
-# and whether another optimizer's rounds follow.
-_Agreed = tuple[ExchangePlan, dict[int, Any], bool]
+    together(make, None, stage.device)
+    return trained
 
 
 def _agreed_plans(
     parts: Sequence[Any],
+    located: Sequence[Located],
     every: Sequence[list[Parameter]],
     numerics: Numerics,
     stage: Stage,
-) -> list[_Agreed]:
+) -> list[ExchangePlan]:
     """The plans of all optimizers, the same in all instances; all ranks of the world
     call it.
     """
@@ -274,87 +285,83 @@ def _agreed_plans(
     )
     near = min(count for at, count in found if at == stage.pipeline_rank)
     work = [flops_of(parameters, numerics) for parameters in every]
-    plans: list[_Agreed] = []
+    plans: list[ExchangePlan] = []
     for at, part in enumerate(parts):
-        coordinates = stage.coordinates(part)
-        mine = muon_parameters(part.routes, part.buffers)
-        earlier = [plan for plan, *_ in plans]
         later = sum(work[at + 1 :])
-        here = [parameter for _, parameter in mine]
-        description = agreed.description(here, numerics, earlier, later)
+        here = [parameter for _, parameter in located[at]]
+        description = agreed.description(here, numerics, plans, later)
+        coordinates = stage.coordinates(part)
         grid = agree_on_grid(coordinates, description, stage.group, stage.device, near)
-        plan = make_plan(every[at], grid, numerics, earlier, later)
-        # index of this EP rank's first parameter
-        first = coordinates.ep_rank * len(mine)
-        params = {first + number: param for number, (param, _) in enumerate(mine)}
-        plans.append((plan, params, later > 0))
+        plans.append(make_plan(every[at], grid, numerics, plans, later))
     return plans
 
 
-def _everywhere(dist_opt: Any, stage: Stage) -> list[Parameter]:
-    """An optimizer's Muon parameters on all EP ranks."""
-    here = [
-        parameter for _, parameter in muon_parameters(dist_opt.routes, dist_opt.buffers)
-    ]
-    ep_size = stage.coordinates(dist_opt).ep_size
-    return on_every_ep_rank(
-        here, ep_size, local_experts(dist_opt.model_chunks, ep_size)
-    )
-
-
 def _muon_of(
-    dist_opt: Any, agreed_on: _Agreed, numerics: Numerics, stage: Stage
+    dist_opt: Any,
+    plan: ExchangePlan,
+    numerics: Numerics,
+    main_params: Mapping[int, torch.Tensor],
+    meter: Meter,
+    stage: Stage,
 ) -> DistributedMuon:
-    """The Muon part of this rank."""
-    plan, mine, is_followed = agreed_on
-    config, travels = numerics.config, TORCH_DTYPE[numerics.travels]
+    """This rank's Muon of an optimizer, or its block-step variant."""
     own = plan.for_rank(dist.get_rank(stage.group))
-    meter = Meter()
-    shards = dict(owned_shards(dist_opt))
-    main_params = {index: shards[mine[index]] for index in own.shards}
+    travels = TORCH_DTYPE[numerics.travels]
     exchange = Exchange(own, plan.matrices, stage.group, travels, stage.device, meter)
     phase = phases(dist_opt.config)
     elementwise = elementwise_on(stage.device, numerics)
-    muon = DistributedMuon(
+    return DistributedMuon(
         numerics, plan, own, exchange, main_params, meter, phase, elementwise
     )
-    if config.early_param_gather != "off":
-        from megatron_muon.mcore.wiring.buffers.early_gathers import early_gathers
-
-        round_of = plan.round_of()
-        dist_opt.early_gathers = early_gathers(
-            dist_opt,
-            {param: round_of[index] for index, param in mine.items()},
-            last=len(plan.rounds) - 1,
-            one_by_one=gathers_one_by_one(stage.device),
-            is_followed=is_followed,
-            is_on=config.early_param_gather == "on",
-        )
-        if dist_opt.early_gathers is not None:
-            muon.applied = dist_opt.early_gathers.applied
-    return muon
 
 
-def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
-    dist_opt.muon = muon
+def _gather_early(
+    dist_opt: Any,
+    params: Mapping[int, torch.nn.Parameter],
+    stage: Stage,
+    *,
+    is_followed: bool,
+) -> None:
+    """Have parameters gathered within the step; ``is_followed``: another optimizer's
+    rounds follow.
+    """
+    from megatron_muon.mcore.wiring.buffers.early_gathers import early_gathers
+
+    muon = dist_opt.muon
+    round_of = muon.plan.round_of()
+    early = early_gathers(
+        dist_opt,
+        {param: round_of[index] for index, param in params.items()},
+        last=len(muon.plan.rounds) - 1,
+        one_by_one=gathers_one_by_one(stage.device),
+        is_followed=is_followed,
+        is_on=muon.config.early_param_gather == "on",
+    )
+    dist_opt.early_gathers = early
+    if early is not None:
+        muon.applied = early.applied
+
+
+def _put_inside(dist_opt: Any) -> None:
+    adam = dist_opt.optimizer
+    muon = dist_opt.muon
     if muon.config.momentum_dtype != "fp32":
         from megatron_muon.rules.bf16_momentum import packed  # for these dtypes only
 
-        dist_opt.states = packed(dist_opt.optimizer, muon)
-    dist_opt.init_state_fn = init_state_of(
-        dist_opt.init_state_fn, dist_opt.states, muon
-    )
-    dist_opt.optimizer.muon, dist_opt.optimizer.states = muon, dist_opt.states
-    adam: type[torch.optim.Optimizer] = type(dist_opt.optimizer)
+        dist_opt.states = packed(adam, muon)
+    states = dist_opt.states
+    dist_opt.init_state_fn = init_state_of(dist_opt.init_state_fn, states, muon)
+    adam.muon = muon
+    adam.states = states
     if dist_opt.config.optimizer_cpu_offload:
         # for it only
         from megatron_muon.mcore.host.offloaded_states import HybridOfAdamW
 
-        turn_into(dist_opt.optimizer, muon_over(HybridOfAdamW))
-        dist_opt.states.hold(muon, dist_opt.config)
+        turn_into(adam, muon_over(HybridOfAdamW))
+        states.hold(muon, dist_opt.config)
         return
-    turn_into(dist_opt.optimizer, muon_over(adam))
+    turn_into(adam, muon_over(type(adam)))
     # those of weights, which are loaded later, start at a step
-    if not dist_opt.states.are_copies:
+    if not states.are_copies:
         for shard in muon.main_params.values():
-            dist_opt.states.start_state(shard, muon.state_keys)
+            states.start_state(shard, muon.state_keys)

@@ -11,7 +11,7 @@ it picked stays in use.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -138,13 +138,16 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
         muon: DistributedMuon
         states: States
 
-        def start_muon(self) -> None:
-            """Begin Muon's part of the next step, once its gradients are ready."""
-            self._muon_now().start(self.param_groups, self.states)
+        def start_muon(self, *, orthogonalizes: bool) -> None:
+            """Begin Muon's part of a step, before the optimizer before this one waits
+            for its last directions.
 
-        def begin_muon(self) -> None:
-            """``start_muon``, and orthogonalize the first round."""
-            self._muon_now().begin(self.param_groups, self.states)
+            Gradients are ready. With ``orthogonalizes`` the first round's work is done,
+            too.
+            """
+            muon = self._variant()
+            start = muon.begin if orthogonalizes else muon.start
+            start(self.param_groups, self.states)
 
         @torch.no_grad()
         def step(self, closure: None = None, **kwargs: Any) -> None:
@@ -155,7 +158,7 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
                 with _hidden_grads(self.muon.main_params.values(), self.states):
                     super(MuonOverAdam, self).step(**kwargs)
 
-            self._muon_now().step(self.param_groups, self.states, step_adamw)
+            self._variant().step(self.param_groups, self.states, step_adamw)
             if self.muon.turns is not None:
                 self.muon.turns.end_step()
             # Megatron wants one step number for all parameters
@@ -173,25 +176,13 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
             if self.muon.turns is not None:
                 self.muon.turns.forget()
 
-        def _muon_now(self) -> DistributedMuon:
+        def _variant(self) -> DistributedMuon:
+            """Muon of the step under way, which is full or block-wise."""
             turns = self.muon.turns
             return self.muon if turns is None else turns.now(self.param_groups)
 
     MuonOverAdam.__name__ = f"MuonOver{adam.__name__}"
     return MuonOverAdam
-
-
-def start_of(
-    dist_opt: MuonDistributedOptimizer, *, orthogonalizes: bool
-) -> Callable[[], None]:
-    """Starts an optimizer's step before the one before it waits for its last
-    directions.
-
-    The experts' orthogonalizes its first round then, too. Megatron gathers the
-    parameters of the optimizer before a dense one as soon as that has stepped.
-    """
-    adam = dist_opt.optimizer  # which is not Muon's yet
-    return lambda: adam.begin_muon() if orthogonalizes else adam.start_muon()
 
 
 @contextmanager

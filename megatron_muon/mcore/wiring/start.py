@@ -30,7 +30,6 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning import describe
 from megatron_muon.planning.describe import Share
 from megatron_muon.rules.fused import said_of_elementwise
-from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import together
 
@@ -48,7 +47,7 @@ def forget() -> None:
 
 
 def say_start(
-    muons: Sequence[tuple[Any, DistributedMuon]],
+    dist_opts: Sequence[Any],
     model_chunks: Sequence[Any],
     routes: Sequence[Route],
     numerics: Numerics,
@@ -77,8 +76,8 @@ def say_start(
         share, text, warnings = Share(names=names), "", []
         if stage.speaks:
             share += share_of(routes, config)
-            text = ". ".join(_sentences(muons))
-            plans = [muon.plan for _, muon in muons]
+            text = ". ".join(_sentences(dist_opts))
+            plans = [part.muon.plan for part in dist_opts]
             warnings = describe.node_lines(plans, config, ranks_here)
         return json.dumps([matched, asdict(share), stage.pipeline_rank, text, warnings])
 
@@ -117,16 +116,17 @@ def say_start(
             say(line)
 
 
-def _sentences(muons: Sequence[tuple[Any, DistributedMuon]]) -> list[str]:
+def _sentences(dist_opts: Sequence[Any]) -> list[str]:
     """About each optimizer of this rank's stage."""
     sentences: list[str] = []
-    for at, (part, muon) in enumerate(muons):
+    for at, part in enumerate(dist_opts):
+        muon = part.muon
         sentences.append(
             describe.optimizer_text(
                 muon.plan,
                 experts=has_experts(part),
                 buckets=[len(buffer.buckets) for buffer in part.buffers],
-                earlier=[before.plan for _, before in muons[:at]],
+                earlier=[before.muon.plan for before in dist_opts[:at]],
             )
         )
         early = part.early_gathers
