@@ -113,7 +113,7 @@ def make_muons(
     routes = together(lambda: _routed(model_chunks, numerics, stage), None, device)
     for part in parts:
         part.routes = routes
-    trained = _made_together(parts, numerics, stage)
+    trained = _with_muons(parts, numerics, stage)
     if late is not None:
         changes.append(describe.late_gather_line(late))
     names = {
@@ -221,7 +221,7 @@ def _connect(trained: Sequence[Any], stage: Stage) -> None:
         )
 
 
-def _made_together(parts: Sequence[Any], numerics: Numerics, stage: Stage) -> list[Any]:
+def _with_muons(parts: Sequence[Any], numerics: Numerics, stage: Stage) -> list[Any]:
     """The parts that are no stubs, once each has its Muon; an error of one rank stops
     the whole world.
     """

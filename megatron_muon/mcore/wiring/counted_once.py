@@ -14,7 +14,7 @@ the norm and the count of zeros read, so correcting those changes nothing else.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,37 +37,29 @@ def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
     """Correct the marks of main parameters. Every rank of the world calls this.
 
     Returns:
-        Names of the weights whose mark was wrong on this rank.
+        Names, with * for numbers, of the weights whose mark was wrong on this rank.
 
     Raises:
         RuntimeError: on ranks that have no error themselves when another has.
     """
 
+    weights = {route.weight.param: route.weight for route in parts[0].routes}
+
     def corrected() -> list[str]:
         names: list[str] = []
         for part in parts:
-            names += _corrected(part, stage)
+            for param, shard in () if part.is_stub_optimizer else owned_shards(part):
+                weight = weights[param]
+                counts = counts_here(weight, stage)
+                if counts is None:
+                    continue
+                before = _counted(part, shard)
+                setattr(shard, _MARK, counts)
+                if _counted(part, shard) != before:
+                    names.append(of_any_number(weight.name))
         return names
 
     return together(corrected, None, stage.device)
-
-
-def _corrected(part: Any, stage: Stage) -> Iterator[str]:
-    """Names, with * for numbers, of weights that Megatron would have counted wrongly
-    here.
-    """
-    if part.is_stub_optimizer:
-        return
-    of_param = {route.weight.param: route.weight for route in part.routes}
-    for param, shard in owned_shards(part):
-        weight = of_param[param]
-        here = counts_here(weight, stage)
-        if here is None:
-            continue
-        before = _counted(part, shard)
-        setattr(shard, _MARK, here)
-        if _counted(part, shard) != before:
-            yield of_any_number(weight.name)
 
 
 def counts_here(weight: Weight, stage: Stage) -> bool | None:

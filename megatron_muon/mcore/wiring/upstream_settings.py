@@ -35,34 +35,38 @@ _PATTERNS_OF = {"adam": "muon_exclude", "muon": "muon_include"}
 
 
 def with_fields(
-    config: MuonConfig, optimizer_config: Any, given: Mapping[str, Any], model: Any
+    config: MuonConfig, optimizer_config: Any, changed: Mapping[str, Any], chunk: Any
 ) -> tuple[MuonConfig, list[str]]:
     """The settings of ``install()`` with those of the fields that count, and lines to
     print.
 
-    ``given`` are the ``fields_set`` of Megatron's config; ``model`` is a model chunk.
+    ``changed`` are the ``fields_set`` of Megatron's config; ``chunk`` is one of the
+    model's.
 
     Raises:
         ValueError: a field has no meaning here, or ``install()`` got one of Muon's
             settings, too.
     """
-    is_dist, model = optimizer_config.optimizer == "dist_muon", get_model_config(model)
-    if not given and not is_dist:
+    is_dist = optimizer_config.optimizer == "dist_muon"
+    if not changed and not is_dist:
         return config, []
-    _refuse_twice(config, given or {"optimizer": "dist_muon"})
-    own = {
-        f.name: f.default
-        for f in fields(optimizer_config)
-        if f.name.startswith("muon_")
+    _refuse_twice(config, changed or {"optimizer": "dist_muon"})
+    defaults = {
+        field.name: field.default
+        for field in fields(optimizer_config)
+        if field.name.startswith("muon_")
     }
-    mode = given.get("muon_tp_mode", own["muon_tp_mode"] if is_dist else "duplicated")
-    args = Namespace(**{**given, KEPT: own, "muon_tp_mode": "duplicated"})
+    usual = defaults["muon_tp_mode"] if is_dist else "duplicated"
+    mode = changed.get("muon_tp_mode", usual)
+    args = Namespace(**{**changed, KEPT: defaults, "muon_tp_mode": "duplicated"})
+    model = get_model_config(chunk)
     args.muon_defaults = "upstream" if is_dist else None
     args.tensor_model_parallel_size = model.tensor_model_parallel_size
     args.expert_tensor_parallel_size = model.expert_tensor_parallel_size
     # torch's word for products in fp32
-    if given.get("muon_fp32_matmul_prec") == "highest":
-        args.muon_fp32_matmul_prec, args.muon_ns_dtype = None, "fp32"
+    if changed.get("muon_fp32_matmul_prec") == "highest":
+        args.muon_fp32_matmul_prec = None
+        args.muon_ns_dtype = "fp32"
     try:
         _TP_MODE.require(mode)
         theirs = muon_config(args)
@@ -71,7 +75,7 @@ def with_fields(
             f"muon_* fields of OptimizerConfig, here as flags: {error}"
         ) from error
     config = replace(config, **{name: getattr(theirs, name) for name in _SHARED})
-    counting = ", all of them (dist_muon)" if is_dist else f": {', '.join(given)}"
+    counting = ", all of them (dist_muon)" if is_dist else f": {', '.join(changed)}"
     lines = [
         f"settings by muon_* fields of OptimizerConfig{counting}: scale "
         f"{config.matched_adamw_rms:g} × {config.scale_mode}, momentum "
@@ -90,12 +94,12 @@ def with_fields(
     return config, lines
 
 
-def _refuse_twice(config: MuonConfig, given: Mapping[str, Any]) -> None:
+def _refuse_twice(config: MuonConfig, changed: Mapping[str, Any]) -> None:
     twice = [
         f"{name}={getattr(config, name)!r}" for name in sorted(config.given & _SHARED)
     ]
     if twice:
-        named = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        named = ", ".join(f"{name}={value!r}" for name, value in changed.items())
         raise ValueError(
             f"install(MuonConfig({', '.join(twice)})) beside OptimizerConfig.{named}: "
             "both configure Muon's update; leave these out of MuonConfig, or write "
@@ -104,15 +108,15 @@ def _refuse_twice(config: MuonConfig, given: Mapping[str, Any]) -> None:
 
 
 def routes_asked(overrides: Mapping[Any, Any], model_chunks: Sequence[Any]) -> str:
-    """(setting, name) of each weight here whose optimizer ``config_overrides`` name, as
-    JSON.
+    """Names of the weights here whose optimizer ``config_overrides`` name, by the
+    setting that routes them; as JSON.
     """
     local = {}
     for chunk in model_chunks:
         for name, param in chunk.named_parameters():
             local[param] = name
     trained = [weight for weight in weights(model_chunks) if weight.param.requires_grad]
-    asked = []
+    asked: dict[str, list[str]] = {setting: [] for setting in _PATTERNS_OF.values()}
     for key, override in overrides.items():
         optimizer = override.get("optimizer")
         if optimizer not in (None, *_PATTERNS_OF):
@@ -120,12 +124,9 @@ def routes_asked(overrides: Mapping[Any, Any], model_chunks: Sequence[Any]) -> s
                 f"config_overrides asks for the optimizer {optimizer!r} of {key}: here "
                 "weights are 'muon' or 'adam', which is AdamW"
             )
-        matched = trained if optimizer else ()
-        asked += [
-            (_PATTERNS_OF[optimizer], weight.name)
-            for weight in matched
-            if key.matches(weight.param, local[weight.param])
-        ]
+        for weight in trained if optimizer else ():
+            if key.matches(weight.param, local[weight.param]):
+                asked[_PATTERNS_OF[optimizer]].append(weight.name)
     return json.dumps(asked)
 
 
@@ -133,14 +134,9 @@ def routed(config: MuonConfig, asked: str) -> MuonConfig:
     """The settings with the names that any rank's ``routes_asked`` has; all ranks call
     it.
     """
-    every: set[tuple[str, str]] = set()
-    for text in all_gather_texts(asked, None):
-        every |= {(setting, name) for setting, name in json.loads(text)}
-    patterns: dict[str, Any] = {
-        setting: (
-            *getattr(config, setting),
-            *sorted(name for its, name in every if its == setting),
-        )
-        for setting in _PATTERNS_OF.values()
-    }
+    patterns: dict[str, Any] = {}
+    ranks = [json.loads(text) for text in all_gather_texts(asked, None)]
+    for setting in _PATTERNS_OF.values():
+        names = set().union(*(rank[setting] for rank in ranks))
+        patterns[setting] = (*getattr(config, setting), *sorted(names))
     return replace(config, **patterns)
