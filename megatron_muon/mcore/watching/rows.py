@@ -85,9 +85,7 @@ def muon_rows(
 
 
 class Table:
-    """The rows of all stages (``watch._table``), and the place of each sum in the
-    message.
-    """
+    """The rows of all stages, and the place of each sum in the message."""
 
     def __init__(self, stages: Sequence[Mapping[str, Any]], ranks: int) -> None:
         # Each name once: a tied embedding is on two stages.

@@ -59,25 +59,48 @@ class Watch:
         group: Group | None,
     ) -> None:
         assert config.log_interval is not None and config.log_file is not None
+        self._dist_opts = dist_opts
         self._group = group
         self._stage = stage
         self._interval = config.log_interval
         self._steps = 0
-        self._table = _table(dist_opts, model_chunks, config, stage, group)
-        self._dist_opts = dist_opts
         self._rows = {
             weight.param: row_name(weight.name) for weight in weights(model_chunks)
         }
+        self._layers = list(layers(model_chunks))
+        self._outputs = LayerOutputs(self._layers)
+        self._outputs.expect(True)  # the number of the first step is not known yet
         self._logits = list(kept_logits(model_chunks, config.qk_clip))
         self._threshold = clip_threshold(model_chunks, config.qk_clip)
-        self._outputs = LayerOutputs(list(layers(model_chunks)))
-        self._outputs.expect(True)  # the number of the first step is not known yet
+        text = together(lambda: self._rows_of_stage(config), group, stage.device)
+        texts = collectives.all_gather_texts(text, group)
+        stages = [json.loads(text) for text in texts if text]
+        self._table = Table(stages, ranks=len(texts))
         writes = dist.get_rank(group) == dist.get_world_size(group) - 1
         path = config.log_file
         self._lines = together(
             lambda: _lines(path) if writes else None, group, stage.device
         )
         self._warnings: Warnings | None = None  # from the first record on
+
+    def _rows_of_stage(self, config: MuonConfig) -> str:
+        """The rows of a stage, as JSON that its first rank sends to all others; else
+        empty.
+        """
+        if not self._stage.speaks:
+            return ""
+        routes = self._dist_opts[0].routes
+        adamws = {row_name(route.weight.name) for route in routes if route.muon is None}
+        plans = [part.muon.plan for part in self._dist_opts]
+        matrices = chain.from_iterable(plan.matrices for plan in plans)
+        return json.dumps(
+            {
+                "muon": muon_rows(matrices, config),
+                "adamw": sorted(adamws),
+                "layers": [name for name, _ in self._layers],
+                "logits": list(chain.from_iterable(one.rows for one in self._logits)),
+            }
+        )
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -192,33 +215,3 @@ def _lines(path: str) -> Lines:
             f"{named('log_file')} {path}: {error}: give a path that the last rank can "
             "write"
         ) from error
-
-
-def _table(
-    dist_opts: Sequence[Any],
-    model_chunks: Sequence[Any],
-    config: MuonConfig,
-    stage: Stage,
-    group: Group | None,
-) -> Table:
-    """The rows of all stages: the first rank of each stage sends them to the others."""
-
-    def of_stage() -> str:
-        if not stage.speaks:
-            return ""
-        routes = dist_opts[0].routes
-        adamws = {row_name(route.weight.name) for route in routes if route.muon is None}
-        matrices = chain.from_iterable(part.muon.plan.matrices for part in dist_opts)
-        kept = kept_logits(model_chunks, config.qk_clip)
-        return json.dumps(
-            {
-                "muon": muon_rows(matrices, config),
-                "adamw": sorted(adamws),
-                "layers": [name for name, _ in layers(model_chunks)],
-                "logits": list(chain.from_iterable(one.rows for one in kept)),
-            }
-        )
-
-    text = together(of_stage, group, stage.device)
-    texts = collectives.all_gather_texts(text, group)
-    return Table([json.loads(text) for text in texts if text], len(texts))
