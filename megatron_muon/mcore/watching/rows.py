@@ -12,7 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -88,21 +88,19 @@ class Table:
     """The rows of all stages, and the place of each sum in the message."""
 
     def __init__(self, stages: Sequence[Mapping[str, Any]], ranks: int) -> None:
-        # Each name once: a tied embedding is on two stages.
-        self.names: dict[str, list[str]] = {}
-        for kind in SUMS:
-            rows = chain.from_iterable(stage[kind] for stage in stages)
-            self.names[kind] = list(dict.fromkeys(rows))
-        self.about: dict[str, Any] = {}
-        for stage in stages:
-            self.about |= stage["muon"]
         self.ranks = ranks
+        self.names: dict[str, list[str]] = {}
         # the place of each sum in the message, by its kind, row and name
         self.places: dict[tuple[str, str, str], int] = {}
         for kind, sums in SUMS.items():
-            for row in self.names[kind]:
-                for name in sums:
-                    self.places[kind, row, name] = len(self.places)
+            rows = chain.from_iterable(stage[kind] for stage in stages)
+            # each name once: a tied embedding is on two stages
+            self.names[kind] = list(dict.fromkeys(rows))
+            for row, name in product(self.names[kind], sums):
+                self.places[kind, row, name] = len(self.places)
+        self.about: dict[str, Any] = {}
+        for stage in stages:
+            self.about |= stage["muon"]
 
     def sums(self, totals: Sequence[float], kind: str, row: str) -> dict[str, float]:
         """The sums of a row by name."""
