@@ -72,8 +72,6 @@ EXCEPTIONS = {
     "OptimizerConfig:chunked_optimizer_state_offload": "NVIDIA's branch dev has it",
     "megatron.core.optimizer.ChainedOptimizer:ensure_master_weights_for_param_sync": "likewise",
     "ChainedOptimizer:lower": "of a text: the optimizer of a config",
-    "arguments:extend": "of a list",
-    "arguments:get": "of a dict",
     "DistributedOptimizer:float16_groups": (
         "the benchmark's, of Float16OptimizerWithFloat16Params"
     ),
