@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.console import say
-from megatron_muon.runtime.step_traces import chosen_steps
 
 if TYPE_CHECKING:
     from megatron_muon.mcore.wiring.step_traces import MegatronTraces
@@ -22,8 +21,11 @@ FOLDER = "traces"
 
 
 def check(args: Any) -> None:
-    """Check the flags of traces before anything is built. A run without them is left
-    alone.
+    """Check the flags of traces before anything is built.
+
+    Raises:
+        ValueError: names the flag, and what is wrong with it.
+        OSError: the folder cannot be made.
     """
     steps = getattr(args, "muon_trace_steps", None)
     if not steps:
@@ -32,6 +34,9 @@ def check(args: Any) -> None:
                 "--muon-trace-dir has no effect without --muon-trace-steps"
             )
         return
+    # imported only where steps are traced
+    from megatron_muon.mcore.wiring.step_traces import chosen_steps
+
     try:
         chosen = chosen_steps(steps)
     except ValueError as error:
@@ -51,12 +56,13 @@ def check(args: Any) -> None:
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Megatron's training step, traced if it is one of the chosen ones."""
-    given = importlib.import_module("megatron.training").get_args()
-    steps = getattr(given, "muon_trace_steps", None)
+    flags = importlib.import_module("megatron.training").get_args()
+    steps = getattr(flags, "muon_trace_steps", None)
     if not steps:
         return original(*args, **kwargs)
     optimizer = inspect.signature(original).bind(*args, **kwargs).arguments["optimizer"]
-    with _traces_of(steps, _folder(given)).step(given.curr_iteration + 1, optimizer):
+    number = flags.curr_iteration + 1
+    with _traces_of(steps, _folder(flags)).step(number, optimizer):
         return original(*args, **kwargs)
 
 
@@ -72,8 +78,9 @@ def _folder(args: Any) -> str:
 @functools.cache
 def _traces_of(steps: str, folder: str) -> MegatronTraces:
     """The traces of this run, made in its first step: they need the process groups."""
-    made = importlib.import_module("megatron_muon.mcore.wiring.step_traces")
-    traces: MegatronTraces = made.MegatronTraces(steps, folder)
+    from megatron_muon.mcore.wiring.step_traces import MegatronTraces
+
+    traces = MegatronTraces(steps, folder)
     atexit.register(_say_if_open, traces, steps)
     return traces
 

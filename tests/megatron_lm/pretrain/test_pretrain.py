@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.lab.trace.events import read_trace
-from megatron_muon.runtime.step_traces import OPTIMIZER
+from megatron_muon.mcore.wiring.step_traces import OPTIMIZER
 from support import PYTHON311, ROOT, written
 from support.megatron_lm.scripts import (
     CHECKOUT,
