@@ -67,7 +67,7 @@ class DistributedMuon(Engine):
         elementwise: makes the elementwise operations of a round, once per round.
 
     Attributes:
-        turns: with ``full_period`` above 1, its ``turns.Turns`` with block steps.
+        block_steps: with ``full_period`` above 1, its ``block_steps.BlockSteps``.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DistributedMuon(Engine):
         elementwise: Callable[[], Elementwise] | None = None,
     ) -> None:
         self.numerics, self.config = numerics, numerics.config
-        self.turns: Any = None
+        self.block_steps: Any = None
         rule = Muon(
             numerics, plan, meter, Foreach if elementwise is None else elementwise
         )
@@ -91,7 +91,9 @@ class DistributedMuon(Engine):
     @property
     def variants(self) -> list[DistributedMuon]:
         """This optimizer and, if ``full_period`` > 1, its block-step variant."""
-        return [self] if self.turns is None else [self, self.turns.block]
+        if self.block_steps is None:
+            return [self]
+        return [self, self.block_steps.block]
 
 
 class Muon(Rule):

@@ -159,8 +159,8 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
                     super(MuonOverAdam, self).step(**kwargs)
 
             self._variant().step(self.param_groups, self.states, step_adamw)
-            if self.muon.turns is not None:
-                self.muon.turns.end_step()
+            if self.muon.block_steps is not None:
+                self.muon.block_steps.end_step()
             # Megatron wants one step number for all parameters
             if issubclass(adam, TORCH_ADAMS):
                 for shard in self.muon.main_params.values():
@@ -173,13 +173,17 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
             for muon in self.muon.variants:
                 muon.forget_step()
             self.states.load(super().load_state_dict, state_dict)
-            if self.muon.turns is not None:
-                self.muon.turns.forget()
+            if self.muon.block_steps is not None:
+                self.muon.block_steps.forget()
 
         def _variant(self) -> DistributedMuon:
             """Muon of the step under way, which is full or block-wise."""
-            turns = self.muon.turns
-            return self.muon if turns is None else turns.now(self.param_groups)
+            if self.muon.block_steps is None:
+                return self.muon
+            muon: DistributedMuon = self.muon.block_steps.muon_of_step(
+                self.param_groups
+            )
+            return muon
 
     MuonOverAdam.__name__ = f"MuonOver{adam.__name__}"
     return MuonOverAdam

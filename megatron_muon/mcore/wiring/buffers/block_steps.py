@@ -10,8 +10,8 @@ from typing import Any
 from megatron_muon.mcore.host.process_groups import Stage
 from megatron_muon.planning.block_steps import block_numerics, block_plans
 from megatron_muon.planning.layout import Parameter
+from megatron_muon.rules.block_steps import BlockSteps
 from megatron_muon.rules.muon import DistributedMuon
-from megatron_muon.rules.turns import Turns
 
 
 def add_block_steps(
@@ -20,7 +20,7 @@ def add_block_steps(
     stage: Stage,
     muon_of: Callable[..., DistributedMuon],
 ) -> None:
-    """Give each Muon of a stage its turns. No communication.
+    """Give each Muon of a stage its block steps. No communication.
 
     Args:
         dist_opts: the optimizers of a stage that are no stubs; at least one.
@@ -34,4 +34,4 @@ def add_block_steps(
     for dist_opt, plan in zip(dist_opts, plans, strict=True):
         full = dist_opt.muon
         block = muon_of(dist_opt, plan, numerics, full.main_params, full.meter, stage)
-        full.turns = Turns(full, block, full.config.full_period, stage.group)
+        full.block_steps = BlockSteps(full, block, full.config.full_period, stage.group)
