@@ -154,7 +154,7 @@ def _validate_args(
     is_free = written(args, "muon_dp_layout") is None
     lines: list[str] = []
     if not is_muon:
-        lines = _leave_out(args)
+        lines = _without_muon(args)
     elif not again:
         _turn_on(args)
     hidden: dict[str, Any] = {"optimizer": "adam"} if is_muon else {}
@@ -222,19 +222,19 @@ def _is_on_cpu() -> bool:
     return bool(importlib.import_module("megatron_muon.cpu").enabled())
 
 
-def _leave_out(args: Any) -> list[str]:
-    """Leave a run without Muon to Megatron, except for what AdamW may have of the
-    plugin's.
+def _without_muon(args: Any) -> list[str]:
+    """Remove Muon's flags from a run without Muon, and install what AdamW may have of
+    the plugin's; lines to print.
 
     With the distributed optimizer that is also Megatron's own ``--qk-clip``, which
     fails on shards.
     """
     again = not hasattr(args, KEPT)
     if args.optimizer != "adam":
-        namespace.leave_to_megatron(args)
+        namespace.remove_flags(args)
         return []
     alpha = qk_clip_alpha(args)
-    namespace.leave_to_megatron(args)
+    namespace.remove_flags(args)
     lines = []
     decayed = bool(written(args, "weight_decay_all_params"))
     if decayed:

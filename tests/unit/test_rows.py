@@ -110,7 +110,7 @@ def test_one_more_row_is_one_more_setting(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(
         ValueError, match=r"--muon-warmth is for .*this run has --optimizer adam"
     ):
-        namespace.leave_to_megatron(args)
+        namespace.remove_flags(args)
     args = parsed("0.16", "--optimizer", "adam")
-    namespace.leave_to_megatron(args)
+    namespace.remove_flags(args)
     assert vars(args) == vars(parser_of("0.16").parse_args([]))

@@ -65,7 +65,7 @@ def rename_dist_muon(args: Namespace) -> list[str]:
     return lines
 
 
-def leave_to_megatron(args: Namespace) -> None:
+def remove_flags(args: Namespace) -> None:
     """Make ``args`` what it is without the plugin, for a run that is not this package's
     Muon.
 

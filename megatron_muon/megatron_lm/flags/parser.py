@@ -145,7 +145,7 @@ def muon_backend(args: Namespace) -> str:
     if written(args, "muon_backend") != "upstream":
         return "plugin"
     if not hasattr(args, KEPT):
-        return "upstream"  # ``leave_to_megatron`` has already handled these arguments
+        return "upstream"  # ``remove_flags`` has already handled these arguments
     if not upstream_defaults(args):
         raise ValueError(
             "--muon-backend upstream: this Megatron has no Muon of its own (core 0.16 "

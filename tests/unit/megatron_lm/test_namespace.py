@@ -10,7 +10,7 @@ import json
 import pytest
 import torch
 
-from megatron_muon.megatron_lm.flags.namespace import leave_to_megatron, write_all
+from megatron_muon.megatron_lm.flags.namespace import remove_flags, write_all
 from megatron_muon.megatron_lm.flags.parser import add_flags, given_on, muon_backend
 from megatron_muon.megatron_lm.install import _check, asks_for_muon
 from megatron_muon.settings.flags import MUONS, muon_config
@@ -45,9 +45,9 @@ def test_all_refused_flags_are_in_one_error() -> None:
 @EVERY
 def test_without_muon_the_arguments_are_as_without_the_plugin(version: str) -> None:
     args = parsed(version)
-    leave_to_megatron(args)
+    remove_flags(args)
     assert vars(args) == vars(parser_of(version).parse_args([]))
-    leave_to_megatron(args)  # Megatron may validate a namespace twice
+    remove_flags(args)  # Megatron may validate a namespace twice
     assert vars(args) == vars(parser_of(version).parse_args([]))
 
 
@@ -55,7 +55,7 @@ def test_without_muon_the_arguments_are_as_without_the_plugin(version: str) -> N
 def test_a_flag_of_megatrons_is_megatrons_with_another_optimizer(version: str) -> None:
     given = ["--optimizer", "adam", "--muon-momentum", "0.5", "--muon-no-split-qkv"]
     args = parsed(version, *given)
-    leave_to_megatron(args)
+    remove_flags(args)
     assert vars(args) == vars(parser_of(version).parse_args(given))
 
 
@@ -73,7 +73,7 @@ def test_a_flag_of_the_plugins_needs_muon(version: str, flag: object) -> None:
     with pytest.raises(
         ValueError, match=f"{option} is for .*this run has --optimizer sgd"
     ):
-        leave_to_megatron(args)
+        remove_flags(args)
 
 
 @EVERY
@@ -97,9 +97,9 @@ def test_adamw_may_have_some_flags_and_any_optimizer_the_cpu(
         args = parsed(version, "--optimizer", optimizer, *given)
         if optimizer == "sgd" and not any_optimizer:
             with pytest.raises(ValueError, match=f"{given[0]}.* is for"):
-                leave_to_megatron(args)
+                remove_flags(args)
             continue
-        leave_to_megatron(args)
+        remove_flags(args)
         expected = vars(parser_of(version).parse_args(["--optimizer", optimizer]))
         assert vars(args) == {**expected, **kept}
 
@@ -111,7 +111,7 @@ def test_megatrons_own_muon_keeps_its_flags(version: str, name: str) -> None:
     assert asks_for_muon(parsed(version, *given))
     args = parsed(version, *given, "--muon-backend", "upstream")
     assert not asks_for_muon(args)
-    leave_to_megatron(args)
+    remove_flags(args)
     expected = vars(parser_of(version).parse_args(given))
     assert vars(args) == {**expected, "muon_backend": "upstream"}
     assert muon_backend(args) == "upstream" and not asks_for_muon(args)
