@@ -116,6 +116,18 @@ def tp_size(args: Namespace) -> int:
     return max(dense, written(args, "expert_tensor_parallel_size") or dense)
 
 
+def blockwise_lines(args: Namespace, option: str, mode: str | None) -> list[str]:
+    """A warning where Megatron's own Muon would orthogonalize slices of matrices."""
+    size = tp_size(args)
+    if mode != "blockwise" or size == 1:
+        return []
+    return [
+        f"warning: {option}, in Megatron's own Muon, is other mathematics with TP "
+        f"{size}: each rank's slice by itself; here every matrix is orthogonalized "
+        "whole, as by duplicated"
+    ]
+
+
 # --- MuonConfig -----------------------------------------------------------------------
 
 

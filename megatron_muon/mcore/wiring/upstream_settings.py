@@ -20,7 +20,7 @@ from megatron_muon.mcore.routing.param_routing import weights
 from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.settings.coefficients import spelled
 from megatron_muon.settings.config import ROWS, MuonConfig
-from megatron_muon.settings.flags import KEPT, muon_config, tp_size
+from megatron_muon.settings.flags import KEPT, blockwise_lines, muon_config
 from megatron_muon.settings.rows import UPSTREAM
 from megatron_muon.settings.run_flags import RUN_ROWS
 
@@ -84,14 +84,7 @@ def with_fields(
         f"{config.ns_dtype or ('dtype of preset ' + config.preset)}, QKV "
         f"{'split' if config.split_qkv else 'whole'}"
     ]
-    if mode == "blockwise" and tp_size(args) > 1:
-        lines.append(
-            f"WARNING: muon_tp_mode='blockwise' with TP {tp_size(args)} is "
-            "other mathematics in Megatron's own Muon, which orthogonalizes each "
-            "rank's slice by itself; here every matrix is orthogonalized whole, as by "
-            "'duplicated'"
-        )
-    return config, lines
+    return config, lines + blockwise_lines(args, "muon_tp_mode='blockwise'", mode)
 
 
 def _refuse_twice(config: MuonConfig, changed: Mapping[str, Any]) -> None:

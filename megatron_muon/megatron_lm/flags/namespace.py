@@ -11,6 +11,7 @@ from megatron_muon.settings.config import ROWS, MuonConfig
 from megatron_muon.settings.flags import (
     KEPT,
     MUONS,
+    blockwise_lines,
     foreign_flags,
     megatron_defaults,
     muon_config,
@@ -54,14 +55,12 @@ def rename_dist_muon(args: Namespace) -> list[str]:
         f"--optimizer dist_muon is megatron_muon's Muon here; its name is {name} "
         "(--muon-backend upstream leaves it to Megatron's own)"
     ]
-    is_blockwise = defaults.get("muon_tp_mode") == "blockwise" and tp_size(args) > 1
-    if is_blockwise and written(args, "muon_tp_mode") is None:
-        args.muon_tp_mode = "duplicated"
-        lines.append(
-            "WARNING: --muon-tp-mode blockwise, Megatron's default, is other "
-            f"mathematics with TP {tp_size(args)}: each rank's slice by itself; "
-            "here every matrix is orthogonalized whole, as by duplicated"
-        )
+    if written(args, "muon_tp_mode") is None:
+        option, mode = "--muon-tp-mode blockwise", defaults.get("muon_tp_mode")
+        warning = blockwise_lines(args, option, mode)
+        if warning:
+            args.muon_tp_mode = "duplicated"
+        lines += warning
     return lines
 
 
