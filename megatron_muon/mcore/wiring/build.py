@@ -36,7 +36,7 @@ from megatron_muon.mcore.wiring.distributed_optimizer import (
 )
 from megatron_muon.mcore.wiring.gradients import keep_biases_apart, share_loss_scale
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
-from megatron_muon.mcore.wiring.start import say_start
+from megatron_muon.mcore.wiring.start import start_lines
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
     numerics_on,
@@ -120,7 +120,7 @@ def make_muons(
         describe.MISCOUNTED: count_once(parts, stage),
         describe.ADDED_UP: keep_biases_apart(routes, stage),
     }
-    say_start(
+    lines = start_lines(
         trained, model_chunks, routes, numerics, stage, changes=changes, names=names
     )
     turn_into(optimizer, MuonChainedOptimizer)
@@ -128,7 +128,7 @@ def make_muons(
     optimizer.voters = process_groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     together(lambda: _completed(parts, trained, stage), None, device)
-    _connect(trained, stage)
+    lines += _connected(trained, stage)
     if trained:
         muons = itertools.chain.from_iterable(part.muon.variants for part in trained)
         optimizer.nonfinite = NonfiniteReport(
@@ -139,6 +139,8 @@ def make_muons(
 
         optimizer.watch = Watch(trained, model_chunks, config, stage, optimizer.voters)
     remember(model_chunks, config, stage)
+    for line in lines if dist.get_rank() == 0 else ():
+        say(line)
 
 
 def _checked(
@@ -202,23 +204,22 @@ def _completed(parts: Sequence[Any], trained: Sequence[Any], stage: Stage) -> No
         )
 
 
-def _connect(trained: Sequence[Any], stage: Stage) -> None:
-    """Make a GPU's connections to the plan's peers (gloo has its own); rank 0 prints a
-    line.
+def _connected(trained: Sequence[Any], stage: Stage) -> list[str]:
+    """Make a GPU's connections to the plan's peers (gloo has its own); a line about
+    this rank's.
     """
     if stage.device.type == "cpu":
-        return
+        return []
     begin = time.perf_counter()
     peers = 0
     for part in trained:
         for muon in part.muon.variants:
             peers += muon.exchange.connect()
     torch.cuda.synchronize(stage.device)
-    if dist.get_rank() == 0:
-        say(
-            f"{describe.PREFIX} connected to {peers} peer(s) of the exchange in "
-            f"{time.perf_counter() - begin:.1f} s"
-        )
+    return [
+        f"{describe.PREFIX} connected to {peers} peer(s) of the exchange in "
+        f"{time.perf_counter() - begin:.1f} s"
+    ]
 
 
 def _with_muons(parts: Sequence[Any], numerics: Numerics, stage: Stage) -> list[Any]:

@@ -13,9 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megatron_muon.console import say
 from megatron_muon.mcore.host.process_groups import Stage, has_experts
 from megatron_muon.mcore.routing.routes import Route
 from megatron_muon.mcore.routing.survey import (
@@ -46,7 +44,7 @@ def forget() -> None:
     _of_flags.clear()
 
 
-def say_start(
+def start_lines(
     dist_opts: Sequence[Any],
     model_chunks: Sequence[Any],
     routes: Sequence[Route],
@@ -55,13 +53,16 @@ def say_start(
     *,
     changes: Sequence[str],
     names: describe.Names,
-) -> None:
-    """Check the patterns, count the elements of the whole model, and print the block on
-    rank 0. Every rank of the world calls it.
+) -> list[str]:
+    """Check the patterns and count the elements of the whole model. Every rank of the
+    world calls it.
 
     Args:
         changes: lines about choices that are not as they were asked for.
         names: of this rank's weights, by the sentence about them.
+
+    Returns:
+        The block for rank 0, the same on every rank.
 
     Raises:
         ValueError: a pattern matches no parameter of any stage, or Muon has none of the
@@ -111,9 +112,7 @@ def say_start(
         *dict.fromkeys(all_warnings),
     ]
     _of_flags.clear()
-    if dist.get_rank() == 0:
-        for line in block:
-            say(line)
+    return block
 
 
 def _sentences(dist_opts: Sequence[Any]) -> list[str]:
