@@ -183,10 +183,7 @@ def computing_line(
     """
     config = numerics.config
     batches = ""
-    if in_batches and config.ns_batch != 1:
-        most = "all" if config.ns_batch is None else f"up to {config.ns_batch}"
-        batches = f"; {most} matrices of one shape at once"
-    elif (config.ns_batch or 1) > 1:
+    if (config.ns_batch or 1) > 1 and not in_batches:
         batches = (
             f"; one matrix at a time, not {config.ns_batch}: a CPU and torch's "
             "deterministic mode take no batches"

@@ -135,8 +135,9 @@ def test_with_dist_muon_every_field_counts_the_defaults_too() -> None:
     )
     assert (
         "OptimizerConfig, all of them (dist_muon): scale 1 × spectral, momentum 0.95,"
-        " Nesterov off, quintic, 5 steps, bf16" in default[1]
+        " Nesterov off, QKV split" in default[1]
     )
+    assert "Newton-Schulz: quintic, 5 steps, bf16" in default[1]
     assert changed[0] == replace(
         default[0], nesterov=True, momentum=0.9, split_qkv=False
     )

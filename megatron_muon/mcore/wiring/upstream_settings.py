@@ -18,7 +18,6 @@ from megatron.core.utils import get_model_config
 
 from megatron_muon.mcore.routing.param_routing import weights
 from megatron_muon.runtime.collectives import all_gather_texts
-from megatron_muon.settings.coefficients import spelled
 from megatron_muon.settings.config import ROWS, MuonConfig
 from megatron_muon.settings.flags import KEPT, blockwise_lines, muon_config
 from megatron_muon.settings.rows import UPSTREAM
@@ -79,9 +78,7 @@ def with_fields(
     lines = [
         f"settings by muon_* fields of OptimizerConfig{counting}: scale "
         f"{config.matched_adamw_rms:g} × {config.scale_mode}, momentum "
-        f"{config.momentum:g}, Nesterov {'on' if config.nesterov else 'off'}, "
-        f"{spelled(config.ns_coefficients)}, {config.ns_steps} steps, "
-        f"{config.ns_dtype or ('dtype of preset ' + config.preset)}, QKV "
+        f"{config.momentum:g}, Nesterov {'on' if config.nesterov else 'off'}, QKV "
         f"{'split' if config.split_qkv else 'whole'}"
     ]
     return config, lines + blockwise_lines(args, "muon_tp_mode='blockwise'", mode)
