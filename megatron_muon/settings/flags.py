@@ -27,15 +27,13 @@ class Value:
     flag: Flag
 
     @property
-    def is_ours_by_default(self) -> bool:
+    def is_default(self) -> bool:
         """Whether neither a flag nor ``--muon-defaults upstream`` set it."""
         return self.dialect == OURS and not self.is_given
 
 
 def written(args: Namespace, dest: str) -> Any:
-    """What is written behind a flag on the command line; None where the flag is not
-    there.
-    """
+    """What argparse has read for a flag; None where it is not on the command line."""
     return getattr(args, dest, None)
 
 
@@ -147,9 +145,7 @@ def muon_config(args: Namespace) -> MuonConfig:
     _refuse_without_meaning(args)
     values = {field: value_of(args, row) for field, row in ROWS.items()}
     settings = {
-        field: value.value
-        for field, value in values.items()
-        if not value.is_ours_by_default
+        field: value.value for field, value in values.items() if not value.is_default
     }
     # Settings whose default depends on another flag, or that need one.
     settings["matched_adamw_rms"] = _factor(args, values)
@@ -173,7 +169,7 @@ def _factor(args: Namespace, values: dict[str, Value]) -> float:
             "has that root mean square with spectral only; give "
             "--muon-extra-scale-factor"
         )
-    if mode != "spectral" and factor.is_ours_by_default:
+    if mode != "spectral" and factor.is_default:
         return 1.0
     return float(factor.value)
 
