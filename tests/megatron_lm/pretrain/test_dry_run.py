@@ -29,6 +29,7 @@ from support.megatron_lm.scripts import (
     version,
     words,
 )
+from support.started import of_stages
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 GPT = str(CHECKOUT / "pretrain_gpt.py")
@@ -75,11 +76,12 @@ def test_what_is_shown_is_what_the_run_does(world: int, layout: str) -> None:
     """
     run = pretrain(world, MUON, "--bf16", layout)
     found = routes(GPT, MODEL, MOCK, RUN, "--bf16", layout, world=world)
-    lines = [
-        *found["lines"],
-        *(line for stage in found["stages"] for line in stage["lines"]),
-    ]
+    lines = found["lines"]
     assert lines and all(line in run for line in lines), lines
+    planned: dict[int, str] = {}
+    for stage in found["stages"]:
+        planned |= of_stages("\n".join(stage["lines"]))
+    assert len(planned) == len(found["stages"]) and planned == of_stages(run)
     notes = [note for note in found["notes"] if note.startswith("--muon-dp-layout")]
     assert all(note in run for note in notes) and bool(notes) == ("overlap" in layout)
     assert (
