@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from megatron_muon.settings.coefficients import (
@@ -35,12 +34,9 @@ class _Signature:
 
     def __get__(self, instance: object, owner: type[Any]) -> inspect.Signature:
         _, *parameters = inspect.signature(owner.__init__).parameters.values()
-        types = _types()
+        types = get_type_hints(owner)
         return inspect.Signature(
-            [
-                each.replace(annotation=types.get(each.name, each.annotation))
-                for each in parameters
-            ]
+            [each.replace(annotation=types[each.name]) for each in parameters]
         )
 
 
@@ -203,11 +199,6 @@ class MuonConfig(RunSettings, UpdateSettings):
 
 
 ROWS = rows_of(MuonConfig)
-
-
-@cache
-def _types() -> dict[str, Any]:
-    return get_type_hints(MuonConfig)
 
 
 def _given(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> frozenset[str]:
