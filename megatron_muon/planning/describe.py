@@ -286,16 +286,17 @@ def optimizer_text(
     ]
     mean = sum(together) / len(together)
     sent = plan.sent_bytes()
-    several = f" (of {len(plan.shared)} several)" if plan.shared else ""
+    shared = f" ({len(plan.shared)} shared by several ranks)" if plan.shared else ""
+    how = "One rank gathers each matrix, orthogonalizes it and sends it back. "
     return (
-        f"{'Experts: ' if experts else ''}{len(plan.matrices)} matrices in "
+        f"{'Experts: ' if experts else ''}{len(plan.matrices)} matrices{shared} in "
         f"{len(plan.parameters)} weights, {len(plan.boundary_parameters())} of them "
-        f"cut by the shards of {sum(buckets)} gradient bucket(s). One rank{several} "
-        "gathers each matrix, orthogonalizes it and sends it back: a rank sends "
-        f"{_amount(sum(sent) / len(sent))}B a step (the busiest {_amount(max(sent))}B) "
-        f"in {len(plan.rounds)} round(s). Newton-Schulz: {_amount(sum(flops))}flop a "
-        f"step on the stage, {max(together) / mean if mean else 1:.2f} × the mean on "
-        f"the busiest rank{', with the matrices above' if earlier else ''}"
+        f"cut by the shards of {sum(buckets)} gradient bucket(s). "
+        f"{'' if earlier else how}A rank sends {_amount(sum(sent) / len(sent))}B a "
+        f"step (the busiest {_amount(max(sent))}B) in {len(plan.rounds)} round(s). "
+        f"Newton-Schulz: {_amount(sum(flops))}flop a step on the stage, "
+        f"{max(together) / mean if mean else 1:.2f} × the mean on the busiest rank"
+        f"{', with the matrices above' if earlier else ''}"
     )
 
 
