@@ -4,6 +4,7 @@ Ctrl-C.
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import select
@@ -39,6 +40,9 @@ def run_command(command: Callable[[], int]) -> int:
                 os.dup2(nowhere.fileno(), stream.fileno())
         return NO_READER
     except KeyboardInterrupt:
+        # else Python looks through all objects of torch and Megatron as it ends, which
+        # takes seconds
+        gc.freeze()
         print(
             "stopped, with all processes that it started; no result is written",
             file=sys.stderr,

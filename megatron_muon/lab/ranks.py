@@ -7,6 +7,7 @@ communicate over NCCL with GPUs and over gloo without, and end with this process
 from __future__ import annotations
 
 import datetime
+import gc
 import logging
 import multiprocessing
 import os
@@ -94,6 +95,7 @@ def run_ranks(task: Task) -> list[Any]:
         tempfile.TemporaryDirectory(prefix="megatron_muon") as folder,
         _nothing_as_main(),
     ):
+        _wait_for_server(context)
         pipes, processes = [], []
         try:
             for rank in range(task.world):
@@ -113,6 +115,21 @@ def run_ranks(task: Task) -> list[Any]:
                 _end_group(process.pid)
                 process.kill()
                 process.join()
+
+
+def _wait_for_server(context: Any) -> None:
+    """Wait until the fork server has imported what ranks need; Ctrl-C ends it at once.
+
+    It starts a process only then, here one that does nothing.
+    """
+    first = context.Process(target=gc.freeze)
+    try:
+        first.start()
+        first.join()
+    except KeyboardInterrupt:
+        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        os.kill(server, signal.SIGKILL)  # it is deaf to Ctrl-C
+        raise
 
 
 def _collect(

@@ -110,7 +110,8 @@ SAID = {
     "routes --model llama3-8b x.py": "--model is for where no script is given",
     "trace report": "the following arguments are required: TRACE",
     "trace merge .": "is gone: https://ui.perfetto.dev opens several",
-    "checkpoint repair .": "invalid choice: 'repair'",
+    "checkpoint inspect": "the following arguments are required: PATH",
+    "checkpoint repair .": "unrecognized arguments: .",
 }
 # an escape that recolours a terminal, where a user's own words are quoted
 SAID |= {

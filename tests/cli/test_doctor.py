@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import megatron.core
 import pytest
 import torch
 
+from megatron_muon.lab.doctor.rows import helper_suffix
 from support import PYTHON311, written
 from support.processes import python
 
@@ -161,6 +163,28 @@ def test_a_mixed_installation_names_both(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("suffix", [".cpython-27.so", None])
+def test_a_python_config_of_another_python_is_named(
+    suffix: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or none at all; Megatron's make takes the file's suffix from it."""
+    program = tmp_path / "python3-config"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if suffix is not None:
+        program.write_text(f"#!/bin/sh\necho {suffix}\n")
+        program.chmod(0o755)
+    own = sysconfig.get_config_var("EXT_SUFFIX")
+    found = (
+        "there is no python3-config" if suffix is None else f"{program} has {suffix}"
+    )
+    fault = helper_suffix().fault
+    assert f"This Python's suffix is {own}; {found}. " in fault
+    assert "export PATH=" in fault or "development files" in fault
+    program.write_text(f"#!/bin/sh\necho {own}\n")
+    program.chmod(0o755)
+    assert helper_suffix().fault == ""
+
+
 @pytest.mark.skipif(
     CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout"
 )
@@ -172,5 +196,6 @@ def test_a_checkout() -> None:
     assert str(Path(str(CHECKOUT)).resolve()) in report["megatron-core"]
     assert report["patch"].startswith("is not in: ")
     assert report["training hooks"] == "all"
+    assert report["python3-config"].endswith("python3-config")
     assert "fp4_param" in report["refused options"]
     assert "Distributed Muon takes the launcher or" in report["plain command"]

@@ -7,18 +7,21 @@ from __future__ import annotations
 import email
 import email.message
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import megatron_muon
 from megatron_muon.lab.commands import GONE
+from megatron_muon.presence import core_version
 from support import ROOT
 
 VERSION = megatron_muon.__version__
@@ -178,8 +181,11 @@ def test_the_version_stands_in_one_place() -> None:
 
 @pytest.mark.parametrize("module", ["megatron_muon", "megatron_muon.__main__"])
 def test_the_launcher_and_the_command_say_their_version(module: str) -> None:
+    """One line for a report of a fault; torch is not imported for it."""
     said = done([sys.executable, "-m", module, "--version"], ROOT, PYTHONPATH=ROOT)
-    assert said == f"megatron-muon {VERSION}\n"
+    names = {"megatron-muon": VERSION, "megatron-core": core_version()}
+    names |= {"torch": version("torch"), "Python": platform.python_version()}
+    assert said == ", ".join(f"{name} {text}" for name, text in names.items()) + "\n"
 
 
 WITHOUT_CORE = """

@@ -255,17 +255,17 @@ def helper_suffix() -> Examined:
     own = sysconfig.get_config_var("EXT_SUFFIX")
     program = shutil.which("python3-config")
     if program is None:
-        found = "there is none on PATH"
+        found = "there is no python3-config"
     else:
         command = [program, "--extension-suffix"]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         suffix = ended.stdout.strip()
         if suffix == own:
             return Examined("python3-config", program)
-        found = f"{program} has {suffix or 'none'}"
+        found = f"{program} has {suffix or 'no suffix'}"
     fault = (
         "Megatron's scripts compile the dataset helper at their start by the "
-        f"python3-config on PATH. It needs this Python's suffix {own}, but {found}. "
+        f"python3-config on PATH. This Python's suffix is {own}; {found}. "
         f"{_way_to_python_config()}"
     )
     return Examined("python3-config", program or "none", fault)

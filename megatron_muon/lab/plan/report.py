@@ -137,6 +137,12 @@ def _head(plan: RunPlan) -> Iterator[str]:
         f"{whole.total / 1e9:,.2f} G parameters, {whole.muon / 1e9:,.2f} G of them "
         f"Muon's; symmetric products: {products}"
     )
+    step = plan.training
+    yield from wrapped(
+        f"a step of {step.tokens // step.sequence:,} sequences of {step.sequence:,} "
+        f"tokens, forward and backward at an MFU of {step.mfu:.0%}: percentages below "
+        "depend on them (--global-batch-size, --seq-length, --mfu)"
+    )
     for note in plan.notes:
         yield from wrapped(note)
 

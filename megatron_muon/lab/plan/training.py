@@ -31,6 +31,7 @@ class Training:
     """Forward and backward of a step."""
 
     tokens: int  # of a step, over all ranks
+    sequence: int  # tokens of a sequence
     flops_per_token: float  # of forward and backward
     mfu: float  # share of the peak that forward and backward reach
     ranks: int  # number of ranks
@@ -56,7 +57,9 @@ def training_of(
         source = f"(--global-batch-size x sequences of {sequence:,})"
     flops = 6.0 * active + 6.0 * run.attention_width * sequence
     of_mfu = _MFU_SOURCE if mfu is None else "--mfu"
-    training = Training(tokens, flops, MFU if mfu is None else mfu, run.ranks.world)
+    training = Training(
+        tokens, sequence, flops, MFU if mfu is None else mfu, run.ranks.world
+    )
     return training, (
         f"tokens per step {tokens:,} {source}",
         f"mfu of forward and backward {training.mfu:g} ({of_mfu}); --mfu",

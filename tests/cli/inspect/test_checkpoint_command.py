@@ -1,4 +1,4 @@
-"""``megatron-muon checkpoint inspect`` on checkpoints of real runs: what it says, its
+"""``megatron-muon checkpoint`` on checkpoints of real runs: what it says, its
 status.
 """
 
@@ -138,7 +138,7 @@ def test_no_checkpoint_is_status_2(
 
 @pytest.mark.parametrize("whole_one", [DEFAULT], indirect=True)
 def test_as_a_program_by_itself(sealed: Path) -> None:
-    """No launcher's environment and no GPU; in the C locale other letters are
+    """No launcher's environment, no GPU, no verb; in the C locale other letters are
     escaped.
     """
     folder = Path(shutil.copytree(sealed, sealed.with_name("Прогон")))
@@ -152,7 +152,6 @@ def test_as_a_program_by_itself(sealed: Path) -> None:
         "-m",
         "megatron_muon",
         "checkpoint",
-        "inspect",
         str(folder),
     ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)

@@ -17,6 +17,7 @@ import pytest
 
 from megatron_muon.lab.commands import main
 from megatron_muon.lab.plan.command import command_line
+from megatron_muon.lab.plan.report import as_text
 from megatron_muon.lab.plan.request import Request
 from megatron_muon.lab.plan.rows import NAMES, TITLES
 from megatron_muon.lab.plan.run import RunPlan, plan_run
@@ -169,6 +170,10 @@ def test_the_training_step_is_what_its_assumptions_say() -> None:
     active = sum(kind.share.active for kind in plan.kinds)
     # two layers, heads x head size is hidden
     flops = 8 * 32 * (6 * active + 6 * 2 * 64 * 32)
+    head = " ".join(as_text(plan).split("\n\n")[0].split())
+    assert (
+        "a step of 8 sequences of 32 tokens, forward" in head and "MFU of 50%" in head
+    )
     seconds = plan.training.seconds(H100)
     assert seconds == pytest.approx(flops / (4 * 0.5 * H100.dense_tflops * 1e12))
     ours = plan.seconds("contiguous")

@@ -63,6 +63,12 @@ def test_a_report_of_a_real_pair_tells_our_exchange_from_megatrons_reduction(
     assert sum(line.startswith("rank ") for line in lines) == 4
 
 
+def test_the_verb_may_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(PAIR / "adamw"), str(PAIR / "muon")]
+    assert main(["trace", *paths]) == 0
+    assert capsys.readouterr().out == _reported(*paths, capsys=capsys)
+
+
 def test_no_escape_sequence_of_a_file_or_its_name_reaches_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
