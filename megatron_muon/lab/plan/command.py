@@ -63,6 +63,8 @@ def main(argv: Sequence[str]) -> int:
         else:
             figures = _swept(line, printed.sweep, printed)
         write_json(printed.json, figures)
+    except BrokenPipeError:
+        raise  # the reader of the output is gone
     except (*REFUSALS, TypeError, OSError) as error:
         stop(said(error), PROGRAM)
     return 0
