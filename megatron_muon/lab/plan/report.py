@@ -68,45 +68,44 @@ def answer(plan: RunPlan) -> str:
 
 def assumption_lines(plan: RunPlan) -> list[str]:
     """Every assumption with its source."""
-    assumed = (*plan.assumptions, *plan.hardware.lines(), *ASSUMPTIONS)
     rules = " ".join(line.strip() for line in _rules()).split(" - ")
     lines = ["assumptions, each with its source; --set NAME=VALUE changes a constant:"]
-    lines += [line for text in assumed for line in wrapped(f"  {text}", "    ")]
-    lines += [line for text in rules for line in wrapped(f"  {text}", "    ")]
+    for text in (*plan.assumptions, *plan.hardware.lines(), *ASSUMPTIONS, *rules):
+        lines += wrapped(f"  {text}", "    ")
     return lines
 
 
 def as_json_ready(plan: RunPlan) -> dict[str, object]:
     """All figures; bytes, flops and seconds."""
-    sources = dict(plan.hardware.sources)
+    hardware = plan.hardware
+    sources = dict(hardware.sources)
     constants = {
         name: {
-            "value": getattr(plan.hardware, name),
+            "value": getattr(hardware, name),
             "unit": unit,
             "source": sources.get(name),
         }
         for name, unit in CONSTANTS.items()
     }
+    training = dataclasses.asdict(plan.training)
+    steps = {
+        name: {
+            "seconds": plan.seconds(name),
+            "share": plan.share(name),
+            "slower_than_adamw": plan.slower(name),
+        }
+        for name in plan.names
+    }
     return {
         "version": __version__,
-        "hardware": {"name": plan.hardware.name, "constants": constants},
+        "hardware": {"name": hardware.name, "constants": constants},
         "device": plan.device,
         "measured_over_predicted": BACK_TESTS,
         "layout": plan.layout,
         "ranks": dataclasses.asdict(plan.ranks),
         "settings": dataclasses.asdict(plan.config),
-        "training": {
-            **dataclasses.asdict(plan.training),
-            "seconds": plan.training.seconds(plan.hardware),
-        },
-        "step": {
-            name: {
-                "seconds": plan.seconds(name),
-                "share": plan.share(name),
-                "slower_than_adamw": plan.slower(name),
-            }
-            for name in plan.names
-        },
+        "training": training | {"seconds": plan.training.seconds(hardware)},
+        "step": steps,
         "stages": [dataclasses.asdict(kind) for kind in plan.kinds],
         "assumptions": [*plan.assumptions, *ASSUMPTIONS, *plan.notes, *_rules()],
     }
@@ -120,7 +119,7 @@ def ms(seconds: float) -> str:
 def _rules() -> list[str]:
     """The rules by which Megatron's own Muon is planned, and where they come from."""
     parts = (upstream.__doc__ or "").split("\n\n")[1:3]
-    return [line for part in parts for line in part.split("\n")]
+    return "\n".join(parts).split("\n")
 
 
 def _head(plan: RunPlan) -> Iterator[str]:
@@ -128,7 +127,9 @@ def _head(plan: RunPlan) -> Iterator[str]:
     sizes = {"TP": ranks.tp, "CP": ranks.cp, "PP": ranks.pp, "EP": ranks.ep}
     split = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     products = "a library's" if plan.device == "cuda_symmetric" else "torch's"
-    whole = sum((kind.share for kind in plan.kinds for _ in kind.stages), start=Share())
+    whole = Share()
+    for kind in plan.kinds:
+        whole = sum([kind.share] * len(kind.stages), start=whole)
     yield (
         f"{ranks.world:,} ranks{f' ({split})' if split else ''} of "
         f"{plan.hardware.name}, {plan.hardware.gpus_per_node} a node"
@@ -148,35 +149,84 @@ def _head(plan: RunPlan) -> Iterator[str]:
 
 
 def _stage(kind: StagePlan) -> Iterator[str]:
-    several = f" (like it: {numbers(kind.stages[1:])})" if len(kind.stages) > 1 else ""
+    others = f" (like it: {numbers(kind.stages[1:])})" if len(kind.stages) > 1 else ""
     yield from wrapped(
-        f"pipeline stage {kind.stages[0]}{several}: {kind.ranks:,} rank(s), "
+        f"pipeline stage {kind.stages[0]}{others}: {kind.ranks:,} rank(s), "
         f"{kind.matrices:,} matrices; {kind.reduced / MB:,.1f} MB a rank for gradients "
         "and parameters, with any optimizer"
     )
-    header = ["mean / most of a rank", *(TITLES[row.name] for row in kind.rows)]
-    none = {_HOST: "0", **dict.fromkeys(_RARE, "-")}  # lines that most runs lack
-    figures = [
-        (name, of)
-        for name, of in FIGURES
-        if any(of(row) != none.get(name, "") for row in kind.rows)
-    ]
-    yield from aligned([header, *([name, *map(of, kind.rows)] for name, of in figures)])
+    columns = [_figures(row) for row in kind.rows]
+    rows = [["mean / most of a rank", *(TITLES[row.name] for row in kind.rows)]]
+    for name in columns[0]:
+        cells = [column[name] for column in columns]
+        if name not in _RARE or set(cells) != {_RARE[name]}:
+            rows.append([name, *cells])
+    yield from aligned(rows)
 
 
 def _whole(plan: RunPlan) -> Iterator[str]:
     where = "" if len(plan.kinds) == 1 else ", slowest stage"
     rows = [["optimizer step" + where, "ms", "of training", "slower than AdamW's"]]
     for name in plan.names:
+        seconds = plan.seconds(name)
         mark = " (this run)" if name == plan.layout else ""
         slower = "" if name == "adamw" else f"{plan.slower(name):+.2%}"
-        share = f"{plan.share(name):.2%}"
-        least, most = (ms(plan.seconds(name) * factor) for factor in BACK_TESTS)
-        with_bar = f"{ms(plan.seconds(name))} ({least}-{most})"
-        rows.append([TITLES[name] + mark, with_bar, share, slower])
+        least, most = (ms(seconds * factor) for factor in BACK_TESTS)
+        with_bar = f"{ms(seconds)} ({least}-{most})"
+        rows.append([TITLES[name] + mark, with_bar, f"{plan.share(name):.2%}", slower])
     yield from aligned(rows)
-    seconds = ms(plan.training.seconds(plan.hardware))
-    yield f"forward and backward: {seconds} ms, as assumed; --assumptions prints all"
+    training = ms(plan.training.seconds(plan.hardware))
+    yield f"forward and backward: {training} ms, as assumed; --assumptions prints all"
+
+
+# Lines that are printed only where a cell differs from this one.
+_RARE = {
+    "state on the host, MiB": "0",
+    "state to the host, ms": "-",
+    "AdamW there, ms": "-",
+    "a full step, ms": "-",
+    "a block step, ms": "-",
+}
+
+
+def _figures(row: PlannedStep) -> dict[str, str]:
+    """The column of an algorithm: its cells, by the name of their line."""
+
+    def or_none(value: float | None, text: Callable[[float], str]) -> str:
+        return "-" if value is None else text(value)
+
+    phases = {
+        f"{name}, ms": or_none(row.phases.get(name), ms)
+        for name in PHASES
+        if name != "waiting"
+    }
+    return {
+        "boundary parameters": or_none(row.boundary, "{:,}".format),
+        "sent in the node, MB": _both(row.inside, MB, 1),
+        "sent between nodes, MB": _both(row.between, MB, 1),
+        "peers": _count(row.peers),
+        "messages": _count(row.messages),
+        "Newton-Schulz, Tflop": _both(row.flops, TERA, 2),
+        "busiest / mean": f"{row.uneven:.2f}" if row.flops.mean else "-",
+        "rounds": "+".join(map(str, row.rounds)) or "-",
+        "launches": f"{row.launches:,}",
+        **{f"{kind}, MiB": _mib(row.rest[kind]) for kind in KINDS},
+        "in all at rest, MiB": _mib(sum(row.rest.values())),
+        "state on the host, MiB": _mib(row.host),
+        "more at the peak, MiB": or_none(row.peak, _mib),
+        **phases,
+        "state to the host, ms": or_none(row.link, ms),
+        "AdamW there, ms": or_none(row.on_host, ms),
+        "exposed, ms": _both(row.exposed, 1e-3, 1),
+        "hidden, ms": ms(row.hidden),
+        "a full step, ms": or_none(row.full, ms),
+        "a block step, ms": or_none(row.block, ms),
+        "step, ms": ms(row.seconds),
+    }
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / MIB:,.0f}"
 
 
 def _both(spread: Spread, unit: float, digits: int) -> str:
@@ -185,57 +235,4 @@ def _both(spread: Spread, unit: float, digits: int) -> str:
 
 
 def _count(spread: Spread) -> str:
-    return _both(spread, 1, 1) if spread.mean != spread.most else f"{spread.most:,.0f}"
-
-
-def _seconds(name: str) -> Callable[[PlannedStep], str]:
-    def of(row: PlannedStep) -> str:
-        seconds = getattr(row, name)
-        return "-" if seconds is None else ms(seconds)
-
-    return of
-
-
-_FULL, _BLOCK = "a full step, ms", "a block step, ms"
-_LINK, _THERE = "state to the host, ms", "AdamW there, ms"
-_RARE = _FULL, _BLOCK, _LINK, _THERE
-_HOST = "state on the host, MiB"
-FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
-    (
-        "boundary parameters",
-        lambda row: "-" if row.boundary is None else f"{row.boundary:,}",
-    ),
-    ("sent in the node, MB", lambda row: _both(row.inside, MB, 1)),
-    ("sent between nodes, MB", lambda row: _both(row.between, MB, 1)),
-    ("peers", lambda row: _count(row.peers)),
-    ("messages", lambda row: _count(row.messages)),
-    ("Newton-Schulz, Tflop", lambda row: _both(row.flops, TERA, 2)),
-    ("busiest / mean", lambda row: f"{row.uneven:.2f}" if row.flops.mean else "-"),
-    ("rounds", lambda row: "+".join(map(str, row.rounds)) or "-"),
-    ("launches", lambda row: f"{row.launches:,}"),
-    *(
-        (f"{kind}, MiB", lambda row, kind=kind: f"{row.rest[kind] / MIB:,.0f}")
-        for kind in KINDS
-    ),
-    ("in all at rest, MiB", lambda row: f"{sum(row.rest.values()) / MIB:,.0f}"),
-    (_HOST, lambda row: f"{row.host / MIB:,.0f}"),
-    (
-        "more at the peak, MiB",
-        lambda row: "-" if row.peak is None else f"{row.peak / MIB:,.0f}",
-    ),
-    *(
-        (
-            f"{name}, ms",
-            lambda row, name=name: ms(row.phases[name]) if name in row.phases else "-",
-        )
-        for name in PHASES
-        if name != "waiting"
-    ),
-    (_LINK, _seconds("link")),
-    (_THERE, _seconds("on_host")),
-    ("exposed, ms", lambda row: _both(row.exposed, 1e-3, 1)),
-    ("hidden, ms", lambda row: ms(row.hidden)),
-    (_FULL, _seconds("full")),
-    (_BLOCK, _seconds("block")),
-    ("step, ms", lambda row: ms(row.seconds)),
-)
+    return _both(spread, 1, 0 if spread.mean == spread.most else 1)

@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from megatron_muon.lab.plan.request import Request
 from megatron_muon.lab.pricing import memory
-from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.on_host import on_host
 from megatron_muon.lab.pricing.paper import price_paper
-from megatron_muon.lab.pricing.step import price_adamw, price_step
+from megatron_muon.lab.pricing.step import StepTime, price_adamw, price_step
 from megatron_muon.lab.pricing.upstream import TpMode, price_layer_wise
 from megatron_muon.lab.pricing.work import Optimizer, total, traffic_of
-from megatron_muon.orthogonalize.numerics import Device, Numerics
-from megatron_muon.settings.config import MuonConfig
+from megatron_muon.orthogonalize.numerics import Numerics
 
 Name = Literal["adamw", "contiguous", "bucketed", "paper"] | TpMode
 OURS: tuple[Name, ...] = ("contiguous", "bucketed")
@@ -49,15 +48,16 @@ class PlannedStep:
     """An algorithm's step in one pipeline stage."""
 
     name: Name
-    seconds: float  # time until the last rank has ended its step
-    launches: int  # kernels and messages that the host of the rank with most launches
+    # time until the last rank has ended its step; with ``full_period`` the mean of full
+    # and block steps, while all else but the peak is a full step's
+    seconds: float
+    launches: int  # kernels and messages of the rank whose host launches most
     rest: dict[str, int]  # bytes at rest by kind, of the rank that has most
     # most bytes above the rest on a rank; None where it is not modelled
     peak: int | None
     host: int = 0  # bytes of state on the host, of the rank that has most
-    boundary: int | None = (
-        None  # parameters that a shard's edge cuts; None: nothing is exchanged
-    )
+    # parameters that a shard's edge cuts; None: nothing is exchanged
+    boundary: int | None = None
     # bytes that a rank sends to ranks of its node, and to others
     inside: Spread = Spread()
     between: Spread = Spread()
@@ -69,16 +69,13 @@ class PlannedStep:
     exposed: Spread = Spread()  # time that the compute stream waits for messages
     hidden: float = 0.0  # time of messages in which it does not wait
     rounds: tuple[int, ...] = ()  # of each optimizer
-    link: float | None = (
-        None  # seconds that Muon's state on the host is on its way, and that
-    )
-    on_host: float | None = None  # AdamW's step there takes, of the rank with most
-    full: float | None = (
-        None  # seconds of a full and of a block step, with ``full_period``:
-    )
-    block: float | None = (
-        None  # ``seconds`` are their mean then, and all else is a full step's
-    )
+    # seconds in which Muon's state travels to or from the host, and those of AdamW's
+    # step there, of the rank with most; None: no state is on the host
+    link: float | None = None
+    on_host: float | None = None
+    # seconds of a full and of a block step; None without ``full_period``
+    full: float | None = None
+    block: float | None = None
 
     @property
     def uneven(self) -> float:
@@ -86,21 +83,19 @@ class PlannedStep:
         return self.flops.most / self.flops.mean if self.flops.mean else 1.0
 
 
-def adamw_row(optimizers: Sequence[Optimizer], hardware: Hardware) -> PlannedStep:
+def adamw_row(optimizers: Sequence[Optimizer], request: Request) -> PlannedStep:
     """AdamW's, where all parameters of the stage are its own."""
-    seconds = price_adamw(optimizers, hardware)
-    slowest = max(
-        on_host(optimizers, hardware, with_muon=False), key=lambda rank: rank.adamw
-    )
+    seconds = price_adamw(optimizers, request.hardware)
+    there = on_host(optimizers, request.hardware, with_muon=False)
+    slowest = max(there, key=lambda rank: rank.adamw)
+    hosted = memory.at_rest(optimizers, with_muon=False, host=True)
     return PlannedStep(
         name="adamw",
         seconds=slowest.step(seconds),
         on_host=slowest.adamw or None,
         launches=len(optimizers),
         rest=_most(memory.at_rest(optimizers, with_muon=False)),
-        host=sum(
-            _most(memory.at_rest(optimizers, with_muon=False, host=True)).values()
-        ),
+        host=sum(_most(hosted).values()),
         peak=0,
         phases={"adamw": seconds},
     )
@@ -110,26 +105,31 @@ def our_row(
     name: Name,
     optimizers: Sequence[Optimizer],
     nodes: Sequence[int],
-    config: MuonConfig,
-    hardware: Hardware,
-    device: Device,
+    request: Request,
 ) -> PlannedStep:
-    """Our Muon's in the layout that the stage's plans are of."""
+    """Our Muon's in the layout of the stage's plans."""
+    config, hardware, device = request.run.config, request.hardware, request.device
+
+    def priced(plans: Sequence[Optimizer]) -> tuple[StepTime, int]:
+        """The times of a step, and its peak memory."""
+        step = price_step(plans, config, hardware, device=device, nodes=nodes)
+        of_plans = [one.plan for one in plans]
+        return step, max(memory.peaks(of_plans, config, device, plans[0].held))
+
+    step, peak = priced(optimizers)
     plans = [one.plan for one in optimizers]
-    step = price_step(optimizers, config, hardware, device=device, nodes=nodes)
     sent = traffic_of(plans, nodes)
     there = on_host(optimizers, hardware)
+    ends = [rank.step(end) for rank, end in zip(there, step.by_rank, strict=True)]
     row = PlannedStep(
         name=name,
-        seconds=max(
-            rank.step(end) for rank, end in zip(there, step.by_rank, strict=True)
-        ),
+        seconds=max(ends),
         link=max(rank.link for rank in there) or None,
         on_host=max(rank.adamw for rank in there) or None,
         launches=step.launches,
         rest=_most(memory.at_rest(optimizers)),
         host=sum(_most(memory.at_rest(optimizers, host=True)).values()),
-        peak=max(memory.peaks(plans, config, device, optimizers[0].held)),
+        peak=peak,
         boundary=sum(len(plan.boundary_parameters()) for plan in plans),
         inside=Spread.of(sent.inside),
         between=Spread.of(sent.between),
@@ -141,33 +141,27 @@ def our_row(
         hidden=step.hidden_mean,
         rounds=step.rounds,
     )
-    between = [
-        replace(one, plan=one.block) for one in optimizers if one.block is not None
-    ]
-    if not between:
+    blocks = [replace(one, plan=one.block) for one in optimizers if one.block]
+    if not blocks:
         return row
-    block = price_step(between, config, hardware, device=device, nodes=nodes).seconds
-    peak = max(
-        memory.peaks([one.plan for one in between], config, device, between[0].held)
-    )
+    block, block_peak = priced(blocks)
+    longer = row.seconds - block.seconds
     return replace(
         row,
-        seconds=row.seconds + (block - row.seconds) * (1 - 1 / config.full_period),
+        seconds=row.seconds - longer * (1 - 1 / config.full_period),
         full=row.seconds,
-        block=block,
-        peak=max(row.peak or 0, peak),
+        block=block.seconds,
+        peak=max(peak, block_peak),
     )
 
 
 def paper_row(
-    optimizers: Sequence[Optimizer],
-    nodes: Sequence[int],
-    config: MuonConfig,
-    hardware: Hardware,
-    device: Device,
+    optimizers: Sequence[Optimizer], nodes: Sequence[int], request: Request
 ) -> PlannedStep:
     """The paper's algorithm over the shards of our plans (``pricing.paper``)."""
-    ranks = price_paper(optimizers, Numerics(config, device), hardware, nodes)
+    hardware = request.hardware
+    numerics = Numerics(request.run.config, request.device)
+    ranks = price_paper(optimizers, numerics, hardware, nodes)
     exposed = [rank.exposed(hardware) for rank in ranks]
     there = on_host(optimizers, hardware)  # our states
     ends = [
@@ -188,13 +182,10 @@ def paper_row(
 
 
 def layer_wise_row(
-    mode: TpMode,
-    optimizers: Sequence[Optimizer],
-    config: MuonConfig,
-    hardware: Hardware,
-    device: Device,
+    mode: TpMode, optimizers: Sequence[Optimizer], request: Request
 ) -> PlannedStep:
     """Megatron's own, by its rules (``pricing.upstream``)."""
+    config, hardware, device = request.run.config, request.hardware, request.device
     most, mean = price_layer_wise(optimizers, config, hardware, mode, device)
     peers = (optimizers[0].plan.grid.tp_size - 1) * bool(most.messages)
     evenly = sum(sum(one.rest) // len(one.rest) for one in optimizers)  # AdamW's part

@@ -162,32 +162,32 @@ def _stage(
     """One stage; ``layouts`` are those of its first runs, and its last run has whole
     matrices.
     """
-    config, hardware, device = request.run.config, request.hardware, request.device
-    nodes = nodes_of(kind.members, hardware)
+    nodes = nodes_of(kind.members, request.hardware)
     own = kind.optimizers[0]
     whole = kind.optimizers[-1] if len(kind.optimizers) > len(layouts) else own
     by_layout = dict(zip(layouts, kind.optimizers, strict=False))
-    plans = [one.plan for one in own]
-    rows = [adamw_row(own, hardware)]
+    rows = [adamw_row(own, request)]
     for name in OURS:
         if name in by_layout:
-            rows.append(our_row(name, by_layout[name], nodes, config, hardware, device))
+            rows.append(our_row(name, by_layout[name], nodes, request))
     if "paper" in wanted:
-        rows.append(paper_row(whole, nodes, config, hardware, device))
+        rows.append(paper_row(whole, nodes, request))
     # without TP all modes are one
-    has_tp = any(plan.grid.tp_size > 1 for plan in plans)
+    has_tp = any(one.plan.grid.tp_size > 1 for one in own)
     for mode in get_args(TpMode):
         if mode in wanted and (has_tp or mode == "duplicated"):
-            rows.append(layer_wise_row(mode, whole, config, hardware, device))
+            rows.append(layer_wise_row(mode, whole, request))
+    matrices = 0
     reduced = 0.0
     for one in own:
+        matrices += sum(matrix.units for matrix in one.plan.matrices)
         dp_size = one.plan.grid.dp_size
         reduced += (one.gradients + one.parameters) * (dp_size - 1) / dp_size
     return StagePlan(
         stages=tuple(kind.stages),
-        ranks=plans[0].size,
+        ranks=own[0].plan.size,
         share=kind.share,
-        matrices=sum(matrix.units for plan in plans for matrix in plan.matrices),
+        matrices=matrices,
         reduced=reduced,
         rows=tuple(rows),
     )
