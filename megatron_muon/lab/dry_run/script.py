@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import io
 import os
 import runpy
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -28,16 +26,17 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import megatron_muon.cpu
+from megatron_muon.cpu import options
 from megatron_muon.lab.dry_run import stand_ins
 from megatron_muon.lab.dry_run.seams import SCRIPT
 from megatron_muon.lab.pricing.work import state_bytes
+from megatron_muon.mcore.seams.rows import check_rows
+from megatron_muon.megatron_lm import install
 from megatron_muon.megatron_lm.launch import check_installation, checkout_of
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.flags import MUONS
 
-_TRAINING = "megatron.training.training"
-_INITIALIZE = "megatron.training.initialize"
 # Of a run that is not planned: what it writes, how it begins, and the memory of its
 # parameters.
 _LEFT_OUT = {
@@ -68,19 +67,20 @@ class ScriptArguments(Namespace):
 
     def chunks(self) -> list[Any]:
         """This rank's model chunks in their DDP, built as in the run."""
-        training = importlib.import_module(_TRAINING)
-        importlib.import_module("megatron.training.global_vars").set_args(self)
+        from megatron.training import global_vars, training
+
+        global_vars.set_args(self)
         self.rank = dist.get_rank()
-        setup, given = training.setup_model_and_optimizer, dict(self._setup)
+        setup = training.setup_model_and_optimizer
+        arguments = dict(self._setup)
         if "pg_collection" in inspect.signature(setup).parameters:
-            groups = importlib.import_module("megatron.core.process_groups_config")
-            given["pg_collection"] = (
-                groups.ProcessGroupCollection.use_mpu_process_groups()
-            )
+            from megatron.core.process_groups_config import ProcessGroupCollection
+
+            arguments["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
         stop = {"get_megatron_optimizer": _stop, "get_megatron_muon_optimizer": _stop}
         with replaced(training, **stop), _unheard():
             try:
-                setup(**given)
+                setup(**arguments)
             except _Stopped as stopped:
                 chunks: list[Any] = stopped.args[0][1]
                 return chunks
@@ -102,9 +102,11 @@ def prepare(script: Path) -> None:
     stand_ins.install()
     with _unheard():
         megatron_muon.cpu.enable(allow_cuda=True)
-        importlib.import_module("megatron_muon.cpu.training").enable()
-        importlib.import_module("megatron_muon.megatron_lm.install").install_training()
-        importlib.import_module("megatron_muon.mcore.seams.rows").check_rows(SCRIPT)
+        from megatron_muon.cpu import training
+
+        training.enable()
+        install.install_training()
+        check_rows(SCRIPT)
 
 
 def arguments_of(
@@ -124,33 +126,40 @@ def arguments_of(
     """
     words, notes = _with_muon(words)
     configs: list[MuonConfig] = []
-    ours = importlib.import_module("megatron_muon.megatron_lm.install")
-    with ExitStack() as stack:
-        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
-        stack.enter_context(patch.dict(os.environ, ranks))
-        stack.enter_context(patch.object(sys, "argv", [str(script), *words]))
-        told: list[str] = []
-        stack.enter_context(replaced(ours, _tell=told.extend, _on_the_cpu=_leave_out))
-        core = importlib.import_module("megatron_muon.mcore.wiring.install")
-        stack.enter_context(replaced(core, install=configs.append))
-        printed = stack.enter_context(_unheard())
+    lines: list[str] = []
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+    from megatron_muon.mcore.wiring import install as core
+
+    with (
+        patch.dict(os.environ, ranks),
+        patch.object(sys, "argv", [str(script), *words]),
+        replaced(install, _tell=lines.extend, _on_the_cpu=_leave_out),
+        replaced(core, install=configs.append),
+        _unheard() as printed,
+    ):
         _forget()
         given = _called(script, printed)
         args = _initialized(given, printed)
-    notes += [line for line in told if line.startswith((_LEFT, "--muon-dp-layout"))]
-    arguments = ScriptArguments(**vars(args))
-    setup = inspect.signature(
-        importlib.import_module(_TRAINING).setup_model_and_optimizer
-    )
+    notes += [line for line in lines if line.startswith((_LEFT, "--muon-dp-layout"))]
+    from megatron.training.training import setup_model_and_optimizer
+
     given["model_provider_func"] = given.get("model_provider")
-    arguments._setup = {name: given[name] for name in setup.parameters if name in given}
+    arguments = ScriptArguments(**vars(args))
+    arguments._setup = _named(
+        given, inspect.signature(setup_model_and_optimizer).parameters
+    )
     names = ("get_embedding_ranks", "get_position_embedding_ranks")
-    arguments.embeddings = {name: given[name] for name in names if name in given}
+    arguments.embeddings = _named(given, names)
     return arguments, configs[-1], notes
 
 
+def _named(arguments: dict[str, Any], names: Container[str]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name in names}
+
+
 def _with_muon(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    made: list[str] = list(words)
+    """The words with Muon and the distributed optimizer, and notes on what is added."""
+    every = list(words)
     notes: list[str] = []
     line = f" {' '.join(words)} ".replace("=", " ")
     if " --muon-backend upstream " in line:
@@ -160,16 +169,17 @@ def _with_muon(words: Sequence[str]) -> tuple[list[str], list[str]]:
     name = next((name for name in MUONS if f" --optimizer {name} " in line), "muon")
     for flag in (f"--optimizer {name}", "--use-distributed-optimizer"):
         if f" {flag} " not in line:
-            made += flag.split()
+            every += flag.split()
             notes.append(f"planned with {flag}, which a run with Muon needs")
-    return made, notes
+    return every, notes
 
 
 def _called(script: Path, printed: io.StringIO) -> dict[str, Any]:
     """The arguments with which the script calls pretrain, by name."""
-    training = importlib.import_module(_TRAINING)
+    import megatron.training as package
+    from megatron.training import training
+
     signature = inspect.signature(training.pretrain)
-    package = importlib.import_module("megatron.training")
     with replaced(package, pretrain=_stop), replaced(training, pretrain=_stop):
         try:
             with _refusing(printed):
@@ -184,12 +194,13 @@ def _initialized(given: dict[str, Any], printed: io.StringIO) -> Namespace:
     """Megatron's arguments, parsed and validated by it with what the script gave to
     pretrain.
     """
-    module = importlib.import_module(_INITIALIZE)
-    names = inspect.signature(module.initialize_megatron).parameters
-    options = {name: value for name, value in given.items() if name in names}
+    from megatron.training import get_args, initialize
+
+    initialized = initialize.initialize_megatron
+    options = _named(given, inspect.signature(initialized).parameters)
     with _refusing(printed):
-        module.initialize_megatron(**options, skip_mpu_initialization=True)
-    args: Namespace = importlib.import_module("megatron.training").get_args()
+        initialized(**options, skip_mpu_initialization=True)
+    args: Namespace = get_args()
     return args
 
 
@@ -197,7 +208,6 @@ def _leave_out(args: Namespace) -> list[str]:
     """Turn off what needs a GPU; in a run on a CPU more is replaced, here nothing is
     run.
     """
-    options = importlib.import_module("megatron_muon.cpu.options")
     for name, value in _LEFT_OUT.items():
         if hasattr(args, name):
             setattr(args, name, value)
@@ -240,15 +250,12 @@ def _forget() -> None:
     """Forget the arguments of an earlier script, which Megatron keeps once in a
     process.
     """
-    for module, name in (
-        ("megatron.training.global_vars", "destroy_global_vars"),
-        (
-            "megatron.core.num_microbatches_calculator",
-            "destroy_num_microbatches_calculator",
-        ),
-        ("megatron.core.rerun_state_machine", "destroy_rerun_state_machine"),
-    ):
-        getattr(importlib.import_module(module), name)()
+    from megatron.core import num_microbatches_calculator, rerun_state_machine
+    from megatron.training import global_vars
+
+    global_vars.destroy_global_vars()
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
 
 
 class _Printed(io.StringIO):

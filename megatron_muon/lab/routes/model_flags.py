@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import logging
 import os
 import sys
@@ -25,8 +24,7 @@ from megatron_muon.lab.dry_run.presets import PRESETS
 from megatron_muon.lab.dry_run.seams import ROWS
 from megatron_muon.lab.progress import announce
 from megatron_muon.megatron_lm.flags.parser import add_flags
-from megatron_muon.megatron_lm.launch import MixedInstallationError
-from megatron_muon.presence import CoreNotFoundError, SeamError
+from megatron_muon.presence import CoreNotFoundError, MuonError, require_core
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.flags import muon_config
 
@@ -130,11 +128,11 @@ def import_megatron(program: str, script: Path | None = None) -> None:
     """Import Megatron, that of the checkout of a script, or end the process with an
     error.
     """
-    announce(f"{program}: importing torch and Megatron")
-    from megatron_muon.mcore.seams.rows import check_rows
-
-    with megatron_is_quiet():
-        try:
+    try:
+        if script is None:
+            require_core()
+        announce(f"{program}: importing torch and Megatron")
+        with megatron_is_quiet():
             if script is not None:
                 from megatron_muon.lab.dry_run.script import prepare
 
@@ -142,18 +140,18 @@ def import_megatron(program: str, script: Path | None = None) -> None:
             if not megatron_muon.cpu.enabled():
                 # nothing here runs on a device
                 megatron_muon.cpu.enable(allow_cuda=True)
-            importlib.import_module("megatron.core.transformer")
+            import megatron.core.transformer
+
+            from megatron_muon.mcore.seams.rows import check_rows
+
             check_rows(ROWS)
-        except CoreNotFoundError:
-            raise  # ``commands.main`` prints its message, which says how to get a core
-        except (SeamError, MixedInstallationError, FileNotFoundError) as error:
-            stop(str(error), program)
-        except ImportError as error:
-            why = (
-                f"megatron.core cannot be imported ({error}); megatron-muon "
-                "doctor says more"
-            )
-            stop(why, program)
+    except CoreNotFoundError:
+        raise  # ``commands.main`` prints its message, which says how to get a core
+    except (MuonError, FileNotFoundError) as error:
+        stop(str(error), program)
+    except ImportError as error:
+        why = f"megatron.core cannot be imported ({error})"
+        stop(f"{why}; megatron-muon doctor says more", program)
 
 
 def stop(text: str, program: str) -> NoReturn:

@@ -20,13 +20,17 @@ TIMES = [
     "idle",
     "optimizer",
 ]
+_SHARE = "optimizer, %"
+_UNEVEN = "compute, largest / mean"
+# Figures of collectives: the column, its title, its unit.
+_FIELDS = (("ms", "ms", 1.0), ("exposed_ms", "exposed ms", 1.0), ("bytes", "MB", 1e6))
 
 
 def as_text(runs: Sequence[Run]) -> str:
     """All tables: each run's ranks and collectives, then the runs side by side."""
-    blocks = [
-        block for run in runs for block in (_title(run), _ranks(run), _kinds(run))
-    ]
+    blocks: list[str] = []
+    for run in runs:
+        blocks += [_title(run), _ranks(run), _kinds(run)]
     if len(runs) > 1:
         blocks += [
             "side by side, means over ranks; in brackets over the first",
@@ -75,73 +79,75 @@ def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 def _title(run: Run) -> str:
     least = int(run.ranks["steps"].min())
     most = int(run.ranks["steps"].max())
-    steps = (
-        f"mean of {most if least == most else f'{least} to {most}'} "
-        f"step{'s' * (most > 1)}"
-    )
-    steps = steps if least else "no marks of steps: the whole trace is taken as one"
+    number = f"{most}" if least == most else f"{least} to {most}"
+    steps = f"mean of {number} step{'s' * (most > 1)}"
+    if not least:
+        steps = "no marks of steps: the whole trace is taken as one"
     device = "/".join(sorted(set(run.ranks["device"].str.upper())))
-    return (
-        f"{run.name}: {len(run.ranks)} rank{'s' * (len(run.ranks) > 1)}, "
-        f"{device}, {steps}"
-    )
+    size = len(run.ranks)
+    return f"{run.name}: {size} rank{'s' * (size > 1)}, {device}, {steps}"
 
 
 def _ranks(run: Run) -> str:
     rows = times(run).drop(columns="overlapped").rename(index="rank {}".format)
     mean = rows.mean(skipna=False)
-    most = rows.max()
+    uneven = rows.max() / mean.where(mean != 0)
     rows = pd.concat([rows, mean.to_frame("mean").T] if len(rows) > 1 else [rows])
-    rows["optimizer, %"] = 100 * rows["optimizer"] / rows["step"]
+    rows[_SHARE] = 100 * rows["optimizer"] / rows["step"]
     if "mean" in rows.index:
-        rows.loc["largest / mean"] = (most / mean.where(mean != 0))[["step", "compute"]]
-    return _table(rows.map(_number), "ms of a step")
+        rows.loc["largest / mean"] = uneven[["step", "compute"]]
+    return _table(rows, "ms of a step")
 
 
 def _kinds(run: Run) -> str:
     means = run.means().rename(columns={"exposed_ms": "exposed"})
     means["MB"] = means["bytes"] / 1e6
-    shown = means[["count", "ms", "exposed", "MB", "GB/s", "bus GB/s"]].map(_number)
+    shown = means[["count", "ms", "exposed", "MB", "GB/s", "bus GB/s"]]
     return _table(shown, "collectives, mean over ranks")
 
 
-def _beside(runs: Sequence[Run]) -> str:
-    fields = {"ms": "ms", "exposed_ms": "exposed ms", "bytes": "MB"}
-    kinds = pd.concat(
-        [run.means()[list(fields)] for run in runs], axis=1, keys=range(len(runs))
-    )
-    absent = pd.concat(
-        [kinds[at].isna().all(axis=1) for at in range(len(runs))], axis=1
-    )
-    parts = [pd.DataFrame([times(run).mean(skipna=False) for run in runs]).T]
-    parts[0].loc["optimizer, %"] = (
-        100 * parts[0].loc["optimizer"] / parts[0].loc["step"]
-    )
-    most = pd.Series([times(run)["compute"].max() for run in runs])
-    parts[0].loc["compute, largest / mean"] = most / parts[0].loc["compute"].replace(
-        0, math.nan
-    )
-    for field, title in fields.items():
-        own = kinds.xs(field, axis=1, level=1).mask(absent, 0.0)  # unknown is not none
-        parts.append(
-            (own / 1e6 if field == "bytes" else own).rename(f"{title} in {{}}".format)
-        )
-    values = pd.concat(parts)
-    shown = values.map(_number)
-    for at in range(1, len(runs)):
-        ratios = values[at] / values[0].where(values[0] != 0)
-        shown[at] += ratios.map(
-            lambda ratio: "" if pd.isna(ratio) else f" ({ratio:.2f})"
-        )
-    return _table(shown.set_axis([run.name for run in runs], axis=1), "ms of a step")
-
-
 def _table(shown: pd.DataFrame, corner: str) -> str:
-    rows = shown.reset_index().astype(str).values.tolist()
+    rows = shown.map(_number).reset_index().astype(str).values.tolist()
     return "\n".join(aligned([[corner, *map(str, shown.columns)], *rows]))
 
 
+def _beside(runs: Sequence[Run]) -> str:
+    """Means over ranks; behind those of later runs, in brackets, over the first's."""
+    rows: dict[str, list[float]] = {part: [] for part in (*TIMES, _SHARE, _UNEVEN)}
+    for run in runs:
+        ms = times(run)
+        mean = ms.mean(skipna=False)
+        for part in TIMES:
+            rows[part].append(mean[part])
+        rows[_SHARE].append(100 * _over(mean["optimizer"], mean["step"]))
+        rows[_UNEVEN].append(_over(ms["compute"].max(), mean["compute"]))
+    kinds = [run.means() for run in runs]
+    names: dict[str, None] = {}
+    for of_run in kinds:
+        names |= dict.fromkeys(of_run.index)
+    for field, title, unit in _FIELDS:
+        for name in names:  # a run without the collective has 0 of it, not an unknown
+            values = [of_run[field].get(name, 0.0) / unit for of_run in kinds]
+            rows[f"{title} in {name}"] = values
+    lines = [["ms of a step", *(run.name for run in runs)]]
+    for name, (first, *others) in rows.items():
+        cells = [_number(first)]
+        for value in others:
+            ratio = _over(value, first)
+            beside = "" if math.isnan(ratio) else f" ({ratio:.2f})"
+            cells.append(_number(value) + beside)
+        lines.append([name, *cells])
+    return "\n".join(aligned(lines))
+
+
+def _over(one: float, other: float) -> float:
+    """A ratio; NaN where ``other`` is 0."""
+    return one / other if other else math.nan
+
+
 def _number(value: float) -> str:
-    if pd.isna(value):
+    if math.isnan(value):
         return "-"
-    return f"{value:.3g}" if value < 100 else f"{value:,.{0 if value >= 1000 else 1}f}"
+    if value < 100:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:,.1f}"

@@ -112,18 +112,17 @@ def _measured(trace: RankTrace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         )
     kinds = []
     for name, own in calls.items():
-        spans = Spans((c.start, c.stop) for c in own)
-        sizes = [(c.bytes, c.sent_bytes) for c in own]
+        spans = Spans((call.start, call.stop) for call in own)
         us = spans.length(steps)
-        sums = (
-            len(own),
-            us / 1e3,
-            (us - spans.length(compute)) / 1e3,
-            *map(sum, zip(*sizes, strict=True)),
-        )
-        kinds.append(
-            {"name": name} | {k: v / number for k, v in zip(_SUMS, sums, strict=True)}
-        )
+        sums = {
+            "count": len(own),
+            "ms": us / 1e3,
+            "exposed_ms": (us - spans.length(compute)) / 1e3,
+            "bytes": sum(call.bytes for call in own),
+            "sent_bytes": sum(call.sent_bytes for call in own),
+        }
+        means = {key: value / number for key, value in sums.items()}
+        kinds.append({"name": name} | means)
     return row, kinds
 
 

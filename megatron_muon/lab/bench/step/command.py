@@ -15,6 +15,7 @@ from megatron_muon.lab.dry_run import seams as dry_run_seams
 from megatron_muon.lab.outputs import require_outputs
 from megatron_muon.lab.progress import announce
 from megatron_muon.lab.ranks import Task, gpus_for, run_ranks, threads_for
+from megatron_muon.presence import SeamError, require_core
 from megatron_muon.settings.config import MuonConfig
 
 _PROGRAM = "megatron-muon bench step"
@@ -26,20 +27,21 @@ def main(argv: Sequence[str]) -> int:
     does.
     """
     flags = parsed(argv, _PROGRAM)
-    announce(f"{_PROGRAM}: importing torch and Megatron")
     from megatron_muon.lab.routes.model_flags import megatron_is_quiet, stop
     from megatron_muon.mcore.seams.rows import check_rows
-    from megatron_muon.presence import SeamError
 
-    with megatron_is_quiet():
-        if not megatron_muon.cpu.enabled():
-            megatron_muon.cpu.enable(allow_cuda=True)  # this process only starts ranks
-        try:
+    try:
+        require_core()
+        announce(f"{_PROGRAM}: importing torch and Megatron")
+        with megatron_is_quiet():
+            if not megatron_muon.cpu.enabled():
+                # this process only starts ranks
+                megatron_muon.cpu.enable(allow_cuda=True)
             check_rows((*dry_run_seams.ROWS, *seams.ROWS))
             task = _task(flags)
-        except (ValueError, TypeError, AssertionError, SeamError) as error:
-            text = " ".join(str(error).split())
-            stop(text or f"Megatron refuses this model: {error!r}", _PROGRAM)
+    except (ValueError, TypeError, AssertionError, SeamError) as error:
+        text = " ".join(str(error).split())
+        stop(text or f"Megatron refuses this model: {error!r}", _PROGRAM)
     from megatron_muon.lab.bench.step.report import report
 
     announce(f"{_PROGRAM}: starting {task.world} rank(s)")
