@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import logging
 import os
 import sys
@@ -140,7 +141,7 @@ def import_megatron(program: str, script: Path | None = None) -> None:
             if not megatron_muon.cpu.enabled():
                 # nothing here runs on a device
                 megatron_muon.cpu.enable(allow_cuda=True)
-            import megatron.core.transformer
+            importlib.import_module("megatron.core.transformer")
 
             from megatron_muon.mcore.seams.rows import check_rows
 
