@@ -14,6 +14,7 @@ import time
 import zlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,8 @@ class StepJob:
     rows: tuple[Row, ...]  # rows in the order of the table
     rounds: int  # number of rounds, with one timed step of each row
     traces: Path | None = None  # for Chrome traces of a step, in a folder for each row
-    launches: bool = (
-        False  # whether to count a GPU's kernels and copies, and the host's time
-    )
+    # whether to count a GPU's kernels and copies, and the host's time
+    launches: bool = False
 
 
 @dataclass
@@ -61,12 +61,10 @@ class Measured:
     times: list[Times] = field(default_factory=list)  # times of each round's step
     # of one step, and of its gradients
     counted: Counted = field(default_factory=Counted)
-    exchange_rounds: int = (
-        0  # rounds of our exchange in a step, summed over its optimizers
-    )
-    ns_flops_once: int = (
-        0  # of the stage with each matrix once; on its first rank, else 0
-    )
+    # rounds of our exchange in a step, summed over its optimizers
+    exchange_rounds: int = 0
+    # of the stage with each matrix once; on its first rank, else 0
+    ns_flops_once: int = 0
     state_bytes: int = 0  # bytes of fp32 main parameters and optimizer state
     peak_bytes: int = 0  # peak bytes in a step, minus the bytes before it
     weights: int = 0  # checksum of the model's weights after a step
@@ -144,90 +142,91 @@ class _Contender:
     def park(self) -> None:
         """Free the storage that the row only needs in its turn."""
         self._optimizer.zero_grad()
-        storages = {}
-        for tensor in self._tensors():
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage
-        self._parked = [(storage, storage.nbytes()) for storage in storages.values()]
+        storages = [tensor.untyped_storage() for tensor in self._tensors()]
+        by_place = {storage.data_ptr(): storage for storage in storages}
+        self._parked = [(storage, storage.nbytes()) for storage in by_place.values()]
         for storage, _ in self._parked:
             storage.resize_(0)
         # freed memory goes back to the system for other ranks; glibc may keep it
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
-    @torch.no_grad()
-    def wake(self) -> None:
-        """Allocate and fill the row's storage as before a first step, and wait for all
-        ranks.
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Within it the row has its storage, filled as before a first step. All ranks
+        begin it together.
         """
+        with torch.no_grad():
+            self._wake()
+        collectives.all_gather_numbers([0], None, self._noise.device)
+        yield
+        self.park()
+
+    def _wake(self) -> None:
         for storage, size in self._parked:
             storage.resize_(size)
         self._parked = []
+        keys = {}
         for key, param in self._params():
+            keys[param] = key
             param.data.zero_()  # each step gathers it from the main parameters
             self._fill(param.main_grad.view(-1), f"gradient of {key}", 0)
-        keys = {param: key for key, param in self._params()}
         for param, main, start in main_params(self._optimizer):
             self._fill(main.view(-1), f"weight {keys[param]}", start)
         for tensor in states(self._optimizer):
             tensor.zero_()
-        collectives.all_gather_numbers([0], None, self._noise.device)
 
     def step(self) -> Times:
         """One timed step."""
-        self.wake()
-        times = self._watch.measure(self._step)
-        self.measured.weights = self._checksum()
-        self.park()
+        with self._awake():
+            times = self._watch.measure(self._step)
+            self.measured.weights = self._checksum()
         return times
 
     def count(self) -> None:
         """Count a step, the row's first, and the bytes of the reduction of gradients
         before it.
         """
-        self.wake()
-        reduced = count(self._watch, self._reduce_gradients)
-        counted = count(self._watch, self._step)
-        counted.sent_bytes |= reduced.sent_bytes
-        self.measured.counted = counted
-        self.measured.ns_flops_once = _flops_once(self._optimizer)
-        self.measured.state_bytes = state_bytes(self._optimizer)
-        self.park()
+        with self._awake():
+            reduced = count(self._watch, self._reduce_gradients)
+            counted = count(self._watch, self._step)
+            counted.sent_bytes |= reduced.sent_bytes
+            self.measured.counted = counted
+            self.measured.state_bytes = state_bytes(self._optimizer)
 
     def read_plan_and_meter(self) -> None:
-        muons = [getattr(part, "muon", None) for part in optimizers_of(self._optimizer)]
-        rounds = (len(muon.plan.rounds) for muon in muons if muon is not None)
-        self.measured.exchange_rounds = sum(rounds)
+        """Take what our own plan and meter say of a step."""
+        for part in optimizers_of(self._optimizer):
+            muon = getattr(part, "muon", None)
+            if muon is not None:
+                self.measured.exchange_rounds += len(muon.plan.rounds)
+                if part.stage_group.rank() == 0:
+                    self.measured.ns_flops_once += sum(muon.plan.ns_flops())
         self.measured.metered_bytes = int(meter(self._optimizer).sent_bytes)
 
     def weigh(self) -> None:
         """Measure the peak memory of a step after the first."""
-        self.wake()
-        self.measured.peak_bytes = peak_bytes(self._noise.device, self._step)
-        self.park()
+        with self._awake():
+            self.measured.peak_bytes = peak_bytes(self._noise.device, self._step)
 
     def trace(self, folder: Path) -> None:
         """Write a Chrome trace of a step on each rank."""
         traces = step_traces("1", folder)
-        self.wake()
-        with traces.step(1, self._optimizer):
+        with self._awake(), traces.step(1, self._optimizer):
             self._step()
-        self.park()
 
     def watch_launches(self) -> None:
         """Count what a step launches on the GPU, and time the host in another one."""
-        self.wake()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with self._awake(), profile(activities=activities) as trace:
             self._step()
             torch.cuda.synchronize()
         self.measured.launched = launched(trace.profiler)
-        self.park()
-        self.wake()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        self._step()
-        self.measured.host_ms = 1e3 * (time.perf_counter() - start)
-        torch.cuda.synchronize()
-        self.park()
+        with self._awake():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self._step()
+            self.measured.host_ms = 1e3 * (time.perf_counter() - start)
+            torch.cuda.synchronize()
 
     def _step(self) -> None:
         for group in self._awaited:
@@ -302,11 +301,9 @@ def _in_forward_order(chunks: Sequence[Any]) -> Iterator[Any]:
     """
     for chunk in chunks:
         kinds = chunk.bucket_groups, chunk.expert_parallel_bucket_groups
-        places = [
-            (at / len(kind), group)
-            for kind in kinds
-            for at, group in enumerate(kind[::-1])
-        ]
+        places: list[tuple[float, Any]] = []
+        for kind in kinds:
+            places += [(at / len(kind), group) for at, group in enumerate(kind[::-1])]
         yield from (group for _, group in sorted(places, key=lambda place: place[0]))
 
 
@@ -351,17 +348,6 @@ def optimizers_of(optimizer: Any) -> Iterator[Any]:
             yield from optimizers_of(part)
         elif not part.is_stub_optimizer:
             yield part
-
-
-def _flops_once(optimizer: Any) -> int:
-    """Flops of the stage's matrices on its first rank; 0 on others, and for rows
-    without a plan.
-    """
-    return sum(
-        sum(part.muon.plan.ns_flops())
-        for part in optimizers_of(optimizer)
-        if getattr(part, "muon", None) is not None and part.stage_group.rank() == 0
-    )
 
 
 def checksums_agree(rows: Sequence[Sequence[Measured]]) -> bool:
