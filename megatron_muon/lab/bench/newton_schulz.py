@@ -36,7 +36,6 @@ from megatron_muon.orthogonalize.newton_schulz import (
     orthogonalize,
     orthogonalize_at_once,
 )
-from megatron_muon.orthogonalize.triton_operations import has_triton
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 
@@ -96,44 +95,53 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Something to time."""
+
+    name: str
+    run: Run
+    flops: int | None = None  # where they are known
+
+
 def _report(
     given: argparse.Namespace, config: MuonConfig, device: torch.device
 ) -> dict[str, Any]:
     """Print a row for each iteration and shape; return all figures."""
     auto = numerics_on(device, replace(config, ns_iteration="auto"))
-    dtype = auto.dtype
     threads = torch.get_num_threads()
-    what = (
-        f"{config.ns_coefficients}, {config.ns_steps} steps, {dtype}, {device}, "
-        f"{threads}"
+    show(
+        f"{config.ns_coefficients}, {config.ns_steps} steps, {auto.dtype}, {device}, "
+        f"{threads} thread(s); symmetric products: {said_of_products(auto)}",
+        "",
     )
-    show(f"{what} thread(s); symmetric products: {said_of_products(auto)}", "")
     others: dict[str, Run] = {}
     for name, peer in peers(config.ns_steps, device, TORCH_DTYPE[auto.travels]):
         if isinstance(peer, str):
             show(f"{name} has no row: {peer}")
         else:
             others[name] = peer
-    rows: list[dict[str, Any]] = []
-    ceiling = Ceiling.on(device, dtype)
+    figures: list[dict[str, Any]] = []
+    top = ceiling(device, auto.dtype)
     for shape in given.shapes:
-        runs, matrices = _runs(shape, given.batch, config, others, device)
-        runs[ceiling.name] = ceiling, ceiling.flops
-        times = interleaved([run for run, _ in runs.values()], matrices, given.rounds)
-        flops = {name: work for name, (_, work) in runs.items()}
+        rows = [*_rows(shape, given.batch, config, others, device), top]
+        numbers = torch.Generator().manual_seed(0)
+        matrices = torch.randn(given.batch, *shape, generator=numbers)
+        matrices = matrices.to(device, TORCH_DTYPE[auto.travels])
+        times = interleaved([row.run for row in rows], matrices, given.rounds)
+        own = list(_figures(rows, times))
         name = f"{shape[0]}x{shape[1]}"
-        own = list(_rows(dict(zip(runs, times, strict=True)), flops, ceiling.name))
-        rows += [{"shape": name, **row} for row in own]
+        figures += [{"shape": name, **row} for row in own]
         print("\n".join(["", name, *aligned([_HEADS, *map(_cells, own)])]), flush=True)
     return {
         "ns_coefficients": config.ns_coefficients,
         "ns_steps": config.ns_steps,
-        "ns_dtype": dtype,
+        "ns_dtype": auto.dtype,
         "device": str(device),
         "threads": threads,
         "batch": given.batch,
-        "ceiling": ceiling.name,
-        "rows": rows,
+        "ceiling": top.name,
+        "rows": figures,
     }
 
 
@@ -148,46 +156,26 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [row["name"], *times, ratio, *work]
 
 
-def _runs(
+def _rows(
     shape: tuple[int, int],
     batch: int,
     settings: MuonConfig,
     others: dict[str, Run],
     device: torch.device,
-) -> tuple[dict[str, tuple[Run, int | None]], Tensor]:
-    """The iterations to time for a shape, with their flops if known; and their common
-    input.
-    """
-    runs: dict[str, tuple[Run, int | None]] = {}
-    for name, config in _configs(device, settings):
-        numerics = numerics_on(device, config)
-        flops = batch * ns_flops(*shape, numerics)
-        runs[name] = _one_by_one(partial(orthogonalize, config=config)), flops
-        if batch > 1:
-            runs[f"{name}, at once"] = (
-                partial(orthogonalize_at_once, config=config),
-                flops,
-            )
-    for name, peer in others.items():
-        runs[name] = _one_by_one(peer), None
-        if batch > 1 and _takes_batches(peer, device):
-            runs[f"{name}, at once"] = peer, None
-    matrices = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
-    return runs, matrices.to(device, TORCH_DTYPE[numerics.travels])
-
-
-def _configs(
-    device: torch.device, settings: MuonConfig
-) -> Iterator[tuple[str, MuonConfig]]:
-    """The settings to time, by name: each iteration, and with triton's products on a
-    GPU.
-    """
+) -> Iterator[_Row]:
+    """The iterations to time for a shape; ``standard`` is the first."""
     for iteration in get_args(NsIteration):
-        config = MuonConfig(ns_iteration=iteration, ns_dtype=settings.ns_dtype)
-        yield iteration, config
-        if device.type == "cuda" and has_triton():
-            by_triton = replace(config, symmetric_products="triton")
-            yield f"{iteration}, symmetric by triton", by_triton
+        config = replace(settings, ns_iteration=iteration)
+        flops = batch * ns_flops(*shape, numerics_on(device, config))
+        one = partial(orthogonalize, config=config)
+        yield _Row(iteration, _one_by_one(one), flops)
+        if batch > 1:
+            at_once = partial(orthogonalize_at_once, config=config)
+            yield _Row(f"{iteration}, at once", at_once, flops)
+    for name, peer in others.items():
+        yield _Row(name, _one_by_one(peer))
+        if batch > 1 and _takes_batches(peer, device):
+            yield _Row(f"{name}, at once", peer)
 
 
 def _one_by_one(run: Run) -> Run:
@@ -203,63 +191,41 @@ def _takes_batches(run: Run, device: torch.device) -> bool:
     return isinstance(made, Tensor) and made.shape == small.shape
 
 
-@dataclass(frozen=True, slots=True)
-class Ceiling:
+def ceiling(device: torch.device, dtype: NsDtype) -> _Row:
     """A product of two square matrices by torch: the bound of Newton-Schulz's speed.
 
-    ``dtype`` is the one in which Newton-Schulz multiplies on their device.
+    They are in the dtype in which Newton-Schulz multiplies on this device.
     """
+    size = _CPU_SIZE if device.type == "cpu" else _GPU_SIZE
+    held = numerics_on(device, MuonConfig(ns_dtype=dtype)).held
+    numbers = torch.Generator(device).manual_seed(0)
+    both = torch.randn(2, size, size, generator=numbers, device=device)
+    left, right = both.to(TORCH_DTYPE[held])
 
-    left: Tensor
-    right: Tensor
-    dtype: NsDtype
+    def product(_: Tensor) -> Tensor:  # whatever the matrix of the other rows is
+        with sums_in_fp32(device):
+            return torch.mm(left, right)
 
-    @staticmethod
-    def on(device: torch.device, dtype: NsDtype) -> Ceiling:
-        """The ceiling on a device, for Newton-Schulz in a dtype."""
-        size = _CPU_SIZE if device.type == "cpu" else _GPU_SIZE
-        held = numerics_on(device, MuonConfig(ns_dtype=dtype)).held
-        numbers = torch.Generator(device).manual_seed(0)
-        options: dict[str, Any] = {"device": device, "dtype": TORCH_DTYPE[held]}
-        left, right = (
-            torch.randn(size, size, generator=numbers, **options) for _ in range(2)
-        )
-        return Ceiling(left, right, held)
-
-    @property
-    def name(self) -> str:
-        size = self.left.size(0)
-        return f"matmul {size}x{size}, {self.dtype}"
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.left.size(0) ** 3
-
-    def __call__(self, _: Tensor) -> Tensor:
-        """Compute the product; the argument, which every run of the bench gets, is
-        ignored.
-        """
-        with sums_in_fp32(self.left.device):
-            return torch.mm(self.left, self.right)
+    return _Row(f"matmul {size}x{size}, {held}", product, 2 * size**3)
 
 
-def _rows(
-    times: dict[str, list[float]], flops: dict[str, int | None], ceiling: str
+def _figures(
+    rows: Sequence[_Row], times: Sequence[list[float]]
 ) -> Iterator[dict[str, Any]]:
-    """A row for JSON from each run's milliseconds; the ceiling has no ratio: its work
-    differs.
+    """A row for JSON from the milliseconds of each; the first one is ``standard``, the
+    last one the ceiling, which has no ratio, since its work differs.
     """
-    top = flops[ceiling]
-    for name, own in times.items():
-        work = flops[name]
+    top = rows[-1].flops
+    for row, own in zip(rows, times, strict=True):
+        of_ceiling = None
+        if row.flops is not None and top is not None:
+            of_ceiling = row.flops / top * _median_ratio(times[-1], own)
         yield {
-            "name": name,
+            "name": row.name,
             "ms": {"median": statistics.median(own), "min": min(own), "max": max(own)},
-            "ratio": None if name == ceiling else _median_ratio(times["standard"], own),
-            "flops": work,
-            "of_ceiling": work
-            and top
-            and work / top * _median_ratio(times[ceiling], own),
+            "ratio": None if row is rows[-1] else _median_ratio(times[0], own),
+            "flops": row.flops,
+            "of_ceiling": of_ceiling,
         }
 
 

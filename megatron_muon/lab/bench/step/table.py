@@ -4,6 +4,7 @@ part.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,24 +57,25 @@ class Line:
             for times in self._rounds()
         ]
 
-    def parts_ms(self, *names: str) -> float:
-        """Milliseconds of these parts on the rank where they take longest, median over
-        rounds.
+    def parts_ms(
+        self, *names: str, over_ranks: Callable[[list[float]], float] = max
+    ) -> float:
+        """Milliseconds of these parts, median over rounds; by default on the rank where
+        they take longest.
         """
         return statistics.median(
-            max(sum(t.parts_ms.get(name, 0.0) for name in names) for t in times)
+            over_ranks(
+                [sum(t.parts_ms.get(name, 0.0) for name in names) for t in times]
+            )
             for times in self._rounds()
         )
 
     def mean_parts_ms(self) -> dict[str, float]:
         """Milliseconds of each part, median over rounds of the mean over ranks."""
-        names = {name for rank in self.ranks for t in rank.times for name in t.parts_ms}
+        every = itertools.chain(*self._rounds())
+        names: set[str] = set().union(*(t.parts_ms for t in every))
         return {
-            name: statistics.median(
-                statistics.fmean(t.parts_ms.get(name, 0.0) for t in times)
-                for times in self._rounds()
-            )
-            for name in names
+            name: self.parts_ms(name, over_ranks=statistics.fmean) for name in names
         }
 
     def sent_bytes(self) -> dict[str, list[int]]:
@@ -92,7 +94,7 @@ class Line:
         without any.
         """
         flops = sum(self.ns_flops()) * len(self.ranks[0].times)
-        spent = sum(t.ns_cpu_ms for rank in self.ranks for t in rank.times)
+        spent = sum(t.ns_cpu_ms for t in itertools.chain(*self._rounds()))
         return spent / flops * 1e9 if flops else None
 
     def _rounds(self) -> list[tuple[Times, ...]]:
