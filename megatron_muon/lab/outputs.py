@@ -11,6 +11,7 @@ from argparse import (
     RawDescriptionHelpFormatter,
     _ArgumentGroup,
 )
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,6 +45,18 @@ def add_outputs(parser: ArgumentParser | _ArgumentGroup, plot: str = "") -> None
     add("--json", type=Path, metavar="FILE", help="write all figures as JSON, too")
     if plot:
         add("--plot", type=Path, metavar="FILE", help=f"draw {plot} (png, svg, pdf)")
+
+
+def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
+    """A command's arguments, with files of ``--json`` and ``--plot`` that can be
+    written; else the process ends as argparse does.
+    """
+    given = parser.parse_args(argv)
+    try:
+        require_outputs(given)
+    except ValueError as error:
+        parser.error(str(error))
+    return given
 
 
 def require_outputs(given: Namespace) -> None:

@@ -6,12 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.lab.doctor.rows import examine
-from megatron_muon.lab.outputs import (
-    add_outputs,
-    parser_of,
-    require_outputs,
-    write_json,
-)
+from megatron_muon.lab.outputs import add_outputs, parsed, parser_of, write_json
 from megatron_muon.lab.tables import listed, show
 
 _DESCRIPTION = """\
@@ -33,11 +28,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("checkout", metavar="CHECKOUT", nargs="?", type=Path, help=text)
     add_outputs(parser)
-    given = parser.parse_args(argv)
-    try:
-        require_outputs(given)
-    except ValueError as error:
-        parser.error(str(error))
+    given = parsed(parser, argv)
     checkout: Path | None = given.checkout
     if checkout is not None:
         if not (checkout / "megatron" / "training").is_dir():
@@ -46,11 +37,9 @@ def main(argv: Sequence[str]) -> int:
         checkout = checkout.resolve()
     rows = examine(checkout)
     faults = [row.fault for row in rows if row.fault]
-    verdict = [f"Muon would not run: {fault}" for fault in faults] or [
-        "Muon would run."
-    ]
-    print("\n".join(listed([(row.name, row.value) for row in rows])))
-    show("", *verdict)
+    verdict = [f"Muon would not run: {fault}" for fault in faults]
     values = {row.name: row.value for row in rows}
+    print("\n".join(listed(list(values.items()))))
+    show("", *verdict or ["Muon would run."])
     write_json(given.json, {"runs": not faults, "faults": faults, **values})
     return 1 if faults else 0

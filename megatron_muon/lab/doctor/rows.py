@@ -34,6 +34,7 @@ from megatron_muon.mcore.seams.rows import (
     megatron_version,
     rows_of,
 )
+from megatron_muon.megatron_lm.install import install_training
 from megatron_muon.megatron_lm.launch import (
     ON_CPU,
     MixedInstallationError,
@@ -93,7 +94,7 @@ def _environment() -> Iterator[Examined]:
     folder = _folder(megatron_muon.__file__)
     yield Examined("megatron_muon", f"{megatron_muon.__version__} ({folder})")
     try:
-        torch = importlib.import_module("torch")
+        import torch
     except ImportError as error:
         yield Examined(
             "torch", "none", f"torch cannot be imported ({error}): install torch"
@@ -160,6 +161,8 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
         )
         yield Examined("patch", way)
     yield _core(where)
+    from megatron.core import optimizer
+
     yield dataset_helper(where / "datasets")
     yield _hooks("hooks", CORE, needed=True)
     own = (
@@ -172,8 +175,8 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
         "hooks without a GPU", cpu_seams.ROWS, needed=megatron_muon.cpu.enabled()
     )
     if folder is not None:
-        core = importlib.import_module("megatron.core.optimizer")
-        emerging = getattr(core, "HAVE_EMERGING_OPTIMIZERS", False)  # since core 0.17
+        # since core 0.17
+        emerging = getattr(optimizer, "HAVE_EMERGING_OPTIMIZERS", False)
         whose = whose_muon(megatron_version()[1], is_patched(folder), emerging)
         yield Examined("plain command", whose)
         row = _training_hooks(folder)
@@ -182,16 +185,13 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
         yield (
             row if checkout is not None else Examined(row.name, row.fault or row.value)
         )
-    adam = importlib.import_module(
-        "megatron.core.optimizer"
-    ).Adam  # or the CPU runtime's
+    adam = optimizer.Adam  # or the CPU runtime's
     yield Examined("adam", f"{adam.__module__}.{adam.__qualname__}")
     te = tuple(int(part) for part in re.findall(r"\d+", _installed(*_TE))[:2])
     yield Examined("gradient norm", counted_wrongly(megatron_version()[1], te))
-    refused = importlib.import_module(
-        "megatron_muon.lab.doctor.options"
-    ).refused_options()
-    yield Examined("refused options", ", ".join(refused) or "none")
+    from megatron_muon.lab.doctor.options import refused_options
+
+    yield Examined("refused options", ", ".join(refused_options()) or "none")
     if checkout is not None:
         yield helper_suffix()
 
@@ -217,7 +217,8 @@ def is_patched(checkout: Path) -> bool:
 
 
 def _core(where: Path) -> Examined:
-    torch = importlib.import_module("torch")
+    import torch
+
     try:
         if not torch.cuda.is_available():
             megatron_muon.cpu.enable()
@@ -343,7 +344,7 @@ def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
 
 def _training_hooks(checkout: Path) -> Examined:
     try:
-        importlib.import_module("megatron_muon.megatron_lm.install").install_training()
+        install_training()
     except SeamError as error:
         return Examined("training hooks", "not all", str(error))
     except Exception as error:  # whatever a checkout raises where it is imported

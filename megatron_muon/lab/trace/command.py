@@ -6,12 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.console import printable
-from megatron_muon.lab.outputs import (
-    add_outputs,
-    parser_of,
-    require_outputs,
-    write_json,
-)
+from megatron_muon.lab.outputs import add_outputs, parsed, parser_of, write_json
 
 _DESCRIPTION = """\
 Print where the time of a training step goes on each rank: compute,
@@ -41,16 +36,12 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="TRACE", help="a file, or a folder")
     add_outputs(parser, plot="each rank's bar")
-    given = parser.parse_args(argv)
+    given = parsed(parser, argv)
     paths: list[Path] = given.runs
     if paths[0] == Path("report"):  # a verb, which earlier versions need
         paths = paths[1:]
     if not paths:
         parser.error("the following arguments are required: TRACE")
-    try:
-        require_outputs(given)
-    except ValueError as error:
-        parser.error(str(error))
     # what these import is of the extra [lab], which --help does not need
     from megatron_muon.lab.trace.report import as_json, as_text
     from megatron_muon.lab.trace.runs import names_of, read_run

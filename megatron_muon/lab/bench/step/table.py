@@ -63,11 +63,12 @@ class Line:
         """Milliseconds of these parts, median over rounds; by default on the rank where
         they take longest.
         """
+
+        def spent(times: Times) -> float:
+            return sum(times.parts_ms.get(name, 0.0) for name in names)
+
         return statistics.median(
-            over_ranks(
-                [sum(t.parts_ms.get(name, 0.0) for name in names) for t in times]
-            )
-            for times in self._rounds()
+            over_ranks(list(map(spent, times))) for times in self._rounds()
         )
 
     def mean_parts_ms(self) -> dict[str, float]:
