@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.console import printable
-from megatron_muon.lab.outputs import (
-    add_outputs,
-    parser_of,
-    require_outputs,
-    write_json,
-)
+from megatron_muon.lab.outputs import add_outputs, parsed, parser_of, write_json
 from megatron_muon.lab.tables import aligned
 
 _DESCRIPTION = """\
@@ -52,25 +47,21 @@ def main(argv: Sequence[str]) -> int:
     )
     add("--window", type=float, metavar="PART", help=window)
     add_outputs(parser, plot="losses and leading ratios")
-    given = parser.parse_args(argv)
+    given = parsed(parser, argv)
     # what these import is of the extra [lab], which --help does not need
     from megatron_muon.lab.curves.compare import compare
     from megatron_muon.lab.curves.files import KINDS, read_curves
 
-    try:
-        if len(given.runs) < 2 or len(dict(map(_files, given.runs))) < len(given.runs):
-            raise ValueError("give two runs or more, of different names: NAME=FILE")
-        if given.window is not None and not 0 <= given.window <= 0.5:
-            raise ValueError(
-                f"--window {given.window}: it is a part of the points from 0 to 0.5"
-            )
-        tags = dict(tag.partition("=")[::2] for tag in given.tag)
-        if not set(tags) <= set(KINDS) or not all(tags.values()):
-            raise ValueError(f"--tag is KIND=NAME, with a kind of {', '.join(KINDS)}")
-        require_outputs(given)
-    except ValueError as error:
-        parser.error(str(error))
     files = dict(map(_files, given.runs))
+    tags = dict(tag.partition("=")[::2] for tag in given.tag)
+    if len(files) < 2 or len(files) < len(given.runs):
+        parser.error("give two runs or more, of different names: NAME=FILE")
+    if given.window is not None and not 0 <= given.window <= 0.5:
+        parser.error(
+            f"--window {given.window}: it is a part of the points from 0 to 0.5"
+        )
+    if not set(tags) <= set(KINDS) or not all(tags.values()):
+        parser.error(f"--tag is KIND=NAME, with a kind of {', '.join(KINDS)}")
     runs = {
         name: [read_curves(file, tags) for file in own] for name, own in files.items()
     }
@@ -87,42 +78,38 @@ def main(argv: Sequence[str]) -> int:
 def _files(run: str) -> tuple[str, list[Path]]:
     name, equals, files = run.partition("=")
     if not equals or not name or "/" in name:
-        name, files = Path(run.split(",")[0]).stem, run
-    return name, [
-        Path(each) for each in ([files] if Path(files).exists() else files.split(","))
-    ]
+        name = Path(run.split(",")[0]).stem
+        files = run
+    paths = [files] if Path(files).exists() else files.split(",")
+    return name, [Path(path) for path in paths]
 
 
 def _tables(found: dict[str, Any]) -> list[str]:
     blocks = []
-    for kind, each in found.items():
-        rows = [
-            {
-                "run": own["name"],
-                "seeds": len(own["losses"]),
-                "steps": f"{own['steps']:g}",
-            }
-            | {
-                "last loss": _spread(
-                    statistics.median(own["losses"]), own["losses"], ".4f"
-                )
-            }
-            | {"not finite": own["dropped"]}
-            for own in each["runs"]
-        ]
-        blocks += [f"{kind} loss", _table(rows)]
-        first = each["runs"][0]["name"]
-        for other in each["beside_first"]:
-            name = other["name"]
-            rows = [_lead(f"S, {first}", f"s, {name}", own) for own in other["leads"]]
-            blocks.append(_table(rows))
+    for kind, figures in found.items():
+        ends = []
+        for run in figures["runs"]:
+            losses = run["losses"]
+            ends.append(
+                {
+                    "run": run["name"],
+                    "seeds": len(losses),
+                    "steps": f"{run['steps']:g}",
+                    "last loss": _spread(statistics.median(losses), losses, ".4f"),
+                    "not finite": run["dropped"],
+                }
+            )
+        blocks += [f"{kind} loss", _table(ends)]
+        first = figures["runs"][0]["name"]
+        for other in figures["beside_first"]:
+            names = (f"S, {first}", f"s, {other['name']}")
+            blocks.append(_table([_lead(*names, lead) for lead in other["leads"]]))
     return blocks
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    return "\n".join(
-        aligned([list(rows[0]), *(list(map(str, row.values())) for row in rows)])
-    )
+    cells = [[str(cell) for cell in row.values()] for row in rows]
+    return "\n".join(aligned([list(rows[0]), *cells]))
 
 
 def _lead(first: str, other: str, own: dict[str, Any]) -> dict[str, str]:
@@ -139,7 +126,5 @@ def _lead(first: str, other: str, own: dict[str, Any]) -> dict[str, str]:
 def _spread(middle: float | None, values: Sequence[float], shape: str) -> str:
     if middle is None:
         return "never"
-    around = (
-        f" ({min(values):{shape}} to {max(values):{shape}})" if len(values) > 1 else ""
-    )
-    return f"{middle:{shape}}{around}"
+    around = f" ({min(values):{shape}} to {max(values):{shape}})"
+    return f"{middle:{shape}}{around if len(values) > 1 else ''}"

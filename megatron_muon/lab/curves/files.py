@@ -29,6 +29,7 @@ _EVALUATED = re.compile(
     r"validation loss at iteration (\d+)(?: on validation set)? \| (\S{0,80}lm loss) "
     rf"value: {_NUMBER} \|"
 )
+_NO_LOSS = frozenset("ppl perplexity vs scale scaling aux load balancing".split())
 Columns = dict[str, list[tuple[float, float]]]
 
 
@@ -85,22 +86,14 @@ def kind_of(name: str) -> str | None:
     None is what is no loss over steps, such as ``lm loss validation ppl``.
     """
     words = set(re.sub(r"[\W_]+", " ", name.lower()).split())
-    if {
-        "ppl",
-        "perplexity",
-        "vs",
-        "scale",
-        "scaling",
-        "aux",
-        "load",
-        "balancing",
-    } & words:
+    is_other = name.lower().startswith("out-of-distribution")
+    if words & _NO_LOSS:
         return None
-    if {"ood", "other"} & words or name.lower().startswith("out-of-distribution"):
+    if is_other or words & {"ood", "other"}:
         return "other"
-    if {"validation", "valid", "val", "eval", "evaluation", "test"} & words:
+    if words & {"validation", "valid", "val", "eval", "evaluation", "test"}:
         return "validation"
-    return "train" if {"loss", "train", "training"} & words else None
+    return "train" if words & {"loss", "train", "training"} else None
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -117,26 +110,27 @@ def _read(path: Path, columns: Columns) -> None:
     lines = [
         line[:MOST_LINE] for line in content.decode("utf-8", "replace").splitlines()
     ]
-    lines = [line for line in lines if line.strip()]
-    first = next(iter(lines), "")
-    names = [name.strip().lower() for name in next(csv.reader([first]), [])]
     if path.name.startswith(_EVENTS):
         _read_events(path, columns)
-    elif first.lstrip().startswith("{"):
-        for row in _objects(lines):
-            _add(columns, row)
+    for row in _rows([line for line in lines if line.strip()], path.stem):
+        _add(columns, row)
+
+
+def _rows(lines: list[str], stem: str) -> Iterator[dict[str, Any]]:
+    """The rows of a text file of any kind; ``stem`` names a CSV's column Value."""
+    first = next(iter(lines), "")
+    names = [name.strip().lower() for name in next(csv.reader([first]), [])]
+    if first.lstrip().startswith("{"):
+        yield from _objects(lines)
     elif set(STEPS) & set(names):
         for row in csv.DictReader(lines):  # TensorBoard's download has one column Value
-            _add(
-                columns,
-                {path.stem if name == "Value" else name: row[name] for name in row},
-            )
+            yield {stem if name == "Value" else name: row[name] for name in row}
     else:
         for line in lines:
             if match := _TRAIN.search(line):
-                _add(columns, {"step": match[1], match[2]: match[3]})
+                yield {"step": match[1], match[2]: match[3]}
             elif match := _EVALUATED.search(line):
-                _add(columns, {"step": match[1], f"{match[2]} validation": match[3]})
+                yield {"step": match[1], f"{match[2]} validation": match[3]}
 
 
 def _objects(lines: list[str]) -> Iterator[dict[str, Any]]:

@@ -34,7 +34,6 @@ from megatron_muon.mcore.seams.rows import (
     megatron_version,
     rows_of,
 )
-from megatron_muon.megatron_lm.install import install_training
 from megatron_muon.megatron_lm.launch import (
     ON_CPU,
     MixedInstallationError,
@@ -343,6 +342,8 @@ def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
 
 
 def _training_hooks(checkout: Path) -> Examined:
+    from megatron_muon.megatron_lm.install import install_training
+
     try:
         install_training()
     except SeamError as error:
