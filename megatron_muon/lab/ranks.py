@@ -54,9 +54,8 @@ class Task:
     run: Callable[[Any], Any]
     argument: Any  # any picklable value, the same for every rank
     world: int  # number of ranks
-    gpus: (
-        bool  # whether each rank has a GPU, with NCCL; else megatron_muon.cpu and gloo
-    )
+    # whether each rank has a GPU, with NCCL; else megatron_muon.cpu and gloo
+    gpus: bool
     threads: int  # number of torch's threads per rank
     seconds: float  # timeout of the measurement, and of each collective
     builds: bool = False  # models: without GPUs, what that imports is imported once
@@ -140,23 +139,19 @@ def _collect(
     values: dict[int, Any] = {}
     errors: list[str] = []
     while waiting and time.monotonic() < deadline:
-        for pipe in connection.wait(
-            list(waiting), max(0.0, deadline - time.monotonic())
-        ):
+        left = max(0.0, deadline - time.monotonic())
+        for pipe in connection.wait(list(waiting), left):
             assert isinstance(pipe, connection.Connection)
             rank = waiting.pop(pipe)
             try:
-                error, value = pipe.recv()
+                error, values[rank] = pipe.recv()
+                if error is not None:
+                    errors.append(f"rank {rank} of {len(pipes)} failed:\n{error}")
             except EOFError:
                 processes[rank].join(_GRACE)
                 code = processes[rank].exitcode
                 why = "-9: killed, for instance by the kernel when memory ran out"
                 errors.insert(0, f"rank {rank} died, exit code {code} ({why})")
-                error = None
-            else:
-                values[rank] = value
-            if error is not None:
-                errors.append(f"rank {rank} of {len(pipes)} failed:\n{error}")
             if errors:
                 deadline = min(deadline, time.monotonic() + _GRACE)
     if errors:
@@ -236,14 +231,14 @@ def _context(task: Task) -> Any:
     survive forks.
     """
     with patch.dict(os.environ):
-        os.environ["OMP_NUM_THREADS"] = "1"
-        os.environ["PYTHONWARNINGS"] = (
-            "ignore"  # Megatron's, where the server imports it
-        )
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = (
-            "1"  # Megatron asks every launcher for it
-        )
-        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        os.environ |= {
+            "OMP_NUM_THREADS": "1",
+            # Megatron's, where the server imports it
+            "PYTHONWARNINGS": "ignore",
+            # Megatron asks every launcher for it
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
         # the profiler writes a line at each start
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         if not task.gpus:
@@ -254,40 +249,32 @@ def _context(task: Task) -> Any:
         if task.builds and not task.gpus:
             first += _TO_BUILD
         context.set_forkserver_preload([*first, "megatron_muon.lab.frozen"])
-        with _deaf_to_ctrl_c():
+        # A terminal sends SIGINT to ranks, too, and each would print a traceback. They
+        # inherit that it does nothing; this process ends them.
+        with _ctrl_c_does(signal.SIG_IGN):
             forkserver.ensure_running()
     return context
 
 
 @contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Processes that are started within it, and their children, ignore SIGINT.
-
-    A terminal sends SIGINT to ranks too, and each would print a traceback; this process
-    ends them.
-    """
+def _ctrl_c_does(what: Any) -> Iterator[None]:
+    """Within it a SIGINT has this handler; only the main thread may set one."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set a handler and gets the KeyboardInterrupt
+        yield
         return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(signal.SIGINT, what)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
 def _ctrl_c_waits() -> Iterator[None]:
     """A SIGINT that comes within it interrupts at its end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     came: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    try:
+    with _ctrl_c_does(lambda number, frame: came.append(number)):
         yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
     if came:
         raise KeyboardInterrupt
 

@@ -50,27 +50,26 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         sizes = [max(map(len, (*head.split(), *cells))) for head, *cells in columns]
     bands = [[0]]
     for at in range(1, len(sizes)):
-        if (
-            sum(sizes[own] + 2 for own in bands[-1]) + sizes[at] > width()
-            and len(bands[-1]) > 1
-        ):
+        taken = sum(sizes[column] + 2 for column in bands[-1])
+        if taken + sizes[at] > width() and len(bands[-1]) > 1:
             bands.append([0])
         bands[-1].append(at)
     lines: list[str] = []
     for band in bands:
         heads = [textwrap.wrap(rows[0][at], sizes[at]) for at in band]
         cells = list(itertools.zip_longest(*heads, fillvalue=""))
-        below = ([row[at] for at in band] for row in rows[1:])
-        cells += [tuple(row) for row in below if not set(row[1:]) <= {"", "-"}]
+        for row in rows[1:]:
+            first, *others = (row[at] for at in band)
+            if not set(others) <= {"", "-"}:
+                cells.append((first, *others))
         lines += ["", *(_line(row, [sizes[at] for at in band]) for row in cells)]
     return lines[1:]
 
 
 def _line(cells: Sequence[str], sizes: Sequence[int]) -> str:
-    first, *others = (
-        f"{cell:>{size}}" for cell, size in zip(cells, sizes, strict=True)
-    )
-    return "  ".join([cells[0].ljust(len(first)), *others]).rstrip()
+    first, *others = zip(cells, sizes, strict=True)
+    right = [f"{cell:>{size}}" for cell, size in others]
+    return "  ".join([f"{first[0]:{first[1]}}", *right]).rstrip()
 
 
 def listed(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -79,30 +78,27 @@ def listed(rows: Sequence[Sequence[str]]) -> list[str]:
 
     Where that stays too narrow, the first one has a line of its own above the others.
     """
-    return [line for row in _entries(rows, width()) for line in row]
-
-
-def _entries(
-    rows: Sequence[Sequence[str]], within: int, *, is_below: bool = False
-) -> list[list[str]]:
     *sizes, last = (max(map(len, column)) for column in zip(*rows, strict=True))
-    start = sum(size + 2 for size in sizes)
-    if start + min(last, _NARROW) > within and len(sizes) > 1 and not is_below:
-        below = _entries([row[1:] for row in rows], within - _INDENT, is_below=True)
-        return [
-            [row[0], *(" " * _INDENT + line for line in own)]
-            for row, own in zip(rows, below, strict=True)
-        ]
-    entries = []
-    for *cells, text in rows:
-        before = "".join(
-            f"{cell:{size}}  " for cell, size in zip(cells, sizes, strict=True)
-        )
-        lines = wrapped(text, "", max(within - start, _NARROW)) or [""]
-        entries.append(
-            [(before + lines[0]).rstrip(), *(" " * start + line for line in lines[1:])]
-        )
-    return entries
+    room = width() - sum(size + 2 for size in sizes)
+    is_above = room < min(last, _NARROW) and len(sizes) > 1
+    lines: list[str] = []
+    for cells in rows:
+        if is_above:
+            lines += [cells[0], *_entry(cells[1:], sizes[1:], _INDENT)]
+        else:
+            lines += _entry(cells, sizes, 0)
+    return lines
+
+
+def _entry(cells: Sequence[str], sizes: Sequence[int], indent: int) -> list[str]:
+    """A row's lines."""
+    before = " " * indent
+    for cell, size in zip(cells, sizes, strict=False):
+        before += f"{cell:{size}}  "
+    room = max(width() - len(before), _NARROW)
+    first, *others = wrapped(cells[-1], "", room) or [""]
+    below = " " * len(before)
+    return [(before + first).rstrip(), *(below + line for line in others)]
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -5,6 +5,7 @@ model.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ def as_markdown(environment: Mapping[str, str], checks: Sequence[Check]) -> str:
 def as_text(checks: Sequence[Check]) -> str:
     """The verdict, the recommendation and what was not as predicted, for a terminal."""
     texts = [verdict(checks), recommended(checks), *_wrong(checks)]
-    return "\n".join(line for text in texts for line in wrapped(text)).replace("**", "")
+    return "\n".join(itertools.chain(*map(wrapped, texts))).replace("**", "")
 
 
 def verdict(checks: Sequence[Check]) -> str:
@@ -110,9 +111,8 @@ def _figures(checks: Sequence[Check]) -> Iterator[str]:
 
 def figures_of(checks: Sequence[Check]) -> list[Figure]:
     """All figures, in order."""
-    return [
-        figure for check in checks for test in check.tests for figure in test.figures
-    ]
+    tests = itertools.chain(*(check.tests for check in checks))
+    return list(itertools.chain(*(test.figures for test in tests)))
 
 
 def wrong(figures: Sequence[Figure]) -> list[Figure]:

@@ -54,14 +54,14 @@ def build_chunks(
     chunks = config.virtual_pipeline_model_parallel_size
     stages: Sequence[int | None] = range(chunks) if chunks else [None]
     models = [_model(flags, config, vp_stage) for vp_stage in stages]
+    elements = 0
     for model in models:
         if device is not None:
             model.to(device)
         for param in model.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(param)
-    ddp_config = _ddp_config(
-        flags, sum(p.nelement() for m in models for p in m.parameters())
-    )
+            elements += param.nelement()
+    ddp_config = _ddp_config(flags, elements)
     ddp_config.use_distributed_optimizer = distributed_optimizer
     if flags.fp16 or flags.bf16:
         models = [Float16Module(config, model) for model in models]

@@ -142,8 +142,10 @@ def _experts(ranks: Ranks) -> Any:
 
 def _places(generator: Any, token: str) -> dict[int, int]:
     """The place of each rank in its group; torch sorts the ranks of a group."""
-    groups = generator.get_ranks(token)
-    return {rank: place for group in groups for place, rank in enumerate(sorted(group))}
+    places: dict[int, int] = {}
+    for group in generator.get_ranks(token):
+        places |= {rank: place for place, rank in enumerate(sorted(group))}
+    return places
 
 
 @contextmanager

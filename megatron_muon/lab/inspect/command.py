@@ -89,9 +89,11 @@ def as_text(report: Report) -> str:
     for name, entry in report.parameters.items():
         shape = " x ".join(map(str, entry["shape"]))
         cells.append((_one_line(name), shape, _one_line(entry["optimizer"])))
-    faults = (f"not complete: {_one_line(fault)}" for fault in report.faults)
-    verdict = [line for fault in faults for line in wrapped(fault)] or ["complete"]
-    blocks = [listed(facts), listed(cells) if report.parameters else [], verdict]
+    verdict: list[str] = []
+    for fault in report.faults:
+        verdict += wrapped(f"not complete: {_one_line(fault)}")
+    blocks = [listed(facts), listed(cells) if report.parameters else []]
+    blocks.append(verdict or ["complete"])
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 

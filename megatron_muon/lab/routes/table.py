@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -36,10 +37,10 @@ def as_text(routes: Routes, *, every: bool) -> str:
         )
         shared = [[row] for row in stage.parameters] if every else _shared(stage)
         lines += [*listed([_HEADER, *map(_cells, shared)]), ""]
-    for line in (
-        *routes.lines,
-        *(line for stage in routes.stages for line in stage.lines),
-    ):
+    every_line = itertools.chain(
+        routes.lines, *(stage.lines for stage in routes.stages)
+    )
+    for line in every_line:
         lines += wrapped(line)
     return "\n".join(lines)
 
@@ -68,27 +69,29 @@ def _shared(stage: RoutedStage) -> list[list[RoutedParameter]]:
 def _cells(rows: Sequence[RoutedParameter]) -> tuple[str, ...]:
     """One line for parameters that differ in numbers only."""
     first = rows[0]
-    named = [_numbered(row.name) for row in rows]
-    layers = [layer for _, layer, _ in named if layer is not None]
-    experts = [expert for _, _, expert in named if expert is not None]
-    name = named[0][0].format(layer=_braced(layers), expert=_braced(experts))
+    patterns, layers, experts = zip(*(_numbered(row.name) for row in rows), strict=True)
+    name = patterns[0].format(layer=_braced(layers), expert=_braced(experts))
     shape = "x".join(map(str, first.shape))
-    factors = ("lr", first.lr_mult), ("wd", first.wd_mult)
-    changed = [f"{what}*{factor:g}" for what, factor in factors if factor != 1.0]
-    optimizer = " ".join([first.optimizer, *changed])
+    optimizer: str = first.optimizer
+    for what, factor in (("lr", first.lr_mult), ("wd", first.wd_mult)):
+        if factor != 1.0:
+            optimizer += f" {what}*{factor:g}"
+    cells = (name, shape, first.tp, optimizer)
     if first.reason is not None:
-        return (name, shape, first.tp, optimizer, "", "", f"({first.reason})")
-    homes = sorted({matrix.home for row in rows for matrix in row.matrices})
-    one_by_one = len(rows) == 1 and len(first.matrices) <= 4
-    home = (
-        ",".join(str(m.home) for m in first.matrices)
-        if one_by_one
-        else f"{len(homes)} ranks"
-    )
-    if len(homes) == 1:
-        home = str(homes[0])
-    scales = " ".join(dict.fromkeys(f"{matrix.scale:.4g}" for matrix in first.matrices))
-    return (name, shape, first.tp, optimizer, scales, home, _matrices(first.matrices))
+        return (*cells, "", "", f"({first.reason})")
+    scales = dict.fromkeys(f"{matrix.scale:.4g}" for matrix in first.matrices)
+    return (*cells, " ".join(scales), _homes(rows), _matrices(first.matrices))
+
+
+def _homes(rows: Sequence[RoutedParameter]) -> str:
+    """The home of all, those of a few matrices, or the number of homes."""
+    homes = [matrix.home for row in rows for matrix in row.matrices]
+    different = set(homes)
+    if len(different) == 1:
+        return str(homes[0])
+    if len(rows) == 1 and len(homes) <= 4:
+        return ",".join(map(str, homes))
+    return f"{len(different)} ranks"
 
 
 def _matrices(matrices: Sequence[Routed]) -> str:
@@ -124,8 +127,9 @@ def _numbered(name: str) -> tuple[str, int | None, int | None]:
     return name, layer, expert
 
 
-def _braced(values: Sequence[int]) -> str:
-    return str(values[0]) if len(set(values)) == 1 else f"{{{numbers(values)}}}"
+def _braced(values: Iterable[int | None]) -> str:
+    known = {value for value in values if value is not None}
+    return f"{{{numbers(known)}}}" if len(known) > 1 else numbers(known)
 
 
 def numbers(values: Iterable[int]) -> str:

@@ -15,25 +15,19 @@ _COLORS |= {"exposed communication": "#d07a2d", "idle": "#dddddd"}
 
 def draw(runs: Sequence[Run], path: Path) -> None:
     """Draw a bar for each rank."""
-    rows = [
-        (f"{run.name}, rank {at}", rank)
-        for run in runs
-        for at, rank in times(run).iterrows()
-    ]
+    rows = []
+    for run in runs:
+        for at, rank in times(run).iterrows():
+            rows.append((f"{run.name}, rank {at}", rank))
     figure = new_figure(9, 1.3 + 0.28 * len(rows))
     bars = figure.subplots()
     for row, (_, rank) in enumerate(rows):
-        parts = (
-            rank.compute - rank.overlapped,
-            rank.overlapped,
-            rank.exposed,
-            rank.idle,
-        )
+        alone = rank.compute - rank.overlapped
+        parts = (alone, rank.overlapped, rank.exposed, rank.idle)
         left = 0.0
         for (label, color), part in zip(_COLORS.items(), parts, strict=True):
-            bars.barh(
-                row, part, left=left, color=color, label=label if row == 0 else None
-            )
+            named = label if row == 0 else None
+            bars.barh(row, part, left=left, color=color, label=named)
             left += part
     # a $ begins a formula of matplotlib's
     bars.set_yticks(range(len(rows)), [label.replace("$", r"\$") for label, _ in rows])
