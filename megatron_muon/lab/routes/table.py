@@ -69,8 +69,13 @@ def _shared(stage: RoutedStage) -> list[list[RoutedParameter]]:
 def _cells(rows: Sequence[RoutedParameter]) -> tuple[str, ...]:
     """One line for parameters that differ in numbers only."""
     first = rows[0]
-    patterns, layers, experts = zip(*(_numbered(row.name) for row in rows), strict=True)
-    name = patterns[0].format(layer=_braced(layers), expert=_braced(experts))
+    layers: set[int | None] = set()
+    experts: set[int | None] = set()
+    for row in rows:
+        pattern, layer, expert = _numbered(row.name)
+        layers.add(layer)
+        experts.add(expert)
+    name = pattern.format(layer=_braced(layers), expert=_braced(experts))
     shape = "x".join(map(str, first.shape))
     optimizer: str = first.optimizer
     for what, factor in (("lr", first.lr_mult), ("wd", first.wd_mult)):
@@ -128,8 +133,8 @@ def _numbered(name: str) -> tuple[str, int | None, int | None]:
 
 
 def _braced(values: Iterable[int | None]) -> str:
-    known = {value for value in values if value is not None}
-    return f"{{{numbers(known)}}}" if len(known) > 1 else numbers(known)
+    known = numbers(value for value in values if value is not None)
+    return known if known.isdecimal() else f"{{{known}}}"
 
 
 def numbers(values: Iterable[int]) -> str:
