@@ -28,12 +28,10 @@ class Figure:
     measured: float | None = None
     least: float = 0.8  # bounds of measured / predicted within which it is as predicted
     most: float = 1.25
-    constant: str = (
-        ""  # of the time model (pricing.hardware), which a wrong prediction corrects
-    )
-    value: float | None = (
-        None  # value to set that constant to, if the measurement gives one
-    )
+    # of the time model (pricing.hardware), which a wrong prediction corrects
+    constant: str = ""
+    # value to set that constant to, if the measurement gives one
+    value: float | None = None
     corrects: str = ""  # in words, what else a wrong prediction corrects
 
     @property
@@ -115,39 +113,35 @@ def read(
     ``asked`` are those that pytest was to run, ``junit`` is its XML, if it came to
     write it, and ``ended`` how it ended, where that was an error of its own.
     """
-    root = (
-        ElementTree.parse(junit).getroot()
-        if junit.exists()
-        else ElementTree.Element("none")
-    )
+    root = ElementTree.Element("none")
+    if junit.exists():
+        root = ElementTree.parse(junit).getroot()
     of_suite = {
         each.get("name"): json.loads(each.get("value", ""))
         for each in root.iterfind("testsuite/properties/property")
     }
-    found: dict[str, list[Outcome]] = {name: [] for name in names}
+    tests: dict[str, list[Outcome]] = {name: [] for name in names}
     ran = set()
     for case in root.iter("testcase"):
-        name = (case.get("classname") or "").split(".")[-1]
-        function = case.get("name", "")
-        ran.add((name, function))
-        found.setdefault(name.removeprefix("test_gpu_"), []).append(_test(case))
+        file = (case.get("classname") or "").split(".")[-1]
+        ran.add((file, case.get("name", "")))
+        tests.setdefault(file.removeprefix("test_gpu_"), []).append(_test(case))
     for test in of_suite.get(COLLECTED, []):
-        file, _, function = test.partition("::")
-        name = Path(file).stem
-        if (name, function) not in ran:
+        path, _, function = test.partition("::")
+        file = Path(path).stem
+        if (file, function) not in ran:
             late = Outcome(_claim(function), "not run", NO_TIME)
-            found.setdefault(name.removeprefix("test_gpu_"), []).append(late)
-    for name, tests in found.items():
+            tests.setdefault(file.removeprefix("test_gpu_"), []).append(late)
+    for name, of_file in tests.items():
         if ended and name in asked:
-            tests.append(Outcome("pytest ends well", "FAILED", ended))
-        elif not tests:
-            why = (
-                "no test was collected" if name in asked else "not asked for by --only"
-            )
-            tests.append(Outcome(name, "not run", why))
-    return of_suite.get(ENVIRONMENT, {}), [
-        Check(name, tuple(each)) for name, each in found.items()
-    ]
+            of_file.append(Outcome("pytest ends well", "FAILED", ended))
+        elif not of_file:
+            why = "not asked for by --only"
+            if name in asked:
+                why = "no test was collected"
+            of_file.append(Outcome(name, "not run", why))
+    checks = [Check(name, tuple(of_file)) for name, of_file in tests.items()]
+    return of_suite.get(ENVIRONMENT, {}), checks
 
 
 def _claim(function: str) -> str:
@@ -160,20 +154,22 @@ def _test(case: ElementTree.Element) -> Outcome:
     recorded = [
         (each.get("name"), each.get("value", "")) for each in case.iter("property")
     ]
-    figures = tuple(
-        Figure(**json.loads(value)) for name, value in recorded if name == FIGURE
+    test = Outcome(
+        name=_claim(case.get("name", "")),
+        verdict="ok",
+        text="; ".join(value for name, value in recorded if name == LOOKED_AT),
+        seconds=float(case.get("time", 0)),
+        figures=tuple(
+            Figure(**json.loads(value)) for name, value in recorded if name == FIGURE
+        ),
     )
-    texts = "; ".join(value for name, value in recorded if name == LOOKED_AT)
-    name = _claim(case.get("name", ""))
-    seconds = float(case.get("time", 0))
-    bad = (
-        case.find("failure") if case.find("failure") is not None else case.find("error")
-    )
+    by_tag = {element.tag: element for element in case}
+    bad = by_tag.get("failure", by_tag.get("error"))
     if bad is not None:
-        return Outcome(
-            name, "FAILED", bad.get("message", ""), seconds, figures, bad.text or ""
-        )
-    skipped = case.find("skipped")
-    if skipped is not None:
-        return Outcome(name, "not run", skipped.get("message", ""), seconds, figures)
-    return Outcome(name, "ok", texts, seconds, figures)
+        why = bad.get("message", "")
+        log = bad.text or ""
+        return dataclasses.replace(test, verdict="FAILED", text=why, log=log)
+    if "skipped" in by_tag:
+        why = by_tag["skipped"].get("message", "")
+        return dataclasses.replace(test, verdict="not run", text=why)
+    return test

@@ -40,46 +40,30 @@ def main(argv: Sequence[str]) -> int:
     if "inspect" in words:  # the verb may be given, since earlier versions need it
         words.remove("inspect")
     given = parser.parse_args(words)
-    status, text = _examined(given)
-    if status < 2:
-        print(text)
-    else:
-        line = _printable(" ".join(text.split()))
-        print(f"{parser.prog}: error: {line}", file=sys.stderr)
-    return status
-
-
-def _examined(given: argparse.Namespace) -> tuple[int, str]:
-    """The exit status, and the report or an error."""
     # torch, which --help does not need
     from megatron_muon.lab.inspect.report import examine
 
     try:
         report = examine(given.path, hashes=given.hash)
+        text = as_text(report)
+        if given.json:
+            text = json.dumps(asdict(report), indent=2)
+        print(printable(text, kept="\n"))
+        return 1 if report.faults else 0
+    except BrokenPipeError:
+        raise  # the reader of the output is gone
     except OSError as error:
-        return 2, str(error)
+        status = 2
+        why = str(error)
     except Exception as error:
-        line = f"{given.path}: {type(error).__name__}: {error}"
-        return (
-            3,
-            f"megatron_muon failed, the checkpoint may be whole; please report: {line}",
+        status = 3
+        why = (
+            "megatron_muon failed, the checkpoint may be whole; please report: "
+            f"{given.path}: {type(error).__name__}: {error}"
         )
-    text = (
-        json.dumps(asdict(report), indent=2)
-        if given.json
-        else _printable(as_text(report))
-    )
-    return int(bool(report.faults)), text
-
-
-def _printable(text: str) -> str:
-    """Escape control characters and those that the output's encoding lacks; keep line
-    breaks.
-    """
-    encoding = sys.stdout.encoding or "utf-8"
-    return (
-        printable(text, kept="\n").encode(encoding, "backslashreplace").decode(encoding)
-    )
+    line = printable(" ".join(why.split()))
+    print(f"{parser.prog}: error: {line}", file=sys.stderr)
+    return status
 
 
 def as_text(report: Report) -> str:
