@@ -79,11 +79,9 @@ def measure(job: SpeedsJob) -> Speeds:
     """This rank's speeds, measured while all others measure theirs; torch's world is
     up.
     """
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if job.gpu
-        else torch.device("cpu")
-    )
+    device = torch.device("cpu")
+    if job.gpu:
+        device = torch.device("cuda", torch.cuda.current_device())
     matrix = torch.randn(*job.shape, generator=torch.Generator().manual_seed(0))
     numerics = numerics_on(device, job.config)
     matrix = matrix.to(device, TORCH_DTYPE[numerics.travels])
@@ -139,35 +137,33 @@ def _report(task: Task, ranks: Sequence[Speeds]) -> None:
     rows, cols = job.shape
     numerics = numerics_on(torch.device("cuda" if job.gpu else "cpu"), job.config)
     where = "GPU" if job.gpu else f"CPU, {task.threads} thread(s)"
-    flags = {"--muon-rank-tflops": [rank.rank_tflops for rank in ranks]}
+    tflops = [rank.rank_tflops for rank in ranks]
     show(
         f"Newton-Schulz of {rows}x{cols}, {numerics.iteration}, {job.config.ns_steps} "
         f"steps, {numerics.dtype}, {task.world} rank(s) at once, each a {where}: "
-        f"{_spread(flags['--muon-rank-tflops'])} TFLOP/s a rank"
+        f"{_spread(tflops)} TFLOP/s a rank"
     )
-    links = [rank.link_gbytes for rank in ranks if rank.link_gbytes is not None]
-    if links:
-        flags["--muon-link-gbytes"] = links
+    flags = [f"--muon-rank-tflops {_median(tflops)}"]
+    gbytes = [rank.link_gbytes for rank in ranks if rank.link_gbytes is not None]
+    if gbytes:
         show(
             f"all-to-all over {'nccl' if job.gpu else 'gloo'}, {task.world} ranks of "
-            f"this machine, {job.message_bytes >> 20} MiB from each: {_spread(links)} "
+            f"this machine, {job.message_bytes >> 20} MiB from each: {_spread(gbytes)} "
             "GB/s a rank",
             "where a run's stages span machines, give the network's speed per rank",
         )
+        flags.append(f"--muon-link-gbytes {_median(gbytes)}")
     else:
         show(
             "one rank has no link to measure: --ranks 2 or more, or give the network's "
             "speed"
         )
-    print(
-        " ".join(
-            f"{flag} {digits(statistics.median(speeds))}"
-            for flag, speeds in flags.items()
-        )
-    )
+    print(*flags)
+
+
+def _median(speeds: Sequence[float]) -> str:
+    return digits(statistics.median(speeds))
 
 
 def _spread(speeds: Sequence[float]) -> str:
-    least = digits(min(speeds))
-    most = digits(max(speeds))
-    return f"{digits(statistics.median(speeds))} ({least} to {most})"
+    return f"{_median(speeds)} ({digits(min(speeds))} to {digits(max(speeds))})"

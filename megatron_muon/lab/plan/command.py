@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_muon.console import printable
@@ -38,16 +37,6 @@ hardware. Nothing is measured, and neither a GPU nor a launcher is needed.
 docs/plan.md explains it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Printed:
-    """What the command prints and writes."""
-
-    sweep: str | None  # NAME=VALUE,...
-    explain: bool  # other settings, too
-    assumptions: bool
-    json: Path | None
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the command; wrong arguments end the process with status 2, as argparse
     does.
@@ -55,14 +44,14 @@ def main(argv: Sequence[str]) -> int:
     line = command_line(argv)
     import_megatron(PROGRAM, script=line.script)
     given = line.given
-    printed = _Printed(given.sweep, given.explain, given.assumptions, given.json)
+    assumptions: bool = given.assumptions
     try:
         require_outputs(given)
-        if printed.sweep is None:
-            figures = _planned(Request.of(line), printed)
+        if given.sweep is None:
+            figures = _planned(Request.of(line), given.explain, assumptions)
         else:
-            figures = _swept(line, printed.sweep, printed)
-        write_json(printed.json, figures)
+            figures = _swept(line, given.sweep, assumptions)
+        write_json(given.json, figures)
     except BrokenPipeError:
         raise  # the reader of the output is gone
     except (*REFUSALS, TypeError, OSError) as error:
@@ -70,24 +59,24 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _planned(request: Request, printed: _Printed) -> dict[str, object]:
-    """Print the plan of the run; return all of its figures."""
+def _planned(request: Request, explain: bool, assumptions: bool) -> dict[str, object]:
+    """Print the plan of the run, as its flags ask for; return all of its figures."""
     from megatron_muon.lab.plan import report, variants
     from megatron_muon.lab.plan.run import plan_run
 
     plan = plan_run(request)
     print(report.as_text(plan))
-    if printed.assumptions:
+    if assumptions:
         print("\n".join(["", *report.assumption_lines(plan)]))
     figures = report.as_json_ready(plan)
-    if printed.explain:
+    if explain:
         lines, figures["changes"] = variants.explained(request, plan)
         print("\n".join(["", *lines]))
     print(f"\n{report.answer(plan)}")
     return figures
 
 
-def _swept(line: CommandLine, sweep: str, printed: _Printed) -> dict[str, object]:
+def _swept(line: CommandLine, sweep: str, assumptions: bool) -> dict[str, object]:
     """Print a row for each value; return all figures."""
     from megatron_muon.lab.plan import report, variants
     from megatron_muon.lab.plan.run import plan_run
@@ -106,7 +95,7 @@ def _swept(line: CommandLine, sweep: str, printed: _Printed) -> dict[str, object
             points.append(point | {"refused": outcome})
         else:
             points.append(point | report.as_json_ready(outcome))
-    if plans and printed.assumptions:
+    if plans and assumptions:
         lines += ["", *report.assumption_lines(plans[0][1])]
     print(printable("\n".join(lines), kept="\n"))
     return {"sweep": name, "points": points}

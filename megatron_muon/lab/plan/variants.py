@@ -18,6 +18,7 @@ from megatron_muon.lab.tables import aligned, listed
 from megatron_muon.orthogonalize.numerics import Numerics
 
 Outcome = RunPlan | str  # a plan, or why Megatron or the plugin refuses the flags
+_ROUNDING = "another rounding"
 # Values of a sweep: without the flag, and the flag without a value.
 WITHOUT_FLAG, WITHOUT_VALUE = "none", "given"
 # Short names of a sweep's flags; any other name is a flag without its dashes.
@@ -155,36 +156,30 @@ def changes(plan: RunPlan) -> Iterator[Variant]:
     if plan.device == "cuda":
         yield change("--products", "kernel", "quack-kernels must be installed")
     if config.ns_dtype == "bf16":
-        yield change("--muon-ns-dtype", "fp16", "another rounding")
+        yield change("--muon-ns-dtype", "fp16", _ROUNDING)
     iteration = "standard" if config.ns_iteration != "standard" else "auto"
-    yield change("--muon-ns-iteration", iteration, "another rounding")
+    yield change("--muon-ns-iteration", iteration, _ROUNDING)
     if Numerics(config, plan.device).split == "off":
-        yield change("--muon-split-matrices", "auto", "another rounding")
+        yield change("--muon-split-matrices", "auto", _ROUNDING)
     yield change("--muon-homes", "local" if config.homes != "local" else "balanced")
     if config.link_gbytes is None:
-        link = (
-            plan.hardware.network_link
-            if plan.slowest.row(plan.layout).between.most
-            else 0.0
-        )
-        yield change(
-            "--muon-link-gbytes", f"{(link or plan.hardware.node_link) / GIGA:.4g}"
-        )
-    limit = config.round_bytes
-    for mib in (
-        (512, 2048, 8192) if limit is None else (limit // MIB * 2, limit // MIB // 2)
-    ):
-        if mib:
-            yield change("--muon-round-mib", mib)
-    if plan.buckets is not None:
-        for number in _halved_and_doubled(plan.buckets):
-            yield change("--ddp-num-buckets", number, "overlap of reduction")
+        link = plan.hardware.node_link
+        if plan.slowest.row(plan.layout).between.most:
+            link = plan.hardware.network_link or link
+        yield change("--muon-link-gbytes", f"{link / GIGA:.4g}")
+    sizes = [512, 2048, 8192]
+    if config.round_bytes is not None:
+        sizes = _doubled_and_halved(config.round_bytes // MIB)
+    for mib in sizes:
+        yield change("--muon-round-mib", mib)
+    for number in _doubled_and_halved(plan.buckets or 0)[::-1]:
+        yield change("--ddp-num-buckets", number, "overlap of reduction")
     for what, size in (("tp", ranks.tp), ("ep", ranks.ep)):
         if what == "tp" or size > 1:
-            for number in _halved_and_doubled(size):
-                effect = f"forward and backward, and all that {what.upper()} changes"
+            effect = f"forward and backward, and all that {what.upper()} changes"
+            for number in _doubled_and_halved(size)[::-1]:
                 yield change(f"--{SHORT[what]}", number, effect)
 
 
-def _halved_and_doubled(size: int) -> list[int]:
-    return [number for number in (size // 2, size * 2) if number]
+def _doubled_and_halved(size: int) -> list[int]:
+    return [number for number in (size * 2, size // 2) if number]
