@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_muon.console import say
-from megatron_muon.mcore.host.shards import device_of
+from megatron_muon.mcore.host.shards import device_of, parts_of
 from megatron_muon.mcore.load_check.models import TrainedModel
 from megatron_muon.mcore.routing.param_routing import of_any_number
 from megatron_muon.runtime.collectives import all_gather_texts
@@ -30,9 +30,7 @@ def say_loaded(
         trained: the model of this rank.
         is_checked: whether the files have been compared with the checkpoint's digest.
     """
-    parts = [
-        part for part in optimizer.chained_optimizers if not part.is_stub_optimizer
-    ]
+    parts = parts_of(optimizer)
     speaks = trained is not None and trained.stage.speaks
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron_muon.console import say
-from megatron_muon.mcore.checkpoint.param_groups import SCHEDULE, YOUNG_OF, Group
+from megatron_muon.mcore.checkpoint.param_groups import SCHEDULE, Group
 
 # What a scheduler of Megatron reads of a group, in any version.
 _READ = (*SCHEDULE, "lr_mult", "wd_mult")
@@ -38,8 +38,8 @@ def of_this_run(optimizer: Any, scheduler: Any, *, override: bool) -> Iterator[N
     yield
     if override:
         for part, own in zip(parts, before, strict=True):
-            for number, group in enumerate(part.param_groups):
-                _put_back(group, own[group.get(YOUNG_OF, number)])
+            for group, values in zip(part.param_groups, own, strict=True):
+                _put_back(group, values)
     if parts and scheduler is not None:
         scheduler.step(increment=0)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import os
 import zipfile
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
-from megatron_muon.mcore.host.shards import device_of
+from megatron_muon.mcore.host.shards import device_of, parts_of
 from megatron_muon.runtime.collectives import (
     Group,
     all_gather_numbers,
@@ -90,24 +91,18 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         """Load a state dict into each optimizer; ``formats`` checks what it holds."""
         given = self._together(self._given, state_dict)
         self._together(super().load_state_dict, given)
-        self._scatter()
         several = given.values() if isinstance(given, dict) else given
         each = [given] if "optimizer" in given else several
         # A rank whose shards are padding alone may load a sharding type without any
         # state.
         has_state = any(state.keys() & _OF_STATE for state in each)
         needs_state = self.is_new or self.half_stepped
-        device = device_of(self.chained_optimizers[0].model_chunks)
         lacking = all_gather_numbers(
-            [needs_state and not has_state], self.voters, device
+            [needs_state and not has_state], self.voters, self._device
         )
+        self._end_load()
         self.lacks_state = any(lacks for (lacks,) in lacking)
         self.half_stepped = self.half_stepped and self.lacks_state
-        self._end_load()
-
-    def _end_load(self) -> None:
-        for part in () if self.is_converting else self.chained_optimizers:
-            part.half_loaded = False
 
     def refuse_step(self) -> None:
         """Raise before a first step that ``lacks_state``, on every rank."""
@@ -118,20 +113,19 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             "save_parameter_state(FILE) and load_parameter_state(FILE) too"
         )
 
-    def _scatter(self) -> None:
-        with self._without_stubs():
-            for part in self.chained_optimizers:
-                part.scatter()
-        first = self.chained_optimizers[0]
-        if first.config.use_precision_aware_optimizer:
+    def _end_load(self) -> None:
+        for part in parts_of(self):
+            part.scatter()
+        every = self.chained_optimizers
+        if every[0].config.use_precision_aware_optimizer:
             # A loaded main parameter sets its part of the weight, which may have been
             # rounded otherwise where it lies between two bf16 values: other ranks get
             # that, too.
-            chunks = {
-                id(c): c for part in self.chained_optimizers for c in part.model_chunks
-            }
-            for chunk in chunks.values():
+            chunks = itertools.chain.from_iterable(part.model_chunks for part in every)
+            for chunk in dict.fromkeys(chunks):
                 chunk.start_param_sync(force_sync=True)
+        for part in () if self.is_converting else every:
+            part.half_loaded = False
 
     def _given(self, state_dict: Any) -> Any:
         if self.source is not None:
@@ -159,11 +153,10 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             with self._without_stubs():
                 state = self._sharded_state_dict(*given, **kwargs)
         if self.decided_by_name:  # a setting, so all ranks take the same branch
-            parts = [
-                part for part in self.chained_optimizers if not part.is_stub_optimizer
-            ]
-            tensors = itertools.chain.from_iterable(part.tensors for part in parts)
-            _refuse_mixed(set(tensors), self.voters)
+            tensors: set[tuple[str, bool]] = set()
+            for part in parts_of(self):
+                tensors.update(part.tensors)
+            _refuse_mixed(tensors, self.voters)
         return state
 
     def _make_ready(self) -> None:
@@ -176,38 +169,31 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     ) -> Any:
         if not is_loading:
             self.require_whole()
-        if self.source is None or not is_loading:
-            return super().sharded_state_dict(
-                model_sharded_state_dict, is_loading, **kwargs
-            )
-        from megatron_muon.mcore.checkpoint.interop.foreign import renamed
-
-        kwargs = _in_whole_weights(kwargs)
+        source = self.source if is_loading else None
+        if source is not None:
+            kwargs = _in_whole_weights(kwargs)
         state = super().sharded_state_dict(
             model_sharded_state_dict, is_loading, **kwargs
         )
-        for part in [state] if "param_state" in state else state.values():
-            part["param_state"] = renamed(part["param_state"], self.source)
+        if source is not None:
+            from megatron_muon.mcore.checkpoint.interop.foreign import renamed
+
+            for part in [state] if "param_state" in state else state.values():
+                part["param_state"] = renamed(part["param_state"], source)
         return state
 
     def save_parameter_state(self, filename: str) -> None:
         """Save parameters' state in the format ``torch``, in Megatron's layout."""
         self._together(self._make_ready)
-        with self._without_stubs():
-            states = [
-                part.get_parameter_state_dp_zero() for part in self.chained_optimizers
-            ]
+        states = []
+        for part in parts_of(self):
+            state = part.get_parameter_state_dp_zero()
+            states.append(state if _holds_first_shard(part) else None)
         self._together(self._write, states, filename)
 
     def _write(self, states: list[Any], filename: str) -> None:
-        writes = [
-            part.data_parallel_group.rank() == 0 for part in self.chained_optimizers
-        ]
-        kept = [
-            state if here else None for state, here in zip(states, writes, strict=True)
-        ]
-        if any(writes):
-            torch.save(kept if len(kept) > 1 else kept[0], filename)
+        if any(map(_holds_first_shard, self.chained_optimizers)):
+            torch.save(states if len(states) > 1 else states[0], filename)
 
     def load_parameter_state(
         self, filename: str, *, update_legacy_format: bool = False
@@ -219,15 +205,12 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             filename,
             update_legacy_format=update_legacy_format,
         )
-        self._scatter()
+        self._end_load()
         self.half_stepped = self.half_stepped and not self.lacks_state
         self.lacks_state = False
-        self._end_load()
 
     def _check_file(self, filename: str) -> None:
-        if not any(
-            part.data_parallel_group.rank() == 0 for part in self.chained_optimizers
-        ):
+        if not any(map(_holds_first_shard, self.chained_optimizers)):
             return
         if not os.path.exists(filename):
             raise FileNotFoundError(
@@ -251,12 +234,19 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             with self._without_stubs():
                 return act(*args, **kwargs)
 
-        device = device_of(self.chained_optimizers[0].model_chunks)
-        return together(without_stubs, self.voters, device)
+        return together(without_stubs, self.voters, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return device_of(self.chained_optimizers[0].model_chunks)
 
     def _without_stubs(self) -> AbstractContextManager[None]:
-        kept = [part for part in self.chained_optimizers if not part.is_stub_optimizer]
-        return replaced(self, chained_optimizers=kept)
+        return replaced(self, chained_optimizers=parts_of(self))
+
+
+def _holds_first_shard(part: Any) -> bool:
+    """Whether this rank reads and writes the state of the optimizer's DP group."""
+    return bool(part.data_parallel_group.rank() == 0)
 
 
 def _format(kwargs: dict[str, Any]) -> str | None:
@@ -337,13 +327,11 @@ def _refuse_mixed(tensors: set[tuple[str, bool]], group: Group | None) -> None:
     """Refuse a tensor on disk that would hold weights of both optimizers, on any of the
     ranks.
     """
-    lines = "\n".join(sorted(f"{key} {is_muon}" for key, is_muon in tensors))
-    every: set[str] = set()
-    for text in all_gather_texts(lines, group):
-        every.update(line for line in text.split("\n") if line)
-    keys = [line.rsplit(" ", 1)[0] for line in sorted(every)]
-    for key, other in itertools.pairwise(keys):
-        if key == other:
+    every: set[tuple[str, bool]] = set()
+    for text in all_gather_texts(json.dumps(sorted(tensors)), group):
+        every.update(map(tuple, json.loads(text)))
+    for key, is_muon in sorted(every):
+        if is_muon and (key, False) in every:
             raise NotImplementedError(
                 f"the checkpoint would keep {key} of all layers in one tensor, but "
                 "Muon updates some of them and AdamW others: save in another format "

@@ -73,7 +73,7 @@ class MuonCheckpoint(ShardedState):
                 del group[key]
         # AdamW's checkpoint, which Megatron is to read, has no record
         if self.from_adamw is None:
-            state[RECORD] = record(self._muon.numerics)
+            state[RECORD] = record(self._numerics)
         return state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -85,7 +85,7 @@ class MuonCheckpoint(ShardedState):
         """
         self._to_scatter = None
         if self.from_adamw is None:
-            check_record(state_dict, self._muon.numerics)
+            check_record(state_dict, self._numerics)
         elif "param_state_sharding_type" in state_dict:
             self._refuse_other_order(state_dict["param_state_sharding_type"])
         saved = state_dict["optimizer"]
@@ -200,7 +200,7 @@ class MuonCheckpoint(ShardedState):
         """Refuse AdamW's formats that lie in the order of buckets, if our buckets have
         another.
         """
-        if self._muon.config.align_shards and not format.startswith("fully_"):
+        if self._numerics.config.align_shards and not format.startswith("fully_"):
             raise ValueError(
                 f"AdamW's optimizer state in the format {format} is in Megatron's "
                 "bucket order, but align_shards reorders the buckets. Start once with "

@@ -42,10 +42,6 @@ _OTHERS = (
 # Keys of a group that overrule a schedule's own values.
 SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
 
-# In a group that ``adamw_after_muon`` has split off: the number of the group that it
-# came from.
-YOUNG_OF = "megatron_muon_young_of"
-
 
 def record(numerics: Numerics) -> Group:
     """The record of Muon's settings that is saved, the same on every rank."""

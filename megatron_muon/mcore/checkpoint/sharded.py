@@ -90,7 +90,7 @@ class ShardedState(MuonState):
                 global_shape=(param.nelement(),),
                 global_offset=(start,),
             )
-            for key, tensor in self._all_on_disk(self._shard_of[param]).items()
+            for key, tensor in self._all_on_disk(param).items()
         }
 
     def load_parameter_state_from_dp_reshardable(self, state_dict: StateDict) -> None:

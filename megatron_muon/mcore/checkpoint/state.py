@@ -24,6 +24,7 @@ from megatron_muon.mcore.checkpoint.buffers import (
 from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.mcore.routing.param_routing import expert_name, weights
 from megatron_muon.mcore.routing.routes import Route, muons_of
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.states import MAIN_KEY, States, of_halves
@@ -52,15 +53,17 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     # the checkpoint being read has no main parameters, since the model's weights are
     # fp32 and are loaded as such
     main_is_weight: bool = False
+    # AdamW reads this package's Muon, whose momentum it has no use for
+    drops_momentum: bool = False
     _exposed: Exposed = "adam"
 
     def _get_main_param_and_optimizer_states(
         self, model_param: Parameter
     ) -> dict[str, Tensor]:
-        shard = self._shard_of[model_param]
         if self._exposed == "main":
+            shard = self._shard_of[model_param]
             return {MAIN_KEY: self._wide(shard, MAIN_KEY)}
-        tensors = self._all_on_disk(shard)
+        tensors = self._all_on_disk(model_param)
         if self._exposed == "disk" or MOMENTUM not in tensors:
             return tensors
         first, second = ADAMW_STATE
@@ -72,7 +75,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         self, model_param: Parameter, tensors: Mapping[str, Any]
     ) -> None:
         shard = self._shard_of[model_param]
-        keys = self._keys_on_disk(shard)
+        keys = self._keys_on_disk(model_param)
         if not self.main_is_weight:
             keys[MAIN_KEY] = MAIN_KEY
         for on_disk, key in keys.items():
@@ -118,14 +121,15 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         return replaced(self, _exposed=exposed)
 
     @property
-    def _muon(self) -> DistributedMuon:
+    def _numerics(self) -> Numerics:
         assert self.muon is not None, "the chain saves and loads no stubs"
-        return self.muon
+        return self.muon.numerics
 
-    def _keys_on_disk(self, shard: Tensor) -> dict[str, str]:
-        """The names on disk of a shard's state, and those in memory."""
-        muons = {MOMENTUM: MOMENTUM_KEY}
-        return muons if self._muon.owns(shard) else {key: key for key in ADAMW_STATE}
+    def _keys_on_disk(self, param: Parameter) -> dict[str, str]:
+        """Names of a parameter's state on disk → those in memory."""
+        if param not in self._muons:
+            return {key: key for key in ADAMW_STATE}
+        return {} if self.drops_momentum else {MOMENTUM: MOMENTUM_KEY}
 
     def _wide(self, shard: Tensor, key: str) -> Tensor:
         """In fp32, as on disk: the optimizer's own tensor, or a copy, which is on the
@@ -134,8 +138,9 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         wide = self.states.get(shard, key)
         return wide.to("cpu", copy=True) if self.states.are_copies else wide
 
-    def _all_on_disk(self, shard: Tensor) -> dict[str, Tensor]:
-        keys = {MAIN_KEY: MAIN_KEY, **self._keys_on_disk(shard)}
+    def _all_on_disk(self, param: Parameter) -> dict[str, Tensor]:
+        keys = {MAIN_KEY: MAIN_KEY, **self._keys_on_disk(param)}
+        shard = self._shard_of[param]
         return {on_disk: self._wide(shard, key) for on_disk, key in keys.items()}
 
     def _fill_state(self) -> None:

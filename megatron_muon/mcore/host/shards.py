@@ -14,6 +14,11 @@ from megatron_muon.mcore.host.states import OfFusedAdam, OfWeights, adam_holds_m
 from megatron_muon.runtime.states import States
 
 
+def parts_of(chain: Any) -> list[Any]:
+    """The optimizers of a chain that are no stubs, dense and experts'."""
+    return [part for part in chain.chained_optimizers if not part.is_stub_optimizer]
+
+
 def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """``(parameter, its flat shard in the optimizer)``, where this rank holds a slice.
 

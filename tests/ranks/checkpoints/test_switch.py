@@ -23,6 +23,7 @@ from support import te_on_cpu
 from support.checkpoints.saving import formats, load, save, save_new, spoil, unequal
 from support.installed import VERSION
 from support.models.gpt import (
+    Built,
     Case,
     Topology,
     held,
@@ -33,7 +34,7 @@ from support.models.gpt import (
     take_step,
     whole_grad,
 )
-from support.models.torch_adam import apexs_loop
+from support.models.torch_adam import apexs_loop, torchs_own_adam
 from support.ranks import run
 
 MUON = Case()
@@ -128,10 +129,10 @@ def settings_of(case: Case) -> dict[str, Any]:
     return dataclasses.asdict(MuonConfig(**dict(case.muon)))
 
 
-def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[str]:
-    """What is not as it should be, after a switch, two steps, and one more after a
-    resume.
-    """
+def _switch_to_adamw(
+    case: Case, topology: Topology, format: str, folder: str
+) -> tuple[Built, list[str]]:
+    """What is not as it should be after a switch and two steps."""
     muon = replace(case, optimizer="muon")
     before = save_new(muon, topology, format, f"{folder}/muon")
     built = start(case, topology)
@@ -169,6 +170,12 @@ def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[
             ours = torch.from_numpy(arrays["main"]).double()
             if not torch.allclose(ours, state[name]["main"], rtol=1e-5, atol=1e-6):
                 unlike.append(f"{name} after step {step}")
+    return built, unlike
+
+
+def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[str]:
+    """What is not as it should be after that, and after a resume and one more step."""
+    built, unlike = _switch_to_adamw(case, topology, format, folder)
     save(built, f"{folder}/adamw", format)
     take_step(built, case.steps + 2)
     expected_after = held(built)
@@ -210,6 +217,16 @@ def _to_adamw_with_apexs_loop(*args: Any) -> list[str]:
 
 def test_apexs_adam_goes_on_from_muon(tmp_path: Path) -> None:
     _check_to_adamw(_to_adamw_with_apexs_loop, "dp3", formats()[0], tmp_path)
+
+
+def _to_torchs_adamw(*args: Any) -> list[str]:
+    with torchs_own_adam():
+        return _switch_to_adamw(*args)[1]
+
+
+def test_torchs_own_adamw_goes_on_from_muon(tmp_path: Path) -> None:
+    """Megatron itself cannot resume with it in most formats."""
+    _check_to_adamw(_to_torchs_adamw, "dp3", formats()[0], tmp_path)
 
 
 def _check_to_adamw(switched: Any, shape: str, format: str, folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +13,19 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron_muon.mcore.checkpoint.interop import foreign
 from megatron_muon.mcore.checkpoint.interop.saved import Saved
 from megatron_muon.mcore.checkpoint.state import FromAdamW
-from megatron_muon.mcore.host.shards import device_of, owned_shards
+from megatron_muon.mcore.host.shards import device_of, owned_shards, parts_of
 from megatron_muon.runtime.consensus import together
+from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.states import MAIN_KEY, write_halves
 
 
-@contextmanager
-def reading_adamw(optimizer: Any, momentum: FromAdamW) -> Iterator[None]:
+def reading_adamw(optimizer: Any, momentum: FromAdamW) -> AbstractContextManager[None]:
     """See ``megatron_muon.reading_adamw``.
 
     It takes over main parameters, steps, groups, and both moments of AdamW's remaining
     parameters. Muon's momentum is Σ μ^k g where Adam's first moment is (1-β1) Σ β1^k g.
     """
-    parts = [
-        part for part in optimizer.chained_optimizers if not part.is_stub_optimizer
-    ]
-    with _converting(optimizer, parts, "AdamW"):
-        for part in parts:
-            part.from_adamw = momentum
-        try:
-            yield
-        finally:
-            for part in parts:
-                part.from_adamw = None
+    return _converting(optimizer, "AdamW", from_adamw=momentum)
 
 
 @contextmanager
@@ -46,34 +36,28 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
     """
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
     source = together(lambda: _source(Saved.of(folder), optimizer), None, device)
-    parts = [
-        part for part in optimizer.chained_optimizers if not part.is_stub_optimizer
-    ]
-    with _converting(optimizer, parts, "Megatron's own Muon"):
-        optimizer.source = source
-        for part in parts:
-            part.main_is_weight = source.is_fp32
-        try:
-            yield
-        finally:
-            optimizer.source = None
-            for part in parts:
-                part.main_is_weight = False
+    with (
+        replaced(optimizer, source=source),
+        _converting(optimizer, "Megatron's own Muon", main_is_weight=source.is_fp32),
+    ):
+        yield
 
 
 @contextmanager
-def _converting(optimizer: Any, parts: Sequence[Any], whose: str) -> Iterator[None]:
-    """A context whose loads are complete once main parameters are checked, at its end.
+def _converting(optimizer: Any, writer: str, **modes: Any) -> Iterator[None]:
+    """Within it the optimizers load in these modes; main parameters are checked at its
+    end.
 
     After an error the optimizer neither steps nor is saved if it has loaded anything.
     """
-    optimizer.is_converting = True
-    try:
+    parts = parts_of(optimizer)
+    with ExitStack() as loading:
+        loading.enter_context(replaced(optimizer, is_converting=True))
+        for part in parts:
+            loading.enter_context(replaced(part, **modes))
         yield
-    finally:
-        optimizer.is_converting = False
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
-    together(lambda: _check_main_params(parts, whose), None, device)
+    together(lambda: _check_main_params(parts, writer), None, device)
     for part in parts:
         part.half_loaded = False
 
@@ -94,7 +78,7 @@ def _source(saved: Saved, optimizer: Any) -> foreign.Source:
     return source
 
 
-def _check_main_params(parts: Sequence[Any], whose: str) -> None:
+def _check_main_params(parts: Sequence[Any], writer: str) -> None:
     """Refuse main parameters that do not round to the model's weights; names one."""
     for part in parts:
         for param, shard in owned_shards(part):
@@ -103,7 +87,7 @@ def _check_main_params(parts: Sequence[Any], whose: str) -> None:
             if _rounds_to(main, param.detach(), slice(here.start, here.end)):
                 continue
             raise ValueError(
-                f"the main parameter of {part._name_of[param]} that {whose}'s "
+                f"the main parameter of {part._name_of[param]} that {writer}'s "
                 "checkpoint has does not round to the model's weight: load the model's "
                 "weights before the optimizer. (fully_reshardable of Megatron 0.15 to "
                 "0.19 saves shifted optimizer state where there are several padded "
