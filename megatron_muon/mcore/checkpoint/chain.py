@@ -11,6 +11,7 @@ import os
 import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -89,13 +90,13 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state dict into each optimizer; ``formats`` checks what it holds."""
-        given = self._together(self._given, state_dict)
-        self._together(super().load_state_dict, given)
-        several = given.values() if isinstance(given, dict) else given
-        each = [given] if "optimizer" in given else several
+        state_dict = self._together(self._converted, state_dict)
+        self._together(super().load_state_dict, state_dict)
+        several = state_dict.values() if isinstance(state_dict, dict) else state_dict
+        states = [state_dict] if "optimizer" in state_dict else several
         # A rank whose shards are padding alone may load a sharding type without any
         # state.
-        has_state = any(state.keys() & _OF_STATE for state in each)
+        has_state = any(state.keys() & _OF_STATE for state in states)
         needs_state = self.is_new or self.half_stepped
         lacking = all_gather_numbers(
             [needs_state and not has_state], self.voters, self._device
@@ -127,14 +128,12 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         for part in () if self.is_converting else every:
             part.half_loaded = False
 
-    def _given(self, state_dict: Any) -> Any:
+    def _converted(self, state_dict: Any) -> Any:
         if self.source is not None:
             from megatron_muon.mcore.checkpoint.interop.foreign import converted
 
             config = self.chained_optimizers[0].muon.config
-            state_dict = _of_any(
-                converted(state_dict, self.source, config, WHOLE_WEIGHTS)
-            )
+            state_dict = converted(state_dict, self.source, config, WHOLE_WEIGHTS)
         return _for_parts(state_dict, len(self.chained_optimizers))
 
     def sharded_state_dict(
@@ -145,13 +144,15 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         """
         if _format(kwargs) is None and _HAS_NO_RANGES:
             kwargs = _in_whole_weights(kwargs)
-        given = (model_sharded_state_dict, is_loading)
+        make = partial(
+            self._sharded_state_dict, model_sharded_state_dict, is_loading, **kwargs
+        )
         if is_loading or _format(kwargs) not in _GATHERED:
-            state = self._together(self._sharded_state_dict, *given, **kwargs)
+            state = self._together(make)
         else:
             self._together(self._make_ready)
             with self._without_stubs():
-                state = self._sharded_state_dict(*given, **kwargs)
+                state = make()
         if self.decided_by_name:  # a setting, so all ranks take the same branch
             tensors: set[tuple[str, bool]] = set()
             for part in parts_of(self):
@@ -300,15 +301,6 @@ def _for_parts(state_dict: Any, count: int) -> Any:
             number: {**common, **numbered.get(number, {})} for number in range(count)
         }
     return state_dict
-
-
-def _of_any(state_dict: dict[Any, Any]) -> dict[Any, Any]:
-    """A state dict whose groups fit the dense and the experts' optimizer, however
-    others split.
-    """
-    if "optimizer" in state_dict:
-        return {**state_dict, "optimizer": _with_groups_of([state_dict["optimizer"]])}
-    return {number: _of_any(part) for number, part in state_dict.items()}
 
 
 def _with_groups_of(optimizers: list[dict[str, Any]]) -> dict[str, Any]:

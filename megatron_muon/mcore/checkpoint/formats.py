@@ -89,19 +89,18 @@ class MuonCheckpoint(ShardedState):
         elif "param_state_sharding_type" in state_dict:
             self._refuse_other_order(state_dict["param_state_sharding_type"])
         saved = state_dict["optimizer"]
-        own = self.optimizer.param_groups
-        loaded = loaded_groups(own, saved["param_groups"])
-        groups = as_megatron_pairs(own, loaded)
+        ours = self.optimizer.param_groups
+        loaded = loaded_groups(ours, saved["param_groups"])
+        groups = as_megatron_pairs(ours, loaded)
         self._fill_state()
         self.half_loaded = True
         super().load_state_dict(
             {**state_dict, "optimizer": {**saved, "param_groups": groups}}
         )
         for group, values in zip(self.optimizer.param_groups, loaded, strict=True):
-            group.update(values)  # Megatron confuses groups that look alike
-        for (
-            state
-        ) in self.optimizer.state.values():  # after a load torch's AdamW share one step
+            group.update(values)  # Megatron confuses similar groups
+        # after a load the shards of torch's AdamW share one step
+        for state in self.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()
 
@@ -124,13 +123,12 @@ class MuonCheckpoint(ShardedState):
             return gathered
         if self._to_be_cut is not None:
             return self._kept_for_cutting(gathered)
-        for index, dtypes, _ in self._buffers() if gathered else ():
-            assert gathered is not None
-            # empty where an old Megatron returns it on other ranks
-            if gathered[index][dtypes]:
-                gathered[index][dtypes] = to_disk(
-                    gathered[index][dtypes], self._places(index)
-                )
+        if gathered:
+            for index, dtypes, _ in self._buffers():
+                # empty where an old Megatron returns it on other ranks
+                if gathered[index][dtypes]:
+                    whole = gathered[index][dtypes]
+                    gathered[index][dtypes] = to_disk(whole, self._places(index))
         return gathered
 
     def load_parameter_state_from_dp_zero(
@@ -142,7 +140,7 @@ class MuonCheckpoint(ShardedState):
         if update_legacy_format:
             raise NotImplementedError(
                 "no Muon checkpoint has the format that "
-                "--ckpt-convert-update-legacy-dist-opt-format reads: leave it out"
+                "--ckpt-convert-update-legacy-dist-opt-format reads: omit it"
             )
         if self.from_adamw is not None:
             self._refuse_other_order("torch")
@@ -154,9 +152,10 @@ class MuonCheckpoint(ShardedState):
         it.
         """
         if self._to_scatter is not None:
-            (given,), self._to_scatter = self._to_scatter, None
+            (state,) = self._to_scatter
+            self._to_scatter = None
             self.half_loaded = True
-            super().load_parameter_state_from_dp_zero(given)
+            super().load_parameter_state_from_dp_zero(state)
 
     def sharded_param_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's state for dp_zero_gather_scatter; refused with several
@@ -175,9 +174,9 @@ class MuonCheckpoint(ShardedState):
         if saved is None:
             raise ValueError("the checkpoint has no optimizer state for this rank")
         # a chain with experts saves a list
-        given = dict(saved) if isinstance(saved, dict) else {}
+        state = dict(saved) if isinstance(saved, dict) else {}
         for index, dtypes, buffer in self._buffers():
-            saved_buffer = given.get(index, {}).get(dtypes)
+            saved_buffer = state.get(index, {}).get(dtypes)
             if saved_buffer is None:
                 raise ValueError(
                     f"The checkpoint has no optimizer state for grad buffer {index} "
@@ -185,16 +184,16 @@ class MuonCheckpoint(ShardedState):
                     f"parallel layout. {OTHER_CUT}"
                 )
             if self.from_adamw is None:
-                own = from_disk(
+                gathered = from_disk(
                     saved_buffer, self._places(index), buffer.numel_unpadded
                 )
-                given[index] = {**saved[index], dtypes: own}
+                state[index] = {**saved[index], dtypes: gathered}
                 continue
             for key in ("param", *ADAMW_STATE):
                 check_tensor(
                     f"grad buffer {index}", key, saved_buffer, buffer.numel_unpadded
                 )
-        return given
+        return state
 
     def _refuse_other_order(self, format: str) -> None:
         """Refuse AdamW's formats that lie in the order of buckets, if our buckets have

@@ -29,8 +29,8 @@ _REQUIRED = ("is_expert_parallel", "is_decoupled_lr", "lr_mult")
 # ``default_config`` tells groups with a decoupled rate apart from core 0.16 on.
 _PREFERRED = (LR_MULTIPLIER, "wd_mult", "default_config", "max_lr", "min_lr")
 
-# No bit of a run, nor of its checkpoint, depends on these, but by what they leave of
-# others' defaults, which the record has as what was taken.
+# No bit of a run or of its checkpoint depends on these themselves. Where they change
+# another setting's default, the record has that setting's value.
 _OTHERS = (
     "nonfinite_limit",
     "log_interval",
@@ -39,50 +39,54 @@ _OTHERS = (
     "early_param_gather",
 )
 
+# Settings that another optimizer's checkpoint does not say, and their values then.
+_UNSAID = {
+    "ns_iteration": None,
+    "ns_dtype": None,
+    "split_matrices": None,
+    "link_gbytes": None,
+    "homes": "auto",
+}
+
 # Keys of a group that overrule a schedule's own values.
 SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 
 def record(numerics: Numerics) -> Group:
     """The record of Muon's settings that is saved, the same on every rank."""
-    return {"format": FORMAT, "settings": _in_force(numerics)}
+    return {"format": FORMAT, "settings": _resolved(numerics)}
 
 
 def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
     """Refuse a state dict that is not Muon's; print on rank 0 which settings have
     changed.
     """
-    own = saved.get(RECORD)
-    if own is None:
+    recorded = saved.get(RECORD)
+    if recorded is None:
         raise ValueError(
             "the checkpoint's optimizer state was not saved by megatron_muon's Muon "
             f"(it has no {RECORD!r} in it): load the model alone (in Megatron-LM "
             "--no-load-optim or --finetune), or choose the optimizer that saved it"
         )
-    if own.get("format") != FORMAT:
+    if recorded.get("format") != FORMAT:
         raise ValueError(
-            f"the checkpoint's optimizer state is of format {own.get('format')!r}, "
-            f"this megatron_muon reads {FORMAT}: use the megatron_muon that saved it"
+            f"the checkpoint's optimizer state is of format "
+            f"{recorded.get('format')!r}, this megatron_muon reads {FORMAT}: use the "
+            "megatron_muon that saved it"
         )
     # An older megatron_muon that lacked a setting did what is now its default.
     default = MuonConfig(ns_iteration="standard", ns_dtype="bf16", split_matrices="off")
-    then = {**_in_force(Numerics(default, numerics.device)), **own["settings"]}
-    now = _in_force(numerics)
-    unsaid = dict.fromkeys(
-        ("ns_iteration", "ns_dtype", "split_matrices", "link_gbytes")
-    )
-    unsaid |= {"homes": "auto"}
-    # another Muon's checkpoint does not say which it took
-    then |= {name: now[name] for name, value in unsaid.items() if then[name] == value}
+    then = {**_resolved(Numerics(default, numerics.device)), **recorded["settings"]}
+    now = _resolved(numerics)
+    then |= {name: now[name] for name, value in _UNSAID.items() if then[name] == value}
     # it may be saved as numbers
     then["ns_coefficients"] = canonical(then["ns_coefficients"])
     _refuse_set_cut_short(then, now)
     then = _as_run(then)
+    unknown = "nothing: this megatron_muon has no such setting"
     for name in sorted((then.keys() | now.keys()) - set(_OTHERS)):
-        before, after = (
-            settings.get(name, "nothing: this megatron_muon has no such setting")
-            for settings in (then, now)
-        )
+        before = then.get(name, unknown)
+        after = now.get(name, unknown)
         if before != after and dist.get_rank() == 0:
             setting = named(name) if name in now else printable(name)
             keeps = ""
@@ -123,56 +127,53 @@ def _refuse_set_cut_short(then: Group, now: Group) -> None:
     )
 
 
-def _in_force(numerics: Numerics) -> Group:
+def _resolved(numerics: Numerics) -> Group:
     """The settings that results depend on, with what the device chooses in place of
     None.
     """
     config = numerics.config
     settings = {
         **dataclasses.asdict(config),
-        "homes": config.homes
-        if config.homes != "auto" or config.homes_by_link
-        else "balanced",
-        "link_gbytes": LINK_GBYTES
-        if config.link_gbytes is None
-        else config.link_gbytes,
         "ns_iteration": numerics.iteration,
         "ns_dtype": numerics.dtype,
         "split_matrices": numerics.split,
     }
+    if config.homes == "auto" and not config.homes_by_link:
+        settings["homes"] = "balanced"
+    if config.link_gbytes is None:
+        settings["link_gbytes"] = LINK_GBYTES
     return {name: value for name, value in settings.items() if name not in _OTHERS}
 
 
-def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
-    """The values of each of our parameter groups after a load, without its parameters.
+def loaded_groups(ours: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
+    """The values of this run's parameter groups after a load, without the parameters.
 
-    Each group takes the values of the saved group that is most like it, but keeps the
-    keys that tell our groups apart. So a run that decays every parameter still does
-    after loading a checkpoint of a run that did not. Megatron itself also requires an
-    equal wd_mult, and takes the last of several groups that look alike.
+    A group takes the values of the most similar saved group, but keeps the keys that
+    tell this run's groups apart. So a run that decays every parameter still does after
+    loading a checkpoint of a run that did not. Megatron itself also requires an equal
+    wd_mult, and takes the last of several similar groups.
     """
     # core 0.14 sets None where there are several optimizers and none has taken a step
     steps = [group["step"] for group in saved if group.get("step") is not None]
     groups = []
-    for group in own:
-        alike = _alike(group, saved, _REQUIRED) or _alike(group, saved, _REQUIRED[:-1])
-        if not alike:
+    for group in ours:
+        # the factor lr_mult, the last key, may have changed
+        similar = _agreeing(group, saved, _REQUIRED)
+        similar = similar or _agreeing(group, saved, _REQUIRED[:-1])
+        if not similar:
             wanted = {key: _value(group, key) for key in _REQUIRED}
             raise ValueError(f"the checkpoint has no parameter group with {wanted}")
         best = max(
-            alike, key=lambda other: [_same(group, other, key) for key in _PREFERRED]
+            similar, key=lambda other: [_same(group, other, key) for key in _PREFERRED]
         )
-        kept = {
-            key: group[key]
-            for key in _identifiers()
-            if key in group and key not in SCHEDULE
-        }
-        values = {**group, **best, **kept}  # others' groups may lack what ours have
+        kept = [key for key in _identifiers() if key not in SCHEDULE]
+        # another optimizer's groups may lack keys that ours have
+        values = {**group, **best, **_of_keys(group, kept)}
         # this run has another factor: its own rates
         if not _same(group, best, LR_MULTIPLIER):
             values.pop(LR_MULTIPLIER, None)
             rates = ("lr_mult", "max_lr", "min_lr", LR_MULTIPLIER)
-            values |= {key: group[key] for key in rates if key in group}
+            values |= _of_keys(group, rates)
         # fused Adams do not count steps of a group without parameters on this rank
         if steps:
             values["step"] = max(steps)
@@ -181,14 +182,12 @@ def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
     return groups
 
 
-def as_megatron_pairs(own: Sequence[Group], loaded: Sequence[Group]) -> list[Group]:
+def as_megatron_pairs(ours: Sequence[Group], loaded: Sequence[Group]) -> list[Group]:
     """``loaded_groups`` with our identifiers, so that Megatron pairs them with our
     groups.
     """
-    return [
-        {**values, **{key: group[key] for key in _identifiers() if key in group}}
-        for group, values in zip(own, loaded, strict=True)
-    ]
+    pairs = zip(ours, loaded, strict=True)
+    return [{**values, **_of_keys(group, _identifiers())} for group, values in pairs]
 
 
 def _identifiers() -> tuple[str, ...]:
@@ -197,10 +196,12 @@ def _identifiers() -> tuple[str, ...]:
     return (*keys, "wd_mult", "pre_wd_mult")
 
 
-def _alike(group: Group, saved: Sequence[Group], keys: Sequence[str]) -> list[Group]:
-    """The saved groups that agree with one of ours; ``lr_mult``, the last key, may have
-    changed.
-    """
+def _of_keys(group: Group, keys: Sequence[str]) -> Group:
+    return {key: group[key] for key in keys if key in group}
+
+
+def _agreeing(group: Group, saved: Sequence[Group], keys: Sequence[str]) -> list[Group]:
+    """The saved groups that have a group's values under all of these keys."""
     return [other for other in saved if all(_same(group, other, key) for key in keys)]
 
 

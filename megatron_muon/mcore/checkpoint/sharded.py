@@ -98,8 +98,8 @@ class ShardedState(MuonState):
         format.
         """
         if self.from_adamw is None:
-            own = {"per_bucket_numel_unpadded": self.per_bucket_numel_unpadded}
-            state_dict = {**state_dict, **own}
+            here = {"per_bucket_numel_unpadded": self.per_bucket_numel_unpadded}
+            state_dict = {**state_dict, **here}
         with self._exposing(self._names_on_disk):
             super().load_parameter_state_from_dp_reshardable(state_dict)
 
@@ -143,18 +143,15 @@ class ShardedState(MuonState):
         if gathered is None:
             return None
         self._to_be_cut = gathered
-        given = dict(gathered)
+        zeros = dict(gathered)
         for index, dtypes, buffer in self._buffers():
             numel = sum(bucket.grad_data.numel() for bucket in buffer.buckets)
-            given[index] = {
-                dtypes: {
-                    key: torch.zeros(1).expand(numel)
-                    if torch.is_tensor(value)
-                    else value
-                    for key, value in gathered[index][dtypes].items()
-                }
-            }
-        return given
+            like = dict(gathered[index][dtypes])
+            for key, value in like.items():
+                if torch.is_tensor(value):
+                    like[key] = torch.zeros(1).expand(numel)
+            zeros[index] = {dtypes: like}
+        return zeros
 
     def _cuts(self) -> Iterator[tuple[Parameter, StateDict, int, int]]:
         """Each parameter and its place in the gathered tensors, in the order of the

@@ -123,7 +123,7 @@ def test_one_momentum_coefficient_must_be_said(coefficients: tuple[float, ...]) 
 
 def test_an_fp32_models_state_dict_is_torchs_own() -> None:
     states = states_of(FP32)
-    first, _ = as_ours(states, MuonConfig())["optimizer"]["param_groups"]
+    first, *_ = as_ours(states, MuonConfig())["optimizer"]["param_groups"]
     assert first["step"] == 3 and Source(KEYS, states).mu == 0.9
 
 
@@ -132,7 +132,7 @@ def test_torchs_adamw_has_its_step_elsewhere() -> None:
         {"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9}], "state": {}}}
     ]
     states[0]["optimizer"]["state"] = {"common_step": 12}  # type: ignore[assignment]
-    (group,) = as_ours(states, MuonConfig())["optimizer"]["param_groups"]
+    group, _ = as_ours(states, MuonConfig())["optimizer"]["param_groups"]
     assert group["step"] == 12
 
 

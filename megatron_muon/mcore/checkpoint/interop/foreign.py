@@ -142,33 +142,35 @@ def states_of(saved: Any) -> list[StateDict]:
     """The state dicts of an optimizer, or of a chain, which is a list or has numbers
     for keys.
     """
-    if isinstance(saved, dict) and not (
-        saved and all(isinstance(key, int) for key in saved)
-    ):
-        return [saved]
-    parts = (
-        [saved[key] for key in sorted(saved)]
-        if isinstance(saved, dict)
-        else saved or []
-    )
-    return [state for part in parts for state in states_of(part)]
+    parts = saved or []
+    if isinstance(saved, dict):
+        if not saved or not all(isinstance(key, int) for key in saved):
+            return [saved]
+        parts = [saved[key] for key in sorted(saved)]
+    states: list[StateDict] = []
+    for part in parts:
+        states += states_of(part)
+    return states
 
 
 def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDict:
-    """A state dict for ``MuonCheckpoint.load_state_dict``, without the tensors."""
+    """A state dict for ``MuonCheckpoint.load_state_dict``, without the tensors.
+
+    Its groups fit the dense and the experts' optimizer, however Megatron split them.
+    """
     steps = [group["step"] for group in groups_of(states) if "step" in group]
-    # where torch's AdamW has its step
-    inner = (_inner(state).get("state") for state in states)
-    steps += [
-        each["common_step"]
-        for each in inner
-        if isinstance(each, Mapping) and "common_step" in each
-    ]
+    for state in states:
+        shards = _inner(state).get("state")
+        # where torch's AdamW has its step
+        if isinstance(shards, Mapping) and "common_step" in shards:
+            steps.append(shards["common_step"])
     adamw = _adamw(states)
     groups = []
     for group in groups_of(states):
         kept = {key: value for key, value in group.items() if key not in _NOT_OURS}
-        groups.append({**adamw, **kept, "step": max(steps, default=0)})
+        values = {**adamw, **kept, "step": max(steps, default=0)}
+        groups.append({**values, "is_expert_parallel": False})
+        groups.append({**values, "is_expert_parallel": True})
     ours: StateDict = {
         "optimizer": {"param_groups": groups},
         RECORD: {
@@ -177,7 +179,9 @@ def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDic
         },
     }
     scalers = [state["grad_scaler"] for state in states if state.get("grad_scaler")]
-    return {**ours, **({"grad_scaler": scalers[0]} if scalers else {})}
+    if scalers:
+        ours["grad_scaler"] = scalers[0]
+    return ours
 
 
 def renamed(state: Any, source: Source) -> Any:
@@ -187,18 +191,13 @@ def renamed(state: Any, source: Source) -> Any:
     It is in a format that has whole weights. Main parameters that are the model's
     weights are left out, so no key is loaded twice.
     """
-    if isinstance(state, dict):
-        left_out = _MAIN if source.is_fp32 else ()
-        return {
-            name: renamed(v, source)
-            for name, v in state.items()
-            if name not in left_out
-        }
-    return (
-        dataclasses.replace(state, key=source.of(state.key))
-        if hasattr(state, "key")
-        else state
-    )
+    if hasattr(state, "key"):
+        return dataclasses.replace(state, key=source.of(state.key))
+    if not isinstance(state, dict):
+        return state
+    omitted = _MAIN if source.is_fp32 else ()
+    kept = {name: value for name, value in state.items() if name not in omitted}
+    return {name: renamed(value, source) for name, value in kept.items()}
 
 
 def converted(
@@ -211,10 +210,8 @@ def converted(
     each optimizer of a chain, beside their state dicts. Momentum is made a sum in
     place.
     """
-    ours = {
-        **as_ours(source.states, config),
-        "param_state_sharding_type": sharding_type,
-    }
+    ours = as_ours(source.states, config)
+    ours["param_state_sharding_type"] = sharding_type
     if "param_state" in loaded:
         return _with_sums(ours, loaded, source)
     return {
