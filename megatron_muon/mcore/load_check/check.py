@@ -14,11 +14,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.console import first_names, say
-from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Digest, DigestError
-from megatron_muon.mcore.load_check.models import TrainedModel, Wanted, wanted_by_all
+from megatron_muon.mcore.load_check.models import (
+    TrainedModel,
+    Wanted,
+    device_of_trained,
+    wanted_by_all,
+)
 from megatron_muon.mcore.load_check.same_model import (
     parameters_in_digest,
     require_same_model,
@@ -63,7 +67,7 @@ def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> boo
     """
     if wanted_by_all(trained) != Wanted.DIGEST:
         return False
-    device = device_of(trained.model_chunks() if trained else [])
+    device = device_of_trained(trained)
     saved = check_files(local_folder(checkpoint_dir), device)
     if saved is None:
         return False
@@ -119,15 +123,11 @@ def _require_undamaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> 
     by_size = sorted(files, key=lambda name: (-files[name]["size"], name))
     mine = by_size[dist.get_rank() :: dist.get_world_size()]
     with ThreadPoolExecutor(THREADS) as pool:
-        faults = [
-            *pool.map(
-                lambda name: digest.fault(folder, name, files[name], checksum), mine
-            )
-        ]
-    bad = {name: fault for name, fault in zip(mine, faults, strict=True) if fault}
-    if bad:
-        name = min(bad)
-        also = (
-            f" So are {first_names(sorted(set(bad) - {name}))}." if len(bad) > 1 else ""
+        faults = pool.map(
+            lambda name: digest.fault(folder, name, files[name], checksum), mine
         )
-        raise DigestError(f"{bad[name]}.{also} {digest.way_out(folder)}")
+        bad = sorted(pair for pair in zip(mine, faults, strict=True) if pair[1])
+    if bad:
+        others = [name for name, _ in bad[1:]]
+        also = f" So are {first_names(others)}." if others else ""
+        raise DigestError(f"{bad[0][1]}.{also} {digest.way_out(folder)}")

@@ -237,21 +237,16 @@ def fault(
     try:
         size = path.stat().st_size
         if size != entry["size"]:
-            return (
-                f"{path} has {size} bytes, {entry['size']} were "
-                f"written{_later(folder, path)}"
-            )
-        if checksum is not None and checksum(path) != entry["hash"]:
-            later = _later(folder, path)
-            return (
-                f"{path} is damaged: its {size} bytes are not those that were "
-                f"written{later}"
-            )
+            text = f"has {size} bytes, {entry['size']} were written"
+        elif checksum is not None and checksum(path) != entry["hash"]:
+            text = f"is damaged: its {size} bytes are not those that were written"
+        else:
+            return None
+        return f"{path} {text}{_later(folder, path)}"
     except FileNotFoundError:
         return f"{path} is missing"
     except (OSError, ValueError) as error:  # ValueError: no file can have such a name
         return f"{path} cannot be read ({error})"
-    return None
 
 
 def _later(folder: Path, path: Path) -> str:

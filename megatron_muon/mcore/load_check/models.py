@@ -94,6 +94,11 @@ class Wanted(IntEnum):
     NOTHING, DIGEST, NO_DIGEST = range(3)
 
 
+def device_of_trained(trained: TrainedModel | None) -> torch.device:
+    """The device of what this rank communicates for a save or a load."""
+    return device_of(trained.model_chunks() if trained else [])
+
+
 def wanted_by_all(trained: TrainedModel | None) -> Wanted:
     """Whether a digest is to be made or checked. Every rank calls it, with its
     ``owner``.
@@ -103,6 +108,5 @@ def wanted_by_all(trained: TrainedModel | None) -> Wanted:
     mine = Wanted.NOTHING
     if trained is not None:
         mine = Wanted.DIGEST if trained.config.checkpoint_digest else Wanted.NO_DIGEST
-    device = device_of(trained.model_chunks() if trained else [])
-    (most,) = max(all_gather_numbers([mine], None, device))
+    (most,) = max(all_gather_numbers([mine], None, device_of_trained(trained)))
     return Wanted(most)

@@ -11,16 +11,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_muon.console import first_names
 from megatron_muon.mcore.host.process_groups import Sizes, local_experts
-from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.load_check.digest import DigestError
-from megatron_muon.mcore.load_check.models import TrainedModel
+from megatron_muon.mcore.load_check.models import TrainedModel, device_of_trained
 from megatron_muon.mcore.routing.param_routing import (
     Weight,
     expert_name,
@@ -30,9 +29,10 @@ from megatron_muon.mcore.routing.param_routing import (
 )
 from megatron_muon.runtime.collectives import all_gather_texts, world_rank, world_ranks
 from megatron_muon.runtime.consensus import together
-from megatron_muon.settings.config import ROWS, named
+from megatron_muon.settings.config import ROWS, MuonConfig, named
 
 Table = dict[str, dict[str, Any]]
+Shape = tuple[int, ...]
 
 # The names of one weight in different classes that torch_dist loads into one another:
 # three of experts, and Transformer Engine's fused MLP. (Norms have many more; only
@@ -50,12 +50,10 @@ _VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer)\.weight$")
 
 def parameters_in_digest(trained: TrainedModel | None) -> Table:
     """``parameters`` of a digest, merged from all ranks; all of them call it."""
-    device = device_of(trained.model_chunks() if trained else [])
-    own = together(lambda: _own_part(trained), None, device)
-    every = map(json.loads, all_gather_texts(json.dumps(own), None))  # one at a time
+    own = together(lambda: _own_part(trained), None, device_of_trained(trained))
     merged: dict[str, Any] = {}
-    for table in every:
-        merged |= table
+    for text in all_gather_texts(json.dumps(own), None):
+        merged |= json.loads(text)
     return merged
 
 
@@ -74,21 +72,15 @@ def require_same_model(
     if missing := sorted(now.keys() - then.keys()):
         raise DigestError(
             f"{different} it has no {first_names(missing)}, which this model has "
-            "(--no-muon-checkpoint-digest leaves the check out)"
+            "(--no-muon-checkpoint-digest skips the check)"
         )
     for name in sorted(now):
-        one, two = then[name], now[name]
-        there: object
-        here: object
-        if len(one) == len(two) == 1:
-            what, there, here = "shape", one[0], two[0]
-        else:  # of several experts, which another class may hold in one
-            what = "number of elements"
-            there, here = (sum(map(math.prod, shapes)) for shapes in (one, two))
+        there = _size(then[name], now[name])
+        here = _size(now[name], then[name])
         if there != here and not _VOCABULARY.search(name):
             raise DigestError(
-                f"{different} {name} has the {what} {there} there and {here} here, "
-                "counted over all ranks"
+                f"{different} {name}: {there} in the checkpoint, {here} in this model, "
+                "over all ranks"
             )
     if exact and (unknown := sorted(then.keys() - now.keys())):
         raise DigestError(
@@ -96,6 +88,15 @@ def require_same_model(
         )
     if exact:
         _require_same_routing(saved, own, folder)
+
+
+def _size(shapes: Sequence[Shape], others: Sequence[Shape]) -> str:
+    """In words; of several experts their sum, since another class may hold them in
+    one.
+    """
+    if len(shapes) == len(others) == 1:
+        return f"shape {shapes[0]}"
+    return f"{sum(map(math.prod, shapes))} elements"
 
 
 def _require_same_routing(saved: Mapping[str, Any], own: Table, folder: str) -> None:
@@ -109,17 +110,17 @@ def _require_same_routing(saved: Mapping[str, Any], own: Table, folder: str) -> 
         return
     first = changed[0]
     more = f"; {len(changed) - 1} more have changed" if len(changed) > 1 else ""
-    given: list[str] = []
+    patterns: list[str] = []
     for field in ("muon_include", "muon_exclude"):
         option = ROWS[field].flags[0].option
-        patterns = saved["settings"].get(field) or ()
-        given += [f"{option} '{pattern}'" for pattern in patterns]
+        of_save = saved["settings"].get(field) or ()
+        patterns += [f"{option} '{pattern}'" for pattern in of_save]
     raise DigestError(
         f"{folder} was saved with another routing: {first} was {then[first]}'s and is "
         f"{now[first]}'s in this run{more}. Give {named('muon_include')} and "
         f"{named('muon_exclude')} as at the save, which had "
-        f"{' '.join(given) or 'neither'}. To go on with another routing, load it with "
-        "--optimizer adam --adamw-from-muon, save, and load that with "
+        f"{' '.join(patterns) or 'neither'}. To go on with another routing, load it "
+        "with --optimizer adam --adamw-from-muon, save, and load that with "
         "--muon-from-adamw momentum (docs/routing.md has the commands), or load the "
         "model alone (--no-load-optim)"
     )
@@ -147,16 +148,18 @@ def _table(trained: TrainedModel) -> Table:
     for weight in weights(chunks):
         if weight.is_tied_copy:
             continue  # only some stages have it
-        whose = (
-            "muon"
-            if why_adamw(weight, weight.tp_size(stage.sizes), config) is None
-            else "adamw"
-        )
         table[expert_name(weight.name, ep_rank, experts)] = {
             "shape": _whole_shape(weight, stage.sizes),
-            "optimizer": whose if weight.param.requires_grad else "frozen",
+            "optimizer": _optimizer_of(weight, stage.sizes, config),
         }
     return table
+
+
+def _optimizer_of(weight: Weight, sizes: Sizes, config: MuonConfig) -> str:
+    if not weight.param.requires_grad:
+        return "frozen"
+    is_muon = why_adamw(weight, weight.tp_size(sizes), config) is None
+    return "muon" if is_muon else "adamw"
 
 
 def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:
@@ -196,15 +199,13 @@ def _one_name(name: str) -> str:
     return name
 
 
-def _sizes(table: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[int, ...]]]:
+def _sizes(table: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Shape]]:
     """Shapes of matrices by one name, which experts of a layer may share.
 
     Vectors and convolutions are left out, since TP may split some in an unknown way.
     """
-    sizes: dict[str, list[tuple[int, ...]]] = {}
+    sizes: dict[str, list[Shape]] = {}
     for name, entry in table.items():
-        shape = tuple(entry["shape"])
-        if len(shape) != 2:
-            continue
-        sizes.setdefault(_one_name(name), []).append(shape)
+        if len(entry["shape"]) == 2:
+            sizes.setdefault(_one_name(name), []).append(tuple(entry["shape"]))
     return sizes

@@ -18,13 +18,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
-from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.check import (
     THREADS,
@@ -38,6 +37,7 @@ from megatron_muon.mcore.load_check.files import Lock, open_regular
 from megatron_muon.mcore.load_check.models import (
     TrainedModel,
     Wanted,
+    device_of_trained,
     owner,
     wanted_by_all,
 )
@@ -65,6 +65,8 @@ _STATE = (
         "sharded_state_dict), and before core 0.14 EP must stay 1 or stay above 1",
     ),
 )
+T = TypeVar("T")
+
 _ONE_JOB = "Let only one job save there, or give each a folder of its own"
 # Megatron lists all that there are
 _KEYS_THERE = re.compile(r"not in state dict: \[[^\n]*")
@@ -217,6 +219,11 @@ def _begin(folder: Path, wrote: Mapping[str, Any], save: Save) -> Lock | None:
     return lock
 
 
+def _on_rank_0(act: Callable[[], T], device: torch.device) -> T | None:
+    """What ``act`` returns on rank 0; an error there stops all ranks."""
+    return together(lambda: act() if dist.get_rank() == 0 else None, None, device)
+
+
 @dataclass(frozen=True, slots=True)
 class Saving:
     """A save that has begun.
@@ -248,14 +255,11 @@ class Saving:
         wanted = wanted_by_all(trained)
         if wanted == Wanted.NOTHING:
             return None
-        device = device_of(trained.model_chunks() if trained else [])
-        first = dist.get_rank() == 0
+        device = device_of_trained(trained)
         # an earlier save's digest does not fit what is written now
         if wanted == Wanted.NO_DIGEST:
             stale = Path(checkpoint_dir) / digest.FILE_NAME
-            together(
-                lambda: stale.unlink(missing_ok=True) if first else None, None, device
-            )
+            _on_rank_0(lambda: stale.unlink(missing_ok=True), device)
             return None
         folder = local_folder(checkpoint_dir)
         parameters = parameters_in_digest(trained)
@@ -268,9 +272,7 @@ class Saving:
             "torch": str(torch.__version__),
             "world_size": dist.get_world_size(),
         }
-        lock = together(
-            lambda: _begin(folder, wrote, save) if first else None, None, device
-        )
+        lock = _on_rank_0(lambda: _begin(folder, wrote, save), device)
         content = {
             "wrote": wrote,
             "save": save,
@@ -278,7 +280,7 @@ class Saving:
             "settings": asdict(trained.config) if trained else None,
             "parameters": parameters,
         }
-        return cls(folder, save, device, lock, content if first else {})
+        return cls(folder, save, device, lock, content if dist.get_rank() == 0 else {})
 
     @contextmanager
     def unlocked_by_an_error(self) -> Iterator[None]:
@@ -310,14 +312,11 @@ class Saving:
             parts = [
                 json.loads(text) for text in all_gather_texts(json.dumps(part), None)
             ]
-            first = dist.get_rank() == 0
-            together(lambda: self._finish(parts) if first else None, None, self.device)
+            _on_rank_0(lambda: self._finish(parts), self.device)
         finally:
             self._unlock()
         if has_manifest:  # of what stays: the lock's file is gone
-            together(
-                lambda: self._write_manifest() if first else None, None, self.device
-            )
+            _on_rank_0(self._write_manifest, self.device)
 
     def _part(self, names: Sequence[str] | None) -> dict[str, Any]:
         """This rank's part: the save whose mark it sees, and the files that it wrote.
@@ -344,14 +343,12 @@ class Saving:
         """
         rank = dist.get_rank()
         names = [path.name for path in self.folder.glob(f"__{rank}_*.distcp")]
-        if rank:
-            return names
-        every = (
-            path for path in self.folder.rglob("*") if not _SHARD.search(path.name)
-        )
-        every = (path for path in every if path.is_file() and path.name != _MANIFEST)
-        files = (path for path in every if not digest.own_file(path.name))
-        return names + [str(path.relative_to(self.folder)) for path in files]
+        for path in self.folder.rglob("*") if rank == 0 else ():
+            is_written_later = digest.own_file(path.name) or path.name == _MANIFEST
+            is_ranks = _SHARD.search(path.name) is not None
+            if path.is_file() and not (is_written_later or is_ranks):
+                names.append(str(path.relative_to(self.folder)))
+        return names
 
     def _finish(self, parts: Sequence[Mapping[str, Any]]) -> None:
         for rank, part in enumerate(parts):

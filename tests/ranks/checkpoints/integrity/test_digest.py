@@ -115,7 +115,7 @@ OTHER_MODELS = {
     "layers": (replace(CASE, layers=4), r"was saved by a different model"),
     "gated": (
         replace(CASE, gated=True),
-        r"different model: .*linear_fc1.weight has the shape \(260, 96\) there",
+        r"different model: .*linear_fc1.weight: shape \(260, 96\) in the checkpoint",
     ),
     "experts": (replace(CASE, moe=True), r"different model: it has no .*experts"),
 }
