@@ -60,26 +60,22 @@ def _group(attention: Any) -> Any:
     return group
 
 
-def _mask(attention: Any, given: torch.Tensor | None, sequence: int, group: Any) -> Any:
-    """The mask for this rank's queries, from what the caller gave, or None for no
-    mask.
-    """
-    enums = importlib.import_module("megatron.core.transformer.enums")
+def _mask(attention: Any, mask: torch.Tensor | None, sequence: int, group: Any) -> Any:
+    """The mask for this rank's queries, from the caller's; None for no mask."""
     cp_size = group.size()
-    cp_rank = group.rank()
-    if given is None:
-        if attention.attn_mask_type != enums.AttnMaskType.causal:
+    if mask is None:
+        if attention.attn_mask_type.name != "causal":
             return None
-        queries = positions(sequence, cp_size, cp_rank)
+        queries = positions(sequence, cp_size, group.rank())
         # a key after the query
         return (torch.arange(sequence) > queries[:, None])[None, None]
-    rows, columns = given.shape[-2:]
+    rows, columns = mask.shape[-2:]
     if columns == sequence and rows in (1, sequence // cp_size):
-        return given  # as get_batch_on_this_cp_rank cuts it
+        return mask  # as get_batch_on_this_cp_rank cuts it
     if columns == sequence and rows == sequence:
-        return given[..., positions(sequence, cp_size, cp_rank), :]
+        return mask[..., positions(sequence, cp_size, group.rank()), :]
     raise ValueError(
-        f"attention_mask {tuple(given.shape)} for a sequence of {sequence} tokens over "
+        f"attention_mask {tuple(mask.shape)} for a sequence of {sequence} tokens over "
         f"{cp_size} context-parallel ranks: give None, [.., {sequence // cp_size}, "
         f"{sequence}] from get_batch_on_this_cp_rank, or the whole [.., {sequence}, "
         f"{sequence}]"
@@ -148,7 +144,8 @@ def context_parallel(patches: Patches) -> None:
     """
     module = importlib.import_module("megatron.core.transformer.dot_product_attention")
     attention = module.DotProductAttention
-    init, forward = attention.__init__, attention.forward
+    init = attention.__init__
+    forward = attention.forward
 
     @functools.wraps(init)
     def new_init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:

@@ -71,28 +71,25 @@ def uneven_parts(patches: Patches) -> None:
         input_: Any,
         group: Any = None,
         output_split_sizes: Any = None,
-        *args: Any,
-        **kwargs: Any,
+        use_global_buffer: bool = False,
     ) -> Any:
         group = _or_tensor_parallel(group)
         if are_even(group, output_split_sizes):
-            return gather(input_, group, None, *args, **kwargs)
+            return gather(input_, group, None, use_global_buffer)
         longest = max(output_split_sizes)
         parts = gather(_padded(input_, longest), group).split(longest)
-        return torch.cat(
-            [p[:n] for p, n in zip(parts, output_split_sizes, strict=True)]
-        )
+        pairs = zip(parts, output_split_sizes, strict=True)
+        return torch.cat([part[:rows] for part, rows in pairs])
 
     def new_reduce_scatter(
         input_: Any,
         group: Any = None,
         input_split_sizes: Any = None,
-        *args: Any,
-        **kwargs: Any,
+        use_global_buffer: bool = False,
     ) -> Any:
         group = _or_tensor_parallel(group)
         if are_even(group, input_split_sizes):
-            return reduce_scatter(input_, group, None, *args, **kwargs)
+            return reduce_scatter(input_, group, None, use_global_buffer)
         sizes = list(input_split_sizes)
         parts = [_padded(part, max(sizes)) for part in input_.split_with_sizes(sizes)]
         return reduce_scatter(torch.cat(parts), group)[: sizes[group.rank()]]

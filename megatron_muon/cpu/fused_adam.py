@@ -6,7 +6,6 @@ Source of the interface and formulas: NVIDIA TransformerEngine,
 ``common/multi_tensor/adam.cu``.
 """
 
-import itertools
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -84,13 +83,9 @@ class FusedAdam(torch.optim.Optimizer):
                     self._update(param, group)
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
         assert param.grad is not None
-        tensors = [
-            param.detach(),
-            param.grad.detach(),
-            *(state[name] for name in _STATES),
-        ]
+        moments = [self.state[param][name] for name in _STATES]
+        tensors = [param.detach(), param.grad.detach(), *moments]
         for p, g, m, v in _chunks(tensors):
             wide = p if p.dtype == torch.float32 else p.float()
             _adam(wide, g.float(), m, v, group, bool(self.adam_w_mode))
@@ -100,16 +95,14 @@ class FusedAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load, keeping the moments in fp32 and in memory of this optimizer's own."""
         super().load_state_dict(state_dict)
-        ours = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
-        theirs = itertools.chain.from_iterable(
-            g["params"] for g in state_dict["param_groups"]
-        )
-        for param, index in zip(ours, theirs, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
-                # torch's loader casts to the parameter's dtype and aliases
-                self.state[param][name] = (
-                    value.detach().to(param.device, torch.float32).clone()
-                )
+        for ours, saved in zip(
+            self.param_groups, state_dict["param_groups"], strict=True
+        ):
+            for param, index in zip(ours["params"], saved["params"], strict=True):
+                for name, value in state_dict["state"].get(index, {}).items():
+                    # torch's loader casts to the parameter's dtype and aliases
+                    wide = value.detach().to(param.device, torch.float32)
+                    self.state[param][name] = wide.clone()
 
 
 def _chunks(tensors: list[torch.Tensor]) -> Iterable[tuple[torch.Tensor, ...]]:

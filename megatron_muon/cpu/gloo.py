@@ -3,7 +3,7 @@ all groups.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,23 +25,17 @@ def coalesced(patches: Patches) -> None:
     (distributed/param_and_grad_buffer.py:290). gloo's goes around a ring, one step
     after the other, and takes about three times as long.
     """
-    name = next(
-        (name for name in _NAMES if hasattr(dist.ProcessGroup, name)), _NAMES[-1]
-    )
-    patches.set(
-        dist.ProcessGroup, name, _gathered(getattr(dist.ProcessGroup, name, None))
-    )
+    is_new = hasattr(dist.ProcessGroup, _NAMES[0])
+    name = _NAMES[0] if is_new else _NAMES[1]
+    original = getattr(dist.ProcessGroup, name, None)
 
-
-def _gathered(original: Callable[..., Any] | None) -> Callable[..., Any]:
     def gather(
         group: dist.ProcessGroup,
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         *options: Any,
     ) -> Any:
-        if dist.get_backend(group) != "gloo":
-            assert original is not None
+        if original is not None and dist.get_backend(group) != "gloo":
             return original(group, outputs, inputs, *options)
         tensors = []
         for output, mine in zip(outputs, inputs, strict=True):
@@ -52,7 +46,7 @@ def _gathered(original: Callable[..., Any] | None) -> Callable[..., Any]:
             tensors.append(parts)
         return collectives.start_broadcasts("params/gather", tensors, group)
 
-    return gather
+    patches.set(dist.ProcessGroup, name, gather)
 
 
 def one_device(patches: Patches) -> None:
@@ -63,25 +57,23 @@ def one_device(patches: Patches) -> None:
     share processors, threads that only poll took 40 % of the time.
     """
     group: Any = dist.ProcessGroupGloo
-    # by process: a fork does not have the thread
-    begin, devices = (group.__init__, dict[int, Any]())
+    init = group.__init__
+    devices: dict[int, Any] = {}  # by process: a fork does not have the thread
 
-    def begins(
-        self: Any, *place: Any, timeout: timedelta | None = None, **named: Any
+    def init_with_device(
+        self: Any, *place: Any, timeout: timedelta | None = None, **options: Any
     ) -> None:
         known = devices.get(os.getpid())
-        if timeout is None:  # not by torch.distributed: with what its maker asks for
-            begin(self, *place, **named)
+        if timeout is None:  # its caller, not torch.distributed, names the devices
+            init(self, *place, **options)
         elif known is None:
-            begin(self, *place, timeout=timeout, **named)
+            init(self, *place, timeout=timeout, **options)
             devices[os.getpid()] = self.options._devices
         else:
-            options = group._Options()
-            options._devices, options._timeout, options._threads = (
-                known,
-                timeout,
-                2 * len(known),
-            )
-            begin(self, *place, options, **named)
+            shared = group._Options()
+            shared._devices = known
+            shared._timeout = timeout
+            shared._threads = 2 * len(known)
+            init(self, *place, shared, **options)
 
-    patches.set(group, "__init__", begins)
+    patches.set(group, "__init__", init_with_device)

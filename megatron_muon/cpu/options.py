@@ -46,53 +46,72 @@ _FLAGS = {
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
     "fp4_param": "--fp4-param-gather",
+    "nccl_ub": "--use-nccl-ub",
 }
-_FLAGS |= {"nccl_ub": "--use-nccl-ub"}
 _NCCL = "NCCL connects GPUs only"
 _TE = "it is Transformer Engine's, which is CUDA code"
 _CAPTURES = "it captures kernels"
-_TE_LAYERS = "Transformer Engine's layers are CUDA code"
-_PERMUTATION = "the fused permutation of tokens is Transformer Engine's"
-_ROPE = "it is a kernel of Transformer Engine"
-_CHOSEN = "it is a kernel that Transformer Engine chooses"
-_APEX = "it is a CUDA extension of Apex"
-_KERNEL, _NO_FUSED_ACCUMULATION = (
-    "it is a CUDA kernel",
-    "--no-gradient-accumulation-fusion",
-)
-_PERSISTENT = "the persistent LayerNorm is Apex's"
+_BF16 = "leave it out, for --bf16"
 
 REPLACED = (
     Replaced("distributed_backend", ("nccl",), "gloo", _NCCL),
-    Replaced("transformer_impl", ("transformer_engine",), "local", _TE_LAYERS),
-    Replaced("attention_backend", ("flash", "fused"), "unfused", _CHOSEN),
     Replaced(
-        "no_persist_layer_norm", (False,), True, _PERSISTENT, "--no-persist-layer-norm"
+        "transformer_impl",
+        ("transformer_engine",),
+        "local",
+        "Transformer Engine's layers are CUDA code",
     ),
     Replaced(
-        "gradient_accumulation_fusion", (True,), False, _APEX, _NO_FUSED_ACCUMULATION
+        "attention_backend",
+        ("flash", "fused"),
+        "unfused",
+        "it is a kernel that Transformer Engine chooses",
     ),
     Replaced(
-        "masked_softmax_fusion", (True,), False, _KERNEL, "--no-masked-softmax-fusion"
+        "no_persist_layer_norm",
+        (False,),
+        True,
+        "the persistent LayerNorm is Apex's",
+        "--no-persist-layer-norm",
     ),
-    Replaced("apply_rope_fusion", (True,), False, _ROPE, "--no-rope-fusion"),
     Replaced(
-        "moe_permute_fusion", (True,), False, _PERMUTATION, "no --moe-permute-fusion"
+        "gradient_accumulation_fusion",
+        (True,),
+        False,
+        "it is a CUDA extension of Apex",
+        "--no-gradient-accumulation-fusion",
+    ),
+    Replaced(
+        "masked_softmax_fusion",
+        (True,),
+        False,
+        "it is a CUDA kernel",
+        "--no-masked-softmax-fusion",
+    ),
+    Replaced(
+        "apply_rope_fusion",
+        (True,),
+        False,
+        "it is a kernel of Transformer Engine",
+        "--no-rope-fusion",
+    ),
+    Replaced(
+        "moe_permute_fusion",
+        (True,),
+        False,
+        "the fused permutation of tokens is Transformer Engine's",
+        "no --moe-permute-fusion",
     ),
 )
 
 
-def _is(*names: str) -> Callable[[Any], bool]:
-    return lambda value: _name(value) in names
+def _is(name: str) -> Callable[[Any], bool]:
+    return lambda value: bool(_name(value) == name)
 
 
 def _name(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
-
-_BF16 = "leave it out, for --bf16"
-_DEEPEP = "its kernels are DeepEP's or HybridEP's"
-_ACCUMULATES = "it needs the fused gradient accumulation of Apex"
 
 REFUSED = (
     Refused(
@@ -100,29 +119,27 @@ REFUSED = (
     ),
     Refused("fp8", "a CPU has no fp8 products", _BF16),
     Refused("fp4", "a CPU has no fp4 products", _BF16),
-    *(
-        Refused(f"{name}_cuda_graph", _CAPTURES)
-        for name in ("enable", "external", "optimizer")
-    ),
+    Refused("enable_cuda_graph", _CAPTURES),
+    Refused("external_cuda_graph", _CAPTURES),
+    Refused("optimizer_cuda_graph", _CAPTURES),
     Refused(
         "cuda_graph_impl",
         _CAPTURES,
         "--cuda-graph-impl none",
-        lambda x: x not in (None, "none"),
+        lambda value: value not in (None, "none"),
     ),
-    *(
-        Refused(name, _TE)
-        for name in ("fp8_param_gather", "fp4_param", "tp_comm_overlap")
+    Refused("fp8_param_gather", _TE),
+    Refused("fp4_param", _TE),
+    Refused("tp_comm_overlap", _TE),
+    Refused("te_rng_tracker", _TE),
+    Refused("delay_wgrad_compute", _TE),
+    Refused("cpu_offloading", _TE),
+    Refused("use_precision_aware_optimizer", _TE),
+    Refused("moe_router_fusion", _TE),
+    Refused(
+        "defer_embedding_wgrad_compute",
+        "it needs the fused gradient accumulation of Apex",
     ),
-    *(
-        Refused(name, _TE)
-        for name in ("te_rng_tracker", "delay_wgrad_compute", "cpu_offloading")
-    ),
-    *(
-        Refused(name, _TE)
-        for name in ("use_precision_aware_optimizer", "moe_router_fusion")
-    ),
-    Refused("defer_embedding_wgrad_compute", _ACCUMULATES),
     Refused(
         "cross_entropy_fusion_impl",
         _TE,
@@ -131,28 +148,27 @@ REFUSED = (
     ),
     Refused(
         "moe_token_dispatcher_type",
-        _DEEPEP,
+        "its kernels are DeepEP's or HybridEP's",
         "--moe-token-dispatcher-type alltoall",
         _is("flex"),
     ),
     Refused("moe_enable_deepep", "DeepEP is CUDA code"),
-    *(
-        Refused(name, _NCCL)
-        for name in ("nccl_ub", "use_sharp", "nccl_communicator_config_path")
-    ),
+    Refused("nccl_ub", _NCCL),
+    Refused("use_sharp", _NCCL),
+    Refused("nccl_communicator_config_path", _NCCL),
     Refused("high_priority_stream_groups", _NCCL),
     Refused("record_memory_history", "it records the GPU's allocator"),
 )
 
-_LOGITS = (
-    "Megatron's own way has the logits from Transformer Engine; the plugin "
-    "has its own for "
-)
-_LOGITS += "the distributed optimizer"
 # Options that the plugin does on a CPU, over the distributed optimizer alone.
 _WITHOUT_SHARDS = tuple(
-    Refused(name, _LOGITS, "--use-distributed-optimizer, or leave it out")
-    for name in ("qk_clip", "log_max_attention_logit")
+    Refused(
+        dest,
+        "Megatron's own way has the logits from Transformer Engine; the plugin has its "
+        "own for the distributed optimizer",
+        "--use-distributed-optimizer, or leave it out",
+    )
+    for dest in ("qk_clip", "log_max_attention_logit")
 )
 
 

@@ -127,25 +127,26 @@ def rng(patches: Patches) -> None:
     """
     one = torch.default_generator
 
-    init, made = DataLoader.__init__, itertools.count()
+    init = DataLoader.__init__
+    numbers = itertools.count()
 
     @functools.wraps(init)
     def init_loader(*args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(init).bind(*args, **kwargs)
-        if given.arguments.get("generator") is None:
-            own = torch.Generator().manual_seed(torch.initial_seed() + next(made))
-            given.arguments["generator"] = own
-        init(*given.args, **given.kwargs)
+        call = inspect.signature(init).bind(*args, **kwargs)
+        if call.arguments.get("generator") is None:
+            seed = torch.initial_seed() + next(numbers)
+            call.arguments["generator"] = torch.Generator().manual_seed(seed)
+        init(*call.args, **call.kwargs)
 
     patches.set(DataLoader, "__init__", init_loader)
-    for module in (torch.cuda, torch.cuda.random):
-        patches.set(module, "get_rng_state", lambda device="cuda": one.get_state())
-        patches.set(
-            module,
-            "set_rng_state",
-            lambda new_state, device="cuda": one.set_state(new_state),
-        )
-        patches.set(module, "manual_seed", lambda seed: one.manual_seed(int(seed)))
+    stand_ins = {
+        "get_rng_state": lambda device="cuda": one.get_state(),
+        "set_rng_state": lambda new_state, device="cuda": one.set_state(new_state),
+        "manual_seed": lambda seed: one.manual_seed(int(seed)),
+    }
+    for name, stand_in in stand_ins.items():
+        patches.set(torch.cuda, name, stand_in)
+        patches.set(torch.cuda.random, name, stand_in)
 
 
 class _InOrder:
@@ -204,13 +205,17 @@ def streams(patches: Patches) -> None:
     (distributed_data_parallel.py:230).
     """
     stream = Stream()
-    patches.set(torch.cuda, "Stream", Stream)
-    patches.set(torch.cuda, "Event", Event)
-    patches.set(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    patches.set(torch.cuda, "current_stream", lambda device=None: stream)
-    patches.set(torch.cuda, "default_stream", lambda device=None: stream)
-    patches.set(torch.cuda, "synchronize", lambda device=None: None)
-    patches.set(torch.cuda, "is_current_stream_capturing", lambda: False)
+    stand_ins = {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "synchronize": lambda device=None: None,
+        "is_current_stream_capturing": lambda: False,
+    }
+    for name, stand_in in stand_ins.items():
+        patches.set(torch.cuda, name, stand_in)
     patches.set(torch.Tensor, "record_stream", lambda self, stream: None)
 
 
