@@ -8,6 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,37 +48,34 @@ def save_checkpoint(
     For other formats ``mcore.load_check.save`` does so before Megatron writes its
     tracker.
     """
-    given = importlib.import_module("megatron.training").get_args()
-    if not is_on(given):
+    flags = _flags()
+    if not is_on(flags):
         return original(iteration, model, *args, **kwargs)
-    named = (
-        inspect.signature(original).bind(iteration, model, *args, **kwargs).arguments
-    )
-    with _digest_of_torch(given, named):
+    call = inspect.signature(original).bind(iteration, model, *args, **kwargs)
+    with _digest_of_torch(flags, call.arguments):
         return original(iteration, model, *args, **kwargs)
 
 
 @contextmanager
-def _digest_of_torch(given: Any, named: dict[str, Any]) -> Iterator[None]:
+def _digest_of_torch(flags: Any, arguments: dict[str, Any]) -> Iterator[None]:
     """Mark the folder before ``torch.save``'s checkpoint, and write its digest after
     it.
     """
-    if given.use_dist_ckpt or named.get("non_persistent_ckpt") or "://" in given.save:
+    is_remote = "://" in flags.save
+    if flags.use_dist_ckpt or arguments.get("non_persistent_ckpt") or is_remote:
         yield  # the digest comes from the wrapped dist_checkpointing
         return
     from megatron_muon.mcore.load_check.models import owner
     from megatron_muon.mcore.load_check.save import sealed
 
     module = _checkpointing()
-    ranks = {key: named[key] for key in _RANKS if key in named}
-    release = bool(named.get("release"))
-    model = Path(
-        module.get_checkpoint_name(given.save, named["iteration"], release, **ranks)
-    )
+    kept = ("iteration", "release", *_RANKS)
+    where = {key: arguments[key] for key in kept if key in arguments}
+    model = Path(module.get_checkpoint_name(flags.save, **where))
     state = Path(module.get_distributed_optimizer_checkpoint_name(str(model)))
     folder = model.parent.parent
     names = [str(file.relative_to(folder)) for file in (model, state)]
-    with sealed(owner(named["model"]), folder, names):
+    with sealed(owner(arguments["model"]), folder, names):
         yield
 
 
@@ -104,55 +102,48 @@ def load_checkpoint(
 ) -> Any:
     """Megatron's load, after a check of the checkpoint.
 
-    With ``--override-opt_param-scheduler`` the rates are those of this run. Of AdamW's
-    own loads, which are left to Megatron, a line says where they are not.
+    With ``--override-opt_param-scheduler`` the rates are those of this run. AdamW's own
+    loads are Megatron's; a line says where the rates are not this run's.
     """
-    given = importlib.import_module("megatron.training").get_args()
-    muon = is_on(given)
-    override = given.override_opt_param_scheduler
-    load_dir = getattr(given, kwargs.get("load_arg", args[0] if args else "load"))
-    if not muon and not getattr(given, "adamw_from_muon", False):
+    flags = _flags()
+    is_muon = is_on(flags)
+    override = flags.override_opt_param_scheduler
+    load_dir = getattr(flags, kwargs.get("load_arg", args[0] if args else "load"))
+    loads = partial(
+        original, ddp_model, optimizer, opt_param_scheduler, *args, **kwargs
+    )
+    if not is_muon and not getattr(flags, "adamw_from_muon", False):
         with ExitStack() as loading:
-            loading.enter_context(_explained_to_others(load_dir, given))
+            loading.enter_context(_explained_to_others(load_dir, flags))
             if override and optimizer is not None:
                 from megatron_muon.megatron_lm.rates import told_of_adamw
 
                 loading.enter_context(told_of_adamw(optimizer))
-            return original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+            return loads()
     from megatron_muon.mcore.load_check.models import owner
     from megatron_muon.megatron_lm.loaded import say_loaded
     from megatron_muon.megatron_lm.rates import of_this_run
 
     # as Megatron does within its load
-    given.finetune |= bool(
-        _by_rank_0(lambda: "yes" * _is_from_pretrained(given, load_dir))
+    flags.finetune |= bool(
+        _by_rank_0(lambda: "yes" * _is_from_pretrained(flags, load_dir))
     )
-    found = _by_rank_0(lambda: str(newest(given, load_dir) or ""))
+    found = _by_rank_0(lambda: str(newest(flags, load_dir) or ""))
     folder = Path(found) if found else None
-    is_checked = False
-    with ExitStack() as loading:
-        if muon:
-            is_checked = loading.enter_context(_checked(given, folder, ddp_model))
-        how = loading.enter_context(
-            switching.from_other(given, optimizer, folder, muon=muon)
-        )
-        loading.enter_context(tracker.naming(_checkpointing(), load_dir, _step(given)))
-        loading.enter_context(
-            of_this_run(optimizer, opt_param_scheduler, override=override)
-        )
-        result = original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
-    if (
-        muon
-        and how == "own"
-        and folder is not None
-        and iteration_of(folder.name) is not None
+    with (
+        _checked(flags, folder, ddp_model, is_muon) as is_checked,
+        switching.from_other(flags, optimizer, folder, muon=is_muon) as how,
+        tracker.naming(_checkpointing(), load_dir, _step(flags)),
+        of_this_run(optimizer, opt_param_scheduler, override=override),
     ):
+        result = loads()
+    if is_muon and how == "own" and folder and iteration_of(folder.name) is not None:
         say_loaded(optimizer, owner(ddp_model), folder, is_checked=is_checked)
     return result
 
 
 @contextmanager
-def _explained_to_others(load_dir: str | None, given: Any) -> Iterator[None]:
+def _explained_to_others(load_dir: str | None, flags: Any) -> Iterator[None]:
     """Explain another optimizer's failed load of Muon's checkpoint; until then do
     nothing.
     """
@@ -161,78 +152,85 @@ def _explained_to_others(load_dir: str | None, given: Any) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        from megatron_muon.mcore.checkpoint.interop.saved import Saved
-
-        folder, whose = None, None
+        folder = None
         with suppress(Exception):  # then Megatron's own error is raised
-            folder = _latest(str(load_dir), _step(given))
-            whose = Saved.of(folder).writer if folder is not None else None
-        if whose != "muon":
+            folder = _latest(str(load_dir), _step(flags))
+        if folder is None or not _is_of_muon(folder):
             raise
         way = (
             "give --adamw-from-muon (Adam's moments of what Muon had start at "
             "zero), or "
         )
-        if given.optimizer != "adam":
-            way = f"--optimizer {given.optimizer} of Megatron's own cannot read it: "
+        if flags.optimizer != "adam":
+            way = f"--optimizer {flags.optimizer} of Megatron's own cannot read it: "
         raise ValueError(
             f"{folder} has Muon's optimizer state: {way}load the model alone "
             "(--no-load-optim)"
         ) from error
 
 
-@contextmanager
-def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[bool]:
-    """Check the checkpoint in ``folder``, if there is one, before Megatron reads it.
+def _is_of_muon(folder: Path) -> bool:
+    from megatron_muon.mcore.checkpoint.interop.saved import Saved
 
-    Gives whether its files were compared with a digest.
+    with suppress(Exception):
+        return Saved.of(folder).writer == "muon"
+    return False
+
+
+@contextmanager
+def _checked(
+    flags: Any, folder: Path | None, model: Any, is_muon: bool
+) -> Iterator[bool]:
+    """Check the checkpoint in ``folder``, if there is one, before Muon's run reads it.
+
+    Yields whether its files were compared with a digest.
     """
+    if folder is None or not is_muon:
+        yield False
+        return
     from megatron_muon.mcore.load_check.check import check, checked
     from megatron_muon.mcore.load_check.models import owner
 
-    if folder is None:
-        yield False
-        return
-    exact = not (given.finetune or given.no_load_optim)
+    exact = not (flags.finetune or flags.no_load_optim)
     has_digest = check(owner(model), str(folder), exact)
     with checked(str(folder)):
         yield has_digest
 
 
-def newest(given: Any, load_dir: str | None) -> Path | None:
+def newest(flags: Any, load_dir: str | None) -> Path | None:
     """The folder that Megatron will read, as this rank sees it; None for none or a
     local one.
     """
-    module = _checkpointing()
-    own = _latest(load_dir, _step(given))
-    if _is_from_pretrained(given, load_dir):
-        load_dir = given.pretrained_checkpoint
-        own = _latest(load_dir, _step(given))
-    kind, where = given.non_persistent_ckpt_type, given.non_persistent_global_ckpt_dir
+    if _is_from_pretrained(flags, load_dir):
+        load_dir = flags.pretrained_checkpoint
+    persistent = _latest(load_dir, _step(flags))
+    kind = flags.non_persistent_ckpt_type
+    where = flags.non_persistent_global_ckpt_dir
     if kind not in (None, "global"):
         return None
     if kind is None or not (where or load_dir):
-        return own
-    where = where or os.path.join(str(load_dir), module._NON_PERSISTENT_CKPT_SUBDIR)
-    beside = _latest(where, None)
-    if own is None or beside is None:
-        return own or beside
-    numbers = [iteration_of(folder.name) for folder in (own, beside)]
-    return own if None in numbers or numbers[0] > numbers[1] else beside  # type: ignore[operator]
+        return persistent
+    name = _checkpointing()._NON_PERSISTENT_CKPT_SUBDIR
+    other = _latest(where or os.path.join(str(load_dir), name), None)
+    if persistent is None or other is None:
+        return persistent or other
+    one = iteration_of(persistent.name)
+    two = iteration_of(other.name)
+    return other if one is not None and two is not None and one <= two else persistent
 
 
-def _is_from_pretrained(given: Any, load_dir: str | None) -> bool:
-    pretrained = getattr(given, "pretrained_checkpoint", None)
+def _is_from_pretrained(flags: Any, load_dir: str | None) -> bool:
+    pretrained = getattr(flags, "pretrained_checkpoint", None)
     return bool(pretrained) and not (
         load_dir and _checkpointing().checkpoint_exists(load_dir)
     )
 
 
-def _step(given: Any) -> int | None:
+def _step(flags: Any) -> int | None:
     """``--ckpt-step``; None where it is not given or 0, which is the same to
     Megatron.
     """
-    return getattr(given, "ckpt_step", None) or None
+    return getattr(flags, "ckpt_step", None) or None
 
 
 def _latest(load_dir: str | None, step: int | None) -> Path | None:
@@ -250,6 +248,11 @@ def _latest(load_dir: str | None, step: int | None) -> Path | None:
 
 
 # --- both -----------------------------------------------------------------------------
+
+
+def _flags() -> Any:
+    """Megatron-LM's parsed arguments."""
+    return importlib.import_module("megatron.training").get_args()
 
 
 def _checkpointing() -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,9 @@ from megatron_muon.mcore.load_check.models import TrainedModel
 from megatron_muon.mcore.routing.param_routing import of_any_number
 from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.runtime.consensus import together
+
+Rates = tuple[float, float]  # a rate and a weight decay
+Parameter = tuple[bool, str]  # whether AdamW's, and its name
 
 
 def say_loaded(
@@ -30,50 +32,47 @@ def say_loaded(
         trained: the model of this rank.
         is_checked: whether the files have been compared with the checkpoint's digest.
     """
-    parts = parts_of(optimizer)
-    speaks = trained is not None and trained.stage.speaks
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
-
-    def own() -> str:
-        matrices = sum(len(part.muon.plan.matrices) for part in parts) if speaks else 0
-        groups = list(chain.from_iterable(map(_groups, parts)))
-        return json.dumps([matrices, groups])
-
-    every = [
-        json.loads(text) for text in all_gather_texts(together(own, None, device), None)
-    ]
+    text = together(lambda: json.dumps(_of_this_rank(optimizer, trained)), None, device)
+    every = [json.loads(text) for text in all_gather_texts(text, None)]
     if dist.get_rank() != 0:
         return
-    names: dict[tuple[float, float], list[Any]] = {}
+    matrices = sum(count for count, _ in every)
+    first: dict[Rates, Parameter] = {}
     for _, groups in every:
-        for lr, decay, *name in groups:
-            names[lr, decay] = min(name, names.get((lr, decay), name))
-    muons_first = sorted(names.items(), key=lambda item: item[1])
+        for rates, parameter in groups:
+            key = tuple(rates)
+            first[key] = min(tuple(parameter), first.get(key, tuple(parameter)))
+    muons_first = sorted(first.items(), key=lambda item: item[1])
     rates = "; ".join(
         f"{lr:.6g} and {decay:.6g} ({name}, …)"
         for (lr, decay), (_, name) in muons_first
     )
     checked = "digest checked" if is_checked else "no digest checked"
     say(
-        f"[megatron_muon] loaded {folder}: {checked}, momentum of "
-        f"{sum(matrices for matrices, _ in every)} matrices; first rates and weight "
-        f"decays: {rates}"
+        f"[megatron_muon] loaded {folder}: {checked}, momentum of {matrices} matrices; "
+        f"first rates and weight decays: {rates}"
     )
 
 
-def _groups(part: Any) -> list[tuple[float, float, bool, str]]:
-    """Rate, decay, whether AdamW's, and a name of each group that this rank has shards
-    of.
+def _of_this_rank(
+    optimizer: Any, trained: TrainedModel | None
+) -> tuple[int, list[tuple[Rates, Parameter]]]:
+    """The stage's number of matrices, on the rank that speaks for it, and each group's
+    rates, with one of this rank's parameters in it.
     """
-    shards = {id(shard): param for param, shard in part._shard_of.items()}
-    found = []
-    for group in part.optimizer.param_groups:
-        names = [
-            (not part.muon.owns(shard), of_any_number(part._name_of[shards[id(shard)]]))
-            for shard in group["params"]
-        ]
-        if names:
-            found.append(
-                (float(group["lr"]), float(group["weight_decay"]), *min(names))
-            )
-    return found
+    matrices = 0
+    groups = []
+    for part in parts_of(optimizer):
+        if trained is not None and trained.stage.speaks:
+            matrices += len(part.muon.plan.matrices)
+        parameters = {
+            id(shard): (param not in part._muons, of_any_number(part._name_of[param]))
+            for param, shard in part._shard_of.items()
+        }
+        for group in part.optimizer.param_groups:
+            if group["params"]:
+                rates = (float(group["lr"]), float(group["weight_decay"]))
+                first = min(parameters[id(shard)] for shard in group["params"])
+                groups.append((rates, first))
+    return matrices, groups

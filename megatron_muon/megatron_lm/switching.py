@@ -15,8 +15,8 @@ from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import replaced
 
-# What is printed of each way to read a checkpoint that is converted.
-_SAID = {
+# Ways to read a checkpoint that is converted, and what is printed of them.
+_CONVERSIONS = {
     "momentum": "AdamW's: Muon's momentum starts as exp_avg / (1 - β1)",
     "fresh": "AdamW's: Muon's momentum starts at zero",
     "megatron's": (
@@ -33,8 +33,9 @@ def from_other(
     """Within it ``optimizer`` loads the checkpoint, converted if another optimizer
     wrote it.
 
-    Every rank of the world calls it, with ``muon`` in a run of Muon's. It gives how the
-    state is read: a key of ``_SAID``, ``own``, ``after muon``, or "" where none is.
+    Every rank of the world calls it, with ``muon`` in a run of Muon's. It yields how
+    the state is read: a key of ``_CONVERSIONS``, ``own``, ``after muon``, or "" where
+    none is.
 
     Raises:
         ValueError: the checkpoint is AdamW's and no flag says how to load it, or ranks
@@ -53,8 +54,8 @@ def from_other(
     how = _agreed(
         lambda: _into_muon(args, saved) if muon else _into_adamw(saved), device
     )
-    if how in _SAID and dist.get_rank() == 0:
-        say(f"[megatron_muon] {folder} is {_SAID[how]}")
+    if how in _CONVERSIONS and dist.get_rank() == 0:
+        say(f"[megatron_muon] {folder} is {_CONVERSIONS[how]}")
     with ExitStack() as reading:
         if how == "muon's":
             if not getattr(args, "no_muon_checkpoint_digest", False):
@@ -91,7 +92,7 @@ def _agreed(find: Callable[[], str], device: Any) -> Any:
 
 def _into_muon(args: Namespace, saved: Any) -> str:
     """How a run with Muon reads the checkpoint: ``own`` (unconverted), or a key of
-    ``_SAID``.
+    ``_CONVERSIONS``.
     """
     if saved.writer != "adamw":
         return "own"
