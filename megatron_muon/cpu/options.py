@@ -21,7 +21,7 @@ class Replaced(NamedTuple):
     gpu: tuple[Any, ...]  # its values that need a GPU; of an enumeration their names
     cpu: Any  # the value that it gets
     why: str  # the GPU is needed for it
-    said: str = ""  # the option as it would be written, where that is not --DEST CPU
+    flag: str = ""  # how the CPU's value is written, where that is not --DEST CPU
 
 
 class Refused(NamedTuple):
@@ -201,18 +201,15 @@ def replace(args: Namespace) -> list[str]:
     for row in REPLACED:
         value = getattr(args, row.dest, None)
         if _name(value) in row.gpu:
-            setattr(
-                args,
-                row.dest,
-                type(value)[row.cpu] if isinstance(value, Enum) else row.cpu,
-            )
+            new = type(value)[row.cpu] if isinstance(value, Enum) else row.cpu
+            setattr(args, row.dest, new)
             old = "" if isinstance(value, bool) else f" in place of {_name(value)}"
-            said = row.said or f"--{row.dest.replace('_', '-')} {row.cpu}"
-            lines.append(f"on the CPU: {said}{old}: {row.why}")
+            flag = row.flag or f"--{row.dest.replace('_', '-')} {row.cpu}"
+            lines.append(f"on the CPU: {flag}{old}: {row.why}")
     if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-        why = "Megatron asks for it with TP and CP, and no GPU reads it here"
         lines.append(
-            f"on the CPU: CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment: {why}"
+            "on the CPU: CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment: Megatron "
+            "asks for it with TP and CP, and no GPU reads it here"
         )
     return lines

@@ -87,7 +87,8 @@ def require_settled(load_dir: Path) -> None:
     name = min((mark[1] for mark in marks if mark), default=None)
     if name is None:
         return
-    here, tracker = (shlex.quote(str(load_dir / each)) for each in (name, NAME))
+    here = shlex.quote(str(load_dir / name))
+    tracker = shlex.quote(str(load_dir / NAME))
     moves = f"mv {here} {here}.stopped; mv {here}.before {here} && "
     if not (load_dir / f"{name}.before").is_dir():
         moves = ""

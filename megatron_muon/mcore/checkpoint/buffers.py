@@ -12,11 +12,12 @@ elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from megatron_muon.console import say
 from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.settings.config import named
 
@@ -72,19 +73,26 @@ def gathered_spans(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]
         yield param, start - removed[bucket_id], stop - removed[bucket_id]
 
 
-def is_shifted(buffer: Any) -> bool:
-    """Whether Megatron's own fully_reshardable takes a parameter's state from a wrong
-    place.
+def warn_if_shifted(buffers: Sequence[Any]) -> None:
+    """Print a warning if Megatron's own fully_reshardable saves state of grad buffers
+    shifted.
 
     It does in core 0.15 to 0.19, behind the first bucket with padding: see
     ``gathered_spans``.
     """
-    if megatron_version()[1] >= (0, 20):
-        return False
-    with_padding = buffer.param_index_map
-    return any(
-        start != with_padding[param][0] for param, start, _ in gathered_spans(buffer)
-    )
+    version, numbers = megatron_version()
+    for buffer in buffers if numbers < (0, 20) else ():
+        with_padding = buffer.param_index_map
+        for param, start, _ in gathered_spans(buffer):
+            if start != with_padding[param][0]:
+                say(
+                    f"[megatron_muon] warning: fully_reshardable of megatron-core "
+                    f"{version} saves AdamW's state shifted where several buckets are "
+                    "padded, as here. A run that loads this save goes on with wrong "
+                    "weights. Give --ddp-num-buckets 1, or omit "
+                    "--dist-ckpt-optim-fully-reshardable"
+                )
+                return
 
 
 def to_disk(gathered: dict[str, Any], places: list[BufferPlace]) -> dict[str, Any]:

@@ -170,25 +170,27 @@ def _has_types(whole: Digest) -> bool:
     intent.
     """
     try:
-        parameters = whole["parameters"].values()
-        files = whole["files"].items()
         return (
             isinstance(whole["complete"], bool)
             and (whole["save"] is None or isinstance(whole["save"]["id"], str))
-            and all(isinstance(whole[key], dict) for key in ("wrote", "settings"))
-            and all(isinstance(each["shape"], list) for each in parameters)
-            and all(all(map(_is_count, each["shape"])) for each in parameters)
-            and all(
-                each["optimizer"] in ("muon", "adamw", "frozen") for each in parameters
-            )
-            and all(
-                _is_below(name) and isinstance(entry["hash"], str)
-                for name, entry in files
-            )
-            and all(_is_count(entry["size"]) for _, entry in files)
+            and isinstance(whole["wrote"], dict)
+            and isinstance(whole["settings"], dict)
+            and all(map(_is_parameter, whole["parameters"].values()))
+            and all(_is_file(name, entry) for name, entry in whole["files"].items())
         )
     except (AttributeError, KeyError, TypeError):
         return False
+
+
+def _is_parameter(entry: Any) -> bool:
+    shape = entry["shape"]
+    is_known = entry["optimizer"] in ("muon", "adamw", "frozen")
+    return is_known and isinstance(shape, list) and all(map(_is_count, shape))
+
+
+def _is_file(name: str, entry: Any) -> bool:
+    has_hash = isinstance(entry["hash"], str)
+    return has_hash and _is_count(entry["size"]) and _is_below(name)
 
 
 def _is_below(name: str) -> bool:

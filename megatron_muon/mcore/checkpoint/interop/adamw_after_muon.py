@@ -21,14 +21,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_muon.console import say
-from megatron_muon.mcore.checkpoint.buffers import ADAMW_STATE, is_shifted
+from megatron_muon.mcore.checkpoint.buffers import ADAMW_STATE, warn_if_shifted
 from megatron_muon.mcore.checkpoint.chain import HALF_LOADED, CheckpointChain
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.checkpoint.param_groups import config_of
 from megatron_muon.mcore.checkpoint.sharded import StateDict
 from megatron_muon.mcore.host import process_groups
-from megatron_muon.mcore.host.process_groups import Sizes, Stage, local_experts
+from megatron_muon.mcore.host.process_groups import Sizes, local_experts
 from megatron_muon.mcore.host.shards import (
     device_of,
     owned_shards,
@@ -37,7 +36,6 @@ from megatron_muon.mcore.host.shards import (
 )
 from megatron_muon.mcore.host.states import init_state_of
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
-from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import Patches, replaced, turn_into
@@ -124,19 +122,9 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
         """Megatron's state of whole weights, with a warning where Megatron shifts
         it.
         """
-        speaks = (
-            not is_loading
-            and self.data_parallel_group.rank() == 0
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-        )
-        if speaks and any(map(is_shifted, self.buffers)):
-            say(
-                "[megatron_muon] warning: fully_reshardable of megatron-core "
-                f"{megatron_version()[0]} saves AdamW's state shifted where several "
-                "buckets are padded, as here. A run that loads this save goes on with "
-                "wrong weights. Give --ddp-num-buckets 1, or omit "
-                "--dist-ckpt-optim-fully-reshardable"
-            )
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        if not is_loading and tp_rank == self.data_parallel_group.rank() == 0:
+            warn_if_shifted(self.buffers)
         return super().sharded_param_state_fully_reshardable(
             model_sharded_state_dict, is_loading, *rest
         )
@@ -144,17 +132,14 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
 
 def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:
     """Prepare AdamW's chain to load a checkpoint that has ``YOUNG``, with its
-    ``former``. Every rank of the world calls it.
+    ``former``.
     """
-    config = config_of(former)
-    _turn_into_after_muon(parts_of(optimizer), config, _stage_of(optimizer).sizes)
+    _turn_into_after_muon(parts_of(optimizer), config_of(former))
 
 
-def _turn_into_after_muon(
-    parts: Sequence[Any], former: MuonConfig, sizes: Sizes
-) -> None:
+def _turn_into_after_muon(parts: Sequence[Any], former: MuonConfig) -> None:
     for part in parts:
-        muons = _muons(part, former, sizes)
+        muons = _muons(part, former)
         turn_into(part, AdamWAfterMuon)
         part.former = former
         part.young = [shard for param, shard in owned_shards(part) if param in muons]
@@ -173,19 +158,21 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     saved until a next load.
     """
     parts = parts_of(optimizer)
-    stage = _stage_of(optimizer)
+    every = optimizer.chained_optimizers
+    chunks = every[0].model_chunks
+    device = device_of(chunks)
     changes = Patches()
     try:
         config = together(
-            lambda: _turn_into_readers(changes, parts, stage, settings),
-            None,
-            stage.device,
+            lambda: _turn_into_readers(changes, parts, settings), None, device
         )
+        instance = int(every[0].distributed_optimizer_instance_id)
+        stage = process_groups.stage_of(chunks, instance, None, device)
         _turn(
             changes,
             optimizer,
             CheckpointChain,
-            voters=process_groups.voters(optimizer.chained_optimizers, stage),
+            voters=process_groups.voters(every, stage),
             decided_by_name=False,
             is_converting=True,
         )
@@ -198,7 +185,7 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
         changes.undo()
     if not _have_loaded(parts):
         return
-    _turn_into_after_muon(parts, config, stage.sizes)
+    _turn_into_after_muon(parts, config)
     for part in parts:
         part.behind = _steps_taken(part)
         for shard in part.young:
@@ -207,11 +194,10 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _turn_into_readers(
-    changes: Patches, parts: Sequence[Any], stage: Stage, settings: Mapping[str, Any]
+    changes: Patches, parts: Sequence[Any], settings: Mapping[str, Any]
 ) -> MuonConfig:
     """Have AdamW's optimizers load as Muon's do, but no momentum."""
     config = config_of(settings)
-    numerics = numerics_on(stage.device, config)
     for part in parts:
         if part.config.optimizer_cpu_offload:
             raise NotImplementedError(
@@ -219,18 +205,19 @@ def _turn_into_readers(
                 "optimizer_cpu_offload: load it once without --optimizer-cpu-offload, "
                 "save, and go on with the flag"
             )
+        chunks = part.model_chunks
         states = states_of(part)
         _turn(
             changes,
             part,
             MuonCheckpoint,
             drops_momentum=True,
-            muon=SimpleNamespace(numerics=numerics),
-            _muons=_muons(part, config, stage.sizes),
+            muon=SimpleNamespace(numerics=numerics_on(device_of(chunks), config)),
+            _muons=_muons(part, config),
             states=states,
             init_state_fn=init_state_of(part.init_state_fn, states, None),
-            local_experts=local_experts(part.model_chunks, stage.sizes.ep),
-            ep_rank=0 if stage.ep is None else stage.ep.rank(),
+            local_experts=local_experts(chunks, _sizes().ep),
+            ep_rank=parallel_state.get_expert_model_parallel_rank(),
         )
     return config
 
@@ -275,20 +262,23 @@ def _refuse_until_a_load(optimizer: Any) -> None:
 # --- both -----------------------------------------------------------------------------
 
 
-def _stage_of(optimizer: Any) -> Stage:
-    first = optimizer.chained_optimizers[0]
-    instance = int(first.distributed_optimizer_instance_id)
-    chunks = first.model_chunks
-    return process_groups.stage_of(chunks, instance, None, device_of(chunks))
-
-
 def _steps_taken(part: Any) -> int:
-    """The number of steps that a loaded AdamW has taken."""
-    counts = [*part.optimizer.param_groups, *part.optimizer.state.values()]
-    return max((int(each["step"]) for each in counts if "step" in each), default=0)
+    """The number of steps that a loaded AdamW has taken, by group or by shard."""
+    counted = [*part.optimizer.param_groups, *part.optimizer.state.values()]
+    steps = (entry.get("step") for entry in counted)
+    return max((int(step) for step in steps if step is not None), default=0)
 
 
-def _muons(part: Any, config: MuonConfig, sizes: Sizes) -> set[torch.nn.Parameter]:
+def _muons(part: Any, config: MuonConfig) -> set[torch.nn.Parameter]:
     """The parameters that Muon with these settings would update."""
+    sizes = _sizes()
     every = weights(part.model_chunks)
     return {w.param for w in every if why_adamw(w, w.tp_size(sizes), config) is None}
+
+
+def _sizes() -> Sizes:
+    return Sizes(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        expert_tp=parallel_state.get_expert_tensor_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+    )

@@ -119,12 +119,12 @@ def is_megatrons(
         ValueError: another Muon's optimizer state, which cannot be told apart by
             weights.
     """
-    groups = list(groups_of(states))
-    is_sgd = any(_SGD in group for group in groups)
-    has_mu = not is_sgd and any(key in group for group in groups for key in _MU)
+    group_keys = set[str]().union(*groups_of(states))
+    is_sgd = _SGD in group_keys
+    has_mu = not is_sgd and not group_keys.isdisjoint(_MU)
     if (
         any(_BY_RANK.search(file) for file in files)
-        or any("use_muon" in group for group in groups)
+        or "use_muon" in group_keys
         or (has_mu and not keys)
     ):
         raise ValueError(

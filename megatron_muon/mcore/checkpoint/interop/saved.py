@@ -76,28 +76,25 @@ class Saved:
     @property
     def is_megatrons(self) -> bool:
         """Whether Megatron's own Muon has written it: see ``foreign``."""
-        states, keys = self.states, self._of_optimizers()
-        # each model-parallel rank's groups
-        if any(".optimizer/" in key for key in keys):
+        states = self.states
+        if self._objects("optimizer"):  # the groups of each model-parallel rank
             states = [*states, {"optimizer": self.record("optimizer")}]
-        return foreign.is_megatrons(
-            keys, states, [path.name for path in self.folder.rglob("*.pt")]
-        )
+        files = [path.name for path in self.folder.rglob("*.pt")]
+        return foreign.is_megatrons(self._of_optimizers(), states, files)
 
     def has(self, key: str = RECORD) -> bool:
         """Whether there is a ``record`` under this key."""
-        beside = any(key in state for state in self.states)
-        return beside or any(f".{key}/" in name for name in self._of_optimizers())
+        return any(key in state for state in self.states) or bool(self._objects(key))
 
     def record(self, key: str = RECORD) -> dict[str, Any]:
         """The dict saved under a key beside the optimizer's groups; else a KeyError."""
         beside = [state[key] for state in self.states if key in state]
         if beside:
             return dict(beside[0])
-        names = [name for name in self._of_optimizers() if f".{key}/" in name]
-        if not names:
+        objects = self._objects(key)
+        if not objects:
             raise KeyError(f"{self.folder} has no {key}")
-        return dict(self.object(names[0]))
+        return dict(self.object(objects[0]))
 
     def require_plain_groups(self) -> None:
         """Refuse, by a ValueError, groups with objects of a class that is not made
@@ -128,6 +125,10 @@ class Saved:
 
     def _of_optimizers(self) -> list[str]:
         return [key for key in self.keys if _OPTIMIZERS.match(key)]
+
+    def _objects(self, key: str) -> list[str]:
+        """Keys of the objects that model-parallel ranks have saved under this one."""
+        return [name for name in self._of_optimizers() if f".{key}/" in name]
 
 
 def _states_in(file: Path) -> list[dict[Any, Any]]:
@@ -177,17 +178,12 @@ class _Unknown:
 class _Data(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         module = "builtins" if module == "__builtin__" else module  # in protocol 2
-        is_dtype = module == "torch" and isinstance(
-            getattr(torch, name, None), torch.dtype
-        )
-        if is_dtype or name in _KNOWN.get(module, ()):
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype) or name in _KNOWN.get(module, ()):
             found = super().find_class(module, name)
-            # a file may set attributes of what it is given
-            return (
-                (lambda *args: found(*args))
-                if isinstance(found, FunctionType)
-                else found
-            )
+            if isinstance(found, FunctionType):
+                return lambda *args: found(*args)  # a file may set its attributes
+            return found
         return type(name, (_Unknown,), {})
 
 
