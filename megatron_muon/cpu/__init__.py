@@ -55,9 +55,9 @@ def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
 
     Args:
         allow_cuda: go ahead although this machine has a GPU, which is then not used.
-        late: ``megatron.core`` may be imported already, but has made nothing yet.
-            Functions that it has handed to ``torch.compile`` meanwhile run uncompiled,
-            as everything else does.
+        late: ``megatron.core`` may be imported already, but nothing has been built
+            with it yet. Functions that it has passed to ``torch.compile`` run
+            uncompiled, as everything else does.
 
     Raises:
         RuntimeError: ``megatron.core`` is already imported, has bound what would be
@@ -110,9 +110,8 @@ def _apply(patches: Patches) -> None:
         if replace in BEFORE_MEGATRON:
             replace(patches)
     with warnings.catch_warnings():
-        for (
-            message
-        ) in _KNOWN_FALLBACKS:  # replaced below, so the advice would be misleading
+        # replaced below, so the advice would be misleading
+        for message in _KNOWN_FALLBACKS:
             warnings.filterwarnings("ignore", message=message)
         for name in _IMPORTED_LATER:
             importlib.import_module(name)

@@ -47,7 +47,7 @@ def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _or_tensor_parallel(group: Any) -> Any:
-    """Core 0.12 leaves the group out where it means that of tensor parallelism."""
+    """The group; core 0.12 passes None for that of tensor parallelism."""
     if group is not None:
         return group
     state = importlib.import_module("megatron.core.parallel_state")
@@ -57,8 +57,8 @@ def _or_tensor_parallel(group: Any) -> Any:
 def uneven_parts(patches: Patches) -> None:
     """Gather and reduce-scatter parts of different lengths, padded to the longest.
 
-    gloo wants equal parts; the alltoall dispatcher over expert tensor parallelism gives
-    each rank another number of tokens (mappings.py:150, 194).
+    gloo needs equal parts; with the alltoall dispatcher over expert tensor parallelism
+    ranks have different numbers of tokens (mappings.py:150, 194).
     """
     module = importlib.import_module("megatron.core.tensor_parallel.mappings")
     gather = module._gather_along_first_dim

@@ -15,7 +15,7 @@ import torch
 _STATES = ("exp_avg", "exp_avg_sq")
 # elements worked on at a time: bounds the temporaries to three times 4 MiB
 _CHUNK = 1 << 20
-# torch's, where this module asks a shard for a gradient that Muon's have not
+# torch's warning where step() reads the gradient of a shard that has none
 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", module=__name__)
 
 
@@ -106,7 +106,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def _chunks(tensors: list[torch.Tensor]) -> Iterable[tuple[torch.Tensor, ...]]:
-    """The tensors cut alike into slices of at most ``_CHUNK`` elements, whole if
+    """All tensors cut at the same places, every ``_CHUNK`` elements; whole if
     strided.
     """
     if tensors[0].numel() <= _CHUNK or not all(t.is_contiguous() for t in tensors):

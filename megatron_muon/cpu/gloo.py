@@ -1,6 +1,4 @@
-"""What a CPU run has otherwise over gloo: gathers of equal parts, and one device for
-all groups.
-"""
+"""gloo in a CPU run: a faster gather of equal parts, and one device for all groups."""
 
 import os
 from collections.abc import Sequence
@@ -52,9 +50,9 @@ def coalesced(patches: Patches) -> None:
 def one_device(patches: Patches) -> None:
     """The groups of a process share the gloo device of its first group.
 
-    Each has one of its own otherwise, whose thread polls every 10 ms
+    Otherwise each group has a device, whose thread polls every 10 ms
     (gloo/transport/tcp/loop.cc). Megatron makes 30 to 90 groups on a rank: where ranks
-    share processors, threads that only poll took 40 % of the time.
+    share processors, polling threads took 40 % of the time.
     """
     group: Any = dist.ProcessGroupGloo
     init = group.__init__

@@ -1,5 +1,5 @@
-"""Torch's part of the CPU runtime in processes that a run spawns, which have nothing of
-what it replaced.
+"""Torch's part of the CPU runtime in processes that a run spawns, which start without
+it.
 """
 
 import functools

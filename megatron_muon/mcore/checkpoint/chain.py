@@ -1,5 +1,5 @@
 """The checkpoint methods of Megatron's chain: an error stops all ranks, and stubs are
-left out.
+skipped.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ WHOLE_WEIGHTS = (
     if hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable")
     else "fully_sharded_model_space"  # before core 0.15
 )
-# From core 0.15 on Megatron cannot write the format that it takes where none is asked
-# for.
+# From core 0.15 on Megatron cannot write its own default format.
 _HAS_NO_RANGES = WHOLE_WEIGHTS == "fully_reshardable"
 HALF_LOADED = (
     "a load of the optimizer ended in an error when it had changed a part of its "
@@ -74,9 +73,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     is_converting = False  # a load is complete at the end of a context, not of a call
 
     def require_whole(self) -> None:
-        """Raise a RuntimeError on this rank where a step or a load has left off
-        half-way.
-        """
+        """Raise a RuntimeError if this rank has stopped within a step or a load."""
         if self.half_stepped:
             raise RuntimeError(HALF_STEPPED)
         if any(getattr(part, "half_loaded", False) for part in self.chained_optimizers):
@@ -115,6 +112,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         )
 
     def _end_load(self) -> None:
+        """Scatter what has been checked; the optimizers are whole again."""
         for part in parts_of(self):
             part.scatter()
         every = self.chained_optimizers

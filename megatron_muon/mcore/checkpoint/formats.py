@@ -24,7 +24,7 @@ parameters in them may change. (2) The key is ``optimizer.state.KEY.PARAMETER``.
 PARAMETER may stand for a weight of all layers, which must then all be Muon's or all
 AdamW's. KEY is muon_momentum, or exp_avg and exp_avg_sq, and in (1) also param.
 
-A record of Muon's settings lies beside the parameter groups. Every rank refuses a
+A record of Muon's settings is beside the parameter groups. Every rank refuses a
 checkpoint without it, or without the state of one parameter. A Megatron without the
 plugin, or AdamW with it, cannot load Muon's checkpoint: it asks for ``exp_avg`` of
 Muon's parameters, which is not there.
@@ -56,7 +56,7 @@ from megatron_muon.mcore.checkpoint.sharded import ShardedState, StateDict
 class MuonCheckpoint(ShardedState):
     """The checkpoint part of a MuonDistributedOptimizer."""
 
-    half_loaded = False  # a load has changed something, and has not come to its end
+    half_loaded = False  # a load has changed something and is not complete
     _to_scatter: tuple[StateDict | None] | None = (
         None  # of this rank, between check and scatter
     )

@@ -31,9 +31,9 @@ from megatron_muon.runtime.states import MAIN_KEY, States, of_halves
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
-# The tensors that Megatron gets for a parameter: only the main parameter; all that go
-# to disk, by their names there; or all by Adam's names. Megatron gathers the last over
-# a whole buffer.
+# The tensors that Megatron gets for a parameter: only the main parameter; all that are
+# written, by their names on disk; or all by Adam's names, which Megatron gathers over a
+# whole buffer.
 Exposed = Literal["main", "disk", "adam"]
 FromAdamW = Literal["momentum", "fresh"]
 

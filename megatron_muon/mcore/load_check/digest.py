@@ -77,9 +77,7 @@ def new_save() -> Save:
 
 
 def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> None:
-    """Mark a folder as incomplete, for the save; make it if it is missing. Raises
-    OSError.
-    """
+    """Mark a folder, which is made if it is missing, as incomplete. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = {"format": FORMAT, "complete": False, "wrote": wrote, "save": save}
     write_text(folder / FILE_NAME, sealed(mark))
@@ -219,7 +217,7 @@ def complete(folder: Path) -> Digest | None:
 
 
 def saved_by(save: Save | None) -> str:
-    """Who saves, in words."""
+    """The host and process of a save, in words."""
     if save is None:
         return "by an earlier megatron_muon"
     host, pid, began = (save.get(key, "unknown") for key in ("host", "pid", "began"))

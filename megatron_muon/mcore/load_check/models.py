@@ -74,8 +74,8 @@ def _addresses(state: Any) -> Iterator[int]:
     elif isinstance(state, torch.nn.Module):
         state = list(state.parameters())
     if isinstance(state, (list, tuple)):
-        for each in state:
-            yield from _addresses(each)
+        for item in state:
+            yield from _addresses(item)
         return
     data = state if isinstance(state, torch.Tensor) else getattr(state, "data", None)
     if (

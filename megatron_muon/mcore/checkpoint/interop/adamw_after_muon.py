@@ -153,9 +153,10 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     """See ``megatron_muon.reading_muon``; ``settings`` are those of Muon in the
     checkpoint.
 
-    Where nothing is loaded, or the block raises, the optimizer is AdamW's as it was
-    before. If the block has loaded something by then, that one neither steps nor is
-    saved until a next load.
+    Within the block the optimizers have the classes that read Muon's formats. After it
+    they have their former classes again, since AdamW steps and saves, or after a load
+    AdamWAfterMuon. If the block raises once something is loaded, the optimizer neither
+    steps nor is saved until a next load.
     """
     parts = parts_of(optimizer)
     every = optimizer.chained_optimizers
