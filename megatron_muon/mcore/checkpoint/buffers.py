@@ -86,7 +86,7 @@ def warn_if_shifted(buffers: Sequence[Any]) -> None:
         for param, start, _ in gathered_spans(buffer):
             if start != with_padding[param][0]:
                 say(
-                    f"[megatron_muon] warning: fully_reshardable of megatron-core "
+                    "[megatron_muon] warning: fully_reshardable of megatron-core "
                     f"{version} saves AdamW's state shifted where several buckets are "
                     "padded, as here. A run that loads this save goes on with wrong "
                     "weights. Give --ddp-num-buckets 1, or omit "

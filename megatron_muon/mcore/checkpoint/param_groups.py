@@ -70,7 +70,7 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
         )
     if recorded.get("format") != FORMAT:
         raise ValueError(
-            f"the checkpoint's optimizer state is of format "
+            "the checkpoint's optimizer state is of format "
             f"{recorded.get('format')!r}, this megatron_muon reads {FORMAT}: use the "
             "megatron_muon that saved it"
         )
