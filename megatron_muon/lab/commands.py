@@ -104,7 +104,7 @@ GONE: Mapping[str, str] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command by its name and arguments, by default those of the process.
+    """Run a command by its name and arguments, by default the process's.
 
     Returns:
         The command's exit status; 1 where it cannot do its work, as without a supported

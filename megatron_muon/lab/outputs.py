@@ -51,20 +51,20 @@ def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     """A command's arguments, with files of ``--json`` and ``--plot`` that can be
     written; else the process ends as argparse does.
     """
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        require_outputs(given)
+        require_outputs(args)
     except ValueError as error:
         parser.error(str(error))
-    return given
+    return args
 
 
-def require_outputs(given: Namespace) -> None:
+def require_outputs(args: Namespace) -> None:
     """Check the files of ``--json`` and ``--plot``, write nothing; a ValueError for a
     bad one.
     """
     for name in ("json", "plot"):
-        path = getattr(given, name, None)
+        path = getattr(args, name, None)
         if path is not None:
             require_writable(f"--{name}", path)
             if name == "plot":

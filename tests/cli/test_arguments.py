@@ -107,7 +107,7 @@ SAID = {
         "routes --num-layers 2 --no-such 3"
     ): "unrecognized arguments: --no-such 3: without a run's",
     "routes --num-layers 2 x.py --lr 1": "arguments: --num-layers 2: the run's own",
-    "routes --model llama3-8b x.py": "--model is for where no script is given",
+    "routes --model llama3-8b x.py": "--model takes the place of a script: use",
     "trace report": "the following arguments are required: TRACE",
     "trace merge .": "is gone: https://ui.perfetto.dev opens several",
     "checkpoint inspect": "the following arguments are required: PATH",

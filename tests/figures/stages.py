@@ -26,7 +26,7 @@ def stage_of(words: str, device: Device = "cuda") -> tuple[MuonConfig, list[Opti
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         line = command_line(words.split())
-        run, stage = line.settled(), line.given.stage or 0
+        run, stage = line.settled(), line.args.stage or 0
         with megatron_is_quiet():
             (parts,) = planned_on([device], run, stage)
     return run.config, [optimizer_of(part) for part in parts]

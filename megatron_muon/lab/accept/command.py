@@ -50,26 +50,26 @@ _NEEDED = ("pytest", "pytest_timeout", "hypothesis")
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status, as ``--help`` lists them."""
     parser = _parser()
-    given = parsed(parser, argv)
+    args = parsed(parser, argv)
     try:
         tests = _tests()
         names = [
             file.stem.removeprefix("test_gpu_")
             for file in sorted(tests.glob("test_gpu_*.py"))
         ]
-        asked = [name.replace("-", "_") for name in given.only or names]
+        asked = [name.replace("-", "_") for name in args.only or names]
         for name in asked:
             if name not in names:
                 raise ValueError(f"--only {name}: choose from {', '.join(names)}")
-        folder = _folder(given.folder)
+        folder = _folder(args.folder)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     junit = folder / "junit.xml"
     junit.unlink(missing_ok=True)
-    code, ended = _pytest(tests, asked, given, junit)
+    code, ended = _pytest(tests, asked, args, junit)
     if code == _USAGE:
         return 2  # pytest has named the flag
-    return _report(*read(names, asked, junit, ended), folder, given)
+    return _report(*read(names, asked, junit, ended), folder, args)
 
 
 def _tests() -> Path:
@@ -94,13 +94,13 @@ def _tests() -> Path:
 
 
 def _pytest(
-    tests: Path, asked: Sequence[str], given: Namespace, junit: Path
+    tests: Path, asked: Sequence[str], args: Namespace, junit: Path
 ) -> tuple[int, str]:
     """Pytest's exit status, and how it ended where that was an error of its own."""
-    hardware = Path(given.hardware)
+    hardware = Path(args.hardware)
     if hardware.is_file():
         hardware = hardware.resolve()
-    seconds = 60 * given.minutes
+    seconds = 60 * args.minutes
     command = [sys.executable, "-m", "pytest"]
     command += [str(tests / f"test_gpu_{name}.py") for name in asked]
     command += ["-m", "gpu", "-p", "no:cacheprovider", "--tb=short"]
@@ -110,11 +110,11 @@ def _pytest(
         f"--rootdir={tests.parents[1]}",
         f"--hardware={hardware}",
     ]
-    if given.device is not None:
-        command.append(f"--device={given.device}")
-    if given.ranks is not None:
-        command.append(f"--ranks={given.ranks}")
-    command += [f"--set={change}" for change in given.set]
+    if args.device is not None:
+        command.append(f"--device={args.device}")
+    if args.ranks is not None:
+        command.append(f"--ranks={args.ranks}")
+    command += [f"--set={change}" for change in args.set]
     with subprocess.Popen(
         command,
         cwd=tests.parents[1],
@@ -125,7 +125,7 @@ def _pytest(
         try:
             code = process.wait(seconds + _GRACE)
         except subprocess.TimeoutExpired:
-            late = f"pytest did not end within {given.minutes:g} + 1 minutes"
+            late = f"pytest did not end within {args.minutes:g} + 1 minutes"
             return -signal.SIGKILL, late
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -136,13 +136,13 @@ def _pytest(
 
 
 def _report(
-    environment: dict[str, str], checks: list[Check], folder: Path, given: Namespace
+    environment: dict[str, str], checks: list[Check], folder: Path, args: Namespace
 ) -> int:
     report = as_markdown(environment, checks)
     everything = as_json(environment, checks)
     write_text(folder / REPORT, report)
     write_text(folder / NAME, json.dumps(everything, indent=1) + "\n")
-    write_json(given.json, everything)
+    write_json(args.json, everything)
     print(as_text(checks))
     show(f"the report, to attach to an issue: {folder / REPORT}")
     for check in checks:

@@ -49,12 +49,12 @@ def verdict(checks: Sequence[Check]) -> str:
     bad = [check.name for check in checks if check.verdict == "FAILED"]
     missing = [check.name for check in checks if check.verdict == "not run"]
     partly = [check.name for check in checks if check.verdict == "ok" and check.missing]
-    said = [f"**FAILED: {', '.join(bad)}.**"] if bad else ["No check failed."]
+    shown = [f"**FAILED: {', '.join(bad)}.**"] if bad else ["No check failed."]
     if missing:
-        said.append(f"Not run: {', '.join(missing)}.")
+        shown.append(f"Not run: {', '.join(missing)}.")
     if partly:
-        said.append(f"Run in part: {', '.join(partly)}.")
-    return " ".join(said)
+        shown.append(f"Run in part: {', '.join(partly)}.")
+    return " ".join(shown)
 
 
 def recommended(checks: Sequence[Check]) -> str:
@@ -99,7 +99,7 @@ def _figures(checks: Sequence[Check]) -> Iterator[str]:
     for check in checks:
         for figure in figures_of([check]):
             ratio = "" if figure.ratio is None else digits(figure.ratio)
-            values = (said(figure.predicted), said(figure.measured))
+            values = (shown(figure.predicted), shown(figure.measured))
             rows.append((check.name, figure.name, figure.unit, *values, ratio))
     if not rows:
         yield "None."
@@ -160,8 +160,8 @@ def corrections(figures: Sequence[Figure]) -> dict[str, float]:
 def _correction(figure: Figure) -> str:
     ratio = "" if figure.ratio is None else f", {digits(figure.ratio)} times as much"
     text = (
-        f"{figure.name}: predicted {said(figure.predicted)} {figure.unit}, measured "
-        f"{said(figure.measured)} {figure.unit}{ratio}."
+        f"{figure.name}: predicted {shown(figure.predicted)} {figure.unit}, measured "
+        f"{shown(figure.measured)} {figure.unit}{ratio}."
     )
     if figure.constant and figure.value is not None:
         text += f" Corrects `{figure.constant}`: set it to {digits(figure.value, 4)}."
@@ -172,7 +172,7 @@ def _correction(figure: Figure) -> str:
     return text
 
 
-def said(value: float | None) -> str:
+def shown(value: float | None) -> str:
     """A number in few digits; integers in full."""
     if value is None:
         return ""

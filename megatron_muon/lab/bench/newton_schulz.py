@@ -85,13 +85,13 @@ def main(argv: Sequence[str]) -> int:
     add("--rounds", **numbers, default=9, help="times each row runs (%(default)s)")
     add("--device", default="cpu", help="torch's name of the device (%(default)s)")
     add_outputs(parser)
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        require_outputs(given)
-        device = device_of(given.device)
+        require_outputs(args)
+        device = device_of(args.device)
     except ValueError as error:
         parser.error(str(error))
-    write_json(given.json, _report(given, MuonConfig(ns_dtype=given.dtype), device))
+    write_json(args.json, _report(args, MuonConfig(ns_dtype=args.dtype), device))
     return 0
 
 
@@ -105,7 +105,7 @@ class _Row:
 
 
 def _report(
-    given: argparse.Namespace, config: MuonConfig, device: torch.device
+    args: argparse.Namespace, config: MuonConfig, device: torch.device
 ) -> dict[str, Any]:
     """Print a row for each iteration and shape; return all figures."""
     auto = numerics_on(device, replace(config, ns_iteration="auto"))
@@ -123,23 +123,25 @@ def _report(
             others[name] = peer
     figures: list[dict[str, Any]] = []
     top = ceiling(device, auto.dtype)
-    for shape in given.shapes:
-        rows = [*_rows(shape, given.batch, config, others, device), top]
+    for shape in args.shapes:
+        rows = [*_rows(shape, args.batch, config, others, device), top]
         numbers = torch.Generator().manual_seed(0)
-        matrices = torch.randn(given.batch, *shape, generator=numbers)
+        matrices = torch.randn(args.batch, *shape, generator=numbers)
         matrices = matrices.to(device, TORCH_DTYPE[auto.travels])
-        times = interleaved([row.run for row in rows], matrices, given.rounds)
-        own = list(_figures(rows, times))
+        times = interleaved([row.run for row in rows], matrices, args.rounds)
+        shown = list(_figures(rows, times))
         name = f"{shape[0]}x{shape[1]}"
-        figures += [{"shape": name, **row} for row in own]
-        print("\n".join(["", name, *aligned([_HEADS, *map(_cells, own)])]), flush=True)
+        figures += [{"shape": name, **row} for row in shown]
+        print(
+            "\n".join(["", name, *aligned([_HEADS, *map(_cells, shown)])]), flush=True
+        )
     return {
         "ns_coefficients": config.ns_coefficients,
         "ns_steps": config.ns_steps,
         "ns_dtype": auto.dtype,
         "device": str(device),
         "threads": threads,
-        "batch": given.batch,
+        "batch": args.batch,
         "ceiling": top.name,
         "rows": figures,
     }
@@ -185,10 +187,10 @@ def _one_by_one(run: Run) -> Run:
 def _takes_batches(run: Run, device: torch.device) -> bool:
     small = torch.randn(2, 8, 16, device=device, dtype=torch.bfloat16)
     try:
-        made = run(small)
+        result = run(small)
     except Exception:  # a package may raise anything for three dimensions
         return False
-    return isinstance(made, Tensor) and made.shape == small.shape
+    return isinstance(result, Tensor) and result.shape == small.shape
 
 
 def ceiling(device: torch.device, dtype: NsDtype) -> _Row:
@@ -216,14 +218,14 @@ def _figures(
     last one the ceiling, which has no ratio, since its work differs.
     """
     top = rows[-1].flops
-    for row, own in zip(rows, times, strict=True):
+    for row, ms in zip(rows, times, strict=True):
         of_ceiling = None
         if row.flops is not None and top is not None:
-            of_ceiling = row.flops / top * _median_ratio(times[-1], own)
+            of_ceiling = row.flops / top * _median_ratio(times[-1], ms)
         yield {
             "name": row.name,
-            "ms": {"median": statistics.median(own), "min": min(own), "max": max(own)},
-            "ratio": None if row is rows[-1] else _median_ratio(times[0], own),
+            "ms": {"median": statistics.median(ms), "min": min(ms), "max": max(ms)},
+            "ratio": None if row is rows[-1] else _median_ratio(times[0], ms),
             "flops": row.flops,
             "of_ceiling": of_ceiling,
         }

@@ -66,9 +66,9 @@ def main(argv: Sequence[str]) -> int:
     gpu, cpu = ("x".join(map(str, shape)) for shape in (_GPU_SHAPE, _CPU_SHAPE))
     text = f"shape of the matrix (default: {gpu}; on a CPU {cpu})"
     parser.add_argument("--shape", type=shape_of, metavar="ROWSxCOLS", help=text)
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        task = _task(given)
+        task = _task(args)
     except ValueError as error:
         parser.error(str(error))
     _report(task, run_ranks(task))
@@ -121,10 +121,10 @@ def _meet(device: torch.device) -> None:
     collectives.all_gather_numbers([0], None, device)
 
 
-def _task(given: Namespace) -> Task:
-    world = given.ranks or torch.cuda.device_count() or 2
+def _task(args: Namespace) -> Task:
+    world = args.ranks or torch.cuda.device_count() or 2
     gpu = gpus_for(world, "--ranks", "--ranks")
-    shape = given.shape or (_GPU_SHAPE if gpu else _CPU_SHAPE)
+    shape = args.shape or (_GPU_SHAPE if gpu else _CPU_SHAPE)
     job = SpeedsJob(MuonConfig(), shape, _MESSAGE, _ROUNDS, gpu)
     return Task(
         measure, job, world, gpus=gpu, threads=threads_for(world, None), seconds=600.0

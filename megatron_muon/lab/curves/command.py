@@ -47,30 +47,31 @@ def main(argv: Sequence[str]) -> int:
     )
     add("--window", type=float, metavar="PART", help=window)
     add_outputs(parser, plot="losses and leading ratios")
-    given = parsed(parser, argv)
+    args = parsed(parser, argv)
     # what these import is of the extra [lab], which --help does not need
     from megatron_muon.lab.curves.compare import compare
     from megatron_muon.lab.curves.files import KINDS, read_curves
 
-    files = dict(map(_files, given.runs))
-    tags = dict(tag.partition("=")[::2] for tag in given.tag)
-    if len(files) < 2 or len(files) < len(given.runs):
+    files = dict(map(_files, args.runs))
+    tags = dict(tag.partition("=")[::2] for tag in args.tag)
+    if len(files) < 2 or len(files) < len(args.runs):
         parser.error("give two runs or more, of different names: NAME=FILE")
-    if given.window is not None and not 0 <= given.window <= 0.5:
+    if args.window is not None and not 0 <= args.window <= 0.5:
         parser.error(
-            f"--window {given.window}: it is a part of the points from 0 to 0.5"
+            f"--window {args.window}: it is a part of the points from 0 to 0.5"
         )
     if not set(tags) <= set(KINDS) or not all(tags.values()):
         parser.error(f"--tag is KIND=NAME, with a kind of {', '.join(KINDS)}")
     runs = {
-        name: [read_curves(file, tags) for file in own] for name, own in files.items()
+        name: [read_curves(path, tags) for path in paths]
+        for name, paths in files.items()
     }
-    found = compare(runs, given.window)
-    write_json(given.json, found)
-    if given.plot is not None:
+    found = compare(runs, args.window)
+    write_json(args.json, found)
+    if args.plot is not None:
         from megatron_muon.lab.curves.figure import draw
 
-        draw(runs, found, given.plot)
+        draw(runs, found, args.plot)
     print(printable("\n\n".join(_tables(found)), kept="\n"))
     return 0
 
@@ -112,14 +113,14 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(aligned([list(rows[0]), *cells]))
 
 
-def _lead(first: str, other: str, own: dict[str, Any]) -> dict[str, str]:
-    reached = None if own["ratio"] is None else statistics.median(own["reached"])
+def _lead(first: str, other: str, lead: dict[str, Any]) -> dict[str, str]:
+    reached = None if lead["ratio"] is None else statistics.median(lead["reached"])
     return {
-        first: f"{own['step']:.1f}",
-        "loss": f"{own['loss']:.4f}",
-        other: _spread(reached, own["reached"], ".1f"),
-        "leading ratio": _spread(own["ratio"], own["ratios"], ".2f"),
-        "pairs never": f"{own['pairs'] - len(own['reached'])} of {own['pairs']}",
+        first: f"{lead['step']:.1f}",
+        "loss": f"{lead['loss']:.4f}",
+        other: _spread(reached, lead["reached"], ".1f"),
+        "leading ratio": _spread(lead["ratio"], lead["ratios"], ".2f"),
+        "pairs never": f"{lead['pairs'] - len(lead['reached'])} of {lead['pairs']}",
     }
 
 

@@ -35,10 +35,10 @@ def compare(runs: _Runs, window: float | None) -> dict[str, Any]:
         first = next(iter(runs))
         found[kind] = {
             "window": part,
-            "runs": [_ending(name, own, part) for name, own in curves.items()],
+            "runs": [_ending(name, seeds, part) for name, seeds in curves.items()],
             "beside_first": [
-                {"name": name, "leads": _leads(curves[first], own, part)}
-                for name, own in curves.items()
+                {"name": name, "leads": _leads(curves[first], seeds, part)}
+                for name, seeds in curves.items()
                 if name != first
             ],
         }
@@ -46,17 +46,17 @@ def compare(runs: _Runs, window: float | None) -> dict[str, Any]:
 
 
 def _ending(name: str, curves: Sequence[Curve], window: float) -> dict[str, Any]:
-    ends = [lead.envelope(lead.smooth(own, window)).losses[-1] for own in curves]
+    ends = [lead.envelope(lead.smooth(curve, window)).losses[-1] for curve in curves]
     return {
         "name": name,
-        "steps": float(min(own.steps[-1] for own in curves)),
+        "steps": float(min(curve.steps[-1] for curve in curves)),
         "losses": [float(end) for end in ends],
-        "dropped": sum(own.dropped for own in curves),
+        "dropped": sum(curve.dropped for curve in curves),
     }
 
 
 def _leads(
-    first: Sequence[Curve], own: Sequence[Curve], window: float
+    first: Sequence[Curve], seeds: Sequence[Curve], window: float
 ) -> list[dict[str, Any]]:
-    leads = lead.leads(first, own, window)
+    leads = lead.leads(first, seeds, window)
     return [each._asdict() | {"ratio": each.ratio} for each in leads]

@@ -34,34 +34,34 @@ def curve(points: Iterable[tuple[float, float]]) -> Curve | None:
 
     A run that was resumed from a checkpoint writes steps again; the later loss counts.
     """
-    given = [(float(step), float(loss)) for step, loss in points]
-    finite = dict(point for point in given if math.isfinite(sum(point)))
-    dropped = sum(not math.isfinite(sum(point)) for point in given)
+    pairs = [(float(step), float(loss)) for step, loss in points]
+    finite = dict(point for point in pairs if math.isfinite(sum(point)))
+    dropped = sum(not math.isfinite(sum(point)) for point in pairs)
     table = np.array(sorted(finite.items()))
     return Curve(table[:, 0], table[:, 1], dropped) if len(table) else None
 
 
-def smooth(own: Curve, window: float) -> Curve:
+def smooth(line: Curve, window: float) -> Curve:
     """Means of blocks of neighbours, each of a part ``window`` of all points."""
-    size = max(1, round(len(own.steps) * window))
-    starts = np.arange(0, len(own.steps), size)
-    counts = np.diff(np.r_[starts, len(own.steps)])
-    steps, losses = (np.add.reduceat(each, starts) / counts for each in own[:2])
-    return Curve(steps, losses, own.dropped)
+    size = max(1, round(len(line.steps) * window))
+    starts = np.arange(0, len(line.steps), size)
+    counts = np.diff(np.r_[starts, len(line.steps)])
+    steps, losses = (np.add.reduceat(each, starts) / counts for each in line[:2])
+    return Curve(steps, losses, line.dropped)
 
 
-def envelope(own: Curve) -> Curve:
+def envelope(line: Curve) -> Curve:
     """The non-increasing losses nearest to these in least squares, at the same
     steps.
     """
     pools: list[tuple[float, int]] = []  # mean, points
-    for loss in own.losses.tolist():
+    for loss in line.losses.tolist():
         mean, size = loss, 1
         while pools and pools[-1][0] < mean:
             before, count = pools.pop()
             mean, size = (before * count + mean * size) / (count + size), count + size
         pools.append((mean, size))
-    return own._replace(
+    return line._replace(
         losses=np.repeat([mean for mean, _ in pools], [size for _, size in pools])
     )
 
@@ -147,4 +147,4 @@ def _level(baseline: Curve, step: float) -> tuple[float, float]:
 
 
 def _envelopes(curves: Sequence[Curve], window: float) -> list[Curve]:
-    return [envelope(smooth(own, window)) for own in curves]
+    return [envelope(smooth(line, window)) for line in curves]

@@ -28,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("checkout", metavar="CHECKOUT", nargs="?", type=Path, help=text)
     add_outputs(parser)
-    given = parsed(parser, argv)
-    checkout: Path | None = given.checkout
+    args = parsed(parser, argv)
+    checkout: Path | None = args.checkout
     if checkout is not None:
         if not (checkout / "megatron" / "training").is_dir():
             way = "give the folder with pretrain_gpt.py"
@@ -41,5 +41,5 @@ def main(argv: Sequence[str]) -> int:
     values = {row.name: row.value for row in rows}
     print("\n".join(listed(list(values.items()))))
     show("", *verdict or ["Muon would run."])
-    write_json(given.json, {"runs": not faults, "faults": faults, **values})
+    write_json(args.json, {"runs": not faults, "faults": faults, **values})
     return 1 if faults else 0

@@ -176,8 +176,10 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
     if folder is not None:
         # since core 0.17
         emerging = getattr(optimizer, "HAVE_EMERGING_OPTIMIZERS", False)
-        whose = whose_muon(megatron_version()[1], is_patched(folder), emerging)
-        yield Examined("plain command", whose)
+        by_plain_command = plain_muon(
+            megatron_version()[1], is_patched(folder), emerging
+        )
+        yield Examined("plain command", by_plain_command)
         row = _training_hooks(folder)
         # The megatron.training of an installed core (0.19 and later) runs no script:
         # not a fault.
@@ -318,7 +320,7 @@ def _not_read(row: Row, error: Exception) -> str:
     return why
 
 
-def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
+def plain_muon(version: Version, patched: bool, emerging: bool) -> str:
     """The Muon that ``--optimizer muon --use-distributed-optimizer`` starts without the
     launcher.
 

@@ -39,7 +39,7 @@ from megatron_muon.settings.flags import MUONS
 
 # Of a run that is not planned: what it writes, how it begins, and the memory of its
 # parameters.
-_LEFT_OUT = {
+_TURNED_OFF = {
     "tensorboard_dir": None,
     "wandb_project": "",
     "enable_one_logger": False,
@@ -49,7 +49,7 @@ _LEFT_OUT = {
     "use_cpu_initialization": False,
     "init_model_with_meta_device": False,
 }
-_LEFT = "left out, since it needs a GPU and changes no parameter"
+_REMOVED = "left out, since it needs a GPU and changes no parameter"
 _IN_FEW_BITS = ("fp8_param_gather", "fp4_param")
 
 
@@ -133,23 +133,23 @@ def arguments_of(
     with (
         patch.dict(os.environ, ranks),
         patch.object(sys, "argv", [str(script), *words]),
-        replaced(install, _tell=lines.extend, _on_the_cpu=_leave_out),
+        replaced(install, _tell=lines.extend, _on_the_cpu=_without_gpu),
         replaced(core, install=configs.append),
         _unheard() as printed,
     ):
         _forget()
-        given = _called(script, printed)
-        args = _initialized(given, printed)
-    notes += [line for line in lines if line.startswith((_LEFT, "--muon-dp-layout"))]
+        called_with = _called(script, printed)
+        args = _initialized(called_with, printed)
+    notes += [line for line in lines if line.startswith((_REMOVED, "--muon-dp-layout"))]
     from megatron.training.training import setup_model_and_optimizer
 
-    given["model_provider_func"] = given.get("model_provider")
+    called_with["model_provider_func"] = called_with.get("model_provider")
     arguments = ScriptArguments(**vars(args))
     arguments._setup = _named(
-        given, inspect.signature(setup_model_and_optimizer).parameters
+        called_with, inspect.signature(setup_model_and_optimizer).parameters
     )
     names = ("get_embedding_ranks", "get_position_embedding_ranks")
-    arguments.embeddings = _named(given, names)
+    arguments.embeddings = _named(called_with, names)
     return arguments, configs[-1], notes
 
 
@@ -164,7 +164,7 @@ def _with_muon(words: Sequence[str]) -> tuple[list[str], list[str]]:
     line = f" {' '.join(words)} ".replace("=", " ")
     if " --muon-backend upstream " in line:
         raise ValueError(
-            "--muon-backend upstream: this plans the plugin's Muon; leave it out"
+            "--muon-backend upstream: this plans the plugin's Muon; remove it"
         )
     name = next((name for name in MUONS if f" --optimizer {name} " in line), "muon")
     for flag in (f"--optimizer {name}", "--use-distributed-optimizer"):
@@ -190,36 +190,37 @@ def _called(script: Path, printed: io.StringIO) -> dict[str, Any]:
     raise ValueError(f"{script} ended before it called pretrain of megatron.training")
 
 
-def _initialized(given: dict[str, Any], printed: io.StringIO) -> Namespace:
+def _initialized(called_with: dict[str, Any], printed: io.StringIO) -> Namespace:
     """Megatron's arguments, parsed and validated by it with what the script gave to
     pretrain.
     """
     from megatron.training import get_args, initialize
 
     initialized = initialize.initialize_megatron
-    options = _named(given, inspect.signature(initialized).parameters)
+    options = _named(called_with, inspect.signature(initialized).parameters)
     with _refusing(printed):
         initialized(**options, skip_mpu_initialization=True)
     args: Namespace = get_args()
     return args
 
 
-def _leave_out(args: Namespace) -> list[str]:
-    """Turn off what needs a GPU; in a run on a CPU more is replaced, here nothing is
-    run.
+def _without_gpu(args: Namespace) -> list[str]:
+    """Turn off options that need a GPU; return a note on those that the run has.
+
+    A run on a CPU replaces more of them. Here nothing is run.
     """
-    for name, value in _LEFT_OUT.items():
+    for name, value in _TURNED_OFF.items():
         if hasattr(args, name):
             setattr(args, name, value)
     _take_state_bytes(args)
-    given = [
+    rows = [
         row for row in options.REFUSED if row.needs_gpu(getattr(args, row.dest, None))
     ]
-    for row in given:
+    for row in rows:
         if row.dest in _IN_FEW_BITS:
             raise NotImplementedError(
                 f"{row.option}: such weights have grad buffers of their own, which are "
-                "not planned yet; leave it out: the routing is the same"
+                "not planned yet; remove it: the routing is the same"
             )
         value = getattr(args, row.dest)
         instead = row.instead.split()
@@ -228,8 +229,8 @@ def _leave_out(args: Namespace) -> list[str]:
     kept = args.transformer_impl
     options.replace(args)
     args.transformer_impl = kept  # it has a stand-in
-    told = ", ".join(row.option for row in given)
-    return [f"{_LEFT}: {told}"] if given else []
+    names = ", ".join(row.option for row in rows)
+    return [f"{_REMOVED}: {names}"] if rows else []
 
 
 def _take_state_bytes(args: Namespace) -> None:

@@ -39,14 +39,14 @@ def main(argv: Sequence[str]) -> int:
     words = list(argv)
     if "inspect" in words:  # the verb may be given, since earlier versions need it
         words.remove("inspect")
-    given = parser.parse_args(words)
+    args = parser.parse_args(words)
     # torch, which --help does not need
     from megatron_muon.lab.inspect.report import examine
 
     try:
-        report = examine(given.path, hashes=given.hash)
+        report = examine(args.path, hashes=args.hash)
         text = as_text(report)
-        if given.json:
+        if args.json:
             text = json.dumps(asdict(report), indent=2)
         print(printable(text, kept="\n"))
         return 1 if report.faults else 0
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         status = 3
         why = (
             "megatron_muon failed, the checkpoint may be whole; please report: "
-            f"{given.path}: {type(error).__name__}: {error}"
+            f"{args.path}: {type(error).__name__}: {error}"
         )
     line = printable(" ".join(why.split()))
     print(f"{parser.prog}: error: {line}", file=sys.stderr)

@@ -43,15 +43,15 @@ def main(argv: Sequence[str]) -> int:
     """
     line = command_line(argv)
     import_megatron(PROGRAM, script=line.script)
-    given = line.given
-    assumptions: bool = given.assumptions
+    args = line.args
+    assumptions: bool = args.assumptions
     try:
-        require_outputs(given)
-        if given.sweep is None:
-            figures = _planned(Request.of(line), given.explain, assumptions)
+        require_outputs(args)
+        if args.sweep is None:
+            figures = _planned(Request.of(line), args.explain, assumptions)
         else:
-            figures = _swept(line, given.sweep, assumptions)
-        write_json(given.json, figures)
+            figures = _swept(line, args.sweep, assumptions)
+        write_json(args.json, figures)
     except BrokenPipeError:
         raise  # the reader of the output is gone
     except (*REFUSALS, TypeError, OSError) as error:
@@ -105,14 +105,14 @@ def command_line(argv: Sequence[str]) -> CommandLine:
     """Read the command's options; what comes behind them is the run's."""
     parser = _parser()
     line = CommandLine(parser, argv)
-    given = line.given
-    is_swept = (given.sweep or "").removeprefix("--").startswith(("dp=", "world-size="))
-    if not (given.world_size or given.dp or is_swept or "WORLD_SIZE" in os.environ):
+    args = line.args
+    is_swept = (args.sweep or "").removeprefix("--").startswith(("dp=", "world-size="))
+    if not (args.world_size or args.dp or is_swept or "WORLD_SIZE" in os.environ):
         parser.error(
             "the following arguments are required: --world-size or --dp (or --sweep "
             "dp=...)"
         )
-    if given.explain and given.sweep is not None:
+    if args.explain and args.sweep is not None:
         parser.error("--explain is about one run: give it without --sweep")
     return line
 

@@ -22,7 +22,7 @@ from megatron_muon.planning.grid import neighbours_of
 
 @dataclass(frozen=True, slots=True)
 class PlannedKind:
-    """Pipeline stages that are alike; the first of them stands for all."""
+    """Pipeline stages with equal plans; the first of them stands for all."""
 
     stages: list[int]  # their numbers
     # world ranks of the first of them, in the first optimizer instance
@@ -56,7 +56,7 @@ def planned_kinds(
 
     Args:
         runs: runs of one model on the same ranks, such as with different layouts. The
-            first one says which stages are alike; each is planned.
+            first one says which stages are of one kind; each run is planned.
         device: kind of device of every rank.
         numbers: the stages to look at.
 

@@ -22,7 +22,7 @@ BACK_TESTS = 0.45, 1.16
 # The assumptions of the plan in addition to constants and the training step.
 ASSUMPTIONS = (
     "not in the optimizer step: gradient reduction, norm and clipping, all-gather of "
-    "parameters, the copy to 16-bit weights; AdamW and Muon have them alike",
+    "parameters, the copy to 16-bit weights; they are the same with AdamW and Muon",
     "all ranks begin the step at the same moment, and a rank takes the same time in "
     "every step",
     "the compute and the communication stream do not slow each other down",

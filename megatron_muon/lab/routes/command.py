@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     does.
     """
     line = CommandLine(_parser(), argv)
-    given = line.given
+    args = line.args
     import_megatron(_PROGRAM, script=line.script)
     from megatron_muon.lab.routes.parameters import routes
     from megatron_muon.lab.routes.table import as_text
@@ -50,24 +50,24 @@ def main(argv: Sequence[str]) -> int:
     from megatron_muon.mcore.seams.rows import megatron_version
 
     try:
-        require_outputs(given)
+        require_outputs(args)
         run = line.settled()
         with megatron_is_quiet():
             routed = routes(run)
         package = importlib.import_module("megatron.core")
         core = {"version": megatron_version()[0]}
         core["folder"] = str(Path(package.__path__[0]).resolve())
-        if given.json is not None:
+        if args.json is not None:
             about = {"megatron_core": core, "settings": dataclasses.asdict(run.config)}
             write_json(
-                given.json, about | {"notes": run.notes} | dataclasses.asdict(routed)
+                args.json, about | {"notes": run.notes} | dataclasses.asdict(routed)
             )
     except (*REFUSALS, OSError) as error:
         stop(said(error), _PROGRAM)
     for note in run.notes:
         show(f"{_PROGRAM}: {note}", to=sys.stderr)
     show(f"megatron-core {core['version']} ({core['folder']})", "")
-    print(as_text(routed, every=given.all))
+    print(as_text(routed, every=args.all))
     return 0
 
 

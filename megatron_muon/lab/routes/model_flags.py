@@ -29,8 +29,8 @@ from megatron_muon.presence import CoreNotFoundError, MuonError, require_core
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.flags import muon_config
 
-# Megatron or the plugin refuses the flags: the user's error, to be said as argparse
-# does.
+# Megatron or the plugin refuses the flags: an error of the user's, which is printed as
+# argparse prints its own.
 REFUSALS = (ValueError, NotImplementedError, AssertionError, RuntimeError)
 USAGE = "{0} [OPTIONS] --world-size N SCRIPT ITS-ARGUMENTS...\n"
 USAGE += "       {0} [OPTIONS] --model NAME [FLAGS...]"
@@ -44,85 +44,85 @@ of its buckets change them, and Muon's flags can be given as well."""
 
 
 class CommandLine:
-    """The command line of a command that plans a run: its options, then the run's own
-    words.
+    """A command line that asks for a run.
+
+    It has the command's options, then the run's script and the script's arguments, or
+    among the options a GPT's flags.
     """
 
     def __init__(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-        """Read it, with the parser of the command's own options; argparse may end the
+        """Read it, with the parser of the command's options; argparse may end the
         process.
         """
-        found = [
-            at
-            for at, word in enumerate(argv)
-            if word.endswith(".py") and word[0] != "-"
-        ]
-        self.script = Path(argv[found[0]]).resolve() if found else None
-        end = found[0] if found else len(argv)
+        scripts = [word for word in argv if word.endswith(".py") and word[0] != "-"]
+        end = argv.index(scripts[0]) if scripts else len(argv)
+        self.script = Path(scripts[0]).resolve() if scripts else None
         self._parser = parser
         self._options = list(argv[:end])
-        self._words = list(argv[end + 1 :])
+        self._arguments = list(argv[end + 1 :])  # of the script
         _add_model(parser)
         if self.script is None:
             _add_model_flags(parser)
-        self.given = self.options()
-        if self.script is not None and self.given.model is not None:
-            parser.error(
-                "--model is for where no script is given: leave one of both out"
-            )
+        self.args = self.options()
+        if self.script is not None and self.args.model is not None:
+            parser.error("--model takes the place of a script: use only one of the two")
 
-    def options(self, words: Sequence[str] = ()) -> Namespace:
-        """The command's own options, and a preset's flags, with those among further
-        words.
+    def options(self, flags: Sequence[str] = ()) -> Namespace:
+        """The command's options and a preset's flags; ``flags`` may have more of
+        them.
         """
-        given = [*self._options, *self._split(words)[0]]
-        parsed, unknown = self._parser.parse_known_args(given)
+        words = [*self._options, *self._split(flags)[0]]
+        parsed, unknown = self._parser.parse_known_args(words)
         if unknown:
             where = "the run's own go behind its script's name"
             if self.script is None:
                 where = f"without a run's script only a GPT's flags are known; {where}"
             self._parser.error(f"unrecognized arguments: {' '.join(unknown)}: {where}")
         if parsed.model is not None and self.script is None:
-            parsed = self._parser.parse_args([*PRESETS[parsed.model].split(), *given])
+            parsed = self._parser.parse_args([*PRESETS[parsed.model].split(), *words])
         return parsed
 
-    def settled(self, words: Sequence[str] = ()) -> Run:
-        """The run, with further options of the command or of the run.
+    def settled(self, flags: Sequence[str] = ()) -> Run:
+        """The run, with further flags of the command or of the run.
 
         Raises:
             ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or
                 the plugin refuses it.
         """
-        options = self.options(words)
-        of_run = [*self._words, *self._split(words)[1]]
+        options = self.options(flags)
         if self.script is None:
             options.world_size = _world_size(options, options)
             return _settled(options)
         from megatron_muon.lab.dry_run.script import arguments_of
 
+        arguments = [*self._arguments, *self._split(flags)[1]]
         parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
         add_rank_flags(parser)
-        sizes = parser.parse_known_args(of_run)[0]
-        sizes.world_size = _world_size(options, sizes) or int(
-            os.environ.get("WORLD_SIZE", "0")
-        )
+        sizes = parser.parse_known_args(arguments)[0]
+        world_size = _world_size(options, sizes)
+        if world_size is None and "WORLD_SIZE" in os.environ:
+            world_size = int(os.environ["WORLD_SIZE"])
+        sizes.world_size = world_size
         sizes.virtual_pipeline_model_parallel_size = None
         with megatron_is_quiet():
-            world_size = sizes.world_size or ranks_of(sizes).world
-            args, config, notes = arguments_of(self.script, of_run, world_size)
+            args, config, notes = arguments_of(
+                self.script, arguments, world_size or ranks_of(sizes).world
+            )
         return Run(args, config, ranks_of(args), tuple(notes))
 
-    def _split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Words of the command's own options, and those that go behind the script's."""
-        own: list[str] = []
-        of_run: list[str] = []
-        into = own
-        for word in words:
+    def _split(self, flags: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The flags that are the command's options, and those of the script."""
+        options: list[str] = []
+        arguments: list[str] = []
+        into = options
+        for word in flags:
             if word.startswith("--"):
-                is_own = word.partition("=")[0] in self._parser._option_string_actions
-                into = own if is_own or self.script is None else of_run
+                is_option = self._parser._option_string_actions.get(
+                    word.partition("=")[0]
+                )
+                into = options if is_option or self.script is None else arguments
             into.append(word)
-        return own, of_run
+        return options, arguments
 
 
 def import_megatron(program: str, script: Path | None = None) -> None:
@@ -186,8 +186,8 @@ def muon_settings(flags: Namespace) -> MuonConfig:
     ):
         if value == "upstream":
             raise ValueError(
-                f"{option} upstream is not supported: this is about the plugin's Muon, "
-                "with its own defaults; leave it out, and give the values themselves"
+                f"{option} upstream is not supported here, where the plugin's Muon has "
+                "its own defaults: remove it, and give the values themselves"
             )
     return dataclasses.replace(muon_config(flags), align_shards=aligns_shards(flags))
 
@@ -208,9 +208,7 @@ def said(error: BaseException) -> str:
 
 
 def _settled(flags: Namespace) -> Run:
-    """Check the flags of a GPT and choose what a run would choose: layers and
-    buckets.
-    """
+    """Check the flags of a GPT, and choose the layout and the buckets of its run."""
     from megatron_muon.megatron_lm.bucketing import choose_buckets
     from megatron_muon.megatron_lm.layouts import own_layout
 
@@ -237,7 +235,8 @@ def _world_size(options: Namespace, sizes: Namespace) -> int | None:
         return stated
     if stated is not None:
         raise ValueError(
-            "--dp and --world-size both state the number of ranks: leave one out"
+            "--dp and --world-size both state the number of ranks: use only one of the "
+            "two"
         )
     tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
     return dp * int(tp * pp * sizes.context_parallel_size)

@@ -69,7 +69,7 @@ class RoutedStage:
     # of the world, in the order of the stage; of the first instance
     ranks: tuple[int, ...]
     lines: tuple[str, ...]  # those that a run prints about the stage at its start
-    # all of them, those of an expert on every EP rank
+    # all parameters; of an expert's there is one for each EP rank
     parameters: tuple[RoutedParameter, ...]
 
 

@@ -50,14 +50,14 @@ def _shared(stage: RoutedStage) -> list[list[RoutedParameter]]:
 
     Their names are all numbers of some layers times all numbers of some experts.
     """
-    alike: dict[Any, dict[int | None, list[RoutedParameter]]] = {}
+    kinds: dict[Any, dict[int | None, list[RoutedParameter]]] = {}
     for row in stage.parameters:
         pattern, layer, _ = _numbered(row.name)
         sizes = tuple((m.rows, m.cols) for m in row.matrices)
         kind = pattern, row.shape, row.tp, row.reason, row.lr_mult, row.wd_mult, sizes
-        alike.setdefault(kind, {}).setdefault(layer, []).append(row)
+        kinds.setdefault(kind, {}).setdefault(layer, []).append(row)
     lines: list[list[RoutedParameter]] = []
-    for by_layer in alike.values():
+    for by_layer in kinds.values():
         by_experts: dict[tuple[int | None, ...], list[RoutedParameter]] = {}
         for members in by_layer.values():
             experts = tuple(_numbered(row.name)[2] for row in members)

@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="TRACE", help="a file, or a folder")
     add_outputs(parser, plot="each rank's bar")
-    given = parsed(parser, argv)
-    paths: list[Path] = given.runs
+    args = parsed(parser, argv)
+    paths: list[Path] = args.runs
     if paths[0] == Path("report"):  # a verb, which earlier versions need
         paths = paths[1:]
     if not paths:
@@ -49,10 +49,10 @@ def main(argv: Sequence[str]) -> int:
     runs = [
         read_run(path, name) for path, name in zip(paths, names_of(paths), strict=True)
     ]
-    write_json(given.json, as_json(runs))
-    if given.plot is not None:
+    write_json(args.json, as_json(runs))
+    if args.plot is not None:
         from megatron_muon.lab.trace.figure import draw
 
-        draw(runs, given.plot)
+        draw(runs, args.plot)
     print(printable(as_text(runs), kept="\n"))
     return 0

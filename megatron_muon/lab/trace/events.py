@@ -96,8 +96,8 @@ def rank_of(path: Path, metadata: Mapping[str, Any], otherwise: int) -> int:
     """The rank whose trace this is, by the trace, else by its file's name, else
     ``otherwise``.
     """
-    told = metadata.get("distributedInfo")
-    rank = told.get("rank") if isinstance(told, dict) else None
+    world = metadata.get("distributedInfo")
+    rank = world.get("rank") if isinstance(world, dict) else None
     if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 1 << 30:
         return rank
     named = _RANK.search(path.name)

@@ -63,7 +63,7 @@ class RankTrace:
                 raise TraceError(f"{path}: event {number}: {error}") from error
         if self._start > self._stop:
             raise TraceError(f"{path}: no event in it has a duration")
-        own = self.file.metadata.get("megatron_muon")
+        ours = self.file.metadata.get("megatron_muon")
         self.device = "gpu" if self._has_device else "cpu"
         self.compute = self._device if self._has_device else self._host
         self.optimizer = optimizer[max(optimizer)] if optimizer else None
@@ -71,7 +71,7 @@ class RankTrace:
         self.has_marks = bool(self.steps)
         self.steps = sorted(self.steps) or [(self._start, self._stop)]
         # kernels run after the host has left the step
-        if self._has_device and own is None:
+        if self._has_device and ours is None:
             self.steps[-1] = (self.steps[-1][0], max(self._stop, self.steps[-1][0]))
         _place(self._launches, self._marks)
         self.calls = self._learned()
@@ -120,16 +120,17 @@ class RankTrace:
                 self._launches, key=lambda c: (c.elements is not None, -c.is_operator)
             )
             by_id = {launch.external: launch for launch in launches if launch.external}
-            launched = [by_id.get(own.external) for own in calls]
+            launched = [by_id.get(event.external) for event in calls]
         elif self._gloo:
             calls, launched = self._gloo, _assigned(self._gloo, self._launches)
-            for own, launch in zip(calls, launched, strict=True):
-                own.operation = own.operation if launch is None else launch.operation
+            for event, launch in zip(calls, launched, strict=True):
+                if launch is not None:
+                    event.operation = launch.operation
         else:  # no gloo, or a torch that does not mark it: what the host sees
             calls = [launch for launch in self._launches if launch.is_operator]
             launched = list(calls)
-        for own, launch in zip(calls, launched, strict=True):
-            own.learn(launch)
+        for event, launch in zip(calls, launched, strict=True):
+            event.learn(launch)
         return calls
 
 

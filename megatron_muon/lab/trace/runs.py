@@ -63,9 +63,9 @@ def read_run(path: Path, name: str) -> Run:
         trace = RankTrace(file)
         rank = rank_of(file, trace.file.metadata, number)
         if rank in ranks:
-            told = f"{ranks[rank]['file']} is of rank {rank}, too"
+            other = f"{ranks[rank]['file']} is of rank {rank}, too"
             raise TraceError(
-                f"{file}: {told}: give one run's folder, or each file by itself"
+                f"{file}: {other}: give one run's folder, or each file by itself"
             )
         ranks[rank], of_rank = _measured(trace)
         kinds += [{"rank": rank, **each} for each in of_rank]
@@ -111,15 +111,15 @@ def _measured(trace: RankTrace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             f"{trace.file.path}: it has more than {_MOST_KINDS} kinds of collectives"
         )
     kinds = []
-    for name, own in calls.items():
-        spans = Spans((call.start, call.stop) for call in own)
+    for name, of_kind in calls.items():
+        spans = Spans((call.start, call.stop) for call in of_kind)
         us = spans.length(steps)
         sums = {
-            "count": len(own),
+            "count": len(of_kind),
             "ms": us / 1e3,
             "exposed_ms": (us - spans.length(compute)) / 1e3,
-            "bytes": sum(call.bytes for call in own),
-            "sent_bytes": sum(call.sent_bytes for call in own),
+            "bytes": sum(call.bytes for call in of_kind),
+            "sent_bytes": sum(call.sent_bytes for call in of_kind),
         }
         means = {key: value / number for key, value in sums.items()}
         kinds.append({"name": name} | means)
@@ -133,10 +133,10 @@ def names_of(paths: Sequence[Path]) -> list[str]:
         for path in paths
     ]
     longer = [
-        f"{path.resolve().parent.name}/{own}"
-        for path, own in zip(paths, plain, strict=True)
+        f"{path.resolve().parent.name}/{of_kind}"
+        for path, of_kind in zip(paths, plain, strict=True)
     ]
-    numbered = [f"{number}:{own}" for number, own in enumerate(longer, 1)]
+    numbered = [f"{number}:{of_kind}" for number, of_kind in enumerate(longer, 1)]
     return next(
         names for names in (plain, longer, numbered) if len(set(names)) == len(names)
     )

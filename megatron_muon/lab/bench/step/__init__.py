@@ -1,3 +1,1 @@
-"""``megatron-muon bench step``: optimizer steps of AdamW and kinds of Muon, in
-turns.
-"""
+"""``megatron-muon bench step``: optimizer steps of AdamW and of kinds of Muon."""

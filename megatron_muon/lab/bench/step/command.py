@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _task(flags: Namespace) -> Task:
-    """The task of the ranks; says why upstream's row is left out of it, if it is."""
+    """The task of the ranks; says why upstream's row is not measured, if it is not."""
     from megatron_muon.lab.bench.step.measure import StepJob, measure
     from megatron_muon.lab.bench.step.rows import UPSTREAM, rows
     from megatron_muon.lab.bench.step.upstream import why_no_upstream

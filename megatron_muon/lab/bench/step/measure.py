@@ -1,9 +1,9 @@
 """A rank's part in ``megatron-muon bench step``: in each round every row takes one
 step.
 
-Memory holds one row at a time. Before its turn a row's storage is allocated and filled.
+Memory holds one row at a time. Before a row's step its storage is allocated and filled.
 Weights and gradients get noise that is the same for every row, optimizer state zeros.
-After its turn the storage is freed. So every step is a first step from the same
+After the step the storage is freed. So every step is a first step from the same
 weights. All rows of our Muon with the same iteration must end it with the same bits.
 """
 
@@ -140,7 +140,7 @@ class _Contender:
                 watch.time(group, name, PARAM_GATHER)
 
     def park(self) -> None:
-        """Free the storage that the row only needs in its turn."""
+        """Free the storage that the row only needs for its steps."""
         self._optimizer.zero_grad()
         storages = [tensor.untyped_storage() for tensor in self._tensors()]
         by_place = {storage.data_ptr(): storage for storage in storages}

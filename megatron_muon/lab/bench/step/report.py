@@ -109,12 +109,12 @@ def _weights(rows: Sequence[Row], lines: Sequence[table.Line]) -> dict[str, bool
         if row.kind == "muon":
             sets.setdefault(str(row.config.ns_iteration), []).append(line)
     verdicts = {}
-    for alike in sets.values():
-        if len(alike) > 1:
-            same = checksums_agree([line.ranks for line in alike])
-            names = ", ".join(line.name for line in alike)
-            verdict = "the same, bit by bit" if same else "NOT the same"
-            verdicts[f"weights after a step of {names}: {verdict}"] = same
+    for members in sets.values():
+        if len(members) > 1:
+            agree = checksums_agree([line.ranks for line in members])
+            names = ", ".join(line.name for line in members)
+            verdict = "the same, bit by bit" if agree else "NOT the same"
+            verdicts[f"weights after a step of {names}: {verdict}"] = agree
     return verdicts
 
 
