@@ -14,30 +14,17 @@ from typing import Any
 
 from megatron_muon.lab.dry_run.numbers import MOST_THINGS, count, finite, up_to
 
-_SIZES = (
-    "--hidden-size",
-    "--ffn-hidden-size",
-    "--num-attention-heads",
-    "--num-query-groups",
-    "--kv-channels",
-    "--vocab-size",
-    "--padded-vocab-size",
-    "--seq-length",
-    "--max-position-embeddings",
-    "--moe-ffn-hidden-size",
-    "--q-lora-rank",
-    "--num-virtual-stages-per-pipeline-rank",
-    "--ddp-bucket-size",
-    "--ddp-num-buckets",
-    "--global-batch-size",
-)
-_FROM_ZERO = (
-    "--num-layers",
-    "--num-experts",
-    "--moe-shared-expert-intermediate-size",
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-)
+_SIZES = """
+    --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups
+    --kv-channels --vocab-size --padded-vocab-size --seq-length
+    --max-position-embeddings --moe-ffn-hidden-size --q-lora-rank
+    --num-virtual-stages-per-pipeline-rank --ddp-bucket-size --ddp-num-buckets
+    --global-batch-size
+""".split()
+_FROM_ZERO = """
+    --num-layers --num-experts --moe-shared-expert-intermediate-size
+    --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
+""".split()
 _SIZES_OF = {
     "--make-vocab-size-divisible-by": 128,
     "--moe-router-topk": 2,
@@ -46,27 +33,15 @@ _SIZES_OF = {
     "--qk-pos-emb-head-dim": 64,
     "--v-head-dim": 128,
 }
-_SWITCHES = (
-    "--group-query-attention",
-    "--swiglu",
-    "--untie-embeddings-and-output-weights",
-    "--bf16",
-    "--fp16",
-    "--qk-layernorm",
-    "--multi-latent-attention",
-    "--sequence-parallel",
-    "--add-qkv-bias",
-    "--use-distributed-optimizer",
-    "--overlap-grad-reduce",
-    "--overlap-param-gather",
-    "--overlap-param-gather-with-optimizer-step",
-    "--accumulate-allreduce-grads-in-fp32",
-    "--grad-reduce-in-bf16",
-    "--ddp-pad-buckets-for-high-nccl-busbw",
-    "--use-precision-aware-optimizer",
-    "--optimizer-cpu-offload",
-    "--overlap-cpu-optimizer-d2h-h2d",
-)
+_SWITCHES = """
+    --group-query-attention --swiglu --untie-embeddings-and-output-weights --bf16
+    --fp16 --qk-layernorm --multi-latent-attention --sequence-parallel
+    --add-qkv-bias --use-distributed-optimizer --overlap-grad-reduce
+    --overlap-param-gather --overlap-param-gather-with-optimizer-step
+    --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16
+    --ddp-pad-buckets-for-high-nccl-busbw --use-precision-aware-optimizer
+    --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d
+""".split()
 _OF_RANKS = {
     "--tensor-model-parallel-size": "--tp",
     "--pipeline-model-parallel-size": "--pp",
@@ -77,17 +52,15 @@ _OF_RANKS = {
 
 def add_rank_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that divide the ranks, with short names, hidden from ``--help``."""
+
+    def add(*names: str, **options: Any) -> None:
+        parser.add_argument(*names, help=argparse.SUPPRESS, **options)
+
     for name, short in _OF_RANKS.items():
-        parser.add_argument(
-            name, short, type=count(), default=1, help=argparse.SUPPRESS
-        )
-    name = "--expert-tensor-parallel-size"
-    parser.add_argument(name, "--etp", type=count(), help=argparse.SUPPRESS)
-    name = "--num-distributed-optimizer-instances"
-    parser.add_argument(name, type=count(), default=1, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--use-tp-pp-dp-mapping", action="store_true", help=argparse.SUPPRESS
-    )
+        add(name, short, type=count(), default=1)
+    add("--expert-tensor-parallel-size", "--etp", type=count())
+    add("--num-distributed-optimizer-instances", type=count(), default=1)
+    add("--use-tp-pp-dp-mapping", action="store_true")
 
 
 def add_megatron_flags(parser: argparse.ArgumentParser) -> None:

@@ -17,20 +17,11 @@ from megatron_muon.console import printable
 from megatron_muon.lab.trace.spans import Interval
 
 COMMS = "record_param_comms"  # torch's event about a collective of any backend
-_OPERATIONS = (  # the longer ones first
-    "reduce_scatter",
-    "all_reduce",
-    "all_gather",
-    "all_to_all",
-    "broadcast",
-    "send_recv",
-    "barrier",
-    "scatter",
-    "gather",
-    "reduce",
-    "recv",
-    "send",
-)
+# The longer ones first.
+_OPERATIONS = """
+    reduce_scatter all_reduce all_gather all_to_all broadcast send_recv barrier scatter
+    gather reduce recv send
+""".split()
 _DTYPES = {  # as traces spell them, by short name
     "fp64": "double float64",
     "fp32": "float float32",
@@ -77,15 +68,11 @@ class Call:
             if self.operation in ("nccl", "send_recv"):
                 self.operation = launch.operation or self.operation
             self.dtype = self.dtype or launch.dtype
-            known = [
-                each for each in (self.elements, launch.elements) if each is not None
-            ]
-            # gloo's own event has a rank's part only
-            self.elements = max(known, default=None)
-            self.ranks, self.group = (
-                self.ranks or launch.ranks,
-                self.group or launch.group,
-            )
+            if launch.elements is not None:
+                # gloo's own event has a rank's part only
+                self.elements = max(self.elements or 0, launch.elements)
+            self.ranks = self.ranks or launch.ranks
+            self.group = self.group or launch.group
             self.place = launch.place
         self.place = self.place or self.group
 
