@@ -170,6 +170,23 @@ def in_lab(module: str) -> bool:
     return room(module) == "lab"
 
 
+def test_plan_hands_typed_runs_on() -> None:
+    """And reaches Megatron-LM's flags and hooks by what makes a run of a command line:
+    ``CommandLine.settled``, for a script by ``arguments_of``.
+    """
+    climbing = set()
+    for path in FILES:
+        lab = inner_room(dotted(path), "lab")
+        above = {other for other in own_imports(path) if room(other) == "megatron_lm"}
+        if above and lab in ("plan", "dry_run", "routes"):
+            climbing.add(dotted(path))
+        if lab == "plan":
+            nodes = ast.walk(ast.parse(path.read_text()))
+            names = {node.id for node in nodes if isinstance(node, ast.Name)}
+            assert names.isdisjoint({"Any", "Namespace"}), path
+    assert climbing == {"lab.routes.model_flags", "lab.dry_run.script"}
+
+
 def test_no_modules_import_each_other() -> None:
     graph = {module: own_imports(path) - {module} for module, path in MODULES.items()}
     assert list(circles(graph)) == []
