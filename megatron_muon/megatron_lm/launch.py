@@ -19,7 +19,6 @@ from pathlib import Path
 
 from megatron_muon.console import say
 from megatron_muon.presence import MuonError, require_core, version_parts
-from megatron_muon.version import __version__
 
 USAGE = (
     "usage: torchrun ... -m megatron_muon [--muon-cpu] SCRIPT.py [its arguments, with "
@@ -46,8 +45,7 @@ class LostGpuError(MuonError, RuntimeError):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run a training script of a Megatron-LM checkout: its path and arguments, or
-    ``--version``.
+    """Run a training script of a Megatron-LM checkout: its path and arguments.
 
     Raises:
         SystemExit: no script is given, or it is not there.
@@ -59,9 +57,6 @@ def main(argv: Sequence[str]) -> None:
         argv = [*argv[1:2], ON_CPU, *argv[2:]]
     if not argv or argv[0] in ("-h", "--help", ON_CPU):
         raise SystemExit(USAGE)
-    if list(argv) == ["--version"]:
-        print(f"megatron-muon {__version__}")
-        return
     script = Path(argv[0]).resolve()
     if not script.is_file():
         raise SystemExit(f"no script {argv[0]}\n{USAGE}")

@@ -300,7 +300,7 @@ def test_lines_of_a_run_are_printed_by_say_which_takes_any_encoding() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
     }
     of_runs = {each for each in printing if not in_lab(each)}
-    assert of_runs == {"console", "megatron_lm.launch"}  # the launcher's --version
+    assert of_runs == {"console"}
 
 
 def _loaded_after(statement: str) -> set[str]:
