@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from megatron_muon.console import printable
 from megatron_muon.lab.interrupts import run_command
 from megatron_muon.lab.outputs import CommandError
-from megatron_muon.presence import CoreNotFoundError, SeamError, core_version
+from megatron_muon.presence import MuonError, core_version
 from megatron_muon.version import __version__
 
 # By name: a module of the lab with ``main(arguments) -> exit status``, and what it
@@ -148,11 +148,9 @@ def _is_asked_for(words: Sequence[str], arguments: Sequence[str]) -> bool:
     """Whether a line has the command of ``words``, and their flag if they end with
     one.
     """
-    command = [word for word in words if not word.startswith("-")]
-    flags = {argument.partition("=")[0] for argument in arguments[len(command) :]}
-    return arguments[: len(command)] == command and flags.issuperset(
-        words[len(command) :]
-    )
+    size = sum(not word.startswith("-") for word in words)
+    flags = {argument.partition("=")[0] for argument in arguments[size:]}
+    return arguments[:size] == words[:size] and flags.issuperset(words[size:])
 
 
 def _named(
@@ -169,37 +167,30 @@ def _named(
         return 2
     gc.set_threshold(10_000)  # a sixth of an import of Megatron goes into collections
     try:
-        return int(
-            importlib.import_module(f"megatron_muon.lab.{commands[name][0]}").main(rest)
-        )
+        module = importlib.import_module(f"megatron_muon.lab.{commands[name][0]}")
+        return int(module.main(rest))
     except BrokenPipeError:
         raise  # the reader of the output is gone, which is no error of a file
-    except ModuleNotFoundError as error:
-        if isinstance(error, CoreNotFoundError):
-            why = str(error)
-        elif error.name in LIBRARIES:
-            why = f"it needs {error.name}: pip install {error.name}"
-        else:
-            raise
-    except (CommandError, SeamError, OSError) as error:
+    except (CommandError, MuonError, OSError) as error:
         why = str(error)
+    except ModuleNotFoundError as error:
+        if error.name not in LIBRARIES:
+            raise
+        why = f"it needs {error.name}: pip install {error.name}"
     print(f"{program} {name}: error: {printable(why, kept=chr(10))}", file=sys.stderr)
     return 1
 
 
 def _usage(program: str, commands: Mapping[str, tuple[str, str]]) -> str:
-    end = ", or --version" if commands is COMMANDS else ""
-    width = max(map(len, commands)) + 4
-    lines = [f"usage: {program} COMMAND ... (COMMAND --help says more){end}"]
+    usage = f"usage: {program} COMMAND ... (COMMAND --help says more)"
     if commands is COMMANDS:
-        lines += [
+        usage += (
+            ", or --version\n"
             "       python -m megatron_muon SCRIPT.py ...  (a script of Megatron-LM's)"
-        ]
-    lines += [""]
+        )
+    width = max(map(len, commands)) + 4
+    lines = [usage, ""]
     for name, (_, purpose) in commands.items():
-        first, *more = textwrap.wrap(purpose, 80 - width)
-        lines += [
-            f"  {name:{width - 2}}{first}",
-            *(" " * width + line for line in more),
-        ]
+        indented = textwrap.indent(textwrap.fill(purpose, 80 - width), " " * width)
+        lines.append(f"  {name:{width - 2}}{indented[width:]}")
     return "\n".join(lines)

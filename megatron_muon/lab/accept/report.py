@@ -49,12 +49,14 @@ def verdict(checks: Sequence[Check]) -> str:
     bad = [check.name for check in checks if check.verdict == "FAILED"]
     missing = [check.name for check in checks if check.verdict == "not run"]
     partly = [check.name for check in checks if check.verdict == "ok" and check.missing]
-    shown = [f"**FAILED: {', '.join(bad)}.**"] if bad else ["No check failed."]
+    sentences = ["No check failed."]
+    if bad:
+        sentences = [f"**FAILED: {', '.join(bad)}.**"]
     if missing:
-        shown.append(f"Not run: {', '.join(missing)}.")
+        sentences.append(f"Not run: {', '.join(missing)}.")
     if partly:
-        shown.append(f"Run in part: {', '.join(partly)}.")
-    return " ".join(shown)
+        sentences.append(f"Run in part: {', '.join(partly)}.")
+    return " ".join(sentences)
 
 
 def recommended(checks: Sequence[Check]) -> str:

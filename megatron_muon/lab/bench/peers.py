@@ -32,9 +32,8 @@ def peers(
         try:
             run = make(steps, device)
             run(torch.ones(8, 16, device=device, dtype=dtype))
-        except (
-            Exception
-        ) as reason:  # a package may raise anything; the other rows go on
+        # a package may raise anything; the other rows go on
+        except Exception as reason:
             lines = str(reason).strip().splitlines() or [type(reason).__name__]
             yield name, lines[0]
         else:

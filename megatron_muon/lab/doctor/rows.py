@@ -299,9 +299,8 @@ def _hooks(name: str, table: Sequence[Row], *, needed: bool) -> Examined:
             check_row(row, text)
         except (SeamError, ImportError) as error:
             missing[str(row)] = str(error)
-        except (
-            Exception
-        ) as error:  # whatever a foreign package raises where it is imported
+        # whatever a foreign package raises where it is imported
+        except Exception as error:
             missing[str(row)] = _not_read(row, error)
     count = f"{len(rows) - len(missing)} of {len(rows)}"
     faults = [*missing.values()] if needed else []

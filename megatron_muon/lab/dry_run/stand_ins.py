@@ -126,39 +126,35 @@ class _Linear(torch.nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        make = functools.partial(torch.empty, device=device, dtype=params_dtype)
+        marks = {"sequence_parallel": sequence_parallel}
         if normalization is not None:
-            for name in (
-                ("weight", "bias") if normalization == "LayerNorm" else ("weight",)
-            ):
-                values = torch.empty(in_features, device=device, dtype=params_dtype)
-                norm = _parameter(values, sequence_parallel=sequence_parallel)
+            names = ("weight", "bias") if normalization == "LayerNorm" else ("weight",)
+            for name in names:
+                norm = _parameter(
+                    make(in_features), sequence_parallel=sequence_parallel
+                )
                 setattr(self, f"layer_norm_{name}", norm)
         if parallel_mode == "column":
             out_features //= tp_size
         elif parallel_mode == "row":
             in_features //= tp_size
         self.in_features, self.out_features = in_features, out_features
-        self.parallel_mode, self.tp_size, self.num_gemms = (
-            parallel_mode,
-            tp_size,
-            num_gemms,
-        )
+        self.parallel_mode, self.tp_size = parallel_mode, tp_size
+        self.num_gemms = num_gemms
         dim = 1 if parallel_mode == "row" else 0
         for number in range(num_gemms) if num_gemms else ("",):
-            values = torch.empty(
-                out_features, in_features, device=device, dtype=params_dtype
-            )
-            setattr(self, f"weight{number}", _parallel(values, dim))
+            weight = _parallel(make(out_features, in_features), dim)
+            setattr(self, f"weight{number}", weight)
             if not bias:
                 setattr(self, f"bias{number}", torch.Tensor())
-                continue
-            values = torch.empty(out_features, device=device, dtype=params_dtype)
-            bias_of = _parameter(values, sequence_parallel=sequence_parallel)
-            if parallel_mode == "column":
-                bias_of = _parallel(values, 0)
-            elif parallel_mode is None:
-                bias_of = _parameter(values)
-            setattr(self, f"bias{number}", bias_of)
+            elif parallel_mode == "column":
+                setattr(self, f"bias{number}", _parallel(make(out_features), 0))
+            else:
+                of_mode = marks if parallel_mode else {}
+                setattr(
+                    self, f"bias{number}", _parameter(make(out_features), **of_mode)
+                )
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         pass

@@ -19,9 +19,8 @@ from megatron_muon.lab.trace.events import TraceError, read_trace
 from megatron_muon.lab.trace.spans import Spans
 
 STEP = "ProfilerStep#"  # torch's own mark, as schedules of torch.profiler write it
-_OPTIMIZER = (
-    "optimizer/step"  # the recorder's mark around Megatron's whole optimizer step
-)
+# The recorder's mark around Megatron's whole optimizer step.
+_OPTIMIZER = "optimizer/step"
 _OPTIMIZERS = ("Optimizer.step#", "muon/", "grads/norm", "params/gather")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _READ = (*_DEVICE, "gpu_user_annotation", "user_annotation", "cpu_op")

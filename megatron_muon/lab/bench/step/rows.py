@@ -39,12 +39,10 @@ class Row:
     kind: Kind  # kind of optimizer
     # settings of our Muon; other optimizers take those that they have, too
     config: MuonConfig
-    buckets: bool = (
-        False  # Megatron's stock ones (--overlap-grad-reduce); else one a buffer
-    )
-    overlap: bool = (
-        False  # whether the step only starts gathers (--overlap-param-gather)
-    )
+    # Megatron's stock ones (--overlap-grad-reduce); else one a buffer
+    buckets: bool = False
+    # whether the step only starts gathers (--overlap-param-gather)
+    overlap: bool = False
 
 
 def rows(
