@@ -16,6 +16,21 @@ matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
 
 COLORS = {"adam": "#d1495b", "muon": "#0b6e4f"}
+LINES = {"adam": "--", "muon": "-"}
+# A line below the title of each panel.
+PANELS = {
+    "as tuned": "160 steps of 32 sequences",
+    "QKV fused, gate and up fused": "Muon has one matrix for each weight",
+    "QKV split, gate and up split": "Muon has Q, K, V, gate and up as matrices",
+    "decay on all parameters": "weight decay also on norms and biases",
+    "batch x 4, the same tokens": "40 steps of 128 sequences",
+    "batch / 4, the same tokens": "640 steps of 8 sequences",
+    "experts": "a mixture of 4 experts in place of the MLP",
+    "four times the tokens": "640 steps of 32 sequences",
+    "small": "hidden size 64, 2 layers, 80 steps",
+    "small, 16 times the tokens": "hidden size 64, 2 layers, 1,280 steps",
+    "large": "hidden size 192, 6 layers, 320 steps",
+}
 # parameters of the layers grow, and the steps with them
 SIZES = ("small", "as tuned", "large")
 
@@ -174,16 +189,22 @@ def draw(found: dict[str, Any], path: Path) -> None:
             for number, each in enumerate(curves(question, optimizer)):
                 steps, losses = each.steps, each.losses
                 axes.plot(
-                    steps, losses, color=COLORS[optimizer], lw=1.2, alpha=0.8,
+                    steps,
+                    losses,
+                    LINES[optimizer],
+                    color=COLORS[optimizer],
+                    lw=1.2,
+                    alpha=0.8,
                     label=label if number == 0 else None,
-                )  # fmt: skip
+                )
                 top = max(top, losses[len(losses) // 5])
         # the fall of the first steps would flatten all that follows
         axes.set_ylim(top=top)
-        axes.set_title(name, fontsize="medium")
+        axes.set_title(f"{name}\n{PANELS.get(name, '')}".strip(), fontsize="medium")
         axes.grid(alpha=0.25)
     grid[0, 0].set_ylabel("validation loss, nats per byte")
     grid[0, 0].legend(frameon=False)
+    figure.suptitle("Validation loss, a line for each seed; lower is better")
     figure.supxlabel("step")
     figure.savefig(path, dpi=72)
     plt.close(figure)

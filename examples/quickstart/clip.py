@@ -95,18 +95,18 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure, (logits, losses) = pyplot.subplots(
         1, 2, figsize=(10, 4), layout="constrained"
     )
-    colors = ("#c44e52", "#4c72b0", "#8c8c8c")
-    for (name, run), color in zip(report["runs"].items(), colors, strict=True):
+    styles = (("#c44e52", "-"), ("#4c72b0", "--"), ("#8c8c8c", "-."))
+    for (name, run), (color, line) in zip(report["runs"].items(), styles, strict=True):
         for number, (logit, loss) in enumerate(
             zip(run["logits"], run["train"], strict=True)
         ):
             steps = range(1, len(logit) + 1)
             label = name if number == 0 else None
-            logits.plot(steps, logit, color=color, linewidth=1, label=label)
+            logits.plot(steps, logit, line, color=color, linewidth=1, label=label)
             smooth = [
                 statistics.fmean(loss[at : at + 8]) for at in range(len(loss) - 7)
             ]
-            losses.plot(range(8, len(loss) + 1), smooth, color=color, linewidth=1)
+            losses.plot(range(8, len(loss) + 1), smooth, line, color=color, linewidth=1)
     logits.axhline(report["threshold"], color="black", linestyle=":", linewidth=1)
     logits.text(
         1, report["threshold"] * 1.1, f"threshold {report['threshold']:g}", fontsize=9

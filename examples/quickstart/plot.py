@@ -11,6 +11,8 @@ matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
 
 COLOURS = {"Muon": "#0b6e4f", "AdamW": "#d1495b"}
+LINES = {"Muon": "-", "AdamW": "--"}
+MARKERS = {"Muon": "o", "AdamW": "s"}
 
 
 def plot_losses(runs: dict[str, dict[str, Any]], path: Path) -> None:
@@ -24,6 +26,7 @@ def plot_losses(runs: dict[str, dict[str, Any]], path: Path) -> None:
         axes.plot(
             steps,
             losses,
+            LINES[name],
             color=COLOURS[name],
             alpha=0.3,
             lw=1,
@@ -33,7 +36,14 @@ def plot_losses(runs: dict[str, dict[str, Any]], path: Path) -> None:
         steps, losses = zip(*run["curve"]["validation"], strict=True)
         label = f"{name}, validation (lr {run['figures']['lr']:g}): {losses[-1]:.3f}"
         axes.plot(
-            steps, losses, color=COLOURS[name], lw=2.5, marker="o", ms=5, label=label
+            steps,
+            losses,
+            LINES[name],
+            color=COLOURS[name],
+            lw=2.5,
+            marker=MARKERS[name],
+            ms=5,
+            label=label,
         )
         axes.axhline(losses[-1], color=COLOURS[name], lw=0.8, ls=":")
         last.append(losses[-1])

@@ -116,11 +116,16 @@ STYLES: dict[str, dict[str, Any]] = {
     "never stopped": {"color": "#7fc8a9", "lw": 4},
     "resumed": {"color": "#10302a", "lw": 1.1},
     "Muon": {"color": "#0b6e4f", "lw": 1.5},
-    "AdamW": {"color": "#d1495b", "lw": 1.5},
+    "AdamW": {"color": "#d1495b", "lw": 1.5, "ls": "--"},
     "AdamW, then Muon, momentum from Adam's": {"color": "#8fb8de", "lw": 4},
     "AdamW, then Muon, momentum from zero": {"color": "#1b3a5c", "lw": 1.1},
     "Muon, then AdamW": {"color": "#e08e0b", "lw": 1.5, "marker": ".", "ms": 5},
 }
+# A line below the title of each panel.
+PANELS = (
+    "one run stops at each dotted line, and resumes with the processes named there",
+    "at the dotted line three runs change the optimizer; two keep it",
+)
 
 
 def draw(curves: dict[str, dict[str, Curve]], steps: int, path: Path) -> None:
@@ -128,11 +133,12 @@ def draw(curves: dict[str, dict[str, Curve]], steps: int, path: Path) -> None:
     figure, axes = plt.subplots(
         1, 2, figsize=(12, 6.5), layout="constrained", sharey=True
     )
-    for axis, (title, group) in zip(axes, curves.items(), strict=True):
+    panels = zip(axes, curves.items(), PANELS, strict=True)
+    for axis, (title, group), explained in panels:
         for name, curve in group.items():
             own = curve[steps // 2 - 1 :] if "then" in name else curve
             axis.plot(*zip(*own, strict=True), label=name, **STYLES[name])
-        axis.set_title(title)
+        axis.set_title(f"{title}\n{explained}", fontsize="medium")
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False)

@@ -9,6 +9,7 @@ from megatron_muon.lab.curves.lead import Curve, envelope, smooth
 from megatron_muon.lab.outputs import new_figure
 
 _COLORS = ("#d1495b", "#0b6e4f", "#3b6ea5", "#d07a2d", "#7b5ea7", "#555555")
+_LINES = ("--", "-", "-.", ":")  # so that runs differ without colours, too
 
 
 def draw(
@@ -23,6 +24,7 @@ def draw(
         top = []
         for number, (name, seeds) in enumerate(runs.items()):
             color = _COLORS[number % len(_COLORS)]
+            line = _LINES[number % len(_LINES)]
             label = name.replace("$", r"\$")
             for seed in seeds:
                 curve = envelope(smooth(seed[kind], each["window"]))
@@ -30,6 +32,7 @@ def draw(
                 left.plot(*seed[kind][:2], color=color, alpha=0.25, lw=0.8)
                 left.plot(
                     *curve[:2],
+                    line,
                     color=color,
                     lw=1.8,
                     label=label if seed is seeds[0] else None,
@@ -44,7 +47,7 @@ def draw(
                 right.plot(
                     steps,
                     [lead["ratio"] for lead in known],
-                    "o-",
+                    f"o{line}",
                     color=color,
                     label=label,
                 )
