@@ -39,11 +39,11 @@ def gram_iteration(
         squares = _Squares.of(x, spare, len(part), folded=folded, holds_all=holds_all)
         products.of_squares().short_square(x, out=squares.gram)
         factor = _factor(squares, part, products.of_squares())
-        leave = products.leave(is_last=number == len(parts) - 1)
+        unscale = products.unscale(is_last=number == len(parts) - 1)
         if holds_all and spare is not None:
-            made = _over_factor(factor, x, leave, products, spare)
+            made = _over_factor(factor, x, unscale, products, spare)
         else:
-            made = products.times(factor, x, alpha=leave, is_tall=is_tall, out=spare)
+            made = products.times(factor, x, alpha=unscale, is_tall=is_tall, out=spare)
         x, spare = made, None if spare is None else x
         del squares, factor
     return x

@@ -103,7 +103,7 @@ class Products:
         scaled = x if is_scaled or self.scale == 1.0 else x * self.scale
         return scaled.to(self.dtype).to(self.held)
 
-    def leave(self, *, is_last: bool) -> float:
+    def unscale(self, *, is_last: bool) -> float:
         """The factor of a product that makes an iterate: the last one is not scaled."""
         return 1.0 / self.scale if is_last else 1.0
 

@@ -156,14 +156,14 @@ def _gram(
     """
     of_squares = products.of_squares()
     for number, part in enumerate(parts):
-        leave = products.leave(is_last=number == len(parts) - 1)
+        unscale = products.unscale(is_last=number == len(parts) - 1)
         gram = [of_squares.rounded(sharing.add([of_squares.square(one) for one in x]))]
         if by_rows:
             factor = _factor_by_rows(gram, part, of_squares, sharing)
         else:
             factor = factor_of(gram.pop(), part, of_squares)
         for at, one in enumerate(x):
-            x[at] = products.times(factor, one, alpha=leave)
+            x[at] = products.times(factor, one, alpha=unscale)
         del factor, one  # the next sum needs their memory
 
 
@@ -226,7 +226,7 @@ def _standard(
 ) -> None:
     """The standard iteration (``newton_schulz.standard_iteration``); see ``_gram``."""
     for step, (a, b, c) in enumerate(steps):
-        leave = products.leave(is_last=step == len(steps) - 1)
+        unscale = products.unscale(is_last=step == len(steps) - 1)
         square = products.rounded(sharing.add([products.square(one) for one in x]))
         alpha = b
         if c != 0:
@@ -234,7 +234,7 @@ def _standard(
                 products.symmetric(square, square, square, beta=b, alpha=c),
                 1.0,
             )
-        beta = products.fold(square, a * leave, alpha * leave)
+        beta = products.fold(square, a * unscale, alpha * unscale)
         for at, one in enumerate(x):
-            x[at] = products.times(square, one, beta=beta, alpha=alpha * leave)
+            x[at] = products.times(square, one, beta=beta, alpha=alpha * unscale)
         del square, one

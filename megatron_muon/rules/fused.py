@@ -2,7 +2,7 @@
 update.
 
 Each is one launch for all slices of a round, through a table of their addresses. It
-makes the same bits as ``update.Foreach``, since each product and each sum rounds by
+makes the same bits as ``muon.Foreach``, since each product and each sum rounds by
 itself. With bf16 messages the two read and write 14 and 10 bytes per element, foreach
 50 and 34. They take no scratch memory.
 
@@ -29,7 +29,7 @@ from megatron_muon.orthogonalize.triton_operations import (
     launching_beside,
     takes_kernels,
 )
-from megatron_muon.rules.muon import Elementwise, Foreach
+from megatron_muon.rules.muon import Foreach
 from megatron_muon.settings.config import named
 
 T = TypeVar("T")
@@ -89,8 +89,8 @@ define(
 )
 
 
-class Fused:
-    """An ``update.Elementwise`` for one list of slices, whose tables stay on the
+class Fused(Foreach):
+    """``Foreach`` by kernels, for one list of slices, whose tables stay on the
     device.
 
     A table is made anew where an address or a size differs from the last call's. It is
@@ -109,17 +109,17 @@ class Fused:
         grads: Sequence[Tensor],
         into: Sequence[Tensor | None],
         moves: Tensor,
-        leaving: Sequence[int],
+        outgoing: Sequence[int],
         *,
         momentum: float,
         nesterov: bool,
     ) -> None:
-        """See ``update.Elementwise``."""
+        """See ``Foreach``."""
         moves.zero_()
         buffers = list(momentum_buffers)
         targets = [x for x in into if x is not None]
         places = [-1] * len(buffers)
-        for place, number in enumerate(leaving):
+        for place, number in enumerate(outgoing):
             places[number] = place
         table, slice_of_block = self._momentum.on_device(
             [buffers, grads, into], places, allowed=(_FP32, _TRAVELS, _TRAVELS)
@@ -143,7 +143,7 @@ class Fused:
         factors: Sequence[float],
         decays: Sequence[float],
     ) -> None:
-        """See ``update.Elementwise``; directions in fp32 are not overwritten."""
+        """See ``Foreach``; directions in fp32 are not overwritten."""
         if not params:
             return
         table, slice_of_block = self._update.on_device(
@@ -251,9 +251,7 @@ _WAY_OUT = (
 )
 
 
-def elementwise_on(
-    device: torch.device, numerics: Numerics
-) -> Callable[[], Elementwise]:
+def elementwise_on(device: torch.device, numerics: Numerics) -> Callable[[], Foreach]:
     """``Fused`` on CUDA where triton is installed and ``elementwise`` is auto; else
     ``Foreach``.
     """
@@ -320,7 +318,7 @@ def _patiently(work: Callable[[], T]) -> T:
 
 
 def trial(
-    kind: Elementwise,
+    kind: Foreach,
     device: torch.device,
     numerics: Numerics,
     widths: Collection[int] = (),

@@ -1,28 +1,31 @@
 """Muon (arXiv 2502.16982, equations 1, 2 and 4), from gradient to weight.
 
-On each shard, elementwise: M ← μM + G, and U = G + μM with Nesterov's momentum, else M.
-At the home of the matrix U, ``(m, n)``, the five lines of Newton-Schulz::
+1. ``MuonRound.before_gather``, on each shard, elementwise, with G the gradient: M ← μM
+   + G, and U = G + μM with Nesterov's momentum, else U = M.
+2. ``MuonRound.at_home``, where the matrix U, ``(m, n)``, is whole: its direction X by
+   the five lines of Newton-Schulz::
 
     X = U / ‖U‖
-    for a, b, c in steps:  # short side first: m ≤ n
+    for a, b, c in steps:  # m ≤ n, else of Uᵀ
         A = X @ X.T
         B = b * A + c * (A @ A)
         X = a * X + B @ X
 
-On each shard again: W ← (1 - lr·λ)·W - lr·scale·X, where scale is rms·√max(m, n).
+3. ``MuonRound.after_scatter``, on each shard: W ← (1 - lr·λ)·W - lr·scale·X, where
+   scale is rms·√max(m, n) (``update_scale``).
 
-Elementwise work is done here by torch's operations on lists, one call for many tensors
-with at most ``ELEMENTS_AT_ONCE``, which bounds scratch memory; ``fused`` has kernels
-that make the same bits. Every operation rounds once, so results do not depend on where
-a shard is cut. Fused multiply-adds are not used: one may round differently in a
-kernel's vector body and in its tail.
+Elementwise work is done here by torch's operations on lists (``Foreach``): one call for
+many tensors with at most ``ELEMENTS_AT_ONCE`` elements, which bounds scratch memory.
+``fused`` has kernels that make the same bits. Every operation rounds once, so results
+do not depend on where a shard is cut. Fused multiply-adds are not used: one may round
+differently in a kernel's vector body and in its tail.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +38,7 @@ from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.planning.rounds.rank_plan import RankPlan
-from megatron_muon.planning.rounds.table import Alike, RoundTable
+from megatron_muon.planning.rounds.table import RoundTable, Stack
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.exchange.messages import Exchange, Staged
 from megatron_muon.runtime.exchange.meter import Meter
@@ -57,51 +60,12 @@ MOMENTUM_KEY = "exp_avg"
 _IN_CACHE = 1 << 16  # elements: three tensors of them in fp32 are 768 KiB
 
 
-class DistributedMuon(Engine):
-    """The Muon part of a distributed optimizer on one rank: the engine with Muon's
-    rule.
-
-    Args:
-        numerics: of the run.
-        plan, own, exchange, main_params, meter, phase: see ``Engine``.
-        elementwise: makes the elementwise operations of a round, once per round.
-
-    Attributes:
-        block_steps: with ``full_period`` above 1, its ``block_steps.BlockSteps``.
-    """
-
-    def __init__(
-        self,
-        numerics: Numerics,
-        plan: ExchangePlan,
-        own: RankPlan,
-        exchange: Exchange,
-        main_params: Mapping[int, Tensor],
-        meter: Meter,
-        phase: Phase,
-        elementwise: Callable[[], Elementwise] | None = None,
-    ) -> None:
-        self.numerics, self.config = numerics, numerics.config
-        self.block_steps: Any = None
-        rule = Muon(
-            numerics, plan, meter, Foreach if elementwise is None else elementwise
-        )
-        super().__init__(rule, plan, own, exchange, main_params, meter, phase)
-
-    @property
-    def variants(self) -> list[DistributedMuon]:
-        """This optimizer and, if ``full_period`` > 1, its block-step variant."""
-        if self.block_steps is None:
-            return [self]
-        return [self, self.block_steps.block]
-
-
 class Muon(Rule):
     """Muon's rule for the matrices of one stage.
 
     Args:
-        numerics: of the run.
-        plan: of the stage.
+        numerics: the run's settings, and what its device computes with.
+        plan: the stage's exchange plan.
         meter: counts the work done.
         elementwise: makes the elementwise operations of a round, once per round.
     """
@@ -114,11 +78,13 @@ class Muon(Rule):
         numerics: Numerics,
         plan: ExchangePlan,
         meter: Meter,
-        elementwise: Callable[[], Elementwise],
+        elementwise: Callable[[], Foreach],
     ) -> None:
-        self.numerics, self.meter, self.elementwise = numerics, meter, elementwise
-        self.flops = plan.flops  # of Newton-Schulz, of each matrix of the plan
-        # of each matrix of the plan, per unit of lr
+        self.numerics = numerics
+        self.meter = meter
+        self.elementwise = elementwise
+        # flops of Newton-Schulz, scale per unit of lr: of each matrix of the plan
+        self.flops = plan.flops
         self.scales = [
             update_scale(*matrix.whole, numerics.config) for matrix in plan.matrices
         ]
@@ -138,10 +104,12 @@ class MuonRound(RoundRule):
     def __init__(
         self, muon: Muon, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
     ) -> None:
-        self._muon, self._table, self._sharers = muon, table, sharers
-        self._numerics, self._config = muon.numerics, muon.numerics.config
+        self._muon = muon
+        self._table = table
+        self._sharers = sharers
+        self._numerics = muon.numerics
         self._elementwise = muon.elementwise()
-        # of each slice
+        # the scale of each slice's matrix
         self._scales = [muon.scales[matrix] for matrix in table.matrices]
 
     def before_gather(
@@ -151,8 +119,9 @@ class MuonRound(RoundRule):
         moves: Tensor,
         sums: Tensor | None = None,
     ) -> None:
-        """Advance the momentum, and write the input of Newton-Schulz: see
-        ``RoundRule``.
+        """M ← μM + G on each shard, and write U of each slice into ``into``.
+
+        See ``RoundRule`` for the arguments, and ``Foreach.advance_momentum``.
         """
         momenta = [each.state(MOMENTUM_KEY) for each in shards]
         grads = [each.grad for each in shards]
@@ -165,41 +134,39 @@ class MuonRound(RoundRule):
             cut_into_slices(grads, self._table),
             into,
             moves,
-            self._table.leaving,
-            momentum=self._config.momentum,
-            nesterov=self._config.nesterov,
+            self._table.outgoing,
+            momentum=self._numerics.config.momentum,
+            nesterov=self._numerics.config.nesterov,
         )
         for each, momentum in zip(shards, momenta, strict=True):
             each.put(MOMENTUM_KEY, momentum)
 
     def at_home(self, staged: Staged) -> Soundness:
-        """Turn matrices into directions, in place: see ``RoundRule``.
+        """Replace each whole matrix U by its direction X, in place: see ``RoundRule``.
 
         A matrix without a gradient becomes zero. Newton-Schulz removes the momentum's
         scale, so momentum alone would move such a matrix by a whole update in every
         step: an expert without tokens, a layer frozen part-way.
         """
-        found, first = Soundness(), 0
-        for alike in staged.alike:
-            moves = staged.moves[first : first + len(alike.matrices)]
-            if alike.strips:
-                self._orthogonalize_shared(alike, staged.elements, moves, found)
+        soundness = Soundness()
+        meter = self._muon.meter
+        first = 0
+        for stack in staged.stacks:
+            moves = staged.moves[first : first + len(stack.matrices)]
+            if stack.strips:
+                self._orthogonalize_strips(stack, staged.elements, moves, soundness)
             else:
-                self._orthogonalize_whole(alike, staged.elements, moves, found)
-            self._muon.meter.matrices += len(alike.matrices) * alike.like.units
-            self._muon.meter.ns_flops += sum(
-                self._muon.flops[i] for i in alike.matrices
-            )
-            first += len(alike.matrices)
+                self._orthogonalize_stack(stack, staged.elements, moves, soundness)
+            meter.matrices += len(stack.matrices) * stack.layout.units
+            meter.ns_flops += sum(self._muon.flops[i] for i in stack.matrices)
+            first += len(stack.matrices)
         staged.elements = staged.elements.view(TORCH_DTYPE[self._numerics.dtype])
-        return found
+        return soundness
 
     def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
-        """Decay and update the main parameters by their directions: see
-        ``RoundRule``.
-        """
-        factors: list[float] = []
-        decays: list[float] = []
+        """W ← (1 - lr·λ)·W - lr·scale·X on each shard: see ``RoundRule``."""
+        factors: list[float] = []  # lr·scale of each slice
+        decays: list[float] = []  # lr·λ of each slice
         scales = iter(self._scales)
         for each, (_, sizes) in zip(shards, self._table.parameters, strict=True):
             factors += [each.lr * next(scales) for _ in sizes]
@@ -210,50 +177,63 @@ class MuonRound(RoundRule):
         for each, param in zip(shards, params, strict=True):
             each.put(MAIN_KEY, param)
 
-    def _orthogonalize_whole(
-        self, alike: Alike, elements: Tensor, moves: Tensor, found: Soundness
+    def _orthogonalize_stack(
+        self, stack: Stack, elements: Tensor, moves: Tensor, soundness: Soundness
     ) -> None:
-        """Orthogonalize matrices of one layout, in batches."""
-        like, count = alike.like, len(alike.matrices)
+        """Orthogonalize whole matrices of one layout, in batches.
+
+        Args:
+            stack: which matrices, and where they are in ``elements``.
+            elements: ``Staged.elements``, ``(n,)``.
+            moves: ``(k,)`` bool: whether each of the stack's k matrices has a gradient.
+            soundness: takes the numbers of each matrix.
+        """
+        layout = stack.layout
+        count = len(stack.matrices)
         most = at_once_on(
-            elements.device, self._numerics, *like.unit, self._muon.scratch
+            elements.device, self._numerics, *layout.unit, self._muon.scratch
         )
         for at in range(0, count, most):
-            together = min(most, count - at)
-            start = alike.start + at * like.numel
+            batch = min(most, count - at)
+            start = stack.start + at * layout.numel
             orthogonalize_staged(
-                elements[start : start + together * like.numel],
-                moves[at : at + together],
+                elements[start : start + batch * layout.numel],
+                moves[at : at + batch],
                 self._numerics,
-                rows=like.rows,
-                cols=like.cols,
-                column_parts=like.column_parts,
-                column_blocks=like.column_blocks,
-                apart=like.units > 1,
-                soundness=found,
+                rows=layout.rows,
+                cols=layout.cols,
+                column_parts=layout.column_parts,
+                column_blocks=layout.column_blocks,
+                apart=layout.units > 1,
+                soundness=soundness,
             )
 
-    def _orthogonalize_shared(
-        self, alike: Alike, elements: Tensor, moves: Tensor, found: Soundness
+    def _orthogonalize_strips(
+        self, stack: Stack, elements: Tensor, moves: Tensor, soundness: Soundness
     ) -> None:
-        """Orthogonalize the strips of a matrix that this rank has, with its other
-        homes.
+        """Orthogonalize a matrix that several homes share, together with the others.
+
+        Args are those of ``_orthogonalize_stack``, for this rank's strips of the
+        matrix.
         """
         strips: list[Tensor] = []
-        start = alike.start
-        for matrix in alike.own_strips:
+        start = stack.start
+        for matrix in stack.own_strips:
             in_parts = elements[start : start + matrix.numel].view(
                 matrix.column_parts, matrix.rows, matrix.cols // matrix.column_parts
             )
             strips.append(in_parts.transpose(0, 1))
             start += matrix.numel
-        sharing, is_turned = self._sharers[alike.matrices], alike.strips[0].is_turned
-        held = sharing.turned(strips) if is_turned else strips
-        whole = alike.like.whole
-        orthogonalize_strips(held, whole, moves, self._numerics, sharing, found)
+        sharers = self._sharers[stack.matrices]
+        # strips of a wide matrix may travel as rows, and are iterated on as columns
+        come_as_rows = stack.strips[0].is_turned
+        iterated = sharers.rows_to_columns(strips) if come_as_rows else strips
+        orthogonalize_strips(
+            iterated, stack.layout.whole, moves, self._numerics, sharers, soundness
+        )
         # both still have the dtype of what travels; their memory has directions
-        if is_turned:
-            sharing.turn_back(held, strips)
+        if come_as_rows:
+            sharers.columns_to_rows(iterated, strips)
 
 
 def update_scale(rows: int, cols: int, config: MuonConfig) -> float:
@@ -278,8 +258,11 @@ def update_scale(rows: int, cols: int, config: MuonConfig) -> float:
     return config.matched_adamw_rms * math.sqrt(squares[config.scale_mode])
 
 
-class Elementwise(Protocol):
-    """The elementwise operations on one rank's slices of one round, for every step."""
+class Foreach:
+    """The elementwise operations on one rank's slices of one round, for every step.
+
+    They are torch's operations on lists, on any device; ``fused.Fused`` has kernels.
+    """
 
     def advance_momentum(
         self,
@@ -287,7 +270,7 @@ class Elementwise(Protocol):
         grads: Sequence[Tensor],
         into: Sequence[Tensor | None],
         moves: Tensor,
-        leaving: Sequence[int],
+        outgoing: Sequence[int],
         *,
         momentum: float,
         nesterov: bool,
@@ -301,12 +284,30 @@ class Elementwise(Protocol):
             into: for each slice, ``(n,)`` in the dtype that travels: takes G + μM, or M
                 with ``nesterov`` off. None for a replica, whose elements another rank
                 sends.
-            moves: ``(len(leaving),)``: takes 1 for a slice whose gradient is not all
+            moves: ``(len(outgoing),)``: takes 1 for a slice whose gradient is not all
                 zero, else 0.
-            leaving: numbers of the slices that ``moves`` is about, in its order.
+            outgoing: numbers of the slices that ``moves`` is about, in its order.
             momentum: μ.
             nesterov: see ``into``.
         """
+        for _, (buffers, added, taken) in _at_once(momentum_buffers, grads, into):
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, added)
+            sent = [number for number, target in enumerate(taken) if target is not None]
+            if not sent:
+                continue
+            inputs = [buffers[number] for number in sent]
+            if nesterov:
+                inputs = list(torch._foreach_mul(inputs, momentum))
+                torch._foreach_add_(inputs, [added[number] for number in sent])
+            torch._foreach_copy_([taken[number] for number in sent], inputs)
+        if outgoing:
+            some = [grads[number] for number in outgoing]
+            if moves.is_cpu:  # where that norm takes twenty times as long
+                found = [grad.count_nonzero() for grad in some]
+            else:
+                found = list(torch._foreach_norm(some, math.inf))
+            moves.copy_(torch.stack(found) != 0)
 
     def apply_updates(
         self,
@@ -328,50 +329,6 @@ class Elementwise(Protocol):
             factors: the factor of each direction: lr times its matrix's scale.
             decays: lr·λ of each slice.
         """
-
-
-class Foreach:
-    """Torch's operations on lists, on any device."""
-
-    def advance_momentum(
-        self,
-        momentum_buffers: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        into: Sequence[Tensor | None],
-        moves: Tensor,
-        leaving: Sequence[int],
-        *,
-        momentum: float,
-        nesterov: bool,
-    ) -> None:
-        """See ``Elementwise``."""
-        for _, (buffers, added, taken) in _at_once(momentum_buffers, grads, into):
-            torch._foreach_mul_(buffers, momentum)
-            torch._foreach_add_(buffers, added)
-            sent = [number for number, target in enumerate(taken) if target is not None]
-            if not sent:
-                continue
-            inputs = [buffers[number] for number in sent]
-            if nesterov:
-                inputs = list(torch._foreach_mul(inputs, momentum))
-                torch._foreach_add_(inputs, [added[number] for number in sent])
-            torch._foreach_copy_([taken[number] for number in sent], inputs)
-        if leaving:
-            some = [grads[number] for number in leaving]
-            if moves.is_cpu:  # where that norm takes twenty times as long
-                found = [grad.count_nonzero() for grad in some]
-            else:
-                found = list(torch._foreach_norm(some, math.inf))
-            moves.copy_(torch.stack(found) != 0)
-
-    def apply_updates(
-        self,
-        params: Sequence[Tensor],
-        directions: Sequence[Tensor],
-        factors: Sequence[float],
-        decays: Sequence[float],
-    ) -> None:
-        """See ``Elementwise``; directions in fp32 are overwritten."""
         if not params:
             return
         stays = (
@@ -432,3 +389,41 @@ def _at_once(
             start = stop
     if numbers:
         yield numbers, some
+
+
+class DistributedMuon(Engine):
+    """The Muon part of a distributed optimizer on one rank: the engine with Muon's
+    rule.
+
+    Args:
+        numerics: the run's settings, and what its device computes with.
+        plan, own, exchange, main_params, meter, phase: see ``Engine``.
+        elementwise: makes the elementwise operations of a round, once per round.
+
+    Attributes:
+        block_steps: with ``full_period`` above 1, its ``block_steps.BlockSteps``.
+    """
+
+    def __init__(
+        self,
+        numerics: Numerics,
+        plan: ExchangePlan,
+        own: RankPlan,
+        exchange: Exchange,
+        main_params: Mapping[int, Tensor],
+        meter: Meter,
+        phase: Phase,
+        elementwise: Callable[[], Foreach] | None = None,
+    ) -> None:
+        self.numerics = numerics
+        self.config = numerics.config
+        self.block_steps: Any = None
+        rule = Muon(numerics, plan, meter, elementwise or Foreach)
+        super().__init__(rule, plan, own, exchange, main_params, meter, phase)
+
+    @property
+    def variants(self) -> list[DistributedMuon]:
+        """This optimizer and, if ``full_period`` > 1, its block-step variant."""
+        if self.block_steps is None:
+            return [self]
+        return [self, self.block_steps.block]

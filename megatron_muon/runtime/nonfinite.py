@@ -1,6 +1,4 @@
-"""Counts of the steps that left a matrix where it was, since its result was not
-finite.
-"""
+"""Counts of the steps that skipped a matrix, since its result was not finite."""
 
 from __future__ import annotations
 
@@ -11,17 +9,17 @@ import torch
 from torch import Tensor
 
 
-class Left(NamedTuple):
-    """Steps that left a matrix where it was."""
+class Skipped(NamedTuple):
+    """The steps that skipped a matrix."""
 
     results: int  # all of them
     inputs: int  # those in which what came to the home was not finite either
 
-    def since(self, before: Left | None) -> Left:
+    def since(self, before: Skipped | None) -> Skipped:
         """The steps that are not yet in ``before``."""
         if before is None:
             return self
-        return Left(self.results - before.results, self.inputs - before.inputs)
+        return Skipped(self.results - before.results, self.inputs - before.inputs)
 
 
 class HostCopy:
@@ -79,8 +77,8 @@ class Nonfinite:
         self._counts.add_(torch.cat([*marks, *norms]).isnan().view(2, -1))
         self._copy = HostCopy(self._counts)
 
-    def left(self, *, waits: bool) -> dict[str, Left]:
-        """The matrices that were left, by name.
+    def skipped(self, *, waits: bool) -> dict[str, Skipped]:
+        """In how many steps each matrix was skipped, by name, if in any.
 
         Args:
             waits: whether the host waits for the last step. If it does not, the result
@@ -93,5 +91,5 @@ class Nonfinite:
             copy.wait()
         if not copy.tensor.any():
             return {}
-        counts = zip(self._names, *copy.tensor.tolist(), strict=True)
-        return {name: Left(*left) for name, *left in counts if any(left)}
+        rows = zip(self._names, *copy.tensor.tolist(), strict=True)
+        return {name: Skipped(*counts) for name, *counts in rows if any(counts)}

@@ -59,15 +59,15 @@ class Round:
         """Advance the state of the shards, and send their slices to the homes."""
         here = self._here(shards)
         with self._phase(self._names.before_gather):
-            leaving = self._exchange.leaving()
+            outgoing = self._exchange.outgoing()
             sums = (
                 self._asked(self.rule.numbers_before(here))
                 if self._asks_before
                 else None
             )
-            self.rule.before_gather(here, leaving.slices, leaving.moves, sums)
+            self.rule.before_gather(here, outgoing.slices, outgoing.moves, sums)
         with self._phase("muon/gather"):
-            self._gathering = self._exchange.start_gather(leaving)
+            self._gathering = self._exchange.start_gather(outgoing)
 
     def finish_gather(self) -> Staged:
         """Wait for the matrices whose home this rank is."""
@@ -84,7 +84,7 @@ class Round:
             self.observer.before_home(staged)
         with self._phase(self._names.at_home):
             found = self.rule.at_home(staged)
-            if staged.alike:
+            if staged.stacks:
                 # NaN where not finite; else no change
                 marks = cat(list(found.lines)).mul_(-0.0)
                 self._numbers = found.norms, marks

@@ -68,8 +68,8 @@ Shards = Mapping[int, Shard]  # by the parameter's index in the plan
 
 
 class Findings(Protocol):
-    """Two numbers of each matrix at home, in several tensors, in the order of
-    ``Staged.alike``.
+    """Two numbers of each matrix at home, in the order of ``Staged.stacks``: the norms
+    and the lines of all tensors, one after another.
     """
 
     @property
@@ -83,7 +83,7 @@ class Findings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PhaseNames:
-    """The names of a rule's three parts in traces, timers and errors."""
+    """What traces, timers and errors call a rule's three parts."""
 
     before_gather: str
     at_home: str
@@ -111,8 +111,8 @@ class RoundRule(ABC):
         Args:
             into: of each slice, ``(n,)`` in the dtype that travels; None for a replica,
                 whose elements another rank sends.
-            moves: ``(len(RoundTable.leaving),)``: takes 1 for a slice whose gradient is
-                not all zero, else 0.
+            moves: of each slice of ``RoundTable.outgoing``: takes 1 if its gradient has
+                an entry that is not zero, else 0.
             sums: the answer to ``numbers_before``; None where the rule does not ask.
         """
 
@@ -132,7 +132,7 @@ class RoundRule(ABC):
         (``RoundExchange.mark``).
 
         Args:
-            results: of each slice, ``(n,)`` in the dtype that ``at_home`` has left.
+            results: of each slice, ``(n,)`` in the dtype of ``at_home``'s results.
         """
 
     def numbers_before(self, shards: Sequence[Shard]) -> Tensor:
@@ -180,13 +180,13 @@ class Rule(ABC):
 
         Args:
             table: this rank's part of the round.
-            sharers: by ``Alike.matrices``, the homes of each matrix that this rank
+            sharers: by ``Stack.matrices``, the homes of each matrix that this rank
                 shares.
         """
 
 
 class Observer(Protocol):
-    """Sees what a logging step's rounds compute, and changes none of it."""
+    """Is shown what a logging step's rounds compute, and changes none of it."""
 
     def before_home(self, staged: Staged) -> None:
         """Matrices at their home, before the rule's work there."""

@@ -27,7 +27,7 @@ class MatrixObserver:
 
     def before_home(self, staged: Staged) -> None:
         """Count the matrices at home here, and those with a gradient."""
-        indices = chain.from_iterable(alike.matrices for alike in staged.alike)
+        indices = chain.from_iterable(stack.matrices for stack in staged.stacks)
         for index, moves in zip(indices, staged.moves, strict=True):
             numel = self._matrices[index].numel
             self._add(

@@ -15,7 +15,7 @@ from megatron_muon.mcore.host.loop import host
 from megatron_muon.planning.layout import SLICE_OF
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime.collectives import Group, all_gather_texts, any_rank
-from megatron_muon.runtime.nonfinite import Left
+from megatron_muon.runtime.nonfinite import Skipped
 from megatron_muon.settings.config import MuonConfig, named
 
 # steps, where neither the loop nor a setting says it: Megatron-LM's own default
@@ -47,7 +47,7 @@ class NonfiniteReport:
         self._steps = self._number = 0
         self._lines: int | None = None  # lines of the log before the last step
         self._momenta: set[str] = set()  # names of matrices whose momentum was named
-        self._before: dict[tuple[int, str], Left] = {}  # counts at the last line
+        self._before: dict[tuple[int, str], Skipped] = {}  # counts at the last line
         self._in_a_row: dict[str, int] = {}  # lines, by matrix; the same on every rank
 
     def before_step(self) -> None:
@@ -74,18 +74,18 @@ class NonfiniteReport:
         if self._lines != lines:
             self._log()
 
-    def _counts(self, *, waits: bool) -> dict[tuple[int, str], Left]:
+    def _counts(self, *, waits: bool) -> dict[tuple[int, str], Skipped]:
         """By the number of the optimizer, and the matrix."""
-        counts: dict[tuple[int, str], Left] = {}
+        counts: dict[tuple[int, str], Skipped] = {}
         for at, muon in enumerate(self._muons):
-            for name, left in muon.nonfinite.left(waits=waits).items():
+            for name, left in muon.nonfinite.skipped(waits=waits).items():
                 counts[at, name] = left
         return counts
 
     def _log(self) -> None:
         """Name the matrices that were left since the last line, once for all ranks."""
         counts = self._counts(waits=True)
-        here: dict[str, Left] = {}
+        here: dict[str, Skipped] = {}
         for key, left in counts.items():
             new = left.since(self._before.get(key))
             if new.results:
@@ -99,10 +99,10 @@ class NonfiniteReport:
             return
         # several homes may name one matrix: of its strips or slices, or of optimizer
         # instances; the most that one of them saw counts
-        every: dict[str, Left] = {}
+        every: dict[str, Skipped] = {}
         for text in all_gather_texts(json.dumps(here), self._group):
             for name, numbers in json.loads(text).items():
-                new = Left(*numbers)
+                new = Skipped(*numbers)
                 every[name] = max(new, every.get(name, new))
         self._in_a_row = {
             name: self._in_a_row.get(name, 0) + 1 for name in sorted(every)

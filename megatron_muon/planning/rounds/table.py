@@ -17,12 +17,12 @@ from megatron_muon.planning.slices import Matrix, Slice, gather_message
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class Stack:
     """Matrices of one layout that lie one after another in the staged buffer."""
 
     matrices: tuple[int, ...]  # their indices in the plan
-    # the first of them; all have its layout, or they are strips of one matrix
-    like: Matrix
+    # the first of them: all have its layout, or they are strips of one matrix
+    layout: Matrix
     start: int  # place of the first one in the staged buffer, in elements
     # where they are strips of a matrix that several homes share: all of its strips, in
     # order. Empty for whole matrices.
@@ -31,7 +31,7 @@ class Alike:
     @property
     def own_strips(self) -> list[Matrix]:
         """Those of ``strips`` that are in ``matrices``."""
-        return [strip for strip in self.strips if strip.home == self.like.home]
+        return [strip for strip in self.strips if strip.home == self.layout.home]
 
 
 # Where at most an eighth of a home's elements comes from others, and goes back to them,
@@ -64,7 +64,7 @@ class RoundTable:
     matrices: tuple[int, ...]  # the plan's index of each slice's matrix
     # numbers of the slices that go to a home: the kept ones in staged order, then the
     # sent ones in the order of sent_sizes
-    leaving: tuple[int, ...]
+    outgoing: tuple[int, ...]
     kept_sizes: tuple[int, ...]  # sizes of the slices that are home already
     # sizes in the message to homes: each peer's slices, then their flags
     sent_sizes: tuple[int, ...]
@@ -77,7 +77,7 @@ class RoundTable:
     received_flags: tuple[int, ...]
     received_sizes: tuple[int, ...]  # sizes in the message that arrives, as sent_sizes
     homes: tuple[int, ...]  # the matrices whose home this rank is, in staged order
-    alike: tuple[Alike, ...]  # the same matrices, grouped by layout
+    stacks: tuple[Stack, ...]  # the same matrices, grouped by layout
     staged_sizes: tuple[int, ...]  # sizes of the slices in the staged buffer
     # for each of these, the place of its matrix in homes
     staged_places: tuple[int, ...]
@@ -112,7 +112,7 @@ class RoundTable:
     @property
     def sharers(self) -> set[int]:
         """The ranks of the stage, this one too, that it shares matrices with."""
-        return {strip.home for alike in self.alike for strip in alike.strips}
+        return {strip.home for stack in self.stacks for strip in stack.strips}
 
     @property
     def travels(self) -> bool:
@@ -128,8 +128,8 @@ def round_tables(plan: RankPlan, matrices: Sequence[Matrix]) -> list[RoundTable]
 
 
 def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
-    alike = list(_by_layout(matrices, routes.homes))
-    homes = [index for group in alike for index in group.matrices]
+    stacks = list(_by_layout(matrices, routes.homes))
+    homes = [index for stack in stacks for index in stack.matrices]
     place = {index: at for at, index in enumerate(homes)}
 
     def in_staged_order(one: Slice) -> tuple[int, int]:
@@ -157,7 +157,7 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
             for index, of_one in itertools.groupby(held, key=lambda one: one.parameter)
         ),
         matrices=tuple(one.matrix for one in held),
-        leaving=tuple(number[id(one)] for one in (*kept, *to_homes)),
+        outgoing=tuple(number[id(one)] for one in (*kept, *to_homes)),
         kept_sizes=_sizes(kept),
         sent_sizes=sent_sizes,
         sent_slices=tuple(in_sent.values()),
@@ -167,7 +167,7 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
         received_flags=received_flags,
         received_sizes=received_sizes,
         homes=tuple(homes),
-        alike=tuple(alike),
+        stacks=tuple(stacks),
         staged_sizes=_sizes(staged),
         staged_places=tuple(place[one.matrix] for one in staged),
         staged_from=tuple(source[id(one)] for one in staged),
@@ -184,7 +184,7 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
     )
 
 
-def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Alike]:
+def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Stack]:
     """The matrices whose home a rank is, in the order in which it orthogonalizes them.
 
     Those that it shares come first, in the order of the plan: so all of their homes
@@ -204,12 +204,12 @@ def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Ali
         strip = matrices[first].strip
         assert strip is not None
         strips = tuple(matrices[first : first + strip.count])
-        yield Alike(tuple(sorted(indices)), matrices[indices[0]], start, strips)
+        yield Stack(tuple(sorted(indices)), matrices[indices[0]], start, strips)
         start += sum(matrices[index].numel for index in indices)
     for _, indices in sorted(groups.items()):
-        like = matrices[indices[0]]
-        yield Alike(tuple(indices), like, start)
-        start += len(indices) * like.numel
+        layout = matrices[indices[0]]
+        yield Stack(tuple(indices), layout, start)
+        start += len(indices) * layout.numel
 
 
 _ByRank = dict[int, list[Slice]]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, split_with_sizes
 
 from megatron_muon.planning.rounds.rank_plan import RankPlan
-from megatron_muon.planning.rounds.table import Alike, RoundTable, round_tables
+from megatron_muon.planning.rounds.table import RoundTable, Stack, round_tables
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group, Pending, Route
@@ -27,13 +27,13 @@ Counts = Sequence[tuple[int, int]]  # (rank of the stage, elements)
 
 
 @dataclass(slots=True)
-class Leaving:
+class Outgoing:
     """This rank's buffers of a round before it is gathered."""
 
     # for each slice that is held here, the range of kept or sent that takes what it
     # sends; None for a replica
     slices: list[Tensor | None]
-    moves: Tensor  # takes 1 for each leaving slice that has a gradient, else 0
+    moves: Tensor  # takes 1 for each outgoing slice that has a gradient, else 0
     # buffer of the slices that are home already, in staged order; the staged buffer
     # itself where the round is in_place
     kept: Tensor
@@ -55,12 +55,12 @@ class Gathering:
 class Staged:
     """The matrices of a round whose home this rank is."""
 
-    # flat, each matrix in staging order, in the order of alike. In the dtype that
+    # flat, each matrix in staging order, in the order of stacks. In the dtype that
     # travels; in that of results once the rule has made them.
     elements: Tensor
     # bool, for each matrix: whether it has a gradient that is not zero in this step
     moves: Tensor
-    alike: tuple[Alike, ...]  # the matrices, grouped by layout
+    stacks: tuple[Stack, ...]  # the matrices, grouped by layout
 
     def taken(self) -> Tensor:
         """Return the elements and drop the reference to them."""
@@ -112,11 +112,11 @@ class Exchange:
                 self._like,
                 meter,
                 {
-                    alike.matrices: Sharers(
-                        alike.strips, plan.rank, group, self._world, meter
+                    stack.matrices: Sharers(
+                        stack.strips, plan.rank, group, self._world, meter
                     )
-                    for alike in table.alike
-                    if alike.strips
+                    for stack in table.stacks
+                    if stack.strips
                 },
             )
             for table in round_tables(plan, matrices)
@@ -157,7 +157,7 @@ class RoundExchange:
         like: a tensor of the dtype in which elements travel, on the device of the
             matrices.
         meter: counts the bytes sent.
-        sharers: by ``Alike.matrices``, the homes of each matrix that this rank shares.
+        sharers: by ``Stack.matrices``, the homes of each matrix that this rank shares.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class RoundExchange:
         ]
         self._like, self._meter, self.sharers = like, meter, sharers
 
-    def leaving(self) -> Leaving:
+    def outgoing(self) -> Outgoing:
         """New buffers, into which the round's slices must be written before
         ``start_gather``.
         """
@@ -199,27 +199,27 @@ class RoundExchange:
             *(in_message[i] for i in table.sent_slices),
         ]
         slices: list[Tensor | None] = [None] * len(table.matrices)
-        for number, target in zip(table.leaving, targets, strict=True):
+        for number, target in zip(table.outgoing, targets, strict=True):
             slices[number] = target
-        return Leaving(slices, self._empty(len(table.leaving)), kept, sent)
+        return Outgoing(slices, self._empty(len(table.outgoing)), kept, sent)
 
-    def start_gather(self, leaving: Leaving) -> Gathering:
+    def start_gather(self, outgoing: Outgoing) -> Gathering:
         """Start to bring every matrix of the round to its home.
 
         After its elements a message has a flag for each of its slices: 0 where the
         gradient is all zero, else 1.
 
         Args:
-            leaving: the buffers of ``leaving``, with the slices and ``moves`` written.
+            outgoing: buffers that ``outgoing`` made, since then filled.
         """
-        table, moves = self.table, leaving.moves
+        table, moves = self.table, outgoing.moves
         if table.sent_flags:
-            leaving.sent.index_copy_(
+            outgoing.sent.index_copy_(
                 0, self._sent_flags, moves[len(table.kept_sizes) :]
             )
-        pending = collectives.start_messages("muon/gather", leaving.sent, self._gather)
-        self._meter.gather_bytes += leaving.sent.nbytes
-        return Gathering(leaving.kept, moves[: len(table.kept_sizes)], pending)
+        pending = collectives.start_messages("muon/gather", outgoing.sent, self._gather)
+        self._meter.gather_bytes += outgoing.sent.nbytes
+        return Gathering(outgoing.kept, moves[: len(table.kept_sizes)], pending)
 
     def finish_gather(self, gathering: Gathering) -> Staged:
         """The matrices of the round whose home this rank is."""
@@ -233,7 +233,7 @@ class RoundExchange:
         counts = moves.new_zeros(len(table.homes))
         if table.homes:
             counts.index_add_(0, self._places, moves)
-        return Staged(elements, counts > 0, table.alike)
+        return Staged(elements, counts > 0, table.stacks)
 
     def _kept_slices(self, kept: Tensor) -> Sequence[Tensor]:
         table = self.table
@@ -287,17 +287,17 @@ class RoundExchange:
         if not table.directions_to:  # all are held here
             return list(slices), staged.new_empty(0)
         own = [slices[number] for number in table.kept_staged]
-        leaving = [slices[number] for number in table.scattered]
+        outgoing = [slices[number] for number in table.scattered]
         sizes = [table.staged_sizes[number] for number in table.scattered]
         sent = staged.new_empty(sum(sizes))
         in_message = split_with_sizes(sent, sizes)
         if table.in_place:
-            _copy(in_message, leaving)
+            _copy(in_message, outgoing)
             return own, sent
         kept = list(
             split_with_sizes(staged.new_empty(sum(table.kept_sizes)), table.kept_sizes)
         )
-        _copy([*kept, *in_message], [*own, *leaving])
+        _copy([*kept, *in_message], [*own, *outgoing])
         return kept, sent
 
     def finish_scatter(self, scattering: Scattering) -> list[Tensor]:

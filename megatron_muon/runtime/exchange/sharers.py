@@ -1,5 +1,5 @@
-"""Messages between the homes of one matrix: numbers, squares, and the turn of a wide
-matrix.
+"""Messages between the homes of one matrix: numbers, squares, and rows of a wide matrix
+for columns.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Sharers:
     squares, each sends its rows to the others: a square at most each time.
 
     A wide matrix may come in ranges of its rows, whose elements are contiguous
-    everywhere. Its homes then turn it: where strip a's rows and strip b's columns
-    cross, the home of one has the elements and that of the other needs them. Each sends
-    and receives its own strip at most, there and back.
+    everywhere. Its homes then exchange rows for columns: where strip a's rows and strip
+    b's columns cross, the home of one has the elements and that of the other needs
+    them. Each sends and receives its own strip at most, there and back.
 
     Args:
         strips: all of the matrix's strips, in order.
@@ -115,7 +115,7 @@ class Sharers:
         whole[rows[self._rank]] = mine
         return whole
 
-    def turned(self, by_rows: Sequence[Tensor]) -> list[Tensor]:
+    def rows_to_columns(self, by_rows: Sequence[Tensor]) -> list[Tensor]:
         """The strips' columns of a wide matrix, from their rows.
 
         Args:
@@ -133,10 +133,10 @@ class Sharers:
         made = self._swapped(crossings, lambda a, b: (self._rows[a], self._cols[b]))
         return [torch.cat([made[a, b] for a in range(len(self._homes))]) for b in own]
 
-    def turn_back(self, by_cols: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """The inverse of ``turned``, into tensors that are laid out as what ``turned``
-        takes.
-        """
+    def columns_to_rows(
+        self, by_cols: Sequence[Tensor], into: Sequence[Tensor]
+    ) -> None:
+        """The inverse of ``rows_to_columns``, into tensors laid out as its argument."""
         own = self._strips_at(self._rank)
         crossings: dict[tuple[int, int], Tensor] = {}
         for a, strip in zip(own, by_cols, strict=True):

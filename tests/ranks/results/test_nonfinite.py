@@ -25,7 +25,7 @@ from megatron_muon.mcore.wiring import nonfinite
 from megatron_muon.mcore.wiring.chained_optimizer import MuonChainedOptimizer
 from megatron_muon.orthogonalize import newton_schulz, strips
 from megatron_muon.planning.layout import SLICE_OF
-from megatron_muon.runtime.nonfinite import Left
+from megatron_muon.runtime.nonfinite import Skipped
 from support.models import gpt
 from support.models.gpt import Case, Topology, start, take_step, trained, truth
 from support.ranks import error_of, run
@@ -233,7 +233,9 @@ def _until_it_ends(
     muons = [
         part.muon for part in gpt.distributed_optimizers(built.optimizer) if part.muon
     ]
-    left = {k: v for muon in muons for k, v in muon.nonfinite.left(waits=True).items()}
+    left = {
+        k: v for muon in muons for k, v in muon.nonfinite.skipped(waits=True).items()
+    }
     lines = [line.strip("\0") for line in said.getvalue().splitlines()]
     return {"steps": steps, "error": error, "lines": lines, "left": left}
 
@@ -277,15 +279,15 @@ def test_full_and_block_steps_are_counted_as_one() -> None:
 
 
 def _of_slices() -> list[str]:
-    counts = {f"w{SLICE_OF}{number}": Left(0, 0) for number in range(2)}
+    counts = {f"w{SLICE_OF}{number}": Skipped(0, 0) for number in range(2)}
     muon: Any = SimpleNamespace(
-        nonfinite=SimpleNamespace(left=lambda waits: dict(counts))
+        nonfinite=SimpleNamespace(skipped=lambda waits: dict(counts))
     )
     report = nonfinite.NonfiniteReport([muon], MuonConfig(), None, torch.device("cpu"))
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         for number, steps in ((0, 50), (1, 3)):
-            counts[f"w{SLICE_OF}{number}"] = Left(steps, 0)
+            counts[f"w{SLICE_OF}{number}"] = Skipped(steps, 0)
             report._log()
     return said.getvalue().splitlines()
 

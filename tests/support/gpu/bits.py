@@ -24,7 +24,6 @@ from megatron_muon.orthogonalize.matmul import Products, numerics_on, plan_devic
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, standard_iteration
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.rules.fused import Fused, elementwise_on, trial
-from megatron_muon.rules.muon import Elementwise as _Elementwise
 from megatron_muon.rules.muon import Foreach
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig
@@ -87,7 +86,7 @@ def elementwise(device: torch.device) -> Iterator[Elementwise]:
     the CPU.
     """
     config = MuonConfig()
-    ways: dict[str, Callable[[], _Elementwise]] = {"foreach": Foreach}
+    ways: dict[str, Callable[[], Foreach]] = {"foreach": Foreach}
     numerics = Numerics(config)
     if elementwise_on(device, numerics) is Fused:
         ways["fused kernels"] = Fused

@@ -23,7 +23,7 @@ from triton.runtime import interpreter
 
 from megatron_muon.rules import fused_kernels
 from megatron_muon.rules.fused import Fused
-from megatron_muon.rules.muon import Elementwise, Foreach
+from megatron_muon.rules.muon import Foreach
 
 BLOCK = fused_kernels.BLOCK
 SIZES = (1, 2, 7, 33, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5)
@@ -120,7 +120,7 @@ class Runs:
         return [self.moves, *self.buffers, *targets, *self.params]
 
 
-def step(kind: Elementwise, runs: Runs, momentum: float, nesterov: bool) -> None:
+def step(kind: Foreach, runs: Runs, momentum: float, nesterov: bool) -> None:
     kind.advance_momentum(
         runs.buffers,
         runs.grads,

@@ -61,12 +61,13 @@ class CentredRound(RoundRule):
         moves.fill_(1.0)
 
     def at_home(self, staged: Any) -> Any:
-        for alike in staged.alike:
-            like, count = alike.like, len(alike.matrices)
-            flat = staged.elements[alike.start : alike.start + count * like.numel]
-            parts = flat.view(count, like.column_parts, like.rows, -1)
+        for stack in staged.stacks:
+            layout = stack.layout
+            count = len(stack.matrices)
+            flat = staged.elements[stack.start : stack.start + count * layout.numel]
+            parts = flat.view(count, layout.column_parts, layout.rows, -1)
             parts.sub_(parts.mean(dim=(1, 3), keepdim=True))
-        homes = sum(len(alike.matrices) for alike in staged.alike)
+        homes = sum(len(stack.matrices) for stack in staged.stacks)
         return SimpleNamespace(norms=[torch.ones(homes)], lines=[torch.ones(homes)])
 
     def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:

@@ -57,7 +57,7 @@ class _Rank:
                 self.runs.append([(segment.matrix, at) for at in staged])
                 start += size
             assert start == pieces[index].stop
-        moving = [self.runs[run] for run in table.leaving]
+        moving = [self.runs[run] for run in table.outgoing]
         kept = len(table.kept_sizes)
         self.kept = moving[:kept]
         leaving = moving[kept:]
@@ -110,7 +110,7 @@ def test_every_element_gets_to_its_place_and_its_direction_back(
                 (i, at) for i in table.homes for at in range(plan.matrices[i].numel)
             ]
             assert elements == wanted
-            starts = [(group.start, group.matrices[0]) for group in table.alike]
+            starts = [(group.start, group.matrices[0]) for group in table.stacks]
             assert [elements[start] for start, _ in starts] == [
                 (i, 0) for _, i in starts
             ]

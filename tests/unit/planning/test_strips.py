@@ -390,12 +390,12 @@ def _step_of_home(
 
     def step() -> None:
         with mock.patch.object(collectives, "start_messages", _received_at_once):
-            turned = sharing.turned(held) if own[0].is_turned else held
+            turned = sharing.rows_to_columns(held) if own[0].is_turned else held
             orthogonalize_strips(
                 turned, own[0].whole, moves, numerics_on(moves.device, config), sharing
             )
             if own[0].is_turned:
-                sharing.turn_back(turned, held)
+                sharing.columns_to_rows(turned, held)
 
     return step
 
