@@ -103,7 +103,7 @@ def test_install_and_uninstall_leave_every_object_in_its_place() -> None:
 @pytest.mark.skipif(
     CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout"
 )
-def test_so_do_the_hooks_in_megatron_lms_scripts() -> None:
+def test_hooks_in_megatron_lms_scripts_leave_every_object_in_its_place() -> None:
     lines = _lines(True, str(CHECKOUT))
     assert [line for line in lines if line.startswith("AFTER")] == ["AFTER []"] * 2
     changed = {line for line in lines if line.startswith("DURING")}

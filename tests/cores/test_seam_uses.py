@@ -204,7 +204,9 @@ def test_no_symbol_is_used_that_is_in_no_row() -> None:
     assert [str(use) for use in uses if in_no_row(use)] == []
 
 
-def test_nor_does_the_virtual_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_virtual_gpu_uses_only_symbols_in_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     of_a_c_type = {"torch.Tensor._make_wrapper_subclass"}  # which no test can rename
     symbols = SYMBOLS | of_a_c_type | {str(row) for row in VIRTUAL_GPU}
     monkeypatch.setattr(sys.modules[__name__], "SYMBOLS", symbols)

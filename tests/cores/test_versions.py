@@ -94,7 +94,7 @@ def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
         pytest.param(FROZEN_STAGE, Topology(pp=2, dp=2), id="pp2-dp2-frozen"),
     ],
 )
-def test_a_resumed_run_goes_on(
+def test_a_run_resumes(
     case: Case, topology: Topology, format: str, tmp_path: Path
 ) -> None:
     if case.frozen and format.startswith("fully"):

@@ -79,7 +79,7 @@ def test_parameters_lie_where_megatron_puts_them(words: str) -> None:
         ("Llama-3-8B TP1 DP16", 200),
     ],
 )
-def test_by_both_speeds_a_run_takes_the_shorter_layout(name: str, link: int) -> None:
+def test_with_both_speeds_a_run_has_the_faster_layout(name: str, link: int) -> None:
     """Within 5 % by the time model."""
     words = (
         f"{RUNS[name]}--muon-preset fast --muon-rank-tflops 600 --muon-link-gbytes "

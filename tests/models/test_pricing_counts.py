@@ -33,7 +33,7 @@ MIB = 1 << 20
 SIZES = [(1, 3), (2, 4), (4, 2), (1, 1)]
 
 
-def test_bytes_are_told_apart_by_node() -> None:
+def test_bytes_within_a_node_and_between_nodes_are_counted_separately() -> None:
     plan = small_plan(CONFIG, 2, 4)
     nodes = ([rank // node for rank in range(plan.size)] for node in (1, 8, 4))
     alone, all_near, halves = (traffic_of([plan], each) for each in nodes)
@@ -177,7 +177,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("device", ["cuda", "cuda_symmetric"])
 @pytest.mark.parametrize("shape", [*SHAPES, (8192, 8192)])
-def test_a_plan_and_the_time_model_price_a_strip_alike(
+def test_the_plan_and_the_time_model_have_the_same_price_for_a_strip(
     shape: tuple[int, int], device: Device
 ) -> None:
     """A plan chooses by differences of a few percent, so its constants may not
@@ -215,7 +215,7 @@ def test_the_ratios_of_speeds_are_the_time_models() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cuda_symmetric"])
 @pytest.mark.parametrize("strips", [2, 4, 8])
 @pytest.mark.parametrize("aspect", [2, 4, 7])
-def test_rows_are_made_where_they_are_faster(
+def test_homes_compute_rows_of_squares_where_it_is_faster(
     aspect: int, strips: int, device: Device
 ) -> None:
     """By the time model, but for 5 %; the table says why not always between 3,072 and

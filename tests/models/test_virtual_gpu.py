@@ -263,7 +263,7 @@ def _products(recording: Recording) -> int:
 
 
 @pytest.mark.parametrize(("iteration", "squares"), [("standard", 10), ("gram", 12)])
-def test_a_kernel_of_symmetric_products_takes_the_place_of_torchs_and_no_more_memory(
+def test_a_kernel_for_symmetric_products_replaces_torchs_without_more_memory(
     iteration: NsIteration, squares: int
 ) -> None:
     torchs = _orthogonalized("torch", iteration)

@@ -73,7 +73,7 @@ def _gathers(recording: Recording) -> int:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_all_ranks_communicate_alike(name: str) -> None:
+def test_all_ranks_communicate_in_the_same_order(name: str) -> None:
     recordings = recorded(RUNS[name])
     assert check_stage(recordings) == []
     assert any(r.launches_by_phase["muon/adamw"] for r in recordings.values())

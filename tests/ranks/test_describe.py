@@ -62,7 +62,7 @@ def test_each_stage_says_its_buckets_and_boundary_parameters_once(
     assert all(rank["printed"] == "" for rank in ranks[1:])
 
 
-def test_stages_that_are_alike_have_one_line_and_the_start_has_few() -> None:
+def test_identical_stages_have_one_line_and_the_start_has_few() -> None:
     texts = {0: "first", **dict.fromkeys((1, 2, 4, 5), "inner"), 3: "odd"}
     assert stage_lines(texts) == [
         "[megatron_muon] pipeline stage 0: first",
@@ -146,7 +146,7 @@ def _error(case: Case, topology: Topology) -> str:
     return error_of(lambda: start(case, topology))
 
 
-def test_a_run_of_which_muon_has_nothing_is_an_error_on_every_rank() -> None:
+def test_a_run_without_a_matrix_for_muon_is_an_error_on_every_rank() -> None:
     of_nothing = Case(muon=(("muon_exclude", ("*",)),))
     for text in run(_error, 2, of_nothing, Topology(pp=2)):
         assert text.startswith("ValueError: Muon has none of the model's "), text

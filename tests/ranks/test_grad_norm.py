@@ -43,7 +43,7 @@ def _shard(*elements: float, grad: bool = True) -> torch.Tensor:
     [_shard(2.0, math.nan), _shard(2.0, -math.inf), _shard(0.0, grad=False)],
     ids=["nan", "inf", "missing"],
 )
-def test_a_bad_or_missing_gradient_that_is_left_out_is_in_the_norm(
+def test_a_bad_gradient_outside_the_norm_makes_it_nan(
     left_out: torch.Tensor,
 ) -> None:
     here = _shard(1.0)

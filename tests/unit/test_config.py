@@ -221,7 +221,7 @@ def test_a_gpu_takes_auto_where_restarts_are_known(
 
 
 @pytest.mark.parametrize("device", CUDAS)
-def test_a_preset_is_what_a_gpu_takes_where_a_setting_is_left(device: Device) -> None:
+def test_a_preset_fills_settings_that_are_not_set_on_a_gpu(device: Device) -> None:
     safe, fast = (
         Numerics(MuonConfig(preset=preset), device) for preset in get_args(Preset)
     )
@@ -239,7 +239,7 @@ def test_a_preset_is_what_a_gpu_takes_where_a_setting_is_left(device: Device) ->
         assert f"(--muon-preset {whole.config.preset})" in line
 
 
-def test_a_run_of_another_preset_is_told_the_flags_that_keep_its_bits(
+def test_a_run_with_another_preset_prints_the_flags_that_keep_its_bits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from megatron_muon.mcore.checkpoint import param_groups
@@ -330,7 +330,7 @@ def test_a_resume_of_deepseekv4_cut_short_is_an_error_with_the_flags_that_keep_i
     assert schedule(read_by_adamw.ns_coefficients, steps, "bf16") == before
 
 
-def test_a_changed_copy_has_not_been_given_every_setting() -> None:
+def test_a_changed_copy_knows_which_settings_were_passed() -> None:
     assert MuonConfig(momentum=0.95).given == {"momentum"}
     assert replace(MuonConfig(), homes="local").given == {"homes"}
     assert replace(MuonConfig(momentum=0.9), homes="local").given == {

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from megatron_muon.console import first_names, say
-from megatron_muon.lab.accept.report import said
+from megatron_muon.lab.accept.report import shown
 from megatron_muon.lab.bench.speeds import _spread
 from megatron_muon.lab.interrupts import run_command
 from megatron_muon.lab.tables import digits
@@ -54,7 +54,7 @@ def test_the_help_of_a_script_that_megatron_prints_has_ascii_alone() -> None:
     assert parser.format_help().isascii()
 
 
-def test_of_many_names_the_first_are_said_and_how_many_more_there_are() -> None:
+def test_a_list_of_names_prints_the_first_and_the_number_of_the_others() -> None:
     assert [first_names("abcde"[:n], 3) for n in (0, 3, 4)] == [
         "",
         "a, b, c",
@@ -86,7 +86,7 @@ def test_a_figure_of_the_lab_has_no_exponent() -> None:
         "2250",
     ]
     assert _spread([999.6, 1234.5, 2250.0]) == "1234 (1000 to 2250)"
-    assert [said(x) for x in (0.5, 9999.4, 9999.6, 12345.6)] == [
+    assert [shown(x) for x in (0.5, 9999.4, 9999.6, 12345.6)] == [
         "0.5",
         "9999",
         "10000",

@@ -137,7 +137,7 @@ def test_no_checkpoint_is_status_2(
 
 
 @pytest.mark.parametrize("whole_one", [DEFAULT], indirect=True)
-def test_as_a_program_by_itself(sealed: Path) -> None:
+def test_inspect_runs_as_a_program(sealed: Path) -> None:
     """No launcher's environment, no GPU, no verb; in the C locale other letters are
     escaped.
     """
@@ -166,7 +166,7 @@ def test_as_a_program_by_itself(sealed: Path) -> None:
 # --- exit status ----------------------------------------------------------------------
 
 
-def test_a_fault_of_its_own_has_a_status_of_its_own(
+def test_a_fault_of_the_command_has_a_separate_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from megatron_muon.lab.inspect import report

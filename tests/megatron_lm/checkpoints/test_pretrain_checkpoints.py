@@ -50,7 +50,7 @@ def complete(folder: Path) -> list[int]:
     ]
 
 
-def test_an_asynchronous_save_is_sealed_and_goes_on(
+def test_an_asynchronous_save_is_sealed_and_resumes(
     six: tuple[Path, str], tmp_path: Path
 ) -> None:
     folder, text = six
@@ -79,7 +79,7 @@ def test_a_persistent_worker_saves_on_a_cpu(
     assert steps(text) == steps(six[1])
 
 
-def test_finetune_takes_the_model_alone(six: tuple[Path, str]) -> None:
+def test_finetune_loads_only_the_model(six: tuple[Path, str]) -> None:
     folder, text = six
     again = pretrain(1, f"{RUN} --load {folder} --finetune --train-iters 2")
     assert list(steps(again)) == [1, 2]
@@ -96,7 +96,7 @@ def test_no_load_optim_starts_momentum_anew(six: tuple[Path, str]) -> None:
     assert losses(again)[-1] != losses(text)[-1]
 
 
-def test_a_non_persistent_checkpoint_goes_on(
+def test_a_run_resumes_from_a_non_persistent_checkpoint(
     six: tuple[Path, str], tmp_path: Path
 ) -> None:
     """The global kind: in a folder of its own."""
@@ -114,7 +114,7 @@ def test_a_non_persistent_checkpoint_goes_on(
 
 
 @pytest.mark.parametrize("algorithm", ["atomic", "fully_parallel"])
-def test_a_local_checkpoint_goes_on(algorithm: str, tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_local_checkpoint(algorithm: str, tmp_path: Path) -> None:
     """The local kind: of each rank, in a folder of its node."""
     pytest.importorskip(
         "nvidia_resiliency_ext", reason="Megatron needs it for these, AdamW's too"

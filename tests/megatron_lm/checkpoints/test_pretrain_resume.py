@@ -89,7 +89,7 @@ def assert_goes_on(after: dict[int, str], whole: dict[int, str], last: int) -> N
         pytest.param("tp2-pp2-dp2", "torch_dist", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_run_goes_on_bit_for_bit(
+def test_a_killed_run_resumes_bit_for_bit(
     layout: str, format: str, tmp_path: Path
 ) -> None:
     if format == "torch_dist" and version() < (0, 15):
@@ -109,7 +109,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize("format", ["torch", "torch_dist"])
-def test_a_preempted_run_saves_and_goes_on_bit_for_bit(
+def test_a_preempted_run_saves_and_resumes_bit_for_bit(
     format: str, tmp_path: Path
 ) -> None:
     """With --exit-signal-handler SIGTERM on one rank ends the run after its step, with

@@ -83,7 +83,9 @@ def test_muon_to_adamw_and_on_without_the_plugin(format: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_another_routing_goes_on_by_way_of_adamw(format: str, tmp_path: Path) -> None:
+def test_a_run_resumes_with_another_routing_by_way_of_adamw(
+    format: str, tmp_path: Path
+) -> None:
     """The two commands of docs/routing.md; before, the error that sends there."""
     saved, between, new = (tmp_path / name for name in ("saved", "between", "new_run"))
     unswitched = saved_and_unswitched(MUON, saved, format)

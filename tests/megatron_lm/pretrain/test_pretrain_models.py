@@ -222,7 +222,7 @@ def alone(name: str, folder: Path) -> list[float]:
     [(name, layout) for name in LAYOUTS for layout in LAYOUTS[name]],
     ids=str,
 )
-def test_a_run_goes_on_elsewhere_as_on_one_process(
+def test_a_run_resumes_elsewhere_as_on_one_process(
     name: str, layout: str, folder: Path
 ) -> None:
     """Forward, backward, step and reshard in one: the next three losses are those of
@@ -308,7 +308,7 @@ def test_three_steps_equal_the_oracles(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "layout", [TP2, f"{EP2} --overlap-grad-reduce --overlap-param-gather"]
 )
-def test_a_run_with_state_on_the_host_goes_on_with_the_same_losses(
+def test_a_run_with_state_on_the_host_resumes_with_the_same_losses(
     layout: str, tmp_path: Path
 ) -> None:
     """Without the flags they are nearly those: AdamW's part on the host rounds

@@ -69,7 +69,7 @@ def test_a_run_is_the_same_and_tensorboard_has_its_numbers(tmp_path: Path) -> No
     assert len(lines[0]["layers"]) == 6  # on both stages, the final norm and the logits
 
 
-def test_a_run_that_goes_on_counts_iterations_as_megatron_does(tmp_path: Path) -> None:
+def test_a_run_that_resumes_counts_iterations_as_megatron_does(tmp_path: Path) -> None:
     """Of a logging step that comes first, the layers' outputs are there, too."""
     save = (
         f"{MUON} --save {tmp_path} --save-interval 3 --muon-log-interval 2 "

@@ -36,7 +36,7 @@ def _loaded(
     return before, held(built), printed
 
 
-def test_a_checkpoint_goes_on_under_another_split(tmp_path: Path) -> None:
+def test_a_run_resumes_with_another_split(tmp_path: Path) -> None:
     format = next(each for each in formats() if each.startswith("fully"))
     folder = str(tmp_path / "checkpoint")
     topology = Topology(2, 1, 2)
@@ -60,9 +60,7 @@ def test_a_checkpoint_goes_on_under_another_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mixer", ["mamba", "delta"])
-def test_a_hybrids_checkpoint_goes_on_at_another_tp_size(
-    mixer: str, tmp_path: Path
-) -> None:
+def test_a_hybrid_resumes_at_another_tp_size(mixer: str, tmp_path: Path) -> None:
     """TP cuts its convolutions and vectors by marks that do not name a dim."""
     if mixer == "delta" and VERSION < (0, 16):
         pytest.skip("gated delta nets are since core 0.16")

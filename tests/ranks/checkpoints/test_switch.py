@@ -72,7 +72,7 @@ SHAPES = {"dp3": (MUON, Topology(dp=3)), "moe": (MOE, Topology(dp=2, ep=2))}
 @pytest.mark.parametrize("momentum", ["momentum", "fresh"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("format", formats())
-def test_muon_goes_on_from_adamw(
+def test_muon_resumes_from_adamw(
     format: str, shape: str, momentum: str, tmp_path: Path
 ) -> None:
     case, topology = SHAPES[shape]
@@ -203,7 +203,7 @@ def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("format", formats())
-def test_adamw_goes_on_from_muon(format: str, shape: str, tmp_path: Path) -> None:
+def test_adamw_resumes_from_muon(format: str, shape: str, tmp_path: Path) -> None:
     """The tolerance: fp32 against float64, with sums of 2 terms that are far above
     eps.
     """
@@ -215,7 +215,7 @@ def _to_adamw_with_apexs_loop(*args: Any) -> list[str]:
         return _to_adamw(*args)
 
 
-def test_apexs_adam_goes_on_from_muon(tmp_path: Path) -> None:
+def test_apexs_adam_resumes_from_muon(tmp_path: Path) -> None:
     _check_to_adamw(_to_adamw_with_apexs_loop, "dp3", formats()[0], tmp_path)
 
 

@@ -100,7 +100,7 @@ def _check(
 
 @one_of_its_own
 @pytest.mark.parametrize("shape", LAYER_WISE)
-def test_layer_wise_muon_goes_on(shape: str, tmp_path: Path) -> None:
+def test_a_run_resumes_from_layer_wise_muon(shape: str, tmp_path: Path) -> None:
     case, there, here = LAYER_WISE[shape]
     args = (case, there, True, str(tmp_path))
     before = run(megatrons_muon.trained, there.world_size, *args)
@@ -112,7 +112,9 @@ def test_layer_wise_muon_goes_on(shape: str, tmp_path: Path) -> None:
 
 @one_of_its_own
 @pytest.mark.parametrize("bf16", [True, False])
-def test_its_muon_that_is_not_shared_out_goes_on(bf16: bool, tmp_path: Path) -> None:
+def test_a_run_resumes_from_muon_with_all_state_on_every_rank(
+    bf16: bool, tmp_path: Path
+) -> None:
     """Upstream's ``--optimizer muon``: every rank has all state. (In fp32 the
     layer-wise one of 0.16 cannot save; there a main parameter is the weight itself.)
     """
@@ -145,7 +147,7 @@ IMITATED = {
 
 @pytest.mark.parametrize("shape", IMITATED)
 @pytest.mark.parametrize("format", TORCH_DIST)
-def test_its_layout_loads_whatever_the_runs_own_format_is(
+def test_the_layout_of_megatrons_muon_loads_with_any_format_of_the_run(
     format: str, shape: str, tmp_path: Path
 ) -> None:
     case, there, here = IMITATED[shape]
@@ -156,7 +158,7 @@ def test_its_layout_loads_whatever_the_runs_own_format_is(
     assert len(said) == 1
 
 
-def test_another_momentum_coefficient_is_said(tmp_path: Path) -> None:
+def test_another_momentum_coefficient_is_printed(tmp_path: Path) -> None:
     run(megatrons_muon.imitated, 1, CASE, Topology(), str(tmp_path))
     other = replace(CASE, muon=())
     (after,) = run(_loaded, 1, other, Topology(), TORCH_DIST[0], str(tmp_path))

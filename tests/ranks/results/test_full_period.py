@@ -41,7 +41,7 @@ DP2 = Topology(2, 1, 2)
 DP4 = Topology(2, 1, 4)
 
 
-def test_one_process_that_takes_turns_has_the_same_bits() -> None:
+def test_one_process_that_alternates_whole_and_block_steps_has_the_same_bits() -> None:
     result = trained(CASE, TP2)
     for name in muon_weights(CASE):
         apart = trained_in_turns(CASE, name, tuple(result["main"][name].shape))
@@ -92,7 +92,7 @@ def test_a_block_step_sends_nothing_over_tp_alone() -> None:
 
 @pytest.mark.parametrize("dirty", [False, True])
 @pytest.mark.parametrize("format", formats())
-def test_a_resume_goes_on_within_a_period(
+def test_a_run_resumes_within_a_period(
     format: str, dirty: bool, tmp_path: Path
 ) -> None:
     check_resumed(replace(CASE, steps=4), DP2, format, tmp_path, dirty=dirty)

@@ -207,7 +207,7 @@ def test_a_layout_changes_only_what_a_block_at_an_edge_rounds_to(
 
 @pytest.mark.parametrize("case", [INT8, BF16], ids=["int8", "bf16"])
 @pytest.mark.parametrize("format", formats())
-def test_a_checkpoint_goes_on_with_the_same_bits(
+def test_a_run_resumes_with_the_same_bits(
     format: str, case: Case, tmp_path: Path
 ) -> None:
     check_resumed(case, Topology(dp=2), format, tmp_path)

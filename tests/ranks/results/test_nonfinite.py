@@ -119,7 +119,7 @@ EXPERTS = Topology(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)
     ],
     ids=said,
 )
-def test_a_gradient_that_is_not_finite_leaves_its_matrix(
+def test_a_gradient_that_is_not_finite_does_not_change_its_matrix(
     case: Case, topology: Topology, name: str, bad: float
 ) -> None:
     _stays(trained(case, topology, _planted(name, bad)), case, name)
@@ -196,7 +196,7 @@ def _overflowing(
     ],
     ids=said,
 )
-def test_an_iteration_that_overflows_leaves_its_matrix(
+def test_an_iteration_that_overflows_does_not_change_its_matrix(
     case: Case, topology: Topology, name: str
 ) -> None:
     case = replace(case, steps=1)

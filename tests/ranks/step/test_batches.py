@@ -38,7 +38,7 @@ def _matrices(count: int, rows: int, cols: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("iteration", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (1, 7), (400, 420)])
-def test_each_of_a_batch_is_what_it_is_alone(
+def test_a_matrix_in_a_batch_has_the_bits_that_it_has_alone(
     shape: tuple[int, int], iteration: NsIteration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To what rounding amounts to: see test_newton_schulz.test_fp32_equals_float64,
@@ -56,7 +56,7 @@ def test_each_of_a_batch_is_what_it_is_alone(
         assert (made - alone).norm() <= bound
 
 
-def test_of_a_batch_each_has_its_own_scale() -> None:
+def test_matrices_of_a_batch_are_scaled_separately() -> None:
     (matrix,) = _matrices(1, 24, 40)
     exact = 2.0**-90
     first, small, zero = orthogonalize_at_once(
@@ -65,7 +65,7 @@ def test_of_a_batch_each_has_its_own_scale() -> None:
     assert torch.equal(first, small) and not zero.any()
 
 
-def test_deterministic_mode_takes_one_at_a_time(deterministic: None) -> None:
+def test_deterministic_mode_batches_no_matrices(deterministic: None) -> None:
     assert at_once_on(CUDA, Numerics(FOUR), 8, 8, 0) == 1
     assert at_once_on(CUDA, Numerics(MuonConfig()), 8, 8, 999) == 1
 
@@ -73,7 +73,7 @@ def test_deterministic_mode_takes_one_at_a_time(deterministic: None) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("iteration", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(32, 64), (64, 33), (400, 420)])
-def test_a_cpu_takes_small_ones_together_with_the_bits_of_each(
+def test_a_cpu_batches_small_matrices_with_the_bits_of_single_ones(
     shape: tuple[int, int], iteration: NsIteration, dtype: Any
 ) -> None:
     """What is not a product, nor rounds one, is done once for all of them, but for
@@ -95,7 +95,7 @@ def test_a_cpu_takes_small_ones_together_with_the_bits_of_each(
 
 
 @pytest.mark.parametrize("shape", [(11, 13), (23, 7)])
-def test_a_cpu_takes_one_at_a_time_where_a_next_one_would_lie_otherwise(
+def test_a_cpu_batches_no_matrices_where_a_batch_would_align_them_differently(
     shape: tuple[int, int],
 ) -> None:
     """torch multiplies in fp16 by other sums where memory is not aligned."""
@@ -165,7 +165,7 @@ def _stepped(case: Case, at_once: int) -> dict[str, Any]:
 def test_a_step_in_batches_is_the_step_one_by_one() -> None:
     """One rank with all experts. lr · 0.2 · √max(rows, cols) is at most 1 here, and a
     direction is as near to that of its matrix alone as in
-    test_each_of_a_batch_is_what_it_is_alone.
+    test_a_matrix_in_a_batch_has_the_bits_that_it_has_alone.
     """
     case = Case(layers=2, moe=True, bf16=False, muon=(("ns_dtype", "fp32"),))
     (alone,), (batched,) = (run(_stepped, 1, case, at_once) for at_once in (1, 3))

@@ -116,7 +116,7 @@ def test_by_default_a_round_has_room_for_the_largest_parameter_three_times() -> 
     assert make_rounds([], [], None) == ()
 
 
-def test_small_ones_come_first_in_equal_shares_of_each_home() -> None:
+def test_small_matrices_come_first_in_equal_shares_of_every_home() -> None:
     loads = [{0: 10}, {0: 2}, {1: 10}, {1: 2}, {2: 7}]
     assert smaller_first(loads, loads, None, 2) == ((1, 3), (0, 2, 4))
     alike = [{index // 4: 5} for index in range(8)]
@@ -339,7 +339,7 @@ def _neighbours() -> int:
     return int(distributed_optimizers(built.optimizer)[0].muon.plan.grid.neighbours)
 
 
-def test_instances_plan_alike_where_nodes_cut_them_otherwise() -> None:
+def test_instances_have_the_same_plan_where_nodes_cut_them_differently() -> None:
     """Ranks 0 and 1 of the first instance are of one node; of the second one, 1 and
     2.
     """

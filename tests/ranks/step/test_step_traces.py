@@ -159,7 +159,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_a_restart_before_the_steps_leaves_the_traces_of_earlier_runs(
+def test_a_restart_before_the_steps_keeps_the_traces_of_earlier_runs(
     tmp_path: Path,
 ) -> None:
     """All ranks write into one new folder, also where some wrote in an earlier run and

@@ -24,7 +24,7 @@ def _adam(optimizer: str) -> list[str]:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_megatron_takes_apexs(optimizer: str) -> None:
+def test_megatron_uses_apexs_adam(optimizer: str) -> None:
     (adam,) = run(_adam, 1, optimizer)
     assert "apex.optimizers.fused_adam.FusedAdam" in adam
 

@@ -140,7 +140,9 @@ def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
     "case", [HALVES, HALF, replace(HOSTED, **MOE)], ids=["16", "half", "moe"]
 )
 @pytest.mark.parametrize("format", formats())
-def test_a_checkpoint_goes_on(case: Case, format: str, tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_checkpoint(
+    case: Case, format: str, tmp_path: Path
+) -> None:
     topology = Topology(dp=2, ep=2 if case.moe else 1)
     check_resumed(case, topology, format, tmp_path, dirty=case.moe)
 
@@ -274,7 +276,9 @@ def test_state_that_leaves_between_steps_changes_no_bit(
 
 
 @of_dev
-def test_nor_where_parameters_are_gathered_within_the_step() -> None:
+def test_parameters_gathered_within_the_step_change_no_bit_with_state_on_the_host() -> (
+    None
+):
     case = replace(IN_FP32, muon=(("early_param_gather", "on"), *ONE_BY_ONE))
     topology = Topology(tp=2, dp=2, overlap=True, sequence_parallel=True)
     assert differences(trained(_stays(case), topology), trained(case, topology)) == []
@@ -283,7 +287,9 @@ def test_nor_where_parameters_are_gathered_within_the_step() -> None:
 @of_dev
 @pytest.mark.parametrize("kind", BETWEEN)
 @pytest.mark.parametrize("format", formats()[:2])
-def test_it_leaves_after_a_load_too(kind: str, format: str, tmp_path: Path) -> None:
+def test_state_that_leaves_between_steps_leaves_after_a_load_too(
+    kind: str, format: str, tmp_path: Path
+) -> None:
     case = BETWEEN[kind]
     check_resumed(case, Topology(dp=2, ep=2 if case.moe else 1), format, tmp_path)
 

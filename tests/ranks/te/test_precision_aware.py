@@ -264,13 +264,15 @@ def test_bytes_an_element(case: Case, muon: float, adamw: float) -> None:
     ids=["bf16", "fp32", "moe", "fp16"],
 )
 @pytest.mark.parametrize("format", formats())
-def test_a_checkpoint_goes_on(case: Case, format: str, tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_checkpoint(
+    case: Case, format: str, tmp_path: Path
+) -> None:
     check_resumed(
         case, Topology(dp=2, ep=2 if case.moe else 1), format, tmp_path, dirty=case.moe
     )
 
 
-def test_in_fp8_what_is_muons_goes_on(tmp_path: Path) -> None:
+def test_in_fp8_muons_state_resumes(tmp_path: Path) -> None:
     """FusedAdam finds AdamW's scales again but for the last bit."""
     muons = muon_weights(FP8)
     for result in run(resumed, 2, FP8, Topology(dp=2), formats()[0], str(tmp_path)):

@@ -220,7 +220,9 @@ def _unlike(one: dict[str, Any], other: dict[str, Any], when: str) -> list[str]:
 
 @pytest.mark.parametrize("case", [FP8, *OTHERS], ids=lambda case: case.fp8)
 @pytest.mark.parametrize("format", formats())
-def test_a_checkpoint_goes_on(case: Case, format: str, tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_checkpoint(
+    case: Case, format: str, tmp_path: Path
+) -> None:
     for wrong in run(_resumed, 2, case, Topology(dp=2), format, str(tmp_path)):
         assert wrong == []
 
@@ -287,7 +289,7 @@ def _switched(case: Case, format: str, folder: str, change: float) -> str:
 @pytest.mark.parametrize("change", [0.0, 2.0], ids=["as-saved", "others"])
 @pytest.mark.parametrize("case", [FP8, *OTHERS], ids=lambda case: case.fp8)
 @pytest.mark.parametrize("format", formats()[:1])
-def test_muon_goes_on_from_adamw(
+def test_muon_resumes_from_adamw(
     case: Case, format: str, change: float, tmp_path: Path
 ) -> None:
     for said in run(_switched, 2, case, format, str(tmp_path), change):

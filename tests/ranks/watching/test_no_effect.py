@@ -73,7 +73,7 @@ def _log(path: str, stop: int) -> None:
         take_step(built, step)
 
 
-def test_a_second_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_a_second_run_appends_to_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "lines.jsonl"
     run(_log, 2, str(path), 1)
     with path.open("ab") as file:

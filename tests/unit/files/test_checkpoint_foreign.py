@@ -115,7 +115,9 @@ def test_state_of_another_optimizers_is_refused() -> None:
 
 
 @pytest.mark.parametrize("coefficients", [(), (0.9, 0.95)])
-def test_one_momentum_coefficient_must_be_said(coefficients: tuple[float, ...]) -> None:
+def test_several_momentum_coefficients_are_an_error(
+    coefficients: tuple[float, ...],
+) -> None:
     groups = [{**COMMON, "momentum": mu} for mu in coefficients]
     with pytest.raises(ValueError, match="must have one momentum coefficient"):
         Source(KEYS, [{"optimizer": {"param_groups": groups}}])

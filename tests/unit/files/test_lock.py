@@ -80,7 +80,7 @@ def test_a_file_system_without_locks_has_none_and_keeps_no_file(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_file_that_has_come_to_its_place_stays(tmp_path: Path) -> None:
+def test_a_file_that_replaced_the_lock_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     lock = Lock.take(path)
     assert lock is not None

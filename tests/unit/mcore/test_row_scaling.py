@@ -31,7 +31,7 @@ def test_any_range_is_scaled_as_in_the_whole(
     assert torch.equal(piece, expected)
 
 
-def test_a_head_of_negative_or_unusable_logits_is_left_as_it_is() -> None:
+def test_a_head_of_negative_or_unusable_logits_is_not_scaled() -> None:
     """Megatron's expression makes NaN of the weights of the first and zeros of the
     second's.
     """

@@ -251,7 +251,7 @@ UNLIKE = "unlike the defaults of Megatron's own Muon: "
 
 
 @WITH_MUON
-def test_every_value_that_differs_from_megatrons_own_is_told(version: str) -> None:
+def test_every_value_that_differs_from_megatrons_own_is_printed(version: str) -> None:
     assert differences(parsed(version, "--muon-preset", "fast")) == [
         f"{UNLIKE}--muon-extra-scale-factor 0.2 (1.0), --muon-momentum 0.95 (0.9), "
         "nesterov (--no-muon-nesterov) True (False), --muon-coefficient-type simple "

@@ -69,14 +69,14 @@ def _run(
 
 
 @pytest.mark.parametrize("wrap", [_plain, _traced])
-def test_in_megatron_lms_own_loop_they_do(
+def test_early_gathers_are_on_in_megatron_lms_loop(
     wrap: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert _run(monkeypatch, wrap) == [True, False]
 
 
 @pytest.mark.parametrize("wrap", [_anothers, _named_as_megatrons])
-def test_around_anothers_train_step_they_do_not_and_a_line_says_so(
+def test_early_gathers_are_off_around_another_train_step_and_a_line_says_so(
     wrap: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(monkeypatch, wrap) == [False, False]

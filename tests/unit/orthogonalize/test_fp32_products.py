@@ -80,7 +80,7 @@ def _as_at_first() -> Iterator[None]:
     ],
     ids=["nothing", "old", "allow_tf32", "new", "both", "two old ones", "the CPU's"],
 )
-def test_every_option_says_fp32_within_it_and_what_it_said_after_it(
+def test_every_option_means_fp32_inside_and_is_restored_afterwards(
     setter: Callable[[], None], device: str
 ) -> None:
     """Some products of CUDA ask ``allow_tf32``, which raises where old and new options

@@ -146,7 +146,7 @@ def test_past_the_slack_bytes_decide_among_ranks_within_the_limit(
     assert choose_homes(matrices, 3, "balanced", Price(1, 0, 0)) == [0, 1, 2, 2]
 
 
-def test_a_plan_is_said_to_follow_from_the_device_where_it_does() -> None:
+def test_a_plan_describes_the_device_where_it_depends_on_it() -> None:
     """Standard's work is another with a library's symmetric products only; with the
     preset fast CPUs, which all take standard, agree with each other and with no GPU.
     """
@@ -180,7 +180,7 @@ def test_teams_of_neighbours_are_of_one_node(nodes: list[int], neighbours: int) 
     assert neighbours_of(nodes) == neighbours
 
 
-def test_a_run_is_told_of_shares_that_may_leave_a_node() -> None:
+def test_a_run_warns_of_sharing_that_may_cross_nodes() -> None:
     """By its launcher, or by the order of its ranks; a node of all neighbours says
     nothing.
     """
@@ -204,7 +204,7 @@ def test_a_run_is_told_of_shares_that_may_leave_a_node() -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda_symmetric"])
-def test_more_homes_than_a_node_has_make_no_rows(device: Device) -> None:
+def test_more_homes_than_ranks_of_a_node_compute_no_rows(device: Device) -> None:
     for node_ranks, by_rows in ((8, True), (4, False)):
         config = MuonConfig(preset="fast", node_ranks=node_ranks)
         assert makes_rows(8192, 8192, 8, Numerics(config, device)) == by_rows

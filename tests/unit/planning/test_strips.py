@@ -367,7 +367,7 @@ def test_homes_on_several_nodes_take_longer() -> None:
 
 
 @pytest.mark.parametrize("size", [64, 8])
-def test_a_stated_link_is_a_nodes_only_where_it_has_the_stage(size: int) -> None:
+def test_a_stated_link_is_within_a_node_only_if_the_stage_is(size: int) -> None:
     """Else a node's links and memory are as fast as where none is stated."""
     strip, own = Strip(3000, 1500, 0, 4), 3000 * 1500 // 4
     runs = [Numerics(MuonConfig(link_gbytes=link), "cuda") for link in (4, 40, None)]

@@ -67,7 +67,7 @@ SIGNS: dict[str, tuple[Callable[[], list[str]], str]] = {
 
 
 @pytest.mark.parametrize("which", SIGNS)
-def test_a_sign_gives_its_warning_once(which: str) -> None:
+def test_a_cause_is_warned_of_once(which: str) -> None:
     texts, text = SIGNS[which]
     (only,) = texts()
     assert re.search(text, only) and "docs/troubleshooting.md" in only, only
@@ -82,14 +82,14 @@ def test_what_the_warning_of_growing_outputs_names_has_the_papers_answer() -> No
     assert "--weight-decay-all-params" in section
 
 
-def test_a_run_that_is_well_gives_none() -> None:
+def test_a_healthy_run_has_no_warning() -> None:
     assert warned() == []
 
 
-def test_a_warning_that_was_over_is_given_again() -> None:
+def test_a_warning_is_repeated_if_its_cause_returns() -> None:
     often = warned(lambda step: muon(moved=0.75 if step % 4 == 0 else 1.0))
     assert len(often) == 5
 
 
-def test_one_record_off_its_promise_gives_none() -> None:
+def test_one_bad_record_gives_no_warning() -> None:
     assert warned(lambda step: muon(update_rms=0.05 if step == 9 else 0.17)) == []
