@@ -153,19 +153,19 @@ def _kept(share: Share) -> str:
 # --- the computation ------------------------------------------------------------------
 
 
-def active_line(core: str, torch: str, preset: str) -> str:
+def active_line(core: str, torch: str, config: MuonConfig) -> str:
     """This package's Muon runs, and not Megatron's own; what a report of a fault
     names.
 
     Args:
         core: the version of megatron-core.
         torch: the version of torch.
-        preset: of the run.
+        config: the settings of the run.
     """
     return (
         f"{PREFIX} megatron-muon {__version__} is active: Distributed Muon over the "
         f"DistributedOptimizer of megatron-core {core}; torch {torch}, preset "
-        f"{preset}, rule muon"
+        f"{config.preset}, rule {config.rule}"
     )
 
 

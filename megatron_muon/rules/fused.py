@@ -158,6 +158,23 @@ class Fused(Foreach):
                 list(params), list(directions), table, slice_of_block, self._factors[1]
             )
 
+    def blend(
+        self,
+        params: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        keeps: Tensor,
+        factors: Tensor,
+    ) -> None:
+        """See ``Foreach``."""
+        table, slice_of_block = self._update.on_device(
+            [params, directions], allowed=(_FP32, _DIRECTIONS)
+        )
+        if slice_of_block.numel():
+            scalars = torch.cat([factors, keeps])
+            torch.ops.megatron_muon.apply_updates(
+                list(params), list(directions), table, slice_of_block, scalars
+            )
+
 
 class _Table:
     """Sizes, first blocks and addresses of slices, and the slice of each block, on the

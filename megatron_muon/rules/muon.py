@@ -351,6 +351,27 @@ class Foreach:
                     weight.mul_(keeps[decays[number]][number])
             torch._foreach_sub_(weights, updates)
 
+    def blend(
+        self,
+        params: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        keeps: Tensor,
+        factors: Tensor,
+    ) -> None:
+        """W ← keep·W - factor·D in place, with factors that only the device knows.
+
+        Args:
+            params, directions: as of ``apply_updates``; directions are not overwritten.
+            keeps, factors: ``(slices,)`` fp32, on the device. A direction whose factor
+                is 0 may be not finite.
+        """
+        for numbers, (weights, some) in _at_once(params, directions):
+            for number, weight, direction in zip(numbers, weights, some, strict=True):
+                factor = factors[number]
+                update = direction.float() * factor
+                update.masked_fill_(factor == 0.0, 0.0)
+                weight.mul_(keeps[number]).sub_(update)
+
 
 def _in_fp32(tensors: list[Tensor]) -> list[Tensor]:
     """Copies in fp32; the tensors themselves where they are in fp32 already."""
@@ -399,6 +420,7 @@ class DistributedMuon(Engine):
         numerics: the run's settings, and what its device computes with.
         plan, own, exchange, main_params, meter, phase: see ``Engine``.
         elementwise: makes the elementwise operations of a round, once per round.
+        rule: makes the rule, from ``Muon``'s arguments; None: Muon.
 
     Attributes:
         block_steps: with ``full_period`` above 1, its ``block_steps.BlockSteps``.
@@ -414,12 +436,13 @@ class DistributedMuon(Engine):
         meter: Meter,
         phase: Phase,
         elementwise: Callable[[], Foreach] | None = None,
+        rule: Callable[..., Muon] | None = None,
     ) -> None:
         self.numerics = numerics
         self.config = numerics.config
         self.block_steps: Any = None
-        rule = Muon(numerics, plan, meter, elementwise or Foreach)
-        super().__init__(rule, plan, own, exchange, main_params, meter, phase)
+        made = (rule or Muon)(numerics, plan, meter, elementwise or Foreach)
+        super().__init__(made, plan, own, exchange, main_params, meter, phase)
 
     @property
     def variants(self) -> list[DistributedMuon]:

@@ -123,6 +123,29 @@ class Engine:
             each.observer = observer
 
     @torch.no_grad()
+    def over_matrices(
+        self,
+        groups: ParamGroups,
+        states: States,
+        numbers: Callable[[int, Sequence[Shard]], Tensor],
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Sums over matrices beside a step: of the main parameters, round by round.
+
+        Args:
+            groups, states: as of ``step``.
+            numbers: the numbers of a round's slices, as of ``RoundRule``.
+
+        Yields:
+            The number of a round, and its slices' sums (``SliceSums``).
+        """
+        self._states = states
+        shards = dict(self._shards(groups, states))
+        for number, round in enumerate(self.rounds):
+            with self._visiting(number, (MAIN_KEY,)):
+                own = numbers(number, round.here(shards))
+            yield number, round.over_matrices(own)
+
+    @torch.no_grad()
     def start(self, groups: ParamGroups, states: States) -> None:
         """Start the first round of a step, ahead of ``step`` with the same arguments.
 

@@ -35,6 +35,7 @@ class Round:
         rule: the rule's work in this round.
         homes: the matrices whose home this rank is.
         parameters: the plan's indices of those with a shard here.
+        matrices: the plan's index of the matrix of each slice here.
         travels: this rank sends or receives messages in this round.
         observer: sees this step's matrices and updates; None except in a logging step.
     """
@@ -49,6 +50,7 @@ class Round:
         self._phase = phase
         self.homes = self._table.homes
         self.travels = self._table.travels or rule.asks
+        self.matrices = self._table.matrices
         self.parameters = [index for index, _ in self._table.parameters]
         self.observer: Observer | None = None
         self._numbers: tuple[Sequence[Tensor], Tensor] | None = None
@@ -57,14 +59,12 @@ class Round:
 
     def start(self, shards: Shards) -> None:
         """Advance the state of the shards, and send their slices to the homes."""
-        here = self._here(shards)
+        here = self.here(shards)
         with self._phase(self._names.before_gather):
             outgoing = self._exchange.outgoing()
-            sums = (
-                self._asked(self.rule.numbers_before(here))
-                if self._asks_before
-                else None
-            )
+            sums = None
+            if self._asks_before:
+                sums = self.over_matrices(self.rule.numbers_before(here))
             self.rule.before_gather(here, outgoing.slices, outgoing.moves, sums)
         with self._phase("muon/gather"):
             self._gathering = self._exchange.start_gather(outgoing)
@@ -114,11 +114,12 @@ class Round:
             results = self._exchange.finish_scatter(scattering)
         if self.observer is not None:
             self.observer.before_update(self._table, shards, results)
-        here = self._here(shards)
+        here = self.here(shards)
         with self._phase(self._names.after_scatter):
             self.rule.after_scatter(here, results)
             if self._asks_after:
-                self.rule.finish(here, self._asked(self.rule.numbers_after(here)))
+                numbers = self.rule.numbers_after(here)
+                self.rule.finish(here, self.over_matrices(numbers))
 
     def forget(self) -> None:
         """Wait for messages under way, and forget the step that they are of."""
@@ -129,9 +130,11 @@ class Round:
         self._scattering = None
         self._numbers = None
 
-    def _here(self, shards: Shards) -> list[Shard]:
+    def here(self, shards: Shards) -> list[Shard]:
+        """The shards of the round on this rank, in the order of ``parameters``."""
         return [shards[index] for index in self.parameters]
 
-    def _asked(self, numbers: Tensor) -> Tensor:
+    def over_matrices(self, numbers: Tensor) -> Tensor:
+        """See ``SliceSums``; for a rule that asks for sums."""
         assert self._sums is not None
         return self._sums.over_matrices(numbers)

@@ -10,8 +10,8 @@ gradient).
 4. The engine brings the results back to the slices.
 5. Each rank: ``after_scatter`` updates its shards (elementwise, with the results).
 
-A rule may ask for numbers of whole matrices at two points. It then gives one number for
-each slice, and gets the sum over all slices of that matrix: before step 1
+A rule may ask for numbers of whole matrices at two points. It then gives numbers of
+each slice, and gets their sums over all slices of that matrix: before step 1
 (``asks_before``), and after step 5, before parameters are gathered (``asks_after``). A
 rule that asks for none pays nothing.
 """
@@ -136,23 +136,23 @@ class RoundRule(ABC):
         """
 
     def numbers_before(self, shards: Sequence[Shard]) -> Tensor:
-        """A number of each slice, ``(slices,)`` fp32, say of its gradient
-        (``asks_before``).
+        """A number of each slice, ``(slices,)``, or several, ``(slices, k)``, say of
+        its gradient (``asks_before``).
         """
         raise NotImplementedError(
             f"{type(self).__name__} asks for sums and gives no numbers"
         )
 
     def numbers_after(self, shards: Sequence[Shard]) -> Tensor:
-        """A number of each slice, ``(slices,)`` fp32, say of its new weight
-        (``asks_after``).
+        """A number of each slice, ``(slices,)``, or several, ``(slices, k)``, say of
+        its new weight (``asks_after``).
         """
         raise NotImplementedError(
             f"{type(self).__name__} asks for sums and gives no numbers"
         )
 
     def finish(self, shards: Sequence[Shard], sums: Tensor) -> None:
-        """Update the shards by the answer to ``numbers_after``, ``(slices,)`` fp32."""
+        """Update the shards by ``numbers_after``'s answer, of its shape in fp32."""
         raise NotImplementedError(f"{type(self).__name__} asks for sums and uses none")
 
 

@@ -46,12 +46,12 @@ class MuonConfig(RunSettings, UpdateSettings):
     2502.16982).
 
     docs/flags.md says more of each, as ``--help`` does. Here patterns are tuples,
-    ``splits``, ``lr_mults`` and ``wd_mults`` are tuples of pairs, ``round_bytes`` is in
-    bytes, and ``ns_coefficients`` may be a set's name, one triple for every step or a
-    tuple of triples. Without ``ns_steps`` a set that is nothing with 5 steps,
-    deepseekv4, has its own 10. A list becomes a tuple. None leaves a choice to the
-    device or turns a feature off. lr and weight decay are not here: they come from
-    Megatron's parameter groups, step by step.
+    ``splits``, ``lr_mults``, ``wd_mults`` and ``radii`` are tuples of pairs,
+    ``round_bytes`` is in bytes, and ``ns_coefficients`` may be a set's name, one triple
+    for every step or a tuple of triples. Without ``ns_steps`` a set that is nothing
+    with 5 steps, deepseekv4, has its own 10. A list becomes a tuple. None leaves a
+    choice to the device or turns a feature off. lr and weight decay are not here: they
+    come from Megatron's parameter groups, step by step.
 
     Attributes:
         matched_adamw_rms: Root mean square of a matrix's update, per unit of lr (arXiv
@@ -59,6 +59,12 @@ class MuonConfig(RunSettings, UpdateSettings):
         scale_mode: Factor on a direction: sqrt(max(rows, cols)) with spectral,
             sqrt(rows / cols) with unit_rms_norm, sqrt(max(1, rows / cols)) with
             shape_scaling. Default: 'spectral'.
+        rule: What a direction does to its matrix. muon: a decayed step. hyperball: a
+            step on the sphere of the matrix's own norm, lr being its length in radii,
+            without weight decay and without a scale (MuonH, arXiv 2606.16899). Default:
+            'muon'.
+        radii: With rule hyperball, the Frobenius norm of the matrices whose names match
+            a pattern, of each head or expert that is orthogonalized alone. Default: ().
         full_period: Steps from one full orthogonalization to the next, by Adam's number
             of steps: a new run's first is full. Default: 1.
         block_lr_mult: Factor on the learning rate of all of Muon's matrices, also where
@@ -178,11 +184,12 @@ class MuonConfig(RunSettings, UpdateSettings):
             _require_restarts(self)
         _require_log(self)
         _require_period(self)
+        _require_rule(self)
 
     @property
     def patterns(self) -> tuple[str, ...]:
         """The patterns of names in all settings. Each must match a parameter."""
-        pairs = (*self.splits, *self.lr_mults, *self.wd_mults)
+        pairs = (*self.splits, *self.radii, *self.lr_mults, *self.wd_mults)
         return (
             *self.muon_include,
             *self.muon_exclude,
@@ -192,7 +199,7 @@ class MuonConfig(RunSettings, UpdateSettings):
     def setting_of(self, pattern: str) -> str:
         """The setting that has one of ``patterns``, named with its flag."""
         # splits first: they match Muon's alone
-        for name in ("splits", "lr_mults", "wd_mults"):
+        for name in ("splits", "radii", "lr_mults", "wd_mults"):
             if any(pattern == other for other, _ in getattr(self, name)):
                 return named(name)
         return named("muon_include" if pattern in self.muon_include else "muon_exclude")
@@ -232,6 +239,22 @@ def _needed(lists: Restarts, config: MuonConfig) -> tuple[object, ...]:
         return lists.fp16, lists.bf16, lists.fp32_squares
     own = getattr(lists, config.ns_dtype)
     return own, own if config.ns_dtype == "fp32" else lists.fp32_squares
+
+
+def _require_rule(config: MuonConfig) -> None:
+    if config.rule == "muon":
+        if config.radii:
+            raise ValueError(
+                f"{named('radii')} is of {named('rule')} hyperball, and the rule is "
+                "muon: give hyperball, or no radius"
+            )
+        return
+    for name in ("matched_adamw_rms", "scale_mode", "full_period"):
+        if getattr(config, name) != ROWS[name].default:
+            raise ValueError(
+                f"{named(name)} has no meaning with {named('rule')} {config.rule}, "
+                "whose lr is the length of a step in radii: leave it out"
+            )
 
 
 def _require_restarts(config: MuonConfig) -> None:

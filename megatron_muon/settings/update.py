@@ -22,6 +22,7 @@ ClipScope = Literal["all", "adamw"]
 ElementwiseBy = Literal["auto", "foreach"]
 MomentumDtype = Literal["fp32", "bf16", "int8"]
 Preset = Literal["safe", "fast"]
+RuleName = Literal["muon", "hyperball"]
 SymmetricProducts = Literal["auto", "triton", "torch"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
@@ -82,6 +83,25 @@ class UpdateSettings:
         "Emerging-Optimizers' get_muon_scale_factor.",
         kinds.choice(get_args(ScaleMode)),
         source=UPSTREAM,
+    )
+    rule: RuleName = row(
+        "muon",
+        "--muon-rule",
+        "What a direction does to its matrix. muon: a decayed step. hyperball: a step "
+        "on the sphere of the matrix's own norm, lr being its length in radii, without "
+        "weight decay and without a scale (MuonH, arXiv 2606.16899). docs/rules.md has "
+        "its formula.",
+        kinds.choice(get_args(RuleName)),
+    )
+    radii: tuple[tuple[str, float], ...] = row(
+        (),
+        "--muon-radius",
+        "With --muon-rule hyperball, the Frobenius norm of the matrices whose names "
+        "match a pattern, of each head or expert that is orthogonalized alone. The "
+        "first step brings them there. May be given several times; the last pattern "
+        "that matches counts.",
+        kinds.pairs("radius", kinds.POSITIVE),
+        without="The default is the norm at the first step with this rule.",
     )
     full_period: int = row(
         1,

@@ -43,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gram": {"ns_iteration": "gram"},
     "foreach": {"elementwise": "foreach"},
     "foreach in fp32": {"elementwise": "foreach", "ns_dtype": "fp32"},
+    "hyperball": {"rule": "hyperball"},
     "in 3 strips": {"split_matrices": 3},  # of TP 2: wide matrices are turned
     "rows of squares": {"split_matrices": 4, "ns_iteration": "gram"},
 }

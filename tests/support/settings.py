@@ -11,6 +11,8 @@ from typing import Any
 OTHERS: dict[str, Any] = {
     "matched_adamw_rms": 0.3,
     "scale_mode": "shape_scaling",
+    "rule": "hyperball",
+    "radii": (("*.linear_fc1.weight", 2.0),),
     "full_period": 5,
     "block_lr_mult": 0.5,
     "momentum": 0.9,
@@ -49,6 +51,7 @@ OTHERS: dict[str, Any] = {
 }
 # What needs another setting beside it.
 WITH = {"log_interval": {"log_file": "lines.jsonl"}, "log_file": {"log_interval": 2}}
+WITH |= {"radii": {"rule": "hyperball"}}
 WITH |= {"qk_clip_alpha": {"qk_clip": 100.0}, "block_lr_mult": {"full_period": 5}}
 
 _RANGE = r"must be from 1e-09 to 1e\+09, got "
@@ -82,6 +85,13 @@ _MULTIPLIERS = (
 BAD: dict[str, tuple[tuple[Any, str], ...]] = {
     "matched_adamw_rms": (*_POSITIVE, ("0.2", "must be a number, got '0.2'")),
     "scale_mode": (("max", "must be one of spectral, unit_rms_norm, shape_scaling"),),
+    "rule": (("sphere", "must be one of muon, hyperball, got 'sphere'"),),
+    "radii": (
+        *_PAIRS,
+        ((("a", 0.0),), "a radius"),
+        ((("a", math.inf),), "a radius"),
+        ((("a", "2"),), "must be a number"),
+    ),
     "full_period": _COUNT,
     "block_lr_mult": _POSITIVE,
     "momentum": (

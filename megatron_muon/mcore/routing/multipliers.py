@@ -33,14 +33,21 @@ def multipliers_of(weight: Weight, config: MuonConfig) -> Multipliers:
     """The factors of a weight's learning rate and weight decay; the last pattern
     counts.
     """
-    return _last(weight, config.lr_mults), _last(weight, config.wd_mults)
+    lr_mult, wd_mult = (
+        last_of(weight, pairs) for pairs in (config.lr_mults, config.wd_mults)
+    )
+    return (
+        1.0 if lr_mult is None else lr_mult,
+        1.0 if wd_mult is None else wd_mult,
+    )
 
 
-def _last(weight: Weight, pairs: Sequence[tuple[str, float]]) -> float:
-    factors = [
-        float(factor) for pattern, factor in pairs if matching(weight, [pattern])
+def last_of(weight: Weight, pairs: Sequence[tuple[str, float]]) -> float | None:
+    """The number of the last pattern that matches; None where none does."""
+    numbers = [
+        float(number) for pattern, number in pairs if matching(weight, [pattern])
     ]
-    return factors[-1] if factors else 1.0
+    return numbers[-1] if numbers else None
 
 
 def with_multipliers(

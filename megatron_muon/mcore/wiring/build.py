@@ -138,6 +138,12 @@ def make_muons(
         from megatron_muon.mcore.watching.watch import Watch
 
         optimizer.watch = Watch(trained, model_chunks, config, stage, optimizer.voters)
+    if config.rule == "hyperball":
+        from megatron_muon.mcore.wiring.radii import RunRadii
+
+        optimizer.radii = RunRadii(parts, config, device)
+        for part in parts:
+            part.radii = optimizer.radii
     remember(model_chunks, config, stage)
     for line in lines if dist.get_rank() == 0 else ():
         say(line)
@@ -311,8 +317,13 @@ def _muon_of(
     exchange = Exchange(own, plan.matrices, stage.group, travels, stage.device, meter)
     phase = phases(dist_opt.config)
     elementwise = elementwise_on(stage.device, numerics)
+    rule = None
+    if numerics.config.rule == "hyperball":
+        from megatron_muon.rules.hyperball import Hyperball
+
+        rule = partial(Hyperball, own=own, device=stage.device)
     return DistributedMuon(
-        numerics, plan, own, exchange, main_params, meter, phase, elementwise
+        numerics, plan, own, exchange, main_params, meter, phase, elementwise, rule
     )
 
 

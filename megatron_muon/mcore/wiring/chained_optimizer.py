@@ -25,6 +25,7 @@ from megatron_muon.runtime.consensus import attempt, raise_quoting, raise_togeth
 
 if TYPE_CHECKING:
     from megatron_muon.mcore.watching.watch import Watch
+    from megatron_muon.mcore.wiring.radii import RunRadii
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -36,6 +37,7 @@ class MuonChainedOptimizer(CheckpointChain):
     # where this rank has an optimizer with Muon
     nonfinite: NonfiniteReport | None = None
     watch: Watch | None = None  # with ``log_interval`` only
+    radii: RunRadii | None = None  # with the rule hyperball only
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
@@ -76,6 +78,8 @@ class MuonChainedOptimizer(CheckpointChain):
             self._late_norm = None  # of a step that is not taken
             raise error
         self.is_new = False
+        if self.radii is not None:
+            self.radii.use()
         if self.nonfinite is not None:
             self.nonfinite.before_step()
         if getattr(self.config, "chunked_optimizer_state_offload", False):
@@ -188,6 +192,8 @@ class MuonChainedOptimizer(CheckpointChain):
                 self.require_whole()
             for part in self._parts():
                 require_usable_groups(part)
+            if self.radii is not None:
+                self.radii.require_no_decay()
         except (ValueError, RuntimeError) as error:
             refusal = error
         for part in self.chained_optimizers:

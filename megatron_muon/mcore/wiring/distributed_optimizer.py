@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_muon.mcore.checkpoint.buffers import RECORD
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.host.shards import device_of, owned_shards
 from megatron_muon.mcore.host.states import TORCH_ADAMS, OfWeights
@@ -27,6 +28,7 @@ from megatron_muon.runtime.states import States
 
 if TYPE_CHECKING:
     from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGathers
+    from megatron_muon.mcore.wiring.radii import RunRadii
 
 
 class MuonDistributedOptimizer(MuonCheckpoint):
@@ -36,6 +38,7 @@ class MuonDistributedOptimizer(MuonCheckpoint):
 
     early_gathers: EarlyGathers | None = None  # with ``early_param_gather`` only
     # this rank cannot step, as the norm or a loss scaler's vote says to all
+    radii: RunRadii | None = None  # with the rule hyperball only
     refuses = False
     # False from a step on, until mxfp8 parameters are in the buffer that is gathered
     is_staged = True
@@ -58,11 +61,20 @@ class MuonDistributedOptimizer(MuonCheckpoint):
         with nullcontext() if early is None else early.without_copied(self):
             super()._copy_main_params_to_model_params()
 
+    def state_dict(self) -> Any:
+        """Muon's state dict, with the radii of the rule hyperball."""
+        state = super().state_dict()
+        if self.radii is not None and self.radii.known is not None:
+            state[RECORD]["radii"] = self.radii.known
+        return state
+
     def load_state_dict(self, state_dict: Any) -> None:
         """Load Muon's state; the next forward pass gathers all parameters anew."""
         if self.early_gathers is not None:
             self.early_gathers.forget()
         super().load_state_dict(state_dict)
+        if self.radii is not None:
+            self.radii.load(state_dict.get(RECORD, {}).get("radii"))
 
     def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:
         """Megatron's copy after a load of the model; all parameters are gathered anew

@@ -97,7 +97,7 @@ def start_lines(
     core = described_version()
     machines = {rank // ranks_here for rank in collectives.world_ranks(stage.group)}
     block = [
-        describe.active_line(core, torch.__version__, config.preset),
+        describe.active_line(core, torch.__version__, config),
         *(f"{describe.PREFIX} {line}" for line in _of_flags),
         *changes,
         *describe.share_lines(model),

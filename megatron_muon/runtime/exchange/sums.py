@@ -71,17 +71,23 @@ class SliceSums:
         )
 
     def over_matrices(self, numbers: Tensor) -> Tensor:
-        """The sum of each slice's matrix, ``(slices,)`` fp32, from the numbers of the
-        slices here.
+        """The sums of each slice's matrix, from the numbers of the slices here.
 
         Every rank of the stage calls it, also one that holds no slice of the round.
+
+        Args:
+            numbers: ``(slices,)`` or ``(slices, k)``.
+
+        Returns:
+            As many in fp32.
         """
-        every = numbers.new_zeros(self._count + 1, dtype=torch.float32)
+        others = numbers.shape[1:]
+        every = numbers.new_zeros(self._count + 1, *others, dtype=torch.float32)
         own = numbers.index_select(0, self._sources)
         every.index_copy_(0, self._places, own.float())
         collectives.add_up("muon/sums", every, self._group)
-        sums = every.index_select(0, self._padded).view(self._shape).sum(dim=1)
-        return sums.index_select(0, self._matrix_of)
+        padded = every.index_select(0, self._padded).view(*self._shape, *others)
+        return padded.sum(dim=1).index_select(0, self._matrix_of)
 
 
 def _whole_of(matrix: int, matrices: Sequence[Matrix]) -> int:

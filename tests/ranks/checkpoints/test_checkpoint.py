@@ -77,6 +77,10 @@ KINDS = {
     "only experts": (ONLY_EXPERTS, EP2),
     "groups that Megatron takes for one another": (GROUPS, DP2),
     "groups of multipliers": (MULTIPLIED, DP2),
+    "radii of a sphere": (
+        replace(MOE, weight_decay=0.0, muon=(("rule", "hyperball"),)),
+        EP2,
+    ),
 }
 
 

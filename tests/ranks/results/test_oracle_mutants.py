@@ -89,6 +89,29 @@ def test_a_mutant_is_noticed(mutant: str, case: Case) -> None:
         assert (names(wrong), names(wrong, "exp_avg")) == (main, momenta)
 
 
+class _Growing(dict[Any, Any]):
+    """Radii that are a thousandth too large."""
+
+    def setdefault(self, key: Any, radius: Any = None) -> Any:
+        return super().setdefault(key, 1.001 * radius)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"hyperball": False}, MATRICES),
+        ({"radii": _Growing()}, MATRICES),
+        ({"blocks": lambda name, w: [list(range(len(w)))]}, {"linear_qkv.weight"}),
+    ],
+    ids=["a plain step", "another radius", "one radius of q, k and v"],
+)
+def test_mutants_of_a_fixed_norm_are_noticed(
+    changes: dict[str, Any], wrong: set[str]
+) -> None:
+    found = compare(CASES["hyperball"], Topology(2, 2, 2), **changes)
+    assert names(found) == wrong and names(found, "exp_avg") == set()
+
+
 class _AloneSharing:
     """A home that takes its own squares for the sum."""
 

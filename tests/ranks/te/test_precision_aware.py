@@ -99,6 +99,7 @@ def _of_optimizer(held: Whole) -> Whole:
         {"fp32_grads": False},
         MOE,
         {**IN_FP16, "clip": 1.0},
+        {"weight_decay": 0.0, "muon": (("rule", "hyperball"),)},
     ],
     ids=[
         "remainders",
@@ -108,6 +109,7 @@ def _of_optimizer(held: Whole) -> Whole:
         "bf16-grads",
         "experts",
         "fp16",
+        "hyperball",
     ],
 )
 def test_with_fp32_values_a_step_is_that_without_the_flag(change: Any) -> None:

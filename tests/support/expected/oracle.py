@@ -109,6 +109,8 @@ class Oracle:
     rounded: Callable[[Tensor], Tensor] = exact
     momentum: dict[str, Tensor] = field(default_factory=dict)
     second: dict[str, Tensor] = field(default_factory=dict)
+    hyperball: bool = False  # arXiv 2606.16899: norms of matrices stay
+    radii: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)
 
     def step(self, grads: Mapping[str, Tensor], norm: float | None = None) -> None:
@@ -129,8 +131,15 @@ class Oracle:
         self.momentum[name] = m
         u = r(g + r(self.mu * m)) if self.nesterov else m
         w.copy_(r(w * (1 - lr * self.weight_decay(name, w))))
-        for rows in self.matrices(name, w):
+        for number, rows in enumerate(self.matrices(name, w)):
             direction = self.orthogonalize(u[rows], self.ns_steps)
+            if self.hyperball:
+                radius = self.radii.setdefault((name, number), w[rows].norm())
+                length = r(direction.norm())
+                step = r(direction / length) if length > 0 else direction
+                moved = r(w[rows] - r(lr * radius * step))
+                w[rows] = r(radius * r(moved / r(moved.norm())))
+                continue
             scale = lr * self.rms * math.sqrt(self.scale_size(name, *direction.shape))
             w[rows] = r(w[rows] - r(scale * direction))
 

@@ -65,6 +65,7 @@ def with_ns(case: Case, ns_dtype: str) -> Case:
 
 FP32 = with_ns(replace(BASE, bf16=False), "fp32")
 BF16 = with_ns(BASE, "bf16")
+HYPERBALL = ("rule", "hyperball")
 CASES = {
     "fp32": FP32,
     "bf16": BF16,
@@ -95,6 +96,15 @@ CASES = {
     "full-period": replace(
         FP32, gated=True, muon=(*FP32.muon, ("full_period", 2), ("block_lr_mult", 0.5))
     ),
+    "hyperball": replace(FP32, weight_decay=0.0, muon=(*FP32.muon, HYPERBALL)),
+    "hyperball-bf16": replace(BF16, weight_decay=0.0, muon=(*BF16.muon, HYPERBALL)),
+    "hyperball-experts": replace(
+        FP32,
+        moe=True,
+        weight_decay=0.0,
+        steps=FEW,
+        muon=(*FP32.muon, HYPERBALL, ("split_matrices", 2)),
+    ),
     "decay-all": replace(FP32, muon=(*FP32.muon, ("weight_decay_all_params", True))),
     "tied": replace(FP32, tied=True),
     "gated": replace(FP32, gated=True),
@@ -121,6 +131,7 @@ CASES = {
 EXPERTS = Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)
 WHERE = {
     "moe": EXPERTS,
+    "hyperball-experts": EXPERTS,
     "moe-bf16": Topology(2, 2, 2, ep=2, sequence_parallel=True),
     "te-experts": EXPERTS,
     "legacy-experts": Topology(2, 1, 2, ep=2, sequence_parallel=True),
@@ -175,6 +186,7 @@ def oracle_for(case: Case, **changes: Any) -> Oracle:
         split_qkv=settings.get("split_qkv", True),
         betas=(0.9, 0.95),
         clip=case.clip,
+        hyperball=settings.get("rule") == "hyperball",
     )
     if "splits" in settings:
         oracle.blocks = partial(heads_and_gate_up, case)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.rules import fused
 from megatron_muon.rules.bf16_momentum import packed
+from megatron_muon.rules.hyperball import Hyperball
 from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
@@ -118,7 +120,14 @@ def muon_of(
         own, plan.matrices, group, TORCH_DTYPE[numerics.travels], device, meter
     )
     tools = meter, phases(), fused.elementwise_on(device, numerics)
-    muon = DistributedMuon(numerics, plan, own, exchange, shards, *tools)
+    rule = None
+    if numerics.config.rule == "hyperball":
+        rule = partial(Hyperball, own=own, device=device)
+    muon = DistributedMuon(numerics, plan, own, exchange, shards, *tools, rule)
+    if isinstance(muon.rule, Hyperball):
+        muon.rule.set_radii(
+            {one.whole_name: [1.0] * one.units for one in plan.matrices}
+        )
     if numerics.config.momentum_dtype == "fp32":
         return muon, groups, States(SimpleNamespace(state=state))
     empty: dict[torch.Tensor, Any] = {shard: {} for shard in shards.values()}

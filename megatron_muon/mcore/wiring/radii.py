@@ -1,0 +1,145 @@
+"""The radii of the rule hyperball in a run: found before the first step, saved,
+loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_muon.console import first_names
+from megatron_muon.mcore.routing.multipliers import last_of
+from megatron_muon.mcore.routing.param_routing import expert_name
+from megatron_muon.rules.hyperball import Hyperball, norms_at_start
+from megatron_muon.runtime.collectives import all_gather_texts
+from megatron_muon.runtime.consensus import together
+from megatron_muon.settings.config import MuonConfig, named
+
+Radii = dict[str, list[float]]  # of each unit, by the name of its matrix
+
+
+class RunRadii:
+    """The radii of all matrices of a run, the same on every rank.
+
+    Args:
+        parts: Megatron's optimizers, with Muon inside.
+        config: the settings of the run.
+        device: of this rank.
+
+    Attributes:
+        known: the radii, as they are saved; None before the first step, and after a
+            load without any.
+    """
+
+    def __init__(
+        self, parts: Sequence[Any], config: MuonConfig, device: torch.device
+    ) -> None:
+        self._parts = [part for part in parts if not part.is_stub_optimizer]
+        self._config, self._device = config, device
+        self._are_in_use = False
+        self.known: Radii | None = None
+
+    def load(self, saved: object) -> None:
+        """Take the radii of a checkpoint, None where it has none; local.
+
+        Raises:
+            ValueError: it is not what ``known`` is saved as.
+        """
+        self._are_in_use = False
+        self.known = None if saved is None else _checked(saved)
+
+    def use(self) -> None:
+        """Find the radii that are neither given nor loaded, and give all to the rules.
+
+        Every rank of the world calls it, before each step; it communicates in the first
+        one.
+
+        Raises:
+            ValueError: a norm is 0 or not finite.
+        """
+        if self._are_in_use:
+            return
+        mine = self._found(self.known or {})
+        together(lambda: _require_usable(mine), None, self._device)
+        self.known = {}
+        for text in all_gather_texts(json.dumps(mine), None):
+            self.known |= json.loads(text)
+        for part in self._parts:
+            assert isinstance(part.muon.rule, Hyperball)
+            part.muon.rule.set_radii(self.known)
+        self._are_in_use = True
+
+    def require_no_decay(self) -> None:
+        """Raise ValueError where a matrix of this rank has a weight decay."""
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
+                decays = group["weight_decay"] != 0.0
+                if decays and any(map(part.muon.owns, group["params"])):
+                    raise ValueError(
+                        f"{named('rule')} hyperball keeps the norms of matrices, and a "
+                        f"group of them has weight_decay {group['weight_decay']}: give "
+                        "--weight-decay 0, or --muon-wd-mult PATTERN=0 with patterns "
+                        "of their names"
+                    )
+
+    def _found(self, loaded: Radii) -> Radii:
+        """Those of matrices with a slice here. Every rank of a stage calls it."""
+        found: Radii = {}
+        for part in self._parts:
+            given = self._given(part)
+            groups = part.optimizer.param_groups
+            norms = norms_at_start(part.muon, groups, part.states)
+            for name, of_units in norms.items():
+                radius = given.get(name.partition("[")[0])
+                before = loaded.get(name, [])
+                found[name] = of_units.tolist()
+                if radius is not None:
+                    found[name] = [radius] * len(of_units)
+                elif len(before) == len(of_units):
+                    found[name] = before
+        return found
+
+    def _given(self, part: Any) -> dict[str, float]:
+        """The given radii, by the name of the parameter."""
+        given: dict[str, float] = {}
+        for route in part.routes if self._config.radii else ():
+            radius = last_of(route.weight, self._config.radii)
+            if radius is not None:
+                name = expert_name(route.weight.name, part.ep_rank, part.local_experts)
+                given[name] = radius
+        return given
+
+
+def _require_usable(found: Radii) -> None:
+    bad = [
+        name
+        for name, of_units in found.items()
+        if not all(0.0 < radius < math.inf for radius in of_units)
+    ]
+    if bad:
+        raise ValueError(
+            f"{first_names(bad, 5)}: the norm is 0 or not finite, and "
+            f"{named('rule')} hyperball would keep it: give {named('radii')}, or "
+            f"{named('muon_exclude')} to leave the matrix to AdamW"
+        )
+
+
+def _checked(saved: object) -> Radii:
+    """The radii of a file, which may hold anything."""
+    if isinstance(saved, dict) and all(
+        isinstance(name, str)
+        and isinstance(of_units, list)
+        and all(
+            type(radius) is float and 0.0 < radius < math.inf for radius in of_units
+        )
+        for name, of_units in saved.items()
+    ):
+        return saved
+    raise ValueError(
+        "the checkpoint's radii of the rule hyperball are not positive numbers by the "
+        "names of matrices: it is damaged, or not saved by megatron_muon"
+    )

@@ -1,0 +1,255 @@
+"""Hyperball: Muon's direction on a sphere, so that no weight decay is needed.
+
+W ← R · normalize(W - lr · R · normalize(D)), where D is Muon's direction
+(``rules.muon``) and R a unit's radius: the Frobenius norm that it had when the rule
+began, or a given one. A unit is what is orthogonalized alone: a matrix, a head, an
+expert. So lr is the length of a step in radii (MuonH, arXiv 2606.16899; hyperball in
+NVIDIA's Emerging-Optimizers).
+
+Both norms are sums over all slices of a matrix. One sum has what they take::
+
+    ww, wd, dd = sums of W², W·D, D²
+    step = lr · R / √dd
+    keep = R / √(ww - 2 · step · wd + step² · dd)
+    W ← keep · W - keep · step · D
+
+A norm below ``LEAST_NORM`` counts as zero, and zero normalized is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE
+from megatron_muon.planning.rounds.rank_plan import RankPlan
+from megatron_muon.planning.rounds.table import RoundTable
+from megatron_muon.planning.slices import Matrix
+from megatron_muon.rules.muon import Muon, MuonRound
+from megatron_muon.runtime.engine import Engine, ParamGroups
+from megatron_muon.runtime.exchange.sharers import Sharers
+from megatron_muon.runtime.rule import Shard, cut_into_slices
+from megatron_muon.runtime.states import MAIN_KEY, States
+
+LEAST_NORM = 1e-15
+_IN_CACHE = 1 << 16  # elements of a CPU's part of a sum
+Radii = Mapping[str, Sequence[float]]  # of each unit, by the name of the whole matrix
+
+
+class Hyperball(Muon):
+    """The rule for the matrices of one stage; arguments are those of ``Muon``.
+
+    Args:
+        own: this rank's part of the plan.
+
+    Attributes:
+        radii: ``(matrices of the plan, units)`` fp32 on the device, NaN until
+            ``set_radii``.
+    """
+
+    asks_after = True
+
+    def __init__(self, *of_muon: Any, own: RankPlan, device: torch.device) -> None:
+        super().__init__(*of_muon)
+        plan: ExchangePlan = of_muon[1]
+        self.matrices = plan.matrices
+        self.units = max((matrix.units for matrix in self.matrices), default=1)
+        self.radii = torch.full(
+            (len(self.matrices), self.units), torch.nan, device=device
+        )
+        # by parameter, where its slices begin in their matrices, in the table's order
+        self.starts: dict[int, list[int]] = {}
+        here = [one for one in plan.slices if one.rank == own.rank]
+        for one in sorted(here, key=lambda one: (one.parameter, one.elements)):
+            self.starts.setdefault(one.parameter, []).append(one.start)
+
+    def of_round(
+        self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
+    ) -> HyperballRound:
+        """See ``Rule``."""
+        return HyperballRound(self, table, sharers)
+
+    def set_radii(self, radii: Radii) -> None:
+        """Take each unit's radius, for all matrices of the plan."""
+        rows = []
+        for matrix in self.matrices:
+            of_units = list(radii[matrix.whole_name])
+            rows.append(of_units + [torch.nan] * (self.units - len(of_units)))
+        made = torch.tensor(rows, dtype=torch.float32).view(self.radii.shape)
+        self.radii.copy_(made)
+
+    def has_radii(self) -> bool:
+        """Whether ``set_radii`` was called; the host waits for the device."""
+        return not bool(self.radii[:, :1].isnan().any())
+
+
+class HyperballRound(MuonRound):
+    """Hyperball's work in one round on one rank."""
+
+    def __init__(
+        self,
+        rule: Hyperball,
+        table: RoundTable,
+        sharers: Mapping[tuple[int, ...], Sharers],
+    ) -> None:
+        super().__init__(rule, table, sharers)
+        self._rule = rule
+        self._of_slices = [rule.matrices[matrix] for matrix in table.matrices]
+        starts = (rule.starts[index] for index, _ in table.parameters)
+        self._starts = [start for of_one in starts for start in of_one]
+        index = torch.tensor(table.matrices, dtype=torch.int64)
+        self._matrix_of = index.to(rule.radii.device)
+        # slices of matrices that are one unit, and of others
+        self._whole = [at for at, one in enumerate(self._of_slices) if one.units == 1]
+        self._parts = [at for at, one in enumerate(self._of_slices) if one.units > 1]
+        self._wholes = torch.tensor(self._whole, device=rule.radii.device)
+        self._directions: list[Tensor] = []  # between after_scatter and finish
+
+    def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
+        """Keep the directions for the sums; ``finish`` updates."""
+        self._directions = results
+
+    def numbers_after(self, shards: Sequence[Shard]) -> Tensor:
+        """W², W·D and D² of each slice, ``(slices, 3 · units)``."""
+        params = [each.main_param for each in shards]
+        weights = cut_into_slices(params, self._table)
+        return self._by_unit(list(zip(weights, self._directions, strict=True)), 3)
+
+    def squares(self, shards: Sequence[Shard]) -> Tensor:
+        """W² of each slice, ``(slices, units)``."""
+        params = [each.main_param for each in shards]
+        weights = cut_into_slices(params, self._table)
+        return self._by_unit([(one,) for one in weights], 1)
+
+    def finish(self, shards: Sequence[Shard], sums: Tensor) -> None:
+        """Update the shards: see above. A direction that is not finite updates none."""
+        directions, self._directions = self._directions, []
+        if not directions:
+            return
+        ww, wd, dd = sums.view(len(directions), 3, -1).unbind(1)
+        radius = self._rule.radii.index_select(0, self._matrix_of)
+        sound = dd.isfinite()
+        norm = dd.sqrt()
+        step = torch.where(norm > LEAST_NORM, radius / norm, 0.0)
+        torch._foreach_mul_(list(step.unbind()), self._rates(shards))
+        squares = (ww - 2.0 * step * wd + step * step * dd).clamp_min(0.0)
+        norm = squares.sqrt()
+        keep = torch.where(norm > LEAST_NORM, radius / norm, 0.0)
+        factor = torch.where(sound, keep * step, 0.0)
+        keep = torch.where(sound, keep, 1.0)
+        params = [each.main_param for each in shards]
+        weights = cut_into_slices(params, self._table)
+        self._update(weights, directions, keep, factor)
+        for each, param in zip(shards, params, strict=True):
+            each.put(MAIN_KEY, param)
+
+    def _rates(self, shards: Sequence[Shard]) -> list[float]:
+        """The learning rate of each slice."""
+        rates: list[float] = []
+        for each, (_, sizes) in zip(shards, self._table.parameters, strict=True):
+            rates += [each.lr] * len(sizes)
+        return rates
+
+    def _by_unit(self, tensors: Sequence[Sequence[Tensor]], count: int) -> Tensor:
+        """Sums of the products of each slice's tensors by unit, padded with zeros.
+
+        Args:
+            count: number of products of each slice.
+        """
+        units = self._rule.units
+        rows: list[Tensor] = []
+        for number, some in enumerate(tensors):
+            matrix = self._of_slices[number]
+            made = torch.stack(
+                [
+                    _sums(one, other, matrix, self._starts[number])
+                    for at, one in enumerate(some)
+                    for other in some[at:]
+                ]
+            )
+            rows.append(torch.nn.functional.pad(made, (0, units - made.size(1))))
+        if not rows:
+            return self._rule.radii.new_zeros(0, count * units)
+        return torch.stack(rows).flatten(1)
+
+    def _update(
+        self,
+        weights: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        keep: Tensor,
+        factor: Tensor,
+    ) -> None:
+        """W ← keep · W - factor · D of each slice, by unit."""
+        if self._whole:
+            self._elementwise.blend(
+                [weights[number] for number in self._whole],
+                [directions[number] for number in self._whole],
+                keep[:, 0].index_select(0, self._wholes),
+                factor[:, 0].index_select(0, self._wholes),
+            )
+        for number in self._parts:
+            matrix, start = self._of_slices[number], self._starts[number]
+            weight = weights[number]
+            keeps = _of_elements(keep[number], matrix, start, weight.numel())
+            factors = _of_elements(factor[number], matrix, start, weight.numel())
+            update = directions[number].float() * factors
+            weight.mul_(keeps).sub_(update.masked_fill_(factors == 0.0, 0.0))
+
+
+def norms_at_start(
+    engine: Engine, groups: ParamGroups, states: States
+) -> dict[str, Tensor]:
+    """The Frobenius norms of units, ``(units,)``, of matrices with a slice here.
+
+    Every rank of the stage calls it.
+    """
+    rule = engine.rule
+    assert isinstance(rule, Hyperball)
+    found: dict[str, Tensor] = {}
+
+    def squares(number: int, shards: Sequence[Shard]) -> Tensor:
+        round = engine.rounds[number].rule
+        assert isinstance(round, HyperballRound)
+        return round.squares(shards)
+
+    for number, sums in engine.over_matrices(groups, states, squares):
+        for matrix, squared in zip(engine.rounds[number].matrices, sums, strict=True):
+            one = rule.matrices[matrix]
+            found[one.whole_name] = squared[: one.units].sqrt()
+    return found
+
+
+def _at_once(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Parts of tensors of one size, which bound scratch memory."""
+    most = _IN_CACHE if tensors[0].is_cpu else ELEMENTS_AT_ONCE
+    yield from zip(*(torch.split(tensor, most) for tensor in tensors), strict=True)
+
+
+def _sums(one: Tensor, other: Tensor, matrix: Matrix, start: int) -> Tensor:
+    """The sum of the products of a slice's elements by unit, ``(units,)`` fp32.
+
+    Args:
+        start: where the slice begins in its matrix's staging order.
+    """
+    if matrix.units == 1:
+        parts = [(a.float() * b.float()).sum() for a, b in _at_once(one, other)]
+        return torch.stack(parts).sum().view(1)
+    row = matrix.cols // matrix.column_parts
+    lead = start % row
+    made = torch.nn.functional.pad(
+        one.float() * other.float(), (lead, -(lead + one.numel()) % row)
+    )
+    return made.view(-1, matrix.units, row // matrix.units).sum(dim=(0, 2))
+
+
+def _of_elements(of_units: Tensor, matrix: Matrix, start: int, size: int) -> Tensor:
+    """The number of each element's unit, ``(size,)``; arguments are those of
+    ``_sums``.
+    """
+    row = matrix.cols // matrix.column_parts
+    of_row = of_units[: matrix.units].repeat_interleave(row // matrix.units)
+    return of_row.roll(-(start % row)).repeat(-(-size // row))[:size]

@@ -1,0 +1,153 @@
+"""The rule hyperball in every way that a run may cut, hold or send its matrices.
+
+``test_oracle`` holds it to the paper's formula; here one process is what others equal.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ranks.results.test_nonfinite import FC1, _planted
+from support.models.gpt import Case, Topology, start, take_step, trained
+from support.ranks import error_of, run
+from support.runs.cases import muon_weights
+
+RULE = (("rule", "hyperball"), ("ns_dtype", "fp32"))
+CASE = Case(layers=2, steps=3, bf16=False, weight_decay=0.0, muon=RULE)
+MOE = replace(CASE, moe=True)
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+# An element's error is that of a norm: a sum of at most 1e5 squares in fp32, by slice
+# and then over slices, in three steps; Newton-Schulz of another batch rounds otherwise.
+TOLERANCE = 1e-5
+
+
+def _with(case: Case, *settings: tuple[str, Any]) -> Case:
+    return replace(case, muon=(*case.muon, *settings))
+
+
+COLUMNS = _with(CASE, ("splits", (("*.linear_proj.*", "cols:48,48"),)))
+GIVEN = _with(CASE, ("radii", (("*.linear_*", 7.0), ("*.linear_fc1.*", 3.0))))
+CASES = {
+    "tp": (CASE, Topology(tp=2, dp=2)),
+    "cut by shards": (CASE, Topology(dp=3, overlap=True)),
+    "pipeline": (CASE, Topology(tp=2, pp=2, dp=2)),
+    "instances": (CASE, Topology(dp=4, instances=2)),
+    "rounds": (_with(CASE, ("round_bytes", 1)), Topology(tp=2, dp=2)),
+    "replicas": (replace(CASE, mla="duplicated"), Topology(tp=2, dp=2)),
+    "shared": (_with(CASE, ("split_matrices", 2)), Topology(dp=2)),
+    "in a loop that gathers early": (
+        _with(CASE, ("early_param_gather", "on"), ("round_bytes", 1)),
+        Topology(dp=2, overlap=True),
+    ),
+    "columns that are units": (COLUMNS, Topology(tp=2, dp=3)),
+    "heads": (_with(CASE, ("splits", ((QKV, "heads"),))), Topology(tp=2)),
+    "given": (GIVEN, Topology(tp=2, dp=2)),
+    "experts": (MOE, Topology(dp=2, ep=2)),
+    "experts over tp": (
+        MOE,
+        Topology(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_that_of_one_process(name: str) -> None:
+    case, topology = CASES[name]
+    alone = dict(case.muon)
+    alone.pop("split_matrices", None)
+    alone.pop("early_param_gather", None)
+    expected = trained(replace(case, muon=tuple(alone.items())), Topology())
+    found = trained(case, topology)
+    for kind in ("main", "exp_avg"):
+        for param, value in expected[kind].items():
+            torch.testing.assert_close(
+                found[kind][param], value, rtol=TOLERANCE, atol=TOLERANCE
+            )
+
+
+@pytest.mark.parametrize("name", ["tp", "experts", "columns that are units"])
+def test_every_norm_stays(name: str) -> None:
+    """Of whole weights whose matrices all keep theirs."""
+    case, topology = CASES[name]
+    before = trained(replace(case, steps=0), topology)["main"]
+    after = trained(case, topology)["main"]
+    for param in muon_weights(case):
+        assert not torch.equal(after[param], before[param])
+        # of the three steps' rounding of norms, each 2^-24 times the root of the number
+        torch.testing.assert_close(
+            after[param].double().norm(),
+            before[param].double().norm(),
+            rtol=1e-6,
+            atol=0,
+        )
+
+
+def test_a_given_radius_is_the_norm_after_a_step() -> None:
+    after = trained(GIVEN, Topology(dp=2))["main"]
+    for param in muon_weights(GIVEN):
+        units = 3 if "linear_qkv" in param else 1
+        radius = 3.0 if "linear_fc1" in param else 7.0
+        norm = float(after[param].double().norm())
+        assert norm == pytest.approx(radius * math.sqrt(units), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf16"])
+def test_a_momentum_in_fewer_bytes(dtype: str) -> None:
+    """On one rank, where blocks are not cut; the weights are not those of fp32."""
+    case = _with(CASE, ("momentum_dtype", dtype))
+    after = trained(case, Topology())["main"]
+    plain = trained(CASE, Topology())["main"]
+    for param in muon_weights(case):
+        assert not torch.equal(after[param], plain[param])
+        norm = float(plain[param].norm())
+        assert float(after[param].norm()) == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("topology", [Topology(), Topology(tp=2, dp=2)], ids=str)
+def test_a_gradient_that_is_not_finite_leaves_its_matrix(topology: Topology) -> None:
+    after = trained(CASE, topology, _planted(FC1, math.nan))["main"]
+    before = trained(replace(CASE, steps=1), topology)["main"]
+    plain = trained(CASE, topology)["main"]
+    for name, value in after.items():
+        assert torch.equal(value, (before if name == FC1 else plain)[name]), name
+
+
+def _error(case: Case, topology: Topology) -> str:
+    built = start(case, topology)
+    if case.seed == 0:
+        for name, weight in built.ddp.module.named_parameters():
+            if name.endswith("layers.1.mlp.linear_fc1.weight"):
+                weight.data.zero_()
+        built.optimizer.reload_model_params()
+    before = [param.clone() for param in built.ddp.parameters()]
+    text = error_of(lambda: take_step(built, 0))
+    for param, old in zip(built.ddp.parameters(), before, strict=True):
+        assert torch.equal(param, old), text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        (
+            replace(CASE, weight_decay=0.1),
+            r"a group of them has weight_decay 0.1: give --weight-decay 0, or",
+        ),
+        (
+            replace(CASE, seed=0),
+            r"layers.1.mlp.linear_fc1.weight: the norm is 0 or not finite",
+        ),
+    ],
+    ids=["weight decay", "zero"],
+)
+def test_what_it_cannot_keep_is_refused_on_all_ranks_before_anything_changes(
+    case: Case, text: str
+) -> None:
+    for found in run(_error, 2, case, Topology(tp=2)):
+        assert text in found
+        assert "--muon-" in found  # the way out
