@@ -52,6 +52,16 @@ from megatron_muon.presence import (
 
 _OLDEST_TORCH = (2, 4)
 _TE = "transformer-engine", "transformer_engine"
+# By distribution: a module of it, and what is missing without it.
+_PACKAGES = {
+    "transformer-engine": (_TE[1], ""),
+    "apex": ("apex.optimizers", ""),  # PyPI's package of that name is another
+    "triton": ("triton", ": a GPU's fused kernels and emerging_optimizers need it"),
+    "emerging_optimizers": (
+        "emerging_optimizers",
+        ": Megatron's own Muon needs it and triton",
+    ),
+}
 _REQUIRES_PYTHON = re.compile(
     r"^requires-python\s*[:=]\s*[\"']?([^\"'\n]*?>=\s*(\d+(?:\.\d+)*)[^\"'\n]*)",
     re.IGNORECASE | re.MULTILINE,
@@ -95,31 +105,20 @@ def _environment() -> Iterator[Examined]:
     try:
         import torch
     except ImportError as error:
-        yield Examined(
-            "torch", "none", f"torch cannot be imported ({error}): install torch"
-        )
+        fault = f"torch cannot be imported ({error}): install torch"
+        yield Examined("torch", "none", fault)
         return
     version = torch.__version__
     old = tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TORCH
     fault = f"torch {version} is too old: install 2.4 or newer" if old else ""
     yield Examined("torch", version, fault)
     yield _device(torch)
-    for name, module, needs in (
-        (*_TE, ""),
-        ("apex", "apex.optimizers", ""),  # PyPI's package of that name is another
-        ("triton", "triton", ": a GPU's fused kernels and emerging_optimizers need it"),
-        (
-            "emerging_optimizers",
-            "emerging_optimizers",
-            ": Megatron's own Muon needs it and triton",
-        ),
-    ):
+    for name, (module, needs) in _PACKAGES.items():
         found = _installed(name.replace("_", "-"), module)
         yield Examined(name, found + needs if found == "none" else found)
     if importlib.util.find_spec("psutil") is None:
-        yield Examined(
-            "psutil", "none: saves in torch_dist hang without it; pip install psutil"
-        )
+        why = "saves in torch_dist hang without it"
+        yield Examined("psutil", f"none: {why}; pip install psutil")
 
 
 def _device(torch: Any) -> Examined:
@@ -152,44 +151,37 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
         require_core()
     except SeamError as error:
         yield Examined("megatron-core", f"{core_version()} ({where})", str(error))
+    patched = folder is not None and is_patched(folder)
     if folder is not None:
-        way = (
-            "is in"
-            if is_patched(folder)
-            else "is not in: use the launcher, or patches/README.md"
-        )
-        yield Examined("patch", way)
+        way = "is not in: use the launcher, or patches/README.md"
+        yield Examined("patch", "is in" if patched else way)
     yield _core(where)
     from megatron.core import optimizer
 
+    version = megatron_version()[1]
     yield dataset_helper(where / "datasets")
     yield _hooks("hooks", CORE, needed=True)
-    own = (
-        bench_seams.UPSTREAM if importlib.util.find_spec("emerging_optimizers") else ()
-    )
-    # a run needs none
-    optional = [*model.REFUSALS, *dry_run_seams.ROWS, *bench_seams.ROWS, *own]
+    # a run needs none of these
+    optional = [*model.REFUSALS, *dry_run_seams.ROWS, *bench_seams.ROWS]
+    if importlib.util.find_spec("emerging_optimizers"):
+        optional += bench_seams.UPSTREAM
     yield _hooks("optional hooks", optional, needed=False)
-    yield _hooks(
-        "hooks without a GPU", cpu_seams.ROWS, needed=megatron_muon.cpu.enabled()
-    )
+    on_cpu = megatron_muon.cpu.enabled()
+    yield _hooks("hooks without a GPU", cpu_seams.ROWS, needed=on_cpu)
     if folder is not None:
         # since core 0.17
         emerging = getattr(optimizer, "HAVE_EMERGING_OPTIMIZERS", False)
-        by_plain_command = plain_muon(
-            megatron_version()[1], is_patched(folder), emerging
-        )
-        yield Examined("plain command", by_plain_command)
+        yield Examined("plain command", plain_muon(version, patched, emerging))
         row = _training_hooks(folder)
-        # The megatron.training of an installed core (0.19 and later) runs no script:
-        # not a fault.
-        yield (
-            row if checkout is not None else Examined(row.name, row.fault or row.value)
-        )
+        if checkout is None:
+            # The megatron.training of an installed core (0.19 and later) runs no
+            # script: not a fault.
+            row = Examined(row.name, row.fault or row.value)
+        yield row
     adam = optimizer.Adam  # or the CPU runtime's
     yield Examined("adam", f"{adam.__module__}.{adam.__qualname__}")
     te = tuple(int(part) for part in re.findall(r"\d+", _installed(*_TE))[:2])
-    yield Examined("gradient norm", counted_wrongly(megatron_version()[1], te))
+    yield Examined("gradient norm", counted_wrongly(version, te))
     from megatron_muon.lab.doctor.options import refused_options
 
     yield Examined("refused options", ", ".join(refused_options()) or "none")
@@ -302,11 +294,10 @@ def _hooks(name: str, table: Sequence[Row], *, needed: bool) -> Examined:
         # whatever a foreign package raises where it is imported
         except Exception as error:
             missing[str(row)] = _not_read(row, error)
-    count = f"{len(rows) - len(missing)} of {len(rows)}"
-    faults = [*missing.values()] if needed else []
-    return Examined(
-        name, ", ".join([count, *(f"not {each}" for each in missing)]), *faults[:1]
-    )
+    texts = [f"{len(rows) - len(missing)} of {len(rows)}"]
+    texts += [f"not {row}" for row in missing]
+    fault = next(iter(missing.values()), "") if needed else ""
+    return Examined(name, ", ".join(texts), fault)
 
 
 def _not_read(row: Row, error: Exception) -> str:
