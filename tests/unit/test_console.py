@@ -11,9 +11,10 @@ import sys
 import pytest
 
 from megatron_muon.console import first_names, say
-from megatron_muon.lab.accept.report import shown
+from megatron_muon.lab.accept.report import in_few_digits
 from megatron_muon.lab.bench.speeds import _spread
 from megatron_muon.lab.interrupts import run_command
+from megatron_muon.lab.progress import progress
 from megatron_muon.lab.tables import digits
 from megatron_muon.megatron_lm.flags.parser import add_flags
 from megatron_muon.planning.describe import _amount
@@ -86,9 +87,18 @@ def test_a_figure_of_the_lab_has_no_exponent() -> None:
         "2250",
     ]
     assert _spread([999.6, 1234.5, 2250.0]) == "1234 (1000 to 2250)"
-    assert [shown(x) for x in (0.5, 9999.4, 9999.6, 12345.6)] == [
+    assert [in_few_digits(x) for x in (0.5, 9999.4, 9999.6, 12345.6)] == [
         "0.5",
         "9999",
         "10000",
         "12346",
     ]
+
+
+def test_progress_is_counted_where_tqdm_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert list(progress([7, 8], "stages")) == [7, 8]
+    assert capsys.readouterr().err == "stages: 1/2\rstages: 2/2\n"

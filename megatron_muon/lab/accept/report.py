@@ -101,7 +101,7 @@ def _figures(checks: Sequence[Check]) -> Iterator[str]:
     for check in checks:
         for figure in figures_of([check]):
             ratio = "" if figure.ratio is None else digits(figure.ratio)
-            values = (shown(figure.predicted), shown(figure.measured))
+            values = (in_few_digits(figure.predicted), in_few_digits(figure.measured))
             rows.append((check.name, figure.name, figure.unit, *values, ratio))
     if not rows:
         yield "None."
@@ -161,9 +161,11 @@ def corrections(figures: Sequence[Figure]) -> dict[str, float]:
 
 def _correction(figure: Figure) -> str:
     ratio = "" if figure.ratio is None else f", {digits(figure.ratio)} times as much"
+    predicted = in_few_digits(figure.predicted)
+    measured = in_few_digits(figure.measured)
     text = (
-        f"{figure.name}: predicted {shown(figure.predicted)} {figure.unit}, measured "
-        f"{shown(figure.measured)} {figure.unit}{ratio}."
+        f"{figure.name}: predicted {predicted} {figure.unit}, measured {measured} "
+        f"{figure.unit}{ratio}."
     )
     if figure.constant and figure.value is not None:
         text += f" Corrects `{figure.constant}`: set it to {digits(figure.value, 4)}."
@@ -174,7 +176,7 @@ def _correction(figure: Figure) -> str:
     return text
 
 
-def shown(value: float | None) -> str:
+def in_few_digits(value: float | None) -> str:
     """A number in few digits; integers in full."""
     if value is None:
         return ""

@@ -38,6 +38,8 @@ def printed(
 
 def test_json_has_the_schema(printed: tuple[dict[str, Any], str, Path]) -> None:
     report, text, _ = printed
+    for sign in ("importing torch", "starting 2 rank(s)", "building adamw"):
+        assert sign in text
     assert report.keys() == {"topology", "run", "rows"}
     assert report["topology"] == {"tp": 1, "pp": 1, "dp": 2, "ep": 1, "cp": 1}
     names = [row["name"] for row in report["rows"]]
