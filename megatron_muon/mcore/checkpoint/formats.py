@@ -116,9 +116,10 @@ class MuonCheckpoint(ShardedState):
         asked.
         """
         self._fill_state()
-        gathered: StateDict | None = super().get_parameter_state_dp_zero(
-            *args, **kwargs
-        )
+        with self._exposing("adam"):
+            gathered: StateDict | None = super().get_parameter_state_dp_zero(
+                *args, **kwargs
+            )
         if self.from_adamw is not None:
             return gathered
         if self._to_be_cut is not None:
@@ -155,7 +156,8 @@ class MuonCheckpoint(ShardedState):
             (state,) = self._to_scatter
             self._to_scatter = None
             self.half_loaded = True
-            super().load_parameter_state_from_dp_zero(state)
+            with self._exposing("adam"):
+                super().load_parameter_state_from_dp_zero(state)
 
     def sharded_param_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's state for dp_zero_gather_scatter; refused with several

@@ -42,7 +42,7 @@ class ShardedState(MuonState):
         change.
         """
         self._refuse_empty_shards()
-        with self._exposing("main" if self.from_adamw is None else "adam"):
+        with self._exposing("main"):
             state: StateDict = super().sharded_param_state_dp_reshardable(
                 *args, **kwargs
             )
@@ -54,12 +54,10 @@ class ShardedState(MuonState):
                 entries[:] = [
                     entry for entry in entries if not entry["padding"].unwrap()
                 ]
-                for entry, (param, at) in zip(
-                    entries, bucket["param_map"].items(), strict=True
-                ):
-                    entry.update(
-                        self._sharded(param, at["param"].start, entry["param"])
-                    )
+                places = bucket["param_map"].items()
+                for entry, (param, place) in zip(entries, places, strict=True):
+                    start = place["param"].start
+                    entry.update(self._sharded(param, start, entry["param"]))
         return state
 
     def _refuse_empty_shards(self) -> None:
@@ -100,8 +98,7 @@ class ShardedState(MuonState):
         if self.from_adamw is None:
             here = {"per_bucket_numel_unpadded": self.per_bucket_numel_unpadded}
             state_dict = {**state_dict, **here}
-        with self._exposing(self._names_on_disk):
-            super().load_parameter_state_from_dp_reshardable(state_dict)
+        super().load_parameter_state_from_dp_reshardable(state_dict)
 
     # --- fully_reshardable, of Megatron 0.15 and later: whole parameters
 
@@ -162,33 +159,18 @@ class ShardedState(MuonState):
             for param, start, stop in gathered_spans(buffer):
                 yield param, self._to_be_cut[index][dtypes], start, stop
 
-    def load_parameter_state_from_fully_reshardable(
-        self, state_dict: StateDict
-    ) -> None:
-        """Load whole parameters' state, by the names on disk."""
-        with self._exposing(self._names_on_disk):
-            super().load_parameter_state_from_fully_reshardable(state_dict)
-
     # --- fully_sharded_model_space, of Megatron up to 0.14: ranges of whole parameters
 
     def sharded_param_state_fs_model_space(
         self, *args: Any, **kwargs: Any
     ) -> StateDict:
-        """Ranges of whole parameters, by the names on disk."""
-        with self._exposing(self._names_on_disk):
-            state: StateDict = super().sharded_param_state_fs_model_space(
-                *args, **kwargs
-            )
+        """Megatron's state; notes the ``tensors``."""
+        state: StateDict = super().sharded_param_state_fs_model_space(*args, **kwargs)
         self.tensors = frozenset(
             (tensors["fp32_param"].key, MOMENTUM in tensors)
             for tensors in state.values()
         )
         return state
-
-    def load_parameter_state_from_fs_model_space(self, state_dict: StateDict) -> None:
-        """Load ranges of whole parameters, by the names on disk."""
-        with self._exposing(self._names_on_disk):
-            super().load_parameter_state_from_fs_model_space(state_dict)
 
     # --- fully_sharded_bucket_space, of Megatron up to 0.14, deprecated there
 

@@ -31,10 +31,9 @@ from megatron_muon.runtime.states import MAIN_KEY, States, of_halves
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
-# The tensors that Megatron gets for a parameter: only the main parameter; all that are
-# written, by their names on disk; or all by Adam's names, which Megatron gathers over a
-# whole buffer.
-Exposed = Literal["main", "disk", "adam"]
+# The tensors that Megatron gets for a parameter: all, by their names on disk; all by
+# Adam's names, which Megatron gathers over a whole buffer; or only the main parameter.
+Exposed = Literal["disk", "adam", "main"]
 FromAdamW = Literal["momentum", "fresh"]
 
 
@@ -55,16 +54,16 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     main_is_weight: bool = False
     # AdamW reads this package's Muon, whose momentum it has no use for
     drops_momentum: bool = False
-    _exposed: Exposed = "adam"
+    _exposed: Exposed = "disk"
 
     def _get_main_param_and_optimizer_states(
         self, model_param: Parameter
     ) -> dict[str, Tensor]:
-        if self._exposed == "main":
+        if self._exposed == "main" and self.from_adamw is None:
             shard = self._shard_of[model_param]
             return {MAIN_KEY: self._wide(shard, MAIN_KEY)}
         tensors = self._all_on_disk(model_param)
-        if self._exposed == "disk" or MOMENTUM not in tensors:
+        if not self._has_adams_names or MOMENTUM not in tensors:
             return tensors
         first, second = ADAMW_STATE
         momentum = tensors.pop(MOMENTUM)
@@ -79,7 +78,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         if not self.main_is_weight:
             keys[MAIN_KEY] = MAIN_KEY
         for on_disk, key in keys.items():
-            name = key if self._exposed == "adam" else on_disk
+            name = key if self._has_adams_names else on_disk
             check_tensor(self._name_of[model_param], name, tensors, shard.numel())
             wide = tensors[name].to(shard.device, copy=self.states.are_copies)
             if self.from_adamw is not None and key == MAIN_KEY:
@@ -114,8 +113,8 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         return first_moment / (1.0 - float(beta1))
 
     @property
-    def _names_on_disk(self) -> Exposed:
-        return "disk" if self.from_adamw is None else "adam"
+    def _has_adams_names(self) -> bool:
+        return self._exposed == "adam" or self.from_adamw is not None
 
     def _exposing(self, exposed: Exposed) -> AbstractContextManager[None]:
         return replaced(self, _exposed=exposed)

@@ -236,15 +236,9 @@ ROWS: tuple[Row, ...] = (
     _DIST15.overridden(
         "sharded_param_state_fully_reshardable", "by parameter's number", _SHARDED
     ),
-    _DIST15.overridden(
-        "load_parameter_state_from_fully_reshardable", "the same", "state_dict"
-    ),
     # --- the formats up to 0.14, which later ones still read
     _DIST.overridden(
         "sharded_param_state_fs_model_space", "by parameter's number", _SHARDED
-    ),
-    _DIST.overridden(
-        "load_parameter_state_from_fs_model_space", "the same back", "state_dict"
     ),
     _DIST14.overridden("sharded_param_state_fs_bucket_space", "refused", _SHARDED),
     _DISTRIB.read(
