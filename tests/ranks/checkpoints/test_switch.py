@@ -262,7 +262,9 @@ def _saved_and_loaded(bucket_size: int, folder: str) -> tuple[bool, str]:
     "fully_reshardable" not in formats(), reason="Megatron has it from 0.15 on"
 )
 @pytest.mark.parametrize("bucket_size", [10_007, 10**9])
-def test_a_save_that_megatron_shifts_says_so(bucket_size: int, tmp_path: Path) -> None:
+def test_a_save_that_megatron_shifts_prints_a_warning(
+    bucket_size: int, tmp_path: Path
+) -> None:
     """AdamW's own, which the plugin leaves as it is: with several padded buckets before
     0.20.
     """

@@ -179,6 +179,6 @@ def test_no_name_in_a_file_chooses_code_that_runs(name: str, tmp_path: Path) -> 
     assert not mark.exists()
 
 
-def test_no_checkpoint_is_an_error_of_its_own(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has no checkpoint in it"):
         Saved.of(tmp_path)

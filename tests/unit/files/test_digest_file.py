@@ -44,7 +44,7 @@ def test_begin_and_finish(tmp_path: Path) -> None:
     assert digest.last_complete(tmp_path) == 3
 
 
-def test_the_mark_replaces_a_link_and_leaves_what_it_points_to(tmp_path: Path) -> None:
+def test_the_mark_replaces_a_link_and_not_its_target(tmp_path: Path) -> None:
     other, folder = tmp_path / "other", tmp_path / "iter_0000001"
     other.write_text("theirs")
     folder.mkdir()

@@ -35,7 +35,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("when", LEFT)
-def test_what_an_earlier_version_left_is_refused_with_what_repairs_it(
+def test_files_of_an_earlier_versions_stopped_save_are_refused_with_the_repair(
     when: str, tmp_path: Path
 ) -> None:
     there, aside, mark, named, right = LEFT[when]

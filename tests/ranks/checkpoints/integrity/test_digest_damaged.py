@@ -105,7 +105,9 @@ def _overwritten_by_adamw(folder: str) -> None:
     save_new(Case(steps=2, optimizer="adam"), DP, FORMAT, folder)
 
 
-def test_what_adamw_has_saved_over_it_is_said(beside: Path, tmp_path: Path) -> None:
+def test_files_that_adamw_has_overwritten_are_named(
+    beside: Path, tmp_path: Path
+) -> None:
     folder = beside.parent
     for path in list(folder.iterdir()):  # no links
         content = path.read_bytes()

@@ -206,7 +206,7 @@ def _told(pair: tuple[int, int], results: list[dict[str, Any]]) -> set[int]:
     return told
 
 
-def test_whoever_was_told_saved_can_be_loaded(tmp_path: Path) -> None:
+def test_a_save_that_ends_without_an_error_loads(tmp_path: Path) -> None:
     results = run(_with_locks, 4, str(tmp_path), timeout=300.0)
     for pair in PAIRS:
         told = _told(pair, results)
@@ -239,7 +239,7 @@ def _dies_before_its_files(case: Case, topology: Topology, folder: str) -> None:
         sealing.save(built, folder, FORMAT)
 
 
-def test_what_a_killed_save_leaves_hinders_no_other(tmp_path: Path) -> None:
+def test_a_killed_saves_files_hinder_no_other_save(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="ended with exit code -9"):
         run(_dies_before_its_files, 2, JOBS[0], DP2, str(tmp_path))
     assert (tmp_path / digest.LOCK_NAME).exists()
