@@ -33,16 +33,17 @@ def say_loaded(
         is_checked: whether the files have been compared with the checkpoint's digest.
     """
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
-    text = together(lambda: json.dumps(_of_this_rank(optimizer, trained)), None, device)
-    every = [json.loads(text) for text in all_gather_texts(text, None)]
+    of_rank = together(lambda: _of_this_rank(optimizer, trained), None, device)
+    every = all_gather_texts(json.dumps(of_rank), None)
     if dist.get_rank() != 0:
         return
-    matrices = sum(count for count, _ in every)
+    matrices = 0
     first: dict[Rates, Parameter] = {}
-    for _, groups in every:
-        for rates, parameter in groups:
-            key = tuple(rates)
-            first[key] = min(tuple(parameter), first.get(key, tuple(parameter)))
+    for text in every:
+        count, groups = json.loads(text)
+        matrices += count
+        for (lr, decay), parameter in groups:
+            first[lr, decay] = min(parameter, first.get((lr, decay), parameter))
     muons_first = sorted(first.items(), key=lambda item: item[1])
     rates = "; ".join(
         f"{lr:.6g} and {decay:.6g} ({name}, …)"
