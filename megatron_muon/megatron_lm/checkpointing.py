@@ -66,7 +66,7 @@ def _digest_of_torch(flags: Any, arguments: dict[str, Any]) -> Iterator[None]:
         yield  # the digest comes from the wrapped dist_checkpointing
         return
     from megatron_muon.mcore.load_check.models import owner
-    from megatron_muon.mcore.load_check.save import sealed
+    from megatron_muon.mcore.load_check.save import sealing
 
     module = _checkpointing()
     kept = ("iteration", "release", *_RANKS)
@@ -75,7 +75,7 @@ def _digest_of_torch(flags: Any, arguments: dict[str, Any]) -> Iterator[None]:
     state = Path(module.get_distributed_optimizer_checkpoint_name(str(model)))
     folder = model.parent.parent
     names = [str(file.relative_to(folder)) for file in (model, state)]
-    with sealed(owner(arguments["model"]), folder, names):
+    with sealing(owner(arguments["model"]), folder, names):
         yield
 
 

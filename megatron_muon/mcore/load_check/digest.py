@@ -80,7 +80,7 @@ def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> N
     """Mark a folder, which is made if it is missing, as incomplete. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = {"format": FORMAT, "complete": False, "wrote": wrote, "save": save}
-    write_text(folder / FILE_NAME, sealed(mark))
+    write_text(folder / FILE_NAME, with_hash(mark))
     for path in folder.glob("megatron_muon.*"):  # left by a killed save
         if path.name not in (FILE_NAME, LOCK_NAME) and own_file(path.name):
             path.unlink(missing_ok=True)
@@ -90,11 +90,11 @@ def finish(folder: Path, content: Mapping[str, Any]) -> None:
     """Mark a folder as complete; ``content`` has all other keys. Raises OSError."""
     write_text(
         folder / FILE_NAME,
-        sealed({"format": FORMAT, "complete": True, **beside, **content}),
+        with_hash({"format": FORMAT, "complete": True, **beside, **content}),
     )
 
 
-def sealed(content: Mapping[str, Any]) -> str:
+def with_hash(content: Mapping[str, Any]) -> str:
     """A digest's text, with the hash of its content."""
     text = json.dumps(content, indent=1, sort_keys=True)
     whole = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -131,7 +131,9 @@ def _content(folder: Path) -> Digest | None:
         with open_regular(path) as file:
             text = file.read(MOST + 1)[:MOST].decode()
         content = json.loads(text)
-        intact = sealed({key: content[key] for key in content if key != "hash"}) == text
+        intact = (
+            with_hash({key: content[key] for key in content if key != "hash"}) == text
+        )
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
             raise DigestError(f"{path} is damaged: it is a link to nothing") from None

@@ -1,7 +1,7 @@
 """Making a checkpoint's digest at a save, and checking it at a load.
 
 ``save`` and ``load`` wrap those of ``megatron.core.dist_checkpointing`` for all
-callers. They act if the state dict is of a model that Muon trains. ``sealed`` does the
+callers. They act if the state dict is of a model that Muon trains. ``sealing`` does the
 same around a save in Megatron-LM's old format, which only ``torch.save`` writes.
 """
 
@@ -137,7 +137,7 @@ def _explained(folder: str) -> Iterator[None]:
 
 
 @contextmanager
-def sealed(
+def sealing(
     trained: TrainedModel | None, folder: Path, names: list[str]
 ) -> Iterator[None]:
     """Mark a folder before a save by ``torch.save``, and write its digest after it.

@@ -30,10 +30,10 @@ def save(built: Built, folder: str, format: str) -> None:
             saving.save(built, folder, format)
             return
         from megatron_muon.mcore.load_check.models import owner
-        from megatron_muon.mcore.load_check.save import sealed
+        from megatron_muon.mcore.load_check.save import sealing
 
         files = [Path(file).name for file in saving._files(folder)]
-        with sealed(owner(built.chunks), Path(folder), files):
+        with sealing(owner(built.chunks), Path(folder), files):
             saving.save(built, folder, format)  # ends with a barrier
 
 

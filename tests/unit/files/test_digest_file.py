@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_muon.mcore.load_check import digest, same_model
-from megatron_muon.mcore.load_check.digest import DigestError, sealed
+from megatron_muon.mcore.load_check.digest import DigestError, with_hash
 
 CONTENT = {"wrote": {"world_size": 2}, "parameters": {}, "files": {}}
 
@@ -79,7 +79,7 @@ def test_every_changed_character_of_it_is_seen(tmp_path: Path) -> None:
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / digest.FILE_NAME).write_text(sealed({"format": 3, "complete": True}))
+    (tmp_path / digest.FILE_NAME).write_text(with_hash({"format": 3, "complete": True}))
     with pytest.raises(
         DigestError, match=r"is of format 3, this megatron_muon reads 2: use the"
     ):
@@ -124,7 +124,7 @@ def test_values_of_another_type_are_damage_whatever_the_hash(
     folder = tmp_path / "iter_0000001"
     folder.mkdir()
     whole = {"format": 2, "complete": True, **CONTENT, **change}
-    (folder / digest.FILE_NAME).write_text(sealed(whole))
+    (folder / digest.FILE_NAME).write_text(with_hash(whole))
     with pytest.raises(DigestError, match="its values are not those of a digest"):
         digest.read(folder)
     assert digest.last_complete(tmp_path) is None and digest.saver(folder) is None
