@@ -137,7 +137,12 @@ def load_checkpoint(
         of_this_run(optimizer, opt_param_scheduler, override=override),
     ):
         result = loads()
-    if is_muon and how == "own" and folder and iteration_of(folder.name) is not None:
+    if (
+        is_muon
+        and how == "unconverted"
+        and folder
+        and iteration_of(folder.name) is not None
+    ):
         say_loaded(optimizer, owner(ddp_model), folder, is_checked=is_checked)
     return result
 

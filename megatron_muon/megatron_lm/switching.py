@@ -34,8 +34,8 @@ def from_other(
     wrote it.
 
     Every rank of the world calls it, with ``muon`` in a run of Muon's. It yields how
-    the state is read: a key of ``_CONVERSIONS``, ``own``, ``after muon``, or "" where
-    none is.
+    the state is read: a key of ``_CONVERSIONS``, ``unconverted``, ``after muon``, or ""
+    where none is.
 
     Raises:
         ValueError: the checkpoint is AdamW's and no flag says how to load it, or ranks
@@ -70,7 +70,7 @@ def from_other(
         elif how == "megatron's":
             reading.enter_context(_metadata_of_whole_weights())
             reading.enter_context(switch.reading_megatron_muon(optimizer, folder))
-        elif how != "own":
+        elif how != "unconverted":
             reading.enter_context(switch.reading_adamw(optimizer, how))
         yield how
 
@@ -91,11 +91,11 @@ def _agreed(find: Callable[[], str], device: Any) -> Any:
 
 
 def _into_muon(args: Namespace, saved: Any) -> str:
-    """How a run with Muon reads the checkpoint: ``own`` (unconverted), or a key of
+    """How a run with Muon reads the checkpoint: ``unconverted``, or a key of
     ``_CONVERSIONS``.
     """
     if saved.writer != "adamw":
-        return "own"
+        return "unconverted"
     if saved.is_megatrons:
         return "megatron's"
     how = str(args.muon_from_adamw)
@@ -110,14 +110,12 @@ def _into_muon(args: Namespace, saved: Any) -> str:
 
 
 def _into_adamw(saved: Any) -> str:
-    """How a run with AdamW reads the checkpoint: ``own``, ``muon's`` or ``after
-    muon``.
-    """
+    """How a run with AdamW reads it: ``unconverted``, ``muon's`` or ``after muon``."""
     from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import YOUNG
 
     if saved.writer == "muon":
         return "muon's"
-    return "after muon" if saved.has(YOUNG) else "own"
+    return "after muon" if saved.has(YOUNG) else "unconverted"
 
 
 @contextmanager
