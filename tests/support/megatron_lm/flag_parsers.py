@@ -112,6 +112,10 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         ["--muon-symmetric-products", "torch"],
         {"symmetric_products": "torch"},
     ),
+    "hyperball": (
+        ["--muon-rule", "hyperball", "--muon-radius", "*.linear_fc1.*=2.5"],
+        {"rule": "hyperball", "radii": (("*.linear_fc1.*", 2.5),)},
+    ),
     "momentum-dtype": (["--muon-momentum-dtype", "int8"], {"momentum_dtype": "int8"}),
     "fp16": (["--muon-ns-dtype", "fp16"], {"ns_dtype": "fp16"}),
     "medium": (["--muon-fp32-matmul-prec", "medium"], {"ns_dtype": "bf16"}),
