@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron_muon.planning.slices import Matrix, Slice
+from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.exchange.messages import Exchange
 
@@ -36,58 +35,57 @@ class SliceSums:
     def __init__(
         self, plan: ExchangePlan, number: int, rank: int, exchange: Exchange
     ) -> None:
-        self._group = exchange.group
-        matrices, in_round = plan.matrices, set(plan.rounds[number])
+        matrices = plan.matrices
+        in_round = set(plan.rounds[number])
         here = [one for one in plan.slices if one.parameter in in_round]
+        # each slice once, those of a matrix one after another
+        counted = [one for one in here if not one.replica]
+        counted.sort(
+            key=lambda one: (_whole_of(one.matrix, matrices), one.matrix, one.start)
+        )
+        place_of = {id(one): place for place, one in enumerate(counted)}
+        places: dict[int, list[int]] = {}  # of a matrix's slices
+        for place, one in enumerate(counted):
+            places.setdefault(_whole_of(one.matrix, matrices), []).append(place)
+        width = max(map(len, places.values()), default=0)
+        for row in places.values():
+            row += [len(counted)] * (width - len(row))  # a zero's place
+        row_of = {whole: row for row, whole in enumerate(places)}
         mine = [one for one in here if one.rank == rank]
         mine.sort(key=lambda one: (one.parameter, one.elements))  # the table's order
-        counted = [one for one in here if not one.replica]
-        by_matrix: dict[int, list[Slice]] = {}
-        for one in counted:
-            by_matrix.setdefault(_whole_of(one.matrix, matrices), []).append(one)
-        places: dict[int, int] = {}
-        rows: list[list[int]] = []
-        for whole in sorted(by_matrix):
-            of_one = sorted(by_matrix[whole], key=lambda one: (one.matrix, one.start))
-            first = len(places)
-            places |= {id(one): first + at for at, one in enumerate(of_one)}
-            rows.append(list(range(first, first + len(of_one))))
-        self._count = len(places)
-        width = max(map(len, rows), default=0)
-        # a zero's place
-        padded = [row + [self._count] * (width - len(row)) for row in rows]
-        order = {whole: at for at, whole in enumerate(sorted(by_matrix))}
         sources = [at for at, one in enumerate(mine) if not one.replica]
 
-        def index(numbers: Sequence[int]) -> Tensor:
+        def index(numbers: Sequence[Any]) -> Tensor:
             return torch.tensor(numbers, dtype=torch.int64, device=exchange.device)
 
+        self._group = exchange.group
+        self._count = len(counted)
         self._sources = index(sources)
-        self._places = index([places[id(mine[at])] for at in sources])
-        self._padded = index(list(chain.from_iterable(padded)))
-        self._shape = len(rows), width
-        self._matrix_of = index(
-            [order[_whole_of(one.matrix, matrices)] for one in mine]
+        self._places = index([place_of[id(mine[at])] for at in sources])
+        self._rows = index(list(places.values())).view(len(places), width)
+        self._row_of_slice = index(
+            [row_of[_whole_of(one.matrix, matrices)] for one in mine]
         )
 
     def over_matrices(self, numbers: Tensor) -> Tensor:
-        """The sums of each slice's matrix, from the numbers of the slices here.
+        """The sums over each slice's matrix, from the numbers of the slices here.
 
         Every rank of the stage calls it, also one that holds no slice of the round.
 
         Args:
-            numbers: ``(slices,)`` or ``(slices, k)``.
+            numbers: ``(slices,)``, or ``(slices, k)`` with the same k on all ranks.
 
         Returns:
-            As many in fp32.
+            fp32, of the shape of ``numbers``.
         """
-        others = numbers.shape[1:]
-        every = numbers.new_zeros(self._count + 1, *others, dtype=torch.float32)
+        of_slice = numbers.shape[1:]
+        every = numbers.new_zeros((self._count + 1, *of_slice), dtype=torch.float32)
         own = numbers.index_select(0, self._sources)
         every.index_copy_(0, self._places, own.float())
         collectives.add_up("muon/sums", every, self._group)
-        padded = every.index_select(0, self._padded).view(*self._shape, *others)
-        return padded.sum(dim=1).index_select(0, self._matrix_of)
+        by_matrix = every.index_select(0, self._rows.view(-1))
+        sums = by_matrix.view(*self._rows.shape, *of_slice).sum(dim=1)
+        return sums.index_select(0, self._row_of_slice)
 
 
 def _whole_of(matrix: int, matrices: Sequence[Matrix]) -> int:

@@ -53,7 +53,7 @@ class CentredRound(RoundRule):
     ) -> None:
         assert sums is not None
         grads = cut_into_slices([each.grad for each in shards], self._table)
-        for target, grad, square in zip(into, grads, sums, strict=True):
+        for target, grad, square in zip(into, grads, sums[:, 1], strict=True):
             if target is not None:
                 target.copy_(grad / square.sqrt())
         for each in shards:
@@ -80,7 +80,8 @@ class CentredRound(RoundRule):
             each.put(MAIN_KEY, param)
 
     def numbers_before(self, shards: Sequence[Shard]) -> Tensor:
-        return self._squares([each.grad for each in shards])
+        squares = self._squares([each.grad for each in shards])
+        return torch.stack([torch.zeros_like(squares), squares], dim=1)
 
     def numbers_after(self, shards: Sequence[Shard]) -> Tensor:
         return self._squares([each.main_param for each in shards])
