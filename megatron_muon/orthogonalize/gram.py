@@ -44,7 +44,8 @@ def gram_iteration(
             made = _over_factor(factor, x, unscale, products, spare)
         else:
             made = products.times(factor, x, alpha=unscale, is_tall=is_tall, out=spare)
-        x, spare = made, None if spare is None else x
+        spare = None if spare is None else x
+        x = made
         del squares, factor
     return x
 
@@ -145,10 +146,7 @@ def _factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) ->
 
     gram, factor, other = squares.gram, squares.factor, squares.other
     for step, (a, b, c) in enumerate(steps):
-        # Z = αP. Where c is 0, the square is not made: P is R, and α is b.
-        alpha, p = (
-            (b, gram) if c == 0 else (1.0, plus(gram, gram, gram, b, c, squares.power))
-        )
+        p, alpha = products.power_sum(gram, b, c, squares.power)  # Z = αP
         if step == 0:
             products.rounded(torch.mul(p, alpha, out=factor))
             factor.diagonal(dim1=-2, dim2=-1).add_(a)

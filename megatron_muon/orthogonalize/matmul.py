@@ -87,16 +87,13 @@ class Products:
     # the dtype to which the Gram iteration's square matrices are rounded
     squares: torch.dtype
     held: torch.dtype  # the dtype in which matrices are held and multiplied
-    scale: float = (
-        1.0  # an iterate X is held as scale·X, a power of two; squares are not
-    )
+    # an iterate X is held as scale·X, a power of two; squares are not
+    scale: float = 1.0
     folded: bool = False  # see Numerics
-    blocked: bool = (
-        False  # symmetric products are made in panels up to the diagonal, and mirrored
-    )
-    kernel: SymmetricKernel | None = (
-        None  # a library's symmetric product; None for torch's matmul
-    )
+    # symmetric products are made in panels up to the diagonal, and mirrored
+    blocked: bool = False
+    # another symmetric product than torch's matmul
+    kernel: SymmetricKernel | None = None
 
     def enter(self, x: Tensor, *, is_scaled: bool = False) -> Tensor:
         """An fp32 matrix, scaled, rounded to ``dtype`` and held in ``held``."""
@@ -210,15 +207,29 @@ class Products:
             return self.product(left, right, linear, beta=beta, alpha=alpha, out=out)
         out = left.new_empty(left.size(0), left.size(0)) if out is None else out
         for start, stop in in_panels:  # up to the diagonal, then mirrored
-            panel, rows, cols = (
-                out[start:stop, :stop],
+            panel = out[start:stop, :stop]
+            within = None if linear is None else linear[start:stop, :stop]
+            self.product(
                 left[start:stop],
                 right[:, :stop],
+                within,
+                beta=beta,
+                alpha=alpha,
+                out=panel,
             )
-            within = None if linear is None else linear[start:stop, :stop]
-            self.product(rows, cols, within, beta=beta, alpha=alpha, out=panel)
             out[:start, start:stop].copy_(out[start:stop, :start].mT)
         return out
+
+    def power_sum(
+        self, square: Tensor, b: float, c: float, out: Tensor | None = None
+    ) -> tuple[Tensor, float]:
+        """P and α with αP = bA + cA² of a symmetric A.
+
+        Where c is 0, no product is made: P is A itself, and α is b.
+        """
+        if c == 0:
+            return square, b
+        return self.symmetric(square, square, square, beta=b, alpha=c, out=out), 1.0
 
 
 @cache

@@ -261,17 +261,14 @@ def standard_iteration(
     """
     products = products.plain()
     is_tall = x.size(-2) > x.size(-1)
-    symmetric = products.product if products.kernel is None else products.symmetric
     for step, (a, b, c) in enumerate(steps):
         unscale = products.unscale(is_last=step == len(steps) - 1)
-        left, right = (x.mT, x) if is_tall else (x, x.mT)
-        square, alpha = symmetric(left, right, alpha=products.scale**-2), b
-        if c != 0:
-            square, alpha = symmetric(square, square, square, beta=b, alpha=c), 1.0
+        square, alpha = products.power_sum(products.short_square(x), b, c)
         beta = products.fold(square, a * unscale, alpha * unscale)
-        made = products.times(
+        before = x
+        x = products.times(
             square, x, beta=beta, alpha=alpha * unscale, is_tall=is_tall, out=spare
         )
-        x, spare = made, None if spare is None else x
-        del square
+        spare = None if spare is None else before
+        del square, before
     return x

@@ -228,12 +228,7 @@ def _standard(
     for step, (a, b, c) in enumerate(steps):
         unscale = products.unscale(is_last=step == len(steps) - 1)
         square = products.rounded(sharing.add([products.square(one) for one in x]))
-        alpha = b
-        if c != 0:
-            square, alpha = (
-                products.symmetric(square, square, square, beta=b, alpha=c),
-                1.0,
-            )
+        square, alpha = products.power_sum(square, b, c)
         beta = products.fold(square, a * unscale, alpha * unscale)
         for at, one in enumerate(x):
             x[at] = products.times(square, one, beta=beta, alpha=alpha * unscale)
