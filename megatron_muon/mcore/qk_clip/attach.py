@@ -34,9 +34,8 @@ def prepare(
     if is_asked(model_chunks, config):
         _refuse_modes(optimizer_config, model_chunks)
     group_of("tp_dp_cp", pg_collection)
-    return watched_attentions(
-        model_chunks, config, group_of("tp", pg_collection).size()
-    )
+    tp_size = group_of("tp", pg_collection).size()
+    return watched_attentions(model_chunks, config, tp_size)
 
 
 def attach(
@@ -55,14 +54,12 @@ def attach(
     for attention in attentions:
         if isinstance(attention.core, DotProductAttention):
             collect_maxima(attention.core)
-    tp = group_of("tp", pg_collection)
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     clip = QkClip(
         attentions=tuple(attentions),
         shards=shards_of(parts, attentions),
         group=group_of("tp_dp_cp", pg_collection),
-        tp_rank=tp.rank(),
-        tp_size=tp.size(),
+        tp=group_of("tp", pg_collection),
         device=device_of(model_chunks),
         following=tuple(_following(parts, model_chunks)),
         clips_in_step=config.qk_clip is not None,

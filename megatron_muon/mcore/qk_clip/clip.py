@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.fp8_utils import is_float8tensor
 
-from megatron_muon.mcore.host.shards import states_of
+from megatron_muon.mcore.host.shards import owned_shards, states_of
 from megatron_muon.mcore.qk_clip.attentions import Clip, WatchedAttention
 from megatron_muon.mcore.qk_clip.factors import eta_of, row_factors
 from megatron_muon.mcore.qk_clip.local import MAXIMA
@@ -38,8 +38,7 @@ class QkClip:
     attentions: tuple[WatchedAttention, ...]
     shards: dict[torch.nn.Parameter, Main]  # main parameters' slices
     group: Group  # the ranks of the pipeline stage in all optimizer instances
-    tp_rank: int  # among the ranks that share a weight
-    tp_size: int
+    tp: Group  # the ranks that share a weight
     device: torch.device  # the device that the group communicates from
     # what Megatron does after a step, where a weight is rounded from its clipped main
     # parameter
@@ -89,8 +88,8 @@ class QkClip:
             if maxima is not None:
                 numbers = message[place]
                 numbers[0] = float(_DTYPES.index(maxima.dtype))
-                of_tp_ranks = numbers[1:].view(self.tp_size, -1)
-                of_tp_ranks[self.tp_rank] = maxima.detach().view(-1)
+                of_tp_ranks = numbers[1:].view(self.tp.size(), -1)
+                of_tp_ranks[self.tp.rank()] = maxima.detach().view(-1)
         max_over("muon/logits", message, self.group)
         return message
 
@@ -108,7 +107,7 @@ class QkClip:
         for param, heads in attention.weights:
             eta = eta_of(largest, heads.groups, clip.threshold)
             factors = row_factors(eta, heads, clip.alpha)
-            local = factors.view(self.tp_size, -1)[self.tp_rank]
+            local = factors.view(self.tp.size(), -1)[self.tp.rank()]
             cols = param.shape[1:].numel()
             main = None
             if param in self.shards:
@@ -136,17 +135,8 @@ def shards_of(
         if part.is_stub_optimizer:
             continue
         states = getattr(part, "states", None) or states_of(part)  # AdamW's
-        groups = zip(
-            part.model_float16_groups,
-            part.shard_fp32_from_float16_groups,
-            part.shard_float16_groups,
-            strict=True,
-        )
-        for group in groups:
-            for param, main, weight in zip(*group, strict=True):
-                if param not in clipped:
-                    continue
-                shard = weight if main is None else main
+        for param, shard in owned_shards(part):
+            if param in clipped and param.dtype != torch.float32:
                 start = part._get_model_param_range_map(param)["param"].start
                 found[param] = (states, shard, start)
     return found

@@ -177,9 +177,7 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
             if issubclass(adam, TORCH_ADAMS):
                 for shard in self.muon.main_params.values():
                     state = self.state[shard]
-                    state["step"] = (
-                        state["step"] + 1 if "step" in state else torch.tensor(1.0)
-                    )
+                    state["step"] = state.setdefault("step", torch.tensor(0.0)) + 1
 
         def load_state_dict(self, state_dict: Any) -> None:
             for muon in self.muon.variants:
