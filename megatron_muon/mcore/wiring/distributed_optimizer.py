@@ -11,8 +11,7 @@ it picked stays in use.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,72 +140,70 @@ class MuonDistributedOptimizer(MuonCheckpoint):
         return norm_grads(counted, grads, device_of(self.model_chunks))
 
 
-def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """A subclass of a (fused) Adam class: ``step`` does Muon's part and leaves Adam the
-    rest.
+class MuonStep(torch.optim.Optimizer):
+    """Comes before a (fused) Adam class: its ``step`` does Muon's part and leaves Adam
+    the rest.
     """
 
-    class MuonOverAdam(adam):  # type: ignore[misc,valid-type]
-        muon: DistributedMuon
-        states: States
+    muon: DistributedMuon
+    states: States
 
-        def start_muon(self, *, orthogonalizes: bool) -> None:
-            """Begin Muon's part of a step, before the optimizer before this one waits
-            for its last directions.
+    def start_muon(self, *, orthogonalizes: bool) -> None:
+        """Begin Muon's part of a step, before the optimizer before this one waits for
+        its last directions.
 
-            Gradients are ready. With ``orthogonalizes`` the first round's work is done,
-            too.
-            """
-            muon = self._variant()
-            start = muon.begin if orthogonalizes else muon.start
-            start(self.param_groups, self.states)
+        Gradients are ready. With ``orthogonalizes`` the first round's work is done,
+        too.
+        """
+        muon = self._variant()
+        start = muon.begin if orthogonalizes else muon.start
+        start(self.param_groups, self.states)
 
-        @torch.no_grad()
-        def step(self, closure: None = None, **kwargs: Any) -> None:
-            if closure is not None:
-                raise TypeError("optimizer.step() does not accept a closure with Muon")
+    @torch.no_grad()
+    def step(self, closure: None = None, **kwargs: Any) -> None:  # type: ignore[override]
+        """Update Muon's parameters and Adam's; Adam passes over shards without a
+        gradient.
+        """
+        if closure is not None:
+            raise TypeError("optimizer.step() does not accept a closure with Muon")
+        shards = self.muon.main_params.values()
 
-            def step_adamw() -> None:
-                with _hidden_grads(self.muon.main_params.values(), self.states):
-                    super(MuonOverAdam, self).step(**kwargs)
+        def step_adamw() -> None:
+            grads = [(shard, self.states.grad(shard)) for shard in shards]
+            for shard, _ in grads:
+                self.states.set_grad(shard, None)
+            try:
+                super(MuonStep, self).step(**kwargs)
+            finally:
+                for shard, grad in grads:
+                    self.states.set_grad(shard, grad)
 
-            self._variant().step(self.param_groups, self.states, step_adamw)
-            if self.muon.block_steps is not None:
-                self.muon.block_steps.end_step()
-            # Megatron wants one step number for all parameters
-            if issubclass(adam, TORCH_ADAMS):
-                for shard in self.muon.main_params.values():
-                    state = self.state[shard]
-                    state["step"] = state.setdefault("step", torch.tensor(0.0)) + 1
+        self._variant().step(self.param_groups, self.states, step_adamw)
+        if self.muon.block_steps is not None:
+            self.muon.block_steps.end_step()
+        # Megatron wants one step number for all parameters
+        if isinstance(self, TORCH_ADAMS):
+            for shard in shards:
+                state = self.state[shard]
+                state["step"] = state.setdefault("step", torch.tensor(0.0)) + 1
 
-        def load_state_dict(self, state_dict: Any) -> None:
-            for muon in self.muon.variants:
-                muon.forget_step()
-            self.states.load(super().load_state_dict, state_dict)
-            if self.muon.block_steps is not None:
-                self.muon.block_steps.forget()
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Adam's; Muon forgets a step that failed."""
+        for muon in self.muon.variants:
+            muon.forget_step()
+        self.states.load(super().load_state_dict, state_dict)
+        if self.muon.block_steps is not None:
+            self.muon.block_steps.forget()
 
-        def _variant(self) -> DistributedMuon:
-            """Muon of the step under way, which is full or block-wise."""
-            if self.muon.block_steps is None:
-                return self.muon
-            muon: DistributedMuon = self.muon.block_steps.muon_of_step(
-                self.param_groups
-            )
-            return muon
-
-    MuonOverAdam.__name__ = f"MuonOver{adam.__name__}"
-    return MuonOverAdam
+    def _variant(self) -> DistributedMuon:
+        """Muon of the step under way, which is full or block-wise."""
+        block_steps = self.muon.block_steps
+        if block_steps is None:
+            return self.muon
+        muon: DistributedMuon = block_steps.muon_of_step(self.param_groups)
+        return muon
 
 
-@contextmanager
-def _hidden_grads(shards: Iterable[torch.Tensor], states: States) -> Iterator[None]:
-    """Hide the shards' gradients, so that Adam passes over them."""
-    grads = [(shard, states.grad(shard)) for shard in shards]
-    for shard, _ in grads:
-        states.set_grad(shard, None)
-    try:
-        yield
-    finally:
-        for shard, grad in grads:
-            states.set_grad(shard, grad)
+def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """A subclass of an Adam class with ``MuonStep``."""
+    return type(f"MuonOver{adam.__name__}", (MuonStep, adam), {})
