@@ -151,7 +151,8 @@ def _is_muon(config: Any) -> bool:
     """Whether a run asks for the plugin; before core 0.16 Megatron has no
     ``dist_muon``.
     """
-    return config.optimizer in MUONS[: 2 if hasattr(config, "muon_momentum") else 1]
+    names = MUONS if hasattr(config, "muon_momentum") else MUONS[:1]
+    return config.optimizer in names
 
 
 def _built(
