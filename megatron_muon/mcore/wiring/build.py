@@ -29,12 +29,15 @@ from megatron_muon.mcore.wiring.buffers.placement import (
     on_every_ep_rank,
 )
 from megatron_muon.mcore.wiring.chained_optimizer import MuonChainedOptimizer
-from megatron_muon.mcore.wiring.counted_once import count_once
 from megatron_muon.mcore.wiring.distributed_optimizer import (
     MuonDistributedOptimizer,
     muon_over,
 )
-from megatron_muon.mcore.wiring.gradients import keep_biases_apart, share_loss_scale
+from megatron_muon.mcore.wiring.gradients import (
+    count_once,
+    keep_biases_apart,
+    share_loss_scale,
+)
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
 from megatron_muon.mcore.wiring.start import start_lines
 from megatron_muon.orthogonalize.matmul import (

@@ -225,7 +225,7 @@ def _built(model: Callable[[int], Any], tp: int) -> dict[str, Any]:
 
 
 def _counted(weight: Any, tp: int) -> bool:
-    from megatron_muon.mcore.wiring.counted_once import counts_here
+    from megatron_muon.mcore.wiring.gradients import counts_here
 
     last = SimpleNamespace(size=lambda: tp, rank=lambda: tp - 1)
     stage: Any = SimpleNamespace(tp=last, expert_tp=last)
