@@ -52,13 +52,13 @@ class NonfiniteReport:
 
     def before_step(self) -> None:
         """Name momenta of the step before, if the device is done with it."""
-        for (_, matrix), left in self._counts(waits=False).items():
+        for (_, matrix), skipped in self._counts(waits=False).items():
             name = matrix.split(SLICE_OF)[0]
-            if left.inputs and name not in self._momenta:
+            if skipped.inputs and name not in self._momenta:
                 self._momenta.add(name)
                 say(
                     f"[megatron_muon] step {self._number}: the momentum of {name} is "
-                    "not finite, and stays so; the matrix is left where it is"
+                    "not finite, and stays so; the matrix is not updated any more"
                 )
 
     def after_step(self) -> None:
@@ -78,16 +78,16 @@ class NonfiniteReport:
         """By the number of the optimizer, and the matrix."""
         counts: dict[tuple[int, str], Skipped] = {}
         for at, muon in enumerate(self._muons):
-            for name, left in muon.nonfinite.skipped(waits=waits).items():
-                counts[at, name] = left
+            for name, skipped in muon.nonfinite.skipped(waits=waits).items():
+                counts[at, name] = skipped
         return counts
 
     def _log(self) -> None:
-        """Name the matrices that were left since the last line, once for all ranks."""
+        """Name the matrices not updated since the last line, once for all ranks."""
         counts = self._counts(waits=True)
         here: dict[str, Skipped] = {}
-        for key, left in counts.items():
-            new = left.since(self._before.get(key))
+        for key, skipped in counts.items():
+            new = skipped.since(self._before.get(key))
             if new.results:
                 # full and block steps, and TP slices of these, count as one
                 name = key[1].split(SLICE_OF)[0]
@@ -111,10 +111,11 @@ class NonfiniteReport:
         if dist.get_rank(self._group) == dist.get_world_size(self._group) - 1:
             for name in self._in_a_row:
                 say(
-                    f"[megatron_muon] step {self._number}: {name} was left where it "
-                    f"was in at least {every[name].results} steps since the last line: "
-                    "its direction was "
-                    "not finite" + ", nor its momentum" * bool(every[name].inputs)
+                    f"[megatron_muon] step {self._number}: {name} was not updated in "
+                    f"at least {every[name].results} steps since the last line: its "
+                    "direction was not finite"
+                    + ", nor its momentum"
+                    * bool(every[name].inputs)
                 )
         ended = [name for name, count in self._in_a_row.items() if count >= self._limit]
         if ended:

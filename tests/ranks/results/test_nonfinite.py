@@ -252,9 +252,9 @@ def test_a_run_ends_on_every_rank_once_lines_in_a_row_name_a_matrix() -> None:
                 f"FloatingPointError: {FC1}: the direction was not finite"
             )
             assert "resume from an earlier checkpoint" in rank["error"]
-        last = [line for line in ranks[-1]["lines"] if "was left where it was" in line]
+        last = [line for line in ranks[-1]["lines"] if "was not updated in" in line]
         assert last[0].startswith(
-            f"[megatron_muon] step 2: {FC1} was left where it was in at least 1 "
+            f"[megatron_muon] step 2: {FC1} was not updated in at least 1 "
         )
         assert len(last) == limit and all("nor its momentum" in line for line in last)
         # its home says so at once, and once
