@@ -45,13 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         report = examine(args.path, hashes=args.hash)
-        text = as_text(report)
-        if args.json:
-            text = json.dumps(asdict(report), indent=2)
-        print(printable(text, kept="\n"))
-        return 1 if report.faults else 0
-    except BrokenPipeError:
-        raise  # the reader of the output is gone
+        text = json.dumps(asdict(report), indent=2) if args.json else as_text(report)
     except OSError as error:
         status = 2
         why = str(error)
@@ -61,6 +55,9 @@ def main(argv: Sequence[str]) -> int:
             "megatron_muon failed, the checkpoint may be whole; please report: "
             f"{args.path}: {type(error).__name__}: {error}"
         )
+    else:
+        print(printable(text, kept="\n"))
+        return 1 if report.faults else 0
     line = printable(" ".join(why.split()))
     print(f"{parser.prog}: error: {line}", file=sys.stderr)
     return status

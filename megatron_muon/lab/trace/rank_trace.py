@@ -86,11 +86,13 @@ class RankTrace:
         category = category.lower()
         if category not in _READ:
             return
-        at, args = (event["ts"], event["ts"] + event["dur"]), event.get("args", {})
-        if event["dur"] < 0 or not isinstance(args, dict):
-            raise ValueError(f"dur is {event['dur']}, args is {str(args)[:40]!r}")
-        self._start = min(self._start, at[0])
-        self._stop = max(self._stop, at[1])
+        start, length = event["ts"], event["dur"]
+        args = event.get("args", {})
+        if length < 0 or not isinstance(args, dict):
+            raise ValueError(f"dur is {length}, args is {str(args)[:40]!r}")
+        at = (start, start + length)
+        self._start = min(self._start, start)
+        self._stop = max(self._stop, start + length)
         thread = f"{event.get('pid')}/{event.get('tid')}"[:80]
         if category in _DEVICE:
             self._has_device = True
@@ -112,25 +114,28 @@ class RankTrace:
             self._host.add(*at)
 
     def _learned(self) -> list[Call]:
-        calls, launched = self._kernels, list[Call | None]()
+        """The collectives, with what the operators that started them tell."""
         if self._has_device:
             # one with sizes replaces one without, and torch's own event an operator
             launches = sorted(
                 self._launches, key=lambda c: (c.elements is not None, -c.is_operator)
             )
             by_id = {launch.external: launch for launch in launches if launch.external}
-            launched = [by_id.get(event.external) for event in calls]
-        elif self._gloo:
-            calls, launched = self._gloo, _assigned(self._gloo, self._launches)
-            for event, launch in zip(calls, launched, strict=True):
+            for kernel in self._kernels:
+                kernel.learn(by_id.get(kernel.external))
+            return self._kernels
+        if self._gloo:
+            started_by = _assigned(self._gloo, self._launches)
+            for event, launch in zip(self._gloo, started_by, strict=True):
                 if launch is not None:
                     event.operation = launch.operation
-        else:  # no gloo, or a torch that does not mark it: what the host sees
-            calls = [launch for launch in self._launches if launch.is_operator]
-            launched = list(calls)
-        for event, launch in zip(calls, launched, strict=True):
-            event.learn(launch)
-        return calls
+                event.learn(launch)
+            return self._gloo
+        # no gloo, or a torch that does not mark it: what the host sees
+        operators = [launch for launch in self._launches if launch.is_operator]
+        for operator in operators:
+            operator.learn(operator)
+        return operators
 
 
 class _Mark(NamedTuple):
@@ -149,18 +154,16 @@ def _place(launches: Sequence[Call], marks: Sequence[_Mark]) -> None:
     around: dict[str, list[_Mark]] = defaultdict(list)
     named = [mark for mark in marks if not mark.name.startswith(_NO_PLACE)]
     both: list[_Mark | Call] = [*named, *launches]
-    for each in sorted(
-        both, key=lambda each: (each.start, isinstance(each, Call), -each.stop)
-    ):
-        inside = around[each.thread]
-        while inside and inside[-1].stop < each.start:
+    both.sort(key=lambda one: (one.start, isinstance(one, Call), -one.stop))
+    for one in both:
+        inside = around[one.thread]
+        while inside and inside[-1].stop < one.start:
             inside.pop()
-        if isinstance(each, _Mark):
-            inside.append(each)
+        if isinstance(one, _Mark):
+            inside.append(one)
         elif inside:
-            each.place = (
-                inside[-1].name.removesuffix("/collective").removesuffix("/wait")
-            )
+            name = inside[-1].name
+            one.place = name.removesuffix("/collective").removesuffix("/wait")
 
 
 def _assigned(events: Sequence[Call], launches: Sequence[Call]) -> list[Call | None]:
