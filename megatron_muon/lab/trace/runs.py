@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,63 +67,64 @@ def read_run(path: Path, name: str) -> Run:
             raise TraceError(
                 f"{file}: {other}: give one run's folder, or each file by itself"
             )
-        ranks[rank], of_rank = _measured(trace)
-        kinds += [{"rank": rank, **each} for each in of_rank]
+        steps = Spans(trace.steps)
+        compute = trace.compute.common(steps)
+        ranks[rank] = _times(trace, steps, compute)
+        kinds += [{"rank": rank} | row for row in _kinds(trace, steps, compute)]
     by_rank = pd.DataFrame.from_dict(ranks, orient="index").sort_index()
     return Run(name, by_rank, pd.DataFrame(kinds, columns=["rank", "name", *_SUMS]))
 
 
-def _measured(trace: RankTrace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Of a rank's step: its times, and its kinds of collectives."""
-    number = len(trace.steps)
-    steps = Spans(trace.steps)
-    compute = trace.compute.common(steps)
+def _times(trace: RankTrace, steps: Spans, compute: Spans) -> dict[str, Any]:
+    """The row of a rank: ms of its step and of the parts, as means over the steps."""
     traffic = Spans((call.start, call.stop) for call in trace.calls).common(steps)
-    exposed = traffic.length() - traffic.length(compute)
+    overlapped = traffic.length(compute)
+    exposed = traffic.length() - overlapped
+    idle = steps.length() - compute.length() - exposed
+    optimizer = math.nan
+    if trace.optimizer is not None:
+        optimizer = trace.optimizer.length(steps)
     times = {
         "step": steps.length(),
         "compute": compute.length(),
         "communication": traffic.length(),
-        "overlapped": traffic.length(compute),
+        "overlapped": overlapped,
         "exposed": exposed,
-        "idle": max(0.0, steps.length() - compute.length() - exposed),
-        "optimizer": math.nan
-        if trace.optimizer is None
-        else trace.optimizer.length(steps),
+        "idle": max(0.0, idle),
+        "optimizer": optimizer,
     }
-    row = {
-        "file": trace.file.path.name,
-        "device": trace.device,
-        "steps": number * trace.has_marks,
-    }
-    row |= {f"{each}_ms": 1e-3 * us / number for each, us in times.items()}
-    calls: dict[str, list[Call]] = defaultdict(list)
+    number = len(trace.steps)
+    row: dict[str, Any] = {"file": trace.file.path.name, "device": trace.device}
+    row["steps"] = number * trace.has_marks
+    return row | {f"{part}_ms": 1e-3 * us / number for part, us in times.items()}
+
+
+def _kinds(trace: RankTrace, steps: Spans, compute: Spans) -> Iterator[dict[str, Any]]:
+    """The rows of a rank's kinds of collectives, as means over the steps."""
+    by_name: dict[str, list[Call]] = defaultdict(list)
     ends = [(call.start, call.stop) for call in trace.calls]
     places = np.searchsorted(steps.edges(), np.array(ends).reshape(-1, 2), "right")
     for call, (start, stop) in zip(trace.calls, places.tolist(), strict=True):
         # it begins within a step, or an edge of one is within it
         if start % 2 or stop > start:
-            calls[
-                " ".join(filter(None, (call.operation, call.dtype, call.place)))
-            ].append(call)
-    if len(calls) > _MOST_KINDS:
+            name = " ".join(filter(None, (call.operation, call.dtype, call.place)))
+            by_name[name].append(call)
+    if len(by_name) > _MOST_KINDS:
         raise TraceError(
             f"{trace.file.path}: it has more than {_MOST_KINDS} kinds of collectives"
         )
-    kinds = []
-    for name, of_kind in calls.items():
-        spans = Spans((call.start, call.stop) for call in of_kind)
+    for name, calls in by_name.items():
+        spans = Spans((call.start, call.stop) for call in calls)
         us = spans.length(steps)
         sums = {
-            "count": len(of_kind),
+            "count": len(calls),
             "ms": us / 1e3,
             "exposed_ms": (us - spans.length(compute)) / 1e3,
-            "bytes": sum(call.bytes for call in of_kind),
-            "sent_bytes": sum(call.sent_bytes for call in of_kind),
+            "bytes": sum(call.bytes for call in calls),
+            "sent_bytes": sum(call.sent_bytes for call in calls),
         }
-        means = {key: value / number for key, value in sums.items()}
-        kinds.append({"name": name} | means)
-    return row, kinds
+        means = {key: value / len(trace.steps) for key, value in sums.items()}
+        yield {"name": name} | means
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
