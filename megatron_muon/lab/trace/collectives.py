@@ -100,31 +100,40 @@ def call(name: str, at: Interval, args: dict[str, Any], thread: str) -> Call:
     shape.
     """
     # NCCL's kernels may be called Generic, or do several operations
-    known = _operation(str(args.get("Collective name", ""))) or _operation(name)
-    known = known or _without_operation(name)
+    operation = _operation(str(args.get("Collective name", ""))) or _operation(name)
+    operation = operation or _without_operation(name)
     dims = args.get("Input Dims")
-    types = args.get("Input type")
     shapes = [_elements(shape) for shape in dims] if isinstance(dims, list) else []
     elements = max(shapes, default=None)
+    types = args.get("Input type")
     if "In msg nelems" in args:
-        elements = max(
-            _count(args["In msg nelems"]), _count(args.get("Out msg nelems", 0))
-        )
+        received = _count(args.get("Out msg nelems", 0))
+        elements = max(_count(args["In msg nelems"]), received)
         types = [args.get("dtype")]
     dtypes = map(_dtype, types) if isinstance(types, list) else ()
-    ranks = _count(args.get("Group size", 0))
-    tensors = sorted(filter(None, shapes[:2]))
-    if not ranks and known in ("all_gather", "reduce_scatter") and len(tensors) == 2:
-        ranks = 0 if tensors[1] % tensors[0] else tensors[1] // tensors[0]
     external = args.get("External id")
     group = args.get("Process Group Description")
-    external = external if isinstance(external, int) else 0
-    group = printable(group[:80]) if isinstance(group, str) else ""
-    dtype = next(filter(None, dtypes), "")
-    is_operator = name.startswith("c10d::")
     return Call(
-        known, *at, thread, is_operator, external, dtype, elements, ranks, group
+        operation=operation,
+        start=at[0],
+        stop=at[1],
+        thread=thread,
+        is_operator=name.startswith("c10d::"),
+        external=external if isinstance(external, int) else 0,
+        dtype=next(filter(None, dtypes), ""),
+        elements=elements,
+        ranks=_count(args.get("Group size", 0)) or _ranks(operation, shapes),
+        group=printable(group[:80]) if isinstance(group, str) else "",
     )
+
+
+def _ranks(operation: str, shapes: list[int]) -> int:
+    """Number of ranks by the sizes of input and output; 0 where they do not tell."""
+    tensors = sorted(filter(None, shapes[:2]))
+    if operation not in ("all_gather", "reduce_scatter") or len(tensors) != 2:
+        return 0
+    part, whole = tensors
+    return 0 if whole % part else whole // part
 
 
 def is_nccl(kernel: str) -> bool:
