@@ -102,22 +102,22 @@ class _Watcher:
         self.memory: Any = None
 
     def before_home(self, staged: Any) -> None:
-        self.memory = staged.alike, staged.elements
+        self.memory = staged.stacks, staged.elements
         self._keep(self.step.staged)
 
     def before_update(self, table: Any, shards: Any, directions: Any) -> None:
         self._keep(self.step.directions)  # they are where the matrices were
 
     def _keep(self, into: dict[str, np.ndarray]) -> None:
-        alikes, elements = self.memory
-        for alike in alikes:
-            like = alike.like
-            for number, index in enumerate(alike.matrices):
-                start = alike.start + number * like.numel
-                flat = elements[start : start + like.numel].float()
+        stacks, elements = self.memory
+        for stack in stacks:
+            layout = stack.layout
+            for number, index in enumerate(stack.matrices):
+                start = stack.start + number * layout.numel
+                flat = elements[start : start + layout.numel].float()
                 # a weight that TP cuts by columns is staged one rank's columns after
                 # the other's
-                parts = flat.view(like.column_parts, like.rows, -1)
+                parts = flat.view(layout.column_parts, layout.rows, -1)
                 into[self.names[index]] = torch.cat(list(parts), dim=1).numpy()
 
 
