@@ -20,12 +20,7 @@ from megatron_muon.mcore.seams.rows import (
     rows_of,
 )
 from megatron_muon.mcore.seams.training import ROWS, check_arguments
-from megatron_muon.megatron_lm import checkpointing
-from megatron_muon.megatron_lm.bucketing import (
-    aligns_shards,
-    choose_buckets,
-    vocabulary_of,
-)
+from megatron_muon.megatron_lm import bucketing, checkpointing
 from megatron_muon.megatron_lm.flags import namespace
 from megatron_muon.megatron_lm.flags.parser import (
     add_flags,
@@ -36,7 +31,6 @@ from megatron_muon.megatron_lm.flags.parser import (
 )
 from megatron_muon.megatron_lm.loop import early_gathers, step_traces
 from megatron_muon.megatron_lm.writers import MegatronLM
-from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.runtime.patches import Patches, around, replaced
@@ -51,9 +45,6 @@ from megatron_muon.settings.flags import (
 
 _patches = Patches()
 _is_on = False  # whether the wrappers are in effect
-_without_vocabulary: list[
-    bool
-] = []  # a run whose layout is chosen later: whether it is free
 
 
 def install_training() -> None:
@@ -166,18 +157,10 @@ def _validate_args(
         result = original(args, defaults or {}, **kwargs)
     if is_muon:
         check_arguments(args)
-        _without_vocabulary[:] = _without_vocabulary if again else [is_free]
-        if vocabulary_of(args):
-            lines += _in_buckets(args)
+        if not again:
+            lines += _leave_layout(args, is_free=is_free)
     _tell(lines)
     return result
-
-
-def _in_buckets(args: Any) -> list[str]:
-    """Choose layout and buckets, once in a run; lines to print."""
-    if not _without_vocabulary:
-        return []
-    return [*_settled(args, is_free=_without_vocabulary.pop()), *choose_buckets(args)]
 
 
 def _tell(lines: list[str]) -> None:
@@ -194,27 +177,24 @@ def _on_the_cpu(args: Any) -> list[str]:
     return lines
 
 
-def _settled(args: Any, *, is_free: bool) -> list[str]:
-    """Choose the layout where the run leaves it free, and note it for checkpoints;
-    lines to print.
+def _leave_layout(args: Any, *, is_free: bool) -> list[str]:
+    """Keep a checkpoint's layout, or leave it to be chosen; lines to print."""
+    from megatron_muon.mcore.wiring.install import settings
 
-    Without the overlap all layouts are alike.
-    """
-    if not args.overlap_grad_reduce:
-        return []
-    from megatron_muon.mcore.wiring.install import install, settings
-    from megatron_muon.megatron_lm import layouts  # where gradient reduction overlaps
-
-    config = settings() or muon_config(args)
-    lines: list[str] = []
-    # others say no layout
-    if is_free and args.non_persistent_ckpt_type in (None, "global"):
-        folder = checkpointing.newest(args, getattr(args, "load", None))
-        device: Device = "cpu" if _is_on_cpu() else "cuda"
-        args.muon_dp_layout, lines = layouts.own_layout(args, config, device, folder)
-        if args.muon_dp_layout == "bucketed" and config.align_shards:
-            install(dataclasses.replace(config, align_shards=False))
-    layouts.note(args.muon_dp_layout)
+    may_be_bucketed, lines = False, []
+    if args.overlap_grad_reduce:  # without it all layouts are alike
+        bucketing.note(args.muon_dp_layout)
+        # local checkpoints say no layout
+        is_free = is_free and args.non_persistent_ckpt_type in (None, "global")
+        folder = checkpointing.newest(args, args.load) if is_free else None
+        if folder is None:
+            config = settings() or muon_config(args)
+            may_be_bucketed = is_free and bucketing.may_be_bucketed(config)
+        elif bucketing.saved_layout(folder) == "bucketed":
+            bucketing.take_bucketed(args)
+            lines = [f"--muon-dp-layout bucketed, as {folder} has it"]
+    layouts = bucketing.open_layouts(args, may_be_bucketed=may_be_bucketed)
+    set_host(MegatronLM(layouts))
     return lines
 
 
@@ -284,11 +264,10 @@ def _turn_on(args: Any) -> None:
     _check(args)
     lines = namespace.rename_dist_muon(args)
     config = muon_config(args)
-    if aligns_shards(args):
+    if bucketing.aligns_shards(args):
         config = dataclasses.replace(config, align_shards=True)
     say_at_start([*lines, *namespace.differences(args)])
     install(config)
-    set_host(MegatronLM())
     namespace.write_all(args, config)
     args.megatron_muon = True
 
@@ -384,12 +363,9 @@ def _get_megatron_muon_optimizer(
 def _initialize_megatron(
     original: Callable[..., Any], *rest: Any, **kwargs: Any
 ) -> Any:
-    """Megatron's, with the tokenizer; then all ranks compare what they ask of the
-    plugin.
-    """
+    """Megatron's; then all ranks compare what they ask of the plugin."""
     result = original(*rest, **kwargs)
     args = importlib.import_module("megatron.training").get_args()
-    _tell(_in_buckets(args))
     # imported where anything is asked
     core = sys.modules.get("megatron_muon.mcore.wiring.install")
     config = None if core is None else core.settings()

@@ -1,15 +1,26 @@
-"""Steps and lines of Megatron-LM's loop, and its TensorBoard and W&B writers."""
+"""Steps and lines of Megatron-LM's loop, its TensorBoard and W&B writers, and what its
+flags leave to choose.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from megatron_muon.mcore.host.loop import Host
+from megatron_muon.megatron_lm import bucketing
+
+if TYPE_CHECKING:
+    from megatron_muon.planning.buckets.layout import Layout
 
 
 class MegatronLM(Host):
     """Steps are its iterations; scalars go where it writes."""
+
+    def __init__(self, layouts: tuple[str, ...] = ()) -> None:
+        """``layouts`` are those of grad buffers that its flags leave to the plugin."""
+        self._layouts = layouts
 
     def step(self) -> int | None:
         """The iteration under way, as Megatron's log numbers it; None outside its
@@ -32,6 +43,22 @@ class MegatronLM(Host):
                 tensorboard.add_scalar(name, value, step)
         if wandb is not None:
             wandb.log(dict(scalars), step)
+
+    def layouts(self) -> tuple[str, ...]:
+        """None once the bucketed layout is chosen, which is Megatron's own."""
+        return self._layouts
+
+    def take_layout(self, layout: Layout) -> None:
+        """Print the reason, and make the layout that of the run and its checkpoints."""
+        if layout.reason:
+            start = importlib.import_module("megatron_muon.mcore.wiring.start")
+            start.say_at_start([layout.reason])
+        if layout.name == "bucketed":
+            training = importlib.import_module("megatron.training")
+            bucketing.take_bucketed(training.get_args())
+            self._layouts = ()
+        else:
+            self._layouts = (layout.name,)
 
 
 def _argument(name: str) -> int | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_muon.megatron_lm.bucketing import REFERENCE_DP_SIZE
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.count import (
     Buffer,
@@ -16,6 +15,7 @@ from megatron_muon.planning.buckets.count import (
     in_buckets,
     stock_bucket_size,
 )
+from megatron_muon.planning.buckets.layout import REFERENCE_DP_SIZE
 from megatron_muon.planning.buckets.order import (
     UNPLACED,
     Holders,
@@ -64,7 +64,7 @@ def _weight(name: str, shape: tuple[int, int]) -> LocalParameter:
 
 def whole_buffer(dp_size: int) -> Buffer:
     """Its one grad buffer."""
-    return Buffer(tuple(_weight(*weight) for weight in _weights()), dp_size)
+    return Buffer(tuple(_weight(*weight) for weight in _weights()), Holders(dp_size))
 
 
 def llama_8b(

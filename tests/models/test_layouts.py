@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from megatron_muon.megatron_lm.layouts import _located, note, own_layout
 
 from figures.stages import hardware_of, stage_of, step_of
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.megatron_lm.bucketing import REFERENCE_DP_SIZE, buffers
-from megatron_muon.megatron_lm.layouts import _located, note, own_layout
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.count import choose
 from megatron_muon.settings.config import MuonConfig

@@ -63,7 +63,7 @@ def test_the_cost_is_that_of_megatrons_buckets_and_the_plan(
 ) -> None:
     topology = Topology(dp=dp, overlap=True, bucket_size=bucket_size)
     for buckets, boundary, sent, weights in run(_built, dp, WHOLE, topology):
-        priced = cost([Buffer(tuple(weights), dp)], bucket_size)
+        priced = cost([Buffer(tuple(weights), Holders(dp))], bucket_size)
         assert (priced.buckets, priced.boundary) == (buckets, boundary)
         # of each parameter the bytes are divided by the ranks, and rounded down
         assert sent / dp - len(weights) <= priced.cut <= sent / dp
@@ -76,7 +76,7 @@ def test_what_is_exchanged_is_what_the_plan_sends(tp: int, case: Case) -> None:
     topology = Topology(tp=tp, dp=2, overlap=True, bucket_size=20_000)
     numerics = Numerics(MuonConfig(**dict(case.muon), split_matrices="off"))
     for *_, sent, weights in run(_built, topology.world_size, case, topology):
-        buckets = list(in_buckets(Buffer(tuple(weights), 2, tp), 20_000))
+        buckets = list(in_buckets(Buffer(tuple(weights), Holders(2, tp)), 20_000))
         own = [bucket.own() for bucket in buckets]
         assert sent_bytes(buckets, own, Holders(2, tp), numerics) == sent > 0
 
@@ -96,7 +96,7 @@ def _weight(numel: int, muon: bool = True) -> LocalParameter:
 def test_no_number_costs_much_less_and_the_overlap_stays(
     weights: list[tuple[int, bool]], dp_size: int
 ) -> None:
-    buffer = Buffer(tuple(_weight(*weight) for weight in weights), dp_size)
+    buffer = Buffer(tuple(_weight(*weight) for weight in weights), Holders(dp_size))
     chosen = choose([buffer])
     if chosen is None:
         return

@@ -103,21 +103,6 @@ def ranks_of(flags: Namespace) -> Ranks:
     return Ranks(world, tp, pp, cp, ep, expert_tp, _chunks(flags), instances, order)
 
 
-def validated(flags: Namespace, ranks: Ranks) -> Namespace:
-    """The flags once Megatron-LM has validated them and Muon is on, or a ValueError."""
-    sizes = model_sizes(flags) | {
-        "padded_vocab_size": padded_vocab(flags),
-        "world_size": ranks.world,
-        "expert_tensor_parallel_size": ranks.expert_tp,
-        "virtual_pipeline_model_parallel_size": ranks.chunks,
-    }
-    others = {
-        "moe_grouped_gemm": False,
-        "muon_dp_layout": flags.muon_dp_layout or "contiguous",
-    }
-    return Namespace(**{**vars(flags), **sizes, **others})
-
-
 def padded_vocab(flags: Namespace) -> int:
     """Rows of the embedding over all TP ranks; a ValueError if no size is given."""
     if flags.padded_vocab_size is not None:

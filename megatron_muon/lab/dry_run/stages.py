@@ -13,6 +13,7 @@ from megatron_muon.lab.dry_run.chunks import build_chunks, transformer_config
 from megatron_muon.lab.dry_run.model import Run
 from megatron_muon.lab.dry_run.optimizers import Planned, planned_optimizers
 from megatron_muon.lab.dry_run.script import ScriptArguments
+from megatron_muon.mcore.host.loop import Host
 from megatron_muon.mcore.host.process_groups import Sizes
 from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.routing.survey import matched_patterns, share_of
@@ -24,8 +25,27 @@ from megatron_muon.mcore.wiring.validate import (
     refuse_unsupported,
     unsliced,
 )
+from megatron_muon.megatron_lm.bucketing import open_layouts
 from megatron_muon.orthogonalize.numerics import Device
+from megatron_muon.planning.buckets.layout import Layout
 from megatron_muon.planning.describe import Share
+
+
+class Chooser(Host):
+    """A training loop that leaves layouts of grad buffers to the plugin, and keeps what
+    it chooses.
+    """
+
+    layout: Layout | None = None
+
+    def __init__(self, layouts: tuple[str, ...]) -> None:
+        self._layouts = layouts
+
+    def layouts(self) -> tuple[str, ...]:
+        return self._layouts
+
+    def take_layout(self, layout: Layout) -> None:
+        self.layout = layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +56,7 @@ class Stage:
     chunks: list[Any]  # Megatron's, in their DDP; their parameters have no memory
     sizes: Sizes  # numbers of ranks that hold slices of a weight
     routes: list[Route]  # of all parameters that train
+    layout: Layout | None  # of the grad buffers, where the run leaves it to the plugin
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -46,6 +67,11 @@ class Stage:
     def matched(self) -> set[str]:
         """The patterns of the settings that match a parameter of this stage."""
         return matched_patterns(self.chunks, self.sizes, self.run.config)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines about the choice of its layout."""
+        return (self.layout.reason,) if self.layout and self.layout.reason else ()
 
     @property
     def share(self) -> Share:
@@ -65,15 +91,20 @@ def in_stage(number: int, run: Run) -> AbstractContextManager[None]:
     return world.as_rank(world.first_ranks(run.ranks)[number], run.ranks, **options)
 
 
-def built(run: Run) -> Stage:
+def built(run: Run, *, may_be_bucketed: bool = False) -> Stage:
     """The stage that this process is in, without memory for parameters.
+
+    Args:
+        run: the run.
+        may_be_bucketed: whether the layout is chosen by the stated speeds.
 
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the
             plugin refuses it, as in the run.
     """
     flags, config, ranks = run.flags, run.config, run.ranks
-    with world.without_memory(), bucket_layout.as_in_run(config):
+    chooser = Chooser(open_layouts(flags, may_be_bucketed=may_be_bucketed))
+    with world.without_memory(), bucket_layout.as_in_run(config, chooser):
         if isinstance(flags, ScriptArguments):
             chunks = flags.chunks()
         else:
@@ -91,4 +122,5 @@ def built(run: Run) -> Stage:
     settled(config, of_optimizer, chunks)
     raise_all(unsliced(config, max(ranks.tp, ranks.expert_tp)))
     sizes = Sizes(ranks.tp, ranks.expert_tp, ranks.ep)
-    return Stage(run, chunks, sizes, routes_of(chunks, sizes, config))
+    routes = routes_of(chunks, sizes, config)
+    return Stage(run, chunks, sizes, routes, chooser.layout)

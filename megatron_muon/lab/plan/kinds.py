@@ -29,6 +29,8 @@ class PlannedKind:
     members: tuple[int, ...]
     share: Share  # elements of one such stage
     optimizers: list[list[Optimizer]]  # for each run, in the order of their steps
+    notes: tuple[str, ...]  # lines about the choice of its layout in the first run
+    buckets: int | None  # the number that is chosen, if any
 
 
 def makeup_of(stage: Stage) -> tuple[object, ...]:
@@ -99,4 +101,5 @@ def _planned(number: int, of_runs: Sequence[Stage], device: Device) -> PlannedKi
     if not optimizers[0]:
         raise ValueError(f"pipeline stage {number} has no parameters")
     own = of_runs[0]
-    return PlannedKind([number], own.members, own.share, optimizers)
+    buckets = None if own.layout is None else own.layout.number
+    return PlannedKind([number], own.members, own.share, optimizers, own.notes, buckets)

@@ -127,6 +127,10 @@ def plan_run(request: Request, wanted: Collection[Name] = NAMES) -> RunPlan:
     active = sum(kind.share.active * len(kind.stages) for kind in kinds)
     active = active * run.ranks.pp // len(numbers)  # as if all stages were like these
     training, assumptions = training_of(run, request.mfu, active)
+    buckets = run.buckets
+    if kinds[0].buckets is not None:
+        # Megatron-LM divides the elements of all chunks by it
+        buckets = kinds[0].buckets * (run.ranks.chunks or 1)
     return RunPlan(
         ranks=run.ranks,
         config=run.config,
@@ -135,8 +139,8 @@ def plan_run(request: Request, wanted: Collection[Name] = NAMES) -> RunPlan:
         device=request.device,
         kinds=staged,
         training=training,
-        buckets=run.buckets,
-        notes=run.notes,
+        buckets=buckets,
+        notes=(*run.notes, *kinds[0].notes),
         assumptions=assumptions,
     )
 

@@ -59,12 +59,11 @@ def main(argv: Sequence[str]) -> int:
         core["folder"] = str(Path(package.__path__[0]).resolve())
         if args.json is not None:
             about = {"megatron_core": core, "settings": dataclasses.asdict(run.config)}
-            write_json(
-                args.json, about | {"notes": run.notes} | dataclasses.asdict(routed)
-            )
+            notes = {"notes": (*run.notes, *routed.notes)}
+            write_json(args.json, about | dataclasses.asdict(routed) | notes)
     except (*REFUSALS, OSError) as error:
         stop(said(error), _PROGRAM)
-    for note in run.notes:
+    for note in (*run.notes, *routed.notes):
         show(f"{_PROGRAM}: {note}", to=sys.stderr)
     show(f"megatron-core {core['version']} ({core['folder']})", "")
     print(as_text(routed, every=args.all))

@@ -19,11 +19,17 @@ from typing import NoReturn
 import megatron_muon
 from megatron_muon.console import printable
 from megatron_muon.lab.dry_run.flags import add_megatron_flags, add_rank_flags
-from megatron_muon.lab.dry_run.model import Run, ranks_of, validated
+from megatron_muon.lab.dry_run.model import Run, ranks_of
 from megatron_muon.lab.dry_run.numbers import MOST_RANKS, count
 from megatron_muon.lab.dry_run.presets import PRESETS
 from megatron_muon.lab.dry_run.seams import ROWS
 from megatron_muon.lab.progress import announce
+from megatron_muon.mcore.host.loop import host
+from megatron_muon.megatron_lm.bucketing import (
+    aligns_shards,
+    may_be_bucketed,
+    open_layouts,
+)
 from megatron_muon.megatron_lm.flags.parser import add_flags
 from megatron_muon.presence import CoreNotFoundError, MuonError, require_core
 from megatron_muon.settings.config import MuonConfig
@@ -108,7 +114,8 @@ class CommandLine:
             args, config, notes = arguments_of(
                 self.script, arguments, world_size or ranks_of(sizes).world
             )
-        return Run(args, config, ranks_of(args), tuple(notes))
+        run = Run(args, config, ranks_of(args), tuple(notes))
+        return _with_layout(run) if "bucketed" in host().layouts() else run
 
     def _split(self, flags: Sequence[str]) -> tuple[list[str], list[str]]:
         """The flags that are the command's options, and those of the script."""
@@ -178,8 +185,6 @@ def megatron_is_quiet() -> Iterator[None]:
 
 def muon_settings(flags: Namespace) -> MuonConfig:
     """The settings of a run with these flags; Muon's flags are checked as in a run."""
-    from megatron_muon.megatron_lm.bucketing import aligns_shards
-
     for option, value in (
         ("--muon-backend", flags.muon_backend),
         ("--muon-defaults", flags.muon_defaults),
@@ -208,23 +213,25 @@ def said(error: BaseException) -> str:
 
 
 def _settled(flags: Namespace) -> Run:
-    """Check the flags of a GPT, and choose the layout and the buckets of its run."""
-    from megatron_muon.megatron_lm.bucketing import choose_buckets
-    from megatron_muon.megatron_lm.layouts import own_layout
+    """Check the flags of a GPT and choose the layout that a run would choose."""
+    run = Run(flags, muon_settings(flags), ranks_of(flags))
+    is_free = flags.muon_dp_layout is None and may_be_bucketed(run.config)
+    return _with_layout(run) if is_free else run
 
-    config = muon_settings(flags)
-    notes: list[str] = []
-    ranks = ranks_of(flags)
-    with megatron_is_quiet():
-        args = validated(flags, ranks)
-        if flags.muon_dp_layout is None:
-            args.muon_dp_layout, notes = own_layout(args, config, "cuda", None)
-        if args.muon_dp_layout == "bucketed":
-            flags.muon_dp_layout = "bucketed"
-            config = dataclasses.replace(config, align_shards=False)
-        notes += choose_buckets(args)
-    flags.ddp_num_buckets = args.ddp_num_buckets
-    return Run(flags, config, ranks, tuple(notes))
+
+def _with_layout(run: Run) -> Run:
+    """The run with the layout that it would choose by its stated speeds."""
+    from megatron_muon.lab.dry_run.stages import built, in_stage
+
+    if not open_layouts(run.flags):
+        return run
+    with megatron_is_quiet(), in_stage(0, run):
+        stage = built(run, may_be_bucketed=True)
+    if stage.layout is None or stage.layout.name == "contiguous":
+        return run
+    run.flags.muon_dp_layout = "bucketed"
+    config = dataclasses.replace(run.config, align_shards=False)
+    return Run(run.flags, config, run.ranks, (*run.notes, *stage.notes))
 
 
 def _world_size(options: Namespace, sizes: Namespace) -> int | None:

@@ -82,6 +82,7 @@ class Routes:
     ranks: Ranks
     lines: tuple[str, ...]
     stages: tuple[RoutedStage, ...]
+    notes: tuple[str, ...]  # lines about the choice of the layout of grad buffers
 
 
 def routes(run: Run) -> Routes:
@@ -95,11 +96,13 @@ def routes(run: Run) -> Routes:
     ranks = run.ranks
     matched: set[str] = set()
     stages: list[RoutedStage] = []
+    notes: list[str] = []
     share = Share()
     for number in range(ranks.pp):
         with in_stage(number, run):
             stage = built(run)
             stages.append(_stage(number, stage))
+            notes += stage.notes
             matched |= stage.matched
             share += stage.share
     require_matched(matched, run.config)
@@ -107,7 +110,7 @@ def routes(run: Run) -> Routes:
     nodes = {rank // run.config.node_ranks for rank in stages[0].ranks}
     if len(nodes) > 1:
         lines += link_lines(run.config)
-    return Routes(ranks, tuple(lines), tuple(stages))
+    return Routes(ranks, tuple(lines), tuple(stages), tuple(notes))
 
 
 def _stage(number: int, stage: Stage) -> RoutedStage:

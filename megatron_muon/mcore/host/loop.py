@@ -1,8 +1,14 @@
-"""The training loop around the optimizer, as far as what is logged needs it."""
+"""The training loop around the optimizer: its steps, its log, and what it leaves to
+choose.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_muon.planning.buckets.layout import Layout
 
 
 class Host:
@@ -20,6 +26,13 @@ class Host:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take a step's scalars by name, on the rank that writes."""
+
+    def layouts(self) -> tuple[str, ...]:
+        """The layouts of grad buffers that the plugin may choose from, if any."""
+        return ()
+
+    def take_layout(self, layout: Layout) -> None:
+        """Take the layout that is chosen."""
 
 
 NO_HOST = Host()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron_muon.planning.buckets.order import Holders
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import Coordinates
@@ -109,15 +110,17 @@ _GROUPS: dict[str, tuple[str, Callable[[], Group]]] = {
             with_context_parallel=True, partial_data_parallel=True
         ),
     ),
-    "expt_dp": (
-        "needs to know who shards experts",
-        lambda: parallel_state.get_expert_data_parallel_group(
-            partial_expert_data_parallel=True
-        ),
+    "dp": (
+        "needs to know how large Megatron's own buckets are",
+        lambda: parallel_state.get_data_parallel_group(),
+    ),
+    "pp": (
+        "chooses buckets of the first pipeline stage",
+        lambda: parallel_state.get_pipeline_model_parallel_group(),
     ),
 }
 # The part of a group inside one optimizer instance, where a collection has it.
-_INSIDE = {"dp_cp": "intra_dp_cp", "expt_dp": "intra_expt_dp"}
+_INSIDE = {"dp_cp": "intra_dp_cp"}
 
 
 def group_of(name: str, pg_collection: Any) -> Group:
@@ -125,23 +128,26 @@ def group_of(name: str, pg_collection: Any) -> Group:
     global ones.
 
     ``tp_dp_cp`` are the ranks of the pipeline stage, in all optimizer instances.
-    ``dp_cp`` and ``expt_dp`` shard a buffer, inside one instance.
+    ``dp_cp`` shard a buffer, inside one instance. Of several pipelines ``pp`` is the
+    first one.
 
     Raises:
         ValueError: the collection lacks the group.
     """
     purpose, global_group = _GROUPS[name]
+    group: Any = None
     if pg_collection is None:
-        return global_group()
-    group: Group | None = getattr(pg_collection, _INSIDE.get(name, name), None)
-    if group is None:
-        group = getattr(pg_collection, name, None)
+        group = global_group()
+    for own_name in (_INSIDE.get(name, name), name):
+        if group is None:
+            group = getattr(pg_collection, own_name, None)
     if group is None:
         raise ValueError(
             f"optimizer='muon' {purpose}: give the pg_collection its {name} group, or "
             "pass none to use Megatron's global groups"
         )
-    return group
+    first: Group = group[0] if isinstance(group, list) else group
+    return first
 
 
 def stage_of(
@@ -189,24 +195,21 @@ def local_experts(model_chunks: Sequence[Any], ep_size: int) -> int:
     return (experts or 0) // ep_size
 
 
-def sharing(
-    model_chunk: Any, pg_collection: Any
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """TP sizes, and numbers of shards of a grad buffer: ``(of dense, of expert
-    weights)``.
+def holders_of(model_chunk: Any, pg_collection: Any) -> tuple[Holders, Holders]:
+    """The ranks that have a grad buffer of dense weights, and of experts' weights.
 
-    The shards are those inside one optimizer instance; ``group_of`` has the arguments
-    and errors.
+    They are those of one optimizer instance; ``group_of`` has the arguments and errors.
     """
 
     def size_of(name: str) -> int:
         return group_of(name, pg_collection).size()
 
-    dense = (size_of("tp"), size_of("dp_cp"))
-    experts = (1, 1)
-    if is_moe([model_chunk]):
-        experts = (size_of("expt_tp"), size_of("expt_dp"))
-    return (dense[0], experts[0]), (dense[1], experts[1])
+    dense = Holders(size_of("dp_cp"), size_of("tp"))
+    if not is_moe([model_chunk]):
+        return dense, dense
+    tp_size, ep_size = size_of("expt_tp"), size_of("ep")
+    dp_size = dense.dp_size * dense.tp_size // (tp_size * ep_size)
+    return dense, Holders(dp_size, tp_size, ep_size)
 
 
 def voters(dist_opts: Sequence[Any], stage: Stage) -> Group | None:

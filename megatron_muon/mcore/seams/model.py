@@ -43,7 +43,6 @@ _EXPERT_TP = "the ranks that share an expert's weights"
 _SHARDS = "how many shards a grad buffer has, inside one optimizer instance"
 _CP = "with_context_parallel"
 _DENSE_PART = f"{_CP} partial_data_parallel"
-_EXPERT_PART = "partial_expert_data_parallel"
 ROWS: tuple[Row, ...] = (
     # --- classes and functions
     Place("megatron.core").read("__version__", "which rows hold here"),
@@ -144,10 +143,8 @@ ROWS: tuple[Row, ...] = (
     _STATE.called("get_expert_model_parallel_world_size", _EP),
     _STATE.called("get_tensor_model_parallel_world_size", _TP),
     _STATE.called("get_expert_tensor_parallel_world_size", _EXPERT_TP),
-    _STATE.called("get_data_parallel_group", _SHARDS, _DENSE_PART, since=(0, 18)),
-    _STATE.called(
-        "get_expert_data_parallel_group", _SHARDS, _EXPERT_PART, since=(0, 18)
-    ),
+    _STATE.called("get_pipeline_model_parallel_group", "the pipeline stages"),
+    _STATE.called("get_data_parallel_group", _SHARDS, _DENSE_PART),
     *_GROUPS.has(
         tp=_TP,
         expt_tp=_EXPERT_TP,
@@ -156,8 +153,7 @@ ROWS: tuple[Row, ...] = (
         tp_dp_cp=_STAGE,
         dp_cp="the ranks that shard a buffer of dense weights",
         intra_dp_cp="the same ranks, within one optimizer instance",
-        expt_dp="the ranks that shard a buffer of experts' weights",
-        intra_expt_dp="the same ranks, within one optimizer instance",
+        dp="the same ranks, without context parallelism",
     ),
     # --- marks on parameters
     *_LAYERS.has(

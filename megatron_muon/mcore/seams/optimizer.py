@@ -36,7 +36,8 @@ _BUILDER = "config model_chunks no_weight_decay_cond"
 _LATER_BUILDER = "config model_chunks config_overrides pg_collection"
 _OWN_BUILDER = "config model_chunks layer_wise_distributed_optimizer pg_collection"
 _BUCKET_OF = "param_and_grad_buffer bucket_index"
-_LAID_OUT = "params bucket_size data_parallel_world_size ddp_config param_indices"
+_DDP_INIT = "ddp_config module disable_bucketing"
+_LAID_OUT = "bucket_size data_parallel_world_size expert_data_parallel_world_size"
 # Saving and loading: a run would miss one of these only at its first save.
 _DIST14 = Place(_DIST.module, _DIST.owner, until=(0, 14))
 _DIST15 = Place(_DIST.module, _DIST.owner, since=(0, 15))
@@ -188,8 +189,8 @@ ROWS: tuple[Row, ...] = (
     _DIST.called(
         "_build_model_gbuf_range", "cuts each bucket into equal shards", _BUCKET_OF
     ),
-    _DIST.wrapped(
-        "_compute_per_buffer_param_layout", "orders parameters", _LAID_OUT, (0, 18)
+    _DIST.called(
+        "compute_full_param_layout", "lays out all grad buffers", _LAID_OUT, (0, 18)
     ),
     _DISTRIBUTED.read(
         "DistributedDataParallel", "the one wrapper whose buffers Muon shards over"
@@ -197,8 +198,9 @@ ROWS: tuple[Row, ...] = (
     _DDP.called(
         "start_param_sync", "gathers all parameters, after a load", "force_sync"
     ),
+    _DDP.wrapped("__init__", "makes grad buffers", _DDP_INIT, until=(0, 17)),
     _DDP.wrapped(
-        "__init__", "makes layouts", "module pg_collection full_param_layout", (0, 18)
+        "__init__", "takes a layout", f"{_DDP_INIT} full_param_layout", (0, 18)
     ),
     # --- a parameter's state, through which every format goes
     _DIST.overridden(

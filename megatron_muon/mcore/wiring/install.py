@@ -13,6 +13,7 @@ from typing import Any
 from megatron.core import optimizer as mcore_optimizer
 
 from megatron_muon.mcore import qk_clip
+from megatron_muon.mcore.host.loop import host
 from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.seams.rows import check_hooks, wrapped_in_core
 from megatron_muon.mcore.wiring import start
@@ -43,11 +44,9 @@ def install(config: MuonConfig | None = None) -> None:
     wanted = config or _config or MuonConfig()
     if wanted.align_shards:
         # for this option only
-        from megatron_muon.mcore.wiring.buffers.bucket_layout import put_in
+        from megatron_muon.mcore.wiring.buffers.bucket_layout import require_taken
 
-        put_in(wanted)
-    else:
-        _take_layout_out()
+        require_taken()
     if _config is None:
         _wrap()
     _config = wanted
@@ -75,17 +74,9 @@ def uninstall() -> None:
     classes.
     """
     global _config
-    _take_layout_out()
     _patches.undo()
     start.forget()
     _config = None
-
-
-def _take_layout_out() -> None:
-    if _config is not None and _config.align_shards:
-        from megatron_muon.mcore.wiring.buffers.bucket_layout import take_out
-
-        take_out()
 
 
 def settings() -> MuonConfig | None:
@@ -260,6 +251,17 @@ def _check_config(original: Callable[..., None], config: Any) -> None:
         original(config)
 
 
+def _build_ddp(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Wraps DistributedDataParallel's, whose grad buffers may get another layout."""
+    assert _config is not None
+    if not _config.align_shards and not host().layouts():
+        original(*args, **kwargs)
+        return
+    from megatron_muon.mcore.wiring.buffers.bucket_layout import build
+
+    build(_config, original, *args, **kwargs)
+
+
 # How AdamW's states may be held; the last two are of NVIDIA's branch dev.
 _OF_ADAMW = (
     "use_precision_aware_optimizer",
@@ -277,15 +279,15 @@ def _of(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
-# Wrappers by symbol name; those for ``align_shards`` are in ``bucket_layout``. Each
-# takes the function of Megatron first, and is called only while the plugin is
-# installed.
+# Wrappers by symbol name. Each takes the function of Megatron first, and is called only
+# while the plugin is installed.
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "get_megatron_optimizer": _get_megatron_optimizer,
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
     "_get_megatron_optimizer_based_on_param_groups": _stopped,
     "_get_megatron_emerging_optimizer": _stopped,
     "OptimizerConfig.__post_init__": _check_config,
+    "DistributedDataParallel.__init__": _build_ddp,
     "clip_qk": _of("megatron_muon.mcore.qk_clip.attach", "clip_qk"),
     "save": _of("megatron_muon.mcore.load_check.save", "save"),
     "load": _of("megatron_muon.mcore.load_check.save", "load"),

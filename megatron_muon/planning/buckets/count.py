@@ -14,7 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from megatron_muon.planning.buckets.order import ALIGNMENT, Bucket, away, starts
+from megatron_muon.planning.buckets.order import (
+    ALIGNMENT,
+    Bucket,
+    Holders,
+    away,
+    starts,
+)
 from megatron_muon.planning.layout import Parameter
 
 _BUCKET = (
@@ -41,8 +47,12 @@ class Buffer:
     """Parameters in Megatron's order that share a grad buffer."""
 
     weights: tuple[LocalParameter, ...]  # the parameters, as one rank has them
-    dp_size: int  # number of shards
-    tp_size: int = 1  # number of ranks that have slices of the same weights
+    holders: Holders  # the ranks that have it
+
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters on one rank."""
+        return sum(weight.numel for weight in self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +93,22 @@ def choose(buffers: Sequence[Buffer]) -> Choice | None:
 
     None where Megatron's own setting makes no more buckets than that.
     """
-    size = max((buffer.dp_size for buffer in buffers), default=1)
+    size = max((buffer.holders.dp_size for buffer in buffers), default=1)
     stock = cost(buffers, stock_bucket_size(size))
     if stock.buckets <= len(buffers):
         return None
-    total = sum(weight.numel for buffer in buffers for weight in buffer.weights)
-    costs = {
-        number: cost(buffers, total // number) for number in _numbers(stock.buckets)
-    }
-    several = {
-        number: one for number, one in costs.items() if one.buckets > len(buffers)
-    }
-    if not several:
+    total = sum(buffer.numel for buffer in buffers)
+    costs = [
+        Choice(number, cost(buffers, total // number), stock)
+        for number in _numbers(stock.buckets)
+    ]
+    several = [one for one in costs if one.cost.buckets > len(buffers)]
+    least = min((one.cost.total for one in several), default=0)
+    cheap = (one for one in several if one.cost.total <= SLACK * least)
+    chosen = next(cheap, None)
+    if chosen is None or chosen.cost.buckets >= stock.buckets:
         return None
-    least = min(one.total for one in several.values())
-    number = min(
-        number for number, one in several.items() if one.total <= SLACK * least
-    )
-    if several[number].buckets >= stock.buckets:
-        return None
-    return Choice(number, several[number], stock)
+    return chosen
 
 
 def cost(buffers: Sequence[Buffer], bucket_size: int) -> BucketCost:
@@ -111,7 +117,7 @@ def cost(buffers: Sequence[Buffer], bucket_size: int) -> BucketCost:
     """
     count = boundary = waited = cut = 0
     for buffer in buffers:
-        size, elements = buffer.dp_size, 0
+        size, elements = buffer.holders.dp_size, 0
         for bucket in in_buckets(buffer, bucket_size):
             count += 1
             elements = bucket.numel
@@ -131,7 +137,7 @@ def cost(buffers: Sequence[Buffer], bucket_size: int) -> BucketCost:
 def in_buckets(buffer: Buffer, bucket_size: int) -> Iterator[Bucket]:
     """The buckets as Megatron fills them: from the last parameter to the first."""
     position, weights = 0, []
-    multiple = lcm(buffer.dp_size, _BUCKET)
+    multiple = lcm(buffer.holders.dp_size, _BUCKET)
     for number, weight in enumerate(reversed(buffer.weights), 1):
         position = -(-position // ALIGNMENT) * ALIGNMENT + weight.numel
         weights.append(weight)

@@ -48,10 +48,11 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """The ranks of a stage that have a buffer, on one EP rank."""
+    """The ranks of a stage that have a grad buffer."""
 
-    dp_size: int
-    tp_size: int = 1
+    dp_size: int  # number of shards of a buffer
+    tp_size: int = 1  # number of ranks that have slices of the same weights
+    ep_size: int = 1  # number of ranks that a layer's experts are spread over
 
 
 def orders(buckets: Sequence[Bucket], holders: Holders, numerics: Numerics) -> Orders:

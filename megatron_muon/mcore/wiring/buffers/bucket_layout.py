@@ -1,12 +1,17 @@
-"""Giving Megatron a layout of its grad buffers in which shards cut few weights: from
-core 0.18 on.
+"""The layout of Megatron's grad buffers: how many buckets they have, and in which order
+parameters lie in a bucket.
 
-Buckets keep their parameters and their sizes; only the order inside a bucket is another
-one, where ``order.orders`` finds that less is sent. It depends on the DP size, so
-checkpoints of it must be by parameter, as all of Muon's are.
+Both are chosen where DistributedDataParallel is built, from the parameters of its
+model, be it a GPT, a hybrid or a fork's: there their names are known, and no buffer is
+made yet. A number of buckets is chosen where the training loop leaves it to the plugin
+(``Host.layouts``). It concerns the first model chunk of the first pipeline stage alone:
+Megatron cuts no other into buckets. The ranks of that stage choose without
+communication. If two choose differently, the comparison of their plans names the first
+parameter that lies elsewhere, before the first step.
 
-A layout is given to DistributedDataParallel, or made by it, and there the names of
-weights are known. Megatron-LM makes layouts before that, which nothing else reads.
+From core 0.18 on, ``align_shards`` reorders the parameters of a bucket such that shards
+cut few weights, where ``order.orders`` finds that less is sent. The order depends on
+the DP size, so checkpoints of it must be by parameter, as all of Muon's are.
 """
 
 from __future__ import annotations
@@ -15,44 +20,75 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
+import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_muon.mcore.host.process_groups import Sizes, sharing
+from megatron_muon.mcore.host.loop import Host, host, set_host
+from megatron_muon.mcore.host.process_groups import Sizes, group_of, holders_of
 from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.routing.routes import routes_of
 from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.orthogonalize.matmul import KernelError, numerics_on
 from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.planning.buckets.count import (
+    Buffer,
+    LocalParameter,
+    stock_bucket_size,
+)
+from megatron_muon.planning.buckets.layout import Layout, choose_layout
 from megatron_muon.planning.buckets.order import Bucket, Holders, orders, starts
 from megatron_muon.planning.layout import Parameter
+from megatron_muon.runtime import collectives
 from megatron_muon.runtime.patches import Patches, around
 from megatron_muon.settings.config import MuonConfig, named
 
 SINCE = (0, 18)
-_LAYOUT = "_compute_per_buffer_param_layout"
-_patches = Patches()
-_config: MuonConfig | None = None  # None while Megatron's own order is in place
-# DistributedDataParallel that were made while this is in
+# each DistributedDataParallel that was built with ``align_shards``
 _ordered: WeakSet[Any] = WeakSet()
-_wrapped: _Model | None = (
-    None  # the model that DistributedDataParallel is making a layout of
-)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Model:
-    """Muon's parameters of a model chunk, without places, and the ranks that have
-    them.
-    """
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A model chunk whose DistributedDataParallel is being built."""
 
-    muons: Mapping[Any, Parameter]
-    dense: Holders
-    experts: Holders
+    params: list[torch.nn.Parameter]  # those that train, in Megatron's order
+    muons: Mapping[Any, Parameter]  # Muon's of them, without places
+    dense: Holders  # the ranks that have its dense weights
+    experts: Holders  # the ranks that have its experts' weights
     numerics: Numerics
+
+    def holders(self, *, experts: bool) -> Holders:
+        """The ranks that have a buffer of dense weights, or one of experts' weights."""
+        return self.experts if experts else self.dense
+
+    def buffers(self) -> list[Buffer]:
+        """The grad buffers that Megatron will make, those of experts last.
+
+        An embedding that is tied across stages counts as part of the bucket before it.
+        Megatron gives it a bucket of its own, whose gradients are ready as late.
+        """
+        weights: dict[tuple[bool, Any, Any], list[LocalParameter]] = {}
+        for param in self.params:
+            # parameters in fp8 are of a class of their own
+            key = is_experts(param), param.dtype, type(param)
+            weight = LocalParameter(param.numel(), self.muons.get(param))
+            weights.setdefault(key, []).append(weight)
+        return [
+            Buffer(tuple(weights[key]), self.holders(experts=key[0]))
+            for key in sorted(weights, key=lambda key: key[0])
+        ]
+
+
+def is_experts(param: torch.nn.Parameter) -> bool:
+    """Whether Megatron puts a parameter into a buffer of experts' weights."""
+    return not getattr(param, "allreduce", True)
 
 
 def takes_layouts() -> bool:
@@ -60,48 +96,13 @@ def takes_layouts() -> bool:
     return megatron_version()[1] >= SINCE
 
 
-def put_in(config: MuonConfig) -> None:
-    """Order the parameters of buckets that are laid out from now on. Idempotent."""
-    global _config
+def require_taken() -> None:
+    """Refuse ``align_shards``, by a NotImplementedError, on an older Megatron."""
     if not takes_layouts():
         raise NotImplementedError(
             f"{named('align_shards')} needs megatron-core 0.18 or later, which takes a "
             f"layout of its buffers; here is {megatron_version()[0]}: leave it out"
         )
-    before, _config = _config, config
-    if before is None:
-        layout, init = (
-            getattr(DistributedOptimizer, _LAYOUT),
-            DistributedDataParallel.__init__,
-        )
-        layout = around(layout, _laid_out, _is_in)
-        init = around(init, _init, _is_in)
-        _patches.set(DistributedOptimizer, _LAYOUT, staticmethod(layout))
-        _patches.set(DistributedDataParallel, "__init__", init)
-
-
-def take_out() -> None:
-    """Megatron's own order again."""
-    global _config
-    _patches.undo()
-    _config = None
-
-
-def _is_in() -> bool:
-    return _config is not None
-
-
-@contextmanager
-def as_in_run(config: MuonConfig) -> Iterator[None]:
-    """Within it layouts are those of a run with these settings; nothing is installed
-    before.
-    """
-    if config.align_shards:
-        put_in(config)
-    try:
-        yield
-    finally:
-        take_out()
 
 
 def require_ordered(model_chunks: Sequence[Any]) -> None:
@@ -116,58 +117,126 @@ def require_ordered(model_chunks: Sequence[Any]) -> None:
         )
 
 
-def _init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces DistributedDataParallel's: orders the layout that it makes, or is
-    given.
+@contextmanager
+def as_in_run(config: MuonConfig, loop: Host) -> Iterator[None]:
+    """Within it buffers are laid out as in a run with these settings and this loop;
+    nothing is installed before.
     """
-    global _wrapped
-    call = inspect.signature(original).bind(self, *args, **kwargs)
-    model = _model(call.arguments["module"], call.arguments.get("pg_collection"))
-    given = call.arguments.get("full_param_layout")
-    if given is not None and model is not None:
-        layouts = {
-            key: _in_order(layout, model) for key, layout in given.layouts.items()
-        }
-        call.arguments["full_param_layout"] = dataclasses.replace(
-            given, layouts=layouts
-        )
-    _wrapped = model
+    patches, before = Patches(), host()
+    original = DistributedDataParallel.__init__
+    ours = around(original, partial(build, config), patches.is_on)
+    patches.set(DistributedDataParallel, "__init__", ours)
+    set_host(loop)
     try:
-        original(*call.args, **call.kwargs)
+        yield
     finally:
-        _wrapped = None
-    _ordered.add(self)
+        set_host(before)
+        patches.undo()
 
 
-def _laid_out(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Megatron's layout of one grad buffer, ordered where its model is known."""
-    layout = original(*args, **kwargs)
-    return layout if _wrapped is None else _in_order(layout, _wrapped)
+def build(
+    config: MuonConfig,
+    original: Callable[..., None],
+    ddp: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Call DistributedDataParallel's own ``__init__`` with the layout of this run."""
+    layouts = host().layouts()
+    call = inspect.signature(original).bind(ddp, *args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    chunk = _chunk(given["module"], given.get("pg_collection"), config)
+    layout = None
+    if layouts and _may_be_cut(given):
+        layout = _choose(chunk, given, may_be_bucketed="bucketed" in layouts)
+        host().take_layout(layout)
+    if chunk is not None:
+        _lay_out(given, chunk, layout)
+    original(*call.args, **call.kwargs)
+    if config.align_shards:
+        _ordered.add(ddp)
 
 
-def _model(module: Any, pg_collection: Any) -> _Model | None:
+def _chunk(module: Any, pg_collection: Any, config: MuonConfig) -> _Chunk | None:
     """None where a weight cannot be routed: the optimizer says so, on all ranks
     together.
     """
-    assert _config is not None
-    (tp_size, expert_tp_size), (dp_size, expert_dp_size) = sharing(
-        module, pg_collection
-    )
-    sizes = Sizes(tp_size, expert_tp_size)
+    dense, experts = holders_of(module, pg_collection)
     try:
-        routes = routes_of([module], sizes, _config)
-        muons = {
-            route.weight.param: route.muon for route in routes if route.muon is not None
-        }
-        numerics = numerics_on(device_of([module]), _config)
+        routes = routes_of([module], Sizes(dense.tp_size, experts.tp_size), config)
+        numerics = numerics_on(device_of([module]), config)
     except (ValueError, NotImplementedError, KernelError):
         return None
-    dense = Holders(dp_size, tp_size)
-    experts = Holders(expert_dp_size, expert_tp_size)
-    return _Model(muons, dense, experts, numerics)
+    params = [param for param in module.parameters() if param.requires_grad]
+    muons = {route.weight.param: route.muon for route in routes if route.muon}
+    return _Chunk(params, muons, dense, experts, numerics)
 
 
-def _in_order(layout: Any, model: _Model) -> Any:
+def _may_be_cut(given: Mapping[str, Any]) -> bool:
+    """Whether Megatron cuts a chunk into buckets if its stage is the first."""
+    return given["ddp_config"].overlap_grad_reduce and not given["disable_bucketing"]
+
+
+def _choose(
+    chunk: _Chunk | None, given: Mapping[str, Any], *, may_be_bucketed: bool
+) -> Layout:
+    """The layout that the first stage chooses; other stages have no number."""
+    group = group_of("pp", given.get("pg_collection"))
+    layout = Layout("contiguous", None, "")
+    if chunk is not None and group.rank() == 0:
+        layout = choose_layout(
+            chunk.buffers(), chunk.numerics, may_be_bucketed=may_be_bucketed
+        )
+    # in a dry run nobody else is there
+    if may_be_bucketed and group.size() > 1 and dist.get_backend(group) != "fake":
+        mine = [layout.name == "bucketed"]
+        by_stage = collectives.all_gather_numbers(
+            mine, group, device_of([given["module"]])
+        )
+        if by_stage[0][0]:
+            return dataclasses.replace(layout, name="bucketed", number=None)
+    return layout
+
+
+def _lay_out(given: dict[str, Any], chunk: _Chunk, layout: Layout | None) -> None:
+    """Put the layout into the arguments of DistributedDataParallel's ``__init__``."""
+    ddp_config, whole = given["ddp_config"], given.get("full_param_layout")
+    if layout is not None and layout.number is not None:
+        elements = sum(param.numel() for param in chunk.params)
+        ddp_config.bucket_size = elements // layout.number
+        if whole is not None:
+            whole = _megatrons(given, chunk)
+    is_ordered = (
+        chunk.numerics.config.align_shards and ddp_config.use_distributed_optimizer
+    )
+    if layout is not None and layout.name == "bucketed":
+        is_ordered = False
+    if is_ordered:
+        whole = whole or _megatrons(given, chunk)
+        layouts = {key: _in_order(one, chunk) for key, one in whole.layouts.items()}
+        whole = dataclasses.replace(whole, layouts=layouts)
+    if whole is not None:
+        given["full_param_layout"] = whole
+
+
+def _megatrons(given: Mapping[str, Any], chunk: _Chunk) -> Any:
+    """The layout that DistributedDataParallel would make itself, from core 0.18 on."""
+    ddp_config, collection = given["ddp_config"], given.get("pg_collection")
+    size = None
+    if _may_be_cut(given) and group_of("pp", collection).rank() == 0:
+        dp_size = group_of("dp", collection).size()
+        size = ddp_config.bucket_size or stock_bucket_size(dp_size)
+    return DistributedOptimizer.compute_full_param_layout(
+        chunk.params,
+        size,
+        chunk.dense.dp_size,
+        ddp_config,
+        expert_data_parallel_world_size=chunk.experts.dp_size,
+    )
+
+
+def _in_order(layout: Any, chunk: _Chunk) -> Any:
     """A layout of one grad buffer, with each bucket's parameters in another order."""
     in_bucket: list[list[Any]] = [[] for _ in layout.bucket_indices]
     for param, (_, _, number) in layout.param_index_map.items():
@@ -175,11 +244,9 @@ def _in_order(layout: Any, model: _Model) -> Any:
     buckets = []
     for params, (start, stop) in zip(in_bucket, layout.bucket_indices, strict=True):
         sizes = tuple(param.data.nelement() for param in params)
-        buckets.append(Bucket(stop - start, sizes, tuple(map(model.muons.get, params))))
-    experts = any(
-        not getattr(param, "allreduce", True) for param in layout.param_index_map
-    )
-    chosen = orders(buckets, model.experts if experts else model.dense, model.numerics)
+        buckets.append(Bucket(stop - start, sizes, tuple(map(chunk.muons.get, params))))
+    experts = any(map(is_experts, layout.param_index_map))
+    chosen = orders(buckets, chunk.holders(experts=experts), chunk.numerics)
     places = dict(layout.param_index_map)
     unpadded = list(layout.per_bucket_numel_unpadded)
     for number, (bucket, order) in enumerate(zip(buckets, chosen, strict=True)):
