@@ -6,24 +6,37 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
-from megatron_muon.megatron_lm.layouts import _located, note, own_layout
 
 from figures.stages import hardware_of, stage_of, step_of
+from megatron_muon.lab.dry_run.stages import built, in_stage
+from megatron_muon.mcore.host.loop import host, set_host
 from megatron_muon.mcore.load_check import digest
-from megatron_muon.megatron_lm.bucketing import REFERENCE_DP_SIZE, buffers
+from megatron_muon.mcore.wiring.buffers import bucket_layout
+from megatron_muon.megatron_lm import checkpointing, install
+from megatron_muon.megatron_lm.bucketing import may_be_bucketed, note, saved_layout
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.buckets.count import choose
+from megatron_muon.planning.buckets.count import SLACK, Buffer, cost
+from megatron_muon.planning.buckets.layout import (
+    Layout,
+    at_reference,
+    choose_layout,
+    grid_of_holders,
+    in_place,
+)
 from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.plans import (
     GPT_340M,
     LLAMA_8B,
     OVERLAP,
     QWEN3_30B,
-    flags_of,
+    run_of,
 )
 
 LINK = MuonConfig(preset="fast", link_gbytes=12.0, rank_tflops=600.0)
@@ -38,31 +51,65 @@ RUNS = {
 }
 
 
-def arguments(words: str) -> Namespace:
-    """Megatron-LM's, validated, of a run that leaves layout and buckets free."""
-    from megatron_muon.lab.dry_run.model import ranks_of, validated
+def chosen_of(words: str) -> tuple[Layout, list[Buffer]]:
+    """The layout that a run chooses from its first stage's buffers, and these."""
+    seen: list[Buffer] = []
 
-    flags = flags_of(words.split())
-    return Namespace(
-        **vars(validated(flags, ranks_of(flags))) | {"ddp_num_buckets": None}
-    )
+    def choose(buffers: Sequence[Buffer], *args: Any, **options: Any) -> Layout:
+        seen.extend(buffers)
+        return choose_layout(buffers, *args, **options)
+
+    run = run_of(words.split())
+    with mock.patch.object(bucket_layout, "choose_layout", choose), in_stage(0, run):
+        layout = built(run).layout
+    assert layout is not None
+    return layout, seen
+
+
+# The number that 0.2.0 chose from its flags, and the one that is chosen from the model's
+# parameters where it differs. 0.2.0 left out routers and norms, which move the end of
+# a bucket by a whole expert. It also left out layers of multi-token prediction, gave
+# every stage as many layers, and chose nothing for a hybrid model.
+NUMBERS: dict[str, tuple[int, int | None]] = {
+    f"{LLAMA_8B} --world-size 8": (8, None),
+    "--model llama3-8b --tp 8 --pp 4": (3, None),
+    "--model llama3-8b --pp 4 --num-virtual-stages-per-pipeline-rank 2": (4, None),
+    "--model llama3-70b --tp 8": (22, None),
+    "--model llama3-70b --tp 8 --pp 4": (6, None),
+    f"{GPT_340M} --world-size 16": (5, None),
+    f"{QWEN3_30B} --ep 8": (72, 13),
+    "--model qwen3-30b-a3b --tp 2 --ep 8": (22, 57),
+    "--model qwen3-30b-a3b --pp 4 --ep 16": (9, 14),
+    "--model moonlight-16b-a3b --ep 8": (33, None),
+    "--model moonlight-16b-a3b --tp 2 --ep 8": (18, 13),
+    "--model deepseek-v3 --ep 64": (30, None),
+    "--model kimi-k2 --ep 64": (27, 30),
+}
+
+
+@pytest.mark.parametrize("words", NUMBERS)
+def test_the_number_is_that_of_0_2_0_or_costs_less(words: str) -> None:
+    """By the bytes of the last buckets and of the exchange, up to ``SLACK``."""
+    chosen, buffers = chosen_of(f"{words} {OVERLAP}")
+    before, other = NUMBERS[words]
+    assert chosen.number is not None and chosen.number == (other or before)
+    buffers = at_reference(buffers)
+    numel = sum(buffer.numel for buffer in buffers)
+    costs = [cost(buffers, numel // number) for number in (before, chosen.number)]
+    assert costs[1].total <= SLACK * costs[0].total
 
 
 @pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
 def test_parameters_lie_where_megatron_puts_them(words: str) -> None:
-    args = arguments(words)
-    config = MuonConfig(split_matrices="off")
-    chosen = choose(buffers(args, REFERENCE_DP_SIZE))
-    assert chosen is not None
-    made = buffers(args, 1, norms=True)
-    size = sum(weight.numel for one in made for weight in one.weights) // chosen.number
-    plans = [one.plan for one in stage_of(f"{words} --muon-split-matrices off")[1]]
-    for buffer, plan in zip(made, plans, strict=True):
-        numerics = Numerics(config, "cuda")
-        found, grid = _located(
-            buffer, args, numerics, size, in_order=config.align_shards
-        )
-        assert grid.ranks == plan.grid.ranks
+    words += " --muon-split-matrices off"
+    chosen, buffers = chosen_of(words)
+    assert chosen.number is not None
+    size = sum(buffer.numel for buffer in buffers) // chosen.number
+    numerics = Numerics(MuonConfig(split_matrices="off"), "cuda")
+    plans = [one.plan for one in stage_of(words)[1]]
+    for buffer, plan in zip(buffers, plans, strict=True):
+        found = in_place(buffer, numerics, size)
+        assert grid_of_holders(buffer.holders, 8).ranks == plan.grid.ranks
         for ours, theirs in zip(found, plan.parameters, strict=True):
             assert (ours.span, ours.bucket) == (theirs.span, theirs.bucket)
             shapes = [
@@ -93,30 +140,47 @@ def test_with_both_speeds_a_run_has_the_faster_layout(name: str, link: int) -> N
     assert free <= 1.05 * min(others)
 
 
-def test_only_a_start_with_a_stated_link_takes_another_layout(tmp_path: Path) -> None:
-    args = arguments(RUNS["Llama-3-8B TP8 DP4"])
-
-    def taken(
-        config: MuonConfig = LINK, folder: Path | None = None, **given: object
-    ) -> str:
-        return own_layout(Namespace(**vars(args) | given), config, "cuda", folder)[0]
-
-    assert taken() == "bucketed"
-    for config in (MuonConfig(), replace(LINK, homes="balanced")):
-        assert taken(config) == "contiguous"
-    # no resume would know
-    assert taken(replace(LINK, checkpoint_digest=False)) == "contiguous"
-    for given in (
-        {"overlap_grad_reduce": False},
-        {"ddp_num_buckets": 8},
-        {"ddp_bucket_size": 9},
+def test_only_stated_speeds_and_a_digest_let_the_layout_be_chosen() -> None:
+    assert may_be_bucketed(LINK)
+    for config in (
+        MuonConfig(),
+        replace(LINK, homes="balanced"),
+        replace(LINK, checkpoint_digest=False),  # no resume would know
     ):
-        assert taken(**given) == "contiguous"
-    for layout in ("contiguous", "bucketed"):
+        assert not may_be_bucketed(config)
+    words = f"{RUNS['Llama-3-8B TP8 DP4']}--muon-preset fast --muon-rank-tflops 600"
+    taken = {
+        flags: run_of(f"{words} --muon-link-gbytes 12 {flags}".split()).layout
+        for flags in ("", "--ddp-num-buckets 8", "--ddp-bucket-size 9")
+    }
+    assert list(taken.values()) == ["bucketed", "contiguous", "contiguous"]
+
+
+def test_a_run_from_a_checkpoint_keeps_its_layout(tmp_path: Path) -> None:
+    given = {"muon_dp_layout": "contiguous", "overlap_grad_reduce": True, "load": None}
+    given |= {"ddp_num_buckets": None, "ddp_bucket_size": None}
+
+    def taken(folder: Path | None, **others: object) -> tuple[str, tuple[str, ...]]:
+        args = Namespace(**given | {"non_persistent_ckpt_type": None} | others)
+        with (
+            mock.patch.object(checkpointing, "newest", lambda *_: folder),
+            mock.patch("megatron_muon.mcore.wiring.install.settings", lambda: LINK),
+        ):
+            before = host()
+            install._leave_layout(args, is_free=True)
+            left = host().layouts()
+            set_host(before)
+        return args.muon_dp_layout, left
+
+    assert taken(None) == ("contiguous", ("contiguous", "bucketed"))
+    # no digest is in a local checkpoint
+    local = taken(None, non_persistent_ckpt_type="local")
+    assert local == ("contiguous", ("contiguous",))
+    for layout, left in (("contiguous", ("contiguous",)), ("bucketed", ())):
         note(layout)
         digest.begin(tmp_path, {})
         digest.finish(tmp_path, {"wrote": {}, "save": None, "optimizer": "muon"})
-        for config in (LINK, MuonConfig()):
-            assert taken(config, tmp_path) == layout
+        assert saved_layout(tmp_path) == layout
+        assert taken(tmp_path) == (layout, left)
     note("contiguous")
-    assert taken(folder=tmp_path / "without a digest") == "contiguous"
+    assert taken(tmp_path / "without a digest")[0] == "contiguous"

@@ -4,18 +4,19 @@ plan.
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.megatron_lm import install
-from megatron_muon.megatron_lm.bucketing import buffers, choose_buckets
+from figures.llama import whole_buffer
+from megatron_muon.mcore.wiring.buffers import bucket_layout
+from megatron_muon.megatron_lm.bucketing import open_layouts
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.count import (
     SLACK,
@@ -25,11 +26,17 @@ from megatron_muon.planning.buckets.count import (
     cost,
     in_buckets,
 )
+from megatron_muon.planning.buckets.layout import (
+    REFERENCE_DP_SIZE,
+    Layout,
+    choose_layout,
+)
 from megatron_muon.planning.buckets.order import UNPLACED, Holders, sent_bytes
 from megatron_muon.planning.layout import Parameter, whole_matrix
 from megatron_muon.settings.config import MuonConfig
 from support.models.gpt import Case, Topology, distributed_optimizers, start
-from support.ranks import run
+from support.models.open_layouts import STOCK, layouts_open
+from support.ranks import error_of, run
 
 LOCAL = Case(layers=4, muon=(("homes", "local"),))
 # what is cut is parameters
@@ -111,63 +118,16 @@ def test_no_number_costs_much_less_and_the_overlap_stays(
                 assert number > chosen.number
 
 
-# --- from Megatron's arguments --------------------------------------------------------
+# --- from the parameters of a model --------------------------------------------------
 
-LLAMA_3_8B = Namespace(
-    **{"muon_dp_layout": "contiguous", "overlap_grad_reduce": True}
-    | {"ddp_num_buckets": None, "ddp_bucket_size": None, "padded_vocab_size": 128256}
-    | {
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "kv_channels": 128,
-        "num_layers": 32,
-    }
-    | {"group_query_attention": True, "num_query_groups": 8, "ffn_hidden_size": 14336}
-    | {"swiglu": True, "untie_embeddings_and_output_weights": True, "num_experts": None}
-    | {"multi_latent_attention": False, "virtual_pipeline_model_parallel_size": None}
-    | {
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "world_size": 8,
-    }
-    | {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
-    | {"num_distributed_optimizer_instances": 1}
-)
-DEEPSEEK_V3 = Namespace(
-    **vars(LLAMA_3_8B)
-    | {"padded_vocab_size": 129280, "hidden_size": 7168, "num_layers": 61}
-    | {"num_attention_heads": 128, "multi_latent_attention": True, "q_lora_rank": 1536}
-    | {
-        "kv_lora_rank": 512,
-        "qk_head_dim": 128,
-        "qk_pos_emb_head_dim": 64,
-        "v_head_dim": 128,
-    }
-    | {"ffn_hidden_size": 18432, "num_experts": 256, "moe_ffn_hidden_size": 2048}
-    | {
-        "moe_shared_expert_intermediate_size": 2048,
-        "moe_layer_freq": [0] * 3 + [1] * 58,
-    }
-    | {"moe_grouped_gemm": True}
-)
-
-
-@pytest.mark.parametrize(
-    ("args", "published"), [(LLAMA_3_8B, 8_030_261_248), (DEEPSEEK_V3, 671_026_419_200)]
-)
-def test_the_buffers_have_the_models_elements(args: Namespace, published: int) -> None:
-    """All but norms and routers, which are far below one in a thousand."""
-    numel = sum(
-        weight.numel for buffer in buffers(args, 8) for weight in buffer.weights
-    )
-    assert 0.999 * published < numel < published
+NUMERICS = Numerics(MuonConfig())
 
 
 def test_llama_3_8b_keeps_the_overlap_at_less_than_half_of_stock_buckets_exchange() -> (
     None
 ):
     """Design section 4: at most buckets × (DP - 1) boundary parameters."""
-    chosen = choose(buffers(LLAMA_3_8B, 8))
+    chosen = choose([whole_buffer(REFERENCE_DP_SIZE)])
     assert chosen is not None
     assert 1 < chosen.cost.buckets < chosen.stock.buckets
     assert chosen.cost.boundary <= 7 * chosen.cost.buckets < chosen.stock.boundary
@@ -178,12 +138,26 @@ def test_llama_3_8b_keeps_the_overlap_at_less_than_half_of_stock_buckets_exchang
 def test_the_number_does_not_depend_on_the_ranks() -> None:
     """AdamW's dp_reshardable loads at another DP size, but not into other buckets."""
     numbers = set()
-    for world_size in (2, 8, 512):
-        args = Namespace(**{**vars(LLAMA_3_8B), "world_size": world_size})
-        (line,) = choose_buckets(args)
-        assert f"{args.ddp_num_buckets} buckets in place of" in line
-        numbers.add(args.ddp_num_buckets)
+    for dp_size in (2, 8, 512):
+        chosen = choose_layout([whole_buffer(dp_size)], NUMERICS, may_be_bucketed=False)
+        assert f"{chosen.number} buckets in place of" in chosen.reason
+        numbers.add(chosen.number)
     assert len(numbers) == 1
+
+
+def test_a_small_model_keeps_megatrons_buckets_and_says_so() -> None:
+    small = replace(whole_buffer(8), weights=(_weight(50_000_000),))
+    chosen = choose_layout([small], NUMERICS, may_be_bucketed=True)
+    assert (chosen.name, chosen.number) == ("contiguous", None)
+    assert "fewer that keep the overlap" in chosen.reason
+
+
+FREE = {
+    "muon_dp_layout": "contiguous",
+    "overlap_grad_reduce": True,
+    "ddp_num_buckets": None,
+    "ddp_bucket_size": None,
+}
 
 
 @pytest.mark.parametrize(
@@ -198,76 +172,85 @@ def test_the_number_does_not_depend_on_the_ranks() -> None:
     ids=str,
 )
 def test_what_is_given_wins(given: dict[str, Any]) -> None:
-    args = Namespace(**{**vars(LLAMA_3_8B), **given})
-    assert choose_buckets(args) == []
-    assert args.ddp_num_buckets == given.get("ddp_num_buckets")
+    for may_be_bucketed in (False, True):
+        left = open_layouts(Namespace(**FREE | given), may_be_bucketed=may_be_bucketed)
+        assert left == ()
+    assert open_layouts(Namespace(**FREE)) == ("contiguous",)
 
 
-@pytest.mark.parametrize("layers", [32, 2])
-def test_a_small_model_keeps_megatrons_buckets_and_says_so(layers: int) -> None:
-    small = {"hidden_size": 256, "ffn_hidden_size": 1024, "num_layers": layers}
-    if layers == 2:
-        small["padded_vocab_size"] = 32_000
-    args = Namespace(**{**vars(LLAMA_3_8B), **small})
-    (line,) = choose_buckets(args)
-    assert "fewer that keep the overlap" in line and args.ddp_num_buckets is None
+def _cut(case: Case, topology: Topology) -> tuple[Layout, list[int], int, int | None]:
+    """What is chosen, the buckets of each buffer, and of the first chunk its elements
+    and the size at which Megatron closes a bucket.
+    """
+    with layouts_open() as loop:
+        built = start(case, topology)
+    first = built.chunks[0]
+    elements = sum(p.numel() for p in first.parameters() if p.requires_grad)
+    (chosen,) = loop.taken  # of the first chunk alone
+    buckets = [len(buffer.buckets) for buffer in built.buffers()]
+    return chosen, buckets, elements, first.bucket_size
+
+
+T = Topology
+EIGHT = Case(layers=8)
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "weight"),
+    ("case", "topology"),
     [
-        (LLAMA_3_8B, {"ffn_hidden_size": 150}, "0.mlp.linear_fc1: 4 TP ranks"),
-        (
-            LLAMA_3_8B,
-            {"num_query_groups": 1, "kv_channels": 99},
-            "0.self_attention.linear_qkv: ",
-        ),
-        (
-            DEEPSEEK_V3,
-            {"moe_shared_expert_intermediate_size": 150},
-            "3.mlp.shared_experts.linear",
-        ),
-        (
-            DEEPSEEK_V3,
-            {"moe_ffn_hidden_size": 150},
-            "3.mlp.experts.linear_fc1: 4 TP ranks",
-        ),
+        pytest.param(EIGHT, T(tp=2, pp=2, overlap=True), id="tp2-pp2"),
+        pytest.param(EIGHT, T(pp=2, chunks=2, overlap=True), id="pp2-vpp2"),
+        pytest.param(EIGHT, T(pp=2, first_layers=6, overlap=True), id="uneven"),
+        pytest.param(replace(EIGHT, moe=True), T(dp=2, ep=2, overlap=True), id="ep2"),
+        pytest.param(replace(EIGHT, mtp=True), T(dp=2, overlap=True), id="mtp"),
+        pytest.param(replace(EIGHT, mixer="mamba"), T(tp=2, overlap=True), id="hybrid"),
     ],
-    ids=["mlp", "attention", "shared expert", "experts"],
 )
-def test_what_tp_cannot_split_is_named(
-    model: Namespace, given: dict[str, Any], weight: str
+def test_the_first_chunk_of_the_first_stage_is_cut_by_the_chosen_number(
+    case: Case, topology: Topology
 ) -> None:
-    tp = {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 4}
-    args = Namespace(**{**vars(model), **tp, **given})
-    with pytest.raises(ValueError, match=rf"^decoder\.layers\.{weight}"):
-        choose_buckets(args)
+    first, *others = run(_cut, topology.world_size, case, topology)
+    chosen, buckets, elements, bucket_size = first
+    assert chosen.number is not None and bucket_size == elements // chosen.number
+    assert max(buckets) > 1 and sum(buckets) < elements // STOCK
+    for other in others:
+        later_stage = Layout("contiguous", None, ""), [1] * len(other[1])
+        assert other == first or other[:2] == later_stage
 
 
-def test_a_hybrid_model_keeps_megatrons_buckets_and_says_so() -> None:
-    args = Namespace(**vars(LLAMA_3_8B), hybrid_override_pattern="M-M*")
-    (line,) = choose_buckets(args)
-    assert "Megatron's own buckets" in line and args.ddp_num_buckets is None
+def _other_number(*args: Any, **options: Any) -> Layout:
+    number = 2 + dist.get_rank()
+    return Layout("contiguous", number, "")
 
 
-def test_the_number_waits_for_a_vocabulary_that_only_the_tokenizer_knows() -> None:
-    args = Namespace(**{**vars(LLAMA_3_8B), "padded_vocab_size": None}, vocab_size=None)
-    args.optimizer = "muon"
-    names = ("_turn_on", "_on_the_cpu", "_settled", "agree_on_settings")
-    nothing = {
-        name: lambda *args, **options: [] for name in (*names, "check_arguments")
-    }
-    training = {"megatron.training": SimpleNamespace(get_args=lambda: args)}
+def _error_of_another(topology: Topology) -> str:
     with (
-        mock.patch.multiple(install, asks_for_muon=lambda args: True, **nothing),
-        mock.patch.dict(sys.modules, training),
+        layouts_open(),
+        mock.patch.object(bucket_layout, "choose_layout", _other_number),
     ):
-        install._validate_args(lambda *_: None, args)
-        args.megatron_muon = True
-        install._validate_args(lambda *_: None, args)  # as some scripts do
-        assert args.ddp_num_buckets is None
-        # as set_global_variables does
-        args.padded_vocab_size = LLAMA_3_8B.padded_vocab_size
-        install._initialize_megatron(lambda: None)
-    chosen = choose(buffers(LLAMA_3_8B, 8))
-    assert chosen is not None and args.ddp_num_buckets == chosen.number
+        return error_of(lambda: start(EIGHT, topology))
+
+
+@pytest.mark.parametrize("topology", [T(dp=2, overlap=True), T(tp=2, overlap=True)])
+def test_ranks_of_the_stage_that_choose_another_number_are_named(
+    topology: Topology,
+) -> None:
+    for error in run(_error_of_another, 2, topology):
+        assert error.startswith("PlanMismatchError: ranks of one pipeline stage"), error
+        assert "bucket [" in error and "rank 1" in error
+
+
+def _taken(case: Case, topology: Topology) -> list[Layout]:
+    bucketed = Layout("bucketed", None, "why")
+    with (
+        layouts_open(("contiguous", "bucketed")) as loop,
+        mock.patch.object(bucket_layout, "choose_layout", lambda *_, **__: bucketed),
+    ):
+        start(case, topology)
+    return loop.taken
+
+
+def test_all_stages_take_the_layout_of_the_first() -> None:
+    (first,), (second,) = run(_taken, 2, EIGHT, T(pp=2, overlap=True))
+    assert (first.name, first.reason) == ("bucketed", "why")
+    assert (second.name, second.reason) == ("bucketed", "")

@@ -56,12 +56,7 @@ def choose_layout(
         may_be_bucketed: whether the bucketed layout is taken where its step is shorter
             by the run's stated speeds.
     """
-    chosen = choose(
-        [
-            replace(buffer, holders=replace(buffer.holders, dp_size=REFERENCE_DP_SIZE))
-            for buffer in buffers
-        ]
-    )
+    chosen = choose(at_reference(buffers))
     if chosen is None:
         return Layout(
             "contiguous",
@@ -92,6 +87,14 @@ def choose_layout(
         f"overlap{ordered if numerics.config.align_shards else ''}. --ddp-num-buckets "
         "sets another number",
     )
+
+
+def at_reference(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """The same buffers, each with ``REFERENCE_DP_SIZE`` shards."""
+    return [
+        replace(buffer, holders=replace(buffer.holders, dp_size=REFERENCE_DP_SIZE))
+        for buffer in buffers
+    ]
 
 
 def step_time(

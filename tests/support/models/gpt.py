@@ -146,26 +146,17 @@ def build(case: Case, topology: Topology) -> Built:
             if hasattr(param, "get_high_precision_init_val"):
                 param._high_precision_init_val = built.local(name, whole_weight)
             param.requires_grad_(not matches(name, case.frozen))
+    ddp_config = _ddp_config(case, topology)
     built.chunks = [
-        _in_ddp(model, index, case, topology) for index, model in enumerate(models)
+        _in_ddp(model, index, built, ddp_config) for index, model in enumerate(models)
     ]
     return built
 
 
-def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
-    """The model wrapped as Megatron-LM's get_model does."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-    )
-    from megatron.core.transformer.module import Float16Module
+def _ddp_config(case: Case, topology: Topology) -> Any:
+    from megatron.core.distributed import DistributedDataParallelConfig
 
-    wrapped = (
-        Float16Module(model.config, model) if case.dtype != torch.float32 else model
-    )
-    for name, param in model.named_parameters():
-        param.data = param.data.float() if matches(name, case.islands) else param.data
-    ddp_config = DistributedDataParallelConfig(
+    return DistributedDataParallelConfig(
         grad_reduce_in_fp32=case.fp32_grads,
         use_distributed_optimizer=case.optimizer != MEGATRONS,
         fp8_param_gather=bool(case.fp8),
@@ -175,11 +166,24 @@ def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
         bucket_size=topology.bucket_size if topology.overlap else None,
         num_distributed_optimizer_instances=topology.instances,
     )
+
+
+def _in_ddp(model: Any, index: int, built: Built, ddp_config: Any) -> Any:
+    """The model wrapped as Megatron-LM's get_model does, all chunks with one config."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.module import Float16Module
+
+    case = built.case
+    wrapped = (
+        Float16Module(model.config, model) if case.dtype != torch.float32 else model
+    )
+    for name, param in model.named_parameters():
+        param.data = param.data.float() if matches(name, case.islands) else param.data
     return DistributedDataParallel(
         model.config,
         ddp_config,
         wrapped,
-        disable_bucketing=index > 0 or topology.step_overlap,
+        disable_bucketing=index > 0 or built.topology.step_overlap,
     )
 
 
