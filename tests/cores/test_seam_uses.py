@@ -252,16 +252,12 @@ def use(dist_opt):
 
 
 def test_each_row_that_is_wrapped_has_a_wrapper() -> None:
-    """Beside those of ``bucket_layout`` and ``autoload``."""
+    """Beside those of ``autoload``."""
     from megatron_muon.mcore.wiring import install
 
     core = [row for row in rows.CORE if isinstance(row, Seam)]
     wrapped = {row.name for row in core if row.use == "wrapped"}
-    by_layout = {
-        "DistributedOptimizer._compute_per_buffer_param_layout",
-        "DistributedDataParallel.__init__",
-    }
-    assert wrapped == install._WRAPPERS.keys() | by_layout
+    assert wrapped == install._WRAPPERS.keys()
     of_scripts = {row.name for row in training.ROWS if row.use == "wrapped"}
     tree = ast.parse((PACKAGE / "megatron_lm/install.py").read_text())
     (table,) = (

@@ -146,13 +146,13 @@ def build(
     call = inspect.signature(original).bind(ddp, *args, **kwargs)
     call.apply_defaults()
     given = call.arguments
-    chunk = _chunk(given["module"], given.get("pg_collection"), config)
+    model = _chunk(given["module"], given.get("pg_collection"), config)
     layout = None
     if layouts and _may_be_cut(given):
-        layout = _choose(chunk, given, may_be_bucketed="bucketed" in layouts)
+        layout = _choose(model, given, may_be_bucketed="bucketed" in layouts)
         host().take_layout(layout)
-    if chunk is not None:
-        _lay_out(given, chunk, layout)
+    if model is not None:
+        _lay_out(given, model, layout)
     original(*call.args, **call.kwargs)
     if config.align_shards:
         _ordered.add(ddp)
@@ -179,14 +179,14 @@ def _may_be_cut(given: Mapping[str, Any]) -> bool:
 
 
 def _choose(
-    chunk: _Chunk | None, given: Mapping[str, Any], *, may_be_bucketed: bool
+    model: _Chunk | None, given: Mapping[str, Any], *, may_be_bucketed: bool
 ) -> Layout:
     """The layout that the first stage chooses; other stages have no number."""
     group = group_of("pp", given.get("pg_collection"))
     layout = Layout("contiguous", None, "")
-    if chunk is not None and group.rank() == 0:
+    if model is not None and group.rank() == 0:
         layout = choose_layout(
-            chunk.buffers(), chunk.numerics, may_be_bucketed=may_be_bucketed
+            model.buffers(), model.numerics, may_be_bucketed=may_be_bucketed
         )
     # in a dry run nobody else is there
     if may_be_bucketed and group.size() > 1 and dist.get_backend(group) != "fake":
@@ -199,28 +199,28 @@ def _choose(
     return layout
 
 
-def _lay_out(given: dict[str, Any], chunk: _Chunk, layout: Layout | None) -> None:
+def _lay_out(given: dict[str, Any], model: _Chunk, layout: Layout | None) -> None:
     """Put the layout into the arguments of DistributedDataParallel's ``__init__``."""
     ddp_config, whole = given["ddp_config"], given.get("full_param_layout")
     if layout is not None and layout.number is not None:
-        elements = sum(param.numel() for param in chunk.params)
+        elements = sum(param.numel() for param in model.params)
         ddp_config.bucket_size = elements // layout.number
         if whole is not None:
-            whole = _megatrons(given, chunk)
+            whole = _megatrons(given, model)
     is_ordered = (
-        chunk.numerics.config.align_shards and ddp_config.use_distributed_optimizer
+        model.numerics.config.align_shards and ddp_config.use_distributed_optimizer
     )
     if layout is not None and layout.name == "bucketed":
         is_ordered = False
     if is_ordered:
-        whole = whole or _megatrons(given, chunk)
-        layouts = {key: _in_order(one, chunk) for key, one in whole.layouts.items()}
+        whole = whole or _megatrons(given, model)
+        layouts = {key: _in_order(one, model) for key, one in whole.layouts.items()}
         whole = dataclasses.replace(whole, layouts=layouts)
     if whole is not None:
         given["full_param_layout"] = whole
 
 
-def _megatrons(given: Mapping[str, Any], chunk: _Chunk) -> Any:
+def _megatrons(given: Mapping[str, Any], model: _Chunk) -> Any:
     """The layout that DistributedDataParallel would make itself, from core 0.18 on."""
     ddp_config, collection = given["ddp_config"], given.get("pg_collection")
     size = None
@@ -228,15 +228,15 @@ def _megatrons(given: Mapping[str, Any], chunk: _Chunk) -> Any:
         dp_size = group_of("dp", collection).size()
         size = ddp_config.bucket_size or stock_bucket_size(dp_size)
     return DistributedOptimizer.compute_full_param_layout(
-        chunk.params,
+        model.params,
         size,
-        chunk.dense.dp_size,
+        model.dense.dp_size,
         ddp_config,
-        expert_data_parallel_world_size=chunk.experts.dp_size,
+        expert_data_parallel_world_size=model.experts.dp_size,
     )
 
 
-def _in_order(layout: Any, chunk: _Chunk) -> Any:
+def _in_order(layout: Any, model: _Chunk) -> Any:
     """A layout of one grad buffer, with each bucket's parameters in another order."""
     in_bucket: list[list[Any]] = [[] for _ in layout.bucket_indices]
     for param, (_, _, number) in layout.param_index_map.items():
@@ -244,9 +244,9 @@ def _in_order(layout: Any, chunk: _Chunk) -> Any:
     buckets = []
     for params, (start, stop) in zip(in_bucket, layout.bucket_indices, strict=True):
         sizes = tuple(param.data.nelement() for param in params)
-        buckets.append(Bucket(stop - start, sizes, tuple(map(chunk.muons.get, params))))
+        buckets.append(Bucket(stop - start, sizes, tuple(map(model.muons.get, params))))
     experts = any(map(is_experts, layout.param_index_map))
-    chosen = orders(buckets, chunk.holders(experts=experts), chunk.numerics)
+    chosen = orders(buckets, model.holders(experts=experts), model.numerics)
     places = dict(layout.param_index_map)
     unpadded = list(layout.per_bucket_numel_unpadded)
     for number, (bucket, order) in enumerate(zip(buckets, chosen, strict=True)):
