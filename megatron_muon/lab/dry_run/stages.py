@@ -25,7 +25,6 @@ from megatron_muon.mcore.wiring.validate import (
     refuse_unsupported,
     unsliced,
 )
-from megatron_muon.megatron_lm.bucketing import open_layouts
 from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.planning.buckets.layout import Layout
 from megatron_muon.planning.describe import Share
@@ -91,19 +90,15 @@ def in_stage(number: int, run: Run) -> AbstractContextManager[None]:
     return world.as_rank(world.first_ranks(run.ranks)[number], run.ranks, **options)
 
 
-def built(run: Run, *, may_be_bucketed: bool = False) -> Stage:
+def built(run: Run) -> Stage:
     """The stage that this process is in, without memory for parameters.
-
-    Args:
-        run: the run.
-        may_be_bucketed: whether the layout is chosen by the stated speeds.
 
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the
             plugin refuses it, as in the run.
     """
     flags, config, ranks = run.flags, run.config, run.ranks
-    chooser = Chooser(open_layouts(flags, may_be_bucketed=may_be_bucketed))
+    chooser = Chooser(run.layouts)
     with world.without_memory(), bucket_layout.as_in_run(config, chooser):
         if isinstance(flags, ScriptArguments):
             chunks = flags.chunks()

@@ -114,8 +114,8 @@ class CommandLine:
             args, config, notes = arguments_of(
                 self.script, arguments, world_size or ranks_of(sizes).world
             )
-        run = Run(args, config, ranks_of(args), tuple(notes))
-        return _with_layout(run) if "bucketed" in host().layouts() else run
+        run = Run(args, config, ranks_of(args), host().layouts(), tuple(notes))
+        return _with_layout(run)
 
     def _split(self, flags: Sequence[str]) -> tuple[list[str], list[str]]:
         """The flags that are the command's options, and those of the script."""
@@ -214,24 +214,25 @@ def said(error: BaseException) -> str:
 
 def _settled(flags: Namespace) -> Run:
     """Check the flags of a GPT and choose the layout that a run would choose."""
-    run = Run(flags, muon_settings(flags), ranks_of(flags))
-    is_free = flags.muon_dp_layout is None and may_be_bucketed(run.config)
-    return _with_layout(run) if is_free else run
+    config = muon_settings(flags)
+    is_free = flags.muon_dp_layout is None and may_be_bucketed(config)
+    layouts = open_layouts(flags, may_be_bucketed=is_free)
+    return _with_layout(Run(flags, config, ranks_of(flags), layouts))
 
 
 def _with_layout(run: Run) -> Run:
-    """The run with the layout that it would choose by its stated speeds."""
+    """The run with the one layout that it would choose."""
     from megatron_muon.lab.dry_run.stages import built, in_stage
 
-    if not open_layouts(run.flags):
+    if "bucketed" not in run.layouts:
         return run
     with megatron_is_quiet(), in_stage(0, run):
-        stage = built(run, may_be_bucketed=True)
+        stage = built(run)
     if stage.layout is None or stage.layout.name == "contiguous":
-        return run
+        return dataclasses.replace(run, layouts=("contiguous",))
     run.flags.muon_dp_layout = "bucketed"
     config = dataclasses.replace(run.config, align_shards=False)
-    return Run(run.flags, config, run.ranks, (*run.notes, *stage.notes))
+    return Run(run.flags, config, run.ranks, (), (*run.notes, *stage.notes))
 
 
 def _world_size(options: Namespace, sizes: Namespace) -> int | None:

@@ -147,12 +147,12 @@ def build(
     call.apply_defaults()
     given = call.arguments
     model = _chunk(given["module"], given.get("pg_collection"), config)
-    layout = None
+    chosen = None
     if layouts and _may_be_cut(given):
-        layout = _choose(model, given, may_be_bucketed="bucketed" in layouts)
-        host().take_layout(layout)
+        chosen = _choose(model, given, may_be_bucketed="bucketed" in layouts)
+        host().take_layout(chosen)
     if model is not None:
-        _lay_out(given, model, layout)
+        _lay_out(given, model, chosen)
     original(*call.args, **call.kwargs)
     if config.align_shards:
         _ordered.add(ddp)
@@ -183,34 +183,34 @@ def _choose(
 ) -> Layout:
     """The layout that the first stage chooses; other stages have no number."""
     group = group_of("pp", given.get("pg_collection"))
-    layout = Layout("contiguous", None, "")
+    chosen = Layout("contiguous", None, "")
     if model is not None and group.rank() == 0:
-        layout = choose_layout(
+        chosen = choose_layout(
             model.buffers(), model.numerics, may_be_bucketed=may_be_bucketed
         )
     # in a dry run nobody else is there
     if may_be_bucketed and group.size() > 1 and dist.get_backend(group) != "fake":
-        mine = [layout.name == "bucketed"]
+        mine = [chosen.name == "bucketed"]
         by_stage = collectives.all_gather_numbers(
             mine, group, device_of([given["module"]])
         )
         if by_stage[0][0]:
-            return dataclasses.replace(layout, name="bucketed", number=None)
-    return layout
+            return dataclasses.replace(chosen, name="bucketed", number=None)
+    return chosen
 
 
-def _lay_out(given: dict[str, Any], model: _Chunk, layout: Layout | None) -> None:
+def _lay_out(given: dict[str, Any], model: _Chunk, chosen: Layout | None) -> None:
     """Put the layout into the arguments of DistributedDataParallel's ``__init__``."""
     ddp_config, whole = given["ddp_config"], given.get("full_param_layout")
-    if layout is not None and layout.number is not None:
+    if chosen is not None and chosen.number is not None:
         elements = sum(param.numel() for param in model.params)
-        ddp_config.bucket_size = elements // layout.number
+        ddp_config.bucket_size = elements // chosen.number
         if whole is not None:
             whole = _megatrons(given, model)
     is_ordered = (
         model.numerics.config.align_shards and ddp_config.use_distributed_optimizer
     )
-    if layout is not None and layout.name == "bucketed":
+    if chosen is not None and chosen.name == "bucketed":
         is_ordered = False
     if is_ordered:
         whole = whole or _megatrons(given, model)
