@@ -251,7 +251,7 @@ def _check_config(original: Callable[..., None], config: Any) -> None:
         original(config)
 
 
-def _build_ddp(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def _build_ddp(original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
     """Wraps DistributedDataParallel's, whose grad buffers may get another layout."""
     assert _config is not None
     if not _config.align_shards and not host().layouts():

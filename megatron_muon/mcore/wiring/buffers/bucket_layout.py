@@ -138,6 +138,7 @@ def build(
     config: MuonConfig,
     original: Callable[..., None],
     ddp: Any,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> None:
