@@ -181,14 +181,22 @@ def launch_symmetric(
         shared_memory: bytes of it that a block can have; 0: what this device has.
     """
     shared_memory = shared_memory or _shared_memory(out.get_device())
-    left, right, out = _batch(left), _batch(right), _batch(out)
+    left = _batch(left)
+    right = _batch(right)
+    out = _batch(out)
     added = out if linear is None else _batch(linear)
     count, size, inner = left.shape
     left_line, left_by_rows = _lines(left)
     right_line, right_by_rows = _lines(right)
     numbers = [
-        *(left.stride(0), left_line, right.stride(0), right_line),
-        *(added.stride(0), added.stride(1), out.stride(0), out.stride(1)),
+        left.stride(0),
+        left_line,
+        right.stride(0),
+        right_line,
+        added.stride(0),
+        added.stride(1),
+        out.stride(0),
+        out.stride(1),
     ]
     every = (left, right, added, out)
     eights = all(number % 8 == 0 for number in [*numbers, size, inner])

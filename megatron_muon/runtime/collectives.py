@@ -3,13 +3,13 @@
 In a step, for each of Megatron's DistributedOptimizers (one, and one for experts):
 ``start_messages`` twice per round over the stage; among the homes that share a matrix,
 twice before its squares, twice for each sum of them, once to put rows of one together,
-once after them, and twice to turn a wide matrix; ``any_rank`` over all stages where
-Megatron's norm of the gradients is not finite, or not one for all its optimizers. With
-a clip of logits ``max_over`` the stage after each step. With block steps
-``all_gather_numbers`` over the stage in the first step after a start or a load. Before
-a line of the log ``any_rank`` over the world. A logging step has one ``add_up`` over
-the world more, ``start_messages`` once more per round, and one ``max_over`` where the
-attention keeps its logits.
+once after them, and twice where a wide matrix travels as rows; ``any_rank`` over all
+stages where Megatron's norm of the gradients is not finite, or not one for all its
+optimizers. With a clip of logits ``max_over`` the stage after each step. With block
+steps ``all_gather_numbers`` over the stage in the first step after a start or a load.
+Before a line of the log ``any_rank`` over the world. A logging step has one ``add_up``
+over the world more, ``start_messages`` once more per round, and one ``max_over`` where
+the attention keeps its logits.
 
 While the optimizers are built: votes and numbers over the world; numbers over the
 stage, which also creates its communicator; ``split_world`` once where there are several
@@ -23,8 +23,8 @@ parameter names where patterns route them, and puts a checkpoint's digest togeth
 Before the first traced step of a run there is one ``all_gather_numbers`` over the
 world.
 
-Only ``bench``, examples and tests call ``all_gather_flat`` and ``start_all_to_all``;
-``bench`` and Megatron on a CPU call ``start_broadcasts``.
+Only examples and tests call ``all_gather_flat``; ``bench`` and Megatron on a CPU call
+``start_broadcasts``.
 
 In what follows ``name`` is that of the phase, for errors and traces. All ranks of
 ``group`` call a function together; None is the world. ``device`` is the one that the
@@ -124,7 +124,7 @@ class Route:
         total = sum(count for _, count in received_from)
         return Route(
             group,
-            _in_turn(world, rank, _places(sent_to), _places(received_from)),
+            _by_distance(world, rank, _places(sent_to), _places(received_from)),
             total,
         )
 
@@ -146,7 +146,7 @@ class Route:
         sent = [(other, 0, stop - start) for other in places if other != rank]
         received = [(other, *place) for other, place in places.items() if other != rank]
         total = max(stop for _, stop in places.values())
-        return Route(group, _in_turn(world, rank, sent, received), total)
+        return Route(group, _by_distance(world, rank, sent, received), total)
 
 
 _Place = tuple[int, int, int]  # rank of the group, start and stop in a buffer
@@ -159,17 +159,18 @@ def _places(counts: Sequence[tuple[int, int]]) -> Iterator[_Place]:
         start += count
 
 
-def _in_turn(
+def _by_distance(
     world: Sequence[int], rank: int, sent: Iterable[_Place], received: Iterable[_Place]
 ) -> tuple[Message, ...]:
     placed = []
     for sign, places in ((-1, received), (1, sent)):
         for other, start, stop in places:
             if start < stop:
-                turn = (sign * (other - rank) % len(world), sign > 0)
+                distance = sign * (other - rank) % len(world)
                 message = Message(sign > 0, world[other], start, stop)
-                placed.append((turn, message))
-    return tuple(message for _, message in sorted(placed, key=lambda each: each[0]))
+                placed.append((distance, message))
+    placed.sort(key=lambda each: (each[0], each[1].is_sent))
+    return tuple(message for _, message in placed)
 
 
 def world_ranks(group: Group) -> list[int]:
@@ -223,38 +224,6 @@ def _start_messages(sent: Tensor, received: Tensor, route: Route) -> list[dist.W
         ]
         started += dist.batch_isend_irecv(together)
     return [work for work in started if work is not None]
-
-
-def start_all_to_all(
-    name: str,
-    sent: Tensor,
-    sent_sizes: Sequence[int],
-    received_sizes: Sequence[int],
-    group: Group,
-) -> Pending:
-    """Start to send consecutive ranges of ``sent`` to the group's ranks in order.
-
-    Args:
-        sent: ``(sum(sent_sizes),)``.
-        sent_sizes, received_sizes: elements for and from each rank of the group; 0 is
-            fine.
-    """
-    here = group.rank()
-    world = world_ranks(group)
-    route = Route.of(
-        group, world, here, list(enumerate(sent_sizes)), list(enumerate(received_sizes))
-    )
-    to_others = tuple(
-        message for message in route.messages if message.rank != world[here]
-    )
-    received = sent.new_empty(route.received)
-    if sent_sizes[here]:
-        own = torch.split(sent, list(sent_sizes))[here]
-        torch.split(received, list(received_sizes))[here].copy_(own)
-    route = Route(group, to_others, route.received)
-    with _named(name, group):
-        works = _start_messages(sent, received, route) if to_others else []
-    return Pending(name, group, sent, received, works)
 
 
 def all_gather_flat(name: str, mine: Tensor, group: Group) -> list[Tensor]:

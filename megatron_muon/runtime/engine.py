@@ -1,7 +1,7 @@
 """The engine of a step: it brings matrices whole to their homes, and results back, in
 rounds.
 
-What is computed on shards and at homes is a rule's (``rule``). The engine knows slices,
+A rule (``rule``) says what is computed on shards and at homes. The engine knows slices,
 homes, rounds and messages.
 """
 
@@ -54,7 +54,7 @@ class Engine:
         phase: names the parts of a step.
 
     Attributes:
-        nonfinite: counts the steps that left a matrix of this home where it was.
+        nonfinite: counts the steps that skipped a matrix whose home this rank is.
         rounds: the rounds of a step, in order.
         start_next: starts the next optimizer's step while the last results travel
             (``start`` or ``begin``); None where there is no next one.
@@ -88,10 +88,10 @@ class Engine:
             Round(each, rule, phase, self._sums(number))
             for number, each in enumerate(exchange.rounds)
         ]
-        homes = [plan.matrices[index] for each in self.rounds for index in each.homes]
-        self.nonfinite = Nonfinite(
-            [matrix.whole_name for matrix in homes], exchange.device
-        )
+        names: list[str] = []
+        for each in self.rounds:
+            names += [plan.matrices[index].whole_name for index in each.homes]
+        self.nonfinite = Nonfinite(names, exchange.device)
         self.start_next: Callable[[], None] | None = None
         self.applied: Callable[[int], None] = lambda round: None
         self._phase = phase
@@ -102,6 +102,7 @@ class Engine:
         self._is_half_done = False  # state has advanced, and the step has not ended
 
     def _sums(self, number: int) -> SliceSums | None:
+        """What adds up numbers in a round, if the rule asks for sums."""
         if not self.rule.asks:
             return None
         return SliceSums(self.plan, number, self.own.rank, self.exchange)
@@ -159,12 +160,14 @@ class Engine:
         self._states = states
         states.begin()
         self._started = dict(self._shards(groups, states))
-        self._start_early(0, self._started)
+        self._start_ahead(0, self._started)
 
     @torch.no_grad()
     def begin(self, groups: ParamGroups, states: States) -> None:
-        """``start``, and do the first round's work at home: while the results of
-        another optimizer travel, which its slowest home may take long to send.
+        """``start``, and do the first round's work at home.
+
+        Meanwhile the results of another optimizer travel, whose slowest home may send
+        them late.
         """
         self.start(groups, states)
         assert self._started is not None
@@ -180,8 +183,8 @@ class Engine:
         A matrix whose result is not finite stays as it is on all ranks, without decay.
 
         While the homes work on a round, the next one is gathered, and the results of
-        the one before go back. A round with no message on this rank starts and finishes
-        in its own turn, so that it takes no memory before.
+        the one before go back. A round without messages on this rank starts just before
+        its work at home and finishes just after it, so that it holds memory only then.
 
         Args:
             groups: Megatron's parameter groups; ``lr`` and ``weight_decay`` are read.
@@ -201,7 +204,7 @@ class Engine:
             staged, self._begun = self._begun, None
             if staged is None:
                 staged = self._worked(number, shards)
-            self._finish_late(number - 1, shards)
+            self._finish_behind(number - 1, shards)
             round.start_scatter(staged)
             if number:
                 self.applied(number - 1)
@@ -209,7 +212,7 @@ class Engine:
                 self._finish(number, shards)
         if self.start_next is not None:
             self.start_next()
-        self._finish_late(len(self.rounds) - 1, shards)
+        self._finish_behind(len(self.rounds) - 1, shards)
         with self._phase(self.rule.names.after_scatter):
             self.nonfinite.add(
                 [each.taken_numbers() for each in self.rounds if each.homes]
@@ -246,17 +249,17 @@ class Engine:
         if not round.travels:
             self._start(number, shards)
         staged = round.finish_gather()
-        self._start_early(number + 1, shards)
+        self._start_ahead(number + 1, shards)
         round.work(staged)
         return staged
 
-    def _start_early(self, number: int, shards: Shards) -> None:
-        """Start a round that travels before its turn."""
+    def _start_ahead(self, number: int, shards: Shards) -> None:
+        """Start a round that has messages, while the round before is worked on."""
         if number < len(self.rounds) and self.rounds[number].travels:
             self._start(number, shards)
 
-    def _finish_late(self, number: int, shards: Shards) -> None:
-        """Finish a round that travels after its turn."""
+    def _finish_behind(self, number: int, shards: Shards) -> None:
+        """Finish a round that has messages, once the next round is worked on."""
         if number >= 0 and self.rounds[number].travels:
             self._finish(number, shards)
 
@@ -270,7 +273,7 @@ class Engine:
 
     @contextmanager
     def _visiting(self, number: int, keys: Sequence[str]) -> Iterator[None]:
-        """Within it these states of a round's shards are on the device."""
+        """A context in which these states of a round's shards are on the device."""
         assert self._states is not None
         with ExitStack() as stack:
             for key in keys:

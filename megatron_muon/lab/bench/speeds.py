@@ -104,13 +104,17 @@ def _link_gbytes(job: SpeedsJob, device: torch.device) -> float | None:
         return None
     dtype = TORCH_DTYPE[numerics_on(device, job.config).travels]
     each = max(1, job.message_bytes // dtype.itemsize // (size - 1))
-    sizes = [0 if rank == here else each for rank in range(size)]
-    sent = torch.ones(sum(sizes), dtype=dtype, device=device)
+    peers = [(rank, each) for rank in range(size) if rank != here]
+    world = collectives.world_ranks(group)
+    route = collectives.Route.of(group, world, here, peers, peers)
+    sent = torch.ones(each * len(peers), dtype=dtype, device=device)
     rates = []
     for _ in range(1 + job.rounds):
         _meet(device)
         start = time.perf_counter()
-        collectives.start_all_to_all("muon/bench", sent, sizes, sizes, group).wait()
+        pending = collectives.start_messages("muon/bench", sent, route)
+        assert pending is not None
+        pending.wait()
         if job.gpu:
             torch.cuda.synchronize(device)
         rates.append(sent.nbytes / (time.perf_counter() - start) / 1e9)
