@@ -66,6 +66,10 @@ RUNS = {
         2,
         "--num-distributed-optimizer-instances 2",
     ),
+    "--muon-rule hyperball": (
+        2,
+        f"--muon-rule hyperball --muon-radius *.linear_fc1.*=5 --weight-decay 0 {OVERLAP}",
+    ),
     "--fp16": (1, "--fp16 --initial-loss-scale 65536"),
     # fp32 weights in a bf16 model
     "--enable-hyper-connections": (2, "--enable-hyper-connections"),
