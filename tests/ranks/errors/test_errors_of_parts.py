@@ -14,6 +14,7 @@ from support.models.gpt import (
     VOCAB,
     Case,
     Topology,
+    are_unchanged,
     build,
     error_of_optimizer,
     held,
@@ -41,10 +42,7 @@ def _bad_gradient(
         start_of_piece, _, _ = held(built)["shards"][where]
         built.params[where].main_grad.view(-1)[start_of_piece] = bad
     text = error_of(built.optimizer.step)
-    after = held(built)["shards"]
-    same = all(
-        (before[n][2][k] == after[n][2][k]).all() for n in before for k in before[n][2]
-    )
+    same = are_unchanged(built, before)
     return {"text": text, "same": same, "owned": owned}
 
 

@@ -16,6 +16,7 @@ from support.models.gpt import (
     Built,
     Case,
     Topology,
+    are_unchanged,
     held,
     inner_optimizers,
     prepare_step,
@@ -50,10 +51,7 @@ def _error(
     if where in (None, dist.get_rank()):
         _set(built, key, value, of_muon)
     text = error_of(built.optimizer.step)
-    after = held(built)["shards"]
-    same = all(
-        (before[n][2][k] == after[n][2][k]).all() for n in before for k in before[n][2]
-    )
+    same = are_unchanged(built, before)
     take_step(built, 1)  # with its own values again
     return text, same
 

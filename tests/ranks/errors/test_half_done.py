@@ -28,6 +28,7 @@ from support.models.gpt import (
     Built,
     Case,
     Topology,
+    are_unchanged,
     distributed_optimizers,
     held,
     inner_optimizers,
@@ -146,10 +147,7 @@ def _of_one_rank() -> list[str]:
         first = error_of(partial(take_step, built, 0))
     before = held(built)["shards"]
     second = error_of(partial(take_step, built, 1))
-    after = held(built)["shards"]
-    same = all(
-        (before[n][2][k] == after[n][2][k]).all() for n in before for k in before[n][2]
-    )
+    same = are_unchanged(built, before)
     return [first, second, str(same)]
 
 

@@ -362,6 +362,16 @@ def held(built: Built) -> dict[str, Any]:
     return result
 
 
+def are_unchanged(built: Built, before: dict[str, Any]) -> bool:
+    """Whether main parameters and state here are those of ``held(built)["shards"]``."""
+    after = held(built)["shards"]
+    return all(
+        (states[kind] == after[name][2][kind]).all()
+        for name, (_, _, states) in before.items()
+        for kind in states
+    )
+
+
 def _state(dist: Any, shard: Tensor, case: Case) -> dict[str, Tensor]:
     """A shard's tensors by Adam's names, as values; Muon's may be on the host."""
     if case.narrow is not None and ON_HOST in case.narrow and case.optimizer == "muon":
