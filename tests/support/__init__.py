@@ -1,4 +1,4 @@
-"""What tests share: rank workers, the oracle, small models, checkpoints, a virtual
+"""Shared by tests: rank workers, the oracle, small models, checkpoints, a virtual
 GPU.
 """
 

@@ -1,4 +1,4 @@
-"""Holds every act of ``consensus.together`` to its promise: it does not communicate.
+"""Checks that no act of ``consensus.together`` communicates.
 
 An act that raises on one rank goes to the vote, while the others wait for it in what it
 calls.

@@ -1,4 +1,4 @@
-"""What tests of ``megatron-muon bench step`` share: a small model, and the command
+"""Shared by tests of ``megatron-muon bench step``: a small model, and the command
 itself.
 """
 

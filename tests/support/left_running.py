@@ -1,5 +1,4 @@
-"""Ends the processes that a run of the tests has left behind, and fails if there are
-any.
+"""Ends processes that are still running after the tests, and fails if there are any.
 
 `python left_running.py MARK`: processes whose environment has MEGATRON_MUON_TESTS=MARK
 from their start. Those that end with the run, as workers and fork servers do, have some

@@ -1,4 +1,4 @@
-"""Python in a process of its own, which imports what this one does."""
+"""Python in a separate process, which imports from the same places as this one."""
 
 from __future__ import annotations
 

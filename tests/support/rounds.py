@@ -1,4 +1,4 @@
-"""What tests ask of the rounds of a plan."""
+"""Facts about the rounds of a plan that tests check."""
 
 from __future__ import annotations
 

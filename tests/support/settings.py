@@ -1,6 +1,4 @@
-"""Values of each setting: one that differs from the default, and some that it cannot
-have.
-"""
+"""For each setting a value that differs from the default, and some that are errors."""
 
 from __future__ import annotations
 

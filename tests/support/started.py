@@ -1,4 +1,4 @@
-"""The lines of a run's start, read."""
+"""Reads the lines that a run prints at its start."""
 
 from __future__ import annotations
 

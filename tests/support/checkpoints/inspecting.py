@@ -1,5 +1,5 @@
-"""Checkpoints of real runs, digests of them, what ``megatron-muon checkpoint inspect``
-says.
+"""Checkpoints of real runs, their digests, and the output of ``megatron-muon checkpoint
+inspect``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Save a run at one topology and go on with it at another; the functions run on
+"""Save a run at one topology and resume it at another; the functions run on
 ranks.
 """
 

@@ -1,4 +1,4 @@
-"""A run that is saved, loaded and goes on, held to one that does not stop."""
+"""A run that is saved, loaded and resumed, compared with one that does not stop."""
 
 from __future__ import annotations
 

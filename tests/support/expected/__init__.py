@@ -1,1 +1,1 @@
-"""What a run must come to, and how far other roundings may take it from there."""
+"""The expected result of a run, and how far other roundings may differ from it."""

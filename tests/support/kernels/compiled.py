@@ -1,4 +1,4 @@
-"""What triton makes of a kernel, without a GPU: its PTX, and its result in the
+"""What triton compiles a kernel to, without a GPU: its PTX, and its result in the
 interpreter.
 """
 

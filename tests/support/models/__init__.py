@@ -1,1 +1,1 @@
-"""Small models, and stand-ins for what they may be made of."""
+"""Small models, and stand-ins for modules that they may contain."""

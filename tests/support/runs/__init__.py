@@ -1,3 +1,3 @@
-"""Runs of the tiny models: what each computes, how it trains, what it logs, what
-disturbs it.
+"""Runs of the tiny models: what they compute, how they train, what they log, what
+disturbs them.
 """

@@ -1,7 +1,7 @@
 """Wrong plans and wrong models, as context managers that ``gpt.train`` enters on every
 rank.
 
-Each leaves the run legal: nothing raises, only the result may tell.
+Nothing raises an error in such a run; only its result is wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a process sees that a rank has spawned."""
+"""What a process that a rank has spawned sees."""
 
 from __future__ import annotations
 

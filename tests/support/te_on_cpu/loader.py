@@ -1,5 +1,5 @@
-"""Imports ``transformer_engine`` over the stub of its compiled module, whoever asks for
-it.
+"""Imports ``transformer_engine`` over the stub of its compiled module, for every
+importer.
 """
 
 from __future__ import annotations

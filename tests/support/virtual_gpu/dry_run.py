@@ -1,6 +1,4 @@
-"""All that tests of a GPU take of the package's dry run, which builds models without
-memory.
-"""
+"""What tests of a GPU use of the package's dry run, which builds models without memory."""
 
 from __future__ import annotations
 

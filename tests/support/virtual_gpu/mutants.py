@@ -1,4 +1,4 @@
-"""Ways to break the exchange's calls of torch.distributed on a virtual GPU."""
+"""Wrong calls of torch.distributed in the exchange, on a virtual GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models by Megatron-LM's flags, and the exchange plans that a run makes for them."""
+"""Models by Megatron-LM's flags, and the exchange plans of runs with them."""
 
 from __future__ import annotations
 
