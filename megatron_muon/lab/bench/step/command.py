@@ -81,7 +81,7 @@ def _task(flags: Namespace) -> Task:
     buckets = flags.ddp_bucket_size or flags.ddp_num_buckets
     if buckets and not any(row.buckets for row in chosen):
         raise ValueError(
-            "these rows have one bucket a buffer: leave out --ddp-bucket-size and "
+            "these rows have one bucket a buffer: remove --ddp-bucket-size and "
             "--ddp-num-buckets, or add muon-bucketed to --rows"
         )
     for row in chosen if flags.traces is not None else ():

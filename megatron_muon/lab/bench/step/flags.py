@@ -91,9 +91,9 @@ def parsed(argv: Sequence[str], program: str = "megatron-muon bench step") -> Na
     for name, why in _REFUSED.items():
         if getattr(flags, name):
             flag = f"--{name.replace('_', '-')}"
-            parser.error(f"{flag} cannot be given here: {why}; leave it out")
+            parser.error(f"{flag} cannot be given here: {why}; remove it")
     if None not in (flags.ddp_bucket_size, flags.ddp_num_buckets):
-        parser.error("give either --ddp-bucket-size or --ddp-num-buckets, not both")
+        parser.error("--ddp-bucket-size and --ddp-num-buckets: use only one of the two")
     flags.num_attention_heads = flags.num_attention_heads or max(
         1, flags.hidden_size // 64
     )

@@ -106,7 +106,7 @@ class StepTimers:
             step()
         if self._cuda:
             torch.cuda.synchronize()
-        own: dict[str, float] = defaultdict(float)
+        parts: dict[str, float] = defaultdict(float)
         stack: list[list[Any]] = []  # begin, processor time then, ms of parts inside
         cpu = total = 0.0
         for name, begins, now, thread in self._marks:
@@ -115,12 +115,12 @@ class StepTimers:
                 continue
             begin, thread_then, within = stack.pop()
             total = self._ms(begin, now)
-            own[name] += total - within
+            parts[name] += total - within
             if stack:
                 stack[-1][2] += total
             if name == NEWTON_SCHULZ:
                 cpu += 1e3 * (thread - thread_then)
-        return Times(total, dict(own), cpu)
+        return Times(total, dict(parts), cpu)
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -198,9 +198,9 @@ def _sent(name: str, args: Any) -> int:
     size = int(group.size())
     rank = int(group.rank())
     if name == "alltoall_base_":
-        _, given, _, _, sizes, *_ = args
-        own = sizes[rank] if sizes else given.numel() // size
-        return int((given.numel() - own) * given.element_size())
+        _, sent, _, _, sizes, *_ = args
+        kept = sizes[rank] if sizes else sent.numel() // size
+        return int((sent.numel() - kept) * sent.element_size())
     if name in ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"):
         return (size - 1) * _bytes(args[1])
     if name in (

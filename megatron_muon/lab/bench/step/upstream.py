@@ -50,8 +50,8 @@ def why_no_upstream(flags: Namespace) -> str | None:
         )
     if flags.num_distributed_optimizer_instances > 1:
         return (
-            "it has no several optimizer instances: leave "
-            "--num-distributed-optimizer-instances out to measure it"
+            "it has one optimizer instance: remove "
+            "--num-distributed-optimizer-instances to measure it"
         )
     needed = (
         f"Megatron's own Muon of core {name} needs absl-py and v{wanted}.0 of "
@@ -124,8 +124,12 @@ def upstream_optimizer(row: Row, chunks: Sequence[Any], timers: Any) -> Any:
     """
     core = importlib.import_module("megatron.core.optimizer")
     since_18 = lays_out_buffers()
-    own = {"muon_nesterov" if since_18 else "muon_use_nesterov": row.config.nesterov}
-    own |= {"use_layer_wise_distributed_optimizer": True} if since_18 else {}
+    changed = {"muon_use_nesterov": row.config.nesterov}
+    if since_18:
+        changed = {
+            "muon_nesterov": row.config.nesterov,
+            "use_layer_wise_distributed_optimizer": True,
+        }
     config = core.OptimizerConfig(
         optimizer="muon",
         params_dtype=torch.bfloat16,
@@ -135,7 +139,7 @@ def upstream_optimizer(row: Row, chunks: Sequence[Any], timers: Any) -> Any:
         muon_extra_scale_factor=row.config.matched_adamw_rms,
         muon_tp_mode=row.name.removeprefix("upstream-"),
         **OPTIONS,
-        **own,
+        **changed,
     )
     config.timers = timers
     overrides = core.get_standard_config_overrides(config)
@@ -178,12 +182,12 @@ def _parts(row: Row, timers: Any) -> Iterator[None]:
         "emerging_optimizers.orthogonalized_optimizers.muon_utils"
     )
     muon = _muon_module()
-    own = muon.newton_schulz_tp
+    newton_schulz_tp = muon.newton_schulz_tp
 
-    def over_tp(
-        *args: Any, **kwargs: Any
-    ) -> Any:  # both packages name their sets alike
-        return own(*args, **kwargs | {"coefficient_type": row.config.ns_coefficients})
+    def over_tp(*args: Any, **kwargs: Any) -> Any:
+        # both packages have the same names of sets
+        kwargs["coefficient_type"] = row.config.ns_coefficients
+        return newton_schulz_tp(*args, **kwargs)
 
     iteration = timers.timed(utils.newton_schulz, NEWTON_SCHULZ)
     of_squares, of_others = timers.timed(dist.all_reduce, _TP_GATHER), dist.all_reduce
