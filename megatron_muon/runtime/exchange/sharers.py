@@ -4,6 +4,7 @@ for columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, product
 
@@ -159,29 +160,27 @@ class Sharers:
         made = {key: crossings[key] for key in product(own, own)}
         if not self._others:
             return made
-        theirs = [self._strips_at(rank) for rank in self._others]
-        leaving = [list(product(own, strips)) for strips in theirs]
-        coming = [list(product(strips, own)) for strips in theirs]
-        sizes = [[crossings[key].numel() for key in keys] for keys in leaving]
-        sent = crossings[own[0], own[0]].new_empty(sum(map(sum, sizes)))
-        places = split_with_sizes(sent, list(chain.from_iterable(sizes)))
-        keys_sent = chain.from_iterable(leaving)
+        theirs = [self._strips_at(other) for other in self._others]
+        outgoing = [list(product(own, strips)) for strips in theirs]
+        incoming = [list(product(strips, own)) for strips in theirs]
+
+        def sizes(keys: Sequence[tuple[int, int]]) -> list[int]:
+            return [math.prod(shape_of(*key)) for key in keys]
+
+        keys_sent = list(chain.from_iterable(outgoing))
+        sent = crossings[own[0], own[0]].new_empty(sum(sizes(keys_sent)))
+        places = split_with_sizes(sent, sizes(keys_sent))
         for key, place in zip(keys_sent, places, strict=True):
             place.view(shape_of(*key)).copy_(crossings[key])
         self._meter.turn_bytes += sent.nbytes
-        counts = [
-            sum(rows * cols for rows, cols in (shape_of(*k) for k in ks))
-            for ks in coming
-        ]
-        to = list(zip(self._others, map(sum, sizes), strict=True))
-        for keys, part in zip(
-            coming, self._received("muon/turn", sent, to, counts), strict=True
-        ):
-            shapes = [shape_of(*key) for key in keys]
-            flat = split_with_sizes(part, [rows * cols for rows, cols in shapes])
-            made |= {
-                k: one.view(s) for k, one, s in zip(keys, flat, shapes, strict=True)
-            }
+        sent_counts = [sum(sizes(keys)) for keys in outgoing]
+        to = list(zip(self._others, sent_counts, strict=True))
+        counts = [sum(sizes(keys)) for keys in incoming]
+        received = self._received("muon/turn", sent, to, counts)
+        for keys, part in zip(incoming, received, strict=True):
+            parts = split_with_sizes(part, sizes(keys))
+            for key, flat in zip(keys, parts, strict=True):
+                made[key] = flat.view(shape_of(*key))
         return made
 
     def _strips_at(self, rank: int) -> list[int]:
