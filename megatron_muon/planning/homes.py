@@ -27,7 +27,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -40,6 +40,10 @@ from megatron_muon.settings.run import NODE
 HOME_SLACK = Fraction(105, 100)
 HOME_LIMIT = Fraction(110, 100)
 LINK_GBYTES = 40.0  # where none is stated
+# What counts of a rank while homes are improved: its work and its links, or its links
+# alone.
+_WEIGHTS = ((1, 2), (0, 2))
+_MOVES = 20_000  # at most, that are tried for a choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,8 @@ class Work:
     Replicas are held too, so ``held`` may have more than ``numel`` elements in all.
     ``shared`` are elements that take its home's link as long as all that the homes of
     one matrix do for it together, and ``waits`` picoseconds beside them
-    (``sharing.strip_time``).
+    (``sharing.strip_time``); only strips have them. ``parameter`` is the index of its
+    parameter.
     """
 
     flops: int
@@ -57,13 +62,23 @@ class Work:
     held: Mapping[int, int]
     shared: int = 0
     waits: int = 0
+    parameter: int = 0
 
-    def travelling(self, home: int) -> int:
-        """Elements that a home receives and sends: slices it lacks, directions of all
+    @property
+    def is_strip(self) -> bool:
+        return self.waits > 0
+
+    def time(self, price: Price) -> int:
+        """Its time at its home, without slices and directions."""
+        shared = self.shared * price.element + self.waits * price.picosecond
+        return self.flops * price.flop + shared
+
+    def time_as_home(self, home: int, price: Price) -> int:
+        """``time``, and that of the home's link: slices it lacks, directions of all
         others.
         """
-        slices = self.numel + sum(self.held.values()) - 2 * self.held.get(home, 0)
-        return slices + self.shared
+        elements = self.numel + sum(self.held.values()) - 2 * self.held.get(home, 0)
+        return self.time(price) + elements * price.element
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +92,23 @@ class Price:
     flop: int
     element: int
     picosecond: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """The speeds of ranks, and of links inside a node and between nodes."""
+
+    price: Price  # of work, and of elements between nodes
+    neighbours: int = NODE  # see RankGrid
+    faster: int = 1  # see strip_time.faster_near
+
+    def are_near(self, one: int, other: int) -> bool:
+        """Whether two ranks are of one node."""
+        return one // self.neighbours == other // self.neighbours
+
+    def link_time(self, elements: int, *, near: bool) -> int:
+        """The time of elements on a link inside a node or between nodes."""
+        return elements * self.price.element // (self.faster if near else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +234,7 @@ class _Ranks:
     def give(self, index: int, home: int) -> None:
         """Count a matrix at its home."""
         self._works[home] += self._matrices[index].flops
-        self._times[home] += _time(self._matrices[index], home, self._price)
+        self._times[home] += self._matrices[index].time_as_home(home, self._price)
         heapq.heappush(self._by_work, (self._works[home], home))
 
     def _least(self) -> int:
@@ -210,11 +242,6 @@ class _Ranks:
         while self._by_work[0][0] != self._works[self._by_work[0][1]]:
             heapq.heappop(self._by_work)
         return self._by_work[0][1]
-
-
-def _time(matrix: Work, home: int, price: Price) -> int:
-    at_home = matrix.flops * price.flop + matrix.waits * price.picosecond
-    return at_home + matrix.travelling(home) * price.element
 
 
 def _of_ideal(factor: Fraction, matrices: Sequence[Work], before: Loads) -> int:
@@ -228,3 +255,117 @@ def _of_ideal(factor: Fraction, matrices: Sequence[Work], before: Loads) -> int:
         * max(sum(flops) + sum(before.flops), size * max(flops, default=0))
         // size
     )
+
+
+def improved_by_time(
+    works: Sequence[Work], homes: Sequence[int], before: Loads, speeds: Speeds
+) -> list[list[int]]:
+    """Homes that are improved one by one, by work and links and by links alone.
+
+    The rank that ends last gives a matrix away, or takes one that it holds some of, as
+    long as all ranks that the move concerns end before it did. Strips keep their homes.
+
+    Args:
+        works, homes: of each matrix and strip.
+        before: see ``choose_homes``.
+        speeds: of the ranks and their links.
+    """
+    return [
+        _Search(works, homes, before, speeds, weights).improved()
+        for weights in _WEIGHTS
+    ]
+
+
+class _Search:
+    """Homes that are improved one by one: of each rank its work, and what its links
+    carry.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        homes: Sequence[int],
+        before: Loads,
+        speeds: Speeds,
+        weights: tuple[int, int],
+    ) -> None:
+        self._works, self._homes = works, list(homes)
+        self._speeds, self._weights = speeds, weights
+        self._work = list(before.times)
+        self._links = [[0, 0, 0, 0] for _ in self._work]  # out and in, far and near
+        self._at: list[set[int]] = [set() for _ in self._work]  # matrices by home
+        self._held: list[set[int]] = [set() for _ in self._work]  # and by holder
+        self._alike = [(work.flops, tuple(work.held.items())) for work in works]
+        for index, (home, work) in enumerate(zip(homes, works, strict=True)):
+            self._put(index, home, 1)
+            if not work.is_strip:
+                self._at[home].add(index)
+                for rank in work.held:
+                    self._held[rank].add(index)
+
+    def improved(self) -> list[int]:
+        """The homes after all moves that help the rank that ends last."""
+        ends = [(-self._end(rank), rank) for rank in range(len(self._work))]
+        heapq.heapify(ends)
+        left = _MOVES
+        while left > 0:
+            end, last = -ends[0][0], ends[0][1]
+            if end != self._end(last):  # outdated
+                heapq.heapreplace(ends, (-self._end(last), last))
+                continue
+            moves = [
+                (self._tried(index, home), index, home)
+                for index, home in self._moves(last)
+            ]
+            left -= len(moves)
+            if not moves or min(moves)[0] >= end:
+                break
+            for rank in self._move(*min(moves)[1:]):
+                heapq.heappush(ends, (-self._end(rank), rank))
+        return self._homes
+
+    def _moves(self, last: int) -> Iterator[tuple[int, int]]:
+        """Matrices with a new home each: away from a rank, or to it; of several alike
+        one.
+        """
+        least = min(range(len(self._work)), key=self._end)
+        seen = set()
+        for index in sorted(self._at[last]):
+            if (kind := (last, self._alike[index])) not in seen:
+                seen.add(kind)
+                for home in sorted({least, *self._works[index].held} - {last}):
+                    yield index, home
+        for index in sorted(self._held[last] - self._at[last]):
+            if (kind := (self._homes[index], self._alike[index])) not in seen:
+                seen.add(kind)
+                yield index, last
+
+    def _end(self, rank: int) -> int:
+        of_work, of_links = self._weights
+        return of_work * self._work[rank] + of_links * max(self._links[rank])
+
+    def _tried(self, index: int, home: int) -> int:
+        """The last end of the ranks that a move concerns."""
+        own = self._homes[index]
+        last = max(map(self._end, self._move(index, home)))
+        self._move(index, own)
+        return last
+
+    def _move(self, index: int, home: int) -> set[int]:
+        own = self._homes[index]
+        self._put(index, own, -1)
+        self._put(index, home, 1)
+        self._at[own].discard(index)
+        self._at[home].add(index)
+        self._homes[index] = home
+        return {own, home, *self._works[index].held}
+
+    def _put(self, index: int, home: int, sign: int) -> None:
+        work, speeds = self._works[index], self._speeds
+        self._work[home] += sign * work.time(speeds.price)
+        for rank, elements in work.held.items():
+            if rank != home:
+                near = speeds.are_near(rank, home)
+                time = sign * speeds.link_time(elements, near=near)
+                self._links[rank][2 * near] += time
+                self._links[home][2 * near + 1] += time

@@ -10,40 +10,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
 
-from megatron_muon.orthogonalize.iteration import (
-    gathers_of_rows,
-    ns_flops,
-    repeated_flops,
-    strip_flops,
-)
+from megatron_muon.orthogonalize.iteration import gathers_of_rows, repeated_flops
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid, held_shards
-from megatron_muon.planning.homes import Loads, Work, choose_homes, prices
+from megatron_muon.planning.homes import Work
 from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 from megatron_muon.planning.rounds.rank_plan import RankPlan, rank_plan
-from megatron_muon.planning.rounds.stage import stage_rounds
-from megatron_muon.planning.sharing.stage_time import stage_time
-from megatron_muon.planning.sharing.strip_time import StripTime, faster_near, strip_time
-from megatron_muon.planning.sharing.strips import (
-    LEAST_SHARED_PS,
-    Counts,
-    SharedMatrix,
-    can_share,
-    choose_counts,
-    in_strips,
-    strip_homes,
-)
-from megatron_muon.planning.slices import (
-    Matrix,
-    Slice,
-    all_slices,
-    gather_message,
-    held_elements,
-)
-from megatron_muon.settings.config import HomePolicy
+from megatron_muon.planning.sharing.strips import SharedMatrix
+from megatron_muon.planning.slices import Matrix, Slice, all_slices, gather_message
+from megatron_muon.planning.stage import Choice, Stage, flops_of_matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +32,7 @@ class ExchangePlan:
     slices: tuple[Slice, ...]
     grid: RankGrid
     itemsize: int  # bytes of an element that travels
-    flops: tuple[int, ...]  # Newton-Schulz flops of each matrix
+    works: tuple[Work, ...]  # the work of each matrix at its home
     # indices of the parameters that go through the exchange together, in order
     rounds: tuple[tuple[int, ...], ...]
     # the matrices that several homes share; their strips are among matrices
@@ -67,6 +44,17 @@ class ExchangePlan:
     def size(self) -> int:
         """Number of ranks in the stage."""
         return self.grid.size
+
+    @property
+    def flops(self) -> tuple[int, ...]:
+        """Newton-Schulz flops of each matrix."""
+        return tuple(work.flops for work in self.works)
+
+    @property
+    def choice(self) -> Choice:
+        """What later optimizers of the stage need to know."""
+        homes = [matrix.home for matrix in self.matrices]
+        return Choice(self.works, homes, self.rounds)
 
     def for_rank(self, rank: int) -> RankPlan:
         """The part of one rank of the stage."""
@@ -176,242 +164,40 @@ def make_plan(
         ValueError: the shards do not cover a parameter exactly once, or the plans have
             other ranks.
     """
-    stage = _Stage(grid, numerics, _loads(earlier, grid, numerics), later)
-    if numerics.config.homes_by_link:
-        cuts = _in_strips(parameters, stage, "balanced", "local")
-        every = (_homes_by_link(cut, stage, earlier) for cut in cuts)
-        cut, homes, ends = min(every, key=lambda made: made[2])  # of the shortest step
-    else:
-        (cut,) = _in_strips(parameters, stage, numerics.config.homes)
-        homes, ends = stage.homes(cut, numerics.config.homes), 0
-    parameters = [parameter for parameter, _ in cut]
-    works = _all_works(cut)
-    shapes, owner = _shapes_of(parameters)
-    matrices = tuple(
-        _homed(parameter, shape, home)
-        for (parameter, shape), home in zip(shapes, homes, strict=True)
-    )
+    for plan in earlier:
+        if plan.size != grid.size:
+            raise ValueError(
+                f"a stage's optimizers have its {grid.size} ranks, not {plan.size}"
+            )
+    stage = Stage(grid, numerics, [plan.choice for plan in earlier], later)
+    parameters, choice = stage.choose(parameters)
+    matrices: list[Matrix] = []
+    owner: list[int] = []
+    for index, parameter in enumerate(parameters):
+        for shape in parameter.matrices:
+            home = choice.homes[len(matrices)]
+            matrices.append(_homed(parameter, shape, home))
+            owner.append(index)
+    works = tuple(_works_at_homes(choice.works, matrices, numerics))
     plan = ExchangePlan(
         parameters=tuple(parameters),
-        matrices=matrices,
+        matrices=tuple(matrices),
         slices=tuple(all_slices(parameters, matrices, grid)),
         grid=grid,
         itemsize=numerics.itemsize,
-        flops=tuple(_flops_at_homes(works, matrices, numerics)),
-        rounds=stage_rounds(owner, matrices, works, grid.size, numerics),
+        works=works,
+        rounds=choice.rounds,
         shared=tuple(_shared(owner, matrices, numerics)),
-        ends=ends,
+        ends=choice.time,
     )
     plan.validate()
     return plan
 
 
-def _shapes_of(
-    parameters: Sequence[Parameter],
-) -> tuple[list[tuple[Parameter, MatrixShape]], list[int]]:
-    """All matrices, each with its parameter, and the indices of these parameters."""
-    shapes: list[tuple[Parameter, MatrixShape]] = []
-    owner: list[int] = []
-    for index, parameter in enumerate(parameters):
-        for shape in parameter.matrices:
-            shapes.append((parameter, shape))
-            owner.append(index)
-    return shapes, owner
-
-
 def flops_of(parameters: Sequence[Parameter], numerics: Numerics) -> int:
     """Newton-Schulz flops of whole matrices."""
-    return sum(
-        flops_of_matrix(m, numerics) for each in parameters for m in each.matrices
-    )
-
-
-def flops_of_matrix(shape: MatrixShape | Matrix, numerics: Numerics) -> int:
-    """Newton-Schulz flops of a matrix, or of a strip at its home."""
-    strip = shape.strip
-    if strip is None:
-        return shape.units * ns_flops(*shape.unit, numerics)
-    place = {"number": strip.number, "count": strip.count}
-    return strip_flops(strip.rows, strip.cols, strip.long.size, numerics, **place)
-
-
-_Cut = tuple[Parameter, Sequence[Work]]  # a parameter, and the work of its matrices
-
-
-def _all_works(cut: Sequence[_Cut]) -> list[Work]:
-    return [work for _, works in cut for work in works]
-
-
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """The ranks of a stage, and what they have to do before the optimizer that is
-    planned.
-    """
-
-    grid: RankGrid
-    numerics: Numerics
-    before: Loads
-    later: int  # flops of those that step after it
-
-    @property
-    def faster(self) -> int:
-        """How much faster a link inside a node is."""
-        link = self.numerics.config.link_gbytes
-        return faster_near(link, self.grid.size, self.grid.neighbours)
-
-    def works(self, parameter: Parameter) -> list[Work]:
-        """The work of each matrix of a parameter."""
-        held = held_elements(parameter, self.grid)
-        return [
-            Work(
-                flops_of_matrix(shape, self.numerics),
-                shape.rows * shape.cols,
-                by_rank,
-                *_strip_time(shape, self.grid, self.numerics),
-            )
-            for shape, by_rank in zip(parameter.matrices, held, strict=True)
-        ]
-
-    def homes(self, cut: Sequence[_Cut], policy: HomePolicy) -> Sequence[int]:
-        """The home of each matrix."""
-        works, grid = _all_works(cut), self.grid
-        strips = [shape.strip for parameter, _ in cut for shape in parameter.matrices]
-        chosen = strip_homes(strips, works, self.before.flops)
-        price, near = prices(self.numerics), grid.neighbours
-        return choose_homes(works, grid.size, policy, price, chosen, self.before, near)
-
-    def time(self, cut: Sequence[_Cut], policy: HomePolicy) -> int:
-        """The time of the stage's step with these strips."""
-        works = _all_works(cut)
-        price = prices(self.numerics)
-        homes = self.homes(cut, policy)
-        near = self.grid.neighbours, self.faster
-        return stage_time(works, homes, price, self.before, self.later, *near)
-
-
-def _strip_time(
-    shape: MatrixShape | Matrix, grid: RankGrid, numerics: Numerics
-) -> StripTime:
-    own = shape.rows * shape.cols
-    return strip_time(shape.strip, own, grid.size, numerics, grid.neighbours)
-
-
-def _loads(plans: Sequence[ExchangePlan], grid: RankGrid, numerics: Numerics) -> Loads:
-    """What each rank has to do by some plans: their Newton-Schulz, and its link as a
-    home.
-    """
-    size, price = grid.size, prices(numerics)
-    flops, times = [0] * size, [0] * size
-    for plan in plans:
-        if plan.size != size:
-            raise ValueError(
-                f"a stage's optimizers have its {size} ranks, not {plan.size}"
-            )
-        strips = [_strip_time(matrix, grid, numerics) for matrix in plan.matrices]
-        elements = [strip.elements for strip in strips]
-        for one in plan.slices:
-            if one.rank != plan.matrices[one.matrix].home:
-                elements[one.matrix] += one.elements.size * (1 if one.replica else 2)
-        for at, (matrix, work) in enumerate(
-            zip(plan.matrices, plan.flops, strict=True)
-        ):
-            flops[matrix.home] += work
-            times[matrix.home] += work * price.flop + elements[at] * price.element
-            times[matrix.home] += strips[at].waits * price.picosecond
-    return Loads(tuple(flops), tuple(times))
-
-
-def _in_strips(
-    parameters: Sequence[Parameter], stage: _Stage, *policies: HomePolicy
-) -> list[Sequence[_Cut]]:
-    """The parameters with shared matrices cut, once for each policy that has other
-    strips.
-    """
-    numerics = stage.numerics
-
-    @cache
-    def cut(index: int, counts: tuple[int, ...]) -> _Cut:
-        """A parameter with each matrix in so many strips: a plan tries few counts of
-        each.
-        """
-        parameter = parameters[index]
-        shapes = [(m.rows, m.cols) for m in parameter.matrices]
-        count_of = dict(zip(shapes, counts, strict=True))
-
-        def strips(shape: MatrixShape) -> int:
-            count = count_of[shape.rows, shape.cols]
-            return count if can_share(shape.rows, shape.cols, count, numerics) else 1
-
-        made = in_strips(parameter, strips)
-        return made, stage.works(made)
-
-    def cut_all(counts: Counts, others: int = 1) -> Sequence[_Cut]:
-        return [
-            cut(
-                index,
-                tuple(counts.get((m.rows, m.cols), others) for m in parameter.matrices),
-            )
-            for index, parameter in enumerate(parameters)
-        ]
-
-    if numerics.split != "auto":
-        return [cut_all({}, 1 if numerics.split == "off" else numerics.split)]
-    least = LEAST_SHARED_PS * numerics.config.rank_tflops  # flops
-    shapes: set[tuple[int, int]] = set()
-    for parameter in parameters:
-        if in_strips(parameter, lambda _: 2) is parameter:
-            continue
-        for m in parameter.matrices:
-            if ns_flops(*m.unit, numerics) >= least:
-                shapes.add((m.rows, m.cols))
-    if not shapes:
-        return [cut_all({})]
-    can = partial(can_share, numerics=numerics)
-
-    def time_of(policy: HomePolicy, counts: Counts) -> int:
-        return stage.time(cut_all(counts), policy)
-
-    size = stage.grid.size
-    chosen = [
-        choose_counts(sorted(shapes), size, partial(time_of, of), can)
-        for of in policies
-    ]
-    return [
-        cut_all(counts) for at, counts in enumerate(chosen) if counts not in chosen[:at]
-    ]
-
-
-_Homes = tuple[Sequence[_Cut], Sequence[int], int]  # of what, and the time
-
-
-def _homes_by_link(
-    cut: Sequence[_Cut], stage: _Stage, earlier: Sequence[ExchangePlan]
-) -> _Homes:
-    """The homes of these strips with which a step is shortest, and its time."""
-    from megatron_muon.planning import link_homes  # only where a link is stated
-
-    works, numerics = _all_works(cut), stage.numerics
-    every, owner = _shapes_of([parameter for parameter, _ in cut])
-    shared = (at for at, (_, shape) in enumerate(every) if shape.strip is not None)
-    before, near = stage.before, (stage.grid.neighbours, stage.faster)
-    directions = list(before.times)
-    for plan in earlier:
-        for one in plan.slices:
-            at_home = before.times[plan.matrices[one.matrix].home]
-            directions[one.rank] = max(directions[one.rank], at_home)
-    of = link_homes.Stage(
-        works, owner, frozenset(shared), before, directions, prices(numerics), *near
-    )
-
-    def rounds_of(homes: Sequence[int]) -> Sequence[Sequence[int]]:
-        matrices = [
-            _homed(parameter, shape, home)
-            for (parameter, shape), home in zip(every, homes, strict=True)
-        ]
-        return stage_rounds(owner, matrices, works, stage.grid.size, numerics)
-
-    choices = [stage.homes(cut, "balanced"), stage.homes(cut, "local")]
-    return cut, *link_homes.fastest(of, choices, rounds_of)
+    every = (shape for each in parameters for shape in each.matrices)
+    return sum(flops_of_matrix(shape, numerics) for shape in every)
 
 
 def _shared(
@@ -431,18 +217,20 @@ def _shared(
             )
 
 
-def _flops_at_homes(
+def _works_at_homes(
     works: Sequence[Work], matrices: Sequence[Matrix], numerics: Numerics
-) -> Iterator[int]:
+) -> Iterator[Work]:
     """A home that has several strips of a matrix, where ranks are few, makes whole
     squares once.
     """
-    for index, (matrix, work) in enumerate(zip(matrices, works, strict=True)):
-        again = matrix.strip is not None and matrix.strip.number > 0
-        again = again and matrices[index - 1].home == matrix.home
-        strips = 1 if matrix.strip is None else matrix.strip.count
-        whole = repeated_flops(*matrix.whole, strips, numerics) if again else 0
-        yield work.flops - whole
+    before: Matrix | None = None
+    for matrix, work in zip(matrices, works, strict=True):
+        strip, flops = matrix.strip, work.flops
+        again = before is not None and before.home == matrix.home
+        if strip is not None and strip.number and again:
+            flops -= repeated_flops(*matrix.whole, strip.count, numerics)
+        before = matrix
+        yield replace(work, flops=flops)
 
 
 def _homed(parameter: Parameter, shape: MatrixShape, home: int) -> Matrix:

@@ -10,8 +10,6 @@ from fractions import Fraction
 from typing import get_args
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from figures.priced_models import CASES, Case
 from figures.scale.shared_steps import LARGE
@@ -25,8 +23,6 @@ from megatron_muon.lab.pricing.streams import nodes_of
 from megatron_muon.lab.pricing.work import Optimizer
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.numerics import Device, Numerics
-from megatron_muon.planning.homes import Loads, Price, Work, choose_homes
-from megatron_muon.planning.link_homes import Stage, fastest, step_time
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.update import Preset
@@ -192,41 +188,3 @@ def test_where_matrices_divide_evenly_a_fast_link_divides_them(words: str) -> No
         flops = list(map(sum, zip(*(plan.ns_flops() for plan in plans), strict=True)))
         most[name] = max(flops) * len(flops) / sum(flops)
     assert most["by time"] <= min(1.02, most["by work"])
-
-
-@st.composite
-def stages(draw: st.DrawFn) -> Stage:
-    """Matrices with random work, each held by some of a few ranks, with any link."""
-    size = draw(st.integers(1, 5))
-    count = draw(st.integers(1, 9))
-    held = st.dictionaries(st.integers(0, size - 1), st.integers(1, 30), min_size=1)
-    drawn = [(draw(st.integers(1, 30)), draw(held)) for _ in range(count)]
-    works = [Work(flops * 10**6, sum(by.values()), by) for flops, by in drawn]
-    fixed = frozenset(draw(st.sets(st.integers(0, count - 1))))
-    before = Loads((0,) * size, tuple(draw(st.integers(0, 10**9)) for _ in range(size)))
-    price = Price(draw(st.integers(1, 100)), draw(st.integers(0, 10**8)), 1)
-    near = draw(st.sampled_from((1, 2, 8)))
-    return Stage(works, range(count), fixed, before, before.times, price, near, 7)
-
-
-@given(stages(), st.integers(1, 3))
-def test_homes_by_time_are_no_later_than_both_others_and_leave_strips(
-    stage: Stage, rounds: int
-) -> None:
-    def rounds_of(homes: Sequence[int]) -> list[list[int]]:
-        every = range(len(stage.works))
-        return [part for at in range(rounds) if (part := list(every[at::rounds]))]
-
-    chosen = {index: 0 for index in stage.fixed}
-    choices = [
-        choose_homes(stage.works, stage.size, policy, stage.price, chosen, stage.before)
-        for policy in ("balanced", "local")
-    ]
-    found, time = fastest(stage, choices, rounds_of)
-    assert (found, time) == fastest(stage, choices, rounds_of)
-    times = [step_time(stage, homes, rounds_of(homes)) for homes in (found, *choices)]
-    assert times[0] == time
-    assert times[0] <= times[1]
-    assert times[2] >= times[0] - max(times[0] // 63, 200_000_000)
-    assert all(found[index] == 0 for index in stage.fixed)
-    assert all(0 <= home < stage.size for home in found)

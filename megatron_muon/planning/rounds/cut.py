@@ -13,14 +13,18 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Protocol
 
+from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.planning.homes import Work
+
+Rounds = tuple[tuple[int, ...], ...]  # indices of parameters per round
 Loads = Mapping[int, int]  # bytes by rank of the stage
 
 # A round has room for this many parameters of the largest size. With 2 the time model
 # has Llama-3-8B at TP1 x DP8 13 % slower, since ranks wait for each other between
 # rounds; with more than 3 it is hardly faster.
 _LARGEST_IN_A_ROUND = 3
-# picoseconds that one more round takes to start: messages, kernels, Python
-ROUND_PS = 200_000_000
+# picoseconds that one more round takes beside its messages: kernels, Python
+ROUND_PS = 30_000_000
 # bytes; on a GPU, smaller rounds take longer to start than to run
 LEAST_LIMIT = 256 << 20
 # Elements that one elementwise call may take; its fp32 scratch memory is then 80 MiB.
@@ -46,6 +50,64 @@ def scratch_limit(matrices: Sequence[Sized]) -> int:
     """
     largest = max((matrix.numel for matrix in matrices), default=0)
     return max(3 * largest // 2, LEAST_SCRATCH)
+
+
+def ways_to_cut(
+    works: Sequence[Work], homes: Sequence[int], numerics: Numerics
+) -> list[Rounds]:
+    """Rounds that keep to ``round_bytes``, where two rounds use memory at a time.
+
+    There are as few as fit; and where rounds are free to choose, at least two of which
+    small matrices come first. The homes of a shared matrix wait for each other, so with
+    strips all matrices come as early as they can.
+
+    If all rounds are alike, a home has at most three copies of a matrix: the one that
+    is orthogonalized, the message that it comes in and the one that it goes in. Another
+    rank has two copies of a slice. So in each of two rounds a matrix counts 3/2 at its
+    home, a slice 1.
+
+    Where every matrix lies whole on one rank, as with an expert DP of 1, most stay
+    there. If nothing travels in a round or its neighbours, a home has one copy: a
+    matrix counts 1/2. Those rounds come first, so a rank that has more to do for
+    another optimizer, and gives matrices away for that, is as far as the others when
+    these travel. The last of them shares memory with slices that arrive, which take 2/3
+    of what a round may: if anything travels, a matrix that stays counts 3/4.
+
+    Args:
+        works, homes: of each matrix and strip; every parameter has one.
+        numerics: ``round_bytes`` is read.
+    """
+    itemsize, limit = numerics.itemsize, numerics.config.round_bytes
+    count = max((work.parameter + 1 for work in works), default=0)
+    every = list(zip(works, homes, strict=True))
+    travels = {work.parameter for work, home in every if set(work.held) != {home}}
+    if any(len(work.held) > 1 for work in works):
+        travels = set(range(count))
+    homed: list[dict[int, int]] = [defaultdict(int) for _ in range(count)]
+    taken: list[dict[int, int]] = [defaultdict(int) for _ in range(count)]
+    for work, home in every:
+        index, nbytes = work.parameter, work.numel * itemsize
+        homed[index][home] += nbytes
+        for rank, elements in work.held.items():
+            if rank != home:
+                taken[index][rank] += elements * itemsize
+        quarters = 3 if travels else 2
+        if index in travels:
+            quarters = 6
+        taken[index][home] += -(-quarters * nbytes // 4)
+
+    def cut(some: Sequence[int], least: int | None = None) -> Rounds:
+        loads = [homed[index] for index in some], [taken[index] for index in some]
+        made = make_rounds(*loads, limit)
+        if least is not None:
+            made = smaller_first(*loads, limit, max(least, len(made)))
+        return tuple(tuple(some[at] for at in round) for round in made)
+
+    stays = cut([index for index in range(count) if index not in travels])
+    ways = [stays + cut(sorted(travels))]
+    if travels and limit is None and not any(work.is_strip for work in works):
+        ways.append(stays + cut(sorted(travels), least=2))
+    return ways
 
 
 def make_rounds(

@@ -23,11 +23,10 @@ from figures.llama import llama_8b
 from megatron_muon.lab.bench.step.meter import peak_bytes
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.planning import stage
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.plan import make_plan
-from megatron_muon.planning.rounds import stage as rounds_of_stage
 from megatron_muon.planning.rounds.cut import make_rounds, smaller_first
-from megatron_muon.planning.rounds.pipeline import Demand, pipeline_time
 from megatron_muon.planning.rounds.table import round_tables
 from megatron_muon.runtime import collectives
 from megatron_muon.settings.config import MuonConfig
@@ -123,21 +122,6 @@ def test_small_matrices_come_first_in_equal_shares_of_every_home() -> None:
     assert smaller_first(alike, alike, None, 2) == ((0, 1, 4, 5), (2, 3, 6, 7))
 
 
-def test_the_time_of_rounds_is_that_of_a_pipeline() -> None:
-    """Rank 1 sends all to rank 0. At once: 6 for pieces, 8 of work, 6 for directions.
-    In two: 2 for the small one's; the large one's come at 6, when 3 of work are done at
-    5; 5 more, and 4 back.
-    """
-    small = Demand({0: 3}, {(1, 0): 2})
-    large = Demand({0: 5}, {(1, 0): 4})
-    assert pipeline_time([(0, 1)], [small, large], 2) == 20
-    assert pipeline_time([(0,), (1,)], [small, large], 2) == 15
-    assert pipeline_time([], [], 2) == 0
-    # another home's own work is waited for by none
-    beside = [small, large, Demand({1: 30}, {})]
-    assert pipeline_time([(0,), (1, 2)], beside, 2) == 30
-
-
 def test_a_plan_takes_the_rounds_with_less_time() -> None:
     """Llama-3-8B over 32 ranks: small matrices come first; one round stays if it is
     asked for.
@@ -147,7 +131,7 @@ def test_a_plan_takes_the_rounds_with_less_time() -> None:
     cut = make_plan(parameters, grid, Numerics(MuonConfig()))
     whole = make_plan(parameters, grid, Numerics(MuonConfig(round_bytes=1 << 62)))
     # no way is shorter
-    with mock.patch.object(rounds_of_stage, "pipeline_time", lambda *_: 0):
+    with mock.patch.object(stage, "step_times", lambda *_: ([0], [0])):
         few = make_plan(parameters, grid, Numerics(MuonConfig()))
     assert len(whole.rounds) == 1 and few.rounds != cut.rounds
     assert cut.matrices == few.matrices == whole.matrices

@@ -122,7 +122,7 @@ def _after(works: list[Work], homes: list[int], before: Loads, price: Price) -> 
     times = list(before.times)
     for work, home in zip(works, homes, strict=True):
         flops[home] += work.flops
-        times[home] += work.flops * price.flop + work.travelling(home) * price.element
+        times[home] += work.time_as_home(home, price)
     return Loads(tuple(flops), tuple(times))
 
 

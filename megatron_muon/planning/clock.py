@@ -1,0 +1,155 @@
+"""The time of a stage's step by two speeds, in integers.
+
+Every choice of a plan asks this clock: how many strips, which homes, which rounds, and
+which layout of buffers. It runs the events of ``schedule`` on all ranks. A rank makes
+its products one after another, and its link carries the messages of one round at a
+time. A rank waits for all that it sends and receives, so for its peers to begin, and
+for its part of their links. Elementwise work, AdamW's part and the host take no time
+here: they hardly depend on what is chosen.
+
+Times are in the unit of ``homes.Price``. ``pricing.step`` runs every operation;
+``test_shared_models`` holds the choices to its times.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_muon.planning.homes import Speeds, Work
+from megatron_muon.planning.schedule import step_events
+from megatron_muon.planning.sharing.strip_time import MESSAGE_PS, PEER_PS
+
+# Matrices of one size that a home has in a round are a batch, and the last wave of its
+# products does not fill a GPU.
+_BATCH_PS = 100_000_000
+_Pairs = Mapping[tuple[int, int], int]  # elements by (holder, home)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a round asks of ranks and links."""
+
+    work: Mapping[int, int]  # time of its matrices by home
+    slices: _Pairs
+    links: Mapping[int, int]  # time of each rank's messages, one way
+
+
+def clocked(
+    works: Sequence[Work],
+    homes: Sequence[int],
+    rounds: Sequence[Sequence[int]],
+    speeds: Speeds,
+    size: int,
+) -> list[Round]:
+    """What each round asks of ranks and links.
+
+    Args:
+        works, homes: of each matrix and strip.
+        rounds: indices of parameters per round.
+        speeds: of the ranks and their links.
+        size: number of ranks.
+    """
+    price = speeds.price
+    round_of: dict[int, int] = {}
+    for number, round in enumerate(rounds):
+        round_of |= dict.fromkeys(round, number)
+    slices: list[dict[tuple[int, int], int]] = [defaultdict(int) for _ in rounds]
+    at_home: list[dict[int, int]] = [defaultdict(int) for _ in rounds]
+    batches: set[tuple[int, int, int, int]] = set()
+    for work, home in zip(works, homes, strict=True):
+        number = round_of[work.parameter]
+        at_home[number][home] += work.time(price)
+        batches.add((number, home, work.flops, work.numel))
+        for rank, elements in work.held.items():
+            if rank != home:
+                slices[number][rank, home] += elements
+    for number, home, _, _ in batches:
+        at_home[number][home] += _BATCH_PS * price.picosecond
+    return [
+        Round(work, pairs, _links(pairs, speeds, size))
+        for work, pairs in zip(at_home, slices, strict=True)
+    ]
+
+
+def step_times(
+    optimizers: Sequence[Sequence[Round]], size: int
+) -> tuple[list[int], list[int]]:
+    """When each rank has made its last products, and when it has its last directions.
+
+    Args:
+        optimizers: the rounds of each, in the order of their steps.
+        size: number of ranks.
+    """
+    link = [0] * size  # times at which each rank's link is free
+    done = [0] * size
+    worked = [0] * size
+    arrivals: dict[tuple[int, int], Mapping[int, int]] = {}
+    for action, optimizer, number, travels in step_events(list(map(len, optimizers))):
+        if action == "adamw" or travels is False:
+            continue  # takes no time
+        round = optimizers[optimizer][number]
+        if action == "orthogonalize":
+            for rank, time in round.work.items():
+                done[rank] += time
+            worked = list(done)
+        elif action in ("start", "scatter"):
+            arrivals[optimizer, number] = _exchanged(round, link, done)
+        else:
+            for rank, time in arrivals[optimizer, number].items():
+                done[rank] = max(done[rank], time)
+    return worked, done
+
+
+def _exchanged(round: Round, link: list[int], done: Sequence[int]) -> Mapping[int, int]:
+    """When each rank has its messages of a round, and its link is free again."""
+    ready = {rank: max(link[rank], done[rank]) for rank in round.links}
+    begins = dict(ready)
+    # where all are ready at one time, none waits
+    waits = len(set(ready.values())) > 1
+    for one, other in round.slices if waits else ():
+        first, second = ready[one], ready[other]
+        if begins[one] < second:
+            begins[one] = second
+        elif begins[other] < first:
+            begins[other] = first
+    ends = {rank: begins[rank] + time for rank, time in round.links.items()}
+    for rank, end in ends.items():
+        link[rank] = end
+    return ends
+
+
+def _links(pairs: _Pairs, speeds: Speeds, size: int) -> Mapping[int, int]:
+    """The time of each rank's messages: directions take the same way back.
+
+    A peer's link takes the messages of several ranks at once, so a small one is through
+    before others.
+    """
+    price, neighbours, faster = speeds.price, speeds.neighbours, speeds.faster
+    total = [0] * (4 * size)  # time, by way: out or in, far or near
+    count = [0] * (4 * size)
+    messages = []
+    for (holder, home), elements in pairs.items():
+        time, out, into = elements * price.element, 4 * holder, 4 * home + 1
+        if holder // neighbours == home // neighbours:
+            time, out, into = time // faster, out + 2, into + 2
+        messages.append((out, into, time))
+        total[out] += time
+        total[into] += time
+        count[out] += 1
+        count[into] += 1
+    takes = list(total)
+    for out, into, time in messages:
+        if takes[out] < total[into]:
+            takes[out] = max(takes[out], min(time * count[into], total[into]))
+        if takes[into] < total[out]:
+            takes[into] = max(takes[into], min(time * count[out], total[out]))
+    links = {}
+    for rank in range(size):
+        first = 4 * rank
+        peers = sum(count[first : first + 4])
+        if peers:
+            latency = (MESSAGE_PS + PEER_PS * peers) * price.picosecond
+            links[rank] = max(takes[first : first + 4]) + latency
+    return links
