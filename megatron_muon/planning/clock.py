@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_muon.planning.homes import Speeds, Work
-from megatron_muon.planning.schedule import step_events
+from megatron_muon.planning.schedule import round_numbers, step_events
 from megatron_muon.planning.sharing.strip_time import MESSAGE_PS, PEER_PS
 
 # Matrices of one size that a home has in a round are a batch, and the last wave of its
@@ -52,9 +52,7 @@ def clocked(
         size: number of ranks.
     """
     price = speeds.price
-    round_of: dict[int, int] = {}
-    for number, round in enumerate(rounds):
-        round_of |= dict.fromkeys(round, number)
+    round_of = round_numbers(rounds)
     slices: list[dict[tuple[int, int], int]] = [defaultdict(int) for _ in rounds]
     at_home: list[dict[int, int]] = [defaultdict(int) for _ in rounds]
     batches: set[tuple[int, int, int, int]] = set()

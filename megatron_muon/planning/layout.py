@@ -117,7 +117,7 @@ class MatrixShape:
         """(rows, cols) of each of these."""
         return self.rows, self.cols // self.units
 
-    def column_parts(self, of_parameter: int) -> int:
+    def staged_parts(self, of_parameter: int) -> int:
         """The number of its column parts, where its parameter's matrices have so
         many.
         """

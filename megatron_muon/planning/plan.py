@@ -16,8 +16,9 @@ from megatron_muon.orthogonalize.iteration import gathers_of_rows, repeated_flop
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid, held_shards
 from megatron_muon.planning.homes import Work
-from megatron_muon.planning.layout import MatrixShape, Parameter, Span
+from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.planning.rounds.rank_plan import RankPlan, rank_plan
+from megatron_muon.planning.schedule import round_numbers
 from megatron_muon.planning.sharing.strips import SharedMatrix
 from megatron_muon.planning.slices import Matrix, Slice, all_slices, gather_message
 from megatron_muon.planning.stage import Choice, Stage, flops_of_matrix
@@ -64,10 +65,7 @@ class ExchangePlan:
 
     def round_of(self) -> dict[int, int]:
         """The round of each parameter."""
-        numbers: dict[int, int] = {}
-        for number, round in enumerate(self.rounds):
-            numbers |= dict.fromkeys(round, number)
-        return numbers
+        return round_numbers(self.rounds)
 
     def ns_flops(self) -> list[int]:
         """Newton-Schulz floating-point operations of each rank in a step."""
@@ -172,12 +170,23 @@ def make_plan(
     stage = Stage(grid, numerics, [plan.choice for plan in earlier], later)
     parameters, choice = stage.choose(parameters)
     matrices: list[Matrix] = []
-    owner: list[int] = []
     for index, parameter in enumerate(parameters):
         for shape in parameter.matrices:
             home = choice.homes[len(matrices)]
-            matrices.append(_homed(parameter, shape, home))
-            owner.append(index)
+            parts = shape.staged_parts(parameter.column_parts)
+            matrices.append(
+                Matrix(
+                    shape.name,
+                    shape.rows,
+                    shape.cols,
+                    shape.column_blocks,
+                    shape.apart,
+                    shape.strip,
+                    column_parts=parts,
+                    home=home,
+                    parameter=index,
+                )
+            )
     works = tuple(_works_at_homes(choice.works, matrices, numerics))
     plan = ExchangePlan(
         parameters=tuple(parameters),
@@ -187,7 +196,7 @@ def make_plan(
         itemsize=numerics.itemsize,
         works=works,
         rounds=choice.rounds,
-        shared=tuple(_shared(owner, matrices, numerics)),
+        shared=tuple(_shared(matrices, numerics)),
         ends=choice.time,
     )
     plan.validate()
@@ -200,14 +209,12 @@ def flops_of(parameters: Sequence[Parameter], numerics: Numerics) -> int:
     return sum(flops_of_matrix(shape, numerics) for shape in every)
 
 
-def _shared(
-    owner: Sequence[int], matrices: Sequence[Matrix], numerics: Numerics
-) -> Iterator[SharedMatrix]:
+def _shared(matrices: Sequence[Matrix], numerics: Numerics) -> Iterator[SharedMatrix]:
     for index, matrix in enumerate(matrices):
         if matrix.strip is not None and matrix.strip.number == 0:
             strips = matrices[index : index + matrix.strip.count]
             yield SharedMatrix(
-                parameter=owner[index],
+                parameter=matrix.parameter,
                 homes=tuple(strip.home for strip in strips),
                 rows=matrix.strip.rows,
                 cols=matrix.strip.cols,
@@ -231,19 +238,6 @@ def _works_at_homes(
             flops -= repeated_flops(*matrix.whole, strip.count, numerics)
         before = matrix
         yield replace(work, flops=flops)
-
-
-def _homed(parameter: Parameter, shape: MatrixShape, home: int) -> Matrix:
-    return Matrix(
-        name=shape.name,
-        rows=shape.rows,
-        cols=shape.cols,
-        column_parts=shape.column_parts(parameter.column_parts),
-        column_blocks=shape.column_blocks,
-        home=home,
-        units=shape.units,
-        strip=shape.strip,
-    )
 
 
 def _require_cover(name: str, ranges: list[Span], whole: Span) -> None:

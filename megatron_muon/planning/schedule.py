@@ -80,6 +80,14 @@ def step_events(rounds: Sequence[int]) -> Iterator[Event]:
     yield from under_way
 
 
+def round_numbers(rounds: Sequence[Sequence[int]]) -> dict[int, int]:
+    """The number of each parameter's round, from the parameters of each round."""
+    numbers: dict[int, int] = {}
+    for number, round in enumerate(rounds):
+        numbers |= dict.fromkeys(round, number)
+    return numbers
+
+
 def starts(
     updated: Iterable[int],
     last: int,

@@ -14,39 +14,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.layout import Parameter, Span, Strip
+from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
-    """A whole matrix of the stage and the rank that orthogonalizes it."""
+class Matrix(MatrixShape):
+    """A whole matrix of the stage, or a strip, and the rank that orthogonalizes it."""
 
-    # parameter name, with the matrix in brackets where a parameter holds several
-    name: str
-    rows: int  # rows, cols: size over all TP ranks
-    cols: int
-    column_parts: (
-        int  # number of equal column ranges that staging lays out one after another
-    )
-    column_blocks: (
-        int  # number of equal column ranges of which each part holds some, in order
-    )
-    home: int  # rank of the stage's group
-    # units, unit: number of matrices that Newton-Schulz takes it as, and (rows, cols)
-    # of each: its column blocks one by one, or all of it
-    units: int = 1
-    # which range it is of a matrix that several homes share; then rows and cols are
-    # those of the elements that come to its home
-    strip: Strip | None = None
-
-    @property
-    def unit(self) -> tuple[int, int]:
-        return self.rows, self.cols // self.units
+    # number of equal column ranges that staging lays out one after another; each holds
+    # some of every column block
+    column_parts: int = 1
+    home: int = 0  # rank of the stage's group
+    parameter: int = 0  # index of its parameter in the plan
 
     @property
     def whole(self) -> tuple[int, int]:
         """``unit``, or (rows, cols) of the matrix that it is a strip of: what its scale
-        goes by.
+        depends on.
         """
         return self.unit if self.strip is None else (self.strip.rows, self.strip.cols)
 
@@ -109,7 +93,8 @@ def all_slices(
     parameters: Sequence[Parameter], matrices: Sequence[Matrix], grid: RankGrid
 ) -> Iterator[Slice]:
     """Every slice of a stage, by parameter, TP rank and DP rank."""
-    tp_rank_of, first_matrix = grid.tp_ranks(), 0
+    tp_rank_of = grid.tp_ranks()
+    first_matrix = 0
     for index, parameter in enumerate(parameters):
         for tp_rank, rank, matrix, elements, start in _of_parameter(parameter, grid):
             other = tp_rank != tp_rank_of[matrices[first_matrix + matrix].home]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from megatron_muon.lab.pricing.kernels import batches
-from megatron_muon.lab.pricing.work import RoundWork, owned_matrices
+from megatron_muon.lab.pricing.work import RoundWork
 from megatron_muon.orthogonalize.iteration import (
     makes_rows,
     square_rows,
@@ -39,15 +39,13 @@ def of_newton_schulz(
         works: its rounds.
         numerics: of the run, on a GPU.
     """
-    round_of = {
-        index: at for at, members in enumerate(plan.rounds) for index in members
-    }
+    round_of = plan.round_of()
     strips: list[list[list[Matrix]]] = [
         [[] for _ in range(plan.size)] for _ in plan.rounds
     ]
-    for index, matrix in owned_matrices(plan):
+    for matrix in plan.matrices:
         if matrix.strip is not None:
-            strips[round_of[index]][matrix.home].append(matrix)
+            strips[round_of[matrix.parameter]][matrix.home].append(matrix)
     limit = scratch_limit(plan.matrices)
     return [
         [

@@ -35,7 +35,7 @@ from typing import Literal
 from megatron_muon.lab.pricing.hardware import MICRO, Hardware
 from megatron_muon.lab.pricing.kernels import Cost, newton_schulz, sliced_steps, stream
 from megatron_muon.lab.pricing.step import adamw
-from megatron_muon.lab.pricing.work import Optimizer, owned_matrices
+from megatron_muon.lab.pricing.work import Optimizer
 from megatron_muon.orthogonalize.iteration import ns_flops, symmetric_flops
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.layout import Parameter
@@ -143,10 +143,9 @@ def _owners(
         LayerWise(launches=_LAUNCHES * homes, elements=homes * shape[0] * shape[1])
         for shape in (parameter.shape for parameter in plan.parameters)
     ]
-    for index, matrix in owned_matrices(plan):
-        works[index] += _matrix(
-            plan.parameters[index], matrix, numerics, hardware, mode
-        )
+    for matrix in plan.matrices:
+        parameter = plan.parameters[matrix.parameter]
+        works[matrix.parameter] += _matrix(parameter, matrix, numerics, hardware, mode)
     by_ep_rank: dict[int, list[LayerWise]] = defaultdict(list)
     for parameter, work in zip(plan.parameters, works, strict=True):
         by_ep_rank[parameter.ep_rank].append(work)

@@ -161,11 +161,7 @@ class RoundWork:
 def rounds_of(plan: ExchangePlan) -> list[RoundWork]:
     """Every round of a plan, for all ranks in one pass over its segments."""
     rounds = [RoundWork.idle(plan.size) for _ in plan.rounds]
-    round_of = {
-        index: work
-        for work, members in zip(rounds, plan.rounds, strict=True)
-        for index in members
-    }
+    round_of = {index: rounds[number] for index, number in plan.round_of().items()}
     pieces_seen: set[tuple[int, int]] = set()
     for segment in plan.slices:
         work, elements = round_of[segment.parameter], segment.elements.size
@@ -186,17 +182,10 @@ def rounds_of(plan: ExchangePlan) -> list[RoundWork]:
             work.arrivals[home] += 1
     for (number, rank, home), elements in plan.gathered_elements().items():
         rounds[number].gather[rank, home] = elements * plan.itemsize
-    for index, matrix in owned_matrices(plan):
-        round_of[index].layouts[matrix.home][Layout.of(matrix)] += matrix.units
+    for matrix in plan.matrices:
+        of_home = round_of[matrix.parameter].layouts[matrix.home]
+        of_home[Layout.of(matrix)] += matrix.units
     return rounds
-
-
-def owned_matrices(plan: ExchangePlan) -> Iterator[tuple[int, Matrix]]:
-    """Every matrix with the index of its parameter."""
-    matrices = iter(plan.matrices)
-    for index, parameter in enumerate(plan.parameters):
-        for _ in parameter.matrices:
-            yield index, next(matrices)
 
 
 def total(counts: Sequence[Sequence[int]]) -> list[int]:

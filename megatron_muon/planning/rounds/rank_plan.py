@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_muon.planning.grid import RankGrid, held_shards
 from megatron_muon.planning.layout import Parameter, Span
+from megatron_muon.planning.schedule import round_numbers
 from megatron_muon.planning.slices import Matrix, Slice
 
 _ByRank = dict[int, list[Slice]]
@@ -64,13 +65,10 @@ def rank_plan(
 ) -> RankPlan:
     """One rank's part of the plan that has these fields; see ``plan.ExchangePlan``."""
     made = tuple(RankRound() for _ in rounds)
-    round_of: dict[int, RankRound] = {}
-    for of_rank, round in zip(made, rounds, strict=True):
-        round_of |= dict.fromkeys(round, of_rank)
-    numbers = iter(range(len(matrices)))
-    for index, parameter in enumerate(parameters):
-        own = [next(numbers) for _ in parameter.matrices]
-        round_of[index].homes.extend(i for i in own if matrices[i].home == rank)
+    round_of = {index: made[at] for index, at in round_numbers(rounds).items()}
+    for index, matrix in enumerate(matrices):
+        if matrix.home == rank:
+            round_of[matrix.parameter].homes.append(index)
     for one in slices:
         home = matrices[one.matrix].home
         if rank in (home, one.rank):

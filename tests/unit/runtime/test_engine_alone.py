@@ -38,7 +38,7 @@ from megatron_muon.runtime.states import States
 from megatron_muon.runtime.tracing import phases
 from support.runs.other_rules import Centred
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-matrix = Matrix("weight", 4, 6, 1, 1, home=0)
+matrix = Matrix("weight", 4, 6)
 whole = Slice(parameter=0, matrix=0, rank=0, elements=Span(0, 24), start=0, replica=False)
 own = RankPlan(0, {0: Span(0, 24)}, (RankRound(homes=[0], kept=[whole]),))
 plan = SimpleNamespace(matrices=(matrix,), slices=(whole,), rounds=((0,),))
