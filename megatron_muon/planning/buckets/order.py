@@ -118,7 +118,7 @@ def shard_order(
 ) -> list[int]:
     """Indices of a bucket's parameters in the order in which to put them.
 
-    At an edge the next parameter is the largest one left, even if it is larger than a
+    At an edge the next parameter is the largest one, even if it is larger than a
     shard. Elsewhere it is the largest that ends before the next edge; failing that, the
     largest of those that may be cut; failing that, the one with the fewest elements cut
     off. Megatron's own order is kept unless this one cuts off fewer elements.
@@ -129,14 +129,16 @@ def shard_order(
         shard: elements between two edges.
     """
     own = list(range(len(sizes)))
-    left, order, position = set(own), [], 0
-    while left:
-        index = _next(left, sizes, is_whole, shard, position)
-        left.remove(index)
+    waiting = set(own)
+    order: list[int] = []
+    position = 0
+    while waiting:
+        index = _next(waiting, sizes, is_whole, shard, position)
+        waiting.remove(index)
         order.append(index)
         position = _aligned(position + sizes[index])
-    fewest, stock = (cut_off(by, sizes, is_whole, shard) for by in (order, own))
-    return order if fewest < stock else own
+    fewest = cut_off(order, sizes, is_whole, shard)
+    return order if fewest < cut_off(own, sizes, is_whole, shard) else own
 
 
 def starts(order: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -160,22 +162,22 @@ def cut_off(
 
 
 def _next(
-    left: set[int],
+    waiting: set[int],
     sizes: Sequence[int],
     is_whole: Sequence[bool],
     shard: int,
     position: int,
 ) -> int:
+    """The parameter to put at a position, of those that wait; see ``shard_order``."""
     room = shard - position % shard
-    fitting = (
-        left if room == shard else {index for index in left if sizes[index] <= room}
-    )
-    if fitting:
-        return min(fitting, key=lambda index: (-sizes[index], index))
-    indifferent = {index for index in left if not is_whole[index]}
-    if indifferent:
-        return min(indifferent, key=lambda index: (-sizes[index], index))
-    return min(left, key=lambda index: (away(position, sizes[index], shard), index))
+    fitting = waiting
+    if room < shard:
+        fitting = {index for index in waiting if sizes[index] <= room}
+    may_be_cut = {index for index in waiting if not is_whole[index]}
+    for candidates in (fitting, may_be_cut):
+        if candidates:
+            return min(candidates, key=lambda index: (-sizes[index], index))
+    return min(waiting, key=lambda index: (away(position, sizes[index], shard), index))
 
 
 def away(start: int, numel: int, shard: int) -> int:

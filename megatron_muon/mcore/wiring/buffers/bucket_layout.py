@@ -60,13 +60,9 @@ class _Chunk:
 
     params: list[torch.nn.Parameter]  # those that train, in Megatron's order
     muons: Mapping[Any, Parameter]  # Muon's of them, without places
-    dense: Holders  # the ranks that have its dense weights
-    experts: Holders  # the ranks that have its experts' weights
+    # the ranks that have a buffer of dense weights, and one of experts' weights
+    holders: tuple[Holders, Holders]
     numerics: Numerics
-
-    def holders(self, *, experts: bool) -> Holders:
-        """The ranks that have a buffer of dense weights, or one of experts' weights."""
-        return self.experts if experts else self.dense
 
     def buffers(self) -> list[Buffer]:
         """The grad buffers that Megatron will make, those of experts last.
@@ -81,7 +77,7 @@ class _Chunk:
             weight = LocalParameter(param.numel(), self.muons.get(param))
             weights.setdefault(key, []).append(weight)
         return [
-            Buffer(tuple(weights[key]), self.holders(experts=key[0]))
+            Buffer(tuple(weights[key]), self.holders[key[0]])
             for key in sorted(weights, key=lambda key: key[0])
         ]
 
@@ -163,7 +159,7 @@ def _chunk(module: Any, pg_collection: Any, config: MuonConfig) -> _Chunk | None
     """None where a weight cannot be routed: the optimizer says so, on all ranks
     together.
     """
-    dense, experts = holders_of(module, pg_collection)
+    holders = dense, experts = holders_of(module, pg_collection)
     try:
         routes = routes_of([module], Sizes(dense.tp_size, experts.tp_size), config)
         numerics = numerics_on(device_of([module]), config)
@@ -171,7 +167,7 @@ def _chunk(module: Any, pg_collection: Any, config: MuonConfig) -> _Chunk | None
         return None
     params = [param for param in module.parameters() if param.requires_grad]
     muons = {route.weight.param: route.muon for route in routes if route.muon}
-    return _Chunk(params, muons, dense, experts, numerics)
+    return _Chunk(params, muons, holders, numerics)
 
 
 def _may_be_cut(given: Mapping[str, Any]) -> bool:
@@ -202,7 +198,8 @@ def _choose(
 
 def _lay_out(given: dict[str, Any], model: _Chunk, chosen: Layout | None) -> None:
     """Put the layout into the arguments of DistributedDataParallel's ``__init__``."""
-    ddp_config, whole = given["ddp_config"], given.get("full_param_layout")
+    ddp_config = given["ddp_config"]
+    whole = given.get("full_param_layout")
     if chosen is not None and chosen.number is not None:
         elements = sum(param.numel() for param in model.params)
         ddp_config.bucket_size = elements // chosen.number
@@ -223,17 +220,19 @@ def _lay_out(given: dict[str, Any], model: _Chunk, chosen: Layout | None) -> Non
 
 def _megatrons(given: Mapping[str, Any], model: _Chunk) -> Any:
     """The layout that DistributedDataParallel would make itself, from core 0.18 on."""
-    ddp_config, collection = given["ddp_config"], given.get("pg_collection")
+    ddp_config = given["ddp_config"]
+    collection = given.get("pg_collection")
     size = None
     if _may_be_cut(given) and group_of("pp", collection).rank() == 0:
         dp_size = group_of("dp", collection).size()
         size = ddp_config.bucket_size or stock_bucket_size(dp_size)
+    dense, experts = model.holders
     return DistributedOptimizer.compute_full_param_layout(
         model.params,
         size,
-        model.dense.dp_size,
+        dense.dp_size,
         ddp_config,
-        expert_data_parallel_world_size=model.experts.dp_size,
+        expert_data_parallel_world_size=experts.dp_size,
     )
 
 
@@ -246,8 +245,8 @@ def _in_order(layout: Any, model: _Chunk) -> Any:
     for params, (start, stop) in zip(in_bucket, layout.bucket_indices, strict=True):
         sizes = tuple(param.data.nelement() for param in params)
         buckets.append(Bucket(stop - start, sizes, tuple(map(model.muons.get, params))))
-    experts = any(map(is_experts, layout.param_index_map))
-    chosen = orders(buckets, model.holders(experts=experts), model.numerics)
+    holders = model.holders[any(map(is_experts, layout.param_index_map))]
+    chosen = orders(buckets, holders, model.numerics)
     places = dict(layout.param_index_map)
     unpadded = list(layout.per_bucket_numel_unpadded)
     for number, (bucket, order) in enumerate(zip(buckets, chosen, strict=True)):
