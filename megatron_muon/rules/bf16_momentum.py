@@ -8,7 +8,7 @@ integers. So bits depend on no layout and no device, and a resumed run has them 
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -20,34 +20,42 @@ from megatron_muon.planning.slices import Slice
 from megatron_muon.rules.int8_momentum import AT_ONCE, InBlocks, Packed
 from megatron_muon.rules.muon import DistributedMuon
 
-# The number of an element is that of its row plus that of its column, in int32. Of the
-# rows that a shard has some of, and of the columns of the TP slice; then the elements
-# before it in its row.
-Elements = tuple[Tensor, Tensor, int]
+
+class Elements(NamedTuple):
+    """A shard's elements, numbered independently of the layout: the number of an
+    element is that of its row plus that of its column, in int32.
+    """
+
+    rows: Tensor  # numbers of the rows that the shard has elements of
+    columns: Tensor  # numbers of the TP slice's columns
+    before: int  # elements of the first row that the shard does not have
 
 
 def _numbered(
     plan: ExchangePlan, slices: list[Slice], device: torch.device
 ) -> Elements:
-    """The elements of a shard, numbered alike whatever the layout is."""
+    """The numbers of a shard's elements, from its slices."""
     parts = plan.parameters[slices[0].parameter].column_parts
     rows: list[Tensor] = []
     before = 0
     for one in slices:
         matrix = plan.matrices[one.matrix]
-        strip, cols = matrix.strip, matrix.cols // matrix.column_parts
+        strip = matrix.strip
+        cols = matrix.cols // matrix.column_parts
         part, place = divmod(one.start, matrix.rows * cols)
         row, col = divmod(place, cols)
         if strip is not None and strip.parts is not None:
             part += strip.parts.start
         elif strip is not None:
             row += range_of(strip.rows, strip.number, strip.count).start
-        before = before if rows else col
+        if not rows:
+            before = col
         here = torch.arange(row, row - (-(col + one.elements.size) // cols))
         rows.append(here * (cols * parts) + crc32(matrix.whole_name.encode()))
-    width, every = cols // matrix.column_blocks, torch.arange(cols)
-    columns = every + (every // width * (parts - 1) + part) * width
-    return torch.cat(rows).int().to(device), columns.int().to(device), before
+    width = cols // matrix.column_blocks
+    numbers = torch.arange(cols)
+    columns = numbers + (numbers // width * (parts - 1) + part) * width
+    return Elements(torch.cat(rows).int().to(device), columns.int().to(device), before)
 
 
 class InBf16(Packed[Elements]):
@@ -94,13 +102,11 @@ def packed(optimizer: Any, muon: DistributedMuon) -> Packed[Any]:
             optimizer, {ids[at]: span.start for at, span in muon.own.shards.items()}
         )
     mine = (one for one in muon.plan.slices if one.rank == muon.own.rank)
-    by_shard, device = (
-        groupby(mine, key=lambda one: ids[one.parameter]),
-        muon.exchange.device,
-    )
-    return InBf16(
-        optimizer, {at: _numbered(muon.plan, [*of], device) for at, of in by_shard}
-    )
+    places = {
+        shard: _numbered(muon.plan, [*slices], muon.exchange.device)
+        for shard, slices in groupby(mine, key=lambda one: ids[one.parameter])
+    }
+    return InBf16(optimizer, places)
 
 
 def _hashed(numbers: Tensor) -> Tensor:
