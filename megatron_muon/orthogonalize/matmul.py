@@ -376,7 +376,7 @@ def try_products(device: torch.device, numerics: Numerics) -> None:
         raise KernelError.of(wrong, library)
 
 
-def said_of_products(numerics: Numerics) -> str:
+def describe_products(numerics: Numerics) -> str:
     """The log's words for the library that makes the symmetric products."""
     if numerics.products == "cuda_symmetric":
         return _library(numerics.config)

@@ -83,7 +83,7 @@ def orthogonalize_staged(
     apart: bool = False,
     soundness: Soundness | None = None,
 ) -> Tensor:
-    """Turn matrices of one shape in staging order into their directions, in place.
+    """Replace matrices of one shape in staging order by their directions, in place.
 
     The iterates alternate between two places. The matrices' own memory is one of them,
     so only one more is needed, and memory for the short side's squares.
@@ -164,11 +164,15 @@ def _orthogonalize_into(
     is_direct: bool = False,
     soundness: Soundness | None = None,
 ) -> None:
-    """Write the directions of k matrices into ``out``, ``(k, rows, ...)``, of
-    ``source``'s shape.
+    """Write the directions of k matrices.
 
-    Both may have one memory. Flat ``memory`` may be overwritten once ``source`` is
-    read; it ``is_direct`` if it is that of ``source``, which is row-major.
+    Args:
+        out: ``(k, rows, ...)``, like ``source``, with which it may share memory.
+        source: ``(k, rows, ...)``; the dims after the second one are the columns.
+        moves: ``(k,)`` bool; where it is False the direction is zero. None: all move.
+        memory: flat, of k matrices, may be overwritten once ``source`` is read.
+        is_direct: ``memory`` is that of ``source``, which is row-major.
+        soundness: takes two numbers of each matrix.
     """
     products = products_on(source.device, numerics)
     rows = source.size(1)

@@ -79,7 +79,7 @@ def orthogonalize_strips(
     sharing: Sharing,
     soundness: Soundness | None = None,
 ) -> None:
-    """Turn the strips that are here into those of the matrix's direction, in place.
+    """Replace the strips that are here by those of the matrix's direction, in place.
 
     Args:
         strips: each a view whose first dim is the matrix's rows or a range of them, and

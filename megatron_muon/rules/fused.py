@@ -275,7 +275,7 @@ def elementwise_on(device: torch.device, numerics: Numerics) -> Callable[[], For
     return Fused if takes_kernels(device, numerics) else Foreach
 
 
-def said_of_elementwise(device: torch.device, numerics: Numerics) -> str:
+def describe_elementwise(device: torch.device, numerics: Numerics) -> str:
     """The log's words for the elementwise operations in use."""
     if elementwise_on(device, numerics) is Fused:
         return "fused kernels (triton)"

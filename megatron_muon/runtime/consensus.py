@@ -45,13 +45,13 @@ class Subject:
     way_out: str
 
 
-_ALIKE = (
+_NEEDED = (
     "All ranks of a stage need the same model, the same trainable parameters and the "
     f"same MuonConfig; unless {named('ns_iteration')} is 'standard', the same kind of "
     "device, and on GPUs quack-kernels on all of them or on none, too."
 )
-PLAN = Subject("the exchange plan", "the run", _ALIKE)
-PLAN_OF_STAGE = Subject("the exchange plan", "one pipeline stage", _ALIKE)
+PLAN = Subject("the exchange plan", "the run", _NEEDED)
+PLAN_OF_STAGE = Subject("the exchange plan", "one pipeline stage", _NEEDED)
 SETTINGS = Subject(
     "its settings",
     "the run",

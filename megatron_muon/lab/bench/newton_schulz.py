@@ -28,8 +28,8 @@ from megatron_muon.lab.tables import aligned, show
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
+    describe_products,
     numerics_on,
-    said_of_products,
     sums_in_fp32,
 )
 from megatron_muon.orthogonalize.newton_schulz import (
@@ -112,7 +112,7 @@ def _report(
     threads = torch.get_num_threads()
     show(
         f"{config.ns_coefficients}, {config.ns_steps} steps, {auto.dtype}, {device}, "
-        f"{threads} thread(s); symmetric products: {said_of_products(auto)}",
+        f"{threads} thread(s); symmetric products: {describe_products(auto)}",
         "",
     )
     others: dict[str, Run] = {}

@@ -22,12 +22,12 @@ from megatron_muon.mcore.routing.survey import (
     share_of,
 )
 from megatron_muon.mcore.seams.rows import described_version
-from megatron_muon.orthogonalize.matmul import said_of_products
+from megatron_muon.orthogonalize.matmul import describe_products
 from megatron_muon.orthogonalize.newton_schulz import takes_batches
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning import describe
 from megatron_muon.planning.describe import Share
-from megatron_muon.rules.fused import said_of_elementwise
+from megatron_muon.rules.fused import describe_elementwise
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import together
 
@@ -103,8 +103,8 @@ def start_lines(
         *describe.share_lines(model),
         describe.computing_line(
             numerics,
-            said_of_products(numerics),
-            said_of_elementwise(stage.device, numerics),
+            describe_products(numerics),
+            describe_elementwise(stage.device, numerics),
             in_batches=takes_batches(stage.device),
         ),
         *describe.stage_lines(of_stages),

@@ -20,8 +20,8 @@ from megatron_muon.orthogonalize import triton_operations
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.rules.fused import (
     Fused,
+    describe_elementwise,
     elementwise_on,
-    said_of_elementwise,
     try_elementwise,
 )
 from megatron_muon.rules.muon import Foreach
@@ -55,7 +55,7 @@ def test_kernels_are_cudas_where_triton_is_and_the_log_says_so(
     assert elementwise_on(device, Numerics(config)) is (
         Fused if fused_kernels else Foreach
     )
-    said = said_of_elementwise(device, Numerics(config))
+    said = describe_elementwise(device, Numerics(config))
     assert ("fused" in said) == fused_kernels
     assert ("triton is not installed" in said) == (setting == "auto" and not triton)
 
