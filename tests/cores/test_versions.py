@@ -32,6 +32,7 @@ from support.models.gpt import (
     trained,
     truth,
 )
+from support.models.open_layouts import layouts_open
 from support.ranks import error_of, run
 from support.runs.whole import differences, whole
 
@@ -144,6 +145,22 @@ def test_parameters_gathered_within_the_step_change_no_bit(
     early = replace(case, muon=(("round_bytes", 1), ("early_param_gather", "on")))
     rounds = replace(case, muon=early.muon[:1])
     assert differences(truth(rounds), trained(early, topology)) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        pytest.param(replace(BF16, layers=8), LARGE, id="tp2-pp2-dp2"),
+        pytest.param(
+            replace(MOE, layers=4), Topology(dp=4, ep=2, overlap=True), id="dp4-ep2"
+        ),
+    ],
+)
+def test_a_number_of_buckets_that_the_model_decides_changes_no_bit(
+    case: Case, topology: Topology
+) -> None:
+    result = trained(case, topology, layouts_open)
+    assert differences(truth(case), result) == []
 
 
 def _moved(case: Case, topology: Topology) -> tuple[int, int, list[int]]:
