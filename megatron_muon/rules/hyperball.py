@@ -18,25 +18,24 @@ A norm below ``LEAST_NORM`` counts as zero, and zero normalized is zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE
 from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import RoundTable
 from megatron_muon.planning.slices import Matrix
-from megatron_muon.rules.muon import Muon, MuonRound
+from megatron_muon.rules.muon import Muon, MuonRound, at_once, in_fp32
 from megatron_muon.runtime.engine import Engine, ParamGroups
 from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.runtime.rule import Shard, cut_into_slices
 from megatron_muon.runtime.states import MAIN_KEY, States
 
 LEAST_NORM = 1e-15
-_IN_CACHE = 1 << 16  # elements of a CPU's part of a sum
 Radii = Mapping[str, Sequence[float]]  # of each unit, by the name of the whole matrix
 
 
@@ -117,13 +116,12 @@ class HyperballRound(MuonRound):
         """W², W·D and D² of each slice, ``(slices, 3 · units)``."""
         params = [each.main_param for each in shards]
         weights = cut_into_slices(params, self._table)
-        return self._by_unit(list(zip(weights, self._directions, strict=True)), 3)
+        return self._by_unit(weights, self._directions)
 
     def squares(self, shards: Sequence[Shard]) -> Tensor:
         """W² of each slice, ``(slices, units)``."""
         params = [each.main_param for each in shards]
-        weights = cut_into_slices(params, self._table)
-        return self._by_unit([(one,) for one in weights], 1)
+        return self._by_unit(cut_into_slices(params, self._table))
 
     def finish(self, shards: Sequence[Shard], sums: Tensor) -> None:
         """Update the shards: see above. A direction that is not finite updates none."""
@@ -154,27 +152,29 @@ class HyperballRound(MuonRound):
             rates += [each.lr] * len(sizes)
         return rates
 
-    def _by_unit(self, tensors: Sequence[Sequence[Tensor]], count: int) -> Tensor:
-        """Sums of the products of each slice's tensors by unit, padded with zeros.
+    def _by_unit(self, *lists: Sequence[Tensor]) -> Tensor:
+        """Sums of W², W·D and D² of each slice by unit, padded with zeros.
 
         Args:
-            count: number of products of each slice.
+            lists: its weights and its directions; or weights alone, for W².
+
+        Returns:
+            ``(slices, 3 · units)``, or ``(slices, units)``, fp32.
         """
-        units = self._rule.units
-        rows: list[Tensor] = []
-        for number, some in enumerate(tensors):
-            matrix = self._of_slices[number]
-            made = torch.stack(
-                [
-                    _sums(one, other, matrix, self._starts[number])
-                    for at, one in enumerate(some)
-                    for other in some[at:]
-                ]
-            )
-            rows.append(torch.nn.functional.pad(made, (0, units - made.size(1))))
-        if not rows:
-            return self._rule.radii.new_zeros(0, count * units)
-        return torch.stack(rows).flatten(1)
+        count = 3 if len(lists) == 2 else 1
+        shape = len(self._of_slices), count, self._rule.units
+        made = self._rule.radii.new_zeros(shape)
+        if self._whole:
+            of_whole = [[one[number] for number in self._whole] for one in lists]
+            made[:, :, 0].index_copy_(0, self._wholes, _sums(*of_whole))
+        for number in self._parts:
+            matrix, start = self._of_slices[number], self._starts[number]
+            some = [one[number].float() for one in lists]
+            pairs = itertools.combinations_with_replacement(some, 2)
+            for at, (one, other) in enumerate(pairs):
+                of_units = _of_columns(one * other, matrix, start)
+                made[number, at, : matrix.units] = of_units
+        return made.flatten(1)
 
     def _update(
         self,
@@ -223,33 +223,41 @@ def norms_at_start(
     return found
 
 
-def _at_once(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Parts of tensors of one size, which bound scratch memory."""
-    most = _IN_CACHE if tensors[0].is_cpu else ELEMENTS_AT_ONCE
-    yield from zip(*(torch.split(tensor, most) for tensor in tensors), strict=True)
+def _sums(weights: Sequence[Tensor], *others: Sequence[Tensor]) -> Tensor:
+    """W², W·D and D² of each slice, ``(slices, 3)`` fp32; W² without directions."""
+    found: list[list[Tensor]] = [[] for _ in weights]
+    for numbers, (some, *directions) in at_once(weights, *others):
+        columns: list[Sequence[Tensor]] = [torch._foreach_norm(some)]
+        if directions:
+            wide = in_fp32(directions[0])
+            products = torch._foreach_mul(some, wide)
+            columns += [[each.sum() for each in products], torch._foreach_norm(wide)]
+        for number, *of_part in zip(numbers, *columns, strict=True):
+            found[number] += of_part
+    flat = list(itertools.chain.from_iterable(found))
+    parts = torch.stack(flat).view(-1, 1 + 2 * len(others))
+    parts[:, ::2].square_()
+    counts = [len(of_slice) // parts.size(1) for of_slice in found]
+    if len(parts) == len(found):
+        return parts
+    return torch.stack([each.sum(dim=0) for each in torch.split(parts, counts)])
 
 
-def _sums(one: Tensor, other: Tensor, matrix: Matrix, start: int) -> Tensor:
-    """The sum of the products of a slice's elements by unit, ``(units,)`` fp32.
+def _of_columns(products: Tensor, matrix: Matrix, start: int) -> Tensor:
+    """The sum of a slice's numbers by unit, ``(units,)``.
 
     Args:
         start: where the slice begins in its matrix's staging order.
     """
-    if matrix.units == 1:
-        parts = [(a.float() * b.float()).sum() for a, b in _at_once(one, other)]
-        return torch.stack(parts).sum().view(1)
     row = matrix.cols // matrix.column_parts
     lead = start % row
-    made = torch.nn.functional.pad(
-        one.float() * other.float(), (lead, -(lead + one.numel()) % row)
-    )
-    return made.view(-1, matrix.units, row // matrix.units).sum(dim=(0, 2))
+    padding = lead, -(lead + products.numel()) % row
+    rows = torch.nn.functional.pad(products, padding)
+    return rows.view(-1, matrix.units, row // matrix.units).sum(dim=(0, 2))
 
 
 def _of_elements(of_units: Tensor, matrix: Matrix, start: int, size: int) -> Tensor:
-    """The number of each element's unit, ``(size,)``; arguments are those of
-    ``_sums``.
-    """
+    """The number of each element's unit, ``(size,)``; see ``_of_columns``."""
     row = matrix.cols // matrix.column_parts
     of_row = of_units[: matrix.units].repeat_interleave(row // matrix.units)
     return of_row.roll(-(start % row)).repeat(-(-size // row))[:size]

@@ -290,7 +290,7 @@ class Foreach:
             momentum: μ.
             nesterov: see ``into``.
         """
-        for _, (buffers, added, taken) in _at_once(momentum_buffers, grads, into):
+        for _, (buffers, added, taken) in at_once(momentum_buffers, grads, into):
             torch._foreach_mul_(buffers, momentum)
             torch._foreach_add_(buffers, added)
             sent = [number for number, target in enumerate(taken) if target is not None]
@@ -340,8 +340,8 @@ class Foreach:
         keeps = {
             decay: torch.where(stays, 1.0, 1.0 - decay) for decay in {*decays} - {0.0}
         }
-        for numbers, (weights, some) in _at_once(params, directions):
-            updates = _in_fp32(some)
+        for numbers, (weights, some) in at_once(params, directions):
+            updates = in_fp32(some)
             torch._foreach_mul_(updates, [factors[number] for number in numbers])
             for number, weight, update in zip(numbers, weights, updates, strict=True):
                 if may_stay[number]:
@@ -365,7 +365,7 @@ class Foreach:
             keeps, factors: ``(slices,)`` fp32, on the device. A direction whose factor
                 is 0 may be not finite.
         """
-        for numbers, (weights, some) in _at_once(params, directions):
+        for numbers, (weights, some) in at_once(params, directions):
             for number, weight, direction in zip(numbers, weights, some, strict=True):
                 factor = factors[number]
                 update = direction.float() * factor
@@ -373,7 +373,7 @@ class Foreach:
                 weight.mul_(keeps[number]).sub_(update)
 
 
-def _in_fp32(tensors: list[Tensor]) -> list[Tensor]:
+def in_fp32(tensors: list[Tensor]) -> list[Tensor]:
     """Copies in fp32; the tensors themselves where they are in fp32 already."""
     if tensors[0].dtype == torch.float32:
         return tensors
@@ -384,7 +384,7 @@ def _in_fp32(tensors: list[Tensor]) -> list[Tensor]:
     return copies
 
 
-def _at_once(
+def at_once(
     *lists: Sequence[Any],
 ) -> Iterator[tuple[list[int], tuple[list[Any], ...]]]:
     """Parts of parallel lists, with at most ``ELEMENTS_AT_ONCE`` each, and their

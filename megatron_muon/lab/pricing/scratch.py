@@ -88,6 +88,8 @@ def of_update(elements: int, numerics: Numerics) -> int:
     """Bytes of directions in fp32; a list's copies are there until the next list's are
     made.
     """
+    if numerics.config.rule == "hyperball":  # directions in fp32, and products
+        return 2 * _FP32 * min(elements, ELEMENTS_AT_ONCE)
     if numerics.config.elementwise != "foreach" or numerics.travels == "fp32":
         return 0
     return _FP32 * min(elements, 2 * ELEMENTS_AT_ONCE)

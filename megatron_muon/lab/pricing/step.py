@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron_muon.lab.pricing.hardware import Hardware
+from megatron_muon.lab.pricing.hardware import MICRO, Hardware
 from megatron_muon.lab.pricing.kernels import (
     Cost,
     batches,
@@ -60,6 +60,10 @@ _PACKED = {  # bytes, launches
 }
 _UPDATE = 8 + 8 + 12 + 4, 4  # bytes, operations
 _ADAMW = 16 + 12
+# The rule hyperball first adds up W², W·D and D²: the direction to fp32, a norm of
+# each, a product, its sum. Launches of torch's operations as a virtual GPU counts them.
+_SUMS = (4 + 8 + 12 + 4, 4)  # bytes, operations
+_SUMS_OF_SLICE, _SUMS_OF_ROUND = 4, 14  # launches beside them
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +201,28 @@ class _Steps:
 
     def _updated(self, work: RoundWork, rank: int) -> Cost:
         elements, pieces = work.held[rank], work.pieces[rank]
+        cost = Cost()
+        if self._config.rule == "hyperball":
+            cost = self._summed(elements, pieces)
         if self._fused:
-            return self._in_one(elements, *_FUSED_UPDATE)
+            return cost + self._in_one(elements, *_FUSED_UPDATE)
         nbytes, operations = _UPDATE
-        return foreach(
+        return cost + foreach(
             self._hardware, elements, pieces, nbytes + self._itemsize, operations
         )
+
+    def _summed(self, elements: int, pieces: int) -> Cost:
+        """The cost of hyperball's sums by slice, and of their sum over the stage.
+
+        That takes a message up and one down a tree of the ranks; their bytes are few.
+        """
+        nbytes, operations = _SUMS
+        cost = foreach(
+            self._hardware, elements, pieces, nbytes + self._itemsize, operations
+        )
+        ranks = self._optimizer.plan.size
+        seconds = 2 * ranks.bit_length() * self._hardware.message_us * MICRO
+        return cost + Cost(seconds, _SUMS_OF_SLICE * pieces + _SUMS_OF_ROUND)
 
     def _in_one(self, elements: int, nbytes: int, launches: int) -> Cost:
         """The cost of one kernel over a rank's elements, with what is beside it."""
