@@ -5,17 +5,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron_muon.planning.buckets.order import Holders
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import Coordinates
+
+if TYPE_CHECKING:
+    from megatron_muon.planning.buckets.order import Holders
 
 # Key: the group of the whole pipeline stage; value: its part inside this rank's
 # optimizer instance.
@@ -200,6 +202,8 @@ def holders_of(model_chunk: Any, pg_collection: Any) -> tuple[Holders, Holders]:
 
     They are those of one optimizer instance; ``group_of`` has the arguments and errors.
     """
+
+    from megatron_muon.planning.buckets.order import Holders  # before a step only
 
     def size_of(name: str) -> int:
         return group_of(name, pg_collection).size()

@@ -99,7 +99,7 @@ def _hindrances(
     ):
         if found:
             setting = named("early_param_gather")
-            yield what, error(f"{setting} with {what}: {why}: leave out one of both")
+            yield what, error(f"{setting} with {what}: {why}. Use only one of the two")
 
 
 def gathers_one_by_one(device: torch.device) -> bool:
