@@ -75,7 +75,7 @@ def llama_8b(
     In Megatron's order, or ordered for these settings.
     """
     buckets = list(in_buckets(whole_buffer(dp_size), bucket_size))
-    own = [bucket.own() for bucket in buckets]
+    own = [bucket.stock_order() for bucket in buckets]
     chosen = (
         own
         if ordered_for is None

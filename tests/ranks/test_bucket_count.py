@@ -84,7 +84,7 @@ def test_what_is_exchanged_is_what_the_plan_sends(tp: int, case: Case) -> None:
     numerics = Numerics(MuonConfig(**dict(case.muon), split_matrices="off"))
     for *_, sent, weights in run(_built, topology.world_size, case, topology):
         buckets = list(in_buckets(Buffer(tuple(weights), Holders(2, tp)), 20_000))
-        own = [bucket.own() for bucket in buckets]
+        own = [bucket.stock_order() for bucket in buckets]
         assert sent_bytes(buckets, own, Holders(2, tp), numerics) == sent > 0
 
 

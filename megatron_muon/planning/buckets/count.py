@@ -122,7 +122,7 @@ def cost(buffers: Sequence[Buffer], bucket_size: int) -> BucketCost:
             count += 1
             elements = bucket.numel
             for start, numel, muon in zip(
-                starts(bucket.own(), bucket.sizes),
+                starts(bucket.stock_order(), bucket.sizes),
                 bucket.sizes,
                 bucket.muons,
                 strict=True,

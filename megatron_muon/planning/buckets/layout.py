@@ -117,7 +117,7 @@ def step_time(
 def in_place(buffer: Buffer, numerics: Numerics, bucket_size: int) -> list[Parameter]:
     """Muon's parameters of a buffer in their places, on all EP ranks."""
     buckets = list(in_buckets(buffer, bucket_size))
-    by_bucket: Sequence[Sequence[int]] = [bucket.own() for bucket in buckets]
+    by_bucket: Sequence[Sequence[int]] = [bucket.stock_order() for bucket in buckets]
     if numerics.config.align_shards:
         by_bucket = orders(buckets, buffer.holders, numerics)
     placed = parameters_in(buckets, by_bucket)

@@ -41,7 +41,7 @@ class Bucket:
     # for each parameter its Muon parameter, with any bucket and span; None for AdamW's
     muons: tuple[Parameter | None, ...]
 
-    def own(self) -> list[int]:
+    def stock_order(self) -> list[int]:
         """Megatron's order."""
         return list(range(len(self.sizes)))
 
@@ -59,14 +59,13 @@ def orders(buckets: Sequence[Bucket], holders: Holders, numerics: Numerics) -> O
     """The order of each bucket: Megatron's, or one with few cuts where it sends
     less.
     """
-    own = [bucket.own() for bucket in buckets]
+    stock = [bucket.stock_order() for bucket in buckets]
     fitting = [_fitting(bucket, holders.dp_size) for bucket in buckets]
-    if fitting == own:
-        return own
-    before, after = (
-        sent_bytes(buckets, each, holders, numerics) for each in (own, fitting)
-    )
-    return fitting if after < before else own
+    if fitting == stock:
+        return stock
+    before = sent_bytes(buckets, stock, holders, numerics)
+    after = sent_bytes(buckets, fitting, holders, numerics)
+    return fitting if after < before else stock
 
 
 def sent_bytes(
@@ -110,7 +109,7 @@ def _fitting(bucket: Bucket, dp_size: int) -> list[int]:
     is_whole = [parameter is not None for parameter in bucket.muons]
     order = shard_order(bucket.sizes, is_whole, bucket.numel // dp_size)
     fits = starts(order, bucket.sizes)[-1] + bucket.sizes[order[-1]] <= bucket.numel
-    return order if fits else bucket.own()
+    return order if fits else bucket.stock_order()
 
 
 def shard_order(
@@ -128,8 +127,8 @@ def shard_order(
         is_whole: for each parameter, whether cutting it costs (it is Muon's).
         shard: elements between two edges.
     """
-    own = list(range(len(sizes)))
-    waiting = set(own)
+    stock = list(range(len(sizes)))
+    waiting = set(stock)
     order: list[int] = []
     position = 0
     while waiting:
@@ -138,7 +137,7 @@ def shard_order(
         order.append(index)
         position = _aligned(position + sizes[index])
     fewest = cut_off(order, sizes, is_whole, shard)
-    return order if fewest < cut_off(own, sizes, is_whole, shard) else own
+    return order if fewest < cut_off(stock, sizes, is_whole, shard) else stock
 
 
 def starts(order: Sequence[int], sizes: Sequence[int]) -> list[int]:

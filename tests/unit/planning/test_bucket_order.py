@@ -59,7 +59,7 @@ def test_an_order_is_kept_only_where_it_sends_less(
     config = MuonConfig(homes=homes)
     holders = Holders(dp_size, tp_size)
     found = orders(buckets, holders, Numerics(config))
-    own = [bucket.own() for bucket in buckets]
+    own = [bucket.stock_order() for bucket in buckets]
     before, after = (
         sent_bytes(buckets, each, holders, Numerics(config)) for each in (own, found)
     )
@@ -77,12 +77,12 @@ def test_llama_3_8b_is_ordered_in_one_bucket_only_where_homes_are_local() -> Non
     (bucket,) = one = list(in_buckets(whole_buffer(8), WHOLE))
     assert (
         orders(one, Holders(8), Numerics(balanced))
-        == [bucket.own()]
+        == [bucket.stock_order()]
         != orders(one, Holders(8), Numerics(local))
     )
     several = list(in_buckets(whole_buffer(8), contiguous_bucket_size()))
     assert orders(several, Holders(8), Numerics(balanced)) != [
-        each.own() for each in several
+        each.stock_order() for each in several
     ]
 
 

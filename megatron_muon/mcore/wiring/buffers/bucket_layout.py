@@ -250,7 +250,7 @@ def _in_order(layout: Any, model: _Chunk) -> Any:
     places = dict(layout.param_index_map)
     unpadded = list(layout.per_bucket_numel_unpadded)
     for number, (bucket, order) in enumerate(zip(buckets, chosen, strict=True)):
-        if order != bucket.own():
+        if order != bucket.stock_order():
             first, _ = layout.bucket_indices[number]
             begun = starts(order, bucket.sizes)
             for index, start in zip(order, begun, strict=True):
