@@ -118,7 +118,8 @@ def as_in_run(config: MuonConfig, loop: Host) -> Iterator[None]:
     """Within it buffers are laid out as in a run with these settings and this loop;
     nothing is installed before.
     """
-    patches, before = Patches(), host()
+    patches = Patches()
+    before = host()
     original = DistributedDataParallel.__init__
     ours = around(original, partial(build, config), patches.is_on)
     patches.set(DistributedDataParallel, "__init__", ours)
