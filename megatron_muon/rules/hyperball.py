@@ -81,10 +81,6 @@ class Hyperball(Muon):
         made = torch.tensor(rows, dtype=torch.float32).view(self.radii.shape)
         self.radii.copy_(made)
 
-    def has_radii(self) -> bool:
-        """Whether ``set_radii`` was called; the host waits for the device."""
-        return not bool(self.radii[:, :1].isnan().any())
-
 
 class HyperballRound(MuonRound):
     """Hyperball's work in one round on one rank."""
@@ -225,22 +221,31 @@ def norms_at_start(
 
 def _sums(weights: Sequence[Tensor], *others: Sequence[Tensor]) -> Tensor:
     """W², W·D and D² of each slice, ``(slices, 3)`` fp32; W² without directions."""
+    width = 3 if others else 1
     found: list[list[Tensor]] = [[] for _ in weights]
-    for numbers, (some, *directions) in at_once(weights, *others):
-        columns: list[Sequence[Tensor]] = [torch._foreach_norm(some)]
-        if directions:
-            wide = in_fp32(directions[0])
-            products = torch._foreach_mul(some, wide)
-            columns += [[each.sum() for each in products], torch._foreach_norm(wide)]
-        for number, *of_part in zip(numbers, *columns, strict=True):
+    for numbers, tensors in at_once(weights, *others):
+        of_parts = zip(*_of_parts(*tensors), strict=True)
+        for number, of_part in zip(numbers, of_parts, strict=True):
             found[number] += of_part
-    flat = list(itertools.chain.from_iterable(found))
-    parts = torch.stack(flat).view(-1, 1 + 2 * len(others))
-    parts[:, ::2].square_()
-    counts = [len(of_slice) // parts.size(1) for of_slice in found]
+    parts = torch.stack(list(itertools.chain.from_iterable(found))).view(-1, width)
+    parts[:, ::2].square_()  # norms
     if len(parts) == len(found):
         return parts
-    return torch.stack([each.sum(dim=0) for each in torch.split(parts, counts)])
+    counts = [len(of_slice) // width for of_slice in found]
+    of_slices = torch.split(parts, counts)
+    return torch.stack([each.sum(dim=0) for each in of_slices])
+
+
+def _of_parts(
+    weights: list[Tensor], directions: list[Tensor] | None = None
+) -> list[Sequence[Tensor]]:
+    """‖W‖, W·D and ‖D‖ of each; ‖W‖ alone without directions."""
+    norms = torch._foreach_norm(weights)
+    if directions is None:
+        return [norms]
+    wide = in_fp32(directions)
+    products = torch._foreach_mul(weights, wide)
+    return [norms, [each.sum() for each in products], torch._foreach_norm(wide)]
 
 
 def _of_columns(products: Tensor, matrix: Matrix, start: int) -> Tensor:

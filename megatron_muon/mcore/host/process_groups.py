@@ -211,7 +211,8 @@ def holders_of(model_chunk: Any, pg_collection: Any) -> tuple[Holders, Holders]:
     dense = Holders(size_of("dp_cp"), size_of("tp"))
     if not is_moe([model_chunk]):
         return dense, dense
-    tp_size, ep_size = size_of("expt_tp"), size_of("ep")
+    tp_size = size_of("expt_tp")
+    ep_size = size_of("ep")
     dp_size = dense.dp_size * dense.tp_size // (tp_size * ep_size)
     return dense, Holders(dp_size, tp_size, ep_size)
 

@@ -131,7 +131,9 @@ def test_a_plan_takes_the_rounds_with_less_time() -> None:
     cut = make_plan(parameters, grid, Numerics(MuonConfig()))
     whole = make_plan(parameters, grid, Numerics(MuonConfig(round_bytes=1 << 62)))
     # no way is shorter
-    with mock.patch.object(stage, "step_times", lambda *_: ([0], [0])):
+    with mock.patch.object(
+        stage, "step_times", lambda _, size: ([0] * size, [0] * size)
+    ):
         few = make_plan(parameters, grid, Numerics(MuonConfig()))
     assert len(whole.rounds) == 1 and few.rounds != cut.rounds
     assert cut.matrices == few.matrices == whole.matrices
