@@ -149,10 +149,6 @@ class RoundWork:
         ends = {rank for pair in (*self.gather, *self.scatter) for rank in pair}
         return [rank for rank in every if (rank in ends) == travels]
 
-    def staged(self, rank: int) -> int:
-        """Elements of the matrices whose home the rank is."""
-        return self.kept[rank] + self.arriving[rank]
-
     def in_place(self, rank: int) -> bool:
         """Whether what the rank holds of its matrices stays where it is written."""
         return stays_in_place(self.kept[rank], self.arriving[rank], self.leaving[rank])
