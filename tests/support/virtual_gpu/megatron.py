@@ -22,6 +22,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_muon.cpu.table import FOR_MODULES
+from megatron_muon.lab.dry_run.stages import Chooser
+from megatron_muon.mcore.host.loop import NO_HOST, set_host
 from megatron_muon.mcore.wiring import build
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import collectives
@@ -61,8 +63,11 @@ def record_training(
     rank: int,
     config: MuonConfig,
     training: OptimizerSettings,
+    layouts: tuple[str, ...] = (),
 ) -> RecordedTraining:
     """A rank's training steps of the model; counts are of the last one.
+
+    ``layouts`` are those of grad buffers that the run leaves to the plugin.
 
     Muon is installed before the chunks are built, since it can lay out their buckets,
     and only for that time. The counted step begins where ``optimizer.step()`` does;
@@ -74,7 +79,11 @@ def record_training(
         _megatron(gpu),
         installed(config),
     ):
-        chunks, optimizer = _built(flags, ranks, config, training)
+        set_host(Chooser(layouts))
+        try:
+            chunks, optimizer = _built(flags, ranks, config, training)
+        finally:
+            set_host(NO_HOST)
         for step in range(training.steps):
             _train(gpu, flags, chunks, optimizer, first=step == 0)
         return RecordedTraining(
