@@ -137,11 +137,11 @@ def _with_turned_columns_swapped() -> Any:
     """
     from megatron_muon.runtime.exchange.sharers import Sharers
 
-    turned = Sharers.turned
+    rows_to_columns = Sharers.rows_to_columns
     return mock.patch.object(
         Sharers,
-        "turned",
-        lambda self, by_rows: [one.flip(1) for one in turned(self, by_rows)],
+        "rows_to_columns",
+        lambda self, by_rows: [one.flip(1) for one in rows_to_columns(self, by_rows)],
     )
 
 
