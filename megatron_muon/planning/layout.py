@@ -63,10 +63,10 @@ class Block:
 class Strip:
     """A range of the long side of a matrix that several homes orthogonalize together.
 
-    It travels as it is iterated on, except a *turned* one: a range of a wide matrix's
-    columns has elements in every row, so to its home comes a range of rows. The homes
-    then exchange blocks, so that each has its columns (``runtime.exchange.sharers``),
-    and turn the direction back.
+    A strip of a wide matrix is a range of its columns, which has elements in every row.
+    So its home receives a range of rows instead (``comes_as_rows``). The homes then
+    exchange rows for columns (``runtime.exchange.sharers``), and the direction's
+    columns for its rows. Other strips travel as they are iterated on.
     """
 
     rows: int  # rows, cols: size of the whole matrix over all TP ranks
@@ -80,8 +80,8 @@ class Strip:
     parts: Span | None = None
 
     @property
-    def is_turned(self) -> bool:
-        """Its rows come, and its columns are iterated on."""
+    def comes_as_rows(self) -> bool:
+        """Its home receives rows, and iterates on columns."""
         return self.rows < self.cols and self.parts is None
 
     @property

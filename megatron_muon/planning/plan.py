@@ -78,7 +78,7 @@ class ExchangePlan:
         """Bytes that each rank sends to others in a step: slices there, directions
         back.
 
-        Homes of one matrix also send squares to each other, and turn it.
+        Homes of one matrix also send each other squares, and columns of its rows.
         """
         sent = [0] * self.size
         for shared in self.shared:
@@ -220,7 +220,7 @@ def _shared(matrices: Sequence[Matrix], numerics: Numerics) -> Iterator[SharedMa
                 cols=matrix.strip.cols,
                 gathers=gathers_of_rows(*matrix.whole, len(strips), numerics),
                 itemsize=4 if numerics.held == "fp32" else 2,
-                turns=numerics.itemsize if matrix.strip.is_turned else 0,
+                row_itemsize=numerics.itemsize if matrix.strip.comes_as_rows else 0,
             )
 
 

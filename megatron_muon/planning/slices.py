@@ -40,9 +40,9 @@ class Matrix(MatrixShape):
         return self.name if self.strip is None else self.name.rpartition("[strip ")[0]
 
     @property
-    def is_turned(self) -> bool:
-        """It is a strip whose homes turn its matrix (``layout.Strip``)."""
-        return self.strip is not None and self.strip.is_turned
+    def comes_as_rows(self) -> bool:
+        """It is a strip of which the home receives rows, and iterates on columns."""
+        return self.strip is not None and self.strip.comes_as_rows
 
     @property
     def long(self) -> int:

@@ -211,10 +211,10 @@ class MuonRound(RoundRule):
     def _orthogonalize_strips(
         self, stack: Stack, elements: Tensor, moves: Tensor, soundness: Soundness
     ) -> None:
-        """Orthogonalize a matrix that several homes share, together with the others.
+        """Orthogonalize a matrix that several homes share, together with the other
+        homes.
 
-        Args are those of ``_orthogonalize_stack``, for this rank's strips of the
-        matrix.
+        Arguments are as in ``_orthogonalize_stack``; ``stack`` has this rank's strips.
         """
         strips: list[Tensor] = []
         start = stack.start
@@ -226,12 +226,12 @@ class MuonRound(RoundRule):
             start += matrix.numel
         sharers = self._sharers[stack.matrices]
         # strips of a wide matrix may travel as rows, and are iterated on as columns
-        come_as_rows = stack.strips[0].is_turned
+        come_as_rows = stack.strips[0].comes_as_rows
         iterated = sharers.rows_to_columns(strips) if come_as_rows else strips
         orthogonalize_strips(
             iterated, stack.layout.whole, moves, self._numerics, sharers, soundness
         )
-        # both still have the dtype of what travels; their memory has directions
+        # views in the dtype that travels; the same memory now holds the directions
         if come_as_rows:
             sharers.columns_to_rows(iterated, strips)
 

@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "foreach": {"elementwise": "foreach"},
     "foreach in fp32": {"elementwise": "foreach", "ns_dtype": "fp32"},
     "hyperball": {"rule": "hyperball"},
-    "in 3 strips": {"split_matrices": 3},  # of TP 2: wide matrices are turned
+    "in 3 strips": {"split_matrices": 3},  # of TP 2: wide matrices come as rows
     "rows of squares": {"split_matrices": 4, "ns_iteration": "gram"},
 }
 
@@ -91,14 +91,14 @@ def test_nothing_races(size: str, settings: str, memory: Memory) -> None:
 
 @pytest.mark.parametrize("settings", ["in 3 strips", "rows of squares"])
 def test_messages_between_homes_are_the_plans(settings: str) -> None:
-    """Squares, their rows, numbers, and a wide matrix that is turned and turned
+    """Squares, their rows, numbers, and a wide matrix that is exchanged and
     back.
     """
     config = MuonConfig(round_bytes=SIZES["some"], **SETTINGS[settings])
     with squares_of(settings):
         plan = plan_of(config)
         planned = planned_messages([plan], config)
-    assert {bool(one.turns) for one in plan.shared} == {True, False}
+    assert {bool(one.row_itemsize) for one in plan.shared} == {True, False}
     assert any(any(one.gathers) for one in plan.shared) == (
         settings == "rows of squares"
     )

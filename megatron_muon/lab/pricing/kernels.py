@@ -43,9 +43,9 @@ _NORMALISING, _PASSES = 11, 6
 _STRIP = 24
 _STRIP_BYTES = 2 + (2 + 4) + (4 + 4) + 4 + (4 + 4) + (4 + 2) + 4
 _SUM_BYTES = 7.5
-# Per byte of a strip's rows and columns that are turned: into a message, out of it, and
-# for the rows, half of these bytes, once more; each is read and written.
-_TURN_BYTES = 5
+# Per byte of a strip's rows that are exchanged for columns: into a message, out of it,
+# and for the rows, half of these bytes, once more; each is read and written.
+_EXCHANGE_BYTES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +206,10 @@ def sliced_steps(
     return _Products(hardware, square, long, 1, numerics).standard_steps()
 
 
-def turns(hardware: Hardware, nbytes: int, homes: int) -> Cost:
-    """The cost to turn a strip there and back, the messages too, which nothing hides.
+def rows_for_columns(hardware: Hardware, nbytes: int, homes: int) -> Cost:
+    """The cost to exchange a strip's rows for columns, and back: copies and messages.
+
+    Nothing hides the messages.
 
     Blocks are copied into a message, and those that come are put together; on the way
     back their rows are then copied to where they came from. ``nbytes`` are those of its
@@ -215,7 +217,7 @@ def turns(hardware: Hardware, nbytes: int, homes: int) -> Cost:
     """
     others = homes - 1
     travels = nbytes * others / homes / _link(hardware, homes)
-    copies = stream(hardware, _TURN_BYTES * nbytes, 2 * others + 3)
+    copies = stream(hardware, _EXCHANGE_BYTES * nbytes, 2 * others + 3)
     return _message(hardware, homes).times(2) + Cost(travels, 2) + copies
 
 

@@ -137,8 +137,8 @@ def _by_matrix(strips: Iterable[Matrix]) -> list[list[Matrix]]:
 
 
 def _of_strips(own: Sequence[Matrix], size: int, numerics: Numerics) -> int:
-    """Bytes for the strips of one matrix that are here: turned, entered and iterated
-    on.
+    """Bytes for the strips of one matrix that are here: exchanged for columns,
+    entered and iterated on.
 
     Args:
         own: the strips, in order; a home has neighbouring ones.
@@ -149,25 +149,25 @@ def _of_strips(own: Sequence[Matrix], size: int, numerics: Numerics) -> int:
     # Copies in fp32, which are divided in place, and what they are rounded to.
     entering = elements * (_FP32 if itemsize == _FP32 else _FP32 + itemsize)
     highest = max(entering, elements * itemsize + _iterating(own, size, numerics))
-    if not own[0].is_turned:
+    if not own[0].comes_as_rows:
         return highest
-    there, turned, back = _turning(own, itemsize)
-    return max(there, turned + highest, back)
+    there, columns, back = _exchanging(own, itemsize)
+    return max(there, columns + highest, back)
 
 
-def _turning(own: Sequence[Matrix], itemsize: int) -> tuple[int, int, int]:
-    """Bytes while strips are turned, of the turned ones, and while they are turned
-    back.
+def _exchanging(own: Sequence[Matrix], itemsize: int) -> tuple[int, int, int]:
+    """Bytes while rows are exchanged for columns, of these columns, and while they are
+    exchanged back.
     """
     strip = own[0].strip
     assert strip is not None
     rows = sum(matrix.rows for matrix in own)
     cols = sum(matrix.long for matrix in own)
-    come, turned = itemsize * rows * strip.cols, itemsize * strip.rows * cols
+    come, columns = itemsize * rows * strip.cols, itemsize * strip.rows * cols
     stays = itemsize * rows * cols
     flat = come if own[0].column_parts > 1 else 0  # their columns in order
-    there = flat + turned - stays + max(come - stays, turned)
-    return there, turned, turned + come - stays + max(turned - stays, come)
+    there = flat + columns - stays + max(come - stays, columns)
+    return there, columns, columns + come - stays + max(columns - stays, come)
 
 
 def _iterating(own: Sequence[Matrix], size: int, numerics: Numerics) -> int:

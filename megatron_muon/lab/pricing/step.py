@@ -21,8 +21,8 @@ from megatron_muon.lab.pricing.kernels import (
     foreach,
     newton_schulz,
     newton_schulz_strip,
+    rows_for_columns,
     stream,
-    turns,
 )
 from megatron_muon.lab.pricing.streams import WAITING, Streams
 from megatron_muon.lab.pricing.work import Optimizer, RoundWork, Shared, rounds_of
@@ -264,10 +264,10 @@ class _Steps:
         cost = newton_schulz_strip(
             hardware, shared.whole, shared.long, shared.strips, homes, self._numerics
         )
-        if shared.is_turned:
+        if shared.comes_as_rows:
             # its columns, and its rows back
             moved = shared.whole[0] * shared.long + elements
-            cost += turns(hardware, moved * self._itemsize, homes)
+            cost += rows_for_columns(hardware, moved * self._itemsize, homes)
         return cost
 
 

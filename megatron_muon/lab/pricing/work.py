@@ -81,13 +81,13 @@ class Shared(NamedTuple):
     """A strip of a matrix: the whole's rows and columns, its number of strips, the
     strip's length.
 
-    ``is_turned`` says that its rows come, and its columns are iterated on.
+    ``comes_as_rows``: see ``layout.Strip``.
     """
 
     whole: tuple[int, int]
     strips: int
     long: int
-    is_turned: bool
+    comes_as_rows: bool
 
 
 class Layout(NamedTuple):
@@ -106,7 +106,7 @@ class Layout(NamedTuple):
         shared = None
         if matrix.strip is not None:
             shared = Shared(
-                matrix.whole, matrix.strip.count, matrix.long, matrix.is_turned
+                matrix.whole, matrix.strip.count, matrix.long, matrix.comes_as_rows
             )
         return Layout(*matrix.unit, matrix.column_parts, matrix.column_blocks, shared)
 

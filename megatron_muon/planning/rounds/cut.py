@@ -134,7 +134,7 @@ def make_rounds(
     limit = _limit_of(taken, limit)
     rounds: list[list[int]] = []
     loads_of: list[dict[int, int]] = []
-    for index in _in_turn(homed):
+    for index in _by_bytes_before(homed):
         number = _first_with_room(loads_of, taken[index], limit)
         _put(rounds, loads_of, number, index, taken[index])
     return tuple(tuple(sorted(indices)) for indices in rounds)
@@ -220,12 +220,12 @@ def _first_with_room(loads_of: Sequence[Loads], more: Loads, limit: int) -> int:
     return len(loads_of)
 
 
-def _in_turn(homed: Sequence[Loads]) -> list[int]:
+def _by_bytes_before(homed: Sequence[Loads]) -> list[int]:
     """Indices, sorted by the bytes that their homes have before them; ties by index."""
     before: dict[int, int] = defaultdict(int)
-    turn = []
+    order = []
     for index, loads in enumerate(homed):
-        turn.append((max((before[rank] for rank in loads), default=0), index))
+        order.append((max((before[rank] for rank in loads), default=0), index))
         for rank, count in loads.items():
             before[rank] += count
-    return [index for _, index in sorted(turn)]
+    return [index for _, index in sorted(order)]

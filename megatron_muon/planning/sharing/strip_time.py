@@ -1,9 +1,10 @@
 """What a strip costs its home beside its flops and its own slices, as plain integers.
 
-Homes of a matrix add squares, put rows of them together and turn strips. All of it
-takes messages, which every home waits for, and passes over memory. ``pricing.kernels``
-has the same with floats, for any hardware; ``test_pricing_counts`` holds the two
-together. Here bytes count by ``link_gbytes``; all else is an H100's.
+Homes of a matrix add squares, put rows of them together, and exchange rows of the
+matrix for columns. All of it takes messages, which every home waits for, and passes
+over memory. ``pricing.kernels`` has the same with floats, for any hardware;
+``test_pricing_counts`` holds the two together. Here bytes count by ``link_gbytes``; all
+else is an H100's.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SUM_HALVES = 15
 _ROW_PASSES = 5
 # Of a strip's rows and of its columns: into a message, out of it, and where they came
 # from.
-_TURN_PASSES = 2 * 5
+_EXCHANGE_PASSES = 2 * 5
 
 
 class StripTime(NamedTuple):
@@ -84,9 +85,9 @@ def strip_time(
     passes = _STRIP_BYTES * own // numerics.itemsize
     passes += _SUM_HALVES * sums * square // 2 + _ROW_PASSES * rows * square // homes
     messages = 3 + 2 * sums + rows  # three of numbers
-    if strip.is_turned:
+    if strip.comes_as_rows:
         travels += 2 * own
-        passes += _TURN_PASSES * own
+        passes += _EXCHANGE_PASSES * own
         messages += 2
     link = numerics.config.link_gbytes
     # teams are neighbours: of one node where it holds whole teams

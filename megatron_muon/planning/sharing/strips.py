@@ -3,9 +3,9 @@
 The Gram matrix of the short side is a sum over strips. So only squares of the short
 side travel between the homes, and each applies the same polynomial to its strip
 (``orthogonalize.strips``). A wide matrix comes to its homes in ranges of rows, whose
-elements are contiguous wherever they lie, and is turned there (``layout.Strip``). Where
-strips begin depends on their number alone: the result is the same on any ranks. Plain
-integers.
+elements are contiguous wherever they lie, and its homes exchange them for columns
+(``layout.Strip``). Where strips begin depends on their number alone: the result is the
+same on any ranks. Plain integers.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def in_strips(
 ) -> Parameter:
     """The parameter with matrices cut into strips; others stay whole.
 
-    A matrix is cut into ranges of rows. A wide one comes so, too, and is turned at its
-    homes; if TP cuts its columns into a multiple of as many parts, those come as they
-    are. Experts' matrices stay whole, and so do those with a side shorter than the
-    number of strips: each home adds rows of the short side's square.
+    A matrix is cut into ranges of rows, a wide one too, since its homes exchange them
+    for columns. If TP cuts a wide one's columns into a multiple of as many parts, these
+    parts are its strips. Experts' matrices stay whole, and so do those with a side
+    shorter than the number of strips: each home adds rows of the short side's square.
     """
     if _EXPERTS in parameter.name:
         return parameter
@@ -204,22 +204,21 @@ class SharedMatrix:
     # for each sum of squares, how often rows of squares are put together after it
     gathers: tuple[int, ...]
     itemsize: int  # bytes of an element of a square
-    turns: int = (
-        0  # bytes of an element that travels where its strips are turned, else 0
-    )
+    # bytes of an element that travels, where its strips come as rows; else 0
+    row_itemsize: int = 0
 
     def messages(self) -> Iterator[SharedMessages]:
         """The messages between its homes, in their order.
 
         Each home sends
-        - where strips are turned, the other homes' columns of its rows;
+        - where strips come as rows, the other homes' columns of its rows;
         - two numbers for each of its strips, then one;
         - for each sum of squares, the rows that others add, then the rows that it has
         added;
         - where homes make rows of squares, its rows, each time that these are put
         together;
         - one number more for each strip, whether its direction is finite;
-        - where strips are turned, the other homes' rows of its columns.
+        - where strips come as rows, the other homes' rows of its columns.
         """
         ranks = sorted(set(self.homes))
         short = min(self.rows, self.cols)
@@ -230,7 +229,7 @@ class SharedMatrix:
         pairs = list(itertools.permutations(ranks, 2))
         if not pairs:
             return
-        there = self._turned(pairs)
+        there = self._rows_for_columns(pairs)
         if there:
             yield SharedMessages("elements", there)
         one = {pair: _NUMBER * strips[pair[0]] for pair in pairs}
@@ -250,20 +249,20 @@ class SharedMatrix:
         if there:
             yield SharedMessages("elements", {(a, b): there[b, a] for a, b in pairs})
 
-    def _turned(
+    def _rows_for_columns(
         self, pairs: Sequence[tuple[int, int]]
     ) -> Mapping[tuple[int, int], int]:
-        """Bytes of the columns of one home in the rows of another; none without a
-        turn.
+        """Bytes of the receiver's columns in the sender's rows; empty where strips come
+        as they are iterated on.
         """
-        if not self.turns:
+        if not self.row_itemsize:
             return {}
         rows: dict[int, int] = defaultdict(int)
         cols: dict[int, int] = defaultdict(int)
         for number, home in enumerate(self.homes):
             rows[home] += range_of(self.rows, number, len(self.homes)).size
             cols[home] += range_of(self.cols, number, len(self.homes)).size
-        return {(a, b): rows[a] * cols[b] * self.turns for a, b in pairs}
+        return {(a, b): rows[a] * cols[b] * self.row_itemsize for a, b in pairs}
 
 
 # strips of the matrices of a shape; others are whole

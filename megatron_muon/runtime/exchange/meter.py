@@ -18,7 +18,7 @@ class Meter:
     scatter_bytes: int = 0  # bytes of directions sent to slices
     square_bytes: int = 0  # bytes of squares sent to the other homes of shared matrices
     turn_bytes: int = (
-        0  # bytes of elements sent to them, where strips are turned (layout.Strip)
+        0  # bytes of elements sent to them, of wide matrices that come as rows
     )
 
     @property

@@ -114,7 +114,7 @@ EXPERTS = Topology(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)
         (MOE, EXPERTS, ROUTER, math.nan),  # TP ranks have replicas
         (MOE, EXPERTS, EXPERT, math.inf),
         (SHARED, Topology(dp=4), FC1, math.nan),
-        (SHARED, Topology(tp=2, dp=2), FC2, math.inf),  # turned
+        (SHARED, Topology(tp=2, dp=2), FC2, math.inf),  # as rows
         (GRAM, Topology(dp=3), FC1, math.nan),  # two strips on one of three homes
     ],
     ids=said,
@@ -192,7 +192,7 @@ def _overflowing(
         (BF16, Topology(dp=2), FC1),
         (FP32, Topology(tp=2, dp=2), FC2),
         (SHARED, Topology(dp=4), FC1),
-        (SHARED, Topology(tp=2, dp=2), FC2),  # turned
+        (SHARED, Topology(tp=2, dp=2), FC2),  # as rows
     ],
     ids=said,
 )

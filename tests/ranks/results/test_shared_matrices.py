@@ -47,7 +47,7 @@ def _matrices(case: Case, topology: Topology) -> list[tuple[str, int, int, int]]
         (_shared(BASE, 2), Topology(1, 1, 2)),
         (_shared(BASE, 2), Topology(1, 2, 2)),
         (_shared(BASE, 2), Topology(2, 1, 1)),  # fc2's column parts are its strips
-        (_shared(BASE, 4), Topology(2, 1, 2)),  # fc2 is turned, from column parts
+        (_shared(BASE, 4), Topology(2, 1, 2)),  # fc2 comes as rows, from column parts
         # uneven rows and columns, one rank without a strip
         (_shared(BASE, 5), Topology(2, 1, 3)),
         # a strip of two column parts
@@ -92,7 +92,7 @@ def test_rows_of_squares_are_those_of_one_process(
     ("strips", "topology", "shapes"),
     [
         (2, Topology(2, 1, 2), [(96, 132)] * 2),  # column parts of TP ranks
-        (4, Topology(2, 1, 2), [(24, 264)] * 4),  # turned
+        (4, Topology(2, 1, 2), [(24, 264)] * 4),  # as rows
         (5, Topology(1, 1, 5), [(19, 264)] * 4 + [(20, 264)]),
     ],
     ids=str,

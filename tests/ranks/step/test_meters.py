@@ -156,7 +156,7 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
         "stage_matrices": sum(len(plan.matrices) for plan in plans),
         "state": tuple(map(sum, zip(*states, strict=True))),
         "shared": sum(
-            2 * bool(one.turns) + 3 + 2 * len(one.gathers) + sum(one.gathers)
+            2 * bool(one.row_itemsize) + 3 + 2 * len(one.gathers) + sum(one.gathers)
             for plan in plans
             for one in plan.shared
         ),

@@ -142,13 +142,13 @@ def test_strips_cover_their_matrix_and_homes_are_neighbours(
     [
         (40, 16, None, 1, [(10, 16)] * 4),
         (42, 16, None, 1, [(10, 16), (11, 16), (10, 16), (11, 16)]),
-        (16, 40, None, 1, [(4, 40)] * 4),  # rows come, and are turned
+        (16, 40, None, 1, [(4, 40)] * 4),  # its homes receive rows
         (18, 40, None, 1, [(4, 40), (5, 40), (4, 40), (5, 40)]),
         (3, 40, None, 1, []),  # fewer rows than strips
         (64, 3, None, 1, []),  # fewer rows of squares than homes
         (3, 16, 1, 4, []),
         (20, 16, 0, 2, [(10, 16)] * 4),  # a strip is half of a TP rank's rows
-        (16, 20, 1, 2, [(4, 40)] * 4),  # more than TP ranks: turned
+        (16, 20, 1, 2, [(4, 40)] * 4),  # more than TP ranks: rows
         (16, 10, 1, 8, [(16, 20)] * 4),  # a strip is the columns of two TP ranks
         (16, 20, 1, 3, [(4, 60)] * 4),
         (40, 8, 1, 2, [(10, 16)] * 4),  # tall, and TP cuts the columns
@@ -350,11 +350,11 @@ def _step_of_home(
 
     def step() -> None:
         with mock.patch.object(collectives, "start_messages", _received_at_once):
-            turned = sharing.rows_to_columns(held) if own[0].is_turned else held
+            turned = sharing.rows_to_columns(held) if own[0].comes_as_rows else held
             orthogonalize_strips(
                 turned, own[0].whole, moves, numerics_on(moves.device, config), sharing
             )
-            if own[0].is_turned:
+            if own[0].comes_as_rows:
                 sharing.columns_to_rows(turned, held)
 
     return step
