@@ -120,13 +120,15 @@ class HyperballRound(MuonRound):
         return self._by_unit(cut_into_slices(params, self._table))
 
     def finish(self, shards: Sequence[Shard], sums: Tensor) -> None:
-        """Update the shards: see above. A direction that is not finite updates none."""
+        """Update the shards: see above. A matrix whose sums are not finite stays, all
+        units of it: in one of a direction that is not finite, a slice may have no mark.
+        """
         directions, self._directions = self._directions, []
         if not directions:
             return
+        sound = sums.isfinite().all(dim=1, keepdim=True)
         ww, wd, dd = sums.view(len(directions), 3, -1).unbind(1)
         radius = self._rule.radii.index_select(0, self._matrix_of)
-        sound = dd.isfinite()
         norm = dd.sqrt()
         step = torch.where(norm > LEAST_NORM, radius / norm, 0.0)
         torch._foreach_mul_(list(step.unbind()), self._rates(shards))

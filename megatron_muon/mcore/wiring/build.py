@@ -144,7 +144,7 @@ def make_muons(
     if config.rule == "hyperball":
         from megatron_muon.mcore.wiring.radii import RunRadii
 
-        optimizer.radii = RunRadii(parts, config, device)
+        optimizer.radii = RunRadii(parts, config, optimizer.voters, device)
         for part in parts:
             part.radii = optimizer.radii
     remember(model_chunks, config, stage)

@@ -15,7 +15,7 @@ from megatron_muon.console import first_names
 from megatron_muon.mcore.routing.multipliers import last_of
 from megatron_muon.mcore.routing.param_routing import expert_name
 from megatron_muon.rules.hyperball import Hyperball, norms_at_start
-from megatron_muon.runtime.collectives import all_gather_texts
+from megatron_muon.runtime.collectives import Group, all_gather_texts
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.config import MuonConfig, named
 
@@ -28,7 +28,9 @@ class RunRadii:
     Args:
         parts: Megatron's optimizers, with Muon inside.
         config: the settings of the run.
-        device: of this rank.
+        group, device: the ranks that step together, None for the world, and this
+            rank's device. A rank where nothing trains loads nothing, and would not know
+            that others did.
 
     Attributes:
         known: the radii, as they are saved; None before the first step, and after a
@@ -36,10 +38,15 @@ class RunRadii:
     """
 
     def __init__(
-        self, parts: Sequence[Any], config: MuonConfig, device: torch.device
+        self,
+        parts: Sequence[Any],
+        config: MuonConfig,
+        group: Group | None,
+        device: torch.device,
     ) -> None:
         self._parts = [part for part in parts if not part.is_stub_optimizer]
-        self._config, self._device = config, device
+        self._config = config
+        self._group, self._device = group, device
         self._are_in_use = False
         self.known: Radii | None = None
 
@@ -55,7 +62,7 @@ class RunRadii:
     def use(self) -> None:
         """Find the radii that are neither given nor loaded, and give all to the rules.
 
-        Every rank of the world calls it, before each step; it communicates in the first
+        Every rank of the group calls it, before each step; it communicates in the first
         one.
 
         Raises:
@@ -64,9 +71,9 @@ class RunRadii:
         if self._are_in_use:
             return
         mine = self._found(self.known or {})
-        together(lambda: _require_usable(mine), None, self._device)
+        together(lambda: _require_usable(mine), self._group, self._device)
         self.known = {}
-        for text in all_gather_texts(json.dumps(mine), None):
+        for text in all_gather_texts(json.dumps(mine), self._group):
             self.known |= json.loads(text)
         for part in self._parts:
             assert isinstance(part.muon.rule, Hyperball)

@@ -117,6 +117,32 @@ def test_a_gradient_that_is_not_finite_leaves_its_matrix(topology: Topology) -> 
         assert torch.equal(value, (before if name == FC1 else plain)[name]), name
 
 
+@pytest.mark.parametrize("column", [5, 90])
+def test_a_matrix_with_units_of_columns_stays_as_a_whole(column: int) -> None:
+    """However its shards are cut: the mark of a slice is its first element."""
+    name = "decoder.layers.0.self_attention.linear_proj.weight"
+    planted = _planted(name, math.nan, (3, column))
+    before = trained(replace(COLUMNS, steps=1), Topology(dp=3))["main"][name]
+    for topology in (Topology(), Topology(dp=3)):
+        after = trained(COLUMNS, topology, planted)["main"][name]
+        torch.testing.assert_close(after, before, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _loads_in_between() -> list[float]:
+    """A run of two steps with a load after the first; only the first stage trains."""
+    case = replace(CASE, frozen=("decoder.layers.1.*", "decoder.final*", "output*"))
+    built = start(case, Topology(pp=2))
+    take_step(built, 0)
+    built.optimizer.load_state_dict(built.optimizer.state_dict())
+    take_step(built, 1)
+    return list(built.log["norms"])
+
+
+def test_a_load_within_a_run_where_a_stage_is_frozen() -> None:
+    one, other = run(_loads_in_between, 2, timeout=60.0)
+    assert one == other
+
+
 def _error(case: Case, topology: Topology) -> str:
     built = start(case, topology)
     if case.seed == 0:
