@@ -39,13 +39,13 @@ def test_every_message_and_every_run_in_it_starts_at_16_bytes(
         assert [m for m in plan.matrices if m.strip is not None and m.long % 8] == []
         for rank in range(0, plan.size, 7):
             for table in round_tables(plan.for_rank(rank), plan.matrices):
-                directions = table.directions_to, table.directions_from
+                directions = table.results_to, table.results_from
                 for counts in (table.sent_to, table.received_from, *directions):
                     ends += accumulate(elements for _, elements in counts)
                 for sizes in (
                     table.sent_sizes,
                     table.received_sizes,
-                    table.direction_sizes,
+                    table.result_sizes,
                 ):
                     ends += accumulate(sizes)
                 ends += accumulate(table.kept_sizes)

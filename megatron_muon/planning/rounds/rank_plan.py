@@ -32,10 +32,10 @@ class RankRound:
     gather_to: _ByRank = field(default_factory=_by_rank)
     # by rank, the slices that it receives as their home
     gather_from: _ByRank = field(default_factory=_by_rank)
-    # by rank, the slices whose directions it sends there as their home: those of
+    # by rank, the slices whose results it sends there as their home: those of
     # gather_from, and replicas, which only receive
     scatter_to: _ByRank = field(default_factory=_by_rank)
-    # by home, the slices whose directions it receives: those of gather_to, and replicas
+    # by home, the slices whose results it receives: those of gather_to, and replicas
     scatter_from: _ByRank = field(default_factory=_by_rank)
     kept: list[Slice] = field(default_factory=list)  # the slices that are home already
 

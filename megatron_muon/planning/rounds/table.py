@@ -30,7 +30,7 @@ class Stack:
 
     @property
     def own_strips(self) -> list[Matrix]:
-        """Those of ``strips`` that are in ``matrices``."""
+        """The strips whose home this rank is."""
         return [strip for strip in self.strips if strip.home == self.layout.home]
 
 
@@ -49,7 +49,7 @@ def stays_in_place(kept: int, arriving: int, leaving: int) -> bool:
     Args:
         kept: elements of its matrices that a rank holds itself.
         arriving: elements that it receives.
-        leaving: elements of directions that it sends.
+        leaving: elements of results that it sends.
     """
     return _FEW * max(arriving, leaving) <= kept + arriving
 
@@ -88,15 +88,15 @@ class RoundTable:
     places: tuple[int, ...]
     kept_staged: tuple[int, ...]  # numbers of the staged slices that are kept
     in_place: bool  # kept slices are written where they are staged (stays_in_place)
-    # directions_to, directions_from: (rank of the stage, elements) of the ranks that
-    # get directions from here, and of those that send some
-    directions_to: tuple[tuple[int, int], ...]
+    # results_to, results_from: (rank of the stage, elements) of the ranks that
+    # get results from here, and of those that send some
+    results_to: tuple[tuple[int, int], ...]
     # numbers of the staged slices that are sent, in the message's order
     scattered: tuple[int, ...]
-    directions_from: tuple[tuple[int, int], ...]
-    direction_sizes: tuple[int, ...]  # sizes in the message that comes back
-    # for each slice, its number among the kept ones and, after them, direction_sizes
-    direction_of: tuple[int, ...]
+    results_from: tuple[tuple[int, int], ...]
+    result_sizes: tuple[int, ...]  # sizes in the message that comes back
+    # for each slice, its number among the kept ones and, after them, result_sizes
+    result_of: tuple[int, ...]
 
     @property
     def peers(self) -> set[int]:
@@ -104,8 +104,8 @@ class RoundTable:
         counts = (
             self.sent_to,
             self.received_from,
-            self.directions_to,
-            self.directions_from,
+            self.results_to,
+            self.results_from,
         )
         return {rank for of_ranks in counts for rank, _ in of_ranks}
 
@@ -116,7 +116,7 @@ class RoundTable:
 
     @property
     def travels(self) -> bool:
-        """This rank sends or receives slices or directions in the round."""
+        """This rank sends or receives slices or results in the round."""
         return bool(self.peers)
 
 
@@ -150,7 +150,7 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
         **_numbers(kept),
         **{key: len(kept) + at for key, at in in_received.items()},
     }
-    direction = _numbers([*kept, *returning])
+    place_of_result = _numbers([*kept, *returning])
     return RoundTable(
         parameters=tuple(
             (index, _sizes(list(of_one)))
@@ -176,11 +176,11 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
         in_place=stays_in_place(
             *(sum(_sizes(some)) for some in (kept, arriving, back))
         ),
-        directions_to=_counts(routes.scatter_to),
+        results_to=_counts(routes.scatter_to),
         scattered=tuple(in_staged[one.matrix, one.start] for one in back),
-        directions_from=_counts(routes.scatter_from),
-        direction_sizes=_sizes(returning),
-        direction_of=tuple(direction[id(one)] for one in held),
+        results_from=_counts(routes.scatter_from),
+        result_sizes=_sizes(returning),
+        result_of=tuple(place_of_result[id(one)] for one in held),
     )
 
 

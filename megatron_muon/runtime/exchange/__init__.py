@@ -1,3 +1,3 @@
-"""Messages of a step: slices and directions, and those between the homes of one
+"""Messages of a step: slices and results, and those between the homes of one
 matrix.
 """

@@ -1,4 +1,4 @@
-"""The exchange that a plan describes: slices go to their homes, directions come back.
+"""The exchange that a plan describes: slices go to their homes, results come back.
 
 Each round has one gather and one scatter over the stage: each is a message from every
 rank to every other one that it shares a matrix with. Other work runs between its start
@@ -70,7 +70,7 @@ class Staged:
 
 @dataclass(slots=True)
 class Scattering:
-    """A round whose directions travel: those that are kept, and messages under way."""
+    """A round whose results travel: those that are kept, and messages under way."""
 
     kept: list[Tensor]
     pending: Pending | None
@@ -108,7 +108,7 @@ class Exchange:
             RoundExchange(
                 table,
                 self._route(table.sent_to, table.received_from),
-                self._route(table.directions_to, table.directions_from),
+                self._route(table.results_to, table.results_from),
                 self._like,
                 meter,
                 {
@@ -153,7 +153,7 @@ class RoundExchange:
 
     Args:
         table: this rank's part of the round.
-        gather, scatter: the messages to homes, and those of directions.
+        gather, scatter: the messages to homes, and those of results.
         like: a tensor of the dtype in which elements travel, on the device of the
             matrices.
         meter: counts the bytes sent.
@@ -255,14 +255,14 @@ class RoundExchange:
         return staged
 
     def mark(self, staged: Staged, marks: Tensor) -> None:
-        """Make the first element of each slice of some directions NaN.
+        """Make the first element of each slice NaN where its result is not finite.
 
-        By it every rank that holds a slice knows that the direction is not to be
+        By it every rank that holds a slice knows that the result is not to be
         applied (``rule.RoundRule.after_scatter``): so all of them do the same, and
         nothing more travels.
 
         Args:
-            staged: directions.
+            staged: the results.
             marks: for each of its matrices NaN, or -0.0, which changes no element.
         """
         elements, of_slices = staged.elements, marks.index_select(0, self._of_firsts)
@@ -270,21 +270,19 @@ class RoundExchange:
         elements.index_copy_(0, self._firsts, marked)
 
     def start_scatter(self, staged: Staged) -> Scattering:
-        """Start to send the directions, and empty ``staged``, whose elements they are
-        by now.
-        """
-        kept, sent = self._directions(staged.taken())
+        """Start to send the results, and take them out of ``staged``."""
+        kept, sent = self._results(staged.taken())
         pending = collectives.start_messages("muon/scatter", sent, self._scatter)
         self._meter.scatter_bytes += sent.nbytes
         return Scattering(kept, pending)
 
-    def _directions(self, staged: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Directions of the slices that are held here, and the message with all
+    def _results(self, staged: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Results of the slices that are held here, and the message with all
         others.
         """
         table = self.table
         slices = split_with_sizes(staged, table.staged_sizes)
-        if not table.directions_to:  # all are held here
+        if not table.results_to:  # all are held here
             return list(slices), staged.new_empty(0)
         own = [slices[number] for number in table.kept_staged]
         outgoing = [slices[number] for number in table.scattered]
@@ -301,15 +299,15 @@ class RoundExchange:
         return kept, sent
 
     def finish_scatter(self, scattering: Scattering) -> list[Tensor]:
-        """The directions of each slice that is held here, ``(n,)``."""
-        directions, scattering.kept = scattering.kept, []
+        """The results of each slice that is held here, ``(n,)``."""
+        results, scattering.kept = scattering.kept, []
         received = _received(scattering)
         if received is not None:
-            directions = [
-                *directions,
-                *split_with_sizes(received, self.table.direction_sizes),
+            results = [
+                *results,
+                *split_with_sizes(received, self.table.result_sizes),
             ]
-        return [directions[number] for number in self.table.direction_of]
+        return [results[number] for number in self.table.result_of]
 
     def _empty(self, numel: int) -> Tensor:
         return self._like.new_empty(numel)

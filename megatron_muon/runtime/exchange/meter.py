@@ -15,7 +15,7 @@ class Meter:
     matrices: int = 0  # number of matrices worked on at home
     ns_flops: int = 0  # floating-point operations of that work, 2 per multiply-add
     gather_bytes: int = 0  # bytes sent to homes
-    scatter_bytes: int = 0  # bytes of directions sent to slices
+    scatter_bytes: int = 0  # bytes of results sent to slices
     square_bytes: int = 0  # bytes of squares sent to the other homes of shared matrices
     turn_bytes: int = (
         0  # bytes of elements sent to them, of wide matrices that come as rows

@@ -260,8 +260,7 @@ def test_a_tables_size_does_not_follow_the_stages() -> None:
     for rank in range(plan.size):
         for table in round_tables(plan.for_rank(rank), plan.matrices):
             shared = {
-                r
-                for r, _ in (*table.sent_to, *table.directions_to, *table.received_from)
+                r for r, _ in (*table.sent_to, *table.results_to, *table.received_from)
             }
             own = len(table.matrices) + len(table.staged_sizes)
             assert len(table.sent_to) + len(table.received_from) <= own

@@ -127,7 +127,7 @@ def _sent_back(
 ) -> dict[int, list[tuple[int, int]]]:
     parts = _cut(staged, table.staged_sizes)
     flat = [element for at in table.scattered for element in parts[at]]
-    return _messages(flat, table.directions_to)
+    return _messages(flat, table.results_to)
 
 
 def _check_directions(
@@ -139,10 +139,10 @@ def _check_directions(
     parts = _cut(staged, table.staged_sizes)
     kept = [parts[at] for at in table.kept_staged]
     received = [
-        element for r, _ in table.directions_from for element in sent[r][rank.rank]
+        element for r, _ in table.results_from for element in sent[r][rank.rank]
     ]
-    sources = [*kept, *_cut(received, table.direction_sizes)]
-    assert [sources[at] for at in table.direction_of] == rank.runs
+    sources = [*kept, *_cut(received, table.result_sizes)]
+    assert [sources[at] for at in table.result_of] == rank.runs
 
 
 CASES: dict[str, tuple[list[int], list[int | None], list[int | None]]] = {
