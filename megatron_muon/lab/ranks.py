@@ -258,7 +258,7 @@ def _context(task: Task) -> Any:
 
 @contextmanager
 def _ctrl_c_does(what: Any) -> Iterator[None]:
-    """Within it a SIGINT has this handler; only the main thread may set one."""
+    """A context in which SIGINT has this handler; only the main thread may set one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

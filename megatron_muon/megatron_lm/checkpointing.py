@@ -116,9 +116,9 @@ def load_checkpoint(
         with ExitStack() as loading:
             loading.enter_context(_explained_to_others(load_dir, flags))
             if override and optimizer is not None:
-                from megatron_muon.megatron_lm.rates import told_of_adamw
+                from megatron_muon.megatron_lm.rates import watching_adamw
 
-                loading.enter_context(told_of_adamw(optimizer))
+                loading.enter_context(watching_adamw(optimizer))
             return loads()
     from megatron_muon.mcore.load_check.models import owner
     from megatron_muon.megatron_lm.loaded import say_loaded

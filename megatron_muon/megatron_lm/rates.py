@@ -19,8 +19,7 @@ _OPTION = "--override-opt_param-scheduler"
 
 @contextmanager
 def of_this_run(optimizer: Any, scheduler: Any, *, override: bool) -> Iterator[None]:
-    """Within it Megatron loads; then the groups get their rates from the scheduler once
-    more.
+    """A context in which Megatron loads. At its end the scheduler sets rates once more.
 
     Megatron's scheduler sets them within its own load. It does not read the weight
     decays of the checkpoint before that. With ``override`` it keeps this run's
@@ -55,8 +54,8 @@ def _put_back(group: Group, own: Group) -> None:
 
 
 @contextmanager
-def told_of_adamw(optimizer: Any) -> Iterator[None]:
-    """Within it Megatron loads into AdamW with ``--override-opt_param-scheduler``.
+def watching_adamw(optimizer: Any) -> Iterator[None]:
+    """A context in which AdamW loads with ``--override-opt_param-scheduler``.
 
     Rank 0 prints a line if AdamW's groups have not kept this run's rates, or if the
     load fails.

@@ -30,8 +30,8 @@ _CONVERSIONS = {
 def from_other(
     args: Namespace, optimizer: Any, folder: Path | None, *, muon: bool
 ) -> Iterator[str]:
-    """Within it ``optimizer`` loads the checkpoint, converted if another optimizer
-    wrote it.
+    """A context in which ``optimizer`` loads the checkpoint, converted if another
+    optimizer wrote it.
 
     Every rank of the world calls it, with ``muon`` in a run of Muon's. It yields how
     the state is read: a key of ``_CONVERSIONS``, ``unconverted``, ``after muon``, or ""
@@ -120,7 +120,7 @@ def _into_adamw(saved: Any) -> str:
 
 @contextmanager
 def _metadata_of_whole_weights() -> Iterator[None]:
-    """Within it Megatron takes every checkpoint for one that can be resharded.
+    """A context in which every checkpoint passes for one that can be resharded.
 
     Checkpoints of its own Muon lack this entry, since they have no distributed
     optimizer. Where TP or PP differ, or with --ckpt-fully-parallel-load, Megatron reads

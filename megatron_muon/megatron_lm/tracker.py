@@ -28,8 +28,8 @@ _MOST = 4096  # cap on a tracker's bytes; a number has few
 def naming(
     checkpointing: Any, load_dir: str | None, step: int | None
 ) -> Iterator[None]:
-    """Within it Megatron reads ``step``, of ``--ckpt-step``, from the tracker in
-    ``load_dir``.
+    """A context in which Megatron reads ``step``, of ``--ckpt-step``, from the tracker
+    in ``load_dir``.
 
     With ``--ckpt-format torch`` Megatron loads the model and the parameter groups of
     that step. It loads the rest of a distributed optimizer's state, also AdamW's, from

@@ -1,4 +1,5 @@
-"""The operation of a symmetric product that ``symmetric_kernels`` makes.
+"""torch's operation of the symmetric product whose kernel is in
+``symmetric_kernels``.
 
 It is imported only where ``--muon-symmetric-products triton`` asks for it.
 """

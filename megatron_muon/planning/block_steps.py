@@ -16,8 +16,8 @@ from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
 
 
 def block_numerics(numerics: Numerics) -> Numerics:
-    """Those of a block step: its rate is in the factor of a direction, so the decay has
-    none.
+    """The numerics of a block step. ``block_lr_mult`` goes into the factor of a
+    direction, and so not into the weight decay.
     """
     config = numerics.config
     factor = config.matched_adamw_rms * config.block_lr_mult

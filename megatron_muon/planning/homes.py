@@ -120,7 +120,7 @@ class Loads:
 
     @staticmethod
     def none(size: int) -> Loads:
-        """Those of ``size`` ranks that have nothing to do yet."""
+        """The loads of ``size`` ranks that have nothing to do yet."""
         return Loads((0,) * size, (0,) * size)
 
 

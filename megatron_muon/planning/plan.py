@@ -78,7 +78,7 @@ class ExchangePlan:
         """Bytes that each rank sends to others in a step: slices there, directions
         back.
 
-        Homes of one matrix also send each other squares, and columns of its rows.
+        Homes of one matrix also send each other squares, and rows for columns.
         """
         sent = [0] * self.size
         for shared in self.shared:

@@ -78,8 +78,8 @@ class Hyperball(Muon):
         for matrix in self.matrices:
             of_units = list(radii[matrix.whole_name])
             rows.append(of_units + [torch.nan] * (self.units - len(of_units)))
-        made = torch.tensor(rows, dtype=torch.float32).view(self.radii.shape)
-        self.radii.copy_(made)
+        values = torch.tensor(rows, dtype=torch.float32).view(self.radii.shape)
+        self.radii.copy_(values)
 
 
 class HyperballRound(MuonRound):
@@ -120,8 +120,10 @@ class HyperballRound(MuonRound):
         return self._by_unit(cut_into_slices(params, self._table))
 
     def finish(self, shards: Sequence[Shard], sums: Tensor) -> None:
-        """Update the shards: see above. A matrix whose sums are not finite stays, all
-        units of it: in one of a direction that is not finite, a slice may have no mark.
+        """Update the shards by the formula above.
+
+        A matrix whose sums are not finite stays, all units of it: where only one unit's
+        direction is not finite, a slice may have no mark.
         """
         directions, self._directions = self._directions, []
         if not directions:

@@ -67,7 +67,7 @@ class Muon(Rule):
         numerics: the run's settings, and what its device computes with.
         plan: the stage's exchange plan.
         meter: counts the work done.
-        elementwise: makes the elementwise operations of a round, once per round.
+        elementwise: returns the elementwise operations of one round.
     """
 
     names = PhaseNames("muon/momentum", "muon/newton_schulz", "muon/update")
@@ -387,10 +387,12 @@ def in_fp32(tensors: list[Tensor]) -> list[Tensor]:
 def at_once(
     *lists: Sequence[Any],
 ) -> Iterator[tuple[list[int], tuple[list[Any], ...]]]:
-    """Parts of parallel lists, with at most ``ELEMENTS_AT_ONCE`` each, and their
-    tensors' numbers.
+    """Cut parallel lists into parts of at most ``ELEMENTS_AT_ONCE`` elements.
 
-    A larger tensor is cut; None stays. On a CPU a part fits into a core's cache.
+    A larger tensor is cut; None stays None. On a CPU a part fits into a core's cache.
+
+    Yields:
+        The numbers of a part's tensors in the lists, and its part of each list.
     """
     numbers: list[int] = []
     some: tuple[list[Any], ...] = tuple([] for _ in lists)
@@ -419,8 +421,8 @@ class DistributedMuon(Engine):
     Args:
         numerics: the run's settings, and what its device computes with.
         plan, own, exchange, main_params, meter, phase: see ``Engine``.
-        elementwise: makes the elementwise operations of a round, once per round.
-        rule: makes the rule, from ``Muon``'s arguments; None: Muon.
+        elementwise: returns the elementwise operations of one round.
+        rule: returns the rule, from ``Muon``'s arguments; None: ``Muon``.
 
     Attributes:
         block_steps: with ``full_period`` above 1, its ``block_steps.BlockSteps``.
@@ -441,8 +443,8 @@ class DistributedMuon(Engine):
         self.numerics = numerics
         self.config = numerics.config
         self.block_steps: Any = None
-        made = (rule or Muon)(numerics, plan, meter, elementwise or Foreach)
-        super().__init__(made, plan, own, exchange, main_params, meter, phase)
+        chosen = (rule or Muon)(numerics, plan, meter, elementwise or Foreach)
+        super().__init__(chosen, plan, own, exchange, main_params, meter, phase)
 
     @property
     def variants(self) -> list[DistributedMuon]:

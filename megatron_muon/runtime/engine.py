@@ -130,14 +130,14 @@ class Engine:
         states: States,
         numbers: Callable[[int, Sequence[Shard]], Tensor],
     ) -> Iterator[tuple[int, Tensor]]:
-        """Sums over matrices beside a step: of the main parameters, round by round.
+        """Sum numbers of the main parameters over matrices, outside a step.
 
         Args:
             groups, states: as of ``step``.
-            numbers: the numbers of a round's slices, as of ``RoundRule``.
+            numbers: of a round, by its number, the numbers of its slices here.
 
         Yields:
-            The number of a round, and its slices' sums (``SliceSums``).
+            The number of each round, and its slices' sums (``SliceSums``).
         """
         self._states = states
         shards = dict(self._shards(groups, states))
@@ -244,7 +244,7 @@ class Engine:
         self.applied(ADAMW)
 
     def _worked(self, number: int, shards: Shards) -> Staged:
-        """The results of a round; the next one's slices are on their way then."""
+        """Work on a round at home; the next one's slices are on their way by then."""
         round = self.rounds[number]
         if not round.travels:
             self._start(number, shards)

@@ -48,7 +48,7 @@ class HostCopy:
 
 
 class Nonfinite:
-    """Counts such steps for the matrices at home here, on the device.
+    """Counts the steps that skipped a matrix whose home this rank is, on the device.
 
     After each step the counts are copied to the host, which does not wait for them.
 

@@ -22,7 +22,7 @@ from megatron_muon.runtime.tracing import Phase
 class Round:
     """A round on one rank: ``start`` it, ``work``, ``start_scatter``, ``finish`` it.
 
-    Between two of these calls, other rounds are at work while this one's messages
+    Between two of these calls, other rounds may be worked on while this one's messages
     travel. Each call frees the memory that no later call needs.
 
     Args:
@@ -77,22 +77,22 @@ class Round:
             return self._exchange.finish_gather(gathering)
 
     def work(self, staged: Staged) -> None:
-        """Replace matrices by their results, in place; those that are not finite are
-        marked.
+        """Replace matrices by their results, in place; mark those that are not
+        finite.
         """
         if self.observer is not None:
             self.observer.before_home(staged)
         with self._phase(self._names.at_home):
             found = self.rule.at_home(staged)
             if staged.stacks:
-                # NaN where not finite; else no change
+                # NaN where not finite, else -0.0, which changes no element
                 marks = cat(list(found.lines)).mul_(-0.0)
                 self._numbers = found.norms, marks
                 self._exchange.mark(staged, marks)
 
     def taken_numbers(self) -> tuple[Sequence[Tensor], Tensor]:
-        """Norms, in several tensors, and marks of this step's ``homes``; forgotten
-        here.
+        """Return and forget this step's norms, in several tensors, and marks of
+        ``homes``.
 
         A norm is NaN if what came to the home is not finite, a mark if the result is
         not.
@@ -122,7 +122,7 @@ class Round:
                 self.rule.finish(here, self.over_matrices(numbers))
 
     def forget(self) -> None:
-        """Wait for messages under way, and forget the step that they are of."""
+        """Wait for messages under way, and forget the step that they belong to."""
         for under_way in (self._gathering, self._scattering):
             if under_way is not None and under_way.pending is not None:
                 under_way.pending.wait()

@@ -68,8 +68,10 @@ Shards = Mapping[int, Shard]  # by the parameter's index in the plan
 
 
 class Findings(Protocol):
-    """Two numbers of each matrix at home, in the order of ``Staged.stacks``: the norms
-    and the lines of all tensors, one after another.
+    """Two numbers of each matrix at home: whether it and its result are finite.
+
+    Each list of tensors has, one after another, a number of each matrix, in the order
+    of ``Staged.stacks``.
     """
 
     @property
@@ -78,7 +80,9 @@ class Findings(Protocol):
 
     @property
     def lines(self) -> Sequence[Tensor]:
-        """Each ``(k,)``: NaN or infinite where the result is not finite."""
+        """Each ``(k,)``: NaN or infinite where the result is not finite, as one line of
+        it shows.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +166,7 @@ class Rule(ABC):
     names = PhaseNames("muon/before", "muon/home", "muon/after")  # of its parts
     # states of a shard that before_gather reads and writes
     states_before: tuple[str, ...] = ()
-    # states that after_scatter and finish do, beside the main parameter
+    # states that after_scatter and finish read and write, beside the main parameter
     states_after: tuple[str, ...] = ()
     asks_before = False  # whether it asks for sums of numbers_before
     asks_after = False  # whether it asks for sums of numbers_after

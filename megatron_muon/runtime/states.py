@@ -15,16 +15,16 @@ MAIN_KEY = "param"
 
 
 class States:
-    """Those of an optimizer whose shards are fp32 main parameters with fp32 state.
+    """Optimizer state of shards whose main parameters and moments are fp32.
 
     Args:
         optimizer: has ``state`` by shard, another dict after each load.
     """
 
-    are_copies = False  # what get returns are copies, so that put must follow a change
-    adamw_is_last = (
-        False  # AdamW's part keeps the host busy, so the rule's is launched before it
-    )
+    # whether get returns copies, so that put must follow a change
+    are_copies = False
+    # whether AdamW's part keeps the host busy, so that the rule's is launched before it
+    adamw_is_last = False
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -34,7 +34,7 @@ class States:
         return shard.grad
 
     def set_grad(self, shard: Tensor, grad: Tensor | None) -> None:
-        """Set it."""
+        """Replace the shard's reduced gradient."""
         shard.grad = grad
 
     def get(self, shard: Tensor, key: str) -> Tensor:
@@ -58,7 +58,7 @@ class States:
         """
 
     def visiting(self, round: int, key: str) -> AbstractContextManager[None]:
-        """Within it that state of a round's shards is on the device."""
+        """A context in which that state of a round's shards is on the device."""
         return nullcontext()
 
     def start_state(self, shard: Tensor, keys: Sequence[str]) -> None:

@@ -53,7 +53,8 @@ DEFAULT_STEPS = 5  # the paper's, for every set that does not need more
 class Restarts(NamedTuple):
     """The steps after which the Gram iteration restarts, by dtype.
 
-    None: no list that leaves out a product with the long side holds ``GRAM_ERROR``.
+    None: with no list that saves a product with the long side, the error stays within
+    ``GRAM_ERROR``.
     """
 
     bf16: tuple[int, ...] | None  # X and the square matrices are in this dtype
@@ -277,8 +278,9 @@ def steps_made_for(given: Given) -> int | None:
 
 
 def as_run(given: Given, steps: int) -> Coefficients:
-    """The coefficients that so many steps use: fewer than ``fewest`` use a set's first
-    alone.
+    """The coefficients that so many steps use.
+
+    Fewer steps than a set's ``fewest`` use its first triples only.
     """
     coefficients = canonical(given)
     if not isinstance(coefficients, str) or steps >= SETS[coefficients].fewest:
@@ -288,8 +290,8 @@ def as_run(given: Given, steps: int) -> Coefficients:
 
 
 def require_whole(given: Given, steps: int) -> None:
-    """Raise ValueError where so few steps of a set would be another's under its
-    name.
+    """Raise ValueError for so few steps that a set's name would mislead: they are
+    another set's, or lack its last.
     """
     used = as_run(given, steps)
     if used == canonical(given):

@@ -42,7 +42,7 @@ class Kind:
         return replace(self, check=_either((None,), self.check))
 
     def keywords(self) -> dict[str, Any]:
-        """Those of ``add_argument``."""
+        """Keyword arguments of ``add_argument``."""
         if self.action.startswith("store_"):
             return {"action": self.action}
         return {

@@ -266,7 +266,7 @@ class _Printed(io.StringIO):
 
 @contextlib.contextmanager
 def _unheard() -> Iterator[io.StringIO]:
-    """Within it what Megatron prints goes nowhere else."""
+    """A context that keeps what Megatron prints."""
     printed = _Printed()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         yield printed

@@ -83,8 +83,8 @@ class Stage:
 
 
 def in_stage(number: int, run: Run) -> AbstractContextManager[None]:
-    """Within it this process is the first rank of a pipeline stage, see
-    ``world.as_rank``.
+    """A context in which this process is the first rank of a pipeline stage
+    (``world.as_rank``).
     """
     options = run.flags.embeddings if isinstance(run.flags, ScriptArguments) else {}
     return world.as_rank(world.first_ranks(run.ranks)[number], run.ranks, **options)

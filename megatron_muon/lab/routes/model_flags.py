@@ -170,7 +170,7 @@ def stop(text: str, program: str) -> NoReturn:
 
 @contextmanager
 def megatron_is_quiet() -> Iterator[None]:
-    """Within it Megatron's warnings, such as of missing Apex, are off; prints go to
+    """A context without Megatron's warnings, such as of missing Apex; prints go to
     stderr.
     """
     disabled = logging.root.manager.disable

@@ -1,5 +1,4 @@
-"""Every parameter of a model with its name and module, and whose it is: Muon's or
-AdamW's.
+"""Decides which parameters Muon updates and which AdamW updates.
 
 2-D weights of the module types in ``MATRIX_MODULES`` are Muon's unless they are an
 embedding or the output layer; all else is AdamW's. Embeddings and the output layer are

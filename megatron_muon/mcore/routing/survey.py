@@ -40,7 +40,7 @@ UNSPLIT = {
 def matched_patterns(
     model_chunks: Sequence[Any], sizes: Sizes, config: MuonConfig
 ) -> set[str]:
-    """Those of ``config.patterns`` that have an effect on these chunks."""
+    """The patterns of the settings that have an effect on these chunks."""
     every = list(weights(model_chunks)) if config.patterns else []
     return {
         pattern

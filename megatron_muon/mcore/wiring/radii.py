@@ -51,16 +51,16 @@ class RunRadii:
         self.known: Radii | None = None
 
     def load(self, saved: object) -> None:
-        """Take the radii of a checkpoint, None where it has none; local.
+        """Take the radii of a checkpoint, None where it has none. No communication.
 
         Raises:
-            ValueError: it is not what ``known`` is saved as.
+            ValueError: ``saved`` is no dict of positive numbers, as ``known`` is.
         """
         self._are_in_use = False
         self.known = None if saved is None else _checked(saved)
 
     def use(self) -> None:
-        """Find the radii that are neither given nor loaded, and give all to the rules.
+        """Find the radii that no setting or checkpoint has, and give all to the rules.
 
         Every rank of the group calls it, before each step; it communicates in the first
         one.
@@ -94,7 +94,7 @@ class RunRadii:
                     )
 
     def _found(self, loaded: Radii) -> Radii:
-        """Those of matrices with a slice here. Every rank of a stage calls it."""
+        """The radii of matrices with a slice here. Every rank of a stage calls it."""
         found: Radii = {}
         for part in self._parts:
             given = self._given(part)
@@ -111,7 +111,7 @@ class RunRadii:
         return found
 
     def _given(self, part: Any) -> dict[str, float]:
-        """The given radii, by the name of the parameter."""
+        """The radii that the settings name, by the name of the parameter."""
         given: dict[str, float] = {}
         for route in part.routes if self._config.radii else ():
             radius = last_of(route.weight, self._config.radii)

@@ -193,7 +193,7 @@ def _started_profiler() -> profile:
 
 @contextmanager
 def _marked_calls(optimizer: Any) -> Iterator[None]:
-    """Within it the trace shows Megatron's communication and its optimizer's step."""
+    """A context in which traces show Megatron's communication and optimizer step."""
     marked = {
         name: _marked(getattr(_ParamAndGradBucketGroup, name), mark)
         for name, mark in _COMMUNICATES.items()

@@ -75,8 +75,9 @@ class HostMemory:
 
     @contextmanager
     def visiting(self, name: Name) -> Iterator[None]:
-        """Within it the tensor of that name, if there is one, is on the device, to be
-        changed.
+        """A context in which the tensor of that name is on the device, to be changed.
+
+        A name without a tensor has no effect.
         """
         if name not in self._homes:
             yield
@@ -84,7 +85,7 @@ class HostMemory:
         computing = torch.cuda.current_stream(self._device)
         self._visited.append(name)
         if name[1] != self._leading:
-            # of what left before the products just launched, during which it went
+            # what left before the last products has been copied while they ran
             self._free()
         self._fetch(name)
         computing.wait_event(self._here[name][1])

@@ -17,11 +17,12 @@ from megatron_muon.runtime.collectives import Group, Route
 from megatron_muon.runtime.exchange.meter import Meter
 
 Counts = Sequence[tuple[int, int]]  # (rank of the stage, elements)
-_Crossings = Mapping[tuple[int, int], Tensor]  # by numbers of two strips
+# blocks in which rows of one strip cross columns of another, by the strips' numbers
+_Crossings = Mapping[tuple[int, int], Tensor]
 
 
 class Sharers:
-    """The homes of a matrix's strips: see the protocol that a rule has of them.
+    """The homes of a matrix's strips, and their messages (``strips.Sharing``).
 
     Squares are cut into ranges of rows, one for each home: it receives its range of all
     others' squares, adds them, and sends the sum to them. So each sends and receives
@@ -99,9 +100,7 @@ class Sharers:
         )
 
     def _whole(self, mine: Tensor, rows: Mapping[int, slice]) -> Tensor:
-        """A square from each home's rows: they are sent as they lie, and received in
-        place.
-        """
+        """A square from each home's rows, which are received where they belong."""
         if not self._others:
             return mine
         size = mine.size(1)
@@ -151,10 +150,10 @@ class Sharers:
     def _swapped(
         self, crossings: _Crossings, shape_of: Callable[[int, int], tuple[int, int]]
     ) -> dict[tuple[int, int], Tensor]:
-        """What ``(any strip, one that is here)`` share, from ``(one that is here,
-        any)``.
+        """The blocks ``(any strip, a strip here)``, from ``(a strip here, any strip)``.
 
-        Each has the shape ``shape_of(*key)``, on all homes.
+        The homes send each other the blocks that these lack. On all homes a block has
+        the shape ``shape_of(*key)``.
         """
         own = self._strips_at(self._rank)
         made = {key: crossings[key] for key in product(own, own)}

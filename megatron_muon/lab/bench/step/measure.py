@@ -152,8 +152,9 @@ class _Contender:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """Within it the row has its storage, filled as before a first step. All ranks
-        begin it together.
+        """A context in which the row has its storage, filled as before a first step.
+
+        All ranks begin it together.
         """
         with torch.no_grad():
             self._wake()

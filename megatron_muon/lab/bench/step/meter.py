@@ -71,7 +71,7 @@ class StepTimers:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Within it is a part of the step, named ``name``."""
+        """A context that is measured as a part of the step, named ``name``."""
         self.mark(name, begins=True)
         try:
             yield

@@ -171,8 +171,8 @@ _GATHERS = ("allgather_params", "start_param_sync_for_bucket_group_subset")
 
 @contextmanager
 def _parts(row: Row, timers: Any) -> Iterator[None]:
-    """Within it functions of the step are timed, and unequal parts are broadcast over
-    gloo.
+    """A context in which functions of the step are timed, and gloo broadcasts unequal
+    parts.
 
     ``newton_schulz_tp`` gathers over TP, then calls ``newton_schulz``: the time of the
     first without the second is that of the gather. ``distributed`` adds squares within

@@ -66,7 +66,7 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
 
     @contextmanager
     def _young_apart(self) -> Iterator[None]:
-        """Within it Adam has the young shards in groups of their own, for one step."""
+        """A context of one step, in which young shards have groups of their own."""
         adam = self.optimizer
         # torch's own AdamW counts per shard; before a first step core 0.14 has None
         groups = [group for group in adam.param_groups if group.get("step") is None]

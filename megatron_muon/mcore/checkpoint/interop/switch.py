@@ -45,8 +45,8 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
 
 @contextmanager
 def _converting(optimizer: Any, writer: str, **modes: Any) -> Iterator[None]:
-    """Within it the optimizers load in these modes; main parameters are checked at its
-    end.
+    """A context in which the optimizers load in these modes. At its end their main
+    parameters are checked.
 
     After an error the optimizer neither steps nor is saved if it has loaded anything.
     """

@@ -115,8 +115,9 @@ def require_ordered(model_chunks: Sequence[Any]) -> None:
 
 @contextmanager
 def as_in_run(config: MuonConfig, loop: Host) -> Iterator[None]:
-    """Within it buffers are laid out as in a run with these settings and this loop;
-    nothing is installed before.
+    """A context in which buffers are laid out as in a run with these settings and loop.
+
+    Nothing may be installed before.
     """
     patches = Patches()
     before = host()

@@ -95,8 +95,8 @@ class EarlyGathers:
 
     @contextmanager
     def turned_on(self) -> Iterator[None]:
-        """Within it they start in the step, and may outlast it. None is under way
-        afterwards.
+        """A context in which gathers start within the step, and may outlast it. At its
+        end none is under way.
         """
         before, self.is_on, self._in_loop = self.is_on, True, True
         try:
