@@ -74,7 +74,7 @@ def clocked(
 def step_times(
     optimizers: Sequence[Sequence[Round]], size: int
 ) -> tuple[list[int], list[int]]:
-    """When each rank has made its last products, and when it has its last directions.
+    """When each rank has made its last products, and when it has its last results.
 
     Args:
         optimizers: the rounds of each, in the order of their steps.
@@ -119,7 +119,7 @@ def _exchanged(round: Round, link: list[int], done: Sequence[int]) -> Mapping[in
 
 
 def _links(pairs: _Pairs, speeds: Speeds, size: int) -> Mapping[int, int]:
-    """The time of each rank's messages: directions take the same way back.
+    """The time of each rank's messages: results take the same way back.
 
     A peer's link takes the messages of several ranks at once, so a small one is through
     before others.

@@ -2,7 +2,7 @@
 rank.
 
 A home costs its rank time: for Newton-Schulz at the rank's speed, and on its link for
-the slices that it lacks and for the directions that it sends back. (What others send is
+the slices that it lacks and for the results that it sends back. (What others send is
 not counted.) Both speeds are settings, never measured here, and times are exact
 integers, so every rank and every restart finds the same homes.
 
@@ -69,12 +69,12 @@ class Work:
         return self.waits > 0
 
     def time(self, price: Price) -> int:
-        """Its time at its home, without slices and directions."""
+        """Its time at its home, without slices and results."""
         shared = self.shared * price.element + self.waits * price.picosecond
         return self.flops * price.flop + shared
 
     def time_as_home(self, home: int, price: Price) -> int:
-        """``time``, and that of the home's link: slices it lacks, directions of all
+        """``time``, and that of the home's link: slices it lacks, results of all
         others.
         """
         elements = self.numel + sum(self.held.values()) - 2 * self.held.get(home, 0)

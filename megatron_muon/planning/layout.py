@@ -41,6 +41,9 @@ class Span:
         return Span(self.start + offset, self.stop + offset)
 
 
+UNPLACED = Span(0, 0)  # bucket and span of a parameter without a place in a buffer
+
+
 def range_of(size: int, number: int, count: int) -> Span:
     """Range ``number`` of ``count`` nearly equal ones that ``size`` elements are cut
     into.

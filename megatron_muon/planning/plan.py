@@ -75,7 +75,7 @@ class ExchangePlan:
         return flops
 
     def sent_bytes(self) -> list[int]:
-        """Bytes that each rank sends to others in a step: slices there, directions
+        """Bytes that each rank sends to others in a step: slices there, results
         back.
 
         Homes of one matrix also send each other squares, and rows for columns.
@@ -116,7 +116,7 @@ class ExchangePlan:
 
     def validate(self) -> None:
         """Check that each matrix's elements are gathered once, and each shard gets
-        directions once.
+        results once.
 
         Raises:
             ValueError: names the first matrix or parameter with a hole or an overlap.

@@ -1,8 +1,8 @@
 """The order of a step: every event of a stage's optimizers on one rank.
 
 While a round is orthogonalized, the slices of the next one travel to their homes, and
-the directions of the one before travel back. The next optimizer's first round is
-orthogonalized while the last directions of the one before it travel. A round that has
+the results of the one before travel back. The next optimizer's first round is
+orthogonalized while the last results of the one before it travel. A round that has
 no message on a rank starts and ends there between its neighbours, so that it takes no
 memory earlier.
 
@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 ADAMW = -1  # the number of AdamW's part among the rounds, before the first one
 
 # start: advance the state of a round's shards, and send their slices to the homes.
-# assemble: wait for the matrices. scatter: send the directions back. update: wait for
-# the directions of a round's shards, and update these. adamw: update all other shards.
+# assemble: wait for the matrices. scatter: send the results back. update: wait for
+# the results of a round's shards, and update these. adamw: update all other shards.
 Action = Literal["start", "assemble", "orthogonalize", "scatter", "update", "adamw"]
 
 
@@ -54,7 +54,7 @@ def step_events(rounds: Sequence[int]) -> Iterator[Event]:
     Args:
         rounds: number of rounds of each optimizer, in the order of their steps.
     """
-    under_way: list[Event] = []  # the update of the round whose directions travel
+    under_way: list[Event] = []  # the update of the round whose results travel
     for optimizer, count in enumerate(rounds):
         adamw = Event("adamw", optimizer, ADAMW)
         if count:

@@ -67,7 +67,7 @@ class Slice:
     rank: int  # the rank of the stage that holds the elements
     elements: Span  # their range in the flat local parameter
     start: int  # place of elements.start in the matrix's staging order
-    # a TP replica of elements that another rank sends; it only receives directions
+    # a TP replica of elements that another rank sends; it only receives results
     replica: bool
 
     @property

@@ -16,14 +16,9 @@ from megatron_muon.planning.buckets.count import (
     stock_bucket_size,
 )
 from megatron_muon.planning.buckets.layout import REFERENCE_DP_SIZE
-from megatron_muon.planning.buckets.order import (
-    UNPLACED,
-    Holders,
-    orders,
-    parameters_in,
-)
+from megatron_muon.planning.buckets.order import Holders, orders, parameters_in
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.layout import Parameter, whole_matrix
+from megatron_muon.planning.layout import UNPLACED, Parameter, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.sections import repeated, sectioned
 from megatron_muon.settings.config import MuonConfig

@@ -31,8 +31,8 @@ from megatron_muon.planning.buckets.layout import (
     Layout,
     choose_layout,
 )
-from megatron_muon.planning.buckets.order import UNPLACED, Holders, sent_bytes
-from megatron_muon.planning.layout import Parameter, whole_matrix
+from megatron_muon.planning.buckets.order import Holders, sent_bytes
+from megatron_muon.planning.layout import UNPLACED, Parameter, whole_matrix
 from megatron_muon.settings.config import MuonConfig
 from support.models.gpt import Case, Topology, distributed_optimizers, start
 from support.models.open_layouts import STOCK, layouts_open

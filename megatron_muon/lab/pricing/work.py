@@ -124,7 +124,7 @@ class RoundWork:
     arrivals: list[int]
     kept: list[int]  # kept, keeps: those of its matrices that it holds itself
     keeps: list[int]
-    # leaving, departures: those of directions that it sends as a home
+    # leaving, departures: those of results that it sends as a home
     leaving: list[int]
     departures: list[int]
     # number of matrices of each layout that it orthogonalizes

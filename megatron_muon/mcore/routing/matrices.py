@@ -23,6 +23,7 @@ from megatron_muon.mcore.routing.splits import (
     split_of,
 )
 from megatron_muon.planning.layout import (
+    UNPLACED,
     Block,
     Matrices,
     MatrixShape,
@@ -35,7 +36,6 @@ from megatron_muon.planning.sections import sectioned
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.splits import own_split
 
-_NOWHERE = Span(0, 0)  # before it has a place in a grad buffer
 
 
 def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
@@ -138,7 +138,7 @@ def _parameter(
     matrices: Matrices,
 ) -> Parameter:
     return Parameter(
-        weight.name, shape, partition_dim, _NOWHERE, _NOWHERE, 0, *matrices
+        weight.name, shape, partition_dim, UNPLACED, UNPLACED, 0, *matrices
     )
 
 

@@ -26,7 +26,6 @@ from megatron_muon.planning.plan import make_plan
 
 ALIGNMENT = 64  # elements; Megatron starts every parameter at a multiple of it
 Orders = Sequence[Sequence[int]]  # for each bucket, indices of its parameters
-UNPLACED = Span(0, 0)  # bucket and span of a parameter that has no place yet
 # bytes that hold everything: what is sent does not depend on rounds
 _ONE_ROUND = 1 << 62
 
@@ -71,7 +70,7 @@ def orders(buckets: Sequence[Bucket], holders: Holders, numerics: Numerics) -> O
 def sent_bytes(
     buckets: Sequence[Bucket], by_bucket: Orders, holders: Holders, numerics: Numerics
 ) -> int:
-    """Bytes that all these ranks together send in a step, slices there and directions
+    """Bytes that all these ranks together send in a step, slices there and results
     back.
     """
     rows = tuple(

@@ -1,7 +1,7 @@
 """Rounds: parameters that go through the exchange together, so that memory stays
 bounded.
 
-While one round is orthogonalized, the slices of the next one and the directions of the
+While one round is orthogonalized, the slices of the next one and the results of the
 one before travel. All matrices of a parameter are in one round. Plain integers, the
 same on every rank.
 """
@@ -17,7 +17,7 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import Work
 
 Rounds = tuple[tuple[int, ...], ...]  # indices of parameters per round
-Loads = Mapping[int, int]  # bytes by rank of the stage
+BytesByRank = Mapping[int, int]  # bytes by rank of the stage
 
 # A round has room for this many parameters of the largest size. With 2 the time model
 # has Llama-3-8B at TP1 x DP8 13 % slower, since ranks wait for each other between
@@ -111,7 +111,7 @@ def ways_to_cut(
 
 
 def make_rounds(
-    homed: Sequence[Loads], taken: Sequence[Loads], limit: int | None
+    homed: Sequence[BytesByRank], taken: Sequence[BytesByRank], limit: int | None
 ) -> tuple[tuple[int, ...], ...]:
     """Indices of parameters per round; each parameter is in exactly one.
 
@@ -133,15 +133,18 @@ def make_rounds(
     """
     limit = _limit_of(taken, limit)
     rounds: list[list[int]] = []
-    loads_of: list[dict[int, int]] = []
+    taken_by: list[dict[int, int]] = []
     for index in _by_bytes_before(homed):
-        number = _first_with_room(loads_of, taken[index], limit)
-        _put(rounds, loads_of, number, index, taken[index])
+        number = _first_with_room(taken_by, taken[index], limit)
+        _put(rounds, taken_by, number, index, taken[index])
     return tuple(tuple(sorted(indices)) for indices in rounds)
 
 
 def smaller_first(
-    homed: Sequence[Loads], taken: Sequence[Loads], limit: int | None, least: int
+    homed: Sequence[BytesByRank],
+    taken: Sequence[BytesByRank],
+    limit: int | None,
+    least: int,
 ) -> tuple[tuple[int, ...], ...]:
     """Rounds of which each has an equal share of every home's bytes, small matrices
     first.
@@ -172,15 +175,15 @@ def smaller_first(
         for rank, count in own:
             before[rank] += count
     rounds: list[list[int]] = [[] for _ in range(least)]
-    loads_of: list[dict[int, int]] = [{} for _ in range(least)]
+    taken_by: list[dict[int, int]] = [{} for _ in range(least)]
     for share, index in sorted(shares):
         first = min(int(share * least), least - 1)
-        number = first + _first_with_room(loads_of[first:], taken[index], limit)
-        _put(rounds, loads_of, number, index, taken[index])
+        number = first + _first_with_room(taken_by[first:], taken[index], limit)
+        _put(rounds, taken_by, number, index, taken[index])
     return tuple(tuple(sorted(indices)) for indices in rounds if indices)
 
 
-def _limit_of(taken: Sequence[Loads], limit: int | None) -> int:
+def _limit_of(taken: Sequence[BytesByRank], limit: int | None) -> int:
     if limit is None:
         largest = max(
             (max(loads.values(), default=0) for loads in taken),
@@ -194,38 +197,40 @@ def _limit_of(taken: Sequence[Loads], limit: int | None) -> int:
 
 def _put(
     rounds: list[list[int]],
-    loads_of: list[dict[int, int]],
+    taken_by: list[dict[int, int]],
     number: int,
     index: int,
-    more: Loads,
+    more: BytesByRank,
 ) -> None:
     if number == len(rounds):
         rounds.append([])
-        loads_of.append({})
+        taken_by.append({})
     rounds[number].append(index)
     for rank, count in more.items():
-        loads_of[number][rank] = loads_of[number].get(rank, 0) + count
+        taken_by[number][rank] = taken_by[number].get(rank, 0) + count
 
 
-def _first_with_room(loads_of: Sequence[Loads], more: Loads, limit: int) -> int:
+def _first_with_room(
+    taken_by: Sequence[BytesByRank], more: BytesByRank, limit: int
+) -> int:
     """The number of the first round with room for a parameter; where none has, of a new
     one.
     """
-    for number, loads in enumerate(loads_of):
+    for number, loads in enumerate(taken_by):
         if all(
             rank not in loads or loads[rank] + count <= limit
             for rank, count in more.items()
         ):
             return number
-    return len(loads_of)
+    return len(taken_by)
 
 
-def _by_bytes_before(homed: Sequence[Loads]) -> list[int]:
+def _by_bytes_before(homed: Sequence[BytesByRank]) -> list[int]:
     """Indices, sorted by the bytes that their homes have before them; ties by index."""
     before: dict[int, int] = defaultdict(int)
     order = []
-    for index, loads in enumerate(homed):
-        order.append((max((before[rank] for rank in loads), default=0), index))
-        for rank, count in loads.items():
+    for index, added in enumerate(homed):
+        order.append((max((before[rank] for rank in added), default=0), index))
+        for rank, count in added.items():
             before[rank] += count
     return [index for _, index in sorted(order)]

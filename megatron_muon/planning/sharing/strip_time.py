@@ -65,7 +65,7 @@ def _by_link(ratio: int, link_gbytes: float | None) -> int:
 def strip_time(
     strip: Strip | None, own: int, size: int, numerics: Numerics, neighbours: int = NODE
 ) -> StripTime:
-    """The time of a strip at its home beside products, slices and directions.
+    """The time of a strip at its home beside products, slices and results.
 
     Args:
         strip: the strip; None for a whole matrix, which takes none.

@@ -12,7 +12,6 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.count import in_buckets
 from megatron_muon.planning.buckets.order import (
     ALIGNMENT,
-    UNPLACED,
     Bucket,
     Holders,
     cut_off,
@@ -22,7 +21,7 @@ from megatron_muon.planning.buckets.order import (
     shard_order,
     starts,
 )
-from megatron_muon.planning.layout import Parameter, whole_matrix
+from megatron_muon.planning.layout import UNPLACED, Parameter, whole_matrix
 from megatron_muon.settings.config import HomePolicy, MuonConfig
 
 BUCKETS = st.lists(
