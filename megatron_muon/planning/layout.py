@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SLICE_OF = (
-    "[tp "  # in a block step's matrix: after the whole one's name, before the TP rank
-)
+# in a block step's matrix: after the whole one's name, before the TP rank
+SLICE_OF = "[tp "
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -74,9 +73,8 @@ class Strip:
 
     rows: int  # rows, cols: size of the whole matrix over all TP ranks
     cols: int
-    number: (
-        int  # number, count: which of the matrix's strips it is, and how many there are
-    )
+    # number, count: which of the matrix's strips it is, and how many there are
+    number: int
     count: int
     # where TP cuts a wide matrix's columns into a multiple of count, the TP ranks whose
     # column parts are its columns; None where its rows come

@@ -31,9 +31,8 @@ class MissingTargetError(MuonError, RuntimeError):
 class Patches:
     """All changes so far. ``undo()`` puts everything back, the last change first."""
 
-    by: str = (
-        "megatron_muon"  # the part of this package that makes the changes, for errors
-    )
+    # the part of this package that makes the changes, for errors
+    by: str = "megatron_muon"
     ABSENT = _ABSENT
     # (owner, attribute, the owner's own value before). The value is ABSENT where the
     # owner itself had no such attribute: it was inherited, or did not exist.

@@ -12,9 +12,8 @@ from megatron_muon.settings.rows import OURS, UPSTREAM, Dialect, Flag, Row
 from megatron_muon.settings.run_flags import FLAGS, RUN_ROWS
 
 MUONS = ("muon", "dist_muon")  # of the plugin; the second is Megatron's, layer by layer
-KEPT = (
-    "megatron_muon_defaults"  # the argument that holds Megatron's own defaults, by dest
-)
+# the argument that holds Megatron's own defaults, by dest
+KEPT = "megatron_muon_defaults"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,8 @@ SymmetricProducts = Literal["auto", "triton", "torch"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
 PAPER = "arXiv 2502.16982"
-MOST_STEPS = (
-    100  # singular values settle long before; a schedule has a triple for each step
-)
+# singular values settle long before; a schedule has a triple for each step
+MOST_STEPS = 100
 
 
 def _check(name: str, value: object) -> None:

@@ -23,9 +23,8 @@ from megatron_muon.settings.config import named
 
 Tensor = torch.Tensor
 
-RECORD = (
-    "megatron_muon"  # the key of Muon's settings, beside "optimizer" in its state dict
-)
+# the key of Muon's settings, beside "optimizer" in its state dict
+RECORD = "megatron_muon"
 MOMENTUM = "muon_momentum"  # on disk; in memory it has a name that fused Adams know
 ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 STATE = "state"

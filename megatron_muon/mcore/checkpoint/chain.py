@@ -63,9 +63,8 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
 
     chained_optimizers: list[Any]
     voters: Group | None  # the ranks that call the methods together; None for the world
-    decided_by_name: (
-        bool  # name patterns assign weights to Muon or AdamW, so layers may differ
-    )
+    # name patterns assign weights to Muon or AdamW, so layers may differ
+    decided_by_name: bool
     source: Source | None = None  # while a checkpoint of Megatron's own Muon is read
     is_new = True  # it has taken no step
     lacks_state = False  # it has loaded groups, and no momentum with them

@@ -57,9 +57,8 @@ class MuonCheckpoint(ShardedState):
     """The checkpoint part of a MuonDistributedOptimizer."""
 
     half_loaded = False  # a load has changed something and is not complete
-    _to_scatter: tuple[StateDict | None] | None = (
-        None  # of this rank, between check and scatter
-    )
+    # of this rank, between check and scatter
+    _to_scatter: tuple[StateDict | None] | None = None
 
     def state_dict(self) -> StateDict:
         """Megatron's state dict, without parameters' state, plus the record of Muon's

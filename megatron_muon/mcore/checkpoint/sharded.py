@@ -26,9 +26,8 @@ class ShardedState(MuonState):
     ``formats``.
     """
 
-    _to_be_cut: StateDict | None = (
-        None  # state that Megatron has gathered for fully_reshardable
-    )
+    # state that Megatron has gathered for fully_reshardable
+    _to_be_cut: StateDict | None = None
     # For the last state dict in whole weights: (key of a tensor on disk, whether the
     # weight is Muon's). One such tensor may hold a weight of all layers or experts.
     tensors: frozenset[tuple[str, bool]] = frozenset()

@@ -33,9 +33,8 @@ class TrainedModel:
 
 
 _trained: weakref.WeakKeyDictionary[Any, TrainedModel] = weakref.WeakKeyDictionary()
-_any_built = (
-    False  # the same on all ranks: while False, saves and loads do not communicate
-)
+# the same on all ranks: while False, saves and loads do not communicate
+_any_built = False
 
 
 def remember(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> None:

@@ -37,7 +37,6 @@ from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.splits import own_split
 
 
-
 def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
     """The matrices of a 2-D weight, which has no place in a grad buffer yet.
 

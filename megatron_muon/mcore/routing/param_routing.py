@@ -41,9 +41,8 @@ MATRIX_MODULES = (
     "GroupedMLP",
     "Router",
 )
-LR_MULTIPLIER = (
-    "muon_lr_mult"  # a key of a group whose rate is multiplied; others have none
-)
+# a key of a group whose rate is multiplied; others have none
+LR_MULTIPLIER = "muon_lr_mult"
 EMBEDDING_OR_OUTPUT = "embedding or output layer"  # reasons of ``why_adamw``
 NOT_IN_TABLE = "not in Muon's table"
 MARKED = "marked use_muon=False"  # Megatron's own mark on fused projections
@@ -77,9 +76,8 @@ class Weight:
     param: torch.nn.Parameter  # the local TP slice
     module: torch.nn.Module  # the one that holds it
     holders: tuple[torch.nn.Module, ...]  # from the innermost module to the model chunk
-    model_config: (
-        Any  # the TransformerConfig that this part of the model was built from
-    )
+    # the TransformerConfig that this part of the model was built from
+    model_config: Any
     is_expert: bool  # one of an MoE layer's routed experts has it
 
     @property

@@ -28,9 +28,8 @@ class Route:
 
     weight: Weight  # the parameter, with its name and module
     tp_size: int  # number of TP ranks that share it
-    elements: (
-        int  # of the whole parameter; of an expert's, with its likes on all EP ranks
-    )
+    # of the whole parameter; of an expert's, with its likes on all EP ranks
+    elements: int
     # its matrices, without a place in a grad buffer; None: AdamW's
     muon: Parameter | None
     why_adamw: str | None  # the reason, where it is AdamW's

@@ -23,9 +23,8 @@ class Seam:
     use: Use  # how the package uses it
     relied_on: str  # the behaviour that the package relies on, printed in errors
     parameters: tuple[str, ...] = ()  # names that must be in its signature
-    since: Version = (
-        OLDEST  # the first and the last minor version of Megatron with this shape
-    )
+    # the first and the last minor version of Megatron with this shape
+    since: Version = OLDEST
     until: Version = NEWEST
     inherited: bool = False  # from a base class; else the class itself must define it
 

@@ -23,9 +23,8 @@ from megatron_muon.planning.buckets.order import (
 )
 from megatron_muon.planning.layout import Parameter
 
-_BUCKET = (
-    128  # elements; Megatron rounds a bucket up to a multiple of this and of its shards
-)
+# elements; Megatron rounds a bucket up to a multiple of this and of its shards
+_BUCKET = 128
 # The fewest buckets are taken that cost at most this multiple of the least.
 SLACK = 1.05
 # bytes of an element in a reduction, an all-gather, the exchange
@@ -37,9 +36,8 @@ class LocalParameter:
     """A parameter as a rank has it."""
 
     numel: int  # number of elements on a rank
-    muon: Parameter | None = (
-        None  # its Muon parameter, with any bucket and span; None for AdamW's
-    )
+    # its Muon parameter, with any bucket and span; None for AdamW's
+    muon: Parameter | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,8 @@ class Meter:
     gather_bytes: int = 0  # bytes sent to homes
     scatter_bytes: int = 0  # bytes of results sent to slices
     square_bytes: int = 0  # bytes of squares sent to the other homes of shared matrices
-    turn_bytes: int = (
-        0  # bytes of elements sent to them, of wide matrices that come as rows
-    )
+    # bytes of elements sent to them, of wide matrices that come as rows
+    turn_bytes: int = 0
 
     @property
     def sent_bytes(self) -> int:
