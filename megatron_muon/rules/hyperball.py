@@ -36,7 +36,7 @@ from megatron_muon.runtime.rule import Shard, cut_into_slices
 from megatron_muon.runtime.states import MAIN_KEY, States
 
 LEAST_NORM = 1e-15
-Radii = Mapping[str, Sequence[float]]  # of each unit, by the name of the whole matrix
+Radii = dict[str, float]  # by ``unit_names``
 
 
 class Hyperball(Muon):
@@ -76,7 +76,7 @@ class Hyperball(Muon):
         """Take each unit's radius, for all matrices of the plan."""
         rows = []
         for matrix in self.matrices:
-            of_units = list(radii[matrix.whole_name])
+            of_units = [radii[name] for name in unit_names(matrix)]
             rows.append(of_units + [torch.nan] * (self.units - len(of_units)))
         values = torch.tensor(rows, dtype=torch.float32).view(self.radii.shape)
         self.radii.copy_(values)
@@ -200,16 +200,14 @@ class HyperballRound(MuonRound):
             weight.mul_(keeps).sub_(update.masked_fill_(factors == 0.0, 0.0))
 
 
-def norms_at_start(
-    engine: Engine, groups: ParamGroups, states: States
-) -> dict[str, Tensor]:
-    """The Frobenius norms of units, ``(units,)``, of matrices with a slice here.
+def norms_at_start(engine: Engine, groups: ParamGroups, states: States) -> Radii:
+    """The Frobenius norms of units of matrices with a slice here.
 
-    Every rank of the stage calls it.
+    Every rank of the stage calls it; the host waits for the device in each round.
     """
     rule = engine.rule
     assert isinstance(rule, Hyperball)
-    found: dict[str, Tensor] = {}
+    found: Radii = {}
 
     def squares(number: int, shards: Sequence[Shard]) -> Tensor:
         round = engine.rounds[number].rule
@@ -217,10 +215,26 @@ def norms_at_start(
         return round.squares(shards)
 
     for number, sums in engine.over_matrices(groups, states, squares):
-        for matrix, squared in zip(engine.rounds[number].matrices, sums, strict=True):
-            one = rule.matrices[matrix]
-            found[one.whole_name] = squared[: one.units].sqrt()
+        norms = sums.sqrt().tolist()
+        for matrix, of_units in zip(engine.rounds[number].matrices, norms, strict=True):
+            # of fewer units, the last ones are padding
+            found |= zip(unit_names(rule.matrices[matrix]), of_units, strict=False)
     return found
+
+
+def unit_names(matrix: Matrix) -> list[str]:
+    """A name for each unit of a matrix, the same at every TP size.
+
+    Ranges of columns are one matrix, or several where TP ranks hold some each.
+    """
+    name = matrix.whole_name
+    parameter, _, columns = name.partition("[cols ")
+    if columns:
+        first = int(columns.partition("..")[0])
+        return [f"{parameter}[cols {first + at}]" for at in range(matrix.units)]
+    if matrix.units == 1:
+        return [name]
+    return [f"{name}[{at}]" for at in range(matrix.units)]
 
 
 def _sums(weights: Sequence[Tensor], *others: Sequence[Tensor]) -> Tensor:

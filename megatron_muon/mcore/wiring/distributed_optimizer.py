@@ -71,9 +71,12 @@ class MuonDistributedOptimizer(MuonCheckpoint):
         """Load Muon's state; the next forward pass gathers all parameters anew."""
         if self.early_gathers is not None:
             self.early_gathers.forget()
+        if self.radii is not None:  # before anything is loaded
+            saved = state_dict.get(RECORD, {}).get("radii")
+            self.radii.require_usable(saved)
         super().load_state_dict(state_dict)
         if self.radii is not None:
-            self.radii.load(state_dict.get(RECORD, {}).get("radii"))
+            self.radii.load(saved)
 
     def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:
         """Megatron's copy after a load of the model; all parameters are gathered anew

@@ -5,7 +5,6 @@ loaded.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +13,13 @@ import torch
 from megatron_muon.console import first_names
 from megatron_muon.mcore.routing.multipliers import last_of
 from megatron_muon.mcore.routing.param_routing import expert_name
-from megatron_muon.rules.hyperball import Hyperball, norms_at_start
+from megatron_muon.rules.hyperball import Hyperball, Radii, norms_at_start
 from megatron_muon.runtime.collectives import Group, all_gather_texts
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.config import MuonConfig, named
 
-Radii = dict[str, list[float]]  # of each unit, by the name of its matrix
+_LEAST = torch.finfo(torch.float32).tiny
+_MOST = torch.finfo(torch.float32).max
 
 
 class RunRadii:
@@ -50,14 +50,22 @@ class RunRadii:
         self._are_in_use = False
         self.known: Radii | None = None
 
-    def load(self, saved: object) -> None:
-        """Take the radii of a checkpoint, None where it has none. No communication.
+    def require_usable(self, saved: object) -> None:
+        """Raise ValueError where a file, which may hold anything, has no radii."""
+        is_usable = isinstance(saved, dict) and all(
+            isinstance(name, str) and type(radius) is float and _is_usable(radius)
+            for name, radius in saved.items()
+        )
+        if saved is not None and not is_usable:
+            raise ValueError(
+                "the checkpoint's radii of the rule hyperball are not positive numbers "
+                "by the names of matrices: it is damaged, or not saved by megatron_muon"
+            )
 
-        Raises:
-            ValueError: ``saved`` is no dict of positive numbers, as ``known`` is.
-        """
+    def load(self, saved: Radii | None) -> None:
+        """Take the radii of a checkpoint, None where it has none. No communication."""
         self._are_in_use = False
-        self.known = None if saved is None else _checked(saved)
+        self.known = saved
 
     def use(self) -> None:
         """Find the radii that no setting or checkpoint has, and give all to the rules.
@@ -100,14 +108,9 @@ class RunRadii:
             given = self._given(part)
             groups = part.optimizer.param_groups
             norms = norms_at_start(part.muon, groups, part.states)
-            for name, of_units in norms.items():
+            for name, norm in norms.items():
                 radius = given.get(name.partition("[")[0])
-                before = loaded.get(name, [])
-                found[name] = of_units.tolist()
-                if radius is not None:
-                    found[name] = [radius] * len(of_units)
-                elif len(before) == len(of_units):
-                    found[name] = before
+                found[name] = loaded.get(name, norm) if radius is None else radius
         return found
 
     def _given(self, part: Any) -> dict[str, float]:
@@ -122,11 +125,7 @@ class RunRadii:
 
 
 def _require_usable(found: Radii) -> None:
-    bad = [
-        name
-        for name, of_units in found.items()
-        if not all(0.0 < radius < math.inf for radius in of_units)
-    ]
+    bad = [name for name, radius in found.items() if not _is_usable(radius)]
     if bad:
         raise ValueError(
             f"{first_names(bad, 5)}: the norm is 0 or not finite, and "
@@ -135,18 +134,6 @@ def _require_usable(found: Radii) -> None:
         )
 
 
-def _checked(saved: object) -> Radii:
-    """The radii of a file, which may hold anything."""
-    if isinstance(saved, dict) and all(
-        isinstance(name, str)
-        and isinstance(of_units, list)
-        and all(
-            type(radius) is float and 0.0 < radius < math.inf for radius in of_units
-        )
-        for name, of_units in saved.items()
-    ):
-        return saved
-    raise ValueError(
-        "the checkpoint's radii of the rule hyperball are not positive numbers by the "
-        "names of matrices: it is damaged, or not saved by megatron_muon"
-    )
+def _is_usable(radius: float) -> bool:
+    """Whether fp32 has it as a positive number."""
+    return _LEAST <= radius <= _MOST

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_muon.mcore.checkpoint.buffers import RECORD
+from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
 from ranks.results.test_nonfinite import FC1, _planted
+from support.checkpoints.saving import load, save
 from support.models.gpt import Case, Topology, start, take_step, trained
 from support.ranks import error_of, run
 from support.runs.cases import muon_weights
@@ -141,6 +145,65 @@ def _loads_in_between() -> list[float]:
 def test_a_load_within_a_run_where_a_stage_is_frozen() -> None:
     one, other = run(_loads_in_between, 2, timeout=60.0)
     assert one == other
+
+
+def _saves_doubled(*of_run: Any) -> dict[str, float]:
+    """Radii that no norm equals, as a run has saved them."""
+    case, topology, format, folder = of_run
+    built = start(case, topology)
+    take_step(built, 0)
+    radii = built.optimizer.radii
+    radii.known = {name: 2 * radius for name, radius in radii.known.items()}
+    save(built, folder, format)
+    return dict(radii.known)
+
+
+def _loads(*of_run: Any) -> dict[str, float]:
+    case, topology, format, folder = of_run
+    built = start(case, topology)
+    load(built, folder, format)
+    take_step(built, 1)
+    return dict(built.optimizer.radii.known)
+
+
+@pytest.mark.parametrize(
+    ("case", "format", "at_load"),
+    [
+        (COLUMNS, WHOLE_WEIGHTS, Topology(tp=2)),
+        (MOE, WHOLE_WEIGHTS, Topology(pp=2, ep=2, dp=2)),
+        (COLUMNS, "torch", Topology()),
+    ],
+    ids=["columns over tp", "experts", "torch"],
+)
+def test_radii_are_those_of_the_checkpoint(
+    case: Case, format: str, at_load: Topology, tmp_path: Path
+) -> None:
+    (saved,) = run(_saves_doubled, 1, case, Topology(), format, str(tmp_path))
+    world = at_load.world_size
+    for loaded in run(_loads, world, case, at_load, format, str(tmp_path)):
+        assert loaded == saved
+
+
+def _refuses(saved: Any) -> str:
+    built = start(CASE, Topology(dp=2))
+    take_step(built, 0)
+    state = built.optimizer.state_dict()
+    known = state[RECORD]["radii"]
+    state[RECORD] = {**state[RECORD], "radii": saved}
+    text = error_of(lambda: built.optimizer.load_state_dict(state))
+    take_step(built, 1)  # nothing was loaded
+    assert built.optimizer.radii.known == known
+    return text
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [[1.0], {"a": "1"}, {1: 1.0}, {"a": True}, {"a": math.inf}, {"a": 1e39}],
+    ids=str,
+)
+def test_radii_that_are_none_are_refused_before_anything_is_loaded(saved: Any) -> None:
+    for text in run(_refuses, 2, saved):
+        assert "the checkpoint's radii of the rule hyperball are not positive" in text
 
 
 def _error(case: Case, topology: Topology) -> str:
