@@ -29,8 +29,8 @@ from megatron_muon.megatron_lm.flags.parser import (
     muon_backend,
     refuse_forks_flags,
 )
+from megatron_muon.megatron_lm.host import MegatronLM
 from megatron_muon.megatron_lm.loop import early_gathers, step_traces
-from megatron_muon.megatron_lm.writers import MegatronLM
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.runtime.patches import Patches, around, replaced
