@@ -45,7 +45,7 @@ class MegatronLM(Host):
             wandb.log(dict(scalars), step)
 
     def layouts(self) -> tuple[str, ...]:
-        """None once the bucketed layout is chosen, which is Megatron's own."""
+        """Empty once the bucketed layout, Megatron's own, is chosen."""
         return self._layouts
 
     def take_layout(self, layout: Layout) -> None:

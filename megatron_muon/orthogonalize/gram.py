@@ -66,8 +66,8 @@ def _over_factor(
 ) -> Tensor:
     """X ← XQ of a tall X, where Q is in the last rows of ``out``.
 
-    These rows are made where rows of X are that are read already, and take Q's place at
-    the end.
+    The result's last rows are written over the first rows of X, which have been read by
+    then, and copied to Q's place at the end.
     """
     first = x.size(0) - x.size(1)  # of the rows in which Q is
     products.times(factor, x[:first], alpha=alpha, is_tall=True, out=out[:first])

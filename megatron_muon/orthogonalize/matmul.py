@@ -151,10 +151,10 @@ class Products:
         return self.folded and all(c != 0 for _, _, c in steps)
 
     def fold(self, square: Tensor, beta: float, alpha: float) -> float | None:
-        """Make ``beta·X + alpha·SX`` a product alone where it is ``folded``.
+        """Where ``folded``, add ``beta/alpha`` to S's diagonal, for beta·X + alpha·SX.
 
-        Then ``beta/alpha`` is added to S's diagonal; returns the factor of the linear
-        term that is left, or None.
+        Returns:
+            beta, where ``times`` has to add that term itself; None where S has it.
         """
         if not self.folded:
             return beta

@@ -172,8 +172,8 @@ define("divide(Tensor source, Tensor(a!) into, Tensor divisors) -> ()", _divide)
 
 
 def trial_widths(widths: Iterable[int]) -> list[int]:
-    """Of matrices to try, the widths that take each variant of the kernels that these
-    take.
+    """Widths of trial matrices that together use every kernel variant that ``widths``
+    use.
 
     A tile has 1,024 columns, or fewer where a matrix has. One matrix whose rows are no
     multiples of 8 elements may put the others off 16 bytes.

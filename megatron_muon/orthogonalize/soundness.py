@@ -1,14 +1,13 @@
-"""Two numbers of each matrix: is what comes into Newton-Schulz finite, and is the
-direction?
+"""Two numbers of each matrix, which tell whether it and its direction are finite.
 
 No pass over a matrix is made for them. The first is the norm that every matrix is
 divided by. The second is the largest entry of one line of the direction along its short
 side. A direction is QX of an iterate X and a polynomial Q of its short side's square.
 If an entry of X is not finite, a row of the square is not, and then nor is one of Q. If
 an entry of Q is not finite, each such line of QX has one that is not, since 0 × NaN and
-0 × Inf are NaN. So one line shows all but an overflow of the last product alone, of
-finite Q and X, that leaves out the line. One step before, singular values are then
-above about 8 in fp16, and 5e7 in bf16 and fp32.
+0 × Inf are NaN. One line misses only an overflow elsewhere in the last product of a
+finite Q and X. Singular values were then above about 8 in fp16, or 5e7 in
+bf16 and fp32, one step before.
 """
 
 from __future__ import annotations

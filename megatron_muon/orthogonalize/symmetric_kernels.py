@@ -44,7 +44,7 @@ _ARGUMENTS = [
 
 @triton.jit
 def _line(stride, EIGHTS: tl.constexpr):
-    """A stride, and where it is a multiple of 8 the compiler sees that."""
+    """A stride; with EIGHTS the compiler sees that it is a multiple of 8."""
     if EIGHTS:
         stride = stride // 8 * 8
     return stride

@@ -209,7 +209,7 @@ ROWS = rows_of(MuonConfig)
 
 
 def _given(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> frozenset[str]:
-    """The settings that were written out; a TypeError for one that there is not."""
+    """The settings that were written out; a TypeError for an unknown name."""
     for name in given.keys() - defaults.keys():
         close = " or ".join(map(repr, get_close_matches(name, defaults, 2)))
         hint = f"; did you mean {close}?" if close else ""
@@ -298,7 +298,7 @@ def _require_log(config: MuonConfig) -> None:
 
 
 def _require_period(config: MuonConfig) -> None:
-    """What belongs to block steps has some, and what is of whole matrices has none."""
+    """Block steps' settings need block steps; logging steps need whole matrices."""
     if config.full_period == 1:
         if config.block_lr_mult != 1.0:
             raise ValueError(

@@ -54,9 +54,7 @@ class Kind:
 
 
 def _of_type(what: str, *types: type) -> Check:
-    """A check for one of some types; bool, which Python counts as int, is none of
-    int.
-    """
+    """A check for one of some types; a bool does not pass as an int."""
 
     def check(name: str, value: Any) -> None:
         if not isinstance(value, types) or (type(value) is bool and bool not in types):

@@ -1,8 +1,7 @@
 """A setting as one row: field, default, kind, flags and help.
 
 ``MuonConfig``'s fields are rows (``config``); ``run_flags`` has the rows without a
-field. From them come the parser, the checks, the names in messages, what is in force,
-and docs/flags.md.
+field. From them come the parser, the checks, the names in messages and docs/flags.md.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Row:
 
     field: str  # its field of MuonConfig; empty for what is no setting of the optimizer
     default: Any  # the value without a flag
-    flags: tuple[Flag, ...]  # those that set it. Messages name the first.
+    flags: tuple[Flag, ...]  # messages name the first
     only: Only | None = None  # where values unlike the default have no meaning here
 
     @property

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Host:
-    """A training loop, as far as it is known; of this one nothing is."""
+    """A training loop that tells the plugin nothing; subclasses know more."""
 
     def step(self) -> int | None:
         """The number of the step under way, from 1 and the same on all ranks; None: not

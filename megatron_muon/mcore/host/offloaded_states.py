@@ -186,7 +186,7 @@ class OfHybrid(OfWeights):
                 target.copy_(wide)
 
     def start_state(self, shard: Tensor, keys: Sequence[str]) -> None:
-        """All have state from the start."""
+        """Does nothing: all shards have state from the start."""
 
     def reset_main(self, shard: Tensor) -> None:
         """See ``OfWeights``."""

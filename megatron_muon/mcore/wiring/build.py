@@ -1,6 +1,4 @@
-"""Turning a DistributedOptimizer that Megatron has just built around Adam into
-Muon's.
-"""
+"""Makes the optimizer that Megatron has just built around Adam train with Muon."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ def make_muons(
     config: MuonConfig,
     pg_collection: Any = None,
 ) -> None:
-    """Make Megatron's optimizer Muon's in place. Every rank of the world calls it.
+    """Give Megatron's optimizer Muon, in place. Every rank of the world calls it.
 
     Args:
         optimizer: Megatron's ChainedOptimizer, just built: one DistributedOptimizer for
@@ -161,7 +159,8 @@ def _checked(
     """Check this rank's optimizers and groups.
 
     Returns:
-        The run's numerics, what ``settled`` says, and what all ranks must agree on.
+        The run's numerics, what forbids early gathers that are wanted, and the lines
+        that all ranks must agree on.
     """
     for part in parts:
         check_built(part)
@@ -206,17 +205,16 @@ def _completed(parts: Sequence[Any], trained: Sequence[Any], stage: Stage) -> No
     for before, part in itertools.pairwise(trained):
         if getattr(part.config, "chunked_optimizer_state_offload", False):
             break  # its state is only on its way then
-        # The experts' orthogonalizes its first round then, too. Megatron gathers the
-        # parameters of the optimizer before a dense one as soon as that has stepped.
+        # The experts' optimizer also orthogonalizes its first round then. A second
+        # dense one does not: Megatron gathers the first one's parameters as soon as it
+        # has stepped.
         before.muon.start_next = partial(
             part.optimizer.start_muon, orthogonalizes=process_groups.has_experts(part)
         )
 
 
 def _connected(trained: Sequence[Any], stage: Stage) -> list[str]:
-    """Make a GPU's connections to the plan's peers (gloo has its own); a line about
-    this rank's.
-    """
+    """Connect a GPU to the plan's peers (gloo connects by itself); a line about it."""
     if stage.device.type == "cpu":
         return []
     begin = time.perf_counter()

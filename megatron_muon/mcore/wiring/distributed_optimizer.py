@@ -152,11 +152,10 @@ class MuonStep(torch.optim.Optimizer):
     states: States
 
     def start_muon(self, *, orthogonalizes: bool) -> None:
-        """Begin Muon's part of a step, before the optimizer before this one waits for
-        its last directions.
+        """Begin Muon's part of a step while the last results of another one travel.
 
-        Gradients are ready. With ``orthogonalizes`` the first round's work is done,
-        too.
+        Gradients are ready. With ``orthogonalizes`` the first round's work at home is
+        done, too.
         """
         muon = self._variant()
         start = muon.begin if orthogonalizes else muon.start

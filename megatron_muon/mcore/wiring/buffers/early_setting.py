@@ -17,17 +17,16 @@ from megatron_muon.settings.config import MuonConfig, named
 def settled(
     config: MuonConfig, optimizer_config: Any, model_chunks: Sequence[Any]
 ) -> tuple[MuonConfig, str | None]:
-    """The settings with ``early_param_gather`` ``off`` where ``auto`` cannot be.
+    """The settings, with ``early_param_gather`` ``off`` where it cannot work.
 
     Returns:
-        The settings, and what forbids ``on``: None if nothing does, or if there is no
-        gather in the forward pass.
+        The settings, and what forbids early gathers that ``auto`` wants, or None.
 
     Raises:
-        ValueError: it is on, and Megatron gathers after the step, or starts a gather by
-            itself.
-        NotImplementedError: it is on, and parameters change between the step and the
-            gather.
+        ValueError: it is ``on``, and Megatron gathers after the step, or starts a
+            gather by itself.
+        NotImplementedError: it is ``on``, and parameters change between the step and
+            the gather.
     """
     overlaps = model_chunks[0].ddp_config.overlap_param_gather
     found = _hindrances(config, optimizer_config, get_model_config(model_chunks[0]))
