@@ -41,7 +41,6 @@ from megatron_muon.mcore.wiring.start import start_lines
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
     numerics_on,
-    plan_device,
     try_products,
 )
 from megatron_muon.orthogonalize.numerics import Numerics, layout_free
@@ -96,12 +95,12 @@ def make_muons(
     parts = optimizer.chained_optimizers
     device = device_of(model_chunks)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    changes = describe.not_shared_lines(
-        config, plan_device(device, config), is_deterministic=is_deterministic
-    )
-    config = layout_free(config, is_deterministic=is_deterministic)
+    free = layout_free(config, is_deterministic=is_deterministic)
     numerics, late, description = together(
-        lambda: _checked(parts, model_chunks, config, pg_collection), None, device
+        lambda: _checked(parts, model_chunks, free, pg_collection), None, device
+    )
+    changes = describe.not_shared_lines(
+        config, numerics.device, is_deterministic=is_deterministic
     )
     config = numerics.config
     for part in parts:

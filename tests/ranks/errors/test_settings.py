@@ -19,7 +19,7 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron_muon import MuonConfig
 from support.installed import installed
-from support.models.gpt import Case, Topology, build
+from support.models.gpt import Case, Topology, build, error_of_building
 from support.ranks import error_of, run
 from support.settings import OTHERS
 
@@ -219,3 +219,19 @@ def test_a_flag_of_one_rank_that_a_load_or_a_trace_depends_on_is_named() -> None
     for texts in run(_errors_of_flags, 2, timeout=30.0):
         for dest, text in texts.items():
             assert f"first at --{dest.replace('_', '-')}: rank 1 of the run has" in text
+
+
+def _without_a_kernel() -> str:
+    """Of building where a kernel is missing on rank 1."""
+    from megatron_muon.orthogonalize import matmul
+
+    missing = matmul.KernelError.of(ImportError("it is not installed"), "triton")
+    if dist.get_rank() == 0:
+        return error_of_building(CASE, TOPOLOGY, {})
+    with mock.patch.object(matmul, "multiplies_bf16", side_effect=missing):
+        return error_of_building(CASE, TOPOLOGY, {})
+
+
+def test_a_kernel_that_one_node_lacks_ends_all_ranks() -> None:
+    for text in run(_without_a_kernel, 2, timeout=60.0):
+        assert "Without the flag, or with torch, torch's matmul takes its place" in text
