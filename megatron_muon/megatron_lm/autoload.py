@@ -60,8 +60,7 @@ def _has_no_muon(fault: SeamError) -> None:
 
 
 def _stop_muon() -> None:
-    """Let no run with ``--optimizer muon`` go on to Megatron's own; all else stays as
-    it is.
+    """Stop runs with ``--optimizer muon``, which would get Megatron's own; no others.
 
     This Megatron may be of any shape, so the command line is asked first.
     """

@@ -147,7 +147,7 @@ def _validate_args(
     if not is_muon:
         lines = _without_muon(args)
     elif not again:
-        _turn_on(args)
+        _install_muon(args)
     hidden: dict[str, Any] = {"optimizer": "adam"} if is_muon else {}
     if _is_on_cpu():
         lines += _on_the_cpu(args)
@@ -158,7 +158,7 @@ def _validate_args(
     if is_muon:
         check_arguments(args)
         if not again:
-            lines += _leave_layout(args, is_free=is_free)
+            lines += _set_layouts(args, is_free=is_free)
     _tell(lines)
     return result
 
@@ -177,8 +177,8 @@ def _on_the_cpu(args: Any) -> list[str]:
     return lines
 
 
-def _leave_layout(args: Any, *, is_free: bool) -> list[str]:
-    """Keep a checkpoint's layout, or leave it to be chosen; lines to print."""
+def _set_layouts(args: Any, *, is_free: bool) -> list[str]:
+    """Keep a checkpoint's layout, or name those to choose from; lines to print."""
     from megatron_muon.mcore.wiring.install import settings
 
     may_be_bucketed, lines = False, []
@@ -203,11 +203,10 @@ def _is_on_cpu() -> bool:
 
 
 def _without_muon(args: Any) -> list[str]:
-    """Remove Muon's flags from a run without Muon, and install what AdamW may have of
-    the plugin's; lines to print.
+    """Remove Muon's flags from a run without Muon, and install what AdamW can use.
 
-    With the distributed optimizer that is also Megatron's own ``--qk-clip``, which
-    fails on shards.
+    With the distributed optimizer that includes Megatron's own ``--qk-clip``, which
+    fails on shards. Returns lines to print.
     """
     again = not hasattr(args, KEPT)
     if args.optimizer != "adam":
@@ -255,7 +254,7 @@ _LOGITS = {
 }
 
 
-def _turn_on(args: Any) -> None:
+def _install_muon(args: Any) -> None:
     """Check a run with Muon, install Muon, and write its settings into ``args``."""
     check_hooks()  # before the imports below, which import names of Megatron's
     from megatron_muon.mcore.wiring.install import install

@@ -30,11 +30,11 @@ UNKNOWN_ROWS = (
 )
 UNKNOWN_MODULE = (
     "AdamW keeps these matrices, since Muon's table does not know the type of their "
-    f"module: {{}}. Of 2-D ones {_DECIDE}."
+    f"module: {{}}. For 2-D weights {_DECIDE}."
 )
 MARKED_ADAMW = (
-    "AdamW keeps these matrices, since Megatron marks them use_muon=False: {}. Of 2-D "
-    f"ones {_DECIDE}."
+    "AdamW keeps these matrices, since Megatron marks them use_muon=False: {}. For "
+    f"2-D weights {_DECIDE}."
 )
 MISCOUNTED = (
     "Megatron would count {} on the wrong number of TP ranks in the gradient norm. "
@@ -98,8 +98,8 @@ class Share:
 
 
 def share_lines(share: Share) -> list[str]:
-    """Lines about a model: Muon's share, less than half of it, and what the names of
-    its weights are told for.
+    """Lines about a model: Muon's share, a warning where it is less than half, and
+    sentences about weights by name.
 
     Raises:
         ValueError: the share is zero.
@@ -125,10 +125,10 @@ def share_lines(share: Share) -> list[str]:
 
 
 def require_muons(share: Share) -> None:
-    """Refuse a model of which Muon has nothing.
+    """Refuse a model without any parameter of Muon's.
 
     Raises:
-        ValueError: see above; names what AdamW has.
+        ValueError: names what AdamW has.
     """
     if share.total and not share.muon:
         raise ValueError(

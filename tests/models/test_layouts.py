@@ -167,7 +167,7 @@ def test_a_run_from_a_checkpoint_keeps_its_layout(tmp_path: Path) -> None:
             mock.patch("megatron_muon.mcore.wiring.install.settings", lambda: LINK),
         ):
             before = host()
-            install._leave_layout(args, is_free=True)
+            install._set_layouts(args, is_free=True)
             left = host().layouts()
             set_host(before)
         return args.muon_dp_layout, left

@@ -182,8 +182,8 @@ class MuonChainedOptimizer(CheckpointChain):
         return super().sharded_state_dict(*args, **kwargs)
 
     def _refusal(self) -> Exception | None:
-        """The reason why this rank cannot step; its optimizers take it into the norm or
-        a vote.
+        """The reason why this rank cannot step; its optimizers carry it into the norm
+        or a vote.
         """
         refusal = None
         try:

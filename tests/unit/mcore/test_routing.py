@@ -237,9 +237,9 @@ def test_matrices_of_a_forks_classes_are_named_whatever_their_share() -> None:
         "decoder.layers.*.mlp.experts.weight (Of, 3-D), "
         "decoder.layers.*.mlp.fork.weight (Of)"
     )
-    assert f"the type of their module: {names}. Of 2-D ones muon_include" in unknown
+    assert f"the type of their module: {names}. For 2-D weights muon_include" in unknown
     assert (
-        "use_muon=False: decoder.layers.*.mixer.weight (ColumnParallelLinear). Of"
+        "use_muon=False: decoder.layers.*.mixer.weight (ColumnParallelLinear). For"
         in by_mark
     )
 

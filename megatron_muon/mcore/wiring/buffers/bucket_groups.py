@@ -1,9 +1,9 @@
-"""Megatron's reduction of gradients and all-gather of parameters, which name themselves
-if lost.
+"""Bucket groups whose errors name the phase: the reduction of gradients, or the
+all-gather of parameters.
 
 A rank that waits there for one that is gone gets gloo's error, which has the peer's
-address and no phase. A model that Muon trains has its bucket groups turned into a
-subclass that adds the phase. Its methods add a ``try`` and nothing else. NCCL raises
+address and no phase. In a model that Muon trains the bucket groups get a subclass that
+adds the phase. Its methods add a ``try`` and nothing else. NCCL raises
 nothing there: its watchdog ends the process from another thread.
 """
 
@@ -109,16 +109,14 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
 
 def name_phases(model_chunks: Iterable[Any]) -> None:
-    """Turn the bucket groups of a model into ones whose errors name the phase."""
+    """Have the errors of a model's bucket groups name the phase."""
     for chunk in model_chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             turn_into(group, NamedBucketGroup)
 
 
 def finish_gathers(model_chunks: Iterable[Any]) -> None:
-    """Have all parameters of a model be as after the last step, as its forward pass
-    does.
-    """
+    """Wait for a model's parameters after a step, as its forward pass does."""
     for chunk in model_chunks:
         if chunk.ddp_config.overlap_param_gather:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):

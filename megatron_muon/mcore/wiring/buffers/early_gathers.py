@@ -107,7 +107,7 @@ class EarlyGathers:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step, at whose end the others start unless it failed."""
+        """A step. At its end, unless it failed, further gathers start (``starts``)."""
         if not self.is_on:
             yield
             return
@@ -122,9 +122,9 @@ class EarlyGathers:
 
     @contextmanager
     def without_copied(self, dist_opt: Any) -> Iterator[None]:
-        """Hide from Megatron's copy of a step the parameters that travel already.
+        """Hide the parameters that travel already from Megatron's copy in a step.
 
-        After another copy, as of main parameters that were changed, all are gathered
+        After a copy outside of a step, as of changed main parameters, all are gathered
         again.
         """
         if not self._in_step:
@@ -153,14 +153,12 @@ class EarlyGathers:
             yield
 
     def end_step(self) -> None:
-        """After the last optimizer's step: in a loop that may move parameters none goes
-        on.
-        """
+        """After the last optimizer's step: wait, if the loop may move parameters."""
         if self.is_on and not self._in_loop:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for those that no forward pass has waited for."""
+        """Wait for the gathers that no forward pass has waited for."""
         for gather in self.gathers:
             gather.group.wait_for_params()
 

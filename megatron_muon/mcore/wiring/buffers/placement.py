@@ -41,8 +41,7 @@ def muon_parameters(routes: Iterable[Route], buffers: Sequence[Any]) -> Located:
 def on_every_ep_rank(
     parameters: Sequence[Parameter], ep_size: int, local_experts: int
 ) -> list[Parameter]:
-    """All of a stage's parameters: those of each EP rank in turn, experts numbered over
-    all.
+    """A stage's parameters, one EP rank after another; experts are numbered over all.
 
     ``parameters`` are EP rank 0's. What is not an expert's has an ``ep_size`` of 1.
     """
