@@ -19,6 +19,7 @@ A norm below ``LEAST_NORM`` counts as zero, and zero normalized is zero.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,8 +76,11 @@ class Hyperball(Muon):
     def set_radii(self, radii: Radii) -> None:
         """Take each unit's radius, for all matrices of the plan."""
         rows = []
+        self.scales = []
         for matrix in self.matrices:
             of_units = [radii[name] for name in unit_names(matrix)]
+            # what an orthogonal direction of full rank is multiplied by
+            self.scales.append(_root_mean(of_units) / math.sqrt(min(matrix.whole)))
             rows.append(of_units + [torch.nan] * (self.units - len(of_units)))
         values = torch.tensor(rows, dtype=torch.float32).view(self.radii.shape)
         self.radii.copy_(values)
@@ -220,6 +224,10 @@ def norms_at_start(engine: Engine, groups: ParamGroups, states: States) -> Radii
             # of fewer units, the last ones are padding
             found |= zip(unit_names(rule.matrices[matrix]), of_units, strict=False)
     return found
+
+
+def _root_mean(numbers: Sequence[float]) -> float:
+    return math.hypot(*numbers) / math.sqrt(len(numbers))
 
 
 def unit_names(matrix: Matrix) -> list[str]:

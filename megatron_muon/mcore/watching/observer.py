@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_muon.mcore.watching.rows import Message, dot, row_name
 from megatron_muon.planning.rounds.table import RoundTable
-from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon, update_scale
+from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon, Muon
 from megatron_muon.runtime.exchange.messages import Staged
 from megatron_muon.runtime.rule import Shards, cut_into_slices
 
@@ -23,7 +23,8 @@ class MatrixObserver:
         self._matrices = muon.plan.matrices
         self._message = message
         self._rows = [row_name(matrix.name) for matrix in self._matrices]
-        self._scales = [update_scale(*m.whole, muon.config) for m in self._matrices]
+        assert isinstance(muon.rule, Muon)
+        self._scales = muon.rule.scales
 
     def before_home(self, staged: Staged) -> None:
         """Count the matrices at home here, and those with a gradient."""

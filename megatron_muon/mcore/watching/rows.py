@@ -64,7 +64,8 @@ def muon_rows(
     """What the first line of a run says of each row of a stage's matrices.
 
     ``promised_rms`` is the root mean square of an update per unit of lr if directions
-    are orthogonal, in the mean of the row.
+    are orthogonal, in the mean of the row; the rule hyperball promises none, since no
+    radius is known yet.
     """
     members: dict[str, list[Matrix]] = defaultdict(list)
     for matrix in matrices:
@@ -76,11 +77,9 @@ def muon_rows(
             matrix.numel * update_scale(*matrix.whole, config) ** 2 / max(matrix.whole)
             for matrix in alike
         )
-        rows[name] = {
-            "elements": elements,
-            "matrices": len(alike),
-            "promised_rms": math.sqrt(squares / elements),
-        }
+        rows[name] = {"elements": elements, "matrices": len(alike)}
+        if config.rule == "muon":
+            rows[name]["promised_rms"] = math.sqrt(squares / elements)
     return rows
 
 

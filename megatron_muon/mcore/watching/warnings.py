@@ -31,7 +31,7 @@ class Warnings:
     def __init__(self, start: Record) -> None:
         self._threshold = start["logit_threshold"] or LOGIT
         self._promised = {
-            row: about["promised_rms"] for row, about in start["rows"].items()
+            row: about.get("promised_rms") for row, about in start["rows"].items()
         }
         self._off: set[str] = set()  # rows whose last update was off its promise
         self._outputs: dict[str, list[float]] = {}

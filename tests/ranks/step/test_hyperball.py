@@ -20,6 +20,7 @@ from support.checkpoints.saving import load, save
 from support.models.gpt import Case, Topology, start, take_step, trained
 from support.ranks import error_of, run
 from support.runs.cases import muon_weights
+from support.runs.watching import records, watched
 
 RULE = (("rule", "hyperball"), ("ns_dtype", "fp32"))
 CASE = Case(layers=2, steps=3, bf16=False, weight_decay=0.0, muon=RULE)
@@ -204,6 +205,16 @@ def _refuses(saved: Any) -> str:
 def test_radii_that_are_none_are_refused_before_anything_is_loaded(saved: Any) -> None:
     for text in run(_refuses, 2, saved):
         assert "the checkpoint's radii of the rule hyperball are not positive" in text
+
+
+def test_a_record_has_updates_of_the_radii(tmp_path: Path) -> None:
+    """W's RMS, times 0.75 to 0.95 or so of an orthogonal direction's."""
+    trained(watched(CASE, tmp_path / "lines"), Topology(tp=2, dp=2))
+    begin, *steps = records(tmp_path / "lines")
+    assert all("promised_rms" not in row for row in begin["rows"].values())
+    for record in steps:
+        for numbers in record["muon"].values():
+            assert 0.5 < numbers["update_rms"] / numbers["weight_rms"] < 1.25
 
 
 def _error(case: Case, topology: Topology) -> str:
