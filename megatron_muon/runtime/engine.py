@@ -48,8 +48,8 @@ class Engine:
         plan, own: the stage's exchange plan, and this rank's part of it.
         exchange: moves this rank's slices and results.
         main_params: for each parameter of the plan that has a shard here, the
-            optimizer's flat shard: fp32, or with ``States`` that say so a slice of the
-            model's weight.
+            optimizer's flat shard: fp32, or a slice of the model's weight where the
+            ``States`` of a step keep the main parameter elsewhere.
         meter: counts the work done.
         phase: names the parts of a step.
 
@@ -57,7 +57,7 @@ class Engine:
         nonfinite: counts the steps that skipped a matrix whose home this rank is.
         rounds: the rounds of a step, in order.
         start_next: starts the next optimizer's step while the last results travel
-            (``start`` or ``begin``); None where there is no next one.
+            (its ``start`` or ``begin``); None where there is no next one.
         applied: called with the number of each round but the last, or ``ADAMW``, once
             parameters are updated up to it.
 

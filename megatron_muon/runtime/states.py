@@ -47,7 +47,7 @@ class States:
         return state
 
     def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
-        """Keep new values; those of ``wide`` may be overwritten."""
+        """Keep new values; ``wide`` may be overwritten."""
         held = self.get(shard, key)
         if held.data_ptr() != wide.data_ptr():
             held.copy_(wide)

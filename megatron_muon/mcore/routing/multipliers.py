@@ -72,7 +72,7 @@ def with_multipliers(
 def _cut(
     groups: Sequence[Group], of: Mapping[torch.nn.Parameter, Multipliers]
 ) -> list[Group]:
-    """Groups with one pair of multipliers each, those that are multiplied first.
+    """Groups with one pair of multipliers each; multiplied groups come first.
 
     Before core 0.16, Megatron logs the rate of the last group.
     """

@@ -23,7 +23,7 @@ _INTERVAL = 100
 
 
 class NonfiniteReport:
-    """Reports directions of a chain of optimizers that are not finite, on one rank.
+    """Reports a chain's directions that are not finite, on one rank.
 
     They are named at the next line of the log: every ``--log-interval`` steps in
     Megatron-LM's loop, elsewhere every ``log_interval`` or 100. Ranks communicate then

@@ -131,7 +131,7 @@ def _with_the_scale_of_a_strip() -> Any:
     return mock.patch.object(Matrix, "whole", property(lambda matrix: matrix.unit))
 
 
-def _with_turned_columns_swapped() -> Any:
+def _with_flipped_columns() -> Any:
     """A home takes the columns of its range the other way round, and sends them back as
     they are: what it iterates on is right, but for their places.
     """
@@ -150,9 +150,9 @@ def _with_turned_columns_swapped() -> Any:
     [
         (_without_sums, Topology(2, 2, 2), {"linear_qkv", "linear_fc1", "linear_fc2"}),
         (_with_the_scale_of_a_strip, Topology(2, 2, 2), {"linear_fc1", "linear_fc2"}),
-        (_with_turned_columns_swapped, Topology(1, 2, 2), {"linear_qkv", "linear_fc2"}),
+        (_with_flipped_columns, Topology(1, 2, 2), {"linear_qkv", "linear_fc2"}),
         # fc2's parts come
-        (_with_turned_columns_swapped, Topology(2, 2, 2), {"linear_qkv"}),
+        (_with_flipped_columns, Topology(2, 2, 2), {"linear_qkv"}),
     ],
 )
 def test_mutants_of_shared_matrices_are_noticed(
