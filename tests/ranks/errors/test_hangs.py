@@ -27,9 +27,9 @@ TIMEOUT = 6.0  # of the process groups, in seconds
 # it calls.
 PHASES = {
     "muon/gather": ("muon/momentum", "before_gather"),
-    "muon/scatter": ("muon/newton_schulz", "_orthogonalize_whole"),
-    "muon/share": ("muon/newton_schulz", "_orthogonalize_shared"),
-    "muon/turn": ("muon/newton_schulz", "_orthogonalize_shared"),
+    "muon/scatter": ("muon/newton_schulz", "_orthogonalize_stack"),
+    "muon/share": ("muon/newton_schulz", "_orthogonalize_strips"),
+    "muon/turn": ("muon/newton_schulz", "_orthogonalize_strips"),
 }
 # The first shared matrix is wide: K, or fc2 where QKV is one. TP 2 has fc2 in two
 # strips as it is.
@@ -99,6 +99,7 @@ def _step_with_a_failing_rank(
     if dist.get_rank() == 1:
         (megatron,) = built.optimizer.chained_optimizers
         for round in megatron.muon.rounds:
+            assert hasattr(round.rule, PHASES[phase][1])
             setattr(round.rule, PHASES[phase][1], lambda *args: _fail(how, ended))
     begin = time.monotonic()
     try:
@@ -159,7 +160,7 @@ def _error_on_every_stage(topology: Topology, ended: Path) -> str:
     if dist.get_rank() == 1:
         for megatron in built.optimizer.chained_optimizers:
             for round in megatron.muon.rounds:
-                round.rule._orthogonalize_whole = lambda *args: _stop(ended)
+                round.rule._orthogonalize_stack = lambda *args: _stop(ended)
     for step in (1, 2):
         try:
             take_step(built, step)
