@@ -84,17 +84,17 @@ PACKINGS = ("starred", "chained", "packed", "two_for", "dense")
 # A packing has the goal 0 where none is given; None: no goal.
 GOALS: dict[str, dict[str, dict[str, int | None]]] = {
     "plugin without lab": {
-        "meanwhile": {"statements": 10_200, "tokens": 130_000},
+        "meanwhile": {"statements": 10_600, "tokens": 130_000},
         "redesign": {"statements": 9_100, "tokens": 119_000, "two_for": 30, "dense": 8},
         "for good": {"statements": 9_700, "tokens": 127_000, "two_for": 30, "dense": 8},
     },
     "lab": {
-        "meanwhile": {"statements": 4_800, "tokens": 62_500},
+        "meanwhile": {"statements": 5_000, "tokens": 62_500},
         "redesign": {"statements": 4_700, "tokens": 61_000, "two_for": 15, "dense": 8},
         "for good": {"statements": 4_900, "tokens": 63_000, "two_for": 15, "dense": 8},
     },
     "tests": {
-        "meanwhile": {"statements": 18_200, "tokens": 282_000, "packed": 20},
+        "meanwhile": {"statements": 19_000, "tokens": 295_000, "packed": 20},
         "redesign": {
             "statements": 18_200,
             "tokens": 282_000,
@@ -111,9 +111,9 @@ GOALS: dict[str, dict[str, dict[str, int | None]]] = {
         },
     },
 }
-# The redesign is under way, so its goals are printed and not compared with yet. Until
-# then nothing grows beyond the sizes of its start, which are within the slack of
-# "meanwhile".
+# The goals of the redesign and those for good are printed, and not met: nothing grows
+# beyond the slack of "meanwhile", the sizes with the redesign's parts, the first rule
+# and a kernel of products in. Statements rose where packed lines were taken apart.
 COMPARED = "meanwhile"
 # Packings that the code has no more of. The others are printed beside their goals.
 GONE = ("starred", "chained", "packed")
