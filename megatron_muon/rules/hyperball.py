@@ -246,14 +246,20 @@ def unit_names(matrix: Matrix) -> list[str]:
 
 
 def _sums(weights: Sequence[Tensor], *others: Sequence[Tensor]) -> Tensor:
-    """W², W·D and D² of each slice, ``(slices, 3)`` fp32; W² without directions."""
+    """W², W·D and D² of each slice, ``(slices, 3)`` fp32; W² without directions.
+
+    Args:
+        weights: of each slice, ``(n,)`` fp32.
+        others: the directions of the slices, if any, each ``(n,)``.
+    """
     width = 3 if others else 1
     found: list[list[Tensor]] = [[] for _ in weights]
     for numbers, tensors in at_once(weights, *others):
-        of_parts = zip(*_of_parts(*tensors), strict=True)
-        for number, of_part in zip(numbers, of_parts, strict=True):
+        columns = _of_parts(*tensors)
+        for number, of_part in zip(numbers, zip(*columns, strict=True), strict=True):
             found[number] += of_part
-    parts = torch.stack(list(itertools.chain.from_iterable(found))).view(-1, width)
+    flat = list(itertools.chain.from_iterable(found))
+    parts = torch.stack(flat).view(-1, width)
     parts[:, ::2].square_()  # norms
     if len(parts) == len(found):
         return parts
