@@ -185,6 +185,9 @@ def launch_symmetric(
     right = _batch(right)
     out = _batch(out)
     added = out if linear is None else _batch(linear)
+    for square in (added, out):
+        if square.stride(2) != 1:
+            raise ValueError(f"rows of a square are not contiguous: {square.stride()}")
     count, size, inner = left.shape
     left_line, left_by_rows = _lines(left)
     right_line, right_by_rows = _lines(right)

@@ -100,6 +100,19 @@ def product(
     )
 
 
+def refused(linear: Tensor | None, out: Tensor) -> None:
+    """Squares whose columns are contiguous, or nothing: they would be read as rows."""
+    x = torch.ones(len(out), 8, dtype=torch.half)
+    before = out.clone()
+    try:
+        product(x, x.mT, linear, out, 1.0, 1.0)
+    except ValueError as error:
+        assert "rows of a square are not contiguous" in str(error)
+        assert out.equal(before)
+        return
+    raise AssertionError(out.stride())
+
+
 @contextmanager
 def stored() -> Iterator[list[Any]]:
     """Within it, the addresses at which the interpreter stores, of each store."""
@@ -122,6 +135,9 @@ def main() -> None:
     cases.append((KINDS[0], SHAPES[-1], terms[-1]))
     for kind, shape, (alpha, beta) in cases:
         case(kind, shape, alpha, beta)
+    square = torch.zeros(16, 16, dtype=torch.half)
+    refused(None, torch.zeros(16, 32, dtype=torch.half)[:, ::2])
+    refused(square.mT, square.clone())
     print(f"{len(cases)} cases agree")
 
 
