@@ -29,6 +29,7 @@ from megatron_muon.planning.describe import (
     stage_lines,
 )
 from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.slices import Matrix
 from megatron_muon.rules.muon import update_scale
 from megatron_muon.settings.config import MuonConfig
 
@@ -42,7 +43,9 @@ class Routed:
     name: str  # the parameter's, with the part in brackets where it holds several
     rows: int  # over all TP ranks
     cols: int
-    scale: float  # factor of its orthogonalized update, update_scale
+    # factor of its orthogonalized update, update_scale; hyperball has radii, not known
+    # before a run
+    scale: float | None
     home: int  # rank of the stage that orthogonalizes it
 
 
@@ -172,12 +175,16 @@ def _matrices(
     matrices = iter(planned.plan.matrices)
     return {
         (parameter.name, parameter.ep_rank): tuple(
-            Routed(m.name, *m.unit, update_scale(*m.whole, config), m.home)
+            Routed(m.name, *m.unit, _scale(m, config), m.home)
             for m in (next(matrices) for _ in parameter.matrices)
             for _ in range(m.units)
         )
         for parameter in planned.plan.parameters
     }
+
+
+def _scale(matrix: Matrix, config: MuonConfig) -> float | None:
+    return update_scale(*matrix.whole, config) if config.rule == "muon" else None
 
 
 def _split(

@@ -84,7 +84,10 @@ def _cells(rows: Sequence[RoutedParameter]) -> tuple[str, ...]:
     cells = (name, shape, first.tp, optimizer)
     if first.reason is not None:
         return (*cells, "", "", f"({first.reason})")
-    scales = dict.fromkeys(f"{matrix.scale:.4g}" for matrix in first.matrices)
+    scales = dict.fromkeys(
+        "-" if matrix.scale is None else f"{matrix.scale:.4g}"
+        for matrix in first.matrices
+    )
     return (*cells, " ".join(scales), _homes(rows), _matrices(first.matrices))
 
 

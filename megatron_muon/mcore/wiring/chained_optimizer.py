@@ -77,13 +77,13 @@ class MuonChainedOptimizer(CheckpointChain):
         if error is not None:
             self._late_norm = None  # of a step that is not taken
             raise error
-        self.is_new = False
         if self.nonfinite is not None:
             self.nonfinite.before_step()
         if getattr(self.config, "chunked_optimizer_state_offload", False):
             self.ensure_master_weights_for_param_sync()  # they are only on their way
         if self.radii is not None:  # of master weights
-            self.radii.use()
+            self.radii.use()  # which may refuse the first step
+        self.is_new = False
         with nullcontext() if self.watch is None else self.watch.step():
             self.half_stepped = True  # stays so after an error
             is_successful = bool(super().step_with_ready_grads())

@@ -184,6 +184,15 @@ def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(
 # --- patterns and settings ------------------------------------------------------------
 
 
+def test_hyperball_has_no_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its radii are known once a run has taken a step."""
+    flags = [*flags_of(Case(), Topology()), "--muon-rule", "hyperball"]
+    (stage,) = routes_json(flags)["stages"]
+    matrices = [one for row in stage["parameters"] for one in row["matrices"]]
+    assert {one["scale"] for one in matrices} == {None}
+    assert re.search(r"linear_fc1.* muon +- +", capsys.readouterr().out)
+
+
 def test_rates_and_decays_by_pattern_are_shown() -> None:
     flags = ["--muon-lr-mult", "*fc1.weight=0.5", "--muon-wd-mult", "*.1.*fc?.weight=0"]
     flags += ["--muon-lr-mult", "embedding.word*=2"]
