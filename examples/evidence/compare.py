@@ -250,7 +250,7 @@ def main(argv: list[str]) -> None:
     if not (megatron_muon.cpu.enabled() or (LAUNCHED and gpus)):
         # with GPUs this process only starts ranks
         megatron_muon.cpu.enable(allow_cuda=True)
-    device = plan_device(torch.device("cuda" if gpus else "cpu"))
+    device = plan_device(torch.device("cuda" if gpus else "cpu"), MuonConfig())
     with megatron_is_quiet():
         try:
             jobs, planned = planned_jobs(given, of_megatron, device)

@@ -83,7 +83,8 @@ def test_a_step_takes_its_round_and_the_scratch_of_its_largest_matrix(
     assert row.peak_bytes <= min(planned + beside * MIB, most * MIB)
     assert 2 * scratch_elements(rows, cols) <= 1.5 * 2 * rows * cols
     assert row.host_syncs == 0
-    assert row.peak_bytes_if(TORCHS) >= 1.7 * row.peak_bytes  # of all rounds
+    # of all rounds, of which there are two or three
+    assert row.peak_bytes_if(TORCHS) >= 1.6 * row.peak_bytes
 
 
 def test_a_smaller_round_takes_less_memory() -> None:
