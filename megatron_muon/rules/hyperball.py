@@ -20,18 +20,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import RoundTable
 from megatron_muon.planning.slices import Matrix
-from megatron_muon.rules.muon import Muon, MuonRound, at_once, in_fp32
+from megatron_muon.rules.muon import Foreach, Muon, MuonRound, at_once, in_fp32
 from megatron_muon.runtime.engine import Engine, ParamGroups
+from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.runtime.rule import Shard, cut_into_slices
 from megatron_muon.runtime.states import MAIN_KEY, States
@@ -41,10 +42,12 @@ Radii = dict[str, float]  # by ``unit_names``
 
 
 class Hyperball(Muon):
-    """The rule for the matrices of one stage; arguments are those of ``Muon``.
+    """The rule for the matrices of one stage.
 
     Args:
+        numerics, plan, meter, elementwise: see ``Muon``.
         own: this rank's part of the plan.
+        device: of the main parameters.
 
     Attributes:
         radii: ``(matrices of the plan, units)`` fp32 on the device, NaN until
@@ -53,9 +56,17 @@ class Hyperball(Muon):
 
     asks_after = True
 
-    def __init__(self, *of_muon: Any, own: RankPlan, device: torch.device) -> None:
-        super().__init__(*of_muon)
-        plan: ExchangePlan = of_muon[1]
+    def __init__(
+        self,
+        numerics: Numerics,
+        plan: ExchangePlan,
+        meter: Meter,
+        elementwise: Callable[[], Foreach],
+        *,
+        own: RankPlan,
+        device: torch.device,
+    ) -> None:
+        super().__init__(numerics, plan, meter, elementwise)
         self.matrices = plan.matrices
         self.units = max((matrix.units for matrix in self.matrices), default=1)
         self.radii = torch.full(
@@ -106,16 +117,18 @@ class HyperballRound(MuonRound):
         self._whole = [at for at, one in enumerate(self._of_slices) if one.units == 1]
         self._parts = [at for at, one in enumerate(self._of_slices) if one.units > 1]
         self._wholes = torch.tensor(self._whole, device=rule.radii.device)
-        self._directions: list[Tensor] = []  # between after_scatter and finish
+        # the slices' directions and the main parameters, from after_scatter to finish
+        self._directions: list[Tensor] = []
+        self._params: list[Tensor] = []
 
     def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
-        """Keep the directions for the sums; ``finish`` updates."""
+        """Keep the directions and main parameters for the sums; ``finish`` updates."""
         self._directions = results
+        self._params = [each.main_param for each in shards]
 
     def numbers_after(self, shards: Sequence[Shard]) -> Tensor:
-        """W², W·D and D² of each slice, ``(slices, 3 · units)``."""
-        params = [each.main_param for each in shards]
-        weights = cut_into_slices(params, self._table)
+        """W², W·D and D² of each slice, ``(slices, 3 · units)`` fp32."""
+        weights = cut_into_slices(self._params, self._table)
         return self._by_unit(weights, self._directions)
 
     def squares(self, shards: Sequence[Shard]) -> Tensor:
@@ -129,7 +142,10 @@ class HyperballRound(MuonRound):
         A matrix whose sums are not finite stays, all units of it: where only one unit's
         direction is not finite, a slice may have no mark.
         """
-        directions, self._directions = self._directions, []
+        directions = self._directions
+        params = self._params
+        self._directions = []
+        self._params = []
         if not directions:
             return
         sound = sums.isfinite().all(dim=1, keepdim=True)
@@ -143,7 +159,6 @@ class HyperballRound(MuonRound):
         keep = torch.where(norm > LEAST_NORM, radius / norm, 0.0)
         factor = torch.where(sound, keep * step, 0.0)
         keep = torch.where(sound, keep, 1.0)
-        params = [each.main_param for each in shards]
         weights = cut_into_slices(params, self._table)
         self._update(weights, directions, keep, factor)
         for each, param in zip(shards, params, strict=True):

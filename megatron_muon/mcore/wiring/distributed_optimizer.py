@@ -36,8 +36,8 @@ class MuonDistributedOptimizer(MuonCheckpoint):
     """
 
     early_gathers: EarlyGathers | None = None  # with ``early_param_gather`` only
-    # this rank cannot step, as the norm or a loss scaler's vote says to all
     radii: RunRadii | None = None  # with the rule hyperball only
+    # this rank cannot step, as the norm or a loss scaler's vote says to all
     refuses = False
     # False from a step on, until mxfp8 parameters are in the buffer that is gathered
     is_staged = True
