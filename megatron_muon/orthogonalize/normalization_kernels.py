@@ -54,8 +54,8 @@ _ARGUMENTS = [
 
 
 @triton.jit
-def _eights(x, EIGHTS: tl.constexpr):
-    """``x``, and where it is a multiple of 8 the compiler sees that."""
+def eights(x, EIGHTS: tl.constexpr):
+    """``x``; with EIGHTS the compiler sees that it is a multiple of 8."""
     if EIGHTS:
         x = x // 8 * 8
     return x
@@ -112,12 +112,12 @@ def squares_kernel(
     power)².
     """
     matrix, block, part, row, col, here = _tile(
-        rows, _eights(width, EIGHTS), parts, per_matrix, TILE_ROWS, TILE_COLS
+        rows, eights(width, EIGHTS), parts, per_matrix, TILE_ROWS, TILE_COLS
     )
     start = source + matrix * matrix_stride + block * block_stride + part * part_stride
     if EIGHTS:
         start = tl.multiple_of(start, 16)
-    at = start + row[:, None] * _eights(row_stride, EIGHTS) + col[None, :]
+    at = start + row[:, None] * eights(row_stride, EIGHTS) + col[None, :]
     x = tl.load(at, mask=here, other=0.0).to(tl.float32)
     largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
     bits = largest.to(tl.int32, bitcast=True) & EXPONENT
@@ -199,14 +199,14 @@ def divide_kernel(
     nothing.
     """
     matrix, block, part, row, col, here = _tile(
-        rows, _eights(width, EIGHTS), parts, per_matrix, TILE_ROWS, TILE_COLS
+        rows, eights(width, EIGHTS), parts, per_matrix, TILE_ROWS, TILE_COLS
     )
     power = tl.load(divisors + 2 * matrix).to(tl.int32, bitcast=True)
     norm = tl.load(divisors + 2 * matrix + 1)
     start = source + matrix * matrix_stride + block * block_stride + part * part_stride
     if EIGHTS:
         start = tl.multiple_of(start, 16)
-    at = start + row[:, None] * _eights(row_stride, EIGHTS) + col[None, :]
+    at = start + row[:, None] * eights(row_stride, EIGHTS) + col[None, :]
     x = tl.load(at, mask=here, other=0.0)
     x = x.to(tl.float32) * _reciprocal(power)
     x = tl.math.div_rn(x, tl.zeros_like(x) + norm)
@@ -218,7 +218,7 @@ def divide_kernel(
     )
     if EIGHTS:
         start = tl.multiple_of(start, 16)
-    at = start + row[:, None] * _eights(into_row_stride, EIGHTS) + col[None, :]
+    at = start + row[:, None] * eights(into_row_stride, EIGHTS) + col[None, :]
     tl.store(at, x.to(into.dtype.element_ty), mask=here)
 
 

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_muon.orthogonalize.normalization_kernels import eights
+
 # Rows and columns of a tile, inner elements that are multiplied at a time, and rows of
 # tiles whose programs start together, so that their operands are still in the L2 cache.
 TILE, INNER, GROUP = 128, 64, 8
@@ -40,14 +42,6 @@ _ARGUMENTS = [
     "out_matrix",
     "out_row",
 ]
-
-
-@triton.jit
-def _line(stride, EIGHTS: tl.constexpr):
-    """A stride; with EIGHTS the compiler sees that it is a multiple of 8."""
-    if EIGHTS:
-        stride = stride // 8 * 8
-    return stride
 
 
 @triton.jit
@@ -98,11 +92,11 @@ def symmetric_kernel(
     if tile_col > tile_row:
         return
     matrix = tl.program_id(1).to(tl.int64)
-    size = _line(size, EIGHTS)
-    left += matrix * _line(left_matrix, EIGHTS)
-    right += matrix * _line(right_matrix, EIGHTS)
-    left_line = _line(left_line, EIGHTS).to(tl.int64)
-    right_line = _line(right_line, EIGHTS).to(tl.int64)
+    size = eights(size, EIGHTS)
+    left += matrix * eights(left_matrix, EIGHTS)
+    right += matrix * eights(right_matrix, EIGHTS)
+    left_line = eights(left_line, EIGHTS).to(tl.int64)
+    right_line = eights(right_line, EIGHTS).to(tl.int64)
     row = tile_row * TILE + tl.arange(0, TILE)
     col = tile_col * TILE + tl.arange(0, TILE)
     # Rows past the end are read from the start, and not stored.
@@ -114,7 +108,7 @@ def symmetric_kernel(
     at = tl.arange(0, INNER)
     if LEFT_BY_ROWS:
         left_at = left + read_row[:, None] * left_line + at[None, :]
-        left_step = left_line * 0 + INNER
+        left_step = INNER
     else:
         left_at = left + read_row[:, None] + at[None, :] * left_line
         left_step = left_line * INNER
@@ -123,7 +117,7 @@ def symmetric_kernel(
         right_step = right_line * INNER
     else:
         right_at = right + at[:, None] + read_col[None, :] * right_line
-        right_step = right_line * 0 + INNER
+        right_step = INNER
     total = tl.zeros((TILE, TILE), dtype=tl.float32)
     for start in range(0, inner, INNER):
         if EVEN_INNER:
@@ -139,15 +133,15 @@ def symmetric_kernel(
     total = total * alpha
     inside = (row < size)[:, None]
     if HAS_LINEAR:
-        linear += matrix * _line(linear_matrix, EIGHTS)
-        linear_row = _line(linear_row, EIGHTS).to(tl.int64)
+        linear += matrix * eights(linear_matrix, EIGHTS)
+        linear_row = eights(linear_row, EIGHTS).to(tl.int64)
         linear_at = linear + row[:, None] * linear_row + col[None, :]
         added = tl.load(linear_at, mask=inside & (col < size)[None, :], other=0.0)
         total += beta * added.to(tl.float32)
     made = total.to(out.dtype.element_ty)
     mirrored = tl.trans(made)
-    out += matrix * _line(out_matrix, EIGHTS)
-    out_row = _line(out_row, EIGHTS).to(tl.int64)
+    out += matrix * eights(out_matrix, EIGHTS)
+    out_row = eights(out_row, EIGHTS).to(tl.int64)
     out_at = out + row[:, None] * out_row + col[None, :]
     mirror_at = out + col[:, None] * out_row + row[None, :]
     mirror_inside = (row < size)[None, :]
