@@ -185,6 +185,11 @@ class MuonConfig(RunSettings, UpdateSettings):
         _require_log(self)
         _require_period(self)
         _require_rule(self)
+        if self.symmetric_products == "triton" and self.ns_dtype == "fp32":
+            raise ValueError(
+                f"{named('symmetric_products')} triton multiplies bf16 and fp16, and "
+                f"{named('ns_dtype')} is fp32. Use only one of the two"
+            )
 
     @property
     def patterns(self) -> tuple[str, ...]:

@@ -127,6 +127,35 @@ def test_a_checkpoint_has_what_the_device_chose(
     assert capsys.readouterr().out == ""
 
 
+def test_a_resume_says_where_auto_chooses_by_other_rules_than_the_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.2.0's records do not say by which; without auto nothing is chosen."""
+    from megatron_muon.mcore.checkpoint import param_groups
+
+    monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
+    for split, iteration, named in (
+        ("auto", "auto", "split_matrices (--muon-split-matrices) and ns_iteration"),
+        ("off", "auto", "ns_iteration (--muon-ns-iteration) auto: "),
+        ("off", "standard", ""),
+    ):
+        config = MuonConfig(split_matrices=split, ns_iteration=iteration)  # type: ignore[arg-type]
+        numerics = Numerics(config, "cuda")
+        saved = param_groups.record(numerics)
+        param_groups.check_record({"megatron_muon": saved}, numerics)
+        assert capsys.readouterr().out == ""
+        del saved["choices"]
+        param_groups.check_record({"megatron_muon": saved}, numerics)
+        printed = capsys.readouterr().out
+        assert named in printed
+        assert printed.count("chose by other rules") == bool(named)
+
+
+def test_triton_multiplies_16_bits_alone() -> None:
+    with pytest.raises(ValueError, match=r"triton multiplies bf16 and fp16, and ns_d"):
+        MuonConfig(symmetric_products="triton", ns_dtype="fp32")
+
+
 LOGGED = MuonConfig(log_interval=10, log_file="out.jsonl")
 
 

@@ -22,6 +22,9 @@ from megatron_muon.settings.config import ROWS, MuonConfig, named
 Group = dict[str, Any]
 
 FORMAT = 1
+# Raised where "auto" chooses strips or an iteration by other rules, so that the same
+# settings round differently. 0.2.0 and earlier, whose records lack it, are 1.
+CHOICES = 2
 
 # Keys that pair saved groups with ours: the required ones must agree; the preferred
 # ones decide, in this order, between several groups.
@@ -54,7 +57,7 @@ SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 def record(numerics: Numerics) -> Group:
     """The record of Muon's settings that is saved, the same on every rank."""
-    return {"format": FORMAT, "settings": _resolved(numerics)}
+    return {"format": FORMAT, "choices": CHOICES, "settings": _resolved(numerics)}
 
 
 def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
@@ -96,6 +99,16 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
                 f"[megatron_muon] {setting} is {after!r} now; the checkpoint was saved "
                 f"with {before!r}{keeps}"
             )
+    chosen = [
+        name for name in ("split_matrices", "ns_iteration") if now[name] == "auto"
+    ]
+    if chosen and recorded.get("choices", 1) != CHOICES and dist.get_rank() == 0:
+        say(
+            f"[megatron_muon] {' and '.join(map(named, chosen))} auto: the "
+            "megatron_muon that saved the checkpoint chose by other rules. Where this "
+            "one shares other matrices or takes another iteration, steps round "
+            "differently"
+        )
 
 
 def config_of(settings: Mapping[str, Any]) -> MuonConfig:

@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_muon.mcore.checkpoint.buffers import MOMENTUM, RECORD
+from megatron_muon.mcore.checkpoint.param_groups import CHOICES
 from megatron_muon.settings.config import MuonConfig, named
 
 StateDict = dict[Any, Any]
@@ -175,6 +176,7 @@ def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDic
         "optimizer": {"param_groups": groups},
         RECORD: {
             "format": 1,
+            "choices": CHOICES,
             "settings": {**dataclasses.asdict(config), "momentum": _mu(states)},
         },
     }
