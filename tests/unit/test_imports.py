@@ -235,6 +235,14 @@ def test_each_room_imports_only_what_it_is_for() -> None:
                 assert module == "lab.outputs", f"{path} imports {name}"
 
 
+def test_a_checkpoint_is_inspected_without_megatron() -> None:
+    """Whose import takes seconds and warns."""
+    loaded = (
+        "import sys, megatron_muon.lab.inspect.report; print('megatron' in sys.modules)"
+    )
+    assert printed("-c", loaded).strip() == "False"
+
+
 def test_no_folder_has_more_than_a_dozen_files() -> None:
     folders = {path.parent for path in FILES}
     crowded = {

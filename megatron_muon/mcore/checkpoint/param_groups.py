@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron_muon.console import printable, say
-from megatron_muon.mcore.checkpoint.buffers import RECORD
+from megatron_muon.mcore.checkpoint.buffers import CHOICES, FORMAT, RECORD
 from megatron_muon.mcore.routing.param_routing import LR_MULTIPLIER
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import LINK_GBYTES
@@ -20,11 +20,6 @@ from megatron_muon.settings.coefficients import as_run, canonical, spelled
 from megatron_muon.settings.config import ROWS, MuonConfig, named
 
 Group = dict[str, Any]
-
-FORMAT = 1
-# Raised where "auto" chooses strips or an iteration by other rules, so that the same
-# settings round differently. 0.2.0 and earlier, whose records lack it, are 1.
-CHOICES = 2
 
 # Keys that pair saved groups with ours: the required ones must agree; the preferred
 # ones decide, in this order, between several groups.

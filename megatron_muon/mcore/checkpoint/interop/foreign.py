@@ -23,8 +23,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_muon.mcore.checkpoint.buffers import MOMENTUM, RECORD
-from megatron_muon.mcore.checkpoint.param_groups import CHOICES
+from megatron_muon.mcore.checkpoint.buffers import CHOICES, FORMAT, MOMENTUM, RECORD
 from megatron_muon.settings.config import MuonConfig, named
 
 StateDict = dict[Any, Any]
@@ -175,7 +174,7 @@ def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDic
     ours: StateDict = {
         "optimizer": {"param_groups": groups},
         RECORD: {
-            "format": 1,
+            "format": FORMAT,
             "choices": CHOICES,
             "settings": {**dataclasses.asdict(config), "momentum": _mu(states)},
         },
