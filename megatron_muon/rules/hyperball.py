@@ -45,9 +45,7 @@ class Hyperball(Muon):
     """The rule for the matrices of one stage.
 
     Args:
-        numerics, plan, meter, elementwise: see ``Muon``.
-        own: this rank's part of the plan.
-        device: of the main parameters.
+        numerics, plan, meter, own, device, elementwise: see ``Muon``.
 
     Attributes:
         radii: ``(matrices of the plan, units)`` fp32 on the device, NaN until
@@ -61,12 +59,11 @@ class Hyperball(Muon):
         numerics: Numerics,
         plan: ExchangePlan,
         meter: Meter,
-        elementwise: Callable[[], Foreach],
-        *,
         own: RankPlan,
         device: torch.device,
+        elementwise: Callable[[], Foreach],
     ) -> None:
-        super().__init__(numerics, plan, meter, elementwise)
+        super().__init__(numerics, plan, meter, own, device, elementwise)
         self.matrices = plan.matrices
         self.units = max((matrix.units for matrix in self.matrices), default=1)
         self.radii = torch.full(

@@ -53,6 +53,7 @@ from megatron_muon.runtime.rule import (
 from megatron_muon.runtime.states import MAIN_KEY
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.rules import RULES
 
 # The momentum has the key of Adam's first moment, and there is no second one: fused
 # Adam classes refuse to save or load a state under a key that they do not know.
@@ -67,6 +68,8 @@ class Muon(Rule):
         numerics: the run's settings, and what its device computes with.
         plan: the stage's exchange plan.
         meter: counts the work done.
+        own: this rank's part of the plan.
+        device: of the main parameters.
         elementwise: returns the elementwise operations of one round.
     """
 
@@ -78,6 +81,8 @@ class Muon(Rule):
         numerics: Numerics,
         plan: ExchangePlan,
         meter: Meter,
+        own: RankPlan,
+        device: torch.device,
         elementwise: Callable[[], Foreach],
     ) -> None:
         self.numerics = numerics
@@ -415,14 +420,13 @@ def at_once(
 
 
 class DistributedMuon(Engine):
-    """The Muon part of a distributed optimizer on one rank: the engine with Muon's
-    rule.
+    """The Muon part of a distributed optimizer on one rank: the engine with the rule
+    of the settings.
 
     Args:
         numerics: the run's settings, and what its device computes with.
         plan, own, exchange, main_params, meter, phase: see ``Engine``.
         elementwise: returns the elementwise operations of one round.
-        rule: returns the rule, from ``Muon``'s arguments; None: ``Muon``.
 
     Attributes:
         block_steps: with ``full_period`` above 1, its ``block_steps.BlockSteps``.
@@ -438,13 +442,14 @@ class DistributedMuon(Engine):
         meter: Meter,
         phase: Phase,
         elementwise: Callable[[], Foreach] | None = None,
-        rule: Callable[..., Muon] | None = None,
     ) -> None:
         self.numerics = numerics
         self.config = numerics.config
         self.block_steps: Any = None
-        chosen = (rule or Muon)(numerics, plan, meter, elementwise or Foreach)
-        super().__init__(chosen, plan, own, exchange, main_params, meter, phase)
+        rule = RULES[self.config.rule].imported()(
+            numerics, plan, meter, own, exchange.device, elementwise or Foreach
+        )
+        super().__init__(rule, plan, own, exchange, main_params, meter, phase)
 
     @property
     def variants(self) -> list[DistributedMuon]:

@@ -18,6 +18,7 @@ from megatron_muon.settings.coefficients import (
     restarts_of,
 )
 from megatron_muon.settings.rows import rows_of
+from megatron_muon.settings.rules import RULES
 from megatron_muon.settings.run import HomePolicy as HomePolicy
 from megatron_muon.settings.run import RunSettings
 from megatron_muon.settings.run import SplitMatrices as SplitMatrices
@@ -247,18 +248,21 @@ def _needed(lists: Restarts, config: MuonConfig) -> tuple[object, ...]:
 
 
 def _require_rule(config: MuonConfig) -> None:
-    if config.rule == "muon":
-        if config.radii:
+    """Settings must be of the rule, or of all."""
+    refuses = RULES[config.rule].refuses
+    for name, setting in ROWS.items():
+        if getattr(config, name) == setting.default:
+            continue
+        rules = [rule for rule, one in RULES.items() if name in one.settings]
+        if rules and config.rule not in rules:
             raise ValueError(
-                f"{named('radii')} is of {named('rule')} hyperball, and the rule is "
-                "muon: give hyperball, or no radius"
+                f"{named(name)} is of {named('rule')} {' or '.join(rules)}, and the "
+                f"rule is {config.rule}: give such a rule, or leave it out"
             )
-        return
-    for name in ("matched_adamw_rms", "scale_mode", "full_period"):
-        if getattr(config, name) != ROWS[name].default:
+        if name in refuses:
             raise ValueError(
                 f"{named(name)} has no meaning with {named('rule')} {config.rule}, "
-                "whose lr is the length of a step in radii: leave it out"
+                f"{refuses[name]}: leave it out"
             )
 
 

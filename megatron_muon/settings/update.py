@@ -16,15 +16,14 @@ from megatron_muon.settings.coefficients import (
     spelled,
 )
 from megatron_muon.settings.rows import CONCEPT, UPSTREAM, Flag, row
+from megatron_muon.settings.rules import RULES, ScaleMode, help_text
 
 NsIteration = Literal["standard", "gram", "auto"]
 ClipScope = Literal["all", "adamw"]
 ElementwiseBy = Literal["auto", "foreach"]
 MomentumDtype = Literal["fp32", "bf16", "int8"]
 Preset = Literal["safe", "fast"]
-RuleName = Literal["muon", "hyperball"]
 SymmetricProducts = Literal["auto", "triton", "torch"]
-ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
 PAPER = "arXiv 2502.16982"
 # singular values settle long before; a schedule has a triple for each step
@@ -83,14 +82,12 @@ class UpdateSettings:
         kinds.choice(get_args(ScaleMode)),
         source=UPSTREAM,
     )
-    rule: RuleName = row(
+    rule: str = row(
         "muon",
         "--muon-rule",
-        "What a direction does to its matrix. muon: a decayed step. hyperball: a step "
-        "on the sphere of the matrix's own norm, lr being its length in radii, without "
-        "weight decay and without a scale (MuonH, arXiv 2606.16899). docs/rules.md has "
-        "its formula.",
-        kinds.choice(get_args(RuleName)),
+        f"What a direction does to its matrix. {help_text()}. docs/rules.md has "
+        "formulas.",
+        kinds.choice(tuple(RULES)),
     )
     radii: tuple[tuple[str, float], ...] = row(
         (),

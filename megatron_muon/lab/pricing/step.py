@@ -31,6 +31,7 @@ from megatron_muon.planning.grid import neighbours_of
 from megatron_muon.planning.rounds.cut import scratch_limit
 from megatron_muon.planning.schedule import Event, step_events
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.rules import RULES
 
 MOMENTUM, ADAMW, STAGING = "momentum", "adamw", "staging"
 NEWTON_SCHULZ, UPDATE = "newton_schulz", "update"
@@ -202,7 +203,7 @@ class _Steps:
     def _updated(self, work: RoundWork, rank: int) -> Cost:
         elements, pieces = work.held[rank], work.pieces[rank]
         cost = Cost()
-        if self._config.rule == "hyperball":
+        if RULES[self._config.rule].sums:
             cost = self._summed(elements, pieces)
         if self._fused:
             return cost + self._in_one(elements, *_FUSED_UPDATE)

@@ -32,6 +32,7 @@ from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.rules.muon import update_scale
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.rules import RULES
 
 Split = Literal["rows", "columns", "replicated", "whole"]
 
@@ -184,7 +185,8 @@ def _matrices(
 
 
 def _scale(matrix: Matrix, config: MuonConfig) -> float | None:
-    return update_scale(*matrix.whole, config) if config.rule == "muon" else None
+    has_scale = RULES[config.rule].scales
+    return update_scale(*matrix.whole, config) if has_scale else None
 
 
 def _split(

@@ -66,6 +66,7 @@ from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.patches import turn_into
 from megatron_muon.runtime.tracing import phases
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.rules import RULES
 
 
 def make_muons(
@@ -138,7 +139,7 @@ def make_muons(
         from megatron_muon.mcore.watching.watch import Watch
 
         optimizer.watch = Watch(trained, model_chunks, config, stage, optimizer.voters)
-    if config.rule == "hyperball":
+    if "radii" in RULES[config.rule].settings:
         from megatron_muon.mcore.wiring.radii import RunRadii
 
         optimizer.radii = RunRadii(parts, config, optimizer.voters, device)
@@ -317,13 +318,8 @@ def _muon_of(
     exchange = Exchange(own, plan.matrices, stage.group, travels, stage.device, meter)
     phase = phases(dist_opt.config)
     elementwise = elementwise_on(stage.device, numerics)
-    rule = None
-    if numerics.config.rule == "hyperball":
-        from megatron_muon.rules.hyperball import Hyperball
-
-        rule = partial(Hyperball, own=own, device=stage.device)
     return DistributedMuon(
-        numerics, plan, own, exchange, main_params, meter, phase, elementwise, rule
+        numerics, plan, own, exchange, main_params, meter, phase, elementwise
     )
 
 

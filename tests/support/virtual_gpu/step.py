@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,10 +119,7 @@ def muon_of(
         own, plan.matrices, group, TORCH_DTYPE[numerics.travels], device, meter
     )
     tools = meter, phases(), fused.elementwise_on(device, numerics)
-    rule = None
-    if numerics.config.rule == "hyperball":
-        rule = partial(Hyperball, own=own, device=device)
-    muon = DistributedMuon(numerics, plan, own, exchange, shards, *tools, rule)
+    muon = DistributedMuon(numerics, plan, own, exchange, shards, *tools)
     if isinstance(muon.rule, Hyperball):
         radii: dict[str, float] = {}
         for matrix in plan.matrices:
