@@ -55,6 +55,21 @@ class Matrix(MatrixShape):
     def numel(self) -> int:
         return self.rows * self.cols
 
+    @property
+    def unit_names(self) -> list[str]:
+        """A name for each unit, the same at every TP size and however it is shared.
+
+        Ranges of columns are one matrix, or several where TP ranks hold some each.
+        """
+        name = self.whole_name
+        parameter, _, columns = name.partition("[cols ")
+        if columns:
+            first = int(columns.partition("..")[0])
+            return [f"{parameter}[cols {first + at}]" for at in range(self.units)]
+        if self.units == 1:
+            return [name]
+        return [f"{name}[{at}]" for at in range(self.units)]
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:

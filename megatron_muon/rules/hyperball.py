@@ -38,7 +38,7 @@ from megatron_muon.runtime.rule import Shard, cut_into_slices
 from megatron_muon.runtime.states import MAIN_KEY, States
 
 LEAST_NORM = 1e-15
-Radii = dict[str, float]  # by ``unit_names``
+Radii = dict[str, float]  # by ``Matrix.unit_names``
 
 
 class Hyperball(Muon):
@@ -86,7 +86,7 @@ class Hyperball(Muon):
         rows = []
         self.scales = []
         for matrix in self.matrices:
-            of_units = [radii[name] for name in unit_names(matrix)]
+            of_units = [radii[name] for name in matrix.unit_names]
             # what an orthogonal direction of full rank is multiplied by
             self.scales.append(_root_mean(of_units) / math.sqrt(min(matrix.whole)))
             rows.append(of_units + [torch.nan] * (self.units - len(of_units)))
@@ -234,27 +234,12 @@ def norms_at_start(engine: Engine, groups: ParamGroups, states: States) -> Radii
         norms = sums.sqrt().tolist()
         for matrix, of_units in zip(engine.rounds[number].matrices, norms, strict=True):
             # of fewer units, the last ones are padding
-            found |= zip(unit_names(rule.matrices[matrix]), of_units, strict=False)
+            found |= zip(rule.matrices[matrix].unit_names, of_units, strict=False)
     return found
 
 
 def _root_mean(numbers: Sequence[float]) -> float:
     return math.hypot(*numbers) / math.sqrt(len(numbers))
-
-
-def unit_names(matrix: Matrix) -> list[str]:
-    """A name for each unit of a matrix, the same at every TP size.
-
-    Ranges of columns are one matrix, or several where TP ranks hold some each.
-    """
-    name = matrix.whole_name
-    parameter, _, columns = name.partition("[cols ")
-    if columns:
-        first = int(columns.partition("..")[0])
-        return [f"{parameter}[cols {first + at}]" for at in range(matrix.units)]
-    if matrix.units == 1:
-        return [name]
-    return [f"{name}[{at}]" for at in range(matrix.units)]
 
 
 def _sums(weights: Sequence[Tensor], *others: Sequence[Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.rules import fused
 from megatron_muon.rules.bf16_momentum import packed
-from megatron_muon.rules.hyperball import Hyperball, unit_names
+from megatron_muon.rules.hyperball import Hyperball
 from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
@@ -123,7 +123,7 @@ def muon_of(
     if isinstance(muon.rule, Hyperball):
         radii: dict[str, float] = {}
         for matrix in plan.matrices:
-            radii |= dict.fromkeys(unit_names(matrix), 1.0)
+            radii |= dict.fromkeys(matrix.unit_names, 1.0)
         muon.rule.set_radii(radii)
     if numerics.config.momentum_dtype == "fp32":
         return muon, groups, States(SimpleNamespace(state=state))
