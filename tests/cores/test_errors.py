@@ -109,10 +109,6 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         {"late": {"optimizer_cuda_graph": True}},
         "does not support optimizer_cuda_graph yet (got True): leave it off",
     ),
-    "a step that some ranks skip": (
-        {"late": {"grad_norm_skip_threshold": 5.0}},
-        "_threshold yet",
-    ),
     "two offloads, one of an older branch dev": (
         {"late": {"optimizer_cpu_offload": True, "offload_optimizer_states": True}},
         "offload_optimizer_states yet (got True): use optimizer_cpu_offload with "

@@ -168,8 +168,8 @@ ROWS: tuple[Row, ...] = (
         shared="the last stage's copy of a tied embedding",
     ),
 )
-# Read only to refuse what Muon does not support: a Megatron that lacks one has nothing
-# to refuse.
+# Read to refuse what Muon does not support, or to skip a step on all ranks: a Megatron
+# that lacks one has nothing to refuse or skip.
 REFUSALS = (
     *_MODEL.has(since=(0, 15), fp4_param=_REFUSED),
     *_MODEL.has(
@@ -178,7 +178,7 @@ REFUSALS = (
         moe_single_grouped_bias=_REFUSED,
     ),
     *_OPTIM.has(since=(0, 17), optimizer_cuda_graph=_REFUSED),
-    *_OPTIM.has(since=(0, 19), grad_norm_skip_threshold=_REFUSED),
+    *_OPTIM.has(since=(0, 19), grad_norm_skip_threshold="the norm that skips a step"),
     *_DDP.has(since=(0, 14), use_megatron_fsdp=_REFUSED),
     *_DDP.has(use_custom_fsdp=_REFUSED),
     *_LAYERS.has(since=(0, 19), is_gtp_weight_remat=_REFUSED),

@@ -38,6 +38,7 @@ class MuonChainedOptimizer(CheckpointChain):
     nonfinite: NonfiniteReport | None = None
     watch: Watch | None = None  # with ``log_interval`` only
     radii: RunRadii | None = None  # with the rule hyperball only
+    _skips = False  # the step under way, by its norm
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
@@ -48,6 +49,7 @@ class MuonChainedOptimizer(CheckpointChain):
             ValueError, RuntimeError: with a loss scaler, as ``get_grad_norm`` does
                 without.
         """
+        self._skips = False
         error = self._refusal()
         first = self.chained_optimizers[0]
         if first.grad_scaler:
@@ -65,11 +67,17 @@ class MuonChainedOptimizer(CheckpointChain):
         """Megatron's step of each optimizer; every ``log_interval`` steps it is
         watched.
 
+        Returns:
+            False, with nothing changed, where the norm was above
+            ``grad_norm_skip_threshold``.
+
         Raises:
             FloatingPointError: see ``NonfiniteReport.after_step``.
             ValueError: see ``refuse_step`` and ``require_usable_groups``.
             RuntimeError: see ``require_whole``.
         """
+        if self._skips:
+            return False
         if self.lacks_state:
             self.refuse_step()
         error = self._refusal()
@@ -144,10 +152,14 @@ class MuonChainedOptimizer(CheckpointChain):
         group = first.get_grad_stats_parallel_group()
         with in_megatrons("grads/norm", group):
             norm = super().get_grad_norm()
-        if first.grad_scaler:
-            return norm
-        if isinstance(norm, torch.Tensor):
+        # since core 0.19
+        threshold = getattr(first.config, "grad_norm_skip_threshold", math.inf)
+        if math.isfinite(threshold):
+            self._skips = self._all_skip(bool(norm > threshold))
+        elif isinstance(norm, torch.Tensor) and not first.grad_scaler:
             self._late_norm = LateNorm(norm)
+            return norm
+        if first.grad_scaler:
             return norm
         # without a shared group each rank may know only a part of the norm
         is_everyones = self.grads_states_parallel_group_is_shared()
@@ -155,7 +167,8 @@ class MuonChainedOptimizer(CheckpointChain):
         if votes and any_rank("muon/vote", self._some_grad_is_unusable(), group):
             error, failure = attempt(self._gradient_error)
             raise_quoting(refusal or failure or error, group)
-        if math.isinf(norm) and is_everyones and first.config.clip_grad > 0.0:
+        clips = is_everyones and first.config.clip_grad > 0.0
+        if math.isinf(norm) and clips and not self._skips:
             raise FloatingPointError(
                 "every gradient is finite, but their norm is Inf, so clip_grad would "
                 "make all of them zero; no optimizer state or parameter has been "
@@ -180,6 +193,21 @@ class MuonChainedOptimizer(CheckpointChain):
         """Megatron's state dict; refused after a step with unusable gradients."""
         self.require_usable_step()
         return super().sharded_state_dict(*args, **kwargs)
+
+    def _all_skip(self, skips: bool) -> bool:
+        """Whether every rank skips the step under way; Megatron lets each rank decide.
+
+        A rank that holds no shard whose gradient is clipped would step, and wait for
+        the others. Optimizers of several groups or instances may know other norms.
+        """
+        first = self.chained_optimizers[0]
+        instances = first.ddp_config.num_distributed_optimizer_instances
+        if instances > 1 or not self.grads_states_parallel_group_is_shared():
+            vote = torch.tensor(skips, device=self._device)
+            skips = any_rank("muon/vote", vote, self.voters)
+        if skips and self.watch is not None:
+            self.watch.skip()
+        return skips
 
     def _refusal(self) -> Exception | None:
         """The reason why this rank cannot step; its optimizers carry it into the norm

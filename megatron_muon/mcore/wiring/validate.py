@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -157,9 +156,6 @@ def _modes_of_built(read: Read, model_chunks: Sequence[Any]) -> Modes:
     if read("optimizer_cpu_offload"):
         way_out = "keep them in 16 bits"
         yield "optimizer_cpu_offload with fp32 weights", wide[:1], way_out
-    least = read("grad_norm_skip_threshold") or math.inf  # since core 0.19
-    skips = least if math.isfinite(least) else None
-    yield "grad_norm_skip_threshold", skips, "leave it at inf"
 
 
 def refuse(config: MuonConfig, arguments: Mapping[str, Any]) -> None:
