@@ -267,8 +267,8 @@ def _checkpointing() -> Any:
 def _by_rank_0(find: Callable[[], str]) -> str:
     """Rank 0's result of ``find`` on all ranks, since ranks may see different files."""
     from megatron_muon.mcore.host.shards import device_of
-    from megatron_muon.runtime.collectives import all_gather_texts
+    from megatron_muon.runtime.collectives import all_gather_json
     from megatron_muon.runtime.consensus import together
 
     own = together(lambda: find() if dist.get_rank() == 0 else "", None, device_of([]))
-    return all_gather_texts(own, None)[0]
+    return str(all_gather_json(own, None)[0])

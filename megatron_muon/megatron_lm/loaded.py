@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from megatron_muon.console import say
 from megatron_muon.mcore.host.shards import device_of, parts_of
 from megatron_muon.mcore.load_check.models import TrainedModel
 from megatron_muon.mcore.routing.param_routing import of_any_number
-from megatron_muon.runtime.collectives import all_gather_texts
+from megatron_muon.runtime.collectives import all_gather_json
 from megatron_muon.runtime.consensus import together
 
 Rates = tuple[float, float]  # a rate and a weight decay
@@ -34,13 +33,12 @@ def say_loaded(
     """
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
     of_rank = together(lambda: _of_this_rank(optimizer, trained), None, device)
-    every = all_gather_texts(json.dumps(of_rank), None)
+    every = all_gather_json(of_rank, None)
     if dist.get_rank() != 0:
         return
     matrices = 0
     first: dict[Rates, Parameter] = {}
-    for text in every:
-        count, groups = json.loads(text)
+    for count, groups in every:
         matrices += count
         for (lr, decay), parameter in groups:
             first[lr, decay] = min(parameter, first.get((lr, decay), parameter))

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_muon.console import say
-from megatron_muon.runtime.collectives import all_gather_texts
+from megatron_muon.runtime.collectives import all_gather_json
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import replaced
 
@@ -80,7 +80,7 @@ def _agreed(find: Callable[[], str], device: Any) -> Any:
     it.
     """
     how = together(find, None, device)
-    every = set(all_gather_texts(how, None))
+    every = set(all_gather_json(how, None))
     if len(every) > 1:
         raise ValueError(
             "ranks see different files: a checkpoint must be on a file system that all "

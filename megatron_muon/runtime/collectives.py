@@ -17,7 +17,7 @@ optimizer instances, and once where nothing trains on some ranks.
 
 A rule that asks for sums has one ``add_up`` over the stage per round and point.
 
-Saving and loading vote. ``all_gather_texts`` spreads the text of an error, compares
+Saving and loading vote. ``all_gather_json`` spreads the text of an error, compares
 parameter names where patterns route them, and puts a checkpoint's digest together.
 
 Before the first traced step of a run there is one ``all_gather_numbers`` over the
@@ -33,6 +33,7 @@ group communicates from.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -301,13 +302,14 @@ def all_gather_numbers(
     return [tensor.tolist() for tensor in every]
 
 
-def all_gather_texts(text: str, group: Group | None) -> list[str]:
-    """Every rank's ``text``, in the order of the group; None for the world."""
+def all_gather_json(value: Any, group: Group | None) -> list[Any]:
+    """Every rank's ``value``, as JSON gives it back, in the order of the group."""
     packed: list[Any] = [None] * dist.get_world_size(group)
     # packed: a GPU takes the longest text's bytes for every rank
+    mine = zlib.compress(json.dumps(value).encode())
     with _named("muon/error", group):
-        dist.all_gather_object(packed, zlib.compress(text.encode()), group=group)
-    return [zlib.decompress(each).decode() for each in packed]
+        dist.all_gather_object(packed, mine, group=group)
+    return [json.loads(zlib.decompress(text)) for text in packed]
 
 
 def world_rank(rank: int, group: Group | None) -> int:

@@ -146,7 +146,7 @@ def agree_on_grid(
     mine = [*dataclasses.astuple(coordinates), *_words(description)]
     every = collectives.all_gather_numbers(mine, group, device)
     if any(numbers[-4:] != every[0][-4:] for numbers in every):
-        texts = collectives.all_gather_texts("\n".join(description), group)
+        texts = collectives.all_gather_json("\n".join(description), group)
         raise PlanMismatchError(
             _first_difference(dict(enumerate(texts)), PLAN_OF_STAGE)
         )
@@ -164,7 +164,7 @@ def agree_everywhere(
     """
     every = collectives.all_gather_numbers(_words(description), None, device)
     if any(words != every[0] for words in every):
-        texts = collectives.all_gather_texts("\n".join(description), None)
+        texts = collectives.all_gather_json("\n".join(description), None)
         raise PlanMismatchError(_first_difference(dict(enumerate(texts)), subject))
 
 
@@ -222,7 +222,7 @@ def raise_together(
 
 def raise_quoting(error: BaseException | None, group: Group | None) -> NoReturn:
     """``raise_together`` where at least one rank is known to have an error."""
-    texts = collectives.all_gather_texts("" if error is None else _text(error), group)
+    texts = collectives.all_gather_json("" if error is None else _text(error), group)
     if error is not None:
         raise error
     rank, text = next((rank, text) for rank, text in enumerate(texts) if text)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 import os
 import zipfile
 from collections.abc import Callable
@@ -22,8 +21,8 @@ from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
 from megatron_muon.mcore.host.shards import device_of, parts_of
 from megatron_muon.runtime.collectives import (
     Group,
+    all_gather_json,
     all_gather_numbers,
-    all_gather_texts,
 )
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.engine import HALF_STEPPED
@@ -317,8 +316,8 @@ def _refuse_mixed(tensors: set[tuple[str, bool]], group: Group | None) -> None:
     ranks.
     """
     every: set[tuple[str, bool]] = set()
-    for text in all_gather_texts(json.dumps(sorted(tensors)), group):
-        every.update(map(tuple, json.loads(text)))
+    for keys in all_gather_json(sorted(tensors), group):
+        every.update(map(tuple, keys))
     for key, is_muon in sorted(every):
         if is_muon and (key, False) in every:
             raise NotImplementedError(

@@ -4,9 +4,10 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,8 @@ from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Digest, DigestError
 from megatron_muon.mcore.load_check.models import (
     TrainedModel,
-    Wanted,
     device_of_trained,
-    wanted_by_all,
+    digest_wanted,
 )
 from megatron_muon.mcore.load_check.same_model import (
     parameters_in_digest,
@@ -29,21 +29,16 @@ from megatron_muon.mcore.load_check.same_model import (
 )
 from megatron_muon.runtime.collectives import all_gather_numbers
 from megatron_muon.runtime.consensus import together
+from megatron_muon.runtime.patches import replaced
 
 THREADS = 4  # threads that hash a rank's files; a rank seldom writes more than two
 
 _checked: str | None = None  # the folder that the load in progress has been checked for
 
 
-@contextmanager
-def checked(folder: str) -> Iterator[None]:
-    """Note that the load in progress has checked this folder."""
-    global _checked
-    before, _checked = _checked, folder
-    try:
-        yield
-    finally:
-        _checked = before
+def checked(folder: str) -> AbstractContextManager[None]:
+    """A context of a load that has checked this folder."""
+    return replaced(sys.modules[__name__], _checked=folder)
 
 
 def is_checked(folder: str) -> bool:
@@ -65,7 +60,7 @@ def check(trained: TrainedModel | None, checkpoint_dir: str, exact: bool) -> boo
         DigestError: on the ranks that find a fault; a RuntimeError on the others.
         NotImplementedError: the folder is in an object store.
     """
-    if wanted_by_all(trained) != Wanted.DIGEST:
+    if not digest_wanted(trained):
         return False
     device = device_of_trained(trained)
     saved = check_files(local_folder(checkpoint_dir), device)
@@ -96,10 +91,9 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
     Every rank of the world calls it. Without a digest rank 0 prints a line.
     """
     saved = together(lambda: digest.complete(folder), None, device)
-    numbers = all_gather_numbers(
-        [int(saved["hash"][:15], 16) if saved else 0], None, device
-    )
-    if any(other != numbers[0] for other in numbers):
+    number = int(saved["hash"][:15], 16) if saved else 0
+    numbers = all_gather_numbers([number], None, device)
+    if numbers.count(numbers[0]) < len(numbers):
         raise DigestError(
             f"ranks see different files at {folder / digest.FILE_NAME}: a checkpoint "
             "must be on a file system that all of them share"
@@ -111,8 +105,7 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
                 f"({digest.FILE_NAME}), so its files are not checked"
             )
         return None
-    files = saved["files"]
-    together(lambda: _require_undamaged(folder, files), None, device)
+    together(lambda: _require_undamaged(folder, saved["files"]), None, device)
     return saved
 
 
@@ -126,8 +119,9 @@ def _require_undamaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> 
         faults = pool.map(
             lambda name: digest.fault(folder, name, files[name], checksum), mine
         )
-        bad = sorted(pair for pair in zip(mine, faults, strict=True) if pair[1])
+        found = zip(mine, faults, strict=True)
+        bad = {name: fault for name, fault in sorted(found) if fault}
     if bad:
-        others = [name for name, _ in bad[1:]]
+        first, *others = bad
         also = f" So are {first_names(others)}." if others else ""
-        raise DigestError(f"{bad[0][1]}.{also} {digest.way_out(folder)}")
+        raise DigestError(f"{bad[first]}.{also} {digest.way_out(folder)}")

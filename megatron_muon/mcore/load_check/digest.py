@@ -52,7 +52,6 @@ Save = dict[str, Any]
 
 beside: Digest = {}  # what this process writes into its digests beside all else
 
-_ITERATION = re.compile(r"iter_([0-9]{7,})")
 # beside the digest itself
 _OWN = re.compile(r"megatron_muon\..*(part\.json|tmp|lock|contested)")
 
@@ -72,8 +71,13 @@ def new_save() -> Save:
     ``job``.
     """
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-    by = {"host": socket.gethostname(), "pid": os.getpid(), "job": {}, "began": began}
-    return {"id": secrets.token_hex(8), **by}
+    return {
+        "id": secrets.token_hex(8),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "job": {},
+        "began": began,
+    }
 
 
 def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> None:
@@ -120,7 +124,7 @@ def read(folder: Path) -> Digest | None:
 def saver(folder: Path) -> Save | None:
     """The save that marked a folder last, if its mark names one."""
     with suppress(DigestError):
-        return (_content(folder) or {"save": None})["save"]  # type: ignore[no-any-return]
+        return (_content(folder) or _DEFAULTS)["save"]  # type: ignore[no-any-return]
     return None
 
 
@@ -176,21 +180,21 @@ def _has_types(whole: Digest) -> bool:
             and isinstance(whole["wrote"], dict)
             and isinstance(whole["settings"], dict)
             and all(map(_is_parameter, whole["parameters"].values()))
-            and all(_is_file(name, entry) for name, entry in whole["files"].items())
+            and all(map(_is_file, whole["files"].values()))
+            and all(map(_is_below, whole["files"]))
         )
     except (AttributeError, KeyError, TypeError):
         return False
 
 
 def _is_parameter(entry: Any) -> bool:
-    shape = entry["shape"]
     is_known = entry["optimizer"] in ("muon", "adamw", "frozen")
+    shape = entry["shape"]
     return is_known and isinstance(shape, list) and all(map(_is_count, shape))
 
 
-def _is_file(name: str, entry: Any) -> bool:
-    has_hash = isinstance(entry["hash"], str)
-    return has_hash and _is_count(entry["size"]) and _is_below(name)
+def _is_file(entry: Any) -> bool:
+    return isinstance(entry["hash"], str) and _is_count(entry["size"])
 
 
 def _is_below(name: str) -> bool:
@@ -280,21 +284,19 @@ def iteration_of(name: str) -> int | None:
     """N of a folder's name ``iter_N`` as Megatron writes it; None for any other
     name.
     """
-    match = _ITERATION.fullmatch(name)
-    if match is None or name != f"iter_{int(match[1]):07d}":
+    digits = name.removeprefix("iter_")
+    if not digits.isdecimal() or name != f"iter_{int(digits):07d}":
         return None
-    return int(match[1])
+    return int(digits)
 
 
 def says_complete(folder: Path) -> bool:
     """Whether a folder has a finished save's digest, and all files in their sizes."""
     with suppress(DigestError):
-        content = _content(folder)
-        if content is not None and content["complete"]:
-            files: Files = content["files"]
-            return not any(
-                fault(folder, name, entry, None) for name, entry in files.items()
-            )
+        content = _content(folder) or _DEFAULTS
+        files: Files = content["files"]
+        faults = (fault(folder, name, entry, None) for name, entry in files.items())
+        return content["complete"] and not any(faults)
     return False
 
 

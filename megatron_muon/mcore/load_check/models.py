@@ -7,7 +7,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -58,9 +57,8 @@ def owner(state: Any) -> TrainedModel | None:
     """
     addresses = set(_addresses(state)) if _trained else set()
     for trained in reversed(list(_trained.values())):
-        for chunk in trained.model_chunks():
-            if any(param.data_ptr() in addresses for param in chunk.parameters()):
-                return trained
+        if not addresses.isdisjoint(_addresses(trained.model_chunks())):
+            return trained
     return None
 
 
@@ -85,27 +83,21 @@ def _addresses(state: Any) -> Iterator[int]:
         yield data.data_ptr()  # 0 where it has no memory of its own
 
 
-class Wanted(IntEnum):
-    """A rank's view of a save or load: not of Muon's model, or of it with or without a
-    digest.
-    """
-
-    NOTHING, DIGEST, NO_DIGEST = range(3)
-
-
 def device_of_trained(trained: TrainedModel | None) -> torch.device:
     """The device of what this rank communicates for a save or a load."""
     return device_of(trained.model_chunks() if trained else [])
 
 
-def wanted_by_all(trained: TrainedModel | None) -> Wanted:
-    """Whether a digest is to be made or checked. Every rank calls it, with its
-    ``owner``.
+def digest_wanted(trained: TrainedModel | None) -> bool | None:
+    """Whether a digest is to be made or checked; None if no rank has a model of Muon's.
+
+    Every rank calls it, with its ``owner``. One rank that wants no digest decides.
     """
     if not _any_built:
-        return Wanted.NOTHING
-    mine = Wanted.NOTHING
-    if trained is not None:
-        mine = Wanted.DIGEST if trained.config.checkpoint_digest else Wanted.NO_DIGEST
-    (most,) = max(all_gather_numbers([mine], None, device_of_trained(trained)))
-    return Wanted(most)
+        return None
+    wanted = [trained.config.checkpoint_digest] if trained else []
+    own = [True in wanted, False in wanted]
+    votes = all_gather_numbers(own, None, device_of_trained(trained))
+    if any(against for _, against in votes):
+        return False
+    return any(for_it for for_it, _ in votes) or None

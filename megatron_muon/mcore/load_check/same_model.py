@@ -8,7 +8,6 @@ Megatron-LM's ``--use-checkpoint-args`` takes them from the checkpoint.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from megatron_muon.mcore.routing.param_routing import (
     weights,
     why_adamw,
 )
-from megatron_muon.runtime.collectives import all_gather_texts, world_rank, world_ranks
+from megatron_muon.runtime.collectives import all_gather_json, world_rank, world_ranks
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.config import ROWS, MuonConfig, named
 
@@ -51,9 +50,9 @@ _VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer)\.weight$")
 def parameters_in_digest(trained: TrainedModel | None) -> Table:
     """``parameters`` of a digest, merged from all ranks; all of them call it."""
     own = together(lambda: _own_part(trained), None, device_of_trained(trained))
-    merged: dict[str, Any] = {}
-    for text in all_gather_texts(json.dumps(own), None):
-        merged |= json.loads(text)
+    merged: Table = {}
+    for part in all_gather_json(own, None):
+        merged |= part
     return merged
 
 
@@ -131,26 +130,20 @@ def _own_part(trained: TrainedModel | None) -> Table:
     if trained is None or trained.stage.instance > 0:
         return {}
     stage = trained.stage
-    if stage.ep is None or stage.expert_tp is None:
-        speaks = dist.get_rank(stage.group) == 0
-    else:
-        # every EP rank has experts of its own; one expert-DP rank speaks for its
-        # replicas
-        speaks = world_rank(0, stage.group) in world_ranks(stage.ep)
-    return _table(trained) if speaks else {}
-
-
-def _table(trained: TrainedModel) -> Table:
-    stage, config, chunks = trained.stage, trained.config, trained.model_chunks()
+    # every EP rank has experts of its own; one expert-DP rank speaks for its replicas
+    speakers = [dist.get_rank()] if stage.ep is None else world_ranks(stage.ep)
+    if world_rank(0, stage.group) not in speakers:
+        return {}
+    chunks = trained.model_chunks()
     ep_rank = 0 if stage.ep is None else stage.ep.rank()
     experts = local_experts(chunks, stage.sizes.ep)
-    table = {}
+    table: Table = {}
     for weight in weights(chunks):
         if weight.is_tied_copy:
             continue  # only some stages have it
         table[expert_name(weight.name, ep_rank, experts)] = {
             "shape": _whole_shape(weight, stage.sizes),
-            "optimizer": _optimizer_of(weight, stage.sizes, config),
+            "optimizer": _optimizer_of(weight, stage.sizes, trained.config),
         }
     return table
 

@@ -8,7 +8,6 @@ same around a save in Megatron-LM's old format, which only ``torch.save`` writes
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import os
 import re
@@ -36,13 +35,12 @@ from megatron_muon.mcore.load_check.digest import Files, Save
 from megatron_muon.mcore.load_check.files import Lock, open_regular
 from megatron_muon.mcore.load_check.models import (
     TrainedModel,
-    Wanted,
     device_of_trained,
+    digest_wanted,
     owner,
-    wanted_by_all,
 )
 from megatron_muon.mcore.load_check.same_model import parameters_in_digest
-from megatron_muon.runtime.collectives import all_gather_texts
+from megatron_muon.runtime.collectives import all_gather_json
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.config import named
 from megatron_muon.version import __version__
@@ -252,20 +250,18 @@ class Saving:
         Raises:
             RuntimeError: another job saves into the folder.
         """
-        wanted = wanted_by_all(trained)
-        if wanted == Wanted.NOTHING:
+        wanted = digest_wanted(trained)
+        if wanted is None:
             return None
         device = device_of_trained(trained)
         # an earlier save's digest does not fit what is written now
-        if wanted == Wanted.NO_DIGEST:
+        if not wanted:
             stale = Path(checkpoint_dir) / digest.FILE_NAME
             _on_rank_0(lambda: stale.unlink(missing_ok=True), device)
             return None
         folder = local_folder(checkpoint_dir)
         parameters = parameters_in_digest(trained)
-        save: Save = json.loads(
-            all_gather_texts(json.dumps(digest.new_save()), None)[0]
-        )
+        save: Save = all_gather_json(digest.new_save(), None)[0]
         wrote = {
             "megatron_muon": __version__,
             "megatron_core": str(importlib.import_module("megatron.core").__version__),
@@ -309,9 +305,7 @@ class Saving:
         """
         try:
             part = together(lambda: self._part(names), None, self.device)
-            parts = [
-                json.loads(text) for text in all_gather_texts(json.dumps(part), None)
-            ]
+            parts = all_gather_json(part, None)
             _on_rank_0(lambda: self._finish(parts), self.device)
         finally:
             self._unlock()
@@ -352,9 +346,7 @@ class Saving:
 
     def _finish(self, parts: Sequence[Mapping[str, Any]]) -> None:
         for rank, part in enumerate(parts):
-            if part["save"] is None:
-                raise self._mark_is_missing(rank)
-            if part["save"]["id"] != self.save["id"]:
+            if self._is_others(part["save"], rank):
                 # marked anew, so that the other save is not sealed
                 digest.begin(self.folder, self.content["wrote"], self.save)
                 raise RuntimeError(
@@ -368,9 +360,7 @@ class Saving:
         if not files:
             raise RuntimeError(f"This save wrote no files into {self.folder}")
         saver = digest.saver(self.folder)
-        if saver is None:
-            raise self._mark_is_missing(rank=0)
-        if saver["id"] != self.save["id"]:
+        if self._is_others(saver, rank=0):
             raise RuntimeError(
                 f"another save has begun in {self.folder} ({digest.saved_by(saver)}) "
                 f"before this one was complete ({digest.saved_by(self.save)}). "
@@ -383,9 +373,12 @@ class Saving:
         module = importlib.import_module("megatron.core.dist_checkpointing.validation")
         module.save_integrity_manifest(str(self.folder))
 
-    def _mark_is_missing(self, rank: int) -> RuntimeError:
-        return RuntimeError(
-            f"rank {rank} does not see {self.folder / digest.FILE_NAME}: it was "
-            "removed during the save, or the folder is not on a file system that all "
-            "ranks share"
-        )
+    def _is_others(self, saver: Save | None, rank: int) -> bool:
+        """Whether the mark that a rank sees is another save's; it must see one."""
+        if saver is None:
+            raise RuntimeError(
+                f"rank {rank} does not see {self.folder / digest.FILE_NAME}: it was "
+                "removed during the save, or the folder is not on a file system that "
+                "all ranks share"
+            )
+        return bool(saver["id"] != self.save["id"])

@@ -20,7 +20,7 @@ from megatron_muon.mcore.routing.param_routing import (
     weights,
 )
 from megatron_muon.mcore.seams.rows import megatron_version
-from megatron_muon.runtime.collectives import all_gather_texts
+from megatron_muon.runtime.collectives import all_gather_json
 from megatron_muon.settings.config import MuonConfig
 
 Group = dict[str, Any]
@@ -80,8 +80,8 @@ def _cut(
     for group in groups:
         held |= {(_key(group), *of[param]) for param in group["params"]}
     everywhere: set[tuple[str, float, float]] = set()
-    for text in all_gather_texts(json.dumps(sorted(held)), None):
-        everywhere |= {(key, lr, decay) for key, lr, decay in json.loads(text)}
+    for part in all_gather_json(sorted(held), None):
+        everywhere |= {(key, lr, decay) for key, lr, decay in part}
     made = []
     for group in groups:
         pairs = {(lr, decay) for key, lr, decay in everywhere if key == _key(group)} - {

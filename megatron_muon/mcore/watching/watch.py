@@ -4,7 +4,6 @@ written.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,10 +71,9 @@ class Watch:
         self._outputs.expect(True)  # the number of the first step is not known yet
         self._logits = list(kept_logits(model_chunks, config.qk_clip))
         self._threshold = clip_threshold(model_chunks, config.qk_clip)
-        text = together(lambda: self._rows_of_stage(config), group, stage.device)
-        texts = collectives.all_gather_texts(text, group)
-        stages = [json.loads(text) for text in texts if text]
-        self._table = Table(stages, ranks=len(texts))
+        own = together(lambda: self._rows_of_stage(config), group, stage.device)
+        ranks = collectives.all_gather_json(own, group)
+        self._table = Table(list(filter(None, ranks)), ranks=len(ranks))
         writes = dist.get_rank(group) == dist.get_world_size(group) - 1
         path = config.log_file
         self._lines = together(
@@ -83,24 +81,20 @@ class Watch:
         )
         self._warnings: Warnings | None = None  # from the first record on
 
-    def _rows_of_stage(self, config: MuonConfig) -> str:
-        """The rows of a stage, as JSON that its first rank sends to all others; else
-        empty.
-        """
+    def _rows_of_stage(self, config: MuonConfig) -> dict[str, Any]:
+        """The rows of a stage, which its first rank sends to all others; else empty."""
         if not self._stage.speaks:
-            return ""
+            return {}
         routes = self._dist_opts[0].routes
         adamws = {row_name(route.weight.name) for route in routes if route.muon is None}
         plans = [part.muon.plan for part in self._dist_opts]
         matrices = chain.from_iterable(plan.matrices for plan in plans)
-        return json.dumps(
-            {
-                "muon": muon_rows(matrices, config),
-                "adamw": sorted(adamws),
-                "layers": [name for name, _ in self._layers],
-                "logits": list(chain.from_iterable(one.rows for one in self._logits)),
-            }
-        )
+        return {
+            "muon": muon_rows(matrices, config),
+            "adamw": sorted(adamws),
+            "layers": [name for name, _ in self._layers],
+            "logits": list(chain.from_iterable(one.rows for one in self._logits)),
+        }
 
     @contextmanager
     def step(self) -> Iterator[None]:

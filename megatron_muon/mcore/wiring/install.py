@@ -187,7 +187,7 @@ def _with_upstreams(settings: MuonConfig, call: inspect.BoundArguments) -> MuonC
     # where any of them is there
     from megatron_muon.mcore.wiring import upstream_settings as upstreams
 
-    def read() -> tuple[MuonConfig, list[str], str]:
+    def read() -> tuple[MuonConfig, list[str], upstreams.Asked]:
         overrides = call.arguments.get("config_overrides") or {}
         names = upstreams.routes_asked(overrides, model_chunks)
         return *upstreams.with_fields(settings, config, fields, model_chunks[0]), names

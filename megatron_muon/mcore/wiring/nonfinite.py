@@ -4,7 +4,6 @@ in which one stays so.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +13,7 @@ from megatron_muon.console import first_names, say
 from megatron_muon.mcore.host.loop import host
 from megatron_muon.planning.layout import SLICE_OF
 from megatron_muon.rules.muon import DistributedMuon
-from megatron_muon.runtime.collectives import Group, all_gather_texts, any_rank
+from megatron_muon.runtime.collectives import Group, all_gather_json, any_rank
 from megatron_muon.runtime.nonfinite import Skipped
 from megatron_muon.settings.config import MuonConfig, named
 
@@ -100,8 +99,8 @@ class NonfiniteReport:
         # several homes may name one matrix: of its strips or slices, or of optimizer
         # instances; the most that one of them saw counts
         every: dict[str, Skipped] = {}
-        for text in all_gather_texts(json.dumps(here), self._group):
-            for name, numbers in json.loads(text).items():
+        for counted in all_gather_json(here, self._group):
+            for name, numbers in counted.items():
                 new = Skipped(*numbers)
                 every[name] = max(new, every.get(name, new))
         self._in_a_row = {

@@ -4,7 +4,6 @@ loaded.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from megatron_muon.console import first_names
 from megatron_muon.mcore.routing.multipliers import last_of
 from megatron_muon.mcore.routing.param_routing import expert_name
 from megatron_muon.rules.hyperball import Hyperball, Radii, norms_at_start
-from megatron_muon.runtime.collectives import Group, all_gather_texts
+from megatron_muon.runtime.collectives import Group, all_gather_json
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.config import MuonConfig, named
 
@@ -81,8 +80,8 @@ class RunRadii:
         mine = self._found(self.known or {})
         together(lambda: _require_usable(mine), self._group, self._device)
         self.known = {}
-        for text in all_gather_texts(json.dumps(mine), self._group):
-            self.known |= json.loads(text)
+        for found in all_gather_json(mine, self._group):
+            self.known |= found
         for part in self._parts:
             assert isinstance(part.muon.rule, Hyperball)
             part.muon.rule.set_radii(self.known)

@@ -6,7 +6,6 @@ the words.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -72,7 +71,7 @@ def start_lines(
     here = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it
     ranks_here = int(here) if here.isdecimal() else config.node_ranks
 
-    def own() -> str:  # it may fail on some stages only
+    def own() -> list[Any]:  # it may fail on some stages only
         matched = sorted(matched_patterns(model_chunks, stage.sizes, config))
         share, text, warnings = Share(names=names), "", []
         if stage.speaks:
@@ -80,14 +79,14 @@ def start_lines(
             text = ". ".join(_sentences(dist_opts))
             plans = [part.muon.plan for part in dist_opts]
             warnings = describe.node_lines(plans, config, ranks_here)
-        return json.dumps([matched, asdict(share), stage.pipeline_rank, text, warnings])
+        return [matched, asdict(share), stage.pipeline_rank, text, warnings]
 
-    texts = collectives.all_gather_texts(together(own, None, stage.device), None)
+    ranks = collectives.all_gather_json(together(own, None, stage.device), None)
     patterns: set[str] = set()
     model = Share()
     of_stages: dict[int, str] = {}
     all_warnings: list[str] = []
-    for matched, share, number, text, warnings in map(json.loads, texts):
+    for matched, share, number, text, warnings in ranks:
         patterns.update(matched)
         model += Share(**share)
         if text:

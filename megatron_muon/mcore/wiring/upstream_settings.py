@@ -8,7 +8,6 @@ the core's default do.
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -17,7 +16,7 @@ from typing import Any
 from megatron.core.utils import get_model_config
 
 from megatron_muon.mcore.routing.param_routing import weights
-from megatron_muon.runtime.collectives import all_gather_texts
+from megatron_muon.runtime.collectives import all_gather_json
 from megatron_muon.settings.config import ROWS, MuonConfig
 from megatron_muon.settings.flags import KEPT, blockwise_lines, muon_config
 from megatron_muon.settings.rows import UPSTREAM
@@ -30,6 +29,7 @@ _SHARED = {"ns_dtype"} | {
     if any(flag.source == UPSTREAM for flag in row.flags)
 }
 _TP_MODE = next(row for row in RUN_ROWS if row.named == "--muon-tp-mode")
+Asked = dict[str, list[str]]
 _PATTERNS_OF = {"adam": "muon_exclude", "muon": "muon_include"}
 
 
@@ -97,16 +97,16 @@ def _refuse_twice(config: MuonConfig, changed: Mapping[str, Any]) -> None:
         )
 
 
-def routes_asked(overrides: Mapping[Any, Any], model_chunks: Sequence[Any]) -> str:
+def routes_asked(overrides: Mapping[Any, Any], model_chunks: Sequence[Any]) -> Asked:
     """Names of the weights here whose optimizer ``config_overrides`` name, by the
-    setting that routes them; as JSON.
+    setting that routes them.
     """
     local = {}
     for chunk in model_chunks:
         for name, param in chunk.named_parameters():
             local[param] = name
     trained = [weight for weight in weights(model_chunks) if weight.param.requires_grad]
-    asked: dict[str, list[str]] = {setting: [] for setting in _PATTERNS_OF.values()}
+    asked: Asked = {setting: [] for setting in _PATTERNS_OF.values()}
     for key, override in overrides.items():
         optimizer = override.get("optimizer")
         if optimizer not in (None, *_PATTERNS_OF):
@@ -117,15 +117,15 @@ def routes_asked(overrides: Mapping[Any, Any], model_chunks: Sequence[Any]) -> s
         for weight in trained if optimizer else ():
             if key.matches(weight.param, local[weight.param]):
                 asked[_PATTERNS_OF[optimizer]].append(weight.name)
-    return json.dumps(asked)
+    return asked
 
 
-def routed(config: MuonConfig, asked: str) -> MuonConfig:
+def routed(config: MuonConfig, asked: Asked) -> MuonConfig:
     """The settings with the names that any rank's ``routes_asked`` has; all ranks call
     it.
     """
     patterns: dict[str, Any] = {}
-    ranks = [json.loads(text) for text in all_gather_texts(asked, None)]
+    ranks = all_gather_json(asked, None)
     for setting in _PATTERNS_OF.values():
         names = set().union(*(rank[setting] for rank in ranks))
         patterns[setting] = (*getattr(config, setting), *sorted(names))
