@@ -233,12 +233,25 @@ class MuonRound(RoundRule):
         # strips of a wide matrix may travel as rows, and are iterated on as columns
         come_as_rows = stack.strips[0].comes_as_rows
         iterated = sharers.rows_to_columns(strips) if come_as_rows else strips
-        orthogonalize_strips(
-            iterated, stack.layout.whole, moves, self._numerics, sharers, soundness
-        )
+        self._orthogonalize_shared(stack, iterated, moves, soundness)
         # views in the dtype that travels; the same memory now holds the directions
         if come_as_rows:
             sharers.columns_to_rows(iterated, strips)
+
+    def _orthogonalize_shared(
+        self,
+        stack: Stack,
+        strips: Sequence[Tensor],
+        moves: Tensor,
+        soundness: Soundness,
+    ) -> None:
+        """Orthogonalize the strips that are here, as ``orthogonalize_strips`` takes
+        them.
+        """
+        sharers = self._sharers[stack.matrices]
+        orthogonalize_strips(
+            strips, stack.layout.whole, moves, self._numerics, sharers, soundness
+        )
 
 
 def update_scale(rows: int, cols: int, config: MuonConfig) -> float:

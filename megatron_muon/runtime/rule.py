@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from megatron_muon.planning.rounds.table import RoundTable
 from megatron_muon.runtime.exchange.messages import Staged
 from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.runtime.states import MAIN_KEY, States
+
+if TYPE_CHECKING:  # for rules that keep some
+    from megatron_muon.runtime.home_state import HomeState
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,7 @@ class Rule(ABC):
     states_before: tuple[str, ...] = ()
     # states that after_scatter and finish read and write, beside the main parameter
     states_after: tuple[str, ...] = ()
+    home_state: HomeState | None = None  # what it keeps at homes
     asks_before = False  # whether it asks for sums of numbers_before
     asks_after = False  # whether it asks for sums of numbers_after
 

@@ -62,10 +62,16 @@ class MuonConfig(RunSettings, UpdateSettings):
             shape_scaling. Default: 'spectral'.
         rule: What a direction does to its matrix. muon: a decayed step. hyperball: a
             step on the sphere of the matrix's own norm, lr being its length in radii,
-            without weight decay and without a scale (MuonH, arXiv 2606.16899). Default:
+            without weight decay and without a scale (MuonH, arXiv 2606.16899). normuon:
+            muon's step of a direction whose rows, or columns where it is wide, are each
+            divided by the root of a second moment (NorMuon, arXiv 2510.05491). Default:
             'muon'.
         radii: With rule hyperball, the Frobenius norm of the matrices whose names match
             a pattern, of each head or expert that is orthogonalized alone. Default: ().
+        moment2_beta2: With a rule that has second moments, beta2 in v <- beta2 v + (1 -
+            beta2) X^2, at least 0 and below 1. Default: 0.95.
+        moment2_eps: With a rule that has second moments, what is added to the root of
+            one. Default: 1e-08.
         full_period: Steps from one full orthogonalization to the next, by Adam's number
             of steps: a new run's first is full. Default: 1.
         block_lr_mult: Factor on the learning rate of all of Muon's matrices, also where

@@ -27,12 +27,19 @@ class RuleRow:
     # fields of MuonConfig that have no meaning with it, each with the reason
     refuses: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def has_moments(self) -> bool:
+        """Whether it keeps second moments."""
+        return "moment2_beta2" in self.settings
+
     def imported(self) -> Any:
         """The rule's class."""
         module, _, name = self.location.partition(":")
         return getattr(importlib.import_module(module), name)
 
 
+# of second moments
+_MOMENTS = ("moment2_beta2", "moment2_eps")
 RULES = {
     "muon": RuleRow("a decayed step", "megatron_muon.rules.muon:Muon"),
     "hyperball": RuleRow(
@@ -46,6 +53,13 @@ RULES = {
             ("matched_adamw_rms", "scale_mode", "full_period"),
             "whose lr is the length of a step in radii",
         ),
+    ),
+    "normuon": RuleRow(
+        "muon's step of a direction whose rows, or columns where it is wide, are each "
+        "divided by the root of a second moment (NorMuon, arXiv 2510.05491)",
+        "megatron_muon.rules.normuon:NorMuon",
+        settings=_MOMENTS,
+        refuses={"full_period": "whose second moments are of whole matrices"},
     ),
 }
 

@@ -99,6 +99,19 @@ class UpdateSettings:
         kinds.pairs("radius", kinds.POSITIVE),
         without="The default is the norm at the first step with this rule.",
     )
+    moment2_beta2: float = row(
+        0.95,
+        "--muon-moment2-beta2",
+        "With a rule that has second moments, beta2 in v <- beta2 v + (1 - beta2) X^2, "
+        "at least 0 and below 1.",
+        kinds.number("in [0, 1)", lambda value: 0 <= value < 1),
+    )
+    moment2_eps: float = row(
+        1e-8,
+        "--muon-moment2-eps",
+        "With a rule that has second moments, what is added to the root of one.",
+        kinds.number("in [1e-16, 1]", lambda value: 1e-16 <= value <= 1),
+    )
     full_period: int = row(
         1,
         "--muon-full-period",

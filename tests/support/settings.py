@@ -11,6 +11,8 @@ OTHERS: dict[str, Any] = {
     "scale_mode": "shape_scaling",
     "rule": "hyperball",
     "radii": (("*.linear_fc1.weight", 2.0),),
+    "moment2_beta2": 0.9,
+    "moment2_eps": 1e-6,
     "full_period": 5,
     "block_lr_mult": 0.5,
     "momentum": 0.9,
@@ -50,6 +52,7 @@ OTHERS: dict[str, Any] = {
 # What needs another setting beside it.
 WITH = {"log_interval": {"log_file": "lines.jsonl"}, "log_file": {"log_interval": 2}}
 WITH |= {"radii": {"rule": "hyperball"}}
+WITH |= {key: {"rule": "normuon"} for key in ("moment2_beta2", "moment2_eps")}
 WITH |= {"qk_clip_alpha": {"qk_clip": 100.0}, "block_lr_mult": {"full_period": 5}}
 
 _RANGE = r"must be from 1e-09 to 1e\+09, got "
@@ -83,13 +86,15 @@ _MULTIPLIERS = (
 BAD: dict[str, tuple[tuple[Any, str], ...]] = {
     "matched_adamw_rms": (*_POSITIVE, ("0.2", "must be a number, got '0.2'")),
     "scale_mode": (("max", "must be one of spectral, unit_rms_norm, shape_scaling"),),
-    "rule": (("sphere", "must be one of muon, hyperball, got 'sphere'"),),
+    "rule": (("sphere", "must be one of muon, hyperball, normuon, got 'sphere'"),),
     "radii": (
         *_PAIRS,
         ((("a", 0.0),), "a radius"),
         ((("a", math.inf),), "a radius"),
         ((("a", "2"),), "must be a number"),
     ),
+    "moment2_beta2": ((1.0, r"must be in \[0, 1\), got 1.0"),),
+    "moment2_eps": ((0.0, r"must be in \[1e-16, 1\], got 0.0"),),
     "full_period": _COUNT,
     "block_lr_mult": _POSITIVE,
     "momentum": (

@@ -32,6 +32,10 @@ CHOICES = 2
 MOMENTUM = "muon_momentum"  # on disk; in memory it has a name that fused Adams know
 ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 STATE = "state"
+# of matrices whose homes keep second moments, beside "optimizer" in its state dict
+HOME_STATE = "megatron_muon_homes"
+AT_DP_ZERO = "dp_zero_gather_scatter"  # a format of Megatron's
+MOMENT2 = "muon_moment2"  # on disk
 SPANS = "spans"
 
 OTHER_CUT = (

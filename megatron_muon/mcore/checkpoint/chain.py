@@ -17,7 +17,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
+from megatron_muon.mcore.checkpoint.buffers import AT_DP_ZERO, OTHER_CUT
 from megatron_muon.mcore.host.shards import device_of, parts_of
 from megatron_muon.runtime.collectives import (
     Group,
@@ -48,7 +48,7 @@ HALF_LOADED = (
 )
 _OF_STATE = {"param_state", "param_state_sharding_type"}
 # Megatron communicates to save them
-_GATHERED = ("fully_reshardable", "dp_zero_gather_scatter")
+_GATHERED = ("fully_reshardable", AT_DP_ZERO)
 
 
 class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
@@ -140,6 +140,8 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         """
         if _format(kwargs) is None and _HAS_NO_RANGES:
             kwargs = _in_whole_weights(kwargs)
+        for part in () if is_loading else parts_of(self):
+            part.gather_home_state()
         make = partial(
             self._sharded_state_dict, model_sharded_state_dict, is_loading, **kwargs
         )

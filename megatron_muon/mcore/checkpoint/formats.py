@@ -35,9 +35,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_muon.mcore.checkpoint.buffers import (
     ADAMW_STATE,
+    AT_DP_ZERO,
+    HOME_STATE,
     OTHER_CUT,
     RECORD,
     check_tensor,
@@ -87,6 +90,9 @@ class MuonCheckpoint(ShardedState):
             check_record(state_dict, self._numerics)
         elif "param_state_sharding_type" in state_dict:
             self._refuse_other_order(state_dict["param_state_sharding_type"])
+        home, of_homes = self._home_state, state_dict.get(HOME_STATE)
+        if home is not None and of_homes:
+            home.require_usable(of_homes)
         saved = state_dict["optimizer"]
         ours = self.optimizer.param_groups
         loaded = loaded_groups(ours, saved["param_groups"])
@@ -96,6 +102,9 @@ class MuonCheckpoint(ShardedState):
         super().load_state_dict(
             {**state_dict, "optimizer": {**saved, "param_groups": groups}}
         )
+        format = state_dict.get("param_state_sharding_type", AT_DP_ZERO)
+        if home is not None and format != AT_DP_ZERO:
+            home.load(of_homes or None)
         for group, values in zip(self.optimizer.param_groups, loaded, strict=True):
             group.update(values)  # Megatron confuses similar groups
         # after a load the shards of torch's AdamW share one step
@@ -129,6 +138,11 @@ class MuonCheckpoint(ShardedState):
                 if gathered[index][dtypes]:
                     whole = gathered[index][dtypes]
                     gathered[index][dtypes] = to_disk(whole, self._places(index))
+        home = self._home_state
+        if home is not None:
+            every = home.gathered(self.stage_group)
+            if gathered and self.data_parallel_group.rank() == 0:
+                gathered[HOME_STATE] = {name: x.cpu() for name, x in every.items()}
         return gathered
 
     def load_parameter_state_from_dp_zero(
@@ -155,8 +169,14 @@ class MuonCheckpoint(ShardedState):
             (state,) = self._to_scatter
             self._to_scatter = None
             self.half_loaded = True
+            of_homes = None if state is None else state.pop(HOME_STATE)
             with self._exposing("adam"):
                 super().load_parameter_state_from_dp_zero(state)
+            if self._home_state is not None:
+                reads = dist.get_rank(self.stage_group) == 0
+                self._home_state.load_from_one(
+                    of_homes if reads else None, self.stage_group
+                )
 
     def sharded_param_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's state for dp_zero_gather_scatter; refused with several
@@ -176,6 +196,9 @@ class MuonCheckpoint(ShardedState):
             raise ValueError("the checkpoint has no optimizer state for this rank")
         # a chain with experts saves a list
         state = dict(saved) if isinstance(saved, dict) else {}
+        of_homes = state.setdefault(HOME_STATE, None)
+        if self._home_state is not None and of_homes is not None:
+            self._home_state.require_usable(of_homes, whole=True)
         for index, dtypes, buffer in self._buffers():
             saved_buffer = state.get(index, {}).get(dtypes)
             if saved_buffer is None:

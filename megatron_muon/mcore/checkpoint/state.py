@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from megatron.core.fp8_utils import is_float8tensor
@@ -27,7 +27,11 @@ from megatron_muon.mcore.routing.routes import Route, muons_of
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.patches import replaced
+from megatron_muon.runtime.rule import Rule
 from megatron_muon.runtime.states import MAIN_KEY, States, of_halves
+
+if TYPE_CHECKING:
+    from megatron_muon.runtime.home_state import HomeState
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -118,6 +122,12 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
 
     def _exposing(self, exposed: Exposed) -> AbstractContextManager[None]:
         return replaced(self, _exposed=exposed)
+
+    @property
+    def _home_state(self) -> HomeState | None:
+        """What the rule keeps at homes; None for rules without, and for AdamW."""
+        rule: Rule | None = getattr(self.muon, "rule", None)
+        return None if rule is None else rule.home_state
 
     @property
     def _numerics(self) -> Numerics:

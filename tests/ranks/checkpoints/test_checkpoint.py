@@ -81,6 +81,10 @@ KINDS = {
         replace(MOE, weight_decay=0.0, muon=(("rule", "hyperball"),)),
         EP2,
     ),
+    "second moments at homes": (
+        replace(MOE, muon=(("rule", "normuon"), ("split_matrices", 2))),
+        Topology(tp=2, dp=2, ep=2, sequence_parallel=True),
+    ),
 }
 
 

@@ -31,6 +31,9 @@ BOTH["radii"] = [
     {"rule": "hyperball"},
     {"rule": "hyperball", "radii": OTHERS["radii"]},
 ]
+for moment in ("moment2_beta2", "moment2_eps"):
+    of_rule = {"rule": "normuon"}
+    BOTH[moment] = [of_rule, {**of_rule, moment: OTHERS[moment]}]
 MEGATRONS = {
     "OptimizerConfig": OptimizerConfig,
     "DistributedDataParallelConfig": DistributedDataParallelConfig,

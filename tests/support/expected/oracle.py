@@ -111,6 +111,10 @@ class Oracle:
     second: dict[str, Tensor] = field(default_factory=dict)
     hyperball: bool = False  # arXiv 2606.16899: norms of matrices stay
     radii: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    second_moment: str = ""  # a rule's name
+    beta2: float = 0.95
+    eps2: float = 1e-8
+    moments: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)
 
     def step(self, grads: Mapping[str, Tensor], norm: float | None = None) -> None:
@@ -133,6 +137,8 @@ class Oracle:
         w.copy_(r(w * (1 - lr * self.weight_decay(name, w))))
         for number, rows in enumerate(self.matrices(name, w)):
             direction = self.orthogonalize(u[rows], self.ns_steps)
+            if self.second_moment == "normuon":
+                direction = self._normuon((name, number), direction)
             if self.hyperball:
                 radius = self.radii.setdefault((name, number), w[rows].norm())
                 length = r(direction.norm())
@@ -142,6 +148,16 @@ class Oracle:
                 continue
             scale = lr * self.rms * math.sqrt(self.scale_size(name, *direction.shape))
             w[rows] = r(w[rows] - r(scale * direction))
+
+    def _normuon(self, unit: tuple[str, int], direction: Tensor) -> Tensor:
+        """NorMuon (arXiv 2510.05491, algorithm 1, lines 6 to 9) along the long side."""
+        rows, cols = direction.shape
+        mean = direction.square().mean(dim=1 if rows >= cols else 0, keepdim=True)
+        before = self.moments.get(unit, torch.zeros_like(mean))
+        after = self.beta2 * before + (1 - self.beta2) * mean
+        self.moments[unit] = after
+        made = direction / (after.sqrt() + self.eps2)
+        return self.rounded(made * math.sqrt(min(rows, cols)) / made.norm())
 
     def matrices(self, name: str, w: Tensor) -> list[list[int]] | range:
         """The rows of each matrix of a weight; of legacy experts, the number of

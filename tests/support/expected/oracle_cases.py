@@ -105,6 +105,14 @@ CASES = {
         steps=FEW,
         muon=(*FP32.muon, HYPERBALL, ("split_matrices", 2)),
     ),
+    "normuon": replace(FP32, muon=(*FP32.muon, ("rule", "normuon"))),
+    "normuon-bf16": replace(BF16, muon=(*BF16.muon, ("rule", "normuon"))),
+    "normuon-experts": replace(
+        FP32,
+        moe=True,
+        steps=FEW,
+        muon=(*FP32.muon, ("rule", "normuon"), ("split_matrices", 2)),
+    ),
     "decay-all": replace(FP32, muon=(*FP32.muon, ("weight_decay_all_params", True))),
     "tied": replace(FP32, tied=True),
     "gated": replace(FP32, gated=True),
@@ -132,6 +140,7 @@ EXPERTS = Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)
 WHERE = {
     "moe": EXPERTS,
     "hyperball-experts": EXPERTS,
+    "normuon-experts": EXPERTS,
     "moe-bf16": Topology(2, 2, 2, ep=2, sequence_parallel=True),
     "te-experts": EXPERTS,
     "legacy-experts": Topology(2, 1, 2, ep=2, sequence_parallel=True),
@@ -187,6 +196,7 @@ def oracle_for(case: Case, **changes: Any) -> Oracle:
         betas=(0.9, 0.95),
         clip=case.clip,
         hyperball=settings.get("rule") == "hyperball",
+        second_moment=settings.get("rule", ""),
     )
     if "splits" in settings:
         oracle.blocks = partial(heads_and_gate_up, case)

@@ -112,6 +112,14 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         ["--muon-symmetric-products", "torch"],
         {"symmetric_products": "torch"},
     ),
+    "normuon": (
+        ["--muon-rule", "normuon", "--muon-moment2-beta2", "0.9"],
+        {"rule": "normuon", "moment2_beta2": 0.9},
+    ),
+    "normuon's eps": (
+        ["--muon-rule", "normuon", "--muon-moment2-eps", "1e-6"],
+        {"rule": "normuon", "moment2_eps": 1e-6},
+    ),
     "hyperball": (
         ["--muon-rule", "hyperball", "--muon-radius", "*.linear_fc1.*=2.5"],
         {"rule": "hyperball", "radii": (("*.linear_fc1.*", 2.5),)},

@@ -206,6 +206,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "log_interval": {"log_file": "x"},
     "qk_clip_alpha": {"qk_clip": 100.0},
     "radii": {"rule": "hyperball"},
+    "moment2_beta2": {"rule": "normuon"},
+    "moment2_eps": {"rule": "normuon"},
 }
 
 

@@ -1,0 +1,38 @@
+"""Second moments that a checkpoint of another rule does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+
+from megatron_muon.mcore.checkpoint.buffers import MOMENT2
+
+
+def drop_absent(sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+    """Drop second moments that the checkpoint lacks from what is to be loaded: they
+    start at zero.
+
+    Where it has some of those that a rank wants, all stay, and Megatron names one that
+    is missing.
+    """
+    wanted = list(_second_moments(sharded_state_dict))
+    if not wanted:
+        return
+    there = dist_checkpointing.load_tensors_metadata(str(checkpoint_dir))
+    if any(parent[name].key in there for parent, name in wanted):
+        return
+    for parent, name in wanted:
+        del parent[name]
+
+
+def _second_moments(node: Any) -> Iterator[tuple[dict[Any, Any], Any]]:
+    """Each dict that has a second moment, and its key there."""
+    children = node.items() if isinstance(node, dict) else enumerate(node)
+    for name, child in children:
+        if isinstance(child, ShardedTensor) and f".{MOMENT2}." in child.key:
+            yield node, name
+        elif isinstance(child, (dict, list)):
+            yield from _second_moments(child)

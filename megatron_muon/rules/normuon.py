@@ -1,0 +1,176 @@
+"""NorMuon (arXiv 2510.05491, algorithm 1): neurons whose directions were large for some
+time are moved less.
+
+At its home each unit's direction X, ``(m, n)``, is divided by the root of a second
+moment v of its long side's rows or columns, and gets the Frobenius norm of an
+orthogonal matrix again::
+
+    s = mean of X² over the short side
+    v ← β2·v + (1 - β2)·s
+    Y = X / (√v + ε)
+    X ← √min(m, n) · Y / ‖Y‖
+
+So the root mean square of an update is exactly what Muon's scale promises. v starts at
+zero without a correction, since a factor of v changes nothing.
+
+The paper has v of rows, also where they are the short side; orthogonal rows all have
+the same norm. Here the long side has it, as in Emerging-Optimizers' ``AdaptiveMuon``
+and in the record of modded-nanogpt; so a weight's transpose is updated alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
+from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.orthogonalize.soundness import Soundness
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.rounds.rank_plan import RankPlan
+from megatron_muon.planning.rounds.table import RoundTable, Stack
+from megatron_muon.rules.muon import Foreach, Muon, MuonRound
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.sharers import Sharers
+from megatron_muon.runtime.home_state import HomeState
+
+
+class NorMuon(Muon):
+    """The rule for the matrices of one stage.
+
+    Args:
+        numerics, plan, meter, own, device, elementwise: see ``Muon``.
+
+    ``home_state`` is v.
+    """
+
+    def __init__(
+        self,
+        numerics: Numerics,
+        plan: ExchangePlan,
+        meter: Meter,
+        own: RankPlan,
+        device: torch.device,
+        elementwise: Callable[[], Foreach],
+    ) -> None:
+        super().__init__(numerics, plan, meter, own, device, elementwise)
+        self.home_state: HomeState = HomeState(plan.matrices, own.rank, device)
+
+    def of_round(
+        self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
+    ) -> NorMuonRound:
+        """See ``Rule``."""
+        return NorMuonRound(self, table, sharers)
+
+
+class NorMuonRound(MuonRound):
+    """NorMuon's work in one round on one rank."""
+
+    def __init__(
+        self,
+        rule: NorMuon,
+        table: RoundTable,
+        sharers: Mapping[tuple[int, ...], Sharers],
+    ) -> None:
+        super().__init__(rule, table, sharers)
+        self._moments = rule.home_state
+
+    def _orthogonalize_stack(
+        self, stack: Stack, elements: Tensor, moves: Tensor, soundness: Soundness
+    ) -> None:
+        """See ``MuonRound``; each direction is normalized."""
+        known = len(soundness.lines)
+        super()._orthogonalize_stack(stack, elements, moves, soundness)
+        lines = torch.cat(soundness.lines[known:])
+        layout = stack.layout
+        blocks = layout.column_blocks
+        width = layout.cols // (layout.column_parts * blocks)
+        directions = elements.view(TORCH_DTYPE[self._numerics.dtype])
+        start = stack.start
+        for index, line in zip(stack.matrices, lines, strict=True):
+            cut = directions[start : start + layout.numel].view(
+                layout.column_parts, layout.rows, blocks, width
+            )
+            # columns in the order of the whole weight
+            whole = cut.permute(1, 2, 0, 3)
+            units = whole.unbind(1) if layout.units > 1 else [whole]
+            for unit, moment in zip(units, self._moments.of(index), strict=True):
+                self._normalize([unit], [moment], layout.unit, line)
+            start += layout.numel
+
+    def _orthogonalize_shared(
+        self,
+        stack: Stack,
+        strips: Sequence[Tensor],
+        moves: Tensor,
+        soundness: Soundness,
+    ) -> None:
+        """See ``MuonRound``; the matrix's direction is normalized by all homes."""
+        super()._orthogonalize_shared(stack, strips, moves, soundness)
+        directions = [one.view(TORCH_DTYPE[self._numerics.dtype]) for one in strips]
+        moments = [self._moments.of(index)[0] for index in stack.matrices]
+        self._normalize(
+            directions,
+            moments,
+            stack.layout.whole,
+            soundness.lines[-1][0],
+            self._sharers[stack.matrices],
+        )
+
+    def _normalize(
+        self,
+        parts: Sequence[Tensor],
+        moments: Sequence[Tensor],
+        whole: tuple[int, int],
+        line: Tensor,
+        sharers: Sharers | None = None,
+    ) -> None:
+        """Normalize a unit's direction in place, and advance its second moment.
+
+        Both stay where the direction is zero or not finite.
+
+        Args:
+            parts: ranges of its long side that are here; each has rows as its first
+                dim, and columns as its other ones.
+            moments: v of each of them.
+            whole: rows and columns of the unit.
+            line: a number that is not finite where the direction is not (``Findings``).
+            sharers: the homes that have its other parts, if any.
+        """
+        config = self._numerics.config
+        is_tall, short = whole[0] >= whole[1], min(whole)
+        squares = [_squares(part, is_tall) for part in parts]
+        moved = _sum([one.sum() for one in squares], sharers)
+        moves = line.isfinite() & moved.isfinite() & (moved > 0)
+        inverses: list[Tensor] = []
+        for moment, square in zip(moments, squares, strict=True):
+            mean = (square / short).where(moves, moment)
+            moment.lerp_(mean, 1.0 - config.moment2_beta2)
+            inverses.append(1.0 / (moment.sqrt() + config.moment2_eps))
+        sums = [
+            (inverse.square() * square).sum()
+            for inverse, square in zip(inverses, squares, strict=True)
+        ]
+        norm = _sum(sums, sharers).sqrt()
+        for part, inverse in zip(parts, inverses, strict=True):
+            factor = (inverse * (math.sqrt(short) / norm)).where(moves, 1.0)
+            across = [1] * (part.dim() - 1)
+            part.mul_(
+                factor.view(-1, *across) if is_tall else factor.view(part[0].shape)
+            )
+
+
+def _squares(part: Tensor, is_tall: bool) -> Tensor:
+    """Sums of squares over the short side, ``(long side,)`` fp32."""
+    dims = tuple(range(1, part.dim())) if is_tall else 0
+    norms: Tensor = torch.linalg.vector_norm(part, dim=dims, dtype=torch.float32)
+    return norms.square().flatten()
+
+
+def _sum(numbers: Sequence[Tensor], sharers: Sharers | None) -> Tensor:
+    """The sum of scalars of all parts of a unit."""
+    mine = torch.stack(list(numbers))
+    return mine.sum() if sharers is None else sharers.all_numbers(mine[:, None]).sum()

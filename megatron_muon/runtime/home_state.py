@@ -1,0 +1,140 @@
+"""Numbers that a rule keeps at the homes of matrices, from step to step.
+
+Each unit of a matrix has a number for each row or column of its long side. The homes of
+a shared matrix have theirs for their strips. Outside a step, ``gathered`` brings all of
+a stage together by the names of units, which are the same at every topology.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_muon.planning.layout import Span
+from megatron_muon.planning.slices import Matrix
+from megatron_muon.runtime import collectives
+from megatron_muon.runtime.collectives import Group
+
+
+class HomeState:
+    """The numbers of one rank's matrices, fp32, zero at first.
+
+    Args:
+        matrices: of the stage.
+        rank: of the stage.
+        device: of the matrices.
+    """
+
+    def __init__(
+        self, matrices: Sequence[Matrix], rank: int, device: torch.device
+    ) -> None:
+        self._matrices = matrices
+        self._device = device
+        # by the matrix's index, ``(units, long side)``; of a strip, of its range
+        self._at: dict[int, Tensor] = {}
+        self._lengths: dict[str, int] = {}  # of all units of the stage
+        for index, matrix in enumerate(matrices):
+            self._lengths |= dict.fromkeys(matrix.unit_names, max(matrix.whole))
+            if matrix.home == rank:
+                shape = matrix.units, matrix.long
+                self._at[index] = torch.zeros(shape, device=device)
+
+    def of(self, matrix: int) -> Tensor:
+        """The numbers of a matrix whose home this rank is, ``(units, long side)``.
+
+        Args:
+            matrix: its index. A strip has those of its range.
+        """
+        return self._at[matrix]
+
+    def gathered(self, group: Group) -> dict[str, Tensor]:
+        """New tensors with the numbers of all units of the stage, ``(long side,)``.
+
+        Every rank of the stage calls it. Each place has one number and zeros, so their
+        sum changes no bit.
+        """
+        flat, every = self._all_zero()
+        for index, mine in self._at.items():
+            for unit, place in zip(mine, self._places(index, every), strict=True):
+                place.copy_(unit)
+        collectives.add_up("muon/state", flat, group)
+        return every
+
+    def wanted(self) -> dict[str, tuple[int, int]]:
+        """Of each unit with a home here: its length, and the number of its first strip
+        here, which is 0 on one rank of the stage.
+        """
+        found: dict[str, tuple[int, int]] = {}
+        for index in self._at:
+            matrix = self._matrices[index]
+            number = 0 if matrix.strip is None else matrix.strip.number
+            for name in matrix.unit_names:
+                found.setdefault(name, (self._lengths[name], number))
+        return found
+
+    def require_usable(self, saved: object, *, whole: bool = False) -> None:
+        """Raise ValueError where a file, which may hold anything, has other numbers
+        than those of the homes here, or with ``whole`` of the stage.
+        """
+        if not isinstance(saved, Mapping):
+            raise ValueError("the checkpoint's second moments have no names")
+        for name in saved.keys() - self._lengths.keys():
+            raise ValueError(
+                f"the checkpoint has a second moment of {name!r}, which is no matrix "
+                "of this run's Muon"
+            )
+        for name in self._lengths if whole else self.wanted():
+            length, found = self._lengths[name], saved.get(name)
+            if not torch.is_tensor(found):
+                raise ValueError(
+                    f"the checkpoint has second moments of {len(saved)} matrices, and "
+                    f"none of {name}: it was saved by another model, or is damaged"
+                )
+            if found.dtype != torch.float32 or found.shape != (length,):
+                raise ValueError(
+                    f"the second moment of {name} is {found.dtype} of shape "
+                    f"{tuple(found.shape)} in the checkpoint, torch.float32 of "
+                    f"({length},) here"
+                )
+            if not bool(((found >= 0) & found.isfinite()).all()):
+                raise ValueError(
+                    f"the checkpoint's second moment of {name} has a number that is "
+                    "negative or not finite: it is damaged"
+                )
+
+    def load(self, saved: Mapping[str, Tensor] | None) -> None:
+        """Take the numbers of ``require_usable``; None: zeros. No communication."""
+        for index, mine in self._at.items():
+            if saved is None:
+                mine.zero_()
+                continue
+            for unit, place in zip(mine, self._places(index, saved), strict=True):
+                unit.copy_(place)
+
+    def load_from_one(self, saved: Mapping[str, Tensor] | None, group: Group) -> None:
+        """Take the numbers that one rank has read; None on the others, and where it has
+        found none. Every rank of the stage calls it.
+        """
+        flat, every = self._all_zero()
+        flat[0] = saved is not None
+        for name, numbers in (saved or {}).items():
+            every[name].copy_(numbers)
+        collectives.add_up("muon/state", flat, group)
+        self.load(every if flat[0].item() else None)
+
+    def _all_zero(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """A tensor of one number and those of all units of the stage; the latter by
+        name.
+        """
+        lengths = list(self._lengths.values())
+        flat = torch.zeros(1 + sum(lengths), device=self._device)
+        parts = torch.split_with_sizes(flat[1:], lengths)
+        return flat, dict(zip(self._lengths, parts, strict=True))
+
+    def _places(self, index: int, every: Mapping[str, Tensor]) -> list[Tensor]:
+        """Of each unit of a matrix here, its part of the numbers of all units."""
+        matrix = self._matrices[index]
+        here = Span(0, matrix.long) if matrix.strip is None else matrix.strip.long
+        return [every[name][here.start : here.stop] for name in matrix.unit_names]
