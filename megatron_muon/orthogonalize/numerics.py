@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 from megatron_muon.settings.coefficients import NsDtype, Triple, restarts_of, schedule
@@ -103,6 +104,10 @@ class Numerics:
         """Bytes of an element that travels."""
         return 4 if self.travels == "fp32" else 2
 
+    def where(self, own: str) -> Numerics:
+        """Those of a matrix with settings of its own, ``KEY=VALUE,...``."""
+        return _where(self, own) if own else self
+
     @property
     def costs_follow_device(self) -> bool:
         """Whether a plan's costs do; not with whole matrices, standard steps, plain
@@ -112,6 +117,11 @@ class Numerics:
         return (
             squares or self.products == "cuda_symmetric" or self.iteration != "standard"
         )
+
+
+@lru_cache(1024)
+def _where(numerics: Numerics, own: str) -> Numerics:
+    return Numerics(numerics.config.where(own), numerics.device)
 
 
 def is_cuda(device: Device) -> bool:

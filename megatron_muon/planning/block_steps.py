@@ -13,6 +13,7 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import SLICE_OF, Block, MatrixShape, Parameter, Span
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
+from megatron_muon.settings.patterns import with_factor
 
 
 def block_numerics(numerics: Numerics) -> Numerics:
@@ -20,8 +21,10 @@ def block_numerics(numerics: Numerics) -> Numerics:
     direction, and so not into the weight decay.
     """
     config = numerics.config
-    factor = config.matched_adamw_rms * config.block_lr_mult
-    return Numerics(replace(config, matched_adamw_rms=factor), numerics.device)
+    rms = config.matched_adamw_rms * config.block_lr_mult
+    by_pattern = with_factor(config.by_pattern, "rms", config.block_lr_mult)
+    of_block = replace(config, matched_adamw_rms=rms, by_pattern=by_pattern)
+    return Numerics(of_block, numerics.device)
 
 
 def block_plans(

@@ -107,6 +107,8 @@ class MatrixShape:
     # where several homes share a matrix, which range of it this is; rows and cols are
     # those of the elements that come to its home
     strip: Strip | None = None
+    # its settings by pattern, KEY=VALUE,...; empty: those of the run
+    own: str = ""
 
     @property
     def units(self) -> int:
@@ -164,6 +166,12 @@ class Parameter:
         row.
         """
         return {m.cols // (self.column_parts * m.column_blocks) for m in self.matrices}
+
+    def part_of(self, matrix: MatrixShape) -> str:
+        """What is in brackets behind its name in that of a matrix in it; else
+        empty.
+        """
+        return matrix.name.removeprefix(self.name).partition("[")[2].partition("]")[0]
 
     @property
     def replicated(self) -> bool:

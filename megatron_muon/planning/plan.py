@@ -22,6 +22,8 @@ from megatron_muon.planning.schedule import round_numbers
 from megatron_muon.planning.sharing.strips import SharedMatrix
 from megatron_muon.planning.slices import Matrix, Slice, all_slices, gather_message
 from megatron_muon.planning.stage import Choice, Stage, flops_of_matrix
+from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.patterns import OF_MATRICES, only, settings_of, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,7 @@ def make_plan(
             raise ValueError(
                 f"a stage's optimizers have its {grid.size} ranks, not {plan.size}"
             )
+    parameters = with_settings(parameters, numerics.config)
     stage = Stage(grid, numerics, [plan.choice for plan in earlier], later)
     parameters, choice = stage.choose(parameters)
     matrices: list[Matrix] = []
@@ -182,6 +185,7 @@ def make_plan(
                     shape.column_blocks,
                     shape.apart,
                     shape.strip,
+                    shape.own,
                     column_parts=parts,
                     home=home,
                     parameter=index,
@@ -205,8 +209,26 @@ def make_plan(
 
 def flops_of(parameters: Sequence[Parameter], numerics: Numerics) -> int:
     """Newton-Schulz flops of whole matrices."""
+    parameters = with_settings(parameters, numerics.config)
     every = (shape for each in parameters for shape in each.matrices)
     return sum(flops_of_matrix(shape, numerics) for shape in every)
+
+
+def with_settings(
+    parameters: Sequence[Parameter], config: MuonConfig
+) -> Sequence[Parameter]:
+    """The parameters, whose matrices have their settings by pattern."""
+    if not config.by_pattern:
+        return parameters
+    made = []
+    for parameter in parameters:
+        matrices = []
+        for shape in parameter.matrices:
+            part = parameter.part_of(shape)
+            settings = settings_of(config.by_pattern, [parameter.name], part)
+            matrices.append(replace(shape, own=only(written(settings), OF_MATRICES)))
+        made.append(replace(parameter, matrices=tuple(matrices)))
+    return made
 
 
 def _shared(matrices: Sequence[Matrix], numerics: Numerics) -> Iterator[SharedMatrix]:
@@ -218,7 +240,9 @@ def _shared(matrices: Sequence[Matrix], numerics: Numerics) -> Iterator[SharedMa
                 homes=tuple(strip.home for strip in strips),
                 rows=matrix.strip.rows,
                 cols=matrix.strip.cols,
-                gathers=gathers_of_rows(*matrix.whole, len(strips), numerics),
+                gathers=gathers_of_rows(
+                    *matrix.whole, len(strips), numerics.where(matrix.own)
+                ),
                 itemsize=4 if numerics.held == "fp32" else 2,
                 row_itemsize=numerics.itemsize if matrix.strip.comes_as_rows else 0,
             )
@@ -235,7 +259,8 @@ def _works_at_homes(
         strip, flops = matrix.strip, work.flops
         again = before is not None and before.home == matrix.home
         if strip is not None and strip.number and again:
-            flops -= repeated_flops(*matrix.whole, strip.count, numerics)
+            own = numerics.where(matrix.own)
+            flops -= repeated_flops(*matrix.whole, strip.count, own)
         before = matrix
         yield replace(work, flops=flops)
 

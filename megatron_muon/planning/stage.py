@@ -37,6 +37,7 @@ from megatron_muon.planning.sharing.strip_time import faster_near, strip_time
 from megatron_muon.planning.sharing.strips import (
     LEAST_SHARED_PS,
     Counts,
+    Kind,
     can_share,
     choose_counts,
     in_strips,
@@ -44,6 +45,7 @@ from megatron_muon.planning.sharing.strips import (
 )
 from megatron_muon.planning.slices import Matrix, held_elements
 from megatron_muon.settings.config import HomePolicy
+from megatron_muon.settings.patterns import OF_ITERATION, only
 
 # the bound is about as far from the time model's order of choices
 _LEAST_GAIN = Fraction(1, 96)
@@ -82,6 +84,7 @@ class Cut(NamedTuple):
 
 def flops_of_matrix(shape: MatrixShape | Matrix, numerics: Numerics) -> int:
     """Newton-Schulz flops of a matrix, or of a strip at its home."""
+    numerics = numerics.where(shape.own)
     strip = shape.strip
     if strip is None:
         return shape.units * ns_flops(*shape.unit, numerics)
@@ -210,7 +213,8 @@ class Stage:
         held = held_elements(parameter, grid)
         for shape, by_rank in zip(parameter.matrices, held, strict=True):
             flops, numel = flops_of_matrix(shape, numerics), shape.rows * shape.cols
-            strip = strip_time(shape.strip, numel, grid.size, numerics, grid.neighbours)
+            own = numerics.where(shape.own)
+            strip = strip_time(shape.strip, numel, grid.size, own, grid.neighbours)
             works.append(Work(flops, numel, by_rank, *strip, index))
         return works
 
@@ -222,19 +226,20 @@ class Stage:
         """
         numerics = self.numerics
 
+        def can(rows: int, cols: int, own: str, count: int) -> bool:
+            return can_share(rows, cols, count, numerics.where(own))
+
         @cache
         def cut(index: int, counts: tuple[int, ...]) -> tuple[Parameter, list[Work]]:
             """A parameter with each matrix in so many strips: a plan tries few counts
             of each.
             """
             parameter = parameters[index]
-            shapes = [(m.rows, m.cols) for m in parameter.matrices]
-            count_of = dict(zip(shapes, counts, strict=True))
+            count_of = dict(zip(map(_kind, parameter.matrices), counts, strict=True))
 
             def strips(shape: MatrixShape) -> int:
-                count = count_of[shape.rows, shape.cols]
-                can = can_share(shape.rows, shape.cols, count, numerics)
-                return count if can else 1
+                count = count_of[_kind(shape)]
+                return count if can(*_kind(shape), count) else 1
 
             made = in_strips(parameter, strips)
             return made, self._works(made, index)
@@ -242,28 +247,28 @@ class Stage:
         def cut_all(counts: Counts, others: int = 1) -> Cut:
             cuts = []
             for index, parameter in enumerate(parameters):
-                shapes = [(m.rows, m.cols) for m in parameter.matrices]
-                cuts.append(cut(index, tuple(counts.get(x, others) for x in shapes)))
+                kinds = map(_kind, parameter.matrices)
+                cuts.append(cut(index, tuple(counts.get(x, others) for x in kinds)))
             works = chain.from_iterable(works for _, works in cuts)
             return Cut([parameter for parameter, _ in cuts], list(works))
 
         if numerics.split != "auto":
             return [cut_all({}, 1 if numerics.split == "off" else numerics.split)]
         least = LEAST_SHARED_PS * numerics.config.rank_tflops  # flops
-        shapes: set[tuple[int, int]] = set()
+        shapes: set[Kind] = set()
         for parameter in parameters:
             if in_strips(parameter, lambda _: 2) is parameter:
                 continue
             for m in parameter.matrices:
-                if ns_flops(*m.unit, numerics) >= least:
-                    shapes.add((m.rows, m.cols))
+                if ns_flops(*m.unit, numerics.where(m.own)) >= least:
+                    shapes.add(_kind(m))
         if not shapes:
             return [cut_all({})]
 
         def time_of(policy: HomePolicy, counts: Counts) -> int:
             return self._in_one_round(cut_all(counts), policy)
 
-        can, size = partial(can_share, numerics=numerics), self.grid.size
+        size = self.grid.size
         chosen: list[Counts] = []
         for policy in policies:
             counts = choose_counts(sorted(shapes), size, partial(time_of, policy), can)
@@ -282,6 +287,10 @@ class Stage:
         for work, home in zip(cut.works, homes, strict=True):
             flops[home] += work.flops
         return with_later(*times, flops, self.later, self.large.price)
+
+
+def _kind(shape: MatrixShape) -> Kind:
+    return shape.rows, shape.cols, only(shape.own, OF_ITERATION)
 
 
 def with_later(

@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, split_with_sizes
@@ -99,7 +100,7 @@ class Fused(Foreach):
     """
 
     def __init__(self) -> None:
-        self._momentum = _Table()
+        self._momentum: dict[int, _Table] = defaultdict(_Table)
         self._update = _Table()
         self._factors: tuple[list[float], Tensor] | None = None
 
@@ -111,30 +112,34 @@ class Fused(Foreach):
         moves: Tensor,
         outgoing: Sequence[int],
         *,
-        momentum: float,
+        momentum: float | Sequence[float],
         nesterov: bool,
     ) -> None:
-        """See ``Foreach``."""
+        """See ``Foreach``; one launch for each momentum."""
         moves.zero_()
-        buffers = list(momentum_buffers)
-        targets = [x for x in into if x is not None]
-        places = [-1] * len(buffers)
+        places = [-1] * len(momentum_buffers)
         for place, number in enumerate(outgoing):
             places[number] = place
-        table, slice_of_block = self._momentum.on_device(
-            [buffers, grads, into], places, allowed=(_FP32, _TRAVELS, _TRAVELS)
-        )
-        if slice_of_block.numel():
-            torch.ops.megatron_muon.advance_momentum(
-                buffers,
-                list(grads),
-                targets,
-                moves,
-                table,
-                slice_of_block,
-                momentum,
-                nesterov,
+        values = momentum if isinstance(momentum, Sequence) else [momentum]
+        for at, value in enumerate(dict.fromkeys(values)):
+            buffers, added, taken, some = (
+                _with_value(each, momentum, value)
+                for each in (momentum_buffers, grads, into, places)
             )
+            table, slice_of_block = self._momentum[at].on_device(
+                [buffers, added, taken], some, allowed=(_FP32, _TRAVELS, _TRAVELS)
+            )
+            if slice_of_block.numel():
+                torch.ops.megatron_muon.advance_momentum(
+                    buffers,
+                    added,
+                    [x for x in taken if x is not None],
+                    moves,
+                    table,
+                    slice_of_block,
+                    value,
+                    nesterov,
+                )
 
     def apply_updates(
         self,
@@ -174,6 +179,15 @@ class Fused(Foreach):
             torch.ops.megatron_muon.apply_updates(
                 list(params), list(directions), table, slice_of_block, scalars
             )
+
+
+def _with_value(
+    every: Sequence[Any], values: float | Sequence[float], value: float
+) -> list[Any]:
+    """Those of ``every`` that have a value; all, where all have one."""
+    if not isinstance(values, Sequence):
+        return list(every)
+    return [one for one, own in zip(every, values, strict=True) if own == value]
 
 
 class _Table:

@@ -53,6 +53,7 @@ from megatron_muon.runtime.rule import (
 from megatron_muon.runtime.states import MAIN_KEY
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.patterns import OF_ITERATION, only
 from megatron_muon.settings.rules import RULES
 
 # The momentum has the key of Adam's first moment, and there is no second one: fused
@@ -88,10 +89,13 @@ class Muon(Rule):
         self.numerics = numerics
         self.meter = meter
         self.elementwise = elementwise
-        # flops of Newton-Schulz, scale per unit of lr: of each matrix of the plan
+        # flops of Newton-Schulz, settings, scale per unit of lr: of each matrix of the
+        # plan
         self.flops = plan.flops
+        self.configs = [numerics.where(each.own).config for each in plan.matrices]
         self.scales = [
-            update_scale(*matrix.whole, numerics.config) for matrix in plan.matrices
+            update_scale(*matrix.whole, config)
+            for matrix, config in zip(plan.matrices, self.configs, strict=True)
         ]
         # elements of scratch memory for one batch
         self.scratch = scratch_limit(plan.matrices)
@@ -114,8 +118,16 @@ class MuonRound(RoundRule):
         self._sharers = sharers
         self._numerics = muon.numerics
         self._elementwise = muon.elementwise()
-        # the scale of each slice's matrix
+        # the scale and the momentum of each slice's matrix
         self._scales = [muon.scales[matrix] for matrix in table.matrices]
+        momenta = [muon.configs[matrix].momentum for matrix in table.matrices]
+        self._momentum: float | list[float] = muon.numerics.config.momentum
+        if momenta:
+            self._momentum = momenta if len(set(momenta)) > 1 else momenta[0]
+        self._of_stack = {
+            stack.matrices: muon.numerics.where(only(stack.layout.own, OF_ITERATION))
+            for stack in table.stacks
+        }
 
     def before_gather(
         self,
@@ -140,7 +152,7 @@ class MuonRound(RoundRule):
             into,
             moves,
             self._table.outgoing,
-            momentum=self._numerics.config.momentum,
+            momentum=self._momentum,
             nesterov=self._numerics.config.nesterov,
         )
         for each, momentum in zip(shards, momenta, strict=True):
@@ -194,17 +206,16 @@ class MuonRound(RoundRule):
             soundness: takes the numbers of each matrix.
         """
         layout = stack.layout
+        numerics = self._of_stack[stack.matrices]
         count = len(stack.matrices)
-        most = at_once_on(
-            elements.device, self._numerics, *layout.unit, self._muon.scratch
-        )
+        most = at_once_on(elements.device, numerics, *layout.unit, self._muon.scratch)
         for at in range(0, count, most):
             batch = min(most, count - at)
             start = stack.start + at * layout.numel
             orthogonalize_staged(
                 elements[start : start + batch * layout.numel],
                 moves[at : at + batch],
-                self._numerics,
+                numerics,
                 rows=layout.rows,
                 cols=layout.cols,
                 column_parts=layout.column_parts,
@@ -249,8 +260,9 @@ class MuonRound(RoundRule):
         them.
         """
         sharers = self._sharers[stack.matrices]
+        numerics = self._of_stack[stack.matrices]
         orthogonalize_strips(
-            strips, stack.layout.whole, moves, self._numerics, sharers, soundness
+            strips, stack.layout.whole, moves, numerics, sharers, soundness
         )
 
 
@@ -290,7 +302,7 @@ class Foreach:
         moves: Tensor,
         outgoing: Sequence[int],
         *,
-        momentum: float,
+        momentum: float | Sequence[float],
         nesterov: bool,
     ) -> None:
         """M ← μM + G in place, and copy the input of Newton-Schulz (arXiv 2502.16982,
@@ -305,18 +317,20 @@ class Foreach:
             moves: ``(len(outgoing),)``: takes 1 for a slice whose gradient is not all
                 zero, else 0.
             outgoing: numbers of the slices that ``moves`` is about, in its order.
-            momentum: μ.
+            momentum: μ, or that of each slice.
             nesterov: see ``into``.
         """
-        for _, (buffers, added, taken) in at_once(momentum_buffers, grads, into):
-            torch._foreach_mul_(buffers, momentum)
+        lists = (momentum_buffers, grads, into)
+        for numbers, (buffers, added, taken) in at_once(*lists):
+            torch._foreach_mul_(buffers, _some_of(momentum, numbers))
             torch._foreach_add_(buffers, added)
             sent = [number for number, target in enumerate(taken) if target is not None]
             if not sent:
                 continue
             inputs = [buffers[number] for number in sent]
             if nesterov:
-                inputs = list(torch._foreach_mul(inputs, momentum))
+                factors = _some_of(momentum, [numbers[number] for number in sent])
+                inputs = list(torch._foreach_mul(inputs, factors))
                 torch._foreach_add_(inputs, [added[number] for number in sent])
             torch._foreach_copy_([taken[number] for number in sent], inputs)
         if outgoing:
@@ -389,6 +403,13 @@ class Foreach:
                 update = direction.float() * factor
                 update.masked_fill_(factor == 0.0, 0.0)
                 weight.mul_(keeps[number]).sub_(update)
+
+
+def _some_of(values: float | Sequence[float], numbers: Sequence[int]) -> Any:
+    """One value for all, or those with these numbers."""
+    if isinstance(values, Sequence):
+        return [values[number] for number in numbers]
+    return values
 
 
 def in_fp32(tensors: list[Tensor]) -> list[Tensor]:

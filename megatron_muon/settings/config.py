@@ -17,6 +17,13 @@ from megatron_muon.settings.coefficients import (
     require_whole,
     restarts_of,
 )
+from megatron_muon.settings.patterns import (
+    PatternSettings,
+    canonical_texts,
+    fields_of,
+    pairs_of,
+    read,
+)
 from megatron_muon.settings.rows import rows_of
 from megatron_muon.settings.rules import RULES
 from megatron_muon.settings.run import HomePolicy as HomePolicy
@@ -42,7 +49,7 @@ class _Signature:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonConfig(RunSettings, UpdateSettings):
+class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
     """Settings of the Muon part of a run; the defaults are Moonlight's (arXiv
     2502.16982).
 
@@ -119,6 +126,7 @@ class MuonConfig(RunSettings, UpdateSettings):
         qk_clip: Threshold of attention logits. Default: None.
         qk_clip_alpha: The queries' share of the clip of qk_clip, above 0 and below 1.
             Default: 0.5.
+        by_pattern: Settings of the parameters whose names match a pattern. Default: ().
         split_qkv: False: orthogonalize a fused QKV weight as one matrix. Default: True.
         splits: Matrices of the weights whose names match a pattern. whole: one. qkv: of
             fused attention, and of MLA's linear_kv_up_proj. heads: of the same, and of
@@ -182,6 +190,7 @@ class MuonConfig(RunSettings, UpdateSettings):
             object.__setattr__(self, name, _in_tuples(getattr(self, name)))
             setting.require(getattr(self, name))
         object.__setattr__(self, "ns_coefficients", canonical(self.ns_coefficients))
+        object.__setattr__(self, "by_pattern", canonical_texts(self.by_pattern))
         if "ns_steps" not in self.given:
             object.__setattr__(self, "ns_steps", default_steps(self.ns_coefficients))
         require_whole(self.ns_coefficients, self.ns_steps)
@@ -197,15 +206,30 @@ class MuonConfig(RunSettings, UpdateSettings):
                 f"{named('symmetric_products')} triton multiplies bf16 and fp16, and "
                 f"{named('ns_dtype')} is fp32. Use only one of the two"
             )
+        for text in self.by_pattern:
+            _require_pattern(self, text)
+
+    def where(self, settings: str) -> MuonConfig:
+        """The settings of a matrix that has some of its own, ``KEY=VALUE,...``.
+
+        Raises:
+            ValueError: as for settings of a run.
+        """
+        given = {name: getattr(self, name) for name in self.given - {"by_pattern"}}
+        return MuonConfig(**{**given, **fields_of(settings)})
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns of names in all settings. Each must match a parameter."""
+        """The patterns of names in all settings. Each must match a parameter.
+
+        Those of ``by_pattern`` have their settings behind them.
+        """
         pairs = (*self.splits, *self.radii, *self.lr_mults, *self.wd_mults)
         return (
             *self.muon_include,
             *self.muon_exclude,
             *(pattern for pattern, _ in pairs),
+            *self.by_pattern,
         )
 
     def setting_of(self, pattern: str) -> str:
@@ -214,7 +238,8 @@ class MuonConfig(RunSettings, UpdateSettings):
         for name in ("splits", "radii", "lr_mults", "wd_mults"):
             if any(pattern == other for other, _ in getattr(self, name)):
                 return named(name)
-        return named("muon_include" if pattern in self.muon_include else "muon_exclude")
+        others = ("by_pattern", "muon_include", "muon_exclude")
+        return named(next(name for name in others if pattern in getattr(self, name)))
 
 
 ROWS = rows_of(MuonConfig)
@@ -270,6 +295,22 @@ def _require_rule(config: MuonConfig) -> None:
                 f"{named(name)} has no meaning with {named('rule')} {config.rule}, "
                 f"{refuses[name]}: leave it out"
             )
+
+
+def _require_pattern(config: MuonConfig, text: str) -> None:
+    """Settings by pattern must be possible beside those of the run."""
+    ((_, settings),) = pairs_of((text,))
+    rule = read(settings).get("rule", config.rule)
+    if rule != config.rule:
+        raise NotImplementedError(
+            f"{named('by_pattern')} {text}: all matrices of a run have one rule, and "
+            f"{named('rule')} is {config.rule}: leave rule out, or give "
+            f"{named('muon_exclude')} for matrices that AdamW may update"
+        )
+    try:
+        config.where(settings)
+    except ValueError as error:
+        raise ValueError(f"{named('by_pattern')} {text}: {error}") from error
 
 
 def _require_restarts(config: MuonConfig) -> None:

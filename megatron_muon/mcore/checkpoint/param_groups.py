@@ -13,7 +13,7 @@ from megatron.core.optimizer import distrib_optimizer
 
 from megatron_muon.console import printable, say
 from megatron_muon.mcore.checkpoint.buffers import CHOICES, FORMAT, RECORD
-from megatron_muon.mcore.routing.param_routing import LR_MULTIPLIER
+from megatron_muon.mcore.routing.param_routing import GROUP_SETTINGS, LR_MULTIPLIER
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.settings.coefficients import as_run, canonical, spelled
@@ -25,7 +25,14 @@ Group = dict[str, Any]
 # ones decide, in this order, between several groups.
 _REQUIRED = ("is_expert_parallel", "is_decoupled_lr", "lr_mult")
 # ``default_config`` tells groups with a decoupled rate apart from core 0.16 on.
-_PREFERRED = (LR_MULTIPLIER, "wd_mult", "default_config", "max_lr", "min_lr")
+_PREFERRED = (
+    GROUP_SETTINGS,
+    LR_MULTIPLIER,
+    "wd_mult",
+    "default_config",
+    "max_lr",
+    "min_lr",
+)
 
 # No bit of a run or of its checkpoint depends on these themselves. Where they change
 # another setting's default, the record has that setting's value.
@@ -48,6 +55,11 @@ _UNSAID = {
 
 # Keys of a group that overrule a schedule's own values.
 SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
+# By the key that says how a run has changed a group: the keys that it has changed.
+_CHANGED = {
+    LR_MULTIPLIER: ("lr_mult", "max_lr", "min_lr"),
+    GROUP_SETTINGS: ("lr_mult", *SCHEDULE),
+}
 
 
 def record(numerics: Numerics) -> Group:
@@ -177,11 +189,11 @@ def loaded_groups(ours: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
         kept = [key for key in _identifiers() if key not in SCHEDULE]
         # another optimizer's groups may lack keys that ours have
         values = {**group, **best, **_of_keys(group, kept)}
-        # this run has another factor: its own rates
-        if not _same(group, best, LR_MULTIPLIER):
-            values.pop(LR_MULTIPLIER, None)
-            rates = ("lr_mult", "max_lr", "min_lr", LR_MULTIPLIER)
-            values |= _of_keys(group, rates)
+        for mark, changed in _CHANGED.items():
+            if not _same(group, best, mark):  # this run's own
+                for key in (mark, *changed):
+                    values.pop(key, None)
+                values |= _of_keys(group, (mark, *changed))
         # fused Adams do not count steps of a group without parameters on this rank
         if steps:
             values["step"] = max(steps)

@@ -9,8 +9,11 @@ Megatron's and Transformer Engine's marks ``tensor_model_parallel`` and
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_muon.mcore.routing.param_routing import (
     Weight,
+    expert_name,
     partition_dim_of,
     whole_shape,
 )
@@ -66,6 +69,15 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
     return _parameter(weight, shape, partition_dim, matrices)
 
 
+def numbered(matrix: MatrixShape, ep_rank: int, local_experts: int) -> MatrixShape:
+    """A matrix of an EP rank's expert, with its number over all EP ranks."""
+    name, bracket, number = matrix.name.partition("[expert ")
+    if bracket:
+        number = str(int(number.rstrip("]")) + ep_rank * local_experts)
+        return replace(matrix, name=f"{name}[expert {number}]")
+    return replace(matrix, name=expert_name(name, ep_rank, local_experts))
+
+
 def _columns(
     weight: Weight, kind: str, count: int, tp_size: int, partition_dim: int | None
 ) -> Parameter:
@@ -103,13 +115,7 @@ def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Paramet
     outputs are those of the gate and then of the up half. Rows are inputs: only
     ``spectral`` has the same scale for a matrix and its transpose.
     """
-    if config.scale_mode != "spectral":
-        raise NotImplementedError(
-            f"{weight.name}: {named('scale_mode')} {config.scale_mode!r} depends on "
-            "outputs / inputs, but the legacy GroupedMLP stores its experts "
-            "transposed: use 'spectral', experts of another class (Transformer "
-            f"Engine's, or no --moe-grouped-gemm), or {named('muon_exclude')}"
-        )
+    require_scale_mode(weight, config)
     hidden = weight.model_config.hidden_size
     experts = (
         weight.model_config.num_moe_experts
@@ -128,6 +134,19 @@ def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Paramet
         names, shape, partition_dim, tp_size, halves, apart=apart
     )
     return _parameter(weight, shape, partition_dim, matrices)
+
+
+def require_scale_mode(weight: Weight, config: MuonConfig) -> None:
+    """Raise NotImplementedError where a weight is stored transposed and the scale
+    depends on that.
+    """
+    if config.scale_mode != "spectral" and weight.is_module("GroupedMLP"):
+        raise NotImplementedError(
+            f"{weight.name}: {named('scale_mode')} {config.scale_mode!r} depends on "
+            "outputs / inputs, but the legacy GroupedMLP stores its experts "
+            "transposed: use 'spectral', experts of another class (Transformer "
+            f"Engine's, or no --moe-grouped-gemm), or {named('muon_exclude')}"
+        )
 
 
 def _parameter(

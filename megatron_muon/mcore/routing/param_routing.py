@@ -43,6 +43,8 @@ MATRIX_MODULES = (
 )
 # a key of a group whose rate is multiplied; others have none
 LR_MULTIPLIER = "muon_lr_mult"
+# a key of a group that has rates or decays by pattern: these, as a text
+GROUP_SETTINGS = "muon_settings"
 EMBEDDING_OR_OUTPUT = "embedding or output layer"  # reasons of ``why_adamw``
 NOT_IN_TABLE = "not in Muon's table"
 MARKED = "marked use_muon=False"  # Megatron's own mark on fused projections
@@ -174,6 +176,11 @@ def expert_name(name: str, ep_rank: int, local_experts: int) -> str:
     if match is None:
         return name
     return f"{match[1]}{int(match[2]) + ep_rank * local_experts}{match[3]}"
+
+
+def names_of(weight: Weight, ep_rank: int, local_experts: int) -> list[str]:
+    """``weight.names``, with experts numbered over all EP ranks."""
+    return [expert_name(name, ep_rank, local_experts) for name in weight.names]
 
 
 def of_any_number(name: str) -> str:

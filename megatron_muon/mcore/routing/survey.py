@@ -8,10 +8,12 @@ from typing import Any
 
 from megatron_muon.mcore.host.process_groups import Sizes
 from megatron_muon.mcore.routing.attention import is_unknown_fusion
+from megatron_muon.mcore.routing.by_pattern import has_effect
 from megatron_muon.mcore.routing.param_routing import (
     EMBEDDING_OR_OUTPUT,
     MARKED,
     NOT_IN_TABLE,
+    Weight,
     is_matched,
     of_any_number,
     weights,
@@ -27,6 +29,7 @@ from megatron_muon.planning.describe import (
     union_of,
 )
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.patterns import OF_GROUPS, only
 
 # Fused projections that may be one matrix each, by the name of their module.
 UNSPLIT = {
@@ -42,13 +45,16 @@ def matched_patterns(
 ) -> set[str]:
     """The patterns of the settings that have an effect on these chunks."""
     every = list(weights(model_chunks)) if config.patterns else []
+
+    def is_used(pattern: str, weight: Weight) -> bool:
+        if pattern in config.by_pattern:
+            return has_effect(weight, pattern, sizes, config)
+        return is_matched(weight, pattern, weight.tp_size(sizes), config)
+
     return {
         pattern
         for pattern in config.patterns
-        if any(
-            is_matched(weight, pattern, weight.tp_size(sizes), config)
-            for weight in every
-        )
+        if any(is_used(pattern, weight) for weight in every)
     }
 
 
@@ -57,7 +63,9 @@ def require_matched(matched: Collection[str], config: MuonConfig) -> None:
     for pattern in config.patterns:
         if pattern not in matched:
             splits = any(pattern == split for split, _ in config.splits)
-            whose = "Muon's" if splits else "the model"
+            settings = pattern.partition(":")[2] if pattern in config.by_pattern else ""
+            of_muon = splits or settings != only(settings, OF_GROUPS)
+            whose = "Muon's" if of_muon else "the model"
             raise ValueError(
                 f"{pattern!r} in {config.setting_of(pattern)} matches no parameter of "
                 f"{whose}; `megatron-muon routes` prints their names, which do not "

@@ -282,7 +282,9 @@ def _limit(part: Any, shard: torch.Tensor) -> float:
         return _LARGEST
     if part.config.clip_grad > 0.0 and part.muon.config.clip_scope == "all":
         return _LARGEST
-    momentum: float = part.muon.config.momentum
+    settings = {matrix.own for matrix in part.muon.plan.matrices}
+    numerics = part.muon.numerics
+    momentum: float = max(numerics.where(own).config.momentum for own in settings)
     return torch.finfo(torch.bfloat16).max * (1.0 - momentum) * 0.999
 
 

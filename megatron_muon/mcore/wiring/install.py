@@ -164,10 +164,15 @@ def _built(
         return original(*call.args, **call.kwargs)
     with ExitStack() as stack:
         stack.enter_context(_asking_for_adam(config))
-        if settings.lr_mults or settings.wd_mults:
+        if settings.lr_mults or settings.wd_mults or settings.by_pattern:
             from megatron_muon.mcore.routing.multipliers import with_multipliers
 
-            ours = with_multipliers(mcore_optimizer._get_param_groups, settings)
+            ours = with_multipliers(
+                mcore_optimizer._get_param_groups,
+                settings,
+                config.weight_decay,
+                call.arguments.get("pg_collection"),
+            )
             stack.enter_context(replaced(mcore_optimizer, _get_param_groups=ours))
         optimizer = original(*call.args, **call.kwargs)
     make_muons(optimizer, model_chunks, settings, call.arguments.get("pg_collection"))

@@ -11,14 +11,18 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_muon.planning.rounds.rank_plan import RankPlan, RankRound
 from megatron_muon.planning.slices import Matrix, Slice, gather_message
+from megatron_muon.settings.patterns import OF_ITERATION, only
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Matrices of one layout that lie one after another in the staged buffer."""
+    """Matrices of one layout and iteration that lie one after another in the staged
+    buffer.
+    """
 
     matrices: tuple[int, ...]  # their indices in the plan
     # the first of them: all have its layout, or they are strips of one matrix
@@ -190,7 +194,7 @@ def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Sta
     Those that it shares come first, in the order of the plan: so all of their homes
     meet at each of them in one order.
     """
-    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     shared: dict[int, list[int]] = defaultdict(list)
     for index in homes:
         matrix = matrices[index]
@@ -198,7 +202,8 @@ def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Sta
             shared[index - matrix.strip.number].append(index)
             continue
         columns = (matrix.column_parts, matrix.column_blocks, matrix.units)
-        groups[(matrix.rows, matrix.cols, *columns)].append(index)
+        iteration = only(matrix.own, OF_ITERATION)
+        groups[(matrix.rows, matrix.cols, *columns, iteration)].append(index)
     start = 0
     for first, indices in sorted(shared.items()):
         strip = matrices[first].strip

@@ -265,8 +265,8 @@ class SharedMatrix:
         return {(a, b): rows[a] * cols[b] * self.row_itemsize for a, b in pairs}
 
 
-# strips of the matrices of a shape; others are whole
-Counts = Mapping[tuple[int, int], int]
+Kind = tuple[int, int, str]  # rows, columns, settings of the iteration by pattern
+Counts = Mapping[Kind, int]  # strips of the matrices of a kind; others are whole
 
 
 def can_share(rows: int, cols: int, count: int, numerics: Numerics) -> bool:
@@ -279,10 +279,10 @@ def can_share(rows: int, cols: int, count: int, numerics: Numerics) -> bool:
 
 
 def choose_counts(
-    shapes: Sequence[tuple[int, int]],
+    shapes: Sequence[Kind],
     size: int,
     time_of: Callable[[Counts], int],
-    can: Callable[[int, int, int], bool],
+    can: Callable[[int, int, str, int], bool],
 ) -> Counts:
     """How many strips the matrices of each shape get, so that the stage takes least
     time.
@@ -293,11 +293,10 @@ def choose_counts(
     ``_LEAST_GAIN``, none is shared.
 
     Args:
-        shapes: (rows, cols) of all matrices.
+        shapes: of all matrices.
         size: number of ranks in the stage.
         time_of: time of the stage.
-        can: whether matrices of ``(rows, cols)`` can have a number of strips
-            (``can_share``).
+        can: whether matrices of a kind can have a number of strips (``can_share``).
     """
     most = min(NODE, size).bit_length()
     possible = {
@@ -306,7 +305,7 @@ def choose_counts(
         ]
         for shape in shapes
     }
-    counts: dict[tuple[int, int], int] = {}
+    counts: dict[Kind, int] = {}
     first = best = time_of(counts)
     while True:
         steps = [

@@ -148,6 +148,20 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         ["--muon-wd-mult", "*.router.*=0"],
         {"wd_mults": (("*.router.*", 0.0),)},
     ),
+    "for": (
+        [
+            "--muon-for",
+            "*.linear_fc2.*:ns_coefficients=2,-1.5,.5,lr=3e-4",
+            "--muon-for",
+            "*.linear_qkv.weight[v]:ns_steps=8",
+        ],
+        {
+            "by_pattern": {
+                "*.linear_fc2.*": {"lr": 3e-4, "ns_coefficients": (2, -1.5, 0.5)},
+                "*.linear_qkv.weight[v]": {"ns_steps": 8},
+            }
+        },
+    ),
     "clip-alpha": (
         ["--muon-qk-clip-alpha", "0.3", "--muon-qk-clip", "30"],
         {"qk_clip": 30.0, "qk_clip_alpha": 0.3},

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from megatron_muon.mcore.routing.matrices import numbered
 from megatron_muon.mcore.routing.param_routing import expert_name
 from megatron_muon.mcore.routing.routes import Route
-from megatron_muon.planning.layout import MatrixShape, Parameter, Span
+from megatron_muon.planning.layout import Parameter, Span
 
 Located = list[tuple[torch.nn.Parameter, Parameter]]
 
@@ -52,18 +53,10 @@ def on_every_ep_rank(
         for parameter in parameters:
             name = expert_name(parameter.name, ep_rank, local_experts)
             matrices = tuple(
-                _numbered(matrix, ep_rank, local_experts)
+                numbered(matrix, ep_rank, local_experts)
                 for matrix in parameter.matrices
             )
             every.append(
                 replace(parameter, name=name, matrices=matrices, ep_rank=ep_rank)
             )
     return every
-
-
-def _numbered(matrix: MatrixShape, ep_rank: int, local_experts: int) -> MatrixShape:
-    name, bracket, number = matrix.name.partition("[expert ")
-    if bracket:
-        number = str(int(number.rstrip("]")) + ep_rank * local_experts)
-        return replace(matrix, name=f"{name}[expert {number}]")
-    return replace(matrix, name=expert_name(name, ep_rank, local_experts))
