@@ -26,6 +26,11 @@ from support.ranks import run
 Group = dict[str, Any]
 Option = Literal["none", "override", "use-checkpoint"]
 MULTIPLIERS = (("*.linear_fc1.weight", 0.5), ("embedding.*", 3.0))
+BY_PATTERN = (
+    "*.linear_fc1.weight:lr=0.003,min_lr=0.0005",
+    "embedding.*:lr=0.002,weight_decay=0.01",
+    "*.linear_proj.weight:weight_decay=0",
+)
 ITERATIONS = {"warm-up unfinished": 3, "warm-up finished": 12}
 
 
@@ -42,6 +47,7 @@ class Flags:
     end_wd: float
     decoupled: float | None
     multipliers: tuple[tuple[str, float], ...] = ()
+    by_pattern: tuple[str, ...] = ()
 
     def optimizer(self, name: str) -> Any:
         """Megatron's optimizer over a model of its own."""
@@ -58,7 +64,7 @@ class Flags:
         more = {}
         if VERSION >= (0, 16):
             more = {"config_overrides": core.get_standard_config_overrides(config)}
-        settings = MuonConfig(lr_mults=self.multipliers)
+        settings = MuonConfig(lr_mults=self.multipliers, by_pattern=self.by_pattern)
         with installed(settings) if name == "muon" else nullcontext():
             return core.get_megatron_optimizer(config, built.chunks, **more)
 
@@ -85,7 +91,7 @@ class Flags:
         )
 
 
-def _flags(style: str, grows: bool, decoupled: bool, multiplied: bool) -> Flags:
+def _flags(style: str, grows: bool, decoupled: bool, own: str) -> Flags:
     return Flags(
         lr=1e-2,
         min_lr=1e-3,
@@ -95,7 +101,8 @@ def _flags(style: str, grows: bool, decoupled: bool, multiplied: bool) -> Flags:
         start_wd=0.01 if grows else 0.1,
         end_wd=0.1,
         decoupled=1e-3 if decoupled else None,
-        multipliers=MULTIPLIERS if multiplied else (),
+        multipliers=MULTIPLIERS if own == "multipliers" else (),
+        by_pattern=BY_PATTERN if own == "by pattern" else (),
     )
 
 
@@ -113,6 +120,7 @@ def _others(old: Flags) -> Flags:
         end_wd=2 * old.end_wd,
         decoupled=None if old.decoupled is None else 5e-4,
         multipliers=old.multipliers,
+        by_pattern=old.by_pattern,
     )
 
 
@@ -140,7 +148,7 @@ def _write_flags_over_groups(optimizer: Any, scheduler: Any, flags: Flags) -> No
 
 
 def _wrong(
-    writer: str, option: Option, grows: bool, decoupled: bool, multiplied: bool
+    writer: str, option: Option, grows: bool, decoupled: bool, own: str
 ) -> list[Any]:
     """Each combination that ends with other rates than a scheduler that is built
     anew.
@@ -149,13 +157,13 @@ def _wrong(
     combinations = itertools.product(
         ("constant", "cosine", "WSD"), ITERATIONS.items(), (False, True)
     )
-    first = _flags("constant", grows, decoupled, multiplied)
+    first = _flags("constant", grows, decoupled, own)
     saver = first.optimizer(writer)
     saver_groups = [dict(group) for group in saver.param_groups]
     loader = (_others(first) if option != "none" else first).optimizer("muon")
     loader_groups = [dict(group) for group in loader.param_groups]
     for style, (phase, iteration), overwrites in combinations:
-        old = _flags(style, grows, decoupled, multiplied)
+        old = _flags(style, grows, decoupled, own)
         new = old if option == "none" else _others(old)
         _reset(saver, saver_groups)
         _reset(loader, loader_groups)
@@ -193,12 +201,12 @@ def _reset(optimizer: Any, groups: list[Group]) -> None:
 )
 @pytest.mark.parametrize("decoupled", [False, True], ids=["one-rate", "decoupled"])
 @pytest.mark.parametrize(
-    ("writer", "multiplied"),
-    [("muon", False), ("muon", True), ("adam", False)],
-    ids=["muon", "muon-with-multipliers", "adamw"],
+    ("writer", "own"),
+    [("muon", ""), ("muon", "multipliers"), ("muon", "by pattern"), ("adam", "")],
+    ids=["muon", "muon-with-multipliers", "muon-by-pattern", "adamw"],
 )
 def test_rates_after_a_load_are_those_of_a_scheduler_that_is_built_anew(
-    writer: str, multiplied: bool, decoupled: bool, grows: bool, option: Option
+    writer: str, own: str, decoupled: bool, grows: bool, option: Option
 ) -> None:
-    (wrong,) = run(_wrong, 1, writer, option, grows, decoupled, multiplied)
+    (wrong,) = run(_wrong, 1, writer, option, grows, decoupled, own)
     assert wrong == []

@@ -206,7 +206,9 @@ def set_schedule(built: Built, step: int) -> None:
     for inner in inner_optimizers(built.optimizer):
         for group in inner.param_groups:
             group["lr"] = group["max_lr"] * group["lr_mult"] * (1 - 0.03 * step)
-            group["weight_decay"] = built.case.weight_decay * group["wd_mult"]
+            decay = group.get("end_wd")
+            decay = built.case.weight_decay if decay is None else decay
+            group["weight_decay"] = decay * group["wd_mult"]
 
 
 @torch.no_grad()

@@ -1,0 +1,175 @@
+"""Settings by pattern: a matrix that matches has what it would have if the whole run had
+the setting, any other what it has without; wherever it is cut, and on any topology.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+
+from support.expected.oracle import qkv_rows
+from support.models.gpt import HIDDEN, Case, Topology, check, start, trained, truth
+from support.ranks import error_of, run
+
+BASE = (("ns_dtype", "fp32"),)
+CASE = Case(bf16=False, muon=BASE, steps=3)
+FC1 = "*.linear_fc1.weight"
+FC2 = "*.linear_fc2.weight"
+PROJ = "decoder.layers.0.self_attention.linear_proj.weight"
+# In the order of a table: of each setting the last pattern that matches counts.
+TABLE: dict[str, dict[str, Any]] = {
+    FC1: {"ns_steps": 8, "momentum": 0.8, "lr": 0.004},
+    FC2: {"rms": 0.4, "scale_mode": "shape_scaling", "weight_decay": 0.3},
+    "*.layers.1.*": {"ns_coefficients": "quintic"},
+    "*.layers.1.mlp.*": {"momentum": 0.9},
+    PROJ: {"lr": 0.001, "min_lr": 0.0, "weight_decay": 0.0},
+    "embedding.*": {"lr": 0.05},
+}
+OF_RUN = {"rms": "matched_adamw_rms"}
+OF_CASE = ("lr", "weight_decay")
+
+
+def with_table(case: Case, table: dict[str, dict[str, Any]]) -> Case:
+    texts = []
+    for pattern, settings in table.items():
+        texts.append(f"{pattern}:" + ",".join(f"{k}={v}" for k, v in settings.items()))
+    return replace(case, muon=(*case.muon, ("by_pattern", tuple(texts))))
+
+
+def of_whole_run(case: Case, settings: dict[str, Any]) -> Case:
+    """The case in which every parameter has these settings."""
+    muon = [
+        (OF_RUN.get(key, key), value)
+        for key, value in settings.items()
+        if key not in (*OF_CASE, "min_lr")
+    ]
+    of_case = {key: settings[key] for key in OF_CASE if key in settings}
+    return replace(case, muon=(*case.muon, *muon), **of_case)
+
+
+def settings_of(name: str, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pattern, settings in table.items():
+        if fnmatchcase(name, pattern):
+            found |= settings
+    return found
+
+
+def held_to_whole_runs(case: Case, table: dict[str, dict[str, Any]]) -> None:
+    made = truth(with_table(case, table))["params"]
+    plain = truth(case)["params"]
+    changed = set()
+    for name, value in made.items():
+        settings = settings_of(name, table)
+        expected = truth(of_whole_run(case, settings))["params"][name]
+        assert value.equal(expected), (name, settings)
+        if not value.equal(plain[name]):
+            changed.add(name)
+    for pattern in table:
+        assert any(fnmatchcase(name, pattern) for name in changed), pattern
+
+
+def test_a_matrix_has_the_settings_of_its_patterns_and_no_other() -> None:
+    held_to_whole_runs(CASE, TABLE)
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(2, 1, 2, overlap=True), Topology(1, 2, 2), Topology(dp=3)],
+    ids=["tp2-dp2", "pp2-dp2", "dp3"],
+)
+def test_every_topology_has_the_bits_of_one_process(topology: Topology) -> None:
+    check(with_table(CASE, TABLE), topology)
+
+
+EXPERT = "*.experts.local_experts.{}.linear_fc1.weight"
+EXPERTS = {
+    "*.experts.*": {"lr": 0.004},
+    EXPERT.format(3): {"ns_steps": 8, "lr": 0.001},
+    EXPERT.format(1): {"momentum": 0.8},
+}
+
+
+def test_experts_are_numbered_over_all_ranks() -> None:
+    """As ``routes`` prints them, also in the rates of their groups."""
+    case = replace(CASE, moe=True)
+    held_to_whole_runs(case, EXPERTS)
+    check(with_table(case, EXPERTS), Topology(dp=2, ep=2))
+
+
+@pytest.mark.parametrize("topology", [Topology(), Topology(tp=2, dp=2)], ids=str)
+def test_a_part_of_a_fused_weight_has_settings_of_its_own(topology: Topology) -> None:
+    qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
+    table = {f"{qkv}[v]": {"ns_steps": 8, "momentum": 0.8}}
+    own = trained(with_table(CASE, table), topology)["params"][qkv]
+    plain = truth(CASE)["params"][qkv]
+    every = truth(of_whole_run(CASE, table[f"{qkv}[v]"]))["params"][qkv]
+    _, _, rows = qkv_rows(CASE.heads, CASE.groups, HIDDEN // CASE.heads)
+    others = sorted({*range(own.size(0))} - {*rows})
+    assert own[rows].equal(every[rows]) and not own[rows].equal(plain[rows])
+    assert own[others].equal(plain[others])
+
+
+SHARED = (("split_matrices", 2), ("homes", "local"))
+STEPS = {FC1: {"ns_steps": 8}, "*.layers.1.mlp.*": {"ns_coefficients": "quintic"}}
+
+
+@pytest.mark.parametrize("iteration", ["standard", "auto"])
+def test_matrices_that_homes_share_have_steps_of_their_own(iteration: str) -> None:
+    """To the rounding of another order of sums: each strip adds its own."""
+    case = replace(CASE, muon=(*BASE, ("ns_iteration", iteration)))
+    alone = truth(with_table(case, STEPS))["params"]
+    shared = with_table(replace(case, muon=(*case.muon, *SHARED)), STEPS)
+    for name, value in trained(shared, Topology(dp=2))["params"].items():
+        torch.testing.assert_close(value, alone[name], rtol=1e-4, atol=1e-5)
+
+
+def _error(table: dict[str, dict[str, Any]], more: tuple[Any, ...]) -> str:
+    case = replace(CASE, muon=(*BASE, *more), moe=True)
+    return error_of(lambda: start(with_table(case, table), Topology(pp=2)))
+
+
+NAMES = "matches no parameter of"
+ERRORS: dict[str, tuple[dict[str, dict[str, Any]], tuple[Any, ...], str]] = {
+    "nothing": ({"nothing*": {"lr": 0.1}}, (), f"{NAMES} the model"),
+    "no matrix": ({"embedding.*": {"lr": 0.1, "ns_steps": 6}}, (), f"{NAMES} Muon's"),
+    "no such expert": ({EXPERT.format(9): {"lr": 0.1}}, (), NAMES),
+    "no such part": ({f"{FC1}[gate]": {"ns_steps": 6}}, (), f"{NAMES} Muon's"),
+    "rate of a part": (
+        {"*.linear_qkv.weight[q]": {"lr": 0.1}},
+        (),
+        "lr=0.1 is of whole parameters",
+    ),
+    "factor": (
+        {PROJ: {"min_lr": 0.1}},
+        (("lr_mults", ((PROJ, 1.0),)),),
+        "min_lr=0.1 by by_pattern (--muon-for) and a factor by lr_mults",
+    ),
+    "factor of decay": (
+        {PROJ: {"weight_decay": 0.1}},
+        (("wd_mults", ((PROJ, 2.0),)),),
+        "weight_decay=0.1 by by_pattern (--muon-for) and a factor by wd_mults",
+    ),
+    "minimum above the run's rate": (
+        {PROJ: {"min_lr": 5.0}},
+        (),
+        "min_lr=5.0: the minimum, 5.0, is above the rate",
+    ),
+    "two patterns together": (
+        {PROJ: {"ns_coefficients": "cubic5"}, "*.linear_proj.*": {"ns_steps": 6}},
+        (),
+        f"{PROJ}: ns_coefficients",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_a_model_cannot_have_is_an_error_on_all_ranks(name: str) -> None:
+    table, more, said = ERRORS[name]
+    texts = run(_error, 2, table, more)
+    assert any(said in text for text in texts), texts
+    assert all("Error: " in text for text in texts), texts
