@@ -108,10 +108,12 @@ def with_multipliers(
 def _settings(
     model_chunks: Sequence[torch.nn.Module], config: MuonConfig, pg_collection: Any
 ) -> dict[torch.nn.Parameter, OfGroup]:
-    ep_rank, experts = 0, 0
+    ep_rank = 0
+    experts = 0
     if config.by_pattern and is_moe(model_chunks):
         ep = group_of("ep", pg_collection)
-        ep_rank, experts = ep.rank(), local_experts(model_chunks, ep.size())
+        ep_rank = ep.rank()
+        experts = local_experts(model_chunks, ep.size())
     return {
         weight.param: (
             *multipliers_of(weight, config),
