@@ -6,14 +6,13 @@ import importlib
 import inspect
 import itertools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _device
 from torch.utils.data import DataLoader
 
-from megatron_muon.runtime.patches import Patches
+from megatron_muon.runtime.patches import Function, Patches
 
 CPU = torch.device("cpu")
 FACTORIES = (
@@ -45,7 +44,7 @@ def current_device(patches: Patches) -> None:
     patches.set(torch.cuda, "set_device", lambda device: None)
 
 
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+def _on_cpu(factory: Function) -> Function:
     @functools.wraps(factory)
     def made_on_cpu(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs and is_cuda(kwargs["device"]):
@@ -69,7 +68,7 @@ def factories(patches: Patches) -> None:
         patches.set(torch, name, _on_cpu(getattr(torch, name)))
 
 
-def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+def _to(original: Function) -> Function:
     @functools.wraps(original)
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args and is_cuda(args[0]):
@@ -92,7 +91,7 @@ def moves(patches: Patches) -> None:
     patches.set(torch.Tensor, "to", _to(torch.Tensor.to))
 
 
-def _type(original: Callable[..., Any]) -> Callable[..., Any]:
+def _type(original: Function) -> Function:
     @functools.wraps(original)
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:

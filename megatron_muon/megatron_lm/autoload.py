@@ -15,7 +15,6 @@ import itertools
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from megatron_muon.megatron_lm.launch import (
     without_gpu,
 )
 from megatron_muon.presence import SeamError, require_core
+from megatron_muon.runtime.patches import Function
 from megatron_muon.settings.flags import MUONS
 
 _fault: SeamError | None = None  # the reason why Muon cannot run with this Megatron
@@ -78,7 +78,7 @@ def _refuse(args: Any) -> None:
         raise _fault
 
 
-def _refuse_around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _refuse_around(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Parsing, of a YAML file too, returns the arguments; validation takes them."""
     for argument in args:
         _refuse(argument)
@@ -87,9 +87,7 @@ def _refuse_around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return result
 
 
-def _validate_args(
-    original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any
-) -> Any:
+def _validate_args(original: Function, args: Any, *rest: Any, **kwargs: Any) -> Any:
     """Check the installation and turn on the CPU runtime before Megatron validates and
     builds.
     """
@@ -110,9 +108,7 @@ def _runs_on_cpu(args: Any) -> bool:
     return asks_for_muon(args) or bool(getattr(args, "muon_cpu", None))
 
 
-def _initialize_megatron(
-    original: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _initialize_megatron(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Without a GPU, parse the arguments first: up to 0.17 Megatron asserts one
     before.
     """

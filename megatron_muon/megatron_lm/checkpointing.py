@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_muon.mcore.load_check.digest import iteration_of
 from megatron_muon.megatron_lm import switching, tracker
 from megatron_muon.megatron_lm.flags.namespace import is_on
+from megatron_muon.runtime.patches import Function
 
 # The optimizer's name in a checkpoint's arguments. The saver of tools/checkpoint hands
 # them to validate_args of a Megatron without the plugin. In 0.16 and 0.17 it refuses a
@@ -25,7 +26,7 @@ SAVED_NAME = "Muon"
 
 
 def generate_state_dict(
-    original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any
+    original: Function, args: Any, *rest: Any, **kwargs: Any
 ) -> Any:
     """Megatron's state dict, with arguments that its tools can read without the
     plugin.
@@ -41,7 +42,7 @@ def generate_state_dict(
 
 
 def save_checkpoint(
-    original: Callable[..., Any], iteration: Any, model: Any, *args: Any, **kwargs: Any
+    original: Function, iteration: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Megatron's save. With ``--ckpt-format torch`` the digest is written after it.
 
@@ -93,7 +94,7 @@ _RANKS = (
 
 
 def load_checkpoint(
-    original: Callable[..., Any],
+    original: Function,
     ddp_model: Any,
     optimizer: Any,
     opt_param_scheduler: Any,

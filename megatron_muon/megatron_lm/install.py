@@ -33,7 +33,7 @@ from megatron_muon.megatron_lm.host import MegatronLM
 from megatron_muon.megatron_lm.loop import early_gathers, step_traces
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
-from megatron_muon.runtime.patches import Patches, around, replaced
+from megatron_muon.runtime.patches import Function, Patches, replaced
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.flags import (
     KEPT,
@@ -44,7 +44,6 @@ from megatron_muon.settings.flags import (
 )
 
 _patches = Patches()
-_is_on = False  # whether the wrappers are in effect
 
 
 def install_training() -> None:
@@ -66,32 +65,19 @@ def install_training() -> None:
             wrap(seam.module, seam.name, _WRAPPERS[seam.name])
 
 
-def wrap(module_name: str, name: str, wrapper: Callable[..., Any]) -> None:
+def wrap(module_name: str, name: str, wrapper: Function) -> None:
     """Put ``wrapper(original, ...)`` around a function of megatron.training.
     Idempotent.
     """
-    global _is_on
-    _is_on = True
-    module = importlib.import_module(module_name)
-    original: Any = getattr(module, name)
-    before = getattr(original, "megatron_muon_wrappers", ())
-    if wrapper in before:
-        return
-    wrapped = around(original, wrapper, lambda: _is_on)
-    wrapped.megatron_muon_wrappers = (wrapper, *before)
-    if name in _THERE_ALONE:
-        _patches.set(module, name, wrapped)
-    else:
-        _patches.everywhere({name: (original, wrapped)}, within="megatron.")
+    within = module_name if name in _THERE_ALONE else "megatron."
+    _patches.wrap(module_name, name, wrapper, within)
 
 
 def uninstall_training() -> None:
     """Restore megatron.training's own functions, and leave no trace in its modules."""
-    global _is_on
     set_host(NO_HOST)
     step_traces.forget()
     _patches.undo()
-    _is_on = False
 
 
 def asks_for_muon(args: Any) -> bool:
@@ -103,7 +89,7 @@ def asks_for_muon(args: Any) -> bool:
 
 
 def _parse_args(
-    original: Callable[..., Any],
+    original: Function,
     extra_args_provider: Callable[[Any], Any] | None = None,
     *rest: Any,
     **kwargs: Any,
@@ -129,7 +115,7 @@ def _parse_args(
 
 
 def _validate_args(
-    original: Callable[..., Any],
+    original: Function,
     args: Any,
     defaults: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -310,9 +296,7 @@ def _refuse_yaml(args: Any, options: list[str]) -> None:
         )
 
 
-def _print_args(
-    original: Callable[..., Any], title: str, args: Any, **kwargs: Any
-) -> Any:
+def _print_args(original: Function, title: str, args: Any, **kwargs: Any) -> Any:
     """Megatron's printing of the arguments, with the optimizer's name as it was
     given.
     """
@@ -321,9 +305,7 @@ def _print_args(
         return original(title, args, **kwargs)
 
 
-def _get_megatron_optimizer_config(
-    original: Callable[..., Any], args: Any, **kwargs: Any
-) -> Any:
+def _get_megatron_optimizer_config(original: Function, args: Any, **kwargs: Any) -> Any:
     """Megatron's optimizer config, with its own Muon's settings reset: the flags filled
     them.
     """
@@ -337,7 +319,7 @@ def _get_megatron_optimizer_config(
 
 
 def _get_megatron_muon_optimizer(
-    original: Callable[..., Any],
+    original: Function,
     config: Any,
     model_chunks: Any,
     *args: Any,
@@ -359,9 +341,7 @@ def _get_megatron_muon_optimizer(
     )
 
 
-def _initialize_megatron(
-    original: Callable[..., Any], *rest: Any, **kwargs: Any
-) -> Any:
+def _initialize_megatron(original: Function, *rest: Any, **kwargs: Any) -> Any:
     """Megatron's; then all ranks compare what they ask of the plugin."""
     result = original(*rest, **kwargs)
     args = importlib.import_module("megatron.training").get_args()
@@ -402,7 +382,7 @@ _AGREED = (
 
 # The wrappers of the seam table's rows, by name; ``autoload`` wraps
 # ``initialize_megatron``, too.
-_WRAPPERS: dict[str, Callable[..., Any]] = {
+_WRAPPERS: dict[str, Function] = {
     "initialize_megatron": _initialize_megatron,
     "parse_args": _parse_args,
     "validate_args": _validate_args,

@@ -9,15 +9,16 @@ calls it: so it passes calls on by then (``around``).
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
 from megatron_muon.presence import MuonError
 
+Function = Callable[..., Any]
 _ABSENT = object()
 
 
@@ -27,17 +28,17 @@ class MissingTargetError(MuonError, RuntimeError):
     """
 
 
-@dataclass
 class Patches:
-    """All changes so far. ``undo()`` puts everything back, the last change first."""
+    """All changes so far. ``undo()`` puts everything back, the last change first.
 
-    # the part of this package that makes the changes, for errors
-    by: str = "megatron_muon"
-    ABSENT = _ABSENT
-    # (owner, attribute, the owner's own value before). The value is ABSENT where the
-    # owner itself had no such attribute: it was inherited, or did not exist.
-    changed: list[tuple[Any, str, Any]] = field(default_factory=list)
-    _stack: ExitStack = field(default_factory=ExitStack)
+    Args:
+        by: the part of this package that makes the changes, for errors.
+    """
+
+    def __init__(self, by: str = "megatron_muon") -> None:
+        self._by = by
+        self._changes = ExitStack()
+        self._is_on = False
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set ``owner.name`` (a module or class attribute) and remember what was there.
@@ -47,7 +48,7 @@ class Patches:
         """
         if not hasattr(owner, name):
             raise MissingTargetError(
-                f"{getattr(owner, '__name__', owner)} has no {name}, which {self.by} "
+                f"{getattr(owner, '__name__', owner)} has no {name}, which {self._by} "
                 "replaces: this version of it is not known here; use one that the "
                 "README lists"
             )
@@ -55,12 +56,11 @@ class Patches:
 
     def add(self, owner: Any, name: str, value: Any) -> None:
         """Like ``set``, but the attribute may be missing."""
+        # absent where it does not exist, or is inherited
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
-        self.changed.append((owner, name, before))
-        self._stack.callback(
-            _put_back, owner, name, vars(owner).get(name, _ABSENT), before
-        )
+        ours = vars(owner).get(name, _ABSENT)
+        self.on_undo(_put_back, owner, name, ours, before)
 
     def set_existing(self, owner: Any, name: str, value: Any) -> None:
         """Like ``set``, but does nothing where this version lacks the attribute.
@@ -71,33 +71,49 @@ class Patches:
         if hasattr(owner, name):
             self.set(owner, name, value)
 
-    def everywhere(
-        self, changes: Mapping[str, tuple[Any, Any]], within: str = ""
+    def wrap(
+        self, module_name: str, symbol: str, wrapper: Function, within: str = ""
     ) -> None:
-        """Replace ``{name: (old, new)}`` in every module that has old under name, also
-        by import.
+        """Put ``wrapper(original, ...)`` around a function or a method; twice is once.
 
-        Undo gives old to every module that then has new, also one that imported it in
-        the meantime. A reference under another name is not found, so after the undo new
-        must pass calls on to old. ``within`` is what the names of these modules begin
-        with.
+        A function is replaced in every module that has it by its name, also by import.
+        Undo gives the original to every module that has ours by then, also one that
+        imported it in the meantime. A reference under another name is not found; by it
+        ours passes calls on after the undo.
+
+        Args:
+            symbol: its name in the module, or ``Class.method``.
+            within: what the names of the modules that get a function begin with.
         """
-        _swap(changes, within)
-        back = {name: (new, old) for name, (old, new) in changes.items()}
-        self._stack.callback(_swap, back, within)
+        owner: Any = importlib.import_module(module_name)
+        holder, _, name = symbol.rpartition(".")
+        if holder:
+            owner = getattr(owner, holder)
+        original: Any = getattr(owner, name)
+        before = getattr(original, "wrapped_by", ())
+        if wrapper in before:
+            return
+        ours = around(original, functools.partial(wrapper, original), self.is_on)
+        ours.wrapped_by = (wrapper, *before)
+        if holder:
+            self.set(owner, name, ours)
+        else:
+            _swap(name, original, ours, within)
+            self.on_undo(_swap, name, ours, original, within)
 
-    def on_undo(self, callback: Callable[[], object]) -> None:
+    def on_undo(self, callback: Callable[..., object], *args: Any) -> None:
         """Call ``callback`` on undo, for a change that is not an attribute."""
-        self._stack.callback(callback)
+        self._is_on = True
+        self._changes.callback(callback, *args)
 
     def is_on(self) -> bool:
         """Whether there is a change to undo."""
-        return bool(self.changed)
+        return self._is_on
 
     def undo(self) -> None:
         """Put everything back; a second call does nothing."""
-        self._stack.close()
-        self.changed.clear()
+        self._changes.close()
+        self._is_on = False
 
 
 def _put_back(owner: Any, name: str, ours: Any, before: Any) -> None:
@@ -112,13 +128,12 @@ def _put_back(owner: Any, name: str, ours: Any, before: Any) -> None:
         setattr(owner, name, before)
 
 
-def _swap(changes: Mapping[str, tuple[Any, Any]], within: str) -> None:
+def _swap(name: str, old: Any, new: Any, within: str) -> None:
+    """Replace old by new in every module that has it under that name."""
     for module_name, module in list(sys.modules.items()):
-        if module_name.startswith(within):
-            namespace = getattr(module, "__dict__", {})
-            for name, (old, new) in changes.items():
-                if namespace.get(name) is old:
-                    namespace[name] = new
+        namespace = getattr(module, "__dict__", {})
+        if module_name.startswith(within) and namespace.get(name) is old:
+            namespace[name] = new
 
 
 @contextmanager
@@ -132,25 +147,15 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     try:
         for name, value in attributes.items():
             if isinstance(value, FunctionType) and hasattr(owner, name):
-                value = around(getattr(owner, name), _in_place_of(value), patches.is_on)
+                value = around(getattr(owner, name), value, patches.is_on)
             patches.set_existing(owner, name, value)
         yield
     finally:
         patches.undo()
 
 
-def _in_place_of(value: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapper(_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return value(*args, **kwargs)
-
-    return wrapper
-
-
-def around(
-    original: Callable[..., Any], wrapper: Callable[..., Any], is_on: Callable[[], bool]
-) -> Any:
-    """A function that calls ``wrapper(original, ...)``, with the signature of
-    ``original``.
+def around(original: Function, ours: Function, is_on: Callable[[], bool]) -> Any:
+    """A function that calls ``ours``, with the signature of ``original``.
 
     A caller that keeps it after the undo, when ``is_on`` returns False, calls
     ``original`` by it.
@@ -158,9 +163,7 @@ def around(
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not is_on():
-            return original(*args, **kwargs)
-        return wrapper(original, *args, **kwargs)
+        return (ours if is_on() else original)(*args, **kwargs)
 
     return wrapped
 

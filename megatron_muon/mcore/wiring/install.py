@@ -23,14 +23,13 @@ from megatron_muon.mcore.wiring.validate import agree, fields_set, refuse, route
 from megatron_muon.presence import SeamError
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.exchange.meter import Meter
-from megatron_muon.runtime.patches import Patches, around, replaced
+from megatron_muon.runtime.patches import Function, Patches, replaced
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.flags import MUONS
 
 # A reference to a wrapper that ``undo()`` does not find outlives uninstall(); the
 # wrapper then only passes the call on.
 _patches = Patches()
-_originals: dict[str, Any] = {}  # Megatron's own functions
 _config: MuonConfig | None = None  # None while not installed
 
 
@@ -48,25 +47,10 @@ def install(config: MuonConfig | None = None) -> None:
 
         require_taken()
     if _config is None:
-        _wrap()
+        for seam in wrapped_in_core():
+            if seam.name in _WRAPPERS:
+                _patches.wrap(seam.module, seam.name, _WRAPPERS[seam.name])
     _config = wanted
-
-
-def _wrap() -> None:
-    functions = {}
-    for seam in wrapped_in_core():
-        if seam.name in _WRAPPERS:
-            module = importlib.import_module(seam.module)
-            holder, _, name = seam.name.rpartition(".")
-            owner = getattr(module, holder) if holder else module
-            original = getattr(owner, name)
-            ours = around(original, _WRAPPERS[seam.name], lambda: _config is not None)
-            _originals[seam.name] = original
-            if holder:
-                _patches.set(owner, name, ours)
-            else:
-                functions[name] = original, ours
-    _patches.everywhere(functions)
 
 
 def uninstall() -> None:
@@ -99,7 +83,7 @@ def meter(optimizer: Any) -> Meter:
 
 
 def _get_megatron_optimizer(
-    original: Callable[..., Any],
+    original: Function,
     config: Any,
     model_chunks: list[Any],
     *args: Any,
@@ -147,7 +131,7 @@ def _is_muon(config: Any) -> bool:
 
 
 def _built(
-    original: Callable[..., Any], call: inspect.BoundArguments, settings: MuonConfig
+    original: Function, call: inspect.BoundArguments, settings: MuonConfig
 ) -> Any:
     config = call.arguments["config"]
     model_chunks = call.arguments["model_chunks"]
@@ -206,7 +190,7 @@ def _with_upstreams(settings: MuonConfig, call: inspect.BoundArguments) -> MuonC
 
 
 def _get_megatron_muon_optimizer(
-    original: Callable[..., Any],
+    original: Function,
     config: Any,
     model_chunks: list[Any],
     *args: Any,
@@ -225,13 +209,10 @@ def _get_megatron_muon_optimizer(
             "megatron_muon.install() has made optimizer='muon' the plugin's: use only "
             "one of the two"
         )
-    original = _originals["get_megatron_optimizer"]
-    return _get_megatron_optimizer(original, **call.arguments)
+    return mcore_optimizer.get_megatron_optimizer(**call.arguments)
 
 
-def _stopped(
-    original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _stopped(original: Function, config: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps the functions that ``get_megatron_optimizer`` calls, to stop the name
     ``muon`` there.
 
@@ -247,7 +228,7 @@ def _stopped(
     return original(config, *args, **kwargs)
 
 
-def _check_config(original: Callable[..., None], config: Any) -> None:
+def _check_config(original: Function, config: Any) -> None:
     """Wraps the checks of a config: Megatron refuses some options with any Muon but its
     own.
     """
@@ -256,7 +237,7 @@ def _check_config(original: Callable[..., None], config: Any) -> None:
         original(config)
 
 
-def _build_ddp(original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
+def _build_ddp(original: Function, /, *args: Any, **kwargs: Any) -> None:
     """Wraps DistributedDataParallel's, whose grad buffers may get another layout."""
     assert _config is not None
     if not _config.align_shards and not host().layouts():
@@ -275,7 +256,7 @@ _OF_ADAMW = (
 )
 
 
-def _of(module: str, name: str) -> Callable[..., Any]:
+def _of(module: str, name: str) -> Function:
     """A wrapper that is imported when it is first called."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -286,7 +267,7 @@ def _of(module: str, name: str) -> Callable[..., Any]:
 
 # Wrappers by symbol name. Each takes the function of Megatron first, and is called only
 # while the plugin is installed.
-_WRAPPERS: dict[str, Callable[..., Any]] = {
+_WRAPPERS: dict[str, Function] = {
     "get_megatron_optimizer": _get_megatron_optimizer,
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
     "_get_megatron_optimizer_based_on_param_groups": _stopped,

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.seams.optimizer import SYNCS
 from megatron_muon.mcore.seams.rows import check_rows
 from megatron_muon.runtime.collectives import all_gather_numbers
-from megatron_muon.runtime.patches import replaced
+from megatron_muon.runtime.patches import Function, replaced
 from megatron_muon.version import __version__
 
 # Marks in a trace, which ``megatron_muon.lab.trace`` reads. Steps have torch's own name
@@ -203,7 +203,7 @@ def _marked_calls(optimizer: Any) -> Iterator[None]:
         yield
 
 
-def _marked(method: Callable[..., Any], mark: str) -> Callable[..., Any]:
+def _marked(method: Function, mark: str) -> Function:
     def marked(*args: Any, **kwargs: Any) -> Any:
         with record_function(mark):
             return method(*args, **kwargs)

@@ -7,16 +7,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from megatron_muon.console import say
 from megatron_muon.planning.describe import late_gather_line
 from megatron_muon.runtime import patches
+from megatron_muon.runtime.patches import Function
 
 
-def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def train(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Megatron's training loop, with gathers of parameters within its steps.
 
     Others train in it, too, by a ``train_step`` of their own that generates samples
@@ -38,7 +38,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
-def _why_not(train: Callable[..., Any]) -> str | None:
+def _why_not(train: Function) -> str | None:
     """What may read or write parameters in this loop, if anything does."""
     if getattr(
         importlib.import_module("megatron.training").get_args(),
@@ -54,7 +54,7 @@ def _why_not(train: Callable[..., Any]) -> str | None:
     return None
 
 
-def _module_of(function: Callable[..., Any]) -> str:
+def _module_of(function: Function) -> str:
     """The module whose code a function runs, under our own wrappers.
 
     ``__module__`` does not say: ``functools.wraps`` copies it.

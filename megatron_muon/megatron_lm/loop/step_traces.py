@@ -8,11 +8,11 @@ import atexit
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.console import say
+from megatron_muon.runtime.patches import Function
 
 if TYPE_CHECKING:
     from megatron_muon.mcore.wiring.step_traces import MegatronTraces
@@ -54,7 +54,7 @@ def check(args: Any) -> None:
         )
 
 
-def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def train_step(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Megatron's training step, traced if it is one of the chosen ones."""
     flags = importlib.import_module("megatron.training").get_args()
     steps = getattr(flags, "muon_trace_steps", None)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,6 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.mcore.host.loop import Host, host, set_host
@@ -46,7 +45,7 @@ from megatron_muon.planning.buckets.layout import Layout, choose_layout
 from megatron_muon.planning.buckets.order import Bucket, Holders, orders, starts
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.runtime import collectives
-from megatron_muon.runtime.patches import Patches, around
+from megatron_muon.runtime.patches import Function, Patches
 from megatron_muon.settings.config import MuonConfig, named
 
 SINCE = (0, 18)
@@ -121,9 +120,8 @@ def as_in_run(config: MuonConfig, loop: Host) -> Iterator[None]:
     """
     patches = Patches()
     before = host()
-    original = DistributedDataParallel.__init__
-    ours = around(original, partial(build, config), patches.is_on)
-    patches.set(DistributedDataParallel, "__init__", ours)
+    ours = partial(build, config)
+    patches.wrap("megatron.core.distributed", "DistributedDataParallel.__init__", ours)
     set_host(loop)
     try:
         yield
@@ -134,7 +132,7 @@ def as_in_run(config: MuonConfig, loop: Host) -> Iterator[None]:
 
 def build(
     config: MuonConfig,
-    original: Callable[..., None],
+    original: Function,
     ddp: Any,
     /,
     *args: Any,
