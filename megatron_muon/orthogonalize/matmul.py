@@ -398,7 +398,10 @@ def symmetric_kernel(
         return None
     if config.symmetric_products == "triton":
         return _triton()
-    return _quack_on(device)
+    kernel = _quack()
+    if kernel is None or torch.cuda.get_device_capability(device) < _KERNEL_CAPABILITY:
+        return None
+    return kernel
 
 
 def _library(config: MuonConfig) -> str:
@@ -411,14 +414,6 @@ def _triton() -> SymmetricKernel:
     from megatron_muon.orthogonalize.symmetric import symmetric_product
 
     return symmetric_product
-
-
-@cache
-def _quack_on(device: torch.device) -> SymmetricKernel | None:
-    kernel = _quack() if device.type == "cuda" else None
-    if kernel is None or torch.cuda.get_device_capability(device) < _KERNEL_CAPABILITY:
-        return None
-    return kernel
 
 
 @cache

@@ -12,7 +12,7 @@ rounds to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ from megatron_muon.orthogonalize.matmul import (
     products_on,
     sums_in_fp32,
 )
-from megatron_muon.orthogonalize.normalization import enter
+from megatron_muon.orthogonalize.normalization import enter, is_cpu
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.soundness import Soundness, largest_of
 from megatron_muon.settings.coefficients import Triple
 from megatron_muon.settings.config import MuonConfig
 
+# (matrices, steps or segments, products, spare memory)
+Iteration = Callable[[Tensor, Any, Products, Tensor | None], Tensor]
 _LINE = 32  # elements of 2 bytes in the alignment of torch's own memory, 64 bytes
 # Of matrices that a CPU takes together: their fp32 copies, 1 MiB, stay in its caches.
 _CPU_ELEMENTS = 1 << 18
@@ -124,7 +126,7 @@ def takes_batches(device: torch.device) -> bool:
     A CPU's are of one. So are those of torch's deterministic mode, since the layout
     decides which matrices share a batch.
     """
-    return not (_is_cpu(device) or torch.are_deterministic_algorithms_enabled())
+    return not (is_cpu(device) or torch.are_deterministic_algorithms_enabled())
 
 
 def _bits_are_the_same(source: Tensor, numerics: Numerics) -> bool:
@@ -132,7 +134,7 @@ def _bits_are_the_same(source: Tensor, numerics: Numerics) -> bool:
     does).
     """
     one_by_one = numerics.config.ns_batch == 1 or not takes_batches(source.device)
-    return one_by_one and not _is_cpu(source.device)
+    return one_by_one and not is_cpu(source.device)
 
 
 def at_once_on(
@@ -143,7 +145,7 @@ def at_once_on(
     On a CPU they share what is not a product, with the same bits. Where ``ns_batch`` is
     None they have at most ``most`` elements of scratch memory.
     """
-    if _is_cpu(device):
+    if is_cpu(device):
         # else a later one is multiplied otherwise
         is_aligned = rows * cols % _LINE == 0
         return max(1, _CPU_ELEMENTS // (rows * cols)) if is_aligned else 1
@@ -178,7 +180,7 @@ def _orthogonalize_into(
     rows = source.size(1)
     cols = source[0, 0].numel()
     # A GPU multiplies tall matrices as they are; on a CPU the short side is first.
-    is_mirrored = _is_cpu(source.device) and rows > cols
+    is_mirrored = is_cpu(source.device) and rows > cols
     shape = (
         (source.size(0), cols, rows) if is_mirrored else (source.size(0), rows, cols)
     )
@@ -189,14 +191,16 @@ def _orthogonalize_into(
     def like_source(x: Tensor) -> Tensor:
         return torch.unflatten(x.mT if is_mirrored else x, 2, source.shape[2:])
 
-    gram = takes_gram(rows, cols, numerics)
-    iterates = len(numerics.segments if gram else numerics.steps)
+    iteration: Iteration = standard_iteration
+    parts: Sequence[Any] = numerics.steps
+    if takes_gram(rows, cols, numerics):
+        iteration, parts = gram_iteration, numerics.segments
     first = torch.empty(shape, dtype=products.held, device=source.device)
     second: Tensor | None = None
     if memory is not None and memory.element_size() == first.element_size():
         second = memory.view(products.held).view(shape)
     # so that the last iterate is there, too
-    starts_in_memory = is_direct and iterates % 2 == 0
+    starts_in_memory = is_direct and len(parts) % 2 == 0
     if starts_in_memory and second is not None:
         first, second = second, first
     into = source.view(products.held) if starts_in_memory else like_source(first)
@@ -211,44 +215,36 @@ def _orthogonalize_into(
         norms = enter(first, first, in_rows, moves, products, numerics)
     else:
         norms = enter(first, into, source, moves, products, numerics)
-    x = _iterated(first, second, products, numerics, gram=gram)
+    x = _iterated(iteration, first, parts, products, second)
     if soundness is not None:
         soundness.norms.append(norms)
         is_tall = x.size(1) > x.size(2)
         soundness.lines.append(largest_of(x[:, 0] if is_tall else x[:, :, 0]))
     if is_direct:  # x is in the memory of source, which is that of out
         return
-    if second is not None and iterates % 2 == 1:
+    if second is not None and len(parts) % 2 == 1:
         x = first.copy_(x)
     out.copy_(like_source(x))
 
 
 def _iterated(
+    iteration: Iteration,
     x: Tensor,
-    spare: Tensor | None,
+    parts: Sequence[Any],
     products: Products,
-    numerics: Numerics,
-    *,
-    gram: bool,
+    spare: Tensor | None,
 ) -> Tensor:
-    def iterate(x: Tensor, spare: Tensor | None) -> Tensor:
-        if gram:
-            return gram_iteration(x, numerics.segments, products, spare)
-        return standard_iteration(x, numerics.steps, products, spare)
-
+    """The iteration of k matrices, batched or one by one."""
     with sums_in_fp32(x.device):
         if x.size(0) == 1:  # products of a single matrix are not batched
-            return iterate(x[0], None if spare is None else spare[0])[None]
+            beside = None if spare is None else spare[0]
+            return iteration(x[0], parts, products, beside)[None]
         if takes_batches(x.device):
-            return iterate(x, spare)
+            return iteration(x, parts, products, spare)
         spare = torch.empty_like(x) if spare is None else spare
         for one, beside in zip(x, spare, strict=True):
-            iterate(one, beside)
-    return spare if len(numerics.segments if gram else numerics.steps) % 2 else x
-
-
-def _is_cpu(device: torch.device) -> bool:
-    return device.type == "cpu"
+            iteration(one, parts, products, beside)
+    return spare if len(parts) % 2 else x
 
 
 def standard_iteration(

@@ -49,7 +49,7 @@ def enter(
             memory.
         source: ``(k, rows, ...)``, at most three dims of columns; may be overwritten.
     """
-    if _is_cpu(source.device):
+    if is_cpu(source.device):
         whole = torch.empty_like(x, dtype=torch.float32)
         torch.as_strided(whole, into.shape, into.stride()).copy_(source)
         norms = normalize_(whole, moves)
@@ -137,7 +137,8 @@ def normalize_(x: Tensor, moves: Tensor | None = None) -> Tensor:
     return norms
 
 
-def _is_cpu(device: torch.device) -> bool:
+def is_cpu(device: torch.device) -> bool:
+    """Whether matrices go the way of a CPU."""
     return device.type == "cpu"
 
 

@@ -162,7 +162,6 @@ def test_the_kind_of_a_gpu_is_known_by_the_kernel_that_it_takes(
             products_module, "_quack", lambda installed=installed: installed
         )
         for capability[0] in ((8, 0), (9, 0), (10, 0)):
-            products_module._quack_on.cache_clear()
             has = installed is not None and capability[0] >= (9, 0)
             assert plan_device(gpu, MuonConfig()) == (
                 "cuda_symmetric" if has else "cuda"
@@ -172,7 +171,6 @@ def test_the_kind_of_a_gpu_is_known_by_the_kernel_that_it_takes(
                     gpu, numerics_on(gpu, MuonConfig(ns_dtype=dtype))
                 ).kernel
                 assert (kernel is installed and has) == (has and dtype != "fp32")
-    products_module._quack_on.cache_clear()
     assert plan_device(torch.device("meta"), MuonConfig()) == "cuda"
 
 
@@ -180,7 +178,8 @@ def test_the_flag_says_whose_kernel_a_gpu_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = torch.device("cuda", 0)
-    libraries = {"_quack_on": lambda _: fake_kernel, "_triton": lambda: exact_kernel}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    libraries = {"_quack": lambda: fake_kernel, "_triton": lambda: exact_kernel}
     for name, found in libraries.items():
         monkeypatch.setattr(products_module, name, found)
     wanted = {"auto": fake_kernel, "triton": exact_kernel, "torch": None}
@@ -236,14 +235,12 @@ def test_a_library_that_cannot_be_imported_is_an_error_and_one_that_is_not_there
 
     monkeypatch.setattr("sys.meta_path", [Broken(), *sys.meta_path])
     products_module._quack.cache_clear()
-    products_module._quack_on.cache_clear()
     try:
         with pytest.raises(KernelError, match=r"OSError: no libcuda.*uninstall it"):
             plan_device(torch.device("cuda", 0), MuonConfig())
     finally:
         monkeypatch.undo()
         products_module._quack.cache_clear()
-        products_module._quack_on.cache_clear()
     assert plan_device(torch.device("cuda", 0), MuonConfig()) == "cuda"
 
 

@@ -37,7 +37,7 @@ BOUND = 486 * 2.0**-24
 
 def _takes_a_cpus_way(patch: pytest.MonkeyPatch, takes: bool) -> None:
     for module in (newton_schulz, normalization):
-        patch.setattr(module, "_is_cpu", lambda device: takes)
+        patch.setattr(module, "is_cpu", lambda device: takes)
 
 
 @pytest.fixture
