@@ -36,9 +36,9 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +77,7 @@ class Pending:
 
     def wait(self) -> Tensor:
         """The received elements. On CUDA the current stream waits, not the host."""
-        with _named(self.name, self.group, "wait"):
+        with marked(self.name, self.group, "wait"):
             for work in self.works:
                 work.wait()
         return self.received
@@ -192,7 +192,7 @@ def start_messages(name: str, sent: Tensor, route: Route) -> Pending | None:
     if not route.messages:
         return None
     received = sent.new_empty(route.received)
-    with _named(name, route.group):
+    with marked(name, route.group):
         works = _start_messages(sent, received, route)
     return Pending(name, route.group, sent, received, works)
 
@@ -230,7 +230,7 @@ def _start_messages(sent: Tensor, received: Tensor, route: Route) -> list[dist.W
 def all_gather_flat(name: str, mine: Tensor, group: Group) -> list[Tensor]:
     """Every rank's ``mine``, ``(n,)`` with the same n, in the order of the group."""
     flat = mine.new_empty(mine.numel() * group.size())
-    with _named(name, group):
+    with marked(name, group):
         dist.all_gather_into_tensor(flat, mine, group=group)
     return list(torch.split(flat, mine.numel()))
 
@@ -245,7 +245,7 @@ class Broadcasts:
 
     def wait(self) -> bool:
         """Wait for all of them; True, as ``dist.Work.wait`` returns it."""
-        with _named(self.name, self.group, "wait"):
+        with marked(self.name, self.group, "wait"):
             return all([work.wait() for work in self.works])
 
 
@@ -257,7 +257,7 @@ def start_broadcasts(
     torch does the same over NCCL for an all-gather of unequal ranges, which gloo
     refuses.
     """
-    with _named(name, group):
+    with marked(name, group):
         works: list[dist.Work | None] = []
         for parts in tensors:
             for rank, part in enumerate(parts):
@@ -272,14 +272,14 @@ def start_broadcasts(
 def any_rank(name: str, flag: Tensor, group: Group | None) -> bool:
     """True on every rank of the group if ``flag``, a bool scalar, is True on one."""
     vote = flag.to(torch.int32)
-    with _named(name, group):
+    with marked(name, group):
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group)
         return bool(vote.item())
 
 
 def add_up(name: str, numbers: Tensor, group: Group | None) -> None:
     """Replace ``numbers``, ``(n,)`` on all ranks, by their sums over the ranks."""
-    with _named(name, group):
+    with marked(name, group):
         dist.all_reduce(numbers, group=group)
 
 
@@ -287,7 +287,7 @@ def max_over(name: str, numbers: Tensor, group: Group | None) -> None:
     """Replace ``numbers``, ``(n,)`` on all ranks, by the largest of all ranks, one by
     one.
     """
-    with _named(name, group):
+    with marked(name, group):
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
 
 
@@ -297,7 +297,7 @@ def all_gather_numbers(
     """Every rank's ``numbers``, in the order of the group."""
     mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    with _named("muon/agree", group):
+    with marked("muon/agree", group):
         dist.all_gather(every, mine, group=group)
     return [tensor.tolist() for tensor in every]
 
@@ -307,7 +307,7 @@ def all_gather_json(value: Any, group: Group | None) -> list[Any]:
     packed: list[Any] = [None] * dist.get_world_size(group)
     # packed: a GPU takes the longest text's bytes for every rank
     mine = zlib.compress(json.dumps(value).encode())
-    with _named("muon/error", group):
+    with marked("muon/error", group):
         dist.all_gather_object(packed, mine, group=group)
     return [json.loads(zlib.decompress(text)) for text in packed]
 
@@ -336,44 +336,35 @@ def split_world(color: Sequence[int], like: Group, device: torch.device) -> Grou
     return mine
 
 
-def in_megatrons(name: str, group: Group | None) -> AbstractContextManager[None]:
-    """A context that marks a collective of Megatron's own in traces, and names it if it
-    fails.
-    """
-    return _named(name, group)
+@contextmanager
+def marked(name: str, group: Group | None, part: str = "collective") -> Iterator[None]:
+    """Mark a collective in traces, and name its phase in the error if it fails."""
+    with naming(name, group), record_function(f"{name}/{part}"):
+        yield
 
 
 @contextmanager
-def _named(name: str, group: Group | None, part: str = "collective") -> Iterator[None]:
-    """Mark the collective in traces, and name it in the error if it fails.
+def naming(
+    name: str, group: Group | None, what: str = "its collective"
+) -> Iterator[None]:
+    """Name the phase in the error of a collective.
 
     gloo raises where another rank is gone or the timeout has passed. NCCL's watchdog
     ends the process instead, and logs the collective by its sequence number.
-    """
-    try:
-        with record_function(f"{name}/{part}"):
-            yield
-    except RuntimeError as error:
-        raise_named(name, group, error)
-
-
-def raise_named(
-    name: str, group: Group | None, error: RuntimeError, what: str = "its collective"
-) -> NoReturn:
-    """Raise the error of a collective with the name of its phase.
-
-    It is raised as it is where it names a phase already, and where it is one of this
-    rank's own device.
 
     Raises:
-        PhaseError: names the phase, this rank and ``what`` failed, and quotes
-            ``error``.
+        PhaseError: names the phase, this rank and ``what`` failed, and quotes the
+            error. One that names a phase already, or is of this rank's own device, is
+            raised as it is.
     """
-    if isinstance(error, (PhaseError, *_OWN_FAULT)):
-        raise error
-    raise PhaseError(
-        f"{name}: rank {dist.get_rank(group)} of the group of "
-        f"{dist.get_world_size(group)} did not get through {what}. Most often another "
-        "rank was stopped or killed or raised an error: look for the first error among "
-        f"the ranks' logs ({error})"
-    ) from error
+    try:
+        yield
+    except (PhaseError, *_OWN_FAULT):
+        raise
+    except RuntimeError as error:
+        raise PhaseError(
+            f"{name}: rank {dist.get_rank(group)} of the group of "
+            f"{dist.get_world_size(group)} did not get through {what}. Most often "
+            "another rank was stopped or killed or raised an error: look for the first "
+            f"error among the ranks' logs ({error})"
+        ) from error

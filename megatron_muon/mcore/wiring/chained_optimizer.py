@@ -20,7 +20,7 @@ from megatron_muon.mcore.wiring.gradients import (
     shard_names,
 )
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
-from megatron_muon.runtime.collectives import any_rank, in_megatrons
+from megatron_muon.runtime.collectives import any_rank, marked
 from megatron_muon.runtime.consensus import attempt, raise_quoting, raise_together
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class MuonChainedOptimizer(CheckpointChain):
         refusal = self._refusal()
         first = self.chained_optimizers[0]
         group = first.get_grad_stats_parallel_group()
-        with in_megatrons("grads/norm", group):
+        with marked("grads/norm", group):
             norm = super().get_grad_norm()
         # since core 0.19
         threshold = getattr(first.config, "grad_norm_skip_threshold", math.inf)

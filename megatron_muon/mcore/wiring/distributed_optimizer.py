@@ -22,7 +22,7 @@ from megatron_muon.mcore.host.shards import device_of, owned_shards
 from megatron_muon.mcore.host.states import TORCH_ADAMS, OfWeights
 from megatron_muon.mcore.wiring.gradients import norm_grads
 from megatron_muon.rules.muon import DistributedMuon
-from megatron_muon.runtime.collectives import raise_named
+from megatron_muon.runtime.collectives import naming
 from megatron_muon.runtime.states import States
 
 if TYPE_CHECKING:
@@ -112,16 +112,10 @@ class MuonDistributedOptimizer(MuonCheckpoint):
 
     def _unscale_main_grads_and_check_for_nan(self) -> bool:
         """Megatron's, with a loss scale; raises PhaseError where a peer is lost."""
-        try:
+        group = self.get_grad_stats_parallel_group()
+        what = "Megatron's vote on overflowed gradients"
+        with naming("grads/found_inf", group, what):
             return bool(super()._unscale_main_grads_and_check_for_nan())
-        except RuntimeError as error:
-            group = self.get_grad_stats_parallel_group()
-            raise_named(
-                "grads/found_inf",
-                group,
-                error,
-                "Megatron's vote on overflowed gradients",
-            )
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
         """Megatron's gradients, with a loss scale; with NaN beside them on a rank that

@@ -3,19 +3,20 @@ all-gather of parameters.
 
 A rank that waits there for one that is gone gets gloo's error, which has the peer's
 address and no phase. In a model that Muon trains the bucket groups get a subclass that
-adds the phase. Its methods add a ``try`` and nothing else. NCCL raises
-nothing there: its watchdog ends the process from another thread.
+adds the phase. NCCL raises nothing there: its watchdog ends the process from another
+thread.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from megatron_muon.runtime.collectives import raise_named
+from megatron_muon.runtime.collectives import naming
 from megatron_muon.runtime.patches import turn_into
 
 # The phases of Megatron's own communication, as in traces, and what they are.
@@ -39,17 +40,13 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
     def start_grad_sync(self, *args: Any, **kwargs: Any) -> None:
         """Megatron's; raises PhaseError where a peer is lost."""
-        try:
+        with self._naming(*_REDUCTION):
             super().start_grad_sync(*args, **kwargs)
-        except RuntimeError as error:
-            self._raise(error, *_REDUCTION)
 
     def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
         """Megatron's; raises PhaseError where a peer is lost."""
-        try:
+        with self._naming(*_REDUCTION):
             super().finish_grad_sync(*args, **kwargs)
-        except RuntimeError as error:
-            self._raise(error, *_REDUCTION)
 
     def start_param_sync(self, force_sync: bool = False, **kwargs: Any) -> None:
         """Megatron's; raises PhaseError where a peer is lost.
@@ -63,13 +60,11 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         if under_way is not None and not force_sync:
             return
         self.is_early = False
-        try:
+        with self._naming(*_ALL_GATHER):
             if under_way is not None:
                 under_way.wait()
                 self.param_gather_handle = None
             super().start_param_sync(force_sync, **kwargs)
-        except RuntimeError as error:
-            self._raise(error, *_ALL_GATHER)
 
     def wait_for_params(self) -> None:
         """Wait for the parameters under way, if any; raises PhaseError where a peer is
@@ -91,21 +86,22 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         self.is_early = False
         following = self.next_param_gather_bucket_group
         is_started = following is not None and following.is_early
-        try:
+        with self._naming(*_ALL_GATHER):
             super().finish_param_sync(skip_next_bucket_dispatch or is_started)
-        except RuntimeError as error:
-            self._raise(error, *_ALL_GATHER)
 
-    def _raise(self, error: RuntimeError, name: str, what: str) -> NoReturn:
-        """Megatron's check of gradients raises in ``start_grad_sync``, too: no
-        collective's.
+    @contextmanager
+    def _naming(self, name: str, what: str) -> Iterator[None]:
+        """``naming``, but not of an error of Megatron's check of gradients, which is in
+        ``start_grad_sync``, too.
         """
-        if any(
-            frame.name == "check_grads"
-            for frame in traceback.extract_tb(error.__traceback__)
-        ):
-            raise error
-        raise_named(name, self.intra_distributed_optimizer_instance_group, error, what)
+        try:
+            yield
+        except RuntimeError as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            if any(frame.name == "check_grads" for frame in frames):
+                raise
+            with naming(name, self.intra_distributed_optimizer_instance_group, what):
+                raise
 
 
 def name_phases(model_chunks: Iterable[Any]) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -132,24 +133,16 @@ class EarlyGathers:
         if not (self._in_step and self._started):
             yield
             return
-        away = frozenset().union(
-            *(each.params for each in self.gathers[: self._started])
-        )
-        left = {}
+        started = self.gathers[: self._started]
+        away = frozenset().union(*(gather.params for gather in started))
+        copied = {}
         for models, shards in _COPIED:
-            pairs = [
-                [
-                    (model, shard)
-                    for model, shard in zip(*both, strict=True)
-                    if id(model) not in away
-                ]
-                for both in zip(
-                    getattr(dist_opt, models), getattr(dist_opt, shards), strict=True
-                )
-            ]
-            left[models] = [[model for model, _ in group] for group in pairs]
-            left[shards] = [[shard for _, shard in group] for group in pairs]
-        with replaced(dist_opt, **left):
+            of_groups = getattr(dist_opt, models)
+            stays = [[id(param) not in away for param in group] for group in of_groups]
+            for name in (models, shards):
+                pairs = zip(getattr(dist_opt, name), stays, strict=True)
+                copied[name] = [list(compress(*pair)) for pair in pairs]
+        with replaced(dist_opt, **copied):
             yield
 
     def end_step(self) -> None:
@@ -209,13 +202,12 @@ def early_gathers(
         for group in groups
     ]
     updated = [
-        max((rounds.get(param, ADAMW) for param in each), default=ADAMW)
-        for each in params
+        max((rounds.get(param, ADAMW) for param in own), default=ADAMW)
+        for own in params
     ]
-    if dist_opt.model_chunks[
-        0
-    ].ddp_config.fp8_param_gather:  # it is scaled over all ranks
-        updated = [last for _ in updated]
+    # fp8 is scaled over all ranks
+    if dist_opt.model_chunks[0].ddp_config.fp8_param_gather:
+        updated = [last] * len(groups)
     gathers = []
     after = starts(updated, last, one_by_one=one_by_one, is_followed=is_followed)
     for group, own, start in zip(groups, params, after, strict=True):
