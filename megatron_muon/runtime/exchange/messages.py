@@ -8,7 +8,7 @@ number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -88,7 +88,8 @@ class Exchange:
         meter: counts the bytes sent.
 
     Attributes:
-        group, device: as given.
+        group, device, meter: as given.
+        like: an empty tensor of the dtype that travels, on the device.
         rounds: this rank's part of each round, in order.
     """
 
@@ -101,25 +102,11 @@ class Exchange:
         device: torch.device,
         meter: Meter,
     ) -> None:
-        self._world = collectives.world_ranks(group)
-        self._rank, self.group, self.device = plan.rank, group, device
-        self._like = torch.empty(0, dtype=dtype, device=device)
+        self.group, self.device, self.meter = group, device, meter
+        self.like = torch.empty(0, dtype=dtype, device=device)
+        self._rank, self._world = plan.rank, collectives.world_ranks(group)
         self.rounds = [
-            RoundExchange(
-                table,
-                self._route(table.sent_to, table.received_from),
-                self._route(table.results_to, table.results_from),
-                self._like,
-                meter,
-                {
-                    stack.matrices: Sharers(
-                        stack.strips, plan.rank, group, self._world, meter
-                    )
-                    for stack in table.stacks
-                    if stack.strips
-                },
-            )
-            for table in round_tables(plan, matrices)
+            RoundExchange(table, self) for table in round_tables(plan, matrices)
         ]
 
     def connect(self) -> int:
@@ -136,16 +123,20 @@ class Exchange:
         met = set().union(*(table.peers | table.sharers for table in tables))
         peers = sorted(met - {self._rank})
         ones = [(peer, 1) for peer in peers]
-        sent = self._like.new_empty(len(peers))
-        pending = collectives.start_messages(
-            "muon/connect", sent, self._route(ones, ones)
-        )
+        sent = self.like.new_empty(len(peers))
+        route = self.route(ones, ones)
+        pending = collectives.start_messages("muon/connect", sent, route)
         if pending is not None:
             pending.wait()
         return len(peers)
 
-    def _route(self, to: Counts, received_from: Counts) -> Route:
+    def route(self, to: Counts, received_from: Counts) -> Route:
+        """Messages of this rank, by their sizes in the order of the buffers."""
         return Route.of(self.group, self._world, self._rank, to, received_from)
+
+    def sharers(self, strips: Sequence[Matrix]) -> Sharers:
+        """The homes of a matrix, of whose strips this rank has some."""
+        return Sharers(strips, self._rank, self.group, self._world, self.meter)
 
 
 class RoundExchange:
@@ -153,27 +144,24 @@ class RoundExchange:
 
     Args:
         table: this rank's part of the round.
-        gather, scatter: the messages to homes, and those of results.
-        like: a tensor of the dtype in which elements travel, on the device of the
-            matrices.
-        meter: counts the bytes sent.
+        exchange: the one that this is a round of.
+
+    Attributes:
         sharers: by ``Stack.matrices``, the homes of each matrix that this rank shares.
     """
 
-    def __init__(
-        self,
-        table: RoundTable,
-        gather: Route,
-        scatter: Route,
-        like: Tensor,
-        meter: Meter,
-        sharers: Mapping[tuple[int, ...], Sharers],
-    ) -> None:
+    def __init__(self, table: RoundTable, exchange: Exchange) -> None:
         def index(places: Sequence[int]) -> Tensor:
-            return torch.tensor(places, dtype=torch.int64, device=like.device)
+            return torch.tensor(places, dtype=torch.int64, device=exchange.device)
 
         self.table = table
-        self._gather, self._scatter = gather, scatter
+        self._gather = exchange.route(table.sent_to, table.received_from)
+        self._scatter = exchange.route(table.results_to, table.results_from)
+        self.sharers = {
+            stack.matrices: exchange.sharers(stack.strips)
+            for stack in table.stacks
+            if stack.strips
+        }
         self._sent_flags = index(table.sent_flags)
         self._received_flags = index(table.received_flags)
         self._places = index(table.places)
@@ -183,7 +171,7 @@ class RoundExchange:
         self._copied = [
             at for at, source in enumerate(table.staged_from) if source >= own
         ]
-        self._like, self._meter, self.sharers = like, meter, sharers
+        self._like, self._meter = exchange.like, exchange.meter
 
     def outgoing(self) -> Outgoing:
         """New buffers, into which the round's slices must be written before

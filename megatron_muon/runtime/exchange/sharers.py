@@ -18,7 +18,7 @@ from megatron_muon.runtime.exchange.meter import Meter
 
 Counts = Sequence[tuple[int, int]]  # (rank of the stage, elements)
 # blocks in which rows of one strip cross columns of another, by the strips' numbers
-_Crossings = Mapping[tuple[int, int], Tensor]
+_Crossings = dict[tuple[int, int], Tensor]
 
 
 class Sharers:
@@ -125,37 +125,45 @@ class Sharers:
         Returns:
             ``(rows, columns of the strip)`` of each of them, contiguous.
         """
-        own = self._strips_at(self._rank)
-        crossings: dict[tuple[int, int], Tensor] = {}
-        for a, strip in zip(own, by_rows, strict=True):
-            parts = split_with_sizes(strip.flatten(1), self._cols, dim=1)
-            crossings |= {(a, b): part for b, part in enumerate(parts)}
-        made = self._swapped(crossings, lambda a, b: (self._rows[a], self._cols[b]))
-        return [torch.cat([made[a, b] for a in range(len(self._homes))]) for b in own]
+        flat = [strip.flatten(1) for strip in by_rows]
+        turned = self._turned(flat, 1, lambda a, b: (self._rows[a], self._cols[b]))
+        return list(turned)
 
     def columns_to_rows(
         self, by_cols: Sequence[Tensor], into: Sequence[Tensor]
     ) -> None:
         """The inverse of ``rows_to_columns``, into tensors laid out as its argument."""
-        own = self._strips_at(self._rank)
-        crossings: dict[tuple[int, int], Tensor] = {}
-        for a, strip in zip(own, by_cols, strict=True):
-            parts = split_with_sizes(strip, self._rows)
-            crossings |= {(a, b): part for b, part in enumerate(parts)}
-        made = self._swapped(crossings, lambda a, b: (self._rows[b], self._cols[a]))
-        for b, strip in zip(own, into, strict=True):
-            rows = torch.cat([made[a, b] for a in range(len(self._homes))], dim=1)
+        by_rows = self._turned(by_cols, 0, lambda a, b: (self._rows[b], self._cols[a]))
+        for strip, rows in zip(into, by_rows, strict=True):
             strip.copy_(rows.view(strip.shape))
+
+    def _turned(
+        self,
+        strips: Sequence[Tensor],
+        dim: int,
+        shape_of: Callable[[int, int], tuple[int, int]],
+    ) -> Iterator[Tensor]:
+        """Ranges of the other dim, from the strips here, which are cut along ``dim``.
+
+        Where strip a of the argument and strip b of the result cross, a block has the
+        shape ``shape_of(a, b)``.
+        """
+        crossings: _Crossings = {}
+        for a, strip in zip(self.numbers, strips, strict=True):
+            parts = split_with_sizes(strip, (self._rows, self._cols)[dim], dim)
+            crossings |= {(a, b): part for b, part in enumerate(parts)}
+        made = self._swapped(crossings, shape_of)
+        for b in self.numbers:
+            yield torch.cat([made[a, b] for a in range(self.count)], 1 - dim)
 
     def _swapped(
         self, crossings: _Crossings, shape_of: Callable[[int, int], tuple[int, int]]
-    ) -> dict[tuple[int, int], Tensor]:
+    ) -> _Crossings:
         """The blocks ``(any strip, a strip here)``, from ``(a strip here, any strip)``.
 
-        The homes send each other the blocks that these lack. On all homes a block has
-        the shape ``shape_of(*key)``.
+        The homes send each other the blocks that these lack.
         """
-        own = self._strips_at(self._rank)
+        own = self.numbers
         made = {key: crossings[key] for key in product(own, own)}
         if not self._others:
             return made
