@@ -7,7 +7,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_muon.mcore.load_check.digest import iteration_of
 from megatron_muon.megatron_lm import switching, tracker
-from megatron_muon.megatron_lm.flags.namespace import is_on
+from megatron_muon.megatron_lm.flags.namespace import is_on, parsed
 from megatron_muon.runtime.patches import Function
 
 # The optimizer's name in a checkpoint's arguments. The saver of tools/checkpoint hands
@@ -49,7 +49,7 @@ def save_checkpoint(
     For other formats ``mcore.load_check.save`` does so before Megatron writes its
     tracker.
     """
-    flags = _flags()
+    flags = parsed()
     if not is_on(flags):
         return original(iteration, model, *args, **kwargs)
     call = inspect.signature(original).bind(iteration, model, *args, **kwargs)
@@ -106,7 +106,7 @@ def load_checkpoint(
     With ``--override-opt_param-scheduler`` the rates are those of this run. AdamW's own
     loads are Megatron's; a line says where the rates are not this run's.
     """
-    flags = _flags()
+    flags = parsed()
     is_muon = is_on(flags)
     override = flags.override_opt_param_scheduler
     load_dir = getattr(flags, kwargs.get("load_arg", args[0] if args else "load"))
@@ -114,12 +114,12 @@ def load_checkpoint(
         original, ddp_model, optimizer, opt_param_scheduler, *args, **kwargs
     )
     if not is_muon and not getattr(flags, "adamw_from_muon", False):
-        with ExitStack() as loading:
-            loading.enter_context(_explained_to_others(load_dir, flags))
-            if override and optimizer is not None:
-                from megatron_muon.megatron_lm.rates import watching_adamw
+        watch: AbstractContextManager[None] = nullcontext()
+        if override and optimizer is not None:
+            from megatron_muon.megatron_lm.rates import watching_adamw
 
-                loading.enter_context(watching_adamw(optimizer))
+            watch = watching_adamw(optimizer)
+        with _explained_to_others(load_dir, flags), watch:
             return loads()
     from megatron_muon.mcore.load_check.models import owner
     from megatron_muon.megatron_lm.loaded import say_loaded
@@ -138,12 +138,8 @@ def load_checkpoint(
         of_this_run(optimizer, opt_param_scheduler, override=override),
     ):
         result = loads()
-    if (
-        is_muon
-        and how == "unconverted"
-        and folder
-        and iteration_of(folder.name) is not None
-    ):
+    is_own = is_muon and how == "unconverted"
+    if is_own and folder and iteration_of(folder.name) is not None:
         say_loaded(optimizer, owner(ddp_model), folder, is_checked=is_checked)
     return result
 
@@ -254,11 +250,6 @@ def _latest(load_dir: str | None, step: int | None) -> Path | None:
 
 
 # --- both -----------------------------------------------------------------------------
-
-
-def _flags() -> Any:
-    """Megatron-LM's parsed arguments."""
-    return importlib.import_module("megatron.training").get_args()
 
 
 def _checkpointing() -> Any:

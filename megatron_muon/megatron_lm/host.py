@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_muon.mcore.host.loop import Host
 from megatron_muon.megatron_lm import bucketing
+from megatron_muon.megatron_lm.flags.namespace import parsed
 
 if TYPE_CHECKING:
     from megatron_muon.planning.buckets.layout import Layout
@@ -26,21 +27,21 @@ class MegatronLM(Host):
         """The iteration under way, as Megatron's log numbers it; None outside its
         loop.
         """
-        before = _argument("curr_iteration")
+        before = getattr(parsed(), "curr_iteration", None)
         return None if before is None else before + 1
 
     def log_interval(self) -> int | None:
         """``--log-interval``."""
-        return _argument("log_interval")
+        interval: int | None = getattr(parsed(), "log_interval", None)
+        return interval
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """To TensorBoard and W&B, where the run has them."""
         variables = importlib.import_module("megatron.training.global_vars")
         tensorboard = variables.get_tensorboard_writer()
         wandb = variables.get_wandb_writer()
-        if tensorboard is not None:
-            for name, value in scalars.items():
-                tensorboard.add_scalar(name, value, step)
+        for name, value in scalars.items() if tensorboard is not None else ():
+            tensorboard.add_scalar(name, value, step)
         if wandb is not None:
             wandb.log(dict(scalars), step)
 
@@ -54,12 +55,7 @@ class MegatronLM(Host):
             start = importlib.import_module("megatron_muon.mcore.wiring.start")
             start.say_at_start([layout.reason])
         if layout.name == "bucketed":
-            training = importlib.import_module("megatron.training")
-            bucketing.take_bucketed(training.get_args())
+            bucketing.take_bucketed(parsed())
             self._layouts = ()
         else:
             self._layouts = (layout.name,)
-
-
-def _argument(name: str) -> int | None:
-    return getattr(importlib.import_module("megatron.training").get_args(), name, None)

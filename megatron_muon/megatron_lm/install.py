@@ -8,7 +8,7 @@ import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_muon.console import say
@@ -259,30 +259,30 @@ def _install_muon(args: Any) -> None:
 
 def _check(args: Any) -> None:
     """Refuse by the flags what the optimizer would refuse once the model is built."""
-    from megatron_muon.mcore.wiring.validate import raise_all, refused_modes
+    from megatron_muon.mcore.wiring.validate import raise_all
 
-    faults: list[Exception] = []
+    raise_all(_faults(args))
+
+
+def _faults(args: Any) -> Iterator[Exception]:
+    from megatron_muon.mcore.wiring.validate import refused_modes
+
     if not args.use_distributed_optimizer:
-        faults.append(
-            ValueError(
-                f"--optimizer {args.optimizer} is Distributed Muon, which shards over "
-                "Megatron's distributed optimizer: add --use-distributed-optimizer, or "
-                "choose Megatron's own Muon, where this Megatron has one, by "
-                "--muon-backend upstream"
-            )
+        yield ValueError(
+            f"--optimizer {args.optimizer} is Distributed Muon, which shards over "
+            "Megatron's distributed optimizer: add --use-distributed-optimizer, or "
+            "choose Megatron's own Muon, where this Megatron has one, by "
+            "--muon-backend upstream"
         )
     by_field = {**vars(args), "num_moe_experts": getattr(args, "num_experts", None)}
     for option, value, way_out in refused_modes(by_field.get):
         if value:
             name, space, where = option.partition(" ")
             text = f"--{name.replace('_', '-')}{space}{where} yet: {way_out}"
-            faults.append(
-                NotImplementedError(
-                    f"--optimizer {args.optimizer} does not support {text}, or choose "
-                    "--optimizer adam"
-                )
+            yield NotImplementedError(
+                f"--optimizer {args.optimizer} does not support {text}, or choose "
+                "--optimizer adam"
             )
-    raise_all(faults)
 
 
 def _refuse_yaml(args: Any, options: list[str]) -> None:
@@ -311,10 +311,11 @@ def _get_megatron_optimizer_config(original: Function, args: Any, **kwargs: Any)
     """
     result = original(args, **kwargs)
     if namespace.is_on(args):
+        from megatron_muon.mcore.wiring.validate import own_muons_fields
+
         config = result[0] if isinstance(result, tuple) else result
-        for field in dataclasses.fields(config):
-            if field.name.startswith("muon_"):
-                setattr(config, field.name, field.default)
+        for name, default in own_muons_fields(config).items():
+            setattr(config, name, default)
     return result
 
 
@@ -329,7 +330,7 @@ def _get_megatron_muon_optimizer(
     """Build Distributed Muon by the hooked factory: 0.16 and 0.17 call this one for any
     Muon.
     """
-    arguments = importlib.import_module("megatron.training").get_args()
+    arguments = namespace.parsed()
     if not namespace.is_on(arguments):
         kwargs["layer_wise_distributed_optimizer"] = layer_wise_distributed_optimizer
         return original(config, model_chunks, *args, **kwargs)
@@ -344,22 +345,24 @@ def _get_megatron_muon_optimizer(
 def _initialize_megatron(original: Function, *rest: Any, **kwargs: Any) -> Any:
     """Megatron's; then all ranks compare what they ask of the plugin."""
     result = original(*rest, **kwargs)
-    args = importlib.import_module("megatron.training").get_args()
+    args = namespace.parsed()
     # imported where anything is asked
     core = sys.modules.get("megatron_muon.mcore.wiring.install")
     config = None if core is None else core.settings()
-    buffers = "megatron_muon.mcore.host.shards"
     flags = {dest: written(args, dest) or None for dest in _AGREED}
     flags |= {dest: bool(written(args, dest)) for dest in ("load", "save")}
     core_version, _ = megatron_version()
     lines = agreed.of_run(config or MuonConfig(), args.optimizer, core_version)
     for dest, value in flags.items():
         lines.append(f"--{dest.replace('_', '-')}: {value!r}")
-    agree_on_settings(
-        lines,
-        asks=bool(config or flags["adamw_from_muon"] or flags["muon_trace_steps"]),
-        device=lambda: importlib.import_module(buffers).device_of([]),
-    )
+    asks = bool(config or flags["adamw_from_muon"] or flags["muon_trace_steps"])
+
+    def device() -> Any:
+        from megatron_muon.mcore.host.shards import device_of
+
+        return device_of([])
+
+    agree_on_settings(lines, asks=asks, device=device)
     return result
 
 

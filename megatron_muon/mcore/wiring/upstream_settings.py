@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.utils import get_model_config
 
 from megatron_muon.mcore.routing.param_routing import weights
+from megatron_muon.mcore.wiring.validate import own_muons_fields
 from megatron_muon.runtime.collectives import all_gather_json
 from megatron_muon.settings.config import ROWS, MuonConfig
 from megatron_muon.settings.flags import KEPT, blockwise_lines, muon_config
@@ -50,11 +51,7 @@ def with_fields(
     if not changed and not is_dist:
         return config, []
     _refuse_twice(config, changed or {"optimizer": "dist_muon"})
-    defaults = {
-        field.name: field.default
-        for field in fields(optimizer_config)
-        if field.name.startswith("muon_")
-    }
+    defaults = own_muons_fields(optimizer_config)
     usual = defaults["muon_tp_mode"] if is_dist else "duplicated"
     mode = changed.get("muon_tp_mode", usual)
     args = Namespace(**{**changed, KEPT: defaults, "muon_tp_mode": "duplicated"})

@@ -143,14 +143,11 @@ def refused_modes(read: Read) -> Modes:
 
 def _modes_of_built(read: Read, model_chunks: Sequence[Any]) -> Modes:
     """What only a built model or config shows."""
-    marked: list[str] = []
-    wide: list[str] = []
+    params: list[tuple[str, torch.nn.Parameter]] = []
     for chunk in model_chunks:
-        for name, param in chunk.named_parameters():
-            if getattr(param, "is_gtp_weight_remat", False):
-                marked.append(name)
-            if param.dtype == torch.float32 and param.requires_grad:
-                wide.append(name)
+        params += chunk.named_parameters()
+    marked = [name for name, x in params if getattr(x, "is_gtp_weight_remat", False)]
+    wide = [name for name, x in params if x.dtype == torch.float32 and x.requires_grad]
     way_out = "use tensor parallelism alone"
     yield "generalized tensor parallelism", marked[:1], way_out
     if read("optimizer_cpu_offload"):
@@ -251,14 +248,20 @@ def _frozen_too_late(model_chunks: Sequence[Any]) -> Iterator[Exception]:
             return
 
 
+def own_muons_fields(optimizer_config: Any) -> dict[str, Any]:
+    """Fields of Megatron's own Muon, with that core's defaults."""
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(optimizer_config)
+        if field.name.startswith("muon_")
+    }
+
+
 def fields_set(optimizer_config: Any) -> dict[str, Any]:
     """Fields of Megatron's own Muon that are unlike that core's defaults."""
-    found = {}
-    for field in dataclasses.fields(optimizer_config):
-        value = getattr(optimizer_config, field.name)
-        if field.name.startswith("muon_") and value != field.default:
-            found[field.name] = value
-    return found
+    defaults = own_muons_fields(optimizer_config)
+    values = {name: getattr(optimizer_config, name) for name in defaults}
+    return {name: it for name, it in values.items() if it != defaults[name]}
 
 
 def routes(arguments: Mapping[str, Any]) -> list[str]:

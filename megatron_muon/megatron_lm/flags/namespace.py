@@ -4,6 +4,7 @@ uses them.
 
 from __future__ import annotations
 
+import importlib
 from argparse import Namespace
 from typing import Any
 
@@ -29,6 +30,11 @@ _OF_ADAM = (
     "muon_qk_clip",
     "muon_qk_clip_alpha",
 )
+
+
+def parsed() -> Any:
+    """Megatron-LM's arguments of this run, once they are parsed."""
+    return importlib.import_module("megatron.training").get_args()
 
 
 def is_on(args: Any) -> bool:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from megatron_muon.console import say
+from megatron_muon.megatron_lm.flags.namespace import parsed
 from megatron_muon.planning.describe import late_gather_line
 from megatron_muon.runtime import patches
 from megatron_muon.runtime.patches import Function
@@ -40,11 +41,7 @@ def train(original: Function, *args: Any, **kwargs: Any) -> Any:
 
 def _why_not(train: Function) -> str | None:
     """What may read or write parameters in this loop, if anything does."""
-    if getattr(
-        importlib.import_module("megatron.training").get_args(),
-        "perform_rl_step",
-        False,
-    ):
+    if getattr(parsed(), "perform_rl_step", False):
         return "--perform-rl-step"
     loop = importlib.import_module("megatron.training.training")
     for name, function in (("train", train), ("train_step", loop.train_step)):

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import atexit
 import functools
-import importlib
 import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.console import say
+from megatron_muon.megatron_lm.flags.namespace import parsed
 from megatron_muon.runtime.patches import Function
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def check(args: Any) -> None:
 
 def train_step(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Megatron's training step, traced if it is one of the chosen ones."""
-    flags = importlib.import_module("megatron.training").get_args()
+    flags = parsed()
     steps = getattr(flags, "muon_trace_steps", None)
     if not steps:
         return original(*args, **kwargs)
