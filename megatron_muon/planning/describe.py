@@ -15,6 +15,7 @@ from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.coefficients import spelled, steps_made_for
 from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.settings.patterns import pairs_of
 from megatron_muon.settings.run import NODE
 from megatron_muon.version import __version__
 
@@ -64,6 +65,14 @@ def lines_of(names: Names) -> list[str]:
         f"{PREFIX} {sentence.format(', '.join(those))}"
         for sentence, those in names.items()
         if those
+    ]
+
+
+def pattern_lines(config: MuonConfig) -> list[str]:
+    """A line for each pattern that has settings of its own."""
+    return [
+        f"{PREFIX} {pattern}: {settings}"
+        for pattern, settings in pairs_of(config.by_pattern)
     ]
 
 

@@ -69,10 +69,9 @@ def price_paper(
             held[part.matrix, copy][part.rank] += part.elements.size
         for (index, _), holders in held.items():
             matrix = plan.matrices[index]
-            cost = newton_schulz(hardware, *matrix.unit, 1, numerics).times(
-                matrix.units
-            )
-            flops = matrix.units * ns_flops(*matrix.unit, numerics)
+            own = numerics.where(matrix.own)
+            cost = newton_schulz(hardware, *matrix.unit, 1, own).times(matrix.units)
+            flops = matrix.units * ns_flops(*matrix.unit, own)
             by_node: dict[int, list[int]] = defaultdict(list)
             for rank, elements in holders.items():
                 by_node[nodes[rank]].append(elements)

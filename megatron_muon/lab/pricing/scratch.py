@@ -99,11 +99,13 @@ def of_update(elements: int, numerics: Numerics) -> int:
 def _of_batches(work: RoundWork, rank: int, numerics: Numerics, limit: int) -> int:
     """Elements of scratch memory of the largest batch."""
     most, taken = 0, numerics.config.ns_batch
-    for (rows, cols, _, _, shared), count in work.layouts[rank].items():
-        if shared is not None:
+    for layout, count in work.layouts[rank].items():
+        rows, cols = layout[:2]
+        if layout.shared is not None:
             continue
+        own = numerics.where(layout.own)
         for together, _ in batches(rows, cols, count, ns_batch=taken, scratch=limit):
-            of_one = _of_one(rows, cols, numerics, alone=together == 1)
+            of_one = _of_one(rows, cols, own, alone=together == 1)
             most = max(most, together * of_one)
     return most
 
@@ -145,6 +147,7 @@ def _of_strips(own: Sequence[Matrix], size: int, numerics: Numerics) -> int:
         own: the strips, in order; a home has neighbouring ones.
         size: number of ranks of the stage.
     """
+    numerics = numerics.where(own[0].own)
     itemsize = numerics.itemsize
     elements = min(own[0].whole) * sum(matrix.long for matrix in own)
     # Copies in fp32, which are divided in place, and what they are rounded to.

@@ -249,21 +249,24 @@ class _Steps:
     def _orthogonalized(self, work: RoundWork, rank: int) -> Cost:
         cost = Cost()
         most = self._config.ns_batch if self._numerics.on_gpu else 1
-        for (rows, cols, _, _, shared), count in work.layouts[rank].items():
-            if shared is not None:
-                cost += self._strip(shared, rows * cols).times(count)
+        for layout, count in work.layouts[rank].items():
+            rows, cols = layout[:2]
+            numerics = self._numerics.where(layout.own)
+            if layout.shared is not None:
+                strip = self._strip(layout.shared, rows * cols, numerics)
+                cost += strip.times(count)
                 continue
             for batch, times in batches(
                 rows, cols, count, ns_batch=most, scratch=self._scratch
             ):
-                kind = rows, cols, batch, self._numerics
+                kind = rows, cols, batch, numerics
                 cost += newton_schulz(self._hardware, *kind).times(times)
         return cost
 
-    def _strip(self, shared: Shared, elements: int) -> Cost:
+    def _strip(self, shared: Shared, elements: int, numerics: Numerics) -> Cost:
         homes, hardware = min(shared.strips, self._optimizer.plan.size), self._sharing
         cost = newton_schulz_strip(
-            hardware, shared.whole, shared.long, shared.strips, homes, self._numerics
+            hardware, shared.whole, shared.long, shared.strips, homes, numerics
         )
         if shared.comes_as_rows:
             # its columns, and its rows back

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.table import stays_in_place
 from megatron_muon.planning.slices import Matrix
+from megatron_muon.settings.patterns import OF_ITERATION, only
 
 Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
 
@@ -91,8 +92,8 @@ class Shared(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Matrices that Newton-Schulz can take together: of one shape, staged in one
-    way.
+    """Matrices that Newton-Schulz can take together: of one shape, staged in one way,
+    with the same settings of the iteration.
     """
 
     rows: int
@@ -100,6 +101,7 @@ class Layout(NamedTuple):
     column_parts: int
     column_blocks: int
     shared: Shared | None = None
+    own: str = ""  # settings by pattern
 
     @staticmethod
     def of(matrix: Matrix) -> Layout:
@@ -108,7 +110,9 @@ class Layout(NamedTuple):
             shared = Shared(
                 matrix.whole, matrix.strip.count, matrix.long, matrix.comes_as_rows
             )
-        return Layout(*matrix.unit, matrix.column_parts, matrix.column_blocks, shared)
+        own = only(matrix.own, OF_ITERATION)
+        columns = matrix.column_parts, matrix.column_blocks
+        return Layout(*matrix.unit, *columns, shared, own)
 
 
 @dataclass(frozen=True, slots=True)

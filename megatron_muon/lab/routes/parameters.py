@@ -12,11 +12,11 @@ from megatron_muon.lab.dry_run.optimizers import Planned
 from megatron_muon.lab.dry_run.stages import Stage, built, in_stage
 from megatron_muon.mcore.host.process_groups import local_experts
 from megatron_muon.mcore.routing.matrices import matrices_of
-from megatron_muon.mcore.routing.multipliers import multipliers_of
+from megatron_muon.mcore.routing.multipliers import group_settings, multipliers_of
 from megatron_muon.mcore.routing.param_routing import (
     Weight,
-    expert_name,
     is_cut,
+    names_of,
     weights,
     why_adamw,
 )
@@ -25,6 +25,7 @@ from megatron_muon.planning.describe import (
     Share,
     link_lines,
     optimizer_text,
+    pattern_lines,
     share_lines,
     stage_lines,
 )
@@ -48,6 +49,7 @@ class Routed:
     # before a run
     scale: float | None
     home: int  # rank of the stage that orthogonalizes it
+    settings: str  # its own, by pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class RoutedParameter:
     reason: str | None  # why AdamW has it; None where Muon does
     lr_mult: float
     wd_mult: float
+    settings: str  # its rates and its decay by pattern
     matrices: tuple[Routed, ...] = ()  # Muon's
 
 
@@ -110,7 +113,7 @@ def routes(run: Run) -> Routes:
             matched |= stage.matched
             share += stage.share
     require_matched(matched, run.config)
-    lines = share_lines(share)
+    lines = pattern_lines(run.config) + share_lines(share)
     nodes = {rank // run.config.node_ranks for rank in stages[0].ranks}
     if len(nodes) > 1:
         lines += link_lines(run.config)
@@ -138,11 +141,12 @@ def _stage(number: int, stage: Stage) -> RoutedStage:
     for weight in weights(stage.chunks):
         ep_size = stage.sizes.ep if weight.param in of_experts else 1
         row = _adamws(weight, stage)
+        experts = local_experts(stage.chunks, ep_size)
         for ep_rank in range(ep_size):
-            name = expert_name(
-                weight.name, ep_rank, local_experts(stage.chunks, ep_size)
-            )
-            row = replace(row, name=name)
+            names = names_of(weight, ep_rank, experts)
+            settings = group_settings(weight, names, stage.run.config)
+            name = names[0]
+            row = replace(row, name=name, settings=settings)
             if weight.param in of_experts:
                 row = replace(row, ep_rank=ep_rank)
             if row.reason is None:
@@ -166,6 +170,7 @@ def _adamws(weight: Weight, stage: Stage) -> RoutedParameter:
         reason=reason,
         lr_mult=lr_mult,
         wd_mult=wd_mult,
+        settings="",
     )
 
 
@@ -176,7 +181,7 @@ def _matrices(
     matrices = iter(planned.plan.matrices)
     return {
         (parameter.name, parameter.ep_rank): tuple(
-            Routed(m.name, *m.unit, _scale(m, config), m.home)
+            Routed(m.name, *m.unit, _scale(m, config), m.home, m.own)
             for m in (next(matrices) for _ in parameter.matrices)
             for _ in range(m.units)
         )
@@ -186,7 +191,9 @@ def _matrices(
 
 def _scale(matrix: Matrix, config: MuonConfig) -> float | None:
     has_scale = RULES[config.rule].scales
-    return update_scale(*matrix.whole, config) if has_scale else None
+    if not has_scale:
+        return None
+    return update_scale(*matrix.whole, config.where(matrix.own))
 
 
 def _split(

@@ -54,7 +54,8 @@ def _shared(stage: RoutedStage) -> list[list[RoutedParameter]]:
     for row in stage.parameters:
         pattern, layer, _ = _numbered(row.name)
         sizes = tuple((m.rows, m.cols) for m in row.matrices)
-        kind = pattern, row.shape, row.tp, row.reason, row.lr_mult, row.wd_mult, sizes
+        rates = row.lr_mult, row.wd_mult, _own(row)
+        kind = pattern, row.shape, row.tp, row.reason, *rates, sizes
         kinds.setdefault(kind, {}).setdefault(layer, []).append(row)
     lines: list[list[RoutedParameter]] = []
     for by_layer in kinds.values():
@@ -81,6 +82,7 @@ def _cells(rows: Sequence[RoutedParameter]) -> tuple[str, ...]:
     for what, factor in (("lr", first.lr_mult), ("wd", first.wd_mult)):
         if factor != 1.0:
             optimizer += f" {what}*{factor:g}"
+    optimizer = " ".join((optimizer, *_own(first)))
     cells = (name, shape, first.tp, optimizer)
     if first.reason is not None:
         return (*cells, "", "", f"({first.reason})")
@@ -89,6 +91,18 @@ def _cells(rows: Sequence[RoutedParameter]) -> tuple[str, ...]:
         for matrix in first.matrices
     )
     return (*cells, " ".join(scales), _homes(rows), _matrices(first.matrices))
+
+
+def _own(row: RoutedParameter) -> tuple[str, ...]:
+    """Its settings by pattern, and those of its matrices, with names if they differ."""
+    of_matrices = list(dict.fromkeys(matrix.settings for matrix in row.matrices))
+    if len(of_matrices) > 1:
+        of_matrices = [
+            f"[{matrix.name.partition('[')[2]}:{matrix.settings}"
+            for matrix in row.matrices
+            if matrix.settings
+        ]
+    return tuple(filter(None, (row.settings, *of_matrices)))
 
 
 def _homes(rows: Sequence[RoutedParameter]) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from megatron_muon.mcore.host.process_groups import Sizes
-from megatron_muon.mcore.routing.by_pattern import require_usable
 from megatron_muon.mcore.routing.matrices import matrices_of
 from megatron_muon.mcore.routing.param_routing import (
     NOT_IN_TABLE,
@@ -58,6 +57,8 @@ def _route(weight: Weight, sizes: Sizes, config: MuonConfig) -> Route:
     why = why_adamw(weight, tp_size, config)
     muon = matrices_of(weight, tp_size, config) if why is None else None
     if muon is not None and config.by_pattern:
+        from megatron_muon.mcore.routing.by_pattern import require_usable
+
         require_usable(weight, muon, sizes, config)
     if muon is not None:
         replicated = muon.partition_dim is None

@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_muon.mcore.host.process_groups import Sizes
 from megatron_muon.mcore.routing.attention import is_unknown_fusion
-from megatron_muon.mcore.routing.by_pattern import has_effect
 from megatron_muon.mcore.routing.param_routing import (
     EMBEDDING_OR_OUTPUT,
     MARKED,
@@ -48,6 +47,8 @@ def matched_patterns(
 
     def is_used(pattern: str, weight: Weight) -> bool:
         if pattern in config.by_pattern:
+            from megatron_muon.mcore.routing.by_pattern import has_effect
+
             return has_effect(weight, pattern, sizes, config)
         return is_matched(weight, pattern, weight.tp_size(sizes), config)
 

@@ -54,12 +54,13 @@ def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
 
 MOE = Case(moe=True, gated=True)
 OWN = (("*.linear_fc1.*", "rows:120,400"), ("*.linear_proj.*", "heads:6"))
+BY_PATTERN = ("*.0.*:ns_steps=9", "*.linear_qkv.weight[k]:ns_coefficients=quintic")
 ALIGNED = Case(layers=4, muon=(("align_shards", True),))
 CASES = [
     (Case(), Topology(2, 2, 2)),
     *([(ALIGNED, Topology(1, 1, 3, overlap=True))] if VERSION >= (0, 18) else []),
     (
-        replace(Case(gated=True), muon=(("splits", OWN),)),
+        replace(Case(gated=True), muon=(("splits", OWN), ("by_pattern", BY_PATTERN))),
         Topology(2, 1, 2, overlap=True),
     ),
     (MOE, Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)),
@@ -76,12 +77,10 @@ def test_what_is_printed_is_what_a_run_does(case: Case, topology: Topology) -> N
     if reason := lacks(case, topology):
         pytest.skip(reason)
     layout = "contiguous" if dict(case.muon).get("align_shards") else "bucketed"
-    splits = [
-        f"--muon-split={'='.join(split)}" for split in dict(case.muon).get("splits", ())
-    ]
-    routes = routes_json(
-        [*flags_of(case, topology), *splits, "--muon-dp-layout", layout]
-    )
+    muon = dict(case.muon)
+    own = [f"--muon-split={'='.join(split)}" for split in muon.get("splits", ())]
+    own += [f"--muon-for={text}" for text in muon.get("by_pattern", ())]
+    routes = routes_json([*flags_of(case, topology), *own, "--muon-dp-layout", layout])
     results = run(built_by_a_run, topology.world_size, case, topology)
     assert [stage["stage"] for stage in routes["stages"]] == list(range(topology.pp))
     for result in results:
@@ -206,6 +205,36 @@ def test_rates_and_decays_by_pattern_are_shown() -> None:
         "decoder.layers.1.mlp.linear_fc1.weight": (0.5, 0),
         "decoder.layers.1.mlp.linear_fc2.weight": (1, 0),
     }
+
+
+def test_settings_by_pattern_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the names that patterns are compared with, and with their scale."""
+    flags = ["--muon-for", "*.0.mlp.linear_fc1.weight:lr=1e-3,rms=0.4,ns_steps=8"]
+    flags += ["--muon-for", "*.linear_qkv.weight[v]:momentum=0.9"]
+    flags += ["--muon-for", "embedding.word*:weight_decay=0"]
+    (stage,) = routes_json([*TINY, *flags])["stages"]
+    fc1 = "decoder.layers.{}.mlp.linear_fc1.weight"
+    qkv = "decoder.layers.{}.self_attention.linear_qkv.weight"
+    found: dict[str, str] = {}
+    scales: dict[str, float] = {}
+    for row in stage["parameters"]:
+        found |= {row["name"]: row["settings"]} if row["settings"] else {}
+        for matrix in row["matrices"]:
+            scales[matrix["name"]] = matrix["scale"]
+            if matrix["settings"]:
+                found[f"matrix {matrix['name']}"] = matrix["settings"]
+    assert found == {
+        "embedding.word_embeddings.weight": "weight_decay=0.0",
+        fc1.format(0): "lr=0.001",
+        f"matrix {fc1.format(0)}": "rms=0.4,ns_steps=8",
+        f"matrix {qkv.format(0)}[v]": "momentum=0.9",
+        f"matrix {qkv.format(1)}[v]": "momentum=0.9",
+    }
+    assert scales[fc1.format(0)] == 2 * scales[fc1.format(1)]
+    assert main(["routes", *TINY, *flags]) == 0
+    text = capsys.readouterr().out
+    assert "muon lr=0.001 rms=0.4,ns_steps=8" in text
+    assert "muon [v]:momentum=0.9" in text
 
 
 @pytest.mark.parametrize("name", PRESETS)
