@@ -64,13 +64,8 @@ class InBf16(Packed[Elements]):
     _step = 0
 
     def begin(self) -> None:
-        """See ``States``. Megatron's number of steps comes back with a checkpoint."""
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        counts = [group.get("step") or 0 for group in groups]
-        first = [shard for group in groups for shard in group["params"][:1]]
-        # torch's AdamW's
-        counts += [state.get(shard, {}).get("step", 0) for shard in first]
-        self._step = int(max(counts, default=0))
+        """See ``States``."""
+        self._step = self.steps()
 
     def _size(self, shard: Tensor) -> int:
         return -(-shard.numel() // 2)

@@ -70,11 +70,18 @@ def _apply_updates(
     rows: Tensor,
     slice_of_block: Tensor,
     factors: Tensor,
+    cautious: bool,
 ) -> None:
     from megatron_muon.rules.fused_kernels import launch_update
 
     with launching_beside(rows):
-        launch_update(rows, slice_of_block, factors, direction=directions[0].dtype)
+        launch_update(
+            rows,
+            slice_of_block,
+            factors,
+            direction=directions[0].dtype,
+            cautious=cautious,
+        )
 
 
 define(
@@ -85,7 +92,7 @@ define(
 )
 define(
     "apply_updates(Tensor(a!)[] params, Tensor[] directions, Tensor rows, Tensor "
-    "slice_of_block, Tensor factors) -> ()",
+    "slice_of_block, Tensor factors, bool cautious) -> ()",
     _apply_updates,
 )
 
@@ -147,6 +154,8 @@ class Fused(Foreach):
         directions: Sequence[Tensor],
         factors: Sequence[float],
         decays: Sequence[float],
+        *,
+        cautious: bool = False,
     ) -> None:
         """See ``Foreach``; directions in fp32 are not overwritten."""
         if not params:
@@ -160,7 +169,12 @@ class Fused(Foreach):
             self._factors = scalars, _on_device(made, params[0].device)
         if slice_of_block.numel():
             torch.ops.megatron_muon.apply_updates(
-                list(params), list(directions), table, slice_of_block, self._factors[1]
+                list(params),
+                list(directions),
+                table,
+                slice_of_block,
+                self._factors[1],
+                cautious,
             )
 
     def blend(
@@ -177,7 +191,7 @@ class Fused(Foreach):
         if slice_of_block.numel():
             scalars = torch.cat([factors, keeps])
             torch.ops.megatron_muon.apply_updates(
-                list(params), list(directions), table, slice_of_block, scalars
+                list(params), list(directions), table, slice_of_block, scalars, False
             )
 
 
@@ -387,7 +401,11 @@ def trial(
         if dtype == torch.float16:
             directions[1][0] = math.inf
         kind.apply_updates(
-            params, directions, [0.3, 0.007, 0.1, 1e-4], [0.0, 1e-3, 0.1, 0.0]
+            params,
+            directions,
+            [0.3, 0.007, 0.1, 1e-4],
+            [0.0, 1e-3, 0.1, 0.0],
+            cautious=numerics.config.cautious_decay,
         )
     by_kernels = isinstance(kind, Fused)
     norms = [

@@ -129,10 +129,11 @@ def update_kernel(
     factors,
     slices,
     DIRECTION: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """W ← keep·W - factor·direction; nothing where the slice's direction begins with
-    NaN or Inf.
+    NaN or Inf. With CAUTIOUS ``keep`` is 1 where the two signs differ.
 
     ``rows`` has rows of ``slices`` numbers: sizes, first blocks, addresses of main
     parameters and of directions. ``factors`` has a factor for each slice, then a
@@ -156,13 +157,22 @@ def update_kernel(
             at = start + tl.arange(0, BLOCK)
             d = tl.load(direction + at).to(tl.float32)
             w = tl.load(param + at)
-            tl.store(param + at, w * keep - d * factor)
+            keeps = _keep(w, d, keep) if CAUTIOUS else keep
+            tl.store(param + at, w * keeps - d * factor)
         else:
             at = start + tl.arange(0, BLOCK)
             here = at < size
             d = tl.load(direction + at, mask=here, other=0.0).to(tl.float32)
             w = tl.load(param + at, mask=here, other=0.0)
-            tl.store(param + at, w * keep - d * factor, mask=here)
+            keeps = _keep(w, d, keep) if CAUTIOUS else keep
+            tl.store(param + at, w * keeps - d * factor, mask=here)
+
+
+@triton.jit
+def _keep(w, d, keep):
+    """``keep``, but 1 where w and d have other signs."""
+    differ = ((w > 0.0) & (d < 0.0)) | ((w < 0.0) & (d > 0.0))
+    return tl.where(differ, 1.0, keep)
 
 
 def launch_momentum(
@@ -191,7 +201,12 @@ def launch_momentum(
 
 
 def launch_update(
-    rows: Tensor, slice_of_block: Tensor, factors: Tensor, *, direction: torch.dtype
+    rows: Tensor,
+    slice_of_block: Tensor,
+    factors: Tensor,
+    *,
+    direction: torch.dtype,
+    cautious: bool,
 ) -> None:
     """One launch of ``update_kernel`` on the current stream of the current device."""
     update_kernel[(slice_of_block.numel(),)](
@@ -200,6 +215,7 @@ def launch_update(
         factors,
         rows.size(1),
         DIRECTION=OF_TORCH[direction],
+        CAUTIOUS=cautious,
         BLOCK=BLOCK,
         **LAUNCH,
     )

@@ -89,6 +89,8 @@ class Muon(Rule):
         self.numerics = numerics
         self.meter = meter
         self.elementwise = elementwise
+        self.counts_steps = numerics.config.momentum_warmup is not None
+        self.warmth = 1.0  # how far the momentum has risen
         # flops of Newton-Schulz, settings, scale per unit of lr: of each matrix of the
         # plan
         self.flops = plan.flops
@@ -99,6 +101,17 @@ class Muon(Rule):
         ]
         # elements of scratch memory for one batch
         self.scratch = scratch_limit(plan.matrices)
+
+    def start_step(self, steps: int) -> None:
+        """See ``Rule``: the momentum warms up."""
+        self.warmth = min(1.0, steps / (self.numerics.config.momentum_warmup or 1))
+
+    def warmed(self, momentum: float | Sequence[float]) -> Any:
+        """μ of the step under way, or of each slice."""
+        if isinstance(momentum, Sequence):
+            return [self.warmed(each) for each in momentum]
+        start = self.numerics.config.momentum_start
+        return (1.0 - self.warmth) * start + self.warmth * momentum
 
     def of_round(
         self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
@@ -152,7 +165,7 @@ class MuonRound(RoundRule):
             into,
             moves,
             self._table.outgoing,
-            momentum=self._momentum,
+            momentum=self._muon.warmed(self._momentum),
             nesterov=self._numerics.config.nesterov,
         )
         for each, momentum in zip(shards, momenta, strict=True):
@@ -190,7 +203,10 @@ class MuonRound(RoundRule):
             decays += [each.lr * each.weight_decay] * len(sizes)
         params = [each.main_param for each in shards]
         slices = cut_into_slices(params, self._table)
-        self._elementwise.apply_updates(slices, results, factors, decays)
+        cautious = self._numerics.config.cautious_decay
+        self._elementwise.apply_updates(
+            slices, results, factors, decays, cautious=cautious
+        )
         for each, param in zip(shards, params, strict=True):
             each.put(MAIN_KEY, param)
 
@@ -347,6 +363,8 @@ class Foreach:
         directions: Sequence[Tensor],
         factors: Sequence[float],
         decays: Sequence[float],
+        *,
+        cautious: bool = False,
     ) -> None:
         """W ← (1 - lr·λ)W - update, in place (eq. 4; the decay is decoupled and
         unscaled).
@@ -360,6 +378,8 @@ class Foreach:
                 may be overwritten.
             factors: the factor of each direction: lr times its matrix's scale.
             decays: lr·λ of each slice.
+            cautious: decay no element whose direction has the other sign (arXiv
+                2510.12402, algorithm 1).
         """
         if not params:
             return
@@ -373,14 +393,17 @@ class Foreach:
             decay: torch.where(stays, 1.0, 1.0 - decay) for decay in {*decays} - {0.0}
         }
         for numbers, (weights, some) in at_once(params, directions):
+            spared = _opposed(weights, some) if cautious else [None] * len(some)
             updates = in_fp32(some)
             torch._foreach_mul_(updates, [factors[number] for number in numbers])
-            for number, weight, update in zip(numbers, weights, updates, strict=True):
+            for number, weight, update, opposed in zip(
+                numbers, weights, updates, spared, strict=True
+            ):
                 if may_stay[number]:
                     # a product with 0 would keep NaN
                     update.masked_fill_(stays[number], 0.0)
                 if decays[number] != 0.0:
-                    weight.mul_(keeps[decays[number]][number])
+                    weight.mul_(_except(opposed, keeps[decays[number]][number]))
             torch._foreach_sub_(weights, updates)
 
     def blend(
@@ -410,6 +433,20 @@ def _some_of(values: float | Sequence[float], numbers: Sequence[int]) -> Any:
     if isinstance(values, Sequence):
         return [values[number] for number in numbers]
     return values
+
+
+def _opposed(weights: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
+    """Where an element and its direction have opposite signs, each ``(n,)`` bool.
+
+    Signs are multiplied, since a product of numbers may underflow.
+    """
+    pairs = zip(weights, directions, strict=True)
+    return [weight.sign() * direction.sign() < 0 for weight, direction in pairs]
+
+
+def _except(opposed: Tensor | None, keep: Tensor) -> Tensor:
+    """``keep``, a scalar, but 1 where an element is opposed."""
+    return keep if opposed is None else torch.where(opposed, 1.0, keep)
 
 
 def in_fp32(tensors: list[Tensor]) -> list[Tensor]:

@@ -159,6 +159,8 @@ class Engine:
         self.meter.start_step()
         self._states = states
         states.begin()
+        if self.rule.counts_steps:
+            self.rule.start_step(states.steps())
         self._started = dict(self._shards(groups, states))
         self._start_ahead(0, self._started)
 

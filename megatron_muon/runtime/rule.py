@@ -172,6 +172,7 @@ class Rule(ABC):
     # states that after_scatter and finish read and write, beside the main parameter
     states_after: tuple[str, ...] = ()
     home_state: HomeState | None = None  # what it keeps at homes
+    counts_steps = False  # whether it wants ``start_step``
     asks_before = False  # whether it asks for sums of numbers_before
     asks_after = False  # whether it asks for sums of numbers_after
 
@@ -179,6 +180,10 @@ class Rule(ABC):
     def asks(self) -> bool:
         """Whether it asks for any sums."""
         return self.asks_before or self.asks_after
+
+    def start_step(self, steps: int) -> None:
+        """A step begins; Adam has counted ``steps`` before it, also before a resume."""
+        raise NotImplementedError(f"{type(self).__name__} counts steps for nothing")
 
     @abstractmethod
     def of_round(

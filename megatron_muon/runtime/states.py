@@ -57,6 +57,15 @@ class States:
         begins.
         """
 
+    def steps(self) -> int:
+        """The steps that Adam has counted, which come back with a checkpoint."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        counts = [group.get("step") or 0 for group in groups]
+        first = [shard for group in groups for shard in group["params"][:1]]
+        # torch's AdamW's
+        counts += [state.get(shard, {}).get("step", 0) for shard in first]
+        return int(max(counts, default=0))
+
     def visiting(self, round: int, key: str) -> AbstractContextManager[None]:
         """A context in which that state of a round's shards is on the device."""
         return nullcontext()

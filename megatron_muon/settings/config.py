@@ -86,6 +86,11 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
             Default: 1.0.
         momentum: mu in M <- mu M + G (arXiv 2502.16982, eq. 1), at least 0 and below 1.
             Default: 0.95.
+        momentum_warmup: Steps in which mu rises on a line from momentum_start to
+            momentum, by Adam's number of steps: it goes on after a resume. Default:
+            None.
+        momentum_start: mu of the first step of momentum_warmup, at most momentum.
+            Default: 0.85.
         momentum_dtype: Muon's momentum in memory. int8: one byte an element, in blocks
             of 256 with an fp32 scale each (arXiv 2509.23106); where a shard's edge cuts
             a block, bits depend on the layout. bf16: two bytes, rounded up or down at
@@ -120,6 +125,12 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
             then logs their norm. Default: 'all'.
         weight_decay_all_params: Decay norms' gammas and biases, too (arXiv 2502.16982,
             appendix D, for long runs). Default: False.
+        cautious_decay: Decay an element of Muon's matrices only where the update moves
+            it toward zero or not at all (Cautious Weight Decay, arXiv 2510.12402).
+            Default: False.
+        independent_decay: Decay Muon's matrices by the weight decay times lr / max_lr a
+            step, not times lr: it follows the schedule, and not the size of the rate.
+            Default: False.
         lr_mults: Multiply the learning rate of the parameters whose names match a
             pattern, Muon's and AdamW's. Default: ().
         wd_mults: The same as lr_mults for the weight decay. Default: ().
@@ -200,6 +211,7 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
             _require_restarts(self)
         _require_log(self)
         _require_period(self)
+        _require_warmup(self)
         _require_rule(self)
         if self.symmetric_products == "triton" and self.ns_dtype == "fp32":
             raise ValueError(
@@ -350,6 +362,22 @@ def _require_log(config: MuonConfig) -> None:
             f"{named('log_interval')} {interval!r} with {named('log_file')} {file!r}: "
             "give both, the steps between two lines and the file that takes them, or "
             "neither"
+        )
+
+
+def _require_warmup(config: MuonConfig) -> None:
+    """A warm-up of the momentum rises to it."""
+    start = config.momentum_start
+    if config.momentum_warmup is None:
+        if start != ROWS["momentum_start"].default:
+            raise ValueError(
+                f"{named('momentum_start')} {start} is of the first step of a warm-up, "
+                f"and there is none: give {named('momentum_warmup')}, or leave it out"
+            )
+    elif start > config.momentum:
+        raise ValueError(
+            f"{named('momentum_start')} {start} is above {named('momentum')} "
+            f"{config.momentum}: give a lower one, since a warm-up raises it"
         )
 
 

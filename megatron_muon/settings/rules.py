@@ -49,10 +49,15 @@ RULES = {
         scales=(),
         sums=True,
         settings=("radii",),
-        refuses=dict.fromkeys(
-            ("matched_adamw_rms", "scale_mode", "full_period"),
-            "whose lr is the length of a step in radii",
-        ),
+        refuses={
+            **dict.fromkeys(
+                ("matched_adamw_rms", "scale_mode", "full_period"),
+                "whose lr is the length of a step in radii",
+            ),
+            **dict.fromkeys(
+                ("cautious_decay", "independent_decay"), "which has no weight decay"
+            ),
+        },
     ),
     "normuon": RuleRow(
         "muon's step of a direction whose rows, or columns where it is wide, are each "

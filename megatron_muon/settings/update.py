@@ -43,6 +43,7 @@ _SET = kinds.Kind(
 )
 _STEPS = f"The default is {DEFAULT_STEPS}, and with deepseekv4 the 10 that it has."
 _FACTORS = kinds.pairs("factor", kinds.MULTIPLIER)
+_MOMENTUM = kinds.number("in [0, 1)", lambda value: 0 <= value < 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +135,23 @@ class UpdateSettings:
         0.95,
         "--muon-momentum",
         f"mu in M <- mu M + G ({PAPER}, eq. 1), at least 0 and below 1.",
-        kinds.number("in [0, 1)", lambda value: 0 <= value < 1),
+        _MOMENTUM,
         source=UPSTREAM,
         without="The default is 0.95 (Megatron's own Muon: 0.9).",
+    )
+    momentum_warmup: int | None = row(
+        None,
+        "--muon-momentum-warmup",
+        "Steps in which mu rises on a line from --muon-momentum-start to "
+        "--muon-momentum, by Adam's number of steps: it goes on after a resume.",
+        kinds.count("STEPS").or_none(),
+        without="By default mu is constant.",
+    )
+    momentum_start: float = row(
+        0.85,
+        "--muon-momentum-start",
+        "mu of the first step of --muon-momentum-warmup, at most --muon-momentum.",
+        _MOMENTUM,
     )
     momentum_dtype: MomentumDtype = row(
         "fp32",
@@ -289,6 +304,23 @@ class UpdateSettings:
         "decay.",
         kinds.SWITCH,
         without="By default they are not decayed.",
+    )
+    cautious_decay: bool = row(
+        False,
+        "--muon-cautious-decay",
+        "Decay an element of Muon's matrices only where the update moves it toward "
+        "zero or not at all (Cautious Weight Decay, arXiv 2510.12402).",
+        kinds.SWITCH,
+        without="By default all are decayed.",
+    )
+    independent_decay: bool = row(
+        False,
+        "--muon-independent-decay",
+        "Decay Muon's matrices by the weight decay times lr / max_lr a step, not times "
+        "lr: it follows the schedule, and not the size of the rate. So it is a much "
+        "smaller number than AdamW's: give it by --muon-wd-mult.",
+        kinds.SWITCH,
+        without="By default it is times lr.",
     )
     lr_mults: tuple[tuple[str, float], ...] = row(
         (),

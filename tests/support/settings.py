@@ -16,6 +16,8 @@ OTHERS: dict[str, Any] = {
     "full_period": 5,
     "block_lr_mult": 0.5,
     "momentum": 0.9,
+    "momentum_warmup": 3,
+    "momentum_start": 0.5,
     "nesterov": False,
     "ns_steps": 6,
     "ns_coefficients": "quintic",
@@ -28,6 +30,8 @@ OTHERS: dict[str, Any] = {
     "symmetric_products": "triton",
     "clip_scope": "adamw",
     "weight_decay_all_params": True,
+    "cautious_decay": True,
+    "independent_decay": True,
     "lr_mults": (("output_layer.weight", 2.0),),
     "wd_mults": (("output_layer.weight", 2.0),),
     "by_pattern": ("*.linear_fc1.weight:lr=0.003,ns_steps=8",),
@@ -52,7 +56,7 @@ OTHERS: dict[str, Any] = {
 }
 # What needs another setting beside it.
 WITH = {"log_interval": {"log_file": "lines.jsonl"}, "log_file": {"log_interval": 2}}
-WITH |= {"radii": {"rule": "hyperball"}}
+WITH |= {"radii": {"rule": "hyperball"}, "momentum_start": {"momentum_warmup": 3}}
 WITH |= {key: {"rule": "normuon"} for key in ("moment2_beta2", "moment2_eps")}
 WITH |= {"qk_clip_alpha": {"qk_clip": 100.0}, "block_lr_mult": {"full_period": 5}}
 
@@ -63,6 +67,12 @@ _POSITIVE = (
     (math.nan, _RANGE),
     (math.inf, _RANGE),
     (True, "number"),
+)
+_MOMENTUM = (
+    (-0.1, r"must be in \[0, 1\), got -0.1"),
+    (1.0, r"must be in \[0, 1\), got 1.0"),
+    (math.inf, r"must be in \[0, 1\), got inf"),
+    (True, "must be a number, got True"),
 )
 _COUNT = (
     (0, "at least 1, got 0"),
@@ -98,12 +108,9 @@ BAD: dict[str, tuple[tuple[Any, str], ...]] = {
     "moment2_eps": ((0.0, r"must be in \[1e-16, 1\], got 0.0"),),
     "full_period": _COUNT,
     "block_lr_mult": _POSITIVE,
-    "momentum": (
-        (-0.1, r"must be in \[0, 1\), got -0.1"),
-        (1.0, r"must be in \[0, 1\), got 1.0"),
-        (math.inf, r"must be in \[0, 1\), got inf"),
-        (True, "must be a number, got True"),
-    ),
+    "momentum": _MOMENTUM,
+    "momentum_warmup": _COUNT,
+    "momentum_start": _MOMENTUM,
     "nesterov": _SWITCH,
     "ns_steps": (*_COUNT, (10**9, "must be at most 100, got 1000000000")),
     "ns_coefficients": (
@@ -147,6 +154,8 @@ BAD: dict[str, tuple[tuple[Any, str], ...]] = {
         (("a:scale_mode=spectral",), "scale_mode spectral needs the factor"),
         (("a:rule=sphere",), "rule must be one of muon"),
     ),
+    "cautious_decay": _SWITCH,
+    "independent_decay": _SWITCH,
     "lr_mults": _MULTIPLIERS,
     "wd_mults": _MULTIPLIERS,
     "qk_clip": _POSITIVE,

@@ -423,6 +423,19 @@ def test_a_sentence_is_of_the_field_where_the_flag_means_something_else(
     assert f" {field}: {starts}" in text
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"momentum_start": 0.5}, "there is none: give momentum_warmup"),
+        ({"momentum_warmup": 3, "momentum": 0.8}, r"0.85 is above momentum .* 0.8"),
+    ],
+    ids=["no warm-up", "above the end"],
+)
+def test_a_warm_up_of_the_momentum_rises(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=r"^momentum_start \(.*" + said):
+        MuonConfig(**settings)
+
+
 def test_cubic5_is_for_five_steps() -> None:
     with pytest.raises(
         ValueError, match=r"are for 5 steps, and ns_steps .* is 6: take 5, or"

@@ -153,7 +153,7 @@ class MuonStep(torch.optim.Optimizer):
         """
         muon = self._variant()
         start = muon.begin if orthogonalizes else muon.start
-        start(self.param_groups, self.states)
+        start(self._groups(), self.states)
 
     @torch.no_grad()
     def step(self, closure: None = None, **kwargs: Any) -> None:  # type: ignore[override]
@@ -174,7 +174,7 @@ class MuonStep(torch.optim.Optimizer):
                 for shard, grad in grads:
                     self.states.set_grad(shard, grad)
 
-        self._variant().step(self.param_groups, self.states, step_adamw)
+        self._variant().step(self._groups(), self.states, step_adamw)
         if self.muon.block_steps is not None:
             self.muon.block_steps.end_step()
         # Megatron wants one step number for all parameters
@@ -198,6 +198,17 @@ class MuonStep(torch.optim.Optimizer):
             return self.muon
         muon: DistributedMuon = block_steps.muon_of_step(self.param_groups)
         return muon
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The groups for Muon; with ``independent_decay`` lr cancels in their decay."""
+        groups = self.param_groups
+        if not self.muon.config.independent_decay:
+            return groups
+        peaks = [group["max_lr"] * group.get("lr_mult", 1.0) for group in groups]
+        return [
+            {**group, "weight_decay": group["weight_decay"] / (peak or 1.0)}
+            for group, peak in zip(groups, peaks, strict=True)
+        ]
 
 
 def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:

@@ -236,8 +236,9 @@ def require_usable_groups(dist_opt: Any) -> None:
             Muon's.
     """
     groups = dist_opt.optimizer.param_groups
+    largest = ("max_lr",) if dist_opt.muon.config.independent_decay else ()
     for number, group in enumerate(groups):
-        for key in _READ:
+        for key in _READ + largest:
             if group["params"] and not _is_finite(group.get(key)):
                 names = shard_names(dist_opt)
                 members = [names[id(shard)] for shard in group["params"]]

@@ -153,6 +153,12 @@ def test_stages_of_other_sizes(at_load: Topology, saves: Saves) -> None:
     check(saves, DENSE, ANY, Topology(pp=2, first_layers=1), at_load)
 
 
+def test_a_warm_up_of_the_momentum_goes_on(saves: Saves) -> None:
+    """It ends after the load."""
+    warming = replace(DENSE, layers=2, muon=(("momentum_warmup", DENSE.steps - 1),))
+    check(saves, warming, ANY, Topology(tp=2), Topology(dp=3, overlap=True))
+
+
 CUT_GROUPS = replace(DENSE, layers=2, heads=8, groups=2)
 
 

@@ -27,6 +27,10 @@ from support.settings import OTHERS
 LOG = {"log_interval": 2, "log_file": "a"}
 BOTH = {"log_interval": [{}, LOG], "log_file": [LOG, {**LOG, "log_file": "b"}]}
 BOTH["block_lr_mult"] = [{"full_period": 5}, {"full_period": 5, "block_lr_mult": 0.5}]
+BOTH["momentum_start"] = [
+    {"momentum_warmup": 3},
+    {"momentum_warmup": 3, "momentum_start": 0.5},
+]
 BOTH["radii"] = [
     {"rule": "hyperball"},
     {"rule": "hyperball", "radii": OTHERS["radii"]},

@@ -93,6 +93,7 @@ class Oracle:
     weight_decay: Callable[[str, Tensor], float]
     rms: float = 0.2
     mu: float = 0.95
+    warm_up: tuple[float, int] | None = None  # of mu: its start, and its steps
     ns_steps: int = 5
     split_qkv: bool = True
     gated_attention: bool = False
@@ -109,6 +110,9 @@ class Oracle:
     rounded: Callable[[Tensor], Tensor] = exact
     momentum: dict[str, Tensor] = field(default_factory=dict)
     second: dict[str, Tensor] = field(default_factory=dict)
+    # what a decay of lr · λ is multiplied by: 1 / the largest rate, if independent
+    decay_factor: Callable[[str], float] = lambda name: 1.0
+    cautious: bool = False  # arXiv 2510.12402
     hyperball: bool = False  # arXiv 2606.16899: norms of matrices stay
     radii: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     second_moment: str = ""  # a rule's name
@@ -131,10 +135,16 @@ class Oracle:
 
     def _muon(self, name: str, w: Tensor, g: Tensor) -> None:
         r, lr = self.rounded, self.lr(name)
-        m = r(r(self.mu * self.momentum.get(name, torch.zeros_like(w))) + g)
+        mu = self.mu
+        if self.warm_up is not None:
+            start, steps = self.warm_up
+            mu = start + (mu - start) * min(1.0, (len(self.norms) - 1) / steps)
+        m = r(r(mu * self.momentum.get(name, torch.zeros_like(w))) + g)
         self.momentum[name] = m
-        u = r(g + r(self.mu * m)) if self.nesterov else m
-        w.copy_(r(w * (1 - lr * self.weight_decay(name, w))))
+        u = r(g + r(mu * m)) if self.nesterov else m
+        decay = lr * self.weight_decay(name, w) * self.decay_factor(name)
+        before = w.clone()
+        w.copy_(r(w * (1 - decay)))
         for number, rows in enumerate(self.matrices(name, w)):
             direction = self.orthogonalize(u[rows], self.ns_steps)
             if self.second_moment == "normuon":
@@ -146,6 +156,9 @@ class Oracle:
                 moved = r(w[rows] - r(lr * radius * step))
                 w[rows] = r(radius * r(moved / r(moved.norm())))
                 continue
+            if self.cautious:
+                opposed = before[rows] * direction < 0
+                w[rows] = torch.where(opposed, before[rows], w[rows])
             scale = lr * self.rms * math.sqrt(self.scale_size(name, *direction.shape))
             w[rows] = r(w[rows] - r(scale * direction))
 

@@ -96,6 +96,17 @@ CASES = {
     "full-period": replace(
         FP32, gated=True, muon=(*FP32.muon, ("full_period", 2), ("block_lr_mult", 0.5))
     ),
+    "cautious-decay": replace(
+        FP32, weight_decay=2.0, muon=(*FP32.muon, ("cautious_decay", True))
+    ),
+    "independent-decay": replace(
+        FP32,
+        faster=("*.linear_fc2.weight",),
+        muon=(*FP32.muon, ("independent_decay", True)),
+    ),
+    "momentum-warm-up": replace(
+        FP32, muon=(*FP32.muon, ("momentum_warmup", 3), ("momentum_start", 0.3))
+    ),
     "hyperball": replace(FP32, weight_decay=0.0, muon=(*FP32.muon, HYPERBALL)),
     "hyperball-bf16": replace(BF16, weight_decay=0.0, muon=(*BF16.muon, HYPERBALL)),
     "hyperball-experts": replace(
@@ -195,9 +206,16 @@ def oracle_for(case: Case, **changes: Any) -> Oracle:
         split_qkv=settings.get("split_qkv", True),
         betas=(0.9, 0.95),
         clip=case.clip,
+        cautious=settings.get("cautious_decay", False),
         hyperball=settings.get("rule") == "hyperball",
         second_moment=settings.get("rule", ""),
     )
+    if "independent_decay" in settings:
+        oracle.decay_factor = lambda name: (
+            1 / (case.lr * (3 if matches(name, case.faster) else 1))
+        )
+    if "momentum_warmup" in settings:
+        oracle.warm_up = settings["momentum_start"], settings["momentum_warmup"]
     if "splits" in settings:
         oracle.blocks = partial(heads_and_gate_up, case)
     if "full_period" in settings:

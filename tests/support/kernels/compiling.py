@@ -80,11 +80,11 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
                 )
             ),
         )
-    for direction in (FP32, BF16, FP16):
+    for direction, cautious in itertools.product((FP32, BF16, FP16), (False, True)):
         yield (
-            SHORT[direction],
-            lambda dtype=direction: fused.launch_update(
-                *(rows, blocks, torch.zeros(6)), direction=dtype
+            f"{SHORT[direction]}{' cautious' * cautious}",
+            lambda dtype=direction, cautious=cautious: fused.launch_update(
+                *(rows, blocks, torch.zeros(6)), direction=dtype, cautious=cautious
             ),
         )
     moves = torch.ones(2, dtype=torch.bool)

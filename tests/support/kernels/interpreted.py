@@ -120,7 +120,9 @@ class Runs:
         return [self.moves, *self.buffers, *targets, *self.params]
 
 
-def step(kind: Foreach, runs: Runs, momentum: float, nesterov: bool) -> None:
+def step(
+    kind: Foreach, runs: Runs, momentum: float, nesterov: bool, cautious: bool
+) -> None:
     kind.advance_momentum(
         runs.buffers,
         runs.grads,
@@ -131,7 +133,11 @@ def step(kind: Foreach, runs: Runs, momentum: float, nesterov: bool) -> None:
         nesterov=nesterov,
     )
     kind.apply_updates(
-        runs.params, [d.clone() for d in runs.directions], runs.factors, runs.decays
+        runs.params,
+        [d.clone() for d in runs.directions],
+        runs.factors,
+        runs.decays,
+        cautious=cautious,
     )
 
 
@@ -156,10 +162,11 @@ def main() -> None:
             torch.manual_seed(seed)
             foreach = Runs(random.Random(name), grad, travels)
             kernels = Fused()
+            cautious = seed % 2 == 1
             momentum = random.Random(name).choice((0.95, 0.9, 0.0, 0.123456789))
             for _ in range(2):  # the second has the tables of the first
-                step(kernels, fused, momentum, nesterov)
-                step(Foreach(), foreach, momentum, nesterov)
+                step(kernels, fused, momentum, nesterov, cautious)
+                step(Foreach(), foreach, momentum, nesterov, cautious)
             for made, expected in zip(fused.written(), foreach.written(), strict=True):
                 other = (bits(made) != bits(expected)).nonzero().flatten()
                 pairs = [(float(made[at]), float(expected[at])) for at in other[:4]]

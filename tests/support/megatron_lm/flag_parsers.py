@@ -170,6 +170,14 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         ["--muon-block-lr-mult", "0.5", "--muon-full-period", "5"],
         {"block_lr_mult": 0.5, "full_period": 5},
     ),
+    "decays": (
+        ["--muon-cautious-decay", "--muon-independent-decay"],
+        {"cautious_decay": True, "independent_decay": True},
+    ),
+    "momentum-warmup": (
+        ["--muon-momentum-start", "0.5", "--muon-momentum-warmup", "300"],
+        {"momentum_start": 0.5, "momentum_warmup": 300},
+    ),
     "include": (
         ["--muon-include", "a.*", "--muon-include", "b"],
         {"muon_include": ("a.*", "b")},

@@ -208,6 +208,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "radii": {"rule": "hyperball"},
     "moment2_beta2": {"rule": "normuon"},
     "moment2_eps": {"rule": "normuon"},
+    "momentum_start": {"momentum_warmup": 3},
 }
 
 

@@ -31,6 +31,13 @@ from support.runs.whole import differences
 T = Topology
 BF16 = Case()
 GATED = Case(gated=True)
+WARMING = Case(
+    muon=(
+        ("momentum_warmup", 2),
+        ("cautious_decay", True),
+        ("independent_decay", True),
+    )
+)
 NS_FP32 = (("ns_dtype", "fp32"),)
 FP32 = Case(bf16=False, muon=NS_FP32)
 FP16 = Case(bf16=False, fp16=True, steps=5)  # the loss scale grows and falls
@@ -120,6 +127,7 @@ RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
         "=".join(map(str, setting)): (Case(muon=(setting,)), [T(2, 1, 3)], [])
         for setting in SETTINGS
     },
+    "warm-up-and-decays": (WARMING, [TP2_DP2, T(dp=3, overlap=True)], [T(2, 2, 2)]),
     "mla-column": (COLUMN, [TP2_DP2, T(2, 2, 2)], [TP2]),
     "mla": (DUPLICATED, [TP2_DP2, T(2, 2, 2)], [TP2]),
     "mla-column-fp32": (replace(COLUMN, bf16=False, muon=NS_FP32), [], [IN_SEQUENCE]),
