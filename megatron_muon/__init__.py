@@ -20,6 +20,7 @@ from megatron_muon.presence import (
     require_core,
 )
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.rules import OwnRule, register_rule
 from megatron_muon.version import __version__
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = [
     "KernelError",
     "MuonConfig",
     "MuonError",
+    "OwnRule",
     "PhaseError",
     "PlanMismatchError",
     "SeamError",
@@ -47,6 +49,7 @@ __all__ = [
     "reading_adamw",
     "reading_megatron_muon",
     "reading_muon",
+    "register_rule",
     "step_traces",
     "uninstall",
 ]

@@ -101,11 +101,10 @@ def orthogonalize_staged(
     Returns:
         ``staged``'s memory in ``Numerics.dtype``, whose elements are of the same size.
     """
-    width = cols // (column_parts * column_blocks)
-    cut = staged.view(-1, column_parts, rows, column_blocks, width)
-    in_rows = cut.permute(0, 2, 3, 1, 4)
+    layout = rows, cols, column_parts, column_blocks
+    in_rows = by_rows(staged, *layout)
     directions = staged.view(TORCH_DTYPE[numerics.dtype])
-    out = directions.view(cut.shape).permute(0, 2, 3, 1, 4)
+    out = by_rows(directions, *layout)
     soundness = soundness or Soundness()
     if apart:
         units = Soundness()
@@ -118,6 +117,17 @@ def orthogonalize_staged(
     memory: dict[str, Any] = {"memory": staged, "is_direct": column_parts == 1}
     _orthogonalize_into(out, in_rows, numerics, moves, **memory, soundness=soundness)
     return directions
+
+
+def by_rows(
+    staged: Tensor, rows: int, cols: int, column_parts: int, column_blocks: int
+) -> Tensor:
+    """Matrices in staging order as ``(k, rows, column blocks, column parts, width)``, a
+    view; arguments are as of ``orthogonalize_staged``.
+    """
+    width = cols // (column_parts * column_blocks)
+    cut = staged.view(-1, column_parts, rows, column_blocks, width)
+    return cut.permute(0, 2, 3, 1, 4)
 
 
 def takes_batches(device: torch.device) -> bool:

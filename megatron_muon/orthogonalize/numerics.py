@@ -11,6 +11,7 @@ from typing import Literal
 
 from megatron_muon.settings.coefficients import NsDtype, Triple, restarts_of, schedule
 from megatron_muon.settings.config import MuonConfig, NsIteration, SplitMatrices
+from megatron_muon.settings.rules import row_of
 
 # cpu_bf16 has instructions for products in bf16; on cpu, all products are made in fp32.
 # cuda_symmetric has a library's kernel for symmetric products in 16 bits (``matmul``).
@@ -47,7 +48,8 @@ class Numerics:
         iteration: by default ``standard``; ``auto`` on a GPU with the preset ``fast``.
             In place of ``auto`` it is ``standard`` where no restarts are known.
         split: how many ranks share a matrix. By default ``auto`` on a GPU, where no
-            numbers of matrices are logged, and ``off`` elsewhere.
+            numbers of matrices are logged and the rule takes strips, and ``off``
+            elsewhere.
     """
 
     config: MuonConfig
@@ -77,7 +79,8 @@ class Numerics:
         )
         segments = _segments(config, steps, dtype if held == dtype else "fp32_squares")
         iteration = config.ns_iteration or ("auto" if is_fast else "standard")
-        split = "auto" if on_gpu and config.log_interval is None else "off"
+        may_share = config.log_interval is None and row_of(config.rule).shares
+        split = "auto" if on_gpu and may_share else "off"
         resolved = {
             "dtype": dtype,
             "held": held,

@@ -16,6 +16,7 @@ from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.coefficients import spelled, steps_made_for
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.patterns import pairs_of
+from megatron_muon.settings.rules import OwnRule, own_rule
 from megatron_muon.settings.run import NODE
 from megatron_muon.version import __version__
 
@@ -45,6 +46,7 @@ ADDED_UP = (
     "Megatron would add up the gradients of {} over TP ranks, which hold different "
     "experts. This run does not; runs with --optimizer adam do"
 )
+_TAKEN = {"batch": "matrices of one shape", "matrix": "one matrix"}
 # Names by the sentence about them.
 Names = Mapping[str, Sequence[str]]
 
@@ -191,6 +193,10 @@ def computing_line(
             (``ns_batch``).
     """
     config = numerics.config
+    own = own_rule(config.rule)
+    if own is not None:
+        text = own_rule_text(config.rule, own)
+        return f"{PREFIX} {text}; momentum and update: {elementwise}"
     batches = ""
     if (config.ns_batch or 1) > 1 and not in_batches:
         batches = (
@@ -207,6 +213,18 @@ def computing_line(
         f"{dtype}, iteration {_iteration(numerics)}; symmetric products: {products}"
         f"{batches}; momentum, norm and update: {elementwise}"
     )
+
+
+def own_rule_text(name: str, own: OwnRule) -> str:
+    """What is computed in place of Newton-Schulz, and what it costs."""
+    if isinstance(own.direction, type):
+        kind = "a class"
+    else:
+        kind = f"a function of {_TAKEN[own.takes]} in fp32"
+    waits = ""
+    if own.reads_host:
+        waits = f"; the host waits for the device at each {own.takes}, which it reads"
+    return f"rule {name}: {kind}; ranks share no matrix{waits}"
 
 
 def _of_preset(numerics: Numerics) -> str:

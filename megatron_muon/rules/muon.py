@@ -54,7 +54,7 @@ from megatron_muon.runtime.states import MAIN_KEY
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.patterns import OF_ITERATION, only
-from megatron_muon.settings.rules import RULES
+from megatron_muon.settings.rules import row_of
 
 # The momentum has the key of Adam's first moment, and there is no second one: fused
 # Adam classes refuse to save or load a state under a key that they do not know.
@@ -228,17 +228,32 @@ class MuonRound(RoundRule):
         for at in range(0, count, most):
             batch = min(most, count - at)
             start = stack.start + at * layout.numel
-            orthogonalize_staged(
-                elements[start : start + batch * layout.numel],
-                moves[at : at + batch],
-                numerics,
-                rows=layout.rows,
-                cols=layout.cols,
-                column_parts=layout.column_parts,
-                column_blocks=layout.column_blocks,
-                apart=layout.units > 1,
-                soundness=soundness,
-            )
+            staged = elements[start : start + batch * layout.numel]
+            self._orthogonalize_batch(stack, staged, moves[at : at + batch], soundness)
+
+    def _orthogonalize_batch(
+        self, stack: Stack, staged: Tensor, moves: Tensor, soundness: Soundness
+    ) -> None:
+        """Replace matrices of one layout in staging order by their directions, in
+        place.
+
+        Args:
+            stack, soundness: as of ``_orthogonalize_stack``.
+            staged: ``(k·rows·cols,)``, some of the stack's matrices.
+            moves: ``(k,)`` bool.
+        """
+        layout = stack.layout
+        orthogonalize_staged(
+            staged,
+            moves,
+            self._of_stack[stack.matrices],
+            rows=layout.rows,
+            cols=layout.cols,
+            column_parts=layout.column_parts,
+            column_blocks=layout.column_blocks,
+            apart=layout.units > 1,
+            soundness=soundness,
+        )
 
     def _orthogonalize_strips(
         self, stack: Stack, elements: Tensor, moves: Tensor, soundness: Soundness
@@ -517,7 +532,7 @@ class DistributedMuon(Engine):
         self.numerics = numerics
         self.config = numerics.config
         self.block_steps: Any = None
-        rule = RULES[self.config.rule].imported()(
+        rule = row_of(self.config.rule).imported()(
             numerics, plan, meter, own, exchange.device, elementwise or Foreach
         )
         super().__init__(rule, plan, own, exchange, main_params, meter, phase)

@@ -25,7 +25,7 @@ from megatron_muon.settings.patterns import (
     read,
 )
 from megatron_muon.settings.rows import rows_of
-from megatron_muon.settings.rules import RULES
+from megatron_muon.settings.rules import RULES, row_of
 from megatron_muon.settings.run import HomePolicy as HomePolicy
 from megatron_muon.settings.run import RunSettings
 from megatron_muon.settings.run import SplitMatrices as SplitMatrices
@@ -292,7 +292,14 @@ def _needed(lists: Restarts, config: MuonConfig) -> tuple[object, ...]:
 
 def _require_rule(config: MuonConfig) -> None:
     """Settings must be of the rule, or of all."""
-    refuses = RULES[config.rule].refuses
+    row = row_of(config.rule)
+    if not row.shares and config.split_matrices not in (None, "off"):
+        raise ValueError(
+            f"{named('split_matrices')} {config.split_matrices!r} with {named('rule')} "
+            f"{config.rule}: a rule of one's own gets whole matrices, so none is "
+            "shared: leave it out"
+        )
+    refuses = row.refuses
     for name, setting in ROWS.items():
         if getattr(config, name) == setting.default:
             continue

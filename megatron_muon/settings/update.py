@@ -16,7 +16,7 @@ from megatron_muon.settings.coefficients import (
     spelled,
 )
 from megatron_muon.settings.rows import CONCEPT, UPSTREAM, Flag, row
-from megatron_muon.settings.rules import RULES, ScaleMode, help_text
+from megatron_muon.settings.rules import ScaleMode, help_text, require_name
 
 NsIteration = Literal["standard", "gram", "auto"]
 ClipScope = Literal["all", "adamw"]
@@ -86,9 +86,10 @@ class UpdateSettings:
     rule: str = row(
         "muon",
         "--muon-rule",
-        f"What a direction does to its matrix. {help_text()}. docs/rules.md has "
-        "formulas.",
-        kinds.choice(tuple(RULES)),
+        f"What a direction does to its matrix. {help_text()}. A function of one's own, "
+        "in place of Newton-Schulz, has the name MODULE:NAME or that of "
+        "megatron_muon.register_rule. docs/rules.md has formulas, and writes one.",
+        kinds.Kind(require_name, metavar="RULE|MODULE:NAME"),
     )
     radii: tuple[tuple[str, float], ...] = row(
         (),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megatron_muon.settings.rules import RULES
+
 # Another value than the default, which is valid by itself.
 OTHERS: dict[str, Any] = {
     "matched_adamw_rms": 0.3,
@@ -97,7 +99,7 @@ _MULTIPLIERS = (
 BAD: dict[str, tuple[tuple[Any, str], ...]] = {
     "matched_adamw_rms": (*_POSITIVE, ("0.2", "must be a number, got '0.2'")),
     "scale_mode": (("max", "must be one of spectral, unit_rms_norm, shape_scaling"),),
-    "rule": (("sphere", "must be one of muon, hyperball, normuon, got 'sphere'"),),
+    "rule": (("sphere", f"of {', '.join(RULES)}, or MODULE:NAME, got 'sphere'"),),
     "radii": (
         *_PAIRS,
         ((("a", 0.0),), "a radius"),

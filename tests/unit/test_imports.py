@@ -24,7 +24,7 @@ TIERS = (
     ("runtime",),
     ("rules",),
     ("mcore", "cpu"),
-    ("", "megatron_lm"),
+    ("", "megatron_lm", "testing"),
     ("lab", "autoload"),
     ("__main__",),
 )

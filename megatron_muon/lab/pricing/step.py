@@ -31,7 +31,7 @@ from megatron_muon.planning.grid import neighbours_of
 from megatron_muon.planning.rounds.cut import scratch_limit
 from megatron_muon.planning.schedule import Event, step_events
 from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.rules import RULES
+from megatron_muon.settings.rules import row_of
 
 MOMENTUM, ADAMW, STAGING = "momentum", "adamw", "staging"
 NEWTON_SCHULZ, UPDATE = "newton_schulz", "update"
@@ -203,7 +203,7 @@ class _Steps:
     def _updated(self, work: RoundWork, rank: int) -> Cost:
         elements, pieces = work.held[rank], work.pieces[rank]
         cost = Cost()
-        if RULES[self._config.rule].sums:
+        if row_of(self._config.rule).sums:
             cost = self._summed(elements, pieces)
         if self._fused:
             return cost + self._in_one(elements, *_FUSED_UPDATE)

@@ -33,7 +33,7 @@ from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.rules.muon import update_scale
 from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.rules import RULES
+from megatron_muon.settings.rules import row_of
 
 Split = Literal["rows", "columns", "replicated", "whole"]
 
@@ -190,7 +190,7 @@ def _matrices(
 
 
 def _scale(matrix: Matrix, config: MuonConfig) -> float | None:
-    has_scale = RULES[config.rule].scales
+    has_scale = row_of(config.rule).scales
     if not has_scale:
         return None
     return update_scale(*matrix.whole, config.where(matrix.own))

@@ -18,6 +18,7 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.settings.coefficients import as_run, canonical, spelled
 from megatron_muon.settings.config import ROWS, MuonConfig, named
+from megatron_muon.settings.rules import is_name
 
 Group = dict[str, Any]
 
@@ -119,8 +120,11 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
 
 
 def config_of(settings: Mapping[str, Any]) -> MuonConfig:
-    """The settings of a record."""
-    return MuonConfig(**_as_run(settings))
+    """The settings of a record; a rule that nobody has registered here is Muon's."""
+    settings = _as_run(settings)
+    if not is_name(settings.get("rule", "muon")):
+        settings["rule"] = "muon"
+    return MuonConfig(**settings)
 
 
 def _as_run(settings: Mapping[str, Any]) -> Group:

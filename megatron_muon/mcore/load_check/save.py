@@ -43,7 +43,7 @@ from megatron_muon.mcore.load_check.same_model import parameters_in_digest
 from megatron_muon.runtime.collectives import all_gather_json
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.config import named
-from megatron_muon.settings.rules import RULES
+from megatron_muon.settings.rules import row_of
 from megatron_muon.version import __version__
 
 _SAME_OPTIMIZER = (
@@ -111,7 +111,7 @@ def load(
     if not is_checked(str(checkpoint_dir)):
         exact = any(str(key).startswith("optimizer") for key in sharded_state_dict)
         check(trained, str(checkpoint_dir), exact=exact)
-    if trained is not None and RULES[trained.config.rule].has_moments:
+    if trained is not None and row_of(trained.config.rule).has_moments:
         from megatron_muon.mcore.checkpoint.absent import drop_absent
 
         drop_absent(sharded_state_dict, checkpoint_dir)

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.rules.muon import update_scale
 from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.rules import RULES
+from megatron_muon.settings.rules import row_of
 
 # The sums of a row. ``home_elements`` are those of whole matrices at their homes,
 # ``moved`` ones those of matrices with a gradient. Logits have a message of their own,
@@ -79,7 +79,7 @@ def muon_rows(
             for matrix in alike
         )
         rows[name] = {"elements": elements, "matrices": len(alike)}
-        if RULES[config.rule].scales:
+        if row_of(config.rule).scales:
             rows[name]["promised_rms"] = math.sqrt(squares / elements)
     return rows
 

@@ -66,7 +66,7 @@ from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.patches import turn_into
 from megatron_muon.runtime.tracing import phases
 from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.rules import RULES
+from megatron_muon.settings.rules import OWN, row_of
 
 
 def make_muons(
@@ -139,7 +139,7 @@ def make_muons(
         from megatron_muon.mcore.watching.watch import Watch
 
         optimizer.watch = Watch(trained, model_chunks, config, stage, optimizer.voters)
-    if "radii" in RULES[config.rule].settings:
+    if "radii" in row_of(config.rule).settings:
         from megatron_muon.mcore.wiring.radii import RunRadii
 
         optimizer.radii = RunRadii(parts, config, optimizer.voters, device)
@@ -174,6 +174,10 @@ def _checked(
 
         require_ordered(model_chunks)
     lines = agreed.description([], numerics)
+    if row_of(config.rule) is OWN:
+        from megatron_muon.rules.own import tried
+
+        lines.append(tried(numerics, device))
     if config.early_param_gather != "off":
         lines.append(f"gathers one by one: {gathers_one_by_one(device)}")
     return numerics, late, lines

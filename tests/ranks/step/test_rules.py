@@ -4,21 +4,19 @@ does.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from support.models.gpt import Case, Topology, trained
 from support.runs.cases import muon_weights
-from support.runs.other_rules import centred
 
 # Travelling numbers are exact in fp32, so that only the order of sums differs.
-CASE = Case(layers=2, steps=2, bf16=False, muon=(("ns_dtype", "fp32"),))
-ROUNDS = Case(
-    layers=2, steps=2, bf16=False, muon=(("ns_dtype", "fp32"), ("round_bytes", 1))
-)
-REPLICAS = Case(
-    layers=2, steps=2, bf16=False, mla="duplicated", muon=(("ns_dtype", "fp32"),)
-)
+RULE = (("rule", "support.runs.other_rules:Centred"), ("ns_dtype", "fp32"))
+CASE = Case(layers=2, steps=2, bf16=False, muon=RULE)
+ROUNDS = replace(CASE, muon=(*RULE, ("round_bytes", 1)))
+REPLICAS = replace(CASE, mla="duplicated")
 # Norms are sums of at most 1e5 numbers in fp32 by slice, then over slices; two steps.
 TOLERANCE = 2e-6
 
@@ -36,8 +34,8 @@ TOLERANCE = 2e-6
 def test_a_rule_with_sums_is_that_of_one_process(
     case: Case, topology: Topology
 ) -> None:
-    alone = trained(case, Topology(), centred)
-    shared = trained(case, topology, centred)
+    alone = trained(case, Topology())
+    shared = trained(case, topology)
     for kind in ("main", "exp_avg"):
         for name, expected in alone[kind].items():
             torch.testing.assert_close(

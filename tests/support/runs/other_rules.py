@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -34,6 +32,8 @@ class Centred(Rule):
     states_before = (KEY,)
     asks_before = True
     asks_after = True
+
+    def __init__(self, *of_muon: Any) -> None: ...
 
     def of_round(self, table: Any, sharers: Any) -> CentredRound:
         return CentredRound(table)
@@ -104,10 +104,3 @@ class CentredRound(RoundRule):
 
     def _by_shard(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, Any]]:
         return zip(shards, self._table.parameters, strict=True)
-
-
-@contextmanager
-def centred() -> Iterator[None]:
-    """Within it the optimizers that are built have that rule."""
-    with mock.patch("megatron_muon.rules.muon.Muon", lambda *args: Centred()):
-        yield

@@ -1,0 +1,257 @@
+"""Rules of one's own (``settings.rules.OwnRule``): a function of whole matrices in
+place of Newton-Schulz.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
+from megatron_muon.orthogonalize.newton_schulz import by_rows
+from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.orthogonalize.soundness import Soundness, largest_of
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.rounds.table import RoundTable, Stack
+from megatron_muon.rules.muon import MOMENTUM_KEY, Muon, MuonRound
+from megatron_muon.runtime.exchange.sharers import Sharers
+from megatron_muon.runtime.rule import Rule
+from megatron_muon.settings.config import ROWS, MuonConfig, named
+from megatron_muon.settings.patterns import pairs_of
+from megatron_muon.settings.rules import OwnRule, own_rule
+
+_SHAPES = ((32, 48), (48, 32))  # of the matrices that it is tried on
+# settings of what a function replaces, and of what its scale does
+_REPLACED = ("ns_steps", "ns_coefficients", "ns_iteration", "symmetric_products")
+_SCALES = ("matched_adamw_rms", "scale_mode")
+# operations that read a result, or check an error's number, on the host
+_DECLARE = "declare it by OwnRule(..., reads_host=True)"
+_READS = ("nonzero", "masked_select", "_linalg_check_errors")
+
+
+def make(numerics: Numerics, *others: Any) -> Rule:
+    """The run's rule; arguments are as of ``Muon``."""
+    own = own_rule(numerics.config.rule)
+    assert own is not None
+    if isinstance(own.direction, type):
+        made: Rule = own.direction(numerics, *others)
+        return made
+    return OwnMuon(own, numerics, *others)
+
+
+class OwnMuon(Muon):
+    """Muon with a function of one's own in place of Newton-Schulz."""
+
+    def __init__(
+        self, own: OwnRule, numerics: Numerics, plan: ExchangePlan, *others: Any
+    ) -> None:
+        super().__init__(numerics, plan, *others)
+        self.own = own
+        self.flops = (0,) * len(plan.matrices)
+        if own.scale is not None:
+            self.scales = [own.scale(*matrix.whole) for matrix in plan.matrices]
+
+    def of_round(
+        self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
+    ) -> OwnRound:
+        """See ``Rule``."""
+        return OwnRound(self, table, sharers)
+
+
+class OwnRound(MuonRound):
+    """Its work in one round on one rank."""
+
+    _muon: OwnMuon
+
+    def _orthogonalize_batch(
+        self, stack: Stack, staged: Tensor, moves: Tensor, soundness: Soundness
+    ) -> None:
+        """See ``MuonRound``. A matrix that is not finite, or has no gradient, reaches
+        the function as zero.
+        """
+        layout = stack.layout
+        blocks = layout.rows, layout.cols, layout.column_parts, layout.column_blocks
+        out = staged.view(TORCH_DTYPE[self._numerics.dtype])
+        # of each unit (k, rows, ...), the dims behind being its columns
+        sources: Sequence[Tensor] = [by_rows(staged, *blocks)]
+        targets: Sequence[Tensor] = [by_rows(out, *blocks)]
+        if layout.units > 1:
+            sources = sources[0].unbind(2)
+            targets = targets[0].unbind(2)
+        units = Soundness()
+        for source, target in zip(sources, targets, strict=True):
+            matrices = source.flatten(2).to(torch.float32, copy=True)
+            sound = largest_of(matrices.flatten(1)).isfinite()
+            acts = (sound & moves).view(-1, 1, 1)
+            found = applied(self._muon.own, matrices.masked_fill_(~acts, 0.0))
+            rounded = found.masked_fill(~acts, 0.0).to(target.dtype)
+            target.copy_(rounded.view(target.shape))
+            unsound = torch.where(sound, 0.0, math.nan)
+            units.norms.append(unsound)
+            units.lines.append(largest_of(rounded.flatten(1)) + unsound)
+        soundness.of_units(units)
+
+
+def applied(own: OwnRule, matrices: Tensor) -> Tensor:
+    """The directions of matrices, ``(b, rows, cols)`` fp32.
+
+    Raises:
+        ValueError: the function returns another shape or dtype.
+    """
+    assert not isinstance(own.direction, type)
+    if own.takes == "batch":
+        return _checked(own.direction(matrices), matrices)
+    return torch.stack([_checked(own.direction(one), one) for one in matrices])
+
+
+def _checked(found: Any, matrices: Tensor) -> Tensor:
+    wanted = tuple(matrices.shape), matrices.dtype, matrices.device
+    is_tensor = isinstance(found, Tensor)
+    got = (tuple(found.shape), found.dtype, found.device) if is_tensor else found
+    if got != wanted:
+        raise ValueError(f"it takes {_text(wanted)} and returns {_text(got)}")
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _text(what: Any) -> str:
+    return " ".join(map(str, what)) if isinstance(what, tuple) else repr(what)
+
+
+# --- before the first step ------------------------------------------------------------
+
+
+def tried(numerics: Numerics, device: torch.device) -> str:
+    """Try the run's rule on matrices of zeros and random ones. No communication.
+
+    Returns:
+        A line that all ranks must agree on: the rule's name and a digest of its source.
+
+    Raises:
+        ValueError: it does not import, fails, returns another shape, dtype, NaN or Inf,
+            reads on the host and does not declare it, or a setting has no meaning with
+            it.
+    """
+    name = numerics.config.rule
+    own = own_rule(name)
+    assert own is not None
+    says = f"{named('rule')} {name}"
+    if isinstance(own.direction, type):
+        _require_rule(own.direction, numerics.config, says)
+    else:
+        _require_settings(own, numerics.config, says)
+        for shape in _SHAPES:
+            _try(own, shape, device, says)
+    return f"source of rule {name}: {digest(own)}"
+
+
+def _require_rule(made: type[Any], config: MuonConfig, says: str) -> None:
+    if not issubclass(made, Rule):
+        raise ValueError(
+            f"{says}: {made.__name__} is no megatron_muon.runtime.rule.Rule"
+        )
+    states = {*made.states_before, *made.states_after} - {MOMENTUM_KEY}
+    if states:
+        raise ValueError(
+            f"{says} keeps {', '.join(sorted(states))} of each shard, and checkpoints "
+            f"have only {MOMENTUM_KEY}"
+        )
+    if config.log_interval is not None and not issubclass(made, Muon):
+        raise ValueError(
+            f"{named('log_interval')} knows the updates of Muon's subclasses, and "
+            f"{says} is none: leave it out"
+        )
+
+
+def _require_settings(own: OwnRule, config: MuonConfig, says: str) -> None:
+    """Settings of what the function replaces must not be given."""
+    by_pattern = (config.where(text) for _, text in pairs_of(config.by_pattern))
+    configs = config, *by_pattern
+    for field in _REPLACED if own.scale is None else _REPLACED + _SCALES:
+        if any(getattr(one, field) != ROWS[field].default for one in configs):
+            raise ValueError(
+                f"{named(field)} has no meaning with {says}, a function in its place: "
+                "leave it out"
+            )
+
+
+def _try(own: OwnRule, shape: tuple[int, int], device: torch.device, says: str) -> None:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    matrices = torch.stack([torch.zeros(shape), drawn]).to(device)
+    on = f"{says} on a zero and a random matrix {shape[0]} x {shape[1]}"
+    try:
+        scale = 1.0 if own.scale is None else own.scale(*shape)
+        with torch.no_grad(), _host_reads_refused(own, device):
+            found = applied(own, matrices)
+    except Exception as error:  # of any type: it is the user's code
+        raise ValueError(f"{on}: {type(error).__name__}: {error}") from error
+    if not found.isfinite().all():
+        raise ValueError(f"{on} returns NaN or Inf")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"{says}: its scale of {shape} is {scale}, not above 0")
+
+
+class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations whose result the host reads."""
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = operation.overloadpacket.__name__
+        if torch.Tag.data_dependent_output in operation.tags or name in _READS:
+            raise RuntimeError(f"the host reads from the device ({name}): {_DECLARE}")
+        return operation(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _host_reads_refused(own: OwnRule, device: torch.device) -> Iterator[None]:
+    """Within it a read by the host is an error, unless the rule declares it."""
+    if own.reads_host:
+        yield
+        return
+    is_cuda = device.type == "cuda"
+    before = torch.cuda.get_sync_debug_mode() if is_cuda else 0
+    try:
+        if is_cuda:
+            torch.cuda.set_sync_debug_mode("error")
+        with _Refusing():  # type: ignore[no-untyped-call]
+            yield
+    except RuntimeError as error:
+        if "synchroniz" in str(error):  # CUDA's, of torch's debug mode
+            raise RuntimeError(f"{error}: {_DECLARE}") from error
+        raise
+    finally:
+        if is_cuda:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def digest(own: OwnRule) -> str:
+    """Sixteen digits that differ where the source of a rule does, or what it declares.
+
+    Where there is no source, as of a compiled function, its qualified name counts.
+    """
+    functions = [own.direction] if own.scale is None else [own.direction, own.scale]
+    lines = [own.takes, str(own.reads_host), *map(_source, functions)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _source(function: Callable[..., Any]) -> str:
+    if isinstance(function, partial):
+        # addresses differ on ranks
+        bound = re.sub("0x[0-9a-f]+", "", f"{function.args} {function.keywords}")
+        return f"{_source(function.func)} {bound}"
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        return f"{getattr(function, '__module__', '')}.{name}"

@@ -1,0 +1,154 @@
+"""A rule of one's own in Megatron: one process is what every topology equals, and what
+cannot run ends all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_muon import register_rule
+from ranks.errors.test_hangs import TIMEOUT, _short_timeout
+from ranks.results.test_nonfinite import FC1, _planted
+from support.models.clipped import clipped
+from support.models.gpt import (
+    Case,
+    Topology,
+    build,
+    error_of_building,
+    error_of_optimizer,
+    start,
+    take_step,
+    trained,
+)
+from support.ranks import error_of, run
+from support.runs import own_rules
+from support.runs.cases import muon_weights
+from support.runs.own_rules import HERE
+from support.runs.whole import whole
+
+
+def _case(name: str, **changes: Any) -> Case:
+    muon = (("rule", f"{HERE}:{name}"), ("ns_dtype", "fp32"), *changes.pop("muon", ()))
+    return Case(bf16=False, muon=muon, **changes)
+
+
+BATCHES = _case("polar_express")
+HEADS = _case("polar", muon=(("splits", (("*.linear_qkv.*", "heads"),)),))
+COLUMNS = _case("one_by_one", muon=(("splits", (("*.linear_proj.*", "cols:48,48"),)),))
+# Other batches round differently in fp32, by 2^-24. The slope of five polynomials at 0
+# is 976, the product of their a's, and lr · scale is at most 0.065: 1.1e-5 in 3 steps.
+TOLERANCE = 1.2e-5
+
+
+def _assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for param, value in expected.items():
+        torch.testing.assert_close(
+            found[param], value, rtol=TOLERANCE, atol=TOLERANCE, msg=param
+        )
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        (BATCHES, Topology(tp=2, dp=2)),
+        (BATCHES, Topology(dp=3, overlap=True)),
+        (_case("reading"), Topology(tp=2, dp=2, overlap=True)),
+        (HEADS, Topology(tp=2, dp=2)),
+        (COLUMNS, Topology(tp=2, dp=2)),
+        (_case("one_by_one", moe=True), Topology(dp=2, ep=2)),
+    ],
+    ids="tp2-dp2 dp3-overlap reading heads columns ep2".split(),
+)
+def test_it_is_that_of_one_process(case: Case, topology: Topology) -> None:
+    expected = trained(case, Topology())
+    found = trained(case, topology)
+    for kind in ("main", "exp_avg"):
+        _assert_close(found[kind], expected[kind])
+
+
+def test_polar_express_of_ones_own_is_the_built_in_set() -> None:
+    own = trained(BATCHES, Topology(tp=2, dp=2))["main"]
+    muon = (("ns_coefficients", "polar_express"), ("ns_dtype", "fp32"))
+    _assert_close(own, trained(Case(bf16=False, muon=muon), Topology())["main"])
+
+
+def test_qk_clip_beside_it() -> None:
+    """The clip of heads, by logits that the layout does not decide."""
+    case = replace(BATCHES, muon=(*BATCHES.muon, ("qk_clip", 100.0)))
+    alone = whole(run(clipped, 1, case, Topology()))["main"]
+    _assert_close(whole(run(clipped, 4, case, Topology(tp=2, dp=2)))["main"], alone)
+    unclipped = trained(BATCHES, Topology())["main"]
+    qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
+    assert not torch.equal(alone[qkv], unclipped[qkv])
+
+
+def test_a_gradient_that_is_not_finite_leaves_its_matrix() -> None:
+    """And does not reach the function, which may raise for it."""
+    topology = Topology(tp=2, dp=2)
+    after = trained(BATCHES, topology, _planted(FC1, float("nan")))["main"]
+    before = trained(replace(BATCHES, steps=1), topology)["main"]
+    plain = trained(BATCHES, topology)["main"]
+    for name, value in after.items():
+        assert torch.equal(value, (before if name == FC1 else plain)[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("bad_shape", "on a zero and a random matrix 32 x 48: ValueError: it takes"),
+        ("nothing", "cannot be imported: AttributeError"),
+    ],
+)
+def test_what_cannot_run_is_refused_on_every_rank(name: str, text: str) -> None:
+    settings = {"rule": f"{HERE}:{name}"}
+    for found in run(error_of_building, 2, Case(layers=1), Topology(dp=2), settings):
+        assert f"{HERE}:{name}" in found and text in found
+
+
+def _with_another_rule() -> str:
+    """Of the same name, on rank 1."""
+    rules = own_rules.polar_express, own_rules.mixes
+    register_rule("of_this_rank", rules[dist.get_rank()])
+    built = build(Case(layers=1), Topology(dp=2))
+    return error_of_optimizer(built, rule="of_this_rank")
+
+
+def test_a_rule_of_another_source_on_a_rank_is_named_on_every_rank() -> None:
+    for found in run(_with_another_rule, 2):
+        assert "PlanMismatchError" in found
+        assert "source of rule of_this_rank: rank 1 of the run has" in found
+
+
+def _raises_on_a_rank() -> str:
+    with _short_timeout():
+        built = start(replace(BATCHES, layers=1), Topology(tp=2, dp=2))
+    take_step(built, 0)
+    if dist.get_rank() != 1:
+        return error_of(lambda: take_step(built, 1))
+    broken = mock.Mock(side_effect=ZeroDivisionError("had enough"))
+    (part,) = built.optimizer.chained_optimizers
+    own = replace(part.muon.rule.own, direction=broken)
+    with mock.patch.object(part.muon.rule, "own", own):
+        return error_of(lambda: take_step(built, 1))
+
+
+def test_an_exception_in_a_step_ends_all_ranks() -> None:
+    texts = run(_raises_on_a_rank, 4, timeout=60.0, grace=TIMEOUT + 4)
+    assert texts.pop(1).startswith("ZeroDivisionError: had enough")
+    for text in texts:
+        assert text.startswith("PhaseError: "), text
+
+
+def test_every_matrix_has_gone_through_it() -> None:
+    """Its scale is its own, so no update is Muon's."""
+    own = trained(_case("polar"), Topology(dp=2))["main"]
+    muons = trained(Case(bf16=False, muon=(("ns_dtype", "fp32"),)), Topology())["main"]
+    for name, value in muons.items():
+        assert torch.equal(own[name], value) is (name not in muon_weights(BATCHES))

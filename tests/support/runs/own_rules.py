@@ -1,0 +1,66 @@
+"""Rules of one's own, as users write them; a name here is ``support.runs.own_rules:NAME``
+there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_muon import OwnRule
+from megatron_muon.settings.coefficients import schedule
+
+HERE = "support.runs.own_rules"
+STEPS = schedule("polar_express", 5, "fp32")
+
+
+def polar_express(x: Tensor) -> Tensor:
+    """Polar Express (arXiv 2505.16932) of ``(..., rows, cols)``."""
+    is_tall = x.size(-2) > x.size(-1)
+    x = x.mT if is_tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-30)
+    for a, b, c in STEPS:
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.mT if is_tall else x
+
+
+def polar_grad(x: Tensor) -> Tensor:
+    """PolarGrad (arXiv 2505.21799): the nuclear norm times the polar factor."""
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    return s.sum() * (u @ v)
+
+
+def rms_of_host(x: Tensor) -> Tensor:
+    """A matrix over its root mean square, which the host reads."""
+    rms = float(x.square().mean().sqrt())
+    return x / rms if rms else x
+
+
+def _broken(x: Tensor) -> Tensor:
+    raise ZeroDivisionError("no such direction")
+
+
+def mixes(x: Tensor) -> Tensor:
+    """It looks at all matrices of a batch, which the layout decides."""
+    return x - x.mean(dim=0)
+
+
+one_by_one = OwnRule(polar_express, takes="matrix")
+polar = OwnRule(polar_grad, "matrix", reads_host=True, scale=lambda rows, cols: 0.01)
+reading = OwnRule(rms_of_host, takes="matrix", reads_host=True)
+# What each is refused for.
+UNSOUND: dict[str, tuple[Any, str]] = {
+    "shape": (lambda x: x.mT, r"takes \(2, 32, 48\) .* returns \(2, 48, 32\) "),
+    "dtype": (lambda x: x.half(), "returns .* torch.float16"),
+    "None": (lambda x: None, "returns None"),
+    "zero": (lambda x: x / x.norm(dim=(1, 2), keepdim=True), "returns NaN or Inf"),
+    "raises": (_broken, "ZeroDivisionError: no such direction"),
+    "reads": (OwnRule(rms_of_host, takes="matrix"), "host reads .* reads_host=True"),
+    "scale": (OwnRule(polar_express, scale=lambda rows, cols: 0.0), "its scale of"),
+    "class": (dict, "dict is no megatron_muon.runtime.rule.Rule"),
+}
+for _name, (_rule, _) in UNSOUND.items():
+    globals()[f"bad_{_name}"] = _rule

@@ -1,0 +1,140 @@
+"""Rules of one's own before a run: their names, what is tried on them, their digests."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon import MuonConfig, OwnRule, register_rule
+from megatron_muon.mcore.checkpoint.param_groups import config_of
+from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.planning.describe import computing_line
+from megatron_muon.rules.own import digest, tried
+from megatron_muon.settings import rules
+from megatron_muon.settings.rules import own_rule
+from megatron_muon.testing import assert_as_one_process
+from support import ROOT
+from support.runs import own_rules
+from support.runs.own_rules import HERE, UNSOUND, polar_express
+
+CPU = torch.device("cpu")
+
+
+def _tried(name: str, **settings: Any) -> str:
+    return tried(Numerics(MuonConfig(rule=name, **settings), "cpu"), CPU)
+
+
+def test_a_registered_name_is_a_rules_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "_registered", {})
+    register_rule("polar_once", polar_express)
+    assert own_rule("polar_once") == OwnRule(polar_express)
+    assert MuonConfig(rule="polar_once").rule == "polar_once"
+    for name in ("polar_once", "muon"):
+        with pytest.raises(ValueError, match=f"there is a rule '{name}' already"):
+            register_rule(name, polar_express)
+    with pytest.raises(ValueError, match="letters, digits and _, got 'a:b'"):
+        register_rule("a:b", polar_express)
+    with pytest.raises(TypeError, match="takes a function or class, got 3"):
+        register_rule("three", 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="takes must be batch or matrix, got 'rows'"):
+        OwnRule(polar_express, takes="rows")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (f"{HERE}:nothing", "AttributeError: .* no attribute 'nothing'"),
+        ("no_such_module:rule", "ModuleNotFoundError: No module named 'no_such_"),
+        (f"{HERE}:STEPS", "TypeError: OwnRule takes a function or class"),
+        *((f"{HERE}:bad_{name}", text) for name, (_, text) in UNSOUND.items()),
+    ],
+)
+def test_what_cannot_be_a_rule_is_refused_by_name(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"--muon-rule.* {name}.*{text}"):
+        _tried(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "text"),
+    [
+        ("polar_express", {"ns_steps": 6}, "--muon-ns-steps"),
+        ("polar", {"matched_adamw_rms": 0.3}, "--muon-matched-adamw-rms"),
+        ("polar_express", {"split_matrices": 2}, "--muon-split-matrices"),
+        ("polar", {"by_pattern": ("*:rms=0.3",)}, "--muon-matched-adamw-rms"),
+    ],
+)
+def test_a_setting_without_a_meaning_is_refused(
+    name: str, settings: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        _tried(f"{HERE}:{name}", **settings)
+
+
+def test_ranks_compare_the_source_and_what_is_declared() -> None:
+    every = [
+        polar_express,
+        own_rules.polar_grad,
+        partial(own_rules.mixes),
+        partial(polar_express, 1),
+        partial(polar_express, 2),
+        torch.sign,
+    ]
+    of_digests = [*map(OwnRule, every), own_rules.one_by_one]
+    assert len({digest(rule) for rule in of_digests}) == len(of_digests)
+    assert digest(OwnRule(polar_express)) == digest(OwnRule(polar_express))
+    bound = [OwnRule(partial(polar_express, object())) for _ in range(2)]
+    assert digest(bound[0]) == digest(bound[1])  # addresses differ on ranks
+    assert _tried(f"{HERE}:one_by_one").endswith(digest(own_rules.one_by_one))
+
+
+def test_a_name_from_a_checkpoint_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaves_a_trace.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert config_of({"rule": "leaves_a_trace:rule"}).rule == "leaves_a_trace:rule"
+    assert config_of({"rule": "registered_then"}).rule == "muon"
+    assert "leaves_a_trace" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("polar_express", "a function of matrices of one shape in fp32; ranks share"),
+        ("polar", "of one matrix in fp32; .* waits for the device at each matrix, "),
+    ],
+)
+def test_the_start_says_what_takes_newton_schulzs_place(name: str, text: str) -> None:
+    numerics = Numerics(MuonConfig(rule=f"{HERE}:{name}"), "cuda")
+    assert numerics.split == "off"
+    line = computing_line(numerics, "torch", "foreach", in_batches=True)
+    assert re.search(text, line) and "Newton-Schulz" not in line
+
+
+def test_the_pages_rule_passes_the_pages_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "rules.md").read_text()
+    rule, test = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert rule.count("\n") <= 40
+    (tmp_path / "my_rule.py").write_text(rule)
+    monkeypatch.syspath_prepend(tmp_path)
+    found: dict[str, Any] = {}
+    exec(test, found)
+    found["test_my_rule"]()
+    x = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    direction = sys.modules["my_rule"].rule.direction
+    for found_one, one in zip(direction(x), x, strict=True):
+        torch.testing.assert_close(found_one, own_rules.polar_grad(one))
+
+
+def test_the_helper_that_ships_finds_what_the_layout_would_decide() -> None:
+    assert_as_one_process(f"{HERE}:one_by_one", steps=1)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        assert_as_one_process(f"{HERE}:mixes", steps=1)
