@@ -31,9 +31,7 @@ ROWS: tuple[Row, ...] = (
         grad_data="all gradients of a buffer, whose memory is freed between rows",
         param_data="all parameters of a buffer, likewise",
     ),
-    *_BUFFERS.has(
-        main_grad="a parameter's gradient in its buffer",
-    ),
+    *_BUFFERS.has(main_grad="a parameter's gradient in its buffer"),
     *_DDP_CONFIG.has(
         bucket_size="elements of a bucket",
         overlap_grad_reduce="whether gradients are reduced as they come",
@@ -42,26 +40,24 @@ ROWS: tuple[Row, ...] = (
 
 # Megatron's own Muon, whose row is left out where that optimizer cannot be built. Some
 # names are imported only where its package is installed.
-_EARLY = Place("megatron.core.optimizer.muon", since=(0, 16), until=(0, 17))
-_LATER = Place("megatron.core.optimizer.emerging_optimizers", since=(0, 18))
-_LAYER_WISE = Place("megatron.core.optimizer.layer_wise_optimizer", since=(0, 18))
-_WHOLE = Place(_LAYER_WISE.module, "LayerWiseDistributedOptimizer", since=(0, 18))
-_CONFIG = Place("megatron.core.optimizer", "OptimizerConfig", since=(0, 16))
+_EARLY = Place("megatron.core.optimizer.muon", since=16, until=17)
+_LATER = Place("megatron.core.optimizer.emerging_optimizers", since=18)
+_LAYER_WISE = Place("megatron.core.optimizer.layer_wise_optimizer", since=18)
+_WHOLE = Place(_LAYER_WISE.module, "LayerWiseDistributedOptimizer", since=18)
+_CONFIG = Place("megatron.core.optimizer", "OptimizerConfig", since=16)
 _SHARDED = Place(
-    "megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params", (0, 16)
+    "megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params", 16
 )
 _TIMED = "its iteration, timed"
 UPSTREAM: tuple[Row, ...] = (
-    Place("megatron.core.optimizer", since=(0, 17)).read(
+    Place("megatron.core.optimizer", since=17).read(
         "HAVE_EMERGING_OPTIMIZERS", "whether it can run, for doctor"
     ),
     _EARLY.read("HAVE_EMERGING_OPTIMIZERS", "whether it can run"),
     _LATER.read("HAVE_EMERGING_OPTIMIZERS", "whether it can run"),
     _EARLY.replaced("newton_schulz_tp", _TIMED),
     _LATER.replaced("newton_schulz_tp", _TIMED),
-    _WHOLE.replaced(
-        "allgather_params", "its gather, timed", since=(0, 16), until=(0, 17)
-    ),
+    _WHOLE.replaced("allgather_params", "its gather, timed", since=16, until=17),
     _WHOLE.replaced(
         "start_param_sync_for_bucket_group_subset", "the same in later versions"
     ),
@@ -70,7 +66,7 @@ UPSTREAM: tuple[Row, ...] = (
     _STATE.called(
         "get_expert_data_parallel_world_size",
         "over how many ranks its layout cuts a buffer of experts' weights",
-        since=(0, 18),
+        since=18,
     ),
     *_SHARDED.has(
         float16_groups="parameters that have fp32 main parameters",
@@ -82,12 +78,9 @@ UPSTREAM: tuple[Row, ...] = (
         muon_extra_scale_factor="its scale",
         muon_tp_mode="how it handles TP",
     ),
+    *_CONFIG.has(until=17, muon_use_nesterov="its kind of momentum"),
     *_CONFIG.has(
-        until=(0, 17),
-        muon_use_nesterov="its kind of momentum",
-    ),
-    *_CONFIG.has(
-        since=(0, 18),
+        since=18,
         muon_nesterov="its kind of momentum",
         use_layer_wise_distributed_optimizer="switches it on",
     ),

@@ -11,12 +11,12 @@ _DISTRIBUTED = Place("megatron.core.optimizer.distrib_optimizer")
 _RANDOM = Place("megatron.core.tensor_parallel.random")
 _MAPPINGS = Place("megatron.core.tensor_parallel.mappings")
 _ATTENTION = Place("megatron.core.transformer.dot_product_attention")
-_LATENT = Place("megatron.core.transformer.multi_latent_attention", since=(0, 14))
-_TE = Place("megatron.core.extensions.transformer_engine", since=(0, 14))
+_LATENT = Place("megatron.core.transformer.multi_latent_attention", since=14)
+_TE = Place("megatron.core.extensions.transformer_engine", since=14)
 _NORM = Place("megatron.core.transformer.torch_norm")
 _MOE = Place("megatron.core.transformer.moe.moe_utils")
 _DISPATCHER = Place("megatron.core.transformer.moe.token_dispatcher")
-_GROUPED = Place("megatron.core.transformer.moe.grouped_gemm_util", until=(0, 16))
+_GROUPED = Place("megatron.core.transformer.moe.grouped_gemm_util", until=16)
 _DEVICE = Place("torch.utils._device")
 _PARALLEL = Place("megatron.core.model_parallel_config", "ModelParallelConfig")
 _STATE = Place("megatron.core.parallel_state")
@@ -30,7 +30,7 @@ ROWS = (
     # --- optimizers
     _OPTIMIZER.replaced("Adam", "a fused Adam's stand-in"),
     _DISTRIBUTED.replaced("Adam", "a fused Adam's stand-in"),
-    _OPTIMIZER.replaced("USING_PYTORCH_OPTIMIZER", "False, as on a GPU", since=(0, 15)),
+    _OPTIMIZER.replaced("USING_PYTORCH_OPTIMIZER", "False, as on a GPU", since=15),
     _DISTRIBUTED.replaced("HAVE_APEX_OR_TE", "True, as on a GPU"),
     Place("megatron.core.fp8_utils").replaced(
         "_quantize_param_shard_impl", "there is no fp8 here"
@@ -44,12 +44,11 @@ ROWS = (
     # --- attention
     _ATTENTION.replaced("DotProductAttention", "attention without Transformer Engine"),
     _ATTENTION.replaced(
-        "DotProductAttention.__init__", "takes latent head sizes", "config"
+        "DotProductAttention.__init__(config)", "takes latent head sizes"
     ),
     _ATTENTION.replaced(
-        "DotProductAttention.forward",
+        "DotProductAttention.forward(query, key, value, attention_mask)",
         "all ranks' keys",
-        "query key value attention_mask",
     ),
     _LATENT.replaced("HAVE_TE", "whether Transformer Engine is installed"),
     _TE.read("HAVE_TE", "whether Transformer Engine is installed"),
@@ -57,12 +56,12 @@ ROWS = (
     Place("megatron.core.transformer.enums").read(
         "AttnMaskType.causal", "the causal mask"
     ),
-    _MAPPINGS.called("gather_from_sequence_parallel_region", "has a gradient", "group"),
+    _MAPPINGS.called("gather_from_sequence_parallel_region(group)", "has a gradient"),
     # --- experts
     _MAPPINGS.replaced("_gather_along_first_dim", "takes uneven parts, too"),
     _MAPPINGS.replaced("_reduce_scatter_along_first_dim", "takes uneven parts, too"),
     _MOE.read(
-        "RouterGatingLinearFunction", "tests Transformer Engine's name", since=(0, 14)
+        "RouterGatingLinearFunction", "tests Transformer Engine's name", since=14
     ),
     _MOE.replaced("maybe_move_tensor_to_cpu", "takes CPU tensors, too"),
     _DISPATCHER.replaced("maybe_move_tensor_to_cpu", "takes CPU tensors, too"),
@@ -70,15 +69,15 @@ ROWS = (
     _GROUPED.replaced("ops", "its functions"),
     # --- norms
     _NORM.replaced("WrappedTorchNorm", "torch's norm, also under sequence parallelism"),
-    _NORM.replaced("WrappedTorchNorm.__new__", "makes such a norm", "config"),
+    _NORM.replaced("WrappedTorchNorm.__new__(config)", "makes such a norm"),
 )
 
 # Symbols of Megatron-LM's scripts, checked only where those are installed.
 _INITIALIZE = Place("megatron.training.initialize")
-_KERNELS = Place("megatron.legacy.fused_kernels", until=(0, 16))
+_KERNELS = Place("megatron.legacy.fused_kernels", until=16)
 TRAINING = (
     _INITIALIZE.replaced("initialize_megatron", "is told that there may be no GPU"),
     _INITIALIZE.replaced("set_jit_fusion_options", "nothing is fused"),
-    _INITIALIZE.read("fused_kernels", "whether kernels are loaded", until=(0, 16)),
+    _INITIALIZE.read("fused_kernels", "whether kernels are loaded", until=16),
     _KERNELS.replaced("load", "loads no kernels"),
 )

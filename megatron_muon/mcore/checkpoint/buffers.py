@@ -13,6 +13,7 @@ elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -72,10 +73,7 @@ def gathered_spans(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]
     ``param_index_map`` counts it. (fully_reshardable of Megatron 0.15 to 0.19 confuses
     the two, so with several padded buckets it saves shifted state, AdamW's too.)
     """
-    removed, padding = [], 0
-    for bucket in buffer.buckets:
-        removed.append(padding)
-        padding += bucket.grad_data.numel() - bucket.numel_unpadded
+    removed = [0, *accumulate(map(_padding, buffer.buckets))]
     for param, (start, stop, bucket_id) in buffer.param_index_map.items():
         yield param, start - removed[bucket_id], stop - removed[bucket_id]
 
@@ -88,18 +86,19 @@ def warn_if_shifted(buffers: Sequence[Any]) -> None:
     ``gathered_spans``.
     """
     version, numbers = megatron_version()
-    for buffer in buffers if numbers < (0, 20) else ():
-        with_padding = buffer.param_index_map
-        for param, start, _ in gathered_spans(buffer):
-            if start != with_padding[param][0]:
-                say(
-                    "[megatron_muon] warning: fully_reshardable of megatron-core "
-                    f"{version} saves AdamW's state shifted where several buckets are "
-                    "padded, as here. A run that loads this save goes on with wrong "
-                    "weights. Give --ddp-num-buckets 1, or omit "
-                    "--dist-ckpt-optim-fully-reshardable"
-                )
-                return
+    before_others = chain.from_iterable(buffer.buckets[:-1] for buffer in buffers)
+    if numbers < (0, 20) and any(map(_padding, before_others)):
+        say(
+            "[megatron_muon] warning: fully_reshardable of megatron-core "
+            f"{version} saves AdamW's state shifted where several buckets are padded, "
+            "as here. A run that loads this save goes on with wrong weights. Give "
+            "--ddp-num-buckets 1, or omit --dist-ckpt-optim-fully-reshardable"
+        )
+
+
+def _padding(bucket: Any) -> int:
+    """The number of a bucket's last elements that are no parameter's."""
+    return int(bucket.grad_data.numel() - bucket.numel_unpadded)
 
 
 def to_disk(gathered: dict[str, Any], places: list[BufferPlace]) -> dict[str, Any]:

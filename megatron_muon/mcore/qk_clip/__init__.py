@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.transformer.attention import Attention
 from megatron.core.utils import get_model_config
 
+from megatron_muon.mcore.routing.attention import self_attentions
 from megatron_muon.settings.config import MuonConfig
 
 
@@ -55,11 +55,6 @@ def uses_fsdp(model_chunks: Sequence[Any]) -> bool:
 
 def _is_on(setting: str, model_chunks: Sequence[Any]) -> bool:
     """Whether the model has it on, or an attention with settings of its own."""
-    for chunk in model_chunks:
-        configs = [get_model_config(chunk)]
-        for module in chunk.modules():
-            if isinstance(module, Attention):
-                configs.append(module.config)
-        if any(getattr(config, setting, False) for config in configs):
-            return True
-    return False
+    configs = [get_model_config(chunk) for chunk in model_chunks]
+    configs += [attention.config for _, attention in self_attentions(model_chunks)]
+    return any(getattr(config, setting, False) for config in configs)

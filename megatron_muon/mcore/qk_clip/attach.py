@@ -133,12 +133,11 @@ def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
         "reuse_grad_buf_for_mxfp8_param_ag": (
             "they are gathered in the memory of gradients"
         ),
+        "use_megatron_fsdp": "a rank has parts of the weights themselves",
     }
-    on = {name: getattr(optimizer_config, name, False) for name in modes}
-    modes["use_megatron_fsdp"] = "a rank has parts of the weights themselves"
-    on["use_megatron_fsdp"] = uses_fsdp(model_chunks)
+    on = {"use_megatron_fsdp"} if uses_fsdp(model_chunks) else set()
     for name, reason in modes.items():
-        if on[name]:
+        if name in on or getattr(optimizer_config, name, False):
             raise NotImplementedError(
                 f"clipped attention logits (--qk-clip, --muon-qk-clip) with {name} "
                 f"(--{name.replace('_', '-')}): {reason}. Use only one of the two"

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.transformer.attention import Attention, CrossAttention, SelfAttention
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_muon.mcore.qk_clip.factors import HeadRows
 from megatron_muon.mcore.qk_clip.local import MAXIMA
-from megatron_muon.mcore.routing.attention import projections_of
+from megatron_muon.mcore.routing.attention import projections_of, self_attentions
 from megatron_muon.mcore.routing.param_routing import Weight, weights
 from megatron_muon.settings.config import MuonConfig, named
 
@@ -54,34 +54,20 @@ def watched_attentions(
     """
     by_param = {weight.param: weight for weight in weights(model_chunks)}
     watched: list[WatchedAttention] = []
-    for chunk in model_chunks:
-        for path, module in chunk.named_modules():
-            if not isinstance(module, Attention) or isinstance(module, CrossAttention):
-                continue
-            clip = clip_of(module.config, config)
-            logs = getattr(module.config, "log_max_attention_logit", False)
-            if clip is not None or logs:
-                watched.append(_watched(path, module, clip, by_param, config, tp_size))
+    for name, attention in self_attentions(model_chunks):
+        model = attention.config
+        clip = clip_of(model, config)
+        if clip is None and not getattr(model, "log_max_attention_logit", False):
+            continue
+        core = getattr(attention, "core_attention", None)
+        _require_maxima(name, core, config)
+        clipped: list[ClippedWeight] = []
+        if clip is not None:
+            _require_clippable(name, attention, config)
+            clipped += _clipped(name, attention, by_param, config, tp_size)
+        heads = model.num_attention_heads
+        watched.append(WatchedAttention(core, heads, clip, tuple(clipped)))
     return watched
-
-
-def _watched(
-    path: str,
-    attention: Any,
-    clip: Clip | None,
-    by_param: dict[torch.nn.Parameter, Weight],
-    config: MuonConfig,
-    tp_size: int,
-) -> WatchedAttention:
-    name = path.removeprefix("module.").removeprefix("module.")
-    core = getattr(attention, "core_attention", None)
-    _require_maxima(name, core, config)
-    clipped: list[ClippedWeight] = []
-    if clip is not None:
-        _require_clippable(name, attention, config)
-        clipped += _clipped(name, attention, by_param, config, tp_size)
-    heads = attention.config.num_attention_heads
-    return WatchedAttention(core, heads, clip, tuple(clipped))
 
 
 def clip_of(model_config: Any, config: MuonConfig) -> Clip | None:

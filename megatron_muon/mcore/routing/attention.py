@@ -7,16 +7,29 @@ Megatron's classes say it; the name alone only where a class is not Megatron's.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from megatron.core.transformer.attention import CrossAttention, SelfAttention
+import torch
+from megatron.core.transformer.attention import Attention, CrossAttention, SelfAttention
 
-from megatron_muon.mcore.routing.param_routing import Weight, is_adapter
+from megatron_muon.mcore.routing.param_routing import Weight, is_adapter, modules
 
 # Names of what may hold projections side by side, in models of all kinds.
 _FUSED = re.compile(r"qkv|query_key_value|(^|_)kv(_|$)|c_attn", re.IGNORECASE)
 # multi-latent attention's: see ``survey.UNSPLIT``
 _LATENT = re.compile(r"_(down|up)_proj$")
+
+
+def self_attentions(
+    model_chunks: Sequence[torch.nn.Module],
+) -> Iterator[tuple[str, Any]]:
+    """Each attention of all chunks whose queries and keys come from one sequence, with
+    its name.
+    """
+    for prefix, module, _ in modules(model_chunks):
+        if isinstance(module, Attention) and not isinstance(module, CrossAttention):
+            yield prefix.removesuffix("."), module
 
 
 class Projections(NamedTuple):

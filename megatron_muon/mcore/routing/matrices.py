@@ -84,10 +84,10 @@ def _columns(
     """Equal ranges of columns. Where TP cuts columns, matrices for the ranges of each
     TP rank.
     """
-    shape = (weight.param.size(0), weight.param.size(1))
+    rows, cols = weight.param.shape
     ranks = tp_size if partition_dim == 1 else 1
-    each = count // ranks
-    if each * ranks != count:
+    each, rest = divmod(count, ranks)
+    if rest:
         raise ValueError(
             f"{weight.name}: {tp_size} TP ranks cannot hold whole ranges of {kind}"
         )
@@ -97,13 +97,13 @@ def _columns(
     ]
     if ranks == 1:
         matrices = batched_matrices(
-            (names[0],), shape, partition_dim, tp_size, each, apart=True
+            (names[0],), (rows, cols), partition_dim, tp_size, each, apart=True
         )
-        return _parameter(weight, shape, partition_dim, matrices)
-    blocks = tuple((Block(rank, Span(0, shape[0]), 0),) for rank in range(ranks))
-    made = tuple(MatrixShape(name, *shape, each, apart=True) for name in names)
+        return _parameter(weight, (rows, cols), partition_dim, matrices)
+    blocks = tuple((Block(rank, Span(0, rows), 0),) for rank in range(ranks))
+    made = tuple(MatrixShape(name, rows, cols, each, apart=True) for name in names)
     # none has columns on another rank
-    return _parameter(weight, shape, 0, (made, blocks))
+    return _parameter(weight, (rows, cols), 0, (made, blocks))
 
 
 def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
@@ -116,18 +116,16 @@ def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Paramet
     ``spectral`` has the same scale for a matrix and its transpose.
     """
     require_scale_mode(weight, config)
-    hidden = weight.model_config.hidden_size
-    experts = (
-        weight.model_config.num_moe_experts
-        // weight.model_config.expert_model_parallel_size
-    )
+    model = weight.model_config
+    hidden = model.hidden_size
+    experts = model.num_moe_experts // model.expert_model_parallel_size
     numel = weight.param.numel()
     first = weight.name.endswith("weight1")
     cols = numel // (experts * hidden) if first else hidden
     shape = (numel // cols, cols)
     names = tuple(f"{weight.name}[expert {expert}]" for expert in range(experts))
     partition_dim = 1 if first else 0
-    halves = 2 if first and weight.model_config.gated_linear_unit else 1
+    halves = 2 if first and model.gated_linear_unit else 1
     kinds = ("whole", "gate-up")[:halves]
     apart = chosen_split(weight, config, "whole", kinds) == "gate-up"
     matrices = batched_matrices(

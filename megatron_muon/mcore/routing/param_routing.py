@@ -112,60 +112,59 @@ class Weight:
 def weights(model_chunks: Sequence[torch.nn.Module]) -> Iterator[Weight]:
     """Every parameter of all chunks once, in Megatron's order."""
     seen = set()
-    for chunk in model_chunks:
-        chunk_config = get_model_config(chunk)
-        layers: dict[str, str] = {}
-        modules: dict[str, torch.nn.Module] = {}
-        for (
-            path,
-            module,
-        ) in chunk.named_modules():  # what is around a module comes before it
-            modules[path] = module
-            layer = _LAYER.match(path)
-            if layer and isinstance(getattr(module, "layer_number", None), int):
-                layers[f"{path}."] = f"{layer[1]}{module.layer_number - 1}."
-            for short_name, param in module.named_parameters(recurse=False):
-                if param in seen:
-                    continue
-                seen.add(param)
-                name = _model_wide(
-                    f"{path}.{short_name}" if path else short_name, layers
-                )
-                config = getattr(module, "config", None)
-                yield Weight(
-                    name=name,
-                    param=param,
-                    module=module,
-                    holders=tuple(modules[outer] for outer in _around(path)),
-                    model_config=config
-                    if hasattr(config, "gated_linear_unit")
-                    else chunk_config,
-                    is_expert=".experts." in name,
-                )
+    for prefix, module, holders in modules(model_chunks):
+        config = getattr(module, "config", None)
+        if not hasattr(config, "gated_linear_unit"):
+            config = get_model_config(holders[-1] if holders else module)
+        for short_name, param in module.named_parameters(recurse=False):
+            if param in seen:
+                continue
+            seen.add(param)
+            name = prefix + short_name
+            yield Weight(
+                name=name,
+                param=param,
+                module=module,
+                holders=holders,
+                model_config=config,
+                is_expert=".experts." in name,
+            )
 
 
 def layers(
     model_chunks: Sequence[torch.nn.Module],
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each layer of all chunks with its name, numbered over all pipeline stages.
+    """Each layer of all chunks with its name.
 
     Behind them, where the last stage is, the final norm and the output layer.
     """
+    for prefix, module, _ in modules(model_chunks):
+        name = prefix.removesuffix(".")
+        number = getattr(module, "layer_number", None)
+        is_layer = _LAYER.match(name) and isinstance(number, int)
+        if is_layer or _LAST.match(name):
+            yield name, module
+
+
+def modules(
+    model_chunks: Sequence[torch.nn.Module],
+) -> Iterator[tuple[str, torch.nn.Module, tuple[torch.nn.Module, ...]]]:
+    """Each module of all chunks: what the names of its parameters begin with, itself,
+    and the modules that it is in, from the innermost to the chunk.
+
+    Names count layers over all pipeline stages and leave out wrapping modules.
+    """
     for chunk in model_chunks:
+        # by path; what is around a module comes before it
+        holders: dict[str, tuple[torch.nn.Module, ...]] = {}
+        numbered: dict[str, str] = {}
         for path, module in chunk.named_modules():
-            match = _LAYER.match(path)
-            if match and isinstance(getattr(module, "layer_number", None), int):
-                name = f"{match[1]}{module.layer_number - 1}"
-                yield _model_wide(name, {}), module
-            elif _LAST.match(path):
-                yield _model_wide(path, {}), module
-
-
-def _around(path: str) -> Iterator[str]:
-    """The paths of the modules that a module is in, from the innermost."""
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
+            outer = holders[path.rpartition(".")[0]] if path else ()
+            holders[path] = (module, *outer)
+            layer = _LAYER.match(path)
+            if layer and isinstance(getattr(module, "layer_number", None), int):
+                numbered[f"{path}."] = f"{layer[1]}{module.layer_number - 1}."
+            yield _model_wide(f"{path}." if path else "", numbered), module, outer
 
 
 def expert_name(name: str, ep_rank: int, local_experts: int) -> str:
@@ -373,14 +372,14 @@ def is_of_class(module: torch.nn.Module, *names: str) -> bool:
     return not {cls.__name__ for cls in type(module).__mro__}.isdisjoint(names)
 
 
-def _model_wide(name: str, layers: dict[str, str]) -> str:
+def _model_wide(prefix: str, numbered: dict[str, str]) -> str:
     """With layers numbered over all stages, and without the names of wrapping
     modules.
     """
-    for local in sorted(layers, key=len):  # outer layers first
-        if name.startswith(local):
-            name = layers[local] + name.removeprefix(local)
+    for local in sorted(numbered, key=len):  # outer layers first
+        if prefix.startswith(local):
+            prefix = numbered[local] + prefix.removeprefix(local)
             break
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
+    while prefix.startswith("module."):
+        prefix = prefix.removeprefix("module.")
+    return prefix

@@ -171,14 +171,22 @@ def _attention(weight: Weight, rows: int) -> FusedRows | None:
     known = projections_of(weight, rows)
     if known is None:
         return None
-    runs: list[RowRun] = []
-    for group in range(known.groups):
-        for part, count in known.group_rows:
-            heads = count // known.head_rows
+    head = known.head_rows
+    parts = [(part, count // head, head) for part, count in known.group_rows]
+    return FusedRows((_by_heads(known.groups, parts),), "qkv", str(known))
+
+
+def _by_heads(groups: int, parts: Sequence[tuple[str, int, int]]) -> tuple[RowRun, ...]:
+    """Groups that have, of each ``(part, heads in a group, rows of a head)``, the heads
+    one after another.
+    """
+    runs = []
+    for group in range(groups):
+        for part, heads, rows in parts:
             for head in range(group * heads, (group + 1) * heads):
                 of = {"qkv": part, "heads": f"{part} {head}"}
-                runs.append(RowRun(known.head_rows, of))
-    return FusedRows((tuple(runs),), "qkv", str(known))
+                runs.append(RowRun(rows, of))
+    return tuple(runs)
 
 
 def _queries(weight: Weight, rows: int) -> FusedRows | None:
@@ -190,9 +198,8 @@ def _queries(weight: Weight, rows: int) -> FusedRows | None:
     heads = int(holder.config.num_attention_heads)
     if rows % heads:
         return None
-    return FusedRows(
-        (_heads("q", heads, rows // heads),), "whole", f"the q of {heads} heads"
-    )
+    queries = _heads("q", heads, rows // heads)
+    return FusedRows((queries,), "whole", f"the q of {heads} heads")
 
 
 def _latent(weight: Weight, rows: int) -> FusedRows | None:
@@ -200,21 +207,19 @@ def _latent(weight: Weight, rows: int) -> FusedRows | None:
     if not _is_held_by(weight, "MultiLatentAttention"):
         return None
     model: Any = weight.holders[0].config
-    heads, nope, rope = (
-        model.num_attention_heads,
-        model.qk_head_dim,
-        model.qk_pos_emb_head_dim,
-    )
+    heads = model.num_attention_heads
+    head = model.qk_head_dim
+    rope = model.qk_pos_emb_head_dim
+    queries = _heads("q", heads, head + rope)
+    keys_and_values = (("k", 1, head), ("v", 1, model.v_head_dim))
     latent = _blocks((("latent", model.kv_lora_rank), ("rope", rope)))
+    q_latent = _blocks((("q_latent", model.q_lora_rank or 0),))
     sections: dict[str, tuple[tuple[RowRun, ...], ...]] = {
-        "linear_q_proj": (_heads("q", heads, nope + rope),),
-        "linear_q_up_proj": (_heads("q", heads, nope + rope),),
-        "linear_kv_up_proj": (_keys_and_values(heads, nope, model.v_head_dim),),
+        "linear_q_proj": (queries,),
+        "linear_q_up_proj": (queries,),
+        "linear_kv_up_proj": (_by_heads(heads, keys_and_values),),
         "linear_kv_down_proj": (latent,),
-        "linear_qkv_down_proj": (
-            _blocks((("q_latent", model.q_lora_rank or 0),)),
-            latent,
-        ),
+        "linear_qkv_down_proj": (q_latent, latent),
     }
     if weight.leaf not in sections:
         return None
@@ -222,19 +227,11 @@ def _latent(weight: Weight, rows: int) -> FusedRows | None:
     return FusedRows(sections[weight.leaf], "whole", what, may_be_replicated=True)
 
 
-def _keys_and_values(heads: int, key: int, value: int) -> tuple[RowRun, ...]:
-    runs = []
-    for head in range(heads):
-        runs.append(RowRun(key, {"qkv": "k", "heads": f"k {head}"}))
-        runs.append(RowRun(value, {"qkv": "v", "heads": f"v {head}"}))
-    return tuple(runs)
-
-
 def _heads(part: str, heads: int, rows: int) -> tuple[RowRun, ...]:
     return tuple(RowRun(rows, {"heads": f"{part} {head}"}) for head in range(heads))
 
 
-def _blocks(sizes: tuple[tuple[str, int], ...]) -> tuple[RowRun, ...]:
+def _blocks(sizes: Sequence[tuple[str, int]]) -> tuple[RowRun, ...]:
     return tuple(RowRun(count, {"parts": part}) for part, count in sizes)
 
 
@@ -245,28 +242,27 @@ def _gated(weight: Weight, rows: int) -> FusedRows | None:
     model = weight.model_config
     if weight.leaf != "linear_fc1" or not model.gated_linear_unit:
         return None
-    gate = RowRun(rows // 2, {"gate-up": "gate"})
-    up = RowRun(rows - rows // 2, {"gate-up": "up"})
+    gate, up = {"gate-up": "gate"}, {"gate-up": "up"}
     block = _interleaved_by(weight)
     if block:
-        pair = (RowRun(block, {"gate-up": "gate"}), RowRun(block, {"gate-up": "up"}))
-        return FusedRows(
-            (pair * (rows // (2 * block)),), "whole", f"blocks of {block} rows"
-        )
-    return FusedRows(((gate,), (up,)), "whole", "a gate and an up half")
+        pair = (RowRun(block, gate), RowRun(block, up))
+        runs = pair * (rows // (2 * block))
+        return FusedRows((runs,), "whole", f"blocks of {block} rows")
+    half = rows // 2
+    halves = ((RowRun(half, gate),), (RowRun(rows - half, up),))
+    return FusedRows(halves, "whole", "a gate and an up half")
 
 
 def _interleaved_by(weight: Weight) -> int | None:
     """Rows of a block, where gate and up alternate in blocks; since core 0.19, for some
     kernels.
     """
-    if weight.is_expert:
-        return getattr(weight.model_config, "moe_mlp_glu_interleave_size", None)
+    setting = "moe_mlp_glu_interleave_size"
     if ".shared_experts." in weight.name:
-        return getattr(
-            weight.model_config, "moe_shared_expert_glu_interleave_size", None
-        )
-    return None
+        setting = "moe_shared_expert_glu_interleave_size"
+    elif not weight.is_expert:
+        return None
+    return getattr(weight.model_config, setting, None)
 
 
 def _state_space(weight: Weight, rows: int) -> FusedRows | None:
@@ -275,40 +271,28 @@ def _state_space(weight: Weight, rows: int) -> FusedRows | None:
     """
     if weight.leaf != "in_proj":
         return None
-    sizes: tuple[tuple[str, int], ...] = ()
+    holder: Any = weight.holders[0] if weight.holders else None
+    sizes: dict[str, int] = {}
     if _is_held_by(weight, "MambaMixer"):
-        mixer: Any = weight.holders[0]
-        inner, states = mixer.d_inner, mixer.ngroups * mixer.d_state
-        sizes = (
-            ("z", inner),
-            ("x", inner),
-            ("B", states),
-            ("C", states),
-            ("dt", mixer.nheads),
-        )
+        states = holder.ngroups * holder.d_state
+        sizes = {"z": holder.d_inner, "x": holder.d_inner, "B": states, "C": states}
+        sizes["dt"] = holder.nheads
     elif _is_held_by(weight, "GatedDeltaNet", "GatedDeltaNet2"):
-        sizes = _of_delta_net(weight.holders[0])
-    if sum(count for _, count in sizes) != rows:
+        sizes = _of_delta_net(holder)
+    if sum(sizes.values()) != rows:
         return None
-    what = (
-        f"{', '.join(part for part, _ in sizes)} of {type(weight.holders[0]).__name__}"
-    )
-    return FusedRows(tuple(_blocks((size,)) for size in sizes), "whole", what)
+    what = f"{', '.join(sizes)} of {type(holder).__name__}"
+    sections = tuple(_blocks((size,)) for size in sizes.items())
+    return FusedRows(sections, "whole", what)
 
 
-def _of_delta_net(net: Any) -> tuple[tuple[str, int], ...]:
-    # of a TP rank; since core 0.19
-    sections = getattr(net, "in_proj_split_sections", None)
-    if sections is not None:
-        names = net.in_proj_split_names
-        return tuple(
-            (n, count * net.tp_size) for n, count in zip(names, sections, strict=True)
-        )
-    heads = net.num_value_heads
-    keys, values = net.qk_dim, net.v_dim
-    sizes = (keys, keys, values, values, heads, heads)
-    names = ("query", "key", "value", "z", "beta", "alpha")
-    return tuple(zip(names, sizes, strict=True))
+def _of_delta_net(net: Any) -> dict[str, int]:
+    if hasattr(net, "in_proj_split_sections"):  # of a TP rank; since core 0.19
+        names, sections = net.in_proj_split_names, net.in_proj_split_sections
+        of_rank = zip(names, sections, strict=True)
+        return {name: count * net.tp_size for name, count in of_rank}
+    sizes = {"query": net.qk_dim, "key": net.qk_dim, "value": net.v_dim, "z": net.v_dim}
+    return {**sizes, "beta": net.num_value_heads, "alpha": net.num_value_heads}
 
 
 def _is_held_by(weight: Weight, *class_names: str) -> bool:

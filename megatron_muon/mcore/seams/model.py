@@ -9,7 +9,7 @@ _CORE = Place("megatron.core.transformer.dot_product_attention", "DotProductAtte
 _SOFTMAX = Place("megatron.core.fusions.fused_softmax", "FusedScaleMaskSoftmax")
 _LAYERS = Place("megatron.core.tensor_parallel.layers")
 _LANGUAGE = Place("megatron.core.models.common.language_module.language_module")
-_CLIP = Place("megatron.core.optimizer.qk_clip", since=(0, 16))
+_CLIP = Place("megatron.core.optimizer.qk_clip", since=16)
 # Classes of which attributes are read.
 _MODEL = Place(_TRANSFORMER.module, "TransformerConfig")
 _MLA_MODEL = Place(_TRANSFORMER.module, "MLATransformerConfig")
@@ -20,10 +20,8 @@ _SELF = Place(_ATTENTION.module, "SelfAttention")
 _CROSS = Place(_ATTENTION.module, "CrossAttention")
 _LAYER = Place("megatron.core.transformer.transformer_layer", "TransformerLayer")
 _MIXER = Place("megatron.core.ssm.mamba_mixer", "MambaMixer")
-_DELTA = Place("megatron.core.ssm.gated_delta_net", "GatedDeltaNet", (0, 16), (0, 18))
-_LATER_DELTA = Place(
-    "megatron.core.ssm.gated_delta_net.gdn", "GatedDeltaNet", since=(0, 19)
-)
+_DELTA = Place("megatron.core.ssm.gated_delta_net", "GatedDeltaNet", 16, 18)
+_LATER_DELTA = Place("megatron.core.ssm.gated_delta_net.gdn", "GatedDeltaNet", since=19)
 
 _QKV = "which rows of linear_qkv are q, k and v"
 _ROWS = "which rows of latent attention are a head's or a latent's"
@@ -36,28 +34,27 @@ _SCALING = "refused if on with another recipe than delayed scaling"
 _STATE = Place("megatron.core.parallel_state")
 # A caller may pass any object with these attributes; Megatron's class has these names.
 _GROUPS = Place(
-    "megatron.core.process_groups_config", "ProcessGroupCollection", since=(0, 15)
+    "megatron.core.process_groups_config", "ProcessGroupCollection", since=15
 )
 _STAGE = "the ranks of a stage"
 _EXPERT_TP = "the ranks that share an expert's weights"
 _SHARDS = "how many shards a grad buffer has, inside one optimizer instance"
 _CP = "with_context_parallel"
-_DENSE_PART = f"{_CP} partial_data_parallel"
 ROWS: tuple[Row, ...] = (
     # --- classes and functions
     Place("megatron.core").read("__version__", "which rows hold here"),
     Place("megatron.core.utils").called(
-        "get_model_config", "its TransformerConfig", "model"
+        "get_model_config(model)", "its TransformerConfig"
     ),
     Place("megatron.core.fp8_utils").called(
-        "is_float8tensor", "a weight in fp8", "tensor"
+        "is_float8tensor(tensor)", "a weight in fp8"
     ),
     _TRANSFORMER.read("TransformerConfig", "the settings of a model"),
     Place("megatron.core.tensor_parallel").read(
         "VocabParallelEmbedding", "embeddings: AdamW's"
     ),
     _LAYERS.called(
-        "param_is_not_tensor_parallel_duplicate", "if the norm counts it", "param"
+        "param_is_not_tensor_parallel_duplicate(param)", "if the norm counts it"
     ),
     _ATTENTION.read(
         "SelfAttention", "its linear_qkv has query groups of q, k and v rows"
@@ -70,13 +67,13 @@ ROWS: tuple[Row, ...] = (
         "DotProductAttention", "its softmax gets all logits and a mask"
     ),
     _SOFTMAX.called(
-        "forward", "logits (batch, heads, queries, keys) and mask", "input mask"
+        "forward(input, mask)", "logits (batch, heads, queries, keys) and mask"
     ),
     Place("megatron.core.transformer.enums").read(
         "AttnMaskType", "whether a mask is causal"
     ),
     _CLIP.wrapped(
-        "clip_qk", "called after each step; clips shards", "model log_max_only"
+        "clip_qk(model, log_max_only)", "called after each step; clips shards"
     ),
     # --- settings
     *_MODEL.has(
@@ -94,7 +91,7 @@ ROWS: tuple[Row, ...] = (
         qk_layernorm="whether queries and keys are normalized after their projection",
     ),
     *_MODEL.has(
-        since=(0, 16),
+        since=16,
         attention_output_gate=_QKV,
         qk_clip="whether attention logits are clipped",
         qk_clip_threshold="from which logit on",
@@ -108,8 +105,8 @@ ROWS: tuple[Row, ...] = (
         kv_lora_rank=_ROWS,
         q_lora_rank=_ROWS,
     ),
-    *_MODEL.has(since=(0, 18), moe_mlp_glu_interleave_size=_BLOCKS),
-    *_MODEL.has(since=(0, 19), moe_shared_expert_glu_interleave_size=_BLOCKS),
+    *_MODEL.has(since=18, moe_mlp_glu_interleave_size=_BLOCKS),
+    *_MODEL.has(since=19, moe_shared_expert_glu_interleave_size=_BLOCKS),
     # --- modules
     *_SELF.has(
         linear_qkv="the fused projection of q, k and v",
@@ -132,7 +129,7 @@ ROWS: tuple[Row, ...] = (
     ),
     *_LAYER.has(layer_number="a layer's number over all pipeline stages, from 1 on"),
     # --- process groups
-    _STATE.called("get_tensor_and_data_parallel_group", _STAGE, _CP),
+    _STATE.called("get_tensor_and_data_parallel_group(with_context_parallel)", _STAGE),
     _STATE.called("get_tensor_model_parallel_group", _TP),
     _STATE.called("get_expert_tensor_parallel_group", _EXPERT_TP),
     _STATE.called("get_expert_model_parallel_group", _EP),
@@ -144,7 +141,9 @@ ROWS: tuple[Row, ...] = (
     _STATE.called("get_tensor_model_parallel_world_size", _TP),
     _STATE.called("get_expert_tensor_parallel_world_size", _EXPERT_TP),
     _STATE.called("get_pipeline_model_parallel_group", "the pipeline stages"),
-    _STATE.called("get_data_parallel_group", _SHARDS, _DENSE_PART),
+    _STATE.called(
+        "get_data_parallel_group(with_context_parallel, partial_data_parallel)", _SHARDS
+    ),
     *_GROUPS.has(
         tp=_TP,
         expt_tp=_EXPERT_TP,
@@ -171,25 +170,21 @@ ROWS: tuple[Row, ...] = (
 # Read to refuse what Muon does not support, or to skip a step on all ranks: a Megatron
 # that lacks one has nothing to refuse or skip.
 REFUSALS = (
-    *_MODEL.has(since=(0, 15), fp4_param=_REFUSED),
+    *_MODEL.has(since=15, fp4_param=_REFUSED),
     *_MODEL.has(
-        since=(0, 18),
-        moe_single_grouped_weight=_REFUSED,
-        moe_single_grouped_bias=_REFUSED,
+        since=18, moe_single_grouped_weight=_REFUSED, moe_single_grouped_bias=_REFUSED
     ),
-    *_OPTIM.has(since=(0, 17), optimizer_cuda_graph=_REFUSED),
-    *_OPTIM.has(since=(0, 19), grad_norm_skip_threshold="the norm that skips a step"),
-    *_DDP.has(since=(0, 14), use_megatron_fsdp=_REFUSED),
+    *_OPTIM.has(since=17, optimizer_cuda_graph=_REFUSED),
+    *_OPTIM.has(since=19, grad_norm_skip_threshold="the norm that skips a step"),
+    *_DDP.has(since=14, use_megatron_fsdp=_REFUSED),
     *_DDP.has(use_custom_fsdp=_REFUSED),
-    *_LAYERS.has(since=(0, 19), is_gtp_weight_remat=_REFUSED),
+    *_LAYERS.has(since=19, is_gtp_weight_remat=_REFUSED),
 )
 # Modules whose import needs packages of kernels, so that no run's start checks them.
 HYBRID = (
     *_MIXER.has(d_inner=_PARTS, ngroups=_PARTS, d_state=_PARTS, nheads=_PARTS),
     *_DELTA.has(qk_dim=_PARTS, v_dim=_PARTS, num_value_heads=_PARTS),
     *_LATER_DELTA.has(
-        in_proj_split_sections=_PARTS,
-        in_proj_split_names=_PARTS,
-        tp_size=_PARTS,
+        in_proj_split_sections=_PARTS, in_proj_split_names=_PARTS, tp_size=_PARTS
     ),
 )

@@ -12,7 +12,7 @@ _CPU = Place("megatron.core.optimizer.cpu_offloading")
 _HYBRID = Place(_CPU.module, "HybridDeviceOptimizer")
 _CHAIN = Place(_CORE.module, "ChainedOptimizer")
 _SCALER = Place("megatron.core.optimizer.grad_scaler", "DynamicGradScaler")
-_OWN_MUON = Place("megatron.core.optimizer.muon", since=(0, 16), until=(0, 17))
+_OWN_MUON = Place("megatron.core.optimizer.muon", since=16, until=17)
 _SCHEDULE = Place("megatron.core.optimizer_param_scheduler", "OptimizerParamScheduler")
 _BUFFERS = Place("megatron.core.distributed.param_and_grad_buffer")
 _BUFFER = Place(_BUFFERS.module, "_ParamAndGradBuffer")
@@ -22,34 +22,22 @@ _DISTRIBUTED = Place("megatron.core.distributed")
 _DDP = Place(_DISTRIBUTED.module, "DistributedDataParallel")
 _DDP_CONFIG = Place(_DISTRIBUTED.module, "DistributedDataParallelConfig")
 # The first version that takes a layout of its grad buffers is 0.18.
-_LAYOUTS = Place(
-    "megatron.core.optimizer.param_layout", "FullParamLayout", since=(0, 18)
-)
-_LAYOUT = Place(_LAYOUTS.module, "PerBufferParamLayout", since=(0, 18))
+_LAYOUTS = Place("megatron.core.optimizer.param_layout", "FullParamLayout", since=18)
+_LAYOUT = Place(_LAYOUTS.module, "PerBufferParamLayout", since=18)
 _OFF = "refused if off"
 _EARLY = "refused with fp16 or experts, where Megatron trains wrongly"
 _NORM = "the gradients that the norm counts"
 _SKIPS = "reduces the flag that skips a step"
 _BUILDS = "builds a chain around Adam, which becomes Muon's"
 _BELOW = "what a builder calls that was taken before install()"
-_BUILDER = "config model_chunks no_weight_decay_cond"
-_LATER_BUILDER = "config model_chunks config_overrides pg_collection"
-_OWN_BUILDER = "config model_chunks layer_wise_distributed_optimizer pg_collection"
-_BUCKET_OF = "param_and_grad_buffer bucket_index"
-_DDP_INIT = "ddp_config module disable_bucketing"
-_LAID_OUT = "bucket_size data_parallel_world_size expert_data_parallel_world_size"
 # Saving and loading: a run would miss one of these only at its first save.
-_DIST14 = Place(_DIST.module, _DIST.owner, until=(0, 14))
-_DIST15 = Place(_DIST.module, _DIST.owner, since=(0, 15))
+_DIST14 = Place(_DIST.module, _DIST.owner, until=14)
+_DIST15 = Place(_DIST.module, _DIST.owner, since=15)
 _CKPT = Place("megatron.core.dist_checkpointing")
 _MAPPING = Place("megatron.core.dist_checkpointing.mapping")
 _SERIALIZATION = Place("megatron.core.dist_checkpointing.serialization")
-_VALIDATION = Place("megatron.core.dist_checkpointing.validation", since=(0, 19))
+_VALIDATION = Place("megatron.core.dist_checkpointing.validation", since=19)
 _ASYNC = Place("megatron.core.dist_checkpointing.strategies.async_utils")
-_SHARDED = "model_sharded_state_dict is_loading"
-_FILE = "sharded_state_dict checkpoint_dir"
-_LOADED = "state_dict update_legacy_format"
-_TENSOR = "key data dtype global_shape global_offset"
 # Overridden to name the phase in the error where a peer is lost; replaced in a step
 # that is traced.
 SYNCS = (
@@ -75,13 +63,13 @@ ROWS: tuple[Row, ...] = (
         exp_avg_dtype="the momentum's dtype",
     ),
     *_CONFIG.has(
-        since=(0, 14),
+        since=14,
         reuse_grad_buf_for_mxfp8_param_ag="how mxfp8 parameters travel",
         use_precision_aware_optimizer_no_fp8_or_ds_fp8=(
             "whether the inner Adam is to hold main parameters"
         ),
     ),
-    *_CONFIG.has(since=(0, 15), decoupled_weight_decay=_OFF),
+    *_CONFIG.has(since=15, decoupled_weight_decay=_OFF),
     _DISTRIBUTED.read("DistributedDataParallelConfig", "the settings of the wrapper"),
     *_DDP_CONFIG.has(
         use_distributed_optimizer=_OFF,
@@ -99,21 +87,31 @@ ROWS: tuple[Row, ...] = (
     *SYNCS,
     # --- its rates
     _SCHEDULE.called(
-        "step", "sets the groups' rates; by 0 once more, after a load", "increment"
+        "step(increment)", "sets the groups' rates; by 0 once more, after a load"
     ),
     # --- making one
-    _CORE.wrapped("get_megatron_optimizer", _BUILDS, _BUILDER, until=(0, 15)),
-    _CORE.wrapped("get_megatron_optimizer", _BUILDS, _LATER_BUILDER, since=(0, 16)),
+    _CORE.wrapped(
+        "get_megatron_optimizer(config, model_chunks, no_weight_decay_cond)",
+        _BUILDS,
+        until=15,
+    ),
+    _CORE.wrapped(
+        "get_megatron_optimizer(config, model_chunks, config_overrides, pg_collection)",
+        _BUILDS,
+        since=16,
+    ),
     _CORE.replaced(
-        "_get_param_groups", "the parameter groups, which are cut", "model_chunks"
+        "_get_param_groups(model_chunks)", "the parameter groups, which are cut"
     ),
     _CORE.called(
-        "get_standard_config_overrides", "Megatron's overrides", "config", (0, 16)
+        "get_standard_config_overrides(config)", "Megatron's overrides", since=16
     ),
-    _CORE.wrapped("_get_megatron_optimizer_based_on_param_groups", _BELOW, "config"),
-    _CORE.wrapped("_get_megatron_emerging_optimizer", _BELOW, "config", since=(0, 18)),
+    _CORE.wrapped("_get_megatron_optimizer_based_on_param_groups(config)", _BELOW),
+    _CORE.wrapped("_get_megatron_emerging_optimizer(config)", _BELOW, since=18),
     _OWN_MUON.wrapped(
-        "get_megatron_muon_optimizer", "builds Megatron's own Muon", _OWN_BUILDER
+        "get_megatron_muon_optimizer(config, model_chunks, "
+        "layer_wise_distributed_optimizer, pg_collection)",
+        "builds Megatron's own Muon",
     ),
     # --- classes of built optimizers, whose objects become ones of subclasses
     _CORE.subclassed("ChainedOptimizer", "the chain of dense and experts' optimizers"),
@@ -126,7 +124,7 @@ ROWS: tuple[Row, ...] = (
     # --- states on the host
     _CPU.subclassed("HybridDeviceOptimizer", "AdamW on the host, in parts"),
     _HYBRID.overridden(
-        "_get_sub_optimizer_param_groups", "its shards", "offload_fraction"
+        "_get_sub_optimizer_param_groups(offload_fraction)", "its shards"
     ),
     _HYBRID.overridden("step", "updates shards, and copies them to the weights"),
     _HYBRID.overridden("dummy_step", "makes state before a load"),
@@ -148,22 +146,14 @@ ROWS: tuple[Row, ...] = (
     # --- the norm of gradients and the step
     # The norm is a float or, where Megatron does not wait for it, a tensor; the same
     # on all ranks of the grad_stats_parallel_group.
-    _DIST.overridden(
-        "_copy_main_params_to_param_buffer", "mxfp8 parameters", since=(0, 14)
-    ),
+    _DIST.overridden("_copy_main_params_to_param_buffer", "mxfp8 parameters", since=14),
     _CHAIN.called(
-        "prepare_model_params_for_param_sync", "the same for a chain", since=(0, 19)
+        "prepare_model_params_for_param_sync", "the same for a chain", since=19
     ),
     _CHAIN.overridden("get_grad_norm", "called on every rank before a part steps"),
+    _DIST.overridden("get_main_grads_for_grad_norm", _NORM, until=18, inherited=True),
     _DIST.overridden(
-        "get_main_grads_for_grad_norm", _NORM, until=(0, 18), inherited=True
-    ),
-    _DIST.overridden(
-        "get_grads_for_grad_norm",
-        _NORM,
-        "grad_norm_group",
-        since=(0, 19),
-        inherited=True,
+        "get_grads_for_grad_norm(grad_norm_group)", _NORM, since=19, inherited=True
     ),
     _DIST.overridden("_unscale_main_grads_and_check_for_nan", _SKIPS, inherited=True),
     _DIST.overridden("_collect_main_grad_data_for_unscaling", "what that flag is of"),
@@ -183,97 +173,121 @@ ROWS: tuple[Row, ...] = (
     ),
     # --- the loss scale, which the plugin makes dense and experts' optimizers share
     _SCALER.overridden(
-        "update", "is told if a step overflowed; moves the scale", "found_inf"
+        "update(found_inf)", "is told if a step overflowed; moves the scale"
     ),
     # --- shards and buffers
     _DIST.called(
-        "_build_model_gbuf_range", "cuts each bucket into equal shards", _BUCKET_OF
+        "_build_model_gbuf_range(param_and_grad_buffer, bucket_index)",
+        "cuts each bucket into equal shards",
     ),
     _DIST.called(
-        "compute_full_param_layout", "lays out all grad buffers", _LAID_OUT, (0, 18)
+        "compute_full_param_layout(bucket_size, data_parallel_world_size, "
+        "expert_data_parallel_world_size)",
+        "lays out all grad buffers",
+        since=18,
     ),
     _DISTRIBUTED.read(
         "DistributedDataParallel", "the one wrapper whose buffers Muon shards over"
     ),
-    _DDP.called(
-        "start_param_sync", "gathers all parameters, after a load", "force_sync"
-    ),
-    _DDP.wrapped("__init__", "makes grad buffers", _DDP_INIT, until=(0, 17)),
+    _DDP.called("start_param_sync(force_sync)", "gathers all parameters, after a load"),
     _DDP.wrapped(
-        "__init__", "takes a layout", f"{_DDP_INIT} full_param_layout", (0, 18)
+        "__init__(ddp_config, module, disable_bucketing)",
+        "makes grad buffers",
+        until=17,
+    ),
+    _DDP.wrapped(
+        "__init__(ddp_config, module, disable_bucketing, full_param_layout)",
+        "takes a layout",
+        since=18,
     ),
     # --- a parameter's state, through which every format goes
     _DIST.overridden(
-        "_get_main_param_and_optimizer_states", "its tensors", "model_param"
+        "_get_main_param_and_optimizer_states(model_param)", "its tensors"
     ),
     _DIST.overridden(
-        "_set_main_param_and_optimizer_states", "the same", "model_param tensors"
+        "_set_main_param_and_optimizer_states(model_param, tensors)", "the same"
     ),
-    _DIST.called(
-        "_get_model_param_range_map", "param: this rank's slice of it", "param"
-    ),
+    _DIST.called("_get_model_param_range_map(param)", "param: this rank's slice of it"),
     # --- state of no single parameter
     _DIST.overridden(
         "state_dict", "groups and loss scaler; adds the record of settings"
     ),
+    _DIST.overridden("load_state_dict(state_dict)", "the same back; checks the record"),
     _DIST.overridden(
-        "load_state_dict", "the same back; checks the record", "state_dict"
-    ),
-    _DIST.overridden(
-        "sharded_state_dict", "calls the method of metadata's format", _SHARDED
+        "sharded_state_dict(model_sharded_state_dict, is_loading)",
+        "calls the method of metadata's format",
     ),
     # --- torch and dp_zero_gather_scatter
     _DIST.overridden(
         "get_parameter_state_dp_zero", "gathers each grad buffer to the first rank"
     ),
-    _DIST.overridden("load_parameter_state_from_dp_zero", "scatters the same", _LOADED),
-    _DIST.overridden("sharded_param_state_dp_zero", "dp_zero_gather_scatter", _SHARDED),
+    _DIST.overridden(
+        "load_parameter_state_from_dp_zero(state_dict, update_legacy_format)",
+        "scatters the same",
+    ),
+    _DIST.overridden(
+        "sharded_param_state_dp_zero(model_sharded_state_dict, is_loading)",
+        "dp_zero_gather_scatter",
+    ),
     # --- the formats of 0.15 and later
     _DIST15.overridden(
-        "sharded_param_state_dp_reshardable", "entries for each bucket", _SHARDED
+        "sharded_param_state_dp_reshardable(model_sharded_state_dict, is_loading)",
+        "entries for each bucket",
     ),
     _DIST15.overridden(
-        "load_parameter_state_from_dp_reshardable", "the same back", "state_dict"
+        "load_parameter_state_from_dp_reshardable(state_dict)", "the same back"
     ),
     _DIST15.overridden(
-        "sharded_param_state_fully_reshardable", "by parameter's number", _SHARDED
+        "sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading)",
+        "by parameter's number",
     ),
     # --- the formats up to 0.14, which later ones still read
     _DIST.overridden(
-        "sharded_param_state_fs_model_space", "by parameter's number", _SHARDED
+        "sharded_param_state_fs_model_space(model_sharded_state_dict, is_loading)",
+        "by parameter's number",
     ),
-    _DIST14.overridden("sharded_param_state_fs_bucket_space", "refused", _SHARDED),
+    _DIST14.overridden(
+        "sharded_param_state_fs_bucket_space(model_sharded_state_dict, is_loading)",
+        "refused",
+    ),
     _DISTRIB.read(
-        "param_group_identifier_keys", "by which a load pairs groups", since=(0, 14)
+        "param_group_identifier_keys", "by which a load pairs groups", since=14
     ),
     # --- the chain
     _CHAIN.overridden(
         "state_dict", "state dicts of its optimizers, numbered if there are several"
     ),
-    _CHAIN.overridden("load_state_dict", "the same back", "state_dict"),
-    _CHAIN.overridden("sharded_state_dict", "the same for torch_dist", _SHARDED),
+    _CHAIN.overridden("load_state_dict(state_dict)", "the same back"),
     _CHAIN.overridden(
-        "save_parameter_state", "torch: one file for all optimizers", "filename"
+        "sharded_state_dict(model_sharded_state_dict, is_loading)",
+        "the same for torch_dist",
     ),
     _CHAIN.overridden(
-        "load_parameter_state", "reads that file", "filename update_legacy_format"
+        "save_parameter_state(filename)", "torch: one file for all optimizers"
     ),
     _CHAIN.overridden(
-        "_synchronize_steps", "gives every group the same step", since=(0, 14)
+        "load_parameter_state(filename, update_legacy_format)", "reads that file"
+    ),
+    _CHAIN.overridden(
+        "_synchronize_steps", "gives every group the same step", since=14
     ),
     # --- dist_checkpointing
-    _CKPT.wrapped("save", "writes torch_dist, or returns an AsyncRequest", _FILE),
-    _CKPT.wrapped("load", "reads torch_dist on every rank", _FILE),
-    _CKPT.replaced(
-        "load_content_metadata", "the format of a checkpoint", since=(0, 14)
+    _CKPT.wrapped(
+        "save(sharded_state_dict, checkpoint_dir)",
+        "writes torch_dist, or returns an AsyncRequest",
     ),
+    _CKPT.wrapped(
+        "load(sharded_state_dict, checkpoint_dir)", "reads torch_dist on every rank"
+    ),
+    _CKPT.replaced("load_content_metadata", "the format of a checkpoint", since=14),
     _MAPPING.read(
-        "ShardedTensor", "a rank's part of a tensor on disk, copied", _TENSOR
+        "ShardedTensor(key, data, dtype, global_shape, global_offset)",
+        "a rank's part of a tensor on disk, copied",
     ),
     _ASYNC.read(
-        "AsyncRequest", "calls finalize_fns in order after it", "async_fn finalize_fns"
+        "AsyncRequest(async_fn, finalize_fns)", "calls finalize_fns in order after it"
     ),
-    _VALIDATION.called("save_integrity_manifest", "hashes all files", "checkpoint_dir"),
+    _VALIDATION.called("save_integrity_manifest(checkpoint_dir)", "hashes all files"),
     _SERIALIZATION.read("logger", "silenced where the digest's mark is the only file"),
     # --- attributes
     *_DIST.has(
@@ -297,10 +311,7 @@ ROWS: tuple[Row, ...] = (
         model_fp32_groups="parameters in step with shard_fp32_groups",
         shard_fp32_groups="flat views of them",
     ),
-    *_CHAIN.has(
-        chained_optimizers="the optimizers in it",
-        config="the run's settings",
-    ),
+    *_CHAIN.has(chained_optimizers="the optimizers in it", config="the run's settings"),
     *_BUFFER.has(
         param_index_map="(start, stop, bucket) of each parameter",
         buckets="in the order of their elements",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partialmethod
@@ -56,34 +57,34 @@ Row = Seam | Attribute
 class Place:
     """A module of others' code, or a class in it; makes the rows of what it has.
 
-    ``since`` and ``until`` hold for all rows that do not set them. A row's
-    ``parameters`` are names with a space between them.
+    ``since`` and ``until``, the first and the last N of Megatron 0.N, hold for all rows
+    that do not set them.
     """
 
     module: str
     owner: str = ""
-    since: Version = OLDEST
-    until: Version = NEWEST
+    since: int = OLDEST[1]
+    until: int = NEWEST[1]
 
     def _seam(
         self,
         use: Use,
-        name: str,
+        symbol: str,
         relied_on: str,
-        parameters: str = "",
-        since: Version | None = None,
-        until: Version | None = None,
+        *,
+        since: int | None = None,
+        until: int | None = None,
         inherited: bool = False,
     ) -> Seam:
-        name = f"{self.owner}.{name}" if self.owner else name
-        versions = since or self.since, until or self.until
+        """A row of ``name`` or, with parameters that it must have, ``name(a, b)``."""
+        name, *parameters = re.findall(r"[\w.]+", symbol)
         return Seam(
             self.module,
-            name,
+            f"{self.owner}.{name}" if self.owner else name,
             use,
             relied_on,
-            tuple(parameters.split()),
-            *versions,
+            tuple(parameters),
+            *self._versions(since, until),
             inherited,
         )
 
@@ -97,11 +98,16 @@ class Place:
     def has(
         self,
         *,
-        since: Version | None = None,
-        until: Version | None = None,
+        since: int | None = None,
+        until: int | None = None,
         **attributes: str,
     ) -> Iterator[Attribute]:
         """The rows of attributes of the class, or of marks: each with its purpose."""
-        versions = since or self.since, until or self.until
+        versions = self._versions(since, until)
         for name, relied_on in attributes.items():
             yield Attribute(self.module, self.owner, name, relied_on, *versions)
+
+    def _versions(
+        self, since: int | None, until: int | None
+    ) -> tuple[Version, Version]:
+        return (0, since or self.since), (0, until or self.until)

@@ -17,25 +17,22 @@ _CKPT = Place("megatron.training.checkpointing")
 _INITIALIZE = Place("megatron.training.initialize")
 _VARIABLES = Place("megatron.training.global_vars")
 _LOOP = Place("megatron.training.training")
-_NAMED = "checkpoints_path iteration release return_base_dir"
-_LOADED, _MODEL = "ddp_model optimizer opt_param_scheduler", "model_checkpoint_name"
 ROWS = (
     # --- arguments
     _ARGS.wrapped(
-        "parse_args", "makes the parser; adds Muon's flags", "extra_args_provider"
+        "parse_args(extra_args_provider)", "makes the parser; adds Muon's flags"
     ),
     _ARGS.wrapped(
-        "validate_args", "checks arguments; sees AdamW for Muon", "args defaults"
+        "validate_args(args, defaults)", "checks arguments; sees AdamW for Muon"
     ),
-    _ARGS.wrapped("_print_args", "prints the optimizer as it was given", "title args"),
+    _ARGS.wrapped("_print_args(title, args)", "prints the optimizer as it was given"),
     _INITIALIZE.wrapped(
-        "initialize_megatron", "makes the process groups", "allow_no_cuda"
+        "initialize_megatron(allow_no_cuda)", "makes the process groups"
     ),
     _INITIALIZE.called(
-        "parse_args",
+        "parse_args(extra_args_provider, ignore_unknown_args)",
         "parses before initialize_megatron asks for a GPU",
-        "extra_args_provider ignore_unknown_args",
-        until=(0, 17),
+        until=17,
     ),
     _PACKAGE.called("get_args", "the arguments of the run"),
     _VARIABLES.called(
@@ -46,40 +43,43 @@ ROWS = (
     ),
     # --- the training loop
     _LOOP.wrapped(
-        "get_megatron_optimizer_config", "without Megatron's Muon's", "args", (0, 16)
+        "get_megatron_optimizer_config(args)", "without Megatron's Muon's", since=16
     ),
     _LOOP.wrapped(
-        "get_megatron_muon_optimizer",
+        "get_megatron_muon_optimizer(config, model_chunks, "
+        "layer_wise_distributed_optimizer)",
         "called for the name muon; builds the plugin's",
-        "config model_chunks layer_wise_distributed_optimizer",
-        since=(0, 16),
-        until=(0, 17),
+        since=16,
+        until=17,
     ),
     # Between a step and the next forward pass it reads no parameters without a forced
     # gather.
     _LOOP.wrapped(
-        "train", "the training loop; gathers start within its steps", "optimizer"
+        "train(optimizer)", "the training loop; gathers start within its steps"
     ),
     _LOOP.wrapped(
-        "train_step", "a step of training; traced, and the first warned of", "optimizer"
+        "train_step(optimizer)", "a step of training; traced, and the first warned of"
     ),
     # --- checkpoints
+    _CKPT.wrapped("generate_state_dict(args)", "arguments that Megatron's tools read"),
     _CKPT.wrapped(
-        "generate_state_dict", "arguments that Megatron's tools read", "args"
+        "save_checkpoint(iteration, model, optimizer)", "writes a checkpoint"
     ),
     _CKPT.wrapped(
-        "save_checkpoint", "writes a checkpoint", "iteration model optimizer"
-    ),
-    _CKPT.wrapped("load_checkpoint", "reads a checkpoint; checked first", _LOADED),
-    _CKPT.called(
-        "get_checkpoint_name", "a checkpoint's folder; torch: a rank's file", _NAMED
+        "load_checkpoint(ddp_model, optimizer, opt_param_scheduler)",
+        "reads a checkpoint; checked first",
     ),
     _CKPT.called(
-        "get_distributed_optimizer_checkpoint_name", "torch: the file of state", _MODEL
+        "get_checkpoint_name(checkpoints_path, iteration, release, return_base_dir)",
+        "a checkpoint's folder; torch: a rank's file",
     ),
-    _CKPT.called("checkpoint_exists", "whether there is a tracker", "checkpoints_path"),
+    _CKPT.called(
+        "get_distributed_optimizer_checkpoint_name(model_checkpoint_name)",
+        "torch: the file of state",
+    ),
+    _CKPT.called("checkpoint_exists(checkpoints_path)", "whether there is a tracker"),
     _CKPT.replaced(
-        "read_metadata", "the tracker's iteration, or --ckpt-step", "tracker_filename"
+        "read_metadata(tracker_filename)", "the tracker's iteration, or --ckpt-step"
     ),
     _CKPT.read("_NON_PERSISTENT_CKPT_SUBDIR", "where non-persistent checkpoints are"),
 )

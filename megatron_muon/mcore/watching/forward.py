@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.transformer.attention import Attention, CrossAttention
 from torch import Tensor
 
 from megatron_muon.mcore.qk_clip.local import MAXIMA
-from megatron_muon.mcore.routing.param_routing import layers
+from megatron_muon.mcore.routing.attention import self_attentions
 from megatron_muon.mcore.watching.rows import Message
 from megatron_muon.runtime.collectives import Group
 
@@ -95,16 +94,12 @@ def kept_logits(
     Either the attention's settings ask for that, or ``MuonConfig.qk_clip`` does, which
     is the ``threshold``.
     """
-    for name, layer in layers(model_chunks):
-        for path, module in layer.named_modules():
-            if not isinstance(module, Attention) or isinstance(module, CrossAttention):
-                continue
-            model = module.config
-            keeps = threshold is not None or getattr(model, "qk_clip", False)
-            if keeps or getattr(model, "log_max_attention_logit", False):
-                groups = range(model.num_query_groups)
-                rows = [f"{name}.{path}[group {group}]" for group in groups]
-                yield KeptLogits(rows, module.core_attention, model.num_attention_heads)
+    for name, attention in self_attentions(model_chunks):
+        model = attention.config
+        keeps = threshold is not None or getattr(model, "qk_clip", False)
+        if keeps or getattr(model, "log_max_attention_logit", False):
+            rows = [f"{name}[group {at}]" for at in range(model.num_query_groups)]
+            yield KeptLogits(rows, attention.core_attention, model.num_attention_heads)
 
 
 def clip_threshold(
@@ -115,8 +110,7 @@ def clip_threshold(
     """
     if threshold is not None:
         return float(threshold)
-    for _, layer in layers(model_chunks):
-        model: Any = getattr(layer, "config", None)
-        if getattr(model, "qk_clip", False):
-            return float(model.qk_clip_threshold)
+    for _, attention in self_attentions(model_chunks):
+        if getattr(attention.config, "qk_clip", False):
+            return float(attention.config.qk_clip_threshold)
     return None

@@ -69,12 +69,14 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
         """A context of one step, in which young shards have groups of their own."""
         adam = self.optimizer
         # torch's own AdamW counts per shard; before a first step core 0.14 has None
-        groups = [group for group in adam.param_groups if group.get("step") is None]
-        counted = [
-            group for group in adam.param_groups if group.get("step") is not None
-        ]
-        for group in counted:
-            groups += self._cut(group)
+        groups: list[Group] = []
+        counted: list[Group] = []
+        for group in adam.param_groups:
+            if group.get("step") is None:
+                groups.append(group)
+            else:
+                counted.append(group)
+                groups += self._cut(group)
         # Apex's Adam zips the groups with this list of master weights, here without any
         # (https://github.com/NVIDIA/apex/blob/6424da3b4faa/apex/optimizers/fused_adam.py#L171)
         masters = [{"params": [None] * len(group["params"])} for group in groups]
@@ -89,12 +91,14 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
 
     def _cut(self, group: Group) -> list[Group]:
         """Two copies: with the group's other shards, and with its young ones."""
-        young = {id(shard) for shard in self.young}
-        others = [shard for shard in group["params"] if id(shard) not in young]
-        late = [shard for shard in group["params"] if id(shard) in young]
+        young = set(map(id, self.young))
+        shards: dict[bool, list[Tensor]] = {False: [], True: []}
+        for shard in group["params"]:
+            shards[id(shard) in young].append(shard)
         return [
-            {**group, "params": others, "step": group["step"] + 0},  # no shared tensor
-            {**group, "params": late, "step": group["step"] - self.behind},
+            # a step of its own, where it is a tensor
+            {**group, "params": some, "step": group["step"] - is_young * self.behind}
+            for is_young, some in shards.items()
         ]
 
     def _shift_steps_of_shards(self, by: int) -> None:
