@@ -17,12 +17,12 @@ from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_muon.console import say
 from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.settings.config import named
-
-Tensor = torch.Tensor
 
 # the key of Muon's settings, beside "optimizer" in its state dict
 RECORD = "megatron_muon"
@@ -65,7 +65,7 @@ class BufferPlace(NamedTuple):
         return (MOMENTUM,) if self.is_muon else ADAMW_STATE
 
 
-def gathered_spans(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
+def gathered_spans(buffer: Any) -> Iterator[tuple[Parameter, int, int]]:
     """``(parameter, start, stop)`` in a gathered tensor of a grad buffer, in Megatron's
     order.
 

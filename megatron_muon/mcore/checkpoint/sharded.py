@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from torch.nn import Parameter
 
 from megatron_muon.mcore.checkpoint.buffers import (
     ADAMW_STATE,
@@ -20,7 +21,7 @@ from megatron_muon.mcore.checkpoint.buffers import (
     RECORD,
     gathered_spans,
 )
-from megatron_muon.mcore.checkpoint.state import MuonState, Parameter
+from megatron_muon.mcore.checkpoint.state import MuonState
 
 StateDict = dict[Any, Any]
 

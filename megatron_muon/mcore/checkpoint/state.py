@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_muon.mcore.checkpoint.buffers import (
     ADAMW_STATE,
@@ -33,8 +35,6 @@ from megatron_muon.runtime.states import MAIN_KEY, States, of_halves
 if TYPE_CHECKING:
     from megatron_muon.runtime.home_state import HomeState
 
-Tensor = torch.Tensor
-Parameter = torch.nn.Parameter
 # The tensors that Megatron gets for a parameter: all, by their names on disk; all by
 # Adam's names, which Megatron gathers over a whole buffer; or only the main parameter.
 Exposed = Literal["disk", "adam", "main"]

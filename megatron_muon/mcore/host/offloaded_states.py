@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch import Tensor
 
 from megatron_muon.mcore.host.states import (
     MASTER_KEY,
@@ -21,8 +22,6 @@ from megatron_muon.mcore.host.states import (
 from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.exchange.host import HostMemory, Name
 from megatron_muon.runtime.states import MAIN_KEY, of_halves, write_halves
-
-Tensor = torch.Tensor
 
 
 class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]

@@ -9,6 +9,8 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
 
 from megatron_muon.mcore.host.states import OfFusedAdam, OfWeights, adam_holds_main
 from megatron_muon.runtime.states import States
@@ -19,7 +21,7 @@ def parts_of(chain: Any) -> list[Any]:
     return [part for part in chain.chained_optimizers if not part.is_stub_optimizer]
 
 
-def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+def owned_shards(dist_opt: Any) -> Iterator[tuple[Parameter, Tensor]]:
     """``(parameter, its flat shard in the optimizer)``, where this rank holds a slice.
 
     The shard of an fp32 parameter is a view of it. The shard of a bf16 parameter is an
@@ -50,7 +52,7 @@ def states_of(dist_opt: Any) -> States:
     return kind(dist_opt.optimizer)
 
 
-def device_of(model_chunks: Iterable[torch.nn.Module]) -> torch.device:
+def device_of(model_chunks: Iterable[Module]) -> torch.device:
     """The device of the rank's tensors; for a stage without parameters, the current
     GPU.
     """

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from megatron.core import optimizer as mcore_optimizer
+from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime.states import MAIN_KEY, States, of_halves, write_halves
 
 # These count the steps of each parameter.
 TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
-Tensor = torch.Tensor
 _MOST_IN_FP8 = 448.0  # e4m3
 MASTER_KEY, SECOND_KEY = "master_param", "exp_avg_sq"
 
@@ -46,7 +47,7 @@ def try_states(config: Any, device: torch.device) -> None:
             f"Megatron has picked {name}, which holds states in fp32 alone"
         )
     adam(
-        [torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16, device=device))],
+        [Parameter(torch.zeros(1, dtype=torch.bfloat16, device=device))],
         master_weights=True,
         master_weight_dtype=config.main_params_dtype,
         exp_avg_dtype=config.exp_avg_dtype,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from megatron_muon.mcore.host.process_groups import Stage
 from megatron_muon.mcore.host.shards import device_of
@@ -68,18 +70,14 @@ def _addresses(state: Any) -> Iterator[int]:
     """
     if isinstance(state, Mapping):
         state = list(state.values())
-    elif isinstance(state, torch.nn.Module):
+    elif isinstance(state, Module):
         state = list(state.parameters())
     if isinstance(state, (list, tuple)):
         for item in state:
             yield from _addresses(item)
         return
-    data = state if isinstance(state, torch.Tensor) else getattr(state, "data", None)
-    if (
-        isinstance(data, torch.Tensor)
-        and data.device.type != "meta"
-        and data.data_ptr()
-    ):
+    data = state if isinstance(state, Tensor) else getattr(state, "data", None)
+    if isinstance(data, Tensor) and data.device.type != "meta" and data.data_ptr():
         yield data.data_ptr()  # 0 where it has no memory of its own
 
 

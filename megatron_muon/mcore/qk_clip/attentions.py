@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch.nn import Parameter
 
 from megatron_muon.mcore.qk_clip.factors import HeadRows
 from megatron_muon.mcore.qk_clip.local import MAXIMA
@@ -32,7 +32,7 @@ class ClippedWeight(NamedTuple):
     rows.
     """
 
-    param: torch.nn.Parameter
+    param: Parameter
     heads: HeadRows
 
 
@@ -146,7 +146,7 @@ def _require_clippable(name: str, attention: Any, config: MuonConfig) -> None:
 def _clipped(
     name: str,
     attention: Any,
-    by_param: dict[torch.nn.Parameter, Weight],
+    by_param: dict[Parameter, Weight],
     config: MuonConfig,
     tp_size: int,
 ) -> Iterator[ClippedWeight]:
@@ -163,7 +163,7 @@ def _clipped(
             )
         yield ClippedWeight(param, heads)
         bias = getattr(getattr(attention, linear), "bias", None)
-        if config.qk_clip is not None and isinstance(bias, torch.nn.Parameter):
+        if config.qk_clip is not None and isinstance(bias, Parameter):
             yield ClippedWeight(bias, heads)  # Megatron's own clip leaves it
 
 
@@ -187,10 +187,10 @@ def _linears(attention: Any) -> Iterator[tuple[str, HeadRows | None]]:
     yield "linear_kv_up_proj", keys
 
 
-def _weight_of(name: str, linear: str, module: Any) -> torch.nn.Parameter:
+def _weight_of(name: str, linear: str, module: Any) -> Parameter:
     """The plain 2-D weight of a linear of an attention."""
     param = getattr(module, "weight", None)
-    if not isinstance(param, torch.nn.Parameter) or param.dim() != 2:
+    if not isinstance(param, Parameter) or param.dim() != 2:
         raise NotImplementedError(
             f"{name}.{linear} is a {type(module).__name__} without a 2-D weight of its "
             "own, so its logits cannot be clipped: leave the clip out"

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from megatron.core.fp8_utils import is_float8tensor
+from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_muon.mcore.host.shards import owned_shards, states_of
 from megatron_muon.mcore.qk_clip.attentions import Clip, WatchedAttention
@@ -27,7 +29,7 @@ _NOTHING = float("-inf")
 
 # A rank's slice of a main parameter: its shard, and its first element's place in the
 # parameter.
-Main = tuple[States, torch.Tensor, int]
+Main = tuple[States, Tensor, int]
 
 
 @dataclass(slots=True)
@@ -36,7 +38,7 @@ class QkClip:
 
     # the same on every rank of a stage but for TP slices
     attentions: tuple[WatchedAttention, ...]
-    shards: dict[torch.nn.Parameter, Main]  # main parameters' slices
+    shards: dict[Parameter, Main]  # main parameters' slices
     group: Group  # the ranks of the pipeline stage in all optimizer instances
     tp: Group  # the ranks that share a weight
     device: torch.device  # the device that the group communicates from
@@ -77,7 +79,7 @@ class QkClip:
         for follow in self.following if was_clipped else ():
             follow()
 
-    def reduced(self) -> torch.Tensor:
+    def reduced(self) -> Tensor:
         """For each attention the number of its dtype, then its heads' largest logits,
         in fp32.
         """
@@ -101,9 +103,7 @@ class QkClip:
             stop += 1 + attention.heads
             yield attention, slice(start, stop)
 
-    def _scale(
-        self, attention: WatchedAttention, clip: Clip, largest: torch.Tensor
-    ) -> None:
+    def _scale(self, attention: WatchedAttention, clip: Clip, largest: Tensor) -> None:
         for param, heads in attention.weights:
             eta = eta_of(largest, heads.groups, clip.threshold)
             factors = row_factors(eta, heads, clip.alpha)
@@ -124,13 +124,13 @@ class QkClip:
 
 def shards_of(
     dist_opts: Sequence[Any], attentions: Sequence[WatchedAttention]
-) -> dict[torch.nn.Parameter, Main]:
+) -> dict[Parameter, Main]:
     """This rank's slices of the clipped weights' main parameters, by weight.
 
     An fp32 weight is its own main parameter, so it has none.
     """
     clipped = {weight.param for attention in attentions for weight in attention.weights}
-    found: dict[torch.nn.Parameter, Main] = {}
+    found: dict[Parameter, Main] = {}
     for part in dist_opts:
         if part.is_stub_optimizer:
             continue

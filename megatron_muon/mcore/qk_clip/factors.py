@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class HeadRows:
         return self.groups * sum(count for _, count in self.parts)
 
 
-def eta_of(largest: torch.Tensor, groups: int, threshold: float) -> torch.Tensor:
+def eta_of(largest: Tensor, groups: int, threshold: float) -> Tensor:
     """``threshold / logit`` where the largest logit of a group is above the threshold,
     else 1.
 
@@ -45,7 +46,7 @@ def eta_of(largest: torch.Tensor, groups: int, threshold: float) -> torch.Tensor
     return torch.where(is_above, eta, torch.ones_like(eta))
 
 
-def row_factors(eta: torch.Tensor, heads: HeadRows, alpha: float) -> torch.Tensor:
+def row_factors(eta: Tensor, heads: HeadRows, alpha: float) -> Tensor:
     """The factor of each row of the whole weight, (rows,) in fp32, from ``eta_of``,
     (groups,).
     """

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
 
 # The name in Megatron's attention over Transformer Engine, since core 0.16. Megatron's
 # loop sets it to None after the step.
@@ -42,9 +43,7 @@ def collect_maxima(core_attention: Any) -> None:
 
 
 @torch.no_grad()
-def _largest(
-    softmax: Any, scores: torch.Tensor, mask: torch.Tensor | None
-) -> torch.Tensor:
+def _largest(softmax: Any, scores: Tensor, mask: Tensor | None) -> Tensor:
     """(heads,) in fp32: the largest of (batch, heads, queries, keys) logits under the
     mask.
     """

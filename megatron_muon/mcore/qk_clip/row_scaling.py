@@ -4,12 +4,10 @@ elements.
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 
-def scale_rows(
-    flat: torch.Tensor, start: int, cols: int, factors: torch.Tensor
-) -> None:
+def scale_rows(flat: Tensor, start: int, cols: int, factors: Tensor) -> None:
     """Multiply elements of a row-major (rows, cols) matrix by their rows' factors, in
     place.
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from megatron.core.transformer.attention import Attention, CrossAttention, SelfAttention
+from torch.nn import Module
 
 from megatron_muon.mcore.routing.param_routing import Weight, is_adapter, modules
 
@@ -22,7 +22,7 @@ _LATENT = re.compile(r"_(down|up)_proj$")
 
 
 def self_attentions(
-    model_chunks: Sequence[torch.nn.Module],
+    model_chunks: Sequence[Module],
 ) -> Iterator[tuple[str, Any]]:
     """Each attention of all chunks whose queries and keys come from one sequence, with
     its name.

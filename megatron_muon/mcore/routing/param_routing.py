@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.utils import get_model_config
+from torch.nn import Module, Parameter
 
 from megatron_muon.mcore.host.process_groups import Sizes
 from megatron_muon.settings.config import MuonConfig, named
@@ -75,9 +76,9 @@ class Weight:
     # Megatron's, without wrapping modules; layers are numbered over all pipeline
     # stages, experts as on EP rank 0 (``expert_name``)
     name: str
-    param: torch.nn.Parameter  # the local TP slice
-    module: torch.nn.Module  # the one that holds it
-    holders: tuple[torch.nn.Module, ...]  # from the innermost module to the model chunk
+    param: Parameter  # the local TP slice
+    module: Module  # the one that holds it
+    holders: tuple[Module, ...]  # from the innermost module to the model chunk
     # the TransformerConfig that this part of the model was built from
     model_config: Any
     is_expert: bool  # one of an MoE layer's routed experts has it
@@ -109,7 +110,7 @@ class Weight:
         return is_of_class(self.module, *class_names)
 
 
-def weights(model_chunks: Sequence[torch.nn.Module]) -> Iterator[Weight]:
+def weights(model_chunks: Sequence[Module]) -> Iterator[Weight]:
     """Every parameter of all chunks once, in Megatron's order."""
     seen = set()
     for prefix, module, holders in modules(model_chunks):
@@ -132,8 +133,8 @@ def weights(model_chunks: Sequence[torch.nn.Module]) -> Iterator[Weight]:
 
 
 def layers(
-    model_chunks: Sequence[torch.nn.Module],
-) -> Iterator[tuple[str, torch.nn.Module]]:
+    model_chunks: Sequence[Module],
+) -> Iterator[tuple[str, Module]]:
     """Each layer of all chunks with its name.
 
     Behind them, where the last stage is, the final norm and the output layer.
@@ -147,8 +148,8 @@ def layers(
 
 
 def modules(
-    model_chunks: Sequence[torch.nn.Module],
-) -> Iterator[tuple[str, torch.nn.Module, tuple[torch.nn.Module, ...]]]:
+    model_chunks: Sequence[Module],
+) -> Iterator[tuple[str, Module, tuple[Module, ...]]]:
     """Each module of all chunks: what the names of its parameters begin with, itself,
     and the modules that it is in, from the innermost to the chunk.
 
@@ -156,7 +157,7 @@ def modules(
     """
     for chunk in model_chunks:
         # by path; what is around a module comes before it
-        holders: dict[str, tuple[torch.nn.Module, ...]] = {}
+        holders: dict[str, tuple[Module, ...]] = {}
         numbered: dict[str, str] = {}
         for path, module in chunk.named_modules():
             outer = holders[path.rpartition(".")[0]] if path else ()
@@ -367,7 +368,7 @@ def _is_embedding_or_output(weight: Weight) -> bool:
     )
 
 
-def is_of_class(module: torch.nn.Module, *names: str) -> bool:
+def is_of_class(module: Module, *names: str) -> bool:
     """Whether a module is of one of these classes or a subclass, by name."""
     return not {cls.__name__ for cls in type(module).__mro__}.isdisjoint(names)
 

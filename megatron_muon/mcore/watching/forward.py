@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_muon.mcore.qk_clip.local import MAXIMA
 from megatron_muon.mcore.routing.attention import self_attentions
@@ -24,7 +25,7 @@ class LayerOutputs:
     Forward hooks see them, which are there before a logging step only.
     """
 
-    def __init__(self, layers: Sequence[tuple[str, torch.nn.Module]]) -> None:
+    def __init__(self, layers: Sequence[tuple[str, Module]]) -> None:
         self._layers = layers
         self._seen: list[tuple[str, Tensor, int]] = []
         self._hooks: list[Any] = []
@@ -51,7 +52,7 @@ class LayerOutputs:
             message.add("layers", row, output_squares=squares, elements=elements)
 
     def _hook(self, row: str) -> Any:
-        def see(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        def see(module: Module, inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             if not module.training or not isinstance(hidden, Tensor):
                 return
@@ -87,7 +88,7 @@ class KeptLogits:
 
 
 def kept_logits(
-    model_chunks: Sequence[torch.nn.Module], threshold: float | None
+    model_chunks: Sequence[Module], threshold: float | None
 ) -> Iterator[KeptLogits]:
     """The self-attentions of this rank that keep their largest logits.
 
@@ -103,7 +104,7 @@ def kept_logits(
 
 
 def clip_threshold(
-    model_chunks: Sequence[torch.nn.Module], threshold: float | None
+    model_chunks: Sequence[Module], threshold: float | None
 ) -> float | None:
     """The threshold of the run's clip of logits: the plugin's, else Megatron's, else
     None.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_muon.console import say
 from megatron_muon.mcore.host.loop import host
@@ -161,7 +162,7 @@ class Watch:
                 text = f"{type(error).__name__}: {error}"
                 say(f"[megatron_muon] step {number} is not logged: {text}")
 
-    def _largest_logits(self) -> torch.Tensor:
+    def _largest_logits(self) -> Tensor:
         """The largest logit of each row over all ranks; -inf where an attention did not
         run.
         """

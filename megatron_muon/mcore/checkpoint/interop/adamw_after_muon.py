@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_muon.mcore.checkpoint.buffers import ADAMW_STATE, warn_if_shifted
 from megatron_muon.mcore.checkpoint.chain import HALF_LOADED, CheckpointChain
@@ -41,7 +43,6 @@ from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import Patches, replaced, turn_into
 from megatron_muon.settings.config import MuonConfig
 
-Tensor = torch.Tensor
 Group = dict[str, Any]
 
 YOUNG = "megatron_muon_young"  # the record's key, beside "optimizer" in the state dict
@@ -274,7 +275,7 @@ def _steps_taken(part: Any) -> int:
     return max((int(step) for step in steps if step is not None), default=0)
 
 
-def _muons(part: Any, config: MuonConfig) -> set[torch.nn.Parameter]:
+def _muons(part: Any, config: MuonConfig) -> set[Parameter]:
     """The parameters that Muon with these settings would update."""
     sizes = _sizes()
     every = weights(part.model_chunks)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.fp8_utils import is_float8tensor
+from torch import Tensor
 
 from megatron_muon.mcore.checkpoint.interop import foreign
 from megatron_muon.mcore.checkpoint.interop.saved import Saved
@@ -96,7 +97,7 @@ def _check_main_params(parts: Sequence[Any], writer: str) -> None:
             )
 
 
-def _rounds_to(shard: torch.Tensor, model: torch.Tensor, here: slice) -> bool:
+def _rounds_to(shard: Tensor, model: Tensor, here: slice) -> bool:
     """Whether an fp32 shard rounds to that part of the model's weight.
 
     A weight in fp8 was rounded by a scale that may have changed since. e4m3 has three
