@@ -21,6 +21,7 @@ from megatron_muon.mcore.host.states import (
 )
 from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.exchange.host import HostMemory, Name
+from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.states import MAIN_KEY, of_halves, write_halves
 
 
@@ -38,15 +39,12 @@ class HybridOfAdamW(HybridDeviceOptimizer):  # type: ignore[misc]
     param_groups: list[dict[str, Any]]
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
-        groups = self.param_groups
-        self.param_groups = [
+        adamws = [
             {**group, "params": [p for p in group["params"] if not self.muon.owns(p)]}
-            for group in groups
+            for group in self.param_groups
         ]
-        try:
+        with replaced(self, param_groups=adamws):
             return super()._get_sub_optimizer_param_groups(offload_fraction)
-        finally:
-            self.param_groups = groups
 
     def _init_sub_optimizers(self) -> None:
         """Make Megatron's parts; the one on the device waits for gradients of another

@@ -121,8 +121,6 @@ _GROUPS: dict[str, tuple[str, Callable[[], Group]]] = {
         lambda: parallel_state.get_pipeline_model_parallel_group(),
     ),
 }
-# The part of a group inside one optimizer instance, where a collection has it.
-_INSIDE = {"dp_cp": "intra_dp_cp"}
 
 
 def group_of(name: str, pg_collection: Any) -> Group:
@@ -140,7 +138,8 @@ def group_of(name: str, pg_collection: Any) -> Group:
     group: Any = None
     if pg_collection is None:
         group = global_group()
-    for own_name in (_INSIDE.get(name, name), name):
+    # the part of a group inside one optimizer instance comes first
+    for own_name in (f"intra_{name}", name):
         if group is None:
             group = getattr(pg_collection, own_name, None)
     if group is None:

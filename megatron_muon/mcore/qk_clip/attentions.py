@@ -13,9 +13,12 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch.nn import Parameter
 
-from megatron_muon.mcore.qk_clip.factors import HeadRows
 from megatron_muon.mcore.qk_clip.local import MAXIMA
-from megatron_muon.mcore.routing.attention import projections_of, self_attentions
+from megatron_muon.mcore.routing.attention import (
+    GroupedRows,
+    projections_of,
+    self_attentions,
+)
 from megatron_muon.mcore.routing.param_routing import Weight, weights
 from megatron_muon.settings.config import MuonConfig, named
 
@@ -33,7 +36,7 @@ class ClippedWeight(NamedTuple):
     """
 
     param: Parameter
-    heads: HeadRows
+    rows: GroupedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,21 +156,20 @@ def _clipped(
     for linear, latent in _linears(attention):
         param = _weight_of(name, linear, getattr(attention, linear, None))
         rows = param.shape[0] * tp_size
-        fused = None if latent else projections_of(by_param[param], rows)
-        heads = latent or (fused and HeadRows(fused.groups, fused.group_rows))
-        if heads is None or heads.rows != rows:
+        whole = latent or projections_of(by_param[param], rows)
+        if whole is None or whole.rows != rows:
             raise NotImplementedError(
                 f"{name}.{linear}.weight: which of its {rows} rows over {tp_size} TP "
                 "ranks belong to which head is not known, so its logits cannot be "
                 "clipped: leave the clip out"
             )
-        yield ClippedWeight(param, heads)
+        yield ClippedWeight(param, whole)
         bias = getattr(getattr(attention, linear), "bias", None)
         if config.qk_clip is not None and isinstance(bias, Parameter):
-            yield ClippedWeight(bias, heads)  # Megatron's own clip leaves it
+            yield ClippedWeight(bias, whole)  # Megatron's own clip leaves it
 
 
-def _linears(attention: Any) -> Iterator[tuple[str, HeadRows | None]]:
+def _linears(attention: Any) -> Iterator[tuple[str, GroupedRows | None]]:
     """The linears that a clip scales, with their rows; None for those of a fused
     projection.
     """
@@ -175,16 +177,13 @@ def _linears(attention: Any) -> Iterator[tuple[str, HeadRows | None]]:
         yield "linear_qkv", None
         return
     model = attention.config
-    heads, head = model.num_attention_heads, model.qk_head_dim
-    queries = HeadRows(
-        heads, (("q", head), ("rotary", model.qk_pos_emb_head_dim)), is_latent=True
-    )
-    yield (
-        ("linear_q_proj" if model.q_lora_rank is None else "linear_q_up_proj"),
-        queries,
-    )
-    keys = HeadRows(heads, (("k", head), ("v", model.v_head_dim)), is_latent=True)
-    yield "linear_kv_up_proj", keys
+    heads = model.num_attention_heads
+    head = model.qk_head_dim
+    queries = (("q", head), ("rotary", model.qk_pos_emb_head_dim))
+    keys = (("k", head), ("v", model.v_head_dim))
+    linear = "linear_q_proj" if model.q_lora_rank is None else "linear_q_up_proj"
+    yield linear, GroupedRows(heads, queries, is_latent=True)
+    yield "linear_kv_up_proj", GroupedRows(heads, keys, is_latent=True)
 
 
 def _weight_of(name: str, linear: str, module: Any) -> Parameter:

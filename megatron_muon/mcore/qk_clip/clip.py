@@ -104,9 +104,9 @@ class QkClip:
             yield attention, slice(start, stop)
 
     def _scale(self, attention: WatchedAttention, clip: Clip, largest: Tensor) -> None:
-        for param, heads in attention.weights:
-            eta = eta_of(largest, heads.groups, clip.threshold)
-            factors = row_factors(eta, heads, clip.alpha)
+        for param, whole in attention.weights:
+            eta = eta_of(largest, whole.groups, clip.threshold)
+            factors = row_factors(eta, whole, clip.alpha)
             local = factors.view(self.tp.size(), -1)[self.tp.rank()]
             cols = param.shape[1:].numel()
             main = None

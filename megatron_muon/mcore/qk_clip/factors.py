@@ -8,27 +8,10 @@ So powers are taken of tensors of Megatron's shapes, whatever part of them a ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class HeadRows:
-    """The rows of a whole weight, over all TP ranks, which repeat group by group."""
-
-    groups: int  # how often. The heads of a group share their keys, and so one factor.
-    # (part, rows of it in one group), in order. A clip by eta multiplies q by
-    # eta^alpha, k by eta^(1 - alpha), and by eta rotary, a query's rotary part whose
-    # key all heads share. Other parts stay as they are.
-    parts: tuple[tuple[str, int], ...]
-    is_latent: bool = False  # an up-projection of multi-latent attention
-
-    @property
-    def rows(self) -> int:
-        """Rows of the whole weight."""
-        return self.groups * sum(count for _, count in self.parts)
+from megatron_muon.mcore.routing.attention import GroupedRows
 
 
 def eta_of(largest: Tensor, groups: int, threshold: float) -> Tensor:
@@ -46,15 +29,19 @@ def eta_of(largest: Tensor, groups: int, threshold: float) -> Tensor:
     return torch.where(is_above, eta, torch.ones_like(eta))
 
 
-def row_factors(eta: Tensor, heads: HeadRows, alpha: float) -> Tensor:
+def row_factors(eta: Tensor, whole: GroupedRows, alpha: float) -> Tensor:
     """The factor of each row of the whole weight, (rows,) in fp32, from ``eta_of``,
     (groups,).
+
+    The heads of a group share their keys, and so one factor. A clip by eta multiplies q
+    by eta^alpha, k by eta^(1 - alpha), and by eta rotary, a query's rotary part whose
+    key all heads share. Other parts stay as they are.
     """
-    column = eta.view(heads.groups, 1, 1)
+    column = eta.view(whole.groups, 1, 1)
     powers = {"q": alpha, "k": 1 - alpha, "rotary": 1.0}
     parts = []
-    for part, rows in heads.parts:
-        if part == "q" and not heads.is_latent:
+    for part, rows in whole.parts:
+        if part == "q" and not whole.is_latent:
             parts.append(torch.pow(column.repeat(1, rows, 1), alpha))
         else:
             power = powers.get(part, 0.0)

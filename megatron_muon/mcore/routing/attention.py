@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.core.transformer.attention import Attention, CrossAttention, SelfAttention
 from torch.nn import Module
@@ -32,22 +33,32 @@ def self_attentions(
             yield prefix.removesuffix("."), module
 
 
-class Projections(NamedTuple):
-    """The rows of a fused weight, over all TP ranks: they repeat group by group."""
+@dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """The rows of a whole weight, over all TP ranks, which repeat group by group."""
 
     groups: int
-    heads: int  # in a group
-    head_rows: int
-    group_rows: tuple[tuple[str, int], ...]  # (part, rows of it in one group), in order
-    # by Megatron's class or its name for it; else only if the number of rows fits
-    certain: bool
+    parts: tuple[tuple[str, int], ...]  # (part, rows of it in one group), in order
+    # an up-projection of multi-latent attention
+    is_latent: bool = field(default=False, kw_only=True)
 
     @property
     def rows(self) -> int:
-        return self.groups * sum(count for _, count in self.group_rows)
+        """Rows of the whole weight."""
+        return self.groups * sum(count for _, count in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Projections(GroupedRows):
+    """The rows of a fused weight, whose groups are query groups."""
+
+    heads: int  # in a group
+    head_rows: int
+    # by Megatron's class or its name for it; else only if the number of rows fits
+    certain: bool
 
     def __str__(self) -> str:
-        parts = ", ".join(part for part, _ in self.group_rows)
+        parts = ", ".join(part for part, _ in self.parts)
         return (
             f"the {parts} of {self.groups} query groups of {self.heads} heads of "
             f"{self.head_rows}"
@@ -91,9 +102,8 @@ def _by_class(weight: Weight) -> Projections | None:
             outer, "linear_kv", None
         ):
             heads, head = outer.config.num_attention_heads, outer.config.kv_channels
-            return Projections(
-                heads, 1, head, (("k", head), ("v", head)), certain=depth == 0
-            )
+            parts = (("k", head), ("v", head))
+            return Projections(heads, parts, 1, head, certain=depth == 0)
         linear = outer
     return None
 
@@ -110,10 +120,7 @@ def _by_name(weight: Weight) -> Projections | None:
 def _self_attention(model: Any, *, certain: bool) -> Projections:
     """Per query group its q heads, their gates if any, its k, its v."""
     heads, head = model.num_attention_heads // model.num_query_groups, model.kv_channels
-    gate = (
-        [("gate", heads * head)]
-        if getattr(model, "attention_output_gate", False)
-        else []
-    )
+    has_gate = getattr(model, "attention_output_gate", False)
+    gate = (("gate", heads * head),) if has_gate else ()
     parts = (("q", heads * head), *gate, ("k", head), ("v", head))
-    return Projections(model.num_query_groups, heads, head, parts, certain)
+    return Projections(model.num_query_groups, parts, heads, head, certain)

@@ -172,7 +172,7 @@ def _attention(weight: Weight, rows: int) -> FusedRows | None:
     if known is None:
         return None
     head = known.head_rows
-    parts = [(part, count // head, head) for part, count in known.group_rows]
+    parts = [(part, count // head, head) for part, count in known.parts]
     return FusedRows((_by_heads(known.groups, parts),), "qkv", str(known))
 
 
