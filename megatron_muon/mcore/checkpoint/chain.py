@@ -152,10 +152,8 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             with self._without_stubs():
                 state = make()
         if self.decided_by_name:  # a setting, so all ranks take the same branch
-            tensors: set[tuple[str, bool]] = set()
-            for part in parts_of(self):
-                tensors.update(part.tensors)
-            _refuse_mixed(tensors, self.voters)
+            of_parts = (part.tensors for part in parts_of(self))
+            _refuse_mixed(set().union(*of_parts), self.voters)
         return state
 
     def _make_ready(self) -> None:
@@ -265,12 +263,10 @@ def _in_whole_weights(kwargs: dict[str, Any]) -> dict[str, Any]:
         not in inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
     ):
         return {**kwargs, "sharding_type": WHOLE_WEIGHTS}  # before core 0.13
-    metadata = kwargs.get("metadata") or {}
+    asked = {**(kwargs.get("metadata") or {})}
+    asked["distrib_optim_sharding_type"] = WHOLE_WEIGHTS
     kept = {key: value for key, value in kwargs.items() if key != "sharding_type"}
-    return {
-        **kept,
-        "metadata": {**metadata, "distrib_optim_sharding_type": WHOLE_WEIGHTS},
-    }
+    return {**kept, "metadata": asked}
 
 
 def _for_parts(state_dict: Any, count: int) -> Any:
@@ -283,21 +279,14 @@ def _for_parts(state_dict: Any, count: int) -> Any:
     if not isinstance(state_dict, dict):
         return state_dict
     numbered = {key: value for key, value in state_dict.items() if isinstance(key, int)}
-    common = {
-        key: value for key, value in state_dict.items() if not isinstance(key, int)
-    }
+    common = {key: state_dict[key] for key in state_dict.keys() - numbered.keys()}
     if count == 1 and "optimizer" in numbered.get(0, {}):
-        saved = [
-            part["optimizer"]
-            for _, part in sorted(numbered.items())
-            if "optimizer" in part
-        ]
+        parts = [numbered[number] for number in sorted(numbered)]
+        saved = [part["optimizer"] for part in parts if "optimizer" in part]
         return {**numbered[0], **common, "optimizer": _with_groups_of(saved)}
     if count > 1 and "optimizer" in common:
         common["optimizer"] = _with_groups_of([common["optimizer"]])
-        return {
-            number: {**common, **numbered.get(number, {})} for number in range(count)
-        }
+        return {at: {**common, **numbered.get(at, {})} for at in range(count)}
     return state_dict
 
 

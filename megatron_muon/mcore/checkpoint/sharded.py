@@ -154,18 +154,18 @@ class ShardedState(MuonState):
             )
             if state is None or self.from_adamw is not None:
                 return state
-            self.tensors = frozenset(
-                (state[number]["param"].key, param in self._muons)
-                for number, (param, *_) in enumerate(self._cuts())
-            )
+            tensors: set[tuple[str, bool]] = set()
             for number, (param, whole, start, stop) in enumerate(self._cuts()):
+                is_muon = param in self._muons
+                tensors.add((state[number]["param"].key, is_muon))
                 cut = {
                     key: replace(
                         sharded, data=whole[key][start:stop].reshape(param.shape)
                     )
                     for key, sharded in state[number].items()
                 }
-                state[number] = _with_momentum(cut) if param in self._muons else cut
+                state[number] = _with_momentum(cut) if is_muon else cut
+            self.tensors = frozenset(tensors)
             return state
         finally:
             self._to_be_cut = None
@@ -180,10 +180,9 @@ class ShardedState(MuonState):
         zeros = dict(gathered)
         for index, dtypes, buffer in self._buffers():
             numel = sum(bucket.grad_data.numel() for bucket in buffer.buckets)
-            like = dict(gathered[index][dtypes])
-            for key, value in like.items():
-                if torch.is_tensor(value):
-                    like[key] = torch.zeros(1).expand(numel)
+            long = torch.zeros(1).expand(numel)
+            whole = gathered[index][dtypes].items()
+            like = {k: long if torch.is_tensor(value) else value for k, value in whole}
             zeros[index] = {dtypes: like}
         return zeros
 

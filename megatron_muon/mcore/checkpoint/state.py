@@ -100,9 +100,9 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         here = self._get_model_param_range_map(model_param)["param"]
         weight = model_param.detach().view(-1)[here.start : here.end].to(wide.device)
         low = wide.to(torch.int16)
-        if torch.equal(wide.to(weight.dtype), weight):
-            return wide
-        return of_halves(weight, low) if torch.equal(low.float(), wide) else wide
+        is_low = torch.equal(low.float(), wide)
+        is_whole = torch.equal(wide.to(weight.dtype), weight)
+        return of_halves(weight, low) if is_low and not is_whole else wide
 
     def _as_momentum(self, model_param: Parameter, first_moment: Tensor) -> Tensor:
         """Muon's momentum from a first moment.
