@@ -69,10 +69,10 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
     def _young_apart(self) -> Iterator[None]:
         """A context of one step, in which young shards have groups of their own."""
         adam = self.optimizer
-        # torch's own AdamW counts per shard; before a first step core 0.14 has None
         groups: list[Group] = []
         counted: list[Group] = []
         for group in adam.param_groups:
+            # torch's own AdamW counts per shard; before a first step core 0.14 has None
             if group.get("step") is None:
                 groups.append(group)
             else:
@@ -139,14 +139,11 @@ def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:
     """Prepare AdamW's chain to load a checkpoint that has ``YOUNG``, with its
     ``former``.
     """
-    _turn_into_after_muon(parts_of(optimizer), config_of(former))
-
-
-def _turn_into_after_muon(parts: Sequence[Any], former: MuonConfig) -> None:
-    for part in parts:
-        muons = _muons(part, former)
+    config = config_of(former)
+    for part in parts_of(optimizer):
+        muons = _muons(part, config)
         turn_into(part, AdamWAfterMuon)
-        part.former = former
+        part.former = config
         part.young = [shard for param, shard in owned_shards(part) if param in muons]
 
 
@@ -169,9 +166,7 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     device = device_of(chunks)
     changes = Patches()
     try:
-        config = together(
-            lambda: _turn_into_readers(changes, parts, settings), None, device
-        )
+        together(lambda: _turn_into_readers(changes, parts, settings), None, device)
         instance = int(every[0].distributed_optimizer_instance_id)
         stage = process_groups.stage_of(chunks, instance, None, device)
         _turn(
@@ -191,7 +186,7 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
         changes.undo()
     if not _have_loaded(parts):
         return
-    _turn_into_after_muon(parts, config)
+    go_on_after_muon(optimizer, settings)
     for part in parts:
         part.behind = _steps_taken(part)
         for shard in part.young:
@@ -201,7 +196,7 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
 
 def _turn_into_readers(
     changes: Patches, parts: Sequence[Any], settings: Mapping[str, Any]
-) -> MuonConfig:
+) -> None:
     """Have AdamW's optimizers load as Muon's do, but no momentum."""
     config = config_of(settings)
     for part in parts:
@@ -225,7 +220,6 @@ def _turn_into_readers(
             local_experts=local_experts(chunks, _sizes().ep),
             ep_rank=parallel_state.get_expert_model_parallel_rank(),
         )
-    return config
 
 
 def _turn(changes: Patches, built: Any, subclass: type, **attributes: Any) -> None:
