@@ -26,6 +26,9 @@ _stages_of_instances: weakref.WeakKeyDictionary[Any, Group] = (
 )
 
 
+Chunks = Sequence[Any]  # a rank's part of the model, in Megatron's wrappers
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes of a stage's model-parallel groups."""
@@ -152,7 +155,7 @@ def group_of(name: str, pg_collection: Any) -> Group:
 
 
 def stage_of(
-    model_chunks: Sequence[Any], instance: int, pg_collection: Any, device: torch.device
+    model_chunks: Chunks, instance: int, pg_collection: Any, device: torch.device
 ) -> Stage:
     """The rank's stage; with several optimizer instances every rank of the world calls
     this.
@@ -176,7 +179,7 @@ def stage_of(
     )
 
 
-def require_groups(model_chunks: Sequence[Any], pg_collection: Any) -> None:
+def require_groups(model_chunks: Chunks, pg_collection: Any) -> None:
     """Raise a ValueError if the collection lacks a group of ``stage_of``'s; no
     communication.
     """
@@ -185,12 +188,12 @@ def require_groups(model_chunks: Sequence[Any], pg_collection: Any) -> None:
         group_of(name, pg_collection)
 
 
-def is_moe(model_chunks: Sequence[Any]) -> bool:
+def is_moe(model_chunks: Chunks) -> bool:
     """Whether the model has routed experts."""
     return local_experts(model_chunks, 1) > 0
 
 
-def local_experts(model_chunks: Sequence[Any], ep_size: int) -> int:
+def local_experts(model_chunks: Chunks, ep_size: int) -> int:
     """Experts of a layer on one EP rank; 0 in a dense model."""
     experts = getattr(get_model_config(model_chunks[0]), "num_moe_experts", None)
     return (experts or 0) // ep_size

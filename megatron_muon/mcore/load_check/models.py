@@ -5,7 +5,7 @@ model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_muon.mcore.host.process_groups import Stage
+from megatron_muon.mcore.host.process_groups import Chunks, Stage
 from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_numbers
 from megatron_muon.settings.config import MuonConfig
@@ -38,7 +38,7 @@ _trained: weakref.WeakKeyDictionary[Any, TrainedModel] = weakref.WeakKeyDictiona
 _any_built = False
 
 
-def remember(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> None:
+def remember(model_chunks: Chunks, config: MuonConfig, stage: Stage) -> None:
     """Note a model that Muon trains. Every rank of the world calls it."""
     global _any_built
     refs = tuple(weakref.ref(chunk) for chunk in model_chunks)

@@ -172,7 +172,7 @@ def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:
     return shape
 
 
-def _owners(table: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _owners(table: Table) -> dict[str, str]:
     """The optimizer of each trained parameter, by a name that experts of a layer may
     share.
     """
@@ -192,7 +192,7 @@ def _one_name(name: str) -> str:
     return name
 
 
-def _sizes(table: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Shape]]:
+def _sizes(table: Table) -> dict[str, list[Shape]]:
     """Shapes of matrices by one name, which experts of a layer may share.
 
     Vectors and convolutions are left out, since TP may split some in an unknown way.

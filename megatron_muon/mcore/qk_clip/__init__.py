@@ -10,18 +10,16 @@ K2 (arXiv 2507.20534), section 2.1; the operations are those of Megatron's ``cli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.utils import get_model_config
 
+from megatron_muon.mcore.host.process_groups import Chunks
 from megatron_muon.mcore.routing.attention import self_attentions
 from megatron_muon.settings.config import MuonConfig
 
 
-def is_wanted(
-    optimizer_config: Any, model_chunks: Sequence[Any], config: MuonConfig
-) -> bool:
+def is_wanted(optimizer_config: Any, model_chunks: Chunks, config: MuonConfig) -> bool:
     """Whether the plugin watches or clips the logits of this run; the same on every
     rank.
 
@@ -36,7 +34,7 @@ def is_wanted(
     return is_asked(model_chunks, config) or (logs and not uses_fsdp(model_chunks))
 
 
-def is_asked(model_chunks: Sequence[Any], config: MuonConfig) -> bool:
+def is_asked(model_chunks: Chunks, config: MuonConfig) -> bool:
     """Whether a flag of Megatron's or of this plugin's asks to clip logits.
 
     The same on all ranks, also those whose stage has no attention.
@@ -44,7 +42,7 @@ def is_asked(model_chunks: Sequence[Any], config: MuonConfig) -> bool:
     return config.qk_clip is not None or _is_on("qk_clip", model_chunks)
 
 
-def uses_fsdp(model_chunks: Sequence[Any]) -> bool:
+def uses_fsdp(model_chunks: Chunks) -> bool:
     """Whether the model is wrapped in Megatron's FSDP, by the newer or the older
     name.
     """
@@ -53,7 +51,7 @@ def uses_fsdp(model_chunks: Sequence[Any]) -> bool:
     return any(getattr(ddp_config, name, False) for name in names)
 
 
-def _is_on(setting: str, model_chunks: Sequence[Any]) -> bool:
+def _is_on(setting: str, model_chunks: Chunks) -> bool:
     """Whether the model has it on, or an attention with settings of its own."""
     configs = [get_model_config(chunk) for chunk in model_chunks]
     configs += [attention.config for _, attention in self_attentions(model_chunks)]

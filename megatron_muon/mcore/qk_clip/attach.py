@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from megatron_muon.mcore.host.process_groups import group_of
+from megatron_muon.mcore.host.process_groups import Chunks, group_of
 from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.host.states import adam_holds_main
 from megatron_muon.mcore.qk_clip import is_asked, uses_fsdp
@@ -24,7 +24,7 @@ _CLIP = "_muon_clip"  # an attribute of a rank's first model chunk
 
 def prepare(
     optimizer_config: Any,
-    model_chunks: Sequence[Any],
+    model_chunks: Chunks,
     config: MuonConfig,
     pg_collection: Any,
 ) -> list[WatchedAttention]:
@@ -41,7 +41,7 @@ def prepare(
 def attach(
     attentions: Sequence[WatchedAttention],
     optimizer: Any,
-    model_chunks: Sequence[Any],
+    model_chunks: Chunks,
     config: MuonConfig,
     pg_collection: Any,
 ) -> None:
@@ -71,7 +71,7 @@ def attach(
 
 
 def _following(
-    parts: Sequence[Any], model_chunks: Sequence[Any]
+    parts: Sequence[Any], model_chunks: Chunks
 ) -> Iterator[Callable[[], None]]:
     ddp_config = model_chunks[0].ddp_config
     in_fp8 = getattr(ddp_config, "fp8_param_gather", False)
@@ -116,7 +116,7 @@ def _clipping(optimizer: type) -> type:
     return Clipping
 
 
-def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
+def _refuse_modes(optimizer_config: Any, model_chunks: Chunks) -> None:
     """Refuse what keeps main parameters elsewhere, or gathers weights before the
     clip.
     """

@@ -4,7 +4,7 @@ scales.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch.nn import Parameter
 
+from megatron_muon.mcore.host.process_groups import Chunks
 from megatron_muon.mcore.qk_clip.local import MAXIMA
 from megatron_muon.mcore.routing.attention import (
     GroupedRows,
@@ -50,7 +51,7 @@ class WatchedAttention:
 
 
 def watched_attentions(
-    model_chunks: Sequence[Any], config: MuonConfig, tp_size: int
+    model_chunks: Chunks, config: MuonConfig, tp_size: int
 ) -> list[WatchedAttention]:
     """The attentions of this rank that are to be watched; an error names one that
     cannot be.

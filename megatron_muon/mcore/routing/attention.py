@@ -7,13 +7,13 @@ Megatron's classes say it; the name alone only where a class is not Megatron's.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.transformer.attention import Attention, CrossAttention, SelfAttention
-from torch.nn import Module
 
+from megatron_muon.mcore.host.process_groups import Chunks
 from megatron_muon.mcore.routing.param_routing import Weight, is_adapter, modules
 
 # Names of what may hold projections side by side, in models of all kinds.
@@ -23,7 +23,7 @@ _LATENT = re.compile(r"_(down|up)_proj$")
 
 
 def self_attentions(
-    model_chunks: Sequence[Module],
+    model_chunks: Chunks,
 ) -> Iterator[tuple[str, Any]]:
     """Each attention of all chunks whose queries and keys come from one sequence, with
     its name.

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.utils import get_model_config
 from torch.nn import Module, Parameter
 
-from megatron_muon.mcore.host.process_groups import Sizes
+from megatron_muon.mcore.host.process_groups import Chunks, Sizes
 from megatron_muon.settings.config import MuonConfig, named
 
 # Modules whose 2-D weight multiplies activations, by the names of their classes and
@@ -110,7 +110,7 @@ class Weight:
         return is_of_class(self.module, *class_names)
 
 
-def weights(model_chunks: Sequence[Module]) -> Iterator[Weight]:
+def weights(model_chunks: Chunks) -> Iterator[Weight]:
     """Every parameter of all chunks once, in Megatron's order."""
     seen = set()
     for prefix, module, holders in modules(model_chunks):
@@ -133,7 +133,7 @@ def weights(model_chunks: Sequence[Module]) -> Iterator[Weight]:
 
 
 def layers(
-    model_chunks: Sequence[Module],
+    model_chunks: Chunks,
 ) -> Iterator[tuple[str, Module]]:
     """Each layer of all chunks with its name.
 
@@ -148,7 +148,7 @@ def layers(
 
 
 def modules(
-    model_chunks: Sequence[Module],
+    model_chunks: Chunks,
 ) -> Iterator[tuple[str, Module, tuple[Module, ...]]]:
     """Each module of all chunks: what the names of its parameters begin with, itself,
     and the modules that it is in, from the innermost to the chunk.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from megatron_muon.mcore.host.process_groups import Sizes
+from megatron_muon.mcore.host.process_groups import Chunks, Sizes
 from megatron_muon.mcore.routing.matrices import matrices_of
 from megatron_muon.mcore.routing.param_routing import (
     NOT_IN_TABLE,
@@ -42,9 +41,7 @@ class Route:
         return self.why_adamw is not None and self.why_adamw.endswith(NOT_IN_TABLE)
 
 
-def routes_of(
-    model_chunks: Sequence[Any], sizes: Sizes, config: MuonConfig
-) -> list[Route]:
+def routes_of(model_chunks: Chunks, sizes: Sizes, config: MuonConfig) -> list[Route]:
     """The routes of all of a rank's parameters that train, in Megatron's order; errors
     name one.
     """

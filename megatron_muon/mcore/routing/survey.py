@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
-from megatron_muon.mcore.host.process_groups import Sizes
+from megatron_muon.mcore.host.process_groups import Chunks, Sizes
 from megatron_muon.mcore.routing.attention import is_unknown_fusion
 from megatron_muon.mcore.routing.param_routing import (
     EMBEDDING_OR_OUTPUT,
@@ -40,7 +39,7 @@ UNSPLIT = {
 
 
 def matched_patterns(
-    model_chunks: Sequence[Any], sizes: Sizes, config: MuonConfig
+    model_chunks: Chunks, sizes: Sizes, config: MuonConfig
 ) -> set[str]:
     """The patterns of the settings that have an effect on these chunks."""
     every = list(weights(model_chunks)) if config.patterns else []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from megatron_muon.mcore.host.process_groups import Chunks
 from megatron_muon.mcore.qk_clip.local import MAXIMA
 from megatron_muon.mcore.routing.attention import self_attentions
 from megatron_muon.mcore.watching.rows import Message
@@ -87,9 +88,7 @@ class KeptLogits:
         maxima.scatter_reduce_(0, heads * len(self.rows) // self.heads, kept, "amax")
 
 
-def kept_logits(
-    model_chunks: Sequence[Module], threshold: float | None
-) -> Iterator[KeptLogits]:
+def kept_logits(model_chunks: Chunks, threshold: float | None) -> Iterator[KeptLogits]:
     """The self-attentions of this rank that keep their largest logits.
 
     Either the attention's settings ask for that, or ``MuonConfig.qk_clip`` does, which
@@ -103,9 +102,7 @@ def kept_logits(
             yield KeptLogits(rows, attention.core_attention, model.num_attention_heads)
 
 
-def clip_threshold(
-    model_chunks: Sequence[Module], threshold: float | None
-) -> float | None:
+def clip_threshold(model_chunks: Chunks, threshold: float | None) -> float | None:
     """The threshold of the run's clip of logits: the plugin's, else Megatron's, else
     None.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_muon.console import say
 from megatron_muon.mcore.host.loop import host
-from megatron_muon.mcore.host.process_groups import Stage
+from megatron_muon.mcore.host.process_groups import Chunks, Stage
 from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.mcore.routing.param_routing import layers, weights
 from megatron_muon.mcore.watching.forward import (
@@ -53,7 +53,7 @@ class Watch:
     def __init__(
         self,
         dist_opts: Sequence[Any],
-        model_chunks: Sequence[Any],
+        model_chunks: Chunks,
         config: MuonConfig,
         stage: Stage,
         group: Group | None,
