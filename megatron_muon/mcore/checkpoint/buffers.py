@@ -69,8 +69,8 @@ def gathered_spans(buffer: Any) -> Iterator[tuple[Parameter, int, int]]:
     """``(parameter, start, stop)`` in a gathered tensor of a grad buffer, in Megatron's
     order.
 
-    The gathered tensor leaves out the padding at the end of each bucket;
-    ``param_index_map`` counts it. (fully_reshardable of Megatron 0.15 to 0.19 confuses
+    The gathered tensor has no padding at the end of a bucket, but ``param_index_map``
+    counts it. (fully_reshardable of Megatron 0.15 to 0.19 confuses
     the two, so with several padded buckets it saves shifted state, AdamW's too.)
     """
     removed = [0, *accumulate(map(_padding, buffer.buckets))]
@@ -79,8 +79,8 @@ def gathered_spans(buffer: Any) -> Iterator[tuple[Parameter, int, int]]:
 
 
 def warn_if_shifted(buffers: Sequence[Any]) -> None:
-    """Print a warning if Megatron's own fully_reshardable saves state of grad buffers
-    shifted.
+    """Print a warning if Megatron's fully_reshardable shifts state when it saves grad
+    buffers.
 
     It does in core 0.15 to 0.19, behind the first bucket with padding: see
     ``gathered_spans``.

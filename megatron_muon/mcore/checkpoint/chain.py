@@ -52,10 +52,11 @@ _GATHERED = ("fully_reshardable", AT_DP_ZERO)
 
 
 class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
-    """Saves and loads the optimizers that are no stubs; Megatron itself asks stubs for
-    state, too.
+    """Saves and loads the optimizers that are no stubs; Megatron alone would ask stubs
+    for state, too.
 
-    Every rank with an optimizer that is no stub calls each method but ``state_dict``.
+    All ranks that have an optimizer which is no stub call the methods together, except
+    ``state_dict``.
     They raise on all those ranks: this rank's error, or a RuntimeError that quotes
     another's.
     """
@@ -291,8 +292,8 @@ def _for_parts(state_dict: Any, count: int) -> Any:
 
 
 def _with_groups_of(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first optimizer's state with all optimizers' groups, each as dense and as
-    experts'.
+    """The first optimizer's state with the groups of all: each group twice, as dense
+    weights' and as experts'.
     """
     groups = []
     for optimizer in optimizers:

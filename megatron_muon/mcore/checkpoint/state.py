@@ -56,7 +56,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     # the checkpoint being read has no main parameters, since the model's weights are
     # fp32 and are loaded as such
     main_is_weight: bool = False
-    # AdamW reads this package's Muon, whose momentum it has no use for
+    # AdamW reads a checkpoint of this package's Muon, and does not need the momentum
     drops_momentum: bool = False
     _exposed: Exposed = "disk"
 
@@ -135,7 +135,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         return self.muon.numerics
 
     def _keys_on_disk(self, param: Parameter) -> dict[str, str]:
-        """Names of a parameter's state on disk → those in memory."""
+        """A parameter's state: its names on disk → its names in memory."""
         if param not in self._muons:
             return {key: key for key in ADAMW_STATE}
         return {} if self.drops_momentum else {MOMENTUM: MOMENTUM_KEY}
@@ -171,9 +171,9 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         twice = [name for name, count in Counter(names.values()).items() if count > 1]
         if twice:
             raise ValueError(
-                f"{len(twice)} name(s) of this model are those of several parameters "
-                f"each, first {twice[0]}: a checkpoint cannot tell them apart, give "
-                "the modules other names"
+                f"{len(twice)} name(s) in this model belong to several parameters, "
+                f"first {twice[0]}: a checkpoint cannot tell them apart, so give the "
+                "modules other names"
             )
         return names
 

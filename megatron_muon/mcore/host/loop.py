@@ -1,5 +1,5 @@
-"""The training loop around the optimizer: its steps, its log, and what it leaves to
-choose.
+"""The training loop around the optimizer: its steps, its log, and what the plugin may
+choose for it.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def local_experts(model_chunks: Chunks, ep_size: int) -> int:
 def holders_of(model_chunk: Any, pg_collection: Any) -> tuple[Holders, Holders]:
     """The ranks that have a grad buffer of dense weights, and of experts' weights.
 
-    They are those of one optimizer instance; ``group_of`` has the arguments and errors.
+    They are in one optimizer instance; ``group_of`` has the arguments and errors.
     """
 
     from megatron_muon.planning.buckets.order import Holders  # before a step only
@@ -220,9 +220,10 @@ def holders_of(model_chunk: Any, pg_collection: Any) -> tuple[Holders, Holders]:
 
 
 def voters(dist_opts: Sequence[Any], stage: Stage) -> Group | None:
-    """The ranks where something trains, or those where nothing does: this rank's kind.
+    """All ranks that train something if this rank does, else all that train nothing.
 
-    None for the world, if all are of one kind. Every rank of the world calls this.
+    None is the world, where every rank trains something. Every rank of the world calls
+    this.
     """
     only_stubs = all(dist_opt.is_stub_optimizer for dist_opt in dist_opts)
     flag = torch.tensor(only_stubs, device=stage.device)

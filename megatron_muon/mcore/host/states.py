@@ -75,7 +75,7 @@ class OfFusedAdam(States):
         if dtype == torch.float32:
             super().put(shard, key, wide)
         elif dtype == torch.uint8:
-            # FusedAdam's own way divides zeros by zero. Muon's scale is rounded, so
+            # FusedAdam would divide zeros by zero. Muon's scale is rounded, so
             # that a load of what was saved finds the same one: the largest element is
             # 448 by both.
             state = self._optimizer.state[shard]
@@ -100,8 +100,7 @@ class OfFusedAdam(States):
     def start(self, shard: Tensor) -> None:
         """Give a shard without state the state of AdamW before its first step.
 
-        Megatron's own call lacks an argument that FusedAdam has since it keeps
-        remainders.
+        Megatron's call lacks an argument that FusedAdam has since it keeps remainders.
         """
         if self._optimizer.state[shard]:
             return

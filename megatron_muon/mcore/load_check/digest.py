@@ -19,9 +19,8 @@ One JSON object:
 
 While ``complete`` is false the object is the mark of a save: it has only ``complete``,
 ``format``, ``wrote``, ``save`` and ``hash``. Beside it is ``megatron_muon.lock`` while
-a save runs, locked by its rank 0. No other file of the folder is changed, moved or
-removed, except for what earlier versions of this package left there under names of
-their own.
+a save runs, locked by its rank 0. No other file in the folder is changed, moved or
+removed, except temporary files of this package's earlier versions.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -81,11 +80,11 @@ def new_save() -> Save:
 
 
 def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> None:
-    """Mark a folder, which is made if it is missing, as incomplete. Raises OSError."""
+    """Mark a folder as incomplete; makes it if it is missing. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = {"format": FORMAT, "complete": False, "wrote": wrote, "save": save}
     write_text(folder / FILE_NAME, with_hash(mark))
-    for path in folder.glob("megatron_muon.*"):  # left by a killed save
+    for path in folder.glob("megatron_muon.*"):  # of a save that was killed
         if path.name not in (FILE_NAME, LOCK_NAME) and own_file(path.name):
             path.unlink(missing_ok=True)
 

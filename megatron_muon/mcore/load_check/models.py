@@ -78,7 +78,7 @@ def _addresses(state: Any) -> Iterator[int]:
         return
     data = state if isinstance(state, Tensor) else getattr(state, "data", None)
     if isinstance(data, Tensor) and data.device.type != "meta" and data.data_ptr():
-        yield data.data_ptr()  # 0 where it has no memory of its own
+        yield data.data_ptr()  # 0 where it has no memory
 
 
 def device_of_trained(trained: TrainedModel | None) -> torch.device:
@@ -87,7 +87,7 @@ def device_of_trained(trained: TrainedModel | None) -> torch.device:
 
 
 def digest_wanted(trained: TrainedModel | None) -> bool | None:
-    """Whether a digest is to be made or checked; None if no rank has a model of Muon's.
+    """Whether to write or check a digest; None if Muon trains no rank's model.
 
     Every rank calls it, with its ``owner``. One rank that wants no digest decides.
     """

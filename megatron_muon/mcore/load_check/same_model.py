@@ -59,11 +59,11 @@ def parameters_in_digest(trained: TrainedModel | None) -> Table:
 def require_same_model(
     saved: Mapping[str, Any], own: Table, folder: str, exact: bool
 ) -> None:
-    """Raise a DigestError that names the first parameter that differs from the model's
-    ``own``.
+    """Raise a DigestError that names the first parameter that differs between the
+    checkpoint and ``own``, this model's.
 
-    ``exact``: the checkpoint may not have parameters that the model lacks, and each
-    must be of the optimizer that it has in this run.
+    ``exact``: the checkpoint must not have parameters that the model lacks, and each
+    parameter must have the optimizer that it has in this run.
     """
     different = f"{folder} was saved by a different model:"
     then = _sizes(saved["parameters"])
@@ -130,7 +130,7 @@ def _own_part(trained: TrainedModel | None) -> Table:
     if trained is None or trained.stage.instance > 0:
         return {}
     stage = trained.stage
-    # every EP rank has experts of its own; one expert-DP rank speaks for its replicas
+    # EP ranks have different experts; one expert-DP rank speaks for its replicas
     speakers = [dist.get_rank()] if stage.ep is None else world_ranks(stage.ep)
     if world_rank(0, stage.group) not in speakers:
         return {}
@@ -195,7 +195,7 @@ def _one_name(name: str) -> str:
 def _sizes(table: Table) -> dict[str, list[Shape]]:
     """Shapes of matrices by one name, which experts of a layer may share.
 
-    Vectors and convolutions are left out, since TP may split some in an unknown way.
+    Vectors and convolutions are not compared: how TP splits some of them is not known.
     """
     sizes: dict[str, list[Shape]] = {}
     for name, entry in table.items():

@@ -145,8 +145,8 @@ def sealing(
 ) -> Iterator[None]:
     """Mark a folder before a save by ``torch.save``, and write its digest after it.
 
-    Every rank of the world enters and leaves it together. ``names`` are the files that
-    this rank, or a replica of it, writes there. Those that stay as they were are not of
+    All ranks of the world enter and exit it together. ``names`` are the files that this
+    rank, or a replica of it, writes there. A file that stays as it was is not part of
     this save.
     """
     saving = Saving.begin(trained, str(folder))

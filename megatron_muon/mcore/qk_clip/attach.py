@@ -28,7 +28,7 @@ def prepare(
     config: MuonConfig,
     pg_collection: Any,
 ) -> list[WatchedAttention]:
-    """Check a run whose logits are to be watched or clipped; as
+    """Check a run that watches or clips logits; returns its
     ``watched_attentions``.
     """
     if is_asked(model_chunks, config):

@@ -1,6 +1,4 @@
-"""The attentions of a model whose logits are watched, and which of their weights a clip
-scales.
-"""
+"""The attentions that a run watches, and the weights of theirs that a clip scales."""
 
 from __future__ import annotations
 
@@ -119,7 +117,7 @@ def _require_maxima(name: str, core: Any, config: MuonConfig) -> None:
             "tell their maximum. Transformer Engine's attention does with Megatron's "
             "own --qk-clip (core 0.16 and Transformer Engine 2.9 on), and Megatron's "
             "DotProductAttention does with either flag (--transformer-impl local): "
-            "take one of these or leave the clip out"
+            "take one of these, or no clip"
         )
     window = getattr(core.scale_mask_softmax, "window_size", None)  # since core 0.15
     if window is not None:
@@ -133,7 +131,7 @@ def _require_clippable(name: str, attention: Any, config: MuonConfig) -> None:
     if not isinstance(attention, (SelfAttention, MLASelfAttention)):
         raise NotImplementedError(
             f"{_flag(config)}: the rows of the heads of {name}, a "
-            f"{type(attention).__name__}, are not known: leave the clip out"
+            f"{type(attention).__name__}, are not known: run without the clip"
         )
     model = attention.config
     normed = model.qk_layernorm or getattr(model, "qk_l2_norm", False)
@@ -162,12 +160,13 @@ def _clipped(
             raise NotImplementedError(
                 f"{name}.{linear}.weight: which of its {rows} rows over {tp_size} TP "
                 "ranks belong to which head is not known, so its logits cannot be "
-                "clipped: leave the clip out"
+                "clipped: run without the clip"
             )
         yield ClippedWeight(param, whole)
         bias = getattr(getattr(attention, linear), "bias", None)
         if config.qk_clip is not None and isinstance(bias, Parameter):
-            yield ClippedWeight(bias, whole)  # Megatron's own clip leaves it
+            # Megatron's own clip does not scale it
+            yield ClippedWeight(bias, whole)
 
 
 def _linears(attention: Any) -> Iterator[tuple[str, GroupedRows | None]]:
@@ -193,6 +192,6 @@ def _weight_of(name: str, linear: str, module: Any) -> Parameter:
     if not isinstance(param, Parameter) or param.dim() != 2:
         raise NotImplementedError(
             f"{name}.{linear} is a {type(module).__name__} without a 2-D weight of its "
-            "own, so its logits cannot be clipped: leave the clip out"
+            "own, so its logits cannot be clipped: run without the clip"
         )
     return param

@@ -25,8 +25,8 @@ _LATENT = re.compile(r"_(down|up)_proj$")
 def self_attentions(
     model_chunks: Chunks,
 ) -> Iterator[tuple[str, Any]]:
-    """Each attention of all chunks whose queries and keys come from one sequence, with
-    its name.
+    """Name and module of each attention whose queries and keys come from one
+    sequence.
     """
     for prefix, module, _ in modules(model_chunks):
         if isinstance(module, Attention) and not isinstance(module, CrossAttention):

@@ -90,8 +90,8 @@ class Weight:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name, and of a tied embedding those of its copies, which must be treated
-        alike.
+        """Its name; for a tied embedding also the names of its copies, which must have
+        the same optimizer.
         """
         tied = _TIED if getattr(self.param, "shared_embedding", False) else ()
         return (self.name, *tied)
@@ -135,9 +135,8 @@ def weights(model_chunks: Chunks) -> Iterator[Weight]:
 def layers(
     model_chunks: Chunks,
 ) -> Iterator[tuple[str, Module]]:
-    """Each layer of all chunks with its name.
-
-    Behind them, where the last stage is, the final norm and the output layer.
+    """Name and module of each layer; on the last stage also the final norm and the
+    output layer.
     """
     for prefix, module, _ in modules(model_chunks):
         name = prefix.removesuffix(".")
@@ -153,7 +152,7 @@ def modules(
     """Each module of all chunks: what the names of its parameters begin with, itself,
     and the modules that it is in, from the innermost to the chunk.
 
-    Names count layers over all pipeline stages and leave out wrapping modules.
+    Names count layers over all pipeline stages, and skip wrapping modules.
     """
     for chunk in model_chunks:
         # by path; what is around a module comes before it
@@ -169,8 +168,8 @@ def modules(
 
 
 def expert_name(name: str, ep_rank: int, local_experts: int) -> str:
-    """``name``, which counts a rank's own experts, with the expert's number over all EP
-    ranks.
+    """``name``, which counts the experts of one rank, with the expert's number over all
+    EP ranks.
     """
     match = _LOCAL_EXPERT.match(name)
     if match is None:
@@ -350,7 +349,7 @@ def is_cut(weight: Weight) -> bool:
     """Whether TP ranks hold parts of it: by Megatron's mark, or where that is known to
     lack.
 
-    Marks of 2-D weights can be wrong: ``partition_dim_of`` is for those.
+    Marks of 2-D weights can be wrong: take ``partition_dim_of`` for them.
     """
     marked = bool(getattr(weight.param, "tensor_model_parallel", False))
     return marked or _CUT_VECTOR.search(weight.name) is not None

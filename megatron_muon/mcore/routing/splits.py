@@ -89,11 +89,11 @@ def split_of(weight: Weight, config: MuonConfig, fused: FusedRows | None) -> str
 def rows_of_ones_own(
     weight: Weight, kind: str, own: OwnSplit, rows: int, known: FusedRows | None
 ) -> FusedRows:
-    """The rows that a user's split says, ``kind`` as it is written.
+    """The rows of a split that the user gives by sizes; ``kind`` is its text.
 
-    ``known``, how its rows lie, says what of them TP ranks hold. Where it is not known,
-    TP cuts each range of ``rows`` by itself, as in Megatron's fused weights, else all
-    rows.
+    ``known``, the order of the weight's rows, tells which of them each TP rank holds.
+    Where that is not known, TP cuts each range of a ``rows:`` split by itself, as in
+    Megatron's fused weights, and all rows together of the other splits.
 
     Raises:
         ValueError: the weight has another number of rows.
@@ -129,7 +129,7 @@ def _cut(runs: list[RowRun], sizes: Sequence[int]) -> Iterator[tuple[RowRun, ...
 
 
 def require_own(weight: Weight, kind: str, own: OwnSplit, size: int) -> None:
-    """Refuse, by a ValueError, a split of one's own that does not fit the weight."""
+    """Refuse, by a ValueError, a split by sizes that does not fit the weight."""
     what = "columns" if own.of == "cols" else "rows"
     if size % own.total if own.of == "heads" else size != own.total:
         raise ValueError(

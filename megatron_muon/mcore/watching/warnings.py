@@ -1,4 +1,4 @@
-"""Warnings about a run from its records, each with its heading on the troubleshooting
+"""Warnings about a run from its records; each names a heading of the troubleshooting
 page.
 """
 

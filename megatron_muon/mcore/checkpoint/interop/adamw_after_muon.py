@@ -1,11 +1,11 @@
 """From Muon to AdamW: reading a Muon checkpoint into AdamW's DistributedOptimizer.
 
-Muon's former parameters are called young. Their Adam moments start at zero, and so does
-the count of steps that corrects the moments' bias; AdamW's own parameters go on as they
-were. A fused Adam counts steps per parameter group, so within a step the young shards
-are in groups of their own, with a smaller count. At any other time groups, counts and
-checkpoints are AdamW's, which any Megatron reads. A record beside the optimizer's state
-tells this package how many steps the young parameters are behind.
+Parameters that Muon updated before are called young. Their Adam moments start at zero,
+and so does the count of steps that corrects the moments' bias. AdamW's other parameters
+go on as they were. A fused Adam counts steps per parameter group, so within a step the
+young shards are in separate groups, with a smaller count. At any other time groups,
+counts and checkpoints are AdamW's, which any Megatron reads. A record beside the
+optimizer's state tells this package how many steps the young parameters are behind.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
         for shard in group["params"]:
             shards[id(shard) in young].append(shard)
         return [
-            # a step of its own, where it is a tensor
+            # no two groups share a step that is a tensor
             {**group, "params": some, "step": group["step"] - is_young * self.behind}
             for is_young, some in shards.items()
         ]

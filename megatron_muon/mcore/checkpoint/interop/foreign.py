@@ -49,13 +49,12 @@ _NOT_OURS = (*_MU, "nesterov", "params", "optimizer")
 
 
 class Source:
-    """A checkpoint of Megatron's own Muon, whose keys can be found by ours.
+    """A checkpoint of Megatron's own Muon; finds its key for each key of ours.
 
     Attributes:
         mu: the coefficient of its momentum, which is a mean.
         states: its optimizers' state dicts.
-        is_fp32: its main parameters are the model's weights and have no keys of their
-            own.
+        is_fp32: its main parameters are the model's weights, so they have no keys.
     """
 
     def __init__(
@@ -189,8 +188,8 @@ def renamed(state: Any, source: Source) -> Any:
     """A copy of ``param_state`` of a sharded state dict to be loaded, with keys of the
     source.
 
-    It is in a format that has whole weights. Main parameters that are the model's
-    weights are left out, so no key is loaded twice.
+    It is in a format that has whole weights. It lacks main parameters that are the
+    model's weights, so no key is loaded twice.
     """
     if hasattr(state, "key"):
         return dataclasses.replace(state, key=source.of(state.key))
@@ -208,7 +207,7 @@ def converted(
     keys.
 
     ``loaded`` is the optimizer's part of that result: our ``param_state``, here or for
-    each optimizer of a chain, beside their state dicts. Momentum is made a sum in
+    each optimizer of a chain, beside their state dicts. Momentum becomes a sum in
     place.
     """
     ours = as_ours(source.states, config)

@@ -1,8 +1,8 @@
 """Who wrote a checkpoint, and what it says of its optimizer; no communication.
 
-Pickles are read as data: a class or a function that a file names is not called, but for
-the few that Megatron's and torch's own files need. (Megatron reads the same files next,
-and trusts them.)
+Pickles are read as data: of the classes and functions that a file names only the few
+that Megatron's and torch's own files need are called. (Megatron reads the same files
+next, and trusts them.)
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Saved:
         return dict(self.object(objects[0]))
 
     def require_plain_groups(self) -> None:
-        """Refuse, by a ValueError, groups with objects of a class that is not made
+        """Refuse, by a ValueError, groups with objects of a class that is not read
         here.
         """
         for group in foreign.groups_of(self.states):
