@@ -6,9 +6,10 @@ one.
 
 A GPT is pretrained on the standard library's Python with AdamW and with Muon, each as
 tuned by convergence.py. Each of the two is then fine-tuned on the C headers with AdamW
-and with Muon, whose states start at zero: six rates each, the best one with three
-seeds. The loss on held-out headers says what was learnt, the loss on held-out Python
-what was forgotten.
+and with Muon at a matched RMS of 0.2 and 0.5, whose states start at zero: several rates
+each, the best one with three seeds. The loss on held-out headers says what was learnt,
+the loss on held-out Python what was forgotten. Runs that are in the work folder are not
+repeated.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,34 @@ from convergence import tuned_flags
 from training import HERE, NAMES, QUICKSTART, Study, best, write
 
 SEEDS = (1, 2, 3)
-RATES = {
-    "adam": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
-    "muon": (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),
+
+
+
+@dataclass(frozen=True)
+class Tuner:
+    """An optimizer of fine-tuning, its flags beside the tuned ones, and its rates."""
+
+    label: str
+    optimizer: str
+    flags: str
+    rates: tuple[float, ...]
+
+
+# All start at a rate that is common with AdamW, and have the best one of AdamW, 4e-3.
+TUNERS = {
+    "adam": Tuner("AdamW", "adam", "", (1e-3, 2e-3, 4e-3, 8e-3)),
+    "muon_0.2": Tuner(
+        "Muon, 0.2",
+        "muon",
+        "--muon-matched-adamw-rms 0.2",
+        (1e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
+    ),
+    "muon_0.5": Tuner(
+        "Muon, 0.5",
+        "muon",
+        "--muon-matched-adamw-rms 0.5",
+        (1e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2),
+    ),
 }
 STEPS = 60
 TUNING = (
@@ -67,14 +94,16 @@ def measure(study: Study, tuned: dict[str, Any]) -> dict[str, Any]:
     report: dict[str, Any] = {"seeds": SEEDS, "steps": STEPS, "pairs": {}}
     for before in NAMES:
         folder = pretrained(study, before, tuned)
-        for after in NAMES:
-            flags = f"{tuned_flags(tuned, after)} {TUNING} --load {folder}"
-            tried = study.losses(after, RATES[after], SEEDS[:1], flags)
+        for name, tuner in TUNERS.items():
+            optimizer = tuner.optimizer
+            flags = f"{tuned_flags(tuned, optimizer)} {tuner.flags} {TUNING}"
+            flags += f" --load {folder}"
+            tried = study.losses(optimizer, tuner.rates, SEEDS[:1], flags)
             rate = best(tried)
-            runs = study.losses(after, (rate,), SEEDS, flags)[rate]
-            report["pairs"][f"{before} {after}"] = {
+            runs = study.losses(optimizer, (rate,), SEEDS, flags)[rate]
+            report["pairs"][f"{before} {name}"] = {
                 "lr": rate,
-                "at_edge": rate in (RATES[after][0], RATES[after][-1]),
+                "at_edge": rate in (tuner.rates[0], tuner.rates[-1]),
                 "tried": {f"{one:g}": seeds[0]["loss"] for one, seeds in tried.items()},
                 "runs": runs,
             }
@@ -89,7 +118,9 @@ def table(report: dict[str, Any]) -> str:
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for pair, found in report["pairs"].items():
-        before, after = (NAMES[name] for name in pair.split())
+        start, tuner = pair.split()
+        before = NAMES[start]
+        after = TUNERS[tuner].label
         cells = [f"{found['lr']:g}{'*' * found['at_edge']}"]
         for kind in ("validation", "other"):
             curves = [run[kind] for run in found["runs"]]
