@@ -109,12 +109,11 @@ def _apply(patches: Patches) -> None:
     for replace in REPLACEMENTS:
         if replace in BEFORE_MEGATRON:
             replace(patches)
-    with warnings.catch_warnings():
-        # replaced below, so the advice would be misleading
-        for message in _KNOWN_FALLBACKS:
-            warnings.filterwarnings("ignore", message=message)
-        for name in _IMPORTED_LATER:
-            importlib.import_module(name)
+    # no GPU has them to offer, so the advice would be misleading, also later
+    for message in _KNOWN_FALLBACKS:
+        warnings.filterwarnings("ignore", message=message)
+    for name in _IMPORTED_LATER:
+        importlib.import_module(name)
     for replace in REPLACEMENTS:
         if replace not in BEFORE_MEGATRON:
             replace(patches)

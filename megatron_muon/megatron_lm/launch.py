@@ -9,13 +9,20 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import json
 import os
 import platform
 import runpy
+import shutil
+import subprocess
 import sys
+import sysconfig
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any, NoReturn
 
 from megatron_muon.console import say
 from megatron_muon.presence import MuonError, require_core, version_parts
@@ -27,6 +34,7 @@ USAGE = (
     "GPUs"
 )
 ON_CPU = "--muon-cpu"  # before the script's path or among its arguments
+_WAIT = 20  # seconds in which torchrun ends the other ranks of a node
 _CORES = ("numpy", "packaging")  # what megatron.core imports beside torch
 _SCRIPTS = (*_CORES, "einops", "psutil", "pydantic", "regex", "six", "triton", "yaml")
 _PACKAGES = {"yaml": "pyyaml"}  # the package of a module of another name
@@ -40,6 +48,10 @@ class MissingPackageError(MuonError, ModuleNotFoundError):
     """Megatron-LM, or its script, imports a package that is not installed."""
 
 
+class DatasetHelperError(MuonError, RuntimeError):
+    """Megatron's ``make`` compiles no dataset helper for this Python."""
+
+
 class LostGpuError(MuonError, RuntimeError):
     """torch sees no GPU where one is expected, and nothing asks for the CPU."""
 
@@ -48,10 +60,10 @@ def main(argv: Sequence[str]) -> None:
     """Run a training script of a Megatron-LM checkout: its path and arguments.
 
     Raises:
-        SystemExit: no script is given, or it is not there.
+        SystemExit: no script is given, or it is not there; or, as one line on one rank
+            of a node, what this installation lacks and how to get it.
         FileNotFoundError: the script's checkout is not there.
-        MixedInstallationError, SeamError, LostGpuError: see what is called here.
-        MissingPackageError: names what to install.
+        SeamError, LostGpuError: see what is called here.
     """
     if argv and argv[0] == ON_CPU:
         argv = [*argv[1:2], ON_CPU, *argv[2:]]
@@ -64,14 +76,42 @@ def main(argv: Sequence[str]) -> None:
     # as `python SCRIPT` does for the script's folder, and for the Megatron that the
     # script imports
     sys.path[:0] = list(dict.fromkeys([str(script.parent), str(checkout)]))
-    check_installation(checkout)
-    require_core()
-    if ON_CPU in argv:
-        hide_gpus()
     try:
-        without_gpu()
-        importlib.import_module("megatron_muon.megatron_lm.install").install_training()
+        check_installation(checkout)
+        require_core()
+        if ON_CPU in argv:
+            hide_gpus()
         sys.argv = [str(script), *argv[1:]]
+        _run(script, checkout)
+    except (MixedInstallationError, MissingPackageError, DatasetHelperError) as error:
+        _end(f"{type(error).__name__}: {error}")
+
+
+def _end(line: str) -> NoReturn:
+    """End with one line, on one rank of each node, since all of a node lack the same.
+
+    torchrun repeats it at the end of its own report, and ends the other ranks: they
+    wait for that.
+    """
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report is not None:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(_WAIT)
+        details = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        message = {"message": line, "extraInfo": details}
+        Path(report).write_text(json.dumps({"message": message}))
+    raise SystemExit(line)
+
+
+def _run(script: Path, checkout: Path) -> None:
+    """Run a script with the plugin; MissingPackageError names what to install."""
+    try:
+        for name in _CORES:  # before torch, which warns where there is no NumPy
+            importlib.import_module(name)
+        without_gpu()
+        training = importlib.import_module("megatron_muon.megatron_lm.install")
+        training.install_training()
+        training.wrap("megatron.training.initialize", *_COMPILES)
         runpy.run_path(str(script), run_name="__main__")
     except ModuleNotFoundError as error:
         install = what_to_install(checkout / "megatron" / "core", error)
@@ -88,6 +128,115 @@ def main(argv: Sequence[str]) -> None:
             "to leave it out"
         )
         raise ValueError(text) from error
+
+
+def _initialize_megatron(
+    original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Megatron's, before and after which this installation is checked.
+
+    Megatron compiles the dataset helper on rank 0 when the ranks have met. Here it is
+    compiled before, so that a failure ends no other rank in an error of its own.
+    """
+    if os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & set(sys.argv):
+        compile_helper()
+    result = original(*args, **kwargs)
+    asked = importlib.import_module("megatron.training").get_args()
+    saves = asked.save and asked.ckpt_format == "torch_dist"
+    if saves and importlib.util.find_spec("psutil") is None:
+        text = "no module named 'psutil', without which saves in torch_dist hang"
+        raise ModuleNotFoundError(text, name="psutil")
+    return result
+
+
+_COMPILES = "initialize_megatron", _initialize_megatron
+
+
+def compile_helper() -> None:
+    """Compile the dataset helper if it may be missing, as Megatron's scripts do.
+
+    Raises:
+        DatasetHelperError: this Python has none then; says why.
+    """
+    datasets = importlib.import_module("megatron.core.datasets.utils")
+    folder = Path(str(datasets.__file__)).parent
+    fault = helper_fault(folder)
+    if not fault and has_helper(folder):
+        return
+    if fault:
+        say(f"[megatron_muon] {fault}")
+    try:
+        datasets.compile_helpers()
+    except SystemExit:
+        compiled = False
+    else:
+        compiled = has_helper(folder)
+    if not compiled:
+        raise DatasetHelperError(
+            fault
+            or f"make -C {folder} failed, by which Megatron's scripts compile the "
+            "dataset helper at their start: its own lines above say why"
+        )
+
+
+def has_helper(folder: Path) -> bool:
+    """Whether ``megatron/core/datasets`` has the compiled module of this Python."""
+    return any((folder / f"helpers_cpp{end}").exists() for end in EXTENSION_SUFFIXES)
+
+
+def helper_fault(folder: Path) -> str:
+    """Why Megatron's ``make`` does not compile the dataset helper for this Python.
+
+    Each script of Megatron-LM's runs it at its start, whatever the data. It names the
+    file by the ``python3-config`` on PATH. With this Python's suffix it finds a helper
+    that is compiled; with another one it compiles, and the run may end there. Empty
+    where nothing is wrong.
+    """
+    own = sysconfig.get_config_var("EXT_SUFFIX")
+    program = shutil.which("python3-config")
+    found = "there is no python3-config"
+    if program is not None:
+        suffix = _output(program, "--extension-suffix")
+        found = f"{program} has {suffix or 'no suffix'}"
+        if suffix == own:
+            return _pybind11_fault(folder)
+    return (
+        "Megatron's scripts compile the dataset helper at their start by the "
+        f"python3-config on PATH. This Python's suffix is {own}; {found}. "
+        f"{_way_to_python_config()}"
+    )
+
+
+def _pybind11_fault(folder: Path) -> str:
+    """Whether a helper that is to be compiled lacks pybind11, which ``python3`` has."""
+    program = shutil.which("python3")
+    if has_helper(folder) or program is None:
+        return ""
+    if _output(program, "-m", "pybind11", "--includes"):
+        return ""
+    return (
+        "Megatron's scripts compile the dataset helper at their start with pybind11 of "
+        f"the python3 on PATH, which has none; {program} -m pip install pybind11"
+    )
+
+
+def _output(*command: str) -> str:
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    return ended.stdout.strip()
+
+
+def _way_to_python_config() -> str:
+    """How this Python's ``python3-config`` comes first on PATH."""
+    installed = Path(sysconfig.get_config_var("BINDIR"), "python3-config")
+    folder = Path(sys.executable).parent  # of a virtual environment, which has none
+    if not installed.exists():
+        return (
+            "Install this Python's development files (python3-dev, python3-devel), "
+            "or use a Python that has a python3-config"
+        )
+    if folder == installed.parent:
+        return f"Run: export PATH={folder}:$PATH"
+    return f"Run: ln -s {installed} {folder}, and export PATH={folder}:$PATH"
 
 
 def what_to_install(core: Path, error: ModuleNotFoundError) -> str:

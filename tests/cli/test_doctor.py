@@ -177,12 +177,13 @@ def test_a_python_config_of_another_python_is_named(
     found = (
         "there is no python3-config" if suffix is None else f"{program} has {suffix}"
     )
-    fault = helper_suffix().fault
+    written(tmp_path, {f"helpers_cpp{own}": ""})
+    fault = helper_suffix(tmp_path).fault
     assert f"This Python's suffix is {own}; {found}. " in fault
     assert "export PATH=" in fault or "development files" in fault
     program.write_text(f"#!/bin/sh\necho {own}\n")
     program.chmod(0o755)
-    assert helper_suffix().fault == ""
+    assert helper_suffix(tmp_path).fault == ""
 
 
 @pytest.mark.skipif(

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
+import sysconfig
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.datasets import utils as datasets
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+)
 
 import megatron_muon.cpu.training
 from megatron_muon.lab.doctor import rows as doctor_rows
 from megatron_muon.megatron_lm import launch
-from megatron_muon.megatron_lm.launch import LostGpuError, without_gpu
+from megatron_muon.megatron_lm.launch import (
+    DatasetHelperError,
+    LostGpuError,
+    without_gpu,
+)
 from support import ROOT, written
 from support.processes import python
 
@@ -51,17 +64,97 @@ def test_a_package_that_megatron_lacks_is_named_with_what_installs_it(
 ) -> None:
     lacks = "raise ModuleNotFoundError(\"No module named 'yaml'\", name='yaml')"
     done = launched(str(checkout(tmp_path, lacks) / "pretrain_gpt.py"))
-    error = done.stderr.splitlines()[-1]
-    assert (
+    assert done.stderr.startswith(
         "MissingPackageError: No module named 'yaml': Megatron-LM needs it, not"
-        in error
     )
-    assert "pip install pyyaml" in error
+    assert "pip install pyyaml" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_torchruns_report_ends_with_the_line_of_one_rank(
+    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait until torchrun ends them."""
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit, match="the line"):
+        launch._end("the line")
+    assert len(waited) == int(rank)
+    failure = ProcessFailure(int(rank), 1, 1, str(tmp_path / "error.json"))
+    group = ChildFailedError("run", {int(rank): failure})
+    assert "traceback : the line\n" in str(group)
 
 
 def test_a_missing_module_of_megatrons_own_stays_its_error(tmp_path: Path) -> None:
     done = launched(str(checkout(tmp_path, "import megatron.gone") / "pretrain_gpt.py"))
     assert "MissingPackageError" not in done.stderr and "pip install" not in done.stderr
+
+
+# --- the dataset helper ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["", "another Python"])
+@pytest.mark.parametrize("makes", [True, False])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_helper_that_this_python_lacks_ends_the_run_before_the_ranks_meet(
+    fault: str,
+    makes: bool,
+    there: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Megatron's make succeeds or not; a helper was compiled before or not."""
+    made: list[bool] = []
+
+    def compile_helpers() -> None:
+        assert (fault in capsys.readouterr().out) if fault else not there
+        made.append(True)
+        if not makes:
+            raise SystemExit(1)
+
+    monkeypatch.setattr(datasets, "compile_helpers", compile_helpers)
+    monkeypatch.setattr(launch, "helper_fault", lambda folder: fault)
+    compiled = there or (makes and not fault)
+    monkeypatch.setattr(
+        launch, "has_helper", lambda folder: compiled if made else there
+    )
+    ends = bool(fault or not there) and not (makes and compiled)
+    with pytest.raises(DatasetHelperError) if ends else contextlib.nullcontext() as end:
+        launch.compile_helper()
+    assert not end or (fault or "make -C ") in str(end.value)
+    assert made == [True] * bool(fault or not there)
+
+
+@pytest.mark.parametrize("shown", ["", "-I/somewhere"])
+def test_pybind11_is_asked_for_where_nothing_is_compiled(
+    shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = sysconfig.get_config_var("EXT_SUFFIX")
+    files = {"python3-config": f"echo {own}", "python3": f"echo '{shown}'"}
+    for name, line in files.items():
+        written(tmp_path, {name: f"#!/bin/sh\n{line}\n"})
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    lacks = launch.helper_fault(tmp_path)
+    assert lacks.endswith("python3 -m pip install pybind11") == (not shown)
+    assert launch.helper_fault(Path(datasets.__file__).parent) == ""
+
+
+@pytest.mark.parametrize("format_", ["torch_dist", "torch"])
+def test_a_run_that_saves_needs_psutil(
+    format_: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = SimpleNamespace(save="folder", ckpt_format=format_)
+    training = SimpleNamespace(get_args=lambda: args)
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    monkeypatch.setenv("RANK", "1")
+    assert launch._initialize_megatron(lambda: "done") == "done"
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    hangs = pytest.raises(ModuleNotFoundError, match="'psutil', without which saves")
+    with hangs if format_ == "torch_dist" else contextlib.nullcontext():
+        launch._initialize_megatron(lambda: "done")
 
 
 # --- the CPU --------------------------------------------------------------------------

@@ -11,13 +11,10 @@ import importlib.util
 import platform
 import re
 import shutil
-import subprocess
 import sys
-import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +35,8 @@ from megatron_muon.megatron_lm.launch import (
     ON_CPU,
     MixedInstallationError,
     check_installation,
+    has_helper,
+    helper_fault,
     sign_of_gpu,
     version_of,
     what_to_install,
@@ -186,7 +185,7 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
 
     yield Examined("refused options", ", ".join(refused_options()) or "none")
     if checkout is not None:
-        yield helper_suffix()
+        yield helper_suffix(where / "datasets")
 
 
 def _checkout(checkout: Path) -> Examined:
@@ -230,53 +229,19 @@ def dataset_helper(folder: Path) -> Examined:
     """Megatron's compiled module for datasets, which its script makes at start, if it
     can.
     """
-    names = {path.name for path in folder.glob("helpers_cpp*.so")}
-    if names & {f"helpers_cpp{suffix}" for suffix in EXTENSION_SUFFIXES}:
+    if has_helper(folder):
         return Examined("dataset helper", "compiled")
+    names = {path.name for path in folder.glob("helpers_cpp*.so")}
     other = "not compiled"
     if names:
         other = f"compiled for another Python ({', '.join(sorted(names))})"
     return Examined("dataset helper", f"{other}: real data needs it; make -C {folder}")
 
 
-def helper_suffix() -> Examined:
-    """Whether Megatron's ``make`` compiles the dataset helper for this Python.
-
-    Each script of Megatron-LM's runs it at its start, whatever the data. It names the
-    file by the ``python3-config`` on PATH. With this Python's suffix it finds a helper
-    that is compiled; with another one it compiles, and the run may end there.
-    """
-    own = sysconfig.get_config_var("EXT_SUFFIX")
-    program = shutil.which("python3-config")
-    if program is None:
-        found = "there is no python3-config"
-    else:
-        command = [program, "--extension-suffix"]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        suffix = ended.stdout.strip()
-        if suffix == own:
-            return Examined("python3-config", program)
-        found = f"{program} has {suffix or 'no suffix'}"
-    fault = (
-        "Megatron's scripts compile the dataset helper at their start by the "
-        f"python3-config on PATH. This Python's suffix is {own}; {found}. "
-        f"{_way_to_python_config()}"
-    )
-    return Examined("python3-config", program or "none", fault)
-
-
-def _way_to_python_config() -> str:
-    """How this Python's ``python3-config`` comes first on PATH."""
-    installed = Path(sysconfig.get_config_var("BINDIR"), "python3-config")
-    folder = Path(sys.executable).parent  # of a virtual environment, which has none
-    if not installed.exists():
-        return (
-            "Install this Python's development files (python3-dev, python3-devel), "
-            "or use a Python that has a python3-config"
-        )
-    if folder == installed.parent:
-        return f"Run: export PATH={folder}:$PATH"
-    return f"Run: ln -s {installed} {folder}, and export PATH={folder}:$PATH"
+def helper_suffix(folder: Path) -> Examined:
+    """Whether Megatron's ``make`` compiles the dataset helper for this Python."""
+    program = shutil.which("python3-config") or "none"
+    return Examined("python3-config", program, helper_fault(folder))
 
 
 def _hooks(name: str, table: Sequence[Row], *, needed: bool) -> Examined:
