@@ -21,6 +21,7 @@ from megatron_muon.mcore.checkpoint.interop.saved import Saved
 from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from support import te_on_cpu
 from support.checkpoints.saving import formats, load, save, save_new, spoil, unequal
+from support.checkpoints.sealing import plugin
 from support.installed import VERSION
 from support.models.gpt import (
     Built,
@@ -49,7 +50,7 @@ def _switched(
     assert format == "torch" or Saved.of(folder).writer == "adamw"
     built = start(case, topology)
     spoil(built)
-    with reading_adamw(built.optimizer, momentum):
+    with plugin(built), reading_adamw(built.optimizer, momentum):
         load(built, folder, format)
     before = held(built)
     for step in range(case.steps, case.steps + 2):
@@ -66,7 +67,12 @@ def _switched(
     }
 
 
-SHAPES = {"dp3": (MUON, Topology(dp=3)), "moe": (MOE, Topology(dp=2, ep=2))}
+NORMUON = replace(MUON, muon=(("rule", "normuon"),))
+SHAPES = {
+    "dp3": (MUON, Topology(dp=3)),
+    "moe": (MOE, Topology(dp=2, ep=2)),
+    "second moments": (NORMUON, Topology(tp=2)),
+}
 
 
 @pytest.mark.parametrize("momentum", ["momentum", "fresh"])

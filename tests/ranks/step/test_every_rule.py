@@ -1,6 +1,7 @@
-"""The rule hyperball in every way that a run may cut, hold or send its matrices.
+"""Rules other than Muon's in every way that a run may cut, hold or send its matrices.
 
-``test_oracle`` holds it to the paper's formula; here one process is what others equal.
+``test_oracle`` holds them to their papers' formulas; here one process is what others
+equal.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from megatron_muon.mcore.checkpoint.buffers import RECORD
 from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
 from ranks.results.test_nonfinite import FC1, _planted
 from support.checkpoints.saving import load, save
+from support.installed import NAME, VERSION
 from support.models.gpt import Case, Topology, start, take_step, trained
 from support.ranks import error_of, run
 from support.runs.cases import muon_weights
@@ -24,6 +26,7 @@ from support.runs.watching import records, watched
 
 RULE = (("rule", "hyperball"), ("ns_dtype", "fp32"))
 CASE = Case(layers=2, steps=3, bf16=False, weight_decay=0.0, muon=RULE)
+RULES = ("hyperball", "normuon")
 MOE = replace(CASE, moe=True)
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 # An element's error is that of a norm: a sum of at most 1e5 squares in fp32, by slice
@@ -33,6 +36,11 @@ TOLERANCE = 1e-5
 
 def _with(case: Case, *settings: tuple[str, Any]) -> Case:
     return replace(case, muon=(*case.muon, *settings))
+
+
+def _by(rule: str, case: Case) -> Case:
+    """The same with another rule; the later setting counts."""
+    return _with(case, ("rule", rule))
 
 
 COLUMNS = _with(CASE, ("splits", (("*.linear_proj.*", "cols:48,48"),)))
@@ -45,13 +53,17 @@ CASES = {
     "rounds": (_with(CASE, ("round_bytes", 1)), Topology(tp=2, dp=2)),
     "replicas": (replace(CASE, mla="duplicated"), Topology(tp=2, dp=2)),
     "shared": (_with(CASE, ("split_matrices", 2)), Topology(dp=2)),
+    "shared over tp": (_with(CASE, ("split_matrices", 4)), Topology(tp=2, dp=3)),
+    "aligned shards": (
+        _with(CASE, ("align_shards", True)),
+        Topology(dp=3, overlap=True),
+    ),
     "in a loop that gathers early": (
         _with(CASE, ("early_param_gather", "on"), ("round_bytes", 1)),
         Topology(dp=2, overlap=True),
     ),
     "columns that are units": (COLUMNS, Topology(tp=2, dp=3)),
     "heads": (_with(CASE, ("splits", ((QKV, "heads"),))), Topology(tp=2)),
-    "given": (GIVEN, Topology(tp=2, dp=2)),
     "experts": (MOE, Topology(dp=2, ep=2)),
     "experts over tp": (
         MOE,
@@ -60,9 +72,20 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_that_of_one_process(name: str) -> None:
+def test_it_is_that_of_one_process(name: str, rule: str) -> None:
     case, topology = CASES[name]
+    if name == "aligned shards" and VERSION < (0, 18):
+        pytest.skip(f"megatron-core {NAME} takes no layout of its buffers")
+    _equals_one_process(_by(rule, case), topology)
+
+
+def test_given_radii_are_those_of_one_process() -> None:
+    _equals_one_process(GIVEN, Topology(tp=2, dp=2))
+
+
+def _equals_one_process(case: Case, topology: Topology) -> None:
     alone = dict(case.muon)
     alone.pop("split_matrices", None)
     alone.pop("early_param_gather", None)
@@ -101,35 +124,45 @@ def test_a_given_radius_is_the_norm_after_a_step() -> None:
         assert norm == pytest.approx(radius * math.sqrt(units), rel=1e-6)
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
-def test_a_momentum_in_fewer_bytes(dtype: str) -> None:
+def test_a_momentum_in_fewer_bytes(dtype: str, rule: str) -> None:
     """On one rank, where blocks are not cut; the weights are not those of fp32."""
-    case = _with(CASE, ("momentum_dtype", dtype))
+    case = _by(rule, _with(CASE, ("momentum_dtype", dtype)))
     after = trained(case, Topology())["main"]
-    plain = trained(CASE, Topology())["main"]
+    plain = trained(_by(rule, CASE), Topology())["main"]
     for param in muon_weights(case):
         assert not torch.equal(after[param], plain[param])
         norm = float(plain[param].norm())
-        assert float(after[param].norm()) == pytest.approx(norm, rel=1e-6)
+        off = 1e-6 if rule == "hyperball" else 1e-2  # whose norms do not stay
+        assert float(after[param].norm()) == pytest.approx(norm, rel=off)
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("topology", [Topology(), Topology(tp=2, dp=2)], ids=str)
-def test_a_gradient_that_is_not_finite_leaves_its_matrix(topology: Topology) -> None:
-    after = trained(CASE, topology, _planted(FC1, math.nan))["main"]
-    before = trained(replace(CASE, steps=1), topology)["main"]
-    plain = trained(CASE, topology)["main"]
+def test_a_gradient_that_is_not_finite_leaves_its_matrix(
+    topology: Topology, rule: str
+) -> None:
+    case = _by(rule, CASE)
+    after = trained(case, topology, _planted(FC1, math.nan))["main"]
+    before = trained(replace(case, steps=1), topology)["main"]
+    plain = trained(case, topology)["main"]
     for name, value in after.items():
         assert torch.equal(value, (before if name == FC1 else plain)[name]), name
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("column", [5, 90])
-def test_a_matrix_with_units_of_columns_stays_as_a_whole(column: int) -> None:
+def test_a_matrix_with_units_of_columns_stays_as_a_whole(
+    column: int, rule: str
+) -> None:
     """However its shards are cut: the mark of a slice is its first element."""
     name = "decoder.layers.0.self_attention.linear_proj.weight"
     planted = _planted(name, math.nan, (3, column))
-    before = trained(replace(COLUMNS, steps=1), Topology(dp=3))["main"][name]
+    case = _by(rule, COLUMNS)
+    before = trained(replace(case, steps=1), Topology(dp=3))["main"][name]
     for topology in (Topology(), Topology(dp=3)):
-        after = trained(COLUMNS, topology, planted)["main"][name]
+        after = trained(case, topology, planted)["main"][name]
         torch.testing.assert_close(after, before, rtol=TOLERANCE, atol=TOLERANCE)
 
 

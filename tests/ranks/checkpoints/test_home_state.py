@@ -1,0 +1,175 @@
+"""What a rule keeps at homes, saved by the names of units, at other topologies and by
+other rules.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.mcore.checkpoint.buffers import HOME_STATE
+from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
+from megatron_muon.planning.slices import Matrix
+from megatron_muon.runtime.home_state import HomeState
+from ranks.results.test_nonfinite import FC1, _planted
+from support.checkpoints.saving import formats, held, load, save, unequal
+from support.checkpoints.sealing import plugin
+from support.models.gpt import Built, Case, Topology, start, take_step
+from support.ranks import error_of, run
+
+MUON = Case(layers=2, steps=2, bf16=False, muon=(("ns_dtype", "fp32"),))
+CASE = replace(MUON, muon=(*MUON.muon, ("rule", "normuon")))
+SHARED = replace(CASE, muon=(*CASE.muon, ("split_matrices", 2)))
+COLUMNS = replace(
+    CASE, muon=(*CASE.muon, ("splits", (("*.linear_proj.*", "cols:48,48"),)))
+)
+MOE = replace(CASE, moe=True)
+
+Numbers = dict[str, list[float]]
+
+
+def _numbers(built: Built) -> Numbers:
+    """Of all units of this rank's stage."""
+    found: Numbers = {}
+    for part in built.optimizer.chained_optimizers:
+        for name, numbers in part.muon.rule.home_state.gathered(
+            part.stage_group
+        ).items():
+            found[name] = numbers.tolist()
+    return found
+
+
+def _saves(*of_run: Any) -> tuple[Numbers, dict[str, Any]]:
+    case, topology, format, folder = of_run
+    built = start(case, topology)
+    take_step(built, 0)
+    before = held(built)
+    save(built, folder, format)
+    return (_numbers(built) if "rule" in dict(case.muon) else {}), before
+
+
+def _loads(*of_run: Any) -> Numbers:
+    case, topology, format, folder = of_run
+    built = start(case, topology)
+    take_step(built, 3)  # numbers of its own, which a load replaces
+    with plugin(built):
+        load(built, folder, format)
+    return _numbers(built)
+
+
+RESHARDS = [
+    (SHARED, Topology(tp=2, dp=2), WHOLE_WEIGHTS, replace(SHARED), Topology(pp=2)),
+    (COLUMNS, Topology(), WHOLE_WEIGHTS, COLUMNS, Topology(tp=2)),
+    (MOE, Topology(dp=2, ep=2), WHOLE_WEIGHTS, MOE, Topology(dp=4, ep=4)),
+    (CASE, Topology(tp=2), WHOLE_WEIGHTS, SHARED, Topology(dp=4, instances=2)),
+    (SHARED, Topology(dp=2), formats()[0], CASE, Topology(dp=3)),
+    (CASE, Topology(tp=2, dp=2), "torch", SHARED, Topology(tp=2, dp=3)),
+]
+
+
+@pytest.mark.parametrize("of_runs", RESHARDS, ids=str)
+def test_numbers_are_those_of_the_checkpoint(of_runs: Any, tmp_path: Path) -> None:
+    case, topology, format, then_case, then = of_runs
+    saved: Numbers = {}
+    folder = str(tmp_path)
+    for of_stage, _ in run(_saves, topology.world_size, case, topology, format, folder):
+        saved |= of_stage
+    assert all(any(numbers) for numbers in saved.values())
+    loaded: Numbers = {}
+    for numbers in run(_loads, then.world_size, then_case, then, format, folder):
+        assert numbers.items() <= saved.items()
+        loaded |= numbers
+    assert loaded == saved
+
+
+@pytest.mark.parametrize("format", formats())
+def test_a_checkpoint_of_muon_has_none_and_they_start_at_zero(
+    format: str, tmp_path: Path
+) -> None:
+    of_run = Topology(dp=2), format, str(tmp_path)
+    run(_saves, 2, MUON, *of_run)
+    for numbers in run(_loads, 2, CASE, *of_run):
+        assert numbers and not any(map(any, numbers.values()))
+
+
+def _loads_muon(*of_run: Any) -> list[str]:
+    _, before = _saves(CASE, *of_run)
+    built = start(MUON, of_run[0])
+    take_step(built, 3)
+    load(built, of_run[2], of_run[1])
+    return unequal(before, held(built), "", log=False)
+
+
+@pytest.mark.parametrize("format", formats())
+def test_muon_goes_on_from_its_checkpoint(format: str, tmp_path: Path) -> None:
+    for unlike in run(_loads_muon, 2, Topology(dp=2), format, str(tmp_path)):
+        assert unlike == []
+
+
+def _damaged(value: Any) -> str:
+    built = start(CASE, Topology(dp=2))
+    take_step(built, 0)
+    before = _numbers(built)
+    state = built.optimizer.state_dict()
+    state[HOME_STATE] = {**before, FC1: value}
+    text = error_of(lambda: built.optimizer.load_state_dict(state))
+    assert _numbers(built) == before
+    return text
+
+
+def test_a_load_of_numbers_that_are_none_ends_on_all_ranks() -> None:
+    texts = run(_damaged, 2, "text", timeout=60.0)
+    assert any("the checkpoint has second moments of" in text for text in texts)
+    assert all(texts)
+
+
+MATRICES = [Matrix("a", 4, 8), Matrix("b", 8, 4, home=1)]
+LONG = torch.ones(8)
+
+
+@pytest.mark.parametrize(
+    ("saved", "text"),
+    [
+        ([1.0], "have no names"),
+        ({"a": LONG, "c": LONG}, "'c', which is no matrix of this run"),
+        ({"b": LONG}, "second moments of 1 matrices, and none of a"),
+        ({"a": "text"}, "and none of a"),
+        ({"a": LONG[:4]}, r"float32 of shape \(4,\) in the checkpoint, .* \(8,\)"),
+        ({"a": LONG.double()}, "is torch.float64 of shape"),
+        ({"a": LONG * math.nan}, "negative or not finite"),
+        ({"a": -LONG}, "negative or not finite"),
+    ],
+    ids=range(8),
+)
+def test_numbers_that_are_none_are_refused(saved: Any, text: str) -> None:
+    home = HomeState(MATRICES, 0, torch.device("cpu"))
+    with pytest.raises(ValueError, match=text):
+        home.require_usable(saved)
+
+
+def test_numbers_of_other_homes_are_wanted_of_a_whole_stage_alone() -> None:
+    home = HomeState(MATRICES, 0, torch.device("cpu"))
+    home.require_usable({"a": LONG})
+    with pytest.raises(ValueError, match="and none of b"):
+        home.require_usable({"a": LONG}, whole=True)
+
+
+def _numbers_after(steps: int, planted: Any) -> Numbers:
+    with planted():
+        built = start(CASE, Topology(tp=2))
+        for step in range(steps):
+            take_step(built, step)
+    return _numbers(built)
+
+
+def test_those_of_a_matrix_that_is_not_finite_stay() -> None:
+    planted = _planted(FC1, math.nan)
+    (before, *_), (after, *_) = (
+        run(_numbers_after, 2, steps, planted) for steps in (1, 2)
+    )
+    assert {name for name in before if before[name] == after[name]} == {FC1}
