@@ -14,7 +14,6 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_muon.mcore.load_check import digest
-from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.flags import written
 
 
@@ -35,6 +34,8 @@ def aligns_shards(args: Namespace) -> bool:
 def open_layouts(args: Namespace, *, may_be_bucketed: bool = False) -> tuple[str, ...]:
     """The layouts that are left to choose from; none where the number of buckets is
     set, too.
+
+    A run may become bucketed only if later runs find that in its checkpoints' digest.
     """
     if args.muon_dp_layout == "bucketed" or not args.overlap_grad_reduce:
         return ()
@@ -42,15 +43,6 @@ def open_layouts(args: Namespace, *, may_be_bucketed: bool = False) -> tuple[str
     if are_given or getattr(args, "overlap_param_gather_with_optimizer_step", False):
         return ()  # with the latter Megatron makes one bucket of each buffer
     return ("contiguous", "bucketed") if may_be_bucketed else ("contiguous",)
-
-
-def may_be_bucketed(config: MuonConfig) -> bool:
-    """Whether the bucketed layout may be taken where no flag and no checkpoint says so.
-
-    It needs the stated speeds that tell which layout is faster. Later runs must find it
-    in the digest of the run's checkpoints.
-    """
-    return config.homes_by_link and config.checkpoint_digest
 
 
 def take_bucketed(args: Namespace) -> None:

@@ -175,7 +175,7 @@ def _set_layouts(args: Any, *, is_free: bool) -> list[str]:
         folder = checkpointing.newest(args, args.load) if is_free else None
         if folder is None:
             config = settings() or muon_config(args)
-            may_be_bucketed = is_free and bucketing.may_be_bucketed(config)
+            may_be_bucketed = is_free and config.checkpoint_digest
         elif bucketing.saved_layout(folder) == "bucketed":
             bucketing.take_bucketed(args)
             lines = [f"--muon-dp-layout bucketed, as {folder} has it"]

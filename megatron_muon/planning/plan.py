@@ -40,8 +40,6 @@ class ExchangePlan:
     rounds: tuple[tuple[int, ...], ...]
     # the matrices that several homes share; their strips are among matrices
     shared: tuple[SharedMatrix, ...]
-    # the time of a step by both speeds, where these have chosen the homes, else 0
-    ends: int = 0
 
     @property
     def size(self) -> int:
@@ -201,7 +199,6 @@ def make_plan(
         works=works,
         rounds=choice.rounds,
         shared=tuple(_shared(matrices, numerics)),
-        ends=choice.time,
     )
     plan.validate()
     return plan

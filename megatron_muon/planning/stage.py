@@ -66,7 +66,7 @@ class Choice(NamedTuple):
     works: Sequence[Work]
     homes: Sequence[int]
     rounds: Rounds
-    time: int = 0  # of the step, where ``homes_by_link``
+    time: int = 0  # of the step by both speeds
 
 
 class Cut(NamedTuple):
@@ -105,7 +105,9 @@ class Stage:
     Attributes:
         before: what each rank has to do for earlier optimizers: Newton-Schulz, and its
             link as a home.
-        speeds: the clock's, as they are stated; where no link is, those of ``large``.
+        speeds: the clock's, as they are stated; where no link is, those of ``large``,
+            between nodes ``LINK_GBYTES``, which are nearly those of a port of 400
+            Gbit/s for each GPU.
         large: the same, but for the speed of large products on an H100.
     """
 
@@ -176,11 +178,8 @@ class Stage:
 
     def in_rounds(self, works: Sequence[Work], homes: Sequence[int]) -> Choice:
         """These homes, in the rounds with which a step is shortest."""
-        ways = ways_to_cut(works, homes, self.numerics)
-        if len(ways) == 1 and not self.numerics.config.homes_by_link:
-            return Choice(works, homes, ways[0])
         choices = []
-        for rounds in ways:
+        for rounds in ways_to_cut(works, homes, self.numerics):
             _, ends = self._times(works, homes, rounds, self.speeds)
             choices.append(Choice(works, homes, rounds, max(ends)))
         one_more = ROUND_PS * self.speeds.price.picosecond

@@ -144,8 +144,8 @@ def _cells(plan: RunPlan) -> Iterator[str]:
 
     yield from (ms(name) for name in ("adamw", "contiguous", "bucketed"))
     yield " / ".join(map(ms, get_args(TpMode)))
-    yield f"{plan.slowest.row('contiguous').uneven:.2f}"
-    yield f"{plan.slower('contiguous'):+.2%}"
+    yield f"{plan.slowest.row(plan.layout).uneven:.2f}"
+    yield f"{plan.slower(plan.layout):+.2%}"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from megatron_muon.mcore.host.loop import host, set_host
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.wiring.buffers import bucket_layout
 from megatron_muon.megatron_lm import checkpointing, install
-from megatron_muon.megatron_lm.bucketing import may_be_bucketed, note, saved_layout
+from megatron_muon.megatron_lm.bucketing import note, saved_layout
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.count import SLACK, Buffer, cost
 from megatron_muon.planning.buckets.layout import (
@@ -90,7 +90,7 @@ NUMBERS: dict[str, tuple[int, int | None]] = {
 @pytest.mark.parametrize("words", NUMBERS)
 def test_the_number_is_that_of_0_2_0_or_costs_less(words: str) -> None:
     """By the bytes of the last buckets and of the exchange, up to ``SLACK``."""
-    chosen, buffers = chosen_of(f"{words} {OVERLAP}")
+    chosen, buffers = chosen_of(f"{words} {OVERLAP} --muon-dp-layout contiguous")
     before, other = NUMBERS[words]
     assert chosen.number is not None and chosen.number == (other or before)
     buffers = at_reference(buffers)
@@ -101,7 +101,7 @@ def test_the_number_is_that_of_0_2_0_or_costs_less(words: str) -> None:
 
 @pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
 def test_parameters_lie_where_megatron_puts_them(words: str) -> None:
-    words += " --muon-split-matrices off"
+    words += " --muon-split-matrices off --muon-dp-layout contiguous"
     chosen, buffers = chosen_of(words)
     assert chosen.number is not None
     size = sum(buffer.numel for buffer in buffers) // chosen.number
@@ -140,14 +140,24 @@ def test_with_both_speeds_a_run_has_the_faster_layout(name: str, link: int) -> N
     assert free <= 1.05 * min(others)
 
 
-def test_only_stated_speeds_and_a_digest_let_the_layout_be_chosen() -> None:
-    assert may_be_bucketed(LINK)
-    for config in (
-        MuonConfig(),
-        replace(LINK, homes="balanced"),
-        replace(LINK, checkpoint_digest=False),  # no resume would know
-    ):
-        assert not may_be_bucketed(config)
+def test_cpus_need_a_stated_link_to_choose() -> None:
+    """Of a run whose bucketed step is shorter on GPUs, too."""
+    words = f"--model moonlight-16b-a3b --ep 8 --world-size 256 {OVERLAP}"
+    _, buffers = chosen_of(f"{words} --muon-dp-layout contiguous")
+    fast = MuonConfig(preset="fast")
+    taken = [
+        choose_layout(buffers, numerics, may_be_bucketed=may_be_bucketed).name
+        for numerics, may_be_bucketed in (
+            (Numerics(fast, "cuda"), True),
+            (Numerics(fast, "cuda"), False),
+            (Numerics(fast, "cpu"), True),
+            (Numerics(replace(fast, link_gbytes=40.0), "cpu"), True),
+        )
+    ]
+    assert taken == ["bucketed", "contiguous", "contiguous", "bucketed"]
+
+
+def test_a_number_of_buckets_leaves_nothing_to_choose() -> None:
     words = f"{RUNS['Llama-3-8B TP8 DP4']}--muon-preset fast --muon-rank-tflops 600"
     taken = {
         flags: run_of(f"{words} --muon-link-gbytes 12 {flags}".split()).layout
@@ -160,11 +170,13 @@ def test_a_run_from_a_checkpoint_keeps_its_layout(tmp_path: Path) -> None:
     given = {"muon_dp_layout": "contiguous", "overlap_grad_reduce": True, "load": None}
     given |= {"ddp_num_buckets": None, "ddp_bucket_size": None}
 
-    def taken(folder: Path | None, **others: object) -> tuple[str, tuple[str, ...]]:
+    def taken(
+        folder: Path | None, config: MuonConfig = LINK, **others: object
+    ) -> tuple[str, tuple[str, ...]]:
         args = Namespace(**given | {"non_persistent_ckpt_type": None} | others)
         with (
             mock.patch.object(checkpointing, "newest", lambda *_: folder),
-            mock.patch("megatron_muon.mcore.wiring.install.settings", lambda: LINK),
+            mock.patch("megatron_muon.mcore.wiring.install.settings", lambda: config),
         ):
             before = host()
             install._set_layouts(args, is_free=True)
@@ -173,6 +185,8 @@ def test_a_run_from_a_checkpoint_keeps_its_layout(tmp_path: Path) -> None:
         return args.muon_dp_layout, left
 
     assert taken(None) == ("contiguous", ("contiguous", "bucketed"))
+    without_digest = replace(LINK, checkpoint_digest=False)  # no resume would know
+    assert taken(None, without_digest) == ("contiguous", ("contiguous",))
     # no digest is in a local checkpoint
     local = taken(None, non_persistent_ckpt_type="local")
     assert local == ("contiguous", ("contiguous",))

@@ -25,11 +25,7 @@ from megatron_muon.lab.dry_run.presets import PRESETS
 from megatron_muon.lab.dry_run.seams import ROWS
 from megatron_muon.lab.progress import announce
 from megatron_muon.mcore.host.loop import host
-from megatron_muon.megatron_lm.bucketing import (
-    aligns_shards,
-    may_be_bucketed,
-    open_layouts,
-)
+from megatron_muon.megatron_lm.bucketing import aligns_shards, open_layouts
 from megatron_muon.megatron_lm.flags.parser import add_flags
 from megatron_muon.presence import CoreNotFoundError, MuonError, require_core
 from megatron_muon.settings.config import MuonConfig
@@ -215,7 +211,7 @@ def said(error: BaseException) -> str:
 def _settled(flags: Namespace) -> Run:
     """Check the flags of a GPT and choose the layout that a run would choose."""
     config = muon_settings(flags)
-    is_free = flags.muon_dp_layout is None and may_be_bucketed(config)
+    is_free = flags.muon_dp_layout is None and config.checkpoint_digest
     layouts = open_layouts(flags, may_be_bucketed=is_free)
     return _with_layout(Run(flags, config, ranks_of(flags), layouts))
 

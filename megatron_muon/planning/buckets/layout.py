@@ -4,7 +4,8 @@ bucketed, in Megatron's own.
 Where gradient reduction does not overlap, and on later pipeline stages, a buffer is one
 bucket, so shards are contiguous. With the overlap, Megatron's buckets have about 40 M
 elements, whose shards cut nearly every parameter of a large model. The contiguous
-layout takes the fewest buckets that keep the overlap (``count``).
+layout takes the fewest buckets that keep the overlap (``count``). A new run takes the
+layout whose step is shorter by the clock.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from megatron_muon.planning.buckets.count import (
 from megatron_muon.planning.buckets.order import Holders, orders, parameters_in
 from megatron_muon.planning.grid import RankGrid, neighbours_of
 from megatron_muon.planning.layout import Parameter
-from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
+from megatron_muon.planning.plan import flops_of
+from megatron_muon.planning.stage import Choice, Stage
 
 # The number of buckets must not depend on the number of ranks. A run may start from an
 # AdamW checkpoint in dp_reshardable, which loads at another DP size, but not into other
@@ -53,8 +55,8 @@ def choose_layout(
     Args:
         buffers: those of the first model chunk.
         numerics: of the run; with ``align_shards`` parameters are reordered.
-        may_be_bucketed: whether the bucketed layout is taken where its step is shorter
-            by the run's stated speeds.
+        may_be_bucketed: whether the bucketed layout may be taken where its step is
+            shorter. CPUs without a stated link have no speeds that tell (``Stage``).
     """
     chosen = choose(at_reference(buffers))
     if chosen is None:
@@ -65,7 +67,8 @@ def choose_layout(
             "elements: fewer that keep the overlap would not send less on the first "
             "pipeline stage",
         )
-    if may_be_bucketed:
+    has_speeds = numerics.on_gpu or numerics.config.homes_by_link
+    if may_be_bucketed and has_speeds:
         size = sum(buffer.numel for buffer in buffers) // chosen.number
         contiguous = step_time(buffers, numerics, size)
         stock = replace(numerics.config, align_shards=False)
@@ -74,9 +77,10 @@ def choose_layout(
             return Layout(
                 "bucketed",
                 None,
-                "--muon-dp-layout bucketed: by the stated speeds a step takes "
-                f"{bucketed / contiguous:.0%} of the time of contiguous. Runs that go "
-                "on from its checkpoints keep it; the flag sets it",
+                "--muon-dp-layout bucketed: by --muon-rank-tflops and "
+                f"--muon-link-gbytes a step takes {bucketed / contiguous:.0%} of the "
+                "time of contiguous. Runs that go on from its checkpoints keep it; the "
+                "flag sets it",
             )
     ordered = ", in an order in which shards cut few weights where that sends less"
     return Layout(
@@ -107,11 +111,12 @@ def step_time(
     size = bucket_size or stock_bucket_size(max(sizes))
     placed = [in_place(buffer, numerics, size) for buffer in buffers]
     work = [flops_of(parameters, numerics) for parameters in placed]
-    plans: list[ExchangePlan] = []
+    choices: list[Choice] = []
     for at, (parameters, buffer) in enumerate(zip(placed, buffers, strict=True)):
         grid = grid_of_holders(buffer.holders, numerics.config.node_ranks)
-        plans.append(make_plan(parameters, grid, numerics, plans, sum(work[at + 1 :])))
-    return plans[-1].ends
+        stage = Stage(grid, numerics, choices, sum(work[at + 1 :]))
+        choices.append(stage.choose(parameters)[1])
+    return choices[-1].time
 
 
 def in_place(buffer: Buffer, numerics: Numerics, bucket_size: int) -> list[Parameter]:
