@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -26,8 +27,9 @@ from megatron_muon.lab.pricing.upstream import TpMode
 from megatron_muon.lab.progress import progress
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from megatron_muon.orthogonalize.numerics import Device, Numerics
-from megatron_muon.planning.describe import Share
+from megatron_muon.planning.describe import Share, own_rule_text
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.rules import own_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +142,26 @@ def plan_run(request: Request, wanted: Collection[Name] = NAMES) -> RunPlan:
         kinds=staged,
         training=training,
         buckets=buckets,
-        notes=(*run.notes, *kinds[0].notes),
+        notes=(*run.notes, *kinds[0].notes, *_own_rule_notes(run.config, kinds)),
         assumptions=assumptions,
     )
+
+
+def _own_rule_notes(config: MuonConfig, kinds: Sequence[PlannedKind]) -> list[str]:
+    """A line about a rule of one's own, whose cost a plan cannot know."""
+    own = own_rule(config.rule)
+    if own is None:
+        return []
+    at_homes: Counter[tuple[int, int]] = Counter()
+    for stage, kind in enumerate(kinds):
+        for one in kind.optimizers[0]:
+            for matrix in one.plan.matrices:
+                at_homes[stage, matrix.home] += matrix.units
+    return [
+        f"{own_rule_text(config.rule, own)}. A rank has at most "
+        f"{max(at_homes.values(), default=0)} matrices a step. Time and memory of the "
+        "rule are not known: Newton-Schulz's are planned in their place"
+    ]
 
 
 def _stages(request: Request) -> range:

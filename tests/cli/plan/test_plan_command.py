@@ -127,6 +127,16 @@ def test_a_period_is_priced_as_its_mean_step() -> None:
     assert period.seconds == pytest.approx((period.full + 4 * period.block) / 5)
 
 
+def test_a_rule_of_ones_own_is_said_to_be_priced_as_newton_schulz() -> None:
+    """And how often the host waits, where it reads."""
+    rule = "--muon-rule support.runs.own_rules:polar"
+    plan = planned(f"{TINY} {rule} --world-size 1", wanted=())
+    (note,) = plan.notes
+    assert "the host waits for the device at each matrix, which it reads" in note
+    assert f"at most {plan.kinds[0].matrices} matrices a step" in note
+    assert note.endswith("Newton-Schulz's are planned in their place")
+
+
 @pytest.mark.parametrize("command", ["plan", "routes"])
 @pytest.mark.parametrize(
     "flag",

@@ -120,6 +120,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         ["--muon-rule", "normuon", "--muon-moment2-eps", "1e-6"],
         {"rule": "normuon", "moment2_eps": 1e-6},
     ),
+    "own rule": (["--muon-rule", "a.module:rule"], {"rule": "a.module:rule"}),
     "hyperball": (
         ["--muon-rule", "hyperball", "--muon-radius", "*.linear_fc1.*=2.5"],
         {"rule": "hyperball", "radii": (("*.linear_fc1.*", 2.5),)},
