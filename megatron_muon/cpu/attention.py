@@ -5,13 +5,14 @@ Context parallelism, and the head sizes of multi-latent attention.
 """
 
 import copy
-import functools
 import importlib
 from typing import Any
 
 import torch
 
-from megatron_muon.runtime.patches import Patches
+from megatron_muon.runtime.patches import Function, Patches
+
+_ATTENTION = "megatron.core.transformer.dot_product_attention"
 
 
 def chunks(cp_size: int, cp_rank: int) -> tuple[int, int]:
@@ -112,26 +113,22 @@ def multi_latent(patches: Patches) -> None:
             "megatron.core.extensions.transformer_engine"
         )
         patches.set(latent, "HAVE_TE", extensions.HAVE_TE)
-    module = importlib.import_module("megatron.core.transformer.dot_product_attention")
-    attention = module.DotProductAttention
-    init = attention.__init__
 
-    @functools.wraps(init)
-    def new_init(
+    def with_sizes(
+        init: Function,
         self: Any,
-        config: Any,
         *args: Any,
         k_channels: int | None = None,
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
-        init(self, config, *args, **kwargs)
+        init(self, *args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = (
                 v_channels * self.num_attention_heads_per_partition
             )
 
-    patches.set(attention, "__init__", new_init)
+    patches.wrap(_ATTENTION, "DotProductAttention.__init__", with_sizes)
 
 
 def context_parallel(patches: Patches) -> None:
@@ -142,24 +139,21 @@ def context_parallel(patches: Patches) -> None:
     passes them around. The result is the same but for rounding; keys and values take
     the memory of the whole.
     """
-    module = importlib.import_module("megatron.core.transformer.dot_product_attention")
-    attention = module.DotProductAttention
-    init = attention.__init__
-    forward = attention.forward
 
-    @functools.wraps(init)
-    def new_init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        alone = copy.copy(config) if config.context_parallel_size > 1 else config
-        alone.context_parallel_size = 1
-        init(self, alone, *args, **kwargs)
+    def alone(
+        init: Function, self: Any, config: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        without = copy.copy(config) if config.context_parallel_size > 1 else config
+        without.context_parallel_size = 1
+        init(self, without, *args, **kwargs)
         self.config = config
         # the argument's first name is that of core 0.13 and 0.14; 0.12 has none
         self.megatron_muon_groups = kwargs.get(
             "model_comm_pgs", kwargs.get("pg_collection")
         )
 
-    @functools.wraps(forward)
-    def new_forward(
+    def over_whole_sequence(
+        forward: Function,
         self: Any,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -176,5 +170,5 @@ def context_parallel(patches: Patches) -> None:
             attention_mask = _mask(self, attention_mask, key.shape[0], group)
         return forward(self, query, key, value, attention_mask, *args, **kwargs)
 
-    patches.set(attention, "__init__", new_init)
-    patches.set(attention, "forward", new_forward)
+    patches.wrap(_ATTENTION, "DotProductAttention.__init__", alone)
+    patches.wrap(_ATTENTION, "DotProductAttention.forward", over_whole_sequence)

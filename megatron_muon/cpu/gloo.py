@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.runtime import collectives
-from megatron_muon.runtime.patches import Patches
+from megatron_muon.runtime.patches import Function, Patches
 
 # Methods that torch.distributed calls for all_gather_into_tensor in a coalescing
 # manager; the first name is that of torch 2.13.
@@ -55,11 +55,14 @@ def one_device(patches: Patches) -> None:
     share processors, polling threads took 40 % of the time.
     """
     group: Any = dist.ProcessGroupGloo
-    init = group.__init__
     devices: dict[int, Any] = {}  # by process: a fork does not have the thread
 
-    def init_with_device(
-        self: Any, *place: Any, timeout: timedelta | None = None, **options: Any
+    def with_device(
+        init: Function,
+        self: Any,
+        *place: Any,
+        timeout: timedelta | None = None,
+        **options: Any,
     ) -> None:
         known = devices.get(os.getpid())
         if timeout is None:  # its caller, not torch.distributed, names the devices
@@ -74,4 +77,4 @@ def one_device(patches: Patches) -> None:
             shared._threads = 2 * len(known)
             init(self, *place, shared, **options)
 
-    patches.set(group, "__init__", init_with_device)
+    patches.wrap("torch.distributed", "ProcessGroupGloo.__init__", with_device)

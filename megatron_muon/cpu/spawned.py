@@ -2,13 +2,11 @@
 it.
 """
 
-import functools
 import importlib
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from megatron_muon.cpu import training
-from megatron_muon.runtime.patches import Patches
+from megatron_muon.runtime.patches import Function, Patches
 
 _patches: Patches | None = None  # of this process, if it was spawned
 
@@ -50,11 +48,9 @@ def processes(patches: Patches) -> None:
     Megatron's persistent writer of checkpoints divides by the number of GPUs
     (async_utils.py:488), and the run waits for it forever where it fails.
     """
-    start = BaseProcess.start
 
-    @functools.wraps(start)
-    def starts(self: Any) -> None:
-        self.megatron_muon_cpu = _Torch()
-        start(self)
+    def with_torch(start: Function, process: Any) -> None:
+        process.megatron_muon_cpu = _Torch()
+        start(process)
 
-    patches.set(BaseProcess, "start", starts)
+    patches.wrap("multiprocessing.process", "BaseProcess.start", with_torch)

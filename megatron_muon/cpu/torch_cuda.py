@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.utils import _device
-from torch.utils.data import DataLoader
 
 from megatron_muon.runtime.patches import Function, Patches
 
@@ -126,18 +125,16 @@ def rng(patches: Patches) -> None:
     """
     one = torch.default_generator
 
-    init = DataLoader.__init__
     numbers = itertools.count()
 
-    @functools.wraps(init)
-    def init_loader(*args: Any, **kwargs: Any) -> None:
+    def with_generator(init: Function, *args: Any, **kwargs: Any) -> None:
         call = inspect.signature(init).bind(*args, **kwargs)
         if call.arguments.get("generator") is None:
             seed = torch.initial_seed() + next(numbers)
             call.arguments["generator"] = torch.Generator().manual_seed(seed)
         init(*call.args, **call.kwargs)
 
-    patches.set(DataLoader, "__init__", init_loader)
+    patches.wrap("torch.utils.data", "DataLoader.__init__", with_generator)
     stand_ins = {
         "get_rng_state": lambda device="cuda": one.get_state(),
         "set_rng_state": lambda new_state, device="cuda": one.set_state(new_state),

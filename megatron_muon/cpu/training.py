@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections import defaultdict
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.runtime.patches import Patches
+from megatron_muon.runtime.patches import Function, Patches
 
 _MEMORY = (
     "memory_allocated",
@@ -77,20 +76,13 @@ def initialize(patches: Patches) -> None:
 
     It asserts a GPU unless told (initialize.py:60).
     """
-    module = importlib.import_module("megatron.training.initialize")
-    training = importlib.import_module("megatron.training.training")
-    package = importlib.import_module("megatron.training")
-    original = module.initialize_megatron
 
-    @functools.wraps(original)
-    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+    def without_gpu(original: Function, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **{**kwargs, "allow_no_cuda": True})
 
-    for holder in (module, training, package):
-        patches.set_existing(holder, "initialize_megatron", initialize_megatron)
-        patches.set_existing(
-            holder, "set_jit_fusion_options", lambda *args, **kwargs: None
-        )
+    module = "megatron.training.initialize"
+    patches.wrap(module, "initialize_megatron", without_gpu, "megatron.")
+    patches.wrap(module, "set_jit_fusion_options", lambda *_, **__: None, "megatron.")
 
 
 REPLACEMENTS = (device, memory, fused_kernels, initialize)

@@ -296,6 +296,10 @@ class _Reader:
                 of = self._resolved(node.args[0], bound)
                 if name is not None and of is not None:
                     self._use(f"{of}.{name}", node, function.endswith("_existing"))
+            elif function.endswith(".wrap") and len(node.args) > 2:
+                module, symbol = map(_text, node.args[:2])
+                if module is not None and symbol is not None and _is_foreign(module):
+                    self._use(f"{module}.{symbol}", node)
             elif function == "replaced" and node.args:
                 of = self._resolved(node.args[0], bound)
                 for keyword in node.keywords:
