@@ -30,7 +30,7 @@ from megatron_muon.runtime.patches import Patches
 
 __all__ = ["REPLACEMENTS", "FusedAdam", "Replacement", "disable", "enable", "enabled"]
 
-_patches: Patches | None = None
+_patches = Patches(by="megatron_muon.cpu")
 _IMPORTED_LATER = (
     "megatron.core.optimizer",
     "megatron.core.transformer.torch_norm",
@@ -46,7 +46,7 @@ _KNOWN_FALLBACKS = (
 
 def enabled() -> bool:
     """Whether the replacements are in place."""
-    return _patches is not None
+    return _patches.is_on()
 
 
 def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
@@ -66,8 +66,7 @@ def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
         CoreNotFoundError: there is no megatron.core.
         SeamError: its version is not supported.
     """
-    global _patches
-    if _patches is not None:
+    if enabled():
         return
     require_core()
     if "megatron.core" in sys.modules and not late:
@@ -81,15 +80,13 @@ def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
             "the CPU anyway"
         )
     spawned.turn_off()
-    patches = Patches(by="megatron_muon.cpu")
     try:
         if late:
-            torch_cuda.compiled_before(patches)
-        _apply(patches)
+            torch_cuda.compiled_before(_patches)
+        _apply()
     except BaseException:
-        patches.undo()
+        _patches.undo()
         raise
-    _patches = patches
 
 
 def disable() -> None:
@@ -99,16 +96,12 @@ def disable() -> None:
     Functions that Megatron decorated with ``torch.compile`` while enabled stay eager,
     and ``enable()`` cannot be called again in a process that has imported Megatron.
     """
-    global _patches
-    if _patches is not None:
-        _patches.undo()
-        _patches = None
+    _patches.undo()
 
 
-def _apply(patches: Patches) -> None:
-    for replace in REPLACEMENTS:
-        if replace in BEFORE_MEGATRON:
-            replace(patches)
+def _apply() -> None:
+    for replace in BEFORE_MEGATRON:
+        replace(_patches)
     # no GPU has them to offer, so the advice would be misleading, also later
     for message in _KNOWN_FALLBACKS:
         warnings.filterwarnings("ignore", message=message)
@@ -116,4 +109,4 @@ def _apply(patches: Patches) -> None:
         importlib.import_module(name)
     for replace in REPLACEMENTS:
         if replace not in BEFORE_MEGATRON:
-            replace(patches)
+            replace(_patches)

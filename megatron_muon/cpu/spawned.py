@@ -8,7 +8,7 @@ from typing import Any
 from megatron_muon.cpu import training
 from megatron_muon.runtime.patches import Function, Patches
 
-_patches: Patches | None = None  # of this process, if it was spawned
+_patches = Patches(by="megatron_muon.cpu")  # of a spawned process
 
 
 class _Torch:
@@ -26,8 +26,6 @@ def turn_on() -> None:
     Megatron is not imported for it, which takes seconds: a process that holds a queue,
     as Megatron's writers start, needs none of it.
     """
-    global _patches
-    _patches = Patches(by="megatron_muon.cpu")
     table = importlib.import_module("megatron_muon.cpu.table")
     for replace in (*table.BEFORE_MEGATRON, training.device, training.memory):
         replace(_patches)
@@ -35,10 +33,7 @@ def turn_on() -> None:
 
 def turn_off() -> None:
     """Give way to the whole runtime."""
-    global _patches
-    if _patches is not None:
-        _patches.undo()
-        _patches = None
+    _patches.undo()
 
 
 def processes(patches: Patches) -> None:

@@ -17,12 +17,7 @@ _MEMORY = (
     "memory_reserved",
     "max_memory_reserved",
 )
-_patches: Patches | None = None
-
-
-def enabled() -> bool:
-    """Whether the replacements are in place."""
-    return _patches is not None
+_patches = Patches(by="megatron_muon.cpu")
 
 
 def enable() -> None:
@@ -30,11 +25,8 @@ def enable() -> None:
 
     Twice is once. There is no way back in a process that trains.
     """
-    global _patches
-    if _patches is None:
-        _patches = Patches(by="megatron_muon.cpu")
-        for replace in REPLACEMENTS:
-            replace(_patches)
+    for replace in REPLACEMENTS if not _patches.is_on() else ():
+        replace(_patches)
 
 
 def device(patches: Patches) -> None:

@@ -96,9 +96,13 @@ class MegatronTraces:
             RuntimeError: another profiler of torch is on in this process.
             OSError: the trace cannot be written.
         """
-        if not self._has_begun:
-            self._has_begun = True
-            self._say_if_past(number)
+        last = self._steps[-1] if self._steps else number
+        if not self._has_begun and number > last:
+            self._say(
+                f"no step is traced: the last of them is {last}, and this run starts "
+                f"at {number}"
+            )
+        self._has_begun = True
         if number not in self._steps:
             yield
             return
@@ -118,17 +122,9 @@ class MegatronTraces:
             # nothing is written or traced from here on, since this step is incomplete
             self._steps = range(0)
             raise
-        if number == self._steps[-1]:
+        if number == last:
             self._write(self._profiler, self._file, optimizer)
             self._profiler = None
-
-    def _say_if_past(self, number: int) -> None:
-        last = self._steps[-1]
-        if number > last:
-            self._say(
-                f"no step is traced: the last of them is {last}, and this run starts "
-                f"at {number}"
-            )
 
     def _folder_of_run(self) -> Path:
         """The folder of this run, the same on all ranks of the world: none has written

@@ -42,7 +42,7 @@ def test_enable_refuses_once_megatron_is_imported(
     import megatron.core  # noqa: F401
 
     cpu.enable()  # enabled already: nothing happens
-    monkeypatch.setattr(cpu, "_patches", None)
+    monkeypatch.setattr(cpu, "_patches", cpu.Patches())
     with pytest.raises(RuntimeError, match="before anything imports Megatron"):
         cpu.enable()
 
