@@ -60,27 +60,19 @@ class Sharers:
 
     def all_numbers(self, mine: Tensor) -> Tensor:
         """The numbers of all strips, ``(strips, k)``, from those of the strips here."""
-        each = mine.size(1)
-        counts = [self._homes.count(rank) * each for rank in self._others]
-        to = [(other, mine.numel()) for other in self._others]
-        received = self._shared(mine.flatten().repeat(len(to)), to, counts)
-        of_ranks = dict(zip(self._others, received, strict=True)) | {self._rank: mine}
-        flat = {
-            rank: iter(numbers.view(-1, each)) for rank, numbers in of_ranks.items()
-        }
-        return torch.stack([next(flat[rank]) for rank in self._homes])
+        return torch.stack(self._of_all({rank: list(mine) for rank in self._ranks}))
 
     def add(self, squares: Sequence[Tensor]) -> Tensor:
         """The sum of all strips' squares, ``(m, m)``, from those of the strips here."""
         size = squares[0].size(0)
         rows = {rank: self._square_rows(rank, size) for rank in self._ranks}
-        own = rows[self._rank]
-        of_ranks = self._exchanged(squares, rows) | {
-            self._rank: iter([s[own] for s in squares])
+        parts = {
+            rank: [square[own] for square in squares] for rank, own in rows.items()
         }
-        total = torch.zeros_like(squares[0][own], dtype=torch.float32)
-        for rank in self._homes:
-            total.add_(next(of_ranks[rank]))
+        of_all = self._of_all(parts)
+        total = torch.zeros_like(of_all[0], dtype=torch.float32)
+        for part in of_all:
+            total.add_(part)
         return self._whole(total.to(squares[0].dtype), rows)
 
     def together(
@@ -194,33 +186,29 @@ class Sharers:
         """Numbers of the strips whose home a rank is."""
         return [number for number, home in enumerate(self._homes) if home == rank]
 
-    def _exchanged(
-        self, squares: Sequence[Tensor], rows: Mapping[int, slice]
-    ) -> dict[int, Iterator[Tensor]]:
-        """This rank's rows of every other home's squares; theirs go to them."""
-        sent: list[Tensor] = []
-        for other in self._others:
-            sent += [square[rows[other]].flatten() for square in squares]
-        each = squares[0][rows[self._rank]]
-        to = [
-            (other, len(squares) * squares[0][rows[other]].numel())
-            for other in self._others
-        ]
-        counts = [self._homes.count(other) * each.numel() for other in self._others]
-        received = self._shared(torch.cat(sent) if sent else each, to, counts)
-        return {
-            other: iter(part.view(-1, *each.shape))
-            for other, part in zip(self._others, received, strict=True)
-        }
+    def _of_all(self, given: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+        """What all strips give to this home, in the order of strips.
 
-    def _shared(
-        self, sent: Tensor, to: Counts, counts: Sequence[int]
-    ) -> Sequence[Tensor]:
-        """A tensor from each of the other homes: of numbers, or of a square."""
-        if not self._others:
-            return []
-        self._meter.square_bytes += sent.nbytes
-        return self._received("muon/share", sent, to, counts)
+        Args:
+            given: what each strip here gives, by the home that gets it. What a home
+                gets has one shape.
+        """
+        own = given[self._rank]
+        got = {self._rank: iter(own)}
+        if self._others:
+            parts: list[Tensor] = []
+            for other in self._others:
+                parts += [part.flatten() for part in given[other]]
+            to = [(other, len(own) * given[other][0].numel()) for other in self._others]
+            counts = [
+                self._homes.count(other) * own[0].numel() for other in self._others
+            ]
+            sent = torch.cat(parts)
+            self._meter.square_bytes += sent.nbytes
+            received = self._received("muon/share", sent, to, counts)
+            for other, theirs in zip(self._others, received, strict=True):
+                got[other] = iter(theirs.view(-1, *own[0].shape))
+        return [next(got[home]) for home in self._homes]
 
     def _received(
         self, name: str, sent: Tensor, to: Counts, counts: Sequence[int]
