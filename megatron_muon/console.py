@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,12 @@ def say(line: str) -> None:
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def say_once(line: str) -> None:
+    """``say``, by rank 0 of the processes that a launcher has started."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        say(line)
 
 
 def first_names(names: Sequence[str], most: int = 3) -> str:

@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import inspect
 import itertools
-import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.console import say
+from megatron_muon.console import say_once
 from megatron_muon.megatron_lm.install import asks_for_muon, install_training, wrap
 from megatron_muon.megatron_lm.launch import (
     ON_CPU,
@@ -55,8 +54,7 @@ def _install() -> None:
 def _has_no_muon(fault: SeamError) -> None:
     global _fault
     _fault = fault
-    if int(os.environ.get("RANK", "0")) == 0:
-        say(f"[megatron_muon] no --optimizer muon here: {fault}")
+    say_once(f"[megatron_muon] no --optimizer muon here: {fault}")
 
 
 def _stop_muon() -> None:

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_muon.console import say
+from megatron_muon.console import say_once
 from megatron_muon.mcore.host.loop import NO_HOST, set_host
 from megatron_muon.mcore.seams.rows import (
     check_hooks,
@@ -151,8 +150,8 @@ def _validate_args(
 
 def _tell(lines: list[str]) -> None:
     """Print lines; ``lab.dry_run`` replaces this, and ``_on_the_cpu``, by name."""
-    for line in lines if int(os.environ.get("RANK", "0")) == 0 else ():
-        say(f"[megatron_muon] {line}")
+    for line in lines:
+        say_once(f"[megatron_muon] {line}")
 
 
 def _on_the_cpu(args: Any) -> list[str]:

@@ -24,7 +24,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_muon.console import say
+from megatron_muon.console import say, say_once
 from megatron_muon.presence import MuonError, require_core, version_parts
 
 USAGE = (
@@ -123,11 +123,10 @@ def _run(script: Path, checkout: Path) -> None:
             traceback.extract_tb(error.__traceback__)[-1].line or ""
         ):
             raise
-        text = (
-            "Megatron divides by --eval-interval: give one, with --eval-iters 0 "
-            "to leave it out"
-        )
-        raise ValueError(text) from error
+        raise ValueError(
+            "Megatron divides by --eval-interval: give one, with --eval-iters 0 for no "
+            "evaluation"
+        ) from error
 
 
 def _initialize_megatron(
@@ -250,11 +249,9 @@ def what_to_install(core: Path, error: ModuleNotFoundError) -> str:
     if not name or name.startswith("megatron"):
         return ""
     known = _SCRIPTS if (core.parent / "training").is_dir() else _CORES
-    missing = [
-        name,
-        *(each for each in known if importlib.util.find_spec(each) is None),
-    ]
-    names = " ".join(dict.fromkeys(_PACKAGES.get(each, each) for each in missing))
+    absent = [module for module in known if importlib.util.find_spec(module) is None]
+    packages = [_PACKAGES.get(module, module) for module in (name, *absent)]
+    names = " ".join(dict.fromkeys(packages))
     return f"Megatron-LM needs it, not megatron_muon; pip install {names}"
 
 
@@ -322,19 +319,18 @@ def without_gpu(*, late: bool = False) -> None:
     cpu = importlib.import_module("megatron_muon.cpu")
     if torch.cuda.is_available() or cpu.enabled():
         return
-    rank = int(os.environ.get("RANK", "0"))
     sign = None if ON_CPU in sys.argv else sign_of_gpu()
     if sign is not None:
         raise LostGpuError(
-            f"torch sees no GPU on rank {rank} ({platform.node()}), but {sign}. Check "
+            f"torch sees no GPU on rank {os.environ.get('RANK', '0')} "
+            f"({platform.node()}), but {sign}. Check "
             f"nvidia-smi and CUDA_VISIBLE_DEVICES there, or give {ON_CPU} to run on "
             "the CPU on every rank"
         )
     cpu.enable(late=late)
     importlib.import_module("megatron_muon.cpu.training").enable()
-    if rank == 0:
-        why = ON_CPU if ON_CPU in sys.argv else "no GPU is here"
-        say(f"[megatron_muon] {why}: Megatron runs on the CPU over gloo")
+    why = ON_CPU if ON_CPU in sys.argv else "no GPU is here"
+    say_once(f"[megatron_muon] {why}: Megatron runs on the CPU over gloo")
 
 
 def sign_of_gpu() -> str | None:

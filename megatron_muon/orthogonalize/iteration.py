@@ -18,9 +18,11 @@ auto
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from functools import lru_cache
 
 from megatron_muon.orthogonalize.numerics import Device, Numerics, Segments, is_cuda
+from megatron_muon.settings.coefficients import Triple
 from megatron_muon.settings.run import NODE
 
 # On a CPU a symmetric product of at least 384 rows is made in four panels of rows, each
@@ -171,9 +173,7 @@ def gathers_of_rows(
         return (0,) * len(numerics.steps)
     if not makes_rows(rows, cols, count, numerics):
         return (0,) * len(numerics.segments)
-    return tuple(
-        sum(c != 0 for _, _, c in part) + len(part) for part in numerics.segments
-    )
+    return tuple(_powers(part) + len(part) for part in numerics.segments)
 
 
 def scratch_elements(rows: int, cols: int) -> int:
@@ -229,10 +229,10 @@ def _standard_flops(short: int, long: int, numerics: Numerics, device: Device) -
     """Each step is XXᵀ (2m²n), AA (2m³; none where c is 0) and BX (2m²n); a CPU uses no
     panels.
     """
-    squares = sum(c != 0 for _, _, c in numerics.steps)
     kind = device if is_cuda(device) else "cuda"
     whole = symmetric_flops(short, long, kind) + 2 * short * short * long
-    return len(numerics.steps) * whole + squares * symmetric_flops(short, short, kind)
+    power = symmetric_flops(short, short, kind)
+    return len(numerics.steps) * whole + _powers(numerics.steps) * power
 
 
 def _gram_flops(
@@ -245,9 +245,7 @@ def _gram_flops(
     products for the next R in each but the last.
     """
     whole = symmetric_flops(short, long, device) + 2 * short * short * long
-    squares = sum(
-        sum(c != 0 for _, _, c in part) + 3 * (len(part) - 1) for part in parts
-    )
+    squares = sum(_powers(part) + 3 * (len(part) - 1) for part in parts)
     return len(parts) * whole + squares * square
 
 
@@ -255,8 +253,8 @@ def _standard_kernels(numerics: Numerics, device: Device) -> int:
     """Kernels of the standard iteration: in each step XXᵀ, bA + cA² (none where c is
     0), and aX + BX, whose linear term is a copy or, folded, a sum on B's diagonal.
     """
-    squares = sum(c != 0 for _, _, c in numerics.steps)
-    return 3 * len(numerics.steps) + squares * _kernels_with_linear_term(device)
+    powers = _powers(numerics.steps)
+    return 3 * len(numerics.steps) + powers * _kernels_with_linear_term(device)
 
 
 def _gram_kernels(numerics: Numerics, device: Device) -> int:
@@ -268,7 +266,7 @@ def _gram_kernels(numerics: Numerics, device: Device) -> int:
     with_linear_term = _kernels_with_linear_term(device)
     count = 0
     for part in numerics.segments:
-        powers = sum(c != 0 for _, _, c in part)
+        powers = _powers(part)
         others = 3 * (len(part) - 1)
         count += 2
         if numerics.folded and powers == len(part):
@@ -276,6 +274,11 @@ def _gram_kernels(numerics: Numerics, device: Device) -> int:
         else:  # and the first Q is a product with a number, and a sum on its diagonal
             count += (powers + others) * with_linear_term + 2
     return count
+
+
+def _powers(steps: Sequence[Triple]) -> int:
+    """In how many steps the square A of X is multiplied with itself."""
+    return sum(c != 0 for _, _, c in steps)
 
 
 def _kernels_with_linear_term(device: Device) -> int:

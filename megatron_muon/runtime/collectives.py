@@ -170,7 +170,7 @@ def _by_distance(
                 distance = sign * (other - rank) % len(world)
                 message = Message(sign > 0, world[other], start, stop)
                 placed.append((distance, message))
-    placed.sort(key=lambda each: (each[0], each[1].is_sent))
+    placed.sort(key=lambda pair: (pair[0], pair[1].is_sent))
     return tuple(message for _, message in placed)
 
 

@@ -85,12 +85,12 @@ class Engine:
         self.exchange, self.meter = exchange, meter
         self.main_params = dict(main_params)
         self.rounds = [
-            Round(each, rule, phase, self._sums(number))
-            for number, each in enumerate(exchange.rounds)
+            Round(one, rule, phase, self._sums(number))
+            for number, one in enumerate(exchange.rounds)
         ]
         names: list[str] = []
-        for each in self.rounds:
-            names += [plan.matrices[index].whole_name for index in each.homes]
+        for round in self.rounds:
+            names += [plan.matrices[index].whole_name for index in round.homes]
         self.nonfinite = Nonfinite(names, exchange.device)
         self.start_next: Callable[[], None] | None = None
         self.applied: Callable[[int], None] = lambda round: None
@@ -120,8 +120,8 @@ class Engine:
         """Show each round's matrices and updates to ``observer`` from now on; None: to
         none.
         """
-        for each in self.rounds:
-            each.observer = observer
+        for round in self.rounds:
+            round.observer = observer
 
     @torch.no_grad()
     def over_matrices(
@@ -217,7 +217,7 @@ class Engine:
         self._finish_behind(len(self.rounds) - 1, shards)
         with self._phase(self.rule.names.after_scatter):
             self.nonfinite.add(
-                [each.taken_numbers() for each in self.rounds if each.homes]
+                [round.taken_numbers() for round in self.rounds if round.homes]
             )
         if states.adamw_is_last:
             self._adamw(step_adamw)

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 from contextlib import ExitStack
 from typing import Any
 
-from megatron_muon.console import say
+from megatron_muon.console import say_once
 from megatron_muon.megatron_lm.flags.namespace import parsed
 from megatron_muon.planning.describe import late_gather_line
 from megatron_muon.runtime import patches
@@ -26,16 +25,15 @@ def train(original: Function, *args: Any, **kwargs: Any) -> Any:
     """
     optimizer = inspect.signature(original).bind(*args, **kwargs).arguments["optimizer"]
     parts = getattr(optimizer, "chained_optimizers", [])
-    gathers = [
-        part.early_gathers for part in parts if getattr(part, "early_gathers", None)
-    ]
+    found = (getattr(part, "early_gathers", None) for part in parts)
+    gathers = [early for early in found if early is not None]
     what = _why_not(original) if gathers else None
-    waits = not all(each.is_on for each in gathers)  # with ``auto``
-    if what is not None and waits and int(os.environ.get("RANK", "0")) == 0:
-        say(late_gather_line(what))
+    waits = not all(early.is_on for early in gathers)  # with ``auto``
+    if what is not None and waits:
+        say_once(late_gather_line(what))
     with ExitStack() as stack:
-        for each in gathers if what is None else ():
-            stack.enter_context(each.turned_on())
+        for early in gathers if what is None else ():
+            stack.enter_context(early.turned_on())
         return original(*args, **kwargs)
 
 

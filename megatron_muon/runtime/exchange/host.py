@@ -59,8 +59,9 @@ class HostMemory:
         if self._visited:
             self._incoming.synchronize()
             self._outgoing.synchronize()
-            for each in (self._visited, self._here, self._leaving):
-                each.clear()
+            self._visited.clear()
+            self._here.clear()
+            self._leaving.clear()
 
     def at(self, name: Name) -> Tensor:
         """The tensor: on the device during its visit, else at home, once no copy is
