@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_muon.runtime.patches import Function, Patches
 
@@ -25,7 +26,7 @@ def chunks(cp_size: int, cp_rank: int) -> tuple[int, int]:
     return cp_rank, 2 * cp_size - 1 - cp_rank
 
 
-def positions(sequence: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+def positions(sequence: int, cp_size: int, cp_rank: int) -> Tensor:
     """int64 [sequence / cp_size]: where in the whole sequence a rank's tokens are."""
     if sequence % (2 * cp_size):
         raise ValueError(
@@ -38,14 +39,14 @@ def positions(sequence: int, cp_size: int, cp_rank: int) -> torch.Tensor:
     )
 
 
-def whole_sequence(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def whole_sequence(tensor: Tensor, group: Any) -> Tensor:
     """All ranks' parts of ``tensor`` [sequence / cp, ...], in the order of the
     sequence.
 
     The gradient is summed over the ranks and each gets its part.
     """
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
-    gathered: torch.Tensor = mappings.gather_from_sequence_parallel_region(
+    gathered: Tensor = mappings.gather_from_sequence_parallel_region(
         tensor, group=group
     )
     size = group.size()
@@ -61,7 +62,7 @@ def _group(attention: Any) -> Any:
     return group
 
 
-def _mask(attention: Any, mask: torch.Tensor | None, sequence: int, group: Any) -> Any:
+def _mask(attention: Any, mask: Tensor | None, sequence: int, group: Any) -> Any:
     """The mask for this rank's queries, from the caller's; None for no mask."""
     cp_size = group.size()
     if mask is None:
@@ -83,7 +84,7 @@ def _mask(attention: Any, mask: torch.Tensor | None, sequence: int, group: Any) 
     )
 
 
-def _refuse(attention: Any, query: torch.Tensor, key: torch.Tensor) -> None:
+def _refuse(attention: Any, query: Tensor, key: Tensor) -> None:
     # since core 0.15
     window = getattr(attention.scale_mask_softmax, "window_size", None)
     if window is not None:
@@ -155,10 +156,10 @@ def context_parallel(patches: Patches) -> None:
     def over_whole_sequence(
         forward: Function,
         self: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_muon.runtime.patches import Patches
 
@@ -40,7 +41,7 @@ def split_sizes(patches: Patches) -> None:
         patches.set(module, "maybe_move_tensor_to_cpu", _moved)
 
 
-def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+def _padded(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat(
         [tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])]
     )
@@ -99,11 +100,11 @@ def uneven_parts(patches: Patches) -> None:
 
 
 def gmm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    batch_sizes: torch.Tensor | Sequence[int],
+    a: Tensor,
+    b: Tensor,
+    batch_sizes: Tensor | Sequence[int],
     trans_b: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """One product for each expert, over its own rows of ``a``, as grouped_gemm's
     ``ops.gmm``.
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _STATES = ("exp_avg", "exp_avg_sq")
 # elements worked on at a time: bounds the temporaries to three times 4 MiB
@@ -60,9 +61,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {"bias_correction": bias_correction, **numbers})
         self.adam_w_mode = 1 if adam_w_mode else 0
 
-    def initialize_state(
-        self, param: torch.Tensor, store_param_remainders: bool
-    ) -> None:
+    def initialize_state(self, param: Tensor, store_param_remainders: bool) -> None:
         """Give ``param`` zero fp32 moments; the second argument, False here, has no
         default.
         """
@@ -82,7 +81,7 @@ class FusedAdam(torch.optim.Optimizer):
                 if param.grad is not None:
                     self._update(param, group)
 
-    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         assert param.grad is not None
         moments = [self.state[param][name] for name in _STATES]
         tensors = [param.detach(), param.grad.detach(), *moments]
@@ -105,7 +104,7 @@ class FusedAdam(torch.optim.Optimizer):
                     self.state[param][name] = wide.clone()
 
 
-def _chunks(tensors: list[torch.Tensor]) -> Iterable[tuple[torch.Tensor, ...]]:
+def _chunks(tensors: list[Tensor]) -> Iterable[tuple[Tensor, ...]]:
     """All tensors cut at the same places, every ``_CHUNK`` elements; whole if
     strided.
     """
@@ -115,10 +114,10 @@ def _chunks(tensors: list[torch.Tensor]) -> Iterable[tuple[torch.Tensor, ...]]:
 
 
 def _adam(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
     group: dict[str, Any],
     decoupled: bool,
 ) -> None:

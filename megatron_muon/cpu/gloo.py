@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.patches import Function, Patches
@@ -29,8 +30,8 @@ def coalesced(patches: Patches) -> None:
 
     def gather(
         group: dist.ProcessGroup,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         *options: Any,
     ) -> Any:
         if original is not None and dist.get_backend(group) != "gloo":

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_muon.orthogonalize.matmul import multiplies_bf16
 from megatron_muon.runtime.patches import Patches
@@ -18,15 +19,13 @@ from megatron_muon.runtime.patches import Patches
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def _widened(
-    tensors: int, into: Callable[..., torch.Tensor]
-) -> Callable[..., torch.Tensor]:
+def _widened(tensors: int, into: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A kernel over ``into``, called with ``out=``: that form stays torch's own.
 
     The first ``tensors`` arguments are the operands, the rest numbers (beta, alpha).
     """
 
-    def product(*args: Any, **numbers: Any) -> torch.Tensor:
+    def product(*args: Any, **numbers: Any) -> Tensor:
         first = args[0]
         if first.dtype not in _HALF:
             return into(*args, **numbers, out=first.new_empty(0))

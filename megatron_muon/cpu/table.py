@@ -19,7 +19,7 @@ from megatron_muon.runtime.patches import Patches
 
 Replacement = Callable[[Patches], None]
 
-BEFORE_MEGATRON: tuple[Replacement, ...] = (
+BEFORE_MEGATRON = (
     torch_cuda.current_device,
     torch_cuda.factories,
     torch_cuda.moves,
@@ -35,13 +35,13 @@ BEFORE_MEGATRON: tuple[Replacement, ...] = (
 )
 # Local modules are not built without these, whatever the device: a GPU run has
 # Transformer Engine's in their place.
-FOR_MODULES: tuple[Replacement, ...] = (
+FOR_MODULES = (
     megatron_core.sequence_parallel_norm,
     experts.grouped_gemm,
     attention.multi_latent,
     attention.context_parallel,
 )
-AFTER_MEGATRON: tuple[Replacement, ...] = (
+AFTER_MEGATRON = (
     megatron_core.adam,
     megatron_core.no_fp8_parameters,
     megatron_core.rng_states,

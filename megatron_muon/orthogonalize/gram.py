@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron_muon.orthogonalize.iteration import squares_outside
 from megatron_muon.orthogonalize.matmul import Products
-from megatron_muon.orthogonalize.numerics import Segments
-from megatron_muon.settings.coefficients import Triple
+from megatron_muon.orthogonalize.numerics import Segments, Steps
 
 
 def gram_iteration(
@@ -119,7 +118,7 @@ class _Squares:
         return cls(gram=one, power=two, factor=last, other=three)
 
 
-def factor_of(gram: Tensor, steps: tuple[Triple, ...], products: Products) -> Tensor:
+def factor_of(gram: Tensor, steps: Steps, products: Products) -> Tensor:
     """``_factor`` of R, ``(m, m)``, which is overwritten; products round to the
     squares' dtype.
     """
@@ -127,23 +126,14 @@ def factor_of(gram: Tensor, steps: tuple[Triple, ...], products: Products) -> Te
     return _factor(_Squares(gram, power, factor, other), steps, products)
 
 
-def _factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) -> Tensor:
+def _factor(squares: _Squares, steps: Steps, products: Products) -> Tensor:
     """Q of one segment, given R = XXᵀ in ``squares.gram``: QX is the result of
     ``steps`` on X.
     """
     if products.folds(steps):
         return _folded_factor(squares, steps, products)
 
-    def plus(
-        linear: Tensor,
-        left: Tensor,
-        right: Tensor,
-        beta: float,
-        alpha: float,
-        out: Tensor,
-    ) -> Tensor:
-        return products.symmetric(left, right, linear, beta=beta, alpha=alpha, out=out)
-
+    symmetric = products.symmetric
     gram, factor, other = squares.gram, squares.factor, squares.other
     for step, (a, b, c) in enumerate(steps):
         p, alpha = products.power_sum(gram, b, c, squares.power)  # Z = αP
@@ -152,20 +142,18 @@ def _factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) ->
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
             products.rounded(factor)
         else:
-            plus(factor, factor, p, a, alpha, other)
+            symmetric(factor, p, factor, beta=a, alpha=alpha, out=other)
             factor, other = other, factor
         if step < len(steps) - 1:  # R ← (a + Z)R(a + Z)
-            half = plus(gram, gram, p, a, alpha, other)
+            half = symmetric(gram, p, gram, beta=a, alpha=alpha, out=other)
             into = squares.power if p is gram else gram  # where c is 0, P is R
-            plus(half, p, half, a, alpha, into)
+            symmetric(p, half, half, beta=a, alpha=alpha, out=into)
             if into is not gram:
                 squares.power, gram = gram, into
     return factor
 
 
-def _folded_factor(
-    squares: _Squares, steps: tuple[Triple, ...], products: Products
-) -> Tensor:
+def _folded_factor(squares: _Squares, steps: Steps, products: Products) -> Tensor:
     """``_factor`` with the linear terms on the diagonal of H = a + Z: Q ← HQ and R ←
     HRH.
 

@@ -28,9 +28,8 @@ from megatron_muon.orthogonalize.matmul import (
     sums_in_fp32,
 )
 from megatron_muon.orthogonalize.normalization import enter, is_cpu
-from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.orthogonalize.numerics import Numerics, Steps
 from megatron_muon.orthogonalize.soundness import Soundness, largest_of
-from megatron_muon.settings.coefficients import Triple
 from megatron_muon.settings.config import MuonConfig
 
 # (matrices, steps or segments, products, spare memory)
@@ -114,8 +113,16 @@ def orthogonalize_staged(
             )
         soundness.of_units(units)
         return directions
-    memory: dict[str, Any] = {"memory": staged, "is_direct": column_parts == 1}
-    _orthogonalize_into(out, in_rows, numerics, moves, **memory, soundness=soundness)
+    is_direct = column_parts == 1
+    _orthogonalize_into(
+        out,
+        in_rows,
+        numerics,
+        moves,
+        memory=staged,
+        is_direct=is_direct,
+        soundness=soundness,
+    )
     return directions
 
 
@@ -259,7 +266,7 @@ def _iterated(
 
 def standard_iteration(
     x: Tensor,
-    steps: tuple[Triple, ...],
+    steps: Steps,
     products: Products,
     spare: Tensor | None = None,
 ) -> Tensor:

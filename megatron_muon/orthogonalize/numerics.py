@@ -16,7 +16,8 @@ from megatron_muon.settings.rules import row_of
 # cpu_bf16 has instructions for products in bf16; on cpu, all products are made in fp32.
 # cuda_symmetric has a library's kernel for symmetric products in 16 bits (``matmul``).
 Device = Literal["cpu", "cpu_bf16", "cuda", "cuda_symmetric"]
-Segments = tuple[tuple[Triple, ...], ...]
+Steps = tuple[Triple, ...]
+Segments = tuple[Steps, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Numerics:
     travels: NsDtype = field(init=False, compare=False)
     folded: bool = field(init=False, compare=False)
     products: Device = field(init=False, compare=False)
-    steps: tuple[Triple, ...] = field(init=False, compare=False)
+    steps: Steps = field(init=False, compare=False)
     segments: Segments = field(init=False, compare=False)
     iteration: NsIteration = field(init=False, compare=False)
     split: SplitMatrices = field(init=False, compare=False)
@@ -143,7 +144,7 @@ def layout_free(config: MuonConfig, *, is_deterministic: bool) -> MuonConfig:
     return config
 
 
-def _segments(config: MuonConfig, steps: tuple[Triple, ...], kind: str) -> Segments:
+def _segments(config: MuonConfig, steps: Steps, kind: str) -> Segments:
     """The steps between the restarts that are known for squares of a kind; none if
     unknown.
     """

@@ -31,9 +31,8 @@ from megatron_muon.orthogonalize.matmul import (
     sums_in_fp32,
 )
 from megatron_muon.orthogonalize.normalization import power_of_two
-from megatron_muon.orthogonalize.numerics import Numerics, Segments
+from megatron_muon.orthogonalize.numerics import Numerics, Segments, Steps
 from megatron_muon.orthogonalize.soundness import Soundness, largest_of
-from megatron_muon.settings.coefficients import Triple
 
 
 class Sharing(Protocol):
@@ -168,7 +167,7 @@ def _gram(
 
 
 def _factor_by_rows(
-    held: list[Tensor], steps: tuple[Triple, ...], products: Products, sharing: Sharing
+    held: list[Tensor], steps: Steps, products: Products, sharing: Sharing
 ) -> Tensor:
     """``gram.factor_of`` where each strip makes rows of each square.
 
@@ -222,7 +221,7 @@ def _plus_diagonal(
 
 
 def _standard(
-    x: list[Tensor], steps: tuple[Triple, ...], products: Products, sharing: Sharing
+    x: list[Tensor], steps: Steps, products: Products, sharing: Sharing
 ) -> None:
     """The standard iteration (``newton_schulz.standard_iteration``); see ``_gram``."""
     for step, (a, b, c) in enumerate(steps):

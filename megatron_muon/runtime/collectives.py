@@ -49,6 +49,7 @@ from torch.utils import dlpack
 from megatron_muon.presence import MuonError
 
 Group = dist.ProcessGroup
+Counts = Sequence[tuple[int, int]]  # (rank of the group, elements)
 
 # Errors of this rank's own device. They surface at the host's next call, whatever it
 # is, so they are not the collective's. torch 2.4 has the first in torch.cuda; the
@@ -107,8 +108,8 @@ class Route:
         group: Group,
         world: Sequence[int],
         rank: int,
-        sent_to: Sequence[tuple[int, int]],
-        received_from: Sequence[tuple[int, int]],
+        sent_to: Counts,
+        received_from: Counts,
     ) -> Route:
         """Messages that send consecutive ranges of one buffer, and fill another one
         likewise.
@@ -119,8 +120,7 @@ class Route:
         Args:
             world: ``world_ranks(group)``.
             rank: this rank's number in the group.
-            sent_to, received_from: ``(rank of the group, elements)`` by peer, in buffer
-                order.
+            sent_to, received_from: by peer, in buffer order.
         """
         total = sum(count for _, count in received_from)
         return Route(
@@ -153,7 +153,7 @@ class Route:
 _Place = tuple[int, int, int]  # rank of the group, start and stop in a buffer
 
 
-def _places(counts: Sequence[tuple[int, int]]) -> Iterator[_Place]:
+def _places(counts: Counts) -> Iterator[_Place]:
     start = 0
     for rank, count in counts:
         yield rank, start, start + count

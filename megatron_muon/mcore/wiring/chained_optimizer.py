@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from megatron_muon.console import first_names
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
@@ -156,7 +157,7 @@ class MuonChainedOptimizer(CheckpointChain):
         threshold = getattr(first.config, "grad_norm_skip_threshold", math.inf)
         if math.isfinite(threshold):
             self._skips = self._all_skip(bool(norm > threshold))
-        elif isinstance(norm, torch.Tensor) and not first.grad_scaler:
+        elif isinstance(norm, Tensor) and not first.grad_scaler:
             self._late_norm = LateNorm(norm)
             return norm
         if first.grad_scaler:
@@ -231,12 +232,12 @@ class MuonChainedOptimizer(CheckpointChain):
     def _parts(self) -> list[Any]:
         return [part for part in self.chained_optimizers if not part.is_stub_optimizer]
 
-    def _some_grad_is_unusable(self) -> torch.Tensor:
+    def _some_grad_is_unusable(self) -> Tensor:
         """A bool scalar; on CUDA it is still being computed when this returns."""
         device = device_of(self.chained_optimizers[0].model_chunks)
         if any(part.refuses for part in self.chained_optimizers):
             return torch.tensor(True, device=device)
-        grads_of: dict[float, list[torch.Tensor]] = {}
+        grads_of: dict[float, list[Tensor]] = {}
         for part in self._parts():
             for _, shard in owned_shards(part):
                 grad = part.states.grad(shard)
@@ -271,7 +272,7 @@ class MuonChainedOptimizer(CheckpointChain):
         )
 
 
-def _limit(part: Any, shard: torch.Tensor) -> float:
+def _limit(part: Any, shard: Tensor) -> float:
     """The largest gradient that leaves the momentum finite.
 
     Momentum grows to at most 1 / (1 - μ) × the largest gradient, and travels in bf16.
@@ -288,11 +289,9 @@ def _limit(part: Any, shard: torch.Tensor) -> float:
     return torch.finfo(torch.bfloat16).max * (1.0 - momentum) * 0.999
 
 
-def _beyond(
-    tensors: list[torch.Tensor], limit: float, device: torch.device
-) -> torch.Tensor:
+def _beyond(tensors: list[Tensor], limit: float, device: torch.device) -> Tensor:
     """Whether an element is NaN or its absolute value above ``limit``."""
-    ends: list[torch.Tensor] = []
+    ends: list[Tensor] = []
     for tensor in tensors:
         if tensor.numel():
             ends += torch.aminmax(tensor)

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from megatron_muon.mcore.checkpoint.buffers import RECORD
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
@@ -99,15 +100,15 @@ class MuonDistributedOptimizer(MuonCheckpoint):
             return params
         return [param for param in params if not muon.owns(param)]
 
-    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
         """The gradients of the norm, up to core 0.18; see ``norm_grads``."""
         return self._with_all(super().get_main_grads_for_grad_norm())
 
     def get_grads_for_grad_norm(
         self, grad_norm_group: str | None = None
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         """The gradients of the norm, from core 0.19 on; see ``norm_grads``."""
-        counted: list[torch.Tensor] = super().get_grads_for_grad_norm(grad_norm_group)
+        counted: list[Tensor] = super().get_grads_for_grad_norm(grad_norm_group)
         return counted if grad_norm_group is not None else self._with_all(counted)
 
     def _unscale_main_grads_and_check_for_nan(self) -> bool:
@@ -117,18 +118,18 @@ class MuonDistributedOptimizer(MuonCheckpoint):
         with naming("grads/found_inf", group, what):
             return bool(super()._unscale_main_grads_and_check_for_nan())
 
-    def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
+    def _collect_main_grad_data_for_unscaling(self) -> list[Tensor]:
         """Megatron's gradients, with a loss scale; with NaN beside them on a rank that
         refuses.
         """
-        grads: list[torch.Tensor] = super()._collect_main_grad_data_for_unscaling()
+        grads: list[Tensor] = super()._collect_main_grad_data_for_unscaling()
         if self.refuses:
             grads.append(
                 torch.full((1,), math.nan, device=device_of(self.model_chunks))
             )
         return grads
 
-    def _with_all(self, counted: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _with_all(self, counted: list[Tensor]) -> list[Tensor]:
         if self.is_stub_optimizer or self.grad_scaler:
             return counted
         grads = [self.states.grad(shard) for _, shard in owned_shards(self)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import layers
+from torch import Tensor
 
 from megatron_muon.console import first_names
 from megatron_muon.mcore.host.process_groups import Stage
@@ -53,8 +54,8 @@ class LateNorm(HostCopy):
 
 
 def norm_grads(
-    counted: list[torch.Tensor], grads: list[torch.Tensor | None], device: torch.device
-) -> list[torch.Tensor]:
+    counted: list[Tensor], grads: list[Tensor | None], device: torch.device
+) -> list[Tensor]:
     """The gradients of Megatron's norm, made NaN if a gradient outside the norm cannot
     be used.
 
@@ -189,7 +190,7 @@ def counts_here(weight: Weight, stage: Stage) -> bool | None:
     return not replicated or stage.expert_tp.rank() == 0
 
 
-def _counted(part: Any, shard: torch.Tensor) -> bool:
+def _counted(part: Any, shard: Tensor) -> bool:
     """Whether Megatron counts it here, by its own function and the groups that it
     passes.
     """
@@ -262,7 +263,7 @@ def require_usable_groups(dist_opt: Any) -> None:
 
 def _is_finite(value: Any) -> bool:
     is_number = isinstance(value, Real)
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         is_number = value.numel() == 1
     return is_number and math.isfinite(value)
 

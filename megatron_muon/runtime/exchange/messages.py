@@ -19,11 +19,9 @@ from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import RoundTable, Stack, round_tables
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
-from megatron_muon.runtime.collectives import Group, Pending, Route
+from megatron_muon.runtime.collectives import Counts, Group, Pending, Route
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers
-
-Counts = Sequence[tuple[int, int]]  # (rank of the stage, elements)
 
 
 @dataclass(slots=True)

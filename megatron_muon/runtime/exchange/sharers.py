@@ -13,10 +13,9 @@ from torch import Tensor, split_with_sizes
 
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
-from megatron_muon.runtime.collectives import Group, Route
+from megatron_muon.runtime.collectives import Counts, Group, Route
 from megatron_muon.runtime.exchange.meter import Meter
 
-Counts = Sequence[tuple[int, int]]  # (rank of the stage, elements)
 # blocks in which rows of one strip cross columns of another, by the strips' numbers
 _Crossings = dict[tuple[int, int], Tensor]
 

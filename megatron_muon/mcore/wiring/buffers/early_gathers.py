@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_muon.mcore.host.process_groups import has_experts
 from megatron_muon.mcore.host.shards import owned_shards
@@ -48,7 +48,7 @@ class EarlyGather:
     after: int | None
     # (this rank's part of a parameter as it is gathered, the flat fp32 shard), where
     # there is one
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    copies: Sequence[tuple[Tensor, Tensor]]
 
     def copy(self) -> None:
         """Round this rank's updated parameters to where they are gathered.
@@ -224,7 +224,7 @@ def _in_forward_order(dist_opt: Any) -> Iterator[Any]:
         yield from reversed(experts if has_experts(dist_opt) else dense)
 
 
-def _own_part(group: Any, bucket: Any, start: int, stop: int) -> torch.Tensor:
+def _own_part(group: Any, bucket: Any, start: int, stop: int) -> Tensor:
     """What this rank has of the elements ``start`` to ``stop`` of a buffer, in their
     bucket.
     """
@@ -232,7 +232,5 @@ def _own_part(group: Any, bucket: Any, start: int, stop: int) -> torch.Tensor:
     size = bucket.param_data.numel() // dist.get_world_size(ranks)
     low = size * dist.get_rank(ranks)
     start, stop = start - bucket.offset, stop - bucket.offset
-    part: torch.Tensor = bucket.param_data.view(-1)[
-        max(start, low) : min(stop, low + size)
-    ]
+    part: Tensor = bucket.param_data.view(-1)[max(start, low) : min(stop, low + size)]
     return part
