@@ -157,6 +157,7 @@ OVERRIDE = "--override-opt_param-scheduler --lr 1e-4 --min-lr 1e-5"
 # decoupled.
 FIRST = {("7e-05", "0.1"), ("7e-05", "0"), ("0.0007", "0.1")}
 HALVED = {pair if pair[0] != "0.0007" else ("0.00035", "0.1") for pair in FIRST}
+HALVED |= {("0.00014", "0.03")}  # by pattern, between a rate and a minimum of its own
 
 
 def first_rates(text: str) -> set[tuple[str, str]]:
@@ -175,7 +176,8 @@ def test_the_first_step_after_a_load_has_the_rates_of_the_override(
     own load is Megatron's, which has others, or finds none: a line says which.
     """
     adam = "--optimizer adam --use-distributed-optimizer"
-    halves = "--muon-lr-mult embedding.*=0.5"
+    halves = "--muon-lr-mult embedding.*=0.5 --muon-for "
+    halves += "*.linear_fc1.weight:lr=2e-4,min_lr=2e-5,weight_decay=0.03,ns_steps=6"
     muon = f"{MUON} {halves} --muon-from-adamw momentum"
     run = "--bf16 --ckpt-format torch --decoupled-lr 1e-3 --decoupled-min-lr 1e-4"
     where = f"--save {tmp_path} --save-interval 2"

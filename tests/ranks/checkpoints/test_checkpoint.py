@@ -61,6 +61,12 @@ def test_tp_pp_dp(format: str, tmp_path: Path) -> None:
 
 FACTORS = (("embedding.*", 0.5), ("*.linear_fc2.*", 3.0))
 MULTIPLIED = replace(BF16, muon=(("lr_mults", FACTORS), ("wd_mults", FACTORS)))
+TABLE = (
+    "embedding.*:lr=0.01",
+    "*.linear_fc2.*:lr=0.06,weight_decay=0.02,ns_steps=6,momentum=0.8",
+    "*.linear_fc1.*:weight_decay=0",
+)
+BY_PATTERN = replace(BF16, muon=(("by_pattern", TABLE),))
 DP2 = Topology(dp=2)
 EP2 = Topology(dp=2, ep=2)
 KINDS = {
@@ -77,6 +83,7 @@ KINDS = {
     "only experts": (ONLY_EXPERTS, EP2),
     "groups that Megatron takes for one another": (GROUPS, DP2),
     "groups of multipliers": (MULTIPLIED, DP2),
+    "settings by pattern": (BY_PATTERN, Topology(tp=2, dp=2)),
     "radii of a sphere": (
         replace(MOE, weight_decay=0.0, muon=(("rule", "hyperball"),)),
         EP2,
@@ -94,10 +101,14 @@ def test_runs_of_all_kinds(kind: str, format: str, tmp_path: Path) -> None:
     check(*KINDS[kind], format, tmp_path)
 
 
-def _rates(built: Any) -> set[tuple[float, float]]:
+def _rates(built: Any) -> set[tuple[float, ...]]:
     """Learning rate and weight decay of each group, as multiples of the run's."""
     return {
-        (group["max_lr"] * group["lr_mult"] / built.case.lr, group["wd_mult"])
+        (
+            group["max_lr"] * group["lr_mult"] / built.case.lr,
+            group["wd_mult"],
+            group.get("end_wd", -1.0),
+        )
         for inner in inner_optimizers(built.optimizer)
         for group in inner.param_groups
     }
@@ -105,7 +116,7 @@ def _rates(built: Any) -> set[tuple[float, float]]:
 
 def _rates_at_load(
     case: Case, format: str, folder: str
-) -> list[set[tuple[float, float]]]:
+) -> list[set[tuple[float, ...]]]:
     built = start(case, DP2)
     own = _rates(built)
     load(built, folder, format)
@@ -113,16 +124,19 @@ def _rates_at_load(
     return [own, _rates(built)]
 
 
+@pytest.mark.parametrize("saved", [MULTIPLIED, BY_PATTERN], ids=["factors", "table"])
 @pytest.mark.parametrize("format", MOSTLY)
 def test_a_run_has_its_own_multipliers_after_a_load(
-    format: str, tmp_path: Path
+    format: str, saved: Case, tmp_path: Path
 ) -> None:
     """Those of the checkpoint's groups, which pass for them, would undo what the run
     asks for.
     """
-    run(save_new, 2, MULTIPLIED, DP2, format, str(tmp_path))
+    run(save_new, 2, saved, DP2, format, str(tmp_path))
     other = (("lr_mults", (("*.linear_fc2.*", 2.0),)),)
-    for case in (BF16, replace(BF16, muon=other), MULTIPLIED):
+    table = (("by_pattern", ("*.linear_fc2.*:lr=0.03,weight_decay=0.2",)),)
+    asked = [BF16, *(replace(BF16, muon=muon) for muon in (other, table))]
+    for case in (*asked, MULTIPLIED, BY_PATTERN):
         for own, loaded in run(_rates_at_load, 2, case, format, str(tmp_path)):
             assert own == loaded, case.muon
 
