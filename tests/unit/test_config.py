@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import runpy
 import shlex
 from dataclasses import dataclass, fields, replace
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize.iteration import takes_gram
 from megatron_muon.orthogonalize.numerics import Device, Numerics, layout_free
+from megatron_muon.planning.block_steps import block_numerics
 from megatron_muon.planning.describe import (
     computing_line,
     link_lines,
@@ -21,6 +23,7 @@ from megatron_muon.planning.describe import (
 )
 from megatron_muon.settings.coefficients import SETS, NsDtype, schedule
 from megatron_muon.settings.config import ROWS
+from megatron_muon.settings.patterns import settings_of, written
 from megatron_muon.settings.update import Preset
 from support import ROOT
 from support.megatron_lm import flag_parsers
@@ -125,6 +128,69 @@ def test_a_checkpoint_has_what_the_device_chose(
         assert capsys.readouterr().out.count(told) == lines
     param_groups.check_record({"megatron_muon": before}, Numerics(asked, device))
     assert capsys.readouterr().out == ""
+
+
+def test_a_resume_says_that_its_table_of_patterns_is_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A record of 0.2.0 has none, which is an empty one."""
+    from megatron_muon.mcore.checkpoint import param_groups
+
+    monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
+    plain = Numerics(MuonConfig())
+    table = Numerics(MuonConfig(by_pattern={"a": {"ns_steps": 8}}))
+    of_020 = param_groups.record(plain)
+    del of_020["settings"]["by_pattern"]
+    told = "by_pattern (--muon-for) is {} now; the checkpoint was saved with {}"
+    own = "('a:ns_steps=8',)"
+    for saved, now, line in (
+        (of_020, plain, ""),
+        (of_020, table, told.format(own, "()")),
+        (param_groups.record(table), plain, told.format("()", own)),
+        (param_groups.record(table), table, ""),
+    ):
+        param_groups.check_record({"megatron_muon": saved}, now)
+        assert capsys.readouterr().out.strip().removeprefix("[megatron_muon] ") == line
+
+
+def test_settings_by_pattern_are_written_in_one_way() -> None:
+    """As texts of a command line or a framework's list, as a mapping, and read again;
+    of two patterns the last counts, per setting.
+    """
+    texts = ["*.fc?.*:ns_steps=8,lr=3e-4", "*.fc2.*:lr=1,rms=.5,scale_mode=spectral"]
+    config = MuonConfig(by_pattern=texts)
+    mapping = {
+        "*.fc?.*": {"lr": 0.0003, "ns_steps": 8},
+        "*.fc2.*": {"scale_mode": "spectral", "rms": 0.5, "lr": 1},
+    }
+    again = MuonConfig(by_pattern=json.loads(json.dumps(config.by_pattern)))
+    assert config == MuonConfig(by_pattern=mapping) == again
+    found = settings_of(config.by_pattern, ["decoder.fc2.weight"])
+    assert found == {"lr": 1, "ns_steps": 8, "rms": 0.5, "scale_mode": "spectral"}
+    assert config.where(written(found)) == MuonConfig(ns_steps=8, matched_adamw_rms=0.5)
+
+
+def test_coefficients_by_pattern_bring_the_steps_that_they_need() -> None:
+    (text,) = MuonConfig(by_pattern=["a:ns_coefficients=deepseekv4"]).by_pattern
+    settings = text.removeprefix("a:")
+    assert MuonConfig().where(settings).ns_steps == 10
+    with pytest.raises(ValueError, match="has 10 steps, and ns_steps.* is 6"):
+        MuonConfig(ns_steps=6, by_pattern=[text])
+
+
+def test_a_pattern_cannot_have_another_rule() -> None:
+    MuonConfig(by_pattern=["a:rule=muon"])
+    with pytest.raises(NotImplementedError, match="a:rule=hyperball: all matrices of"):
+        MuonConfig(by_pattern=["a:rule=hyperball"])
+
+
+def test_block_steps_multiply_the_scale_of_a_pattern_too() -> None:
+    config = MuonConfig(
+        full_period=2, block_lr_mult=0.5, by_pattern=["a:rms=0.4", "b:ns_steps=8"]
+    )
+    block = block_numerics(Numerics(config)).config
+    assert block.by_pattern == ("a:rms=0.2", "b:ns_steps=8")
+    assert block.where("rms=0.2").matched_adamw_rms == 0.2
 
 
 def test_a_resume_says_where_auto_chooses_by_other_rules_than_the_checkpoints(
