@@ -174,7 +174,7 @@ def test_coefficients_by_pattern_bring_the_steps_that_they_need() -> None:
     (text,) = MuonConfig(by_pattern=["a:ns_coefficients=deepseekv4"]).by_pattern
     settings = text.removeprefix("a:")
     assert MuonConfig().where(settings).ns_steps == 10
-    with pytest.raises(ValueError, match="has 10 steps, and ns_steps.* is 6"):
+    with pytest.raises(ValueError, match=r"has 10 steps, and ns_steps.* is 6"):
         MuonConfig(ns_steps=6, by_pattern=[text])
 
 
