@@ -225,11 +225,18 @@ class MuonRound(RoundRule):
         numerics = self._of_stack[stack.matrices]
         count = len(stack.matrices)
         most = at_once_on(elements.device, numerics, *layout.unit, self._muon.scratch)
+        of_unit = (1, 2, 4) if layout.units > 1 else (1, 2, 3, 4)
         for at in range(0, count, most):
             batch = min(most, count - at)
             start = stack.start + at * layout.numel
             staged = elements[start : start + batch * layout.numel]
             self._orthogonalize_batch(stack, staged, moves[at : at + batch], soundness)
+            if self._normalizes(stack):
+                directions = staged.view(TORCH_DTYPE[numerics.dtype])
+                columns = layout.column_blocks, -1
+                cut = directions.view(batch, layout.column_parts, layout.rows, *columns)
+                squares = _squares(cut, of_unit)
+                cut.mul_(_factor_to_norm(squares, min(layout.unit)))
 
     def _orthogonalize_batch(
         self, stack: Stack, staged: Tensor, moves: Tensor, soundness: Soundness
@@ -295,6 +302,36 @@ class MuonRound(RoundRule):
         orthogonalize_strips(
             strips, stack.layout.whole, moves, numerics, sharers, soundness
         )
+        if self._normalizes(stack):
+            directions = [one.view(TORCH_DTYPE[numerics.dtype]) for one in strips]
+            mine = torch.stack([_squares(one) for one in directions])
+            squares = sharers.all_numbers(mine[:, None]).sum(dim=0)
+            factor = _factor_to_norm(squares, min(stack.layout.whole))
+            for one in directions:
+                one.mul_(factor)
+
+    def _normalizes(self, stack: Stack) -> bool:
+        """Whether directions get the norm of an orthogonal matrix (eq. 6)."""
+        return self._muon.configs[stack.matrices[0]].scale_mode == "update_norm"
+
+
+def _squares(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
+    """Sums of squares over some dims, which stay, or over all, fp64.
+
+    So the rounding of their order is far below that of an fp32 factor.
+    """
+    keeps = dims is not None
+    norms: Tensor = torch.linalg.vector_norm(
+        x, dim=dims, keepdim=keeps, dtype=torch.float64
+    )
+    return norms.square()
+
+
+def _factor_to_norm(squares: Tensor, short: int) -> Tensor:
+    """What gives directions with these sums of squares the norm √short, fp32; 1 for
+    zeros.
+    """
+    return torch.where(squares > 0, short / squares, 1.0).sqrt().float()
 
 
 def update_scale(rows: int, cols: int, config: MuonConfig) -> float:
@@ -303,18 +340,20 @@ def update_scale(rows: int, cols: int, config: MuonConfig) -> float:
 
     The other modes are those of ``get_muon_scale_factor`` in NVIDIA's
     Emerging-Optimizers: rms·√(rows/cols) for ``unit_rms_norm``, rms·√max(1, rows/cols)
-    for ``shape_scaling``.
+    for ``shape_scaling``. ``update_norm`` has that of ``spectral``, and directions
+    whose norm is that of an orthogonal matrix, √min(rows, cols) (eq. 6).
 
     Args:
         rows, cols: outputs and inputs of the whole matrix, not of a rank's slice.
         config: ``matched_adamw_rms`` and ``scale_mode`` are read. With ``spectral``,
             the former is the root mean square of an update of a full-rank matrix, per
-            unit of lr.
+            unit of lr; with ``update_norm`` that of any.
     """
     squares = {
         "spectral": max(rows, cols),
         "unit_rms_norm": rows / cols,
         "shape_scaling": max(1.0, rows / cols),
+        "update_norm": max(rows, cols),
     }
     return config.matched_adamw_rms * math.sqrt(squares[config.scale_mode])
 

@@ -300,6 +300,11 @@ def _require_rule(config: MuonConfig) -> None:
             "shared: leave it out"
         )
     refuses = row.refuses
+    if row.scales and config.scale_mode not in row.scales:
+        raise ValueError(
+            f"{named('scale_mode')} {config.scale_mode} does not suit {named('rule')} "
+            f"{config.rule}: give one of {', '.join(row.scales)}"
+        )
     for name, setting in ROWS.items():
         if getattr(config, name) == setting.default:
             continue

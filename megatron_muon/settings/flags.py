@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_muon.settings.config import ROWS, MuonConfig
 from megatron_muon.settings.rows import OURS, UPSTREAM, Dialect, Flag, Row
+from megatron_muon.settings.rules import MATCHED
 from megatron_muon.settings.run_flags import FLAGS, RUN_ROWS
 
 MUONS = ("muon", "dist_muon")  # of the plugin; the second is Megatron's, layer by layer
@@ -159,16 +160,16 @@ def muon_config(args: Namespace) -> MuonConfig:
 
 
 def _factor(args: Namespace, values: dict[str, Value]) -> float:
-    """Moonlight's factor is for its scale mode only; the others have 1."""
+    """Moonlight's factor is for its scale modes only; the others have 1."""
     factor, mode = values["matched_adamw_rms"], values["scale_mode"].value
     rms = written(args, "muon_matched_adamw_rms")
-    if mode != "spectral" and rms is not None:
+    if mode not in MATCHED and rms is not None:
         raise ValueError(
             f"--muon-matched-adamw-rms {rms} with --muon-scale-mode {mode}: an update "
-            "has that root mean square with spectral only; give "
+            f"has that root mean square with {' and '.join(MATCHED)} only; give "
             "--muon-extra-scale-factor"
         )
-    if mode != "spectral" and factor.is_default:
+    if mode not in MATCHED and factor.is_default:
         return 1.0
     return float(factor.value)
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling", "update_norm"]
+MATCHED = ("spectral", "update_norm")  # an update has the root mean square that is set
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ RULES = {
         "muon's step of a direction whose rows, or columns where it is wide, are each "
         "divided by the root of a second moment (NorMuon, arXiv 2510.05491)",
         "megatron_muon.rules.normuon:NorMuon",
+        scales=get_args(ScaleMode)[:3],  # it normalizes its directions itself
         settings=_MOMENTS,
         refuses={"full_period": "whose second moments are of whole matrices"},
     ),

@@ -64,11 +64,11 @@ class UpdateSettings:
         aliases=(
             Flag(
                 "--muon-extra-scale-factor",
-                "Factor on a direction, beside the scale mode's. With spectral it is "
-                "the same as --muon-matched-adamw-rms.",
+                "Factor on a direction, beside the scale mode's. With spectral and "
+                "update_norm it is the same as --muon-matched-adamw-rms.",
                 kinds.POSITIVE,
                 source=UPSTREAM,
-                without="The default is 0.2 with spectral (Moonlight's mode), 1.0 "
+                without="The default is 0.2 with these two (Moonlight's modes), 1.0 "
                 "with the others (Megatron's own Muon: 1.0).",
             ),
         ),
@@ -79,7 +79,9 @@ class UpdateSettings:
         "Factor on a direction: sqrt(max(rows, cols)) with spectral, sqrt(rows / cols) "
         "with unit_rms_norm, sqrt(max(1, rows / cols)) with shape_scaling. Rows are a "
         "matrix's outputs. The extra factor multiplies it. The formulas are those of "
-        "Emerging-Optimizers' get_muon_scale_factor.",
+        "Emerging-Optimizers' get_muon_scale_factor. update_norm is spectral on "
+        "directions that have been given the norm of an orthogonal matrix: the root "
+        f"mean square of each update is then exact ({PAPER}, eq. 6).",
         kinds.choice(get_args(ScaleMode)),
         source=UPSTREAM,
     )

@@ -98,7 +98,9 @@ _MULTIPLIERS = (
 # Values that it cannot have, each with what the error says after field and flag.
 BAD: dict[str, tuple[tuple[Any, str], ...]] = {
     "matched_adamw_rms": (*_POSITIVE, ("0.2", "must be a number, got '0.2'")),
-    "scale_mode": (("max", "must be one of spectral, unit_rms_norm, shape_scaling"),),
+    "scale_mode": (
+        ("max", "must be one of spectral, unit_rms_norm, shape_scaling, update_norm"),
+    ),
     "rule": (("sphere", f"of {', '.join(RULES)}, or MODULE:NAME, got 'sphere'"),),
     "radii": (
         *_PAIRS,

@@ -444,7 +444,7 @@ def test_the_signature_has_the_name_type_and_default_of_each_field() -> None:
     assert parameters["momentum"].annotation is float
     assert (
         parameters["scale_mode"].annotation
-        == Literal["spectral", "unit_rms_norm", "shape_scaling"]
+        == Literal["spectral", "unit_rms_norm", "shape_scaling", "update_norm"]
     )
 
 

@@ -61,6 +61,9 @@ _PACKED = {  # bytes, launches
 }
 _UPDATE = 8 + 8 + 12 + 4, 4  # bytes, operations
 _ADAMW = 16 + 12
+# Launches for an update of exact norm: that of the norm, its square, a comparison, a
+# quotient, a choice, a root, a cast, and that of the product.
+_TO_NORM = 8
 # The rule hyperball first adds up W², W·D and D²: the direction to fp32, a norm of
 # each, a product, its sum. Launches of torch's operations as a virtual GPU counts them.
 _SUMS = (4 + 8 + 12 + 4, 4)  # bytes, operations
@@ -252,6 +255,9 @@ class _Steps:
         for layout, count in work.layouts[rank].items():
             rows, cols = layout[:2]
             numerics = self._numerics.where(layout.own)
+            if numerics.config.scale_mode == "update_norm":  # two reads and a write
+                nbytes = 3 * self._itemsize * rows * cols * count
+                cost += stream(self._hardware, nbytes, _TO_NORM)
             if layout.shared is not None:
                 strip = self._strip(layout.shared, rows * cols, numerics)
                 cost += strip.times(count)

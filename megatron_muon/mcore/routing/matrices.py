@@ -37,6 +37,7 @@ from megatron_muon.planning.layout import (
 )
 from megatron_muon.planning.sections import sectioned
 from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.settings.rules import MATCHED
 from megatron_muon.settings.splits import own_split
 
 
@@ -112,8 +113,8 @@ def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Paramet
 
     ``weight1`` is ``(experts, hidden, fc1 outputs)`` in memory, ``weight2`` ``(experts,
     fc2 inputs, hidden)`` (GroupedMLP.forward's views). With a gated fc1 the local
-    outputs are those of the gate and then of the up half. Rows are inputs: only
-    ``spectral`` has the same scale for a matrix and its transpose.
+    outputs are those of the gate and then of the up half. Rows are inputs: only modes
+    of ``MATCHED`` have the same scale for a matrix and its transpose.
     """
     require_scale_mode(weight, config)
     model = weight.model_config
@@ -138,12 +139,13 @@ def require_scale_mode(weight: Weight, config: MuonConfig) -> None:
     """Raise NotImplementedError where a weight is stored transposed and the scale
     depends on that.
     """
-    if config.scale_mode != "spectral" and weight.is_module("GroupedMLP"):
+    if config.scale_mode not in MATCHED and weight.is_module("GroupedMLP"):
         raise NotImplementedError(
             f"{weight.name}: {named('scale_mode')} {config.scale_mode!r} depends on "
             "outputs / inputs, but the legacy GroupedMLP stores its experts "
-            "transposed: use 'spectral', experts of another class (Transformer "
-            f"Engine's, or no --moe-grouped-gemm), or {named('muon_exclude')}"
+            f"transposed: use {' or '.join(map(repr, MATCHED))}, experts of another "
+            "class (Transformer Engine's, or no --moe-grouped-gemm), or "
+            f"{named('muon_exclude')}"
         )
 
 

@@ -21,6 +21,7 @@ from megatron_muon.settings.flags import (
     upstream_value,
     written,
 )
+from megatron_muon.settings.rules import MATCHED
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY, RUN_ROWS
 
 # Flags that a run with AdamW may have.
@@ -142,7 +143,7 @@ def all_written(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         values[dest] = written(args, dest) or row.default
     values["muon_dp_layout"] = written(args, "muon_dp_layout") or "contiguous"
     values["muon_tp_mode"] = "duplicated"
-    if config.scale_mode != "spectral":
+    if config.scale_mode not in MATCHED:
         values["muon_matched_adamw_rms"] = None
     if config.qk_clip is None:
         values["muon_qk_clip_alpha"] = None

@@ -46,7 +46,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("distributed muon")
     for flag in FLAGS:
         if flag.option in actions:
-            actions[flag.option].help = flag.help
+            action = actions[flag.option]
+            action.help = flag.help
+            if action.choices:
+                both = dict.fromkeys([*action.choices, *flag.kind.choices])
+                action.choices = tuple(both)
         else:
             group.add_argument(
                 flag.option,

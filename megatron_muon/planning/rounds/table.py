@@ -202,8 +202,8 @@ def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Sta
             shared[index - matrix.strip.number].append(index)
             continue
         columns = (matrix.column_parts, matrix.column_blocks, matrix.units)
-        iteration = only(matrix.own, OF_ITERATION)
-        groups[(matrix.rows, matrix.cols, *columns, iteration)].append(index)
+        at_home = only(matrix.own, (*OF_ITERATION, "scale_mode"))
+        groups[(matrix.rows, matrix.cols, *columns, at_home)].append(index)
     start = 0
     for first, indices in sorted(shared.items()):
         strip = matrices[first].strip

@@ -112,6 +112,7 @@ class Oracle:
     second: dict[str, Tensor] = field(default_factory=dict)
     # what a decay of lr · λ is multiplied by: 1 / the largest rate, if independent
     decay_factor: Callable[[str], float] = lambda name: 1.0
+    update_norm: bool = False  # eq. 6
     cautious: bool = False  # arXiv 2510.12402
     hyperball: bool = False  # arXiv 2606.16899: norms of matrices stay
     radii: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -159,6 +160,10 @@ class Oracle:
             if self.cautious:
                 opposed = before[rows] * direction < 0
                 w[rows] = torch.where(opposed, before[rows], w[rows])
+            if self.update_norm and direction.norm() > 0:
+                root_mean = r(direction.norm()) / math.sqrt(direction.numel())
+                size = self.scale_size(name, *direction.shape)
+                direction = r(direction / root_mean) / math.sqrt(size)
             scale = lr * self.rms * math.sqrt(self.scale_size(name, *direction.shape))
             w[rows] = r(w[rows] - r(scale * direction))
 

@@ -93,6 +93,12 @@ CASES = {
         FP32,
         muon=(*FP32.muon, ("scale_mode", "shape_scaling"), ("matched_adamw_rms", 4.0)),
     ),
+    "update-norm": replace(
+        FP32, muon=(*FP32.muon, ("scale_mode", "update_norm"), ("ns_steps", 3))
+    ),
+    "update-norm-shared": replace(
+        FP32, muon=(*FP32.muon, ("scale_mode", "update_norm"), ("split_matrices", 2))
+    ),
     "full-period": replace(
         FP32, gated=True, muon=(*FP32.muon, ("full_period", 2), ("block_lr_mult", 0.5))
     ),
@@ -168,6 +174,7 @@ SCALE_SIZES: dict[str, Callable[[str, int, int], float]] = {
     "spectral": lambda name, rows, cols: max(rows, cols),
     "unit_rms_norm": lambda name, rows, cols: rows / cols,
     "shape_scaling": lambda name, rows, cols: rows / cols if rows > cols else 1.0,
+    "update_norm": lambda name, rows, cols: max(rows, cols),
 }
 
 
@@ -206,6 +213,7 @@ def oracle_for(case: Case, **changes: Any) -> Oracle:
         split_qkv=settings.get("split_qkv", True),
         betas=(0.9, 0.95),
         clip=case.clip,
+        update_norm=settings.get("scale_mode") == "update_norm",
         cautious=settings.get("cautious_decay", False),
         hyperball=settings.get("rule") == "hyperball",
         second_moment=settings.get("rule", ""),

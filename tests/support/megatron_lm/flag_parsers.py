@@ -87,6 +87,10 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         ["--muon-scale-mode", "shape_scaling", "--muon-extra-scale-factor", "0.3"],
         {"scale_mode": "shape_scaling", "matched_adamw_rms": 0.3},
     ),
+    "update-norm": (
+        ["--muon-scale-mode", "update_norm", "--muon-matched-adamw-rms", "0.3"],
+        {"scale_mode": "update_norm", "matched_adamw_rms": 0.3},
+    ),
     "simple": (["--muon-coefficient-type", "simple"], {}),
     "quintic": (["--muon-coefficient-type", "quintic"], {"ns_coefficients": "quintic"}),
     "polar-express": (

@@ -131,8 +131,9 @@ def test_what_is_in_force_is_written(version: str, which: str) -> None:
         if "muon" in dest:
             assert type(getattr(args, dest)) is type(default), dest
     unset = {flag.dest for flag in FLAGS if getattr(args, flag.dest) is None}
-    spectral = config.scale_mode == "spectral"
-    expected = set() if spectral else {"muon_matched_adamw_rms"}
+    matched = config.scale_mode in ("spectral", "update_norm")
+    expected = set() if matched else {"muon_matched_adamw_rms"}
+    expected |= {"muon_momentum_warmup"} if config.momentum_warmup is None else set()
     expected |= (
         {"muon_early_param_gather"} if config.early_param_gather is None else set()
     )

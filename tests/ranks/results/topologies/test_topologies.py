@@ -31,6 +31,8 @@ from support.runs.whole import differences
 T = Topology
 BF16 = Case()
 GATED = Case(gated=True)
+UPDATE_NORM = Case(muon=(("scale_mode", "update_norm"),))
+IN_COLUMNS = (("*.linear_proj.*", "cols:48,48"),)
 WARMING = Case(
     muon=(
         ("momentum_warmup", 2),
@@ -128,6 +130,17 @@ RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
         for setting in SETTINGS
     },
     "warm-up-and-decays": (WARMING, [TP2_DP2, T(dp=3, overlap=True)], [T(2, 2, 2)]),
+    "update-norm": (UPDATE_NORM, [TP2_DP2, T(dp=3, overlap=True)], [T(2, 2, 2)]),
+    "update-norm-columns": (
+        replace(UPDATE_NORM, muon=(*UPDATE_NORM.muon, ("splits", IN_COLUMNS))),
+        [T(2, 1, 3)],
+        [],
+    ),
+    "update-norm-experts": (
+        replace(UPDATE_NORM, moe=True),
+        [T(tp=2, dp=2, ep=2, sequence_parallel=True)],
+        [],
+    ),
     "mla-column": (COLUMN, [TP2_DP2, T(2, 2, 2)], [TP2]),
     "mla": (DUPLICATED, [TP2_DP2, T(2, 2, 2)], [TP2]),
     "mla-column-fp32": (replace(COLUMN, bf16=False, muon=NS_FP32), [], [IN_SEQUENCE]),
