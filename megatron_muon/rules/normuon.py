@@ -144,7 +144,7 @@ class NorMuonRound(MuonRound):
         is_tall, short = whole[0] >= whole[1], min(whole)
         squares = [_squares(part, is_tall) for part in parts]
         moved = _sum([one.sum() for one in squares], sharers)
-        moves = line.isfinite() & moved.isfinite() & (moved > 0)
+        moves = (moved > 0) & (moved + line < math.inf)  # no NaN is
         inverses: list[Tensor] = []
         for moment, square in zip(moments, squares, strict=True):
             mean = (square / short).where(moves, moment)
@@ -172,5 +172,6 @@ def _squares(part: Tensor, is_tall: bool) -> Tensor:
 
 def _sum(numbers: Sequence[Tensor], sharers: Sharers | None) -> Tensor:
     """The sum of scalars of all parts of a unit."""
-    mine = torch.stack(list(numbers))
-    return mine.sum() if sharers is None else sharers.all_numbers(mine[:, None]).sum()
+    if sharers is None:
+        return numbers[0]
+    return sharers.all_numbers(torch.stack(list(numbers))[:, None]).sum()

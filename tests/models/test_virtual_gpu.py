@@ -45,6 +45,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "foreach in fp32": {"elementwise": "foreach", "ns_dtype": "fp32"},
     "hyperball": {"rule": "hyperball"},
     "own": {"rule": "support.runs.own_rules:polar_express"},
+    "normuon": {"rule": "normuon"},
+    "normuon in 3 strips": {"rule": "normuon", "split_matrices": 3},
     "in 3 strips": {"split_matrices": 3},  # of TP 2: wide matrices come as rows
     "rows of squares": {"split_matrices": 4, "ns_iteration": "gram"},
 }

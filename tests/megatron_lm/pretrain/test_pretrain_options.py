@@ -70,6 +70,10 @@ RUNS = {
         2,
         f"--muon-rule hyperball --muon-radius *.linear_fc1.*=5 --weight-decay 0 {OVERLAP}",
     ),
+    "--muon-rule normuon": (
+        2,
+        f"--muon-rule normuon --muon-moment2-beta2 0.9 {OVERLAP}",
+    ),
     "--fp16": (1, "--fp16 --initial-loss-scale 65536"),
     # fp32 weights in a bf16 model
     "--enable-hyper-connections": (2, "--enable-hyper-connections"),

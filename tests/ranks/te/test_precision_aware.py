@@ -100,6 +100,7 @@ def _of_optimizer(held: Whole) -> Whole:
         MOE,
         {**IN_FP16, "clip": 1.0},
         {"weight_decay": 0.0, "muon": (("rule", "hyperball"),)},
+        {"muon": (("rule", "normuon"),)},
     ],
     ids=[
         "remainders",
@@ -110,6 +111,7 @@ def _of_optimizer(held: Whole) -> Whole:
         "experts",
         "fp16",
         "hyperball",
+        "normuon",
     ],
 )
 def test_with_fp32_values_a_step_is_that_without_the_flag(change: Any) -> None:
