@@ -74,6 +74,7 @@ RUNS = {
         2,
         f"--muon-rule normuon --muon-moment2-beta2 0.9 {OVERLAP}",
     ),
+    "--muon-rule torch:sign": (2, "--muon-rule torch:sign"),  # any function of matrices
     "--fp16": (1, "--fp16 --initial-loss-scale 65536"),
     # fp32 weights in a bf16 model
     "--enable-hyper-connections": (2, "--enable-hyper-connections"),

@@ -4,7 +4,9 @@ cannot run ends all ranks.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon import register_rule
+from megatron_muon.mcore.checkpoint.buffers import RECORD
 from ranks.errors.test_hangs import TIMEOUT, _short_timeout
 from ranks.results.test_nonfinite import FC1, _planted
 from support.models.clipped import clipped
@@ -22,6 +25,7 @@ from support.models.gpt import (
     build,
     error_of_building,
     error_of_optimizer,
+    printed_by,
     start,
     take_step,
     trained,
@@ -124,6 +128,24 @@ def test_a_rule_of_another_source_on_a_rank_is_named_on_every_rank() -> None:
     for found in run(_with_another_rule, 2):
         assert "PlanMismatchError" in found
         assert "source of rule of_this_rank: rank 1 of the run has" in found
+
+
+def _loads_another_rules(folder: str) -> tuple[str, bool]:
+    """What a load says of a rule's name that the checkpoint has."""
+    built = start(Case(layers=1), Topology(dp=2))
+    state = built.optimizer.state_dict()
+    settings = {**state[RECORD]["settings"], "rule": "leaves_a_trace:rule"}
+    state[RECORD] = {**state[RECORD], "settings": settings}
+    sys.path.insert(0, folder)
+    _, printed = printed_by(lambda: built.optimizer.load_state_dict(state))
+    return printed, "leaves_a_trace" in sys.modules
+
+
+def test_a_name_from_a_checkpoint_is_compared_and_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "leaves_a_trace.py").write_text("rule = abs")
+    (printed, first), (_, second) = run(_loads_another_rules, 2, str(tmp_path))
+    assert "rule (--muon-rule) is 'muon' now; the checkpoint was saved with" in printed
+    assert "'leaves_a_trace:rule'" in printed and not first and not second
 
 
 def _raises_on_a_rank() -> str:
