@@ -121,7 +121,11 @@ class Runs:
 
 
 def step(
-    kind: Foreach, runs: Runs, momentum: float, nesterov: bool, cautious: bool
+    kind: Foreach,
+    runs: Runs,
+    momentum: float | list[float],
+    nesterov: bool,
+    cautious: bool,
 ) -> None:
     kind.advance_momentum(
         runs.buffers,
@@ -163,7 +167,11 @@ def main() -> None:
             foreach = Runs(random.Random(name), grad, travels)
             kernels = Fused()
             cautious = seed % 2 == 1
-            momentum = random.Random(name).choice((0.95, 0.9, 0.0, 0.123456789))
+            chance = random.Random(name)
+            values = (0.95, 0.9, 0.0, 0.123456789)
+            momentum: float | list[float] = chance.choice(values)
+            if seed % 3 == 2:  # by pattern
+                momentum = [chance.choice(values) for _ in fused.sizes]
             for _ in range(2):  # the second has the tables of the first
                 step(kernels, fused, momentum, nesterov, cautious)
                 step(Foreach(), foreach, momentum, nesterov, cautious)
