@@ -45,7 +45,7 @@ from megatron_muon.planning.sharing.strips import (
 )
 from megatron_muon.planning.slices import Matrix, held_elements
 from megatron_muon.settings.config import HomePolicy
-from megatron_muon.settings.patterns import OF_ITERATION, only
+from megatron_muon.settings.patterns import AT_HOMES, only
 
 # the bound is about as far from the time model's order of choices
 _LEAST_GAIN = Fraction(1, 96)
@@ -289,7 +289,7 @@ class Stage:
 
 
 def _kind(shape: MatrixShape) -> Kind:
-    return shape.rows, shape.cols, only(shape.own, OF_ITERATION)
+    return shape.rows, shape.cols, only(shape.own, AT_HOMES)
 
 
 def with_later(

@@ -53,7 +53,7 @@ from megatron_muon.runtime.rule import (
 from megatron_muon.runtime.states import MAIN_KEY
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.patterns import OF_ITERATION, only
+from megatron_muon.settings.patterns import AT_HOMES, only
 from megatron_muon.settings.rules import row_of
 
 # The momentum has the key of Adam's first moment, and there is no second one: fused
@@ -138,7 +138,7 @@ class MuonRound(RoundRule):
         if momenta:
             self._momentum = momenta if len(set(momenta)) > 1 else momenta[0]
         self._of_stack = {
-            stack.matrices: muon.numerics.where(only(stack.layout.own, OF_ITERATION))
+            stack.matrices: muon.numerics.where(only(stack.layout.own, AT_HOMES))
             for stack in table.stacks
         }
 

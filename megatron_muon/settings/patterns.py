@@ -22,8 +22,9 @@ ByPattern = tuple[str, ...] | Mapping[str, Settings]
 
 # Keys of Megatron's parameter groups, of Muon's parameters and of AdamW's.
 OF_GROUPS = ("lr", "min_lr", "weight_decay")
-OF_ITERATION = ("ns_steps", "ns_coefficients")  # of Newton-Schulz
-OF_MATRICES = ("rms", "scale_mode", "momentum", *OF_ITERATION)
+# of what a home does with a matrix, which matrices of one batch share
+AT_HOMES = ("scale_mode", "ns_steps", "ns_coefficients")
+OF_MATRICES = ("rms", "momentum", *AT_HOMES)
 _FIELDS = {"rms": "matched_adamw_rms"}  # of a key that is no setting's name
 _ROWS = rows_of(UpdateSettings)
 _KINDS = dict.fromkeys(OF_GROUPS, kinds.MULTIPLIER)
@@ -53,13 +54,6 @@ def read(text: str) -> Settings:
             raise ValueError(f"{key} must be a number, got {value!r}") from None
         found[key] = kind.read(meaning)
         kind.check(key, found[key])
-    if found.get("min_lr", 0.0) > found.get("lr", kinds.MOST):
-        raise ValueError(f"min_lr {found['min_lr']} is above lr {found['lr']}")
-    if "scale_mode" in found and "rms" not in found:
-        raise ValueError(
-            f"scale_mode {found['scale_mode']} needs the factor that it is multiplied "
-            "by: add rms (1 in Megatron's own Muon, 0.2 with spectral)"
-        )
     return found
 
 
@@ -113,10 +107,25 @@ def _pairs_of_mapping(given: Mapping[str, Settings]) -> Iterator[tuple[str, str]
 
 
 def canonical_texts(given: ByPattern) -> tuple[str, ...]:
-    """The same as texts, with numbers and keys written in one way."""
-    return tuple(
-        f"{pattern}:{written(read(settings))}" for pattern, settings in pairs_of(given)
-    )
+    """The same as texts, with numbers and keys written in one way.
+
+    Raises:
+        TypeError, ValueError: a pattern has none, or its settings cannot be.
+    """
+    texts = []
+    for pattern, text in pairs_of(given):
+        settings = read(text)
+        if settings.get("min_lr", 0.0) > settings.get("lr", kinds.MOST):
+            raise ValueError(
+                f"min_lr {settings['min_lr']} is above lr {settings['lr']}"
+            )
+        if "scale_mode" in settings and "rms" not in settings:
+            raise ValueError(
+                f"scale_mode {settings['scale_mode']} needs the factor that it is "
+                "multiplied by: add rms (1 in Megatron's own Muon, 0.2 with spectral)"
+            )
+        texts.append(f"{pattern}:{written(settings)}")
+    return tuple(texts)
 
 
 def settings_of(given: ByPattern, names: Sequence[str], part: str = "") -> Settings:

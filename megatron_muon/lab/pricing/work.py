@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.table import stays_in_place
 from megatron_muon.planning.slices import Matrix
-from megatron_muon.settings.patterns import OF_ITERATION, only
+from megatron_muon.settings.patterns import AT_HOMES, only
 
 Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
 
@@ -110,7 +110,7 @@ class Layout(NamedTuple):
             shared = Shared(
                 matrix.whole, matrix.strip.count, matrix.long, matrix.comes_as_rows
             )
-        own = only(matrix.own, OF_ITERATION)
+        own = only(matrix.own, AT_HOMES)
         columns = matrix.column_parts, matrix.column_blocks
         return Layout(*matrix.unit, *columns, shared, own)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_muon.planning.rounds.rank_plan import RankPlan, RankRound
 from megatron_muon.planning.slices import Matrix, Slice, gather_message
-from megatron_muon.settings.patterns import OF_ITERATION, only
+from megatron_muon.settings.patterns import AT_HOMES, only
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Sta
             shared[index - matrix.strip.number].append(index)
             continue
         columns = (matrix.column_parts, matrix.column_blocks, matrix.units)
-        at_home = only(matrix.own, (*OF_ITERATION, "scale_mode"))
+        at_home = only(matrix.own, AT_HOMES)
         groups[(matrix.rows, matrix.cols, *columns, at_home)].append(index)
     start = 0
     for first, indices in sorted(shared.items()):

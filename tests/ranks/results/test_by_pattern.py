@@ -26,6 +26,7 @@ TABLE: dict[str, dict[str, Any]] = {
     FC2: {"rms": 0.4, "scale_mode": "shape_scaling", "weight_decay": 0.3},
     "*.layers.1.*": {"ns_coefficients": "quintic"},
     "*.layers.1.mlp.*": {"momentum": 0.9},
+    "*.1.self_attention.*": {"rms": 0.3, "scale_mode": "update_norm"},
     PROJ: {"lr": 0.001, "min_lr": 0.0, "weight_decay": 0.0},
     "embedding.*": {"lr": 0.05},
 }
@@ -115,7 +116,11 @@ def test_a_part_of_a_fused_weight_has_settings_of_its_own(topology: Topology) ->
 
 
 SHARED = (("split_matrices", 2), ("homes", "local"))
-STEPS = {FC1: {"ns_steps": 8}, "*.layers.1.mlp.*": {"ns_coefficients": "quintic"}}
+STEPS = {
+    FC1: {"ns_steps": 8},
+    "*.layers.1.mlp.*": {"ns_coefficients": "quintic"},
+    "*.layers.0.mlp.linear_fc2.*": {"rms": 0.3, "scale_mode": "update_norm"},
+}
 
 
 @pytest.mark.parametrize("iteration", ["standard", "auto"])
