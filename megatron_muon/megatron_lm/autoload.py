@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import itertools
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_muon.console import say_once
+from megatron_muon.megatron_lm.flags.parser import muons_on
 from megatron_muon.megatron_lm.install import asks_for_muon, install_training, wrap
 from megatron_muon.megatron_lm.launch import (
     ON_CPU,
@@ -62,10 +62,8 @@ def _stop_muon() -> None:
 
     This Megatron may be of any shape, so the command line is asked first.
     """
-    words = [word for argument in sys.argv[1:] for word in argument.split("=", 1)]
-    for name in MUONS:
-        if ("--optimizer", name) in itertools.pairwise(words):
-            _refuse(Namespace(optimizer=name))
+    for name in muons_on(sys.argv[1:]):
+        _refuse(Namespace(optimizer=name))
     for name in ("parse_args", "validate_args"):
         with contextlib.suppress(ImportError, AttributeError):
             wrap("megatron.training.arguments", name, _refuse_around)

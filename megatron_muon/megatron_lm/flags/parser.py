@@ -120,13 +120,15 @@ def given_on(parser: argparse.ArgumentParser, line: Sequence[str]) -> list[str]:
     Muon.
     """
     known = _muons_options(parser)
-    options = [word for word in line if word.split("=")[0] in known]
-    for name in MUONS:
-        if f"--optimizer={name}" in line or ("--optimizer", name) in itertools.pairwise(
-            line
-        ):
-            options.insert(0, f"--optimizer {name}")
-    return options
+    names = [f"--optimizer {name}" for name in muons_on(line)]
+    return names + [word for word in line if word.split("=")[0] in known]
+
+
+def muons_on(line: Sequence[str]) -> list[str]:
+    """The names of Muon that ``--optimizer`` has on a command line."""
+    words = itertools.chain.from_iterable(word.split("=", 1) for word in line)
+    pairs = set(itertools.pairwise(words))
+    return [name for name in MUONS if ("--optimizer", name) in pairs]
 
 
 def _muons_options(parser: argparse.ArgumentParser) -> list[str]:
