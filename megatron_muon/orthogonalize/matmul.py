@@ -64,18 +64,18 @@ class KernelError(MuonError, RuntimeError):
     @classmethod
     def of(cls, error: Exception, library: str = "quack-kernels") -> KernelError:
         """The error that quotes the library's ``error``."""
-        said = f"{type(error).__name__}: {error}"
+        quoted = f"{type(error).__name__}: {error}"
         if library == "triton":
             return cls(
                 "the kernel of --muon-symmetric-products triton fails: "
-                f"{said}. Without the flag, or with torch, torch's matmul takes its "
+                f"{quoted}. Without the flag, or with torch, torch's matmul takes its "
                 "place"
             )
         return cls(
             "quack-kernels is installed, for the symmetric products of Newton-Schulz, "
-            f"and fails: {said}. Install a release of it that fits this GPU and torch, "
-            "or uninstall it, or give --muon-symmetric-products torch: torch's matmul "
-            "takes its place"
+            f"and fails: {quoted}. Install a release of it that fits this GPU and "
+            "torch, or uninstall it, or give --muon-symmetric-products torch: torch's "
+            "matmul takes its place"
         )
 
 

@@ -5,7 +5,7 @@ for columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, product
 
 import torch
@@ -116,40 +116,26 @@ class Sharers:
         Returns:
             ``(rows, columns of the strip)`` of each of them, contiguous.
         """
-        flat = [strip.flatten(1) for strip in by_rows]
-        turned = self._turned(flat, 1, lambda a, b: (self._rows[a], self._cols[b]))
-        return list(turned)
+        return list(self._recut([strip.flatten(1) for strip in by_rows], 1))
 
     def columns_to_rows(
         self, by_cols: Sequence[Tensor], into: Sequence[Tensor]
     ) -> None:
         """The inverse of ``rows_to_columns``, into tensors laid out as its argument."""
-        by_rows = self._turned(by_cols, 0, lambda a, b: (self._rows[b], self._cols[a]))
-        for strip, rows in zip(into, by_rows, strict=True):
+        for strip, rows in zip(into, self._recut(by_cols, 0), strict=True):
             strip.copy_(rows.view(strip.shape))
 
-    def _turned(
-        self,
-        strips: Sequence[Tensor],
-        dim: int,
-        shape_of: Callable[[int, int], tuple[int, int]],
-    ) -> Iterator[Tensor]:
-        """Ranges of the other dim, from the strips here, which are cut along ``dim``.
-
-        Where strip a of the argument and strip b of the result cross, a block has the
-        shape ``shape_of(a, b)``.
-        """
+    def _recut(self, strips: Sequence[Tensor], dim: int) -> Iterator[Tensor]:
+        """Ranges of the other dim, from the strips here, cut along ``dim``."""
         crossings: _Crossings = {}
         for a, strip in zip(self.numbers, strips, strict=True):
             parts = split_with_sizes(strip, (self._rows, self._cols)[dim], dim)
             crossings |= {(a, b): part for b, part in enumerate(parts)}
-        made = self._swapped(crossings, shape_of)
+        made = self._swapped(crossings, dim)
         for b in self.numbers:
             yield torch.cat([made[a, b] for a in range(self.count)], 1 - dim)
 
-    def _swapped(
-        self, crossings: _Crossings, shape_of: Callable[[int, int], tuple[int, int]]
-    ) -> _Crossings:
+    def _swapped(self, crossings: _Crossings, dim: int) -> _Crossings:
         """The blocks ``(any strip, a strip here)``, from ``(a strip here, any strip)``.
 
         The homes send each other the blocks that these lack.
@@ -161,6 +147,10 @@ class Sharers:
         theirs = [self._strips_at(other) for other in self._others]
         outgoing = [list(product(own, strips)) for strips in theirs]
         incoming = [list(product(strips, own)) for strips in theirs]
+
+        def shape_of(before: int, after: int) -> tuple[int, int]:
+            row, col = (before, after) if dim == 1 else (after, before)
+            return self._rows[row], self._cols[col]
 
         def sizes(keys: Sequence[tuple[int, int]]) -> list[int]:
             return [math.prod(shape_of(*key)) for key in keys]

@@ -49,6 +49,7 @@ from megatron_muon.runtime.patches import Function, Patches
 from megatron_muon.settings.config import MuonConfig, named
 
 SINCE = (0, 18)
+_STOCK = Layout("contiguous", None, "")  # with as many buckets as Megatron makes
 # each DistributedDataParallel that was built with ``align_shards``
 _ordered: WeakSet[Any] = WeakSet()
 
@@ -144,7 +145,7 @@ def build(
     call.apply_defaults()
     given = call.arguments
     model = _chunk(given["module"], given.get("pg_collection"), config)
-    chosen = None
+    chosen = _STOCK
     if layouts and _may_be_cut(given):
         chosen = _choose(model, given, may_be_bucketed="bucketed" in layouts)
         host().take_layout(chosen)
@@ -180,7 +181,7 @@ def _choose(
 ) -> Layout:
     """The layout that the first stage chooses; other stages have no number."""
     group = group_of("pp", given.get("pg_collection"))
-    chosen = Layout("contiguous", None, "")
+    chosen = _STOCK
     if model is not None and group.rank() == 0:
         chosen = choose_layout(
             model.buffers(), model.numerics, may_be_bucketed=may_be_bucketed
@@ -196,21 +197,17 @@ def _choose(
     return chosen
 
 
-def _lay_out(given: dict[str, Any], model: _Chunk, chosen: Layout | None) -> None:
+def _lay_out(given: dict[str, Any], model: _Chunk, chosen: Layout) -> None:
     """Put the layout into the arguments of DistributedDataParallel's ``__init__``."""
     ddp_config = given["ddp_config"]
     whole = given.get("full_param_layout")
-    if chosen is not None and chosen.number is not None:
+    if chosen.number is not None:
         elements = sum(param.numel() for param in model.params)
         ddp_config.bucket_size = elements // chosen.number
         if whole is not None:
             whole = _megatrons(given, model)
-    is_ordered = (
-        model.numerics.config.align_shards and ddp_config.use_distributed_optimizer
-    )
-    if chosen is not None and chosen.name == "bucketed":
-        is_ordered = False
-    if is_ordered:
+    is_ordered = model.numerics.config.align_shards and chosen.name != "bucketed"
+    if is_ordered and ddp_config.use_distributed_optimizer:
         whole = whole or _megatrons(given, model)
         layouts = {key: _in_order(one, model) for key, one in whole.layouts.items()}
         whole = dataclasses.replace(whole, layouts=layouts)
