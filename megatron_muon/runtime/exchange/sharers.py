@@ -13,7 +13,7 @@ from torch import Tensor, split_with_sizes
 
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
-from megatron_muon.runtime.collectives import Counts, Group, Route
+from megatron_muon.runtime.collectives import Group, Route
 from megatron_muon.runtime.exchange.meter import Meter
 
 # blocks in which rows of one strip cross columns of another, by the strips' numbers
@@ -55,6 +55,7 @@ class Sharers:
         self.numbers = self._strips_at(rank)
         self._ranks = sorted(set(self._homes))
         self._others = [other for other in self._ranks if other != rank]
+        self._theirs = [self._strips_at(other) for other in self._others]
         self._group, self._world, self._meter = group, world, meter
 
     def all_numbers(self, mine: Tensor) -> Tensor:
@@ -64,12 +65,16 @@ class Sharers:
     def add(self, squares: Sequence[Tensor]) -> Tensor:
         """The sum of all strips' squares, ``(m, m)``, from those of the strips here."""
         size = squares[0].size(0)
-        rows = {rank: self._square_rows(rank, size) for rank in self._ranks}
+        homes = len(self._ranks)
+        rows = {
+            rank: slice(at * size // homes, (at + 1) * size // homes)
+            for at, rank in enumerate(self._ranks)
+        }
         parts = {
             rank: [square[own] for square in squares] for rank, own in rows.items()
         }
         of_all = self._of_all(parts)
-        total = torch.zeros_like(of_all[0], dtype=torch.float32)
+        total = torch.zeros_like(parts[self._rank][0], dtype=torch.float32)
         for part in of_all:
             total.add_(part)
         return self._whole(total.to(squares[0].dtype), rows)
@@ -144,9 +149,8 @@ class Sharers:
         made = {key: crossings[key] for key in product(own, own)}
         if not self._others:
             return made
-        theirs = [self._strips_at(other) for other in self._others]
-        outgoing = [list(product(own, strips)) for strips in theirs]
-        incoming = [list(product(strips, own)) for strips in theirs]
+        outgoing = [list(product(own, strips)) for strips in self._theirs]
+        incoming = [list(product(strips, own)) for strips in self._theirs]
 
         def shape_of(before: int, after: int) -> tuple[int, int]:
             row, col = (before, after) if dim == 1 else (after, before)
@@ -155,20 +159,19 @@ class Sharers:
         def sizes(keys: Sequence[tuple[int, int]]) -> list[int]:
             return [math.prod(shape_of(*key)) for key in keys]
 
-        keys_sent = list(chain.from_iterable(outgoing))
-        sent = crossings[own[0], own[0]].new_empty(sum(sizes(keys_sent)))
-        places = split_with_sizes(sent, sizes(keys_sent))
-        for key, place in zip(keys_sent, places, strict=True):
+        keys = list(chain.from_iterable(outgoing))
+        sent = crossings[own[0], own[0]].new_empty(sum(sizes(keys)))
+        places = split_with_sizes(sent, sizes(keys))
+        for key, place in zip(keys, places, strict=True):
             place.view(shape_of(*key)).copy_(crossings[key])
         self._meter.turn_bytes += sent.nbytes
-        sent_counts = [sum(sizes(keys)) for keys in outgoing]
-        to = list(zip(self._others, sent_counts, strict=True))
-        counts = [sum(sizes(keys)) for keys in incoming]
+        to = [sum(sizes(some)) for some in outgoing]
+        counts = [sum(sizes(some)) for some in incoming]
         received = self._received("muon/turn", sent, to, counts)
-        for keys, part in zip(incoming, received, strict=True):
-            parts = split_with_sizes(part, sizes(keys))
-            for key, flat in zip(keys, parts, strict=True):
-                made[key] = flat.view(shape_of(*key))
+        keys = list(chain.from_iterable(incoming))
+        parts = split_with_sizes(received, sizes(keys))
+        for key, part in zip(keys, parts, strict=True):
+            made[key] = part.view(shape_of(*key))
         return made
 
     def _strips_at(self, rank: int) -> list[int]:
@@ -183,33 +186,31 @@ class Sharers:
                 gets has one shape.
         """
         own = given[self._rank]
-        got = {self._rank: iter(own)}
+        of_strips = dict(zip(self.numbers, own, strict=True))
         if self._others:
             parts: list[Tensor] = []
             for other in self._others:
                 parts += [part.flatten() for part in given[other]]
-            to = [(other, len(own) * given[other][0].numel()) for other in self._others]
-            counts = [
-                self._homes.count(other) * own[0].numel() for other in self._others
-            ]
+            to = [len(own) * given[other][0].numel() for other in self._others]
+            counts = [len(strips) * own[0].numel() for strips in self._theirs]
             sent = torch.cat(parts)
             self._meter.square_bytes += sent.nbytes
             received = self._received("muon/share", sent, to, counts)
-            for other, theirs in zip(self._others, received, strict=True):
-                got[other] = iter(theirs.view(-1, *own[0].shape))
-        return [next(got[home]) for home in self._homes]
+            theirs = chain.from_iterable(self._theirs)
+            of_strips |= zip(theirs, received.view(-1, *own[0].shape), strict=True)
+        return [of_strips[number] for number in range(self.count)]
 
     def _received(
-        self, name: str, sent: Tensor, to: Counts, counts: Sequence[int]
-    ) -> Sequence[Tensor]:
-        """Parts of these sizes, one from each of the other homes."""
+        self, name: str, sent: Tensor, to: Sequence[int], counts: Sequence[int]
+    ) -> Tensor:
+        """What the other homes send, one after another, for what is sent to each.
+
+        Args:
+            to, counts: numbers of elements by home.
+        """
+        sent_to = list(zip(self._others, to, strict=True))
         taken = list(zip(self._others, counts, strict=True))
-        route = Route.of(self._group, self._world, self._rank, to, taken)
+        route = Route.of(self._group, self._world, self._rank, sent_to, taken)
         pending = collectives.start_messages(name, sent, route)
         assert pending is not None
-        return split_with_sizes(pending.wait(), list(counts))
-
-    def _square_rows(self, rank: int, size: int) -> slice:
-        at = self._ranks.index(rank)
-        number = len(self._ranks)
-        return slice(at * size // number, (at + 1) * size // number)
+        return pending.wait()
