@@ -146,14 +146,6 @@ def takes_batches(device: torch.device) -> bool:
     return not (is_cpu(device) or torch.are_deterministic_algorithms_enabled())
 
 
-def _bits_are_the_same(source: Tensor, numerics: Numerics) -> bool:
-    """Whether a GPU gives a whole matrix the same bits in every layout (a CPU always
-    does).
-    """
-    one_by_one = numerics.config.ns_batch == 1 or not takes_batches(source.device)
-    return one_by_one and not is_cpu(source.device)
-
-
 def at_once_on(
     device: torch.device, numerics: Numerics, rows: int, cols: int, most: int
 ) -> int:
@@ -221,11 +213,10 @@ def _orthogonalize_into(
     if starts_in_memory and second is not None:
         first, second = second, first
     into = source.view(products.held) if starts_in_memory else like_source(first)
-    if (
-        _bits_are_the_same(source, numerics)
-        and source.dim() == 5
-        and source.size(3) > 1
-    ):
+    # A whole matrix has the same bits in every layout then; on a CPU it always has.
+    one_by_one = numerics.config.ns_batch == 1 or not takes_batches(source.device)
+    in_parts = source.dim() == 5 and source.size(3) > 1
+    if one_by_one and in_parts and not is_cpu(source.device):
         # A norm's sums go by the order in memory, and TP's parts lie one after another.
         in_rows = first.view(source.dtype)
         like_source(in_rows).copy_(source)

@@ -159,15 +159,10 @@ def _divide(source: Tensor, into: Tensor, divisors: Tensor) -> None:
         launch_divide(source, into, divisors)
 
 
-def _no_divisors(source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
-    """The kernels on the meta device."""
-    return source.new_empty((source.size(0), 2), dtype=torch.float32)
-
-
 define(
     "divisors(Tensor source, Tensor? moves, float scale) -> Tensor",
     _divisors,
-    _no_divisors,
+    lambda source, *_: source.new_empty((source.size(0), 2), dtype=torch.float32),
 )
 define("divide(Tensor source, Tensor(a!) into, Tensor divisors) -> ()", _divide)
 

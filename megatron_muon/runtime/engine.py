@@ -84,12 +84,12 @@ class Engine:
         self.rule, self.plan, self.own = rule, plan, own
         self.exchange, self.meter = exchange, meter
         self.main_params = dict(main_params)
-        self.rounds = [
-            Round(one, rule, phase, self._sums(number))
-            for number, one in enumerate(exchange.rounds)
-        ]
+        self.rounds: list[Round] = []
         names: list[str] = []
-        for round in self.rounds:
+        for number, one in enumerate(exchange.rounds):
+            sums = SliceSums(plan, number, own.rank, exchange) if rule.asks else None
+            round = Round(one, rule, phase, sums)
+            self.rounds.append(round)
             names += [plan.matrices[index].whole_name for index in round.homes]
         self.nonfinite = Nonfinite(names, exchange.device)
         self.start_next: Callable[[], None] | None = None
@@ -100,12 +100,6 @@ class Engine:
         self._started: Shards | None = None
         self._begun: Staged | None = None  # the first round's results
         self._is_half_done = False  # state has advanced, and the step has not ended
-
-    def _sums(self, number: int) -> SliceSums | None:
-        """What adds up numbers in a round, if the rule asks for sums."""
-        if not self.rule.asks:
-            return None
-        return SliceSums(self.plan, number, self.own.rank, self.exchange)
 
     @property
     def state_keys(self) -> tuple[str, ...]:

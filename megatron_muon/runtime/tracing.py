@@ -27,11 +27,11 @@ def phases(config: Any = None) -> Phase:
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
-        with (
-            record_function(name),
-            _nvtx(name),
-            _timed(getattr(config, "timers", None), name),
-        ):
+        nvtx: Any = nullcontext()  # torch's range is an untyped generator
+        if torch.cuda.is_available():
+            nvtx = torch.cuda.nvtx.range(name)
+        timers = getattr(config, "timers", None)
+        with record_function(name), nvtx, _timed(timers, name):
             try:
                 yield
             except Exception as error:
@@ -40,11 +40,6 @@ def phases(config: Any = None) -> Phase:
                 raise
 
     return phase
-
-
-def _nvtx(name: str) -> AbstractContextManager[Any]:
-    # typed loosely: torch's range is an untyped generator
-    return torch.cuda.nvtx.range(name) if torch.cuda.is_available() else nullcontext()
 
 
 @contextmanager

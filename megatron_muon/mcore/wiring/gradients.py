@@ -213,15 +213,13 @@ def keep_biases_apart(routes: Sequence[Route], stage: Stage) -> list[str]:
     of a parameter. Transformer Engine's grouped experts, gpt-oss's among them, are not
     marked.
     """
-    mixed = [route.weight for route in routes if _is_mixed(route.weight, stage)]
-    for weight in mixed:
-        setattr(weight.param, _ADDED_UP, False)
-    return [of_any_number(weight.name) for weight in mixed]
-
-
-def _is_mixed(weight: Weight, stage: Stage) -> bool:
-    of_expert = weight.is_expert and weight.name.endswith(".bias")
-    return of_expert and stage.sizes.ep > 1 and getattr(weight.param, _ADDED_UP, False)
+    names: list[str] = []
+    for weight in (route.weight for route in routes if stage.sizes.ep > 1):
+        is_experts_bias = weight.is_expert and weight.name.endswith(".bias")
+        if is_experts_bias and getattr(weight.param, _ADDED_UP, False):
+            setattr(weight.param, _ADDED_UP, False)
+            names.append(of_any_number(weight.name))
+    return names
 
 
 def require_usable_groups(dist_opt: Any) -> None:
