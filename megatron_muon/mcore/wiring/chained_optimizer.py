@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_muon.console import first_names
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
-from megatron_muon.mcore.host.shards import device_of, owned_shards
+from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.mcore.wiring.buffers.bucket_groups import finish_gathers
 from megatron_muon.mcore.wiring.gradients import (
     LateNorm,
@@ -57,8 +57,8 @@ class MuonChainedOptimizer(CheckpointChain):
             first.grad_scaler.begin()
         is_skipped = bool(super().prepare_grads())
         if is_skipped:  # on every rank, by a loss scaler's vote or by a refusal in it
-            device = device_of(first.model_chunks)
-            raise_together(error, first.get_grad_stats_parallel_group(), device)
+            group = first.get_grad_stats_parallel_group()
+            raise_together(error, group, self._device)
         if is_skipped and self.watch is not None:
             self.watch.skip()
         return is_skipped
@@ -234,7 +234,7 @@ class MuonChainedOptimizer(CheckpointChain):
 
     def _some_grad_is_unusable(self) -> Tensor:
         """A bool scalar; on CUDA it is still being computed when this returns."""
-        device = device_of(self.chained_optimizers[0].model_chunks)
+        device = self._device
         if any(part.refuses for part in self.chained_optimizers):
             return torch.tensor(True, device=device)
         grads_of: dict[float, list[Tensor]] = {}
