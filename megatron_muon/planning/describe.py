@@ -15,7 +15,7 @@ from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.coefficients import spelled, steps_made_for
 from megatron_muon.settings.config import MuonConfig, named
-from megatron_muon.settings.patterns import pairs_of
+from megatron_muon.settings.patterns import AT_HOMES, only, pairs_of
 from megatron_muon.settings.rules import OwnRule, own_rule
 from megatron_muon.settings.run import NODE
 from megatron_muon.version import __version__
@@ -70,12 +70,18 @@ def lines_of(names: Names) -> list[str]:
     ]
 
 
-def pattern_lines(config: MuonConfig) -> list[str]:
-    """A line for each pattern that has settings of its own."""
-    return [
-        f"{PREFIX} {pattern}: {settings}"
-        for pattern, settings in pairs_of(config.by_pattern)
-    ]
+def pattern_lines(numerics: Numerics) -> list[str]:
+    """A line for each pattern that has settings of its own; with its iteration where
+    that is not the run's.
+    """
+    lines = []
+    for pattern, settings in pairs_of(numerics.config.by_pattern):
+        line = f"{PREFIX} {pattern}: {settings}"
+        own = numerics.where(only(settings, AT_HOMES))
+        if own.iteration != numerics.iteration:
+            line += f"; iteration {_iteration(own)}"
+        lines.append(line)
+    return lines
 
 
 # --- the model ------------------------------------------------------------------------

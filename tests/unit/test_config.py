@@ -20,6 +20,7 @@ from megatron_muon.planning.describe import (
     computing_line,
     link_lines,
     not_shared_lines,
+    pattern_lines,
 )
 from megatron_muon.settings.coefficients import SETS, NsDtype, schedule
 from megatron_muon.settings.config import ROWS
@@ -282,9 +283,14 @@ def test_without_tested_restarts_gram_is_refused_and_auto_is_standard(
             line = computing_line(
                 Numerics(config, device), "torch", "foreach", in_batches=True
             )
-            assert ("since the Gram iteration has not been found accurate" in line) == (
-                iteration == "auto" or device in CUDAS
+            said = "since the Gram iteration has not been found accurate"
+            is_wanted = iteration == "auto" or device in CUDAS
+            assert (said in line) == is_wanted
+            of_run = MuonConfig(
+                preset="fast", ns_iteration=iteration, by_pattern={"a": settings}
             )
+            (line,) = pattern_lines(Numerics(of_run, device))
+            assert (said in line) == is_wanted
 
 
 @pytest.mark.parametrize("device", CUDAS)

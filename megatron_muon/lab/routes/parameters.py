@@ -21,6 +21,7 @@ from megatron_muon.mcore.routing.param_routing import (
     why_adamw,
 )
 from megatron_muon.mcore.routing.survey import require_matched
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.describe import (
     Share,
     link_lines,
@@ -113,7 +114,7 @@ def routes(run: Run) -> Routes:
             matched |= stage.matched
             share += stage.share
     require_matched(matched, run.config)
-    lines = pattern_lines(run.config) + share_lines(share)
+    lines = pattern_lines(Numerics(run.config)) + share_lines(share)
     nodes = {rank // run.config.node_ranks for rank in stages[0].ranks}
     if len(nodes) > 1:
         lines += link_lines(run.config)

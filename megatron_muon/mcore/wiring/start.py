@@ -99,7 +99,7 @@ def start_lines(
         describe.active_line(core, torch.__version__, config),
         *(f"{describe.PREFIX} {line}" for line in _of_flags),
         *changes,
-        *describe.pattern_lines(config),
+        *describe.pattern_lines(numerics),
         *describe.share_lines(model),
         describe.computing_line(
             numerics,
