@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from megatron.core import optimizer as mcore_optimizer
+from megatron.core.utils import get_model_config
 
 from megatron_muon.mcore import qk_clip
 from megatron_muon.mcore.host.loop import host
@@ -142,6 +143,8 @@ def _built(
         checks = partial(refuse, settings, call.arguments)
         together(checks, None, device_of(model_chunks))
         settings = _with_upstreams(settings, call)
+        if getattr(get_model_config(model_chunks[0]), "use_mup", False):
+            _apply_mup(settings, call)
     if _decays_everything(settings, config):
         _decay_everything(call)
     if not is_muon:
@@ -161,6 +164,21 @@ def _built(
         optimizer = original(*call.args, **call.kwargs)
     make_muons(optimizer, model_chunks, settings, call.arguments.get("pg_collection"))
     return optimizer
+
+
+def _apply_mup(settings: MuonConfig, call: inspect.BoundArguments) -> None:
+    """Change the overrides in the arguments so that muP's rates are AdamW's alone."""
+    from megatron_muon.mcore.routing.mup import adamws_overrides
+
+    model_chunks = call.arguments["model_chunks"]
+    overrides = call.arguments.get("config_overrides") or {}
+    made = together(
+        lambda: adamws_overrides(overrides, model_chunks, settings),
+        None,
+        device_of(model_chunks),
+    )
+    if overrides:
+        call.arguments["config_overrides"] = made
 
 
 def _with_upstreams(settings: MuonConfig, call: inspect.BoundArguments) -> MuonConfig:

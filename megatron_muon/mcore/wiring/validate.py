@@ -45,7 +45,6 @@ REFUSED = {
     "moe_single_grouped_weight": "keep a weight per expert",
     # else it would look like a matrix
     "moe_single_grouped_bias": "keep a bias per expert",
-    "use_mup": "leave it off, since it sets Adam's rates",
     "offload_optimizer_states": _BY_ROUND,
     "low_memory_resume": (
         "leave it off: it moves only AdamW's state to the host while it loads"

@@ -29,10 +29,10 @@ def test_all_refused_flags_are_in_one_error() -> None:
         optimizer="muon",
         use_distributed_optimizer=False,
         optimizer_cpu_offload=1,
-        use_mup=1,
+        optimizer_cuda_graph=1,
     )
     each = (
-        "(?s)--use-distributed-opt.*--use-mup yet: leave it "
+        "(?s)--use-distributed-opt.*--optimizer-cuda-graph yet: leave it "
         "off.*--optimizer-cpu-offload without"
     )
     with pytest.raises(ValueError, match=each):

@@ -1,0 +1,99 @@
+"""muP (Megatron's ``use_mup``): rates by width, each applied once.
+
+Megatron's ``get_mup_config_overrides`` gives AdamW's hidden matrices 1 / width of the
+rate. Muon's need none, since ``unit_rms_norm`` is their scale by width. Megatron tells
+Muon's matrices by a rule of its own; here they are those that Muon updates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_muon.mcore.host.process_groups import Sizes
+from megatron_muon.mcore.routing.param_routing import weights, why_adamw
+from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.settings.patterns import pairs_of, read
+from megatron_muon.settings.rules import MATCHED, row_of
+
+Overrides = Mapping[Any, Any]  # Megatron's settings of parameters, by its keys
+_OF_MUP = "mup_"  # its predicates' names begin so
+
+
+def adamws_overrides(
+    overrides: Overrides, model_chunks: Sequence[torch.nn.Module], config: MuonConfig
+) -> dict[Any, Any]:
+    """Megatron's overrides, with muP's for all hidden matrices of AdamW's alone.
+
+    Raises:
+        ValueError: a scale mode grows with the width; or the overrides were made for
+            AdamW, and would change Muon's rates, too.
+    """
+    _require_scales(config)
+    muons = _muons(model_chunks, config)
+    found: dict[Any, Any] = {}
+    for key, override in overrides.items():
+        predicate: Any = getattr(key, "with_name_predicate", None)
+        if getattr(predicate, "name", "").startswith(_OF_MUP):
+            for param, name in muons.items():
+                if _is_hidden(param, name) and predicate(param, name):
+                    raise ValueError(
+                        f"muP's rate of AdamW is asked for {name}, which is Muon's and "
+                        "has a scale by width: make the overrides with "
+                        "get_mup_config_overrides(..., optimizer_type='muon')"
+                    )
+            key = dataclasses.replace(
+                key, with_name_predicate=_of_adamw(predicate, muons)
+            )
+        found[key] = override
+    return found
+
+
+def _require_scales(config: MuonConfig) -> None:
+    if "scale_mode" in row_of(config.rule).refuses:  # it has a scale of its own
+        return
+    modes = {config.scale_mode}
+    for _, settings in pairs_of(config.by_pattern):
+        modes.add(read(settings).get("scale_mode", config.scale_mode))
+    for mode in modes.intersection(MATCHED):
+        raise ValueError(
+            f"use_mup with {named('scale_mode')} {mode}: the change of a layer's "
+            "output then grows with the width, so no rate carries over to another one: "
+            "give unit_rms_norm"
+        )
+
+
+def _muons(
+    model_chunks: Sequence[torch.nn.Module], config: MuonConfig
+) -> dict[torch.nn.Parameter, str]:
+    """Muon's parameters with their names."""
+    found = {}
+    for weight in weights(model_chunks):
+        model = weight.model_config
+        tp_size = model.tensor_model_parallel_size
+        expert_tp = model.expert_tensor_parallel_size or tp_size
+        sizes = Sizes(tp_size, expert_tp, model.expert_model_parallel_size)
+        if why_adamw(weight, weight.tp_size(sizes), config) is None:
+            found[weight.param] = weight.name
+    return found
+
+
+def _is_hidden(param: torch.nn.Parameter, name: str) -> bool:
+    """Whether it is a matrix between two layers, which Megatron takes for Muon's."""
+    is_embedding = "embedding" in name or getattr(param, "shared_embedding", False)
+    is_end = getattr(param, "is_embedding_or_output_parameter", is_embedding)
+    return param.dim() == 2 and not (is_embedding or is_end)
+
+
+def _of_adamw(predicate: Any, muons: Mapping[torch.nn.Parameter, str]) -> Any:
+    """The predicate, which holds for what is AdamW's only here, and not for Muon's."""
+    asked = predicate.fn
+
+    def holds(param: torch.nn.Parameter, name: str) -> bool:
+        is_asked = _is_hidden(param, name) or asked(param, name)
+        return is_asked and param not in muons
+
+    return dataclasses.replace(predicate, fn=holds)

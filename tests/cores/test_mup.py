@@ -1,0 +1,152 @@
+"""muP: Megatron's rates by width for AdamW's parameters, Muon's scale for its
+matrices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from megatron.core import optimizer as mcore_optimizer
+
+from megatron_muon import MuonConfig
+from megatron_muon.mcore.host.shards import owned_shards
+from support.installed import VERSION, installed
+from support.models.gpt import (
+    Built,
+    Case,
+    Topology,
+    build,
+    distributed_optimizers,
+    held,
+    optimizer_config,
+    take_step,
+    train,
+)
+from support.ranks import error_of, run
+from support.runs.whole import differences, whole
+
+pytestmark = pytest.mark.skipif(
+    VERSION < (0, 17), reason="Megatron has it since core 0.17"
+)
+CASE = Case(layers=1, muon=(("scale_mode", "unit_rms_norm"),))
+MOE = replace(CASE, moe=True)
+FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
+EXCLUDED = ("muon_exclude", (FC2,))
+# what AdamW updates between two layers, and the untied output layer
+SCALED = ("output_layer.weight", FC2)
+
+
+def _optimizer(built: Built, width: float, of: str = "muon") -> Any:
+    """As Megatron-LM's ``setup_model_and_optimizer`` makes it."""
+    config = optimizer_config(built)
+    for chunk in built.chunks:
+        chunk.config.use_mup = True
+    overrides = mcore_optimizer.get_standard_config_overrides(config)
+    mup = mcore_optimizer.get_mup_config_overrides(config, width, of)
+    return mcore_optimizer.get_megatron_optimizer(
+        config, built.chunks, config_overrides={**overrides, **mup}
+    )
+
+
+def _rates(built: Built, groups: list[Mapping[str, Any]]) -> dict[str, float]:
+    """The largest rate of each parameter here, of which groups may have a shard."""
+    names = {id(param): name for name, param in built.params.items()}
+    if built.optimizer is not None:
+        for part in distributed_optimizers(built.optimizer):
+            names |= {id(s): names[id(param)] for param, s in owned_shards(part)}
+    rates = {}
+    for group in groups:
+        for param in group["params"]:
+            rates[names[id(param)]] = group["max_lr"]
+    return rates
+
+
+def _by_mup(case: Case, topology: Topology, width: float) -> dict[str, Any]:
+    """The rates that Megatron's own functions give with ``optimizer='muon'``, and what
+    two steps with the plugin hold.
+    """
+    built = build(case, topology)
+    config = optimizer_config(built)
+    overrides = mcore_optimizer.get_standard_config_overrides(config)
+    overrides |= mcore_optimizer.get_mup_config_overrides(config, width, "muon")
+    groups = mcore_optimizer._get_param_groups(built.chunks, config, overrides)
+    megatrons = _rates(built, groups)
+    with installed(MuonConfig(**dict(case.muon))):
+        built.optimizer = _optimizer(built, width)
+    here = _rates(built, built.optimizer.param_groups)
+    for step in range(2):
+        take_step(built, step)
+    return {**held(built), "here": here, "megatrons": megatrons}
+
+
+@pytest.mark.parametrize(
+    ("case", "topology", "width"),
+    [
+        (CASE, Topology(), 2.0),
+        (CASE, Topology(tp=2, dp=2), 4.0),
+        (MOE, Topology(dp=2, ep=2), 8.0),
+    ],
+    ids=["one", "tp and dp", "experts"],
+)
+def test_rates_are_megatrons_and_each_factor_is_applied_once(
+    case: Case, topology: Topology, width: float
+) -> None:
+    """So Muon's matrices move as without muP, and the output layer as with a factor of
+    1 / width.
+    """
+    by_mup = run(_by_mup, topology.world_size, case, topology, width)
+    for rank in by_mup:
+        megatrons = rank["megatrons"]
+        assert rank["here"] == {name: megatrons[name] for name in rank["here"]}
+    factors = (("output_layer.weight", 1 / width),)
+    by_hand = replace(case, steps=2, muon=(*case.muon, ("lr_mults", factors)))
+    expected = run(train, topology.world_size, by_hand, topology)
+    assert differences(whole(expected), whole(by_mup)) == []
+
+
+def test_a_matrix_that_is_adamws_here_has_its_factor() -> None:
+    """Megatron's own Muon would update it, so that its muP leaves it out."""
+    case = replace(CASE, muon=(*CASE.muon, EXCLUDED))
+    by_mup = run(_by_mup, 2, case, Topology(dp=2), 4.0)
+    factors = tuple((name, 0.25) for name in SCALED)
+    by_hand = replace(case, steps=2, muon=(*case.muon, ("lr_mults", factors)))
+    expected = run(train, 2, by_hand, Topology(dp=2))
+    assert differences(whole(expected), whole(by_mup)) == []
+
+
+def _refused(settings: dict[str, Any], of: str) -> str:
+    built = build(CASE, Topology(tp=2))
+    with installed(MuonConfig(**settings)):
+        return error_of(lambda: _optimizer(built, 2.0, of))
+
+
+@pytest.mark.parametrize(
+    ("settings", "of", "said"),
+    [
+        ({}, "muon", r"use_mup with scale_mode \(--muon-scale-mode\) spectral: "),
+        ({"scale_mode": "update_norm"}, "muon", r"update_norm: .* give unit_rms_norm"),
+        ({"scale_mode": "unit_rms_norm"}, "adam", r"optimizer_type='muon'"),
+        (
+            {
+                "scale_mode": "unit_rms_norm",
+                "by_pattern": {FC2: {"scale_mode": "spectral", "rms": 0.2}},
+            },
+            "muon",
+            r"use_mup with scale_mode \(--muon-scale-mode\) spectral: ",
+        ),
+    ],
+    ids=["spectral", "update_norm", "rates of adam", "by pattern"],
+)
+def test_what_contradicts_it_is_refused_on_all_ranks(
+    settings: dict[str, Any], of: str, said: str
+) -> None:
+    for text in run(_refused, 2, settings, of):
+        assert text.startswith("ValueError: ") and re.search(said, text), text
+
+
+def test_nothing_is_refused_that_has_no_scale_by_width() -> None:
+    assert run(_refused, 2, {"rule": "hyperball"}, "muon") == ["no error"] * 2
