@@ -105,6 +105,7 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--adam-beta1", type=float, default=0.9)
     group.add_argument("--adam-beta2", type=float, default=0.999)
     group.add_argument("--adam-eps", type=float, default=1e-8)
+    group.add_argument("--muon-rule", default="muon")
     group.add_argument("--muon-momentum", type=float, default=0.95)
     group.add_argument("--muon-matched-adamw-rms", type=float, default=0.2)
     group.add_argument("--muon-ns-steps", type=int, default=5)

@@ -92,6 +92,7 @@ def build_optimizer(
     if args.optimizer == "muon" or any(of_adamw_too):
         megatron_muon.install(
             megatron_muon.MuonConfig(
+                rule=args.muon_rule,
                 matched_adamw_rms=args.muon_matched_adamw_rms,
                 momentum=args.muon_momentum,
                 nesterov=not args.no_muon_nesterov,

@@ -1,0 +1,111 @@
+"""Trains with AdamW, with Muon, and with each other rule for matrices, each at its best
+rate.
+
+    python rules.py                        # writes figures/rules.json, prints its table
+    python rules.py --only hyperball       # these rows alone; others stay as they are
+    python rules.py --table                # prints the table again
+
+The model, the text and the steps are convergence.py's "as tuned", and so are momentum,
+warm-up and, for rules that take one, weight decay: they were tuned for Muon, not for
+the other rules. Rates are powers of two times a first one, the best of them is repeated
+with two more seeds. Runs that are in the work folder are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from convergence import SEEDS, tuned_flags
+from training import HERE, Study, best, write
+
+
+@dataclass(frozen=True)
+class Row:
+    """An optimizer, its flags beside the tuned ones, and the rates to try."""
+
+    label: str
+    optimizer: str
+    rates: tuple[float, ...]
+    flags: str = ""
+
+
+def _rule(label: str, rates: tuple[float, ...], flags: str = "") -> Row:
+    return Row(label, "muon", rates, f"--muon-rule {label.lower()} {flags}".strip())
+
+
+ROWS = {
+    "adamw": Row("AdamW", "adam", (2.5e-3, 5e-3, 1e-2)),
+    "muon": Row("Muon", "muon", (1e-2, 2e-2, 4e-2)),
+    "hyperball": _rule("Hyperball", (2e-2, 4e-2, 8e-2, 0.16), "--weight-decay 0"),
+    "normuon": _rule("NorMuon", (1e-2, 2e-2, 4e-2)),
+    "adamuon": _rule("AdaMuon", (1e-2, 2e-2, 4e-2)),
+    "namo": _rule("NAMO", (1e-2, 2e-2, 4e-2)),
+}
+
+
+def measure(study: Study, row: Row, tuned: dict[str, Any]) -> dict[str, Any]:
+    """The runs of a row at its best rate."""
+    flags = f"{tuned_flags(tuned, row.optimizer)} {row.flags}"
+    tried = study.losses(row.optimizer, row.rates, SEEDS[:1], flags)
+    rate = best(tried)
+    return {
+        "flags": row.flags,
+        "lr": rate,
+        "at_edge": rate in (row.rates[0], row.rates[-1]),
+        "tried": {f"{one:g}": seeds[0]["loss"] for one, seeds in tried.items()},
+        "runs": study.losses(row.optimizer, (rate,), SEEDS, flags)[rate],
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """In Markdown; a rate at the edge of its grid has a star."""
+    lines = ["| rule | lr: loss of seed 1 | best lr | loss, three seeds |"]
+    lines.append("|---|---|--:|--:|")
+    for name, row in ROWS.items():
+        if name not in report:
+            continue
+        found = report[name]
+        tried = (
+            f"{rate}: {'diverged' if loss is None else f'{loss:.3f}'}"
+            for rate, loss in found["tried"].items()
+        )
+        losses = [run["loss"] for run in found["runs"]]
+        cells = [
+            row.label,
+            ", ".join(tried),
+            f"{found['lr']:g}{'*' * found['at_edge']}",
+            f"{statistics.fmean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--work", type=Path, default=HERE / "out" / "rules")
+    parser.add_argument("--figures", type=Path, default=HERE / "figures")
+    args, extra = parser.parse_known_args()  # the rest goes to train.py
+    path = args.figures / "rules.json"
+    report = json.loads(path.read_text()) if path.exists() else {}
+    if not args.table:
+        tuned = json.loads((args.figures / "tuning.json").read_text())
+        study = Study(args.work, args.jobs, tuple(extra))
+        for name in args.only:
+            report[name] = measure(study, ROWS[name], tuned)
+            write(path, {each: report[each] for each in ROWS if each in report})
+    print(table(report))
+
+
+if __name__ == "__main__":
+    main()
