@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections import defaultdict
@@ -102,23 +103,28 @@ def _train(
 
 
 def _plan_of(numerics: Numerics, tp: int, dp: int) -> ExchangePlan:
-    """The plan of the weights, all in one bucket, which shards cut anywhere."""
-    elements = sum(rows * cols for (rows, cols), _ in _WEIGHTS)
-    bucket = Span(0, -(-elements // (tp * dp)) * tp * dp)
+    ranks = torch.arange(tp * dp).view(tp, dp).tolist()
+    grid = RankGrid((tuple(map(tuple, ranks)),))
+    return make_plan(_parameters(tp, dp), grid, numerics)
+
+
+def _parameters(tp: int, dp: int) -> list[Parameter]:
+    """The weights, all in one bucket, which shards cut anywhere."""
+    elements = sum(math.prod(shape) for shape, _ in _WEIGHTS)
+    bucket = Span(0, math.ceil(elements / (tp * dp)) * tp * dp)
     parameters: list[Parameter] = []
     start = 0
-    for number, ((rows, cols), dim) in enumerate(_WEIGHTS):
-        shape = rows // (tp if dim == 0 else 1), cols // (tp if dim == 1 else 1)
-        name = f"weight {number}"
-        matrices, blocks = whole_matrix(name, shape, dim, tp)
-        span = Span(start, start + shape[0] * shape[1])
-        parameters.append(
-            Parameter(name, shape, dim, bucket, span, 0, matrices, blocks)
-        )
+    for number, (whole, dim) in enumerate(_WEIGHTS):
+        local = list(whole)
+        if dim is not None:
+            local[dim] //= tp
+        shape = (local[0], local[1])
+        span = Span(start, start + math.prod(shape))
         start = span.stop
-    ranks = torch.arange(tp * dp).view(1, tp, dp).tolist()
-    grid = RankGrid(tuple(tuple(map(tuple, plane)) for plane in ranks))
-    return make_plan(parameters, grid, numerics)
+        name = f"weight {number}"
+        of_weight = whole_matrix(name, shape, dim, tp)
+        parameters.append(Parameter(name, shape, dim, bucket, span, 0, *of_weight))
+    return parameters
 
 
 def _drawn(seed: int) -> list[Tensor]:

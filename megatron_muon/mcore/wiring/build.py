@@ -41,6 +41,7 @@ from megatron_muon.mcore.wiring.start import start_lines
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
     numerics_on,
+    plan_device,
     try_products,
 )
 from megatron_muon.orthogonalize.numerics import Numerics, layout_free
@@ -95,13 +96,8 @@ def make_muons(
     """
     parts = optimizer.chained_optimizers
     device = device_of(model_chunks)
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    free = layout_free(config, is_deterministic=is_deterministic)
-    numerics, late, description = together(
-        lambda: _checked(parts, model_chunks, free, pg_collection), None, device
-    )
-    changes = describe.not_shared_lines(
-        config, numerics.device, is_deterministic=is_deterministic
+    numerics, changes, description = together(
+        lambda: _checked(parts, model_chunks, config, pg_collection), None, device
     )
     config = numerics.config
     for part in parts:
@@ -115,8 +111,6 @@ def make_muons(
     for part in parts:
         part.routes = routes
     trained = _with_muons(parts, numerics, stage)
-    if late is not None:
-        changes.append(describe.late_gather_line(late))
     names = {
         describe.MISCOUNTED: count_once(parts, stage),
         describe.ADDED_UP: keep_biases_apart(routes, stage),
@@ -155,18 +149,25 @@ def _checked(
     model_chunks: Sequence[Any],
     config: MuonConfig,
     pg_collection: Any,
-) -> tuple[Numerics, str | None, list[str]]:
+) -> tuple[Numerics, list[str], list[str]]:
     """Check this rank's optimizers and groups.
 
     Returns:
-        The run's numerics, what forbids early gathers that are wanted, and the lines
-        that all ranks must agree on.
+        The run's numerics, lines about choices that are not as they were asked for, and
+        the lines that all ranks must agree on.
     """
     for part in parts:
         check_built(part)
     process_groups.require_groups(model_chunks, pg_collection)
-    config, late = settled(config, parts[0].config, model_chunks)
     device = device_of(model_chunks)
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    changes = describe.not_shared_lines(
+        config, plan_device(device, config), is_deterministic=is_deterministic
+    )
+    config = layout_free(config, is_deterministic=is_deterministic)
+    config, late = settled(config, parts[0].config, model_chunks)
+    if late is not None:
+        changes.append(describe.late_gather_line(late))
     numerics = numerics_on(device, config)
     try_products(device, numerics)
     if config.align_shards:
@@ -180,7 +181,7 @@ def _checked(
         lines.append(tried(numerics, device))
     if config.early_param_gather != "off":
         lines.append(f"gathers one by one: {gathers_one_by_one(device)}")
-    return numerics, late, lines
+    return numerics, changes, lines
 
 
 def _routed(
