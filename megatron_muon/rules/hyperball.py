@@ -29,8 +29,8 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import RoundTable
-from megatron_muon.planning.slices import Matrix
 from megatron_muon.rules.muon import Foreach, Muon, MuonRound, at_once, in_fp32
+from megatron_muon.rules.slice_units import SliceUnits
 from megatron_muon.runtime.engine import Engine, ParamGroups
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers
@@ -69,17 +69,14 @@ class Hyperball(Muon):
         self.radii = torch.full(
             (len(self.matrices), self.units), torch.nan, device=device
         )
-        # by parameter, where its slices begin in their matrices, in the table's order
-        self.starts: dict[int, list[int]] = {}
-        here = [one for one in plan.slices if one.rank == own.rank]
-        for one in sorted(here, key=lambda one: (one.parameter, one.elements)):
-            self.starts.setdefault(one.parameter, []).append(one.start)
+        self._plan, self._own = plan, own
 
     def of_round(
         self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
     ) -> HyperballRound:
         """See ``Rule``."""
-        return HyperballRound(self, table, sharers)
+        units = SliceUnits(self._plan, self._own, table)
+        return HyperballRound(self, table, sharers, units)
 
     def set_radii(self, radii: Radii) -> None:
         """Take each unit's radius, for all matrices of the plan."""
@@ -102,17 +99,17 @@ class HyperballRound(MuonRound):
         rule: Hyperball,
         table: RoundTable,
         sharers: Mapping[tuple[int, ...], Sharers],
+        units: SliceUnits,
     ) -> None:
         super().__init__(rule, table, sharers)
         self._rule = rule
-        self._of_slices = [rule.matrices[matrix] for matrix in table.matrices]
-        starts = (rule.starts[index] for index, _ in table.parameters)
-        self._starts = [start for of_one in starts for start in of_one]
+        self._units = units
+        of_slices = units.matrices
         index = torch.tensor(table.matrices, dtype=torch.int64)
         self._matrix_of = index.to(rule.radii.device)
         # slices of matrices that are one unit, and of others
-        self._whole = [at for at, one in enumerate(self._of_slices) if one.units == 1]
-        self._parts = [at for at, one in enumerate(self._of_slices) if one.units > 1]
+        self._whole = [at for at, one in enumerate(of_slices) if one.units == 1]
+        self._parts = [at for at, one in enumerate(of_slices) if one.units > 1]
         self._wholes = torch.tensor(self._whole, device=rule.radii.device)
         # the slices' directions and the main parameters, from after_scatter to finish
         self._directions: list[Tensor] = []
@@ -178,18 +175,16 @@ class HyperballRound(MuonRound):
             ``(slices, 3 · units)``, or ``(slices, units)``, fp32.
         """
         count = 3 if len(lists) == 2 else 1
-        shape = len(self._of_slices), count, self._rule.units
+        shape = len(self._units.matrices), count, self._units.most
         made = self._rule.radii.new_zeros(shape)
         if self._whole:
             of_whole = [[one[number] for number in self._whole] for one in lists]
             made[:, :, 0].index_copy_(0, self._wholes, _sums(*of_whole))
         for number in self._parts:
-            matrix, start = self._of_slices[number], self._starts[number]
             some = [one[number].float() for one in lists]
             pairs = itertools.combinations_with_replacement(some, 2)
             for at, (one, other) in enumerate(pairs):
-                of_units = _of_columns(one * other, matrix, start)
-                made[number, at, : matrix.units] = of_units
+                made[number, at] = self._units.sums(number, one * other)
         return made.flatten(1)
 
     def _update(
@@ -208,10 +203,9 @@ class HyperballRound(MuonRound):
                 factor[:, 0].index_select(0, self._wholes),
             )
         for number in self._parts:
-            matrix, start = self._of_slices[number], self._starts[number]
             weight = weights[number]
-            keeps = _of_elements(keep[number], matrix, start, weight.numel())
-            factors = _of_elements(factor[number], matrix, start, weight.numel())
+            keeps = self._units.spread(number, keep[number], weight.numel())
+            factors = self._units.spread(number, factor[number], weight.numel())
             update = directions[number].float() * factors
             weight.mul_(keeps).sub_(update.masked_fill_(factors == 0.0, 0.0))
 
@@ -275,23 +269,3 @@ def _of_parts(
     wide = in_fp32(directions)
     products = torch._foreach_mul(weights, wide)
     return [norms, [each.sum() for each in products], torch._foreach_norm(wide)]
-
-
-def _of_columns(products: Tensor, matrix: Matrix, start: int) -> Tensor:
-    """The sum of a slice's numbers by unit, ``(units,)``.
-
-    Args:
-        start: where the slice begins in its matrix's staging order.
-    """
-    row = matrix.cols // matrix.column_parts
-    lead = start % row
-    padding = lead, -(lead + products.numel()) % row
-    rows = torch.nn.functional.pad(products, padding)
-    return rows.view(-1, matrix.units, row // matrix.units).sum(dim=(0, 2))
-
-
-def _of_elements(of_units: Tensor, matrix: Matrix, start: int, size: int) -> Tensor:
-    """The number of each element's unit, ``(size,)``; see ``_of_columns``."""
-    row = matrix.cols // matrix.column_parts
-    of_row = of_units[: matrix.units].repeat_interleave(row // matrix.units)
-    return of_row.roll(-(start % row)).repeat(-(-size // row))[:size]

@@ -76,6 +76,15 @@ RULES = {
         settings=_MOMENTS,
         refuses={"full_period": "whose second moments are of whole matrices"},
     ),
+    "adamuon": RuleRow(
+        "muon's step of the direction of the momentum's signs, each element divided by "
+        "the root of its second moment (AdaMuon, arXiv 2507.11005)",
+        "megatron_muon.rules.adamuon:AdaMuon",
+        scales=("spectral",),
+        sums=True,
+        settings=_MOMENTS,
+        refuses={"full_period": "whose norms are of whole matrices"},
+    ),
 }
 
 

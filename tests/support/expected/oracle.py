@@ -147,7 +147,10 @@ class Oracle:
         before = w.clone()
         w.copy_(r(w * (1 - decay)))
         for number, rows in enumerate(self.matrices(name, w)):
-            direction = self.orthogonalize(u[rows], self.ns_steps)
+            entry = u[rows].sign() if self.second_moment == "adamuon" else u[rows]
+            direction = self.orthogonalize(entry, self.ns_steps)
+            if self.second_moment == "adamuon":
+                direction = self._adamuon((name, number), direction)
             if self.second_moment == "normuon":
                 direction = self._normuon((name, number), direction)
             if self.hyperball:
@@ -176,6 +179,14 @@ class Oracle:
         self.moments[unit] = after
         made = direction / (after.sqrt() + self.eps2)
         return self.rounded(made * math.sqrt(min(rows, cols)) / made.norm())
+
+    def _adamuon(self, unit: tuple[str, int], direction: Tensor) -> Tensor:
+        """AdaMuon (arXiv 2507.11005, algorithm 1, lines 5 to 7)."""
+        before = self.moments.get(unit, torch.zeros_like(direction))
+        after = self.beta2 * before + (1 - self.beta2) * direction.square()
+        self.moments[unit] = after
+        made = direction / (after.sqrt() + self.eps2)
+        return self.rounded(made * math.sqrt(min(direction.shape)) / made.norm())
 
     def matrices(self, name: str, w: Tensor) -> list[list[int]] | range:
         """The rows of each matrix of a weight; of legacy experts, the number of

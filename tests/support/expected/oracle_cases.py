@@ -122,6 +122,11 @@ CASES = {
         steps=FEW,
         muon=(*FP32.muon, HYPERBALL, ("split_matrices", 2)),
     ),
+    "adamuon": replace(FP32, muon=(*FP32.muon, ("rule", "adamuon"))),
+    "adamuon-bf16": replace(BF16, muon=(*BF16.muon, ("rule", "adamuon"))),
+    "adamuon-experts": replace(
+        FP32, moe=True, steps=FEW, muon=(*FP32.muon, ("rule", "adamuon"))
+    ),
     "normuon": replace(FP32, muon=(*FP32.muon, ("rule", "normuon"))),
     "normuon-bf16": replace(BF16, muon=(*BF16.muon, ("rule", "normuon"))),
     "normuon-experts": replace(
@@ -158,6 +163,7 @@ WHERE = {
     "moe": EXPERTS,
     "hyperball-experts": EXPERTS,
     "normuon-experts": EXPERTS,
+    "adamuon-experts": EXPERTS,
     "moe-bf16": Topology(2, 2, 2, ep=2, sequence_parallel=True),
     "te-experts": EXPERTS,
     "legacy-experts": Topology(2, 1, 2, ep=2, sequence_parallel=True),

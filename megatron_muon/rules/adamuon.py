@@ -1,0 +1,145 @@
+"""AdaMuon (arXiv 2507.11005, algorithm 1): the signs of the momentum are
+orthogonalized, and each element of their direction is divided by the root of its own
+second moment.
+
+With X the direction of sign(U), and V a state of the shard, elementwise::
+
+    V ← β2·V + (1 - β2)·X²
+    Y = X / (√V + ε)
+    W ← (1 - lr·λ)·W - lr·scale·√min(m, n)·Y / ‖Y‖
+
+So the root mean square of an update is exactly what Muon's scale promises. ‖Y‖ is of
+each unit, a sum over all slices of its matrix. V starts at zero without a correction,
+since a factor of V changes nothing. U has Nesterov's form unless ``nesterov`` is off;
+the paper's is M.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.rounds.rank_plan import RankPlan
+from megatron_muon.planning.rounds.table import RoundTable
+from megatron_muon.rules.muon import Foreach, Muon, MuonRound, at_once
+from megatron_muon.rules.slice_units import SliceUnits
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.sharers import Sharers
+from megatron_muon.runtime.rule import Shard, cut_into_slices
+
+# The key of Adam's second moment: fused Adam classes refuse to save another.
+MOMENT2_KEY = "exp_avg_sq"
+
+
+class AdaMuon(Muon):
+    """The rule for the matrices of one stage.
+
+    Args:
+        numerics, plan, meter, own, device, elementwise: see ``Muon``.
+    """
+
+    states_after = (MOMENT2_KEY,)
+    asks_after = True
+
+    def __init__(
+        self,
+        numerics: Numerics,
+        plan: ExchangePlan,
+        meter: Meter,
+        own: RankPlan,
+        device: torch.device,
+        elementwise: Callable[[], Foreach],
+    ) -> None:
+        super().__init__(numerics, plan, meter, own, device, elementwise)
+        self._plan, self._own, self.device = plan, own, device
+
+    def of_round(
+        self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
+    ) -> AdaMuonRound:
+        """See ``Rule``."""
+        units = SliceUnits(self._plan, self._own, table)
+        return AdaMuonRound(self, table, sharers, units)
+
+
+class AdaMuonRound(MuonRound):
+    """AdaMuon's work in one round on one rank."""
+
+    def __init__(
+        self,
+        rule: AdaMuon,
+        table: RoundTable,
+        sharers: Mapping[tuple[int, ...], Sharers],
+        units: SliceUnits,
+    ) -> None:
+        super().__init__(rule, table, sharers)
+        self._units, self._device = units, rule.device
+        config = rule.numerics.config
+        self._beta2, self._eps = config.moment2_beta2, config.moment2_eps
+        # from after_scatter to finish: directions, fp32, and second moments
+        self._directions: list[Tensor] = []
+        self._moments: list[Tensor] = []
+
+    def before_gather(
+        self,
+        shards: Sequence[Shard],
+        into: Sequence[Tensor | None],
+        moves: Tensor,
+        sums: Tensor | None = None,
+    ) -> None:
+        """As in ``MuonRound``, with the signs of U; what is not finite stays so."""
+        super().before_gather(shards, into, moves, sums)
+        sent = [target for target in into if target is not None]
+        for _, (targets,) in at_once(sent) if sent else ():
+            zeros = torch._foreach_mul(targets, 0.0)  # the sign of NaN is 0
+            torch._foreach_sign_(targets)
+            torch._foreach_add_(targets, zeros)
+
+    def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
+        """Keep the directions and second moments for the sums; ``finish`` updates."""
+        self._directions = [result.float() for result in results]
+        self._moments = [each.state(MOMENT2_KEY) for each in shards]
+
+    def numbers_after(self, shards: Sequence[Shard]) -> Tensor:
+        """Y² of each slice by unit, ``(slices, units)`` fp32."""
+        moments = cut_into_slices(self._moments, self._table)
+        rows: list[Tensor] = []
+        for number, (x, moment) in enumerate(
+            zip(self._directions, moments, strict=True)
+        ):
+            after = moment.lerp(x.square(), 1.0 - self._beta2)
+            adapted = x / after.sqrt_().add_(self._eps)
+            rows.append(self._units.sums(number, adapted.square_()))
+        if not rows:
+            return torch.zeros(0, self._units.most, device=self._device)
+        return torch.stack(rows)
+
+    def finish(self, shards: Sequence[Shard], sums: Tensor) -> None:
+        """Advance the second moments, and update the shards by the formula above.
+
+        A matrix whose sums are not finite stays, all units of it, and so do the moments
+        of a unit that is not moved.
+        """
+        directions = self._directions
+        whole = self._moments
+        self._directions = []
+        self._moments = []
+        sound = sums.isfinite().all(dim=1, keepdim=True)
+        moves = sound & (sums > 0)
+        ends = [math.sqrt(min(matrix.whole)) for matrix in self._units.matrices]
+        factors = (1.0 / sums.sqrt()).where(moves, 0.0)
+        factors = factors.where(sound, torch.nan)
+        weights = torch.where(moves, 1.0 - self._beta2, 0.0)
+        moments = cut_into_slices(whole, self._table)
+        for number, (x, moment) in enumerate(zip(directions, moments, strict=True)):
+            weight = self._units.spread(number, weights[number], x.numel())
+            moment.lerp_(x.square().masked_fill_(weight == 0.0, 0.0), weight)
+            factor = self._units.spread(number, factors[number], x.numel())
+            x.div_(moment.sqrt().add_(self._eps)).mul_(factor).mul_(ends[number])
+        super().after_scatter(shards, directions)
+        for each, moment in zip(shards, whole, strict=True):
+            each.put(MOMENT2_KEY, moment)
