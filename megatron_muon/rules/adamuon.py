@@ -26,14 +26,17 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import RoundTable
-from megatron_muon.rules.muon import Foreach, Muon, MuonRound, at_once
+from megatron_muon.rules.muon import (
+    MOMENT2_KEY,
+    Foreach,
+    Muon,
+    MuonRound,
+    at_once,
+)
 from megatron_muon.rules.slice_units import SliceUnits
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.runtime.rule import Shard, cut_into_slices
-
-# The key of Adam's second moment: fused Adam classes refuse to save another.
-MOMENT2_KEY = "exp_avg_sq"
 
 
 class AdaMuon(Muon):

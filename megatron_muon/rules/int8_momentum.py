@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.rules.muon import MOMENTUM_KEY
-from megatron_muon.runtime.states import MAIN_KEY, States
+from megatron_muon.runtime.states import States
 
 Place = TypeVar("Place")
 BLOCK = 256  # elements, counted from the first one of the parameter's TP slice
@@ -66,12 +66,12 @@ class Packed(States, Generic[Place]):
     def get(self, shard: Tensor, key: str) -> Tensor:
         """See ``States``."""
         held = super().get(shard, key)
-        is_packed = key != MAIN_KEY and id(shard) in self._places
+        is_packed = key == MOMENTUM_KEY and id(shard) in self._places
         return self._unpacked(shard, held) if is_packed else held
 
     def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
         """See ``States``."""
-        if key == MAIN_KEY or id(shard) not in self._places:
+        if key != MOMENTUM_KEY or id(shard) not in self._places:
             super().put(shard, key, wide)
         else:
             self._pack(shard, super().get(shard, key), wide)
@@ -81,9 +81,9 @@ class Packed(States, Generic[Place]):
         state = self._optimizer.state[shard]
         if not state:
             size = self._size(shard)
-            state[MOMENTUM_KEY] = torch.zeros(
-                size, dtype=torch.float32, device=shard.device
-            )
+            for key in keys:
+                state[key] = torch.zeros_like(shard, dtype=torch.float32)
+            state[MOMENTUM_KEY] = state[MOMENTUM_KEY].new_zeros(size)
 
     def load(self, load_state_dict: Callable[[Any], None], state_dict: Any) -> None:
         """See ``States``."""
@@ -103,7 +103,7 @@ class Packed(States, Generic[Place]):
             key: {
                 name: each
                 for name, each in held.items()
-                if key not in mine or name == "step"
+                if key not in mine or name != MOMENTUM_KEY
             }
             for key, held in state_dict["state"].items()
         }

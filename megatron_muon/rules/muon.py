@@ -59,6 +59,7 @@ from megatron_muon.settings.rules import row_of
 # The momentum has the key of Adam's first moment, and there is no second one: fused
 # Adam classes refuse to save or load a state under a key that they do not know.
 MOMENTUM_KEY = "exp_avg"
+MOMENT2_KEY = "exp_avg_sq"  # of rules with one for each element
 _IN_CACHE = 1 << 16  # elements: three tensors of them in fp32 are 768 KiB
 
 

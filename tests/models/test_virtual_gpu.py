@@ -46,6 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hyperball": {"rule": "hyperball"},
     "own": {"rule": "support.runs.own_rules:polar_express"},
     "normuon": {"rule": "normuon"},
+    "adamuon": {"rule": "adamuon"},
     "normuon in 3 strips": {"rule": "normuon", "split_matrices": 3},
     "in 3 strips": {"split_matrices": 3},  # of TP 2: wide matrices come as rows
     "rows of squares": {"split_matrices": 4, "ns_iteration": "gram"},

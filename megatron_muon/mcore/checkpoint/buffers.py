@@ -57,12 +57,7 @@ class BufferPlace(NamedTuple):
     name: str
     start: int
     stop: int
-    is_muon: bool
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys of its state on disk, without the main parameter."""
-        return (MOMENTUM,) if self.is_muon else ADAMW_STATE
+    keys: tuple[str, ...]  # of its state on disk, without the main parameter
 
 
 def gathered_spans(buffer: Any) -> Iterator[tuple[Parameter, int, int]]:
@@ -149,6 +144,8 @@ def from_disk(
         whole["param"][place.start : place.stop] = saved["param"][start:stop]
         tensors = states.get(place.name, {})
         for key, target in zip(place.keys, ADAMW_STATE, strict=False):
+            if key == MOMENT2 and key not in tensors:
+                continue  # of another rule
             check_tensor(place.name, key, tensors, place.stop - place.start)
             whole[target][place.start : place.stop] = tensors[key]
     kept = {key: value for key, value in saved.items() if key not in (STATE, SPANS)}

@@ -164,7 +164,7 @@ class ShardedState(MuonState):
                     )
                     for key, sharded in state[number].items()
                 }
-                state[number] = _with_momentum(cut) if is_muon else cut
+                state[number] = self._as_muons(cut) if is_muon else cut
             self.tensors = frozenset(tensors)
             return state
         finally:
@@ -195,6 +195,16 @@ class ShardedState(MuonState):
             for param, start, stop in gathered_spans(buffer):
                 yield param, self._to_be_cut[index][dtypes], start, stop
 
+    def _as_muons(self, cut: StateDict) -> StateDict:
+        """The same ShardedTensors, with the state of Muon's parameters in place of
+        Adam's moments.
+        """
+        made = {name: each for name, each in cut.items() if name not in ADAMW_STATE}
+        for on_disk, adams in zip(self._muons_keys, ADAMW_STATE, strict=False):
+            key = cut[adams].key.replace(f".{adams}.", f".{on_disk}.", 1)
+            made[on_disk] = replace(cut[adams], key=key)
+        return made
+
     # --- fully_sharded_model_space, of Megatron up to 0.14: ranges of whole parameters
 
     def sharded_param_state_fs_model_space(
@@ -219,11 +229,3 @@ class ShardedState(MuonState):
             "Megatron calls deprecated: use fully_sharded_model_space (in Megatron-LM "
             "--ckpt-fully-parallel-save) or dp_zero_gather_scatter"
         )
-
-
-def _with_momentum(cut: StateDict) -> StateDict:
-    """The same ShardedTensors, with Muon's momentum in place of Adam's moments."""
-    momentum = cut[ADAMW_STATE[0]]
-    key = momentum.key.replace(f".{ADAMW_STATE[0]}.", f".{MOMENTUM}.", 1)
-    kept = {name: sharded for name, sharded in cut.items() if name not in ADAMW_STATE}
-    return {**kept, MOMENTUM: replace(momentum, key=key)}

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from megatron_muon.mcore.checkpoint.buffers import (
     ADAMW_STATE,
+    MOMENT2,
     MOMENTUM,
     BufferPlace,
     check_tensor,
@@ -27,7 +28,7 @@ from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.mcore.routing.param_routing import expert_name, weights
 from megatron_muon.mcore.routing.routes import Route, muons_of
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon
+from megatron_muon.rules.muon import MOMENT2_KEY, DistributedMuon
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.rule import Rule
 from megatron_muon.runtime.states import MAIN_KEY, States, of_halves
@@ -71,7 +72,10 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             return tensors
         first, second = ADAMW_STATE
         momentum = tensors.pop(MOMENTUM)
-        return {**tensors, first: momentum, second: torch.zeros_like(momentum)}
+        moment2 = tensors.pop(MOMENT2, None)
+        if moment2 is None:
+            moment2 = torch.zeros_like(momentum)
+        return {**tensors, first: momentum, second: moment2}
 
     @torch.no_grad()
     def _set_main_param_and_optimizer_states(
@@ -83,6 +87,9 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             keys[MAIN_KEY] = MAIN_KEY
         for on_disk, key in keys.items():
             name = key if self._has_adams_names else on_disk
+            if on_disk == MOMENT2:
+                self._set_moment2(model_param, tensors.get(name))
+                continue
             check_tensor(self._name_of[model_param], name, tensors, shard.numel())
             wide = tensors[name].to(shard.device, copy=self.states.are_copies)
             if self.from_adamw is not None and key == MAIN_KEY:
@@ -90,6 +97,20 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             if self.from_adamw is not None and on_disk == MOMENTUM:
                 wide = self._as_momentum(model_param, wide)
             self.states.put(shard, key, wide)
+
+    def _set_moment2(self, model_param: Parameter, saved: Any) -> None:
+        """Take a second moment; zeros where the checkpoint is of another rule."""
+        shard, name = self._shard_of[model_param], self._name_of[model_param]
+        if saved is None or self.from_adamw is not None:
+            saved = torch.zeros(shard.numel())
+        check_tensor(name, MOMENT2, {MOMENT2: saved}, shard.numel())
+        if not bool(((saved >= 0) & saved.isfinite()).all()):
+            raise ValueError(
+                f"the checkpoint's second moment of {name} has a number that is "
+                "negative or not finite: it is damaged"
+            )
+        wide = saved.to(shard.device, copy=self.states.are_copies)
+        self.states.put(shard, MOMENT2_KEY, wide)
 
     def _as_main(self, model_param: Parameter, wide: Tensor) -> Tensor:
         """AdamW's main parameter, of which a precision-aware checkpoint has the lower
@@ -138,7 +159,15 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         """A parameter's state: its names on disk → its names in memory."""
         if param not in self._muons:
             return {key: key for key in ADAMW_STATE}
-        return {} if self.drops_momentum else {MOMENTUM: MOMENTUM_KEY}
+        if self.drops_momentum:
+            return {}
+        return dict(zip(self._muons_keys, ADAMW_STATE, strict=False))
+
+    @property
+    def _muons_keys(self) -> tuple[str, ...]:
+        """Keys on disk of the state of Muon's parameters."""
+        has_second = MOMENT2_KEY in getattr(self.muon, "state_keys", ())
+        return (MOMENTUM, MOMENT2) if has_second else (MOMENTUM,)
 
     def _wide(self, shard: Tensor, key: str) -> Tensor:
         """In fp32, as on disk: the optimizer's own tensor, or a copy, which is on the
@@ -195,6 +224,11 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         slices.
         """
         return [
-            BufferPlace(self._name_of[param], start, stop, param in self._muons)
+            BufferPlace(
+                self._name_of[param],
+                start,
+                stop,
+                self._muons_keys if param in self._muons else ADAMW_STATE,
+            )
             for param, start, stop in gathered_spans(self.buffers[index])
         ]

@@ -96,7 +96,7 @@ class OfHybrid(OfWeights):
     round.
 
     Shards are slices of the model's bf16 or fp16 weights. Muon's main parameters are
-    whole, or the 16 bits that a bf16 weight lacks; its momentum is fp32 or bf16.
+    whole, or the 16 bits that a bf16 weight lacks; its moments are fp32 or bf16.
     """
 
     adamw_is_last = True
@@ -123,7 +123,9 @@ class OfHybrid(OfWeights):
             seen += size
             on_host = hosted < config.optimizer_offload_fraction * seen
             hosted += on_host * size
-            self._add((number, MOMENTUM_KEY), shards, config.exp_avg_dtype, on_host)
+            for key in muon.state_keys:
+                dtype = getattr(config, f"{key}_dtype")
+                self._add((number, key), shards, dtype, on_host)
             kept = torch.int16 if halves else torch.float32
             self._add((number, MAIN_KEY), shards, kept, on_host)
         self._optimizer._init_sub_optimizers()  # without Muon's

@@ -88,6 +88,14 @@ KINDS = {
         replace(MOE, weight_decay=0.0, muon=(("rule", "hyperball"),)),
         EP2,
     ),
+    "second moments of elements": (
+        replace(MOE, muon=(("rule", "adamuon"),)),
+        Topology(tp=2, dp=2, ep=2, sequence_parallel=True),
+    ),
+    "second moments of elements beside int8": (
+        replace(BF16, muon=(("rule", "adamuon"), ("momentum_dtype", "int8"))),
+        Topology(dp=3, overlap=True),
+    ),
     "second moments at homes": (
         replace(MOE, muon=(("rule", "normuon"), ("split_matrices", 2))),
         Topology(tp=2, dp=2, ep=2, sequence_parallel=True),

@@ -24,6 +24,7 @@ from support.ranks import error_of, run
 
 MUON = Case(layers=2, steps=2, bf16=False, muon=(("ns_dtype", "fp32"),))
 CASE = replace(MUON, muon=(*MUON.muon, ("rule", "normuon")))
+ELEMENTS = replace(MUON, muon=(*MUON.muon, ("rule", "adamuon")))
 SHARED = replace(CASE, muon=(*CASE.muon, ("split_matrices", 2)))
 COLUMNS = replace(
     CASE, muon=(*CASE.muon, ("splits", (("*.linear_proj.*", "cols:48,48"),)))
@@ -34,12 +35,16 @@ Numbers = dict[str, list[float]]
 
 
 def _numbers(built: Built) -> Numbers:
-    """Of all units of this rank's stage."""
+    """Of all units of this rank's stage; of elements, of Muon's shards here."""
     found: Numbers = {}
     for part in built.optimizer.chained_optimizers:
-        for name, numbers in part.muon.rule.home_state.gathered(
-            part.stage_group
-        ).items():
+        home = part.muon.rule.home_state
+        if home is None:
+            for index, shard in part.muon.main_params.items():
+                moment = part.optimizer.state[shard]["exp_avg_sq"]
+                found[str(index)] = moment.tolist()
+            continue
+        for name, numbers in home.gathered(part.stage_group).items():
             found[name] = numbers.tolist()
     return found
 
@@ -87,27 +92,32 @@ def test_numbers_are_those_of_the_checkpoint(of_runs: Any, tmp_path: Path) -> No
     assert loaded == saved
 
 
+@pytest.mark.parametrize("case", [CASE, ELEMENTS], ids=["normuon", "adamuon"])
 @pytest.mark.parametrize("format", formats())
 def test_a_checkpoint_of_muon_has_none_and_they_start_at_zero(
-    format: str, tmp_path: Path
+    format: str, case: Case, tmp_path: Path
 ) -> None:
     of_run = Topology(dp=2), format, str(tmp_path)
     run(_saves, 2, MUON, *of_run)
-    for numbers in run(_loads, 2, CASE, *of_run):
+    for numbers in run(_loads, 2, case, *of_run):
         assert numbers and not any(map(any, numbers.values()))
 
 
 def _loads_muon(*of_run: Any) -> list[str]:
-    _, before = _saves(CASE, *of_run)
-    built = start(MUON, of_run[0])
+    case, topology, format, folder = of_run
+    _, before = _saves(case, topology, format, folder)
+    built = start(MUON, topology)
     take_step(built, 3)
-    load(built, of_run[2], of_run[1])
+    load(built, folder, format)
     return unequal(before, held(built), "", log=False)
 
 
+@pytest.mark.parametrize("case", [CASE, ELEMENTS], ids=["normuon", "adamuon"])
 @pytest.mark.parametrize("format", formats())
-def test_muon_goes_on_from_its_checkpoint(format: str, tmp_path: Path) -> None:
-    for unlike in run(_loads_muon, 2, Topology(dp=2), format, str(tmp_path)):
+def test_muon_goes_on_from_its_checkpoint(
+    format: str, case: Case, tmp_path: Path
+) -> None:
+    for unlike in run(_loads_muon, 2, case, Topology(dp=2), format, str(tmp_path)):
         assert unlike == []
 
 

@@ -101,6 +101,7 @@ def _of_optimizer(held: Whole) -> Whole:
         {**IN_FP16, "clip": 1.0},
         {"weight_decay": 0.0, "muon": (("rule", "hyperball"),)},
         {"muon": (("rule", "normuon"),)},
+        {"muon": (("rule", "adamuon"),)},
     ],
     ids=[
         "remainders",
@@ -112,6 +113,7 @@ def _of_optimizer(held: Whole) -> Whole:
         "fp16",
         "hyperball",
         "normuon",
+        "adamuon",
     ],
 )
 def test_with_fp32_values_a_step_is_that_without_the_flag(change: Any) -> None:

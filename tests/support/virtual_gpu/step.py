@@ -18,7 +18,7 @@ from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.rules import fused
 from megatron_muon.rules.bf16_momentum import packed
 from megatron_muon.rules.hyperball import Hyperball
-from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon
+from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.patches import replaced
@@ -111,9 +111,6 @@ def muon_of(
     }
     for shard in shards.values():
         shard.grad = torch.ones_like(shard)
-    state = {
-        shard: {MOMENTUM_KEY: torch.zeros_like(shard)} for shard in shards.values()
-    }
     groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.1}]
     exchange = Exchange(
         own, plan.matrices, group, TORCH_DTYPE[numerics.travels], device, meter
@@ -126,6 +123,10 @@ def muon_of(
             radii |= dict.fromkeys(matrix.unit_names, 1.0)
         muon.rule.set_radii(radii)
     if numerics.config.momentum_dtype == "fp32":
+        state = {
+            shard: {key: torch.zeros_like(shard) for key in muon.state_keys}
+            for shard in shards.values()
+        }
         return muon, groups, States(SimpleNamespace(state=state))
     empty: dict[torch.Tensor, Any] = {shard: {} for shard in shards.values()}
     states = packed(SimpleNamespace(state=empty, param_groups=groups), muon)
