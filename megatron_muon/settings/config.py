@@ -71,7 +71,9 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
             step on the sphere of the matrix's own norm, lr being its length in radii,
             without weight decay and without a scale (MuonH, arXiv 2606.16899). normuon:
             muon's step of a direction whose rows, or columns where it is wide, are each
-            divided by the root of a second moment (NorMuon, arXiv 2510.05491). Default:
+            divided by the root of a second moment (NorMuon, arXiv 2510.05491). adamuon:
+            muon's step of the direction of the momentum's signs, each element divided
+            by the root of its second moment (AdaMuon, arXiv 2507.11005). Default:
             'muon'.
         radii: With rule hyperball, the Frobenius norm of the matrices whose names match
             a pattern, of each head or expert that is orthogonalized alone. Default: ().
